@@ -1,0 +1,138 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trt_kvcache import CacheConfig, KVCacheConfig, KVLayerConfig, KVLayout, estimate_memory, largest_batch, longest_sequence
+from trt_kvcache.errors import CapacityError, RangeError
+
+GIB = 2**30
+LLAMA_7B = KVCacheConfig(
+    layers=[KVLayerConfig(num_kv_heads=32, head_dim=128)] * 32, max_batch_size=4, max_sequence_length=2048, dtype="float16"
+)
+MIXED = KVCacheConfig(
+    layers=[KVLayerConfig(num_kv_heads=2, head_dim=16), KVLayerConfig(num_kv_heads=1, head_dim=48)],
+    max_batch_size=3,
+    max_sequence_length=7,
+    dtype="int8",
+)
+LINEAR = CacheConfig(num_attention_layers=5, max_batch_size=3, max_sequence_length=7, num_kv_heads=2, head_dim=16, dtype="float16")
+
+
+def test_llama_7b_takes_one_gib_a_sequence():
+    estimate = estimate_memory(LLAMA_7B)
+    assert estimate.bytes_per_sequence == 1_073_741_824 == GIB
+    assert estimate.bytes_per_token == 524_288
+    assert estimate.bytes_per_layer == (4 * 2 * 32 * 128 * 2048 * 2,) * 32
+    assert (estimate.scales_nbytes, estimate.nbytes) == (0, 4 * GIB)
+    assert longest_sequence(LLAMA_7B, 8 * GIB) == 4096
+    assert largest_batch(LLAMA_7B, 8 * GIB) == 8
+    assert largest_batch(LLAMA_7B, 8 * GIB - 1) == 7
+
+
+def test_padding_and_scales_count_in_the_total_and_not_in_a_sequence():
+    estimate = estimate_memory(MIXED)
+    assert estimate.bytes_per_token == 2 * (2 * 16 + 1 * 48)
+    assert estimate.bytes_per_sequence == 7 * estimate.bytes_per_token
+    assert estimate.bytes_per_layer == (2 * 768, 2 * 1024)  # K of a layer: 672 and 1008 bytes
+    assert estimate.scales_nbytes == 256
+    assert estimate.nbytes == 1536 + 2048 + 256 == MIXED.nbytes
+
+
+def test_a_linear_cache():
+    estimate = estimate_memory(LINEAR)
+    assert estimate.bytes_per_layer == (3072,) * 5
+    assert (estimate.bytes_per_token, estimate.bytes_per_sequence, estimate.nbytes) == (5 * 128, 5 * 128 * 7, 5 * 3072)
+
+
+def test_the_inverses_by_hand():
+    # One int8 layer of one row of 16 bytes a token: 2 * align_up(B * 16 * S) + 256 bytes of scales.
+    kv = KVCacheConfig(layers=[KVLayerConfig(num_kv_heads=1, head_dim=16)], max_batch_size=2, max_sequence_length=4, dtype="int8")
+    assert longest_sequence(kv, 768) == 8
+    assert longest_sequence(kv, 1279) == 8
+    assert longest_sequence(kv, 1280) == 16
+    assert largest_batch(kv, 768) == 4
+    assert largest_batch(kv, 1280) == 8
+
+
+CONFIGS = st.one_of(
+    st.builds(
+        KVCacheConfig,
+        layers=st.lists(
+            st.builds(KVLayerConfig, num_kv_heads=st.integers(1, 8), head_dim=st.sampled_from([16, 32, 80])), min_size=1, max_size=3
+        ),
+        max_batch_size=st.integers(1, 9),
+        max_sequence_length=st.integers(1, 300),
+        dtype=st.sampled_from(["float16", "float32", "int8"]),
+        layout=st.sampled_from(KVLayout),
+    ),
+    st.builds(
+        CacheConfig,
+        num_attention_layers=st.integers(1, 40),
+        max_batch_size=st.integers(1, 9),
+        max_sequence_length=st.integers(1, 300),
+        num_kv_heads=st.integers(1, 8),
+        head_dim=st.sampled_from([16, 32, 80]),
+        dtype=st.sampled_from(["bfloat16", "float8_e4m3fn"]),
+        layout=st.sampled_from(KVLayout),
+    ),
+)
+BUDGETS = st.one_of(st.integers(0, 1 << 14), st.integers(0, 1 << 40))
+
+
+@given(CONFIGS, BUDGETS)
+def test_the_longest_sequence_fits_and_one_token_more_does_not(config, budget):
+    if replace(config, max_sequence_length=1).nbytes > budget:
+        with pytest.raises(CapacityError):
+            longest_sequence(config, budget)
+        return
+    length = longest_sequence(config, budget)
+    assert replace(config, max_sequence_length=length).nbytes <= budget
+    if length < 2**31 - 1:
+        assert replace(config, max_sequence_length=length + 1).nbytes > budget
+
+
+@given(CONFIGS, BUDGETS)
+def test_the_largest_batch_fits_and_one_slot_more_does_not(config, budget):
+    if replace(config, max_batch_size=1).nbytes > budget:
+        with pytest.raises(CapacityError):
+            largest_batch(config, budget)
+        return
+    batch = largest_batch(config, budget)
+    assert replace(config, max_batch_size=batch).nbytes <= budget
+    if batch < 2**31 - 1:
+        assert replace(config, max_batch_size=batch + 1).nbytes > budget
+
+
+@given(CONFIGS)
+def test_the_bytes_of_a_config_hold_at_least_that_config(config):
+    assert longest_sequence(config, config.nbytes) >= config.max_sequence_length
+    assert largest_batch(config, config.nbytes) >= config.max_batch_size
+
+
+def test_a_budget_beyond_all_lengths_ends_at_int32():
+    assert longest_sequence(LINEAR, 1 << 80) == 2147483647
+    assert largest_batch(LINEAR, 1 << 80) == 2147483647
+
+
+def test_a_budget_that_holds_nothing():
+    with pytest.raises(CapacityError) as caught:
+        longest_sequence(LINEAR, 100)
+    assert str(caught.value) == "100 bytes do not hold one token for each of 3 slots. Lower max_batch_size."
+    with pytest.raises(CapacityError) as caught:
+        largest_batch(LINEAR, 0)
+    assert str(caught.value) == "0 bytes do not hold one slot of 7 tokens. Lower max_sequence_length."
+
+
+@pytest.mark.parametrize("function", [longest_sequence, largest_batch])
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(-1, "expected at least 0, got -1"), (1e9, "expected an integer, got 1000000000.0"), ("8GiB", "expected an integer, got '8GiB'")],
+)
+def test_a_budget_is_a_number_of_bytes(function, nbytes, text):
+    with pytest.raises(RangeError) as caught:
+        function(LINEAR, nbytes)
+    assert str(caught.value) == f"nbytes: {text}."

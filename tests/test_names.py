@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.names import DEFAULT_NAMES, TensorNames
+
+
+def test_the_names_are_those_of_edge_llm():
+    assert dataclasses.asdict(DEFAULT_NAMES) == {
+        "input_ids": "input_ids",
+        "kvcache_start_index": "kvcache_start_index",
+        "last_token_ids": "last_token_ids",
+        "logits": "logits",
+        "k_cache": "k_cache_{i}",
+        "v_cache": "v_cache_{i}",
+        "present_k_cache": "present_k_cache_{i}",
+        "present_v_cache": "present_v_cache_{i}",
+    }
+
+
+def test_pairs_of_a_layer():
+    assert DEFAULT_NAMES.cache_pairs(0) == (("k_cache_0", "present_k_cache_0"), ("v_cache_0", "present_v_cache_0"))
+    assert DEFAULT_NAMES.cache_pairs(11) == (("k_cache_11", "present_k_cache_11"), ("v_cache_11", "present_v_cache_11"))
+
+
+def test_an_engine_with_other_names():
+    names = TensorNames(k_cache="past.{i}.key", v_cache="past.{i}.value", present_k_cache="new.{i}.key", present_v_cache="new.{i}.value")
+    assert names.cache_pairs(2) == (("past.2.key", "new.2.key"), ("past.2.value", "new.2.value"))
+    assert names.logits == "logits"
+
+
+def test_frozen_and_keyword_only():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        DEFAULT_NAMES.logits = "scores"
+    with pytest.raises(TypeError):
+        TensorNames("tokens")
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(TensorNames)])
+@pytest.mark.parametrize("value", ["", None, 3, b"logits"])
+def test_a_name_is_a_non_empty_string(field, value):
+    with pytest.raises(ConfigError) as caught:
+        TensorNames(**{field: value})
+    assert str(caught.value) == f"TensorNames.{field}: expected a non-empty string, got {value!r}."
+
+
+@pytest.mark.parametrize("field", ["k_cache", "v_cache", "present_k_cache", "present_v_cache"])
+@pytest.mark.parametrize("value", ["k_cache", "k_cache_{layer}", "{i}_{layer}", "{i}_{", "{i.x}"])
+def test_a_name_per_layer_holds_the_layer_and_nothing_else(field, value):
+    with pytest.raises(ConfigError) as caught:
+        TensorNames(**{field: value})
+    assert str(caught.value) == f"TensorNames.{field}: expected a name with {{i}} for the layer index, got {value!r}."
+
+
+def test_two_tensors_of_one_name_are_refused():
+    with pytest.raises(ConfigError) as caught:
+        TensorNames(v_cache="k_cache_{i}")
+    assert str(caught.value) == "TensorNames: k_cache and v_cache are both 'k_cache_{i}'. Tensors of an engine have names of their own."
+    with pytest.raises(ConfigError, match=r"^TensorNames: input_ids and logits are both 'x'\."):
+        TensorNames(input_ids="x", logits="x")

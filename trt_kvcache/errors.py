@@ -1,0 +1,94 @@
+"""The exception tree: one root, and each error is also the builtin that a caller would expect.
+
+Every message names the object, what was expected, what came, and (where there is one) a hint. An error is raised before
+anything has changed, unless its message says otherwise.
+"""
+
+from __future__ import annotations
+
+
+class KVCacheError(Exception):
+    """Root of every error that this package raises on purpose."""
+
+
+class ConfigError(KVCacheError, ValueError):
+    """A configuration that cannot be served: a field out of range, or fields that disagree."""
+
+
+class CheckpointError(KVCacheError, ValueError):
+    """A model folder that is missing a part, is damaged, or holds a model that is not supported."""
+
+
+class RangeError(KVCacheError, ValueError):
+    """A number outside its range: a batch size, a length, an increment, a sampling parameter."""
+
+
+class ShapeError(KVCacheError, ValueError):
+    """An array or tensor of the wrong shape, or a slice outside its dimension."""
+
+
+class PlaceError(KVCacheError, ValueError):
+    """A tensor or stream of another memory: host where the device is needed, or another device."""
+
+
+class LayoutError(KVCacheError, ValueError):
+    """A view that is not dense, or not aligned, where TensorRT needs it to be."""
+
+
+class MappingError(KVCacheError, ValueError):
+    """A batch mapping that is not a compaction."""
+
+
+class SnapshotError(KVCacheError, ValueError):
+    """A snapshot that is foreign, truncated, altered or newer than this package."""
+
+
+class DTypeError(KVCacheError, TypeError):
+    """An array or tensor of the wrong dtype, or a dtype that the operation does not know."""
+
+
+class SlotError(KVCacheError, IndexError):
+    """A batch slot out of range. Slots never wrap: a negative one is an error."""
+
+
+class LayerIndexError(KVCacheError, IndexError):
+    """A layer index out of range, or of a layer of another kind. Indices never wrap."""
+
+
+class SequenceError(KVCacheError, KeyError):
+    """An unknown or destroyed sequence handle."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
+
+class CapacityError(KVCacheError, RuntimeError):
+    """The cache has no room for what was asked."""
+
+
+class BindingError(KVCacheError, RuntimeError):
+    """An engine tensor and the view meant for it do not fit: name, shape, dtype, alias or place."""
+
+
+class BuildError(KVCacheError, RuntimeError):
+    """An engine could not be built; the text holds what TensorRT logged."""
+
+
+class EngineError(KVCacheError, RuntimeError):
+    """An engine could not be loaded or enqueued; the text holds what TensorRT logged."""
+
+
+class CaptureError(KVCacheError, RuntimeError):
+    """An operation that cannot be captured in a CUDA graph was called while capturing."""
+
+
+class LengthsUnknown(KVCacheError, RuntimeError):
+    """The host does not know the exact lengths; ``sync_lengths`` reads them from the device."""
+
+
+class ClosedError(KVCacheError, RuntimeError):
+    """An object was used after ``close()``."""
+
+
+class CudaError(KVCacheError, RuntimeError):
+    """The CUDA driver or NVRTC refused a call, or is not there."""

@@ -1,0 +1,166 @@
+"""Shapes, strides, offsets and sizes of K/V storage: pure functions, and the only place that multiplies dimensions.
+
+Notation: B = max_batch_size, H = num_kv_heads, S = max_sequence_length, D = head_dim.
+
+    COMBINED  [B, 2, H, S, D]   slot 0: K | V   slot 1: K | V ...
+    SEPARATE  [2, B, H, S, D]   K: slot 0 | slot 1 ...   V: slot 0 | slot 1 ...
+
+One layer is described by two strides, so every view of either layout is the same formula: element ``(slot, kv, h, s, d)``
+lies at ``slot * slot_stride + kv * kv_stride + (h * S + s) * D + d``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from trt_kvcache.dtypes import itemsize
+
+#: TensorRT wants tensor addresses that are multiples of this.
+ALIGNMENT = 256
+
+#: A K/V row is moved in accesses of this many bytes, so its size is a multiple of it.
+ROW_GRANULE = 16
+
+#: The largest ``max_batch_size`` and ``max_sequence_length``: lengths and slots are int32 on the device.
+MAX_DIMENSION = 2**31 - 1
+
+
+class KVLayout(Enum):
+    """How K and V of a layer lie in memory. See :mod:`trt_kvcache.layout`."""
+
+    #: ``[B, 2, H, S, D]``: the attention plugin binds the combined view.
+    COMBINED = "combined"
+    #: ``[2, B, H, S, D]``: TensorRT's KVCacheUpdate and attention layers bind K and V, each dense.
+    SEPARATE = "separate"
+
+
+def align_up(nbytes: int) -> int:
+    """Return ``nbytes`` rounded up to a multiple of :data:`ALIGNMENT`."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return the strides, in elements, of a dense tensor of ``shape``."""
+    strides = [1] * len(shape)
+    for axis in range(len(shape) - 2, -1, -1):
+        strides[axis] = strides[axis + 1] * shape[axis + 1]
+    return tuple(strides)
+
+
+def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Tell whether elements lie one after another in row-major order. Dimensions of size 1 are ignored."""
+    if 0 in shape:
+        return True
+    expected = 1
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def span_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the number of elements from the first to one past the last that a view of this shape touches."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+
+
+def dense_nbytes(shape: Sequence[int], dtype: str) -> int:
+    """Return the bytes of a dense tensor of this shape."""
+    return math.prod(shape) * itemsize(dtype)
+
+
+def row_nbytes(head_dim: int, dtype: str) -> int:
+    """Return the bytes of one K or V row: one token of one head."""
+    return head_dim * itemsize(dtype)
+
+
+def slot_kv_nbytes(num_kv_heads: int, max_sequence_length: int, head_dim: int, dtype: str) -> int:
+    """Return the bytes of K (or of V) of one slot of one layer, without padding."""
+    return num_kv_heads * max_sequence_length * row_nbytes(head_dim, dtype)
+
+
+@dataclass(frozen=True)
+class KVLayerStorage:
+    """Where K and V of one layer lie inside that layer's bytes. Strides and offsets count elements.
+
+    Parameters
+    ----------
+    max_batch_size, num_kv_heads, max_sequence_length, head_dim : int
+    dtype : str
+    layout : KVLayout
+    slot_stride, kv_stride : int
+        Elements from one slot to the next, and from K to V.
+    nbytes : int
+        Bytes of the layer, padded to :data:`ALIGNMENT`.
+    """
+
+    max_batch_size: int
+    num_kv_heads: int
+    max_sequence_length: int
+    head_dim: int
+    dtype: str
+    layout: KVLayout
+    slot_stride: int
+    kv_stride: int
+    nbytes: int
+
+    @property
+    def head_strides(self) -> tuple[int, int, int]:
+        """Strides of ``[H, S, D]``."""
+        return (self.max_sequence_length * self.head_dim, self.head_dim, 1)
+
+    @property
+    def head_shape(self) -> tuple[int, int, int]:
+        """The shape ``[H, S, D]``."""
+        return (self.num_kv_heads, self.max_sequence_length, self.head_dim)
+
+    @property
+    def combined_shape(self) -> tuple[int, ...]:
+        """The shape ``[B, 2, H, S, D]``."""
+        return (self.max_batch_size, 2, *self.head_shape)
+
+    @property
+    def combined_strides(self) -> tuple[int, ...]:
+        """Strides of ``[B, 2, H, S, D]`` over this storage."""
+        return (self.slot_stride, self.kv_stride, *self.head_strides)
+
+    @property
+    def separate_shape(self) -> tuple[int, ...]:
+        """The shape ``[B, H, S, D]`` of K, and of V."""
+        return (self.max_batch_size, *self.head_shape)
+
+    @property
+    def separate_strides(self) -> tuple[int, ...]:
+        """Strides of ``[B, H, S, D]`` over this storage; V starts ``kv_stride`` elements after K."""
+        return (self.slot_stride, *self.head_strides)
+
+
+def kv_layer_storage(
+    *, max_batch_size: int, num_kv_heads: int, max_sequence_length: int, head_dim: int, dtype: str, layout: KVLayout
+) -> KVLayerStorage:
+    """Lay out one layer. K, V (SEPARATE) and the layer as a whole start at multiples of :data:`ALIGNMENT` bytes."""
+    slot_kv = num_kv_heads * max_sequence_length * head_dim
+    size = itemsize(dtype)
+    if layout is KVLayout.COMBINED:
+        slot_stride, kv_stride = 2 * slot_kv, slot_kv
+        nbytes = align_up(max_batch_size * slot_stride * size)
+    else:
+        padded = align_up(max_batch_size * slot_kv * size)
+        slot_stride, kv_stride = slot_kv, padded // size
+        nbytes = 2 * padded
+    return KVLayerStorage(
+        max_batch_size=max_batch_size,
+        num_kv_heads=num_kv_heads,
+        max_sequence_length=max_sequence_length,
+        head_dim=head_dim,
+        dtype=dtype,
+        layout=layout,
+        slot_stride=slot_stride,
+        kv_stride=kv_stride,
+        nbytes=nbytes,
+    )

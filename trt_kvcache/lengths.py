@@ -1,0 +1,343 @@
+"""``Lengths``: how many tokens each slot holds. Device tensor, host mirror and active batch size in one object."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.checks import as_int, int_in_range, slot_index
+from trt_kvcache.errors import (
+    CapacityError,
+    CaptureError,
+    ClosedError,
+    ConfigError,
+    DTypeError,
+    LengthsUnknown,
+    PlaceError,
+    RangeError,
+    ShapeError,
+)
+from trt_kvcache.kernels import increment_length_tensor, store_length_values
+from trt_kvcache.layout import MAX_DIMENSION, align_up, dense_nbytes
+from trt_kvcache.memory import Memory
+from trt_kvcache.tensor import DeviceTensor
+
+_VALUES = (Sequence, np.ndarray)
+
+
+def _host_values(what: str, values: Any) -> list[int]:
+    """Return a one-dimensional host array or sequence of integers as a list of int."""
+    if isinstance(values, DeviceTensor):
+        raise PlaceError(f"{what}: expected int32 values on the host, got {values!r}.")
+    if isinstance(values, str | bytes):
+        raise DTypeError(f"{what}: expected int32 values on the host, got {type(values).__name__}.")
+    if isinstance(values, Sequence):
+        if all(type(value) is int for value in values):
+            return list(values)
+        return [as_int(f"{what}[{index}]", value, error=RangeError) for index, value in enumerate(values)]
+    array = np.asarray(values)
+    if array.dtype.kind not in "iu":
+        raise DTypeError(f"{what}: expected int32 values on the host, got {array.dtype}.")
+    if array.ndim != 1:
+        raise ShapeError(f"{what}: expected shape (n,), got {array.shape}.")
+    return [int(value) for value in array]
+
+
+class Lengths:
+    """Sequence lengths of the slots: int32 ``[B]`` on the device, a mirror on the host, and A, the active batch size.
+
+    Parameters
+    ----------
+    max_batch_size, max_sequence_length : int
+        B and S.
+    memory : Memory
+        Where the tensor is allocated, as zeros. The constructor waits for that.
+
+    Raises
+    ------
+    ConfigError, CapacityError
+        A size is out of range, or there is no room.
+
+    Notes
+    -----
+    The mirror is exact while the host knows every increment. After a commit of a device tensor it is an upper bound, until
+    :meth:`sync_lengths`. Every change is checked against the mirror before anything is written. Not thread-safe.
+    """
+
+    def __init__(self, max_batch_size: int, max_sequence_length: int, *, memory: Memory) -> None:
+        self._max_batch_size = int_in_range("max_batch_size", max_batch_size, 1, MAX_DIMENSION, error=ConfigError)
+        self._max_sequence_length = int_in_range("max_sequence_length", max_sequence_length, 1, MAX_DIMENSION, error=ConfigError)
+        self._memory = memory
+        stream = memory.create_stream()
+        self._allocation = memory.allocate(self.nbytes_for(self._max_batch_size), zeroed=True, stream=stream)
+        try:
+            memory.synchronize(stream)
+        except BaseException:
+            self._allocation.close()
+            raise
+        self._tensor = DeviceTensor(self._allocation, shape=(self._max_batch_size,), dtype="int32")
+        self._active_tensor = self._tensor[0:0]
+        self._bounds: list[int] = []
+        self._exact: list[bool] = []
+
+    @staticmethod
+    def nbytes_for(max_batch_size: int) -> int:
+        """Return the bytes that the lengths of B slots take, padded to 256."""
+        return align_up(dense_nbytes((max_batch_size,), "int32"))
+
+    @property
+    def max_batch_size(self) -> int:
+        """Slots, B."""
+        return self._max_batch_size
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens a slot can hold, S."""
+        return self._max_sequence_length
+
+    @property
+    def memory(self) -> Memory:
+        """Where the tensor lives."""
+        return self._memory
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as allocated."""
+        return self._allocation.nbytes
+
+    @property
+    def tensor(self) -> DeviceTensor:
+        """All lengths, int32 ``[B]`` on the device: what ``kvcache_start_index`` is bound to. Its address never changes."""
+        return self._tensor
+
+    @property
+    def active_tensor(self) -> DeviceTensor:
+        """The lengths of the active slots, int32 ``[A]`` on the device."""
+        return self._active_tensor
+
+    @property
+    def active_batch_size(self) -> int:
+        """Active slots, A: they are 0 to A-1."""
+        return len(self._bounds)
+
+    @property
+    def upper_bounds(self) -> tuple[int, ...]:
+        """For each active slot a length that it does not exceed; its length where the mirror is exact."""
+        return tuple(self._bounds)
+
+    @property
+    def host(self) -> tuple[int, ...]:
+        """The lengths of the active slots, as the host knows them.
+
+        Raises
+        ------
+        LengthsUnknown
+            A device tensor was committed since; call ``sync_lengths``.
+        """
+        if not all(self._exact):
+            slots = [slot for slot, exact in enumerate(self._exact) if not exact]
+            raise LengthsUnknown(
+                f"the lengths of slots {slots} were incremented by a device tensor. Call sync_lengths(stream=) to read them."
+            )
+        return tuple(self._bounds)
+
+    @property
+    def all_empty(self) -> bool:
+        """Whether every active slot is known to hold no token. True without active slots."""
+        return not any(self._bounds)
+
+    def reset(self, reuse_lengths: Any, *, stream: Any) -> None:
+        """Make ``n = len(reuse_lengths)`` slots active, with these lengths.
+
+        Parameters
+        ----------
+        reuse_lengths : sequence of int, or NumPy integer array (n,)
+            ``0 <= n <= B``, each ``0 <= length <= S``.
+        stream : cuda.core.Stream
+            The change is ordered on it; the call does not wait.
+
+        Raises
+        ------
+        RangeError, ShapeError, DTypeError, PlaceError, CaptureError, ClosedError
+            Nothing was changed.
+        """
+        self._check_open()
+        values = _host_values("reuse_lengths", reuse_lengths)
+        if len(values) > self._max_batch_size:
+            raise RangeError(f"reuse_lengths: expected at most max_batch_size={self._max_batch_size} lengths, got {len(values)}.")
+        for slot, length in enumerate(values):
+            int_in_range(f"reuse_lengths[{slot}]", length, 0, self._max_sequence_length)
+        self._refuse_capture("reset_for_new_sequences", stream)
+        active = self._tensor[: len(values)]
+        store_length_values(active, values, accumulate=False, stream=stream)
+        self._active_tensor = active
+        self._bounds = values
+        self._exact = [True] * len(values)
+
+    def commit(self, increment: Any, *, max_increment: int | None = None, stream: Any) -> None:
+        """Add to the lengths of the active slots.
+
+        Parameters
+        ----------
+        increment : int, sequence of int (A,), or DeviceTensor (A,) int32
+            A number is added to all active slots.
+        max_increment : int
+            Only, and always, with a device tensor: none of its values exceeds this.
+        stream : cuda.core.Stream or GraphBuilder
+            The change is ordered on it; the call does not wait.
+
+        Raises
+        ------
+        CapacityError
+            A slot would exceed ``max_sequence_length``. Nothing was changed.
+        RangeError, ShapeError, DTypeError, PlaceError, CaptureError, ClosedError
+            Nothing was changed.
+        """
+        self._check_open()
+        if isinstance(increment, DeviceTensor):
+            self._commit_tensor(increment, max_increment, stream)
+            return
+        if max_increment is not None:
+            raise RangeError("max_increment: expected with a device tensor only; the host knows the values it was given.")
+        if isinstance(increment, _VALUES) and not (isinstance(increment, np.ndarray) and increment.ndim == 0):
+            self._commit_values(_host_values("increment", increment), stream)
+        else:
+            self._commit_scalar(int_in_range("increment", increment, 0), stream)
+
+    def _commit_scalar(self, increment: int, stream: Any) -> None:
+        capturing = self._memory.is_capturing(stream)
+        if not capturing:
+            self._check_room([increment] * len(self._bounds))
+        increment_length_tensor(self._active_tensor, increment, stream=stream)
+        if not capturing:
+            self._bounds = [bound + increment for bound in self._bounds]
+
+    def _commit_values(self, values: list[int], stream: Any) -> None:
+        if len(values) != len(self._bounds):
+            raise ShapeError(f"increment: expected one value for each of {len(self._bounds)} active slots, got {len(values)}.")
+        for slot, value in enumerate(values):
+            if value < 0:
+                int_in_range(f"increment[{slot}]", value, 0)
+        self._check_room(values)
+        self._refuse_capture("commit_sequence_length with host values", stream)
+        store_length_values(self._active_tensor, values, accumulate=True, stream=stream)
+        self._bounds = [bound + value for bound, value in zip(self._bounds, values, strict=True)]
+
+    def _commit_tensor(self, increments: DeviceTensor, max_increment: int | None, stream: Any) -> None:
+        if max_increment is None:
+            raise RangeError("max_increment: expected with a device tensor, whose values the host does not know.")
+        limit = int_in_range("max_increment", max_increment, 0)
+        if increments.memory is not self._memory:
+            raise PlaceError(f"increment: expected a tensor of {self._memory.device}, got one of {increments.memory.device}.")
+        if increments.dtype != "int32":
+            raise DTypeError(f"increment: expected int32, got {increments.dtype}.")
+        if increments.shape != (len(self._bounds),):
+            raise ShapeError(f"increment: expected shape ({len(self._bounds)},), one per active slot, got {increments.shape}.")
+        capturing = self._memory.is_capturing(stream)
+        if not capturing:
+            self._check_room([limit] * len(self._bounds))
+        increment_length_tensor(self._active_tensor, increments, stream=stream)
+        if not capturing:
+            self._bounds = [bound + limit for bound in self._bounds]
+            self._exact = [False] * len(self._bounds)
+
+    def replayed(self, increment: int, *, exact: bool = True) -> None:
+        """Say that a captured commit is about to be replayed: check the capacity and move the mirror.
+
+        Parameters
+        ----------
+        increment : int
+            The captured scalar, or the ``max_increment`` of a captured device tensor.
+        exact : bool
+            False for a device tensor: the mirror becomes a bound.
+
+        Raises
+        ------
+        CapacityError
+            A slot would exceed ``max_sequence_length``: do not replay. Nothing was changed.
+        """
+        self._check_open()
+        number = int_in_range("increment", increment, 0)
+        self._check_room([number] * len(self._bounds))
+        self._bounds = [bound + number for bound in self._bounds]
+        if not exact:
+            self._exact = [False] * len(self._bounds)
+
+    def set_active_batch_size(self, new_active_batch_size: int, *, stream: Any) -> None:
+        """Keep the first slots, or add slots of length 0. ``0 <= n <= B``; the call does not wait."""
+        self._check_open()
+        count = int_in_range("active batch size", new_active_batch_size, 0, self._max_batch_size)
+        self._memory.check_stream(stream)
+        active = len(self._bounds)
+        if count > active:
+            self._refuse_capture("set_active_batch_size", stream)
+            store_length_values(self._tensor[active:count], [0] * (count - active), accumulate=False, stream=stream)
+        self._active_tensor = self._tensor[:count]
+        self._bounds = self._bounds[:count] + [0] * (count - active)
+        self._exact = self._exact[:count] + [True] * (count - active)
+
+    def clear_slot(self, slot: int, *, stream: Any) -> None:
+        """Set the length of an active slot to 0. The call does not wait."""
+        self._check_open()
+        self._store_one(slot_index(slot, len(self._bounds), of="active slots"), 0, "clear_slot", stream)
+
+    def rewind(self, slot: int, length: int, *, stream: Any) -> None:
+        """Shorten an active slot to ``length`` tokens. The call does not wait.
+
+        Raises
+        ------
+        RangeError
+            ``length`` is negative or beyond the present one. Nothing was changed.
+        LengthsUnknown
+            The host does not know the present length.
+        """
+        self._check_open()
+        index = slot_index(slot, len(self._bounds), of="active slots")
+        if not self._exact[index]:
+            raise LengthsUnknown(f"slot {index} was incremented by a device tensor. Call sync_lengths(stream=) before rewind.")
+        wanted = as_int("length", length)
+        if not 0 <= wanted <= self._bounds[index]:
+            raise RangeError(f"rewind: slot {index} holds {self._bounds[index]} tokens; expected 0 to {self._bounds[index]}, got {wanted}.")
+        self._store_one(index, wanted, "rewind", stream)
+
+    def sync_lengths(self, *, stream: Any) -> None:
+        """Read the lengths from the device into the mirror. Waits for ``stream``."""
+        self._check_open()
+        self._refuse_capture("sync_lengths", stream, because="it waits for the device")
+        self._memory.synchronize(stream)
+        values = [int(value) for value in self._memory.read(self._active_tensor)]
+        self._bounds = values
+        self._exact = [True] * len(values)
+
+    def close(self) -> None:
+        """Release the tensor. Idempotent."""
+        self._allocation.close()
+
+    def _check_open(self) -> None:
+        if self._allocation.closed:
+            raise ClosedError("these Lengths are closed.")
+
+    def _store_one(self, slot: int, length: int, what: str, stream: Any) -> None:
+        self._refuse_capture(what, stream)
+        store_length_values(self._tensor[slot : slot + 1], [length], accumulate=False, stream=stream)
+        self._bounds[slot] = length
+        self._exact[slot] = True
+
+    def _check_room(self, increments: Sequence[int]) -> None:
+        for slot, (bound, increment) in enumerate(zip(self._bounds, increments, strict=True)):
+            if bound + increment > self._max_sequence_length:
+                holds = "holds" if self._exact[slot] else "holds at most"
+                hint = "" if self._exact[slot] else " Call sync_lengths(stream=) to learn its exact length."
+                raise CapacityError(
+                    f"slot {slot} {holds} {bound} tokens; committing {increment} more exceeds "
+                    f"max_sequence_length={self._max_sequence_length}. Nothing was changed.{hint}"
+                )
+
+    def _refuse_capture(self, what: str, stream: Any, *, because: str = "its host values would be frozen into the CUDA graph") -> None:
+        self._memory.check_stream(stream)
+        if self._memory.is_capturing(stream):
+            raise CaptureError(
+                f"{what} cannot be captured: {because}. Capture commit_sequence_length of a scalar or a device tensor. Nothing was changed."
+            )

@@ -1,0 +1,47 @@
+"""``KVCacheManager`` (seed 000): one allocation per attention layer, so that layers may differ in their heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trt_kvcache.base import KVCacheBase
+from trt_kvcache.config import KVCacheConfig
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.lengths import Lengths
+from trt_kvcache.memory import Allocation, Memory
+
+
+class KVCacheManager(KVCacheBase):
+    """K/V cache with a head configuration and an allocation per attention layer. Not thread-safe.
+
+    Parameters
+    ----------
+    config : KVCacheConfig
+    memory : Memory
+        Where it lives: ``HostMemory`` or ``CudaMemory``.
+    lengths : Lengths, optional
+        Lengths shared with another manager; without, it makes its own.
+
+    Raises
+    ------
+    CapacityError
+        An allocation failed; those made before were released.
+
+    Notes
+    -----
+    ``KVCacheManager`` of TensorRT Edge-LLM (seed 000). Each layer is ``[B, 2, H_i, S, D_i]`` in the COMBINED layout and
+    ``[2, B, H_i, S, D_i]`` in the SEPARATE one.
+    """
+
+    def __init__(self, config: KVCacheConfig, *, memory: Memory, lengths: Lengths | None = None) -> None:
+        if not isinstance(config, KVCacheConfig):
+            raise ConfigError(f"KVCacheManager: expected a KVCacheConfig, got {type(config).__name__}.")
+        super().__init__(config, memory=memory, lengths=lengths)
+
+    @property
+    def config(self) -> KVCacheConfig:
+        """The configuration it was made with."""
+        return self._kv
+
+    def _allocate_layers(self, stream: Any) -> list[tuple[Allocation, int]]:
+        return [(self._allocate(storage.nbytes, stream), 0) for storage in self._kv.storages]

@@ -1,0 +1,264 @@
+"""The ``Memory`` protocol, and ``HostMemory``: caches in NumPy memory.
+
+``CudaMemory`` is in :mod:`trt_kvcache.cuda_memory`. Everything above this file is written once for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from trt_kvcache.checks import int_in_range
+from trt_kvcache.dtypes import dtype_name, numpy_dtype
+from trt_kvcache.errors import CapacityError, ClosedError, DTypeError, PlaceError, ShapeError
+from trt_kvcache.layout import ALIGNMENT
+from trt_kvcache.tensor import DeviceTensor
+
+_DLPACK_CPU = 1
+
+
+class Allocation(Protocol):
+    """Bytes that were allocated once and never move. Aligned to 256 bytes."""
+
+    @property
+    def memory(self) -> Memory:
+        """The memory that made it."""
+
+    @property
+    def ptr(self) -> int:
+        """Address of the first byte. Raises :class:`ClosedError` after ``close``."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, as asked for."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+
+    def close(self) -> None:
+        """Let go of the bytes: they are freed when the last DLPack consumer has let go too. Idempotent."""
+
+
+class Memory(Protocol):
+    """A place where caches live: allocation, copies, streams.
+
+    Copies and fills are ordered on ``stream`` and do not wait, unless it is said. ``stream`` is keyword-only and
+    mandatory, on host memory too, so that code runs unchanged on a device.
+    """
+
+    @property
+    def device(self) -> str:
+        """``"cpu"`` or ``"cuda:0"``."""
+
+    @property
+    def is_host(self) -> bool:
+        """Whether NumPy can read the memory in place."""
+
+    @property
+    def dlpack_device(self) -> tuple[int, int]:
+        """DLPack device type and index."""
+
+    @property
+    def live_nbytes(self) -> int:
+        """Bytes of all allocations that are not closed."""
+
+    def create_stream(self) -> Any:
+        """Return a new stream of this memory: a ``cuda.core.Stream``, or on the host an object that does nothing."""
+
+    def check_stream(self, stream: Any) -> None:
+        """Raise :class:`PlaceError` if ``stream`` is not one of this memory (or a graph builder of it)."""
+
+    def is_capturing(self, stream: Any) -> bool:
+        """Tell whether what is ordered on ``stream`` now is captured in a CUDA graph instead of run."""
+
+    def synchronize(self, stream: Any) -> None:
+        """Wait until everything ordered on ``stream`` is done."""
+
+    def allocate(self, nbytes: int, *, zeroed: bool = False, stream: Any) -> Allocation:
+        """Allocate bytes, aligned to 256. Raises :class:`CapacityError` where there is no room."""
+
+    def staging(self, shape: Sequence[int], dtype: str) -> np.ndarray[Any, Any]:
+        """Return a zeroed host array that ``upload`` and ``download`` can use without a wait (page-locked for a device)."""
+
+    def to_device(self, array: Any, *, stream: Any) -> DeviceTensor:
+        """Return a dense copy of a host array in this memory. The array may be changed as soon as the call returns."""
+
+    def upload(self, destination: DeviceTensor, source: np.ndarray[Any, Any], *, stream: Any) -> None:
+        """Copy a dense host array of the same shape and dtype into a dense tensor. ``source`` must stay until it is done."""
+
+    def download(self, destination: np.ndarray[Any, Any], source: DeviceTensor, *, stream: Any) -> None:
+        """Copy a dense tensor into a dense host array of the same shape and dtype; it is there after ``synchronize``."""
+
+    def zero(self, tensor: DeviceTensor, *, stream: Any) -> None:
+        """Set the bytes of a dense tensor to zero."""
+
+    def read(self, tensor: DeviceTensor) -> np.ndarray[Any, Any]:
+        """Return a copy of any view on the host, after all work given to the device before the call."""
+
+    def dlpack(self, tensor: DeviceTensor, **kwargs: Any) -> Any:
+        """Return a DLPack capsule that shares the memory and keeps it alive."""
+
+
+def check_copy(what: str, tensor: DeviceTensor, array: np.ndarray[Any, Any], memory: Memory) -> None:
+    """Check a copy between a dense tensor of ``memory`` and a dense host array; raise before a byte has moved."""
+    if tensor.memory is not memory:
+        raise PlaceError(f"{what}: expected a tensor of {memory.device}, got one of {tensor.memory.device}.")
+    if tensor.shape != array.shape:
+        raise ShapeError(f"{what}: the tensor has shape {tensor.shape}, the host array {array.shape}.")
+    if numpy_dtype(tensor.dtype) != array.dtype:
+        raise DTypeError(f"{what}: the tensor holds {tensor.dtype}, the host array {array.dtype}.")
+    if not (tensor.is_contiguous and array.flags.c_contiguous):
+        raise ShapeError(f"{what}: expected a dense tensor and a dense host array.")
+
+
+class HostStream:
+    """The stream of host memory. Host operations are done when they return, so it has nothing to do."""
+
+    def sync(self) -> None:
+        """Return at once."""
+
+
+class HostAllocation:
+    """Bytes of one NumPy array."""
+
+    def __init__(self, memory: HostMemory, storage: np.ndarray[Any, Any]) -> None:
+        self._memory = memory
+        self._storage: np.ndarray[Any, Any] | None = storage
+        self._nbytes = storage.nbytes
+
+    @property
+    def memory(self) -> HostMemory:
+        """The memory that made it."""
+        return self._memory
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes."""
+        return self._nbytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._storage is None
+
+    @property
+    def storage(self) -> np.ndarray[Any, Any]:
+        """The uint8 array. Raises :class:`ClosedError` after ``close``."""
+        if self._storage is None:
+            raise ClosedError("the memory behind this tensor is closed. Keep its cache open, or copy with .numpy() before.")
+        return self._storage
+
+    @property
+    def ptr(self) -> int:
+        """Address of the first byte. Raises :class:`ClosedError` after ``close``."""
+        return int(self.storage.ctypes.data)
+
+    def close(self) -> None:
+        """Let go of the array: NumPy frees it when no DLPack consumer holds it any more. Idempotent."""
+        if self._storage is not None:
+            self._storage = None
+            self._memory.live_nbytes -= self._nbytes
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class HostMemory:
+    """Caches in NumPy memory: for a machine without a GPU, for tests, and for swapped-out sequences."""
+
+    device = "cpu"
+    is_host = True
+    dlpack_device = (_DLPACK_CPU, 0)
+
+    def __init__(self) -> None:
+        #: Bytes of all allocations that are not closed.
+        self.live_nbytes = 0
+
+    def create_stream(self) -> HostStream:
+        """Return an object that does nothing: host operations are done when they return."""
+        return HostStream()
+
+    def check_stream(self, stream: Any) -> None:
+        """Raise :class:`PlaceError` if ``stream`` is not a :class:`HostStream`."""
+        if not isinstance(stream, HostStream):
+            raise PlaceError(f"stream: expected one made by HostMemory.create_stream(), got {type(stream).__name__}.")
+
+    def is_capturing(self, stream: Any) -> bool:
+        """Return False: there are no CUDA graphs on the host."""
+        return False
+
+    def synchronize(self, stream: Any) -> None:
+        """Return at once."""
+        self.check_stream(stream)
+
+    def allocate(self, nbytes: int, *, zeroed: bool = False, stream: Any) -> HostAllocation:
+        """Allocate ``nbytes`` aligned to 256 bytes. Raises :class:`CapacityError` where there is no room."""
+        self.check_stream(stream)
+        nbytes = int_in_range("nbytes", nbytes, 0)
+        try:
+            padded = (np.zeros if zeroed else np.empty)(nbytes + ALIGNMENT, dtype=np.uint8)
+        except (MemoryError, ValueError):
+            raise CapacityError(f"host memory: {nbytes} bytes could not be allocated.") from None
+        start = -padded.ctypes.data % ALIGNMENT
+        self.live_nbytes += nbytes
+        return HostAllocation(self, padded[start : start + nbytes])
+
+    def staging(self, shape: Sequence[int], dtype: str) -> np.ndarray[Any, Any]:
+        """Return a zeroed NumPy array."""
+        return np.zeros(tuple(shape), numpy_dtype(dtype))
+
+    def to_device(self, array: Any, *, stream: Any) -> DeviceTensor:
+        """Return a dense copy of ``array`` in this memory."""
+        source = np.ascontiguousarray(array)
+        tensor = DeviceTensor(self.allocate(source.nbytes, stream=stream), shape=np.shape(array), dtype=dtype_name(source.dtype))
+        self.array(tensor)[...] = array
+        return tensor
+
+    def upload(self, destination: DeviceTensor, source: np.ndarray[Any, Any], *, stream: Any) -> None:
+        """Copy a dense host array into a dense tensor of the same shape and dtype."""
+        self.check_stream(stream)
+        check_copy("upload", destination, source, self)
+        self.array(destination)[...] = source
+
+    def download(self, destination: np.ndarray[Any, Any], source: DeviceTensor, *, stream: Any) -> None:
+        """Copy a dense tensor into a dense host array of the same shape and dtype."""
+        self.check_stream(stream)
+        check_copy("download", source, destination, self)
+        destination[...] = self.array(source)
+
+    def zero(self, tensor: DeviceTensor, *, stream: Any) -> None:
+        """Set a tensor to zero."""
+        self.check_stream(stream)
+        self.array(tensor)[...] = 0
+
+    def array(self, tensor: DeviceTensor) -> np.ndarray[Any, Any]:
+        """Return the tensor as a NumPy array over the same bytes, writable, of any dtype.
+
+        Raises
+        ------
+        PlaceError
+            The tensor is of another memory.
+        ClosedError
+            Its owner is closed.
+        """
+        allocation = tensor.allocation
+        if not isinstance(allocation, HostAllocation):
+            raise PlaceError(f"expected a tensor in host memory, got one of {tensor.memory.device}.")
+        dtype = numpy_dtype(tensor.dtype)
+        strides = None if tensor.is_contiguous else tuple(stride * dtype.itemsize for stride in tensor.strides)
+        array: np.ndarray[Any, Any] = np.ndarray(tensor.shape, dtype, allocation.storage, tensor.offset, strides)
+        return array
+
+    def read(self, tensor: DeviceTensor) -> np.ndarray[Any, Any]:
+        """Return a copy of any view."""
+        return np.array(self.array(tensor))
+
+    def dlpack(self, tensor: DeviceTensor, **kwargs: Any) -> Any:
+        """Return a capsule over the same bytes. Raises :class:`DTypeError` for the dtypes that NumPy does not know."""
+        array = self.array(tensor)
+        if array.dtype.kind not in "iuf":
+            raise DTypeError(f"DLPack from host memory: NumPy does not know {tensor.dtype}. Use .numpy(), which copies.")
+        return array.__dlpack__(**kwargs)

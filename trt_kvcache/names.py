@@ -1,0 +1,67 @@
+"""Names of engine tensors: written once, shared by the builder and the runtime.
+
+They are those of TensorRT Edge-LLM, so that an engine built there and one built here can be driven by the same code. An
+engine with other names is driven through a changed :class:`TensorNames`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from trt_kvcache.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorNames:
+    """What an engine calls its inputs and outputs.
+
+    The names with ``{i}`` are per layer, ``i`` counting attention layers from 0.
+
+    Parameters
+    ----------
+    input_ids : str
+        Input, int32 or int64 ``[B, s]``: the new tokens of each slot, right-padded.
+    kvcache_start_index : str
+        Input, int32 ``[B]``: tokens already in the cache, per slot.
+    last_token_ids : str
+        Input, int32 or int64 ``[B, 1]``: index among the ``s`` new tokens whose logits are wanted.
+    logits : str
+        Output, float32, float16 or bfloat16 ``[B, vocab]`` (or ``[B, 1, vocab]``).
+    k_cache, v_cache : str
+        Inputs ``[B, H, S, D]``: the caches as they are before the step.
+    present_k_cache, present_v_cache : str
+        Outputs of the same shape, at the same address as their inputs.
+    """
+
+    input_ids: str = "input_ids"
+    kvcache_start_index: str = "kvcache_start_index"
+    last_token_ids: str = "last_token_ids"
+    logits: str = "logits"
+    k_cache: str = "k_cache_{i}"
+    v_cache: str = "v_cache_{i}"
+    present_k_cache: str = "present_k_cache_{i}"
+    present_v_cache: str = "present_v_cache_{i}"
+
+    def __post_init__(self) -> None:
+        owners: dict[str, str] = {}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, str) or not value:
+                raise ConfigError(f"TensorNames.{field.name}: expected a non-empty string, got {value!r}.")
+            if "cache_{i}" in str(field.default) and ("{i}" not in value or set("{}") & set(value.replace("{i}", ""))):
+                raise ConfigError(f"TensorNames.{field.name}: expected a name with {{i}} for the layer index, got {value!r}.")
+            other = owners.setdefault(value, field.name)
+            if other != field.name:
+                raise ConfigError(
+                    f"TensorNames: {other} and {field.name} are both {value!r}. Tensors of an engine have names of their own."
+                )
+
+    def cache_pairs(self, layer: int) -> tuple[tuple[str, str], tuple[str, str]]:
+        """Return ``((k input, k output), (v input, v output))`` of one attention layer."""
+        return (
+            (self.k_cache.format(i=layer), self.present_k_cache.format(i=layer)),
+            (self.v_cache.format(i=layer), self.present_v_cache.format(i=layer)),
+        )
+
+
+DEFAULT_NAMES = TensorNames()
