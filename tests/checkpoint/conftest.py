@@ -1,0 +1,21 @@
+"""Folders to open, break and open again."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+
+
+@pytest.fixture
+def copy_of(tmp_path: Path) -> Callable[[str], Path]:
+    """Copy a golden folder to where a test may change it."""
+
+    def copy(name: str) -> Path:
+        return Path(shutil.copytree(GOLDEN / name, tmp_path / name))
+
+    return copy

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trt_kvcache.checkpoint import GenerationDefaults
+from trt_kvcache.errors import CheckpointError
+
+
+def write(folder: Path, **values: Any) -> Path:
+    (folder / "generation_config.json").write_text(json.dumps(values))
+    return folder
+
+
+def test_every_field_is_read(tmp_path: Path) -> None:
+    folder = write(tmp_path, eos_token_id=[7, 9], do_sample=True, temperature=0.6, top_k=20, top_p=0.95, transformers_version="5.0.0")
+    assert GenerationDefaults.open(folder) == GenerationDefaults(
+        eos_token_ids=(7, 9), do_sample=True, temperature=0.6, top_k=20, top_p=0.95
+    )
+
+
+def test_without_a_file_the_defaults_of_transformers(tmp_path: Path) -> None:
+    assert GenerationDefaults.open(tmp_path) == GenerationDefaults(eos_token_ids=(), do_sample=False, temperature=1.0, top_k=50, top_p=1.0)
+
+
+def test_zero_means_off(tmp_path: Path) -> None:
+    defaults = GenerationDefaults.open(write(tmp_path, temperature=0.0, top_k=0, eos_token_id=3))
+    assert (defaults.temperature, defaults.top_k, defaults.eos_token_ids) == (0.0, 0, (3,))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"temperature": -1}, "temperature: expected a finite number > 0, got -1"),
+        ({"top_k": -3}, "top_k: expected a positive integer, got -3"),
+        ({"top_p": 1.5}, r"top_p: expected a number in \(0, 1\], got 1.5"),
+        ({"do_sample": 1}, "do_sample: expected true or false, got 1"),
+        ({"eos_token_id": [1.5]}, r"eos_token_id: expected a token id or a list of token ids, got \[1.5\]"),
+    ],
+)
+def test_nonsense_is_refused_with_its_file(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=f"generation_config.json: {message}"):
+        GenerationDefaults.open(write(tmp_path, **values))
+
+
+def test_damaged_file(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: expected JSON"):
+        GenerationDefaults.open(tmp_path)

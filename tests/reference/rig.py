@@ -1,0 +1,99 @@
+"""A reference engine over a real cache, driven step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache import DeviceTensor, HostMemory, KVCacheManager
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.decoder_tensors import cache_config
+from trt_kvcache.engine import TensorMode
+from trt_kvcache.names import DEFAULT_NAMES
+from trt_kvcache.reference import Attention, ReferenceEngine
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+MODELS = ["llama", "llama-bfloat16-old", "llama-linear", "llama-llama3-bias", "qwen2-tied", "qwen3-sharded"]
+
+# float32 sums in another order: what BLAS changes with the number of rows.
+SAME_LOGITS = 1e-5
+
+PREFILL, DECODE = 0, 1
+
+
+class Rig:
+    """An engine over a golden folder (or another one), with a cache bound to it."""
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        batch: int = 3,
+        length: int = 29,
+        width: int = 24,
+        dtype: str = "float32",
+        attention: Attention = "native",
+    ) -> None:
+        self.memory = HostMemory()
+        self.stream = self.memory.create_stream()
+        with Checkpoint.open(GOLDEN / model) as checkpoint:
+            self.model = checkpoint.config
+            self.kv = cache_config(self.model, max_batch_size=batch, max_sequence_length=length, dtype=dtype)
+            self.engine = ReferenceEngine(checkpoint, kv=self.kv, max_prefill_length=width, attention=attention, memory=self.memory)
+        self.cache = KVCacheManager(self.kv, memory=self.memory)
+        self.logits = self.to_memory(np.zeros((batch, self.model.vocab_size), np.float32))
+
+    def to_memory(self, array: Any) -> DeviceTensor:
+        return self.memory.to_device(array, stream=self.stream)
+
+    def caches(self) -> list[np.ndarray[Any, Any]]:
+        """K, V of layer 0, K, V of layer 1, ...: arrays ``[B, H, S, D]`` over the bound bytes."""
+        return [self.memory.array(view) for layer in range(self.kv.num_layers) for view in self.cache.get_separate_kv_cache(layer)]
+
+    def poison(self, value: float) -> None:
+        """Overwrite the whole cache."""
+        for array in self.caches():
+            array[...] = value
+
+    def prepare(self, ids: Any, start: Sequence[int], last: Sequence[int] | None = None, profile: int = PREFILL) -> None:
+        """Bind and shape everything for one step."""
+        ids = np.atleast_2d(np.asarray(ids, np.int32))
+        slots, width = ids.shape
+        wanted = [width - 1] * slots if last is None else last
+        values = {
+            "input_ids": ids,
+            "kvcache_start_index": np.asarray(start, np.int32),
+            "last_token_ids": np.asarray(wanted, np.int32)[:, None],
+        }
+        self.engine.use_profile(profile)
+        for name, value in values.items():
+            self.engine.bind(name, self.to_memory(value))
+        self.engine.bind("logits", self.logits)
+        for layer in range(self.kv.num_layers):
+            for names, view in zip(DEFAULT_NAMES.cache_pairs(layer), self.cache.get_separate_kv_cache(layer), strict=True):
+                for name in names:
+                    self.engine.bind(name, view)
+        for name, spec in self.engine.tensors.items():
+            if spec.mode is TensorMode.INPUT:
+                self.engine.set_input_shape(name, values[name].shape if name in values else (slots, *spec.shape[1:]))
+
+    def step(self, ids: Any, start: Sequence[int], last: Sequence[int] | None = None, profile: int = PREFILL) -> np.ndarray[Any, Any]:
+        """Run new tokens ``[A, s]`` at ``start`` ``[A]``; return the logits ``[A, vocab]``."""
+        self.prepare(ids, start, last, profile)
+        self.engine.enqueue(self.stream)
+        return self.logits[: len(start)].numpy()
+
+    def run(self, ids: Sequence[int], widths: Sequence[int]) -> np.ndarray[Any, Any]:
+        """Run one sequence in slot 0 in chunks of these widths; return the logits after each chunk ``[chunks, vocab]``."""
+        results, start = [], 0
+        for width in widths:
+            results.append(self.step(ids[start : start + width], [start], profile=DECODE if width == 1 else PREFILL)[0])
+            start += width
+        return np.array(results)
+
+
+def random_ids(model_vocab: int, *shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
+    return np.random.default_rng(seed).integers(0, model_vocab, shape)

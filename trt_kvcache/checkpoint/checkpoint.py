@@ -1,0 +1,214 @@
+"""A Hugging Face model folder: its configuration and its weights, checked against each other and memory-mapped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.checkpoint.json_file import read_json
+from trt_kvcache.checkpoint.model_config import ModelConfig
+from trt_kvcache.checkpoint.tensor_shapes import EMBEDDING, HEAD, tensor_shapes
+from trt_kvcache.checkpoint.weight_file import WeightFile
+from trt_kvcache.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, open_weight_files
+from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
+
+CONFIG_FILE = "config.json"
+
+# Beside the weights: copied with them, read where they are there.
+COMPANION_FILES = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
+
+# Buffers that older exports stored; they are computed from the configuration.
+_IGNORED_SUFFIX = ".rotary_emb.inv_freq"
+
+_HASH_CHUNK_BYTES = 1 << 22
+
+
+class Checkpoint:
+    """The weights of a model folder, after every tensor's presence, shape and dtype has been checked.
+
+    Made by :meth:`open`; a context manager. Arrays handed out are read-only, live over the memory map and keep it alive.
+
+    Attributes
+    ----------
+    path : Path
+        The folder.
+    config : ModelConfig
+    """
+
+    def __init__(self, path: Path, config: ModelConfig, files: Mapping[str, WeightFile]) -> None:
+        self.path = path
+        self.config = config
+        self._shapes = tensor_shapes(config)
+        self._files: Mapping[str, WeightFile] | None = files
+
+    @classmethod
+    def open(cls, path: str | Path) -> Checkpoint:
+        """Open a model folder.
+
+        Parameters
+        ----------
+        path : path
+            A folder with ``config.json`` and ``model.safetensors`` (or shards and their index).
+
+        Raises
+        ------
+        CheckpointError
+            The folder is not complete, a file is damaged, or the model is not supported. The message names the file.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: expected a model folder, got {'a file' if folder.exists() else 'nothing there'}.")
+        config_path = folder / CONFIG_FILE
+        data = read_json(config_path)
+        try:
+            config = ModelConfig.from_dict(data, default_dtype="float32")
+        except ConfigError as error:
+            raise CheckpointError(f"{config_path}: {error}") from error
+        files = open_weight_files(folder)
+        if data.get("dtype") is None and data.get("torch_dtype") is None and EMBEDDING in files:
+            config = _with_stored_dtype(config, files[EMBEDDING])
+        _check(config, files, folder)
+        return cls(folder, config, files)
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Names of the model's tensors, in the order in which a token meets them; a tied head is not listed."""
+        return tuple(self._shapes)
+
+    def tensor(self, name: str) -> npt.NDArray[Any]:
+        """Return one tensor as a read-only array in the stored dtype (bfloat16 through ml_dtypes), without a copy.
+
+        Raises
+        ------
+        CheckpointError
+            The model has no such tensor.
+        ClosedError
+            The checkpoint is closed.
+        """
+        files = self._open_files()
+        if name not in self._shapes:
+            raise CheckpointError(f"{self.path}: expected the name of a tensor of the model, got {name!r}.")
+        return files[name].array(name)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the model's weights."""
+        files = self._open_files()
+        return sum(files[name].tensors[name].nbytes for name in self._shapes)
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that a copy of the model needs: configuration, weights, tokenizer and templates."""
+        weights = {file.path for file in self._open_files().values()}
+        index = () if self.path / SINGLE_FILE in weights else (self.path / INDEX_FILE,)
+        companions = (self.path / name for name in COMPANION_FILES)
+        return (self.path / CONFIG_FILE, *index, *sorted(weights), *(file for file in companions if file.is_file()))
+
+    def fingerprint(self, progress: Callable[[int, int], object] | None = None) -> str:
+        """Hash the model: equal for equal models, however the folder is spelled or sharded.
+
+        Parameters
+        ----------
+        progress : callable, optional
+            Called as ``progress(done_bytes, total_bytes)`` while the weights are read, the last time with both equal.
+
+        Returns
+        -------
+        str
+            SHA-256 in hex over the configuration, names, dtypes and shapes of the tensors, and their bytes.
+        """
+        files = self._open_files()
+        names = sorted(self._shapes)
+        index = [(name, files[name].tensors[name].dtype, self._shapes[name]) for name in names]
+        digest = hashlib.sha256(json.dumps([self.config.to_dict(), index], sort_keys=True).encode())
+        done, total = 0, self.nbytes
+        for name in names:
+            content = _bytes(files[name].array(name))
+            for start in range(0, content.size, _HASH_CHUNK_BYTES):
+                chunk = content[start : start + _HASH_CHUNK_BYTES]
+                digest.update(chunk.data)
+                done += chunk.size
+                if progress is not None:
+                    progress(done, total)
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Let go of the files. Arrays that were handed out stay valid. Idempotent."""
+        self._files = None
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
+        self.close()
+
+    def _open_files(self) -> Mapping[str, WeightFile]:
+        if self._files is None:
+            raise ClosedError(f"checkpoint {self.path} is closed.")
+        return self._files
+
+
+def _with_stored_dtype(config: ModelConfig, file: WeightFile) -> ModelConfig:
+    """Take the dtype from the weights, for a ``config.json`` that names none."""
+    try:
+        return replace(config, dtype=file.tensors[EMBEDDING].dtype)
+    except ConfigError as error:
+        raise CheckpointError(f"{file.path}: {error}") from error
+
+
+def _check(config: ModelConfig, files: Mapping[str, WeightFile], folder: Path) -> None:
+    """Compare what the configuration asks for with what the files hold, before anything uses either."""
+    shapes = tensor_shapes(config)
+    missing = [name for name in shapes if name not in files]
+    if missing:
+        hint = " If the head is the embedding, config.json must say `tie_word_embeddings: true`." if missing == [HEAD] else ""
+        raise CheckpointError(f"{folder}: {len(missing)} tensor(s) of a {config.family} model are missing: {_some(missing)}.{hint}")
+    for name, shape in shapes.items():
+        stored = files[name].tensors[name]
+        if stored.shape != shape:
+            raise CheckpointError(f"{files[name].path}: expected {name} of shape {shape} by {CONFIG_FILE}, got {stored.shape}.")
+        if stored.dtype != config.dtype:
+            raise CheckpointError(
+                f"{files[name].path}: expected every tensor in {config.dtype}, got {name} in {stored.dtype}. "
+                f"Mixed or quantised weights are not supported; if all are {stored.dtype}, {CONFIG_FILE} must say so."
+            )
+    tied_head = config.tie_word_embeddings and HEAD in files
+    extra = sorted(name for name in files if name not in shapes and not name.endswith(_IGNORED_SUFFIX) and not (tied_head and name == HEAD))
+    if extra:
+        raise CheckpointError(
+            f"{files[extra[0]].path}: {len(extra)} tensor(s) that a {config.family} model by {CONFIG_FILE} does not use: {_some(extra)}. "
+            "Leaving them out would run another model."
+        )
+    if tied_head:
+        _check_tied_head(files)
+
+
+def _check_tied_head(files: Mapping[str, WeightFile]) -> None:
+    """Refuse a stored head that is not the embedding it is said to be."""
+    head, embedding = files[HEAD].tensors[HEAD], files[EMBEDDING].tensors[EMBEDDING]
+    same_kind = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
+    if not same_kind or not np.array_equal(_bytes(files[HEAD].array(HEAD)), _bytes(files[EMBEDDING].array(EMBEDDING))):
+        raise CheckpointError(f"{files[HEAD].path}: {CONFIG_FILE} says `tie_word_embeddings`, but {HEAD} differs from {EMBEDDING}.")
+
+
+def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """View a contiguous array as its bytes, ``[nbytes]``."""
+    return array.reshape(-1).view(np.uint8)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -1,0 +1,200 @@
+"""Rotary position embedding: the scalings that are supported, and their cosine and sine tables."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.checkpoint.fields import Fields
+from trt_kvcache.errors import ConfigError
+
+ROPE_KINDS = ("default", "linear", "llama3")
+
+DEFAULT_THETA = 10000.0
+
+_KNOWN_FIELDS = frozenset(
+    {
+        "rope_type",
+        "type",
+        "rope_theta",
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+        "partial_rotary_factor",
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """How positions become angles.
+
+    Parameters
+    ----------
+    kind : str
+        ``"default"``, ``"linear"`` (positions divided by ``factor``) or ``"llama3"`` (long wavelengths divided by
+        ``factor``, short ones kept, a ramp between).
+    theta : float
+        Base of the wavelengths.
+    factor : float
+        Of ``linear`` and ``llama3``.
+    low_freq_factor, high_freq_factor : float
+        Of ``llama3``: the ramp runs over wavelengths from ``original_max_position_embeddings / high_freq_factor`` to
+        ``original_max_position_embeddings / low_freq_factor``.
+    original_max_position_embeddings : int
+        Of ``llama3``: the context length of the pretraining, in tokens.
+
+    Raises
+    ------
+    ConfigError
+        Another kind, or numbers that make no table.
+    """
+
+    kind: str
+    theta: float
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.kind not in ROPE_KINDS:
+            raise ConfigError(f"RopeConfig.kind: expected one of {', '.join(ROPE_KINDS)}, got {self.kind!r}.")
+        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value <= 0:
+                raise ConfigError(f"RopeConfig.{name}: expected a finite number > 0, got {value!r}.")
+        if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"RopeConfig.high_freq_factor: expected more than low_freq_factor={self.low_freq_factor}, got {self.high_freq_factor}."
+            )
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any], *, max_position_embeddings: int) -> RopeConfig:
+        """Read the RoPE fields of a ``config.json``, in the spelling of transformers 5 or an older one.
+
+        Parameters
+        ----------
+        config : mapping
+            The whole ``config.json``: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``.
+        max_position_embeddings : int
+            Stands in for a ``llama3`` scaling without ``original_max_position_embeddings``, as in transformers.
+
+        Raises
+        ------
+        ConfigError
+            A scaling that is not supported, or two spellings that disagree.
+        """
+        top = Fields(config)
+        spelling, rope = _rope_object(config)
+        kind = _kind(rope, spelling)
+        unknown = sorted(name for name in rope if name not in _KNOWN_FIELDS and rope[name] is not None)
+        if unknown:
+            raise ConfigError(f"{spelling}: expected only {', '.join(sorted(_KNOWN_FIELDS))}, got {', '.join(unknown)} as well.")
+        fields = Fields(rope, f"{spelling}.")
+        for place in (fields, top):
+            if "partial_rotary_factor" in place and place.get("partial_rotary_factor") != 1:
+                raise place.refusal("partial_rotary_factor", "1 (RoPE over the whole head; partial RoPE is not supported)")
+        theta = fields.number("rope_theta", top.number("rope_theta", DEFAULT_THETA))
+        if kind == "default":
+            return cls(kind=kind, theta=theta)
+        if kind == "linear":
+            return cls(kind=kind, theta=theta, factor=fields.number("factor"))
+        name = "original_max_position_embeddings"
+        if name in fields and name in top and fields.get(name) != top.get(name):
+            raise ConfigError(f"{name}: expected one value, got {top.get(name)!r} and, in {spelling}, {fields.get(name)!r}.")
+        return cls(
+            kind=kind,
+            theta=theta,
+            factor=fields.number("factor"),
+            low_freq_factor=fields.number("low_freq_factor"),
+            high_freq_factor=fields.number("high_freq_factor"),
+            original_max_position_embeddings=fields.integer(name, top.integer(name, max_position_embeddings)),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the object that transformers 5 writes as ``rope_parameters``."""
+        result: dict[str, Any] = {"rope_type": self.kind, "rope_theta": self.theta}
+        if self.kind != "default":
+            result["factor"] = self.factor
+        if self.kind == "llama3":
+            result["low_freq_factor"] = self.low_freq_factor
+            result["high_freq_factor"] = self.high_freq_factor
+            result["original_max_position_embeddings"] = self.original_max_position_embeddings
+        return result
+
+
+def rope_table(rope: RopeConfig, head_dim: int, length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
+    """Compute the cosine and sine of every position and frequency.
+
+    Element ``d`` of a head is rotated with element ``d + head_dim // 2`` (the pairing of GPT-NeoX and Hugging Face).
+
+    Parameters
+    ----------
+    rope : RopeConfig
+    head_dim : int
+        Even.
+    length : int
+        Number of positions, from 0.
+
+    Returns
+    -------
+    cos, sin : ndarray float32 ``[length, head_dim // 2]``
+        Computed in float64, rounded once.
+
+    Raises
+    ------
+    ConfigError
+        ``head_dim`` is odd or not positive, or ``length`` is negative.
+    """
+    if head_dim <= 0 or head_dim % 2:
+        raise ConfigError(f"rope_table: expected an even head_dim > 0, got {head_dim}.")
+    if length < 0:
+        raise ConfigError(f"rope_table: expected length >= 0, got {length}.")
+    angles = np.arange(length, dtype=np.float64)[:, None] * _frequencies(rope, head_dim)
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def _frequencies(rope: RopeConfig, head_dim: int) -> npt.NDArray[np.float64]:
+    """Return radians per position, ``[head_dim // 2]``, fastest first."""
+    frequencies = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.kind == "default":
+        return frequencies
+    scaled = frequencies / rope.factor
+    if rope.kind == "linear":
+        return scaled
+    turns = rope.original_max_position_embeddings * frequencies / (2 * math.pi)
+    kept = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0.0, 1.0)
+    mixed: npt.NDArray[np.float64] = kept * frequencies + (1.0 - kept) * scaled
+    return mixed
+
+
+def _rope_object(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """Return the name and the value of the object that describes the scaling; an empty one where there is none."""
+    given = [(name, config[name]) for name in ("rope_parameters", "rope_scaling") if config.get(name)]
+    if not given:
+        return "rope_parameters", {}
+    if len(given) == 2 and given[0][1] != given[1][1]:
+        raise ConfigError(f"rope_parameters and rope_scaling: expected one of them, got both: {given[0][1]!r} and {given[1][1]!r}.")
+    name, value = given[0]
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"{name}: expected an object, got {value!r}.")
+    if any(isinstance(item, Mapping) for item in value.values()):
+        raise ConfigError(f"{name}: expected one RoPE for all layers, got one per layer type: {', '.join(value)}.")
+    return name, value
+
+
+def _kind(rope: Mapping[str, Any], spelling: str) -> str:
+    kinds = {rope[name] for name in ("rope_type", "type") if rope.get(name) is not None}
+    if len(kinds) > 1:
+        raise ConfigError(f"{spelling}: expected `rope_type` and `type` to agree, got {rope['rope_type']!r} and {rope['type']!r}.")
+    kind = kinds.pop() if kinds else "default"
+    if kind not in ROPE_KINDS:
+        raise ConfigError(f"{spelling}: RoPE scaling {kind!r} is not supported. Supported: {', '.join(ROPE_KINDS)}.")
+    return str(kind)

@@ -1,0 +1,54 @@
+"""Text of a growing sequence of tokens, handed out only when no later token can change it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from trt_kvcache.checkpoint.tokenizer import Tokenizer
+
+_REPLACEMENT = "\ufffd"
+
+
+class StreamDecoder:
+    """Turns tokens into text one at a time, whole characters only.
+
+    A character of several bytes may be split over tokens; while its bytes are not complete, decoding ends in U+FFFD and the
+    text is held back.
+
+    Parameters
+    ----------
+    tokenizer : Tokenizer
+    context : sequence of int
+        Tokens before the stream (a prompt). They are not handed out, but tokenizers that drop the space in front of a text
+        need them to keep the space in front of the first new word.
+
+    Notes
+    -----
+    The text between two positions is the difference of two decodings that begin at one earlier token, because what a
+    token decodes to depends on its neighbours. The window moves on with the text, so a step costs the same at any length.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
+        self._tokenizer = tokenizer
+        self._window = list(context)
+        self._told = len(self._window)
+
+    def push(self, token_id: int) -> str:
+        """Add one token and return the text that has become certain, often empty while a character is incomplete."""
+        self._window.append(token_id)
+        before, text = self._decode()
+        if len(text) <= len(before) or text.endswith(_REPLACEMENT):
+            return ""
+        del self._window[: self._told]
+        self._told = len(self._window)
+        return text[len(before) :]
+
+    def flush(self) -> str:
+        """End the stream and return what was held back; bytes that never became a character are U+FFFD."""
+        before, text = self._decode()
+        self._window, self._told = [], 0
+        return text[len(before) :]
+
+    def _decode(self) -> tuple[str, str]:
+        """Return the window's text up to what was handed out, and all of it."""
+        return self._tokenizer.decode(self._window[: self._told]), self._tokenizer.decode(self._window)

@@ -1,0 +1,122 @@
+"""The tokenizer of a model folder: text to token ids and back, and conversations to text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from trt_kvcache.checkpoint.chat_template import ChatTemplate, find_chat_template
+from trt_kvcache.checkpoint.json_file import read_json_if_present, read_text
+from trt_kvcache.errors import CheckpointError, ConfigError
+
+TOKENIZER_FILE = "tokenizer.json"
+TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
+
+
+class Tokenizer:
+    """Text and token ids of one model. Made by :meth:`open`.
+
+    Attributes
+    ----------
+    path : Path
+        The model folder.
+    special_tokens : mapping of str to str
+        What templates know them by: ``"bos_token"``, ``"eos_token"``, ... to their text.
+    """
+
+    def __init__(
+        self, path: Path, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], chat_template: ChatTemplate | None
+    ) -> None:
+        self.path = path
+        self.special_tokens = special_tokens
+        self._backend = backend
+        self._chat_template = chat_template
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Tokenizer | None:
+        """Open the tokenizer of a model folder; ``None`` where there is no ``tokenizer.json``.
+
+        Raises
+        ------
+        CheckpointError
+            A file is damaged. The message names it.
+        """
+        path = Path(folder)
+        file = path / TOKENIZER_FILE
+        if not file.is_file():
+            return None
+        config_file = path / TOKENIZER_CONFIG_FILE
+        config = read_json_if_present(config_file)
+        return cls(path, _parse(read_text(file), file), _special_tokens(config), find_chat_template(path, config, config_file))
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids, added tokens included."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """The id of ``eos_token`` in ``tokenizer_config.json``; empty where it names none."""
+        text = self.special_tokens.get("eos_token")
+        token = None if text is None else self._backend.token_to_id(text)
+        return () if token is None else (token,)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of ``text``.
+
+        Parameters
+        ----------
+        text : str
+        add_special_tokens : bool
+            Put the tokenizer's own special tokens around it (begin of text, ...). False for the text of a chat template,
+            which already has them.
+        """
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of token ids. Bytes that are no UTF-8 become U+FFFD; ids without a token are left out."""
+        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the folder has a chat template."""
+        return self._chat_template is not None
+
+    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """Return the text of a conversation, to be encoded with ``add_special_tokens=False``.
+
+        Parameters
+        ----------
+        messages : sequence of mapping
+            ``{"role": ..., "content": ...}``, oldest first.
+        add_generation_prompt : bool
+            End with the opening of the assistant's turn.
+
+        Raises
+        ------
+        ConfigError
+            The folder has no chat template, or the template refuses the messages.
+        """
+        if self._chat_template is None:
+            raise ConfigError(f"{self.path}: expected a chat template in {TOKENIZER_CONFIG_FILE} or chat_template.jinja, got none.")
+        return self._chat_template.render(messages, self.special_tokens, add_generation_prompt=add_generation_prompt)
+
+
+def _parse(text: str, file: Path) -> tokenizers.Tokenizer:
+    try:
+        return tokenizers.Tokenizer.from_str(text)
+    except Exception as error:
+        raise CheckpointError(f"{file}: expected a tokenizer, got an error: {error}. The file may be truncated.") from error
+
+
+def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
+    """Collect ``bos_token`` and the like; each is a text, or an object with its text as ``content``."""
+    result: dict[str, str] = {}
+    for name, value in config.items():
+        text = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(text, str):
+            result[name] = text
+    return result

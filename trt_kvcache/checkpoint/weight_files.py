@@ -1,0 +1,56 @@
+"""The safetensors files of a model folder: one file, or shards with an index."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trt_kvcache.checkpoint.json_file import read_json
+from trt_kvcache.checkpoint.weight_file import WeightFile
+from trt_kvcache.errors import CheckpointError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+def open_weight_files(folder: Path) -> dict[str, WeightFile]:
+    """Map every weight file of ``folder`` and return, for each tensor name, the file that holds it.
+
+    Raises
+    ------
+    CheckpointError
+        There are no safetensors weights, a shard is missing or damaged, or the index and the shards disagree.
+    """
+    single = folder / SINGLE_FILE
+    if single.is_file():
+        file = WeightFile(single)
+        return dict.fromkeys(file.tensors, file)
+    index = folder / INDEX_FILE
+    if index.is_file():
+        return _open_shards(index)
+    raise CheckpointError(
+        f"{folder}: expected {SINGLE_FILE}, or shards with {INDEX_FILE}, got neither. "
+        "Weights in another format (pytorch_model.bin, GGUF) must be converted to safetensors first."
+    )
+
+
+def _open_shards(index: Path) -> dict[str, WeightFile]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise CheckpointError(f"{index}: expected an object `weight_map` from tensor names to file names, got {type(weight_map).__name__}.")
+    files: dict[str, WeightFile] = {}
+    for shard in sorted(set(weight_map.values())):
+        path = index.parent / shard
+        if Path(shard).name != shard:
+            raise CheckpointError(f"{index}: expected shards beside the index, got {shard!r}.")
+        if not path.is_file():
+            raise CheckpointError(f"{path}: expected a shard that {index.name} names, got nothing there. Fetch or copy it again.")
+        files[shard] = WeightFile(path)
+        stray = sorted(name for name in files[shard].tensors if weight_map.get(name) != shard)
+        if stray:
+            raise CheckpointError(
+                f"{path}: holds {stray[0]!r}, which {INDEX_FILE} does not place there. The files are of different checkpoints."
+            )
+    for name, shard in weight_map.items():
+        if name not in files[shard].tensors:
+            raise CheckpointError(f"{files[shard].path}: {INDEX_FILE} places {name!r} there, but the file has no such tensor.")
+    return {name: files[shard] for name, shard in weight_map.items()}

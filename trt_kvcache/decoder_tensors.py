@@ -1,0 +1,55 @@
+"""Inputs, outputs and optimisation profiles of an engine of this package: stated once, for builder, folder and inspection."""
+
+from __future__ import annotations
+
+from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.config import KVCacheConfig, KVLayerConfig
+from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
+from trt_kvcache.layout import KVLayout
+from trt_kvcache.names import TensorNames
+
+#: Slots in the smallest enqueue of every profile.
+MIN_BATCH_SIZE = 1
+
+
+def cache_config(model: ModelConfig, *, max_batch_size: int, max_sequence_length: int, dtype: str) -> KVCacheConfig:
+    """Return the cache that an engine of ``model`` runs on: K and V apart, in the dtype that the engine computes in."""
+    layer = KVLayerConfig(num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
+    return KVCacheConfig(
+        layers=(layer,) * model.num_layers,
+        max_batch_size=max_batch_size,
+        max_sequence_length=max_sequence_length,
+        dtype=dtype,
+        layout=KVLayout.SEPARATE,
+    )
+
+
+def decoder_tensors(model: ModelConfig, cache: KVCacheConfig, names: TensorNames) -> tuple[TensorSpec, ...]:
+    """Return the inputs, then the outputs, of an engine of ``model`` over ``cache``."""
+    inputs = [
+        TensorSpec(name=names.input_ids, shape=(-1, -1), dtype="int32", mode=TensorMode.INPUT),
+        TensorSpec(name=names.kvcache_start_index, shape=(-1,), dtype="int32", mode=TensorMode.INPUT),
+        TensorSpec(name=names.last_token_ids, shape=(-1, 1), dtype="int32", mode=TensorMode.INPUT),
+    ]
+    outputs = []
+    for index, layer in enumerate(cache.layers):
+        shape = (-1, layer.num_kv_heads, cache.max_sequence_length, layer.head_dim)
+        for before, after in names.cache_pairs(index):
+            inputs.append(TensorSpec(name=before, shape=shape, dtype=cache.dtype, mode=TensorMode.INPUT))
+            outputs.append(TensorSpec(name=after, shape=shape, dtype=cache.dtype, mode=TensorMode.OUTPUT, alias=before))
+    logits = TensorSpec(name=names.logits, shape=(-1, model.vocab_size), dtype="float32", mode=TensorMode.OUTPUT)
+    return (*inputs, *outputs, logits)
+
+
+def decoder_profiles(*, max_batch_size: int, max_prefill_length: int) -> tuple[EngineProfile, EngineProfile]:
+    """Return the profiles by index: 0 for prefill in chunks up to a limit, 1 for decode."""
+    batch = {"min_batch": MIN_BATCH_SIZE, "max_batch": max_batch_size}
+    return (
+        EngineProfile(name="prefill", min_width=1, max_width=max_prefill_length, **batch),
+        EngineProfile(name="decode", min_width=1, max_width=1, **batch),
+    )
+
+
+def input_shape(spec: TensorSpec, names: TensorNames, batch: int, width: int) -> tuple[int, ...]:
+    """Return the shape of an input in an enqueue of ``batch`` slots by ``width`` new tokens."""
+    return (batch, width) if spec.name == names.input_ids else (batch, *spec.shape[1:])

@@ -1,0 +1,101 @@
+"""What one profile of the reference engine has bound: addresses and shapes, checked as TensorRT checks them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
+from trt_kvcache.errors import BindingError, EngineError, LayoutError
+from trt_kvcache.layout import ALIGNMENT, dense_nbytes
+from trt_kvcache.memory import HostMemory
+from trt_kvcache.tensor import DeviceTensor
+
+
+class BoundTensors:
+    """Addresses and input shapes of one profile. Keeps what is bound alive.
+
+    Parameters
+    ----------
+    tensors : mapping of str to TensorSpec
+    profile : EngineProfile
+    memory : HostMemory
+        That bound tensors must be in.
+    """
+
+    def __init__(self, tensors: Mapping[str, TensorSpec], profile: EngineProfile, memory: HostMemory) -> None:
+        self._tensors = tensors
+        self._profile = profile
+        self._memory = memory
+        self._bound: dict[str, DeviceTensor] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def bind(self, name: str, tensor: DeviceTensor) -> None:
+        """See :meth:`trt_kvcache.engine.Engine.bind`."""
+        spec = self._spec(name)
+        if tensor.memory is not self._memory:
+            raise BindingError(f"`{name}`: expected a tensor in the engine's memory ({self._memory.device}), got {tensor!r}.")
+        if tensor.dtype != spec.dtype:
+            raise BindingError(f"`{name}` expects {spec.dtype} {spec.shape}, got {tensor.dtype} {tensor.shape}.")
+        if not tensor.is_contiguous:
+            raise LayoutError(f"`{name}`: expected a dense view, got shape {tensor.shape} with strides {tensor.strides}.")
+        if tensor.ptr % ALIGNMENT:
+            raise LayoutError(f"`{name}`: expected an address that is a multiple of {ALIGNMENT} bytes, got {tensor.ptr:#x}.")
+        self._bound[name] = tensor
+
+    def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
+        """See :meth:`trt_kvcache.engine.Engine.set_input_shape`."""
+        spec = self._spec(name)
+        if spec.mode is not TensorMode.INPUT:
+            raise BindingError(f"`{name}`: expected an input, got an output; its shape follows from the inputs.")
+        given = tuple(int(size) for size in shape)
+        profile = self._profile
+        limits = iter(((profile.min_batch, profile.max_batch), (profile.min_width, profile.max_width)))
+        allowed = [next(limits) if size < 0 else (size, size) for size in spec.shape]
+        if len(given) != len(allowed) or any(not low <= size <= high for size, (low, high) in zip(given, allowed, strict=False)):
+            ranges = ", ".join(f"{low}" if low == high else f"{low}..{high}" for low, high in allowed)
+            raise BindingError(f"`{name}`: expected a shape within [{ranges}] (profile {profile.name!r}), got {list(given)}.")
+        self._shapes[name] = given
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of an input. Raises :class:`EngineError` where none was set."""
+        if name not in self._shapes:
+            raise EngineError(f"`{name}`: no shape was set for profile {self._profile.name!r}. Call set_input_shape first.")
+        return self._shapes[name]
+
+    def array(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """Return the memory bound to ``name`` as an array of ``shape`` over the same bytes.
+
+        Raises
+        ------
+        EngineError
+            Nothing is bound, what is bound is too small, or an output is not bound where its input is.
+        ClosedError
+            The owner of the memory is closed.
+        """
+        tensor = self._bound_tensor(name)
+        if dense_nbytes(shape, tensor.dtype) > tensor.nbytes:
+            raise EngineError(f"`{name}`: a step of shape {shape} needs more than the {tensor.nbytes} bytes bound, {tensor!r}.")
+        alias = self._spec(name).alias
+        if alias is not None and self._bound_tensor(alias).ptr != tensor.ptr:
+            raise EngineError(
+                f"`{name}`: expected the address of `{alias}`, {self._bound_tensor(alias).ptr:#x}, got {tensor.ptr:#x}. "
+                "The cache is updated in place: bind both to one view."
+            )
+        return self._memory.array(DeviceTensor(tensor.allocation, shape=shape, dtype=tensor.dtype, offset=tensor.offset))
+
+    def release(self) -> None:
+        """Let go of what is bound."""
+        self._bound.clear()
+
+    def _bound_tensor(self, name: str) -> DeviceTensor:
+        if name not in self._bound:
+            raise EngineError(f"`{name}`: nothing is bound for profile {self._profile.name!r}. Call bind first.")
+        return self._bound[name]
+
+    def _spec(self, name: str) -> TensorSpec:
+        if name not in self._tensors:
+            raise BindingError(f"`{name}`: the engine has no such tensor. It has {', '.join(self._tensors)}.")
+        return self._tensors[name]

@@ -1,0 +1,204 @@
+"""``ReferenceEngine``: a checkpoint run in NumPy behind the :class:`~trt_kvcache.engine.Engine` protocol."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, get_args
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.checkpoint.checkpoint import Checkpoint
+from trt_kvcache.checkpoint.model_config import ModelConfig
+from trt_kvcache.checkpoint.rope import rope_table
+from trt_kvcache.checks import int_in_range
+from trt_kvcache.config import KVCacheConfig, KVLayerConfig
+from trt_kvcache.decoder_tensors import decoder_profiles, decoder_tensors
+from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
+from trt_kvcache.errors import ClosedError, ConfigError, EngineError, PlaceError, RangeError
+from trt_kvcache.memory import HostMemory
+from trt_kvcache.names import DEFAULT_NAMES, TensorNames
+from trt_kvcache.reference.bound import BoundTensors
+from trt_kvcache.reference.model import Attention, decoder_step
+from trt_kvcache.reference.weights import DecoderWeights, load_weights
+from trt_kvcache.tensor import DeviceTensor
+
+
+class ReferenceEngine:
+    """A decoder in NumPy with the tensors, aliases and profiles of the TensorRT engine of the same model.
+
+    It reads and writes the *bound* cache memory as TensorRT's KVCacheUpdate and attention layers do: a step of width s
+    writes rows ``start .. start + s - 1`` of every slot of the call (those past S are dropped) and nothing else. Weights are
+    rounded to the dtype of the cache, everything is accumulated in float32.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        May be closed afterwards.
+    kv : KVCacheConfig
+        The cache that will be bound; its dtype is the engine's. The dtypes with scales are storage only and refused.
+    max_prefill_length : int
+        Most new tokens per slot in one step, ``1 <= max_prefill_length <= S``.
+    attention : ``"native"`` or ``"mask"``
+        ``"native"`` never reads a row past ``start + s``. ``"mask"`` reads all S rows with a weight of 0 for dead ones, so that
+        a NaN there shows, as with the explicit-mask variant on a device.
+    names : TensorNames
+    memory : HostMemory
+        That bound tensors must be in.
+    progress : callable, optional
+        Called as ``progress(done_bytes, total_bytes)`` while weights are read.
+
+    Raises
+    ------
+    ConfigError
+        The cache does not fit the model, or an argument is out of range.
+    PlaceError
+        The memory is not host memory.
+    CheckpointError
+        A weight has no finite value in the dtype.
+
+    Notes
+    -----
+    Not thread-safe. A step is done when ``enqueue`` returns.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        *,
+        kv: KVCacheConfig,
+        max_prefill_length: int,
+        attention: Attention = "native",
+        names: TensorNames = DEFAULT_NAMES,
+        memory: HostMemory,
+        progress: Callable[[int, int], object] | None = None,
+    ) -> None:
+        if not memory.is_host:
+            raise PlaceError(f"memory: expected host memory, which NumPy can work in, got {memory.device}.")
+        _check_cache(checkpoint.config, kv)
+        if attention not in get_args(Attention):
+            raise ConfigError(f"attention: expected one of {', '.join(get_args(Attention))}, got {attention!r}.")
+        width = int_in_range("max_prefill_length", max_prefill_length, 1, kv.max_sequence_length, error=ConfigError)
+        self._config = checkpoint.config
+        self._kv = kv
+        self._attention = attention
+        self._names = names
+        self._memory = memory
+        self._tensors = MappingProxyType({spec.name: spec for spec in decoder_tensors(checkpoint.config, kv, names)})
+        self._profiles = decoder_profiles(max_batch_size=kv.max_batch_size, max_prefill_length=width)
+        self._bound = [BoundTensors(self._tensors, profile, memory) for profile in self._profiles]
+        self._current = self._bound[0]
+        self._rope = rope_table(checkpoint.config.rope, checkpoint.config.head_dim, kv.max_sequence_length)
+        self._weights: DecoderWeights | None = load_weights(checkpoint, kv.dtype, progress)
+
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """Inputs and outputs by name, inputs first."""
+        return self._tensors
+
+    @property
+    def profiles(self) -> Sequence[EngineProfile]:
+        """``prefill`` (up to ``max_prefill_length`` new tokens) and ``decode`` (one)."""
+        return self._profiles
+
+    @property
+    def memory(self) -> HostMemory:
+        """The memory that bound tensors must be in."""
+        return self._memory
+
+    def use_profile(self, index: int) -> None:
+        """Choose the profile that ``bind``, ``set_input_shape`` and ``enqueue`` act on."""
+        self._open_weights()
+        self._current = self._bound[int_in_range("profile", index, 0, len(self._bound) - 1, error=RangeError)]
+
+    def bind(self, name: str, tensor: DeviceTensor) -> None:
+        """Read or write ``name`` at the address of ``tensor``, which the engine keeps alive.
+
+        Raises
+        ------
+        BindingError
+            Unknown name, another dtype or another memory.
+        LayoutError
+            The view is not dense, or not aligned to 256 bytes.
+        """
+        self._open_weights()
+        self._current.bind(name, tensor)
+
+    def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
+        """Set the shape of an input for the next enqueues. Raises :class:`BindingError` outside the profile."""
+        self._open_weights()
+        self._current.set_input_shape(name, shape)
+
+    def enqueue(self, stream: Any) -> None:
+        """Run one step: read the bound inputs, write K and V rows and the logits.
+
+        Raises
+        ------
+        EngineError
+            Something is not bound or has no shape, the shapes disagree, or an input holds a value out of range. Nothing was
+            written.
+        PlaceError
+            The stream is of another memory.
+        ClosedError
+            The engine, or the owner of a bound view, is closed.
+        """
+        weights = self._open_weights()
+        self._memory.check_stream(stream)
+        names, bound = self._names, self._current
+        slots, width = bound.shape(names.input_ids)
+        for name, spec in self._tensors.items():
+            if spec.mode is TensorMode.INPUT and bound.shape(name)[0] != slots:
+                raise EngineError(f"`{name}`: expected {slots} slots as `{names.input_ids}` has, got shape {bound.shape(name)}.")
+        input_ids = bound.array(names.input_ids, (slots, width))
+        start = bound.array(names.kvcache_start_index, (slots,))
+        last = bound.array(names.last_token_ids, (slots, 1))[:, 0]
+        logits = bound.array(names.logits, (slots, self._config.vocab_size))
+        caches = [self._layer_cache(layer, slots) for layer in range(self._config.num_layers)]
+        _check_values(names.input_ids, input_ids, self._config.vocab_size - 1)
+        _check_values(names.last_token_ids, last, width - 1)
+        _check_values(names.kvcache_start_index, start, self._kv.max_sequence_length)
+        with np.errstate(over="ignore", invalid="ignore"):
+            logits[...] = decoder_step(self._config, weights, self._rope, caches, input_ids, start, last, attention=self._attention)
+
+    def close(self) -> None:
+        """Release the weights and let go of what was bound. Idempotent."""
+        self._weights = None
+        for bound in self._bound:
+            bound.release()
+
+    def _layer_cache(self, layer: int, slots: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
+        """Return K and V of one layer, ``[slots, H, S, D]``, each bound as input and, at the same address, as output."""
+        k, v = (self._in_place(name, present, slots) for name, present in self._names.cache_pairs(layer))
+        return k, v
+
+    def _in_place(self, name: str, present: str, slots: int) -> npt.NDArray[Any]:
+        shape = (slots, *self._tensors[name].shape[1:])
+        self._current.array(name, shape)
+        return self._current.array(present, shape)
+
+    def _open_weights(self) -> DecoderWeights:
+        if self._weights is None:
+            raise ClosedError("this ReferenceEngine is closed.")
+        return self._weights
+
+
+def _check_cache(config: ModelConfig, kv: KVCacheConfig) -> None:
+    """Refuse a cache that is not that of the model."""
+    if kv.dtype not in MODEL_DTYPES:
+        raise ConfigError(f"kv.dtype: expected one of {', '.join(MODEL_DTYPES)}, got {kv.dtype!r}, which is storage only.")
+    if kv.num_layers != config.num_layers:
+        raise ConfigError(f"kv.layers: expected {config.num_layers} as the model has, got {kv.num_layers}.")
+    for index, layer in enumerate(kv.layers):
+        expected = KVLayerConfig(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+        if layer != expected:
+            raise ConfigError(f"kv.layers[{index}]: expected {expected} as the model has, got {layer}.")
+
+
+def _check_values(name: str, values: npt.NDArray[np.int32], highest: int) -> None:
+    """Refuse an input value that a device would read as an address outside its tensor."""
+    wrong = np.argwhere((values < 0) | (values > highest))
+    if len(wrong):
+        index = tuple(int(i) for i in wrong[0])
+        raise EngineError(f"`{name}`: expected values from 0 to {highest}, got {values[index]} at {list(index)}.")
