@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -536,3 +538,18 @@ def test_a_failing_wait_releases_the_tensor():
     with pytest.raises(RuntimeError, match="the device is gone"):
         Lengths(B, S, memory=memory)
     assert memory.live_nbytes == 0
+
+
+def test_sync_refuses_a_length_that_cannot_be(memory, stream):
+    lengths = Lengths(2, 5, memory=memory)
+    lengths.reset([3, 1], stream=stream)
+    lengths.commit(memory.to_device(np.array([1, 9], np.int32), stream=stream), max_increment=1, stream=stream)
+    with pytest.raises(LengthsUnknown, match=r"slot 1: expected a length from 0 to 5 on the device, got 10\. A committed tensor"):
+        lengths.sync_lengths(stream=stream)
+    assert lengths.upper_bounds == (4, 2)
+
+
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_lengths_cannot_be_copied(duplicate, memory):
+    with pytest.raises(TypeError, match="a Lengths owns device memory and cannot be copied or pickled"):
+        duplicate(Lengths(2, 5, memory=memory))

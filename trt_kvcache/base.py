@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +16,10 @@ from trt_kvcache.errors import ClosedError, ConfigError, PlaceError
 from trt_kvcache.lengths import Lengths
 from trt_kvcache.memory import Allocation, Memory
 from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.uncopyable import Uncopyable
 
 
-class KVCacheBase(ABC):
+class KVCacheBase(Uncopyable, ABC):
     """Views, lengths and life of a K/V cache. Not thread-safe.
 
     Parameters
@@ -327,12 +328,3 @@ class KVCacheBase(ABC):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-    def __reduce__(self) -> NoReturn:
-        raise TypeError(f"a {type(self).__name__} owns device memory and cannot be copied or pickled.")
-
-    def __copy__(self) -> NoReturn:
-        self.__reduce__()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        self.__reduce__()

@@ -32,7 +32,8 @@ class KVLayerConfig:
     head_dim : int
         Elements of one row, D. ``D * itemsize`` must be a multiple of 16 bytes.
     k_scale, v_scale : float
-        For ``float8_e4m3fn`` and ``int8``: real value = stored value * scale. Finite and above 0, as float32.
+        For ``float8_e4m3fn`` and ``int8``: real value = stored value * scale. Finite and above 0, as float32. Other dtypes have no
+        use for it.
 
     Raises
     ------

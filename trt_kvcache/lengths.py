@@ -23,6 +23,7 @@ from trt_kvcache.kernels import increment_length_tensor, store_length_values
 from trt_kvcache.layout import MAX_DIMENSION, align_up, dense_nbytes
 from trt_kvcache.memory import Memory
 from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.uncopyable import Uncopyable
 
 _VALUES = (Sequence, np.ndarray)
 
@@ -45,7 +46,7 @@ def _host_values(what: str, values: Any) -> list[int]:
     return [int(value) for value in array]
 
 
-class Lengths:
+class Lengths(Uncopyable):
     """Sequence lengths of the slots: int32 ``[B]`` on the device, a mirror on the host, and A, the active batch size.
 
     Parameters
@@ -303,11 +304,23 @@ class Lengths:
         self._store_one(index, wanted, "rewind", stream)
 
     def sync_lengths(self, *, stream: Any) -> None:
-        """Read the lengths from the device into the mirror. Waits for ``stream``."""
+        """Read the lengths from the device into the mirror. Waits for ``stream``.
+
+        Raises
+        ------
+        LengthsUnknown
+            The device holds a length outside 0 to S: a committed tensor exceeded its ``max_increment``. The mirror stays.
+        """
         self._check_open()
         self._refuse_capture("sync_lengths", stream, because="it waits for the device")
         self._memory.synchronize(stream)
         values = [int(value) for value in self._memory.read(self._active_tensor)]
+        for slot, value in enumerate(values):
+            if not 0 <= value <= self._max_sequence_length:
+                raise LengthsUnknown(
+                    f"slot {slot}: expected a length from 0 to {self._max_sequence_length} on the device, got {value}. "
+                    "A committed tensor exceeded its max_increment; reset the slots."
+                )
         self._bounds = values
         self._exact = [True] * len(values)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from trt_kvcache.checks import as_int
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import LayoutError, ShapeError
 from trt_kvcache.layout import dense_nbytes, is_dense, row_major_strides, span_elements
@@ -116,8 +117,8 @@ class DeviceTensor:
             raise ShapeError(f"DeviceTensor: expected a slice [start:stop] of dimension 0, got {index!r}.")
         if not self._shape:
             raise ShapeError("DeviceTensor: a tensor without dimensions cannot be sliced.")
-        start = 0 if index.start is None else int(index.start)
-        stop = self._shape[0] if index.stop is None else int(index.stop)
+        start = 0 if index.start is None else as_int("DeviceTensor slice", index.start, error=ShapeError)
+        stop = self._shape[0] if index.stop is None else as_int("DeviceTensor slice", index.stop, error=ShapeError)
         if not 0 <= start <= stop <= self._shape[0]:
             raise ShapeError(f"DeviceTensor: expected 0 <= start <= stop <= {self._shape[0]}, got [{start}:{stop}]. Slices never wrap.")
         return DeviceTensor(

@@ -1,0 +1,67 @@
+"""Networks of the golden models, made once per combination."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trt_kvcache.build_options import BuildOptions
+from trt_kvcache.builder import DecoderDefinition, define_decoder
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.network.graph import Graph
+from trt_kvcache.trt_module import TensorRT, load
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+#: The network of every test here: B, S and P all different, and different from the models' sizes.
+MAX_BATCH_SIZE, MAX_SEQUENCE_LENGTH, MAX_PREFILL_LENGTH = 3, 38, 11
+
+
+@dataclass(frozen=True)
+class Defined:
+    """A defined network, and the arrays behind its constants."""
+
+    tensorrt: TensorRT
+    definition: DecoderDefinition
+    options: BuildOptions
+    constants: dict[str, np.ndarray[Any, Any]]
+
+
+@pytest.fixture(scope="session")
+def rtx() -> TensorRT:
+    return load("tensorrt_rtx")
+
+
+@pytest.fixture(scope="session")
+def define(rtx: TensorRT) -> Iterator[Callable[..., Defined]]:
+    """Return ``define(model, dtype="float32", attention="native")``: the network of a golden model."""
+
+    @cache
+    def make(model: str, *, dtype: str = "float32", attention: str = "native") -> Defined:
+        constants: dict[str, np.ndarray[Any, Any]] = {}
+        original = Graph.constant
+
+        def recording(self: Graph, name: str, array: np.ndarray[Any, Any]) -> Any:
+            constants[name] = array
+            return original(self, name, array)
+
+        options = BuildOptions(
+            max_batch_size=MAX_BATCH_SIZE,
+            max_sequence_length=MAX_SEQUENCE_LENGTH,
+            max_prefill_length=MAX_PREFILL_LENGTH,
+            dtype=dtype,
+            attention=attention,
+        )
+        with pytest.MonkeyPatch.context() as patch, Checkpoint.open(GOLDEN / model) as checkpoint:
+            patch.setattr(Graph, "constant", recording)
+            with rtx.log.collect(ignore_missing_driver=True) as messages:
+                return Defined(rtx, define_decoder(checkpoint, options, rtx, messages), options, constants)
+
+    yield make
+    make.cache_clear()

@@ -1,0 +1,206 @@
+"""Runs an ``INetworkDefinition`` in NumPy, layer by layer, as TensorRT documents each layer.
+
+So what a network computes is known on a machine without a GPU: before it is built, and without TensorRT's kernels. Each result
+is rounded to the dtype that TensorRT gives the tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.trt_module import TensorRT
+
+Array = np.ndarray[Any, Any]
+
+
+def interpret(tensorrt: TensorRT, network: Any, constants: Mapping[str, Array], feed: Mapping[str, Array]) -> dict[str, Array]:
+    """Return the network's outputs by name; caches come back as new arrays.
+
+    ``constants`` are the arrays behind the constant layers, by layer name: TensorRT does not give back bfloat16.
+    """
+    layers = [_typed(tensorrt, network.get_layer(index)) for index in range(network.num_layers)]
+    producer = {layer.get_output(0).name: layer for layer in layers}
+    values: dict[str, Array] = dict(feed)
+
+    def value(tensor: Any) -> Array:
+        if tensor.name not in values:
+            layer = producer[tensor.name]
+            kind = layer_kind(tensorrt, layer)
+            if kind == "CONSTANT":
+                result = constants[layer.name]
+            else:
+                inputs = [layer.get_input(index) for index in range(layer.num_inputs)]
+                result = _LAYERS[kind](layer, [None if each is None else value(each) for each in inputs])
+            values[tensor.name] = _rounded(tensorrt, tensor, result)
+        return values[tensor.name]
+
+    return {network.get_output(index).name: value(network.get_output(index)) for index in range(network.num_outputs)}
+
+
+def attention_layers(tensorrt: TensorRT, network: Any) -> list[Any]:
+    """Return the attention layers, in order."""
+    layers = (network.get_layer(index) for index in range(network.num_layers))
+    return [_typed(tensorrt, layer).attention for layer in layers if layer_kind(tensorrt, layer) == "ATTENTION_OUTPUT"]
+
+
+def layer_kind(tensorrt: TensorRT, layer: Any) -> str:
+    """Return the name of the layer's ``LayerType``: an activation layer hides it behind its own ``type``."""
+    return str(tensorrt.module.ILayer.type.fget(layer).name)
+
+
+_CLASSES = {
+    "ACTIVATION": "IActivationLayer",
+    "ATTENTION_INPUT": "IAttentionInputLayer",
+    "ATTENTION_OUTPUT": "IAttentionOutputLayer",
+    "CAST": "ICastLayer",
+    "CONSTANT": "IConstantLayer",
+    "ELEMENTWISE": "IElementWiseLayer",
+    "FILL": "IFillLayer",
+    "GATHER": "IGatherLayer",
+    "KV_CACHE_UPDATE": "IKVCacheUpdateLayer",
+    "MATRIX_MULTIPLY": "IMatrixMultiplyLayer",
+    "REDUCE": "IReduceLayer",
+    "ROTARY_EMBEDDING": "IRotaryEmbeddingLayer",
+    "SHAPE": "IShapeLayer",
+    "SHUFFLE": "IShuffleLayer",
+    "SLICE": "ISliceLayer",
+    "UNARY": "IUnaryLayer",
+}
+
+
+def _typed(tensorrt: TensorRT, layer: Any) -> Any:
+    """Give a layer the class of its type: the network hands out the base class."""
+    layer.__class__ = getattr(tensorrt.module, _CLASSES[layer_kind(tensorrt, layer)])
+    return layer
+
+
+def _rounded(tensorrt: TensorRT, tensor: Any, result: Array) -> Array:
+    name = tensorrt.dtype_name(tensor.dtype)
+    rounded = np.asarray(result, np.bool_ if name == "bool" else numpy_dtype(name))
+    wanted = tuple(tensor.shape)
+    assert len(wanted) == rounded.ndim, (tensor.name, wanted, rounded.shape)
+    assert all(size in (-1, got) for size, got in zip(wanted, rounded.shape, strict=True)), (tensor.name, wanted, rounded.shape)
+    return rounded
+
+
+def _wide(array: Array) -> Array:
+    return array.astype(np.float32) if array.dtype.kind in "fV" else array
+
+
+def _elementwise(layer: Any, inputs: list[Any]) -> Array:
+    left, right = (_wide(each) for each in inputs)
+    return {"SUM": np.add, "PROD": np.multiply, "DIV": np.divide, "GREATER": np.greater}[layer.op.name](left, right)
+
+
+def _unary(layer: Any, inputs: list[Any]) -> Array:
+    return {"SQRT": np.sqrt, "NOT": np.logical_not}[layer.op.name](_wide(inputs[0]))
+
+
+def _activation(layer: Any, inputs: list[Any]) -> Array:
+    assert layer.type.name == "SIGMOID"
+    return 1 / (1 + np.exp(-_wide(inputs[0])))
+
+
+def _reduce(layer: Any, inputs: list[Any]) -> Array:
+    axes = tuple(axis for axis in range(inputs[0].ndim) if layer.axes >> axis & 1)
+    assert layer.op.name == "AVG"
+    return _wide(inputs[0]).mean(axes, keepdims=layer.keep_dims)
+
+
+def _matmul(layer: Any, inputs: list[Any]) -> Array:
+    sides = [
+        _wide(side) if op.name == "NONE" else np.swapaxes(_wide(side), -1, -2)
+        for side, op in zip(inputs, (layer.op0, layer.op1), strict=True)
+    ]
+    return sides[0] @ sides[1]
+
+
+def _shuffle(layer: Any, inputs: list[Any]) -> Array:
+    x = inputs[0].transpose(tuple(layer.first_transpose)[: inputs[0].ndim])
+    sizes = [x.shape[axis] if size == 0 else size for axis, size in enumerate(layer.reshape_dims)]
+    x = x.reshape(sizes)
+    return x.transpose(tuple(layer.second_transpose)[: x.ndim])
+
+
+def _gather(layer: Any, inputs: list[Any]) -> Array:
+    data, indices = inputs
+    if layer.mode.name == "DEFAULT":
+        return np.take(data, indices, axis=layer.axis)
+    assert layer.mode.name == "ND"
+    assert layer.num_elementwise_dims == 1
+    return np.stack([row[tuple(index)] for row, index in zip(data, indices, strict=True)])
+
+
+def _fill(layer: Any, inputs: list[Any]) -> Array:
+    assert layer.operation.name == "LINSPACE"
+    shape, first, steps = inputs
+    grid = np.indices(tuple(shape))
+    return first + np.tensordot(steps, grid, 1)
+
+
+def _slice(layer: Any, inputs: list[Any]) -> Array:
+    place = tuple(slice(start, start + size * step, step) for start, size, step in zip(layer.start, layer.shape, layer.stride, strict=True))
+    return inputs[0][place]
+
+
+def _rotary(layer: Any, inputs: list[Any]) -> Array:
+    """ONNX RotaryEmbedding: rotate the halves of each row by the angle of its position."""
+    x, cos, sin, positions = (_wide(each) for each in inputs)
+    assert not layer.interleaved
+    assert layer.rotary_embedding_dim == 0
+    c, s = cos[positions][:, None], sin[positions][:, None]
+    first, second = np.split(x, 2, axis=-1)
+    return np.concatenate([first * c - second * s, second * c + first * s], -1)
+
+
+def _update(layer: Any, inputs: list[Any]) -> Array:
+    """Write each slot's rows at its index. A row beyond the cache would be dropped silently: here it is an error."""
+    cache, rows, indices = inputs
+    after = cache.copy()
+    for slot, start in enumerate(indices):
+        assert start + rows.shape[2] <= cache.shape[2]
+        after[slot, :, start : start + rows.shape[2]] = rows[slot]
+    return after
+
+
+def _attention(layer: Any, inputs: list[Any]) -> Array:
+    attention = layer.attention
+    q, k, v = (_wide(each) for each in inputs[:3])
+    group = q.shape[1] // k.shape[1]
+    k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
+    keys = np.arange(k.shape[2])
+    if attention.causal_kind.name == "LOWER_RIGHT":
+        assert attention.mask is None
+        lengths = inputs[6][:, None, None, None]
+        k, v = (np.where(keys[:, None] < lengths, rows, 0) for rows in (k, v))  # rows beyond the lengths are not read
+        visible = keys <= lengths - q.shape[2] + np.arange(q.shape[2])[:, None]
+    else:
+        assert attention.causal_kind.name == "NONE"
+        visible = inputs[3]
+    scores = q @ np.swapaxes(k, -1, -2)
+    scores = np.where(visible, scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ v
+
+
+_LAYERS: dict[str, Callable[[Any, list[Any]], Array]] = {
+    "ACTIVATION": _activation,
+    "ATTENTION_INPUT": _attention,
+    "ATTENTION_OUTPUT": lambda layer, inputs: inputs[0],
+    "CAST": lambda layer, inputs: inputs[0],
+    "ELEMENTWISE": _elementwise,
+    "FILL": _fill,
+    "GATHER": _gather,
+    "KV_CACHE_UPDATE": _update,
+    "MATRIX_MULTIPLY": _matmul,
+    "REDUCE": _reduce,
+    "ROTARY_EMBEDDING": _rotary,
+    "SHAPE": lambda layer, inputs: np.array(inputs[0].shape),
+    "SHUFFLE": _shuffle,
+    "SLICE": _slice,
+    "UNARY": _unary,
+}

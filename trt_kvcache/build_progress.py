@@ -1,0 +1,96 @@
+"""How far TensorRT is with a build, as one number."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class _Phase:
+    parent: str | None
+    steps: int
+    done: int = 0
+
+
+class BuildProgress:
+    """Turns TensorRT's nested phases into a fraction that only grows.
+
+    Called from TensorRT's threads, where an exception would be swallowed. So one that ``report`` raises (Ctrl-C among
+    them) is kept, and the build is asked to stop.
+
+    Parameters
+    ----------
+    report : callable
+        Called as ``report(fraction)``.
+
+    Attributes
+    ----------
+    interruption : BaseException or None
+        What ``report`` raised; to be raised again after the build has returned.
+    """
+
+    def __init__(self, report: Callable[[float], object]) -> None:
+        self.interruption: BaseException | None = None
+        self._report = report
+        self._phases: dict[str, _Phase] = {}
+        self._shown = 0.0
+        self._lock = threading.Lock()
+
+    def start(self, phase: str, parent: str | None, steps: int) -> None:
+        """Open a phase of ``steps`` steps, inside the step of its parent that is running."""
+        with self._lock:
+            self._phases[phase] = _Phase(parent, max(steps, 1))
+
+    def step(self, phase: str, step: int) -> bool:
+        """Note that step number ``step`` is done; return whether to go on."""
+        with self._lock:
+            if phase in self._phases:
+                self._phases[phase].done = step + 1
+                self._show(self._fraction(phase))
+        return self.interruption is None
+
+    def finish(self, phase: str) -> None:
+        """Close a phase."""
+        with self._lock:
+            self._phases.pop(phase, None)
+
+    def _fraction(self, phase: str) -> float:
+        """Return how much of the outermost phase around ``phase`` is done."""
+        inner = 0.0
+        name: str | None = phase
+        while name in self._phases:
+            found = self._phases[name]
+            inner = min((found.done + inner) / found.steps, 1.0)
+            name = found.parent
+        return inner
+
+    def _show(self, fraction: float) -> None:
+        if fraction <= self._shown or self.interruption is not None:
+            return
+        self._shown = fraction
+        try:
+            self._report(fraction)
+        except BaseException as error:  # noqa: BLE001  # raised again by whoever started the build
+            self.interruption = error
+
+
+def make_monitor(module: Any, progress: BuildProgress) -> Any:
+    """Return an ``IProgressMonitor`` that feeds ``progress``."""
+
+    class Monitor(module.IProgressMonitor):  # type: ignore[misc]  # TensorRT is not imported when this is checked
+        def __init__(self) -> None:
+            module.IProgressMonitor.__init__(self)
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            progress.start(phase_name, parent_phase, num_steps)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            return progress.step(phase_name, step)
+
+        def phase_finish(self, phase_name: str) -> None:
+            progress.finish(phase_name)
+
+    return Monitor()

@@ -1,0 +1,200 @@
+"""``config.json`` of an engine folder: what was built, from what, by what."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trt_kvcache._version import __version__
+from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.config import KVCacheConfig
+from trt_kvcache.decoder_tensors import cache_config, decoder_tensors
+from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
+from trt_kvcache.errors import EngineError, KVCacheError
+from trt_kvcache.names import TensorNames
+from trt_kvcache.network.decomposable import AttentionChoice
+
+#: Format of ``config.json`` that this package writes; it reads this one and older ones.
+FORMAT = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRecord:
+    """The serialised engine: its bytes, and their SHA-256 in hex."""
+
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRecord:
+    """The checkpoint an engine was built from.
+
+    Parameters
+    ----------
+    path : str
+        Absolute.
+    fingerprint : str
+        :meth:`trt_kvcache.checkpoint.Checkpoint.fingerprint`.
+    nbytes : int
+        Bytes of its weights.
+    embedded : bool
+        Whether the folder holds a copy.
+    """
+
+    path: str
+    fingerprint: str
+    nbytes: int
+    embedded: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything a runtime needs to know of an engine.
+
+    Parameters
+    ----------
+    model : ModelConfig
+        Of the checkpoint; its ``dtype`` is that of the stored weights.
+    cache : KVCacheConfig
+        The cache the engine runs on; its ``dtype`` is what the engine computes in.
+    names : TensorNames
+    tensors : tuple of TensorSpec
+        Inputs, then outputs.
+    profiles : tuple of EngineProfile
+    attention : tuple of AttentionChoice
+        Per layer.
+    tensorrt_flavour, tensorrt_version : str
+    compute_capabilities : tuple of str, or None
+        GPUs it was built for; None where none was named.
+    plan : PlanRecord
+    checkpoint : CheckpointRecord
+    package_version : str
+        Of this package, at the build.
+    """
+
+    model: ModelConfig
+    cache: KVCacheConfig
+    names: TensorNames
+    tensors: tuple[TensorSpec, ...]
+    profiles: tuple[EngineProfile, ...]
+    attention: tuple[AttentionChoice, ...]
+    tensorrt_flavour: str
+    tensorrt_version: str
+    compute_capabilities: tuple[str, ...] | None
+    plan: PlanRecord
+    checkpoint: CheckpointRecord
+    package_version: str = __version__
+
+    @property
+    def dtype(self) -> str:
+        """What the engine computes in."""
+        return self.cache.dtype
+
+    @property
+    def attention_variant(self) -> str:
+        """``"native"`` or ``"mask"``."""
+        return self.attention[0].variant
+
+    @property
+    def max_prefill_length(self) -> int:
+        """Most new tokens per slot in one enqueue."""
+        return max(profile.max_width for profile in self.profiles)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values that :meth:`from_dict` reads back."""
+        return {
+            "format": FORMAT,
+            "producer": {"name": "trt-kvcache", "version": self.package_version},
+            "tensorrt": {"flavour": self.tensorrt_flavour, "version": self.tensorrt_version},
+            "compute_capabilities": None if self.compute_capabilities is None else list(self.compute_capabilities),
+            "plan": asdict(self.plan),
+            "checkpoint": asdict(self.checkpoint),
+            "kv_cache": self.cache.to_dict(),
+            "names": asdict(self.names),
+            "profiles": [asdict(profile) for profile in self.profiles],
+            "attention": [asdict(choice) for choice in self.attention],
+            "model": self.model.to_dict(),
+            "tensors": [{**asdict(spec), "shape": list(spec.shape), "mode": spec.mode.value} for spec in self.tensors],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> EngineConfig:
+        """Read what :meth:`to_dict` wrote.
+
+        Raises
+        ------
+        EngineError
+            A newer format, a missing or unknown field, or fields that disagree with each other.
+        """
+        _check_format(data)
+        try:
+            capabilities = data["compute_capabilities"]
+            config = cls(
+                model=ModelConfig.from_dict(data["model"]),
+                cache=KVCacheConfig.from_dict(data["kv_cache"]),
+                names=TensorNames(**data["names"]),
+                tensors=tuple(_tensor(spec) for spec in data["tensors"]),
+                profiles=tuple(EngineProfile(**profile) for profile in data["profiles"]),
+                attention=tuple(AttentionChoice(**choice) for choice in data["attention"]),
+                tensorrt_flavour=data["tensorrt"]["flavour"],
+                tensorrt_version=data["tensorrt"]["version"],
+                compute_capabilities=None if capabilities is None else tuple(capabilities),
+                plan=PlanRecord(**data["plan"]),
+                checkpoint=CheckpointRecord(**data["checkpoint"]),
+                package_version=data["producer"]["version"],
+            )
+        except KVCacheError as error:
+            raise EngineError(str(error)) from error
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise EngineError(f"a field is missing, unknown or of the wrong kind ({type(error).__name__}: {error}).") from error
+        _check_consistency(config)
+        return config
+
+
+def _tensor(data: Mapping[str, Any]) -> TensorSpec:
+    return TensorSpec(**{**data, "shape": tuple(data["shape"]), "mode": TensorMode(data["mode"])})
+
+
+def _check_format(data: Mapping[str, Any]) -> None:
+    number = data.get("format")
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise EngineError(f"format: expected a number of 1 or more, got {number!r}. This is not the configuration of an engine folder.")
+    if number > FORMAT:
+        raise EngineError(f"format: this package reads up to {FORMAT}, got {number}. A newer trt-kvcache built the engine: upgrade.")
+
+
+def _check_consistency(config: EngineConfig) -> None:
+    """Compare the fields with each other. The model and the cache's sizes are the measure."""
+    cache, names = config.cache, config.names
+    expected = cache_config(
+        config.model, max_batch_size=cache.max_batch_size, max_sequence_length=cache.max_sequence_length, dtype=cache.dtype
+    )
+    if cache != expected:
+        wanted, got = expected.to_dict(), cache.to_dict()
+        field = next(name for name in wanted if wanted[name] != got[name])
+        raise EngineError(f"kv_cache.{field}: expected {wanted[field]} by the model, got {got[field]}.")
+    if len(config.attention) != config.model.num_layers:
+        raise EngineError(f"attention: expected {config.model.num_layers} layers by the model, got {len(config.attention)}.")
+    if not config.profiles:
+        raise EngineError("profiles: expected at least one, got none.")
+    for profile in config.profiles:
+        if profile.max_batch != cache.max_batch_size:
+            raise EngineError(f"profile {profile.name}: expected max_batch {cache.max_batch_size} by kv_cache, got {profile.max_batch}.")
+        if profile.max_width > cache.max_sequence_length:
+            raise EngineError(
+                f"profile {profile.name}: expected max_width of at most {cache.max_sequence_length} by kv_cache, got {profile.max_width}."
+            )
+    wanted_tensors = decoder_tensors(config.model, cache, names)
+    if len(wanted_tensors) != len(config.tensors):
+        raise EngineError(f"tensors: expected {len(wanted_tensors)} by model and kv_cache, got {len(config.tensors)}.")
+    for wanted_spec, spec in zip(wanted_tensors, config.tensors, strict=True):
+        if wanted_spec != spec:
+            raise EngineError(f"tensor `{spec.name}`: expected {describe(wanted_spec)} by model and kv_cache, got {describe(spec)}.")
+
+
+def describe(spec: TensorSpec) -> str:
+    """Return a tensor in words, for messages."""
+    alias = f" in place of `{spec.alias}`" if spec.alias else ""
+    return f"{spec.mode.value} `{spec.name}` {spec.dtype} {spec.shape}{alias}"
