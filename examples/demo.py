@@ -1,0 +1,46 @@
+"""The demo behind `make demo`: build an engine, generate text, compare cached decoding with full recomputation.
+
+Each step is a `trt-kvcache` command, printed before it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from pathlib import Path
+
+from trt_kvcache.cli import main
+from trt_kvcache.errors import EngineError
+from trt_kvcache.trt_module import load
+
+ROOT = Path(__file__).resolve().parent.parent
+MODEL = Path("examples/tiny-llama")
+ENGINE = Path("out/demo-engine")
+PROMPT = "The rabbit-hole went straight"
+
+
+def run(*arguments: str) -> int:
+    """Print a command, run it, return its exit code."""
+    print(f"\n$ trt-kvcache {shlex.join(arguments)}", flush=True)
+    return main(arguments)
+
+
+def demo() -> int:
+    """Run the steps; return the exit code of the first that fails."""
+    folder = ENGINE
+    try:
+        load("auto")
+    except EngineError as error:
+        print(f"No engine is built here ({error}); the NumPy reference engine generates from the checkpoint.")
+        folder = MODEL
+    if folder is ENGINE and (code := run("build", str(MODEL), "-o", str(ENGINE), "--max-batch-size", "2")):
+        return code
+    return run("generate", str(folder), "--prompt", PROMPT, "--max-new-tokens", "60") or run(
+        "compare", str(folder), "--prompt", PROMPT, "--steps", "16"
+    )
+
+
+if __name__ == "__main__":
+    os.chdir(ROOT)
+    sys.exit(demo())

@@ -1,0 +1,281 @@
+"""Stand-ins for an engine, a memory and a cache that record what is called, in order, and fail where they are told to.
+
+``RecordingEngine`` computes something too: it stores tokens in the cache rows that it is bound to, and its logits are a hash of
+all tokens of a slot as it reads them back. So a token that was lost, doubled, moved or read from a dead row shows, exactly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache import DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, TensorNames
+from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
+from trt_kvcache.names import DEFAULT_NAMES
+
+VOCAB = 263
+_HASHES = 997
+_TABLE = np.random.default_rng(11).normal(0, 3, (_HASHES, VOCAB)).astype(np.float32)
+
+
+def logits_after(tokens: Sequence[int]) -> np.ndarray[Any, Any]:
+    """What ``RecordingEngine`` answers after these tokens, float32 ``[VOCAB]``."""
+    value = 1
+    for token in tokens:
+        value = (value * 31 + int(token) + 1) % _HASHES
+    return _TABLE[value]
+
+
+def kv_config(
+    *, slots: int = 3, limit: int = 16, layers: int = 2, dtype: str = "float32", head_dim: int = 16, layout: KVLayout = KVLayout.SEPARATE
+) -> KVCacheConfig:
+    """A cache of layers that differ. With ``limit=16`` every slot starts at an aligned address, with 7 only some do."""
+    return KVCacheConfig(
+        layers=[KVLayerConfig(num_kv_heads=1 + layer % 2, head_dim=head_dim) for layer in range(layers)],
+        max_batch_size=slots,
+        max_sequence_length=limit,
+        dtype=dtype,
+        layout=layout,
+    )
+
+
+def engine_tensors(
+    kv: KVCacheConfig, names: TensorNames = DEFAULT_NAMES, *, index_dtype: str = "int32", logits_dtype: str = "float32"
+) -> dict[str, TensorSpec]:
+    """The inputs and outputs of an engine over this cache, written out without the package's own list."""
+    inputs = {
+        names.input_ids: ((-1, -1), index_dtype),
+        names.kvcache_start_index: ((-1,), "int32"),
+        names.last_token_ids: ((-1, 1), index_dtype),
+    }
+    outputs: dict[str, tuple[tuple[int, ...], str, str | None]] = {names.logits: ((-1, VOCAB), logits_dtype, None)}
+    for index, layer in enumerate(kv.layers):
+        for before, after in names.cache_pairs(index):
+            inputs[before] = ((-1, layer.num_kv_heads, kv.max_sequence_length, layer.head_dim), kv.dtype)
+            outputs[after] = (*inputs[before], before)
+    specs = {name: TensorSpec(name=name, shape=shape, dtype=dtype, mode=TensorMode.INPUT) for name, (shape, dtype) in inputs.items()}
+    for name, (shape, dtype, alias) in outputs.items():
+        specs[name] = TensorSpec(name=name, shape=shape, dtype=dtype, mode=TensorMode.OUTPUT, alias=alias)
+    return specs
+
+
+def two_profiles(slots: int, width: int) -> list[EngineProfile]:
+    """One profile for prefill and one for decode."""
+    return [
+        EngineProfile(name="prefill", min_batch=1, max_batch=slots, min_width=1, max_width=width),
+        EngineProfile(name="decode", min_batch=1, max_batch=slots, min_width=1, max_width=1),
+    ]
+
+
+class Journal:
+    """Calls in the order in which they came, ``(what, *details)``, and the failure to come."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self._until_failure: int | None = None
+        self._error: BaseException | None = None
+        self._after = False
+
+    def fail_at(self, index: int, error: BaseException, *, after: bool) -> None:
+        """Raise ``error`` at the call that is ``index`` calls away: before it does anything, or after it has."""
+        self._until_failure, self._error, self._after = index, error, after
+
+    @contextmanager
+    def call(self, *what: Any) -> Iterator[None]:
+        self.calls.append(what)
+        due = self._until_failure == 0
+        if self._until_failure is not None:
+            self._until_failure -= 1
+        if due and not self._after:
+            raise self._take_error()
+        yield
+        if due:
+            raise self._take_error()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the failure that was planned has come."""
+        return self._error is None
+
+    def _take_error(self) -> BaseException:
+        error, self._error, self._until_failure = self._error, None, None
+        assert error is not None
+        return error
+
+    def take(self) -> list[tuple[Any, ...]]:
+        """Return the calls so far, and forget them."""
+        calls, self.calls = self.calls, []
+        return calls
+
+
+class RecordingMemory(HostMemory):
+    """Host memory that writes copies, waits and allocations down."""
+
+    def __init__(self, journal: Journal) -> None:
+        super().__init__()
+        self.journal = journal
+
+    def upload(self, destination: DeviceTensor, source: np.ndarray[Any, Any], *, stream: Any) -> None:
+        with self.journal.call("upload", destination.shape, stream):
+            super().upload(destination, source, stream=stream)
+
+    def download(self, destination: np.ndarray[Any, Any], source: DeviceTensor, *, stream: Any) -> None:
+        with self.journal.call("download", source.shape, stream):
+            super().download(destination, source, stream=stream)
+
+    def synchronize(self, stream: Any) -> None:
+        with self.journal.call("synchronize", stream):
+            super().synchronize(stream)
+
+    def allocate(self, nbytes: int, *, zeroed: bool = False, stream: Any) -> Any:
+        with self.journal.call("allocate", nbytes):
+            return super().allocate(nbytes, zeroed=zeroed, stream=stream)
+
+    def staging(self, shape: Sequence[int], dtype: str) -> np.ndarray[Any, Any]:
+        with self.journal.call("staging", tuple(shape)):
+            return super().staging(shape, dtype)
+
+
+class RecordingCache(KVCacheManager):
+    """A cache that writes changes of its lengths down, and can be filled with bytes that must not be read."""
+
+    def commit_sequence_length(self, increment: Any, *, max_increment: int | None = None, stream: Any) -> None:
+        with self.memory.journal.call("commit", increment, stream):  # type: ignore[attr-defined]
+            super().commit_sequence_length(increment, max_increment=max_increment, stream=stream)
+
+    def reset_for_new_sequences(self, reuse_lengths: Any, *, stream: Any) -> None:
+        with self.memory.journal.call("reset", tuple(reuse_lengths), stream):  # type: ignore[attr-defined]
+            super().reset_for_new_sequences(reuse_lengths, stream=stream)
+
+    def rewind(self, slot: int, length: int, *, stream: Any) -> None:
+        with self.memory.journal.call("rewind", slot, length, stream):  # type: ignore[attr-defined]
+            super().rewind(slot, length, stream=stream)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one enqueue read."""
+
+    profile: str
+    input_ids: list[list[int]]
+    start: list[int]
+    last: list[int]
+    bound: Mapping[str, DeviceTensor]
+    shapes: Mapping[str, tuple[int, ...]]
+
+
+class RecordingEngine:
+    """Follows the engine protocol to the letter, writes every call down, and hashes the tokens that it finds in the cache."""
+
+    def __init__(
+        self,
+        kv: KVCacheConfig,
+        memory: RecordingMemory,
+        *,
+        names: TensorNames = DEFAULT_NAMES,
+        profiles: Sequence[EngineProfile] | None = None,
+        **options: Any,
+    ) -> None:
+        self.tensors = engine_tensors(kv, names, **options)
+        self.profiles = two_profiles(kv.max_batch_size, 4) if profiles is None else list(profiles)
+        self.memory = memory
+        self.steps: list[Step] = []
+        self.closed = 0
+        self._names = names
+        self._kv = kv
+        self._journal = memory.journal
+        self._profile = 0
+        self._bound: list[dict[str, DeviceTensor]] = [{} for _ in self.profiles]
+        self._shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in self.profiles]
+
+    def use_profile(self, index: int) -> None:
+        with self._journal.call("use_profile", index):
+            self._profile = range(len(self.profiles))[index]
+
+    def bind(self, name: str, tensor: DeviceTensor) -> None:
+        with self._journal.call("bind", name, tensor.ptr):
+            assert tensor.dtype == self.tensors[name].dtype
+            assert tensor.memory is self.memory
+            assert tensor.is_contiguous
+            assert tensor.ptr % 256 == 0
+            self._bound[self._profile][name] = tensor
+
+    def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
+        with self._journal.call("set_input_shape", name, tuple(shape)):
+            spec, profile = self.tensors[name], self.profiles[self._profile]
+            assert spec.mode is TensorMode.INPUT
+            assert all(size in (-1, given) for size, given in zip(spec.shape, shape, strict=True))
+            assert profile.min_batch <= shape[0] <= profile.max_batch
+            if name == self._names.input_ids:
+                assert profile.min_width <= shape[1] <= profile.max_width
+            self._shapes[self._profile][name] = tuple(shape)
+
+    def enqueue(self, stream: Any) -> None:
+        with self._journal.call("enqueue", stream):
+            self._run()
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def _run(self) -> None:
+        names, bound, shapes = self._names, self._bound[self._profile], self._shapes[self._profile]
+        assert set(bound) == set(self.tensors)
+        assert set(shapes) == {name for name, spec in self.tensors.items() if spec.mode is TensorMode.INPUT}
+        slots, width = shapes[names.input_ids]
+        assert all(shape[0] == slots for shape in shapes.values())
+        ids = self._array(names.input_ids, (slots, width))
+        start = self._array(names.kvcache_start_index, (slots,))
+        last = self._array(names.last_token_ids, (slots, 1))[:, 0]
+        assert (start + width <= self._kv.max_sequence_length).all(), "a row would be written past the end of its slot"
+        assert ((last >= 0) & (last < width)).all()
+        self.steps.append(Step(self.profiles[self._profile].name, ids.tolist(), start.tolist(), last.tolist(), dict(bound), dict(shapes)))
+        logits = self._array(names.logits, (slots, VOCAB))
+        for layer in range(self._kv.num_layers):
+            k, v = (self._in_place(before, after, shapes[before]) for before, after in names.cache_pairs(layer))
+            for slot in range(slots):
+                rows = slice(start[slot], start[slot] + width)
+                k[slot, :, rows] = ids[slot][:, np.newaxis]
+                v[slot, :, rows] = layer + np.arange(rows.start, rows.stop)[:, np.newaxis]
+                k[slot, :, start[slot] + last[slot] + 1 : rows.stop] = np.nan  # rows of padding hold whatever
+                live = start[slot] + last[slot] + 1
+                seen = k[slot, 0, :live, 0]
+                assert (k[slot, :, :live] == seen[:, np.newaxis]).all(), "a row was lost"
+                assert (v[slot, :, :live] == layer + np.arange(live)[:, np.newaxis]).all(), "a row was moved"
+                logits[slot] = logits_after(seen)
+
+    def _array(self, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        tensor = self._bound[self._profile][name]
+        return self.memory.array(DeviceTensor(tensor.allocation, shape=shape, dtype=tensor.dtype, offset=tensor.offset))
+
+    def _in_place(self, before: str, after: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+        bound = self._bound[self._profile]
+        assert bound[before].ptr == bound[after].ptr
+        return self._array(before, shape)
+
+
+def poison(cache: KVCacheManager, value: float = np.nan) -> None:
+    """Overwrite every row that is not live: beyond the length of active slots, and all of the others."""
+    lengths = list(cache.host_kv_cache_lengths)
+    lengths += [0] * (cache.kv_config.max_batch_size - len(lengths))
+    memory = cache.memory
+    assert isinstance(memory, HostMemory)
+    for layer in range(cache.num_layers):
+        for view in cache.get_separate_kv_cache(layer):
+            array = memory.array(view)
+            for slot, length in enumerate(lengths):
+                array[slot, :, length:] = numpy_dtype(view.dtype).type(value)
+
+
+def cache_rows(cache: KVCacheManager) -> list[bytes]:
+    """The bytes of all live rows, layer by layer and slot by slot."""
+    return [
+        view.numpy()[slot, :, :length].tobytes()
+        for layer in range(cache.num_layers)
+        for view in cache.get_separate_kv_cache(layer)
+        for slot, length in enumerate(cache.host_kv_cache_lengths)
+    ]

@@ -1,0 +1,106 @@
+"""From ``plugins/*.cu`` to machine code: NVRTC, the folder made ahead of time, the cache."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from trt_kvcache.errors import CudaError
+from trt_kvcache.kernels import compile, sources
+
+
+class TestNvrtc:
+    """On the CPU: NVRTC needs no GPU."""
+
+    @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_110", "sm_120", "sm_121"])
+    def test_every_source_for_every_architecture(self, arch):
+        assert arch in compile.ARCHITECTURES
+        for name in sources.source_names():
+            code = compile.compile_cubin(name, arch)
+            assert code[:4] == b"\x7fELF"
+            assert int.from_bytes(code[18:20], "little") == 190  # EM_CUDA
+
+    def test_what_nvrtc_says(self):
+        with pytest.raises(CudaError, match=r"^NVRTC: lengths\.cu for sm_1 does not compile: .*") as caught:
+            compile.compile_cubin("lengths", "sm_1")
+        assert "gpu-architecture" in str(caught.value)
+
+    def test_headers_are_found(self, tmp_path, monkeypatch):
+        (tmp_path / "one.cu").write_text('#include "common.cuh"\nextern "C" __global__ void one(int* p) { *p = VALUE; }\n')
+        (tmp_path / "common.cuh").write_text("#define VALUE 1\n")
+        monkeypatch.setattr(compile, "source_folder", lambda: tmp_path)
+        assert compile.compile_cubin("one", "sm_90")[:4] == b"\x7fELF"
+
+
+class TestWhereFrom:
+    @pytest.fixture
+    def folders(self, tmp_path, monkeypatch):
+        """Fresh folders for the cache and for what was compiled ahead of time, and a count of compilations."""
+        compiled: list[tuple[str, str]] = []
+
+        def compile_cubin(name: str, arch: str) -> bytes:
+            compiled.append((name, arch))
+            return f"{name} for {arch}".encode()
+
+        monkeypatch.setattr(compile, "compile_cubin", compile_cubin)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        monkeypatch.setenv("TRT_KVCACHE_CUBIN_DIR", str(tmp_path / "ahead"))
+        return tmp_path, compiled
+
+    def test_compiled_once(self, folders):
+        folder, compiled = folders
+        for _ in range(2):
+            assert compile.cubin("lengths", "sm_90") == b"lengths for sm_90"
+        assert compile.cubin("lengths", "sm_80") == b"lengths for sm_80"
+        assert compiled == [("lengths", "sm_90"), ("lengths", "sm_80")]
+        files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        names = [re.escape(sources.cubin_name("lengths", arch)) for arch in ("sm_80", "sm_90")]
+        assert len(files) == 2
+        for path, name in zip(sorted(files), names, strict=True):
+            assert re.fullmatch(rf"cache/trt_kvcache/cubins/nvrtc-\d+\.\d+/{name}", path)
+
+    def test_ahead_of_time_comes_first(self, folders):
+        folder, compiled = folders
+        compile.cubin("lengths", "sm_90")
+        (folder / "ahead").mkdir()
+        (folder / "ahead" / sources.cubin_name("lengths", "sm_90")).write_bytes(b"ahead of time")
+        assert compile.cubin("lengths", "sm_90") == b"ahead of time"
+        assert compile.cubin("lengths", "sm_80") == b"lengths for sm_80"
+        assert compiled == [("lengths", "sm_90"), ("lengths", "sm_80")]
+
+    def test_a_cache_that_cannot_be_written(self, folders):
+        folder, compiled = folders
+        (folder / "cache").write_text("a file in the place of the folder")
+        for _ in range(2):
+            assert compile.cubin("lengths", "sm_90") == b"lengths for sm_90"
+        assert len(compiled) == 2
+
+    def test_without_nvrtc(self, folders, monkeypatch):
+        from cuda.bindings import nvrtc
+        from cuda.pathfinder import DynamicLibNotFoundError
+
+        def not_found() -> None:
+            raise DynamicLibNotFoundError("libnvrtc.so.13")
+
+        monkeypatch.setattr(nvrtc, "nvrtcVersion", not_found)
+        with pytest.raises(CudaError) as caught:
+            compile.cubin("lengths", "sm_90")
+        assert str(caught.value) == (
+            "NVRTC was not found, which compiles the CUDA kernels. Install trt-kvcache[cuda], or set TRT_KVCACHE_CUBIN_DIR "
+            "to a folder made by `make plugins`."
+        )
+        (folders[0] / "ahead").mkdir()
+        (folders[0] / "ahead" / sources.cubin_name("lengths", "sm_90")).write_bytes(b"ahead of time")
+        assert compile.cubin("lengths", "sm_90") == b"ahead of time"
+
+    def test_make_plugins(self, folders, capsys):
+        output = folders[0] / "plugins"
+        output.mkdir()
+        (output / "lengths-0123456789abcdef.sm_90.cubin").write_bytes(b"of older sources")
+        compile.main(["--output", str(output)])
+        expected = {sources.cubin_name(name, arch) for name in sources.source_names() for arch in compile.ARCHITECTURES}
+        assert {path.name for path in output.iterdir()} == expected
+        assert len(capsys.readouterr().out.splitlines()) == len(expected)
+        compile.main(["--output", str(output), "--arch", "sm_90", "--arch", "sm_87"])
+        assert len(list(output.iterdir())) == 2 * len(sources.source_names())

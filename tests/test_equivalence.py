@@ -1,0 +1,202 @@
+"""Cached decoding is full recomputation: real models in NumPy, for every way of cutting a sequence into enqueues.
+
+Each model is a golden folder; the full pass is one prefill of the whole sequence into an empty cache that nothing else is in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fakes import poison
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trt_kvcache import InferenceSession, SamplingParams
+
+GOLDEN = Path(__file__).parent / "golden"
+FAMILIES = sorted(path.parent.name for path in GOLDEN.glob("*/golden.npz"))
+
+#: fp32 logits of a few units; the order of BLAS sums depends on the shapes of an enqueue, nothing else may.
+TOLERANCE = 1e-5
+
+S = 24
+
+
+def open_model(name: str, *, slots: int = 1, limit: int = S, width: int = 5, attention: str = "native") -> InferenceSession:
+    return InferenceSession.from_model(
+        GOLDEN / name,
+        engine="reference",
+        max_batch_size=slots,
+        max_sequence_length=limit,
+        max_prefill_length=width,
+        dtype="float32",
+        attention=attention,
+    )
+
+
+#: Opened once: what one test leaves in the cache is stale for the next.
+opened = cache(open_model)
+
+
+@cache
+def tokens_of(name: str) -> tuple[int, ...]:
+    """Return the golden sequence, S tokens."""
+    return tuple(np.load(GOLDEN / name / "golden.npz")["input_ids"][0].tolist())
+
+
+@cache
+def full_pass(name: str, tokens: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Return the logits of one full pass, in one enqueue."""
+    return opened(name, width=S).prefill([tokens])[0]
+
+
+def check(name: str, tokens: Sequence[int], logits: np.ndarray[Any, Any]) -> None:
+    expected = full_pass(name, tuple(tokens))
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
+    assert logits.argmax() == expected.argmax()
+
+
+def splits(length: int) -> Iterator[list[int]]:
+    """Every way to write ``length`` as a sum, in order."""
+    for cuts in range(2 ** (length - 1)):
+        parts = [1]
+        for place in range(length - 1):
+            if cuts >> place & 1:
+                parts.append(1)
+            else:
+                parts[-1] += 1
+        yield parts
+
+
+def test_there_are_as_many_splits_as_there_should_be():
+    assert sorted(splits(3)) == [[1, 1, 1], [1, 2], [2, 1], [3]]
+    assert len(list(splits(8))) == 128
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_full_pass_is_that_of_transformers(name):
+    golden = np.load(GOLDEN / name / "golden.npz")["logits"][0]
+    for length in (1, 2, 13, S):
+        np.testing.assert_allclose(full_pass(name, tokens_of(name)[:length]), golden[length - 1], rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("attention", ["native", "mask"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_split_of_a_short_sequence(name, attention):
+    tokens = tokens_of(name)[:7]
+    session = opened(name, attention=attention)
+    for parts in splits(len(tokens)):
+        done = 0
+        for part in parts:
+            piece = tokens[done : done + part]
+            if not done:
+                logits = session.prefill([piece])
+            elif part == 1:
+                logits = session.decode(piece)
+            else:
+                logits = session.append([piece])
+            done += part
+            check(name, tokens[:done], logits[0])
+    assert session.tokens(0) == tokens
+
+
+@pytest.mark.parametrize(("attention", "value"), [("native", np.nan), ("mask", 1e30)])
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_ragged_batches_over_poisoned_rows(name, attention, value, data):
+    """Rows of different length, cut at random, on a cache whose dead rows hold what must not be read."""
+    slots = 3
+    session = opened(name, slots=slots, attention=attention)
+    whole = tokens_of(name)
+    rows = [whole[start:] for start in data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=slots))]
+    done = [data.draw(st.integers(1, len(row))) for row in rows]
+    poison(session.cache, value)
+    logits = session.prefill([row[:count] for row, count in zip(rows, done, strict=True)])
+    for row, count, found in zip(rows, done, logits, strict=True):
+        check(name, row[:count], found)
+    for _ in range(data.draw(st.integers(0, 5))):
+        poison(session.cache, value)
+        left = [len(row) - count for row, count in zip(rows, done, strict=True)]
+        if min(left) and data.draw(st.booleans()):
+            parts = [1] * len(rows)
+            logits = session.decode([row[count] for row, count in zip(rows, done, strict=True)])
+        else:
+            parts = [data.draw(st.integers(0, most)) for most in left]
+            logits = session.append([row[count : count + part] for row, count, part in zip(rows, done, parts, strict=True)])
+        done = [count + part for count, part in zip(done, parts, strict=True)]
+        for row, count, part, found in zip(rows, done, parts, logits, strict=True):
+            if part:
+                check(name, row[:count], found)
+    poison(session.cache, value)
+
+
+@pytest.mark.parametrize("attention", ["native", "mask"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_larger_cache_changes_nothing(name, attention):
+    tokens = tokens_of(name)
+    for limit in (S, 40, 64):
+        session = opened(name, slots=2, limit=limit, attention=attention)
+        poison(session.cache, 1e30)
+        session.prefill([tokens[:9], tokens[:4]])
+        poison(session.cache, 1e30)
+        logits = session.append([tokens[9:20], tokens[4:7]])
+        for found, length in zip(logits, (20, 7), strict=True):
+            check(name, tokens[:length], found)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_is_full_one_has_ended_and_the_others_go_on(name):
+    whole = tokens_of(name)
+    prompts = [whole[: S - 2], whole[:5], whole[3:6], whole[7:15]]
+    params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (9, 2, 12, 12)]
+    session = opened(name, slots=4)
+    poison(session.cache)
+    tokens: list[list[int]] = [[] for _ in prompts]
+    reasons: list[Any] = [None] * len(prompts)
+    for event in session.generate(prompts, params):
+        tokens[event.index].append(event.token)
+        reasons[event.index] = event.finish_reason
+        poison(session.cache)
+    alone = opened(name)
+    for prompt, one, found in zip(prompts, params, tokens, strict=True):
+        assert found == [event.token for event in alone.generate([prompt], one)]
+    assert reasons == ["length"] * 4
+    assert [len(found) for found in tokens] == [3, 2, 12, 12]
+    # The next turn goes on from what each slot has kept.
+    turn = [whole[:2], whole[2:5]]
+    session.rewind(0, S - 6)
+    kept = [session.tokens(slot) + session.pending_tokens(slot) for slot in range(2)]
+    logits = session.append([*turn, [], []])
+    for slot in range(2):
+        check(name, (*kept[slot], *turn[slot]), logits[slot])
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_sampled_tokens_do_not_depend_on_the_neighbours(name):
+    whole = tokens_of(name)
+    prompts = [whole[:5], whole[3:6], whole[7:15]]
+    params = [SamplingParams(temperature=1.5, top_p=0.9, seed=seed, max_new_tokens=8, ignore_eos=True) for seed in (1, 2, 3)]
+    together: list[list[int]] = [[] for _ in prompts]
+    for event in opened(name, slots=4).generate(prompts, params):
+        together[event.index].append(event.token)
+    alone = opened(name)
+    for prompt, one, found in zip(prompts, params, together, strict=True):
+        assert found == [event.token for event in alone.generate([prompt], one)]
+
+
+def test_dead_rows_that_are_read_show():
+    """The poison works: the mask variant reads all rows with weight 0, so a NaN among them spreads."""
+    session = open_model("llama", attention="mask")
+    session.prefill([tokens_of("llama")[:5]])
+    poison(session.cache)
+    assert np.isnan(session.decode([1])).any()
+    session = open_model("llama")
+    session.prefill([tokens_of("llama")[:5]])
+    poison(session.cache)
+    assert np.isfinite(session.decode([1])).all()

@@ -1,0 +1,168 @@
+"""``Request``: which token, which text, and when and why it ends."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from checkpoint.tokenizer_folders import EOS, byte_level_folder
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trt_kvcache.checkpoint import Tokenizer
+from trt_kvcache.errors import ConfigError, EngineError
+from trt_kvcache.request import GeneratedToken, Request
+from trt_kvcache.sampling import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return Tokenizer.open(byte_level_folder(tmp_path_factory.mktemp("tokenizer")))
+
+
+def logits_for(token: int, vocab: int = 300) -> np.ndarray:
+    logits = np.zeros(vocab, np.float32)
+    logits[token] = 1
+    return logits
+
+
+def request_for(tokenizer=None, *, eos=(), prompt=(1, 2), index=0, **options):
+    return Request(index, prompt, SamplingParams(**options), tokenizer=tokenizer, eos_token_ids=eos)
+
+
+def say(request, tokens, *, full_at=None):
+    """Let a request choose these tokens until it ends; return what it handed out."""
+    events = []
+    for place, token in enumerate(tokens):
+        if request.finished:
+            break
+        events.append(request.choose(logits_for(token), full=place == full_at))
+    return events
+
+
+def ids_of(tokenizer, text):
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def said(events):
+    return "".join(event.text for event in events), events[-1].finish_reason
+
+
+class TestTokens:
+    def test_each_is_handed_out(self):
+        request = request_for(index=2)
+        assert say(request, [5, 9]) == [GeneratedToken(2, 5, "", None), GeneratedToken(2, 9, "", None)]
+        assert (request.tokens, request.finished, request.finish_reason, request.index) == ([5, 9], False, None, 2)
+
+    def test_an_end_token_of_the_model(self):
+        request = request_for(eos={7, 9})
+        assert [event.finish_reason for event in say(request, [5, 9, 6])] == [None, "stop"]
+        assert (request.tokens, request.finished) == ([5, 9], True)
+
+    def test_going_on_past_it(self):
+        assert [event.finish_reason for event in say(request_for(eos=[9], ignore_eos=True, max_new_tokens=3), [5, 9, 6])] == [
+            None,
+            None,
+            "length",
+        ]
+
+    def test_a_stop_token_of_the_request(self):
+        assert [event.finish_reason for event in say(request_for(eos=[9], ignore_eos=True, stop_token_ids=[6]), [5, 9, 6])] == [
+            None,
+            None,
+            "stop",
+        ]
+
+    def test_enough_tokens(self):
+        assert [event.finish_reason for event in say(request_for(max_new_tokens=2), [5, 6, 7])] == [None, "length"]
+        assert [event.finish_reason for event in say(request_for(max_new_tokens=1), [5, 6, 7])] == ["length"]
+
+    def test_a_full_slot(self):
+        assert [event.finish_reason for event in say(request_for(), [5, 6, 7], full_at=1)] == [None, "length"]
+
+    def test_a_stop_token_is_the_reason_where_there_are_two(self):
+        assert say(request_for(eos=[6], max_new_tokens=2), [5, 6], full_at=1)[-1].finish_reason == "stop"
+
+    def test_a_step_that_fails_leaves_it_as_it_was(self):
+        request = request_for()
+        with pytest.raises(EngineError):
+            request.choose(np.full(300, np.nan, np.float32), full=False)
+        assert (request.tokens, request.finished) == ([], False)
+
+
+class TestText:
+    def test_the_text_of_the_tokens(self, tokenizer):
+        events = say(request_for(tokenizer), ids_of(tokenizer, "see the sea"))
+        assert said(events) == ("see the sea", None)
+        assert all(event.text for event in events)
+
+    def test_the_space_before_the_first_word_is_kept(self, tokenizer):
+        prompt = ids_of(tokenizer, "see")
+        assert said(say(request_for(tokenizer, prompt=prompt), ids_of(tokenizer, " the")))[0] == " the"
+
+    def test_whole_characters_only(self, tokenizer):
+        tokens = ids_of(tokenizer, "aé漢👩b")
+        texts = [event.text for event in say(request_for(tokenizer), tokens)]
+        assert len(texts) == 1 + 2 + 3 + 4 + 1
+        assert texts == ["a", "", "é", "", "", "漢", "", "", "", "👩", "b"]
+
+    def test_a_character_that_is_never_complete(self, tokenizer):
+        tokens = ids_of(tokenizer, "a漢")[:-1]
+        assert said(say(request_for(tokenizer, max_new_tokens=3), tokens)) == ("a\ufffd", "length")
+
+    def test_the_end_token_is_no_text(self, tokenizer):
+        (eos,) = ids_of(tokenizer, EOS)
+        assert said(say(request_for(tokenizer, eos=[eos]), [*ids_of(tokenizer, "sea"), eos])) == ("sea", "stop")
+
+    def test_a_stop_token_is_no_text_even_if_it_has_one(self, tokenizer):
+        *tokens, stop = ids_of(tokenizer, "sea.")
+        assert said(say(request_for(tokenizer, stop_token_ids=[stop]), [*tokens, stop])) == ("sea", "stop")
+
+    def test_without_a_tokenizer_there_is_none(self):
+        assert {event.text for event in say(request_for(), [5, 6, 7])} == {""}
+
+
+class TestStopText:
+    def test_it_ends_the_request_and_is_not_handed_out(self, tokenizer):
+        events = say(request_for(tokenizer, stop=["</END>"]), ids_of(tokenizer, "sea</END>more"))
+        assert said(events) == ("sea", "stop")
+        assert [event.text for event in events] == ["s", "e", "a", *[""] * 6]
+
+    def test_text_that_only_looked_like_it_comes_with_the_next(self, tokenizer):
+        events = say(request_for(tokenizer, stop="</END>"), ids_of(tokenizer, "a</x"))
+        assert [event.text for event in events] == ["a", "", "", "</x"]
+
+    @pytest.mark.parametrize(("options", "reason"), [({"max_new_tokens": 3}, "length"), ({"stop_token_ids": [0]}, "stop")])
+    def test_what_was_held_back_comes_at_the_end(self, tokenizer, options, reason):
+        events = say(request_for(tokenizer, stop=["</END>"], **options), [*ids_of(tokenizer, "a</"), 0])
+        assert said(events) == ("a</", reason)
+
+    def test_a_stop_text_is_the_reason_where_the_tokens_run_out_too(self, tokenizer):
+        assert said(say(request_for(tokenizer, stop=["a"], max_new_tokens=3), ids_of(tokenizer, "sea"))) == ("se", "stop")
+
+    def test_a_stop_text_of_several_bytes_per_character(self, tokenizer):
+        assert said(say(request_for(tokenizer, stop=["字"]), ids_of(tokenizer, "漢字!"))) == ("漢", "stop")
+
+    def test_a_stop_text_across_a_character_that_is_not_complete(self, tokenizer):
+        # The last character never becomes one, and the stop text is in what is let go at the end.
+        tokens = ids_of(tokenizer, "a漢")[:-1]
+        assert said(say(request_for(tokenizer, stop=["a\ufffd"], max_new_tokens=3), tokens)) == ("", "stop")
+
+    def test_it_needs_a_tokenizer(self):
+        with pytest.raises(ConfigError) as error:
+            request_for(stop=["x"])
+        assert str(error.value) == "stop texts: expected a model folder with tokenizer.json, got none. Use stop_token_ids."
+
+    @given(
+        text=st.text("ab é", max_size=20), stops=st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2), length=st.integers(1, 24)
+    )
+    def test_all_in_all_it_is_the_text_up_to_the_stop(self, tokenizer, text, stops, length):
+        tokens = ids_of(tokenizer, text)[:length]
+        request = request_for(tokenizer, stop=stops, max_new_tokens=length)
+        events = say(request, tokens)
+        out = "".join(event.text for event in events)
+        whole = tokenizer.decode(tokens)
+        if request.finish_reason == "stop":
+            assert any(whole.startswith(out + stop) for stop in stops)
+        elif request.finish_reason == "length":
+            assert out == whole
+        assert not any(stop in out for stop in stops)

@@ -1,0 +1,133 @@
+"""The model in examples/tiny-llama: small, complete, and generating readable text through the cache."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import tokenizers
+from safetensors import safe_open
+
+from trt_kvcache import InferenceSession
+
+FOLDER = Path(__file__).parents[1] / "examples" / "tiny-llama"
+TEXT = (FOLDER / "text.txt").read_text(encoding="utf-8")
+
+WORDS = 200
+# No stretch of 200 words of the text takes more than 435 tokens; prompt and continuation must fit into 512.
+MAX_NEW_TOKENS = 480
+SENTENCE_STARTS = [
+    "The rabbit-hole went straight",
+    "She ate a little",
+    "Alice felt so desperate",
+    "And she began thinking",
+    "The Mouse gave a",
+]
+NOT_IN_THE_TEXT = "Hello, my name is"
+
+
+def words(text: str) -> list[str]:
+    """Return the words of a text in lower case, without punctuation around them."""
+    return re.findall(r"[a-z]+(?:'[a-z]+)*", text.lower())
+
+
+def share_known(generated: list[str]) -> float:
+    """Return which part of the words occurs in the training text."""
+    known = set(words(TEXT))
+    return sum(word in known for word in generated) / len(generated)
+
+
+def share_distinct(generated: list[str]) -> float:
+    """Return which part of the 3-grams is distinct."""
+    grams = list(zip(generated, generated[1:], generated[2:], strict=False))
+    return len(set(grams)) / len(grams)
+
+
+@pytest.fixture(scope="module")
+def session() -> Iterator[InferenceSession]:
+    with InferenceSession.from_model(FOLDER, engine="reference", max_batch_size=1, max_sequence_length=512, dtype="float32") as session:
+        yield session
+
+
+@pytest.mark.parametrize("prompt", [*SENTENCE_STARTS, NOT_IN_THE_TEXT])
+def test_two_hundred_greedy_words_are_readable(session: InferenceSession, prompt: str) -> None:
+    text = "".join(event.text for event in session.generate([prompt], max_new_tokens=MAX_NEW_TOKENS))
+    generated = words(text)[:WORDS]
+    assert len(generated) == WORDS
+    assert share_known(generated) >= 0.9
+    assert share_distinct(generated) >= 0.6
+
+
+@pytest.mark.parametrize("prompt", SENTENCE_STARTS)
+def test_a_sentence_start_is_continued_as_in_the_text(session: InferenceSession, prompt: str) -> None:
+    start = TEXT.index(prompt) + len(prompt)
+    text = "".join(event.text for event in session.generate([prompt], max_new_tokens=40))
+    assert text == TEXT[start : start + len(text)]
+
+
+def test_the_end_of_the_text_ends_the_generation(session: InferenceSession) -> None:
+    prompt = "It was high time to go"
+    *before, last = session.generate([prompt], max_new_tokens=200)
+    assert last.token == 1
+    assert last.finish_reason == "stop"
+    assert (prompt + "".join(event.text for event in [*before, last])).strip() == TEXT[TEXT.index(prompt) :].strip()
+
+
+def test_the_measures_see_unknown_words_and_loops() -> None:
+    assert share_known(words("Alice and Xerxes, Bartleby")) == pytest.approx(0.5)
+    assert share_distinct(words("the cat sat " * 10)) == pytest.approx(3 / 28)
+    assert share_distinct(words(TEXT)[:WORDS]) > 0.9
+
+
+def test_the_folder_is_small_and_complete() -> None:
+    files = {path.name: path.stat().st_size for path in FOLDER.iterdir() if path.is_file()}
+    assert sum(files.values()) <= 2**20, files
+    assert set(files) == {
+        "README.md",
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "text.txt",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "train.py",
+    }
+
+
+def test_weights_are_float16_and_tied() -> None:
+    with safe_open(FOLDER / "model.safetensors", framework="numpy") as weights:
+        assert weights.metadata() == {"format": "pt"}
+        assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"F16"}  # noqa: SIM118 - not iterable itself
+        assert "lm_head.weight" not in weights.keys()  # noqa: SIM118
+    assert json.loads((FOLDER / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_the_configuration_is_spelled_as_transformers_5_writes_it() -> None:
+    config = json.loads((FOLDER / "config.json").read_text())
+    assert config["architectures"] == ["LlamaForCausalLM"]
+    assert config["dtype"] == "float16"
+    assert config["rope_parameters"] == {"rope_theta": 10000.0, "rope_type": "default"}
+    assert not {"torch_dtype", "rope_theta", "rope_scaling"} & set(config)
+    assert json.loads((FOLDER / "generation_config.json").read_text())["eos_token_id"] == config["eos_token_id"]
+
+
+def test_the_configuration_is_the_one_of_the_training_script() -> None:
+    script = ast.parse((FOLDER / "train.py").read_text())
+    assigned = {
+        node.targets[0].id: node.value for node in script.body if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    assert json.loads((FOLDER / "config.json").read_text()) == ast.literal_eval(assigned["CONFIG"])
+
+
+@pytest.mark.parametrize("text", ["", " ", "Alice", TEXT, "naïve 猫 🐇\n\ttab\x00", "</s"])
+def test_every_text_survives_the_tokenizer(text: str) -> None:
+    tokenizer = tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
+    ids = tokenizer.encode(text).ids
+    assert ids[0] == tokenizer.token_to_id("<s>") == 0
+    assert tokenizer.token_to_id("</s>") == 1
+    assert max(ids) < tokenizer.get_vocab_size() == 768
+    assert tokenizer.decode(ids) == text

@@ -1,0 +1,146 @@
+"""How ragged prompts are cut into enqueues: a pure function over lengths.
+
+An update of padded width ``c`` writes ``c`` rows for every slot of the call, so ``length + c <= S`` must hold for all of
+them; what lies beyond a slot's own new tokens is junk, and is overwritten before it is read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from trt_kvcache.errors import LayoutError
+
+#: A slot that leaves less than this share of the wanted width is enqueued alone.
+_TIGHT_SHARE = 0.5
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One enqueue over a contiguous run of slots.
+
+    Parameters
+    ----------
+    first : int
+        The slot that the run starts at.
+    takes : tuple of int
+        New tokens of each slot of the run; 0 for one that rides along.
+    """
+
+    first: int
+    takes: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        """Slots in the run."""
+        return len(self.takes)
+
+    @property
+    def end(self) -> int:
+        """One past the last slot of the run."""
+        return self.first + len(self.takes)
+
+    @property
+    def width(self) -> int:
+        """Rows that are written for every slot of the run."""
+        return max(self.takes)
+
+
+def plan_chunks(
+    lengths: Sequence[int],
+    remaining: Sequence[int],
+    *,
+    max_width: int,
+    max_sequence_length: int,
+    can_start_at: Callable[[int], bool] = lambda slot: True,
+) -> list[Chunk]:
+    """Cut tokens into enqueues, to be run in this order.
+
+    Parameters
+    ----------
+    lengths, remaining : sequence of int (A,)
+        Tokens in the cache, and tokens to be enqueued, per active slot; ``length + remaining <= S``.
+    max_width : int
+        What the engine takes at once.
+    max_sequence_length : int
+        S.
+    can_start_at : callable
+        Whether an enqueue may start at a slot other than 0 (alignment of its address).
+
+    Returns
+    -------
+    list of Chunk
+        Empty where nothing remains.
+
+    Raises
+    ------
+    LayoutError
+        A slot cannot be reached: one before it is full, and no enqueue may start between the two.
+    """
+    planner = _Planner(list(lengths), list(remaining), max_width, max_sequence_length, can_start_at)
+    chunks: list[Chunk] = []
+    while any(planner.remaining):
+        chunks += planner.next_chunks(0, len(planner.lengths))
+    return chunks
+
+
+@dataclass
+class _Planner:
+    """Lengths and remaining tokens as they will be once the chunks so far have run."""
+
+    lengths: list[int]
+    remaining: list[int]
+    max_width: int
+    max_sequence_length: int
+    can_start_at: Callable[[int], bool]
+
+    def next_chunks(self, low: int, high: int) -> Iterator[Chunk]:
+        """Advance every slot of ``low .. high - 1`` that can be, by chunks that do not overlap."""
+        waiting = [slot for slot in range(low, high) if self.remaining[slot]]
+        if not waiting:
+            return
+        first, end = self._last_start(waiting[0]), waiting[-1] + 1
+        longest = max(range(first, end), key=lambda slot: self.lengths[slot])
+        room = self.max_sequence_length - self.lengths[longest]
+        wanted = min(self.max_width, max(self.remaining[first:end]))
+        cuts = [slot for slot in (longest, longest + 1) if first < slot < end and self._reachable_from(slot)]
+        if room < wanted * _TIGHT_SHARE and cuts:
+            for part_low, part_high in itertools.pairwise([first, *cuts, end]):
+                yield from self.next_chunks(part_low, part_high)
+        elif room:
+            yield self._advance(first, end, min(room, wanted))
+        else:
+            raise LayoutError(
+                f"slot {waiting[-1]}: slot {longest} before it is full, and no view that starts between them is aligned to 256 bytes. "
+                "Choose max_sequence_length so that H * S * D * itemsize is a multiple of 256."
+            )
+
+    def _last_start(self, slot: int) -> int:
+        """Return the last slot, up to ``slot``, that an enqueue may start at."""
+        return next(start for start in range(slot, -1, -1) if self._starts_at(start))
+
+    def _reachable_from(self, low: int) -> bool:
+        """Tell whether the first waiting slot from ``low`` on can be reached without the slots before ``low``."""
+        waiting = next(slot for slot in range(low, len(self.remaining)) if self.remaining[slot])
+        return self._last_start(waiting) >= low
+
+    def _advance(self, first: int, end: int, width: int) -> Chunk:
+        """Take up to ``width`` tokens of each slot.
+
+        A slot does not become full while one behind it that no enqueue can start at or before still waits: it rides along.
+        """
+        takes: list[int] = []
+        blocked = False
+        for slot in range(end - 1, first - 1, -1):
+            take = min(self.remaining[slot], width)
+            if blocked and self.lengths[slot] + take == self.max_sequence_length:
+                take = 0
+            blocked = not self._starts_at(slot) and (blocked or take < self.remaining[slot])
+            self.lengths[slot] += take
+            self.remaining[slot] -= take
+            takes.append(take)
+        return Chunk(first, tuple(reversed(takes)))
+
+    def _starts_at(self, slot: int) -> bool:
+        return slot == 0 or self.can_start_at(slot)

@@ -1,0 +1,330 @@
+"""``CudaMemory``: caches in the memory of an NVIDIA GPU, through cuda-python.
+
+Importing this file imports nothing of cuda-python.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.checks import int_in_range
+from trt_kvcache.cuda_buffer import CudaBuffer, bytes_of
+from trt_kvcache.cuda_driver import check, find_gpu
+from trt_kvcache.dlpack import device_capsule
+from trt_kvcache.dtypes import dtype_name, numpy_dtype
+from trt_kvcache.errors import CaptureError, ClosedError, CudaError, PlaceError, RangeError, ShapeError
+from trt_kvcache.layout import ALIGNMENT, dense_nbytes, span_elements
+from trt_kvcache.memory import check_copy
+from trt_kvcache.tensor import DeviceTensor
+
+__all__ = ["CudaAllocation", "CudaMemory", "find_gpu"]
+
+_DLPACK_CUDA = 2
+
+#: ``stream`` of ``__dlpack__`` with which a consumer says that it orders its work itself.
+_DLPACK_NO_SYNC = -1
+
+
+class CudaAllocation:
+    """Bytes in the memory of one GPU."""
+
+    def __init__(self, memory: CudaMemory, buffer: CudaBuffer, nbytes: int) -> None:
+        self._memory = memory
+        self._buffer: CudaBuffer | None = buffer
+        self._nbytes = nbytes
+
+    @property
+    def memory(self) -> CudaMemory:
+        """The memory that made it."""
+        return self._memory
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, as asked for."""
+        return self._nbytes
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._buffer is None
+
+    @property
+    def buffer(self) -> CudaBuffer:
+        """The owner of the bytes. Raises :class:`ClosedError` after ``close``."""
+        if self._buffer is None:
+            raise ClosedError("the memory behind this tensor is closed. Keep its cache open, or copy with .numpy() before.")
+        return self._buffer
+
+    @property
+    def ptr(self) -> int:
+        """Address of the first byte. Raises :class:`ClosedError` after ``close``."""
+        return self.buffer.ptr
+
+    def close(self) -> None:
+        """Let go of the bytes. Idempotent.
+
+        Where no DLPack consumer holds them, this waits for the device and frees them; else the last consumer does.
+        """
+        if self._buffer is not None:
+            self._buffer = None
+            self._memory.live_nbytes -= self._nbytes
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class CudaMemory:
+    """Caches in the memory of one NVIDIA GPU: see :class:`trt_kvcache.memory.Memory`.
+
+    A stream-ordered pool of its own where the device has pools, plain allocation otherwise. Streams are
+    ``cuda.core.Stream``; a ``cuda.core.graph.GraphBuilder`` goes where the operation can be captured. Every operation makes
+    the device current in the calling thread.
+
+    Parameters
+    ----------
+    device : int
+        Number of the GPU, from 0, as the driver counts.
+
+    Raises
+    ------
+    CudaError
+        There is no such GPU, no driver, or no cuda-python; the text says which.
+    """
+
+    is_host = False
+
+    def __init__(self, device: int = 0) -> None:
+        self._index = int_in_range("device", device, 0)
+        reason = find_gpu(self._index)
+        if reason is not None:
+            raise CudaError(f"CudaMemory: {reason}")
+        from cuda.bindings import driver
+        from cuda.core import Device, DeviceMemoryResource, DeviceMemoryResourceOptions, LegacyPinnedMemoryResource, Stream
+        from cuda.core.graph import GraphBuilder
+
+        self._driver = driver
+        self._stream_types = (Stream, GraphBuilder)
+        self._gpu = Device(self._index)
+        self._gpu.set_current()
+        pooled = self._gpu.properties.memory_pools_supported
+        self._resource = DeviceMemoryResource(self._gpu, DeviceMemoryResourceOptions()) if pooled else self._gpu.memory_resource
+        self._pinned_resource = LegacyPinnedMemoryResource()
+        self._in_flight: list[tuple[Any, np.ndarray[Any, Any]]] = []
+        self._last_checked: Any = lambda: None
+        #: What machine code for the device is compiled for, such as ``"sm_90"``.
+        self.arch = f"sm_{self._gpu.arch}"
+        #: Bytes of all allocations that are not closed.
+        self.live_nbytes = 0
+
+    @property
+    def device(self) -> str:
+        """The device, such as ``"cuda:0"``."""
+        return f"cuda:{self._index}"
+
+    @property
+    def dlpack_device(self) -> tuple[int, int]:
+        """DLPack device type and index."""
+        return (_DLPACK_CUDA, self._index)
+
+    def make_current(self) -> None:
+        """Make the device current in the calling thread."""
+        self._gpu.set_current()
+
+    # --- streams ---
+
+    def create_stream(self) -> Any:
+        """Return a new ``cuda.core.Stream`` of this device."""
+        self.make_current()
+        return self._gpu.create_stream()
+
+    def check_stream(self, stream: Any) -> None:
+        """Raise :class:`PlaceError` if ``stream`` is not an open ``Stream`` or ``GraphBuilder`` of this device."""
+        checked = self._last_checked()
+        if checked is None or stream is not checked:
+            self._check_kind_and_device(stream)
+            self._last_checked = weakref.ref(stream)
+        if stream.is_closed:
+            raise PlaceError(f"stream: expected an open one of {self.device}, got a closed {type(stream).__name__}.")
+
+    def _check_kind_and_device(self, stream: Any) -> None:
+        if not isinstance(stream, self._stream_types):
+            raise PlaceError(f"stream: expected a cuda.core Stream or GraphBuilder of {self.device}, got {type(stream).__name__}.")
+        if stream.is_closed:
+            return
+        index = _stream_of(stream).device.device_id
+        if index != self._index:
+            raise PlaceError(f"stream: expected one of {self.device}, got one of cuda:{index}.")
+
+    def is_capturing(self, stream: Any) -> bool:
+        """Tell whether what is ordered on ``stream`` now is captured in a CUDA graph instead of run."""
+        self.check_stream(stream)
+        status = check(self._driver.cuStreamIsCapturing(_handle(stream)))
+        return bool(status != self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
+    def synchronize(self, stream: Any) -> None:
+        """Wait until everything ordered on ``stream`` is done. Raises :class:`CudaError` if it went wrong."""
+        self.check_stream(stream)
+        self.make_current()
+        check(self._driver.cuStreamSynchronize(_handle(stream)))
+        if self._in_flight:
+            self._forget_what_is_done()
+
+    # --- allocation ---
+
+    def allocate(self, nbytes: int, *, zeroed: bool = False, stream: Any) -> CudaAllocation:
+        """Allocate ``nbytes`` aligned to 256 bytes, on ``stream``.
+
+        Raises
+        ------
+        CapacityError
+            The device has no room.
+        CaptureError
+            The stream is capturing: the memory would be the graph's.
+        """
+        nbytes = int_in_range("nbytes", nbytes, 0)
+        if self.is_capturing(stream):
+            raise CaptureError(f"{self.device}: memory cannot be allocated while the stream is captured. Allocate before.")
+        self.make_current()
+        buffer = CudaBuffer(self._resource, nbytes, place=self.device, stream=_stream_of(stream))
+        if buffer.ptr % ALIGNMENT:
+            raise CudaError(f"{self.device}: the driver returned the address {buffer.ptr:#x}, which is not a multiple of {ALIGNMENT}.")
+        if zeroed:
+            self._fill_with_zeros(buffer.ptr, nbytes, stream)
+        self.live_nbytes += nbytes
+        return CudaAllocation(self, buffer, nbytes)
+
+    def staging(self, shape: Sequence[int], dtype: str) -> np.ndarray[Any, Any]:
+        """Return a zeroed page-locked array: copies from and to it do not wait. Freed with its last view.
+
+        Raises
+        ------
+        CapacityError
+            The system gives no more page-locked memory.
+        """
+        nbytes = dense_nbytes(shape, dtype)
+        self.make_current()
+        buffer = CudaBuffer(self._pinned_resource, nbytes, place="page-locked host memory", stream=None)
+        array = bytes_of(buffer, nbytes)
+        array[...] = 0
+        return array.view(numpy_dtype(dtype)).reshape(tuple(shape))
+
+    # --- copies ---
+
+    def to_device(self, array: Any, *, stream: Any) -> DeviceTensor:
+        """Return a dense copy of a host array in this memory. The array may be changed as soon as the call returns."""
+        source = np.array(array, order="C")  # ours alone
+        dtype = dtype_name(source.dtype)
+        tensor = DeviceTensor(self.allocate(source.nbytes, stream=stream), shape=source.shape, dtype=dtype)
+        self.upload(tensor, source, stream=stream)
+        self._forget_what_is_done()
+        self._in_flight.append((_stream_of(stream).record(), source))
+        return tensor
+
+    def _forget_what_is_done(self) -> None:
+        """Drop the host arrays that ``to_device`` made and whose copies are done."""
+        self._in_flight = [(event, array) for event, array in self._in_flight if not event.is_done]
+
+    def upload(self, destination: DeviceTensor, source: np.ndarray[Any, Any], *, stream: Any) -> None:
+        """Copy a dense host array into a dense tensor of the same shape and dtype.
+
+        Does not wait if ``source`` is page-locked (:meth:`staging`); then it must stay unchanged until the copy is done.
+        """
+        self.check_stream(stream)
+        check_copy("upload", destination, source, self)
+        if source.nbytes:
+            self.make_current()
+            check(self._driver.cuMemcpyHtoDAsync(destination.ptr, _address(source), source.nbytes, _handle(stream)))
+
+    def download(self, destination: np.ndarray[Any, Any], source: DeviceTensor, *, stream: Any) -> None:
+        """Copy a dense tensor into a dense host array of the same shape and dtype.
+
+        Does not wait if ``destination`` is page-locked (:meth:`staging`); then the bytes are there after ``synchronize``.
+        """
+        self.check_stream(stream)
+        check_copy("download", source, destination, self)
+        if destination.nbytes:
+            self.make_current()
+            check(self._driver.cuMemcpyDtoHAsync(_address(destination), source.ptr, destination.nbytes, _handle(stream)))
+
+    def zero(self, tensor: DeviceTensor, *, stream: Any) -> None:
+        """Set the bytes of a dense tensor to zero."""
+        self.check_stream(stream)
+        self._check_mine("zero", tensor)
+        if not tensor.is_contiguous:
+            raise ShapeError(f"zero: expected a dense tensor, got {tensor!r}.")
+        self.make_current()
+        self._fill_with_zeros(tensor.ptr, tensor.nbytes, stream)
+
+    def _fill_with_zeros(self, ptr: int, nbytes: int, stream: Any) -> None:
+        if nbytes:
+            check(self._driver.cuMemsetD8Async(ptr, 0, nbytes, _handle(stream)))
+
+    def read(self, tensor: DeviceTensor) -> np.ndarray[Any, Any]:
+        """Return a copy of any view on the host. Waits for all work that the device was given before.
+
+        Of a view that is not dense, everything from its first to its last element is copied to the host.
+        """
+        self._check_mine("read", tensor)
+        ptr, dtype = tensor.ptr, numpy_dtype(tensor.dtype)
+        span = np.empty(span_elements(tensor.shape, tensor.strides), dtype)
+        self.make_current()
+        check(self._driver.cuCtxSynchronize())
+        if span.nbytes:
+            check(self._driver.cuMemcpyDtoH(_address(span), ptr, span.nbytes))
+        if tensor.is_contiguous:
+            return span.reshape(tensor.shape)
+        strides = tuple(stride * dtype.itemsize for stride in tensor.strides)
+        return np.array(np.ndarray(tensor.shape, dtype, span.view(np.uint8), 0, strides))
+
+    def dlpack(self, tensor: DeviceTensor, **kwargs: Any) -> Any:
+        """Return a DLPack capsule of any view and dtype that shares the memory and keeps it alive.
+
+        Parameters
+        ----------
+        tensor : DeviceTensor
+        stream : int or None
+            Of the ``__dlpack__`` protocol: the consumer's stream. Which streams wrote the bytes is not known here, so the
+            call waits for the device, unless it is -1: then nothing is ordered.
+        max_version, dl_device, copy
+            Of the ``__dlpack__`` protocol.
+
+        Raises
+        ------
+        BufferError
+            A copy, or another device, was asked for: use ``.numpy()``.
+        """
+        self._check_mine("dlpack", tensor)
+        stream, target = kwargs.pop("stream", None), kwargs.pop("dl_device", None)
+        if target is not None and tuple(target) != self.dlpack_device:
+            raise BufferError(f"DLPack: expected device {self.dlpack_device}, got {tuple(target)}. Use .numpy(), which copies to the host.")
+        if stream == 0:
+            raise RangeError("DLPack: stream 0 is ambiguous; expected None, -1, 1, 2 or a stream's address.")
+        assert isinstance(tensor.allocation, CudaAllocation)
+        owner = tensor.allocation.buffer
+        self.make_current()
+        if stream != _DLPACK_NO_SYNC:
+            check(self._driver.cuCtxSynchronize())
+        return device_capsule(tensor, owner, **kwargs)
+
+    def _check_mine(self, what: str, tensor: DeviceTensor) -> None:
+        if tensor.memory is not self:
+            raise PlaceError(f"{what}: expected a tensor of this {self.device}, got one of {tensor.memory.device}.")
+
+
+def _stream_of(stream: Any) -> Any:
+    """Return the ``Stream`` itself, or that of a ``GraphBuilder``."""
+    return getattr(stream, "stream", stream)
+
+
+def _handle(stream: Any) -> int:
+    """Return the address of the CUstream, of a ``Stream`` or a ``GraphBuilder``."""
+    return int(stream.__cuda_stream__()[1])
+
+
+def _address(array: np.ndarray[Any, Any]) -> int:
+    """Return where an array starts. (cuda.bindings takes arrays too, but one of a single element for a number.)"""
+    return int(array.ctypes.data)

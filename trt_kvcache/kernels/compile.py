@@ -1,0 +1,124 @@
+"""CUDA sources to machine code: by NVRTC, at first use and then from a folder, or ahead of time.
+
+``python -m trt_kvcache.kernels.compile`` compiles all sources for all architectures (``make plugins``). A device without
+NVRTC takes them from there where the environment variable ``TRT_KVCACHE_CUBIN_DIR`` names the folder. None of this needs a
+GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import uuid
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from trt_kvcache.cuda_driver import cuda_core_error
+from trt_kvcache.errors import CudaError
+from trt_kvcache.kernels.sources import CXX_STANDARD, cubin_name, source_folder, source_names
+from trt_kvcache.runtime_cache import user_cache_folder
+
+#: Ampere, Ada, Hopper, Blackwell and their embedded kin: what ``make plugins`` compiles for.
+ARCHITECTURES = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_110", "sm_120", "sm_121")
+
+#: Names a folder of cubins that were compiled ahead of time.
+CUBIN_DIR_VARIABLE = "TRT_KVCACHE_CUBIN_DIR"
+
+
+def compile_cubin(name: str, arch: str) -> bytes:
+    """Compile one source with NVRTC.
+
+    Parameters
+    ----------
+    name : str
+        Of :func:`~trt_kvcache.kernels.sources.source_names`.
+    arch : str
+        Such as ``"sm_90"``.
+
+    Raises
+    ------
+    CudaError
+        NVRTC is not installed, or refused; the text holds what it logged.
+    """
+    _nvrtc_version()
+    from cuda.core import Program, ProgramOptions
+
+    source = source_folder() / f"{name}.cu"
+    options = ProgramOptions(name=source.name, arch=arch, std=CXX_STANDARD, include_path=str(source.parent))
+    try:
+        return bytes(Program(source.read_text(), "c++", options).compile("cubin").code)
+    except cuda_core_error() as error:
+        raise CudaError(f"NVRTC: {source.name} for {arch} does not compile: {error}") from None
+
+
+def cubin(name: str, arch: str) -> bytes:
+    """Return the machine code of one source, from the first of: ``TRT_KVCACHE_CUBIN_DIR``, the user's cache folder, NVRTC.
+
+    What NVRTC compiled is put into the cache folder.
+
+    Raises
+    ------
+    CudaError
+        It is in no folder, and NVRTC cannot make it.
+    """
+    file_name = cubin_name(name, arch)
+    ahead_of_time = os.environ.get(CUBIN_DIR_VARIABLE)
+    if ahead_of_time and (Path(ahead_of_time) / file_name).is_file():
+        return (Path(ahead_of_time) / file_name).read_bytes()
+    cached = user_cache_folder() / "cubins" / f"nvrtc-{_nvrtc_version()}" / file_name
+    try:
+        return cached.read_bytes()
+    except OSError:
+        code = compile_cubin(name, arch)
+    _write(cached, code)
+    return code
+
+
+def _nvrtc_version() -> str:
+    try:
+        from cuda.bindings import nvrtc
+        from cuda.pathfinder import DynamicLibNotFoundError
+    except ImportError as error:
+        raise CudaError(f"cuda-python is not installed ({error}). Install trt-kvcache[cuda].") from None
+    try:
+        _, major, minor = nvrtc.nvrtcVersion()
+    except DynamicLibNotFoundError:
+        raise CudaError(
+            f"NVRTC was not found, which compiles the CUDA kernels. Install trt-kvcache[cuda], or set {CUBIN_DIR_VARIABLE} "
+            "to a folder made by `make plugins`."
+        ) from None
+    return f"{major}.{minor}"
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Save ``content``: the file appears complete or not at all. Where it cannot be saved, it is compiled again next time."""
+    temporary = path.with_suffix(f".{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(content)
+        os.replace(temporary, path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Compile all sources ahead of time. See ``--help``."""
+    parser = argparse.ArgumentParser(prog="python -m trt_kvcache.kernels.compile", description="Compile the CUDA sources ahead of time.")
+    parser.add_argument("--arch", action="append", help=f"such as sm_90; may be repeated; default: {' '.join(ARCHITECTURES)}")
+    parser.add_argument("--output", type=Path, default=Path("build/plugins"), help="folder; default: %(default)s")
+    options = parser.parse_args(arguments)
+    options.output.mkdir(parents=True, exist_ok=True)
+    for outdated in options.output.glob("*.cubin"):
+        outdated.unlink()
+    for name in source_names():
+        for arch in options.arch or ARCHITECTURES:
+            code = compile_cubin(name, arch)
+            path = options.output / cubin_name(name, arch)
+            path.write_bytes(code)
+            print(f"{path}  {len(code)} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,56 @@
+"""Where the CUDA sources of ``plugins/`` are, and what a compiled one is called."""
+
+from __future__ import annotations
+
+import hashlib
+from functools import cache
+from pathlib import Path
+
+from trt_kvcache.errors import CudaError
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+#: Options that every file is compiled with.
+CXX_STANDARD = "c++17"
+
+
+@cache
+def source_folder() -> Path:
+    """Return the folder of the CUDA sources: ``_plugins`` of an installed package, ``plugins`` of a checkout.
+
+    Raises
+    ------
+    CudaError
+        The installation is incomplete.
+    """
+    for folder in (_PACKAGE / "_plugins", _PACKAGE.parent / "plugins"):
+        if any(folder.glob("*.cu")):
+            return folder
+    raise CudaError(f"the CUDA sources of trt_kvcache are missing: expected {_PACKAGE / '_plugins'}. Install the package again.")
+
+
+def source_names() -> list[str]:
+    """Return the names of the CUDA sources, without ``.cu``."""
+    return sorted(path.stem for path in source_folder().glob("*.cu"))
+
+
+@cache
+def _digest() -> str:
+    """Return a digest of everything that is compiled. A header may be part of any source, so all files count for each."""
+    digest = hashlib.sha256(CXX_STANDARD.encode())
+    for path in sorted(source_folder().glob("*.cu*")) + sorted(source_folder().glob("*.h")):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def cubin_name(name: str, arch: str) -> str:
+    """Return the file name of a compiled source. It changes with the sources, so an outdated file is never taken.
+
+    Parameters
+    ----------
+    name : str
+        Of :func:`source_names`.
+    arch : str
+        Such as ``"sm_90"``.
+    """
+    return f"{name}-{_digest()}.{arch}.cubin"

@@ -1,0 +1,231 @@
+"""What a session is made of when it is opened from a folder: which engine runs, in which memory, with which tokenizer."""
+
+from __future__ import annotations
+
+import tempfile
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from trt_kvcache.builder import Progress, build_engine
+from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, ModelConfig, Tokenizer
+from trt_kvcache.checks import int_in_range
+from trt_kvcache.config import KVCacheConfig
+from trt_kvcache.cuda_memory import CudaMemory, find_gpu
+from trt_kvcache.decoder_tensors import cache_config
+from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.engine import Engine
+from trt_kvcache.engine_folder import EngineFolder
+from trt_kvcache.errors import ConfigError, CudaError, EngineError
+from trt_kvcache.manager import KVCacheManager
+from trt_kvcache.memory import HostMemory
+from trt_kvcache.names import DEFAULT_NAMES, TensorNames
+from trt_kvcache.reference import Attention, ReferenceEngine
+from trt_kvcache.sampling import SamplingParams
+from trt_kvcache.tensorrt_engine import TensorRTEngine
+from trt_kvcache.trt_module import load as load_tensorrt
+
+EngineChoice = Literal["auto", "reference", "tensorrt"]
+
+#: What ``from_model`` takes where no length is given.
+DEFAULT_MAX_SEQUENCE_LENGTH = 2048
+DEFAULT_MAX_PREFILL_LENGTH = 512
+
+CHECKING, LOADING = "check checkpoint", "load weights"
+
+
+class EngineFallbackWarning(UserWarning):
+    """``engine="auto"`` runs the NumPy reference engine, because TensorRT cannot run here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionParts:
+    """Everything that a session is made of. The fields are the arguments of ``InferenceSession``."""
+
+    engine: Engine
+    cache: KVCacheManager
+    names: TensorNames
+    tokenizer: Tokenizer | None
+    eos_token_ids: tuple[int, ...]
+    defaults: SamplingParams
+    on_close: Callable[[], object] | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def close(self) -> None:
+        """Close engine and cache, where no session came to own them."""
+        self.engine.close()
+        self.cache.close()
+        if self.on_close is not None:
+            self.on_close()
+
+
+def open_engine_folder(path: str | Path, *, engine: EngineChoice, flavour: str, device: int, progress: Progress | None) -> SessionParts:
+    """Open an engine folder: see ``InferenceSession.open``."""
+    _check_choice(engine)
+    folder = EngineFolder.open(path)
+    config = folder.config
+    reason = why_no_tensorrt(config.tensorrt_flavour if flavour == "auto" else flavour, device) if engine == "auto" else None
+    if engine != "reference" and reason is None:
+        try:
+            return _tensorrt_parts(folder, CudaMemory(device), flavour)
+        except (EngineError, CudaError) as error:
+            if engine == "tensorrt":
+                raise
+            reason = str(error)
+    if reason is not None:
+        _warn(reason)
+    with folder.open_checkpoint(_bytes_progress(progress, CHECKING)) as checkpoint:
+        running = ReferenceEngine(
+            checkpoint,
+            kv=config.cache,
+            max_prefill_length=config.max_prefill_length,
+            attention=_variant(config.attention_variant),
+            names=config.names,
+            memory=HostMemory(),
+            progress=_bytes_progress(progress, LOADING),
+        )
+    return _parts(running, config.cache, config.names, folder.path, config.model)
+
+
+def open_model(
+    path: str | Path,
+    *,
+    engine: EngineChoice,
+    max_batch_size: int,
+    max_sequence_length: int | None,
+    max_prefill_length: int | None,
+    dtype: str | None,
+    attention: str,
+    flavour: str,
+    device: int,
+    progress: Progress | None,
+) -> SessionParts:
+    """Open a Hugging Face folder: see ``InferenceSession.from_model``."""
+    _check_choice(engine)
+    if dtype is not None and dtype not in MODEL_DTYPES:
+        raise ConfigError(f"dtype: expected one of {', '.join(MODEL_DTYPES)}, got {dtype!r}.")
+    with Checkpoint.open(path) as checkpoint:
+        model = checkpoint.config
+        length = _or_default(max_sequence_length, min(model.max_position_embeddings, DEFAULT_MAX_SEQUENCE_LENGTH))
+        length = int_in_range("max_sequence_length", length, 1, error=ConfigError)
+        width = _or_default(max_prefill_length, min(length, DEFAULT_MAX_PREFILL_LENGTH))
+        if length > model.max_position_embeddings:
+            raise ConfigError(
+                f"max_sequence_length: expected at most {model.max_position_embeddings}, the positions that the model was made for "
+                f"(max_position_embeddings), got {length}."
+            )
+        reason = why_no_tensorrt(flavour, device) if engine == "auto" else None
+        if engine == "reference" or reason is not None:
+            if reason is not None:
+                _warn(reason)
+            cache = cache_config(
+                model,
+                max_batch_size=int_in_range("max_batch_size", max_batch_size, 1, error=ConfigError),
+                max_sequence_length=length,
+                dtype=dtype or model.dtype,
+            )
+            running = ReferenceEngine(
+                checkpoint,
+                kv=cache,
+                max_prefill_length=width,
+                attention=_variant(attention),
+                memory=HostMemory(),
+                progress=_bytes_progress(progress, LOADING),
+            )
+            return _parts(running, cache, DEFAULT_NAMES, checkpoint.path, model)
+    return _built_parts(
+        Path(path),
+        max_batch_size=max_batch_size,
+        max_sequence_length=length,
+        max_prefill_length=width,
+        dtype=dtype,
+        attention=attention,
+        flavour=flavour,
+        device=device,
+        progress=progress,
+    )
+
+
+def why_no_tensorrt(flavour: str, device: int = 0) -> str | None:
+    """Return why TensorRT cannot run engines here (no GPU, or not installed), or None if it can."""
+    reason = find_gpu(device)
+    if reason is None:
+        try:
+            load_tensorrt(flavour)
+        except EngineError as error:
+            reason = str(error)
+    return reason
+
+
+def _tensorrt_parts(folder: EngineFolder, memory: CudaMemory, flavour: str) -> SessionParts:
+    config = folder.config
+    running = TensorRTEngine.open(folder, memory=memory, flavour=flavour)
+    return _parts(running, config.cache, config.names, folder.path, config.model)
+
+
+def _built_parts(path: Path, *, flavour: str, device: int, **options: Any) -> SessionParts:
+    """Build an engine into a temporary folder that lives as long as the session."""
+    memory = CudaMemory(device)  # without a GPU, nothing is built
+    place = tempfile.TemporaryDirectory(prefix="trt_kvcache-")
+    try:
+        report = build_engine(path, Path(place.name) / "engine", flavour=flavour, **options)
+        parts = _tensorrt_parts(EngineFolder.open(report.path), memory, flavour)
+    except BaseException:
+        place.cleanup()
+        raise
+    return replace(parts, on_close=place.cleanup)
+
+
+def _parts(engine: Engine, cache: KVCacheConfig, names: TensorNames, folder: Path, model: ModelConfig) -> SessionParts:
+    """Read what stands beside the weights and allocate the cache; the engine is closed if that fails."""
+    try:
+        tokenizer = Tokenizer.open(folder)
+        defaults = GenerationDefaults.open(folder)
+        return SessionParts(
+            engine=engine,
+            cache=KVCacheManager(cache, memory=engine.memory),
+            names=names,
+            tokenizer=tokenizer,
+            eos_token_ids=defaults.eos_token_ids or model.eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ()),
+            defaults=_sampling(defaults),
+        )
+    except BaseException:
+        engine.close()
+        raise
+
+
+def _sampling(defaults: GenerationDefaults) -> SamplingParams:
+    """Return what ``generation_config.json`` asks for: greedy unless it says ``do_sample``."""
+    if not defaults.do_sample:
+        return SamplingParams()
+    return SamplingParams(temperature=defaults.temperature, top_k=defaults.top_k, top_p=defaults.top_p)
+
+
+def _check_choice(engine: str) -> None:
+    if engine not in get_args(EngineChoice):
+        raise ConfigError(f"engine: expected one of {', '.join(get_args(EngineChoice))}, got {engine!r}.")
+
+
+def _variant(attention: str) -> Attention:
+    for variant in get_args(Attention):
+        if attention == variant:
+            return cast(Attention, variant)
+    raise ConfigError(f"attention: expected one of {', '.join(get_args(Attention))}, got {attention!r}.")
+
+
+def _bytes_progress(progress: Progress | None, stage: str) -> Callable[[int, int], object] | None:
+    return None if progress is None else lambda done, total: progress(stage, done / total)
+
+
+def _or_default(value: int | None, default: int) -> int:
+    return default if value is None else value
+
+
+def _warn(reason: str) -> None:
+    """Warn at the line that called ``InferenceSession.open`` or ``from_model``."""
+    warnings.warn(f"running the NumPy reference engine: {reason}", EngineFallbackWarning, stacklevel=4)

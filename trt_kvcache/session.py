@@ -1,0 +1,656 @@
+"""``InferenceSession``: prefill, decode and generate on a KV cache, with any engine."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trt_kvcache import opening
+from trt_kvcache.base import KVCacheBase
+from trt_kvcache.builder import Progress
+from trt_kvcache.checkpoint import Tokenizer
+from trt_kvcache.checks import int_in_range, slot_index
+from trt_kvcache.chunks import Chunk
+from trt_kvcache.engine import Engine
+from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, RangeError, ShapeError
+from trt_kvcache.estimate import estimate_memory
+from trt_kvcache.names import DEFAULT_NAMES, TensorNames
+from trt_kvcache.request import GeneratedToken, Request
+from trt_kvcache.sampling import SamplingParams
+from trt_kvcache.statistics import SessionStatistics
+from trt_kvcache.steps import StepExecutor
+
+#: A prompt: token ids, or text where there is a tokenizer.
+Prompt = str | Sequence[int]
+
+_SEQUENCE = (Sequence, np.ndarray)
+
+
+class _State(NamedTuple):
+    """Where the sequences stand between two steps."""
+
+    lengths: tuple[int, ...]
+    cached: list[list[int]]
+    pending: list[list[int]]
+
+
+class InferenceSession:
+    """Sequences being generated together on one cache and one engine. Not thread-safe.
+
+    Parameters
+    ----------
+    engine : Engine
+        Closed with the session.
+    cache : KVCacheManager or LinearKVCache
+        In the engine's memory, SEPARATE layout. Closed with the session; its lengths are the session's to change.
+    names : TensorNames
+        What the engine calls its tensors.
+    tokenizer : Tokenizer, optional
+        Without one, everything works on token ids.
+    eos_token_ids : sequence of int
+        Tokens that end a request.
+    defaults : SamplingParams
+        What ``generate`` uses where nothing else is said.
+    on_close : callable, optional
+        Called once by ``close``, after engine and cache are closed.
+
+    Raises
+    ------
+    BindingError, LayoutError, PlaceError
+        Engine and cache do not fit: see :class:`~trt_kvcache.bindings.BindingPlan`.
+
+    Notes
+    -----
+    If a step fails or is interrupted, lengths and tokens are as before that step, and it can be repeated.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        cache: KVCacheBase,
+        *,
+        names: TensorNames = DEFAULT_NAMES,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: Sequence[int] = (),
+        defaults: SamplingParams | None = None,
+        on_close: Callable[[], object] | None = None,
+    ) -> None:
+        self._steps = StepExecutor(engine, cache, names=names)
+        self._engine = engine
+        self._cache = cache
+        self._tokenizer = tokenizer
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._defaults = SamplingParams() if defaults is None else defaults
+        self._on_close = on_close
+        self._closed = False
+        self._cached: list[list[int]] = []
+        self._pending: list[list[int]] = []
+        # Counts the calls that change sequences, so that an iterator of `generate` notices when it was overtaken.
+        self._changes = 0
+        self._bytes_per_token = estimate_memory(cache.kv_config).bytes_per_token
+        self._prefill_seconds = self._decode_seconds = 0.0
+        self._prefill_tokens = self._reused_tokens = self._decode_steps = self._decode_tokens = 0
+
+    @classmethod
+    def open(
+        cls,
+        folder: str | Path,
+        *,
+        engine: opening.EngineChoice = "auto",
+        flavour: str = "auto",
+        device: int = 0,
+        progress: Progress | None = None,
+    ) -> InferenceSession:
+        """Open an engine folder.
+
+        Parameters
+        ----------
+        folder : path
+            Made by ``trt-kvcache build`` or :func:`trt_kvcache.build_engine`.
+        engine : {"auto", "reference", "tensorrt"}
+            ``"auto"`` takes TensorRT, or the NumPy reference engine with a warning that says why TensorRT cannot run here.
+        flavour : {"auto", "tensorrt", "tensorrt_rtx"}
+            Which TensorRT; ``"auto"`` is the one that built the engine.
+        device : int
+            CUDA device, where one is used.
+        progress : callable, optional
+            Called as ``progress(stage, fraction)`` during long work.
+
+        Raises
+        ------
+        ConfigError, CheckpointError, EngineError, CudaError
+            The folder is damaged or newer, its checkpoint is gone or changed, or the engine cannot run.
+        """
+        return cls._of(opening.open_engine_folder(folder, engine=engine, flavour=flavour, device=device, progress=progress))
+
+    @classmethod
+    def from_model(
+        cls,
+        folder: str | Path,
+        *,
+        engine: opening.EngineChoice = "auto",
+        max_batch_size: int = 1,
+        max_sequence_length: int | None = None,
+        max_prefill_length: int | None = None,
+        dtype: str | None = None,
+        attention: str = "native",
+        flavour: str = "auto",
+        device: int = 0,
+        progress: Progress | None = None,
+    ) -> InferenceSession:
+        """Open a Hugging Face folder, without an engine folder.
+
+        Parameters
+        ----------
+        folder : path
+            ``config.json``, ``model.safetensors`` and, for text, ``tokenizer.json``.
+        engine : {"auto", "reference", "tensorrt"}
+            ``"tensorrt"`` builds an engine into a temporary folder first.
+        max_batch_size, max_sequence_length, max_prefill_length : int, optional
+            B, S (the model's ``max_position_embeddings``, at most 2048) and the widest prefill enqueue (S, at most 512).
+        dtype : {"float16", "bfloat16", "float32"}, optional
+            Of K, V and weights; the checkpoint's if left out.
+        attention : {"native", "mask"}
+        flavour : {"auto", "tensorrt", "tensorrt_rtx"}
+        device : int
+        progress : callable, optional
+            Called as ``progress(stage, fraction)`` during long work.
+
+        Raises
+        ------
+        ConfigError, CheckpointError, BuildError, EngineError, CudaError
+        """
+        parts = opening.open_model(
+            folder,
+            engine=engine,
+            max_batch_size=max_batch_size,
+            max_sequence_length=max_sequence_length,
+            max_prefill_length=max_prefill_length,
+            dtype=dtype,
+            attention=attention,
+            flavour=flavour,
+            device=device,
+            progress=progress,
+        )
+        return cls._of(parts)
+
+    @classmethod
+    def _of(cls, parts: opening.SessionParts) -> InferenceSession:
+        try:
+            return cls(**parts.arguments())
+        except BaseException:
+            parts.close()
+            raise
+
+    # --- what it is ---
+
+    @property
+    def cache(self) -> KVCacheBase:
+        """The manager behind the session."""
+        return self._cache
+
+    @property
+    def engine(self) -> Engine:
+        """The engine behind the session."""
+        return self._engine
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """The model's tokenizer, if it has one."""
+        return self._tokenizer
+
+    @property
+    def defaults(self) -> SamplingParams:
+        """What ``generate`` uses where nothing else is said."""
+        return self._defaults
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self._steps.plan.vocab_size
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens a slot can hold, S."""
+        return self._cache.kv_config.max_sequence_length
+
+    def tokens(self, slot: int) -> tuple[int, ...]:
+        """Return the tokens whose K and V an active slot holds."""
+        return tuple(self._cached[slot_index(slot, len(self._cached), of="active slots")])
+
+    def pending_tokens(self, slot: int) -> tuple[int, ...]:
+        """Return the tokens that were generated for an active slot but are not in the cache yet: usually the last one."""
+        return tuple(self._pending[slot_index(slot, len(self._pending), of="active slots")])
+
+    @property
+    def statistics(self) -> SessionStatistics:
+        """Times, tokens and bytes so far."""
+        live = sum(self._cache.lengths.upper_bounds)
+        return SessionStatistics(
+            prefill_seconds=self._prefill_seconds,
+            prefill_tokens=self._prefill_tokens,
+            reused_tokens=self._reused_tokens,
+            decode_seconds=self._decode_seconds,
+            decode_steps=self._decode_steps,
+            decode_tokens=self._decode_tokens,
+            cache_bytes_live=live * self._bytes_per_token,
+            cache_bytes_reserved=self._cache.nbytes,
+        )
+
+    # --- prefill and decode ---
+
+    def prefill(self, prompts: Sequence[Prompt], *, reuse: bool = False) -> np.ndarray[Any, Any]:
+        """Start new sequences and run their prompts.
+
+        Parameters
+        ----------
+        prompts : sequence of prompts (n,)
+            Token ids or text, ``1 <= n <= B``; of different length as they come.
+        reuse : bool
+            Keep what slot i already holds of prompt i, token by token; at least one token is run. Needs as many prompts as
+            there are active slots.
+
+        Returns
+        -------
+        ndarray float32 ``[n, vocab]`` on the host
+            The logits at each prompt's last token.
+
+        Raises
+        ------
+        CapacityError
+            A prompt is longer than ``max_sequence_length``. Nothing was changed.
+        RangeError, ShapeError, ConfigError, BindingError, ClosedError
+            Nothing was changed.
+
+        Notes
+        -----
+        If an enqueue fails, the slots hold what the ones before it have run: go on with ``reuse=True``.
+        """
+        self._check_open()
+        rows = self._token_rows(prompts)
+        self._check_new_sequences(rows, reuse)
+        reused = [_common_prefix(row[:-1], held) for row, held in zip(rows, self._cached, strict=True)] if reuse else [0] * len(rows)
+        new = [row[count:] for row, count in zip(rows, reused, strict=True)]
+        chunks = self._steps.plan_prefill(reused, [len(row) for row in new])
+        self._start(reused)
+        return self._run_prefill(new, chunks)
+
+    def append(self, turns: Sequence[Prompt]) -> np.ndarray[Any, Any]:
+        """Add tokens to the active sequences, after the ones that ``generate`` left pending.
+
+        Parameters
+        ----------
+        turns : sequence of prompts (A,)
+            One per active slot; empty for a slot that gets nothing. Text is encoded without the special tokens that begin a text.
+
+        Returns
+        -------
+        ndarray float32 ``[A, vocab]`` on the host
+            The logits at each slot's last new token; NaN for a slot that got nothing.
+
+        Raises
+        ------
+        CapacityError
+            A sequence would exceed ``max_sequence_length``. Nothing was changed.
+        RangeError, ShapeError, ConfigError, BindingError, ClosedError
+            Nothing was changed.
+        LayoutError
+            A slot cannot be reached, because one before it is full and no view between them is aligned. Nothing was changed.
+
+        Notes
+        -----
+        If an enqueue fails, lengths and tokens are as before the call.
+        """
+        self._check_open()
+        rows = self._token_rows(turns, add_special_tokens=False)
+        self._check_one_per_slot("turns", len(rows))
+        rows = [self._pending[slot] + row if row else [] for slot, row in enumerate(rows)]
+        lengths = self._cache.host_kv_cache_lengths
+        self._check_room(lengths, rows)
+        chunks = self._steps.plan_prefill(lengths, [len(row) for row in rows])
+        before = self._state()
+        try:
+            return self._run_prefill(rows, chunks)
+        except BaseException:
+            self._go_back_to(*before)
+            raise
+
+    def decode(self, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
+        """Run one token for every active sequence.
+
+        Parameters
+        ----------
+        tokens : sequence of int (A,)
+            They take the place of pending ones.
+
+        Returns
+        -------
+        ndarray float32 ``[A, vocab]`` on the host
+
+        Raises
+        ------
+        CapacityError
+            A sequence is at ``max_sequence_length``. Nothing was changed.
+        RangeError, ShapeError, ClosedError
+            Nothing was changed.
+        """
+        self._check_open()
+        row = self._check_tokens("tokens", tokens)
+        self._check_one_per_slot("tokens", len(row))
+        if not row:
+            raise ShapeError("tokens: there are no active slots. Call prefill first.")
+        self._check_room(self._cache.host_kv_cache_lengths, [row[:1]] * len(row))
+        return np.array(self._decode_step(row))
+
+    def rewind(self, slot: int, length: int) -> None:
+        """Shorten an active sequence to its first ``length`` tokens; pending tokens are dropped.
+
+        Raises
+        ------
+        SlotError, RangeError, ClosedError
+            Nothing was changed.
+        """
+        self._check_open()
+        before = self._state()
+        try:
+            self._rewind(slot, length, pending=[])
+        except BaseException:
+            self._go_back_to(*before)
+            raise
+
+    # --- generate ---
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        append: bool = False,
+        reuse: bool = False,
+        **options: Any,
+    ) -> Iterator[GeneratedToken]:
+        """Continue prompts, token by token.
+
+        Parameters
+        ----------
+        prompts : prompt, or sequence of prompts (n,)
+            Token ids or text.
+        params : SamplingParams, or one per prompt
+            Instead of ``options``.
+        append : bool
+            The prompts are next turns of the active sequences, one each.
+        reuse : bool
+            Keep what slot i already holds of prompt i.
+        **options
+            Fields of :class:`SamplingParams`, over the model's defaults.
+
+        Returns
+        -------
+        iterator of GeneratedToken
+            One per prompt and step, until each has a ``finish_reason``. A sequence at ``max_sequence_length`` ends with
+            ``"length"`` while the others go on. Work is done as the iterator is read; arguments are checked before. It can be
+            left at any token: what it has handed out is then cached or pending. Once another call has changed the sequences,
+            reading on raises :class:`ClosedError`.
+
+        Raises
+        ------
+        CapacityError, RangeError, ShapeError, ConfigError, ClosedError
+            Nothing was changed.
+        """
+        self._check_open()
+        if append and reuse:
+            raise RangeError("generate: expected append or reuse, got both. A next turn keeps what its slot holds.")
+        rows = self._token_rows(_as_prompts(prompts), add_special_tokens=not append)
+        per_request = self._params_for(len(rows), params, options)
+        if append:
+            self._check_one_per_slot("prompts", len(rows))
+            self._check_not_empty(rows)
+            self._check_room(self._cache.host_kv_cache_lengths, [p + row for p, row in zip(self._pending, rows, strict=True)])
+        else:
+            self._check_new_sequences(rows, reuse)
+        requests = [
+            Request(index, row, one, tokenizer=self._tokenizer, eos_token_ids=self._eos_token_ids)
+            for index, (row, one) in enumerate(zip(rows, per_request, strict=True))
+        ]
+        return self._generate(requests, (lambda: self.append(rows)) if append else (lambda: self.prefill(rows, reuse=reuse)))
+
+    def _generate(self, requests: list[Request], prefill: Callable[[], np.ndarray[Any, Any]]) -> Iterator[GeneratedToken]:
+        logits = prefill()
+        while True:
+            changes = self._changes
+            for token in self._choose(requests, logits):
+                self._check_not_overtaken(changes)
+                self._pending[token.index] = [token.token]
+                yield token
+            going = [not request.finished for request in requests]
+            if not any(going):
+                return
+            self._check_not_overtaken(changes)
+            tokens = [request.tokens[-1] if goes else 0 for request, goes in zip(requests, going, strict=True)]
+            logits = self._decode_step(tokens, None if all(going) else going)
+
+    def _choose(self, requests: list[Request], logits: np.ndarray[Any, Any]) -> list[GeneratedToken]:
+        return [
+            request.choose(logits[slot], full=len(self._cached[slot]) >= self.max_sequence_length)
+            for slot, request in enumerate(requests)
+            if not request.finished
+        ]
+
+    # --- steps ---
+
+    def _decode_step(self, tokens: Sequence[int], going: Sequence[bool] | None = None) -> np.ndarray[Any, Any]:
+        """Run one step and return its logits, which the next step overwrites. ``going`` says which slots do not ride along."""
+        started = time.perf_counter()
+        before = self._state()
+        self._changes += 1
+        try:
+            if going is None:
+                self._steps.decode(tokens)
+                for held, token in zip(self._cached, tokens, strict=True):
+                    held.append(token)
+                self._pending = [[] for _ in tokens]
+            else:
+                self._make_room_for_riders(going)
+                self._steps.decode(tokens, [int(goes) for goes in going])
+                for slot in itertools.compress(range(len(tokens)), going):
+                    self._cached[slot].append(tokens[slot])
+                    self._pending[slot] = []
+            logits = self._steps.logits(len(tokens))
+            self._decode_steps += 1
+            self._decode_tokens += len(tokens) if going is None else sum(going)
+            self._decode_seconds += time.perf_counter() - started
+        except BaseException:
+            self._go_back_to(*before)
+            raise
+        return logits
+
+    def _make_room_for_riders(self, going: Sequence[bool]) -> None:
+        """Take the last token of a full sequence that has ended out of the cache, so that an enqueue may write a row there."""
+        last = self.max_sequence_length - 1
+        for slot, goes in enumerate(going):
+            if not goes and len(self._cached[slot]) > last:
+                self._rewind(slot, last, pending=self._cached[slot][last:] + self._pending[slot])
+
+    def _rewind(self, slot: int, length: int, *, pending: list[int]) -> None:
+        self._cache.rewind(slot, length, stream=self._steps.stream)
+        self._changes += 1
+        self._cached[slot] = self._cached[slot][:length]
+        self._pending[slot] = pending
+
+    def _start(self, reused: list[int]) -> None:
+        """Begin new sequences that keep the first ``reused`` tokens of what their slots hold."""
+        before = self._state()
+        self._changes += 1
+        try:
+            self._cache.reset_for_new_sequences(reused, stream=self._steps.stream)
+            self._cached = [before.cached[slot][:count] if count else [] for slot, count in enumerate(reused)]
+            self._pending = [[] for _ in reused]
+            self._reused_tokens += sum(reused)
+        except BaseException:
+            self._go_back_to(*before)
+            raise
+
+    def _run_prefill(self, rows: list[list[int]], chunks: Sequence[Chunk]) -> np.ndarray[Any, Any]:
+        """Enqueue the new tokens of each active slot in chunks; a slot's logits come from the chunk in which they end."""
+        started = time.perf_counter()
+        logits = np.full((len(rows), self.vocab_size), np.nan, np.float32)
+        done = [0] * len(rows)
+        for chunk in chunks:
+            slots = range(chunk.first, chunk.end)
+            parts = [rows[slot][done[slot] : done[slot] + take] for slot, take in zip(slots, chunk.takes, strict=True)]
+            chunk_logits = self._prefill_step(chunk, parts)
+            for place, (slot, take) in enumerate(zip(slots, chunk.takes, strict=True)):
+                done[slot] += take
+                if take and done[slot] == len(rows[slot]):
+                    logits[slot] = chunk_logits[place]
+        self._prefill_seconds += time.perf_counter() - started
+        return logits
+
+    def _prefill_step(self, chunk: Chunk, parts: list[list[int]]) -> np.ndarray[Any, Any]:
+        """Run one chunk and return the logits of its slots, which the next step overwrites."""
+        before = self._state()
+        self._changes += 1
+        try:
+            self._steps.prefill(chunk, parts)
+            for slot, part in enumerate(parts, start=chunk.first):
+                if part:
+                    self._cached[slot] += part
+                    self._pending[slot] = []
+            logits = self._steps.logits(chunk.count)
+            self._prefill_tokens += sum(chunk.takes)
+        except BaseException:
+            self._go_back_to(*before)
+            raise
+        return logits
+
+    def _state(self) -> _State:
+        return _State(self._cache.host_kv_cache_lengths, list(self._cached), list(self._pending))
+
+    def _go_back_to(self, lengths: tuple[int, ...], cached: list[list[int]], pending: list[list[int]]) -> None:
+        """Put lengths and tokens back to a state. Tokens are only ever added to the lists that it holds."""
+        self._cached, self._pending = cached, pending
+        for held, length in zip(cached, lengths, strict=True):
+            del held[length:]
+        if not self._cache.closed:
+            self._cache.reset_for_new_sequences(lengths, stream=self._steps.stream)
+
+    # --- checks ---
+
+    def _token_rows(self, prompts: Sequence[Prompt], *, add_special_tokens: bool = True) -> list[list[int]]:
+        if isinstance(prompts, str) or not isinstance(prompts, _SEQUENCE):
+            raise ShapeError(f"prompts: expected a sequence of prompts, got {type(prompts).__name__}.")
+        return [self._token_row(f"prompts[{index}]", prompt, add_special_tokens) for index, prompt in enumerate(prompts)]
+
+    def _token_row(self, what: str, prompt: Prompt, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ConfigError(f"{what}: expected token ids, got text. The model folder has no tokenizer.json.")
+            prompt = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        return self._check_tokens(what, prompt)
+
+    def _check_tokens(self, what: str, tokens: Sequence[int]) -> list[int]:
+        if isinstance(tokens, str) or not isinstance(tokens, _SEQUENCE):
+            raise ShapeError(f"{what}: expected a sequence of token ids, got {type(tokens).__name__}.")
+        limit = self.vocab_size
+        if all(type(token) is int and 0 <= token < limit for token in tokens):
+            return list(tokens)
+        return [int_in_range(f"{what}[{index}]", token, 0, limit - 1) for index, token in enumerate(tokens)]
+
+    def _check_new_sequences(self, rows: Sequence[Sequence[int]], reuse: bool) -> None:
+        slots = self._cache.kv_config.max_batch_size
+        if not 1 <= len(rows) <= slots:
+            raise ShapeError(f"prompts: expected 1 to max_batch_size={slots} of them, got {len(rows)}.")
+        self._check_not_empty(rows)
+        self._check_room([0] * len(rows), rows)
+        if reuse:
+            self._check_one_per_slot("prompts", len(rows))
+
+    def _check_not_empty(self, rows: Sequence[Sequence[int]]) -> None:
+        for index, row in enumerate(rows):
+            if not row:
+                raise ShapeError(f"prompts[{index}]: expected at least one token, got none.")
+
+    def _check_one_per_slot(self, what: str, count: int) -> None:
+        active = self._cache.active_batch_size
+        if count != active:
+            raise ShapeError(f"{what}: expected one for each of {active} active slots, got {count}.")
+
+    def _check_room(self, lengths: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
+        for slot, (length, row) in enumerate(zip(lengths, rows, strict=True)):
+            if length + len(row) > self.max_sequence_length:
+                adds = f"slot {slot} holds {length} tokens; adding {len(row)}" if length else f"prompt {slot} has {len(row)} tokens; that"
+                raise CapacityError(f"{adds} exceeds max_sequence_length={self.max_sequence_length}. Nothing was changed.")
+
+    def _params_for(
+        self, count: int, params: SamplingParams | Sequence[SamplingParams] | None, options: dict[str, Any]
+    ) -> list[SamplingParams]:
+        if params is None:
+            return [_with_options(self._defaults, options)] * count
+        if options:
+            raise RangeError(f"generate: expected params or options, got both ({', '.join(options)}).")
+        each = list(params) if isinstance(params, Sequence) else [params] * count
+        if len(each) != count or not all(isinstance(one, SamplingParams) for one in each):
+            raise ShapeError(f"params: expected SamplingParams, or {count} of them, one per prompt.")
+        return each
+
+    def _check_not_overtaken(self, changes: int) -> None:
+        self._check_open()
+        if changes != self._changes:
+            raise ClosedError("this iterator is over: another call has changed the sequences since. Call generate again.")
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this InferenceSession is closed.")
+
+    # --- life ---
+
+    def close(self) -> None:
+        """Close engine and cache. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        with ExitStack() as stack:  # from the last to the first, each even if one before it raised
+            if self._on_close is not None:
+                stack.callback(self._on_close)
+            for close in (self._cache.close, self._steps.close, self._engine.close, self._steps.synchronize):
+                stack.callback(close)
+
+    def __enter__(self) -> InferenceSession:
+        self._check_open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _with_options(defaults: SamplingParams, options: dict[str, Any]) -> SamplingParams:
+    known = {field.name for field in fields(SamplingParams)}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise RangeError(f"generate: unknown option {', '.join(unknown)}. Expected {', '.join(sorted(known))}.")
+    return replace(defaults, **options)
+
+
+def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, _SEQUENCE) and len(prompts) and not isinstance(prompts[0], _SEQUENCE):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]
+
+
+def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
+    count = 0
+    for one, other in zip(first, second, strict=False):
+        if one != other:
+            break
+        count += 1
+    return count
