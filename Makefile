@@ -1,0 +1,65 @@
+# Two commands set everything up on a fresh machine: `make demo` and `make test`. Each makes .venv where there is none.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+FAST := not trt and not gpu and not slow
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help:  ## List the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: $(READY)  ## Build an engine from the shipped model, generate text, compare cached and full recomputation
+	@$(BIN)/python examples/demo.py
+
+.PHONY: check
+check: $(READY)  ## Lint and type-check
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+.PHONY: test
+test: $(READY)  ## Run the tests that need neither TensorRT nor a GPU
+	$(BIN)/pytest -m "$(FAST)"
+	$(BIN)/python tests/simt/run.py -m "device and $(FAST)"
+
+.PHONY: test-slow
+test-slow: $(READY)  ## Run the tests that take minutes
+	$(BIN)/pytest -m "slow and not trt and not gpu"
+
+.PHONY: test-trt
+test-trt: $(READY)  ## Build engines with TensorRT for RTX (no GPU needed)
+	$(BIN)/pytest -m "trt and not gpu"
+
+.PHONY: test-gpu
+test-gpu: $(READY)  ## Run everything that runs on an NVIDIA GPU; a missing GPU is a failure
+	TRT_KVCACHE_REQUIRE_GPU=1 TRT_KVCACHE_TEST_DEVICE=gpu $(BIN)/pytest -m "gpu or device"
+
+.PHONY: plugins
+plugins: $(READY)  ## Compile the CUDA sources ahead of time into build/plugins
+	$(BIN)/python -m trt_kvcache.kernels.compile
+
+.PHONY: engines
+engines: $(READY)  ## Build the shipped model's engines into out/
+	$(BIN)/trt-kvcache build examples/tiny-llama -o out/tiny-llama --max-batch-size 4
+	$(BIN)/trt-kvcache build examples/tiny-llama -o out/tiny-llama-mask --max-batch-size 4 --attention mask
+
+.PHONY: bench
+bench: $(READY)  ## Measure host time of a step, import time and engine builds; results go to benchmarks/results
+	$(BIN)/python benchmarks/host_step.py
+	$(BIN)/python benchmarks/import_time.py
+	$(BIN)/python benchmarks/build.py
+
+.PHONY: clean
+clean:  ## Remove everything that was made, the environment too
+	rm -rf .venv build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
+
+$(READY): pyproject.toml
+	@test -d .venv || { echo "making .venv"; $(PYTHON) -m venv .venv; }
+	@echo "installing into .venv"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,rtx,cuda]"
+	@touch $(READY)

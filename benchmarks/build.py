@@ -1,0 +1,121 @@
+"""Time and peak memory of building a 0.5B-parameter Qwen2-shaped engine, beside a bare TensorRT build of the same network.
+
+    python benchmarks/build.py [--out benchmarks/results/build.json] [--dtype bfloat16] [--layers 24]
+
+Each build runs in a process of its own, and its peak is that of the process. Bare: the network over memory-mapped weights, one call of
+TensorRT, nothing kept but what it returns. Ours is ``build_engine``: the same, and the checks, the fingerprint of the checkpoint,
+and the engine folder on disk, which is then opened and verified.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from environment import describe_environment
+from random_model import QWEN2_0_5B, write_random_model
+
+from trt_kvcache.build_options import BuildOptions
+from trt_kvcache.builder import build_engine, define_decoder, peak_memory_nbytes, serialize
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine_folder import EngineFolder
+from trt_kvcache.trt_module import load
+
+SIZES = {"max_batch_size": 8, "max_sequence_length": 2048, "max_prefill_length": 512}
+FLAVOUR = "tensorrt_rtx"
+
+#: Most memory that ours may take beyond the bare build, in sizes of the weights.
+LIMIT = 2.5
+
+
+def bare(model: Path, dtype: str) -> dict[str, Any]:
+    """Build without anything that this package adds."""
+    before = peak_memory_nbytes()
+    started = time.perf_counter()
+    tensorrt = load(FLAVOUR)
+    options = BuildOptions(**SIZES, dtype=dtype)
+    with Checkpoint.open(model) as checkpoint, tensorrt.log.collect(ignore_missing_driver=True) as messages:
+        definition = define_decoder(checkpoint, options, tensorrt, messages)
+        defined = time.perf_counter()
+        plan = serialize(definition, options, tensorrt, messages, lambda done: None)
+        return {
+            "seconds": time.perf_counter() - started,
+            "seconds_in_tensorrt": time.perf_counter() - defined,
+            "plan_nbytes": plan.nbytes,
+            "peak_nbytes": peak_memory_nbytes(),
+            "nbytes_before": before,
+        }
+
+
+def ours(model: Path, dtype: str) -> dict[str, Any]:
+    """Build an engine folder, then check what was written."""
+    before = peak_memory_nbytes()
+    with tempfile.TemporaryDirectory(prefix="trt_kvcache-") as place:
+        report = build_engine(model, Path(place) / "engine", **SIZES, dtype=dtype, flavour=FLAVOUR)
+        measured = {
+            "seconds": report.seconds,
+            "plan_nbytes": report.plan_nbytes,
+            "weights_nbytes": report.weights_nbytes,
+            "peak_nbytes": report.peak_memory_nbytes,
+            "nbytes_before": before,
+            "decomposable_layers": sum(choice.decomposable for choice in report.attention),
+            "warnings": list(report.warnings),
+        }
+        folder = EngineFolder.open(report.path)
+        folder.read_plan().close()
+        folder.open_checkpoint().close()
+    return measured
+
+
+def in_own_process(which: str, model: Path, dtype: str) -> dict[str, Any]:
+    """Run one build in a fresh interpreter and return what it measured."""
+    command = [sys.executable, __file__, "--run", which, "--model", str(model), "--dtype", dtype]
+    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return dict(json.loads(output.splitlines()[-1]))
+
+
+def main() -> int:
+    """Measure, print, write the file; 1 if the limit is exceeded."""
+    parser = argparse.ArgumentParser(description="Time and peak memory of an engine build")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "build.json")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--layers", type=int, default=QWEN2_0_5B["num_hidden_layers"])
+    parser.add_argument("--run", choices=("bare", "ours"), help=argparse.SUPPRESS)
+    parser.add_argument("--model", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.run:
+        print(json.dumps({"bare": bare, "ours": ours}[arguments.run](arguments.model, arguments.dtype)))
+        return 0
+
+    with tempfile.TemporaryDirectory(prefix="trt_kvcache-") as place:
+        model = write_random_model(Path(place) / "model", {**QWEN2_0_5B, "num_hidden_layers": arguments.layers})
+        results = {which: in_own_process(which, model, arguments.dtype) for which in ("bare", "ours")}
+    if results["bare"]["plan_nbytes"] != results["ours"]["plan_nbytes"]:
+        raise AssertionError(f"the two builds made different engines: {results}")
+    beyond = (results["ours"]["peak_nbytes"] - results["bare"]["peak_nbytes"]) / results["ours"]["weights_nbytes"]
+    for which, result in results.items():
+        peak, plan = (result[name] / 2**20 for name in ("peak_nbytes", "plan_nbytes"))
+        print(f"{which:5} {result['seconds']:6.1f} s  peak {peak:7.0f} MiB  plan {plan:.0f} MiB")
+    print(f"beyond the bare build: {beyond:.2f} times the weights (limit {LIMIT})")
+    content = {
+        **describe_environment(),
+        "model": {**QWEN2_0_5B, "num_hidden_layers": arguments.layers},
+        "dtype": arguments.dtype,
+        **SIZES,
+        "results": results,
+        "peak_beyond_bare_in_weights": beyond,
+        "limit": LIMIT,
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return int(beyond > LIMIT)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

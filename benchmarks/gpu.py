@@ -1,0 +1,260 @@
+"""Everything that only a GPU can show, in one command: what it accepts, whether it computes right, how fast it is.
+
+    python benchmarks/gpu.py [--out benchmarks/results/gpu.json] [--tests] [--large]
+
+Each stage prints one line and never stops the later ones. Exit code 1 if one failed, 2 without a GPU. ``--dry-run`` runs the
+same stages with the NumPy reference engine in the place of TensorRT: it checks this script, on any machine, and measures
+nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from environment import describe_environment
+from random_model import QWEN2_0_5B, write_random_model
+from trt_kvcache.cuda_memory import CudaMemory, find_gpu
+
+from trt_kvcache import InferenceSession, build_engine
+from trt_kvcache.errors import KVCacheError
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "examples" / "tiny-llama"
+
+#: Largest |difference| of logits from the reference engine, over the largest |logit|. The reference accumulates in float32; an
+#: engine rounds every activation to its dtype.
+TOLERANCES = {"float32": 5e-3, "float16": 2e-2, "bfloat16": 1e-1}
+
+RAGGED_PROMPTS = [[0, 9, 17, 5, 33, 21, 8], [0, 41, 7], [0, 12, 99, 45, 3]]
+PROMPT = "The rabbit-hole went straight"
+
+
+class Report:
+    """Results of the stages, by name."""
+
+    def __init__(self) -> None:
+        self.stages: dict[str, dict[str, Any]] = {}
+
+    def run(self, name: str, stage: Callable[[], Any]) -> None:
+        """Run a stage; its failure is a result."""
+        started = time.perf_counter()
+        try:
+            result, ok = stage(), True
+        except (KVCacheError, AssertionError, OSError, ValueError, RuntimeError, TypeError, subprocess.SubprocessError) as error:
+            result, ok = f"{type(error).__name__}: {error}", False
+        seconds = round(time.perf_counter() - started, 3)
+        self.stages[name] = {"ok": ok, "seconds": seconds, "result": result}
+        print(f"{'ok  ' if ok else 'FAIL'} {name} ({seconds} s): {json.dumps(result, default=str)[:400]}", flush=True)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every stage passed."""
+        return all(stage["ok"] for stage in self.stages.values())
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of what takes part."""
+    versions = {}
+    for name in ("tensorrt", "tensorrt_rtx", "cuda.core", "cuda.bindings", "torch", "numpy"):
+        try:
+            versions[name] = str(importlib.import_module(name).__version__)
+        except (ImportError, AttributeError) as error:
+            versions[name] = f"not there ({error})"
+    return versions
+
+
+def build(model: Path, folder: Path, dtype: str, attention: str, batch: int, length: int = 256) -> dict[str, Any]:
+    """Build an engine folder."""
+    report = build_engine(
+        model,
+        folder,
+        max_batch_size=batch,
+        max_sequence_length=length,
+        max_prefill_length=min(64, length),
+        dtype=dtype,
+        attention=attention,
+    )
+    return {"plan_nbytes": report.plan_nbytes, "seconds": round(report.seconds, 2), "tensorrt": report.tensorrt}
+
+
+def relative_error(got: np.ndarray, expected: np.ndarray) -> float:
+    """Return the largest difference over the largest expected magnitude; NaN counts as infinite."""
+    difference = np.abs(got - expected).max()
+    return float("inf") if np.isnan(difference) else float(difference / np.abs(expected).max())
+
+
+def logits_agree(folder: Path, engine: str, dtype: str) -> dict[str, Any]:
+    """Compare ragged prefill, decode and a second turn with the reference engine.
+
+    The prompts differ in length, so a mask that ``key_value_lengths`` does not shift per slot would show here.
+    """
+    errors = {}
+    with InferenceSession.open(folder, engine=engine) as session, InferenceSession.open(folder, engine="reference") as reference:
+        for name, step in (
+            ("ragged prefill", lambda s: s.prefill(RAGGED_PROMPTS)),
+            ("decode", lambda s: s.decode([11, 23, 4])),
+            ("decode again", lambda s: s.decode([6, 30, 14])),
+            ("second turn", lambda s: s.append([[8, 15], [77, 2, 19, 5], [50]])),
+        ):
+            errors[name] = relative_error(step(session), step(reference))
+    worst = max(errors.values())
+    assert worst <= TOLERANCES[dtype], f"relative error {worst:.3g} over {TOLERANCES[dtype]}: {errors}"
+    return errors
+
+
+def fill_dead_rows(session: InferenceSession, value: float) -> None:
+    """Overwrite every row of K and V beyond the live ones."""
+    cache, stream = session.cache, session.cache.memory.create_stream()
+    for layer in range(cache.num_layers):
+        for view in cache.get_separate_kv_cache(layer):
+            rows = view.numpy()
+            for slot in range(view.shape[0]):
+                live = cache.host_kv_cache_lengths[slot] if slot < cache.active_batch_size else 0
+                rows[slot, :, live:] = value
+            cache.memory.upload(view, rows, stream=stream)
+            cache.memory.synchronize(stream)
+
+
+def dead_rows_do_not_matter(folder: Path, engine: str, poison: float) -> dict[str, Any]:
+    """Decode with clean and with poisoned dead rows; the logits must be the same."""
+    results = []
+    for value in (0.0, poison):
+        with InferenceSession.open(folder, engine=engine) as session:
+            session.prefill(RAGGED_PROMPTS)
+            fill_dead_rows(session, value)
+            results.append([session.decode([11, 23, 4]), session.append([[8, 15], [77], [50, 3, 9]])])
+    errors = [relative_error(poisoned, clean) for clean, poisoned in zip(*results, strict=True)]
+    assert max(errors) == 0, f"dead rows are read: relative errors {errors}"
+    return {"poison": str(poison), "relative_errors": errors}
+
+
+def generate(folder: Path, engine: str) -> dict[str, Any]:
+    """Generate with the shipped model; the text must be the reference engine's."""
+    texts, rates = [], []
+    for name in (engine, "reference"):
+        with InferenceSession.open(folder, engine=name) as session:
+            texts.append("".join(event.text for event in session.generate(PROMPT, temperature=0.0, max_new_tokens=100)))
+            rates.append(session.statistics.decode_tokens_per_second)
+    return {"text": texts[0], "same_as_reference": texts[0] == texts[1], "tokens_per_second": round(rates[0], 1)}
+
+
+def decode_speed(folder: Path, engine: str, batch: int, steps: int, weights_nbytes: int) -> dict[str, Any]:
+    """Measure decode steps of a random prompt; beside it, the time that reading the weights once takes at copy speed."""
+    rng = np.random.default_rng(0)
+    with InferenceSession.open(folder, engine=engine) as session:
+        prompts = [rng.integers(0, session.vocab_size, 32).tolist() for _ in range(batch)]
+        tokens = session.prefill(prompts).argmax(axis=1).tolist()
+        times = []
+        for _ in range(steps):
+            started = time.perf_counter()
+            tokens = session.decode(tokens).argmax(axis=1).tolist()
+            times.append(time.perf_counter() - started)
+    median = float(np.median(times[steps // 4 :]))
+    return {
+        "batch": batch,
+        "median_step_ms": round(median * 1e3, 3),
+        "tokens_per_second": round(batch / median, 1),
+        "weights_nbytes": weights_nbytes,
+        "weights_gb_per_second": round(weights_nbytes / median / 1e9, 1),
+    }
+
+
+def copy_bandwidth(nbytes: int = 1 << 30, repeats: int = 20) -> dict[str, Any]:
+    """Measure a device-to-device copy, read plus written bytes per second: the limit of everything that moves bytes."""
+    from cuda.bindings import driver
+
+    memory = CudaMemory()
+    stream = memory.create_stream()
+    source, destination = (memory.allocate(nbytes, zeroed=True, stream=stream) for _ in range(2))
+    memory.synchronize(stream)
+    rates = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        (error,) = driver.cuMemcpyDtoDAsync(destination.ptr, source.ptr, nbytes, int(stream.handle))
+        assert int(error) == 0, f"cuMemcpyDtoDAsync: {error}"
+        memory.synchronize(stream)
+        rates.append(2 * nbytes / (time.perf_counter() - started))
+    return {"gb_per_second": round(float(np.median(rates)) / 1e9, 1), "nbytes": nbytes}
+
+
+def open_twice(folder: Path, engine: str) -> dict[str, Any]:
+    """Open an engine twice: the second time, what TensorRT for RTX compiled comes from the user's cache folder."""
+    seconds = []
+    for _ in range(2):
+        started = time.perf_counter()
+        with InferenceSession.open(folder, engine=engine) as session:
+            session.prefill([[0, 1, 2]])
+            session.decode([3])
+        seconds.append(round(time.perf_counter() - started, 3))
+    return {"first_seconds": seconds[0], "second_seconds": seconds[1]}
+
+
+def gpu_tests() -> str:
+    """Run the tests that need a GPU; a missing one is a failure."""
+    done = subprocess.run(["make", "test-gpu"], cwd=ROOT, capture_output=True, text=True, timeout=540)
+    assert done.returncode == 0, done.stdout[-2000:]
+    return done.stdout.strip().splitlines()[-1]
+
+
+def measure(arguments: argparse.Namespace, report: Report, scratch: Path) -> None:
+    """Run all stages, correctness first."""
+    engine = "reference" if arguments.dry_run else "tensorrt"
+    report.run("versions", installed_versions)
+    if arguments.tests:
+        report.run("tests that need a GPU", gpu_tests)
+    for dtype in TOLERANCES:
+        for attention in ("native", "mask"):
+            name, folder = f"{dtype} {attention}", scratch / f"{dtype}-{attention}"
+            report.run(f"{name}: build", lambda d=dtype, a=attention, f=folder: build(TINY, f, d, a, batch=4))
+            report.run(f"{name}: logits agree with the reference", lambda d=dtype, f=folder: logits_agree(f, engine, d))
+            poison = float("nan") if attention == "native" else 1e4
+            report.run(f"{name}: dead rows do not matter", lambda f=folder, p=poison: dead_rows_do_not_matter(f, engine, p))
+    tiny = scratch / "float16-native"
+    report.run("generate with the shipped model", lambda: generate(tiny, engine))
+    report.run("open twice", lambda: open_twice(tiny, engine))
+    if not arguments.dry_run:
+        report.run("device copy", copy_bandwidth)
+    if arguments.large:
+        model, folder = scratch / "model", scratch / "qwen2-0.5b"
+        report.run("0.5B: random weights", lambda: write_random_model(model, QWEN2_0_5B))
+        report.run("0.5B: build", lambda: build(model, folder, "float16", "native", batch=8, length=1024))
+        weights = (model / "model.safetensors").stat().st_size
+        for batch in (1, 8):
+            report.run(f"0.5B: decode, batch {batch}", lambda b=batch: decode_speed(folder, engine, b, 100, weights))
+        report.run("0.5B: logits agree with the reference", lambda: logits_agree(folder, engine, "float16"))
+
+
+def main() -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu.json")
+    parser.add_argument("--tests", action="store_true", help="run the gpu-marked tests too")
+    parser.add_argument("--large", action="store_true", help="measure the 0.5B-shaped model too")
+    parser.add_argument("--dry-run", action="store_true", help="check this script with the reference engine, without a GPU")
+    arguments = parser.parse_args()
+    reason = None if arguments.dry_run else find_gpu()
+    if reason is not None:
+        print(f"no GPU: {reason}", file=sys.stderr)
+        return 2
+    report = Report()
+    with tempfile.TemporaryDirectory() as scratch:
+        measure(arguments, report, Path(scratch))
+    result = {**describe_environment(gpu=not arguments.dry_run), "dry_run": arguments.dry_run, "stages": report.stages}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(result, indent=2, default=str) + "\n", encoding="utf-8")
+    print(f"written: {arguments.out}")
+    return 0 if report.ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""Host time of a decode step: what Python takes per step, with an engine that does nothing.
+
+    python benchmarks/host_step.py [--out benchmarks/results/host_step.json] [--steps 10000]
+
+A step is ``session.decode``: check and upload one token for each of 8 slots, enqueue, commit the lengths, write the tokens down, read
+the logits. Nothing is sampled. The cache is in host memory, where copies are done by the host; so the vocabulary is small, and what
+is left is bookkeeping. The layer counts take turns, so that a machine that changes its pace does not favour one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from environment import describe_environment
+
+from trt_kvcache import DeviceTensor, HostMemory, InferenceSession, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
+from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
+from trt_kvcache.names import DEFAULT_NAMES as NAMES
+
+BATCH, VOCAB, STEPS = 8, 512, 10_000
+LAYERS = (16, 32, 64)
+ROUNDS = 10
+
+#: Longest median at 32 layers, in microseconds, and largest ratio of the medians at 64 and 16 layers.
+LIMIT_MICROSECONDS, LIMIT_RATIO = 30.0, 1.2
+
+
+class NullEngine:
+    """An engine of any number of layers that does nothing."""
+
+    def __init__(self, kv: KVCacheConfig, memory: HostMemory) -> None:
+        self.memory = memory
+        self.profiles: Sequence[EngineProfile] = (
+            EngineProfile(name="prefill", min_batch=1, max_batch=BATCH, min_width=1, max_width=16),
+            EngineProfile(name="decode", min_batch=1, max_batch=BATCH, min_width=1, max_width=1),
+        )
+        self.tensors: Mapping[str, TensorSpec] = {spec.name: spec for spec in _tensors(kv)}
+
+    def use_profile(self, index: int) -> None:
+        """Do nothing."""
+
+    def bind(self, name: str, tensor: DeviceTensor) -> None:
+        """Do nothing."""
+
+    def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
+        """Do nothing."""
+
+    def enqueue(self, stream: Any) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def _tensors(kv: KVCacheConfig) -> list[TensorSpec]:
+    inputs = [(NAMES.input_ids, (-1, -1), "int32"), (NAMES.kvcache_start_index, (-1,), "int32"), (NAMES.last_token_ids, (-1, 1), "int32")]
+    specs = [TensorSpec(name=name, shape=shape, dtype=dtype, mode=TensorMode.INPUT) for name, shape, dtype in inputs]
+    specs.append(TensorSpec(name=NAMES.logits, shape=(-1, VOCAB), dtype="float32", mode=TensorMode.OUTPUT))
+    for index, layer in enumerate(kv.layers):
+        shape = (-1, layer.num_kv_heads, kv.max_sequence_length, layer.head_dim)
+        for before, after in NAMES.cache_pairs(index):
+            specs.append(TensorSpec(name=before, shape=shape, dtype=kv.dtype, mode=TensorMode.INPUT))
+            specs.append(TensorSpec(name=after, shape=shape, dtype=kv.dtype, mode=TensorMode.OUTPUT, alias=before))
+    return specs
+
+
+class CheckingEngine(NullEngine):
+    """A null engine that looks at what an enqueue would read, and answers with the token that it was given."""
+
+    def __init__(self, kv: KVCacheConfig, memory: HostMemory) -> None:
+        super().__init__(kv, memory)
+        self.bound: dict[str, DeviceTensor] = {}
+        self.calls: list[str] = []
+        self.starts: list[list[int]] = []
+
+    def bind(self, name: str, tensor: DeviceTensor) -> None:
+        """Remember it."""
+        self.bound[name] = tensor
+        self.calls.append("bind")
+
+    def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
+        """Count it."""
+        self.calls.append("set_input_shape")
+
+    def enqueue(self, stream: Any) -> None:
+        """Read the start index and the tokens, write logits."""
+        self.calls.append("enqueue")
+        array = self.memory.array
+        self.starts.append(array(self.bound[NAMES.kvcache_start_index]).tolist())
+        logits = array(self.bound[NAMES.logits])
+        logits[...] = 0
+        logits[range(BATCH), array(self.bound[NAMES.input_ids])[:BATCH]] = 1
+
+
+def make_session(layers: int, engine: type[NullEngine] = NullEngine) -> InferenceSession:
+    """Return a session of 8 slots that hold one token each."""
+    memory = HostMemory()
+    kv = KVCacheConfig(
+        layers=(KVLayerConfig(num_kv_heads=1, head_dim=8),) * layers,
+        max_batch_size=BATCH,
+        max_sequence_length=2 * STEPS,
+        dtype="float16",
+        layout=KVLayout.SEPARATE,
+    )
+    session = InferenceSession(engine(kv, memory), KVCacheManager(kv, memory=memory))
+    session.prefill([[1]] * BATCH)
+    return session
+
+
+def check(layers: int) -> None:
+    """Check that steps do what they should: tokens in, lengths read and then counted, nothing bound or set again."""
+    steps = 50
+    with make_session(layers, CheckingEngine) as session:
+        engine = session.engine
+        assert isinstance(engine, CheckingEngine)
+        engine.calls.clear()
+        for step in range(steps):
+            tokens = [(step * BATCH + slot) % VOCAB for slot in range(BATCH)]
+            if session.decode(tokens).argmax(axis=1).tolist() != tokens:
+                raise AssertionError(f"step {step}: the engine was given other tokens than {tokens}")
+        found = (engine.calls, engine.starts[1:], session.cache.host_kv_cache_lengths, session.cache.kv_cache_lengths.numpy().tolist())
+        expected = (["enqueue"] * steps, [[1 + step] * BATCH for step in range(steps)], (1 + steps,) * BATCH, [1 + steps] * BATCH)
+        if found != expected:
+            raise AssertionError(f"{layers} layers: expected {expected}, got {found}")
+
+
+def time_steps(session: InferenceSession, steps: int) -> list[float]:
+    """Return the seconds of each of some decode steps."""
+    tokens = list(range(BATCH))
+    clock, seconds = time.perf_counter, []
+    for _ in range(steps):
+        started = clock()
+        session.decode(tokens)
+        seconds.append(clock() - started)
+    return seconds
+
+
+def measure(steps: int) -> dict[int, dict[str, float]]:
+    """Return median and 90th percentile, in microseconds, per number of layers."""
+    sessions = {layers: make_session(layers) for layers in LAYERS}
+    seconds: dict[int, list[float]] = {layers: [] for layers in LAYERS}
+    for session in sessions.values():
+        time_steps(session, 500)
+    for _ in range(ROUNDS):
+        for layers, session in sessions.items():
+            seconds[layers] += time_steps(session, steps // ROUNDS)
+    return {
+        layers: {"median_us": statistics.median(values) * 1e6, "p90_us": statistics.quantiles(values, n=10)[-1] * 1e6}
+        for layers, values in seconds.items()
+    }
+
+
+def main() -> int:
+    """Check, measure, print, write the file; 1 if a limit is exceeded."""
+    parser = argparse.ArgumentParser(description="Host time of a decode step")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "host_step.json")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"per number of layers, at least {ROUNDS}, at most {STEPS}")
+    arguments = parser.parse_args()
+    if not ROUNDS <= arguments.steps <= STEPS:
+        parser.error(f"--steps: expected {ROUNDS} to {STEPS}, got {arguments.steps}")
+    for layers in LAYERS:
+        check(layers)
+    results = measure(arguments.steps)
+    for layers, result in results.items():
+        print(f"{layers:2} layers: median {result['median_us']:.1f} us, 90 % under {result['p90_us']:.1f} us")
+    median, ratio = results[32]["median_us"], results[64]["median_us"] / results[16]["median_us"]
+    print(f"at 32 layers: {median:.1f} us (limit {LIMIT_MICROSECONDS}); 64 layers take {ratio:.2f} times 16 (limit {LIMIT_RATIO})")
+    content = {
+        **describe_environment(),
+        "batch_size": BATCH,
+        "vocab_size": VOCAB,
+        "steps": arguments.steps,
+        "layers": {str(layers): result for layers, result in results.items()},
+        "ratio_64_to_16": ratio,
+        "limits": {"median_us_at_32_layers": LIMIT_MICROSECONDS, "ratio_64_to_16": LIMIT_RATIO},
+    }
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    return int(median > LIMIT_MICROSECONDS or ratio > LIMIT_RATIO)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

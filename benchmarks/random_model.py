@@ -1,0 +1,78 @@
+"""Hugging Face folders of any size with random weights, written tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.checkpoint.tensor_shapes import tensor_shapes
+from trt_kvcache.dtypes import itemsize, numpy_dtype
+
+#: The shape of Qwen2-0.5B: 494 million parameters, the head tied to the embedding.
+QWEN2_0_5B: dict[str, Any] = {
+    "model_type": "qwen2",
+    "vocab_size": 151936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+
+_SAFETENSORS_NAME = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
+_CHUNK_ELEMENTS = 1 << 22
+
+
+def write_random_model(folder: Path, config: dict[str, Any], *, seed: int = 0) -> Path:
+    """Write a model folder: norms near 1, everything else normal with a standard deviation that keeps activations of order 1.
+
+    Parameters
+    ----------
+    folder : Path
+        Made here; its parent must be there.
+    config : dict
+        A ``config.json``.
+    seed : int
+
+    Returns
+    -------
+    Path
+        ``folder``.
+    """
+    model = ModelConfig.from_dict(config)
+    shapes = tensor_shapes(model)
+    random = np.random.default_rng(seed)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(_header(shapes, model.dtype))
+        for name, shape in shapes.items():
+            mean, deviation = (1.0, 0.02) if name.endswith("norm.weight") else (0.0, 1 / math.sqrt(model.hidden_size))
+            for start in range(0, math.prod(shape), _CHUNK_ELEMENTS):
+                count = min(_CHUNK_ELEMENTS, math.prod(shape) - start)
+                values = random.standard_normal(count, np.float32) * np.float32(deviation) + np.float32(mean)
+                file.write(values.astype(numpy_dtype(model.dtype)).tobytes())
+    return folder
+
+
+def _header(shapes: dict[str, tuple[int, ...]], dtype: str) -> bytes:
+    entries, offset = {}, 0
+    for name, shape in shapes.items():
+        end = offset + math.prod(shape) * itemsize(dtype)
+        entries[name] = {"dtype": _SAFETENSORS_NAME[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(entries).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -1,0 +1,23 @@
+"""Inputs for our runners in ``polygraphy run``: prompts, and what the reference engine says after them, token by token.
+
+Which model and prompts: TRT_KVCACHE_MODEL and TRT_KVCACHE_PROMPTS (separated by ``|``) in the environment.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from trt_kvcache.feeds import Feed, greedy_feeds
+from trt_kvcache.runner import ReferenceRunner
+
+_MODEL = os.environ.get("TRT_KVCACHE_MODEL", str(Path(__file__).resolve().parents[1] / "examples" / "tiny-llama"))
+_PROMPTS = os.environ.get("TRT_KVCACHE_PROMPTS", "The|He said that").split("|")
+_STEPS = 8
+
+
+def load_data() -> Iterator[Feed]:
+    """Yield a prefill of the prompts, then one token for each of them per step."""
+    with ReferenceRunner(_MODEL, live_rows=False, max_batch_size=len(_PROMPTS)) as runner:
+        for feed in greedy_feeds(runner, _PROMPTS, _STEPS):
+            runner.infer(feed)
+            yield feed

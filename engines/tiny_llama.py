@@ -1,0 +1,15 @@
+"""The shipped model, for four sequences of up to 256 tokens. What to run: README.md beside this file."""
+
+from pathlib import Path
+
+from trt_kvcache.recipe import Recipe
+
+_RECIPE = Recipe(
+    Path(__file__).resolve().parents[1] / "examples" / "tiny-llama",
+    max_batch_size=4,
+    max_sequence_length=256,
+    max_prefill_length=64,
+)
+
+load_network = _RECIPE.load_network
+load_config = _RECIPE.load_config

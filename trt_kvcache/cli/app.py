@@ -1,0 +1,100 @@
+"""The command line: its commands, and what becomes of errors."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import io
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import typer
+
+from trt_kvcache import __version__
+from trt_kvcache.cli import FAILED, INTERRUPTED
+from trt_kvcache.cli.build import build
+from trt_kvcache.cli.chat import chat
+from trt_kvcache.cli.compare import compare
+from trt_kvcache.cli.console import complain, warn
+from trt_kvcache.cli.generate import generate
+from trt_kvcache.cli.inspect import inspect
+from trt_kvcache.cli.memory import memory
+from trt_kvcache.errors import KVCacheError
+from trt_kvcache.opening import EngineFallbackWarning
+
+app = typer.Typer(
+    name="trt-kvcache",
+    help="The KV cache layer for TensorRT: build engines from Hugging Face folders, run them, compare them.",
+    epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 3 compare found a difference, 130 Ctrl-C.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _with_clear_errors(command: Callable[..., None]) -> Callable[..., None]:
+    """Turn what a command raises into one message and an exit code, never a traceback."""
+
+    @functools.wraps(command)
+    def run_command(*arguments: Any, **options: Any) -> None:
+        try:
+            command(*arguments, **options)
+        except KeyboardInterrupt:
+            complain("interrupted")
+            raise typer.Exit(INTERRUPTED) from None
+        except BrokenPipeError:
+            raise  # whoever read our output has had enough: typer ends the command without a word
+        except (KVCacheError, OSError) as error:
+            complain("error:", str(error))
+            raise typer.Exit(FAILED) from None
+        except MemoryError as error:
+            complain("error:", f"out of memory. {error}")
+            raise typer.Exit(FAILED) from None
+
+    return run_command
+
+
+for command in (build, generate, chat, compare, memory, inspect):
+    app.command()(_with_clear_errors(command))
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"trt-kvcache {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: bool = typer.Option(False, "--version", help="Print the version.", callback=_print_version, is_eager=True),
+) -> None:
+    """Take the options that stand before a command."""
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line and return its exit code."""
+    _forgive_encodings()
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", EngineFallbackWarning)
+        warnings.showwarning = _show_warning
+        try:
+            app(args=None if arguments is None else list(arguments))
+        except SystemExit as exit_:
+            return exit_.code if isinstance(exit_.code, int) else FAILED
+    return 0
+
+
+def _show_warning(message: Warning | str, *details: Any, **more: Any) -> None:
+    warn(str(message))
+
+
+def _forgive_encodings() -> None:
+    """Let a character that a terminal cannot show, or that is damaged on its way in, become another one instead of an error."""
+    for stream, handler in ((sys.stdin, "replace"), (sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
+        if isinstance(stream, io.TextIOWrapper):
+            with contextlib.suppress(io.UnsupportedOperation):  # something was read from it already
+                stream.reconfigure(errors=handler)

@@ -1,0 +1,63 @@
+"""``trt-kvcache build``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trt_kvcache.builder import build_engine
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.cli.console import count, progress_bar, say, size
+from trt_kvcache.cli.opening import DTYPE_HELP, MAX_SEQUENCE_LENGTH_HELP, AttentionName, DTypeName, FlavourName
+from trt_kvcache.engine_folder import is_engine_folder
+from trt_kvcache.errors import CheckpointError
+from trt_kvcache.opening import DEFAULT_MAX_PREFILL_LENGTH, DEFAULT_MAX_SEQUENCE_LENGTH
+
+
+def build(
+    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder: config.json and safetensors.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="ENGINE", help="The engine folder to make, or to replace.")],
+    max_batch_size: Annotated[int, typer.Option(min=1, help="Slots of the cache.")] = 1,
+    max_sequence_length: Annotated[int | None, typer.Option(min=1, help=MAX_SEQUENCE_LENGTH_HELP)] = None,
+    max_prefill_length: Annotated[
+        int | None, typer.Option(min=1, help=f"Most new tokens of a slot in one enqueue; at most {DEFAULT_MAX_PREFILL_LENGTH} if left out.")
+    ] = None,
+    dtype: Annotated[DTypeName | None, typer.Option(metavar="DTYPE", help=DTYPE_HELP)] = None,
+    attention: Annotated[
+        AttentionName, typer.Option(help="mask reads no stale row where a known defect of TensorRT 11.x does.")
+    ] = AttentionName.native,
+    flavour: Annotated[
+        FlavourName, typer.Option(help="Which TensorRT; auto is full TensorRT where it works, else RTX.")
+    ] = FlavourName.auto,
+    embed_weights: Annotated[bool, typer.Option("--embed-weights", help="Copy the checkpoint into the engine folder.")] = False,
+    compute_capability: Annotated[
+        list[str] | None, typer.Option(metavar="X.Y", help="Build for this GPU only (TensorRT for RTX); may be repeated.")
+    ] = None,
+) -> None:
+    """Build a TensorRT engine from a model folder. TensorRT for RTX does it without a GPU."""
+    if is_engine_folder(model):
+        raise CheckpointError(f"{model}: expected a Hugging Face folder, got an engine folder.")
+    with Checkpoint.open(model) as checkpoint:
+        positions = checkpoint.config.max_position_embeddings
+    length = max_sequence_length or min(positions, DEFAULT_MAX_SEQUENCE_LENGTH)
+    with progress_bar() as progress:
+        report = build_engine(
+            model,
+            output,
+            max_batch_size=max_batch_size,
+            max_sequence_length=length,
+            max_prefill_length=max_prefill_length or min(length, DEFAULT_MAX_PREFILL_LENGTH),
+            dtype=dtype.value if dtype else None,
+            attention=attention.value,
+            flavour=flavour.value,
+            embed_weights=embed_weights,
+            compute_capabilities=compute_capability or None,
+            progress=progress,
+        )
+    peak = "" if report.peak_memory_nbytes is None else f", peak memory {size(report.peak_memory_nbytes)}"
+    say(f"{report.path}: {size(report.plan_nbytes)} by {report.tensorrt} in {report.seconds:.1f} s{peak}")
+    decomposed = sum(choice.decomposable for choice in report.attention)
+    if decomposed:
+        say(f"attention of {count(decomposed, 'layer')} is decomposable; `trt-kvcache inspect {report.path}` says why")

@@ -1,0 +1,148 @@
+"""``trt-kvcache chat``."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from trt_kvcache.cli.console import complain, messages, note, put
+from trt_kvcache.cli.opening import (
+    AttentionOption,
+    DTypeOption,
+    EngineName,
+    EngineOption,
+    FlavourName,
+    FlavourOption,
+    Folder,
+    MaxSequenceLength,
+    open_session,
+    session_source,
+)
+from trt_kvcache.cli.sampling import MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
+from trt_kvcache.cli.session_notes import note_statistics, warn_of_full_cache
+from trt_kvcache.errors import ConfigError, KVCacheError
+from trt_kvcache.session import InferenceSession, Prompt
+
+_HELP = "/undo takes the last turn back, /reset starts anew, /stats shows times and bytes, /quit ends; Ctrl-C stops an answer."
+
+
+def chat(
+    folder: Folder,
+    max_new_tokens: MaxNewTokens = 256,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    engine: EngineOption = EngineName.auto,
+    flavour: FlavourOption = FlavourName.auto,
+    max_sequence_length: MaxSequenceLength = None,
+    dtype: DTypeOption = None,
+    attention: AttentionOption = None,
+) -> None:
+    """Talk to a model. A model without a chat template continues your text instead.
+
+    Only what is new in a turn is run: what the cache holds of the conversation is kept.
+    """
+    options = sampling_options(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=tuple(stop) if stop else None,
+    )
+    source = session_source(
+        folder,
+        slots=1,
+        engine=engine,
+        flavour=flavour,
+        max_batch_size=None,
+        max_sequence_length=max_sequence_length,
+        dtype=dtype,
+        attention=attention,
+    )
+    with open_session(source) as session:
+        if session.tokenizer is None:
+            raise ConfigError(f"{folder}: chat needs a tokenizer.json. `trt-kvcache generate --prompt-ids` works on token ids.")
+        Conversation(session, options).run()
+
+
+class Conversation:
+    """The turns of a chat on slot 0 of a session."""
+
+    def __init__(self, session: InferenceSession, options: dict[str, Any]) -> None:
+        self._session = session
+        self._options = options
+        self._interactive = sys.stdin.isatty()
+        #: What was asked, and what was answered.
+        self._turns: list[tuple[str, str]] = []
+
+    def run(self) -> None:
+        """Read lines until the end of input or ``/quit``."""
+        if self._interactive:
+            note(_HELP)
+        while (line := self._read()) is not None and line not in ("/quit", "/exit"):
+            if line.startswith("/"):
+                self._command(line)
+            elif line:
+                self._answer(line)
+
+    def _read(self) -> str | None:
+        if not self._interactive:
+            line = sys.stdin.readline()
+        else:
+            messages().print("> ", style="bold", end="")
+            line = sys.stdin.readline()
+            if not line:
+                note("")  # the shell goes on in a line of its own
+        return line.strip() if line else None
+
+    def _command(self, line: str) -> None:
+        if line == "/reset":
+            self._turns.clear()
+            note("The conversation starts anew.")
+        elif line == "/undo":
+            note(f"Taken back: {self._turns.pop()[0]}" if self._turns else "There is no turn to take back.")
+        elif line == "/stats":
+            note_statistics(self._session)
+        else:
+            note(_HELP)
+
+    def _answer(self, line: str) -> None:
+        """Write the answer to a line as it comes; if it fails, or is stopped before its first word, there was no such turn."""
+        answer: list[str] = []
+        stopped = False
+        try:
+            for event in self._session.generate(self._prompt(line), reuse=self._session.cache.active_batch_size == 1, **self._options):
+                put(event.text)
+                answer.append(event.text)
+        except KeyboardInterrupt:
+            stopped = True
+        except KVCacheError as error:
+            if not self._interactive:
+                raise
+            complain("error:", f"{error} /undo and /reset make room.")
+            return
+        put("\n")
+        if stopped:
+            note("(stopped)")
+        if answer or not stopped:
+            self._turns.append((line, "".join(answer)))
+        warn_of_full_cache(self._session)
+
+    def _prompt(self, line: str) -> Prompt:
+        """Return the whole conversation, which the session compares with what its cache holds."""
+        tokenizer = self._session.tokenizer
+        assert tokenizer is not None
+        if not tokenizer.has_chat_template:
+            return "".join(f"{asked}{answered}\n" for asked, answered in self._turns) + line
+        messages = [
+            message
+            for asked, answered in self._turns
+            for message in ({"role": "user", "content": asked}, {"role": "assistant", "content": answered})
+        ]
+        text = tokenizer.apply_chat_template([*messages, {"role": "user", "content": line}])
+        return tokenizer.encode(text, add_special_tokens=False)

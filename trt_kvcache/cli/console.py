@@ -1,0 +1,107 @@
+"""How the command line looks: where it writes, progress, tables, sizes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from trt_kvcache.builder import BUILDING
+from trt_kvcache.builder import Progress as ProgressCallback
+from trt_kvcache.cli.interrupt import held_interrupts
+
+_WIDTH_OF_A_PIPE = 160
+
+
+def results() -> Console:
+    """Return the console for results: what a pipe gets. Texts are printed as they are, without markup."""
+    return _console(stderr=False)
+
+
+def messages() -> Console:
+    """Return the console for everything else: progress, statistics, errors."""
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    terminal = (sys.stderr if stderr else sys.stdout).isatty()
+    return Console(stderr=stderr, width=None if terminal else _WIDTH_OF_A_PIPE, markup=False, emoji=False, highlight=False)
+
+
+def say(line: str, style: str = "") -> None:
+    """Print a line of the result, never broken."""
+    results().print(line, style=style, soft_wrap=True)
+
+
+def put(text: str) -> None:
+    """Write generated text, at once and as it is."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def note(text: str, *, end: str = "\n") -> None:
+    """Print something in passing, on stderr."""
+    messages().print(text, style="dim", end=end, soft_wrap=True)
+
+
+def warn(text: str) -> None:
+    """Print a warning on stderr."""
+    messages().print(Text.assemble(("warning:", "yellow"), " ", text), soft_wrap=True)
+
+
+def complain(head: str, text: str = "") -> None:
+    """Print on stderr why a command has failed."""
+    messages().print(Text.assemble((head, "red"), f" {text}" if text else ""), soft_wrap=True)
+
+
+@contextmanager
+def progress_bar() -> Iterator[ProgressCallback]:
+    """Show stages of long work as bars, and nothing at all where stderr is not a terminal. While TensorRT builds, Ctrl-C
+    waits for the next step."""
+    console = messages()
+    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn())
+    bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    with held_interrupts() as interrupts, bars:
+        tasks: dict[str, TaskID] = {}
+
+        def report(stage: str, done: float | None) -> None:
+            interrupts.check()
+            interrupts.hold = stage == BUILDING and done != 1.0
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=None if done is None else 1.0)
+            bars.update(tasks[stage], total=None if done is None else 1.0, completed=done or 0.0)
+
+        yield report
+
+
+def table(*columns: str, numbers: Collection[str] = (), title: str | None = None) -> Table:
+    """Return an empty table with these columns, those of ``numbers`` right-aligned."""
+    made = Table(title=title, title_justify="left", header_style="bold")
+    for column in columns:
+        made.add_column(column, justify="right" if column in numbers else "left", overflow="fold")
+    return made
+
+
+def size(nbytes: int) -> str:
+    """Return bytes as a person reads them: exact below 1 KiB, else in KiB, MiB, GiB or TiB."""
+    value, unit = float(nbytes), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{nbytes} B" if unit == "B" else f"{value:.1f} {unit}"
+
+
+def count(number: int, what: str) -> str:
+    """Return a number of things in words: ``1 slot``, ``2 slots``."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def span(first: int, last: int) -> str:
+    """Return a range in words: ``3``, or ``3-7``."""
+    return str(first) if first == last else f"{first}-{last}"

@@ -1,0 +1,108 @@
+"""``trt-kvcache generate``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated
+
+import typer
+
+from trt_kvcache.cli.console import put
+from trt_kvcache.cli.opening import (
+    AttentionOption,
+    DTypeOption,
+    EngineName,
+    EngineOption,
+    FlavourName,
+    FlavourOption,
+    Folder,
+    MaxBatchSize,
+    MaxSequenceLength,
+    open_session,
+    session_source,
+)
+from trt_kvcache.cli.prompts import PromptIds, Prompts, read_prompts
+from trt_kvcache.cli.sampling import IgnoreEos, MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
+from trt_kvcache.cli.session_notes import note_statistics, warn_of_full_cache
+from trt_kvcache.request import GeneratedToken
+from trt_kvcache.session import InferenceSession, Prompt
+
+
+def generate(
+    folder: Folder,
+    prompt: Prompts = None,
+    prompt_ids: PromptIds = None,
+    statistics: Annotated[bool, typer.Option("--stats/--no-stats", help="Print times and bytes at the end, on stderr.")] = True,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    ignore_eos: IgnoreEos = False,
+    engine: EngineOption = EngineName.auto,
+    flavour: FlavourOption = FlavourName.auto,
+    max_batch_size: MaxBatchSize = None,
+    max_sequence_length: MaxSequenceLength = None,
+    dtype: DTypeOption = None,
+    attention: AttentionOption = None,
+) -> None:
+    """Continue prompts. One prompt is written as it comes, several one after another."""
+    prompts = read_prompts(prompt, prompt_ids)
+    options = sampling_options(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=tuple(stop) if stop else None,
+        ignore_eos=ignore_eos or None,
+    )
+    source = session_source(
+        folder,
+        slots=len(prompts),
+        engine=engine,
+        flavour=flavour,
+        max_batch_size=max_batch_size,
+        max_sequence_length=max_sequence_length,
+        dtype=dtype,
+        attention=attention,
+    )
+    with open_session(source) as session:
+        events = session.generate(prompts, **options)
+        if len(prompts) == 1:
+            _write_as_it_comes(session, prompts[0], events)
+        else:
+            _write_one_after_another(session, prompts, events)
+        warn_of_full_cache(session)
+        if statistics:
+            note_statistics(session)
+
+
+def _write_as_it_comes(session: InferenceSession, prompt: Prompt, events: Iterable[GeneratedToken]) -> None:
+    put(_as_text(prompt))
+    try:
+        for event in events:
+            put(_piece(session, event))
+    finally:
+        put("\n")
+
+
+def _write_one_after_another(session: InferenceSession, prompts: Sequence[Prompt], events: Iterable[GeneratedToken]) -> None:
+    texts = [_as_text(prompt) for prompt in prompts]
+    try:
+        for event in events:
+            texts[event.index] += _piece(session, event)
+    finally:
+        for index, text in enumerate(texts):
+            put(f"[{index}] {text}\n")
+
+
+def _as_text(prompt: Prompt) -> str:
+    return prompt if isinstance(prompt, str) else " ".join(map(str, prompt))
+
+
+def _piece(session: InferenceSession, event: GeneratedToken) -> str:
+    return event.text if session.tokenizer is not None else f" {event.token}"

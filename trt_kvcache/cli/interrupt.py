@@ -1,0 +1,53 @@
+"""Ctrl-C while TensorRT runs our callbacks."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+
+class Interrupts:
+    """Whether Ctrl-C is held back at the moment, and whether there was one."""
+
+    def __init__(self) -> None:
+        #: Set it to hold the next Ctrl-C back; a second one is raised at once.
+        self.hold = False
+        self._held = False
+
+    def check(self) -> None:
+        """Raise ``KeyboardInterrupt`` if one was held back."""
+        if self._held:
+            raise KeyboardInterrupt
+
+    def take(self) -> bool:
+        """Take a Ctrl-C that has just come; return whether it is held back."""
+        take = self.hold and not self._held
+        self._held |= take
+        return take
+
+
+@contextmanager
+def held_interrupts() -> Iterator[Interrupts]:
+    """Let Ctrl-C be held back for a while; what is still held at the end is raised then, whatever else went wrong meanwhile.
+
+    While TensorRT builds, Python runs inside its callbacks only, and an exception that comes up there from nowhere is lost.
+    """
+    interrupts = Interrupts()
+    before = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(before):
+        yield interrupts  # no signal arrives here, or none is wanted
+        return
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if not interrupts.take():
+            before(number, frame)
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        yield interrupts
+    finally:
+        signal.signal(signal.SIGINT, before)
+        interrupts.check()

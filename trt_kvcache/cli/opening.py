@@ -1,0 +1,111 @@
+"""The options that say what is run and how, which several commands share, and the session they open."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trt_kvcache.cli.console import progress_bar
+from trt_kvcache.engine_folder import is_engine_folder
+from trt_kvcache.opening import DEFAULT_MAX_SEQUENCE_LENGTH
+from trt_kvcache.session import InferenceSession
+from trt_kvcache.session_source import SessionSource
+
+DTYPE_HELP = "float16, bfloat16 or float32: of weights, K and V. The checkpoint's if left out."
+MAX_SEQUENCE_LENGTH_HELP = f"Tokens a slot can hold; the model's, at most {DEFAULT_MAX_SEQUENCE_LENGTH}, if left out."
+
+_PANEL, _MODEL_PANEL = "Engine", "For a model folder (an engine folder has them from its build)"
+
+
+class EngineName(str, Enum):
+    """Which engine runs."""
+
+    auto = "auto"
+    reference = "reference"
+    tensorrt = "tensorrt"
+
+
+class DTypeName(str, Enum):
+    """What a model is computed in."""
+
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+    float32 = "float32"
+
+
+class AttentionName(str, Enum):
+    """Which attention a network has."""
+
+    native = "native"
+    mask = "mask"
+
+
+class FlavourName(str, Enum):
+    """Which TensorRT."""
+
+    auto = "auto"
+    tensorrt = "tensorrt"
+    tensorrt_rtx = "tensorrt_rtx"
+
+
+Folder = Annotated[
+    Path, typer.Argument(metavar="ENGINE|MODEL", help="An engine folder (it has engine.plan), or a Hugging Face model folder.")
+]
+EngineOption = Annotated[
+    EngineName,
+    typer.Option(
+        "--engine", help="auto takes TensorRT where a GPU is, else the NumPy reference engine, with a warning.", rich_help_panel=_PANEL
+    ),
+]
+FlavourOption = Annotated[FlavourName, typer.Option("--flavour", help="Which TensorRT, where both are installed.", rich_help_panel=_PANEL)]
+MaxBatchSize = Annotated[
+    int | None, typer.Option(min=1, help="Slots of the cache; one per prompt if left out.", rich_help_panel=_MODEL_PANEL)
+]
+MaxSequenceLength = Annotated[int | None, typer.Option(min=1, help=MAX_SEQUENCE_LENGTH_HELP, rich_help_panel=_MODEL_PANEL)]
+DTypeOption = Annotated[DTypeName | None, typer.Option("--dtype", metavar="DTYPE", help=DTYPE_HELP, rich_help_panel=_MODEL_PANEL)]
+AttentionOption = Annotated[
+    AttentionName | None,
+    typer.Option(
+        "--attention",
+        help="native if left out; mask reads no stale row where a known defect of TensorRT 11.x does.",
+        rich_help_panel=_MODEL_PANEL,
+    ),
+]
+
+
+def session_source(
+    folder: Path,
+    *,
+    slots: int,
+    engine: EngineName,
+    flavour: FlavourName,
+    max_batch_size: int | None,
+    max_sequence_length: int | None,
+    dtype: DTypeName | None,
+    attention: AttentionName | None,
+) -> SessionSource:
+    """Return where a session comes from.
+
+    Parameters
+    ----------
+    slots : int
+        How many are needed: for a model folder without ``max_batch_size``.
+    """
+    return SessionSource(
+        folder,
+        engine=engine.value,
+        flavour=flavour.value,
+        max_batch_size=max_batch_size or (None if is_engine_folder(folder) else slots),
+        max_sequence_length=max_sequence_length,
+        dtype=dtype.value if dtype else None,
+        attention=attention.value if attention else None,
+    )
+
+
+def open_session(source: SessionSource) -> InferenceSession:
+    """Open a session, with a progress bar for long work."""
+    with progress_bar() as progress:
+        return source(progress)
