@@ -204,7 +204,7 @@ class HostMemory:
             raise CapacityError(f"host memory: {nbytes} bytes could not be allocated.") from None
         start = -padded.ctypes.data % ALIGNMENT
         self.live_nbytes += nbytes
-        return HostAllocation(self, padded[start : start + nbytes])
+        return HostAllocation(self, padded[start:][:nbytes])  # an empty slice with both ends loses its place
 
     def staging(self, shape: Sequence[int], dtype: str) -> np.ndarray[Any, Any]:
         """Return a zeroed NumPy array."""
@@ -230,8 +230,12 @@ class HostMemory:
         destination[...] = self.array(source)
 
     def zero(self, tensor: DeviceTensor, *, stream: Any) -> None:
-        """Set a tensor to zero."""
+        """Set the bytes of a dense tensor to zero."""
         self.check_stream(stream)
+        if tensor.memory is not self:
+            raise PlaceError(f"zero: expected a tensor of this memory, got one of {tensor.memory.device}.")
+        if not tensor.is_contiguous:
+            raise ShapeError(f"zero: expected a dense tensor, got {tensor!r}.")
         self.array(tensor)[...] = 0
 
     def array(self, tensor: DeviceTensor) -> np.ndarray[Any, Any]:
@@ -249,7 +253,7 @@ class HostMemory:
             raise PlaceError(f"expected a tensor in host memory, got one of {tensor.memory.device}.")
         dtype = numpy_dtype(tensor.dtype)
         strides = None if tensor.is_contiguous else tuple(stride * dtype.itemsize for stride in tensor.strides)
-        array: np.ndarray[Any, Any] = np.ndarray(tensor.shape, dtype, allocation.storage, tensor.offset, strides)
+        array: np.ndarray[Any, Any] = np.ndarray(tensor.shape, dtype, allocation.storage, tensor.offset if tensor.nbytes else 0, strides)
         return array
 
     def read(self, tensor: DeviceTensor) -> np.ndarray[Any, Any]:

@@ -8,26 +8,15 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import uuid
 import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from trt_kvcache.user_cache import user_cache_folder
+
 _DIGEST_NBYTES = hashlib.sha256().digest_size
-
-
-def user_cache_folder() -> Path:
-    """Return the folder of this package among the user's caches. ``XDG_CACHE_HOME`` decides where it is set."""
-    given = os.environ.get("XDG_CACHE_HOME")
-    if given:
-        return Path(given) / "trt_kvcache"
-    if sys.platform == "darwin":
-        return Path.home() / "Library" / "Caches" / "trt_kvcache"
-    if sys.platform == "win32":
-        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "trt_kvcache"
-    return Path.home() / ".cache" / "trt_kvcache"
 
 
 def gpu_identity(device: str) -> tuple[str, ...]:

@@ -51,8 +51,9 @@ class DeviceTensor:
         self._offset = offset
         if len(self._strides) != len(self._shape) or min((*self._shape, *self._strides, offset), default=0) < 0:
             raise ShapeError(f"DeviceTensor: shape {self._shape}, strides {self._strides}, offset {offset} do not describe a view.")
-        end = offset + span_elements(self._shape, self._strides) * itemsize(dtype)
-        if end > allocation.nbytes:
+        span = span_elements(self._shape, self._strides) * itemsize(dtype)
+        end = offset + span
+        if span and end > allocation.nbytes:
             raise ShapeError(f"DeviceTensor: a view of {self._shape} {dtype} ends at byte {end} of an allocation of {allocation.nbytes}.")
         self._is_contiguous = strides is None or is_dense(self._shape, self._strides)
 

@@ -1,0 +1,19 @@
+"""Where this package keeps what can be made again: compiled kernels, and what TensorRT for RTX compiled."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def user_cache_folder() -> Path:
+    """Return the folder of this package among the user's caches. ``XDG_CACHE_HOME`` decides where it is set."""
+    given = os.environ.get("XDG_CACHE_HOME")
+    if given:
+        return Path(given) / "trt_kvcache"
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches" / "trt_kvcache"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / "trt_kvcache"
+    return Path.home() / ".cache" / "trt_kvcache"
