@@ -114,11 +114,12 @@ class Journal:
 
 
 class RecordingMemory(HostMemory):
-    """Host memory that writes copies, waits and allocations down."""
+    """Host memory that writes copies, waits and allocations down. Nothing is freed but by ``close``."""
 
     def __init__(self, journal: Journal) -> None:
         super().__init__()
         self.journal = journal
+        self.allocations: list[Any] = []
 
     def upload(self, destination: DeviceTensor, source: np.ndarray[Any, Any], *, stream: Any) -> None:
         with self.journal.call("upload", destination.shape, stream):
@@ -134,7 +135,8 @@ class RecordingMemory(HostMemory):
 
     def allocate(self, nbytes: int, *, zeroed: bool = False, stream: Any) -> Any:
         with self.journal.call("allocate", nbytes):
-            return super().allocate(nbytes, zeroed=zeroed, stream=stream)
+            self.allocations.append(super().allocate(nbytes, zeroed=zeroed, stream=stream))
+            return self.allocations[-1]
 
     def staging(self, shape: Sequence[int], dtype: str) -> np.ndarray[Any, Any]:
         with self.journal.call("staging", tuple(shape)):

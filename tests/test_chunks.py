@@ -158,6 +158,10 @@ def test_a_slot_is_not_filled_while_one_behind_it_waits_that_nothing_can_start_a
     assert chunks == [Chunk(0, (0, 5)), Chunk(0, (0, 5)), Chunk(0, (5, 2))]
 
 
+def test_a_slot_is_filled_where_the_one_behind_it_can_be_started_at():
+    assert plan([50, 0, 0], [50, 0, 90], can_start_at=even) == [Chunk(0, (50, 0, 50)), Chunk(2, (40,))]
+
+
 def test_a_slot_that_no_call_can_reach_is_refused():
     with pytest.raises(LayoutError) as error:
         plan([0, 100, 0], [3, 0, 4], can_start_at=nowhere)

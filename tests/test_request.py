@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from checkpoint.tokenizer_folders import EOS, byte_level_folder
+from checkpoint.tokenizer_folders import EOS, byte_fallback_folder, byte_level_folder
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,9 +95,12 @@ class TestText:
         assert said(events) == ("see the sea", None)
         assert all(event.text for event in events)
 
-    def test_the_space_before_the_first_word_is_kept(self, tokenizer):
-        prompt = ids_of(tokenizer, "see")
-        assert said(say(request_for(tokenizer, prompt=prompt), ids_of(tokenizer, " the")))[0] == " the"
+    def test_the_space_before_the_first_word_is_kept(self, tmp_path):
+        # This kind of tokenizer drops the space in front of a text.
+        tokenizer = Tokenizer.open(byte_fallback_folder(tmp_path))
+        prompt, word = ids_of(tokenizer, "tea"), ids_of(tokenizer, "the")
+        assert tokenizer.decode(word) == "the"
+        assert said(say(request_for(tokenizer, prompt=prompt), word))[0] == " the"
 
     def test_whole_characters_only(self, tokenizer):
         tokens = ids_of(tokenizer, "aé漢👩b")

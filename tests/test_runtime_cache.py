@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from trt_kvcache import runtime_cache
-from trt_kvcache.runtime_cache import RuntimeCacheFile, user_cache_folder
+from trt_kvcache.runtime_cache import RuntimeCacheFile
 
 KEY = ("sha of the plan", "GPU", "uuid", "8.9", "13000", "tensorrt_rtx", "1.7.1")
 
@@ -63,24 +63,3 @@ def test_failure_while_writing_keeps_the_old_file(tmp_path: Path, monkeypatch: p
         file.write(b"new")
     assert file.read() == b"old"
     assert os.listdir(tmp_path) == [file.path.name]
-
-
-@pytest.mark.parametrize(
-    ("platform", "environment", "expected"),
-    [
-        ("linux", {"XDG_CACHE_HOME": "/caches"}, "/caches/trt_kvcache"),
-        ("linux", {}, "/home/me/.cache/trt_kvcache"),
-        ("darwin", {}, "/home/me/Library/Caches/trt_kvcache"),
-        ("darwin", {"XDG_CACHE_HOME": "/caches"}, "/caches/trt_kvcache"),
-        ("win32", {"LOCALAPPDATA": "/local"}, "/local/trt_kvcache"),
-        ("win32", {}, "/home/me/AppData/Local/trt_kvcache"),
-    ],
-)
-def test_folder_of_each_platform(monkeypatch: pytest.MonkeyPatch, platform: str, environment: dict[str, str], expected: str) -> None:
-    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(runtime_cache.sys, "platform", platform)
-    monkeypatch.setattr(runtime_cache.Path, "home", lambda: Path("/home/me"))
-    assert user_cache_folder() == Path(expected)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trt_kvcache import sampling
 from trt_kvcache.errors import EngineError, RangeError
 from trt_kvcache.sampling import Sampler, SamplingParams
 
@@ -34,6 +35,12 @@ def naive_distribution(logits: np.ndarray, params: SamplingParams) -> dict[int, 
 def frequencies(logits: np.ndarray, params: SamplingParams, draws: int) -> np.ndarray:
     sampler = Sampler(params)
     return np.bincount([sampler.choose(logits) for _ in range(draws)], minlength=len(logits)) / draws
+
+
+def assert_distribution(params: SamplingParams, logits: np.ndarray) -> None:
+    tokens, weights = Sampler(params)._distribution(logits)
+    found = dict(zip(tokens.tolist(), (weights / weights.sum()).tolist(), strict=True))
+    assert found == pytest.approx(naive_distribution(logits, params), rel=1e-12)
 
 
 LOGITS = np.array([1.0, 3.0, 2.5, -1.0, 3.0, 0.0, 2.0, -8.0], np.float32)
@@ -77,10 +84,14 @@ class TestChoice:
     def test_only_the_tokens_of_the_definition_are_left(self, logits, temperature, top_k, top_p, min_p):
         params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=1)
         array = np.array(logits, np.float32)
-        tokens, probabilities = Sampler(params)._distribution(array)
-        expected = naive_distribution(array, params)
-        assert tokens.tolist() == list(expected)
-        np.testing.assert_allclose(probabilities / probabilities.sum(), list(expected.values()), rtol=1e-12)
+        assert_distribution(params, array)
+
+    @pytest.mark.parametrize("guess", [1, 2, 5])
+    @pytest.mark.parametrize("top_k", [0, 3, 6, 7])
+    @pytest.mark.parametrize("top_p", [0.01, 0.3, 0.6, 0.9, 0.9999])
+    def test_a_nucleus_that_is_larger_than_guessed(self, monkeypatch, guess, top_k, top_p):
+        monkeypatch.setattr(sampling, "_NUCLEUS_GUESS", guess)
+        assert_distribution(SamplingParams(temperature=1.7, top_k=top_k, top_p=top_p, seed=1), LOGITS)
 
     def test_greedy_takes_the_lowest_of_the_most_likely(self):
         assert Sampler(SamplingParams()).choose(LOGITS) == 1

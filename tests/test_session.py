@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,9 +17,11 @@ from fakes import VOCAB, Journal, RecordingCache, RecordingEngine, RecordingMemo
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trt_kvcache import InferenceSession, SamplingParams
+from trt_kvcache import CacheConfig, InferenceSession, KVLayout, LinearKVCache, SamplingParams, TensorNames
 from trt_kvcache.checkpoint import Tokenizer
+from trt_kvcache.engine import EngineProfile
 from trt_kvcache.errors import (
+    BindingError,
     CapacityError,
     ClosedError,
     ConfigError,
@@ -142,6 +145,86 @@ class TestPrefillAndDecode:
         assert session.defaults == SamplingParams()
         assert session.cache.kv_config == kv_config()
         assert isinstance(session.engine, RecordingEngine)
+
+
+class TestEngines:
+    """What an engine, or a cache, may look like."""
+
+    PROMPTS = ([1, 2, 3, 4, 5, 6], [7])
+
+    def check(self, session, *, tolerance=0.0):
+        logits = session.prefill(self.PROMPTS)
+        assert logits.dtype == np.float32
+        np.testing.assert_allclose(logits, [logits_after(row) for row in self.PROMPTS], rtol=tolerance)
+        logits = session.decode([8, 9])
+        assert logits.dtype == np.float32
+        np.testing.assert_allclose(logits, [logits_after([*self.PROMPTS[0], 8]), logits_after([7, 9])], rtol=tolerance)
+
+    @pytest.mark.parametrize(
+        ("options", "tolerance"),
+        [({"index_dtype": "int64"}, 0), ({"logits_dtype": "float16"}, 2**-10), ({"logits_dtype": "bfloat16"}, 2**-7)],
+        ids=["int64", "float16", "bfloat16"],
+    )
+    def test_dtypes(self, options, tolerance):
+        memory, kv = RecordingMemory(Journal()), kv_config()
+        self.check(InferenceSession(RecordingEngine(kv, memory, **options), RecordingCache(kv, memory=memory)), tolerance=tolerance)
+
+    @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+    def test_dtypes_of_the_cache(self, dtype):
+        memory, kv = RecordingMemory(Journal()), kv_config(dtype=dtype)
+        self.check(InferenceSession(RecordingEngine(kv, memory), RecordingCache(kv, memory=memory)))
+
+    def test_logits_with_a_dimension_for_the_token(self):
+        memory, kv = RecordingMemory(Journal()), kv_config()
+        engine = RecordingEngine(kv, memory)
+        engine.tensors["logits"] = replace(engine.tensors["logits"], shape=(-1, 1, VOCAB))
+        self.check(InferenceSession(engine, RecordingCache(kv, memory=memory)))
+
+    def test_other_names(self):
+        memory, kv = RecordingMemory(Journal()), kv_config()
+        names = TensorNames(input_ids="tokens", k_cache="past_key_{i}", present_v_cache="value_{i}_out")
+        self.check(InferenceSession(RecordingEngine(kv, memory, names=names), RecordingCache(kv, memory=memory), names=names))
+
+    def test_one_profile_for_everything(self):
+        memory, kv = RecordingMemory(Journal()), kv_config()
+        profiles = [EngineProfile(name="any", min_batch=1, max_batch=3, min_width=1, max_width=4)]
+        self.check(InferenceSession(RecordingEngine(kv, memory, profiles=profiles), RecordingCache(kv, memory=memory)))
+
+    def test_a_batch_that_no_profile_takes_is_refused_before_anything_changes(self):
+        memory, kv = RecordingMemory(Journal()), kv_config()
+        profiles = [EngineProfile(name="fixed", min_batch=3, max_batch=3, min_width=1, max_width=4)]
+        session = InferenceSession(RecordingEngine(kv, memory, profiles=profiles), RecordingCache(kv, memory=memory))
+        session.prefill([[1], [2], [3]])
+        assert refuse(session, BindingError, lambda: session.prefill([[1, 2], [3]])) == (
+            "no optimisation profile takes 2 slots of 2 new tokens. The engine has fixed: batch 3-3, width 1-4."
+        )
+
+    def test_a_linear_cache(self):
+        memory = RecordingMemory(Journal())
+        config = CacheConfig(
+            num_attention_layers=2,
+            max_batch_size=3,
+            max_sequence_length=7,
+            num_kv_heads=2,
+            head_dim=8,
+            dtype="float32",
+            layout=KVLayout.SEPARATE,
+        )
+        cache = LinearKVCache(config, memory=memory)
+        self.check(InferenceSession(RecordingEngine(cache.kv_config, memory), cache))
+
+    def test_one_combined_slot(self):
+        memory, kv = RecordingMemory(Journal()), kv_config(slots=1, layout=KVLayout.COMBINED)
+        session = InferenceSession(RecordingEngine(kv, memory), RecordingCache(kv, memory=memory))
+        np.testing.assert_array_equal(session.prefill([[1, 2, 3, 4, 5]]), [logits_after([1, 2, 3, 4, 5])])
+
+    def test_engine_and_cache_that_do_not_fit_are_left_to_the_caller(self):
+        memory = RecordingMemory(Journal())
+        engine, cache = RecordingEngine(kv_config(limit=8), memory), RecordingCache(kv_config(), memory=memory)
+        before = memory.live_nbytes
+        with pytest.raises(BindingError, match=r"max_sequence_length differs \(engine 8, cache 16\)"):
+            InferenceSession(engine, cache)
+        assert (memory.live_nbytes, engine.closed, cache.closed) == (before, 0, False)
 
 
 class TestReuse:

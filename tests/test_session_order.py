@@ -193,7 +193,7 @@ def in_the_middle(limit=16):
     session = make(limit=limit)
     session.prefill([[1, 2, 3], [4, 5], [6]])
     session.decode([7, 7, 7])
-    session._pending[1] = [20]
+    session._sequences.pending[1] = [20]
     journal(session).take()
     return session
 

@@ -1,7 +1,7 @@
 """The KV cache layer for TensorRT, in Python.
 
-Importing this package needs NumPy and ml_dtypes only. Names that need more (CUDA, Hugging Face folders, sessions) are
-imported when they are first used.
+Each name is imported when it is first used, so importing the package takes milliseconds. The cache needs NumPy and ml_dtypes
+only; CUDA, TensorRT and Hugging Face folders come with the names that need them.
 """
 
 from __future__ import annotations
@@ -10,30 +10,42 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from trt_kvcache._version import __version__
-from trt_kvcache.config import CacheConfig, KVCacheConfig, KVLayerConfig
-from trt_kvcache.estimate import estimate_memory, largest_batch, longest_sequence
-from trt_kvcache.layout import KVLayout
-from trt_kvcache.lengths import Lengths
-from trt_kvcache.linear import LinearKVCache
-from trt_kvcache.manager import KVCacheManager
-from trt_kvcache.memory import HostMemory
-from trt_kvcache.tensor import DeviceTensor
 
 if TYPE_CHECKING:
     from trt_kvcache.bindings import BindingPlan
     from trt_kvcache.builder import build_engine
+    from trt_kvcache.config import CacheConfig, KVCacheConfig, KVLayerConfig
     from trt_kvcache.cuda_memory import CudaMemory
+    from trt_kvcache.estimate import estimate_memory, largest_batch, longest_sequence
+    from trt_kvcache.layout import KVLayout
+    from trt_kvcache.lengths import Lengths
+    from trt_kvcache.linear import LinearKVCache
+    from trt_kvcache.manager import KVCacheManager
+    from trt_kvcache.memory import HostMemory
     from trt_kvcache.names import TensorNames
     from trt_kvcache.sampling import SamplingParams
     from trt_kvcache.session import InferenceSession
+    from trt_kvcache.tensor import DeviceTensor
 
-_LAZY = {
+_MODULE_OF = {
     "BindingPlan": "bindings",
+    "CacheConfig": "config",
     "CudaMemory": "cuda_memory",
+    "DeviceTensor": "tensor",
+    "HostMemory": "memory",
     "InferenceSession": "session",
+    "KVCacheConfig": "config",
+    "KVCacheManager": "manager",
+    "KVLayerConfig": "config",
+    "KVLayout": "layout",
+    "Lengths": "lengths",
+    "LinearKVCache": "linear",
     "SamplingParams": "sampling",
     "TensorNames": "names",
     "build_engine": "builder",
+    "estimate_memory": "estimate",
+    "largest_batch": "estimate",
+    "longest_sequence": "estimate",
 }
 
 __all__ = [
@@ -60,9 +72,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LAZY:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module 'trt_kvcache' has no attribute {name!r}")
-    return getattr(import_module(f"trt_kvcache.{_LAZY[name]}"), name)
+    value = getattr(import_module(f"trt_kvcache.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -18,8 +18,8 @@ from trt_kvcache.difference import Difference, compare_arrays, first_difference,
 from trt_kvcache.errors import CapacityError, ConfigError, ShapeError
 from trt_kvcache.feeds import INPUT_IDS, NEW_LENGTHS, Feed, greedy_feeds
 from trt_kvcache.names import DEFAULT_NAMES
+from trt_kvcache.prompts import Prompt
 from trt_kvcache.runner import SessionRunner
-from trt_kvcache.session import Prompt
 
 #: Largest difference that counts as none, as a share of the largest value in the same slot (and head), per dtype of the cache.
 #: Paths differ by the order of their sums and, in 16 bit, by where they round, which adds up over the layers. Measured with

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -97,7 +97,7 @@ class KVCacheConfig:
         A field is out of range, or a row (``head_dim`` times the item size) is not a multiple of 16 bytes.
     """
 
-    layers: tuple[KVLayerConfig, ...]
+    layers: Sequence[KVLayerConfig]
     max_batch_size: int
     max_sequence_length: int
     dtype: str = "float16"

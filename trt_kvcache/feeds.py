@@ -15,8 +15,8 @@ import numpy as np
 from trt_kvcache.errors import ConfigError, DTypeError, EngineError, RangeError, ShapeError
 
 if TYPE_CHECKING:
+    from trt_kvcache.prompts import Prompt
     from trt_kvcache.runner import SessionRunner
-    from trt_kvcache.session import Prompt
 
 INPUT_IDS, NEW_LENGTHS, RESET = "input_ids", "new_lengths", "reset"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any
 
@@ -15,6 +15,9 @@ from trt_kvcache.checks import int_in_range
 from trt_kvcache.errors import EngineError, RangeError
 
 _SEED_BITS = 63
+
+# Tokens among which a nucleus (top-p) is looked for first.
+_NUCLEUS_GUESS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,15 @@ def _stop_texts(values: Any) -> tuple[str, ...]:
     return texts
 
 
+def with_options(params: SamplingParams, options: dict[str, Any]) -> SamplingParams:
+    """Return ``params`` with some fields replaced. Raises :class:`RangeError` for a field that is not one, or out of range."""
+    known = {field.name for field in fields(SamplingParams)}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise RangeError(f"generate: unknown option {', '.join(unknown)}. Expected {', '.join(sorted(known))}.")
+    return replace(params, **options)
+
+
 class Sampler:
     """Chooses the tokens of one request. Its randomness depends on the seed and on how many tokens it chose, on nothing else.
 
@@ -129,24 +141,43 @@ class Sampler:
         if self._params.temperature == 0:
             return best
         uniform = self._generator.random()
-        tokens, probabilities = self._distribution(logits)
-        place = int(np.searchsorted(np.cumsum(probabilities), uniform * probabilities.sum(), side="right"))
+        tokens, weights = self._distribution(logits)
+        sums = np.cumsum(weights)
+        place = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
         return int(tokens[min(place, len(tokens) - 1)])
 
     def _distribution(self, logits: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return the tokens that are left, most likely first, and their probabilities before renormalisation."""
+        """Return the tokens that are left and their weights: probabilities, but for one factor. The most likely weighs 1."""
         params = self._params
         below = logits.max() - logits.astype(np.float64)
-        tokens = np.arange(len(below))
-        if 0 < params.top_k < len(below):
-            tokens = np.flatnonzero(below <= np.partition(below, params.top_k - 1)[params.top_k - 1])
-        tokens = tokens[np.argsort(below[tokens], kind="stable")][: params.top_k or None]
+        tokens = _most_likely(below, params.top_k or below.size)
+        below = below[tokens]
         with np.errstate(over="ignore"):  # a tiny temperature leaves nothing but the most likely token
-            probabilities = np.exp(-below[tokens] / params.temperature)
-        probabilities /= probabilities.sum()
-        count = len(tokens)
+            weights = np.exp(-below / params.temperature)
         if params.top_p < 1:
-            count = min(count, int(np.searchsorted(np.cumsum(probabilities), params.top_p)) + 1)
-        if params.min_p > 0:
-            count = min(count, int(np.count_nonzero(probabilities >= params.min_p * probabilities[0])))
-        return tokens[:count], probabilities[:count]
+            kept = _nucleus(below, weights, params.top_p)
+            tokens, weights = tokens[kept], weights[kept]
+        likely = weights >= params.min_p
+        return tokens[likely], weights[likely]
+
+
+def _most_likely(below: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
+    """Return the ``count`` most likely tokens, by id; of those that tie, the first. ``below`` says how far each is from the top."""
+    if count >= below.size:
+        return np.arange(below.size)
+    edge = np.partition(below, count - 1)[count - 1]
+    sure, tied = np.flatnonzero(below < edge), np.flatnonzero(below == edge)
+    return np.sort(np.concatenate((sure, tied[: count - sure.size])))
+
+
+def _nucleus(below: np.ndarray[Any, Any], weights: np.ndarray[Any, Any], top_p: float) -> np.ndarray[Any, Any]:
+    """Return the most likely tokens, as many as it takes to sum to ``top_p`` of the weight of all.
+
+    Sorting a whole vocabulary takes long, and the nucleus is small as a rule: look for it among a few first.
+    """
+    wanted = top_p * weights.sum()
+    kept = _most_likely(below, _NUCLEUS_GUESS)
+    if weights[kept].sum() < wanted:
+        kept = np.arange(below.size)
+    kept = kept[np.argsort(below[kept], kind="stable")]
+    return kept[: int(np.searchsorted(np.cumsum(weights[kept]), wanted)) + 1]

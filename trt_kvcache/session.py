@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from trt_kvcache import opening
+from trt_kvcache.active_sequences import ActiveSequences
 from trt_kvcache.base import KVCacheBase
 from trt_kvcache.builder import Progress
 from trt_kvcache.checkpoint import Tokenizer
-from trt_kvcache.checks import int_in_range, slot_index
-from trt_kvcache.chunks import Chunk
+from trt_kvcache.checks import slot_index
 from trt_kvcache.engine import Engine
-from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, RangeError, ShapeError
-from trt_kvcache.estimate import estimate_memory
+from trt_kvcache.errors import CapacityError, ClosedError, RangeError, ShapeError
 from trt_kvcache.names import DEFAULT_NAMES, TensorNames
+from trt_kvcache.prompts import Prompt, PromptReader, as_prompts, common_prefix
 from trt_kvcache.request import GeneratedToken, Request
-from trt_kvcache.sampling import SamplingParams
+from trt_kvcache.sampling import SamplingParams, with_options
 from trt_kvcache.statistics import SessionStatistics
 from trt_kvcache.steps import StepExecutor
-
-#: A prompt: token ids, or text where there is a tokenizer.
-Prompt = str | Sequence[int]
-
-_SEQUENCE = (Sequence, np.ndarray)
-
-
-class _State(NamedTuple):
-    """Where the sequences stand between two steps."""
-
-    lengths: tuple[int, ...]
-    cached: list[list[int]]
-    pending: list[list[int]]
 
 
 class InferenceSession:
@@ -91,13 +75,8 @@ class InferenceSession:
         self._defaults = SamplingParams() if defaults is None else defaults
         self._on_close = on_close
         self._closed = False
-        self._cached: list[list[int]] = []
-        self._pending: list[list[int]] = []
-        # Counts the calls that change sequences, so that an iterator of `generate` notices when it was overtaken.
-        self._changes = 0
-        self._bytes_per_token = estimate_memory(cache.kv_config).bytes_per_token
-        self._prefill_seconds = self._decode_seconds = 0.0
-        self._prefill_tokens = self._reused_tokens = self._decode_steps = self._decode_tokens = 0
+        self._sequences = ActiveSequences(self._steps)
+        self._prompts = PromptReader(tokenizer, self._steps.plan.vocab_size)
 
     @classmethod
     def open(
@@ -220,30 +199,20 @@ class InferenceSession:
     @property
     def max_sequence_length(self) -> int:
         """Tokens a slot can hold, S."""
-        return self._cache.kv_config.max_sequence_length
+        return self._sequences.max_sequence_length
 
     def tokens(self, slot: int) -> tuple[int, ...]:
         """Return the tokens whose K and V an active slot holds."""
-        return tuple(self._cached[slot_index(slot, len(self._cached), of="active slots")])
+        return tuple(self._sequences.cached[self._slot(slot)])
 
     def pending_tokens(self, slot: int) -> tuple[int, ...]:
         """Return the tokens that were generated for an active slot but are not in the cache yet: usually the last one."""
-        return tuple(self._pending[slot_index(slot, len(self._pending), of="active slots")])
+        return tuple(self._sequences.pending[self._slot(slot)])
 
     @property
     def statistics(self) -> SessionStatistics:
         """Times, tokens and bytes so far."""
-        live = sum(self._cache.lengths.upper_bounds)
-        return SessionStatistics(
-            prefill_seconds=self._prefill_seconds,
-            prefill_tokens=self._prefill_tokens,
-            reused_tokens=self._reused_tokens,
-            decode_seconds=self._decode_seconds,
-            decode_steps=self._decode_steps,
-            decode_tokens=self._decode_tokens,
-            cache_bytes_live=live * self._bytes_per_token,
-            cache_bytes_reserved=self._cache.nbytes,
-        )
+        return self._sequences.statistics
 
     # --- prefill and decode ---
 
@@ -275,13 +244,15 @@ class InferenceSession:
         If an enqueue fails, the slots hold what the ones before it have run: go on with ``reuse=True``.
         """
         self._check_open()
-        rows = self._token_rows(prompts)
+        rows = self._prompts.rows(prompts)
         self._check_new_sequences(rows, reuse)
-        reused = [_common_prefix(row[:-1], held) for row, held in zip(rows, self._cached, strict=True)] if reuse else [0] * len(rows)
+        reused = [0] * len(rows)
+        if reuse:
+            reused = [common_prefix(row[:-1], held) for row, held in zip(rows, self._sequences.cached, strict=True)]
         new = [row[count:] for row, count in zip(rows, reused, strict=True)]
         chunks = self._steps.plan_prefill(reused, [len(row) for row in new])
-        self._start(reused)
-        return self._run_prefill(new, chunks)
+        self._sequences.start(reused)
+        return self._sequences.prefill(new, chunks)
 
     def append(self, turns: Sequence[Prompt]) -> np.ndarray[Any, Any]:
         """Add tokens to the active sequences, after the ones that ``generate`` left pending.
@@ -310,18 +281,13 @@ class InferenceSession:
         If an enqueue fails, lengths and tokens are as before the call.
         """
         self._check_open()
-        rows = self._token_rows(turns, add_special_tokens=False)
+        rows = self._prompts.rows(turns, add_special_tokens=False)
         self._check_one_per_slot("turns", len(rows))
-        rows = [self._pending[slot] + row if row else [] for slot, row in enumerate(rows)]
-        lengths = self._cache.host_kv_cache_lengths
+        rows = [self._sequences.pending[slot] + row if row else [] for slot, row in enumerate(rows)]
+        lengths = self._sequences.lengths
         self._check_room(lengths, rows)
         chunks = self._steps.plan_prefill(lengths, [len(row) for row in rows])
-        before = self._state()
-        try:
-            return self._run_prefill(rows, chunks)
-        except BaseException:
-            self._go_back_to(*before)
-            raise
+        return self._sequences.append(rows, chunks)
 
     def decode(self, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
         """Run one token for every active sequence.
@@ -343,12 +309,12 @@ class InferenceSession:
             Nothing was changed.
         """
         self._check_open()
-        row = self._check_tokens("tokens", tokens)
+        row = self._prompts.tokens("tokens", tokens)
         self._check_one_per_slot("tokens", len(row))
         if not row:
             raise ShapeError("tokens: there are no active slots. Call prefill first.")
-        self._check_room(self._cache.host_kv_cache_lengths, [row[:1]] * len(row))
-        return np.array(self._decode_step(row))
+        self._check_room(self._sequences.lengths, [row[:1]] * len(row))
+        return np.array(self._sequences.decode(row))
 
     def rewind(self, slot: int, length: int) -> None:
         """Shorten an active sequence to its first ``length`` tokens; pending tokens are dropped.
@@ -359,12 +325,7 @@ class InferenceSession:
             Nothing was changed.
         """
         self._check_open()
-        before = self._state()
-        try:
-            self._rewind(slot, length, pending=[])
-        except BaseException:
-            self._go_back_to(*before)
-            raise
+        self._sequences.rewind(slot, length)
 
     # --- generate ---
 
@@ -408,12 +369,12 @@ class InferenceSession:
         self._check_open()
         if append and reuse:
             raise RangeError("generate: expected append or reuse, got both. A next turn keeps what its slot holds.")
-        rows = self._token_rows(_as_prompts(prompts), add_special_tokens=not append)
+        rows = self._prompts.rows(as_prompts(prompts), add_special_tokens=not append)
         per_request = self._params_for(len(rows), params, options)
         if append:
             self._check_one_per_slot("prompts", len(rows))
             self._check_not_empty(rows)
-            self._check_room(self._cache.host_kv_cache_lengths, [p + row for p, row in zip(self._pending, rows, strict=True)])
+            self._check_room(self._sequences.lengths, [p + row for p, row in zip(self._sequences.pending, rows, strict=True)])
         else:
             self._check_new_sequences(rows, reuse)
         requests = [
@@ -425,144 +386,26 @@ class InferenceSession:
     def _generate(self, requests: list[Request], prefill: Callable[[], np.ndarray[Any, Any]]) -> Iterator[GeneratedToken]:
         logits = prefill()
         while True:
-            changes = self._changes
+            changes = self._sequences.changes
             for token in self._choose(requests, logits):
                 self._check_not_overtaken(changes)
-                self._pending[token.index] = [token.token]
+                self._sequences.pending[token.index] = [token.token]
                 yield token
             going = [not request.finished for request in requests]
             if not any(going):
                 return
             self._check_not_overtaken(changes)
-            tokens = [request.tokens[-1] if goes else 0 for request, goes in zip(requests, going, strict=True)]
-            logits = self._decode_step(tokens, None if all(going) else going)
+            tokens = [request.tokens[-1] for request in requests]
+            logits = self._sequences.decode(tokens, None if all(going) else going)
 
     def _choose(self, requests: list[Request], logits: np.ndarray[Any, Any]) -> list[GeneratedToken]:
         return [
-            request.choose(logits[slot], full=len(self._cached[slot]) >= self.max_sequence_length)
+            request.choose(logits[slot], full=self._sequences.is_full(slot))
             for slot, request in enumerate(requests)
             if not request.finished
         ]
 
-    # --- steps ---
-
-    def _decode_step(self, tokens: Sequence[int], going: Sequence[bool] | None = None) -> np.ndarray[Any, Any]:
-        """Run one step and return its logits, which the next step overwrites. ``going`` says which slots do not ride along."""
-        started = time.perf_counter()
-        before = self._state()
-        self._changes += 1
-        try:
-            if going is None:
-                self._steps.decode(tokens)
-                for held, token in zip(self._cached, tokens, strict=True):
-                    held.append(token)
-                self._pending = [[] for _ in tokens]
-            else:
-                self._make_room_for_riders(going)
-                self._steps.decode(tokens, [int(goes) for goes in going])
-                for slot in itertools.compress(range(len(tokens)), going):
-                    self._cached[slot].append(tokens[slot])
-                    self._pending[slot] = []
-            logits = self._steps.logits(len(tokens))
-            self._decode_steps += 1
-            self._decode_tokens += len(tokens) if going is None else sum(going)
-            self._decode_seconds += time.perf_counter() - started
-        except BaseException:
-            self._go_back_to(*before)
-            raise
-        return logits
-
-    def _make_room_for_riders(self, going: Sequence[bool]) -> None:
-        """Take the last token of a full sequence that has ended out of the cache, so that an enqueue may write a row there."""
-        last = self.max_sequence_length - 1
-        for slot, goes in enumerate(going):
-            if not goes and len(self._cached[slot]) > last:
-                self._rewind(slot, last, pending=self._cached[slot][last:] + self._pending[slot])
-
-    def _rewind(self, slot: int, length: int, *, pending: list[int]) -> None:
-        self._cache.rewind(slot, length, stream=self._steps.stream)
-        self._changes += 1
-        self._cached[slot] = self._cached[slot][:length]
-        self._pending[slot] = pending
-
-    def _start(self, reused: list[int]) -> None:
-        """Begin new sequences that keep the first ``reused`` tokens of what their slots hold."""
-        before = self._state()
-        self._changes += 1
-        try:
-            self._cache.reset_for_new_sequences(reused, stream=self._steps.stream)
-            self._cached = [before.cached[slot][:count] if count else [] for slot, count in enumerate(reused)]
-            self._pending = [[] for _ in reused]
-            self._reused_tokens += sum(reused)
-        except BaseException:
-            self._go_back_to(*before)
-            raise
-
-    def _run_prefill(self, rows: list[list[int]], chunks: Sequence[Chunk]) -> np.ndarray[Any, Any]:
-        """Enqueue the new tokens of each active slot in chunks; a slot's logits come from the chunk in which they end."""
-        started = time.perf_counter()
-        logits = np.full((len(rows), self.vocab_size), np.nan, np.float32)
-        done = [0] * len(rows)
-        for chunk in chunks:
-            slots = range(chunk.first, chunk.end)
-            parts = [rows[slot][done[slot] : done[slot] + take] for slot, take in zip(slots, chunk.takes, strict=True)]
-            chunk_logits = self._prefill_step(chunk, parts)
-            for place, (slot, take) in enumerate(zip(slots, chunk.takes, strict=True)):
-                done[slot] += take
-                if take and done[slot] == len(rows[slot]):
-                    logits[slot] = chunk_logits[place]
-        self._prefill_seconds += time.perf_counter() - started
-        return logits
-
-    def _prefill_step(self, chunk: Chunk, parts: list[list[int]]) -> np.ndarray[Any, Any]:
-        """Run one chunk and return the logits of its slots, which the next step overwrites."""
-        before = self._state()
-        self._changes += 1
-        try:
-            self._steps.prefill(chunk, parts)
-            for slot, part in enumerate(parts, start=chunk.first):
-                if part:
-                    self._cached[slot] += part
-                    self._pending[slot] = []
-            logits = self._steps.logits(chunk.count)
-            self._prefill_tokens += sum(chunk.takes)
-        except BaseException:
-            self._go_back_to(*before)
-            raise
-        return logits
-
-    def _state(self) -> _State:
-        return _State(self._cache.host_kv_cache_lengths, list(self._cached), list(self._pending))
-
-    def _go_back_to(self, lengths: tuple[int, ...], cached: list[list[int]], pending: list[list[int]]) -> None:
-        """Put lengths and tokens back to a state. Tokens are only ever added to the lists that it holds."""
-        self._cached, self._pending = cached, pending
-        for held, length in zip(cached, lengths, strict=True):
-            del held[length:]
-        if not self._cache.closed:
-            self._cache.reset_for_new_sequences(lengths, stream=self._steps.stream)
-
     # --- checks ---
-
-    def _token_rows(self, prompts: Sequence[Prompt], *, add_special_tokens: bool = True) -> list[list[int]]:
-        if isinstance(prompts, str) or not isinstance(prompts, _SEQUENCE):
-            raise ShapeError(f"prompts: expected a sequence of prompts, got {type(prompts).__name__}.")
-        return [self._token_row(f"prompts[{index}]", prompt, add_special_tokens) for index, prompt in enumerate(prompts)]
-
-    def _token_row(self, what: str, prompt: Prompt, add_special_tokens: bool) -> list[int]:
-        if isinstance(prompt, str):
-            if self._tokenizer is None:
-                raise ConfigError(f"{what}: expected token ids, got text. The model folder has no tokenizer.json.")
-            prompt = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        return self._check_tokens(what, prompt)
-
-    def _check_tokens(self, what: str, tokens: Sequence[int]) -> list[int]:
-        if isinstance(tokens, str) or not isinstance(tokens, _SEQUENCE):
-            raise ShapeError(f"{what}: expected a sequence of token ids, got {type(tokens).__name__}.")
-        limit = self.vocab_size
-        if all(type(token) is int and 0 <= token < limit for token in tokens):
-            return list(tokens)
-        return [int_in_range(f"{what}[{index}]", token, 0, limit - 1) for index, token in enumerate(tokens)]
 
     def _check_new_sequences(self, rows: Sequence[Sequence[int]], reuse: bool) -> None:
         slots = self._cache.kv_config.max_batch_size
@@ -593,7 +436,7 @@ class InferenceSession:
         self, count: int, params: SamplingParams | Sequence[SamplingParams] | None, options: dict[str, Any]
     ) -> list[SamplingParams]:
         if params is None:
-            return [_with_options(self._defaults, options)] * count
+            return [with_options(self._defaults, options)] * count
         if options:
             raise RangeError(f"generate: expected params or options, got both ({', '.join(options)}).")
         each = list(params) if isinstance(params, Sequence) else [params] * count
@@ -603,8 +446,11 @@ class InferenceSession:
 
     def _check_not_overtaken(self, changes: int) -> None:
         self._check_open()
-        if changes != self._changes:
+        if changes != self._sequences.changes:
             raise ClosedError("this iterator is over: another call has changed the sequences since. Call generate again.")
+
+    def _slot(self, slot: int) -> int:
+        return slot_index(slot, len(self._sequences.cached), of="active slots")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -629,28 +475,3 @@ class InferenceSession:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
-
-
-def _with_options(defaults: SamplingParams, options: dict[str, Any]) -> SamplingParams:
-    known = {field.name for field in fields(SamplingParams)}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise RangeError(f"generate: unknown option {', '.join(unknown)}. Expected {', '.join(sorted(known))}.")
-    return replace(defaults, **options)
-
-
-def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, _SEQUENCE) and len(prompts) and not isinstance(prompts[0], _SEQUENCE):
-        return [prompts]  # type: ignore[list-item]
-    return prompts  # type: ignore[return-value]
-
-
-def _common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    count = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count

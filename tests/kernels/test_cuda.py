@@ -9,7 +9,7 @@ import pytest
 from simt.standin import StandIn, need_cuda_memory, needs_standin
 
 from trt_kvcache import HostMemory
-from trt_kvcache.kernels import increment_length_tensor, store_length_values
+from trt_kvcache.kernels import cuda, increment_length_tensor, store_length_values
 
 need_cuda_memory()
 
@@ -55,3 +55,15 @@ def test_launches_of_a_store(memory, stream, n, launches):
     standin = StandIn()
     store_length_values(lengths, [1] * n, accumulate=False, stream=stream)
     assert standin.take_calls() == ["cuLaunchKernelEx"] * launches
+
+
+def test_every_argument_is_a_python_int(memory, stream, monkeypatch):
+    """cuda.core passes those as 64 bits, which the kernels read; a NumPy int32 would be 32."""
+    arguments: list[Any] = []
+    monkeypatch.setattr(cuda, "_launch", lambda _name, _lengths, _stream, _threads, *rest: arguments.extend(rest))
+    lengths = memory.to_device(np.zeros(20, np.int32), stream=stream)
+    store_length_values(lengths, list(np.ones(20, np.int32)), accumulate=np.True_, stream=stream)
+    increment_length_tensor(lengths, np.int32(3), stream=stream)
+    increment_length_tensor(lengths, lengths, stream=stream)
+    assert len(arguments) == 2 * 19 + 3 + 3
+    assert {type(argument) for argument in arguments} == {int}

@@ -65,6 +65,11 @@ class TestStore:
         store_length_values(lengths, tuple(range(n)), accumulate=False, stream=stream)
         assert lengths.numpy().tolist() == list(range(n))
 
+    def test_numbers_of_numpy(self, memory, stream):
+        lengths = tensor_of(memory, [1, 2, 3], stream)
+        store_length_values(lengths, list(np.array([5, -6, 7], np.int32)), accumulate=False, stream=stream)
+        assert lengths.numpy().tolist() == [5, -6, 7]
+
     def test_no_value(self, inner, stream):
         store_length_values(inner[3:3], [], accumulate=False, stream=stream)
         assert whole(inner)[3:8] == [3, 0, 12, 5, 1]

@@ -43,7 +43,7 @@ def _launch_config(blocks: int) -> Any:
 
 
 def _launch(name: str, lengths: DeviceTensor, stream: Any, threads: int, *arguments: int) -> None:
-    """Launch a kernel of lengths.cu. cuda.core passes each argument as 64 bits, an address or an integer."""
+    """Launch a kernel of lengths.cu. cuda.core passes each argument, a Python int, as 64 bits."""
     from cuda.core import launch
 
     memory = lengths.memory
@@ -75,5 +75,5 @@ def store_values(lengths: DeviceTensor, values: Sequence[int], accumulate: bool,
         chunk = values[start : start + MAX_STORED_VALUES]
         count = len(chunk)
         padding = (0,) * (MAX_STORED_VALUES - count)
-        _launch("store_values", lengths, stream, count, place, int(accumulate), count, *chunk, *padding)
+        _launch("store_values", lengths, stream, count, place, int(accumulate), count, *map(int, chunk), *padding)
         place += count * itemsize("int32")
