@@ -52,6 +52,7 @@ bench: $(READY)  ## Measure host time of a step, import time and engine builds; 
 	$(BIN)/python benchmarks/host_step.py
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/build.py
+	$(BIN)/python benchmarks/tables.py
 
 .PHONY: clean
 clean:  ## Remove everything that was made, the environment too

@@ -31,5 +31,10 @@ def test_host_step(tmp_path):
 
 def test_import_time(tmp_path):
     result = run("import_time.py", tmp_path / "import_time.json", "--runs", "1")
-    assert set(result["results"]) == {"trt_kvcache", "numpy, ml_dtypes"}
+    assert set(result["results"]) == {"trt_kvcache", "trt_kvcache.manager", "numpy, ml_dtypes"}
     assert 0 < result["results"]["trt_kvcache"]["best_s"] < 60
+
+
+def test_the_table_is_that_of_the_files() -> None:
+    done = subprocess.run([sys.executable, str(BENCHMARKS / "tables.py"), "--check"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, "run: python benchmarks/tables.py"

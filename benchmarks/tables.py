@@ -1,0 +1,77 @@
+"""Write the table of results into benchmarks/README.md, from the files in benchmarks/results.
+
+    python benchmarks/tables.py [--check]
+
+``--check`` writes nothing; exit code 1 says that the table is not that of the files.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+README = HERE / "README.md"
+BEGIN, END = "<!-- results: benchmarks/tables.py -->", "<!-- end of results -->"
+
+_MIB = 2**20
+
+
+def table(results: Path) -> str:
+    """Return the table of all results in a folder, one line a figure."""
+    lines = ["| result | measured | limit | on | commit |", "|---|---|---|---|---|"]
+    for name, rows in (("host_step", _host_step), ("build", _build), ("import_time", _import_time), ("gpu", _gpu)):
+        path = results / f"{name}.json"
+        if path.is_file():
+            content = json.loads(path.read_text(encoding="utf-8"))
+            place = f"{content.get('device', content['cpu'])}, {content['date'][:10]}"
+            lines += [f"| {what} | {value} | {limit} | {place} | {content['commit'][:8]} |" for what, value, limit in rows(content)]
+    return "\n".join(lines)
+
+
+def _host_step(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    limits = content["limits"]
+    for layers, times in content["layers"].items():
+        limit = f"{limits['median_us_at_32_layers']:g} us" if layers == "32" else ""
+        yield f"host time of a decode step, {layers} layers, B = {content['batch_size']}", f"{times['median_us']:.1f} us", limit
+    yield "the same, 64 layers over 16", f"{content['ratio_64_to_16']:.2f}", f"{limits['ratio_64_to_16']:g}"
+
+
+def _build(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for name in ("bare", "ours"):
+        result = content["results"][name]
+        yield f"build of a 0.5B Qwen2-shaped engine, {content['dtype']}, {name}", f"{result['seconds']:.1f} s", ""
+        yield f"peak memory of it, {name}", f"{result['peak_nbytes'] / _MIB:.0f} MiB", ""
+    beyond = content["peak_beyond_bare_in_weights"]
+    yield "peak memory beyond the bare build, over the weights", f"{beyond:.2f}", f"{content['limit']:g}"
+
+
+def _import_time(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for modules, result in content["results"].items():
+        limit = f"{content['limit_s']:g} s" if modules == "trt_kvcache" else ""
+        yield f"`import {modules}`, median", f"{result['median_s']:.3f} s", limit
+
+
+def _gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for name, stage in content["stages"].items():
+        result = stage["result"]
+        if stage["ok"] and isinstance(result, dict) and "tokens_per_second" in result:
+            yield name, f"{result['tokens_per_second']} tokens/s", ""
+
+
+def main() -> int:
+    """Write the table, or with ``--check`` compare it."""
+    text = README.read_text(encoding="utf-8")
+    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
+    wanted = f"{before}\n{table(HERE / 'results')}\n{after}"
+    if "--check" in sys.argv[1:]:
+        return int(wanted != text)
+    README.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
