@@ -23,9 +23,9 @@ from typing import Any
 import numpy as np
 from environment import describe_environment
 from random_model import QWEN2_0_5B, write_random_model
-from trt_kvcache.cuda_memory import CudaMemory, find_gpu
 
 from trt_kvcache import InferenceSession, build_engine
+from trt_kvcache.cuda_memory import CudaMemory, find_gpu
 from trt_kvcache.errors import KVCacheError
 
 ROOT = Path(__file__).resolve().parent.parent
