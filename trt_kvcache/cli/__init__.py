@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
+from trt_kvcache.cli.interrupt import held_interrupts
+
 FAILED, INTERRUPTED = 1, 130
 
 _EXTRAS = {"polygraphy": "polygraphy", "cuda": "cuda"}
@@ -13,8 +15,8 @@ _EXTRAS = {"polygraphy": "polygraphy", "cuda": "cuda"}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code: 0 done, 1 failed, 2 wrong usage, 3 ``compare`` found a difference, 130 Ctrl-C."""
     try:
-        from trt_kvcache.cli.app import run
-
+        with held_interrupts():
+            from trt_kvcache.cli.app import run
         return run(arguments)
     except ModuleNotFoundError as error:
         extra = _EXTRAS.get((error.name or "").partition(".")[0], "models")

@@ -24,8 +24,10 @@ from trt_kvcache.cli.memory import memory
 from trt_kvcache.errors import KVCacheError
 from trt_kvcache.opening import EngineFallbackWarning
 
+NAME = "trt-kvcache"
+
 app = typer.Typer(
-    name="trt-kvcache",
+    name=NAME,
     help="The KV cache layer for TensorRT: build engines from Hugging Face folders, run them, compare them.",
     epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 3 compare found a difference, 130 Ctrl-C.",
     no_args_is_help=True,
@@ -64,7 +66,7 @@ for command in (build, generate, chat, compare, memory, inspect):
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"trt-kvcache {__version__}")
+        typer.echo(f"{NAME} {__version__}")
         raise typer.Exit
 
 
@@ -82,7 +84,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         warnings.simplefilter("always", EngineFallbackWarning)
         warnings.showwarning = _show_warning
         try:
-            app(args=None if arguments is None else list(arguments))
+            app(args=None if arguments is None else list(arguments), prog_name=NAME)
         except SystemExit as exit_:
             return exit_.code if isinstance(exit_.code, int) else FAILED
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from trt_kvcache.checkpoint.tokenizer import TOKENIZER_FILE
 from trt_kvcache.cli.console import complain, messages, note, put
 from trt_kvcache.cli.opening import (
     AttentionOption,
@@ -21,7 +22,8 @@ from trt_kvcache.cli.opening import (
 from trt_kvcache.cli.sampling import MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
 from trt_kvcache.cli.session_notes import note_statistics, warn_of_full_cache
 from trt_kvcache.errors import ConfigError, KVCacheError
-from trt_kvcache.session import InferenceSession, Prompt
+from trt_kvcache.prompts import Prompt
+from trt_kvcache.session import InferenceSession
 
 _HELP = "/undo takes the last turn back, /reset starts anew, /stats shows times and bytes, /quit ends; Ctrl-C stops an answer."
 
@@ -54,6 +56,8 @@ def chat(
         seed=seed,
         stop=tuple(stop) if stop else None,
     )
+    if folder.is_dir() and not (folder / TOKENIZER_FILE).is_file():
+        raise ConfigError(f"{folder}: chat needs a {TOKENIZER_FILE}. `trt-kvcache generate --prompt-ids` works on token ids.")
     source = session_source(
         folder,
         slots=1,
@@ -65,8 +69,6 @@ def chat(
         attention=attention,
     )
     with open_session(source) as session:
-        if session.tokenizer is None:
-            raise ConfigError(f"{folder}: chat needs a tokenizer.json. `trt-kvcache generate --prompt-ids` works on token ids.")
         Conversation(session, options).run()
 
 

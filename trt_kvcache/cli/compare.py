@@ -9,6 +9,7 @@ import typer
 
 from trt_kvcache import opening
 from trt_kvcache.cli.console import messages, say, warn
+from trt_kvcache.cli.interrupt import held_interrupts
 from trt_kvcache.cli.opening import (
     AttentionOption,
     DTypeOption,
@@ -89,7 +90,8 @@ def _with_tensorrt(engine: EngineName, folder: Path, flavour: FlavourName) -> bo
     if engine is not EngineName.auto:
         return engine is EngineName.tensorrt
     built_by = EngineFolder.open(folder).config.tensorrt_flavour if is_engine_folder(folder) else "auto"
-    reason = opening.why_no_tensorrt(built_by if flavour is FlavourName.auto else flavour.value)
+    with held_interrupts():  # it imports TensorRT
+        reason = opening.why_no_tensorrt(built_by if flavour is FlavourName.auto else flavour.value)
     if reason is not None:
         warn(f"comparing without TensorRT: {reason}")
     return reason is None

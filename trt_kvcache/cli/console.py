@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -34,8 +34,8 @@ def _console(*, stderr: bool) -> Console:
 
 
 def say(line: str, style: str = "") -> None:
-    """Print a line of the result, never broken."""
-    results().print(line, style=style, soft_wrap=True)
+    """Print a line of the result."""
+    _print(results(), Text(line, style))
 
 
 def put(text: str) -> None:
@@ -44,39 +44,63 @@ def put(text: str) -> None:
     sys.stdout.flush()
 
 
-def note(text: str, *, end: str = "\n") -> None:
+def note(text: str) -> None:
     """Print something in passing, on stderr."""
-    messages().print(text, style="dim", end=end, soft_wrap=True)
+    _print(messages(), Text(text, "dim"))
 
 
 def warn(text: str) -> None:
     """Print a warning on stderr."""
-    messages().print(Text.assemble(("warning:", "yellow"), " ", text), soft_wrap=True)
+    _print(messages(), Text.assemble(("warning:", "yellow"), " ", text))
 
 
 def complain(head: str, text: str = "") -> None:
     """Print on stderr why a command has failed."""
-    messages().print(Text.assemble((head, "red"), f" {text}" if text else ""), soft_wrap=True)
+    _print(messages(), Text.assemble((head, "red"), f" {text}" if text else ""))
+
+
+def _print(console: Console, text: Text) -> None:
+    """Print a text as one line, or as lines of whole words on a terminal."""
+    console.print(text, soft_wrap=not console.is_terminal)
 
 
 @contextmanager
 def progress_bar() -> Iterator[ProgressCallback]:
-    """Show stages of long work as bars, and nothing at all where stderr is not a terminal. While TensorRT builds, Ctrl-C
-    waits for the next step."""
+    """Show stages of long work as bars, and nothing at all where stderr is not a terminal.
+
+    Until the first stage, and while TensorRT builds, Ctrl-C waits for the next report.
+    """
     console = messages()
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f} %"), TimeElapsedColumn())
-    bars = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-    with held_interrupts() as interrupts, bars:
-        tasks: dict[str, TaskID] = {}
+    with held_interrupts() as interrupts, _bars(console) if console.is_terminal else nullcontext(_ignore) as show:
 
         def report(stage: str, done: float | None) -> None:
             interrupts.check()
             interrupts.hold = stage == BUILDING and done != 1.0
-            if stage not in tasks:
-                tasks[stage] = bars.add_task(stage, total=None if done is None else 1.0)
-            bars.update(tasks[stage], total=None if done is None else 1.0, completed=done or 0.0)
+            show(stage, done)
 
         yield report
+
+
+@contextmanager
+def _bars(console: Console) -> Iterator[ProgressCallback]:
+    """Show one bar per stage; a stage is done when the next one begins."""
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        tasks: dict[str, TaskID] = {}
+
+        def show(stage: str, done: float | None) -> None:
+            if stage not in tasks:
+                for earlier in tasks.values():
+                    bars.update(earlier, total=1.0, completed=1.0)
+                tasks[stage] = bars.add_task(stage, total=None)
+            if done is not None:
+                bars.update(tasks[stage], total=1.0, completed=done)
+
+        yield show
+
+
+def _ignore(stage: str, done: float | None) -> None:
+    pass
 
 
 def table(*columns: str, numbers: Collection[str] = (), title: str | None = None) -> Table:

@@ -1,4 +1,4 @@
-"""Ctrl-C while TensorRT runs our callbacks."""
+"""Ctrl-C while other people's code runs, in which it would be lost."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Interrupts:
     """Whether Ctrl-C is held back at the moment, and whether there was one."""
 
     def __init__(self) -> None:
-        #: Set it to hold the next Ctrl-C back; a second one is raised at once.
-        self.hold = False
+        #: Whether to hold the next Ctrl-C back. A second one is raised at once.
+        self.hold = True
         self._held = False
 
     def check(self) -> None:
@@ -31,9 +31,10 @@ class Interrupts:
 
 @contextmanager
 def held_interrupts() -> Iterator[Interrupts]:
-    """Let Ctrl-C be held back for a while; what is still held at the end is raised then, whatever else went wrong meanwhile.
+    """Hold Ctrl-C back, as long as the yielded object says so; what is still held at the end is raised then, whatever else went wrong.
 
-    While TensorRT builds, Python runs inside its callbacks only, and an exception that comes up there from nowhere is lost.
+    A module that is being imported turns an exception that comes from nowhere into an ``ImportError``, and TensorRT, which
+    runs Python in callbacks only, swallows it.
     """
     interrupts = Interrupts()
     before = signal.getsignal(signal.SIGINT)
