@@ -17,12 +17,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from trt_kvcache.bindable import check_bindable
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.engine_config import EngineConfig
 from trt_kvcache.engine_folder import EngineFolder
-from trt_kvcache.errors import BindingError, ClosedError, EngineError, LayoutError, PlaceError
-from trt_kvcache.layout import ALIGNMENT
+from trt_kvcache.errors import BindingError, ClosedError, EngineError, PlaceError
 from trt_kvcache.memory import Memory
 from trt_kvcache.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.runtime_cache import RuntimeCacheFile, gpu_identity
@@ -213,15 +213,7 @@ class TensorRTEngine:
             TensorRT refuses the address.
         """
         active = self._require_active()
-        spec = self._spec(name)
-        if tensor.memory is not self._memory:
-            raise BindingError(f"`{name}`: expected a tensor in the engine's memory ({self._memory.device}), got one in another.")
-        if tensor.dtype != spec.dtype:
-            raise BindingError(f"`{name}`: expected {spec.dtype}, got {tensor.dtype}.")
-        if not tensor.is_contiguous:
-            raise LayoutError(f"`{name}`: expected a dense view, got shape {tensor.shape} with strides {tensor.strides}.")
-        if tensor.ptr % ALIGNMENT:
-            raise LayoutError(f"`{name}`: expected an address that is a multiple of {ALIGNMENT}, got {tensor.ptr:#x}.")
+        check_bindable(self._spec(name), tensor, self._memory)
         self._call(f"the address of `{name}` was refused", active.context.set_tensor_address, name, tensor.ptr)
         active.bound[name] = tensor
         active.checked = False

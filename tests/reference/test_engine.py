@@ -231,7 +231,7 @@ def combined(rig: Rig) -> None:
             BindingError,
             r"`logits`: expected a tensor in the engine's memory \(cpu\), got DeviceTensor",
         ),
-        (misaligned, LayoutError, "`k_cache_0`: expected an address that is a multiple of 256 bytes, got 0x"),
+        (misaligned, LayoutError, "`k_cache_0`: expected an address that is a multiple of 256, got 0x"),
         (combined, LayoutError, "`v_cache_0`: expected a dense view, got shape .* with strides"),
         (lambda rig: rig.engine.set_input_shape("logits", (1, 67)), BindingError, "`logits`: expected an input, got an output"),
         (lambda rig: rig.engine.set_input_shape("nothing", (1,)), BindingError, "`nothing`: the engine has no such tensor"),

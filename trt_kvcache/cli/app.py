@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import io
+import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -79,7 +80,7 @@ def options(
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code."""
-    _forgive_encodings()
+    _prepare_streams()
     with warnings.catch_warnings():
         warnings.simplefilter("always", EngineFallbackWarning)
         warnings.showwarning = _show_warning
@@ -94,9 +95,12 @@ def _show_warning(message: Warning | str, *details: Any, **more: Any) -> None:
     warn(str(message))
 
 
-def _forgive_encodings() -> None:
-    """Let a character that a terminal cannot show, or that is damaged on its way in, become another one instead of an error."""
-    for stream, handler in ((sys.stdin, "replace"), (sys.stdout, "replace"), (sys.stderr, "backslashreplace")):
-        if isinstance(stream, io.TextIOWrapper):
+def _prepare_streams() -> None:
+    """Let a stream that is closed take or give nothing, and a character that it cannot carry become another one: no errors."""
+    for name, mode, handler in (("stdin", "r", "replace"), ("stdout", "w", "replace"), ("stderr", "w", "backslashreplace")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # for the rest of the process
+        elif isinstance(stream, io.TextIOWrapper):
             with contextlib.suppress(io.UnsupportedOperation):  # something was read from it already
                 stream.reconfigure(errors=handler)

@@ -7,9 +7,10 @@ from typing import Any
 
 import numpy.typing as npt
 
+from trt_kvcache.bindable import check_bindable
 from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
-from trt_kvcache.errors import BindingError, EngineError, LayoutError
-from trt_kvcache.layout import ALIGNMENT, dense_nbytes
+from trt_kvcache.errors import BindingError, EngineError
+from trt_kvcache.layout import dense_nbytes
 from trt_kvcache.memory import HostMemory
 from trt_kvcache.tensor import DeviceTensor
 
@@ -34,15 +35,7 @@ class BoundTensors:
 
     def bind(self, name: str, tensor: DeviceTensor) -> None:
         """See :meth:`trt_kvcache.engine.Engine.bind`."""
-        spec = self._spec(name)
-        if tensor.memory is not self._memory:
-            raise BindingError(f"`{name}`: expected a tensor in the engine's memory ({self._memory.device}), got {tensor!r}.")
-        if tensor.dtype != spec.dtype:
-            raise BindingError(f"`{name}` expects {spec.dtype} {spec.shape}, got {tensor.dtype} {tensor.shape}.")
-        if not tensor.is_contiguous:
-            raise LayoutError(f"`{name}`: expected a dense view, got shape {tensor.shape} with strides {tensor.strides}.")
-        if tensor.ptr % ALIGNMENT:
-            raise LayoutError(f"`{name}`: expected an address that is a multiple of {ALIGNMENT} bytes, got {tensor.ptr:#x}.")
+        check_bindable(self._spec(name), tensor, self._memory)
         self._bound[name] = tensor
 
     def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
