@@ -18,14 +18,14 @@ FOLDER = Path(__file__).parents[1] / "examples" / "tiny-llama"
 TEXT = (FOLDER / "text.txt").read_text(encoding="utf-8")
 
 WORDS = 200
-# No stretch of 200 words of the text takes more than 435 tokens; prompt and continuation must fit into 512.
+# No stretch of 200 words of the text takes more than 446 tokens; prompt and continuation must fit into 512.
 MAX_NEW_TOKENS = 480
 SENTENCE_STARTS = [
+    "Alice was beginning",
     "The rabbit-hole went straight",
-    "She ate a little",
-    "Alice felt so desperate",
-    "And she began thinking",
-    "The Mouse gave a",
+    "There were doors all",
+    "Suddenly she came upon",
+    "However, this bottle was",
 ]
 NOT_IN_THE_TEXT = "Hello, my name is"
 
@@ -70,7 +70,7 @@ def test_a_sentence_start_is_continued_as_in_the_text(session: InferenceSession,
 
 
 def test_the_end_of_the_text_ends_the_generation(session: InferenceSession) -> None:
-    prompt = "It was high time to go"
+    prompt = "So she set to work"
     *before, last = session.generate([prompt], max_new_tokens=200)
     assert last.token == 1
     assert last.finish_reason == "stop"
@@ -85,7 +85,7 @@ def test_the_measures_see_unknown_words_and_loops() -> None:
 
 def test_the_folder_is_small_and_complete() -> None:
     files = {path.name: path.stat().st_size for path in FOLDER.iterdir() if path.is_file()}
-    assert sum(files.values()) <= 2**20, files
+    assert sum(files.values()) <= 2**18, files
     assert set(files) == {
         "README.md",
         "config.json",
@@ -129,5 +129,5 @@ def test_every_text_survives_the_tokenizer(text: str) -> None:
     ids = tokenizer.encode(text).ids
     assert ids[0] == tokenizer.token_to_id("<s>") == 0
     assert tokenizer.token_to_id("</s>") == 1
-    assert max(ids) < tokenizer.get_vocab_size() == 768
+    assert max(ids) < tokenizer.get_vocab_size() == 640
     assert tokenizer.decode(ids) == text
