@@ -16,12 +16,21 @@ import pytest
 from engine_files import make_engine_folder
 
 from trt_kvcache import opening
+from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.cli import main
 from trt_kvcache.errors import CudaError
 
 ROOT = Path(__file__).parent.parent.parent
 SHIPPED = ROOT / "examples" / "tiny-llama"
 GOLDEN = ROOT / "tests" / "golden"
+
+#: What the shipped model is; its sizes may change.
+CONFIG = ModelConfig.from_dict(json.loads((SHIPPED / "config.json").read_text(encoding="utf-8")))
+#: Bytes of K and V of one of its tokens, in float16.
+TOKEN_NBYTES = CONFIG.num_layers * 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 2
+#: Bytes of the cache of `engine`, whose K and V of a layer each start at a multiple of 256 bytes.
+_SIDE_NBYTES = 3 * 38 * CONFIG.num_kv_heads * CONFIG.head_dim * 2
+CACHE_NBYTES = CONFIG.num_layers * 2 * -(-_SIDE_NBYTES // 256) * 256
 
 #: Why `without_gpu` says that there is no GPU.
 NO_GPU = "this test has no GPU"

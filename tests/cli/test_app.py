@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import io
+import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -91,10 +94,17 @@ def test_a_bug_of_ours_is_not_hidden(run: Run, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_ctrl_c_while_the_command_line_is_being_imported(run: Run, monkeypatch: pytest.MonkeyPatch):
-    def interrupt(arguments: object) -> None:
-        raise KeyboardInterrupt
+    class Importing(ModuleType):
+        """Does to an exception that comes from nowhere what the import of an extension module does."""
 
-    monkeypatch.setattr("trt_kvcache.cli.app.run", interrupt)
+        def __getattr__(self, name: str) -> object:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                raise ImportError("initialization failed") from None
+            return lambda arguments: 0
+
+    monkeypatch.setitem(sys.modules, "trt_kvcache.cli.app", Importing("app"))
     done = run("memory")
     assert (done.code, done.err) == (130, "interrupted\n")
 
@@ -149,6 +159,17 @@ def test_a_terminal_that_knows_ascii_only(monkeypatch: pytest.MonkeyPatch, argum
     assert main(arguments) == code
     assert out in written[0].getvalue().decode()
     assert err in written[1].getvalue().decode()
+
+
+@pytest.mark.parametrize(
+    ("closed", "arguments", "out"),
+    [("0<&-", ["chat", "--engine", "reference"], ""), ("1>&-", ["memory"], ""), ("2>&-", ["memory"], "0-1")],
+)
+def test_a_closed_stream_is_no_error(closed: str, arguments: list[str], out: str):
+    command = shlex.join([sys.executable, "-c", PROGRAM, *arguments, str(SHIPPED)])
+    done = subprocess.run(f"{command} {closed}", shell=True, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert out in done.stdout
 
 
 def test_names_are_not_markup(run: Run, tmp_path: Path):

@@ -193,12 +193,13 @@ class TestAFullCache:
         assert done.out.splitlines()[1].startswith(" to get very")
 
 
-def test_a_broken_template_fails(run: Run, type_lines: TypeLines, model: Path):
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_template_that_refuses(run: Run, type_lines: TypeLines, model: Path, terminal: bool):
     change_json(model / "tokenizer_config.json", lambda config: config.update(chat_template="{{ raise_exception('no user here') }}"))
-    type_lines(ASKED)
+    type_lines(ASKED, terminal=terminal)
     done = run("chat", model, *CHAT[2:])
-    assert (done.code, done.out) == (1, "")
-    assert "the chat template refuses these messages: no user here" in done.err
+    assert (done.code, done.out) == (0 if terminal else 1, "")
+    assert "the chat template refuses these messages: no user here\n" in done.err, "and no advice that does not help"
 
 
 def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(run: Run, monkeypatch: pytest.MonkeyPatch):

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from trt_kvcache import opening
 from trt_kvcache.runner import RecomputeRunner
 
 from .conftest import GOLDEN, NO_GPU, SHIPPED, Run
@@ -88,6 +90,19 @@ class TestTensorRT:
         done = run("compare", engine, "-p", "Alice", "--engine", "tensorrt")
         assert (done.code, done.out) == (1, "")
         assert done.err == f"error: CudaMemory: {NO_GPU}.\n"
+
+
+def test_ctrl_c_while_tensorrt_is_being_imported(run: Run, monkeypatch: pytest.MonkeyPatch):
+    def import_tensorrt(flavour: str) -> str | None:
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            return "tensorrt_rtx: cannot be imported (initialization failed)."
+        return None
+
+    monkeypatch.setattr(opening, "why_no_tensorrt", import_tensorrt)
+    done = run("compare", MODEL, *PROMPTS)
+    assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from trt_kvcache.cli import generate as generate_module
+from trt_kvcache.cli.console import size
 from trt_kvcache.session import InferenceSession
 
-from .conftest import GOLDEN, NO_GPU, SHIPPED, Run
+from .conftest import CACHE_NBYTES, CONFIG, GOLDEN, NO_GPU, SHIPPED, TOKEN_NBYTES, Run
 
 REFERENCE = ("--engine", "reference")
 PROMPT = "The rabbit-hole went straight"
@@ -27,7 +28,7 @@ def test_statistics_are_one_line_on_stderr(run: Run):
     assert done.err.count("\n") == 1
     assert done.err.startswith("ReferenceEngine on cpu: prefill 12 tokens in ")
     assert "; decode 6 tokens, " in done.err
-    assert done.err.endswith("; cache 9.0 KiB live of 256.0 KiB\n")
+    assert done.err.endswith(f"; cache {size(18 * TOKEN_NBYTES)} live of {size(512 * TOKEN_NBYTES)}\n")
     assert run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--max-new-tokens", 7, "--no-stats").err == ""
 
 
@@ -176,11 +177,11 @@ def test_wrong_usage_before_the_model_is_opened(run: Run, arguments: list[object
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        (["--prompt-ids", "1,768"], "prompts[0][1]: expected an integer from 0 to 767, got 768."),
-        (["--prompt-ids", "-1"], "prompts[0][0]: expected an integer from 0 to 767, got -1."),
+        (["--prompt-ids", f"1,{CONFIG.vocab_size}"], f"prompts[0][1]: expected an integer from 0 to {CONFIG.vocab_size - 1}, got "),
+        (["--prompt-ids", "-1"], f"prompts[0][0]: expected an integer from 0 to {CONFIG.vocab_size - 1}, got -1."),
         (["-p", "A", "-p", "B", "--max-batch-size", 1], "prompts: expected 1 to max_batch_size=1 of them, got 2."),
         (["-p", "A", "--max-sequence-length", 513], "max_sequence_length: expected at most 512"),
-        (["-p", "A", "--max-batch-size", 2 * 10**9], "host memory: 262144000000000 bytes could not be allocated."),
+        (["-p", "A", "--max-batch-size", 2 * 10**9], "bytes could not be allocated."),
         (["-p", "A", "--max-batch-size", 10**30], "max_batch_size: expected an integer from 1 to 2147483647"),
     ],
     ids=str,
@@ -221,7 +222,7 @@ class TestEngines:
         done = run("generate", engine, "-p", PROMPT, "--max-new-tokens", 7)
         assert done.code == 0
         assert CONTINUED.startswith(done.out.rstrip("\n"))
-        assert done.err.splitlines()[1].endswith(" of 57.0 KiB"), "B = 3 slots of S = 38 tokens"
+        assert done.err.splitlines()[1].endswith(f" of {size(CACHE_NBYTES)}")
 
 
 @pytest.mark.parametrize(

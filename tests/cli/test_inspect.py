@@ -5,9 +5,11 @@ from pathlib import Path
 import pytest
 from engine_files import make_engine_folder
 
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.cli.console import size
 from trt_kvcache.network.decomposable import AttentionChoice
 
-from .conftest import SHIPPED, Run
+from .conftest import CACHE_NBYTES, CONFIG, SHIPPED, TOKEN_NBYTES, Run
 
 
 def rows(out: str, title: str) -> list[list[str]]:
@@ -22,7 +24,7 @@ def test_head(run: Run, engine: Path):
     assert (done.code, done.err) == (0, "")
     path, model, cache, built_by, built_from = done.out.splitlines()[:5]
     assert path == str(engine)
-    assert model == "model: llama, 2 layers, computed in float16"
+    assert model == f"model: llama, {CONFIG.num_layers} layers, computed in float16"
     assert cache == "cache: 3 slots of 38 tokens, float16, separate"
     assert built_by == "built by: tensorrt_rtx 1.7.1; compute capabilities: not restricted"
     assert built_from.startswith(f"built from: {engine.parent / 'model'}, fingerprint ")
@@ -35,8 +37,8 @@ def test_tensors_and_aliases(run: Run, engine: Path):
         *("present_k_cache_0", "present_v_cache_0", "present_k_cache_1", "present_v_cache_1", "logits"),
     ]
     assert found[0] == ["input_ids", "input", "int32", "[?, ?]", ""]
-    assert found[8] == ["present_v_cache_0", "output", "float16", "[?, 2, 38, 32]", "v_cache_0"]
-    assert found[-1] == ["logits", "output", "float32", "[?, 768]", ""]
+    assert found[8] == ["present_v_cache_0", "output", "float16", f"[?, {CONFIG.num_kv_heads}, 38, {CONFIG.head_dim}]", "v_cache_0"]
+    assert found[-1] == ["logits", "output", "float32", f"[?, {CONFIG.vocab_size}]", ""]
 
 
 def test_profiles(run: Run, engine: Path):
@@ -58,14 +60,17 @@ def test_layers_with_the_same_attention_share_a_row(run: Run, engine: Path):
 
 
 def test_sizes(run: Run, engine: Path):
-    assert rows(run("inspect", engine).out, "Sizes") == [
-        ["engine.plan", "31", "31 B"],
-        ["weights of the checkpoint", "689408", "673.2 KiB"],
-        ["K and V of one token", "512", "512 B"],
-        ["K and V of one sequence of 38", "19456", "19.0 KiB"],
-        ["K and V of one layer", "29184", "28.5 KiB"],
-        ["cache of 3 slots", "58368", "57.0 KiB"],
-    ]
+    with Checkpoint.open(SHIPPED) as checkpoint:
+        weights = checkpoint.nbytes
+    expected = {
+        "engine.plan": 31,
+        "weights of the checkpoint": weights,
+        "K and V of one token": TOKEN_NBYTES,
+        "K and V of one sequence of 38": 38 * TOKEN_NBYTES,
+        "K and V of one layer": CACHE_NBYTES // CONFIG.num_layers,
+        "cache of 3 slots": CACHE_NBYTES,
+    }
+    assert rows(run("inspect", engine).out, "Sizes") == [[what, str(nbytes), size(nbytes)] for what, nbytes in expected.items()]
 
 
 def test_the_targets_of_a_build_and_an_embedded_checkpoint(run: Run, model: Path, tmp_path: Path):

@@ -3,8 +3,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from small_model import write_model
 
-from .conftest import GOLDEN, SHIPPED, Run
+from .conftest import CONFIG, GOLDEN, SHIPPED, TOKEN_NBYTES, Run
 
 LLAMA_7B = ("--layers", 32, "--kv-heads", 32, "--head-dim", 128, "--max-sequence-length", 2048)
 
@@ -40,15 +41,16 @@ def test_scales_count(run: Run):
 
 def test_a_model_folder(run: Run):
     done = run("memory", SHIPPED, "--gib", 0.5)
-    assert "1 slot of 512 tokens, float16, separate" in done.out
-    assert "per token:    512 B" in done.out
-    assert "longest sequence with 1 slot: 1048576 tokens" in done.out
+    assert f"1 slot of {CONFIG.max_position_embeddings} tokens, float16, separate" in done.out
+    assert f"per token:    {TOKEN_NBYTES} B" in done.out
+    assert f"longest sequence with 1 slot: {2**29 // TOKEN_NBYTES} tokens" in done.out
 
 
-def test_a_model_folder_with_other_sizes(run: Run):
-    done = run("memory", SHIPPED, "--max-batch-size", 3, "--max-sequence-length", 40, "--dtype", "int8")
+def test_a_model_folder_with_other_sizes(run: Run, tmp_path: Path):
+    model = write_model(tmp_path / "model", head_dim=32)  # 1 layer, 2 KV heads
+    done = run("memory", model, "--max-batch-size", 3, "--max-sequence-length", 40, "--dtype", "int8")
     assert "3 slots of 40 tokens, int8, separate" in done.out
-    assert "per sequence: 10240 B (10.0 KiB)" in done.out
+    assert "per sequence: 5120 B (5.0 KiB)" in done.out
 
 
 def test_an_engine_folder(run: Run, engine: Path):

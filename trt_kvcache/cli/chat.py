@@ -21,7 +21,7 @@ from trt_kvcache.cli.opening import (
 )
 from trt_kvcache.cli.sampling import MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
 from trt_kvcache.cli.session_notes import note_statistics, warn_of_full_cache
-from trt_kvcache.errors import ConfigError, KVCacheError
+from trt_kvcache.errors import CapacityError, ConfigError, KVCacheError
 from trt_kvcache.prompts import Prompt
 from trt_kvcache.session import InferenceSession
 
@@ -126,7 +126,7 @@ class Conversation:
         except KVCacheError as error:
             if not self._interactive:
                 raise
-            complain("error:", f"{error} /undo and /reset make room.")
+            complain("error:", f"{error} /undo and /reset make room." if isinstance(error, CapacityError) else str(error))
             return
         put("\n")
         if stopped:
