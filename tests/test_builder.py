@@ -23,6 +23,7 @@ from trt_kvcache.network.graph import Graph
 from trt_kvcache.trt_module import TensorRT, load
 
 GOLDEN = Path(__file__).parent / "golden"
+TOKENIZER = (Path(__file__).parents[1] / "examples" / "tiny-llama" / "tokenizer.json").read_text(encoding="utf-8")
 FAMILIES = {"llama": "llama", "llama, biases, llama3 RoPE": "llama-llama3-bias", "qwen2, tied": "qwen2-tied", "qwen3": "qwen3-sharded"}
 SIZES: dict[str, Any] = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11, "flavour": "tensorrt_rtx"}
 
@@ -197,7 +198,7 @@ def test_interruption_leaves_nothing_and_harms_nothing(tmp_path: Path, stage: st
 @pytest.mark.trt
 def test_failure_while_writing_leaves_nothing_and_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, place = write_model(tmp_path / "model"), tmp_path / "place"
-    (model / "tokenizer.json").write_text("{}")
+    (model / "tokenizer.json").write_text(TOKENIZER)
     build_engine(model, place / "engine", **SIZES)
     before = {file.name: file.read_bytes() for file in (place / "engine").iterdir()}
     for breaking in ("copyfile", "rename"):
@@ -375,7 +376,7 @@ def test_tensorrt_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_what_is_copied_beside_the_plan(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     companions = {
-        "tokenizer.json": "{}",
+        "tokenizer.json": TOKENIZER,
         "tokenizer_config.json": '{"a": 1}',
         "chat_template.jinja": "{{ x }}",
         "generation_config.json": "{}",
@@ -392,3 +393,12 @@ def test_what_is_copied_beside_the_plan(tmp_path: Path) -> None:
     assert data["checkpoint"]["embedded"] is True
     with pytest.raises(EngineError):
         EngineFolder.open(model)
+
+
+@pytest.mark.trt
+def test_a_damaged_tokenizer_is_named_before_the_build(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    (model / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: expected a tokenizer"):
+        build_engine(model, tmp_path / "engine", **SIZES)
+    assert not (tmp_path / "engine").exists()

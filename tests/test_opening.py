@@ -243,7 +243,7 @@ class TestModel:
             "max_batch_size": 3,
             "max_sequence_length": 38,
             "max_prefill_length": 11,
-            "dtype": None,
+            "dtype": "float16",
             "attention": "native",
             "flavour": "auto",
             "progress": None,
@@ -269,6 +269,9 @@ class TestModel:
         with pytest.raises(BuildError if stage == "build" else EngineError, match=r"^no$"):
             InferenceSession.from_model(model, engine="tensorrt")
         assert not places[0].parent.exists()
+        with pytest.warns(EngineFallbackWarning, match=r"^running the NumPy reference engine: no$"):
+            InferenceSession.from_model(model, engine="auto").close()
+        assert not places[1].parent.exists()
 
     def test_progress_of_the_weights(self, model):
         told: list[tuple[str, float | None]] = []

@@ -13,7 +13,7 @@ from typing import Any
 
 from trt_kvcache.build_options import BuildOptions, known_compute_capabilities
 from trt_kvcache.build_progress import BuildProgress, make_monitor
-from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.checkpoint import Checkpoint, Tokenizer
 from trt_kvcache.config import KVCacheConfig
 from trt_kvcache.decoder_tensors import MIN_BATCH_SIZE, decoder_profiles, decoder_tensors, input_shape
 from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
@@ -149,6 +149,7 @@ def build_engine(
     tensorrt = load(flavour, error=BuildError)
     options.check_tensorrt(tensorrt)
     with Checkpoint.open(Path(model_path)) as checkpoint, tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
+        Tokenizer.open(checkpoint.path)  # a damaged one is named before the work, not by the first prompt
         report(DEFINING, None)
         definition = define_decoder(checkpoint, options, tensorrt, messages)
         report(BUILDING, 0.0)

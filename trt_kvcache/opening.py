@@ -18,7 +18,7 @@ from trt_kvcache.decoder_tensors import cache_config
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine import Engine
 from trt_kvcache.engine_folder import EngineFolder
-from trt_kvcache.errors import ConfigError, CudaError, EngineError
+from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
 from trt_kvcache.manager import KVCacheManager
 from trt_kvcache.memory import HostMemory
 from trt_kvcache.names import DEFAULT_NAMES, TensorNames
@@ -119,36 +119,30 @@ def open_model(
                 f"max_sequence_length: expected at most {model.max_position_embeddings}, the positions that the model was made for "
                 f"(max_position_embeddings), got {length}."
             )
+        slots = int_in_range("max_batch_size", max_batch_size, 1, error=ConfigError)
+        cache = cache_config(model, max_batch_size=slots, max_sequence_length=length, dtype=dtype or model.dtype)
+        variant = _variant(attention)
         reason = why_no_tensorrt(flavour, device) if engine == "auto" else None
-        if engine == "reference" or reason is not None:
-            if reason is not None:
-                _warn(reason)
-            cache = cache_config(
-                model,
-                max_batch_size=int_in_range("max_batch_size", max_batch_size, 1, error=ConfigError),
-                max_sequence_length=length,
-                dtype=dtype or model.dtype,
-            )
-            running = ReferenceEngine(
-                checkpoint,
-                kv=cache,
-                max_prefill_length=width,
-                attention=_variant(attention),
-                memory=HostMemory(),
-                progress=_bytes_progress(progress, LOADING),
-            )
-            return _parts(running, cache, DEFAULT_NAMES, checkpoint.path, model)
-    return _built_parts(
-        Path(path),
-        max_batch_size=max_batch_size,
-        max_sequence_length=length,
-        max_prefill_length=width,
-        dtype=dtype,
-        attention=attention,
-        flavour=flavour,
-        device=device,
-        progress=progress,
-    )
+        if engine != "reference" and reason is None:
+            try:
+                return _built_parts(
+                    checkpoint.path, cache, max_prefill_length=width, attention=variant, flavour=flavour, device=device, progress=progress
+                )
+            except (BuildError, EngineError, CudaError) as error:
+                if engine == "tensorrt":
+                    raise
+                reason = str(error)
+        if reason is not None:
+            _warn(reason)
+        running = ReferenceEngine(
+            checkpoint,
+            kv=cache,
+            max_prefill_length=width,
+            attention=variant,
+            memory=HostMemory(),
+            progress=_bytes_progress(progress, LOADING),
+        )
+        return _parts(running, cache, DEFAULT_NAMES, checkpoint.path, model)
 
 
 def why_no_tensorrt(flavour: str, device: int = 0) -> str | None:
@@ -168,12 +162,20 @@ def _tensorrt_parts(folder: EngineFolder, memory: CudaMemory, flavour: str) -> S
     return _parts(running, config.cache, config.names, folder.path, config.model)
 
 
-def _built_parts(path: Path, *, flavour: str, device: int, **options: Any) -> SessionParts:
+def _built_parts(path: Path, cache: KVCacheConfig, *, flavour: str, device: int, **options: Any) -> SessionParts:
     """Build an engine into a temporary folder that lives as long as the session."""
     memory = CudaMemory(device)  # without a GPU, nothing is built
     place = tempfile.TemporaryDirectory(prefix="trt_kvcache-")
     try:
-        report = build_engine(path, Path(place.name) / "engine", flavour=flavour, **options)
+        report = build_engine(
+            path,
+            Path(place.name) / "engine",
+            max_batch_size=cache.max_batch_size,
+            max_sequence_length=cache.max_sequence_length,
+            dtype=cache.dtype,
+            flavour=flavour,
+            **options,
+        )
         parts = _tensorrt_parts(EngineFolder.open(report.path), memory, flavour)
     except BaseException:
         place.cleanup()
