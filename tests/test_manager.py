@@ -669,3 +669,13 @@ def test_a_stream_is_asked_for_by_name_and_must_be_one(memory, stream, unchanged
                     getattr(cache, operation)(*arguments)
                 with pytest.raises(TypeError, match="positional"):
                     getattr(cache, operation)(*arguments, stream)
+
+
+@pytest.mark.parametrize("name", ["active_batch_size", "host_kv_cache_lengths", "kv_cache_all_empty", "kv_cache_lengths"])
+def test_lengths_are_not_told_after_close(name):
+    cache = KVCacheManager(
+        KVCacheConfig(layers=[KVLayerConfig(num_kv_heads=1, head_dim=8)], max_batch_size=2, max_sequence_length=3), memory=HostMemory()
+    )
+    cache.close()
+    with pytest.raises(ClosedError, match=r"^this KVCacheManager is closed\."):
+        getattr(cache, name)

@@ -798,3 +798,36 @@ def _generate(session, oracle, data, rows, limit):
 
 
 _OPERATIONS = {"prefill": _prefill, "append": _append, "decode": _decode, "rewind": _rewind, "generate": _generate}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda session: session.decode([4, 5]),
+        lambda session: session.append([[4], [5]]),
+        lambda session: session.rewind(0, 1),
+        lambda session: session.prefill([[1, 2, 4], [3]], reuse=True),
+        lambda session: session.generate([[4], [5]], append=True),
+    ],
+    ids=["decode", "append", "rewind", "reuse", "generate"],
+)
+def test_lengths_that_were_changed_behind_the_session_are_refused(session, call):
+    session.prefill([[1, 2, 3], [3]])
+    session.cache.rewind(0, 2, stream=session.cache.memory.create_stream())
+    with pytest.raises(RangeError, match=r"^cache lengths: expected \(3, 1\), the tokens that this session has run, got \(2, 1\)"):
+        call(session)
+    assert (session.tokens(0), session.cache.host_kv_cache_lengths) == ((1, 2, 3), (2, 1))
+    assert np.isfinite(session.prefill([[1, 2]])).all()
+
+
+def test_decode_before_any_prefill_says_so(session):
+    with pytest.raises(ShapeError, match=r"^tokens: there are no active slots\. Call prefill first\."):
+        session.decode([1])
+
+
+def test_statistics_stay_after_close_and_count_no_live_bytes(session):
+    session.prefill([[1, 2, 3]])
+    live = session.statistics.cache_bytes_live
+    session.close()
+    assert live > 0
+    assert (session.statistics.prefill_tokens, session.statistics.cache_bytes_live) == (3, 0)

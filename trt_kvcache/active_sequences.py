@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.chunks import Chunk
+from trt_kvcache.errors import RangeError
 from trt_kvcache.estimate import estimate_memory
 from trt_kvcache.statistics import SessionStatistics
 from trt_kvcache.steps import StepExecutor
@@ -51,6 +52,15 @@ class ActiveSequences:
         """Tokens a slot can hold, S."""
         return self._cache.kv_config.max_sequence_length
 
+    def check_lengths(self) -> None:
+        """Raise :class:`RangeError` if the lengths of the cache were changed by somebody else."""
+        known = tuple(map(len, self.cached))
+        if known != self.lengths:
+            raise RangeError(
+                f"cache lengths: expected {known}, the tokens that this session has run, got {self.lengths}. "
+                "Change them through the session (rewind, append), or start anew with prefill."
+            )
+
     def is_full(self, slot: int) -> bool:
         """Tell whether a slot can take no further token."""
         return len(self.cached[slot]) >= self.max_sequence_length
@@ -65,7 +75,7 @@ class ActiveSequences:
             decode_seconds=self._decode_seconds,
             decode_steps=self._decode_steps,
             decode_tokens=self._decode_tokens,
-            cache_bytes_live=sum(self._cache.lengths.upper_bounds) * self._bytes_per_token,
+            cache_bytes_live=0 if self._cache.closed else sum(self._cache.lengths.upper_bounds) * self._bytes_per_token,
             cache_bytes_reserved=self._cache.nbytes,
         )
 

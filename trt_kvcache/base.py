@@ -196,6 +196,7 @@ class KVCacheBase(Uncopyable, ABC):
     @property
     def active_batch_size(self) -> int:
         """Active slots, A."""
+        self._check_open()
         return self._lengths.active_batch_size
 
     @property
@@ -207,11 +208,13 @@ class KVCacheBase(Uncopyable, ABC):
     @property
     def host_kv_cache_lengths(self) -> tuple[int, ...]:
         """Lengths of the active slots, from the host mirror. Raises :class:`LengthsUnknown` where it is not exact."""
+        self._check_open()
         return self._lengths.host
 
     @property
     def kv_cache_all_empty(self) -> bool:
         """Whether no active slot holds a token."""
+        self._check_open()
         return self._lengths.all_empty
 
     def reset_for_new_sequences(self, reuse_lengths: Sequence[int] | np.ndarray[Any, Any], *, stream: Any) -> None:

@@ -25,6 +25,7 @@ from trt_kvcache.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.reference import Attention, ReferenceEngine
 from trt_kvcache.sampling import SamplingParams
 from trt_kvcache.tensorrt_engine import TensorRTEngine
+from trt_kvcache.trt_module import FLAVOURS
 from trt_kvcache.trt_module import load as load_tensorrt
 
 EngineChoice = Literal["auto", "reference", "tensorrt"]
@@ -66,7 +67,7 @@ class SessionParts:
 
 def open_engine_folder(path: str | Path, *, engine: EngineChoice, flavour: str, device: int, progress: Progress | None) -> SessionParts:
     """Open an engine folder: see ``InferenceSession.open``."""
-    _check_choice(engine)
+    _check_choice(engine, flavour)
     folder = EngineFolder.open(path)
     config = folder.config
     reason = why_no_tensorrt(config.tensorrt_flavour if flavour == "auto" else flavour, device) if engine == "auto" else None
@@ -106,7 +107,7 @@ def open_model(
     progress: Progress | None,
 ) -> SessionParts:
     """Open a Hugging Face folder: see ``InferenceSession.from_model``."""
-    _check_choice(engine)
+    _check_choice(engine, flavour)
     if dtype is not None and dtype not in MODEL_DTYPES:
         raise ConfigError(f"dtype: expected one of {', '.join(MODEL_DTYPES)}, got {dtype!r}.")
     with Checkpoint.open(path) as checkpoint:
@@ -208,9 +209,10 @@ def _sampling(defaults: GenerationDefaults) -> SamplingParams:
     return SamplingParams(temperature=defaults.temperature, top_k=defaults.top_k, top_p=defaults.top_p)
 
 
-def _check_choice(engine: str) -> None:
-    if engine not in get_args(EngineChoice):
-        raise ConfigError(f"engine: expected one of {', '.join(get_args(EngineChoice))}, got {engine!r}.")
+def _check_choice(engine: str, flavour: str) -> None:
+    for what, value, known in (("engine", engine, get_args(EngineChoice)), ("flavour", flavour, FLAVOURS)):
+        if value not in known:
+            raise ConfigError(f"{what}: expected one of {', '.join(known)}, got {value!r}.")
 
 
 def _variant(attention: str) -> Attention:

@@ -310,9 +310,9 @@ class InferenceSession:
         """
         self._check_open()
         row = self._prompts.tokens("tokens", tokens)
-        self._check_one_per_slot("tokens", len(row))
-        if not row:
+        if not self._sequences.cached:
             raise ShapeError("tokens: there are no active slots. Call prefill first.")
+        self._check_one_per_slot("tokens", len(row))
         self._check_room(self._sequences.lengths, [row[:1]] * len(row))
         return np.array(self._sequences.decode(row))
 
@@ -325,6 +325,7 @@ class InferenceSession:
             Nothing was changed.
         """
         self._check_open()
+        self._sequences.check_lengths()
         self._sequences.rewind(slot, length)
 
     # --- generate ---
@@ -422,6 +423,7 @@ class InferenceSession:
                 raise ShapeError(f"prompts[{index}]: expected at least one token, got none.")
 
     def _check_one_per_slot(self, what: str, count: int) -> None:
+        self._sequences.check_lengths()
         active = self._cache.active_batch_size
         if count != active:
             raise ShapeError(f"{what}: expected one for each of {active} active slots, got {count}.")

@@ -117,5 +117,10 @@ def test_cost_of_a_step_does_not_grow(tokenizer: Tokenizer, monkeypatch: pytest.
         return decode(ids)
 
     monkeypatch.setattr(tokenizer, "decode", counting)
-    stream(tokenizer, tokenizer.encode("the 漢 " * 50, add_special_tokens=False))
-    assert longest <= 8
+    the, stray = tokenizer.encode("the 漢 " * 50, add_special_tokens=False), tokenizer.encode("a漢", add_special_tokens=False)[-3]
+    special = tokenizer.encode(EOS, add_special_tokens=False)[-1]
+    for context, ids in (([], the), (the, the), (the, [special] * 60 + the), ([], [stray] * 60)):
+        decoder = StreamDecoder(tokenizer, context)
+        text = "".join([decoder.push(token) for token in ids] + [decoder.flush()])
+        assert text.strip() == decode(ids).strip()
+    assert longest <= 20

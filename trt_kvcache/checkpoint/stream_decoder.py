@@ -8,6 +8,12 @@ from trt_kvcache.checkpoint.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
 
+# Tokens of a context that can change how the next one is decoded; and how many may be held back.
+_NEIGHBOURS = 8
+
+# Tokens that a character of four bytes can be split over, but for its last.
+_LONGEST_CHARACTER = 3
+
 
 class StreamDecoder:
     """Turns tokens into text one at a time, whole characters only.
@@ -25,23 +31,35 @@ class StreamDecoder:
     Notes
     -----
     The text between two positions is the difference of two decodings that begin at one earlier token, because what a
-    token decodes to depends on its neighbours. The window moves on with the text, so a step costs the same at any length.
+    token decodes to depends on its neighbours. The window moves on with the tokens, so a step costs the same at any length.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
-        self._window = list(context)
+        self._window = list(context[-_NEIGHBOURS:])
         self._told = len(self._window)
 
     def push(self, token_id: int) -> str:
         """Add one token and return the text that has become certain, often empty while a character is incomplete."""
         self._window.append(token_id)
         before, text = self._decode()
-        if len(text) <= len(before) or text.endswith(_REPLACEMENT):
+        held = len(self._window) - self._told
+        if len(text) > len(before) and not text.endswith(_REPLACEMENT):
+            return self._tell(text[len(before) :], held)
+        if held <= _NEIGHBOURS:
             return ""
-        del self._window[: self._told]
-        self._told = len(self._window)
-        return text[len(before) :]
+        # So many tokens without a whole character are none (special tokens, bytes that are no text): only the last can begin one.
+        certain = held - _LONGEST_CHARACTER
+        return self._tell(self._tokenizer.decode(self._window[: self._told + certain])[len(before) :], certain)
+
+    def _tell(self, text: str, tokens: int) -> str:
+        """Hand out the next tokens: they are the neighbours of what follows. Tokens without text are forgotten instead."""
+        if text:
+            del self._window[: self._told]
+            self._told = tokens
+        else:
+            del self._window[self._told : self._told + tokens]
+        return text
 
     def flush(self) -> str:
         """End the stream and return what was held back; bytes that never became a character are U+FFFD."""

@@ -1,0 +1,10 @@
+"""``python -m trt_kvcache``: the ``trt-kvcache`` command."""
+
+from __future__ import annotations
+
+import sys
+
+from trt_kvcache.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
