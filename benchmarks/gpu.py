@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -24,9 +25,9 @@ import numpy as np
 from environment import describe_environment
 from random_model import QWEN2_0_5B, write_random_model
 
-from trt_kvcache import InferenceSession, build_engine
+from trt_kvcache import InferenceSession, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, Lengths, build_engine
 from trt_kvcache.cuda_memory import CudaMemory, find_gpu
-from trt_kvcache.errors import KVCacheError
+from trt_kvcache.errors import CaptureError, KVCacheError
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "examples" / "tiny-llama"
@@ -50,7 +51,16 @@ class Report:
         started = time.perf_counter()
         try:
             result, ok = stage(), True
-        except (KVCacheError, AssertionError, OSError, ValueError, RuntimeError, TypeError, subprocess.SubprocessError) as error:
+        except (
+            KVCacheError,
+            AssertionError,
+            ImportError,
+            OSError,
+            ValueError,
+            RuntimeError,
+            TypeError,
+            subprocess.SubprocessError,
+        ) as error:
             result, ok = f"{type(error).__name__}: {error}", False
         seconds = round(time.perf_counter() - started, 3)
         self.stages[name] = {"ok": ok, "seconds": seconds, "result": result}
@@ -199,19 +209,108 @@ def open_twice(folder: Path, engine: str) -> dict[str, Any]:
     return {"first_seconds": seconds[0], "second_seconds": seconds[1]}
 
 
+def host_time(calls: int = 10_000) -> dict[str, Any]:
+    """Measure what reset and commit cost on the host, B = 8, 32 layers: the calls do not wait for the device."""
+    memory = CudaMemory()
+    layers = [KVLayerConfig(num_kv_heads=8, head_dim=128)] * 32
+    config = KVCacheConfig(layers=layers, max_batch_size=8, max_sequence_length=calls + 1)
+    stream = memory.create_stream()
+    lengths = Lengths(config.max_batch_size, config.max_sequence_length, memory=memory)
+    lengths.reset([0] * 8, stream=stream)
+    result = {"batch_size": 8, "calls": calls}
+    for name, call in (
+        ("commit_scalar_us", lambda: lengths.commit(1, stream=stream)),
+        ("reset_us", lambda: lengths.reset([0] * 8, stream=stream)),
+        ("commit_values_us", lambda: lengths.commit([1] * 8, stream=stream)),
+    ):
+        times = []
+        for index in range(calls):
+            started = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - started)
+            if index % 500 == 499:
+                memory.synchronize(stream)  # the queue of launches never fills up
+        result[name] = round(float(np.median(times)) * 1e6, 2)
+    assert tuple(lengths.tensor.numpy()) == lengths.host == (calls,) * 8
+    return result
+
+
+def views_in_torch() -> dict[str, Any]:
+    """Read and write cache views through DLPack in torch, where it is there: no copy, every dtype, strided views too."""
+    import torch
+
+    shown = {}
+    for dtype in ("float16", "bfloat16", "float32", "float8_e4m3fn", "int8"):
+        memory = CudaMemory()
+        layers = [KVLayerConfig(num_kv_heads=2, head_dim=16)]
+        config = KVCacheConfig(layers=layers, max_batch_size=3, max_sequence_length=5, dtype=dtype, layout=KVLayout.COMBINED)
+        with KVCacheManager(config, memory=memory) as cache:
+            _, v = cache.get_separate_kv_cache(0)
+            tensor = torch.from_dlpack(v)
+            assert tensor.data_ptr() == v.ptr
+            assert tuple(tensor.shape) == v.shape
+            assert tensor.stride() == v.strides
+            tensor[1] = 2
+            torch.cuda.synchronize()
+            values = v.numpy().astype(np.float32)
+            assert (values[1] == 2).all()
+            assert not values[[0, 2]].any()
+            shown[dtype] = str(tensor.dtype)
+    return shown
+
+
+def commit_in_a_graph(replays: int = 5) -> dict[str, Any]:
+    """Capture a commit in a CUDA graph and replay it; host values are refused while capturing."""
+    memory = CudaMemory()
+    stream = memory.create_stream()
+    lengths = Lengths(3, 100, memory=memory)
+    lengths.reset([1, 2, 3], stream=stream)
+    lengths.commit(1, stream=stream)
+    builder = stream.create_graph_builder()
+    builder.begin_building()
+    lengths.commit(2, stream=builder)
+    try:
+        lengths.reset([0], stream=builder)
+        raise AssertionError("reset was captured")
+    except CaptureError as error:
+        refusal = str(error)
+    graph = builder.end_building().complete()
+    for _ in range(replays):
+        lengths.replayed(2)
+        graph.launch(stream)
+    memory.synchronize(stream)
+    assert tuple(lengths.tensor.numpy()) == lengths.host == tuple(length + 1 + 2 * replays for length in (1, 2, 3))
+    return {"lengths": lengths.host, "refusal": refusal}
+
+
 def gpu_tests() -> str:
     """Run the tests that need a GPU; a missing one is a failure."""
-    done = subprocess.run(["make", "test-gpu"], cwd=ROOT, capture_output=True, text=True, timeout=540)
+    environment = {**os.environ, "TRT_KVCACHE_REQUIRE_GPU": "1", "TRT_KVCACHE_TEST_DEVICE": "gpu"}
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu or device", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout[-2000:]
     return done.stdout.strip().splitlines()[-1]
 
 
 def measure(arguments: argparse.Namespace, report: Report, scratch: Path) -> None:
     """Run all stages, correctness first."""
-    engine = "reference" if arguments.dry_run else "tensorrt"
     report.run("versions", installed_versions)
+    if not arguments.dry_run:
+        report.run("cache: views in torch", views_in_torch)
+        report.run("cache: commit in a CUDA graph", commit_in_a_graph)
+        report.run("cache: host time", host_time)
+        report.run("device copy", copy_bandwidth)
     if arguments.tests:
         report.run("tests that need a GPU", gpu_tests)
+    engine = "reference" if arguments.dry_run else "tensorrt"
+    build(TINY, scratch / "first", "float16", "native", batch=4)
+    report.run("engines: accepted", lambda: open_twice(scratch / "first", engine))
+    if report.stages["engines: accepted"]["ok"]:
+        measure_engines(engine, arguments.large, report, scratch)
+
+
+def measure_engines(engine: str, large: bool, report: Report, scratch: Path) -> None:
+    """Run the stages that need an engine that runs."""
     for dtype in TOLERANCES:
         for attention in ("native", "mask"):
             name, folder = f"{dtype} {attention}", scratch / f"{dtype}-{attention}"
@@ -219,12 +318,8 @@ def measure(arguments: argparse.Namespace, report: Report, scratch: Path) -> Non
             report.run(f"{name}: logits agree with the reference", lambda d=dtype, f=folder: logits_agree(f, engine, d))
             poison = float("nan") if attention == "native" else 1e4
             report.run(f"{name}: dead rows do not matter", lambda f=folder, p=poison: dead_rows_do_not_matter(f, engine, p))
-    tiny = scratch / "float16-native"
-    report.run("generate with the shipped model", lambda: generate(tiny, engine))
-    report.run("open twice", lambda: open_twice(tiny, engine))
-    if not arguments.dry_run:
-        report.run("device copy", copy_bandwidth)
-    if arguments.large:
+    report.run("generate with the shipped model", lambda: generate(scratch / "float16-native", engine))
+    if large:
         model, folder = scratch / "model", scratch / "qwen2-0.5b"
         report.run("0.5B: random weights", lambda: write_random_model(model, QWEN2_0_5B))
         report.run("0.5B: build", lambda: build(model, folder, "float16", "native", batch=8, length=1024))

@@ -47,6 +47,7 @@ def test_all_stages_pass_with_the_reference_engine(gpu: ModuleType, tmp_path: Pa
     assert written["dry_run"] is True
     assert "device" not in written, "a dry run names no GPU"
     assert len(written["stages"]) >= 20
+    assert written["stages"]["engines: accepted"]["ok"]
     assert {"bfloat16 native: logits agree with the reference", "float16 mask: dead rows do not matter"} <= set(written["stages"])
 
 
