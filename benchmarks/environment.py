@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import platform
 import shlex
 import subprocess
@@ -47,6 +48,10 @@ def _versions() -> dict[str, str]:
 
 
 def _commit() -> str:
+    """Return the commit that is measured; ``TRT_KVCACHE_COMMIT`` names it where the files were copied without their history."""
+    given = os.environ.get("TRT_KVCACHE_COMMIT")
+    if given:
+        return given
     folder = Path(__file__).parent
     try:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()

@@ -58,7 +58,16 @@ def _import_time(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 def _gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for name, stage in content["stages"].items():
         result = stage["result"]
-        if stage["ok"] and isinstance(result, dict) and "tokens_per_second" in result:
+        if not stage["ok"]:
+            yield name, "no", ""
+        elif name == "cache: host time":
+            for what, label in (("commit_scalar_us", "commit of a number"), ("commit_values_us", "commit per slot"), ("reset_us", "reset")):
+                yield f"{label}, host time, B = {result['batch_size']}", f"{result[what]:.1f} us", ""
+        elif name == "device copy":
+            yield "device-to-device copy, bytes read and written", f"{result['gb_per_second']:.0f} GB/s", ""
+        elif name == "tests that need a GPU":
+            yield name, result, ""
+        elif isinstance(result, dict) and "tokens_per_second" in result:
             yield name, f"{result['tokens_per_second']} tokens/s", ""
 
 

@@ -1,7 +1,7 @@
 """``TensorRTEngine``: runs a TensorRT engine, of either flavour, built by this package or not.
 
 Importing this module needs neither TensorRT nor CUDA. Its calls of TensorRT follow the documentation and are tested against
-a recording stand-in; no GPU has run it yet.
+a recording stand-in; no engine has run on a GPU yet (see docs/gpu.md).
 """
 
 from __future__ import annotations
@@ -333,6 +333,8 @@ def _map_file(path: Path) -> mmap.mmap:
 
 
 def _save(cache: Any, file: RuntimeCacheFile, saved: bytes | None) -> None:
-    blob = bytes(cache.serialize())
-    if blob != saved:
+    content = cache.serialize()
+    if content is None:
+        file.warn("could not be serialised by TensorRT")
+    elif (blob := bytes(content)) != saved:
         file.write(blob)
