@@ -67,7 +67,7 @@ class FakeTensorRT:
         self.calls: list[Any] = []
         self.errors: dict[str, str] = {}  # what to log, by call
         self.refuse: set[str] = set()  # calls that return False or None
-        self.cache_content = b"compiled"
+        self.cache_content: bytes | None = b"compiled"
         self.cache_refuses = False
         self.host_tensors: set[str] = set()
         self.contexts: list[Any] = []
@@ -146,7 +146,7 @@ class _Engine:
         return [low, high, high]
 
     def get_device_memory_size_for_profile_v2(self, index: int) -> int:
-        return (5000, 3000)[index]
+        return (3000, 5000)[index]  # the first is not the largest
 
     def create_runtime_config(self) -> Any:
         return _RuntimeConfig(self.fake) if self.fake.record("create_runtime_config") else None
@@ -183,7 +183,7 @@ class _RuntimeCache:
             self.fake.logger.log(FakeLogger.Severity.ERROR, "cache of another driver")
         return not self.fake.cache_refuses
 
-    def serialize(self) -> bytes:
+    def serialize(self) -> bytes | None:
         self.fake.record("cache.serialize")
         return self.fake.cache_content
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -121,10 +122,10 @@ def with_config(change: Callable[[dict[str, Any]], object]) -> Callable[[EngineF
         ),
         (
             with_config(lambda data: data["kv_cache"].update(max_sequence_length=9)),
-            r"profile prefill: expected max_width of at most 9 by kv_cache, got 11",
+            r"profiles\[0\]\.max_width: expected an integer from 1 to 9, got 11",
         ),
         (with_config(lambda data: data["kv_cache"].update(max_batch_size=4)), r"profile prefill: expected max_batch 4 by kv_cache, got 3"),
-        (with_config(lambda data: data.update(profiles=[])), r"profiles: expected at least one, got none"),
+        (with_config(lambda data: data.update(profiles=[])), r"profiles: expected 2, for prefill and decode, got 0"),
         (with_config(lambda data: data["attention"].pop()), r"attention: expected 2 layers by the model, got 1"),
         (with_config(lambda data: data["tensors"].pop()), r"tensors: expected 12 by model and kv_cache, got 11"),
         (
@@ -141,6 +142,68 @@ def test_damaged_folder_is_refused_by_name(folder: EngineFolder, damage: Callabl
     damage(folder)
     with pytest.raises(EngineError, match=message):
         EngineFolder.open(folder.path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("profiles/0/max_width", "8", r"profiles\[0\]\.max_width: expected an integer, got '8'"),
+        ("profiles/0/name", 7, r"profiles\[0\]\.name: expected a str, got 7"),
+        ("profiles/0/min_batch", 2, "profile prefill: expected min_batch 1, got 2"),
+        ("profiles/0/min_batch", "1", r"profiles\[0\]\.min_batch: expected an integer, got '1'"),
+        ("profiles/0/min_width", 5, "profile prefill: expected min_width 1, got 5"),
+        ("profiles/1/max_width", 5, "profile decode: expected max_width 1, got 5"),
+        ("profiles/1/max_width", 12, "profile decode: expected max_width 1, got 12"),
+        ("profiles/1/min_width", True, r"profiles\[1\]\.min_width: expected an integer, got True"),
+        ("profiles/1/name", "prefill", "profile decode: expected name decode, got prefill"),
+        ("profiles", {}, r"profiles: expected a list, got \{\}"),
+        ("attention/0/layer", 1, r"attention\[0\]\.layer: expected 0, got 1"),
+        ("attention/1/layer", -1, r"attention\[1\]\.layer: expected at least 0, got -1"),
+        ("attention/0/variant", 3, r"attention\[0\]\.variant: expected a str, got 3"),
+        ("attention/1/variant", "zz", r"attention\[1\]\.variant: expected one of native, mask, got 'zz'"),
+        ("attention/0/decomposable", 0, r"attention\[0\]\.decomposable: expected a bool, got 0"),
+        ("checkpoint/path", 5, r"checkpoint\.path: expected a str, got 5"),
+        ("checkpoint/path", None, r"checkpoint\.path: expected a str, got None"),
+        ("checkpoint/fingerprint", 7, r"checkpoint\.fingerprint: expected a str, got 7"),
+        ("checkpoint/nbytes", "x", r"checkpoint\.nbytes: expected an integer, got 'x'"),
+        ("checkpoint/embedded", "no", r"checkpoint\.embedded: expected a bool, got 'no'"),
+        ("plan/sha256", 3, r"plan\.sha256: expected a str, got 3"),
+        ("plan/nbytes", -1, r"plan\.nbytes: expected at least 1, got -1"),
+        ("tensorrt/flavour", "bogus", r"tensorrt\.flavour: expected one of tensorrt, tensorrt_rtx, got 'bogus'"),
+        ("tensorrt/flavour", "auto", r"tensorrt\.flavour: expected one of tensorrt, tensorrt_rtx, got 'auto'"),
+        ("tensorrt/flavour", 5, r"tensorrt\.flavour: expected a str, got 5"),
+        ("tensorrt/version", 1.7, r"tensorrt\.version: expected a str, got 1\.7"),
+        ("producer/version", None, r"producer\.version: expected a str, got None"),
+        ("compute_capabilities", "8.6", r"compute_capabilities: expected a list, got '8\.6'"),
+        ("compute_capabilities", [8.6], r"compute_capabilities\[0\]: expected a str, got 8\.6"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_by_its_field(folder: EngineFolder, field: str, value: Any, message: str) -> None:
+    *path, last = (int(part) if part.isdigit() else part for part in field.split("/"))
+    edit(folder, lambda data: at(data, path).update({last: value}))
+    with pytest.raises(EngineError, match=rf"config\.json: {message}\."):
+        EngineFolder.open(folder.path)
+
+
+def at(data: Any, path: list[Any]) -> Any:
+    return at(data[path[0]], path[1:]) if path else data
+
+
+def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every field and item of a JSON value, however deep."""
+    for key in data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
+        yield (*path, key)
+        yield from places(data[key], (*path, key))
+
+
+def test_no_damaged_value_gives_another_error(folder: EngineFolder) -> None:
+    good = folder.config.to_dict()
+    for *path, last in places(good):
+        for value in (None, "x", -1, 2.5, True, [], [[1]], {"x": 1}):
+            data = json.loads(json.dumps(good))
+            at(data, path)[last] = value
+            with contextlib.suppress(EngineError):
+                EngineConfig.from_dict(data)
 
 
 def test_path_of_a_file(folder: EngineFolder) -> None:

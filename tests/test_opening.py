@@ -374,9 +374,22 @@ class TestCompanions:
         self.write(copy, "generation_config.json", temperature=0.6, top_k=20, top_p=0.9)
         with self.opened(copy) as session:
             assert session.defaults == SamplingParams()
-        self.write(copy, "generation_config.json", do_sample=True, temperature=0.6, top_k=20, top_p=0.9)
+        self.write(copy, "generation_config.json", do_sample=True, temperature=0.6, top_k=20, top_p=0.9, min_p=0.1)
         with self.opened(copy) as session:
-            assert session.defaults == SamplingParams(temperature=0.6, top_k=20, top_p=0.9)
+            assert session.defaults == SamplingParams(temperature=0.6, top_k=20, top_p=0.9, min_p=0.1)
+
+    def test_one_warning_names_what_is_asked_for_and_not_supported(self, copy):
+        self.write(copy, "generation_config.json", repetition_penalty=1.05, no_repeat_ngram_size=3)
+        text = r"generation_config\.json: ignored, as it is not supported: repetition_penalty, no_repeat_ngram_size\. Other"
+        with pytest.warns(UserWarning, match=text) as caught:
+            InferenceSession.from_model(copy, engine="reference").close()
+        assert [one.filename for one in caught] == [__file__]
+
+    def test_a_warning_that_is_an_error_comes_before_the_cache(self, copy, monkeypatch):
+        self.write(copy, "generation_config.json", repetition_penalty=1.05)
+        monkeypatch.setattr(opening, "KVCacheManager", lambda *_, **__: pytest.fail("the cache was allocated"))
+        with pytest.raises(UserWarning, match="repetition_penalty"):
+            self.opened(copy)
 
     def test_text_in_and_out(self, tmp_path):
         path = write_model(tmp_path / "model", vocab_size=300)

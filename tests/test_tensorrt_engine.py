@@ -521,6 +521,16 @@ class TestRuntimeCache:
         engine.close()
         assert file.stat().st_ino != inode
 
+    def test_nothing_serialised_is_nothing_saved(
+        self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory, tmp_path: Path
+    ) -> None:
+        fake.cache_content = None
+        engine = TensorRTEngine.open(folder, memory=memory)
+        with pytest.warns(RuntimeWarning, match="runtime cache .*: it could not be serialised by TensorRT"):
+            engine.close()
+        assert not (tmp_path / "caches").exists()
+        assert memory.live_nbytes == 0
+
     def test_place_that_cannot_be_written(
         self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

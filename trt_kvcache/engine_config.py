@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeVar, get_type_hints
 
 from trt_kvcache._version import __version__
 from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.checks import int_in_range
 from trt_kvcache.config import KVCacheConfig
-from trt_kvcache.decoder_tensors import cache_config, decoder_tensors
+from trt_kvcache.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
 from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.errors import EngineError, KVCacheError
 from trt_kvcache.names import TensorNames
-from trt_kvcache.network.decomposable import AttentionChoice
+from trt_kvcache.network import ATTENTION_VARIANTS, AttentionChoice
+from trt_kvcache.trt_module import FLAVOURS
+
+_Record = TypeVar("_Record")
 
 #: Format of ``config.json`` that this package writes; it reads this one and older ones.
 FORMAT = 1
@@ -63,6 +67,7 @@ class EngineConfig:
     tensors : tuple of TensorSpec
         Inputs, then outputs.
     profiles : tuple of EngineProfile
+        For prefill, then for decode: :func:`trt_kvcache.decoder_tensors.decoder_profiles`.
     attention : tuple of AttentionChoice
         Per layer.
     tensorrt_flavour, tensorrt_version : str
@@ -126,7 +131,7 @@ class EngineConfig:
         Raises
         ------
         EngineError
-            A newer format, a missing or unknown field, or fields that disagree with each other.
+            A newer format, a field that is missing, unknown or of another type, or fields that disagree with each other.
         """
         _check_format(data)
         try:
@@ -136,25 +141,50 @@ class EngineConfig:
                 cache=KVCacheConfig.from_dict(data["kv_cache"]),
                 names=TensorNames(**data["names"]),
                 tensors=tuple(_tensor(spec) for spec in data["tensors"]),
-                profiles=tuple(EngineProfile(**profile) for profile in data["profiles"]),
-                attention=tuple(AttentionChoice(**choice) for choice in data["attention"]),
-                tensorrt_flavour=data["tensorrt"]["flavour"],
-                tensorrt_version=data["tensorrt"]["version"],
-                compute_capabilities=None if capabilities is None else tuple(capabilities),
-                plan=PlanRecord(**data["plan"]),
-                checkpoint=CheckpointRecord(**data["checkpoint"]),
-                package_version=data["producer"]["version"],
+                profiles=_records(EngineProfile, "profiles", data["profiles"]),
+                attention=_records(AttentionChoice, "attention", data["attention"], low=0),
+                tensorrt_flavour=_typed("tensorrt.flavour", data["tensorrt"]["flavour"], str),
+                tensorrt_version=_typed("tensorrt.version", data["tensorrt"]["version"], str),
+                compute_capabilities=None if capabilities is None else _texts("compute_capabilities", capabilities),
+                plan=_record(PlanRecord, "plan", data["plan"]),
+                checkpoint=_record(CheckpointRecord, "checkpoint", data["checkpoint"]),
+                package_version=_typed("producer.version", data["producer"]["version"], str),
             )
+            _check_consistency(config)
         except KVCacheError as error:
             raise EngineError(str(error)) from error
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise EngineError(f"a field is missing, unknown or of the wrong kind ({type(error).__name__}: {error}).") from error
-        _check_consistency(config)
         return config
 
 
 def _tensor(data: Mapping[str, Any]) -> TensorSpec:
     return TensorSpec(**{**data, "shape": tuple(data["shape"]), "mode": TensorMode(data["mode"])})
+
+
+def _typed(field: str, value: Any, kind: type, *, low: int = 1) -> Any:
+    """Return ``value`` if it is a ``kind``: nothing else passes for an int, which is at least ``low``."""
+    if kind is int:
+        return int_in_range(field, value, low, error=EngineError)
+    if not isinstance(value, kind):
+        raise EngineError(f"{field}: expected a {kind.__name__}, got {value!r}.")
+    return value
+
+
+def _texts(field: str, values: Any) -> tuple[str, ...]:
+    return tuple(_typed(f"{field}[{index}]", value, str) for index, value in enumerate(_typed(field, values, list)))
+
+
+def _record(kind: type[_Record], field: str, data: Mapping[str, Any], *, low: int = 1) -> _Record:
+    """Make a flat dataclass of an object, each value of the type that the dataclass declares."""
+    record = kind(**data)
+    for name, expected in get_type_hints(kind).items():
+        _typed(f"{field}.{name}", getattr(record, name), expected, low=low)
+    return record
+
+
+def _records(kind: type[_Record], field: str, values: Any, *, low: int = 1) -> tuple[_Record, ...]:
+    return tuple(_record(kind, f"{field}[{index}]", value, low=low) for index, value in enumerate(_typed(field, values, list)))
 
 
 def _check_format(data: Mapping[str, Any]) -> None:
@@ -168,6 +198,7 @@ def _check_format(data: Mapping[str, Any]) -> None:
 def _check_consistency(config: EngineConfig) -> None:
     """Compare the fields with each other. The model and the cache's sizes are the measure."""
     cache, names = config.cache, config.names
+    _check_attention(config)
     expected = cache_config(
         config.model, max_batch_size=cache.max_batch_size, max_sequence_length=cache.max_sequence_length, dtype=cache.dtype
     )
@@ -175,23 +206,38 @@ def _check_consistency(config: EngineConfig) -> None:
         wanted, got = expected.to_dict(), cache.to_dict()
         field = next(name for name in wanted if wanted[name] != got[name])
         raise EngineError(f"kv_cache.{field}: expected {wanted[field]} by the model, got {got[field]}.")
-    if len(config.attention) != config.model.num_layers:
-        raise EngineError(f"attention: expected {config.model.num_layers} layers by the model, got {len(config.attention)}.")
-    if not config.profiles:
-        raise EngineError("profiles: expected at least one, got none.")
-    for profile in config.profiles:
-        if profile.max_batch != cache.max_batch_size:
-            raise EngineError(f"profile {profile.name}: expected max_batch {cache.max_batch_size} by kv_cache, got {profile.max_batch}.")
-        if profile.max_width > cache.max_sequence_length:
-            raise EngineError(
-                f"profile {profile.name}: expected max_width of at most {cache.max_sequence_length} by kv_cache, got {profile.max_width}."
-            )
+    if config.tensorrt_flavour not in FLAVOURS[1:]:
+        raise EngineError(f"tensorrt.flavour: expected one of {', '.join(FLAVOURS[1:])}, got {config.tensorrt_flavour!r}.")
+    _check_profiles(config)
     wanted_tensors = decoder_tensors(config.model, cache, names)
     if len(wanted_tensors) != len(config.tensors):
         raise EngineError(f"tensors: expected {len(wanted_tensors)} by model and kv_cache, got {len(config.tensors)}.")
     for wanted_spec, spec in zip(wanted_tensors, config.tensors, strict=True):
         if wanted_spec != spec:
             raise EngineError(f"tensor `{spec.name}`: expected {describe(wanted_spec)} by model and kv_cache, got {describe(spec)}.")
+
+
+def _check_attention(config: EngineConfig) -> None:
+    if len(config.attention) != config.model.num_layers:
+        raise EngineError(f"attention: expected {config.model.num_layers} layers by the model, got {len(config.attention)}.")
+    for index, choice in enumerate(config.attention):
+        if choice.layer != index:
+            raise EngineError(f"attention[{index}].layer: expected {index}, got {choice.layer}.")
+        if choice.variant not in ATTENTION_VARIANTS:
+            raise EngineError(f"attention[{index}].variant: expected one of {', '.join(ATTENTION_VARIANTS)}, got {choice.variant!r}.")
+
+
+def _check_profiles(config: EngineConfig) -> None:
+    """Compare the profiles with those of every engine of this package; only the width of the first is free, up to S."""
+    if len(config.profiles) != 2:
+        raise EngineError(f"profiles: expected 2, for prefill and decode, got {len(config.profiles)}.")
+    width = int_in_range("profiles[0].max_width", config.profiles[0].max_width, 1, config.cache.max_sequence_length, error=EngineError)
+    expected = decoder_profiles(max_batch_size=config.cache.max_batch_size, max_prefill_length=width)
+    for wanted, got in zip(map(asdict, expected), map(asdict, config.profiles), strict=True):
+        for name, value in wanted.items():
+            if got[name] != value:
+                source = " by kv_cache" if name == "max_batch" else ""
+                raise EngineError(f"profile {wanted['name']}: expected {name} {value}{source}, got {got[name]}.")
 
 
 def describe(spec: TensorSpec) -> str:

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast, get_args
 
 from trt_kvcache.builder import Progress, build_engine
 from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, ModelConfig, Tokenizer
+from trt_kvcache.checkpoint.generation import GENERATION_FILE
 from trt_kvcache.checks import int_in_range
 from trt_kvcache.config import KVCacheConfig
 from trt_kvcache.cuda_memory import CudaMemory, find_gpu
@@ -189,24 +190,28 @@ def _parts(engine: Engine, cache: KVCacheConfig, names: TensorNames, folder: Pat
     try:
         tokenizer = Tokenizer.open(folder)
         defaults = GenerationDefaults.open(folder)
+        sampling = _sampling(defaults, folder)
         return SessionParts(
             engine=engine,
             cache=KVCacheManager(cache, memory=engine.memory),
             names=names,
             tokenizer=tokenizer,
             eos_token_ids=defaults.eos_token_ids or model.eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ()),
-            defaults=_sampling(defaults),
+            defaults=sampling,
         )
     except BaseException:
         engine.close()
         raise
 
 
-def _sampling(defaults: GenerationDefaults) -> SamplingParams:
-    """Return what ``generation_config.json`` asks for: greedy unless it says ``do_sample``."""
+def _sampling(defaults: GenerationDefaults, folder: Path) -> SamplingParams:
+    """Return what ``generation_config.json`` asks for, greedy unless it says ``do_sample``; warn of what is not supported."""
+    if defaults.ignored:
+        text = f"{folder / GENERATION_FILE}: ignored, as it is not supported: {', '.join(defaults.ignored)}. Other tokens may come out."
+        warnings.warn(text, UserWarning, stacklevel=5)  # in the reference engine's way, the line that opened the session
     if not defaults.do_sample:
         return SamplingParams()
-    return SamplingParams(temperature=defaults.temperature, top_k=defaults.top_k, top_p=defaults.top_p)
+    return SamplingParams(temperature=defaults.temperature, top_k=defaults.top_k, top_p=defaults.top_p, min_p=defaults.min_p)
 
 
 def _check_choice(engine: str, flavour: str) -> None:

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja text from a model folder, rendered in a sandbox."""
+"""Chat templates: Jinja text from a model folder, rendered in a sandbox. Jinja is imported where there is a template."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NoReturn
-
-import jinja2
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trt_kvcache.checkpoint.json_file import read_text
 from trt_kvcache.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TEMPLATE_FILE = "chat_template.jinja"
 
@@ -37,10 +36,12 @@ class ChatTemplate:
     """
 
     def __init__(self, text: str, source: Path) -> None:
+        from jinja2 import TemplateError
+
         self._source = source
         try:
             self._template = _environment().from_string(text)
-        except jinja2.TemplateError as error:
+        except TemplateError as error:
             raise CheckpointError(f"{source}: the chat template cannot be read: {error}.") from error
 
     def render(self, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str], *, add_generation_prompt: bool) -> str:
@@ -85,19 +86,21 @@ def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any], config
     return ChatTemplate(given, config_file)
 
 
-class _GenerationBlock(Extension):
-    """``{% generation %}``: marks what the assistant said, for training; here its body is simply rendered."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a plain class attribute
-
-    def parse(self, parser: Parser) -> Node | list[Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 def _environment() -> ImmutableSandboxedEnvironment:
     """What Hugging Face's templates may use."""
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock])
+    from jinja2.ext import Extension, loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class GenerationBlock(Extension):
+        """``{% generation %}``: marks what the assistant said, for training; here its body is simply rendered."""
+
+        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a plain class attribute
+
+        def parse(self, parser: Parser) -> Node | list[Node]:
+            next(parser.stream)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock])
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
@@ -105,7 +108,9 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def _raise_exception(message: str) -> NoReturn:
-    raise jinja2.TemplateError(message)
+    from jinja2 import TemplateError
+
+    raise TemplateError(message)
 
 
 def _strftime_now(pattern: str) -> str:
