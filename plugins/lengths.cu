@@ -1,8 +1,8 @@
-// Lengths of the batch slots: int32 [count], one thread per slot. Launched by trt_kvcache/kernels/cuda.py.
+// Lengths of the batch slots: int32 [count], one thread per slot. Launched by trt_kvcache/kernels/cuda/lengths.py.
 // Numbers are passed as 64-bit integers: see README.md.
 
-// Values that one launch of store_values carries. kernels/lengths.py has the same number.
-constexpr int kMaxStoredValues = 16;
+#include "arguments.cuh"
+#include "compaction.cuh"
 
 __device__ __forceinline__ int global_thread() { return static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x); }
 
@@ -18,14 +18,48 @@ extern "C" __global__ void increment_tensor(int* lengths, const int* increments,
     if (slot < count) lengths[slot] += increments[slot];
 }
 
-// lengths[slot] = values[slot], or += where accumulate is not 0; count <= kMaxStoredValues, one block.
-// The values are arguments of the launch, so nothing that the host does later can change them.
-extern "C" __global__ void store_values(int* lengths, long long accumulate, long long count, long long value0, long long value1,
-                                        long long value2, long long value3, long long value4, long long value5, long long value6,
-                                        long long value7, long long value8, long long value9, long long value10, long long value11,
-                                        long long value12, long long value13, long long value14, long long value15) {
-    const long long values[kMaxStoredValues] = {value0, value1, value2,  value3,  value4,  value5,  value6,  value7,
-                                                value8, value9, value10, value11, value12, value13, value14, value15};
+// lengths[slot] = values[slot], or += where accumulate is not 0; one block, count <= 16.
+extern "C" __global__ void store_values(int* lengths, long long accumulate, long long count, LIST_16(long long value)) {
+    const long long values[] = {LIST_16(value)};
     const int slot = global_thread();
-    if (slot < count) lengths[slot] = static_cast<int>(values[slot]) + (accumulate ? lengths[slot] : 0);
+    if (slot < count) lengths[slot] = static_cast<int>(pick(values, slot)) + (accumulate ? lengths[slot] : 0);
+}
+
+// One block. All lengths are read before one is written, so the steps are as if done at once; kRegister is not among them.
+template <int kCount>
+__device__ __forceinline__ void compact_listed(int* lengths, long long count, const long long (&packed)[kCount]) {
+    const Step step = unpack(pick(packed, threadIdx.x));
+    const bool moves = threadIdx.x < count;
+    const int length = moves ? lengths[step.source] : 0;
+    __syncthreads();
+    if (moves) lengths[step.destination] = length;
+}
+
+// lengths[destination] = lengths[source], by a list of steps: any permutation.
+extern "C" __global__ void compact_lengths_8(int* lengths, long long count, LIST_8(long long step)) {
+    const long long packed[] = {LIST_8(step)};
+    compact_listed(lengths, count, packed);
+}
+
+extern "C" __global__ void compact_lengths_32(int* lengths, long long count, LIST_32(long long step)) {
+    const long long packed[] = {LIST_32(step)};
+    compact_listed(lengths, count, packed);
+}
+
+extern "C" __global__ void compact_lengths_96(int* lengths, long long count, LIST_96(long long step)) {
+    const long long packed[] = {LIST_96(step)};
+    compact_listed(lengths, count, packed);
+}
+
+// The same by a mapping that only the device knows: int32 [old_batch], and that keeps the order. One block takes the slots in
+// turns, upward: what a later turn reads, no earlier one writes, and what it writes, all have read.
+extern "C" __global__ void compact_lengths_mapped(int* lengths, const int* mapping, long long old_batch) {
+    for (long long first = 0; first < old_batch; first += blockDim.x) {
+        const long long slot = first + threadIdx.x;
+        const int destination = slot < old_batch ? mapping[slot] : -1;
+        const bool moves = 0 <= destination && destination < slot;
+        const int length = moves ? lengths[slot] : 0;
+        __syncthreads();
+        if (moves) lengths[destination] = length;
+    }
 }

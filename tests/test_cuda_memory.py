@@ -232,7 +232,7 @@ class TestNoRoom:
             memory.staging((3,), "int32")
         assert (memory.live_nbytes, standin.device_nbytes, standin.page_locked_nbytes) == (0, 0, 0)
 
-    @pytest.mark.parametrize("n", [1, 2, 3, 4])
+    @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
     def test_a_cache_releases_what_it_had(self, memory, standin, n):
         layers = [KVLayerConfig(num_kv_heads=heads, head_dim=16) for heads in (1, 2, 3)]
         config = KVCacheConfig(layers=layers, max_batch_size=3, max_sequence_length=7, dtype="float16")
@@ -243,7 +243,9 @@ class TestNoRoom:
         assert (memory.live_nbytes, standin.device_nbytes) == (0, 0)
         standin.fail_allocation(0)
         with KVCacheManager(config, memory=memory) as cache:
-            assert standin.device_nbytes == memory.live_nbytes == cache.nbytes + cache.lengths.nbytes
+            (group,) = cache.kv_head_dim_groups
+            infos = group.device_layer_infos.nbytes
+            assert standin.device_nbytes == memory.live_nbytes == cache.nbytes + cache.lengths.nbytes + infos
         assert (memory.live_nbytes, standin.device_nbytes) == (0, 0)
 
 

@@ -9,7 +9,24 @@ import pytest
 from simt.standin import StandIn, need_cuda_memory, needs_standin
 
 from trt_kvcache import HostMemory
-from trt_kvcache.kernels import cuda, increment_length_tensor, store_length_values
+from trt_kvcache.kernels import (
+    MAX_SAVED,
+    CompactionPlan,
+    KVLayerInfos,
+    StateInfos,
+    compact_kv_cache_batched,
+    compact_length_tensor,
+    compact_rows,
+    copy_rows,
+    increment_length_tensor,
+    instantiate_kv_cache_batched,
+    instantiate_rows,
+    save_kv_cache_batched,
+    save_rows,
+    store_length_values,
+    zero_rows,
+)
+from trt_kvcache.kernels.cuda import launch as launching
 
 need_cuda_memory()
 
@@ -47,6 +64,72 @@ class TestAgainstNumPy:
         pair(lambda lengths, _tensor, values, stream: store_length_values(lengths, values, accumulate=accumulate, stream=stream))
 
 
+class Scene:
+    """Two layers of three slots, saved tensors, states and lengths."""
+
+    def __init__(self, memory: Any, stream: Any, layers: int = 2) -> None:
+        def tensors(*shape: int) -> list[Any]:
+            return [memory.to_device(np.full(shape, index, np.float16), stream=stream) for index in range(layers)]
+
+        self.cache, self.saved = tensors(3, 2, 2, 5, 8), tensors(2, 2, 4, 8)
+        self.states, self.rows = tensors(3, 9), tensors(9)
+        self.infos, self.saved_infos = KVLayerInfos(self.cache, stream=stream), KVLayerInfos(self.saved, stream=stream)
+        self.state_infos = StateInfos(self.states, stream=stream)
+        self.lengths = memory.to_device(np.array([5, 4, 3], np.int32), stream=stream)
+        self.mapping = memory.to_device(np.array([-1, 0, 1], np.int32), stream=stream)
+        self.plan = CompactionPlan.from_host([1, 0, 2], 3, 3, [5, 4, 3])
+        self.identity = CompactionPlan.from_host([0, 1, -1], 3, 2, [5, 4, 3])
+        self.empty = CompactionPlan.from_host([1, 0], 2, 2, [0, 0])
+        self.device_plan = CompactionPlan.from_device(self.mapping, 3, 2, self.lengths)
+
+
+# How many launches each call is.
+CALLS: dict[str, tuple[Any, int]] = {
+    "save": (lambda s, stream: save_kv_cache_batched(s.infos, s.saved_infos, 1, 4, stream=stream), 1),
+    "save no token": (lambda s, stream: save_kv_cache_batched(s.infos, s.saved_infos, 1, 0, stream=stream), 0),
+    "instantiate": (lambda s, stream: instantiate_kv_cache_batched(s.infos, s.saved_infos, 1, 4, stream=stream), 1),
+    "compact": (lambda s, stream: compact_kv_cache_batched(s.infos, s.plan, stream=stream), 1),
+    "compact, mapped": (lambda s, stream: compact_kv_cache_batched(s.infos, s.device_plan, stream=stream), 1),
+    "compact the identity": (lambda s, stream: compact_kv_cache_batched(s.infos, s.identity, stream=stream), 0),
+    "compact empty slots": (lambda s, stream: compact_kv_cache_batched(s.infos, s.empty, stream=stream), 0),
+    "compact rows": (lambda s, stream: compact_rows(s.state_infos, s.plan, stream=stream), 1),
+    "compact rows of empty slots": (lambda s, stream: compact_rows(s.state_infos, s.empty, stream=stream), 1),
+    "compact rows, mapped": (lambda s, stream: compact_rows(s.state_infos, s.device_plan, stream=stream), 1),
+    "compact rows, the identity": (lambda s, stream: compact_rows(s.state_infos, s.identity, stream=stream), 0),
+    "compact lengths": (lambda s, stream: compact_length_tensor(s.lengths, s.plan, stream=stream), 1),
+    "compact lengths, mapped": (lambda s, stream: compact_length_tensor(s.lengths, s.device_plan, stream=stream), 1),
+    "compact lengths, the identity": (lambda s, stream: compact_length_tensor(s.lengths, s.identity, stream=stream), 0),
+    "zero": (lambda s, stream: zero_rows(s.state_infos, 0, count=3, stream=stream), 1),
+    "zero none": (lambda s, stream: zero_rows(s.state_infos, 0, count=0, stream=stream), 0),
+    "copy": (lambda s, stream: copy_rows(s.state_infos, s.state_infos, 1, count=2, stream=stream), 1),
+    "save rows": (lambda s, stream: save_rows(s.state_infos, s.rows, 1, stream=stream), 1),
+    "instantiate rows": (lambda s, stream: instantiate_rows(s.state_infos, s.rows, 1, stream=stream), 1),
+}
+
+
+@needs_standin
+@pytest.mark.parametrize("name", list(CALLS))
+def test_a_call_is_one_launch_and_nothing_else(memory, stream, name):
+    call, launches = CALLS[name]
+    scene = Scene(memory, stream)
+    call(scene, stream)  # loads the kernel
+    standin = StandIn()
+    call(scene, stream)
+    assert standin.take_calls() == ["cuLaunchKernelEx"] * launches
+
+
+@needs_standin
+def test_launches_of_many_layers(memory, stream):
+    scene = Scene(memory, stream, layers=MAX_SAVED + 1)
+    expected = {"save": 2, "instantiate": 2, "compact": 1, "save rows": 2, "compact rows": 1, "zero": 1}
+    for name in expected:
+        CALLS[name][0](scene, stream)  # loads the kernel
+    standin = StandIn()
+    for name, launches in expected.items():
+        CALLS[name][0](scene, stream)
+        assert standin.take_calls() == ["cuLaunchKernelEx"] * launches
+
+
 @needs_standin
 @pytest.mark.parametrize(("n", "launches"), [(1, 1), (16, 1), (17, 2), (40, 3)])
 def test_launches_of_a_store(memory, stream, n, launches):
@@ -60,10 +143,61 @@ def test_launches_of_a_store(memory, stream, n, launches):
 def test_every_argument_is_a_python_int(memory, stream, monkeypatch):
     """cuda.core passes those as 64 bits, which the kernels read; a NumPy int32 would be 32."""
     arguments: list[Any] = []
-    monkeypatch.setattr(cuda, "_launch", lambda _name, _lengths, _stream, _threads, *rest: arguments.extend(rest))
-    lengths = memory.to_device(np.zeros(20, np.int32), stream=stream)
-    store_length_values(lengths, list(np.ones(20, np.int32)), accumulate=np.True_, stream=stream)
-    increment_length_tensor(lengths, np.int32(3), stream=stream)
-    increment_length_tensor(lengths, lengths, stream=stream)
-    assert len(arguments) == 2 * 19 + 3 + 3
+
+    def record(_memory: Any, _source: str, _name: str, grid: tuple[int, int, int], given: tuple[int, ...], _stream: Any) -> None:
+        arguments.extend((*grid, *given))
+
+    for module in ("lengths", "kv", "rows"):
+        monkeypatch.setattr(f"trt_kvcache.kernels.cuda.{module}.launch", record)
+    scene, n = Scene(memory, stream), np.int64(1)
+    store_length_values(scene.lengths, list(np.ones(3, np.int32)), accumulate=np.True_, stream=stream)
+    increment_length_tensor(scene.lengths, np.int32(3), stream=stream)
+    increment_length_tensor(scene.lengths, scene.lengths, stream=stream)
+    assert len(arguments) == 3 * 3 + 19 + 3 + 3
+    save_kv_cache_batched(scene.infos, scene.saved_infos, n, n, stream=stream)
+    scene.plan = CompactionPlan.from_host(np.array([1, 0]), n + 1, n + 1, np.array([3, 4]))
+    scene.device_plan = CompactionPlan.from_device(scene.mapping, n + 2, n + 1, scene.lengths)
+    for name in ("compact", "compact, mapped", "compact rows", "compact rows, mapped", "compact lengths", "compact lengths, mapped"):
+        CALLS[name][0](scene, stream)
+    zero_rows(scene.state_infos, n, count=n, stream=stream)
+    save_rows(scene.state_infos, scene.rows, n, stream=stream)
     assert {type(argument) for argument in arguments} == {int}
+
+
+@pytest.mark.parametrize(
+    ("units", "runs", "expected"), [(0, 1, 1), (1, 1, 1), (1024, 4, 1), (1025, 4, 2), (2**40, 512, 64), (2**40, 2**20, 1)]
+)
+def test_blocks(units, runs, expected):
+    assert launching.blocks_for(units, runs) == expected
+
+
+class TestCaptured:
+    """With a mapping on the device a compaction can be captured, and a replay reads mapping and lengths anew."""
+
+    def test_replay(self, memory, stream):
+        scene = Scene(memory, stream)
+        content = np.arange(scene.cache[0].nbytes // 2, dtype=np.float16).reshape(scene.cache[0].shape)
+        calls = [CALLS[name][0] for name in ("compact, mapped", "compact rows, mapped", "compact lengths, mapped")]
+        for call in calls:
+            call(scene, stream)  # loads the kernels
+        memory.synchronize(stream)
+        builder = stream.create_graph_builder()
+        builder.begin_building()
+        for call in calls:
+            call(scene, builder)
+        graph = builder.end_building().complete()
+        for mapping, lengths in (([-1, 0, 1], [5, 4, 3]), ([0, -1, 1], [1, 2, 5]), ([0, 1, 2], [1, 1, 1])):
+            memory.upload(scene.cache[0], content, stream=stream)
+            memory.upload(scene.mapping, np.array(mapping, np.int32), stream=stream)
+            memory.upload(scene.lengths, np.array(lengths, np.int32), stream=stream)
+            graph.launch(stream)
+            memory.synchronize(stream)
+            expected = content.copy()
+            for old, new in enumerate(mapping):
+                if new >= 0:
+                    expected[new, :, :, : lengths[old]] = content[old, :, :, : lengths[old]]
+            kept = [old for old, new in enumerate(mapping) if new >= 0]
+            assert np.array_equal(scene.cache[0].numpy(), expected)
+            assert scene.lengths.numpy()[: len(kept)].tolist() == [lengths[old] for old in kept]
+        graph.close()
+        builder.close()

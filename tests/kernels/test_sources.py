@@ -7,7 +7,10 @@ import re
 import pytest
 
 from trt_kvcache.errors import CudaError
-from trt_kvcache.kernels import MAX_STORED_VALUES, sources
+from trt_kvcache.kernels import MAX_SAVED, MAX_STORED_VALUES, KVLayerInfo, StateInfo, sources
+from trt_kvcache.kernels.arguments import STEP_COUNTS
+from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, UNITS_IN_FLIGHT
+from trt_kvcache.kernels.steps import REGISTER
 
 
 def test_they_are_found():
@@ -15,10 +18,29 @@ def test_they_are_found():
     assert (sources.source_folder() / "lengths.cu").is_file()
 
 
-def test_both_sides_agree_on_the_values_of_a_launch():
-    text = (sources.source_folder() / "lengths.cu").read_text()
-    assert f"kMaxStoredValues = {MAX_STORED_VALUES};" in text
-    assert len(set(re.findall(r"long long value(\d+)", text))) == MAX_STORED_VALUES
+class TestBothSides:
+    """What is written in Python and in CUDA C++ is the same."""
+
+    TEXT = "".join(path.read_text() for path in sorted(sources.source_folder().glob("*.cu*")))
+
+    @pytest.mark.parametrize(("name", "value"), [("kThreads", THREADS_PER_BLOCK), ("kInFlight", UNITS_IN_FLIGHT), ("kRegister", REGISTER)])
+    def test_numbers(self, name, value):
+        (number,) = re.findall(rf"constexpr int {name} = (\w+);", self.TEXT)
+        assert int(number, 0) == value
+
+    def test_arguments_of_kernels(self):
+        """How many values each kernel takes beside others; the last of several forms is that of the most steps."""
+        kernels = re.findall(r'extern "C" __global__ void (?:__launch_bounds__\(kThreads\) )?(\w+)\(([^{]*)\)', self.TEXT)
+        lists = {name: int(re.findall(r"LIST_(\d+)", rest)[0]) for name, rest in kernels if "LIST_" in rest}
+        steps = {f"compact_{what}_{form}": form for what in ("layers", "rows", "lengths") for form in STEP_COUNTS}
+        saved = dict.fromkeys(("save_layers", "instantiate_layers", "save_rows", "instantiate_rows"), MAX_SAVED)
+        assert lists == {**steps, **saved, "store_values": MAX_STORED_VALUES}
+
+    @pytest.mark.parametrize(("struct", "info"), [("KVLayer", KVLayerInfo), ("State", StateInfo)])
+    def test_infos(self, struct, info):
+        (body,) = re.findall(rf"struct {struct} {{\n(.*?)\n\n|struct {struct} {{\n(.*?)}};", self.TEXT, re.DOTALL)
+        fields = re.findall(r"(\w+)(?=[,;])", re.sub(r"//.*", "", body[0] or body[1]))
+        assert tuple(fields) == info._fields
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
 """Run pytest on the emulated device: ``python tests/simt/run.py -m device``. Arguments go to pytest.
 
 Builds the stand-in driver and the kernels of plugins/ with g++ into build/simt, and starts pytest with ``libcuda.so.1``
-taken from there. Where there is no g++ (or no Linux, or no cuda-python) nothing is run, which is said; with
-``TRT_KVCACHE_REQUIRE_EMULATOR=1`` that is a failure.
+taken from there. With ``--sanitizer=address`` (that and undefined behaviour) or ``--sanitizer=thread`` in front, the kernels
+are built with it, and the first thing that it finds ends the run. Where there is no g++ (or no Linux, or no cuda-python)
+nothing is run, which is said; with ``TRT_KVCACHE_REQUIRE_EMULATOR=1`` that is a failure.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -22,7 +25,22 @@ REPOSITORY = HERE.parents[1]
 #: The architecture that the stand-in driver reports: see driver/device.cpp.
 ARCH = "sm_990"
 
-COMPILER = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-shared", "-fPIC"]
+COMPILER = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fPIC"]
+
+#: What kernels can be built with: options of g++, libraries that the process must load first, and its environment.
+SANITIZERS: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
+    "none": ([], [], {}),
+    "address": (
+        ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
+        ["libasan.so", "libstdc++.so"],
+        {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"},
+    ),
+    "thread": (["-fsanitize=thread"], ["libtsan.so"], {"TSAN_OPTIONS": "halt_on_error=1"}),
+}
+
+#: Pytest, without TensorRT; and so that what a sanitizer says before it ends the process is not lost.
+PYTEST = [sys.executable, "-m", "pytest", "-p", "simt.no_tensorrt"]
+UNBUFFERED = ["-p", "no:faulthandler", "--capture=sys"]
 
 KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
 
@@ -38,46 +56,104 @@ def what_is_missing() -> str | None:
     return None
 
 
-def build() -> Path:
-    """Return the folder with ``driver/libcuda.so.1`` and ``cubins/``; it is built anew when a source has changed."""
-    from trt_kvcache.kernels.sources import cubin_name, source_folder, source_names
-
-    sources = [*HERE.glob("*.h"), *HERE.glob("*.cpp"), *HERE.glob("driver/*"), *source_folder().glob("*")]
-    digest = hashlib.sha256(Path(__file__).read_bytes())
-    for path in sorted(sources):
+def once(name: str, sources: Sequence[Path], make: Callable[[Path], None]) -> Path:
+    """Return a folder under build/simt that ``make`` filled. It is made anew when a source has changed."""
+    digest = hashlib.sha256()
+    for path in sources:
         digest.update(path.name.encode() + path.read_bytes())
-    folder = REPOSITORY / "build" / "simt" / digest.hexdigest()[:16]
+    folder = REPOSITORY / "build" / "simt" / f"{name}-{digest.hexdigest()[:16]}"
     if folder.is_dir():
         return folder
     unfinished = folder.with_suffix(f".{os.getpid()}")
-    (unfinished / "driver").mkdir(parents=True)
-    (unfinished / "cubins").mkdir()
-    build_driver(unfinished / "driver" / "libcuda.so.1")
-    for name in source_names():
-        build_kernels(source_folder() / f"{name}.cu", unfinished / "cubins" / cubin_name(name, ARCH))
+    unfinished.mkdir(parents=True)
+    make(unfinished)
     try:
         os.replace(unfinished, folder)
-    except OSError:  # someone else built the same meanwhile
+    except OSError:  # someone else made the same meanwhile
         shutil.rmtree(unfinished)
     return folder
+
+
+def own_sources() -> list[Path]:
+    """Return all that is compiled from this folder, and this file."""
+    return sorted(path for pattern in ("*.h", "*.cpp", "driver/*", "run.py") for path in HERE.glob(pattern))
+
+
+def build_device() -> Path:
+    """Return the folder with ``libcuda.so.1``, and the objects of the emulator: those have no sanitizer in them."""
+
+    def make(folder: Path) -> None:
+        build_driver(folder / "libcuda.so.1")
+        for source in HERE.glob("*.cpp"):
+            subprocess.run([*COMPILER, "-c", str(source), "-o", str(folder / f"{source.stem}.o")], check=True)
+
+    return once("device", own_sources(), make)
+
+
+def build_cubins(sanitizer: str = "none") -> Path:
+    """Return the folder with all kernels of plugins/, compiled for the emulator."""
+    from trt_kvcache.kernels.sources import cubin_name, source_folder, source_names
+
+    def make(folder: Path) -> None:
+        def build(name: str) -> None:
+            build_kernels(source_folder() / f"{name}.cu", folder / cubin_name(name, ARCH), sanitizer)
+
+        build_device()
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(build, source_names()))
+
+    return once(f"cubins-{sanitizer}", [*own_sources(), *sorted(source_folder().glob("*.cu*"))], make)
 
 
 def build_driver(target: Path) -> None:
     """Compile the stand-in driver, against the headers of the CUDA runtime's wheel."""
     from cuda.pathfinder import find_nvidia_header_directory
 
-    headers = find_nvidia_header_directory("cudart")
+    headers = f"-I{find_nvidia_header_directory('cudart')}"
     exports = f"-Wl,--version-script={HERE / 'driver' / 'exports.map'}"
-    subprocess.run([*COMPILER, f"-I{headers}", exports, *map(str, sorted(HERE.glob("driver/*.cpp"))), "-o", str(target)], check=True)
+    subprocess.run([*COMPILER, "-shared", headers, exports, *map(str, sorted(HERE.glob("driver/*.cpp"))), "-o", str(target)], check=True)
 
 
-def build_kernels(source: Path, target: Path) -> None:
-    """Compile one CUDA source for the emulator, into a file that takes the place of a cubin."""
-    names = KERNEL.findall(source.read_text())
-    unit = target.with_suffix(".cpp")
-    unit.write_text(f'#include "{source}"\n' + "".join(f"SIMT_KERNEL({name})\n" for name in names))
-    command = [*COMPILER, "-include", str(HERE / "simt.h"), f"-I{source.parent}", str(unit), str(HERE / "simt.cpp"), "-o", str(target)]
-    subprocess.run(command, check=True)
+def build_kernels(source: Path, target: Path, sanitizer: str, *, main: Path | None = None) -> None:
+    """Compile one CUDA source for the emulator.
+
+    Parameters
+    ----------
+    source : Path
+    target : Path
+        Becomes a file that takes the place of a cubin; with ``main`` a program.
+    sanitizer : str
+        Of ``SANITIZERS``.
+    main : Path, optional
+        Included after the source; it has a main function.
+    """
+    emulator = sorted(build_device().glob("*.o"))
+    unit = target.with_name(f"{source.stem}.unit.cpp")
+    kernels = "".join(f"SIMT_KERNEL({name})\n" for name in KERNEL.findall(source.read_text()))
+    unit.write_text(f'#include "{source}"\n{kernels}' + (f'#include "{main}"\n' if main else ""))
+    options = ["-include", str(HERE / "simt.h"), f"-I{source.parent}", "-rdynamic" if main else "-shared", *SANITIZERS[sanitizer][0]]
+    subprocess.run([*COMPILER, *options, str(unit), *map(str, emulator), "-o", str(target)], check=True)
+    unit.unlink()
+
+
+def environment(cubins: Path, sanitizer: str) -> dict[str, str]:
+    """Return the environment in which a process finds the emulated device, and these kernels built with this sanitizer."""
+    _, libraries, variables = SANITIZERS[sanitizer]
+    preloaded = [subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True).stdout.strip() for name in libraries]
+    return {
+        **os.environ,
+        **variables,
+        "LD_PRELOAD": " ".join(preloaded),
+        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(build_device()), os.environ.get("LD_LIBRARY_PATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")])),
+        "TRT_KVCACHE_CUBIN_DIR": str(cubins),
+        "TRT_KVCACHE_TEST_DEVICE": "emulated",
+    }
+
+
+def pytest_command(sanitizer: str) -> list[str]:
+    """Return the words that start pytest; its arguments follow."""
+    return [*PYTEST, *(UNBUFFERED if sanitizer != "none" else [])]
 
 
 def main() -> None:
@@ -86,16 +162,11 @@ def main() -> None:
     if missing is not None:
         print(f"tests/simt/run.py: left out the tests on the emulated device: {missing}.")
         sys.exit(1 if os.environ.get("TRT_KVCACHE_REQUIRE_EMULATOR") == "1" else 0)
-    folder = build()
-    environment = {
-        **os.environ,
-        "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(folder / "driver"), os.environ.get("LD_LIBRARY_PATH")])),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")])),
-        "TRT_KVCACHE_CUBIN_DIR": str(folder / "cubins"),
-        "TRT_KVCACHE_TEST_DEVICE": "emulated",
-    }
+    arguments = sys.argv[1:]
+    sanitizer = arguments.pop(0).partition("=")[2] if arguments and arguments[0].startswith("--sanitizer=") else "none"
+    cubins = build_cubins(sanitizer)
     os.chdir(REPOSITORY)
-    os.execve(sys.executable, [sys.executable, "-m", "pytest", "-p", "simt.no_tensorrt", *sys.argv[1:]], environment)
+    os.execve(sys.executable, [*pytest_command(sanitizer), *arguments], environment(cubins, sanitizer))
 
 
 if __name__ == "__main__":

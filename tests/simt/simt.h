@@ -1,13 +1,17 @@
-// Compile a file of plugins/ with a host compiler: `g++ -x c++ -include simt.h lengths.cu`, then SIMT_KERNEL for each kernel.
+// What a file of plugins/ is compiled with by a host compiler: `g++ -x c++ -include simt.h lengths.cu`, then SIMT_KERNEL for
+// each kernel. It stands for what nvcc and NVRTC know without an #include.
 //
-// CUDA threads run one after another, in the order of their indices. That is enough for kernels whose threads do not wait
-// for each other; barriers and warp operations have no place here yet and do not compile.
+// Each CUDA thread is a fiber. Blocks run one after another, and the threads of a block in turns, each until it waits for
+// others (a barrier, an exchange within the warp) or ends.
 #pragma once
 
+#include <cstring>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 
 #include "abi.h"
+#include "block.h"
 
 #define __global__
 #define __device__
@@ -15,15 +19,96 @@
 #define __launch_bounds__(...)
 #define __restrict__ __restrict
 
+#define threadIdx (simt::running->index)
+#define blockIdx (simt::running->block_index)
+#define blockDim (simt::running->block_size)
+#define gridDim (simt::running->grid_size)
+
+struct alignas(8) uint2 {
+    unsigned x, y;
+};
+struct alignas(16) uint4 {
+    unsigned x, y, z, w;
+};
+
+// --- shared memory: see plugins/shared.cuh ---
+
+#define SHARED_ARRAY(type, name, count)                                                                \
+    static char name##_which;                                                                          \
+    type* const name = static_cast<type*>(simt::running->block->shared_array(&name##_which, sizeof(type) * (count)))
+#define DYNAMIC_SHARED(type, name) type* const name = static_cast<type*>(simt::running->block->dynamic_shared())
+
+// --- waiting for threads of the block ---
+
+inline void __syncthreads() { simt::running->block->barrier(false); }
+inline int __syncthreads_count(int predicate) { return static_cast<int>(simt::running->block->barrier(predicate != 0)); }
+inline int __syncthreads_or(int predicate) { return __syncthreads_count(predicate) != 0; }
+
+// --- lanes of a warp ---
+
 namespace simt {
 
-struct Thread {
-    Extent index, block, block_size, grid_size;
-};
-extern thread_local Thread* running;
+inline int lane() { return static_cast<int>(running->number % 32); }
 
-// Calls `kernel(arguments)` for every thread of the grid.
-const char* run_grid(Extent grid, Extent block, void (*kernel)(void** arguments), void** arguments);
+template <class T>
+T shuffle(unsigned mask, T mine, int source, const char* what) {
+    static_assert(sizeof(T) <= sizeof(Value) && std::is_trivially_copyable<T>::value, "a value of up to 16 bytes");
+    Value value{};
+    std::memcpy(&value, &mine, sizeof mine);
+    value = running->block->exchange(mask, value, static_cast<unsigned>(source), what);
+    std::memcpy(&mine, &value, sizeof mine);
+    return mine;
+}
+
+// The lane at `offset` from this one, or this one where that would leave the group of `width` lanes.
+inline int lane_at(int offset, int width) {
+    const int in_group = lane() % width + offset;
+    return 0 <= in_group && in_group < width ? lane() + offset : lane();
+}
+
+}  // namespace simt
+
+inline void __syncwarp(unsigned mask = ~0u) { simt::running->block->sync_warp(mask); }
+inline unsigned __ballot_sync(unsigned mask, int predicate) { return simt::running->block->ballot(mask, predicate != 0, "__ballot_sync"); }
+inline int __any_sync(unsigned mask, int predicate) { return simt::running->block->ballot(mask, predicate != 0, "__any_sync") != 0; }
+inline int __all_sync(unsigned mask, int predicate) { return simt::running->block->ballot(mask, predicate != 0, "__all_sync") == mask; }
+
+template <class T>
+T __shfl_sync(unsigned mask, T value, int source, int width = 32) {
+    const int group = simt::lane() / width * width;
+    return simt::shuffle(mask, value, group + (source & (width - 1)), "__shfl_sync");
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, unsigned delta, int width = 32) {
+    return simt::shuffle(mask, value, simt::lane_at(-static_cast<int>(delta), width), "__shfl_up_sync");
+}
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, unsigned delta, int width = 32) {
+    return simt::shuffle(mask, value, simt::lane_at(static_cast<int>(delta), width), "__shfl_down_sync");
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32) {
+    const int source = simt::lane() ^ lanes, end = (simt::lane() / width + 1) * width;  // earlier groups can be read, later ones not
+    return simt::shuffle(mask, value, source < end ? source : simt::lane(), "__shfl_xor_sync");
+}
+
+// --- asynchronous copies (cp.async) ---
+
+inline void __pipeline_memcpy_async(void* to, const void* from, size_t nbytes) { simt::running->block->copy_async(to, from, nbytes); }
+inline void __pipeline_commit() { simt::running->block->commit_copies(); }
+inline void __pipeline_wait_prior(int groups) { simt::running->block->wait_for_copies(groups); }
+
+// --- atomic operations ---
+
+inline int atomicAdd(int* place, int value) { return __atomic_fetch_add(place, value, __ATOMIC_RELAXED); }
+inline unsigned atomicAdd(unsigned* place, unsigned value) { return __atomic_fetch_add(place, value, __ATOMIC_RELAXED); }
+
+// --- kernels for the driver ---
+
+namespace simt {
+
+// Runs `kernel(arguments)` for every thread of the grid. Returns what went wrong, or null.
+const char* run_grid(Extent grid, Extent block, size_t dynamic_nbytes, void (*kernel)(void** arguments), void** arguments);
 
 template <auto kernel>
 struct Launcher;
@@ -37,15 +122,12 @@ struct Launcher<kernel> {
         kernel(*static_cast<Parameters*>(arguments[I])...);
     }
     static void call_all(void** arguments) { call(arguments, std::index_sequence_for<Parameters...>{}); }
-    static const char* run(Extent grid, Extent block, size_t, void** arguments) { return run_grid(grid, block, call_all, arguments); }
+    static const char* run(Extent grid, Extent block, size_t dynamic_nbytes, void** arguments) {
+        return run_grid(grid, block, dynamic_nbytes, call_all, arguments);
+    }
     static constexpr Kernel describe() { return {sizeof...(Parameters), sizes, run}; }
 };
 
 }  // namespace simt
 
 #define SIMT_KERNEL(name) extern "C" const simt::Kernel simt_kernel_##name = simt::Launcher<name>::describe();
-
-#define threadIdx (simt::running->index)
-#define blockIdx (simt::running->block)
-#define blockDim (simt::running->block_size)
-#define gridDim (simt::running->grid_size)

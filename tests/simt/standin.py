@@ -5,8 +5,11 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+from functools import partial
 
 import pytest
+
+from simt.run import what_is_missing
 
 _DEVICE = os.environ.get("TRT_KVCACHE_TEST_DEVICE", "host")
 
@@ -15,6 +18,14 @@ def need_cuda_memory() -> None:
     """Leave out a whole test file where the run is for host memory. The emulated device and a GPU run it."""
     if _DEVICE == "host":
         pytest.skip("for CUDA memory: runs on the emulated device (tests/simt/run.py) and on a GPU", allow_module_level=True)
+
+
+def need_compiler() -> None:
+    """Leave out a whole test file where the emulator cannot be built; with ``TRT_KVCACHE_REQUIRE_EMULATOR=1`` that fails."""
+    missing = what_is_missing()
+    if missing is not None:
+        leave_out = pytest.fail if os.environ.get("TRT_KVCACHE_REQUIRE_EMULATOR") == "1" else partial(pytest.skip, allow_module_level=True)
+        leave_out(f"the emulator cannot be built: {missing}")
 
 
 #: For tests that look into the driver.

@@ -1,9 +1,46 @@
 """Kernels that the cache runs between enqueues (seed 004): each in NumPy, and in CUDA C++ under ``plugins/``.
 
-The functions here check their arguments and choose by the place of the tensor. They are ordered on ``stream`` and neither
-wait nor allocate.
+The functions here check their arguments, all of them before the first byte changes, and choose by the place of the memory.
+They are ordered on ``stream`` and neither wait nor allocate: what a kernel needs to know is in the arguments of its launch,
+or in arrays that were made once (:class:`KVLayerInfos`, :class:`StateInfos`).
 """
 
-from trt_kvcache.kernels.lengths import MAX_STORED_VALUES, increment_length_tensor, store_length_values
+from trt_kvcache.kernels.arguments import MAX_SAVED, MAX_STEPS, MAX_STORED_VALUES
+from trt_kvcache.kernels.compaction import compact_kv_cache_batched, compact_length_tensor, compact_rows
+from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, CompactionPlan, DeviceCompactionPlan
+from trt_kvcache.kernels.kv_moves import (
+    instantiate_kv_cache_batched,
+    instantiate_kv_cache_layer_from_tensor,
+    save_kv_cache_batched,
+    save_kv_cache_layer_into_tensor,
+)
+from trt_kvcache.kernels.layer_infos import KVLayerInfo, KVLayerInfos
+from trt_kvcache.kernels.lengths import increment_length_tensor, store_length_values
+from trt_kvcache.kernels.rows import copy_rows, instantiate_rows, save_rows, zero_rows
+from trt_kvcache.kernels.state_infos import StateInfo, StateInfos
 
-__all__ = ["MAX_STORED_VALUES", "increment_length_tensor", "store_length_values"]
+__all__ = [
+    "AnyCompactionPlan",
+    "CompactionPlan",
+    "DeviceCompactionPlan",
+    "KVLayerInfo",
+    "KVLayerInfos",
+    "MAX_SAVED",
+    "MAX_STEPS",
+    "MAX_STORED_VALUES",
+    "StateInfo",
+    "StateInfos",
+    "compact_kv_cache_batched",
+    "compact_length_tensor",
+    "compact_rows",
+    "copy_rows",
+    "increment_length_tensor",
+    "instantiate_kv_cache_batched",
+    "instantiate_kv_cache_layer_from_tensor",
+    "instantiate_rows",
+    "save_kv_cache_batched",
+    "save_kv_cache_layer_into_tensor",
+    "save_rows",
+    "store_length_values",
+    "zero_rows",
+]

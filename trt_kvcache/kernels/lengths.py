@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from trt_kvcache.checks import as_int
 from trt_kvcache.errors import DTypeError, PlaceError, RangeError, ShapeError
-from trt_kvcache.kernels import host
+from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.tensor import DeviceTensor
-
-#: Values that one launch of the CUDA kernel carries in its arguments.
-MAX_STORED_VALUES = 16
 
 _INT32_MAX = 2**31 - 1
 
 
-class _Backend(Protocol):
-    def increment_scalar(self, lengths: DeviceTensor, increment: int, stream: Any) -> None: ...
-    def increment_tensor(self, lengths: DeviceTensor, increments: DeviceTensor, stream: Any) -> None: ...
-    def store_values(self, lengths: DeviceTensor, values: Sequence[int], accumulate: bool, stream: Any) -> None: ...
-
-
-def _backend(tensor: DeviceTensor) -> _Backend:
-    if tensor.memory.is_host:
-        return host
-    from trt_kvcache.kernels import cuda
-
-    return cuda
-
-
-def _check_lengths(lengths: DeviceTensor) -> None:
+def check_lengths(lengths: DeviceTensor) -> None:
+    """Check that this is a dense int32 tensor (n,). Raises DTypeError or ShapeError."""
     if lengths.dtype != "int32":
         raise DTypeError(f"length_tensor: expected int32, got {lengths.dtype}.")
     if lengths.ndim != 1 or not lengths.is_contiguous:
@@ -57,7 +41,7 @@ def increment_length_tensor(length_tensor: DeviceTensor, increment: int | Device
     -----
     ``incrementLengthTensor`` of TensorRT Edge-LLM (seed 004). Sums are not checked against a capacity here.
     """
-    _check_lengths(length_tensor)
+    check_lengths(length_tensor)
     length_tensor.memory.check_stream(stream)
     if isinstance(increment, DeviceTensor):
         if increment.memory is not length_tensor.memory:
@@ -67,19 +51,19 @@ def increment_length_tensor(length_tensor: DeviceTensor, increment: int | Device
         if increment.shape != length_tensor.shape or not increment.is_contiguous:
             raise ShapeError(f"increment: expected a dense tensor of shape {length_tensor.shape}, got {increment!r}.")
         if len(length_tensor):
-            _backend(length_tensor).increment_tensor(length_tensor, increment, stream)
+            backend_of(length_tensor.memory).increment_tensor(length_tensor, increment, stream)
         return
     number = as_int("increment", increment)
     if abs(number) > _INT32_MAX:
         raise RangeError(f"increment: expected an int32, got {number}.")
     if len(length_tensor):
-        _backend(length_tensor).increment_scalar(length_tensor, number, stream)
+        backend_of(length_tensor.memory).increment_scalar(length_tensor, number, stream)
 
 
 def store_length_values(length_tensor: DeviceTensor, values: Sequence[int], *, accumulate: bool, stream: Any) -> None:
     """Store host values into lengths, or add them.
 
-    The values travel in the arguments of the launch (:data:`MAX_STORED_VALUES` a launch), so there is no staging buffer
+    The values travel in the arguments of the launch (16 a launch), so there is no staging buffer
     that a later call could overwrite before it was read.
 
     Parameters
@@ -98,11 +82,11 @@ def store_length_values(length_tensor: DeviceTensor, values: Sequence[int], *, a
     ShapeError, DTypeError, RangeError
         An argument does not fit. Nothing was changed.
     """
-    _check_lengths(length_tensor)
+    check_lengths(length_tensor)
     length_tensor.memory.check_stream(stream)
     if len(values) != len(length_tensor):
         raise ShapeError(f"values: expected {len(length_tensor)} of them, got {len(values)}.")
     if values and max(map(abs, values)) > _INT32_MAX:
         raise RangeError(f"values: expected int32 values, got {list(values)}.")
     if values:
-        _backend(length_tensor).store_values(length_tensor, values, accumulate, stream)
+        backend_of(length_tensor.memory).store_values(length_tensor, values, accumulate, stream)

@@ -1,0 +1,212 @@
+// The threads of a block. See block.h.
+
+#include "block.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#include "sanitizers.h"
+
+namespace simt {
+
+Thread* running = nullptr;
+
+// --- shared memory ---
+
+void SharedMemory::Free::operator()(void* start) const { std::free(start); }
+
+void* SharedMemory::array(const void* which, size_t nbytes) {
+    for (const Array& array : arrays_) {
+        if (array.which != which) continue;
+        acquire(array.start.get());  // it was made before: nothing else is ordered
+        return array.start.get();
+    }
+    void* start = nullptr;
+    if (posix_memalign(&start, 128, nbytes)) std::abort();
+    auto* bytes = static_cast<volatile unsigned char*>(start);
+    for (size_t i = 0; i < nbytes; i++) bytes[i] = 0xFF;  // memset would count as the work of the thread that came first
+    arrays_.push_back(Array{which, std::unique_ptr<unsigned char, Free>(static_cast<unsigned char*>(start))});
+    release(start);
+    return start;
+}
+
+// --- running ---
+
+const std::string& Block::run(Extent index, Extent grid, Extent size, size_t dynamic_nbytes, void (*kernel)(void**), void** arguments) {
+    count_ = live_ = size.x * size.y * size.z;
+    at_barrier_ = votes_ = 0;
+    error_.clear();
+    meetings_.assign((count_ + 31) / 32 * 32, Meeting{});
+    // Under ThreadSanitizer it is kept until the launch is over: else another block's would be found at the same address, and
+    // blocks are not ordered.
+    if (!__tsan_create_fiber) shared_.clear();
+    shared_.emplace_back();
+    release(&start_order_);
+    dynamic_nbytes_ = dynamic_nbytes;
+    if (dynamic_nbytes) dynamic_shared();
+    kernel_ = kernel;
+    arguments_ = arguments;
+    while (threads_.size() < count_) threads_.push_back(std::make_unique<Thread>());
+    for (unsigned number = 0; number < count_; number++) {
+        Thread& thread = *threads_[number];
+        thread.index = {number % size.x, number / size.x % size.y, number / (size.x * size.y)};
+        thread.block_index = index;
+        thread.block_size = size;
+        thread.grid_size = grid;
+        thread.number = number;
+        thread.block = this;
+        thread.state = Thread::kReady;
+        thread.copies.clear();
+        thread.copy_group = 0;
+        thread.fiber.start(thread_body, &thread);
+    }
+    // The last thread comes first: whoever relies on lower threads to have done something reads what is not there yet.
+    for (bool moved = true; moved;) {
+        moved = false;
+        for (unsigned number = count_; number-- > 0 && error_.empty();) {
+            Thread& thread = *threads_[number];
+            if (thread.state != Thread::kReady) continue;
+            moved = true;
+            running = &thread;
+            thread.fiber.enter();
+            running = nullptr;
+        }
+    }
+    if (live_ && error_.empty()) {
+        error_ = "deadlock: of " + std::to_string(count_) + " threads, " + std::to_string(at_barrier_) + " wait at __syncthreads, " +
+                 std::to_string(live_ - at_barrier_) + " for lanes of their warp, and the others have ended";
+    }
+    return error_;
+}
+
+void Block::finish() {
+    acquire(&end_order_);
+    shared_.clear();
+}
+
+void Block::thread_body(void* argument) {
+    Thread& thread = *static_cast<Thread*>(argument);
+    Block& block = *thread.block;
+    acquire(&block.start_order_);
+    block.kernel_(block.arguments_);
+    if (!thread.copies.empty()) block.fail("a thread ended without waiting for its asynchronous copies");
+    release(&block.end_order_);
+    block.live_--;
+    block.open_barrier_if_all_wait();
+    block.wait(Thread::kEnded);
+}
+
+void Block::wait(decltype(Thread::state) why) {
+    running->state = why;
+    running->fiber.leave();
+}
+
+void Block::fail(const std::string& what) {
+    const Extent block = running->block_index;
+    error_ = what + " (block " + std::to_string(block.x) + "," + std::to_string(block.y) + "," + std::to_string(block.z) + ", thread " +
+             std::to_string(running->number) + ")";
+    running->fiber.leave();  // for ever
+    std::abort();
+}
+
+// --- waiting for the block ---
+
+unsigned Block::barrier(bool vote) {
+    char* order = &barrier_order_[barrier_round_ % 2];
+    release(order);
+    at_barrier_++;
+    votes_ += vote;
+    running->state = Thread::kAtBarrier;
+    open_barrier_if_all_wait();
+    running->fiber.leave();
+    acquire(order);
+    return barrier_result_;
+}
+
+void Block::open_barrier_if_all_wait() {
+    if (at_barrier_ == 0 || at_barrier_ != live_) return;
+    barrier_round_++;
+    barrier_result_ = votes_;
+    at_barrier_ = votes_ = 0;
+    for (unsigned number = 0; number < count_; number++) {
+        Thread& thread = *threads_[number];
+        if (thread.state == Thread::kAtBarrier) thread.state = Thread::kReady;
+    }
+}
+
+// --- waiting for lanes of the warp ---
+
+void Block::meet(unsigned mask, Value offered, unsigned wanted, bool vote, const char* what) {
+    const unsigned lane = running->number % 32, first = running->number - lane;
+    if (!(mask >> lane & 1)) fail(std::string(what) + ": the calling lane is not in its mask");
+    Meeting& meeting = meetings_[first + __builtin_ctz(mask)];
+    if (!meeting.arrived) {
+        meeting.mask = mask;
+        meeting.what = what;
+        meeting.votes = 0;
+    } else if (meeting.mask != mask || std::strcmp(meeting.what, what) != 0) {
+        fail(std::string("lanes of one warp meet in different operations: ") + meeting.what + " and " + what);
+    }
+    meeting.offered[lane] = offered;
+    meeting.wanted[lane] = wanted;
+    meeting.votes |= static_cast<unsigned>(vote) << lane;
+    meeting.arrived |= 1u << lane;
+    if (meeting.arrived != mask) {
+        wait(Thread::kInWarp);
+        return;
+    }
+    // The last one to come serves all.
+    meeting.round++;
+    meeting.arrived = 0;
+    for (unsigned other = 0; other < 32 && first + other < count_; other++) {
+        if (!(mask >> other & 1)) continue;
+        Thread& thread = *threads_[first + other];
+        const unsigned source = meeting.wanted[other];
+        // A lane outside the mask offers nothing: NaN.
+        thread.received = mask >> source & 1 ? meeting.offered[source] : Value{{~0ull, ~0ull}};
+        thread.votes = meeting.votes;
+        thread.state = Thread::kReady;
+    }
+}
+
+Value Block::exchange(unsigned mask, Value offered, unsigned wanted, const char* what) {
+    meet(mask, offered, wanted, false, what);
+    return running->received;
+}
+
+unsigned Block::ballot(unsigned mask, bool vote, const char* what) {
+    meet(mask, Value{}, 0, vote, what);
+    return running->votes;
+}
+
+void Block::sync_warp(unsigned mask) {
+    Meeting& meeting = meetings_[running->number / 32 * 32 + __builtin_ctz(mask)];
+    char* order = &meeting.order[meeting.round % 2];
+    release(order);
+    meet(mask, Value{}, 0, false, "__syncwarp");
+    acquire(order);
+}
+
+// --- asynchronous copies: done as late as is allowed, so a wait that is missing reads what was there before ---
+
+void Block::copy_async(void* to, const void* from, size_t nbytes) {
+    running->copies.push_back(AsyncCopy{to, from, nbytes, running->copy_group});
+}
+
+void Block::commit_copies() { running->copy_group++; }
+
+void Block::wait_for_copies(int groups_left) {
+    std::vector<AsyncCopy> left;
+    for (const AsyncCopy& copy : running->copies) {
+        if (copy.group >= running->copy_group - groups_left) {
+            left.push_back(copy);
+        } else if (copy.from) {
+            std::memcpy(copy.to, copy.from, copy.nbytes);
+        } else {
+            std::memset(copy.to, 0, copy.nbytes);
+        }
+    }
+    running->copies = left;
+}
+
+}  // namespace simt

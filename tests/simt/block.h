@@ -1,0 +1,115 @@
+// One block of threads: they run in turns, each until it waits for others or ends. See simt.h for what kernels see of it.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "abi.h"
+#include "fiber.h"
+
+namespace simt {
+
+class Block;
+
+// Up to 16 bytes of a value that lanes of a warp exchange.
+struct Value {
+    unsigned long long words[2];
+};
+
+struct AsyncCopy {
+    void* to;
+    const void* from;  // null: zeros
+    size_t nbytes;
+    int group;
+};
+
+struct Thread {
+    Extent index, block_index, block_size, grid_size;
+    unsigned number = 0;  // in the block
+    Block* block = nullptr;
+    enum { kReady, kAtBarrier, kInWarp, kEnded } state = kEnded;
+    Fiber fiber;
+    Value received = {};            // of the last exchange
+    unsigned votes = 0;             // of the last ballot
+    std::vector<AsyncCopy> copies;  // not done yet
+    int copy_group = 0;
+};
+
+extern Thread* running;
+
+// Memory that is there for one block, of the exact size, filled with NaN.
+class SharedMemory {
+public:
+    void* array(const void* which, size_t nbytes);
+
+private:
+    struct Free {
+        void operator()(void* start) const;
+    };
+    struct Array {
+        const void* which;
+        std::unique_ptr<unsigned char, Free> start;
+    };
+    std::vector<Array> arrays_;
+};
+
+// One launch after another, and one block after another, runs on the same object: its threads keep their stacks.
+class Block {
+public:
+    // Runs one block. Returns what went wrong; empty if nothing did.
+    const std::string& run(Extent index, Extent grid, Extent size, size_t dynamic_nbytes, void (*kernel)(void**), void** arguments);
+
+    // After the last block of a launch: what the host does from here on comes after all that the threads did.
+    void finish();
+
+    // --- for the running thread ---
+
+    // Waits for all threads of the block that have not ended; returns how many of them had a vote.
+    unsigned barrier(bool vote);
+    // Waits for the lanes of `mask`; returns the value of lane `source`.
+    Value exchange(unsigned mask, Value mine, unsigned source, const char* what);
+    // Waits for the lanes of `mask`; returns a bit for each that voted.
+    unsigned ballot(unsigned mask, bool vote, const char* what);
+    // Waits for the lanes of `mask`, and orders memory between them.
+    void sync_warp(unsigned mask);
+
+    void* shared_array(const void* which, size_t nbytes) { return shared_.back().array(which, nbytes); }
+    void* dynamic_shared() { return shared_array(nullptr, dynamic_nbytes_); }
+
+    void copy_async(void* to, const void* from, size_t nbytes);
+    void commit_copies();
+    void wait_for_copies(int groups_left);
+
+private:
+    // Lanes of one warp that wait for each other.
+    struct Meeting {
+        unsigned mask = 0, arrived = 0, votes = 0;
+        const char* what = nullptr;
+        Value offered[32];
+        unsigned wanted[32];  // lanes
+        unsigned round = 0;
+        char order[2];  // tags
+    };
+
+    static void thread_body(void* thread);
+    void meet(unsigned mask, Value offered, unsigned wanted, bool vote, const char* what);
+    void open_barrier_if_all_wait();
+    void wait(decltype(Thread::state) why);
+    [[noreturn]] void fail(const std::string& what);
+
+    std::vector<std::unique_ptr<Thread>> threads_;
+    std::vector<Meeting> meetings_;  // 32 for each warp: by the lowest lane of the mask
+    unsigned count_ = 0, live_ = 0, at_barrier_ = 0, votes_ = 0, barrier_result_ = 0;
+    std::vector<SharedMemory> shared_;
+    size_t dynamic_nbytes_ = 0;
+    std::string error_;
+    void (*kernel_)(void**) = nullptr;
+    void** arguments_ = nullptr;
+    // Tags. Two that take turns where threads meet: who comes to the next meeting early must not be ordered before those who
+    // have yet to leave this one.
+    unsigned barrier_round_ = 0;
+    char start_order_, barrier_order_[2], end_order_;
+};
+
+}  // namespace simt

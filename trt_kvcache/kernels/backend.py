@@ -1,0 +1,65 @@
+"""What both sides of the kernels offer, and which side serves a memory. Arguments were checked by the caller."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from trt_kvcache.kernels import host
+from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan
+from trt_kvcache.kernels.layer_infos import KVLayerInfos
+from trt_kvcache.kernels.state_infos import StateInfos
+from trt_kvcache.memory import Memory
+from trt_kvcache.tensor import DeviceTensor
+
+
+class Backend(Protocol):
+    """The kernels of one place: ``kernels.host`` (NumPy) or ``kernels.cuda`` (``plugins/*.cu``)."""
+
+    def increment_scalar(self, lengths: DeviceTensor, increment: int, stream: Any) -> None:
+        """Add one number to all lengths."""
+
+    def increment_tensor(self, lengths: DeviceTensor, increments: DeviceTensor, stream: Any) -> None:
+        """Add element by element."""
+
+    def store_values(self, lengths: DeviceTensor, values: Sequence[int], accumulate: bool, stream: Any) -> None:
+        """Store the values, or add them."""
+
+    def copy_layer(self, destination: DeviceTensor, source: DeviceTensor, tokens: int, stream: Any) -> None:
+        """Copy the first tokens of K and V from one view ``[2, H, n, D]`` to another."""
+
+    def save_layers(self, cache: KVLayerInfos, saved: KVLayerInfos, slot: int, tokens: int, stream: Any) -> None:
+        """Copy the first tokens of a slot of all layers into saved tensors."""
+
+    def instantiate_layers(self, cache: KVLayerInfos, saved: KVLayerInfos, slot: int, tokens: int, stream: Any) -> None:
+        """Copy the first tokens of saved tensors into a slot of all layers."""
+
+    def compact_layers(self, layers: KVLayerInfos, plan: AnyCompactionPlan, stream: Any) -> None:
+        """Move the live tokens of the slots of all layers."""
+
+    def compact_rows(self, states: StateInfos, plan: AnyCompactionPlan, stream: Any) -> None:
+        """Move the states of the slots of all layers."""
+
+    def compact_lengths(self, lengths: DeviceTensor, plan: AnyCompactionPlan, stream: Any) -> None:
+        """Move the lengths of the slots."""
+
+    def zero_rows(self, states: StateInfos, slot: int, count: int, stream: Any) -> None:
+        """Zero the states of ``count`` slots from ``slot`` on."""
+
+    def copy_rows(self, destination: StateInfos, source: StateInfos, slot: int, count: int, stream: Any) -> None:
+        """Copy the states of ``count`` slots from ``slot`` on, to the same slots."""
+
+    def save_rows(self, states: StateInfos, saved: Sequence[DeviceTensor], slot: int, stream: Any) -> None:
+        """Copy the states of a slot into saved tensors."""
+
+    def instantiate_rows(self, states: StateInfos, saved: Sequence[DeviceTensor], slot: int, stream: Any) -> None:
+        """Copy saved tensors into the states of a slot."""
+
+
+def backend_of(memory: Memory) -> Backend:
+    """Return the side that serves ``memory``."""
+    if memory.is_host:
+        return host
+    from trt_kvcache.kernels import cuda
+
+    return cuda

@@ -1,0 +1,156 @@
+"""``CompactionPlan``: which slot goes where, checked on the host; ``DeviceCompactionPlan``: a mapping only the device knows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.checks import as_int, int_in_range
+from trt_kvcache.errors import DTypeError, MappingError, PlaceError, ShapeError
+from trt_kvcache.kernels.arguments import MAX_SLOTS, MAX_STEPS
+from trt_kvcache.kernels.step_arguments import StepArguments, pack_direct_steps, pack_steps
+from trt_kvcache.kernels.steps import Step, make_steps
+from trt_kvcache.layout import MAX_DIMENSION
+from trt_kvcache.tensor import DeviceTensor
+
+
+def _host_mapping(mapping: Any, old_batch: int, new_batch: int) -> list[int]:
+    """Return the mapping as ints, or raise :class:`MappingError`."""
+    if isinstance(mapping, DeviceTensor):
+        raise PlaceError(f"batch_mapping: expected integers on the host, got {mapping!r}.")
+    if isinstance(mapping, np.ndarray) and (mapping.dtype.kind not in "iu" or mapping.ndim != 1):
+        raise MappingError(f"batch_mapping: expected integers of shape (old_batch,), got {mapping.dtype} {mapping.shape}.")
+    if isinstance(mapping, str | bytes) or not isinstance(mapping, Sequence | np.ndarray):
+        raise MappingError(f"batch_mapping: expected a sequence of integers, got {type(mapping).__name__}.")
+    if len(mapping) != old_batch:
+        raise MappingError(f"batch_mapping: expected old_batch={old_batch} entries, got {len(mapping)}.")
+    slots = [as_int(f"batch_mapping[{old}]", new, error=MappingError) for old, new in enumerate(mapping)]
+    taken: dict[int, int] = {}
+    for old, new in enumerate(slots):
+        if not -1 <= new < new_batch:
+            raise MappingError(f"batch_mapping[{old}]: expected -1 or a slot below new_batch={new_batch}, got {new}.")
+        if new >= 0 and taken.setdefault(new, old) != old:
+            raise MappingError(f"batch_mapping: old slots {taken[new]} and {old} both go to slot {new}.")
+    if len(taken) != new_batch:
+        missing = [new for new in range(new_batch) if new not in taken]
+        raise MappingError(f"batch_mapping: expected survivors for all of new_batch={new_batch} slots, got none for {missing}.")
+    return slots
+
+
+@dataclass(frozen=True)
+class CompactionPlan:
+    """Moves and cycles of a compaction. Made by :meth:`from_host`, which checks everything.
+
+    Parameters
+    ----------
+    old_batch, new_batch : int
+        Live slots before and after.
+    step_lists : tuple of tuples of Step
+        What is done, in this order; each list is what one launch carries.
+    longest : int
+        Tokens of the longest slot that moves; 0 where none does.
+    """
+
+    old_batch: int
+    new_batch: int
+    step_lists: tuple[tuple[Step, ...], ...]
+    longest: int
+
+    @property
+    def is_identity(self) -> bool:
+        """Whether no slot moves. (Slots may be dropped: the last ones.)"""
+        return not self.step_lists
+
+    @cached_property
+    def step_arguments(self) -> tuple[StepArguments, ...]:
+        """The launches of this plan, in order."""
+        return tuple(map(pack_steps, self.step_lists))
+
+    @cached_property
+    def direct_step_arguments(self) -> tuple[StepArguments, ...]:
+        """The same for a kernel that does all steps of a launch at once."""
+        return tuple(map(pack_direct_steps, self.step_lists))
+
+    @classmethod
+    def from_host(cls, mapping: Any, old_batch: int, new_batch: int, lengths: Sequence[int]) -> CompactionPlan:
+        """Check a mapping that the host knows, completely, and plan it.
+
+        Parameters
+        ----------
+        mapping : sequence of int, or NumPy integer array (old_batch,)
+            New slot of each old slot, or -1 to drop it. Any permutation.
+        old_batch, new_batch : int
+            Live slots before and after; ``0 <= new_batch <= old_batch``.
+        lengths : sequence of int (old_batch,)
+            Tokens of each old slot, or an upper bound: so many are moved.
+
+        Raises
+        ------
+        MappingError
+            Entries are missing, out of range or doubled, or do not fill ``0..new_batch-1``.
+        RangeError, ShapeError, PlaceError
+            Batch sizes or lengths do not fit, or the mapping is on the device.
+        """
+        old = int_in_range("old_batch", old_batch, 0, MAX_SLOTS)
+        new = int_in_range("new_batch", new_batch, 0, old)
+        slots = _host_mapping(mapping, old, new)
+        if len(lengths) != old:
+            raise ShapeError(f"lengths: expected one for each of old_batch={old} slots, got {len(lengths)}.")
+        tokens = [int_in_range(f"lengths[{slot}]", length, 0, MAX_DIMENSION) for slot, length in enumerate(lengths)]
+        lists = tuple(tuple(steps) for steps in make_steps(slots, tokens, MAX_STEPS))
+        longest = max((step.tokens for steps in lists for step in steps), default=0)
+        return cls(old, new, lists, longest)
+
+    @staticmethod
+    def from_device(mapping: DeviceTensor, old_batch: int, new_batch: int, lengths: DeviceTensor) -> DeviceCompactionPlan:
+        """Plan a mapping that only the device knows. See :class:`DeviceCompactionPlan`."""
+        return DeviceCompactionPlan(mapping, old_batch, new_batch, lengths)
+
+
+@dataclass(frozen=True)
+class DeviceCompactionPlan:
+    """A compaction whose mapping is read by the device when it runs, so it can be captured in a CUDA graph and replayed.
+
+    Parameters
+    ----------
+    mapping : DeviceTensor (old_batch,) int32
+        New slot of each old slot, or -1. It must keep the order of the survivors, which nothing checks: an entry that moves a
+        slot up, or outside ``0..new_batch-1``, is passed over.
+    old_batch, new_batch : int
+        Live slots before and after; ``0 <= new_batch <= old_batch``.
+    lengths : DeviceTensor (old_batch,) int32
+        Tokens of each old slot, of the same memory. They are read by each part of the compaction, so compact them last.
+
+    Raises
+    ------
+    RangeError, ShapeError, DTypeError, PlaceError
+        An argument does not fit.
+    """
+
+    mapping: DeviceTensor
+    old_batch: int
+    new_batch: int
+    lengths: DeviceTensor
+
+    is_identity = False
+
+    def __post_init__(self) -> None:
+        old = int_in_range("old_batch", self.old_batch, 0, MAX_DIMENSION)
+        object.__setattr__(self, "old_batch", old)
+        object.__setattr__(self, "new_batch", int_in_range("new_batch", self.new_batch, 0, old))
+        for name, tensor in (("batch_mapping", self.mapping), ("lengths", self.lengths)):
+            if not isinstance(tensor, DeviceTensor):
+                raise PlaceError(f"{name}: expected a DeviceTensor, got {type(tensor).__name__}.")
+            if tensor.dtype != "int32":
+                raise DTypeError(f"{name}: expected int32, got {tensor.dtype}.")
+            if tensor.shape != (old,) or not tensor.is_contiguous:
+                raise ShapeError(f"{name}: expected a dense tensor of shape ({old},), got {tensor!r}.")
+        if self.mapping.memory is not self.lengths.memory:
+            raise PlaceError(f"batch_mapping: expected a tensor of {self.lengths.memory.device}, got one of {self.mapping.memory.device}.")
+
+
+AnyCompactionPlan = CompactionPlan | DeviceCompactionPlan

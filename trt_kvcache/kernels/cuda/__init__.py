@@ -1,0 +1,25 @@
+"""The kernels on the device: launches of ``plugins/*.cu``. Arguments were checked by the caller.
+
+A launch neither allocates nor waits. The first one of a kernel loads its machine code, which may do both: run an operation
+once before capturing it.
+"""
+
+from trt_kvcache.kernels.cuda.kv import compact_layers, copy_layer, instantiate_layers, save_layers
+from trt_kvcache.kernels.cuda.lengths import compact_lengths, increment_scalar, increment_tensor, store_values
+from trt_kvcache.kernels.cuda.rows import compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
+
+__all__ = [
+    "compact_layers",
+    "compact_lengths",
+    "compact_rows",
+    "copy_layer",
+    "copy_rows",
+    "increment_scalar",
+    "increment_tensor",
+    "instantiate_layers",
+    "instantiate_rows",
+    "save_layers",
+    "save_rows",
+    "store_values",
+    "zero_rows",
+]

@@ -1,0 +1,67 @@
+"""K/V of slots on the device: ``plugins/kv.cu``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trt_kvcache.dtypes import itemsize
+from trt_kvcache.kernels.arguments import MAX_SAVED
+from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, DeviceCompactionPlan
+from trt_kvcache.kernels.cuda.launch import Grid, blocks_for, launch
+from trt_kvcache.kernels.layer_infos import KVLayerInfo, KVLayerInfos
+from trt_kvcache.layout import ROW_GRANULE, row_nbytes
+from trt_kvcache.tensor import DeviceTensor
+
+#: Blocks of a launch that does not know how many tokens are live: most of them may find nothing to do.
+_MAX_BLOCKS_UNKNOWN = 4096
+
+_INFO_NBYTES = len(KVLayerInfo._fields) * itemsize("int64")
+
+
+def _grid(infos: KVLayerInfos, tokens: int, layers: int, **limit: int) -> Grid:
+    heads = 2 * infos.max_kv_heads
+    return (blocks_for(tokens * infos.row_nbytes // ROW_GRANULE, heads * layers, **limit), heads, layers)
+
+
+def copy_layer(destination: DeviceTensor, source: DeviceTensor, tokens: int, stream: Any) -> None:
+    """Copy the first tokens of K and V from one view ``[2, H, n, D]`` to another."""
+    _, heads, _, head_dim = destination.shape
+    nbytes = tokens * row_nbytes(head_dim, destination.dtype)
+    size = itemsize(destination.dtype)
+    to, of = ((tensor.ptr, tensor.strides[0] * size, tensor.strides[1] * size) for tensor in (destination, source))
+    if nbytes:
+        grid = (blocks_for(nbytes // ROW_GRANULE, 2 * heads), heads, 2)
+        launch(destination.memory, "kv", "copy_layer", grid, (*to, *of, nbytes), stream)
+
+
+def _copy_saved(kernel: str, cache: KVLayerInfos, saved: KVLayerInfos, slot: int, tokens: int, stream: Any) -> None:
+    infos = cache.device_layer_infos.ptr
+    for first in range(0, cache.num_layers, MAX_SAVED):
+        addresses = [info.data for info in saved.host[first : first + MAX_SAVED]]
+        grid = _grid(cache, tokens, len(addresses))
+        sizes = (cache.row_nbytes, slot, tokens, saved.shortest_sequence)
+        padding = (0,) * (MAX_SAVED - len(addresses))
+        launch(cache.memory, "kv", kernel, grid, (infos + first * _INFO_NBYTES, *sizes, *addresses, *padding), stream)
+
+
+def save_layers(cache: KVLayerInfos, saved: KVLayerInfos, slot: int, tokens: int, stream: Any) -> None:
+    """Copy the first tokens of a slot of all layers into saved tensors."""
+    _copy_saved("save_layers", cache, saved, slot, tokens, stream)
+
+
+def instantiate_layers(cache: KVLayerInfos, saved: KVLayerInfos, slot: int, tokens: int, stream: Any) -> None:
+    """Copy the first tokens of saved tensors into a slot of all layers."""
+    _copy_saved("instantiate_layers", cache, saved, slot, tokens, stream)
+
+
+def compact_layers(layers: KVLayerInfos, plan: AnyCompactionPlan, stream: Any) -> None:
+    """Move the live tokens of the slots of all layers."""
+    infos, row, count = layers.device_layer_infos.ptr, layers.row_nbytes, layers.num_layers
+    if isinstance(plan, DeviceCompactionPlan):
+        grid = _grid(layers, layers.shortest_sequence, count, most=_MAX_BLOCKS_UNKNOWN)
+        mapped = (infos, row, plan.mapping.ptr, plan.lengths.ptr, plan.old_batch)
+        launch(layers.memory, "kv", "compact_layers_mapped", grid, mapped, stream)
+        return
+    for steps in plan.step_arguments:
+        listed = (infos, row, steps.longest, steps.count, *steps.packed)
+        launch(layers.memory, "kv", f"compact_layers_{steps.form}", _grid(layers, steps.longest, count), listed, stream)

@@ -1,0 +1,89 @@
+"""Load and launch a kernel of ``plugins/*.cu``."""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from typing import Any
+
+from trt_kvcache.cuda_driver import cuda_core_error
+from trt_kvcache.cuda_memory import CudaMemory
+from trt_kvcache.errors import CudaError
+from trt_kvcache.kernels.compile import cubin
+from trt_kvcache.memory import Memory
+
+#: Threads of a block, in every kernel, and units that a thread has in flight: see ``plugins/units.cuh``.
+THREADS_PER_BLOCK, UNITS_IN_FLIGHT = 256, 4
+
+#: Blocks of a launch at most, where one can do: enough waves of them that the last one hardly counts on a large GPU.
+_MAX_BLOCKS = 32768
+
+Grid = tuple[int, int, int]
+
+
+@cache
+def _module(source: str, arch: str) -> Any:
+    """Load the machine code of one source. It is kept until the process ends."""
+    from cuda.core import ObjectCode
+
+    return ObjectCode.from_cubin(cubin(source, arch), name=source)
+
+
+@cache
+def _kernel(source: str, name: str, arch: str) -> Any:
+    try:
+        return _module(source, arch).get_kernel(name)
+    except cuda_core_error() as error:
+        raise CudaError(f"{name} of {source}.cu could not be loaded for {arch}: {error}") from None
+
+
+@lru_cache(maxsize=256)
+def _launch_config(grid: Grid) -> Any:
+    from cuda.core import LaunchConfig
+
+    return LaunchConfig(grid=grid, block=THREADS_PER_BLOCK)
+
+
+def launch(memory: Memory, source: str, name: str, grid: Grid, arguments: tuple[int, ...], stream: Any) -> None:
+    """Launch a kernel.
+
+    Parameters
+    ----------
+    memory : CudaMemory
+        Of the device that it runs on.
+    source, name : str
+        The file of ``plugins/`` without ``.cu``, and the kernel in it.
+    grid : tuple of int
+        Blocks in x, y and z, of 256 threads each.
+    arguments : tuple of int
+        Addresses and integers; cuda.core passes a Python int as 64 bits.
+    stream : cuda.core.Stream or GraphBuilder
+
+    Raises
+    ------
+    CudaError
+        The kernel could not be loaded or launched.
+    """
+    from cuda.core import launch as launch_kernel
+
+    assert isinstance(memory, CudaMemory)
+    memory.make_current()
+    kernel = _kernel(source, name, memory.arch)
+    try:
+        launch_kernel(stream, _launch_config(grid), kernel, *arguments)
+    except cuda_core_error() as error:
+        raise CudaError(f"{name} could not be launched on {memory.device}: {error}") from None
+
+
+def blocks_for(units: int, runs: int = 1, *, most: int = _MAX_BLOCKS) -> int:
+    """Return the blocks along x that share a run of units: each thread takes its units in flight once, or more often.
+
+    Parameters
+    ----------
+    units : int
+        Of the longest run.
+    runs : int
+        Blocks in y and z.
+    most : int
+        Blocks in x, y and z together, but one in x there always is.
+    """
+    return max(1, min(-(-units // (THREADS_PER_BLOCK * UNITS_IN_FLIGHT)), most // runs))
