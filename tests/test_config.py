@@ -8,13 +8,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trt_kvcache import CacheConfig, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, LinearKVCache, estimate_memory
+from trt_kvcache import (
+    CacheConfig,
+    HostMemory,
+    HybridCacheConfig,
+    HybridCacheManager,
+    KVCacheConfig,
+    KVCacheManager,
+    KVLayerConfig,
+    KVLayout,
+    LayerType,
+    LinearKVCache,
+    MambaCacheConfig,
+    MambaCacheManager,
+    estimate_memory,
+)
 from trt_kvcache.errors import ConfigError
 
 LAYER = KVLayerConfig(num_kv_heads=2, head_dim=16)
 KV = {"layers": [LAYER], "max_batch_size": 3, "max_sequence_length": 7}
 LINEAR = {"num_attention_layers": 4, "max_batch_size": 3, "max_sequence_length": 7, "num_kv_heads": 2, "head_dim": 16}
+MAMBA = {"num_layers": 2, "max_batch_size": 3, "num_heads": 2, "head_dim": 3, "state_size": 5, "conv_dim": 7, "conv_kernel": 4}
+#: The same states in a CacheConfig.
+LINEAR_STATES = {"num_mamba_layers": 2, "mamba_num_heads": 2, "mamba_head_dim": 3, "ssm_state_size": 5, "conv_dim": 7, "conv_kernel": 4}
+TYPES = (LayerType.MAMBA, LayerType.ATTENTION, LayerType.MAMBA)
+HYBRID = {"layer_types": TYPES, "kv": KVCacheConfig(**KV), "mamba": MambaCacheConfig(**MAMBA)}
 INT32_MAX = 2147483647
+#: Bytes of the array that kernels read: five words for a K/V layer, three for a state.
+KV_INFO, STATE_INFO = 40, 24
 
 
 def test_defaults():
@@ -22,10 +43,16 @@ def test_defaults():
     assert (kv.dtype, kv.layout) == ("float16", KVLayout.SEPARATE)
     assert (LAYER.k_scale, LAYER.v_scale) == (1.0, 1.0)
     linear = CacheConfig(**LINEAR)
-    assert (linear.dtype, linear.layout, linear.num_mamba_layers) == ("float16", KVLayout.SEPARATE, 0)
+    assert (linear.dtype, linear.layout, linear.num_mamba_layers, linear.mamba) == ("float16", KVLayout.SEPARATE, 0, None)
+    mamba = MambaCacheConfig(**MAMBA)
+    assert (mamba.recurrent_dtype, mamba.conv_dtype, mamba.ping_pong) == ("float32", "float16", False)
+    assert CacheConfig(**LINEAR, **LINEAR_STATES).mamba == mamba
 
 
-@pytest.mark.parametrize("config", [LAYER, KVCacheConfig(**KV), CacheConfig(**LINEAR)], ids=lambda config: type(config).__name__)
+CONFIGS = [LAYER, KVCacheConfig(**KV), CacheConfig(**LINEAR), MambaCacheConfig(**MAMBA), HybridCacheConfig(**HYBRID)]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
 def test_frozen_keyword_only_and_equal_by_value(config):
     field = dataclasses.fields(config)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -34,7 +61,8 @@ def test_frozen_keyword_only_and_equal_by_value(config):
         type(config)(getattr(config, field))
     twin = dataclasses.replace(config)
     assert (twin, hash(twin)) == (config, hash(config))
-    assert dataclasses.replace(config, **{dataclasses.fields(config)[1].name: 32}) != config
+    other = dataclasses.fields(config)[1].name
+    assert dataclasses.replace(config, **{other: KVCacheConfig(**{**KV, "dtype": "int8"}) if other == "kv" else 32}) != config
 
 
 def test_layers_are_kept_as_a_tuple_whatever_sequence_came():
@@ -102,9 +130,44 @@ KV_CONFIGS = st.builds(
 def test_bytes_are_what_a_manager_allocates(kv):
     memory = HostMemory()
     with KVCacheManager(kv, memory=memory) as cache:
-        assert memory.live_nbytes == kv.nbytes + cache.lengths.nbytes
+        assert memory.live_nbytes == kv.nbytes + cache.lengths.nbytes + KV_INFO * kv.num_layers
         assert cache.nbytes == kv.nbytes == estimate_memory(kv).nbytes
     assert memory.live_nbytes == 0
+
+
+MAMBA_CONFIGS = st.builds(
+    MambaCacheConfig,
+    **{name: st.integers(1, 5) for name in MAMBA},
+    recurrent_dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
+    conv_dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
+    ping_pong=st.booleans(),
+)
+
+
+@given(MAMBA_CONFIGS)
+def test_bytes_are_what_a_mamba_manager_allocates(mamba):
+    memory = HostMemory()
+    with MambaCacheManager(mamba, memory=memory) as cache:
+        infos = STATE_INFO * 2 * mamba.num_layers * mamba.num_buffers
+        assert memory.live_nbytes == mamba.nbytes + cache.lengths.nbytes + infos
+        assert cache.nbytes == mamba.nbytes == estimate_memory(mamba).nbytes
+    assert memory.live_nbytes == 0
+
+
+@given(KV_CONFIGS, MAMBA_CONFIGS, st.randoms())
+def test_bytes_are_what_a_hybrid_manager_allocates(kv, mamba, random):
+    types = [LayerType.ATTENTION] * kv.num_layers + [LayerType.MAMBA] * mamba.num_layers
+    random.shuffle(types)
+    mamba = dataclasses.replace(mamba, max_batch_size=kv.max_batch_size)
+    config = HybridCacheConfig(layer_types=types, kv=kv, mamba=mamba)
+    memory = HostMemory()
+    with HybridCacheManager(config, memory=memory) as cache:
+        infos = KV_INFO * kv.num_layers + STATE_INFO * 2 * mamba.num_layers * mamba.num_buffers
+        assert memory.live_nbytes == config.nbytes + cache.lengths.nbytes + infos
+        assert cache.nbytes == config.nbytes == estimate_memory(config).nbytes == kv.nbytes + mamba.nbytes
+    assert memory.live_nbytes == 0
+    assert HybridCacheConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert MambaCacheConfig.from_dict(json.loads(json.dumps(mamba.to_dict()))) == mamba
 
 
 @given(KV_CONFIGS, st.integers(1, 4))
@@ -117,10 +180,13 @@ def test_bytes_are_what_a_linear_cache_allocates(kv, layers):
         head_dim=kv.layers[0].head_dim,
         dtype=kv.dtype,
         layout=kv.layout,
+        **LINEAR_STATES,
     )
     memory = HostMemory()
     with LinearKVCache(config, memory=memory) as cache:
-        assert memory.live_nbytes == config.nbytes + cache.lengths.nbytes
+        infos = KV_INFO * layers + STATE_INFO * 2 * 2
+        assert memory.live_nbytes == config.nbytes + cache.lengths.nbytes + infos
+        assert config.nbytes == config.kv.nbytes + config.mamba.nbytes
         assert cache.nbytes == config.nbytes == estimate_memory(config).nbytes
     assert memory.live_nbytes == 0
 
@@ -161,6 +227,37 @@ def test_a_linear_config_layer_by_layer():
         layout=KVLayout.COMBINED,
     )
     assert config.nbytes == 4 * 1536 + 256
+
+
+def test_states_by_hand():
+    # A layer: 3 * 30 * 4 = 360 -> 512 bytes of recurrent states, 3 * 28 * 2 = 168 -> 256 bytes of conv states.
+    mamba = MambaCacheConfig(**MAMBA)
+    assert (mamba.recurrent_storage.shape, mamba.recurrent_storage.layer_nbytes) == ((3, 2, 3, 5), 512)
+    assert (mamba.conv_storage.shape, mamba.conv_storage.layer_nbytes) == ((3, 7, 4), 256)
+    assert (mamba.num_buffers, mamba.slot_nbytes, mamba.nbytes) == (1, 2 * (120 + 56), 2 * (512 + 256))
+    two = dataclasses.replace(mamba, ping_pong=True)
+    assert (two.num_buffers, two.slot_nbytes, two.nbytes) == (2, 4 * (120 + 56), 4 * (512 + 256))
+    other = dataclasses.replace(mamba, recurrent_dtype="float16", conv_dtype="float32")
+    assert (other.recurrent_storage.layer_nbytes, other.conv_storage.layer_nbytes) == (256, 512)
+
+
+def test_a_hybrid_config_of_layers():
+    config = HybridCacheConfig(**HYBRID)
+    assert (config.num_layers, config.max_batch_size, config.max_sequence_length) == (3, 3, 7)
+    assert config.indices_in_kind == (0, 0, 1)
+    assert HybridCacheConfig(**{**HYBRID, "layer_types": iter(TYPES)}) == config
+    alone = HybridCacheConfig(layer_types=[LayerType.MAMBA] * 2, mamba=HYBRID["mamba"])
+    assert (alone.max_batch_size, alone.max_sequence_length, alone.nbytes) == (3, INT32_MAX, HYBRID["mamba"].nbytes)
+    alone = HybridCacheConfig(layer_types=[LayerType.ATTENTION], kv=HYBRID["kv"])
+    assert (alone.max_batch_size, alone.max_sequence_length, alone.nbytes) == (3, 7, HYBRID["kv"].nbytes)
+    assert HybridCacheConfig.from_dict(json.loads(json.dumps(alone.to_dict()))) == alone
+
+
+def test_the_stored_forms_of_states():
+    mamba = {**MAMBA, "recurrent_dtype": "float32", "conv_dtype": "float16", "ping_pong": False}
+    assert MambaCacheConfig(**MAMBA).to_dict() == mamba
+    types = ["mamba", "attention", "mamba"]
+    assert HybridCacheConfig(**HYBRID).to_dict() == {"layer_types": types, "kv": KVCacheConfig(**KV).to_dict(), "mamba": mamba}
 
 
 def _integers(name: str, high: int | None) -> list[tuple[object, str]]:
@@ -208,7 +305,51 @@ BAD = [
     *[(CacheConfig, LINEAR, "dtype", value, f"CacheConfig.{text}") for value, text in DTYPES],
     *[(CacheConfig, LINEAR, "layout", value, f"CacheConfig.{text}") for value, text in LAYOUTS],
     (CacheConfig, LINEAR, "num_mamba_layers", -1, "CacheConfig.num_mamba_layers: expected at least 0, got -1."),
-    (CacheConfig, LINEAR, "num_mamba_layers", 2, "CacheConfig.num_mamba_layers: expected 0, got 2. Recurrent states are not served yet."),
+    (CacheConfig, LINEAR, "num_mamba_layers", 1.0, "CacheConfig.num_mamba_layers: expected an integer, got 1.0."),
+    (CacheConfig, LINEAR, "num_mamba_layers", 2, "MambaCacheConfig.num_heads: expected at least 1, got 0."),
+    (CacheConfig, {**LINEAR, **LINEAR_STATES}, "conv_kernel", 0, "MambaCacheConfig.conv_kernel: expected at least 1, got 0."),
+    *[(MambaCacheConfig, MAMBA, "max_batch_size", *bad) for bad in _integers("MambaCacheConfig.max_batch_size", INT32_MAX)],
+    *[
+        (MambaCacheConfig, MAMBA, name, *bad)
+        for name in MAMBA
+        if name != "max_batch_size"
+        for bad in _integers(f"MambaCacheConfig.{name}", None)
+    ],
+    *[
+        (MambaCacheConfig, MAMBA, name, value, f"MambaCacheConfig.{name}: expected one of float16, bfloat16, float32, got {value!r}.")
+        for name in ("recurrent_dtype", "conv_dtype")
+        for value in ("int8", "float8_e4m3fn", "", None)
+    ],
+    (MambaCacheConfig, MAMBA, "ping_pong", 1, "MambaCacheConfig.ping_pong: expected True or False, got 1."),
+    (HybridCacheConfig, HYBRID, "layer_types", [], "HybridCacheConfig.layer_types: expected at least one layer, got none."),
+    (HybridCacheConfig, HYBRID, "layer_types", "MAM", "HybridCacheConfig.layer_types: expected a sequence of LayerType, got 'MAM'."),
+    (HybridCacheConfig, HYBRID, "layer_types", 3, "HybridCacheConfig.layer_types: expected a sequence of LayerType, got 3."),
+    (
+        HybridCacheConfig,
+        HYBRID,
+        "layer_types",
+        [*TYPES[:2], "mamba"],
+        "HybridCacheConfig.layer_types[2]: expected a LayerType, got 'mamba'.",
+    ),
+    (
+        HybridCacheConfig,
+        HYBRID,
+        "layer_types",
+        [*TYPES, LayerType.ATTENTION],
+        "HybridCacheConfig.kv: layer_types has 2 attention layers, kv describes 1.",
+    ),
+    (HybridCacheConfig, HYBRID, "layer_types", TYPES[:2], "HybridCacheConfig.mamba: layer_types has 1 mamba layers, mamba describes 2."),
+    (HybridCacheConfig, HYBRID, "kv", None, "HybridCacheConfig.kv: layer_types has 1 attention layers, kv describes 0."),
+    (HybridCacheConfig, HYBRID, "mamba", None, "HybridCacheConfig.mamba: layer_types has 2 mamba layers, mamba describes 0."),
+    (HybridCacheConfig, HYBRID, "kv", CacheConfig(**LINEAR), "HybridCacheConfig.kv: expected a KVCacheConfig or None, got CacheConfig."),
+    (HybridCacheConfig, HYBRID, "mamba", HYBRID["kv"], "HybridCacheConfig.mamba: expected a MambaCacheConfig or None, got KVCacheConfig."),
+    (
+        HybridCacheConfig,
+        HYBRID,
+        "mamba",
+        dataclasses.replace(HYBRID["mamba"], max_batch_size=4),
+        "HybridCacheConfig: max_batch_size differs: kv has 3, mamba has 4.",
+    ),
 ]
 
 
@@ -256,6 +397,25 @@ BAD_STORED = [
     ([1, 2], "KVCacheConfig"),
     (["ab"], "KVCacheConfig"),
 ]
+
+
+STORED_HYBRID = HybridCacheConfig(**HYBRID).to_dict()
+BAD_STORED_STATES = [
+    (MambaCacheConfig, {key: value for key, value in STORED_HYBRID["mamba"].items() if key != "conv_dim"}, "conv_dim"),
+    (MambaCacheConfig, {**STORED_HYBRID["mamba"], "groups": 2}, "groups"),
+    (HybridCacheConfig, {**STORED_HYBRID, "layer_types": ["mamba", "paged", "mamba"]}, "'paged' is not a valid LayerType"),
+    (HybridCacheConfig, {**STORED_HYBRID, "layer_types": None}, "a missing or unknown field"),
+    (HybridCacheConfig, {**STORED_HYBRID, "kv": {}}, "KVCacheConfig: the stored form has a missing or unknown field ('layers')"),
+    (HybridCacheConfig, {**STORED_HYBRID, "kv": None}, "HybridCacheConfig.kv: layer_types has 1 attention layers, kv describes 0."),
+    (HybridCacheConfig, {key: value for key, value in STORED_HYBRID.items() if key != "mamba"}, "field ('mamba')"),
+]
+
+
+@pytest.mark.parametrize(("kind", "data", "text"), BAD_STORED_STATES, ids=range(len(BAD_STORED_STATES)))
+def test_a_stored_config_of_states_that_is_damaged(kind, data, text):
+    with pytest.raises(ConfigError) as caught:
+        kind.from_dict(data)
+    assert text in str(caught.value)
 
 
 @pytest.mark.parametrize(("data", "text"), BAD_STORED, ids=range(len(BAD_STORED)))

@@ -6,7 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trt_kvcache import CacheConfig, KVCacheConfig, KVLayerConfig, KVLayout, estimate_memory, largest_batch, longest_sequence
+from trt_kvcache import (
+    CacheConfig,
+    HybridCacheConfig,
+    KVCacheConfig,
+    KVLayerConfig,
+    KVLayout,
+    LayerType,
+    MambaCacheConfig,
+    estimate_memory,
+    largest_batch,
+    longest_sequence,
+)
 from trt_kvcache.errors import CapacityError, RangeError
 
 GIB = 2**30
@@ -19,6 +30,10 @@ MIXED = KVCacheConfig(
     max_sequence_length=7,
     dtype="int8",
 )
+MAMBA = MambaCacheConfig(
+    num_layers=3, max_batch_size=3, num_heads=2, head_dim=3, state_size=5, conv_dim=7, conv_kernel=4, conv_dtype="float16"
+)
+HYBRID = HybridCacheConfig(layer_types=[LayerType.ATTENTION] * 2 + [LayerType.MAMBA] * 3, kv=MIXED, mamba=MAMBA)
 LINEAR = CacheConfig(num_attention_layers=5, max_batch_size=3, max_sequence_length=7, num_kv_heads=2, head_dim=16, dtype="float16")
 
 
@@ -46,6 +61,44 @@ def test_a_linear_cache():
     estimate = estimate_memory(LINEAR)
     assert estimate.bytes_per_layer == (3072,) * 5
     assert (estimate.bytes_per_token, estimate.bytes_per_sequence, estimate.nbytes) == (5 * 128, 5 * 128 * 7, 5 * 3072)
+
+
+def test_states():
+    # A slot of a layer: 30 floats and 28 halves, 176 bytes; a layer: 360 -> 512 and 168 -> 256 bytes.
+    estimate = estimate_memory(MAMBA)
+    assert (estimate.bytes_per_token, estimate.bytes_per_layer, estimate.scales_nbytes) == (0, (), 0)
+    assert (estimate.bytes_per_sequence, estimate.states_nbytes, estimate.nbytes) == (3 * 176, 3 * 768, 3 * 768)
+    assert estimate_memory(replace(MAMBA, ping_pong=True)).nbytes == 2 * 3 * 768
+    hybrid, kv = estimate_memory(HYBRID), estimate_memory(MIXED)
+    assert (hybrid.bytes_per_token, hybrid.bytes_per_layer, hybrid.scales_nbytes) == (kv.bytes_per_token, kv.bytes_per_layer, 256)
+    assert hybrid.bytes_per_sequence == kv.bytes_per_sequence + 3 * 176
+    assert (hybrid.states_nbytes, hybrid.nbytes) == (3 * 768, kv.nbytes + 3 * 768)
+    linear = replace(
+        LINEAR, num_mamba_layers=3, mamba_num_heads=2, mamba_head_dim=3, ssm_state_size=5, conv_dim=7, conv_kernel=4, ping_pong=True
+    )
+    assert (estimate_memory(linear).nbytes, estimate_memory(linear).states_nbytes) == (5 * 3072 + 6 * 768, 6 * 768)
+
+
+def test_the_inverses_of_states_by_hand():
+    assert largest_batch(MAMBA, 3 * 768) == 4  # 4 * 120 = 480 bytes, 4 * 56 = 224 bytes
+    assert largest_batch(MAMBA, 3 * (768 + 256)) == 4  # 5 * 120 -> 768, 5 * 56 -> 512
+    assert largest_batch(MAMBA, 3 * (768 + 512)) == 6
+    assert longest_sequence(MAMBA, 3 * 768) == 2147483647  # states do not grow with the sequence
+    alone = HybridCacheConfig(layer_types=[LayerType.MAMBA] * 3, mamba=MAMBA)
+    assert (longest_sequence(alone, 3 * 768), largest_batch(alone, 3 * 768)) == (2147483647, 4)
+    budget = 3 * 768 + MIXED.nbytes
+    assert longest_sequence(HYBRID, budget) == longest_sequence(MIXED, MIXED.nbytes)
+    assert largest_batch(HYBRID, budget) == 3
+    for config in (MAMBA, alone):
+        with pytest.raises(CapacityError) as caught:
+            longest_sequence(config, 3 * 768 - 1)
+        assert str(caught.value) == "2303 bytes do not hold one token for each of 3 slots. Lower max_batch_size."
+        with pytest.raises(CapacityError) as caught:
+            largest_batch(config, 100)
+        assert str(caught.value) == "100 bytes do not hold the states of one slot."
+    with pytest.raises(CapacityError) as caught:
+        largest_batch(HYBRID, 100)
+    assert str(caught.value) == "100 bytes do not hold one slot of 7 tokens. Lower max_sequence_length."
 
 
 def test_the_inverses_by_hand():

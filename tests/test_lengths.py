@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cache_cases import CapturingMemory
 
 from trt_kvcache import HostMemory, Lengths
 from trt_kvcache.errors import (
@@ -151,7 +152,7 @@ class TestCommit:
         with pytest.raises(LengthsUnknown) as caught:
             _ = lengths.host
         assert str(caught.value) == (
-            "the lengths of slots [0, 1, 2] were incremented by a device tensor. Call sync_lengths(stream=) to read them."
+            "the lengths of slots [0, 1, 2] were changed by values that only the device has. Call sync_lengths(stream=) to read them."
         )
         lengths.sync_lengths(stream=stream)
         assert lengths.host == lengths.upper_bounds == (3, 0, 7)
@@ -240,7 +241,7 @@ class TestActiveBatch:
         lengths.set_active_batch_size(1, stream=stream)
         lengths.set_active_batch_size(3, stream=stream)
         assert (device(lengths), lengths.upper_bounds) == ([2, 0, 0], (3, 0, 0))
-        with pytest.raises(LengthsUnknown, match=r"^the lengths of slots \[0\] were incremented"):
+        with pytest.raises(LengthsUnknown, match=r"^the lengths of slots \[0\] were changed"):
             _ = lengths.host
         lengths.rewind(2, 0, stream=stream)
         lengths.clear_slot(0, stream=stream)
@@ -278,10 +279,44 @@ class TestOneSlot:
         lengths.commit(on_device(memory, [0, 1], stream), max_increment=1, stream=stream)
         with unchanged(lengths), pytest.raises(LengthsUnknown) as caught:
             lengths.rewind(1, 2, stream=stream)
-        assert str(caught.value) == "slot 1 was incremented by a device tensor. Call sync_lengths(stream=) before rewind."
+        assert str(caught.value) == "rewind: only the device knows the length of slot 1. Call sync_lengths(stream=) before."
         lengths.sync_lengths(stream=stream)
         lengths.rewind(1, 2, stream=stream)
         assert lengths.host == (3, 2)
+
+
+class TestCompact:
+    """Without anything else in the slots; with it in test_compaction.py."""
+
+    @pytest.mark.parametrize("form", ["list", "tuple", "array"])
+    def test_of_a_host_mapping(self, lengths, stream, form):
+        lengths.reset([3, 4, 5, 6], stream=stream)
+        mapping = {"list": list, "tuple": tuple, "array": np.array}[form]([1, -1, 2, 0])
+        lengths.compact(mapping, 4, 3, stream=stream)
+        assert (device(lengths), lengths.host, lengths.active_batch_size) == ([6, 3, 5], (6, 3, 5), 3)
+        assert lengths.tensor.numpy().tolist()[3] == 6
+        assert lengths.tensor.ptr == lengths.active_tensor.ptr
+
+    def test_of_a_device_mapping(self, lengths, memory, stream):
+        lengths.reset([3, 4, 5, 6], stream=stream)
+        lengths.compact(on_device(memory, [-1, 0, -1, 1], stream), 4, 2, stream=stream)
+        assert (device(lengths), lengths.upper_bounds) == ([4, 6], (5, 6))
+        with pytest.raises(LengthsUnknown):
+            _ = lengths.host
+        lengths.sync_lengths(stream=stream)
+        assert lengths.host == (4, 6)
+
+    def test_of_more_slots_than_one_launch_carries(self, memory, stream):
+        lengths = Lengths(150, 500, memory=memory)
+        values = [3 * slot for slot in range(150)]
+        lengths.reset(values, stream=stream)
+        order = np.random.default_rng(0).permutation(150)
+        lengths.compact(order, 150, 150, stream=stream)
+        expected = [0] * 150
+        for old, new in enumerate(order.tolist()):
+            expected[new] = values[old]
+        assert (device(lengths), lengths.host) == (expected, tuple(expected))
+        lengths.close()
 
 
 class TestReplay:
@@ -310,27 +345,18 @@ class TestReplay:
             lengths.replayed(value)
 
 
-class CapturingMemory(HostMemory):
-    """Host memory that claims to capture. What is launched meanwhile runs, where a real capture would record it."""
-
-    capturing = False
-
-    def is_capturing(self, stream: Any) -> bool:
-        self.check_stream(stream)
-        return self.capturing
-
-
 REFUSED = {
     "reset_for_new_sequences": lambda lengths, stream: lengths.reset([1], stream=stream),
     "commit_sequence_length with host values": lambda lengths, stream: lengths.commit([1, 1], stream=stream),
     "set_active_batch_size": lambda lengths, stream: lengths.set_active_batch_size(3, stream=stream),
     "clear_slot": lambda lengths, stream: lengths.clear_slot(0, stream=stream),
     "rewind": lambda lengths, stream: lengths.rewind(0, 1, stream=stream),
+    "compact_batch with a host mapping": lambda lengths, stream: lengths.compact([1, 0], 2, 2, stream=stream),
 }
 
 
 class TestCapture:
-    HINT = "Capture commit_sequence_length of a scalar or a device tensor. Nothing was changed."
+    HINT = "Capture commits of a number or a device tensor, and compactions with a device mapping. Nothing was changed."
 
     @pytest.fixture
     def capturing(self):
@@ -470,6 +496,7 @@ OPERATIONS = {
     "clear_slot": (0,),
     "rewind": (0, 0),
     "sync_lengths": (),
+    "compact": ([1, 0], 2, 2),
 }
 
 

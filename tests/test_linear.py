@@ -1,4 +1,4 @@
-"""``LinearKVCache``: one buffer for all layers. What it shares with ``KVCacheManager`` is in test_manager.py."""
+"""``LinearKVCache``: one buffer for all layers, and states. What it shares with other managers is in their files."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from cache_cases import Image, Unchanged, fill_all, linear_config, make_cache
 
-from trt_kvcache import CacheConfig, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, LinearKVCache
-from trt_kvcache.errors import ClosedError, LayerIndexError
+from trt_kvcache import CacheConfig, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, LinearKVCache, MambaCacheManager
+from trt_kvcache.errors import ClosedError, LayerIndexError, ShapeError
 
 LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
 FIELDS: dict[str, Any] = {"num_attention_layers": 4, "max_batch_size": 3, "max_sequence_length": 7, "num_kv_heads": 2, "head_dim": 16}
@@ -30,7 +31,8 @@ def test_what_it_says_about_itself(cache, memory):
 def test_one_allocation_holds_all_layers(cache, memory):
     views = [cache.get_combined_kv_cache(index) for index in range(4)]
     assert len({id(view.allocation) for view in views}) == 1
-    assert memory.live_nbytes == views[0].allocation.nbytes + cache.lengths.nbytes
+    (group,) = cache.kv_head_dim_groups
+    assert memory.live_nbytes == views[0].allocation.nbytes + cache.lengths.nbytes + group.device_layer_infos.nbytes
     step = {KVLayout.COMBINED: 2816, KVLayout.SEPARATE: 3072}[cache.config.layout]
     assert [view.ptr - views[0].ptr for view in views] == [0, step, 2 * step, 3 * step]
     assert cache.nbytes == 4 * step
@@ -109,3 +111,51 @@ def test_the_buffer_after_close(cache):
         _ = cache.kv_cache_buffer
     with pytest.raises(ClosedError):
         _ = buffer.ptr
+
+
+class TestStates:
+    """Compaction, capture, restore and zeroing of states are in the tests of all kinds of caches."""
+
+    def test_the_names_of_seed_001(self, memory, stream):
+        with make_cache("linear", memory) as cache:
+            fill_all(cache, stream)
+            for index in range(2):
+                assert cache.get_ssm_state_for_layer(index).shape == (5, 2, 3, 5)
+                assert cache.get_ssm_state_for_layer(index).ptr == cache.get_recurrent_state(index).ptr
+                assert cache.get_conv_state_for_layer(index).shape == (5, 7, 3)
+                assert cache.get_conv_state_for_layer(index).ptr == cache.get_conv_state(index).ptr
+            states = Image(cache).states
+            for saved, expected in (
+                (cache.capture_ssm_states(3, stream=stream), states[:2]),
+                (cache.capture_conv_states(3, stream=stream), states[2:]),
+            ):
+                assert [tensor.numpy().tobytes() for tensor in saved] == [array[3].tobytes() for array in expected]
+            cache.clear_mamba_states(stream=stream)
+            assert not any(array.any() for array in Image(cache).states)
+
+    def test_its_configuration(self, memory):
+        config = linear_config(recurrent_dtype="bfloat16", conv_dtype="float32", ping_pong=True)
+        with LinearKVCache(config, memory=memory) as cache, MambaCacheManager(config.mamba, memory=memory) as states:
+            assert (cache.num_layers, cache.num_recurrent_layers) == (2, 2)
+            assert cache.nbytes == config.nbytes == config.kv.nbytes + states.nbytes
+            for index in range(2):
+                mine = [cache.get_recurrent_state(index), cache.get_conv_state(index)]
+                other = [states.get_recurrent_state(index), states.get_conv_state(index)]
+                assert [(x.shape, x.dtype, x.strides) for x in mine] == [(x.shape, x.dtype, x.strides) for x in other]
+
+    def test_without_a_recurrent_layer(self, cache, memory, stream):
+        cache.reset_for_new_sequences([3, 5], stream=stream)
+        assert (cache.num_recurrent_layers, cache.parity, cache.config.mamba) == (0, 0, None)
+        with Unchanged(cache):
+            cache.swap()
+            cache.copy_back(0, 2, stream=stream)
+            cache.clear_mamba_states(stream=stream)
+            assert cache.capture_ssm_states(0, stream=stream) == cache.capture_conv_states(0, stream=stream) == []
+            cache.restore_recurrent_states([], 0, stream=stream)
+            for get in (cache.get_ssm_state_for_layer, cache.get_conv_state_for_layer):
+                with pytest.raises(LayerIndexError, match=r"^recurrent_layer_idx 0: expected 0 <= recurrent_layer_idx < 0\."):
+                    get(0)
+            with pytest.raises(ShapeError, match="there is no recurrent layer"):
+                cache.restore_conv_states([cache.lengths.tensor], 0, stream=stream)
+        cache.rewind(1, 2, stream=stream)
+        assert cache.host_kv_cache_lengths == (3, 2)

@@ -253,12 +253,17 @@ def test_scales(memory, kind):
         assert cache.kv_scales is None
 
 
+def infos_nbytes(cache: Any) -> int:
+    """Bytes of the arrays that tell kernels where the layers are."""
+    return sum(group.device_layer_infos.nbytes for group in cache.kv_head_dim_groups)
+
+
 @KINDS
 @pytest.mark.parametrize("dtype", ["float16", "int8"])
 def test_bytes_are_counted_exactly(memory, kind, dtype):
     before = memory.live_nbytes
     cache = make(kind, memory, dtype=dtype)
-    assert memory.live_nbytes - before == cache.nbytes + cache.lengths.nbytes
+    assert memory.live_nbytes - before == cache.nbytes + cache.lengths.nbytes + infos_nbytes(cache)
     assert cache.nbytes == cache.config.nbytes == estimate_memory(cache.config).nbytes
     cache.close()
     assert memory.live_nbytes == before
@@ -321,9 +326,12 @@ def test_operations_do_not_allocate():
 
     memory = Counting()
     with KVCacheManager(kv_config(dtype="int8"), memory=memory) as cache:
-        assert memory.allocations == len(HEADS) + 1 + 1  # layers, scales, lengths
-        every_operation(cache, memory.create_stream())
-        assert memory.allocations == len(HEADS) + 1 + 1 + 1  # and the test's own tensor
+        made = len(HEADS) + 1 + len(HEADS) + 1  # layers, scales, infos of three head dims, lengths
+        assert memory.allocations == made
+        stream = memory.create_stream()
+        every_operation(cache, stream)
+        cache.compact_batch([2, 0, 1], 3, 3, stream=stream)
+        assert memory.allocations == made + 1  # the test's own tensor
 
 
 class TestSharedLengths:
@@ -340,7 +348,8 @@ class TestSharedLengths:
         assert first.lengths is second.lengths is lengths
         assert first.host_kv_cache_lengths == second.host_kv_cache_lengths == (4, 5)
         assert first.kv_cache_lengths.ptr == second.kv_cache_lengths.ptr
-        assert memory.live_nbytes == first.nbytes + second.nbytes + lengths.nbytes
+        infos = infos_nbytes(first) + infos_nbytes(second)
+        assert memory.live_nbytes == first.nbytes + second.nbytes + lengths.nbytes + infos
         first.close()
         second.commit_sequence_length(1, stream=stream)
         second.close()
@@ -438,6 +447,10 @@ class TestLife:
             lambda: cache.clear_slot(0, stream=stream),
             lambda: cache.rewind(0, 0, stream=stream),
             lambda: cache.sync_lengths(stream=stream),
+            lambda: cache.compact_batch([], 0, 0, stream=stream),
+            lambda: cache.capture_kv_cache(0, 1, stream=stream),
+            lambda: cache.restore_kv_cache([], 0, stream=stream),
+            lambda: cache.kv_head_dim_groups,
             lambda: cache.get_combined_kv_cache(0),
             lambda: cache.get_separate_kv_cache(0),
             lambda: cache.kv_cache_lengths,
@@ -534,10 +547,10 @@ class FailingMemory(HostMemory):
         return super().create_stream()
 
 
-# An int8 cache: its layers (3, or 1 buffer), scales, lengths.
+# An int8 cache: lengths, its layers (3, or 1 buffer), scales, infos of its head dims (3, or 1).
 STEPS = [
-    *[(KVCacheManager, "allocate", step) for step in (1, 2, 3, 4, 5)],
-    *[(LinearKVCache, "allocate", step) for step in (1, 2, 3)],
+    *[(KVCacheManager, "allocate", step) for step in range(1, 9)],
+    *[(LinearKVCache, "allocate", step) for step in range(1, 5)],
     *[(kind, "upload", 1) for kind in (KVCacheManager, LinearKVCache)],
     *[(kind, what, step) for kind in (KVCacheManager, LinearKVCache) for what in ("synchronize", "create_stream") for step in (1, 2)],
 ]
@@ -560,7 +573,7 @@ def test_a_failed_construction_releases_everything(kind, operation, step):
         gc.enable()
 
 
-@pytest.mark.parametrize(("kind", "operation", "calls"), [(KVCacheManager, "allocate", 5), (LinearKVCache, "allocate", 3)])
+@pytest.mark.parametrize(("kind", "operation", "calls"), [(KVCacheManager, "allocate", 8), (LinearKVCache, "allocate", 4)])
 def test_the_steps_above_are_all_there_are(kind, operation, calls):
     memory = FailingMemory(operation, calls + 1)
     cache = make_int8(kind, memory)

@@ -17,9 +17,14 @@ if TYPE_CHECKING:
     from trt_kvcache.config import CacheConfig, KVCacheConfig, KVLayerConfig
     from trt_kvcache.cuda_memory import CudaMemory
     from trt_kvcache.estimate import estimate_memory, largest_batch, longest_sequence
+    from trt_kvcache.hybrid import HybridCacheManager
+    from trt_kvcache.hybrid_config import HybridCacheConfig, LayerType
+    from trt_kvcache.kv_rows import KVHeadDimGroup
     from trt_kvcache.layout import KVLayout
     from trt_kvcache.lengths import Lengths
     from trt_kvcache.linear import LinearKVCache
+    from trt_kvcache.mamba import MambaCacheManager
+    from trt_kvcache.mamba_config import MambaCacheConfig
     from trt_kvcache.manager import KVCacheManager
     from trt_kvcache.memory import HostMemory
     from trt_kvcache.names import TensorNames
@@ -33,13 +38,19 @@ _MODULE_OF = {
     "CudaMemory": "cuda_memory",
     "DeviceTensor": "tensor",
     "HostMemory": "memory",
+    "HybridCacheConfig": "hybrid_config",
+    "HybridCacheManager": "hybrid",
     "InferenceSession": "session",
     "KVCacheConfig": "config",
     "KVCacheManager": "manager",
+    "KVHeadDimGroup": "kv_rows",
     "KVLayerConfig": "config",
     "KVLayout": "layout",
+    "LayerType": "hybrid_config",
     "Lengths": "lengths",
     "LinearKVCache": "linear",
+    "MambaCacheConfig": "mamba_config",
+    "MambaCacheManager": "mamba",
     "SamplingParams": "sampling",
     "TensorNames": "names",
     "build_engine": "builder",
@@ -54,13 +65,19 @@ __all__ = [
     "CudaMemory",
     "DeviceTensor",
     "HostMemory",
+    "HybridCacheConfig",
+    "HybridCacheManager",
     "InferenceSession",
     "KVCacheConfig",
     "KVCacheManager",
+    "KVHeadDimGroup",
     "KVLayerConfig",
     "KVLayout",
+    "LayerType",
     "Lengths",
     "LinearKVCache",
+    "MambaCacheConfig",
+    "MambaCacheManager",
     "SamplingParams",
     "TensorNames",
     "__version__",

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
 
-from trt_kvcache.checks import layer_index
+from trt_kvcache.capturing import refuse_capture
+from trt_kvcache.checks import int_in_range, layer_index, slot_index
 from trt_kvcache.config import KVCacheConfig, KVLayerConfig
 from trt_kvcache.dtypes import itemsize
-from trt_kvcache.errors import ClosedError, ConfigError, PlaceError
+from trt_kvcache.kernels import KVLayerInfos
+from trt_kvcache.kv_rows import KVHeadDimGroup, KVRows
+from trt_kvcache.layout import KVLayerStorage
 from trt_kvcache.lengths import Lengths
 from trt_kvcache.memory import Allocation, Memory
+from trt_kvcache.slots import SlotCache
 from trt_kvcache.tensor import DeviceTensor
-from trt_kvcache.uncopyable import Uncopyable
 
 
-class KVCacheBase(Uncopyable, ABC):
-    """Views, lengths and life of a K/V cache. Not thread-safe.
+class KVCacheBase(SlotCache):
+    """Views of a K/V cache, and rows captured and restored. Not thread-safe.
 
     Parameters
     ----------
@@ -37,45 +39,21 @@ class KVCacheBase(Uncopyable, ABC):
         An allocation failed; those made before were released.
     ConfigError, PlaceError
         ``lengths`` have other sizes, or live elsewhere.
-
-    Notes
-    -----
-    All memory is allocated, as zeros, by the constructor, which waits for that. Addresses never change.
     """
 
     def __init__(self, kv: KVCacheConfig, *, memory: Memory, lengths: Lengths | None = None) -> None:
-        if lengths is not None and (lengths.max_batch_size != kv.max_batch_size or lengths.max_sequence_length != kv.max_sequence_length):
-            raise ConfigError(
-                f"lengths: expected those of {kv.max_batch_size} slots of {kv.max_sequence_length} tokens, got "
-                f"{lengths.max_batch_size} slots of {lengths.max_sequence_length}."
-            )
-        if lengths is not None and lengths.memory is not memory:
-            raise PlaceError(f"lengths: expected those of the memory that the cache is in, got another one's ({lengths.memory.device}).")
         self._kv = kv
-        self._memory = memory
-        self._closed = False
-        self._owned: list[Allocation | Lengths] = []
-        try:
-            stream = memory.create_stream()
-            self._layers = self._allocate_layers(stream)
-            self._scales = self._allocate_scales(stream)
-            memory.synchronize(stream)
-            if lengths is None:
-                lengths = Lengths(kv.max_batch_size, kv.max_sequence_length, memory=memory)
-                self._owned.append(lengths)
-        except BaseException:
-            self._release()
-            raise
-        self._lengths = lengths
+        super().__init__(kv.max_batch_size, kv.max_sequence_length, memory=memory, lengths=lengths)
 
     @abstractmethod
     def _allocate_layers(self, stream: Any) -> list[tuple[Allocation, int]]:
         """Return, per layer, the allocation that holds it and the byte at which it starts."""
 
-    def _allocate(self, nbytes: int, stream: Any) -> Allocation:
-        allocation = self._memory.allocate(nbytes, zeroed=True, stream=stream)
-        self._owned.append(allocation)
-        return allocation
+    def _allocate_contents(self, stream: Any) -> None:
+        self._layers = self._allocate_layers(stream)
+        self._scales = self._allocate_scales(stream)
+        self._rows = KVRows(self._kv, self._memory, self._make_groups(stream))
+        self._contents.append(self._rows)
 
     def _allocate_scales(self, stream: Any) -> DeviceTensor | None:
         if not self._kv.has_scales:
@@ -85,17 +63,20 @@ class KVCacheBase(Uncopyable, ABC):
         self._memory.upload(tensor, scales, stream=stream)
         return tensor
 
+    def _make_groups(self, stream: Any) -> list[KVHeadDimGroup]:
+        head_dims = [layer.head_dim for layer in self._kv.layers]
+        members = {head_dim: [index for index, other in enumerate(head_dims) if other == head_dim] for head_dim in head_dims}
+        return [
+            KVHeadDimGroup(self._own(KVLayerInfos([self._combined(index) for index in indices], stream=stream)), tuple(indices))
+            for indices in members.values()
+        ]
+
     # --- what it is ---
 
     @property
     def kv_config(self) -> KVCacheConfig:
         """The cache described layer by layer."""
         return self._kv
-
-    @property
-    def memory(self) -> Memory:
-        """Where the cache lives."""
-        return self._memory
 
     @property
     def num_layers(self) -> int:
@@ -109,13 +90,14 @@ class KVCacheBase(Uncopyable, ABC):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of K and V as allocated, padding and scales included; the lengths are not in it."""
+        """Bytes of K and V as allocated, padding and scales included; lengths and layer infos are not in it."""
         return self._kv.nbytes
 
     @property
-    def closed(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._closed
+    def kv_head_dim_groups(self) -> tuple[KVHeadDimGroup, ...]:
+        """The layers by head dim, as kernels take them: one group if all layers have the same."""
+        self._check_open()
+        return self._rows.groups
 
     def get_layer_config(self, attn_layer_idx: int) -> KVLayerConfig:
         """Return the heads of one attention layer. Raises :class:`LayerIndexError` out of range."""
@@ -140,9 +122,7 @@ class KVCacheBase(Uncopyable, ABC):
         ------
         LayerIndexError, ClosedError
         """
-        allocation, start, index = self._layer(attn_layer_idx)
-        storage = self._kv.storages[index]
-        return DeviceTensor(allocation, shape=storage.combined_shape, dtype=storage.dtype, strides=storage.combined_strides, offset=start)
+        return self._combined(self._checked_layer(attn_layer_idx))
 
     def get_separate_kv_cache(self, attn_layer_idx: int) -> tuple[DeviceTensor, DeviceTensor]:
         """Return K and V of one attention layer as two views.
@@ -161,8 +141,7 @@ class KVCacheBase(Uncopyable, ABC):
         ------
         LayerIndexError, ClosedError
         """
-        allocation, start, index = self._layer(attn_layer_idx)
-        storage = self._kv.storages[index]
+        allocation, start, storage = self._layer(self._checked_layer(attn_layer_idx))
         k, v = (
             DeviceTensor(
                 allocation,
@@ -181,153 +160,74 @@ class KVCacheBase(Uncopyable, ABC):
         self._check_open()
         return self._scales
 
-    def _layer(self, attn_layer_idx: int) -> tuple[Allocation, int, int]:
+    def _checked_layer(self, attn_layer_idx: int) -> int:
         self._check_open()
-        index = layer_index(attn_layer_idx, self.num_layers)
-        return (*self._layers[index], index)
+        return layer_index(attn_layer_idx, self.num_layers)
 
-    # --- lengths ---
+    def _layer(self, index: int) -> tuple[Allocation, int, KVLayerStorage]:
+        return (*self._layers[index], self._kv.storages[index])
 
-    @property
-    def lengths(self) -> Lengths:
-        """Device lengths, host mirror and active batch size."""
-        return self._lengths
+    def _combined(self, index: int) -> DeviceTensor:
+        allocation, start, storage = self._layer(index)
+        return DeviceTensor(allocation, shape=storage.combined_shape, dtype=storage.dtype, strides=storage.combined_strides, offset=start)
 
-    @property
-    def active_batch_size(self) -> int:
-        """Active slots, A."""
-        self._check_open()
-        return self._lengths.active_batch_size
+    # --- capture and restore ---
 
-    @property
-    def kv_cache_lengths(self) -> DeviceTensor:
-        """Lengths of the active slots, int32 ``[A]`` in the cache's memory."""
-        self._check_open()
-        return self._lengths.active_tensor
-
-    @property
-    def host_kv_cache_lengths(self) -> tuple[int, ...]:
-        """Lengths of the active slots, from the host mirror. Raises :class:`LengthsUnknown` where it is not exact."""
-        self._check_open()
-        return self._lengths.host
-
-    @property
-    def kv_cache_all_empty(self) -> bool:
-        """Whether no active slot holds a token."""
-        self._check_open()
-        return self._lengths.all_empty
-
-    def reset_for_new_sequences(self, reuse_lengths: Sequence[int] | np.ndarray[Any, Any], *, stream: Any) -> None:
-        """Start anew with ``n = len(reuse_lengths)`` active slots. K and V are not cleared.
+    def capture_kv_cache(self, slot: int, sequence_length: int, *, stream: Any) -> list[DeviceTensor]:
+        """Copy the first tokens of a slot into new tensors.
 
         Parameters
         ----------
-        reuse_lengths : sequence of int, or NumPy integer array (n,)
-            Tokens that each slot already holds, ``0 <= length <= S``; ``0 <= n <= B``.
+        slot : int
+            ``0 <= slot < B``, active or not.
+        sequence_length : int
+            Tokens, ``0 <= n <= S``.
         stream : cuda.core.Stream
-            The change is ordered on it; the call neither waits nor allocates.
+            The copies are ordered on it, one launch per head-dim group.
+
+        Returns
+        -------
+        list of DeviceTensor ``[2, H_i, n, D_i]``
+            One per attention layer: K, then V, dense, in the cache's dtype and memory, whatever the layout. They share one allocation.
+            Scales are not in them: they are the configuration's.
 
         Raises
         ------
-        RangeError, ShapeError, DTypeError, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
+        SlotError, RangeError, PlaceError, CapacityError, CaptureError, ClosedError
 
         Notes
         -----
-        ``resetForNewSequences`` of seeds 001 and 003.
+        ``captureKVCache`` of seed 003.
         """
         self._check_open()
-        self._lengths.reset(reuse_lengths, stream=stream)
+        index = slot_index(slot, self._kv.max_batch_size)
+        number = int_in_range("sequence_length", sequence_length, 0, self._kv.max_sequence_length)
+        refuse_capture(self._memory, "capture_kv_cache", stream)
+        return self._rows.capture(index, number, stream=stream)
 
-    def commit_sequence_length(
-        self, increment: int | Sequence[int] | np.ndarray[Any, Any] | DeviceTensor, *, max_increment: int | None = None, stream: Any
-    ) -> None:
-        """Count tokens that an enqueue has written: lengths += increment.
+    def restore_kv_cache(self, saved: Sequence[DeviceTensor], slot: int, *, stream: Any) -> None:
+        """Copy captured tokens to the front of a slot. Lengths stay as they are.
 
         Parameters
         ----------
-        increment : int, sequence of int (A,), or DeviceTensor (A,) int32
-            A number counts for all active slots. A prefix that was reused is not counted again.
-        max_increment : int
-            Only, and always, with a device tensor: none of its values exceeds this.
-        stream : cuda.core.Stream or GraphBuilder
-            The change is ordered on it; the call neither waits nor allocates. A number and a device tensor can be captured
-            in a CUDA graph; then the host mirror stays, and whoever replays calls ``lengths.replayed``.
+        saved : sequence of DeviceTensor ``[2, H_i, n, D_i]``
+            What ``capture_kv_cache`` returned, of this cache or of one with equal layers and dtype in the same memory; its layout
+            and sizes may differ. With float8 and int8 the scales should be the same: the stored values are copied.
+        slot : int
+            ``0 <= slot < B``, active or not.
+        stream : cuda.core.Stream
+            The copies are ordered on it, one launch per head-dim group; the call neither waits nor allocates. The tensors must
+            stay until it is done.
 
         Raises
         ------
-        CapacityError
-            A slot would exceed ``max_sequence_length``. Nothing was changed.
-        RangeError, ShapeError, DTypeError, PlaceError, CaptureError, ClosedError
+        ShapeError, DTypeError, PlaceError, LayoutError, SlotError, CaptureError, ClosedError
             Nothing was changed.
 
         Notes
         -----
-        ``commitSequenceLength`` of seeds 001 and 003.
+        ``restoreKVCache`` of seed 003.
         """
         self._check_open()
-        self._lengths.commit(increment, max_increment=max_increment, stream=stream)
-
-    def sync_lengths(self, *, stream: Any) -> None:
-        """Read the lengths from the device, after which the host knows them exactly. Waits for ``stream``."""
-        self._check_open()
-        self._lengths.sync_lengths(stream=stream)
-
-    def set_active_batch_size(self, new_active_batch_size: int, *, stream: Any) -> None:
-        """Keep the first ``n`` slots, or add slots of length 0. ``0 <= n <= B``.
-
-        Raises
-        ------
-        RangeError, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
-
-        Notes
-        -----
-        ``setActiveBatchSize`` of seeds 001 and 003; slots that are added come empty.
-        """
-        self._check_open()
-        self._lengths.set_active_batch_size(new_active_batch_size, stream=stream)
-
-    def clear_slot(self, slot: int, *, stream: Any) -> None:
-        """Set the length of an active slot to 0. Its K and V stay, and are never read as data again.
-
-        Raises
-        ------
-        SlotError, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
-        """
-        self._check_open()
-        self._lengths.clear_slot(slot, stream=stream)
-
-    def rewind(self, slot: int, length: int, *, stream: Any) -> None:
-        """Shorten an active slot to its first ``length`` tokens.
-
-        Raises
-        ------
-        SlotError, RangeError, LengthsUnknown, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
-        """
-        self._check_open()
-        self._lengths.rewind(slot, length, stream=stream)
-
-    # --- life ---
-
-    def close(self) -> None:
-        """Release the memory. Idempotent. Views raise :class:`ClosedError` from now on; DLPack consumers keep theirs."""
-        self._closed = True
-        self._release()
-
-    def _release(self) -> None:
-        while self._owned:
-            self._owned.pop().close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"this {type(self).__name__} is closed.")
-
-    def __enter__(self) -> Any:
-        self._check_open()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        refuse_capture(self._memory, "restore_kv_cache", stream)
+        self._rows.restore(saved, slot, stream=stream)

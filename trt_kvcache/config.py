@@ -16,6 +16,8 @@ from trt_kvcache.checks import int_in_range
 from trt_kvcache.dtypes import KV_DTYPES, SCALED_KV_DTYPES
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.layout import MAX_DIMENSION, ROW_GRANULE, KVLayerStorage, KVLayout, align_up, dense_nbytes, kv_layer_storage, row_nbytes
+from trt_kvcache.mamba_config import MambaCacheConfig
+from trt_kvcache.stored import read_stored
 
 # Scales are stored as float32: below the smallest normal one or above the largest they would become 0 or infinite.
 _SCALE_MIN, _SCALE_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -174,17 +176,7 @@ class KVCacheConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> KVCacheConfig:
         """Read what :meth:`to_dict` wrote. Raises :class:`ConfigError` for a missing, unknown or wrong field."""
-        try:
-            values = dict(data)
-            values["layers"] = tuple(KVLayerConfig(**layer) for layer in values["layers"])
-            values["layout"] = KVLayout(values["layout"])
-            return cls(**values)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"KVCacheConfig: the stored form has a missing or unknown field ({error}).") from None
-        except ValueError as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"KVCacheConfig: {error}.") from None
+        return read_stored(cls, data, layers=lambda layers: tuple(KVLayerConfig(**layer) for layer in layers), layout=KVLayout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,10 +192,16 @@ class CacheConfig:
     dtype : str
     layout : KVLayout
         COMBINED makes the buffer ``[L, B, 2, H, S, D]``, SEPARATE ``[L, 2, B, H, S, D]``.
-    num_mamba_layers : int
-        Recurrent layers. Only 0 is served so far.
     k_scale, v_scale : float
         As in :class:`KVLayerConfig`, the same for all layers.
+    num_mamba_layers : int
+        Recurrent layers. The fields below describe their states, and mean nothing without one.
+    mamba_num_heads, mamba_head_dim, ssm_state_size, conv_dim, conv_kernel : int
+        A layer's recurrent state is ``[B, mamba_num_heads, mamba_head_dim, ssm_state_size]``, its conv state
+        ``[B, conv_dim, conv_kernel]``.
+    recurrent_dtype, conv_dtype : str
+    ping_pong : bool
+        As in :class:`~trt_kvcache.mamba_config.MambaCacheConfig`.
 
     Raises
     ------
@@ -218,19 +216,26 @@ class CacheConfig:
     head_dim: int
     dtype: str = "float16"
     layout: KVLayout = KVLayout.SEPARATE
-    num_mamba_layers: int = 0
     k_scale: float = 1.0
     v_scale: float = 1.0
+    num_mamba_layers: int = 0
+    mamba_num_heads: int = 0
+    mamba_head_dim: int = 0
+    ssm_state_size: int = 0
+    conv_dim: int = 0
+    conv_kernel: int = 0
+    recurrent_dtype: str = "float32"
+    conv_dtype: str = "float16"
+    ping_pong: bool = False
 
     def __post_init__(self) -> None:
         number = int_in_range("CacheConfig.num_attention_layers", self.num_attention_layers, 1, error=ConfigError)
         object.__setattr__(self, "num_attention_layers", number)
         _check_common(self)
-        if int_in_range("CacheConfig.num_mamba_layers", self.num_mamba_layers, 0, error=ConfigError):
-            raise ConfigError(
-                f"CacheConfig.num_mamba_layers: expected 0, got {self.num_mamba_layers}. Recurrent states are not served yet."
-            )
         _check_row("CacheConfig", 0, self._layer, self.dtype)
+        number = int_in_range("CacheConfig.num_mamba_layers", self.num_mamba_layers, 0, error=ConfigError)
+        object.__setattr__(self, "num_mamba_layers", number)
+        _ = self.mamba  # whose own fields are checked when it is made
 
     @property
     def _layer(self) -> KVLayerConfig:
@@ -247,6 +252,24 @@ class CacheConfig:
             layout=self.layout,
         )
 
+    @cached_property
+    def mamba(self) -> MambaCacheConfig | None:
+        """The recurrent layers; None without one."""
+        if not self.num_mamba_layers:
+            return None
+        return MambaCacheConfig(
+            num_layers=self.num_mamba_layers,
+            max_batch_size=self.max_batch_size,
+            num_heads=self.mamba_num_heads,
+            head_dim=self.mamba_head_dim,
+            state_size=self.ssm_state_size,
+            conv_dim=self.conv_dim,
+            conv_kernel=self.conv_kernel,
+            recurrent_dtype=self.recurrent_dtype,
+            conv_dtype=self.conv_dtype,
+            ping_pong=self.ping_pong,
+        )
+
     @property
     def num_layers(self) -> int:
         """Attention layers, L."""
@@ -254,5 +277,5 @@ class CacheConfig:
 
     @property
     def nbytes(self) -> int:
-        """K/V bytes as allocated: padding and scales included."""
-        return self.kv.nbytes
+        """Bytes as allocated: K, V and states, padding and scales included."""
+        return self.kv.nbytes + (0 if self.mamba is None else self.mamba.nbytes)

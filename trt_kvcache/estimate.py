@@ -8,7 +8,11 @@ from dataclasses import dataclass, replace
 from trt_kvcache.checks import int_in_range
 from trt_kvcache.config import CacheConfig, KVCacheConfig
 from trt_kvcache.errors import CapacityError
+from trt_kvcache.hybrid_config import HybridCacheConfig
 from trt_kvcache.layout import MAX_DIMENSION, row_nbytes, slot_kv_nbytes
+from trt_kvcache.mamba_config import MambaCacheConfig
+
+AnyCacheConfig = KVCacheConfig | CacheConfig | MambaCacheConfig | HybridCacheConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,11 +24,13 @@ class MemoryEstimate:
     bytes_per_token : int
         K and V of one token over all layers.
     bytes_per_sequence : int
-        K and V of one slot over all layers at ``max_sequence_length``, without padding.
+        K and V of one slot over all layers at ``max_sequence_length``, and its states, without padding.
     bytes_per_layer : tuple of int
-        As allocated, padding included, one entry per attention layer.
+        K and V as allocated, padding included, one entry per attention layer.
     scales_nbytes : int
         Scales as allocated; 0 for a dtype without.
+    states_nbytes : int
+        Recurrent and conv states as allocated, both buffers of ``ping_pong``; 0 without recurrent layers.
     nbytes : int
         All of it as allocated: equal to ``config.nbytes``.
     """
@@ -33,25 +39,51 @@ class MemoryEstimate:
     bytes_per_sequence: int
     bytes_per_layer: tuple[int, ...]
     scales_nbytes: int
+    states_nbytes: int
     nbytes: int
 
 
-def _per_layer(config: KVCacheConfig | CacheConfig) -> KVCacheConfig:
-    return config.kv if isinstance(config, CacheConfig) else config
+def _parts(config: AnyCacheConfig) -> tuple[KVCacheConfig | None, MambaCacheConfig | None]:
+    """Return what describes the attention layers, and what describes the recurrent ones."""
+    if isinstance(config, KVCacheConfig):
+        return config, None
+    if isinstance(config, MambaCacheConfig):
+        return None, config
+    return config.kv, config.mamba
 
 
-def estimate_memory(config: KVCacheConfig | CacheConfig) -> MemoryEstimate:
+def estimate_memory(config: AnyCacheConfig) -> MemoryEstimate:
     """Return the bytes of a cache of this configuration."""
-    kv = _per_layer(config)
+    kv, mamba = _parts(config)
+    per_token = per_sequence = 0
+    if kv is not None:
+        per_token = sum(2 * layer.num_kv_heads * row_nbytes(layer.head_dim, kv.dtype) for layer in kv.layers)
+        per_sequence = sum(2 * slot_kv_nbytes(layer.num_kv_heads, kv.max_sequence_length, layer.head_dim, kv.dtype) for layer in kv.layers)
     return MemoryEstimate(
-        bytes_per_token=sum(2 * layer.num_kv_heads * row_nbytes(layer.head_dim, kv.dtype) for layer in kv.layers),
-        bytes_per_sequence=sum(
-            2 * slot_kv_nbytes(layer.num_kv_heads, kv.max_sequence_length, layer.head_dim, kv.dtype) for layer in kv.layers
-        ),
-        bytes_per_layer=tuple(storage.nbytes for storage in kv.storages),
-        scales_nbytes=kv.scales_nbytes,
-        nbytes=kv.nbytes,
+        bytes_per_token=per_token,
+        bytes_per_sequence=per_sequence + (0 if mamba is None else mamba.slot_nbytes),
+        bytes_per_layer=() if kv is None else tuple(storage.nbytes for storage in kv.storages),
+        scales_nbytes=0 if kv is None else kv.scales_nbytes,
+        states_nbytes=0 if mamba is None else mamba.nbytes,
+        nbytes=config.nbytes,
     )
+
+
+def _with_batch(config: AnyCacheConfig, max_batch_size: int) -> AnyCacheConfig:
+    if not isinstance(config, HybridCacheConfig):
+        return replace(config, max_batch_size=max_batch_size)
+    kv = None if config.kv is None else replace(config.kv, max_batch_size=max_batch_size)
+    mamba = None if config.mamba is None else replace(config.mamba, max_batch_size=max_batch_size)
+    return replace(config, kv=kv, mamba=mamba)
+
+
+def _with_length(config: AnyCacheConfig, max_sequence_length: int) -> AnyCacheConfig:
+    """Return the configuration for other sequences. States do not depend on their length."""
+    if isinstance(config, KVCacheConfig | CacheConfig):
+        return replace(config, max_sequence_length=max_sequence_length)
+    if isinstance(config, HybridCacheConfig) and config.kv is not None:
+        return replace(config, kv=replace(config.kv, max_sequence_length=max_sequence_length))
+    return config
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
@@ -63,25 +95,27 @@ def _largest(fits: Callable[[int], bool]) -> int:
     return low
 
 
-def longest_sequence(config: KVCacheConfig | CacheConfig, nbytes: int) -> int:
+def longest_sequence(config: AnyCacheConfig, nbytes: int) -> int:
     """Return the largest ``max_sequence_length`` with which a cache of this batch size takes at most ``nbytes``.
 
     Raises :class:`CapacityError` if not even one token per slot fits.
     """
     budget = int_in_range("nbytes", nbytes, 0)
-    length = _largest(lambda n: replace(config, max_sequence_length=n).nbytes <= budget)
+    length = _largest(lambda n: _with_length(config, n).nbytes <= budget)
     if not length:
         raise CapacityError(f"{budget} bytes do not hold one token for each of {config.max_batch_size} slots. Lower max_batch_size.")
     return length
 
 
-def largest_batch(config: KVCacheConfig | CacheConfig, nbytes: int) -> int:
+def largest_batch(config: AnyCacheConfig, nbytes: int) -> int:
     """Return the largest ``max_batch_size`` with which a cache of this sequence length takes at most ``nbytes``.
 
     Raises :class:`CapacityError` if not even one slot fits.
     """
     budget = int_in_range("nbytes", nbytes, 0)
-    batch = _largest(lambda n: replace(config, max_batch_size=n).nbytes <= budget)
+    batch = _largest(lambda n: _with_batch(config, n).nbytes <= budget)
     if not batch:
-        raise CapacityError(f"{budget} bytes do not hold one slot of {config.max_sequence_length} tokens. Lower max_sequence_length.")
+        kv, _ = _parts(config)
+        slot = "the states of one slot." if kv is None else f"one slot of {kv.max_sequence_length} tokens. Lower max_sequence_length."
+        raise CapacityError(f"{budget} bytes do not hold {slot}")
     return batch

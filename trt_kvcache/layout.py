@@ -1,4 +1,4 @@
-"""Shapes, strides, offsets and sizes of K/V storage: pure functions, and the only place that multiplies dimensions.
+"""Shapes, strides, offsets and sizes of storage: pure functions, and the only place that multiplies dimensions.
 
 Notation: B = max_batch_size, H = num_kv_heads, S = max_sequence_length, D = head_dim.
 
@@ -164,3 +164,41 @@ def kv_layer_storage(
         kv_stride=kv_stride,
         nbytes=nbytes,
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateStorage:
+    """Where the states of one kind lie in one buffer: a dense tensor ``[B, ...]`` per layer, one layer after another.
+
+    Parameters
+    ----------
+    num_layers : int
+        Recurrent layers.
+    shape : tuple of int
+        Of one layer: B, then the state of one slot.
+    dtype : str
+    """
+
+    num_layers: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def slot_shape(self) -> tuple[int, ...]:
+        """The shape of the state of one slot in one layer."""
+        return self.shape[1:]
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of the states of one slot over all layers, without padding."""
+        return self.num_layers * dense_nbytes(self.slot_shape, self.dtype)
+
+    @property
+    def layer_nbytes(self) -> int:
+        """Bytes from one layer to the next, a multiple of :data:`ALIGNMENT`."""
+        return align_up(dense_nbytes(self.shape, self.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return self.num_layers * self.layer_nbytes

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
+import os
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from trt_kvcache.capturing import refuse_capture
 from trt_kvcache.checks import as_int, int_in_range, slot_index
 from trt_kvcache.errors import (
     CapacityError,
-    CaptureError,
     ClosedError,
     ConfigError,
     DTypeError,
     LengthsUnknown,
+    MappingError,
     PlaceError,
     RangeError,
     ShapeError,
 )
-from trt_kvcache.kernels import increment_length_tensor, store_length_values
+from trt_kvcache.kernels import AnyCompactionPlan, CompactionPlan, compact_length_tensor, increment_length_tensor, store_length_values
 from trt_kvcache.layout import MAX_DIMENSION, align_up, dense_nbytes
 from trt_kvcache.memory import Memory
+from trt_kvcache.slot_contents import SlotContents
 from trt_kvcache.tensor import DeviceTensor
 from trt_kvcache.uncopyable import Uncopyable
 
 _VALUES = (Sequence, np.ndarray)
+
+#: Set it to 1 to have device mappings of compactions read back, which waits, and checked.
+DEBUG_VARIABLE = "TRT_KVCACHE_DEBUG"
 
 
 def _host_values(what: str, values: Any) -> list[int]:
@@ -63,8 +70,12 @@ class Lengths(Uncopyable):
 
     Notes
     -----
-    The mirror is exact while the host knows every increment. After a commit of a device tensor it is an upper bound, until
-    :meth:`sync_lengths`. Every change is checked against the mirror before anything is written. Not thread-safe.
+    The mirror is exact while the host knows every change. After a commit of a device tensor, or a compaction by a device
+    mapping, it is an upper bound, until :meth:`sync_lengths`. Every change is checked against the mirror before anything is
+    written. Not thread-safe.
+
+    The managers that share a ``Lengths`` share its slots: K, V and states of all of them are compacted together, and states
+    of slots that become empty are zeroed in all of them, whichever manager was asked.
     """
 
     def __init__(self, max_batch_size: int, max_sequence_length: int, *, memory: Memory) -> None:
@@ -82,6 +93,7 @@ class Lengths(Uncopyable):
         self._active_tensor = self._tensor[0:0]
         self._bounds: list[int] = []
         self._exact: list[bool] = []
+        self._attached: list[weakref.ref[SlotContents]] = []
 
     @staticmethod
     def nbytes_for(max_batch_size: int) -> int:
@@ -135,12 +147,12 @@ class Lengths(Uncopyable):
         Raises
         ------
         LengthsUnknown
-            A device tensor was committed since; call ``sync_lengths``.
+            A device tensor was committed, or a device mapping compacted, since; call ``sync_lengths``.
         """
         if not all(self._exact):
             slots = [slot for slot, exact in enumerate(self._exact) if not exact]
             raise LengthsUnknown(
-                f"the lengths of slots {slots} were incremented by a device tensor. Call sync_lengths(stream=) to read them."
+                f"the lengths of slots {slots} were changed by values that only the device has. Call sync_lengths(stream=) to read them."
             )
         return tuple(self._bounds)
 
@@ -149,8 +161,32 @@ class Lengths(Uncopyable):
         """Whether every active slot is known to hold no token. True without active slots."""
         return not any(self._bounds)
 
+    # --- what else the slots hold ---
+
+    def attach(self, contents: SlotContents) -> None:
+        """Let ``contents`` follow these lengths, until :meth:`detach` or until nobody else refers to it."""
+        self._attached.append(weakref.ref(contents))
+
+    def detach(self, contents: SlotContents) -> None:
+        """Let ``contents`` follow no longer. One that does not follow is ignored."""
+        self._attached = [reference for reference in self._attached if reference() not in (None, contents)]
+
+    def _contents(self) -> list[SlotContents]:
+        return [contents for reference in self._attached if (contents := reference()) is not None]
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether slots hold recurrent states, so that :meth:`rewind` is refused."""
+        return any(contents.is_recurrent for contents in self._contents())
+
+    def _start_anew(self, slots: Sequence[int], stream: Any) -> None:
+        for contents in self._contents() if slots else ():
+            contents.start_anew(slots, stream=stream)
+
+    # --- what changes them ---
+
     def reset(self, reuse_lengths: Any, *, stream: Any) -> None:
-        """Make ``n = len(reuse_lengths)`` slots active, with these lengths.
+        """Make ``n = len(reuse_lengths)`` slots active, with these lengths. States of slots of length 0 are zeroed.
 
         Parameters
         ----------
@@ -170,9 +206,10 @@ class Lengths(Uncopyable):
             raise RangeError(f"reuse_lengths: expected at most max_batch_size={self._max_batch_size} lengths, got {len(values)}.")
         for slot, length in enumerate(values):
             int_in_range(f"reuse_lengths[{slot}]", length, 0, self._max_sequence_length)
-        self._refuse_capture("reset_for_new_sequences", stream)
+        refuse_capture(self._memory, "reset_for_new_sequences", stream)
         active = self._tensor[: len(values)]
         store_length_values(active, values, accumulate=False, stream=stream)
+        self._start_anew([slot for slot, length in enumerate(values) if not length], stream)
         self._active_tensor = active
         self._bounds = values
         self._exact = [True] * len(values)
@@ -222,7 +259,7 @@ class Lengths(Uncopyable):
             if value < 0:
                 int_in_range(f"increment[{slot}]", value, 0)
         self._check_room(values)
-        self._refuse_capture("commit_sequence_length with host values", stream)
+        refuse_capture(self._memory, "commit_sequence_length with host values", stream)
         store_length_values(self._active_tensor, values, accumulate=True, stream=stream)
         self._bounds = [bound + value for bound, value in zip(self._bounds, values, strict=True)]
 
@@ -267,22 +304,25 @@ class Lengths(Uncopyable):
             self._exact = [False] * len(self._bounds)
 
     def set_active_batch_size(self, new_active_batch_size: int, *, stream: Any) -> None:
-        """Keep the first slots, or add slots of length 0. ``0 <= n <= B``; the call does not wait."""
+        """Keep the first slots, or add slots of length 0 and zeroed states. ``0 <= n <= B``; the call does not wait."""
         self._check_open()
         count = int_in_range("active batch size", new_active_batch_size, 0, self._max_batch_size)
         self._memory.check_stream(stream)
         active = len(self._bounds)
         if count > active:
-            self._refuse_capture("set_active_batch_size", stream)
+            refuse_capture(self._memory, "set_active_batch_size", stream)
             store_length_values(self._tensor[active:count], [0] * (count - active), accumulate=False, stream=stream)
+            self._start_anew(range(active, count), stream)
         self._active_tensor = self._tensor[:count]
         self._bounds = self._bounds[:count] + [0] * (count - active)
         self._exact = self._exact[:count] + [True] * (count - active)
 
     def clear_slot(self, slot: int, *, stream: Any) -> None:
-        """Set the length of an active slot to 0. The call does not wait."""
+        """Set the length of an active slot to 0, and its states to zero. The call does not wait."""
         self._check_open()
-        self._store_one(slot_index(slot, len(self._bounds), of="active slots"), 0, "clear_slot", stream)
+        index = slot_index(slot, len(self._bounds), of="active slots")
+        self._store_one(index, 0, "clear_slot", stream)
+        self._start_anew([index], stream)
 
     def rewind(self, slot: int, length: int, *, stream: Any) -> None:
         """Shorten an active slot to ``length`` tokens. The call does not wait.
@@ -293,15 +333,111 @@ class Lengths(Uncopyable):
             ``length`` is negative or beyond the present one. Nothing was changed.
         LengthsUnknown
             The host does not know the present length.
+        ConfigError
+            Slots hold recurrent states, which sum up all tokens.
         """
         self._check_open()
         index = slot_index(slot, len(self._bounds), of="active slots")
+        if self.is_recurrent:
+            raise ConfigError("rewind: recurrent states cannot go back to an earlier token. Restore captured ones, or clear_slot.")
         if not self._exact[index]:
-            raise LengthsUnknown(f"slot {index} was incremented by a device tensor. Call sync_lengths(stream=) before rewind.")
+            raise LengthsUnknown(f"rewind: only the device knows the length of slot {index}. Call sync_lengths(stream=) before.")
         wanted = as_int("length", length)
         if not 0 <= wanted <= self._bounds[index]:
             raise RangeError(f"rewind: slot {index} holds {self._bounds[index]} tokens; expected 0 to {self._bounds[index]}, got {wanted}.")
         self._store_one(index, wanted, "rewind", stream)
+
+    def compact(self, batch_mapping: Any, old_batch: int, new_batch: int, *, stream: Any) -> None:
+        """Move the slots that are kept to the front: their K, V, states and lengths. ``new_batch`` is then the active batch size.
+
+        Parameters
+        ----------
+        batch_mapping : sequence of int, NumPy integer array (old_batch,), or DeviceTensor (old_batch,) int32
+            New slot of each old slot, or -1 to drop it. On the host it may be any permutation. On the device it must keep the
+            order of the slots: it is not read, unless the environment has ``TRT_KVCACHE_DEBUG=1``, which waits.
+        old_batch, new_batch : int
+            Live slots before and after; ``old_batch`` is the active batch size.
+        stream : cuda.core.Stream or GraphBuilder
+            The change is ordered on it; the call does not wait. With a device mapping it can be captured; then the mirror and
+            the active batch size stay, and whoever replays calls :meth:`replayed_compaction`.
+
+        Raises
+        ------
+        MappingError
+            ``old_batch`` is not the active batch size; entries are out of range or doubled; survivors do not fill
+            ``0..new_batch-1``. Nothing was changed.
+        RangeError, ShapeError, DTypeError, PlaceError, CaptureError, ClosedError
+            Nothing was changed.
+        """
+        self._check_open()
+        old = self._check_old_batch(old_batch)
+        if isinstance(batch_mapping, DeviceTensor):
+            self._compact_by_device(batch_mapping, old, int_in_range("new_batch", new_batch, 0, old), stream)
+            return
+        plan = CompactionPlan.from_host(batch_mapping, old, new_batch, self._bounds)
+        refuse_capture(self._memory, "compact_batch with a host mapping", stream)
+        self._move(plan, stream)
+        sources = {int(new): slot for slot, new in enumerate(batch_mapping)}
+        self._bounds = [self._bounds[sources[slot]] for slot in range(plan.new_batch)]
+        self._exact = [self._exact[sources[slot]] for slot in range(plan.new_batch)]
+        self._active_tensor = self._tensor[: plan.new_batch]
+
+    def _compact_by_device(self, mapping: DeviceTensor, old: int, new: int, stream: Any) -> None:
+        plan = CompactionPlan.from_device(mapping, old, new, self._active_tensor)
+        if self._memory.is_capturing(stream):
+            self._move(plan, stream)
+            return
+        if os.environ.get(DEBUG_VARIABLE) == "1":
+            self._check_mapping(mapping, new, stream)
+        self._move(plan, stream)
+        self._drop_some(new)
+
+    def replayed_compaction(self, old_batch: int, new_batch: int) -> None:
+        """Say that a captured compaction is about to be replayed: check the active batch size, and move it and the mirror.
+
+        Parameters
+        ----------
+        old_batch, new_batch : int
+            As captured.
+
+        Raises
+        ------
+        MappingError
+            ``old_batch`` is not the active batch size: do not replay. Nothing was changed.
+        """
+        self._check_open()
+        old = self._check_old_batch(old_batch)
+        self._drop_some(int_in_range("new_batch", new_batch, 0, old))
+
+    def _check_old_batch(self, old_batch: Any) -> int:
+        number = as_int("old_batch", old_batch)
+        if number != len(self._bounds):
+            raise MappingError(f"compact_batch: expected old_batch={len(self._bounds)}, the active batch size, got {number}.")
+        return number
+
+    def _check_mapping(self, mapping: DeviceTensor, new_batch: int, stream: Any) -> None:
+        """Read a device mapping and raise :class:`MappingError` if it is not valid, or changes the order of slots."""
+        self._memory.synchronize(stream)
+        slots = self._memory.read(mapping)
+        CompactionPlan.from_host(slots, len(slots), new_batch, self._bounds)
+        kept = [int(slot) for slot in slots if slot >= 0]
+        if kept != sorted(kept):
+            raise MappingError(f"batch_mapping: a mapping on the device must keep the order of the slots, got {slots.tolist()}.")
+
+    def _move(self, plan: AnyCompactionPlan, stream: Any) -> None:
+        if plan.is_identity:
+            self._memory.check_stream(stream)
+            return
+        for contents in self._contents():
+            contents.compact(plan, stream=stream)
+        compact_length_tensor(self._active_tensor, plan, stream=stream)
+
+    def _drop_some(self, new_batch: int) -> None:
+        """Move the mirror after a compaction by the device: which slots went is not known, only that the order was kept."""
+        dropped = len(self._bounds) - new_batch
+        self._bounds = [max(self._bounds[slot : slot + dropped + 1]) for slot in range(new_batch)]
+        self._exact = [False] * new_batch
+        self._active_tensor = self._tensor[:new_batch]
 
     def sync_lengths(self, *, stream: Any) -> None:
         """Read the lengths from the device into the mirror. Waits for ``stream``.
@@ -312,7 +448,7 @@ class Lengths(Uncopyable):
             The device holds a length outside 0 to S: a committed tensor exceeded its ``max_increment``. The mirror stays.
         """
         self._check_open()
-        self._refuse_capture("sync_lengths", stream, because="it waits for the device")
+        refuse_capture(self._memory, "sync_lengths", stream, because="it waits for the device")
         self._memory.synchronize(stream)
         values = [int(value) for value in self._memory.read(self._active_tensor)]
         for slot, value in enumerate(values):
@@ -333,7 +469,7 @@ class Lengths(Uncopyable):
             raise ClosedError("these Lengths are closed.")
 
     def _store_one(self, slot: int, length: int, what: str, stream: Any) -> None:
-        self._refuse_capture(what, stream)
+        refuse_capture(self._memory, what, stream)
         store_length_values(self._tensor[slot : slot + 1], [length], accumulate=False, stream=stream)
         self._bounds[slot] = length
         self._exact[slot] = True
@@ -347,10 +483,3 @@ class Lengths(Uncopyable):
                     f"slot {slot} {holds} {bound} tokens; committing {increment} more exceeds "
                     f"max_sequence_length={self._max_sequence_length}. Nothing was changed.{hint}"
                 )
-
-    def _refuse_capture(self, what: str, stream: Any, *, because: str = "its host values would be frozen into the CUDA graph") -> None:
-        self._memory.check_stream(stream)
-        if self._memory.is_capturing(stream):
-            raise CaptureError(
-                f"{what} cannot be captured: {because}. Capture commit_sequence_length of a scalar or a device tensor. Nothing was changed."
-            )

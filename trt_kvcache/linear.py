@@ -1,4 +1,4 @@
-"""``LinearKVCache`` (seed 001): all layers in one buffer."""
+"""``LinearKVCache`` (seed 001): all attention layers in one buffer, and the states of recurrent layers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.layout import KVLayout
 from trt_kvcache.lengths import Lengths
 from trt_kvcache.memory import Allocation, Memory
+from trt_kvcache.recurrent_cache import RecurrentCache
 from trt_kvcache.tensor import DeviceTensor
 
 
-class LinearKVCache(KVCacheBase):
-    """K/V cache of equal layers in one allocation. Not thread-safe.
+class LinearKVCache(KVCacheBase, RecurrentCache):
+    """K/V cache of equal layers in one allocation, with the states of recurrent layers if there are any. Not thread-safe.
 
     Parameters
     ----------
@@ -33,7 +34,8 @@ class LinearKVCache(KVCacheBase):
     Notes
     -----
     ``LinearKVCache`` of TensorRT Edge-LLM (seed 001). The buffer is ``[L, B, 2, H, S, D]`` in the COMBINED layout and
-    ``[L, 2, B, H, S, D]`` in the SEPARATE one; K, V and layers start at multiples of 256 bytes.
+    ``[L, 2, B, H, S, D]`` in the SEPARATE one; K, V and layers start at multiples of 256 bytes. Layers of each kind are counted
+    for themselves; the seed's "SSM state" is the recurrent state.
     """
 
     def __init__(self, config: CacheConfig, *, memory: Memory, lengths: Lengths | None = None) -> None:
@@ -51,6 +53,15 @@ class LinearKVCache(KVCacheBase):
         layer_nbytes = self._kv.storages[0].nbytes
         buffer = self._allocate(self.num_layers * layer_nbytes, stream)
         return [(buffer, index * layer_nbytes) for index in range(self.num_layers)]
+
+    def _allocate_contents(self, stream: Any) -> None:
+        super()._allocate_contents(stream)
+        self._allocate_states(self._config.mamba, stream)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K, V and states as allocated, padding and scales included; lengths and infos for kernels are not in it."""
+        return self._config.nbytes
 
     @property
     def kv_cache_buffer(self) -> DeviceTensor:
@@ -73,3 +84,6 @@ class LinearKVCache(KVCacheBase):
 
     get_combined_kv_cache_for_decoder_layer = KVCacheBase.get_combined_kv_cache
     get_separate_kv_cache_for_decoder_layer = KVCacheBase.get_separate_kv_cache
+    get_ssm_state_for_layer = RecurrentCache.get_recurrent_state
+    get_conv_state_for_layer = RecurrentCache.get_conv_state
+    capture_ssm_states = RecurrentCache.capture_recurrent_states

@@ -1,0 +1,188 @@
+"""Caches of every kind, and what they hold: all bytes, with NumPy views of rows and states into a copy of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache import (
+    CacheConfig,
+    DeviceTensor,
+    HostMemory,
+    HybridCacheConfig,
+    HybridCacheManager,
+    KVCacheConfig,
+    KVCacheManager,
+    KVLayerConfig,
+    LayerType,
+    LinearKVCache,
+    MambaCacheConfig,
+    MambaCacheManager,
+)
+from trt_kvcache.dtypes import itemsize
+from trt_kvcache.errors import LengthsUnknown
+
+B, S = 5, 7
+#: (H, D) per attention layer: two of one head dim, with different heads.
+HEADS = [(2, 16), (1, 48), (3, 16)]
+#: A slot's recurrent state has 30 elements, its conv state 21: neither is a multiple of 16 bytes.
+STATES = {"num_heads": 2, "head_dim": 3, "state_size": 5, "conv_dim": 7, "conv_kernel": 3}
+ATTENTION, MAMBA = LayerType.ATTENTION, LayerType.MAMBA
+LAYER_TYPES = [MAMBA, ATTENTION, ATTENTION, MAMBA, ATTENTION]
+KINDS = ("manager", "linear", "mamba", "hybrid")
+
+
+def kv_config(heads: Any = HEADS, **changes: Any) -> KVCacheConfig:
+    layers = [KVLayerConfig(num_kv_heads=h, head_dim=d) for h, d in heads]
+    return KVCacheConfig(**{"layers": layers, "max_batch_size": B, "max_sequence_length": S, **changes})
+
+
+def mamba_config(**changes: Any) -> MambaCacheConfig:
+    return MambaCacheConfig(**{"num_layers": 2, "max_batch_size": B, **STATES, **changes})
+
+
+def hybrid_config(*, ping_pong: bool = False, **changes: Any) -> HybridCacheConfig:
+    return HybridCacheConfig(layer_types=LAYER_TYPES, kv=kv_config(**changes), mamba=mamba_config(ping_pong=ping_pong))
+
+
+def linear_config(**changes: Any) -> CacheConfig:
+    states = {"num_mamba_layers": 2, "mamba_num_heads": 2, "mamba_head_dim": 3, "ssm_state_size": 5, "conv_dim": 7, "conv_kernel": 3}
+    kv = {"num_attention_layers": 2, "max_batch_size": B, "max_sequence_length": S, "num_kv_heads": 2, "head_dim": 16}
+    return CacheConfig(**{**kv, **states, **changes})
+
+
+def make_cache(kind: str, memory: Any, *, ping_pong: bool = False, **changes: Any) -> Any:
+    """A cache of five slots of seven tokens; ``changes`` are for K and V."""
+    if kind == "manager":
+        return KVCacheManager(kv_config(**changes), memory=memory)
+    if kind == "linear":
+        return LinearKVCache(linear_config(ping_pong=ping_pong, **changes), memory=memory)
+    if kind == "mamba":
+        return MambaCacheManager(mamba_config(ping_pong=ping_pong), memory=memory)
+    return HybridCacheManager(hybrid_config(ping_pong=ping_pong, **changes), memory=memory)
+
+
+def attention_layers(cache: Any) -> list[int]:
+    """What to call the attention layers of a cache."""
+    if isinstance(cache, MambaCacheManager):
+        return []
+    if isinstance(cache, HybridCacheManager):
+        return [index for index, kind in enumerate(cache.layer_types) if kind is ATTENTION]
+    return list(range(cache.num_layers))
+
+
+def mamba_layers(cache: Any) -> list[int]:
+    """What to call the recurrent layers of a cache."""
+    if isinstance(cache, HybridCacheManager):
+        return [index for index, kind in enumerate(cache.layer_types) if kind is MAMBA]
+    return list(range(getattr(cache, "num_recurrent_layers", 0)))
+
+
+def rows_of(cache: Any) -> list[DeviceTensor]:
+    return [cache.get_combined_kv_cache(index) for index in attention_layers(cache)]
+
+
+def states_of(cache: Any) -> list[DeviceTensor]:
+    """Current recurrent, then current conv states."""
+    layers = mamba_layers(cache)
+    return [cache.get_recurrent_state(index) for index in layers] + [cache.get_conv_state(index) for index in layers]
+
+
+def next_states_of(cache: Any) -> list[DeviceTensor]:
+    layers = mamba_layers(cache)
+    return [cache.get_next_recurrent_state(index) for index in layers] + [cache.get_next_conv_state(index) for index in layers]
+
+
+def whole(tensor: DeviceTensor) -> DeviceTensor:
+    """All bytes of the allocation behind a view."""
+    return DeviceTensor(tensor.allocation, shape=(tensor.allocation.nbytes,), dtype="uint8")
+
+
+def fill_all(cache: Any, stream: Any, seed: int = 0) -> None:
+    """Overwrite every byte of K, V and states, padding included, at random."""
+    random = np.random.default_rng(seed)
+    for tensor in [*rows_of(cache), *states_of(cache), *next_states_of(cache)]:
+        array = random.integers(0, 256, tensor.allocation.nbytes, np.uint8)
+        cache.memory.upload(whole(tensor), array, stream=stream)
+        cache.memory.synchronize(stream)
+
+
+class Image:
+    """A copy of every byte that a cache holds. What is written into its views is what the cache should hold after an operation."""
+
+    def __init__(self, cache: Any) -> None:
+        #: The views that were copied: of rows, of current states, of next states.
+        self.tensors = rows_of(cache), states_of(cache), next_states_of(cache)
+        everything = [*self.tensors[0], *self.tensors[1], *self.tensors[2]]
+        self._bytes = {id(tensor.allocation): whole(tensor).numpy() for tensor in everything}
+        #: K and V of each attention layer, bytes [B, 2, H, S, row]; states of each recurrent layer, bytes [B, ..., row].
+        self.rows, self.states, self.next_states = ([self._view(tensor) for tensor in tensors] for tensors in self.tensors)
+
+    def _view(self, tensor: DeviceTensor) -> np.ndarray:
+        size = itemsize(tensor.dtype)
+        shape = (*tensor.shape[:-1], tensor.shape[-1] * size)
+        strides = (*(stride * size for stride in tensor.strides[:-1]), 1)
+        return np.ndarray(shape, np.uint8, self._bytes[id(tensor.allocation)], tensor.offset, strides)
+
+    def compact(self, mapping: Any, lengths: Any) -> None:
+        """Move the first tokens, and the states, of each slot that is kept."""
+        before = [[array.copy() for array in arrays] for arrays in (self.rows, self.states)]
+        for old, new in enumerate(mapping):
+            if new >= 0:
+                for array, source in zip(self.rows, before[0], strict=True):
+                    array[new, :, :, : lengths[old]] = source[old, :, :, : lengths[old]]
+                for array, source in zip(self.states, before[1], strict=True):
+                    array[new] = source[old]
+
+    def zero_states(self, *slots: int) -> None:
+        for array in self.states:
+            array[list(slots)] = 0
+
+    def check(self, cache: Any) -> None:
+        """Every byte is as this image says, and nothing has moved."""
+        for before, now in zip(self.tensors, (rows_of(cache), states_of(cache), next_states_of(cache)), strict=True):
+            assert [tensor.ptr for tensor in now] == [tensor.ptr for tensor in before]
+            for tensor in now:
+                assert np.array_equal(whole(tensor).numpy(), self._bytes[id(tensor.allocation)])
+
+
+def state_of(cache: Any) -> dict[str, Any]:
+    """Everything beside K, V and states that an operation could change."""
+    lengths = cache.lengths
+    try:
+        host: Any = lengths.host
+    except LengthsUnknown as error:
+        host = str(error)
+    return {
+        "device": lengths.tensor.numpy().tolist(),
+        "active": (cache.active_batch_size, lengths.active_tensor.shape, lengths.tensor.ptr),
+        "mirror": (host, lengths.upper_bounds, lengths.all_empty),
+        "parity": getattr(cache, "parity", 0),
+        "live_nbytes": cache.memory.live_nbytes,
+    }
+
+
+class Unchanged:
+    """Inside, neither a byte nor the state of a cache changes."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+
+    def __enter__(self) -> None:
+        self.before = Image(self.cache), state_of(self.cache)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if error is None:
+            self.before[0].check(self.cache)
+            assert state_of(self.cache) == self.before[1]
+
+
+class CapturingMemory(HostMemory):
+    """Host memory that can claim to capture. What is launched meanwhile runs, where a real capture would record it."""
+
+    capturing = False
+
+    def is_capturing(self, stream: Any) -> bool:
+        self.check_stream(stream)
+        return self.capturing

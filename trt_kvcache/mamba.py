@@ -1,0 +1,69 @@
+"""``MambaCacheManager`` (named by seed 003): the recurrent and conv states of Mamba layers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.layout import MAX_DIMENSION
+from trt_kvcache.lengths import Lengths
+from trt_kvcache.mamba_config import MambaCacheConfig
+from trt_kvcache.memory import Memory
+from trt_kvcache.recurrent_cache import RecurrentCache
+from trt_kvcache.recurrent_states import RecurrentStates
+
+
+class MambaCacheManager(RecurrentCache):
+    """Recurrent states ``[B, heads, head_dim, state]`` and conv states ``[B, conv_dim, conv_kernel]`` per layer. Not thread-safe.
+
+    Parameters
+    ----------
+    config : MambaCacheConfig
+    memory : Memory
+        Where it lives: ``HostMemory`` or ``CudaMemory``.
+    lengths : Lengths, optional
+        Lengths shared with another manager, of any ``max_sequence_length``; without, it makes its own, which count to the
+        largest int32, as states have no limit of their own.
+
+    Raises
+    ------
+    CapacityError
+        An allocation failed; those made before were released.
+
+    Notes
+    -----
+    ``MambaCacheManager`` of TensorRT Edge-LLM. States are zero at the start, and for slots that start anew.
+    """
+
+    def __init__(self, config: MambaCacheConfig, *, memory: Memory, lengths: Lengths | None = None) -> None:
+        if not isinstance(config, MambaCacheConfig):
+            raise ConfigError(f"MambaCacheManager: expected a MambaCacheConfig, got {type(config).__name__}.")
+        self._config = config
+        longest = MAX_DIMENSION if lengths is None else lengths.max_sequence_length
+        super().__init__(config.max_batch_size, longest, memory=memory, lengths=lengths)
+
+    def _allocate_contents(self, stream: Any) -> None:
+        self._allocate_states(self._config, stream)
+
+    @property
+    def config(self) -> MambaCacheConfig:
+        """The configuration it was made with."""
+        return self._config
+
+    @property
+    def num_layers(self) -> int:
+        """Recurrent layers."""
+        return self._config.num_layers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of states as allocated, padding and both buffers of ``ping_pong`` included; lengths and infos are not in it."""
+        return self._config.nbytes
+
+    @property
+    def states(self) -> RecurrentStates:
+        """What is behind the operations. Not attached to lengths by itself."""
+        assert self._states is not None  # there is at least one layer
+        return self._states
+
+    clear = RecurrentCache.clear_mamba_states
