@@ -45,7 +45,13 @@ def compile_cubin(name: str, arch: str) -> bytes:
     from cuda.core import Program, ProgramOptions
 
     source = source_folder() / f"{name}.cu"
-    options = ProgramOptions(name=source.name, arch=arch, std=CXX_STANDARD, include_path=str(source.parent))
+    options = ProgramOptions(
+        name=source.name,
+        arch=arch,
+        std=CXX_STANDARD,
+        include_path=str(source.parent),
+        device_as_default_execution_space=True,  # for lambdas; NVRTC 13.0 does not take them for device code by itself
+    )
     try:
         return bytes(Program(source.read_text(), "c++", options).compile("cubin").code)
     except cuda_core_error() as error:
