@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from simt.standin import StandIn, need_cuda_memory, needs_standin
 
-from trt_kvcache import HostMemory
+from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.kernels import (
     MAX_SAVED,
     CompactionPlan,
@@ -26,7 +26,6 @@ from trt_kvcache.kernels import (
     store_length_values,
     zero_rows,
 )
-from trt_kvcache.kernels.cuda import launch as launching
 
 need_cuda_memory()
 
@@ -164,11 +163,51 @@ def test_every_argument_is_a_python_int(memory, stream, monkeypatch):
     assert {type(argument) for argument in arguments} == {int}
 
 
-@pytest.mark.parametrize(
-    ("units", "runs", "expected"), [(0, 1, 1), (1, 1, 1), (1024, 4, 1), (1025, 4, 2), (2**40, 512, 64), (2**40, 2**20, 1)]
-)
-def test_blocks(units, runs, expected):
-    assert launching.blocks_for(units, runs) == expected
+class TestGrids:
+    """How many blocks a launch has: so many as the live tokens need, whatever the size of the cache."""
+
+    @pytest.fixture
+    def grid(self, monkeypatch):
+        """The grid of the one launch that a call makes."""
+        grids: list[tuple[int, int, int]] = []
+        for module in ("lengths", "kv", "rows"):
+            monkeypatch.setattr(f"trt_kvcache.kernels.cuda.{module}.launch", lambda _m, _s, _n, grid, _a, _stream: grids.append(grid))
+
+        def call(function: Any, *arguments: Any, **named: Any) -> tuple[int, int, int]:
+            function(*arguments, **named)
+            (only,) = grids
+            grids.clear()
+            return only
+
+        return call
+
+    @pytest.mark.parametrize("s", [2048, 32768])
+    def test_of_live_tokens(self, memory, stream, grid, s):
+        allocation = memory.allocate(2 * 2 * 3 * s * 64, stream=stream)
+        layers = [DeviceTensor(allocation, shape=(2, 2, heads, s, 32), dtype="float16") for heads in (3, 1)]
+        infos = KVLayerInfos(layers, stream=stream)
+        saved = KVLayerInfos([DeviceTensor(allocation, shape=(2, heads, s, 32), dtype="float16") for heads in (3, 1)], stream=stream)
+        for tokens, blocks in ((1, 1), (256, 1), (257, 2), (2048, 8)):  # 4 units of 16 bytes a token, 1024 units a block
+            plan = CompactionPlan.from_host([-1, 0], 2, 1, [s, tokens])
+            assert grid(compact_kv_cache_batched, infos, plan, stream=stream) == (blocks, 6, 2)
+            assert grid(save_kv_cache_batched, infos, saved, 0, tokens, stream=stream) == (blocks, 6, 2)
+            assert grid(instantiate_kv_cache_batched, infos, saved, 0, tokens, stream=stream) == (blocks, 6, 2)
+
+    def test_of_tokens_that_only_the_device_knows(self, memory, stream, grid):
+        """As many as all could need, up to a number that does not count beside them."""
+        for s, blocks in ((2048, 8), (2**18, 4096 // 12)):
+            allocation = memory.allocate(2 * 2 * 3 * s * 64, stream=stream)
+            infos = KVLayerInfos([DeviceTensor(allocation, shape=(2, 2, 3, s, 32), dtype="float16")] * 2, stream=stream)
+            two = memory.to_device(np.zeros(2, np.int32), stream=stream)
+            assert grid(compact_kv_cache_batched, infos, CompactionPlan.from_device(two, 2, 1, two), stream=stream) == (blocks, 6, 2)
+
+    def test_of_rows(self, memory, stream, grid):
+        states = [memory.to_device(np.zeros((3, n), np.int8), stream=stream) for n in (16 * 1024 + 1, 5)]
+        infos = StateInfos(states, stream=stream)
+        assert grid(zero_rows, infos, 1, count=2, stream=stream) == (2, 2, 2)
+        assert grid(copy_rows, infos, infos, 0, count=3, stream=stream) == (2, 3, 2)
+        assert grid(compact_rows, infos, CompactionPlan.from_host([-1, 0, 1], 3, 2, [0, 0, 0]), stream=stream) == (2, 1, 2)
+        assert grid(save_rows, infos, [tensor[:1].reshape(tensor.shape[1]) for tensor in states], 1, stream=stream) == (2, 1, 2)
 
 
 class TestCaptured:

@@ -21,6 +21,7 @@ STATES = {
     "four": ([4, 20], 256, 0),
     "eight": ([24, 8], 256, 0),
     "rows at an odd place": ([32], 257, 0),
+    "rows at an even place": ([32], 256, 0),
     "padded rows": ([16, 32], 256, 16),
     "padded to an odd stride": ([16], 256, 5),
     "several blocks": ([16 * 1100, 1030], 256, 0),
@@ -86,6 +87,19 @@ def test_save_and_instantiate(make, stream):
         into[1] = of[0]
     states.check()
     saved.check()
+
+
+def test_sides_that_start_at_different_places(memory, stream):
+    """The unit divides the addresses of both sides. (Any access works on a CPU: see the sanitizers in tests/simt.)"""
+    even, odd = States(memory, stream, "rows at an even place", 1), States(memory, stream, "rows at an odd place", 2)
+    copy_rows(even.infos, odd.infos, 1, stream=stream)
+    even.rows[0][1] = odd.rows[0][1]
+    save_rows(even.infos, odd.saved(), 2, stream=stream)
+    odd.rows[0][0] = even.rows[0][2]
+    instantiate_rows(even.infos, odd.saved(), 3, stream=stream)
+    even.rows[0][3] = odd.rows[0][0]
+    even.check()
+    odd.check()
 
 
 @pytest.mark.parametrize("mapping", [[-1, 0, 1, 2], [1, 2, 3, 0], [1, 0, -1, 2], [0, -1]])

@@ -200,10 +200,8 @@ void Block::wait_for_copies(int groups_left) {
     for (const AsyncCopy& copy : running->copies) {
         if (copy.group >= running->copy_group - groups_left) {
             left.push_back(copy);
-        } else if (copy.from) {
-            std::memcpy(copy.to, copy.from, copy.nbytes);
         } else {
-            std::memset(copy.to, 0, copy.nbytes);
+            std::memcpy(copy.to, copy.from, copy.nbytes);
         }
     }
     running->copies = left;

@@ -19,7 +19,7 @@ struct Value {
 
 struct AsyncCopy {
     void* to;
-    const void* from;  // null: zeros
+    const void* from;
     size_t nbytes;
     int group;
 };
@@ -67,8 +67,8 @@ public:
 
     // Waits for all threads of the block that have not ended; returns how many of them had a vote.
     unsigned barrier(bool vote);
-    // Waits for the lanes of `mask`; returns the value of lane `source`.
-    Value exchange(unsigned mask, Value mine, unsigned source, const char* what);
+    // Waits for the lanes of `mask`; returns what lane `wanted` offered.
+    Value exchange(unsigned mask, Value offered, unsigned wanted, const char* what);
     // Waits for the lanes of `mask`; returns a bit for each that voted.
     unsigned ballot(unsigned mask, bool vote, const char* what);
     // Waits for the lanes of `mask`, and orders memory between them.

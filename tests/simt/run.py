@@ -33,7 +33,7 @@ SANITIZERS: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
     "address": (
         ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
         ["libasan.so", "libstdc++.so"],
-        {"ASAN_OPTIONS": "detect_leaks=0", "UBSAN_OPTIONS": "print_stacktrace=1"},
+        {"ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1", "UBSAN_OPTIONS": "print_stacktrace=1"},
     ),
     "thread": (["-fsanitize=thread"], ["libtsan.so"], {"TSAN_OPTIONS": "halt_on_error=1"}),
 }

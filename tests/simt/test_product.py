@@ -75,6 +75,8 @@ MISTAKES = {
     "one unit too many": ("units.cuh", "(sizeof(Unit)), step", "(sizeof(Unit)) + 1, step", "address", "test_cuda.py", OVERRUN),
     "one unit too many, inside": ("units.cuh", "(sizeof(Unit)), step", "(sizeof(Unit)) + 1, step", "none", "test_kv_moves.py", BYTES),
     "an address that is not looked at": ("rows.cu", "address(data) | ", "", "address", "test_rows.py", "misaligned address"),
+    "only one side is looked at": ("rows.cu", "| of.grain()", "", "address", "test_rows.py", "misaligned address"),
+    "nor where it is saved": ("rows.cu", "| saved,", ",", "address", "test_rows.py", "misaligned address"),
     "columns of short slots only": ("compaction.cuh", "extent(steps.longest)", "extent(1)", "none", "test_compaction.py", BYTES),
     "a register for all columns": ("compaction.cuh", "held[i] = moved[i]", "held[0] = moved[i]", "none", "test_compaction.py", BYTES),
     "stale tokens move too": ("compaction.cuh", "column < extent(step.tokens)", "column < end", "none", "test_compaction.py", BYTES),

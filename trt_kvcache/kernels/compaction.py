@@ -8,7 +8,6 @@ from trt_kvcache.errors import MappingError, PlaceError, RangeError
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, CompactionPlan, DeviceCompactionPlan
 from trt_kvcache.kernels.layer_infos import KVLayerInfos, check_kind
-from trt_kvcache.kernels.layer_views import check_open
 from trt_kvcache.kernels.lengths import check_lengths
 from trt_kvcache.kernels.state_infos import StateInfos, check_states
 from trt_kvcache.memory import Memory
@@ -21,11 +20,8 @@ def _check_plan(moves: AnyCompactionPlan, slots: int, memory: Memory, stream: An
     if moves.old_batch > slots:
         raise MappingError(f"moves: expected a plan of at most {slots} slots, got one of old_batch={moves.old_batch}.")
     memory.check_stream(stream)
-    if isinstance(moves, DeviceCompactionPlan):
-        if moves.mapping.memory is not memory:
-            raise PlaceError(f"moves: expected a mapping of {memory.device}, got one of {moves.mapping.memory.device}.")
-        check_open("moves.mapping", moves.mapping)
-        check_open("moves.lengths", moves.lengths)
+    if isinstance(moves, DeviceCompactionPlan) and moves.mapping.memory is not memory:
+        raise PlaceError(f"moves: expected a mapping of {memory.device}, got one of {moves.mapping.memory.device}.")
 
 
 def compact_kv_cache_batched(layer_infos: KVLayerInfos, moves: AnyCompactionPlan, *, stream: Any) -> None:

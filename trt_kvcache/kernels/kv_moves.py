@@ -97,9 +97,9 @@ def _check_batched(cache: KVLayerInfos, saved: KVLayerInfos, batch_idx: int, seq
             raise ShapeError(f"saved tensors: layer {index} has {mine.num_kv_heads} heads, got a tensor of {other.num_kv_heads}.")
     slot = slot_index(batch_idx, cache.max_batch_size)
     tokens = int_in_range("sequence_length", sequence_length, 0)
-    for name, infos in (("a slot of the cache", cache), ("the saved tensors", saved)):
+    for name, infos in (("the slots of the cache", cache), ("the saved tensors", saved)):
         if tokens > infos.shortest_sequence:
-            raise RangeError(f"sequence_length: {name} holds at most {infos.shortest_sequence} tokens, got {tokens}.")
+            raise RangeError(f"sequence_length: {name} hold at most {infos.shortest_sequence} tokens, got {tokens}.")
     cache.check_open()
     saved.check_open()
     cache.memory.check_stream(stream)

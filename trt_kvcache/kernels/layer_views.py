@@ -31,7 +31,7 @@ def check_layer(name: str, view: DeviceTensor, ndim: int) -> None:
     if not isinstance(view, DeviceTensor):
         raise PlaceError(f"{name}: expected a DeviceTensor, got {type(view).__name__}.")
     shape = "[B, 2, H, S, D]" if ndim == CACHE_NDIM else "[2, H, n, D]"
-    if view.ndim != ndim or view.shape[-4] != 2:
+    if view.ndim != ndim or view.shape[-4] != 2 or view.shape[-3] < 1:
         raise ShapeError(f"{name}: expected a tensor {shape}, got {view!r}.")
     size = itemsize(view.dtype)
     if row_nbytes(view.shape[-1], view.dtype) % ROW_GRANULE or not view.shape[-1]:
