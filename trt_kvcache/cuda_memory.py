@@ -117,6 +117,8 @@ class CudaMemory:
         self._last_checked: Any = lambda: None
         #: What machine code for the device is compiled for, such as ``"sm_90"``.
         self.arch = f"sm_{self._gpu.arch}"
+        #: Multiprocessors of the device.
+        self.multiprocessor_count: int = self._gpu.properties.multiprocessor_count
         #: Bytes of all allocations that are not closed.
         self.live_nbytes = 0
 

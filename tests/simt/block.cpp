@@ -22,7 +22,7 @@ void* SharedMemory::array(const void* which, size_t nbytes) {
         return array.start.get();
     }
     void* start = nullptr;
-    if (posix_memalign(&start, 128, nbytes)) std::abort();
+    if (posix_memalign(&start, 1024, nbytes)) std::abort();
     auto* bytes = static_cast<volatile unsigned char*>(start);
     for (size_t i = 0; i < nbytes; i++) bytes[i] = 0xFF;  // memset would count as the work of the thread that came first
     arrays_.push_back(Array{which, std::unique_ptr<unsigned char, Free>(static_cast<unsigned char*>(start))});
@@ -136,7 +136,7 @@ void Block::open_barrier_if_all_wait() {
 
 // --- waiting for lanes of the warp ---
 
-void Block::meet(unsigned mask, Value offered, unsigned wanted, bool vote, const char* what) {
+bool Block::meet(unsigned mask, Value offered, unsigned wanted, bool vote, const char* what) {
     const unsigned lane = running->number % 32, first = running->number - lane;
     if (!(mask >> lane & 1)) fail(std::string(what) + ": the calling lane is not in its mask");
     Meeting& meeting = meetings_[first + __builtin_ctz(mask)];
@@ -153,7 +153,7 @@ void Block::meet(unsigned mask, Value offered, unsigned wanted, bool vote, const
     meeting.arrived |= 1u << lane;
     if (meeting.arrived != mask) {
         wait(Thread::kInWarp);
-        return;
+        return false;
     }
     // The last one to come serves all.
     meeting.round++;
@@ -167,6 +167,7 @@ void Block::meet(unsigned mask, Value offered, unsigned wanted, bool vote, const
         thread.votes = meeting.votes;
         thread.state = Thread::kReady;
     }
+    return true;
 }
 
 Value Block::exchange(unsigned mask, Value offered, unsigned wanted, const char* what) {
@@ -185,6 +186,12 @@ void Block::sync_warp(unsigned mask) {
     release(order);
     meet(mask, Value{}, 0, false, "__syncwarp");
     acquire(order);
+}
+
+void Block::together(void* mine, const char* what, void (*work)(void* const* lanes)) {
+    Meeting& meeting = meetings_[running->number / 32 * 32];
+    meeting.brought[running->number % 32] = mine;
+    if (meet(~0u, Value{}, 0, false, what)) work(meeting.brought);
 }
 
 // --- asynchronous copies: done as late as is allowed, so a wait that is missing reads what was there before ---

@@ -73,6 +73,8 @@ public:
     unsigned ballot(unsigned mask, bool vote, const char* what);
     // Waits for the lanes of `mask`, and orders memory between them.
     void sync_warp(unsigned mask);
+    // Waits for all lanes of the warp; `work` is done once, with what each of them brought.
+    void together(void* mine, const char* what, void (*work)(void* const* lanes));
 
     void* shared_array(const void* which, size_t nbytes) { return shared_.back().array(which, nbytes); }
     void* dynamic_shared() { return shared_array(nullptr, dynamic_nbytes_); }
@@ -88,12 +90,14 @@ private:
         const char* what = nullptr;
         Value offered[32];
         unsigned wanted[32];  // lanes
+        void* brought[32];
         unsigned round = 0;
         char order[2];  // tags
     };
 
     static void thread_body(void* thread);
-    void meet(unsigned mask, Value offered, unsigned wanted, bool vote, const char* what);
+    // Returns whether this was the last one to come: the others go on after it.
+    bool meet(unsigned mask, Value offered, unsigned wanted, bool vote, const char* what);
     void open_barrier_if_all_wait();
     void wait(decltype(Thread::state) why);
     [[noreturn]] void fail(const std::string& what);

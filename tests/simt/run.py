@@ -15,9 +15,10 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 
 HERE = Path(__file__).resolve().parent
 REPOSITORY = HERE.parents[1]
@@ -92,11 +93,12 @@ def build_device() -> Path:
 
 def build_cubins(sanitizer: str = "none") -> Path:
     """Return the folder with all kernels of plugins/, compiled for the emulator."""
-    from trt_kvcache.kernels.sources import cubin_name, source_folder, source_names
+    from trt_kvcache.kernels.attention_tiles import macros_of
+    from trt_kvcache.kernels.sources import cubin_name, source_folder, source_names, source_path
 
     def make(folder: Path) -> None:
         def build(name: str) -> None:
-            build_kernels(source_folder() / f"{name}.cu", folder / cubin_name(name, ARCH), sanitizer)
+            build_kernels(source_path(name), folder / cubin_name(name, ARCH), sanitizer, macros=macros_of(name, ARCH))
 
         build_device()
         with ThreadPoolExecutor() as pool:
@@ -114,7 +116,9 @@ def build_driver(target: Path) -> None:
     subprocess.run([*COMPILER, "-shared", headers, exports, *map(str, sorted(HERE.glob("driver/*.cpp"))), "-o", str(target)], check=True)
 
 
-def build_kernels(source: Path, target: Path, sanitizer: str, *, main: Path | None = None) -> None:
+def build_kernels(
+    source: Path, target: Path, sanitizer: str, *, main: Path | None = None, macros: Mapping[str, str] = MappingProxyType({})
+) -> None:
     """Compile one CUDA source for the emulator.
 
     Parameters
@@ -126,12 +130,15 @@ def build_kernels(source: Path, target: Path, sanitizer: str, *, main: Path | No
         Of ``SANITIZERS``.
     main : Path, optional
         Included after the source; it has a main function.
+    macros : mapping of str to str, optional
+        That the source is compiled with.
     """
     emulator = sorted(build_device().glob("*.o"))
-    unit = target.with_name(f"{source.stem}.unit.cpp")
+    unit = target.with_name(f"{target.name}.unit.cpp")
     kernels = "".join(f"SIMT_KERNEL({name})\n" for name in KERNEL.findall(source.read_text()))
     unit.write_text(f'#include "{source}"\n{kernels}' + (f'#include "{main}"\n' if main else ""))
     options = ["-include", str(HERE / "simt.h"), f"-I{source.parent}", "-rdynamic" if main else "-shared", *SANITIZERS[sanitizer][0]]
+    options += [f"-D{name}={value}" for name, value in macros.items()]
     subprocess.run([*COMPILER, *options, str(unit), *map(str, emulator), "-o", str(target)], check=True)
     unit.unlink()
 

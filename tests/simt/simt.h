@@ -5,6 +5,7 @@
 // others (a barrier, an exchange within the warp) or ends.
 #pragma once
 
+#include <algorithm>
 #include <cstring>
 #include <tuple>
 #include <type_traits>
@@ -30,6 +31,18 @@ struct alignas(8) uint2 {
 struct alignas(16) uint4 {
     unsigned x, y, z, w;
 };
+struct alignas(8) float2 {
+    float x, y;
+};
+struct alignas(16) float4 {
+    float x, y, z, w;
+};
+
+using std::max;
+using std::min;
+
+inline float __fmul_rn(float a, float b) { return a * b; }
+inline float __fadd_rn(float a, float b) { return a + b; }
 
 // --- shared memory: see plugins/shared.cuh ---
 
@@ -102,6 +115,10 @@ inline void __pipeline_wait_prior(int groups) { simt::running->block->wait_for_c
 
 inline int atomicAdd(int* place, int value) { return __atomic_fetch_add(place, value, __ATOMIC_RELAXED); }
 inline unsigned atomicAdd(unsigned* place, unsigned value) { return __atomic_fetch_add(place, value, __ATOMIC_RELAXED); }
+
+// --- what plugins/ptx.cuh has for a GPU ---
+
+#include "ptx.h"
 
 // --- kernels for the driver ---
 

@@ -6,6 +6,8 @@ or in arrays that were made once (:class:`KVLayerInfos`, :class:`StateInfos`).
 """
 
 from trt_kvcache.kernels.arguments import MAX_SAVED, MAX_STEPS, MAX_STORED_VALUES
+from trt_kvcache.kernels.attention import attend, split_qkv
+from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.compaction import compact_kv_cache_batched, compact_length_tensor, compact_rows
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, CompactionPlan, DeviceCompactionPlan
 from trt_kvcache.kernels.kv_moves import (
@@ -21,6 +23,7 @@ from trt_kvcache.kernels.state_infos import StateInfo, StateInfos
 
 __all__ = [
     "AnyCompactionPlan",
+    "AttentionWorkspace",
     "CompactionPlan",
     "DeviceCompactionPlan",
     "KVLayerInfo",
@@ -30,6 +33,7 @@ __all__ = [
     "MAX_STORED_VALUES",
     "StateInfo",
     "StateInfos",
+    "attend",
     "compact_kv_cache_batched",
     "compact_length_tensor",
     "compact_rows",
@@ -41,6 +45,7 @@ __all__ = [
     "save_kv_cache_batched",
     "save_kv_cache_layer_into_tensor",
     "save_rows",
+    "split_qkv",
     "store_length_values",
     "zero_rows",
 ]

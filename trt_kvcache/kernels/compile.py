@@ -16,7 +16,8 @@ from pathlib import Path
 
 from trt_kvcache.cuda_driver import cuda_core_error
 from trt_kvcache.errors import CudaError
-from trt_kvcache.kernels.sources import CXX_STANDARD, cubin_name, source_folder, source_names
+from trt_kvcache.kernels.attention_tiles import macros_of
+from trt_kvcache.kernels.sources import CXX_STANDARD, cubin_name, source_names, source_path
 from trt_kvcache.user_cache import user_cache_folder
 
 #: Ampere, Ada, Hopper, Blackwell and their embedded kin: what ``make plugins`` compiles for.
@@ -44,12 +45,13 @@ def compile_cubin(name: str, arch: str) -> bytes:
     _nvrtc_version()
     from cuda.core import Program, ProgramOptions
 
-    source = source_folder() / f"{name}.cu"
+    source = source_path(name)
     options = ProgramOptions(
         name=source.name,
         arch=arch,
         std=CXX_STANDARD,
         include_path=str(source.parent),
+        define_macro=list(macros_of(name, arch).items()),
         device_as_default_execution_space=True,  # for lambdas; NVRTC 13.0 does not take them for device code by itself
     )
     try:

@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from trt_kvcache.errors import CudaError
+from trt_kvcache.kernels.attention_tiles import attention_names, macros_of
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -30,8 +31,13 @@ def source_folder() -> Path:
 
 
 def source_names() -> list[str]:
-    """Return the names of the CUDA sources, without ``.cu``."""
-    return sorted(path.stem for path in source_folder().glob("*.cu"))
+    """Return the names of all that is compiled: of each CUDA source without ``.cu``, attention once for each dtype and head dim."""
+    return sorted(name for path in source_folder().glob("*.cu") for name in attention_names(path.stem))
+
+
+def source_path(name: str) -> Path:
+    """Return the file that a name of :func:`source_names` is compiled from."""
+    return source_folder() / f"{name.partition('-')[0]}.cu"
 
 
 @cache
@@ -40,7 +46,7 @@ def _digest() -> str:
     digest = hashlib.sha256(CXX_STANDARD.encode())
     for path in sorted(source_folder().glob("*.cu*")) + sorted(source_folder().glob("*.h")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
+    return digest.hexdigest()
 
 
 def cubin_name(name: str, arch: str) -> str:
@@ -53,4 +59,5 @@ def cubin_name(name: str, arch: str) -> str:
     arch : str
         Such as ``"sm_90"``.
     """
-    return f"{name}-{_digest()}.{arch}.cubin"
+    digest = hashlib.sha256(f"{_digest()}{macros_of(name, arch)}".encode()).hexdigest()[:16]
+    return f"{name}-{digest}.{arch}.cubin"

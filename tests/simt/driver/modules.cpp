@@ -7,6 +7,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <map>
 #include <string>
 #include <vector>
 
@@ -16,6 +17,9 @@
 namespace {
 
 const Elf64_Half kMachineOfGpu = 190;  // EM_CUDA
+const int kShared = 48 << 10, kMostShared = 227 << 10;
+
+std::map<CUkernel, int> allowed_shared;
 
 // An object is given as a pointer without a size; the size stands in its ELF header (the section headers come last).
 size_t elf_nbytes(const Elf64_Ehdr* header) { return header->e_shoff + size_t{header->e_shentsize} * header->e_shnum; }
@@ -63,6 +67,14 @@ CUresult cuLibraryGetKernel(CUkernel* kernel, CUlibrary library, const char* nam
     return *kernel ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
+// What a block may have beyond 48 KiB, by kernel.
+CUresult cuKernelSetAttribute(CUfunction_attribute attribute, int value, CUkernel kernel, CUdevice) {
+    LOG_CALL();
+    if (attribute != CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES || value > kMostShared) return CUDA_ERROR_INVALID_VALUE;
+    allowed_shared[kernel] = value;
+    return CUDA_SUCCESS;
+}
+
 CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** arguments, void**) {
     LOG_CALL_IN_CONTEXT();
     const auto& kernel = *reinterpret_cast<const simt::Kernel*>(function);
@@ -72,6 +84,8 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
         return CUDA_ERROR_INVALID_VALUE;
     }
     const size_t shared_bytes = config->sharedMemBytes;
+    const auto allowed = allowed_shared.find(reinterpret_cast<CUkernel>(function));
+    if (shared_bytes > static_cast<size_t>(allowed == allowed_shared.end() ? kShared : allowed->second)) return CUDA_ERROR_INVALID_VALUE;
     auto copies = copy_arguments(kernel, arguments);
     return standin::give(config->hStream, [=, &kernel] {
         std::vector<void*> pointers;

@@ -4,11 +4,13 @@ A launch neither allocates nor waits. The first one of a kernel loads its machin
 once before capturing it.
 """
 
+from trt_kvcache.kernels.cuda.attention import attend
 from trt_kvcache.kernels.cuda.kv import compact_layers, copy_layer, instantiate_layers, save_layers
 from trt_kvcache.kernels.cuda.lengths import compact_lengths, increment_scalar, increment_tensor, store_values
 from trt_kvcache.kernels.cuda.rows import compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
 
 __all__ = [
+    "attend",
     "compact_layers",
     "compact_lengths",
     "compact_rows",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache, lru_cache
 from typing import Any
 
-from trt_kvcache.cuda_driver import cuda_core_error
+from trt_kvcache.cuda_driver import check, cuda_core_error
 from trt_kvcache.cuda_memory import CudaMemory
 from trt_kvcache.errors import CudaError
 from trt_kvcache.kernels.compile import cubin
@@ -36,14 +36,34 @@ def _kernel(source: str, name: str, arch: str) -> Any:
         raise CudaError(f"{name} of {source}.cu could not be loaded for {arch}: {error}") from None
 
 
+@cache
+def _allow_shared(kernel: Any, nbytes: int, device: str) -> None:
+    """Let blocks of a kernel have so much dynamic shared memory: without this, 48 KiB is the most."""
+    from cuda.bindings import driver
+
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    index = int(device.partition(":")[2])
+    check(driver.cuKernelSetAttribute(attribute, nbytes, driver.CUkernel(int(kernel.handle)), driver.CUdevice(index)))
+
+
 @lru_cache(maxsize=256)
-def _launch_config(grid: Grid) -> Any:
+def _launch_config(grid: Grid, threads: int, shared_nbytes: int) -> Any:
     from cuda.core import LaunchConfig
 
-    return LaunchConfig(grid=grid, block=THREADS_PER_BLOCK)
+    return LaunchConfig(grid=grid, block=threads, shmem_size=shared_nbytes)
 
 
-def launch(memory: Memory, source: str, name: str, grid: Grid, arguments: tuple[int, ...], stream: Any) -> None:
+def launch(
+    memory: Memory,
+    source: str,
+    name: str,
+    grid: Grid,
+    arguments: tuple[int | float, ...],
+    stream: Any,
+    *,
+    threads: int = THREADS_PER_BLOCK,
+    shared_nbytes: int = 0,
+) -> None:
     """Launch a kernel.
 
     Parameters
@@ -53,10 +73,14 @@ def launch(memory: Memory, source: str, name: str, grid: Grid, arguments: tuple[
     source, name : str
         The file of ``plugins/`` without ``.cu``, and the kernel in it.
     grid : tuple of int
-        Blocks in x, y and z, of 256 threads each.
-    arguments : tuple of int
-        Addresses and integers; cuda.core passes a Python int as 64 bits.
+        Blocks in x, y and z.
+    arguments : tuple of int or float
+        Addresses and numbers; cuda.core passes each as 64 bits.
     stream : cuda.core.Stream or GraphBuilder
+    threads : int
+        Of a block.
+    shared_nbytes : int
+        Dynamic shared memory of a block.
 
     Raises
     ------
@@ -68,8 +92,10 @@ def launch(memory: Memory, source: str, name: str, grid: Grid, arguments: tuple[
     assert isinstance(memory, CudaMemory)
     memory.make_current()
     kernel = _kernel(source, name, memory.arch)
+    if shared_nbytes:
+        _allow_shared(kernel, shared_nbytes, memory.device)
     try:
-        launch_kernel(stream, _launch_config(grid), kernel, *arguments)
+        launch_kernel(stream, _launch_config(grid, threads, shared_nbytes), kernel, *arguments)
     except cuda_core_error() as error:
         raise CudaError(f"{name} could not be launched on {memory.device}: {error}") from None
 

@@ -1,0 +1,95 @@
+// The PTX that the attention kernels use, one thin wrapper for each instruction. tests/simt/ptx.h has the same names for the
+// emulator. Two elements of 16 bits lie in an `unsigned`, the first one in its lower half.
+#pragma once
+
+#ifndef EMULATED_PTX
+
+struct Float16 {};
+struct BFloat16 {};
+
+// Where something is in shared memory; adding bytes to it gives another place there.
+using SharedAddress = unsigned;
+
+__device__ __forceinline__ SharedAddress shared_address(const void* place) {
+    return static_cast<unsigned>(__cvta_generic_to_shared(place));
+}
+
+__device__ __forceinline__ SharedAddress flip_bits(SharedAddress address, unsigned bits) { return address ^ bits; }
+
+// 16 bytes from global to shared memory, done when the group that they are part of is waited for; where not `valid`, zeros, and nothing
+// is read.
+__device__ __forceinline__ void copy_async(SharedAddress to, const void* from, bool valid) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for all but the youngest kGroups groups of this thread.
+template <int kGroups>
+__device__ __forceinline__ void wait_for_copies() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(kGroups) : "memory");
+}
+
+// Four matrices of 8 rows of 16 bytes: lane i says where row i % 8 of matrix i / 8 is, and gets two elements of row i / 4
+// (transposed: of column i / 4) of each.
+__device__ __forceinline__ void load_matrices(unsigned (&to)[4], SharedAddress row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(row)
+                 : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(unsigned (&to)[4], SharedAddress row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(row)
+                 : "memory");
+}
+
+// sum (16 x 8) += a (16 x 16) * b (16 x 8). Lane i has of `sum` two elements each of rows i / 4 and i / 4 + 8, at column 2 * (i % 4).
+__device__ __forceinline__ void multiply_add(Float16, float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void multiply_add(BFloat16, float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(sum[0]), "+f"(sum[1]), "+f"(sum[2]), "+f"(sum[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two floats to two elements, rounded to nearest even, and back.
+__device__ __forceinline__ unsigned pack(Float16, float2 values) {
+    unsigned word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(values.y), "f"(values.x));
+    return word;
+}
+__device__ __forceinline__ unsigned pack(BFloat16, float2 values) {
+    unsigned word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(values.y), "f"(values.x));
+    return word;
+}
+__device__ __forceinline__ float2 unpack(Float16, unsigned word) {
+    float2 values;
+    asm("{.reg .b16 x, y; mov.b32 {x, y}, %2; cvt.f32.f16 %0, x; cvt.f32.f16 %1, y;}" : "=f"(values.x), "=f"(values.y) : "r"(word));
+    return values;
+}
+__device__ __forceinline__ float2 unpack(BFloat16, unsigned word) { return {__uint_as_float(word << 16), __uint_as_float(word & 0xFFFF0000u)}; }
+
+// 2 to the power of x, and 1 / x: relative errors of 2^-22 and 2^-23; a result that is denormal is 0.
+__device__ __forceinline__ float power_of_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// Increments, from `last` back to 0; returns what was there. What a block wrote before is seen by whoever comes later.
+__device__ __forceinline__ unsigned take_ticket(unsigned* place, unsigned last) {
+    unsigned before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(place), "r"(last) : "memory");
+    return before;
+}
+
+#endif

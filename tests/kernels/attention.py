@@ -1,0 +1,140 @@
+"""Attention calls with random inputs, and what they must give: in float64, token by token, from the same rounded inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace  # noqa: F401
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache import DeviceTensor
+from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.kernels import AttentionWorkspace, attend, split_qkv
+
+#: max|error| / max|reference| over a (slot, head): probabilities and results are rounded to 11 and 8 bits.
+TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    lengths: tuple[int, ...]
+    new: tuple[int, ...] | None = None
+    width: int = 1
+    tokens: int = 150
+    kv_heads: int = 2
+    group: int = 1
+    head_dim: int = 64
+    dtype: str = "float16"
+    rotary_dim: int | None = None  # None: head_dim
+    window: int = 0
+    softcap: float = 0.0
+    scale: float | None = None
+    layout: str = "combined"
+    packed: bool = False
+
+
+def _turn(row: Any, angles: Any) -> Any:
+    half = angles.shape[1]
+    turned, (cos, sin) = row.astype(np.float32), angles
+    low, high = turned[:half].copy(), turned[half : 2 * half].copy()
+    turned[:half], turned[half : 2 * half] = low * cos - high * sin, high * cos + low * sin
+    return turned.astype(row.dtype)
+
+
+def reference(case: Case, q: Any, k: Any, v: Any, cache: Any, angles: Any) -> tuple[Any, Any]:
+    """Return what is in ``out`` (float64) and in the cache afterwards."""
+    out, cache = np.zeros(q.shape), cache.copy()
+    scale = case.head_dim**-0.5 if case.scale is None else case.scale
+    for slot, past in enumerate(case.lengths):
+        for token in range(case.width if case.new is None else case.new[slot]):
+            position = past + token
+            if position >= case.tokens:
+                break
+            first = max(0, position - case.window + 1) if case.window else 0
+            for head in range(case.kv_heads):
+                cache[slot, 0, head, position] = _turn(k[slot, token, head], angles[position])
+                cache[slot, 1, head, position] = v[slot, token, head]
+                keys, values = cache[slot, :, head, first : position + 1].astype(np.float64)
+                for row in range(head * case.group, (head + 1) * case.group):
+                    scores = keys @ _turn(q[slot, token, row], angles[position]).astype(np.float64) * scale
+                    if case.softcap:
+                        scores = case.softcap * np.tanh(scores / case.softcap)
+                    weights = np.exp(scores - scores.max())
+                    out[slot, token, row] = weights @ values / weights.sum()
+    return out, cache
+
+
+def check(case: Case, memory: Any, stream: Any, seed: int = 0) -> None:
+    """Run the call, twice on one workspace, over a cache whose dead rows are NaN, and compare."""
+    random, dtype = np.random.default_rng(seed), numpy_dtype(case.dtype)
+    slots, heads, dim = len(case.lengths), case.kv_heads * case.group, case.head_dim
+    qkv = random.standard_normal((slots, case.width, heads + 2 * case.kv_heads, dim)).astype(dtype)
+    q, k, v = np.split(qkv, [heads, heads + case.kv_heads], axis=2)
+    before = np.full((slots, 2, case.kv_heads, case.tokens, dim), np.nan, dtype)
+    for slot, past in enumerate(case.lengths):
+        before[slot, :, :, :past] = random.standard_normal((2, case.kv_heads, past, dim)).astype(dtype)
+    rotary = dim if case.rotary_dim is None else case.rotary_dim
+    angle = np.arange(case.tokens)[:, None] * 100.0 ** -(np.arange(rotary // 2) / max(rotary // 2, 1))
+    angles = np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
+    expected, expected_cache = reference(case, q, k, v, before, angles)
+
+    def to_device(array: Any) -> DeviceTensor:
+        return memory.to_device(np.ascontiguousarray(array), stream=stream)
+
+    order = (0, 1, 2, 3, 4) if case.layout == "combined" else (1, 0, 2, 3, 4)
+    stored = to_device(before.transpose(order))
+    strides = stored.strides if case.layout == "combined" else (stored.strides[1], stored.strides[0], *stored.strides[2:])
+    cache = DeviceTensor(stored.allocation, shape=before.shape, dtype=case.dtype, strides=strides)
+    inputs = split_qkv(to_device(qkv), heads, case.kv_heads) if case.packed else tuple(map(to_device, (q, k, v)))
+    out = to_device(np.full(q.shape, np.nan, dtype))
+    workspace = AttentionWorkspace(memory, max_batch_size=slots, num_heads=heads, num_kv_heads=case.kv_heads, head_dim=dim, stream=stream)
+    new_lengths = None if case.new is None else to_device(np.array(case.new, np.int32))
+    lengths = to_device(np.array(case.lengths, np.int32))
+    for _ in range(2):  # the second time finds the same: nothing is left in the workspace, and the rows are written over
+        attend(
+            *inputs,
+            cache,
+            lengths,
+            out=out,
+            workspace=workspace,
+            new_lengths=new_lengths,
+            cos_sin=to_device(angles) if rotary else None,
+            scale=case.scale,
+            window=case.window,
+            softcap=case.softcap,
+            stream=stream,
+        )
+        memory.synchronize(stream)
+        got = out.numpy().astype(np.float64)
+        assert not np.isnan(got).any()
+        error, size = (np.abs(x).max(axis=(1, 3)) for x in (got - expected, expected))
+        assert (error <= TOLERANCE[case.dtype] * size).all(), (error.tolist(), size.tolist())
+        cache_bytes = np.ascontiguousarray(stored.numpy().transpose(order)).view(np.uint8)
+        assert np.array_equal(cache_bytes, np.ascontiguousarray(expected_cache).view(np.uint8))
+        assert not workspace.tickets.numpy().any()
+
+
+#: Lengths at and beside borders of tiles and steps, 0, and the last that fits.
+_RAGGED = (0, 15, 16, 129, 149)
+
+DECODE_CASES = {
+    "one head": Case(lengths=(37,)),
+    "groups": Case(lengths=(130, 3), group=4, head_dim=128),
+    "sixteen": Case(lengths=(20, 131), group=16, head_dim=80, rotary_dim=32, dtype="bfloat16"),
+    "ragged": Case(lengths=_RAGGED, group=2, packed=True, layout="separate"),
+    "some take no part": Case(lengths=(5, 140, 60), new=(1, 0, 1), group=7, head_dim=96, rotary_dim=24),
+    "one that does not fit": Case(lengths=(150, 9), group=3),
+    "window": Case(lengths=(149, 20, 0), window=33, group=8, head_dim=128, dtype="bfloat16"),
+    "softcap and scale": Case(lengths=(140,), softcap=5.0, scale=0.3, head_dim=256, kv_heads=1, rotary_dim=0),
+    "many slots": Case(lengths=tuple(range(40)), kv_heads=1, tokens=41),
+}
+
+PREFILL_CASES = {
+    "from the start": Case(lengths=(0,), width=70),
+    "ragged": Case(lengths=(0, 63, 20), new=(5, 70, 0), width=70, group=3, head_dim=128, packed=True, layout="separate"),
+    "borders": Case(lengths=(64, 1, 0), new=(64, 127, 128), width=129, kv_heads=1, tokens=130),
+    "small heads": Case(lengths=(9, 70), width=40, head_dim=80, rotary_dim=32, dtype="bfloat16"),
+    "window": Case(lengths=(100, 3), width=33, window=20, head_dim=96, group=2, rotary_dim=24, kv_heads=1),
+    "softcap and scale": Case(lengths=(66,), width=9, softcap=5.0, scale=0.3, head_dim=256, kv_heads=1, rotary_dim=0, group=2),
+    "more than fits": Case(lengths=(148, 150, 10), width=6),
+}

@@ -1,0 +1,27 @@
+// Instructions that a whole warp does together, and elements of 16 bits. Compiled without a sanitizer.
+#pragma once
+
+namespace simt {
+
+struct MatrixRow {
+    unsigned row[4];
+    unsigned* to;
+};
+
+struct MatrixProduct {
+    float* sum;
+    unsigned a[4], b[2];
+};
+
+// Of Block::together: `lanes` points to what each of the 32 lanes brought.
+void exchange_rows(void* const* lanes);
+void exchange_rows_transposed(void* const* lanes);
+void multiply_add_float16(void* const* lanes);
+void multiply_add_bfloat16(void* const* lanes);
+
+float of_float16(unsigned bits);
+float of_bfloat16(unsigned bits);
+unsigned short to_float16(float value);
+unsigned short to_bfloat16(float value);
+
+}  // namespace simt

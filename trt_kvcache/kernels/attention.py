@@ -1,0 +1,193 @@
+"""Attention over the cache: RoPE, append and attention of the new tokens of each slot, in one call."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trt_kvcache.checks import int_in_range
+from trt_kvcache.dtypes import itemsize
+from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, RangeError, ShapeError
+from trt_kvcache.kernels.attention_tiles import ELEMENTS, HEAD_DIMS, MAX_GROUP
+from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
+from trt_kvcache.kernels.backend import backend_of
+from trt_kvcache.kernels.layer_views import CACHE_NDIM, check_layer, check_memory, check_open
+from trt_kvcache.layout import ROW_GRANULE, is_dense
+from trt_kvcache.tensor import DeviceTensor
+
+_Q_NDIM = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """What :func:`attend` was called with, checked."""
+
+    q: DeviceTensor
+    k: DeviceTensor
+    v: DeviceTensor
+    cache: DeviceTensor
+    lengths: DeviceTensor
+    new_lengths: DeviceTensor | None
+    cos_sin: DeviceTensor | None
+    out: DeviceTensor
+    scale: float
+    window: int
+    softcap: float
+
+    @property
+    def group(self) -> int:
+        """Query heads for each K/V head."""
+        return self.q.shape[2] // self.k.shape[2]
+
+    @property
+    def rotary_dim(self) -> int:
+        """Elements of a row that are turned."""
+        return 0 if self.cos_sin is None else 2 * self.cos_sin.shape[2]
+
+
+def split_qkv(qkv: DeviceTensor, num_heads: int, num_kv_heads: int) -> tuple[DeviceTensor, DeviceTensor, DeviceTensor]:
+    """Return q, k and v as views of one tensor ``[B, s, num_heads + 2 * num_kv_heads, D]``. Raises ShapeError."""
+    heads = num_heads + 2 * num_kv_heads
+    if qkv.ndim != _Q_NDIM or qkv.shape[2] != heads:
+        raise ShapeError(f"qkv: expected a tensor [B, s, {heads}, D], got {qkv!r}.")
+    size = qkv.strides[2] * itemsize(qkv.dtype)
+
+    def part(first: int, count: int) -> DeviceTensor:
+        shape = (*qkv.shape[:2], count, qkv.shape[3])
+        return DeviceTensor(qkv.allocation, shape=shape, dtype=qkv.dtype, strides=qkv.strides, offset=qkv.offset + first * size)
+
+    return part(0, num_heads), part(num_heads, num_kv_heads), part(num_heads + num_kv_heads, num_kv_heads)
+
+
+def _check_rows(name: str, tensor: DeviceTensor, shape: Sequence[int], like: DeviceTensor) -> None:
+    _check_tensor(name, tensor, like)
+    if tensor.dtype != like.dtype:
+        raise DTypeError(f"{name}: expected {like.dtype} as the cache, got {tensor.dtype}.")
+    if tensor.shape != tuple(shape):
+        raise ShapeError(f"{name}: expected shape {tuple(shape)}, got {tensor!r}.")
+    apart = [stride for stride, size in zip(tensor.strides[:2], shape[:2], strict=True) if size > 1]
+    if not is_dense(tensor.shape[2:], tensor.strides[2:]):
+        raise LayoutError(f"{name}: expected dense heads of each token, got {tensor!r}.")
+    if any(stride * itemsize(tensor.dtype) % ROW_GRANULE for stride in apart) or tensor.offset % ROW_GRANULE:
+        raise LayoutError(f"{name}: expected tokens at multiples of {ROW_GRANULE} bytes, got {tensor!r} at byte {tensor.offset}.")
+
+
+def _check_tensor(name: str, tensor: DeviceTensor, like: DeviceTensor) -> None:
+    if not isinstance(tensor, DeviceTensor):
+        raise PlaceError(f"{name}: expected a DeviceTensor, got {type(tensor).__name__}.")
+    check_memory(name, tensor, like.memory)
+    check_open(name, tensor)
+
+
+def _check_lengths(name: str, tensor: DeviceTensor, like: DeviceTensor) -> None:
+    _check_tensor(name, tensor, like)
+    if tensor.dtype != "int32":
+        raise DTypeError(f"{name}: expected int32, got {tensor.dtype}.")
+    if tensor.shape != (len(like),) or not tensor.is_contiguous:
+        raise ShapeError(f"{name}: expected a dense tensor of shape ({len(like)},), got {tensor!r}.")
+
+
+def _check_cos_sin(tensor: DeviceTensor, cache: DeviceTensor) -> None:
+    _check_tensor("cos_sin", tensor, cache)
+    tokens, head_dim = cache.shape[3:]
+    if tensor.dtype != "float32":
+        raise DTypeError(f"cos_sin: expected float32, got {tensor.dtype}.")
+    fits = tensor.ndim == 3 and tensor.shape[0] >= tokens and tensor.shape[1] == 2
+    if (
+        not fits
+        or tensor.shape[2] % 2
+        or not 0 < 2 * tensor.shape[2] <= head_dim
+        or not tensor.is_contiguous
+        or tensor.offset % ROW_GRANULE
+    ):
+        raise ShapeError(f"cos_sin: expected a dense tensor [{tokens} or more, 2, rotary_dim / 2], of an even size, got {tensor!r}.")
+
+
+def attend(
+    q: DeviceTensor,
+    k: DeviceTensor,
+    v: DeviceTensor,
+    cache: DeviceTensor,
+    lengths: DeviceTensor,
+    *,
+    out: DeviceTensor,
+    workspace: AttentionWorkspace,
+    new_lengths: DeviceTensor | None = None,
+    cos_sin: DeviceTensor | None = None,
+    scale: float | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    stream: Any,
+) -> None:
+    """Turn q and k, append k and v to the cache, and let the new tokens attend to all before them and themselves.
+
+    Token t of slot b has the position ``lengths[b] + t``. Lengths are read on the device and stay as they are.
+
+    Parameters
+    ----------
+    q : DeviceTensor ``[B, s, num_heads, D]`` float16 or bfloat16
+        Heads of a token are dense; slots and tokens may lie apart (:func:`split_qkv`). D is 64, 80, 96, 128 or 256.
+    k, v : DeviceTensor ``[B, s, num_kv_heads, D]``
+        ``num_heads`` is 1 to 16 times ``num_kv_heads``.
+    cache : DeviceTensor ``[B, 2, num_kv_heads, S, D]``
+        Of either layout: a view by ``get_combined_kv_cache``. Rows that do not live are never used. Keys are stored turned.
+    lengths : DeviceTensor (B,) int32
+        Rows that live. ``lengths[b]`` and the new tokens must fit into S; the kernel leaves out what does not.
+    out : DeviceTensor ``[B, s, num_heads, D]``
+        Dense; overwritten. May be q itself where that is dense.
+    workspace : AttentionWorkspace
+        Made for as much; calls that share one must not overlap.
+    new_lengths : DeviceTensor (B,) int32, optional
+        New tokens of each slot, at most s. Behind them is padding: not appended, and zeros in ``out``. All s if left out.
+    cos_sin : DeviceTensor ``[S or more, 2, rotary_dim / 2]`` float32, optional
+        Cosines and sines of each position; elements i and ``i + rotary_dim / 2`` turn together (NeoX). Nothing turns if left out.
+    scale : float, optional
+        Of q k; ``1 / sqrt(D)`` if left out.
+    window : int
+        Tokens that a token attends to, with itself; 0 for all.
+    softcap : float
+        Scores become ``softcap * tanh(score / softcap)``; 0 for no softcap.
+    stream : cuda.core.Stream or GraphBuilder
+        The launches are ordered on it: one for s = 1, else two. The call neither waits nor allocates, and can be captured.
+
+    Raises
+    ------
+    ShapeError, DTypeError, LayoutError, PlaceError, RangeError, ClosedError
+        An argument does not fit. Nothing was changed.
+    """
+    check_layer("cache", cache, CACHE_NDIM)
+    slots, _, kv_heads, tokens, head_dim = cache.shape
+    if cache.dtype not in ELEMENTS:
+        raise DTypeError(f"cache: expected one of {', '.join(ELEMENTS)}, got {cache.dtype}.")
+    if head_dim not in HEAD_DIMS:
+        raise ShapeError(f"cache: expected head_dim one of {HEAD_DIMS}, got {cache!r}.")
+    _check_tensor("q", q, cache)
+    if q.ndim != _Q_NDIM or q.shape[2] % kv_heads or not 1 <= q.shape[2] // kv_heads <= MAX_GROUP or not 1 <= q.shape[1] <= tokens:
+        raise ShapeError(f"q: expected [{slots}, 1 to {tokens}, {kv_heads} times 1 to {MAX_GROUP}, {head_dim}], got {q!r}.")
+    width = q.shape[1]
+    _check_rows("q", q, (slots, width, q.shape[2], head_dim), cache)
+    _check_rows("k", k, (slots, width, kv_heads, head_dim), cache)
+    _check_rows("v", v, (slots, width, kv_heads, head_dim), cache)
+    _check_rows("out", out, q.shape, cache)
+    if not out.is_contiguous:
+        raise LayoutError(f"out: expected a dense tensor, got {out!r}.")
+    _check_lengths("lengths", lengths, cache)
+    if new_lengths is not None:
+        _check_lengths("new_lengths", new_lengths, cache)
+    if cos_sin is not None:
+        _check_cos_sin(cos_sin, cache)
+    factor = 1 / math.sqrt(head_dim) if scale is None else float(scale)
+    for name, number, least in (("scale", factor, math.ulp(0.0)), ("softcap", float(softcap), 0.0)):
+        if not least <= number < math.inf:
+            raise RangeError(f"{name}: expected a finite number {'above' if least else 'of at least'} 0, got {number}.")
+    int_in_range("window", window, 0)
+    cache.memory.check_stream(stream)
+    workspace.check("workspace", cache, q.shape[2])
+    call = AttentionCall(
+        q=q, k=k, v=v, cache=cache, lengths=lengths, new_lengths=new_lengths, cos_sin=cos_sin,
+        out=out, scale=factor, window=window, softcap=float(softcap),
+    )  # fmt: skip
+    if slots:
+        backend_of(cache.memory).attend(call, workspace, stream)

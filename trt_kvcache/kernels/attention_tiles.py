@@ -1,0 +1,93 @@
+"""Sizes of the attention kernels' tiles, by head dim and by the shared memory of a GPU. ``plugins/attention*.cu`` take them as macros."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from trt_kvcache.layout import row_nbytes
+
+#: What the kernels are compiled for: dtypes with their names in the sources, head dims, query heads for each K/V head.
+ELEMENTS = {"float16": "Float16", "bfloat16": "BFloat16"}
+HEAD_DIMS = (64, 80, 96, 128, 256)
+MAX_GROUP = 16
+
+#: Rows of the matrix that holds the query heads of a K/V head, in each form of the decode kernel.
+DECODE_ROWS = (8, 16)
+
+_KIB = 1024
+#: Bytes of shared memory that a block may have. What is not listed has at least as much as the least of them.
+_SHARED_NBYTES = {
+    **dict.fromkeys(("sm_80", "sm_87"), 163 * _KIB),
+    **dict.fromkeys(("sm_90", "sm_100", "sm_103", "sm_110", "sm_990"), 227 * _KIB),
+}
+_LEAST_SHARED_NBYTES = 99 * _KIB
+
+def shared_limit(arch: str) -> int:
+    """Return the bytes of shared memory that a block may have on ``"sm_90"`` and the like."""
+    return _SHARED_NBYTES.get(arch, _LEAST_SHARED_NBYTES)
+
+
+def _decode_nbytes(head_dim: int, rows: int, warps: int, stages: int, tokens: int) -> int:
+    row = row_nbytes(head_dim, "float16")
+    return (2 * warps * stages * tokens + stages * (rows + 4) + 2) * row + 8 * warps * rows + 16
+
+
+@cache
+def decode_tiles(head_dim: int, arch: str) -> dict[str, int]:
+    """Return macros of ``attention_decode.cu``: warps of a block, stages of a warp's ring, tokens of a tile, blocks of a multiprocessor."""
+    tokens = 32 if head_dim <= 64 else 16
+    for warps in (8, 4, 2):
+        fitting = [n for n in (2, 3, 4) if _decode_nbytes(head_dim, DECODE_ROWS[-1], warps, n, tokens) <= shared_limit(arch)]
+        if fitting:
+            break
+    return {"WARPS": warps, "STAGES": fitting[-1], "TOKENS": tokens, "BLOCKS": 1, "LEAST": 4, "CROSSING": 8, "CHAINS": 2}
+
+
+def decode_shared_nbytes(head_dim: int, rows: int, arch: str) -> int:
+    """Return the bytes of shared memory of a decode block."""
+    tiles = decode_tiles(head_dim, arch)
+    return _decode_nbytes(head_dim, rows, tiles["WARPS"], tiles["STAGES"], tiles["TOKENS"])
+
+
+@cache
+def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
+    """Return macros of ``attention_prefill.cu``: warps of a block, matrices of 16 rows of a warp, keys of a tile, stages, blocks."""
+    limit = shared_limit(arch)
+    if head_dim > 128:
+        large = limit >= 227 * _KIB
+        return {"WARPS": 8 if large else 4, "MATRICES": 1, "KEYS": 64 if large else 32, "STAGES": 2, "BLOCKS": 1}
+    if limit == _LEAST_SHARED_NBYTES:
+        return {"WARPS": 4, "MATRICES": 1, "KEYS": 32, "STAGES": 2, "BLOCKS": 2}
+    return {"WARPS": 4, "MATRICES": 2, "KEYS": 64 if limit >= 227 * _KIB else 32, "STAGES": 2, "BLOCKS": 2}
+
+
+def prefill_shared_nbytes(head_dim: int, arch: str) -> int:
+    """Return the bytes of shared memory of a prefill block."""
+    tiles = prefill_tiles(head_dim, arch)
+    rows = 16 * tiles["WARPS"] * tiles["MATRICES"] + 2 * tiles["STAGES"] * tiles["KEYS"]
+    return rows * row_nbytes(head_dim, "float16")
+
+
+_TILES = {"attention_decode": decode_tiles, "attention_prefill": prefill_tiles}
+
+
+def attention_names(source: str) -> list[str]:
+    """Return what one source is compiled to: a name for each dtype and head dim; itself alone where it is no attention kernel."""
+    if source not in _TILES:
+        return [source]
+    return [attention_name(source, dtype, head_dim) for dtype in ELEMENTS for head_dim in HEAD_DIMS]
+
+
+def attention_name(source: str, dtype: str, head_dim: int) -> str:
+    """Return the name of one compiled form of a source, such as ``"attention_decode-float16-128"``."""
+    return f"{source}-{dtype}-{head_dim}"
+
+
+def macros_of(name: str, arch: str) -> dict[str, str]:
+    """Return the macros that a compiled form is made with; none for what is no attention kernel."""
+    source, _, form = name.partition("-")
+    if not form:
+        return {}
+    dtype, head_dim = form.split("-")
+    tiles = {macro: str(value) for macro, value in _TILES[source](int(head_dim), arch).items()}
+    return {"ELEMENT": ELEMENTS[dtype], "HEAD_DIM": head_dim, **tiles}

@@ -1,0 +1,102 @@
+"""Attention on the device: ``plugins/attention_decode.cu`` and ``plugins/attention_prefill.cu``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trt_kvcache.cuda_memory import CudaMemory
+from trt_kvcache.dtypes import itemsize
+from trt_kvcache.kernels.attention import AttentionCall
+from trt_kvcache.kernels.attention_tiles import (
+    DECODE_ROWS,
+    attention_name,
+    decode_shared_nbytes,
+    decode_tiles,
+    prefill_shared_nbytes,
+    prefill_tiles,
+)
+from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
+from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch
+
+_WARP = 32
+
+
+def _address(tensor: Any) -> int:
+    return 0 if tensor is None else int(tensor.ptr)
+
+
+def attend(call: AttentionCall, workspace: AttentionWorkspace, stream: Any) -> None:
+    """Turn, append, and attend."""
+    if call.q.shape[1] == 1:
+        _decode(call, workspace, stream)
+    else:
+        _append(call, stream)
+        _prefill(call, stream)
+
+
+def _memory(call: AttentionCall) -> CudaMemory:
+    memory = call.cache.memory
+    assert isinstance(memory, CudaMemory)
+    return memory
+
+
+def _nbytes(call: AttentionCall, axis: int, *names: str) -> tuple[int, ...]:
+    """Return strides in bytes."""
+    return tuple(getattr(call, name).strides[axis] * itemsize(call.cache.dtype) for name in names)
+
+
+def _cache_of(call: AttentionCall) -> tuple[int, ...]:
+    """Return the arguments that all kernels have for the cache, lengths and angles."""
+    places = (call.lengths.ptr, _address(call.new_lengths), _address(call.cos_sin))
+    return (call.cache.ptr, *_nbytes(call, 0, "cache"), *_nbytes(call, 1, "cache"), call.cache.shape[3], *places, call.rotary_dim)
+
+
+def _decode(call: AttentionCall, workspace: AttentionWorkspace, stream: Any) -> None:
+    memory = _memory(call)
+    slots, _, kv_heads, tokens, head_dim = call.cache.shape
+    rows = next(rows for rows in DECODE_ROWS if call.group <= rows)
+    tiles = decode_tiles(head_dim, memory.arch)
+    parts = slots * kv_heads * -(-tokens // (tiles["TOKENS"] * tiles["LEAST"]))
+    arguments = (
+        *(call.q.ptr, call.k.ptr, call.v.ptr, *_nbytes(call, 0, "q", "k", "v"), *_cache_of(call)),
+        *(call.out.ptr, workspace.partials.ptr, workspace.tickets.ptr),
+        *(slots, kv_heads, call.group, call.window, call.scale, call.softcap),
+    )
+    launch(
+        memory,
+        attention_name("attention_decode", call.cache.dtype, head_dim),
+        f"attention_decode_{rows}",
+        (min(memory.multiprocessor_count * tiles["BLOCKS"], parts), 1, 1),
+        arguments,
+        stream,
+        threads=_WARP * tiles["WARPS"],
+        shared_nbytes=decode_shared_nbytes(head_dim, rows, memory.arch),
+    )
+
+
+def _append(call: AttentionCall, stream: Any) -> None:
+    slots, width, kv_heads, head_dim = call.k.shape
+    words = width * kv_heads * head_dim // 2
+    strides = (*_nbytes(call, 0, "k", "v"), *_nbytes(call, 1, "k", "v"))
+    arguments = (call.k.ptr, call.v.ptr, *strides, *_cache_of(call), width, kv_heads)
+    name = attention_name("attention_prefill", call.cache.dtype, head_dim)
+    launch(_memory(call), name, "attention_append", (-(-words // THREADS_PER_BLOCK), slots, 1), arguments, stream)
+
+
+def _prefill(call: AttentionCall, stream: Any) -> None:
+    memory = _memory(call)
+    slots, width, heads, head_dim = call.q.shape
+    tiles = prefill_tiles(head_dim, memory.arch)
+    rows = 16 * tiles["WARPS"] * tiles["MATRICES"]
+    strides = (*_nbytes(call, 0, "q"), *_nbytes(call, 1, "q"))
+    arguments = (call.q.ptr, *strides, *_cache_of(call), call.out.ptr, width, call.group, call.window, call.scale, call.softcap)
+    launch(
+        memory,
+        attention_name("attention_prefill", call.cache.dtype, head_dim),
+        "attention_prefill",
+        (-(-width // rows), heads, slots),
+        arguments,
+        stream,
+        threads=_WARP * tiles["WARPS"],
+        shared_nbytes=prefill_shared_nbytes(head_dim, memory.arch),
+    )
