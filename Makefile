@@ -51,6 +51,7 @@ engines: $(READY)  ## Build the shipped model's engines into out/
 bench: $(READY)  ## Measure host time of a step, import time and engine builds; results go to benchmarks/results
 	$(BIN)/python benchmarks/host_step.py
 	$(BIN)/python benchmarks/import_time.py
+	$(BIN)/python benchmarks/moves.py
 	$(BIN)/python benchmarks/build.py
 	$(BIN)/python benchmarks/tables.py
 

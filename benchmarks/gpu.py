@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import moves
 import numpy as np
 from environment import describe_environment
 from random_model import QWEN2_0_5B, write_random_model
@@ -179,24 +180,6 @@ def decode_speed(folder: Path, engine: str, batch: int, steps: int, weights_nbyt
     }
 
 
-def copy_bandwidth(nbytes: int = 1 << 30, repeats: int = 20) -> dict[str, Any]:
-    """Measure a device-to-device copy, read plus written bytes per second: the limit of everything that moves bytes."""
-    from cuda.bindings import driver
-
-    memory = CudaMemory()
-    stream = memory.create_stream()
-    source, destination = (memory.allocate(nbytes, zeroed=True, stream=stream) for _ in range(2))
-    memory.synchronize(stream)
-    rates = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        (error,) = driver.cuMemcpyDtoDAsync(destination.ptr, source.ptr, nbytes, int(stream.handle))
-        assert int(error) == 0, f"cuMemcpyDtoDAsync: {error}"
-        memory.synchronize(stream)
-        rates.append(2 * nbytes / (time.perf_counter() - started))
-    return {"gb_per_second": round(float(np.median(rates)) / 1e9, 1), "nbytes": nbytes}
-
-
 def open_twice(folder: Path, engine: str) -> dict[str, Any]:
     """Open an engine twice: the second time, what TensorRT for RTX compiled comes from the user's cache folder."""
     seconds = []
@@ -207,32 +190,6 @@ def open_twice(folder: Path, engine: str) -> dict[str, Any]:
             session.decode([3])
         seconds.append(round(time.perf_counter() - started, 3))
     return {"first_seconds": seconds[0], "second_seconds": seconds[1]}
-
-
-def host_time(calls: int = 10_000) -> dict[str, Any]:
-    """Measure what reset and commit cost on the host, B = 8, 32 layers: the calls do not wait for the device."""
-    memory = CudaMemory()
-    layers = [KVLayerConfig(num_kv_heads=8, head_dim=128)] * 32
-    config = KVCacheConfig(layers=layers, max_batch_size=8, max_sequence_length=calls + 1)
-    stream = memory.create_stream()
-    lengths = Lengths(config.max_batch_size, config.max_sequence_length, memory=memory)
-    lengths.reset([0] * 8, stream=stream)
-    result = {"batch_size": 8, "calls": calls}
-    for name, call in (
-        ("commit_scalar_us", lambda: lengths.commit(1, stream=stream)),
-        ("reset_us", lambda: lengths.reset([0] * 8, stream=stream)),
-        ("commit_values_us", lambda: lengths.commit([1] * 8, stream=stream)),
-    ):
-        times = []
-        for index in range(calls):
-            started = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - started)
-            if index % 500 == 499:
-                memory.synchronize(stream)  # the queue of launches never fills up
-        result[name] = round(float(np.median(times)) * 1e6, 2)
-    assert tuple(lengths.tensor.numpy()) == lengths.host == (calls,) * 8
-    return result
 
 
 def views_in_torch() -> dict[str, Any]:
@@ -292,16 +249,33 @@ def gpu_tests() -> str:
     return done.stdout.strip().splitlines()[-1]
 
 
+def sanitized(tool: str) -> str:
+    """Run the tests of the kernels under a tool of compute-sanitizer."""
+    command = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
+    command += [sys.executable, "-m", "pytest", "-q", "-m", "device", "-p", "no:cacheprovider", "tests/kernels"]
+    environment = {**os.environ, "TRT_KVCACHE_REQUIRE_GPU": "1", "TRT_KVCACHE_TEST_DEVICE": "gpu"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-2000:]
+    return " | ".join(line for line in done.stdout.splitlines() if "passed" in line or "ERROR SUMMARY" in line or "RACECHECK" in line)
+
+
+def moves_on_the_gpu() -> dict[str, Any]:
+    """Measure what moves bytes: see ``moves.py``. A limit that is exceeded fails the stage, after all was measured."""
+    result = moves.measure(moves.DeviceClock(), max_bytes=100e9)
+    return {**result, "exceeded": moves.exceeded(result, moves.LIMITS["gpu"])}
+
+
 def measure(arguments: argparse.Namespace, report: Report, scratch: Path) -> None:
     """Run all stages, correctness first."""
     report.run("versions", installed_versions)
     if not arguments.dry_run:
         report.run("cache: views in torch", views_in_torch)
         report.run("cache: commit in a CUDA graph", commit_in_a_graph)
-        report.run("cache: host time", host_time)
-        report.run("device copy", copy_bandwidth)
+        report.run("cache: compaction, capture, restore", moves_on_the_gpu)
     if arguments.tests:
         report.run("tests that need a GPU", gpu_tests)
+        for tool in ("memcheck", "racecheck"):
+            report.run(f"kernels: {tool}", lambda t=tool: sanitized(t))
     engine = "reference" if arguments.dry_run else "tensorrt"
     build(TINY, scratch / "first", "float16", "native", batch=4)
     report.run("engines: accepted", lambda: open_twice(scratch / "first", engine))

@@ -23,7 +23,7 @@ _MIB = 2**20
 def table(results: Path) -> str:
     """Return the table of all results in a folder, one line a figure."""
     lines = ["| result | measured | limit | on | commit |", "|---|---|---|---|---|"]
-    for name, rows in (("host_step", _host_step), ("build", _build), ("import_time", _import_time), ("gpu", _gpu)):
+    for name, rows in (("host_step", _host_step), ("build", _build), ("import_time", _import_time), ("moves_host", _moves), ("gpu", _gpu)):
         path = results / f"{name}.json"
         if path.is_file():
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -56,17 +56,40 @@ def _import_time(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield f"`{statement}`, median", f"{result['median_s']:.3f} s", limit
 
 
+def _moves(content: dict[str, Any], device: str = "host") -> Iterator[tuple[str, str, str]]:
+    limits = content["limits"]
+    yield "plain copy, bytes read and written", f"{content['copy_gb_per_second']:.1f} GB/s", ""
+    shares: dict[str, list[float]] = {}
+    for case in content["cases"].values():
+        for name, one in case.items():
+            if not one["launch_bound"]:
+                shares.setdefault(name, []).append(one["of_copy"])
+    for name, found in shares.items():
+        spread = f"{min(found):.2f} to {max(found):.2f} of a copy ({len(found)} shapes)"
+        yield f"{name}, above 64 MB", spread, f"{limits[device]:g}"
+    launches = [one["us"] for case in content["cases"].values() for one in case.values() if one["launch_bound"]]
+    if launches:
+        yield "compaction, capture or restore of less than 64 MB", f"{min(launches):.0f} to {max(launches):.0f} us", ""
+    yield (
+        "compaction of 1024 tokens, S = 32768 over 2048",
+        f"{content['by_max_sequence_length']['ratio']:.2f}",
+        f"{limits['length_ratio']:g}",
+    )
+    for what in ("save", "load"):
+        yield f"{what} of a snapshot, over the slower of SHA-256 and disk", f"{content['snapshots'][f'{what}_of_slower']:.2f}", ""
+    times = content["host_time"]
+    for what, label in (("commit_scalar_us", "commit of a number"), ("commit_values_us", "commit per slot"), ("reset_us", "reset")):
+        yield f"{label}, host time, B = {times['batch_size']}", f"{times[what]:.1f} us", f"{limits['host_us']:g} us"
+
+
 def _gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for name, stage in content["stages"].items():
         result = stage["result"]
         if not stage["ok"]:
             yield name, "no", ""
-        elif name == "cache: host time":
-            for what, label in (("commit_scalar_us", "commit of a number"), ("commit_values_us", "commit per slot"), ("reset_us", "reset")):
-                yield f"{label}, host time, B = {result['batch_size']}", f"{result[what]:.1f} us", ""
-        elif name == "device copy":
-            yield "device-to-device copy, bytes read and written", f"{result['gb_per_second']:.0f} GB/s", ""
-        elif name == "tests that need a GPU":
+        elif name == "cache: compaction, capture, restore":
+            yield from _moves(result, "gpu")
+        elif isinstance(result, str):
             yield name, result, ""
         elif isinstance(result, dict) and "tokens_per_second" in result:
             yield name, f"{result['tokens_per_second']} tokens/s", ""

@@ -68,31 +68,55 @@ struct Extent {
     __device__ __forceinline__ long long operator()(long long tokens) const { return per_token * tokens + whole; }
 };
 
-template <class Unit, class Steps>
-__device__ __forceinline__ void walk_columns(unsigned char* slots, long long slot_stride, const Steps& steps, Extent extent) {
-    const long long end = extent(steps.longest), apart = threads_of_run();
-    for (long long first = thread_of_run(); first < end; first += kInFlight * apart) {
-        Unit held[kInFlight] = {};
-        for (int s = 0; s < steps.count; s++) {
-            const Step step = steps[s];
-            if (step.source == step.destination) continue;
-            const Unit* from = reinterpret_cast<const Unit*>(slots + step.source * slot_stride);
-            Unit* to = reinterpret_cast<Unit*>(slots + step.destination * slot_stride);
-            Unit moved[kInFlight] = {};
+// The columns of a thread, from `first` on, every blockDim.x-th. What a step has loaded it stores while the next one loads: no step
+// loads what the one before it stores, because every slot is loaded before it is stored.
+template <class Unit>
+struct Columns {
+    unsigned char* slots;
+    long long slot_stride, first;
+    Unit held[kInFlight];
+
+    __device__ __forceinline__ void load(const Step& step, long long end, Unit (&units)[kInFlight]) const {
+        if (first >= end || step.source == step.destination) return;
+        const Unit* from = reinterpret_cast<const Unit*>(slots + step.source * slot_stride) + first;
 #pragma unroll
-            for (int i = 0; i < kInFlight; i++) {
-                const long long column = first + i * apart;
-                if (column < extent(step.tokens)) moved[i] = step.source == kRegister ? held[i] : from[column];
-            }
+        for (int i = 0; i < kInFlight; i++) {
+            const long long apart = i * static_cast<long long>(blockDim.x);
+            if (first + apart < end) units[i] = step.source == kRegister ? held[i] : from[apart];
+        }
+    }
+    __device__ __forceinline__ void store(const Step& step, long long end, const Unit (&units)[kInFlight]) {
+        if (first >= end || step.source == step.destination) return;
+        Unit* to = reinterpret_cast<Unit*>(slots + step.destination * slot_stride) + first;
 #pragma unroll
-            for (int i = 0; i < kInFlight; i++) {
-                const long long column = first + i * apart;
-                if (step.destination == kRegister) {
-                    held[i] = moved[i];
-                } else if (column < extent(step.tokens)) {
-                    to[column] = moved[i];
-                }
+        for (int i = 0; i < kInFlight; i++) {
+            const long long apart = i * static_cast<long long>(blockDim.x);
+            if (step.destination == kRegister) {
+                held[i] = units[i];
+            } else if (first + apart < end) {
+                to[apart] = units[i];
             }
         }
+    }
+};
+
+template <class Unit, class Steps>
+__device__ __forceinline__ void walk_columns(unsigned char* slots, long long slot_stride, const Steps& steps, Extent extent) {
+    const long long end = steps.count ? extent(steps.longest) : 0;
+    for (long long first = first_unit(); first < end; first += units_of_grid()) {
+        Columns<Unit> columns{slots, slot_stride, first, {}};
+        Step step = steps[0];
+        Unit units[kInFlight] = {};
+        columns.load(step, extent(step.tokens), units);
+        for (int s = 1; s < steps.count; s++) {
+            const Step next = steps[s];
+            Unit loaded[kInFlight] = {};
+            columns.load(next, extent(next.tokens), loaded);
+            columns.store(step, extent(step.tokens), units);
+            step = next;
+#pragma unroll
+            for (int i = 0; i < kInFlight; i++) units[i] = loaded[i];
+        }
+        columns.store(step, extent(step.tokens), units);
     }
 }

@@ -5,25 +5,26 @@
 constexpr int kThreads = 256;
 constexpr int kInFlight = 4;
 
-// The threads of all blocks along x share a run of units: thread_of_run(), and then every threads_of_run()-th.
-__device__ __forceinline__ long long thread_of_run() { return static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; }
-__device__ __forceinline__ long long threads_of_run() { return static_cast<long long>(gridDim.x) * blockDim.x; }
+// The blocks along x share a run of units. A block takes kInFlight * blockDim.x units that lie together, of which a thread takes
+// first_unit() and then every blockDim.x-th; and then those that are units_of_grid() further on.
+__device__ __forceinline__ long long first_unit() { return static_cast<long long>(blockIdx.x) * kInFlight * blockDim.x + threadIdx.x; }
+__device__ __forceinline__ long long units_of_grid() { return static_cast<long long>(gridDim.x) * kInFlight * blockDim.x; }
 
 // `to` and `from` do not overlap.
 template <class Unit>
 __device__ __forceinline__ void copy_run(unsigned char* to, const unsigned char* from, long long nbytes) {
     Unit* __restrict__ into = reinterpret_cast<Unit*>(to);
     const Unit* __restrict__ of = reinterpret_cast<const Unit*>(from);
-    const long long count = nbytes / static_cast<long long>(sizeof(Unit)), step = threads_of_run();
-    for (long long first = thread_of_run(); first < count; first += kInFlight * step) {
+    const long long count = nbytes / static_cast<long long>(sizeof(Unit)), apart = blockDim.x;
+    for (long long first = first_unit(); first < count; first += units_of_grid()) {
         Unit units[kInFlight] = {};
 #pragma unroll
         for (int i = 0; i < kInFlight; i++) {
-            if (first + i * step < count) units[i] = of[first + i * step];
+            if (first + i * apart < count) units[i] = of[first + i * apart];
         }
 #pragma unroll
         for (int i = 0; i < kInFlight; i++) {
-            if (first + i * step < count) into[first + i * step] = units[i];
+            if (first + i * apart < count) into[first + i * apart] = units[i];
         }
     }
 }
@@ -31,8 +32,13 @@ __device__ __forceinline__ void copy_run(unsigned char* to, const unsigned char*
 template <class Unit>
 __device__ __forceinline__ void zero_run(unsigned char* run, long long nbytes) {
     Unit* into = reinterpret_cast<Unit*>(run);
-    const long long count = nbytes / static_cast<long long>(sizeof(Unit)), step = threads_of_run();
-    for (long long i = thread_of_run(); i < count; i += step) into[i] = Unit{};
+    const long long count = nbytes / static_cast<long long>(sizeof(Unit)), apart = blockDim.x;
+    for (long long first = first_unit(); first < count; first += units_of_grid()) {
+#pragma unroll
+        for (int i = 0; i < kInFlight; i++) {
+            if (first + i * apart < count) into[first + i * apart] = Unit{};
+        }
+    }
 }
 
 __device__ __forceinline__ long long address(const unsigned char* pointer) { return reinterpret_cast<long long>(pointer); }

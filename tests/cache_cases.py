@@ -63,34 +63,27 @@ def make_cache(kind: str, memory: Any, *, ping_pong: bool = False, **changes: An
     return HybridCacheManager(hybrid_config(ping_pong=ping_pong, **changes), memory=memory)
 
 
-def attention_layers(cache: Any) -> list[int]:
-    """What to call the attention layers of a cache."""
-    if isinstance(cache, MambaCacheManager):
-        return []
+def _layers(cache: Any, kind: LayerType) -> list[int]:
+    """What to call the layers of one kind."""
     if isinstance(cache, HybridCacheManager):
-        return [index for index, kind in enumerate(cache.layer_types) if kind is ATTENTION]
-    return list(range(cache.num_layers))
-
-
-def mamba_layers(cache: Any) -> list[int]:
-    """What to call the recurrent layers of a cache."""
-    if isinstance(cache, HybridCacheManager):
-        return [index for index, kind in enumerate(cache.layer_types) if kind is MAMBA]
-    return list(range(getattr(cache, "num_recurrent_layers", 0)))
+        return [index for index, other in enumerate(cache.layer_types) if other is kind]
+    if kind is MAMBA:
+        return list(range(getattr(cache, "num_recurrent_layers", 0)))
+    return [] if isinstance(cache, MambaCacheManager) else list(range(cache.num_layers))
 
 
 def rows_of(cache: Any) -> list[DeviceTensor]:
-    return [cache.get_combined_kv_cache(index) for index in attention_layers(cache)]
+    return [cache.get_combined_kv_cache(index) for index in _layers(cache, ATTENTION)]
 
 
 def states_of(cache: Any) -> list[DeviceTensor]:
     """Current recurrent, then current conv states."""
-    layers = mamba_layers(cache)
+    layers = _layers(cache, MAMBA)
     return [cache.get_recurrent_state(index) for index in layers] + [cache.get_conv_state(index) for index in layers]
 
 
 def next_states_of(cache: Any) -> list[DeviceTensor]:
-    layers = mamba_layers(cache)
+    layers = _layers(cache, MAMBA)
     return [cache.get_next_recurrent_state(index) for index in layers] + [cache.get_next_conv_state(index) for index in layers]
 
 
@@ -103,8 +96,7 @@ def fill_all(cache: Any, stream: Any, seed: int = 0) -> None:
     """Overwrite every byte of K, V and states, padding included, at random."""
     random = np.random.default_rng(seed)
     for tensor in [*rows_of(cache), *states_of(cache), *next_states_of(cache)]:
-        array = random.integers(0, 256, tensor.allocation.nbytes, np.uint8)
-        cache.memory.upload(whole(tensor), array, stream=stream)
+        cache.memory.upload(whole(tensor), random.integers(0, 256, tensor.allocation.nbytes, np.uint8), stream=stream)
         cache.memory.synchronize(stream)
 
 
@@ -114,8 +106,7 @@ class Image:
     def __init__(self, cache: Any) -> None:
         #: The views that were copied: of rows, of current states, of next states.
         self.tensors = rows_of(cache), states_of(cache), next_states_of(cache)
-        everything = [*self.tensors[0], *self.tensors[1], *self.tensors[2]]
-        self._bytes = {id(tensor.allocation): whole(tensor).numpy() for tensor in everything}
+        self._bytes = {id(tensor.allocation): whole(tensor).numpy() for tensors in self.tensors for tensor in tensors}
         #: K and V of each attention layer, bytes [B, 2, H, S, row]; states of each recurrent layer, bytes [B, ..., row].
         self.rows, self.states, self.next_states = ([self._view(tensor) for tensor in tensors] for tensors in self.tensors)
 
@@ -138,6 +129,11 @@ class Image:
     def zero_states(self, *slots: int) -> None:
         for array in self.states:
             array[list(slots)] = 0
+
+    def clear_states(self) -> None:
+        """Zero the current states, padding included."""
+        for tensor in self.tensors[1]:
+            self._bytes[id(tensor.allocation)][:] = 0
 
     def check(self, cache: Any) -> None:
         """Every byte is as this image says, and nothing has moved."""

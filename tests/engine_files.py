@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
-from typing import Any
 
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
 from trt_kvcache.engine_config import CheckpointRecord, EngineConfig, PlanRecord
-from trt_kvcache.engine_folder import EngineFolder, write_engine_folder
+from trt_kvcache.engine_folder import write_engine_folder
 from trt_kvcache.names import DEFAULT_NAMES
 from trt_kvcache.network.decomposable import AttentionChoice
 
 PLAN = b"these bytes stand for an engine"
 
 
-def make_config(checkpoint: Checkpoint, *, plan: bytes = PLAN, embedded: bool = False, **changes: Any) -> EngineConfig:
+def make_config(checkpoint, *, plan=PLAN, embedded=False, **changes):
     """Return the configuration of an engine of ``checkpoint`` with B = 3, S = 38, P = 11."""
     model = checkpoint.config
     cache = cache_config(model, max_batch_size=3, max_sequence_length=38, dtype="float16")
-    values: dict[str, Any] = {
+    values = {
         "model": model,
         "cache": cache,
         "names": DEFAULT_NAMES,
@@ -38,7 +36,7 @@ def make_config(checkpoint: Checkpoint, *, plan: bytes = PLAN, embedded: bool = 
     return EngineConfig(**{**values, **changes})
 
 
-def make_engine_folder(model: Path, target: Path, *, plan: bytes = PLAN, embedded: bool = False, **changes: Any) -> EngineFolder:
+def make_engine_folder(model, target, *, plan=PLAN, embedded=False, **changes):
     """Write an engine folder for the model folder ``model``."""
     with Checkpoint.open(model) as checkpoint:
         config = make_config(checkpoint, plan=plan, embedded=embedded, **changes)

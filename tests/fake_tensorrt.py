@@ -1,37 +1,32 @@
 """A stand-in for TensorRT's runtime half that records what is called, and a stand-in for GPU memory.
 
-It knows what the documentation says: shapes and addresses belong to a context, switching a context's profile forgets its shapes,
-an enqueue fails with a shape or an address missing.
+It knows what the documentation says: shapes and addresses belong to a context, switching a context's profile forgets its shapes.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 from test_trt_module import FakeLogger
 
-from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
+from trt_kvcache.engine import TensorMode
 from trt_kvcache.memory import HostMemory
 from trt_kvcache.trt_log import TensorRTLog
 from trt_kvcache.trt_module import TensorRT
-
-ShapeOf = Callable[[TensorSpec, int, int], tuple[int, ...]]
 
 
 class FakeStream:
     """A stream with an address."""
 
-    def __init__(self, handle: int) -> None:
+    def __init__(self, handle):
         self.handle = handle
         self.synced = 0
 
-    def __cuda_stream__(self) -> tuple[int, int]:
+    def __cuda_stream__(self):
         return (0, self.handle)
 
-    def sync(self) -> None:
+    def sync(self):
         self.synced += 1
 
 
@@ -41,187 +36,170 @@ class FakeGpuMemory(HostMemory):
     device = "cuda:0"
     is_host = False
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
-        self.streams: list[FakeStream] = []
+        self.streams = []
 
-    def create_stream(self) -> Any:
+    def create_stream(self):
         self.streams.append(FakeStream(0x1000 + len(self.streams)))
         return self.streams[-1]
 
-    def check_stream(self, stream: Any) -> None:
+    def check_stream(self, stream):
         assert isinstance(stream, FakeStream)
 
-    def synchronize(self, stream: Any) -> None:
+    def synchronize(self, stream):
         stream.sync()
 
 
 class FakeTensorRT:
     """The module, and everything it makes. ``calls`` is what was called, in order."""
 
-    def __init__(self, specs: list[TensorSpec], profiles: list[EngineProfile], shape_of: ShapeOf, *, plan: bytes = b"plan") -> None:
+    def __init__(self, specs, profiles, shape_of, *, plan=b"plan"):
         self.specs = {spec.name: spec for spec in specs}
-        self.profiles = profiles
-        self.shape_of = shape_of
+        self.profiles = list(profiles)
+        self.shape_of = shape_of  # (spec, batch, width): the shape of an input
         self.plan = plan
-        self.calls: list[Any] = []
-        self.errors: dict[str, str] = {}  # what to log, by call
-        self.refuse: set[str] = set()  # calls that return False or None
-        self.cache_content: bytes | None = b"compiled"
-        self.cache_refuses = False
-        self.host_tensors: set[str] = set()
-        self.contexts: list[Any] = []
-        self.logger: Any = None
+        self.calls = []
+        self.errors = {}  # what to log, by call
+        self.refuse = set()  # calls that return False or None
+        self.cache_content = b"compiled"
+        self.host_tensors = set()
+        self.contexts = []
+        self.logger = None
 
-    def record(self, name: str, *details: Any) -> bool:
+    def record(self, name, *details):
         """Note a call; log what is to be logged for it; say whether it succeeds."""
         self.calls.append((name, *details))
         if name in self.errors:
             self.logger.log(FakeLogger.Severity.ERROR, self.errors[name])
         return name not in self.refuse
 
-    def tensorrt(self, flavour: str = "tensorrt_rtx") -> TensorRT:
+    def tensorrt(self, flavour):
         """Return it as :func:`trt_kvcache.trt_module.load` would."""
         fake = self
 
         class Runtime:
-            def __init__(self, logger: Any) -> None:
+            def __init__(self, logger):
                 fake.logger = logger
                 fake.record("Runtime")
 
-            def deserialize_cuda_engine(self, plan: Any) -> Any:
+            def deserialize_cuda_engine(self, plan):
                 ok = fake.record("deserialize_cuda_engine", bytes(plan))
                 return _Engine(fake) if ok and bytes(plan) == fake.plan else None
 
-        class ExecutionContextAllocationStrategy(enum.Enum):
-            STATIC = 0
-            USER_MANAGED = 2
-
-        names = ["FLOAT", "HALF", "BF16", "INT8", "INT32", "INT64", "BOOL", "UINT8", "FP8"]
-        module = SimpleNamespace(
+        self.module = SimpleNamespace(
             ILogger=FakeLogger,
             Runtime=Runtime,
             TensorLocation=enum.Enum("TensorLocation", ["DEVICE", "HOST"]),
             TensorIOMode=enum.Enum("TensorIOMode", ["INPUT", "OUTPUT"]),
-            DataType=enum.Enum("DataType", names),
-            ExecutionContextAllocationStrategy=ExecutionContextAllocationStrategy,
+            DataType=enum.Enum("DataType", ["FLOAT", "HALF", "BF16", "INT8", "INT32", "INT64", "BOOL", "UINT8", "FP8"]),
+            ExecutionContextAllocationStrategy=enum.Enum("ExecutionContextAllocationStrategy", ["STATIC", "USER_MANAGED"]),
         )
-        self.module = module
-        self.loaded = TensorRT(module=module, flavour=flavour, version="1.7.1", log=TensorRTLog(module))
+        self.loaded = TensorRT(module=self.module, flavour=flavour, version="1.7.1", log=TensorRTLog(self.module))
         return self.loaded
 
 
-class _Engine:
-    def __init__(self, fake: FakeTensorRT) -> None:
+class _Part:
+    """Something that TensorRT makes."""
+
+    def __init__(self, fake):
         self.fake = fake
+
+
+class _Engine(_Part):
+    def __init__(self, fake):
+        super().__init__(fake)
         self.names = sorted(fake.specs)  # not our order
         self.num_io_tensors = len(self.names)
         self.num_optimization_profiles = len(fake.profiles)
 
-    def get_tensor_name(self, index: int) -> str:
+    def get_tensor_name(self, index):
         return self.names[index]
 
-    def get_tensor_location(self, name: str) -> Any:
-        locations = self.fake.module.TensorLocation
-        return locations.HOST if name in self.fake.host_tensors else locations.DEVICE
+    def get_tensor_location(self, name):
+        return self.fake.module.TensorLocation["HOST" if name in self.fake.host_tensors else "DEVICE"]
 
-    def get_tensor_mode(self, name: str) -> Any:
-        modes = self.fake.module.TensorIOMode
-        return modes.INPUT if self.fake.specs[name].mode is TensorMode.INPUT else modes.OUTPUT
+    def get_tensor_mode(self, name):
+        return self.fake.module.TensorIOMode[self.fake.specs[name].mode.name]
 
-    def get_tensor_shape(self, name: str) -> Any:
+    def get_tensor_shape(self, name):
         return list(self.fake.specs[name].shape)
 
-    def get_tensor_dtype(self, name: str) -> Any:
+    def get_tensor_dtype(self, name):
         return self.fake.loaded.data_type(self.fake.specs[name].dtype)
 
-    def get_aliased_input_tensor(self, name: str) -> str | None:
+    def get_aliased_input_tensor(self, name):
         return self.fake.specs[name].alias
 
-    def get_tensor_profile_shape(self, name: str, index: int) -> list[list[int]]:
+    def get_tensor_profile_shape(self, name, index):
         spec, profile = self.fake.specs[name], self.fake.profiles[index]
         assert -1 in spec.shape
         low = list(self.fake.shape_of(spec, profile.min_batch, profile.min_width))
         high = list(self.fake.shape_of(spec, profile.max_batch, profile.max_width))
         return [low, high, high]
 
-    def get_device_memory_size_for_profile_v2(self, index: int) -> int:
+    def get_device_memory_size_for_profile_v2(self, index):
         return (3000, 5000)[index]  # the first is not the largest
 
-    def create_runtime_config(self) -> Any:
+    def create_runtime_config(self):
         return _RuntimeConfig(self.fake) if self.fake.record("create_runtime_config") else None
 
-    def create_execution_context(self, argument: Any) -> Any:
+    def create_execution_context(self, argument):
         if not self.fake.record("create_execution_context", argument):
             return None
         self.fake.contexts.append(_Context(self.fake))
         return self.fake.contexts[-1]
 
 
-class _RuntimeConfig:
-    def __init__(self, fake: FakeTensorRT) -> None:
-        self.fake = fake
-
-    def set_execution_context_allocation_strategy(self, strategy: Any) -> None:
+class _RuntimeConfig(_Part):
+    def set_execution_context_allocation_strategy(self, strategy):
         self.fake.record("set_execution_context_allocation_strategy", strategy.name)
 
-    def create_runtime_cache(self) -> Any:
+    def create_runtime_cache(self):
         self.fake.record("create_runtime_cache")
         return _RuntimeCache(self.fake)
 
-    def set_runtime_cache(self, cache: Any) -> bool:
+    def set_runtime_cache(self, cache):
         return self.fake.record("set_runtime_cache")
 
 
-class _RuntimeCache:
-    def __init__(self, fake: FakeTensorRT) -> None:
-        self.fake = fake
+class _RuntimeCache(_Part):
+    def deserialize(self, blob):
+        return self.fake.record("cache.deserialize", blob)
 
-    def deserialize(self, blob: bytes) -> bool:
-        self.fake.record("cache.deserialize", blob)
-        if self.fake.cache_refuses:
-            self.fake.logger.log(FakeLogger.Severity.ERROR, "cache of another driver")
-        return not self.fake.cache_refuses
-
-    def serialize(self) -> bytes | None:
+    def serialize(self):
         self.fake.record("cache.serialize")
         return self.fake.cache_content
 
 
-class _Context:
-    def __init__(self, fake: FakeTensorRT) -> None:
-        self.fake = fake
-        self.profile = 0
-        self.shapes: dict[str, tuple[int, ...]] = {}
-        self.addresses: dict[str, int] = {}
-        self.memory: tuple[int, int] | None = None
+class _Context(_Part):
+    def __init__(self, fake):
+        super().__init__(fake)
+        self.profile, self.shapes, self.memory = 0, {}, None
 
-    def set_optimization_profile_async(self, index: int, stream: int) -> bool:
+    def set_optimization_profile_async(self, index, stream):
         self.profile, self.shapes = index, {}
         return self.fake.record("set_optimization_profile_async", index, stream)
 
-    def set_device_memory(self, address: int, nbytes: int) -> None:
+    def set_device_memory(self, address, nbytes):
         self.memory = (address, nbytes)
         self.fake.record("set_device_memory", nbytes)
 
-    def set_tensor_address(self, name: str, address: int) -> bool:
-        if not self.fake.record("set_tensor_address", self.profile, name, address):
-            return False
-        self.addresses[name] = address
-        return True
+    def set_tensor_address(self, name, address):
+        return self.fake.record("set_tensor_address", self.profile, name, address)
 
-    def set_input_shape(self, name: str, shape: tuple[int, ...]) -> bool:
-        if not self.fake.record("set_input_shape", self.profile, name, shape):
-            return False
-        self.shapes[name] = shape
-        return True
+    def set_input_shape(self, name, shape):
+        ok = self.fake.record("set_input_shape", self.profile, name, shape)
+        if ok:
+            self.shapes[name] = shape
+        return ok
 
-    def get_tensor_shape(self, name: str) -> list[int]:
+    def get_tensor_shape(self, name):
         spec = self.fake.specs[name]
         if spec.mode is TensorMode.INPUT:
             return list(self.shapes.get(name, spec.shape))
         batch = next(iter(self.shapes.values()), (-1,))[0]
         return [batch, *spec.shape[1:]]
 
-    def execute_async_v3(self, stream: int) -> bool:
+    def execute_async_v3(self, stream):
         return self.fake.record("execute_async_v3", self.profile, stream)

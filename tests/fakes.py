@@ -1,7 +1,7 @@
 """Stand-ins for an engine, a memory and a cache that record what is called, in order, and fail where they are told to.
 
-``RecordingEngine`` computes something too: it stores tokens in the cache rows that it is bound to, and its logits are a hash of
-all tokens of a slot as it reads them back. So a token that was lost, doubled, moved or read from a dead row shows, exactly.
+``RecordingEngine`` stores tokens in the cache rows that it is bound to, and its logits are a hash of all tokens of a slot as it
+reads them back: a token that was lost, doubled, moved or read from a dead row shows.
 """
 
 from __future__ import annotations
@@ -35,13 +35,8 @@ def kv_config(
     *, slots: int = 3, limit: int = 16, layers: int = 2, dtype: str = "float32", head_dim: int = 16, layout: KVLayout = KVLayout.SEPARATE
 ) -> KVCacheConfig:
     """A cache of layers that differ. With ``limit=16`` every slot starts at an aligned address, with 7 only some do."""
-    return KVCacheConfig(
-        layers=[KVLayerConfig(num_kv_heads=1 + layer % 2, head_dim=head_dim) for layer in range(layers)],
-        max_batch_size=slots,
-        max_sequence_length=limit,
-        dtype=dtype,
-        layout=layout,
-    )
+    each = [KVLayerConfig(num_kv_heads=1 + layer % 2, head_dim=head_dim) for layer in range(layers)]
+    return KVCacheConfig(layers=each, max_batch_size=slots, max_sequence_length=limit, dtype=dtype, layout=layout)
 
 
 def engine_tensors(
@@ -66,10 +61,8 @@ def engine_tensors(
 
 def two_profiles(slots: int, width: int) -> list[EngineProfile]:
     """One profile for prefill and one for decode."""
-    return [
-        EngineProfile(name="prefill", min_batch=1, max_batch=slots, min_width=1, max_width=width),
-        EngineProfile(name="decode", min_batch=1, max_batch=slots, min_width=1, max_width=1),
-    ]
+    widest = {"prefill": width, "decode": 1}
+    return [EngineProfile(name=name, min_batch=1, max_batch=slots, min_width=1, max_width=most) for name, most in widest.items()]
 
 
 class Journal:
@@ -77,35 +70,31 @@ class Journal:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self._until_failure: int | None = None
         self._error: BaseException | None = None
+        self._until = 0
         self._after = False
 
     def fail_at(self, index: int, error: BaseException, *, after: bool) -> None:
         """Raise ``error`` at the call that is ``index`` calls away: before it does anything, or after it has."""
-        self._until_failure, self._error, self._after = index, error, after
+        self._until, self._error, self._after = index, error, after
 
     @contextmanager
     def call(self, *what: Any) -> Iterator[None]:
         self.calls.append(what)
-        due = self._until_failure == 0
-        if self._until_failure is not None:
-            self._until_failure -= 1
-        if due and not self._after:
-            raise self._take_error()
+        error = self._error if self._until == 0 else None
+        self._until -= 1
+        if error is not None:
+            self._error = None
+            if not self._after:
+                raise error
         yield
-        if due:
-            raise self._take_error()
+        if error is not None:
+            raise error
 
     @property
     def failed(self) -> bool:
         """Whether the failure that was planned has come."""
         return self._error is None
-
-    def _take_error(self) -> BaseException:
-        error, self._error, self._until_failure = self._error, None, None
-        assert error is not None
-        return error
 
     def take(self) -> list[tuple[Any, ...]]:
         """Return the calls so far, and forget them."""
@@ -114,12 +103,11 @@ class Journal:
 
 
 class RecordingMemory(HostMemory):
-    """Host memory that writes copies, waits and allocations down. Nothing is freed but by ``close``."""
+    """Host memory that writes copies, waits and allocations down."""
 
     def __init__(self, journal: Journal) -> None:
         super().__init__()
         self.journal = journal
-        self.allocations: list[Any] = []
 
     def upload(self, destination: DeviceTensor, source: np.ndarray[Any, Any], *, stream: Any) -> None:
         with self.journal.call("upload", destination.shape, stream):
@@ -135,8 +123,7 @@ class RecordingMemory(HostMemory):
 
     def allocate(self, nbytes: int, *, zeroed: bool = False, stream: Any) -> Any:
         with self.journal.call("allocate", nbytes):
-            self.allocations.append(super().allocate(nbytes, zeroed=zeroed, stream=stream))
-            return self.allocations[-1]
+            return super().allocate(nbytes, zeroed=zeroed, stream=stream)
 
     def staging(self, shape: Sequence[int], dtype: str) -> np.ndarray[Any, Any]:
         with self.journal.call("staging", tuple(shape)):
@@ -144,18 +131,21 @@ class RecordingMemory(HostMemory):
 
 
 class RecordingCache(KVCacheManager):
-    """A cache that writes changes of its lengths down, and can be filled with bytes that must not be read."""
+    """A cache that writes changes of its lengths down."""
+
+    def _call(self, *what: Any) -> Any:
+        return self.memory.journal.call(*what)  # type: ignore[attr-defined]
 
     def commit_sequence_length(self, increment: Any, *, max_increment: int | None = None, stream: Any) -> None:
-        with self.memory.journal.call("commit", increment, stream):  # type: ignore[attr-defined]
+        with self._call("commit", increment, stream):
             super().commit_sequence_length(increment, max_increment=max_increment, stream=stream)
 
     def reset_for_new_sequences(self, reuse_lengths: Any, *, stream: Any) -> None:
-        with self.memory.journal.call("reset", tuple(reuse_lengths), stream):  # type: ignore[attr-defined]
+        with self._call("reset", tuple(reuse_lengths), stream):
             super().reset_for_new_sequences(reuse_lengths, stream=stream)
 
     def rewind(self, slot: int, length: int, *, stream: Any) -> None:
-        with self.memory.journal.call("rewind", slot, length, stream):  # type: ignore[attr-defined]
+        with self._call("rewind", slot, length, stream):
             super().rewind(slot, length, stream=stream)
 
 
@@ -168,30 +158,20 @@ class Step:
     start: list[int]
     last: list[int]
     bound: Mapping[str, DeviceTensor]
-    shapes: Mapping[str, tuple[int, ...]]
 
 
 class RecordingEngine:
     """Follows the engine protocol to the letter, writes every call down, and hashes the tokens that it finds in the cache."""
 
     def __init__(
-        self,
-        kv: KVCacheConfig,
-        memory: RecordingMemory,
-        *,
-        names: TensorNames = DEFAULT_NAMES,
-        profiles: Sequence[EngineProfile] | None = None,
-        **options: Any,
+        self, kv: KVCacheConfig, memory: RecordingMemory, *, names: TensorNames = DEFAULT_NAMES, profiles: Any = None, **options: Any
     ) -> None:
         self.tensors = engine_tensors(kv, names, **options)
-        self.profiles = two_profiles(kv.max_batch_size, 4) if profiles is None else list(profiles)
+        self.profiles: list[EngineProfile] = two_profiles(kv.max_batch_size, 4) if profiles is None else list(profiles)
         self.memory = memory
         self.steps: list[Step] = []
-        self.closed = 0
-        self._names = names
-        self._kv = kv
-        self._journal = memory.journal
-        self._profile = 0
+        self.closed = self._profile = 0
+        self._names, self._kv, self._journal = names, kv, memory.journal
         self._bound: list[dict[str, DeviceTensor]] = [{} for _ in self.profiles]
         self._shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in self.profiles]
 
@@ -225,8 +205,8 @@ class RecordingEngine:
         self.closed += 1
 
     def _run(self) -> None:
-        names, bound, shapes = self._names, self._bound[self._profile], self._shapes[self._profile]
-        assert set(bound) == set(self.tensors)
+        names, shapes = self._names, self._shapes[self._profile]
+        assert set(self._bound[self._profile]) == set(self.tensors)
         assert set(shapes) == {name for name, spec in self.tensors.items() if spec.mode is TensorMode.INPUT}
         slots, width = shapes[names.input_ids]
         assert all(shape[0] == slots for shape in shapes.values())
@@ -235,16 +215,17 @@ class RecordingEngine:
         last = self._array(names.last_token_ids, (slots, 1))[:, 0]
         assert (start + width <= self._kv.max_sequence_length).all(), "a row would be written past the end of its slot"
         assert ((last >= 0) & (last < width)).all()
-        self.steps.append(Step(self.profiles[self._profile].name, ids.tolist(), start.tolist(), last.tolist(), dict(bound), dict(shapes)))
+        self.steps.append(
+            Step(self.profiles[self._profile].name, ids.tolist(), start.tolist(), last.tolist(), dict(self._bound[self._profile]))
+        )
         logits = self._array(names.logits, (slots, VOCAB))
         for layer in range(self._kv.num_layers):
             k, v = (self._in_place(before, after, shapes[before]) for before, after in names.cache_pairs(layer))
             for slot in range(slots):
-                rows = slice(start[slot], start[slot] + width)
+                rows, live = slice(start[slot], start[slot] + width), start[slot] + last[slot] + 1
                 k[slot, :, rows] = ids[slot][:, np.newaxis]
                 v[slot, :, rows] = layer + np.arange(rows.start, rows.stop)[:, np.newaxis]
-                k[slot, :, start[slot] + last[slot] + 1 : rows.stop] = np.nan  # rows of padding hold whatever
-                live = start[slot] + last[slot] + 1
+                k[slot, :, live : rows.stop] = np.nan  # rows of padding hold whatever
                 seen = k[slot, 0, :live, 0]
                 assert (k[slot, :, :live] == seen[:, np.newaxis]).all(), "a row was lost"
                 assert (v[slot, :, :live] == layer + np.arange(live)[:, np.newaxis]).all(), "a row was moved"
@@ -258,6 +239,13 @@ class RecordingEngine:
         bound = self._bound[self._profile]
         assert bound[before].ptr == bound[after].ptr
         return self._array(before, shape)
+
+
+def recorded(kv: KVCacheConfig | None = None, **options: Any) -> tuple[RecordingEngine, RecordingCache]:
+    """An engine and a cache that fit, over one memory with a new journal."""
+    kv = kv_config() if kv is None else kv
+    memory = RecordingMemory(Journal())
+    return RecordingEngine(kv, memory, **options), RecordingCache(kv, memory=memory)
 
 
 def poison(cache: KVCacheManager, value: float = np.nan) -> None:

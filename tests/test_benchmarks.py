@@ -10,10 +10,14 @@ from pathlib import Path
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
-def run(script: str, out: Path, *options: str) -> dict:
+def run(script, *options):
+    command = [sys.executable, "-W", "error", str(BENCHMARKS / script), *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def measured(script, out, *options):
     """Run a benchmark. Its limits are for a quiet machine, so 1 (a limit is exceeded) is accepted here."""
-    command = [sys.executable, "-W", "error", str(BENCHMARKS / script), "--out", str(out), *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = run(script, "--out", str(out), *options)
     assert done.returncode in (0, 1), done.stderr
     assert not done.stderr
     result = json.loads(out.read_text())
@@ -22,24 +26,27 @@ def run(script: str, out: Path, *options: str) -> dict:
 
 
 def test_host_step(tmp_path):
-    result = run("host_step.py", tmp_path / "results" / "host_step.json", "--steps", "20")
-    assert set(result["layers"]) == {"16", "32", "64"}
-    assert all(0 < layers["median_us"] <= layers["p90_us"] for layers in result["layers"].values())
-    assert result["ratio_64_to_16"] == result["layers"]["64"]["median_us"] / result["layers"]["16"]["median_us"]
+    result = measured("host_step.py", tmp_path / "results" / "host_step.json", "--steps", "20")
+    layers = result["layers"]
+    assert list(layers) == ["16", "32", "64"]
+    assert all(0 < one["median_us"] <= one["p90_us"] for one in layers.values())
+    assert result["ratio_64_to_16"] == layers["64"]["median_us"] / layers["16"]["median_us"]
     assert (result["batch_size"], result["steps"]) == (8, 20)
 
 
 def test_import_time(tmp_path):
-    result = run("import_time.py", tmp_path / "import_time.json", "--runs", "1")
-    assert set(result["results"]) == {
-        "trt_kvcache",
-        "trt_kvcache.manager",
-        "from trt_kvcache import InferenceSession",
-        "numpy, ml_dtypes",
-    }
-    assert 0 < result["results"]["trt_kvcache"]["best_s"] < 60
+    results = measured("import_time.py", tmp_path / "import_time.json", "--runs", "1")["results"]
+    assert set(results) == {"trt_kvcache", "trt_kvcache.manager", "from trt_kvcache import InferenceSession", "numpy, ml_dtypes"}
+    assert 0 < results["trt_kvcache"]["best_s"] < 60
 
 
-def test_the_table_is_that_of_the_files() -> None:
-    done = subprocess.run([sys.executable, str(BENCHMARKS / "tables.py"), "--check"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, "run: python benchmarks/tables.py"
+def test_moves(tmp_path):
+    result = measured("moves.py", tmp_path / "moves.json", "--quick")
+    assert list(result["cases"]) == ["1B, B = 1, 1024 tokens"]
+    assert all(one["us"] > 0 < one["of_copy"] for one in result["cases"]["1B, B = 1, 1024 tokens"].values())
+    assert len(result["left_out"]) == 29
+    assert (result["host_time"]["calls"], set(result["snapshots"]["seconds"]) >= {"hash", "save", "load"}) == (200, True)
+
+
+def test_the_table_is_that_of_the_files():
+    assert run("tables.py", "--check").returncode == 0, "run: python benchmarks/tables.py"

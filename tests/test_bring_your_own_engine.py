@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,45 +15,33 @@ from fakes import poison
 from trt_kvcache import HostMemory, InferenceSession, KVCacheManager
 from trt_kvcache.errors import BindingError
 
-SCRIPT = Path(__file__).parents[1] / "examples" / "bring_your_own_engine.py"
-
-
-@pytest.fixture(scope="module")
-def example():
-    spec = importlib.util.spec_from_file_location("bring_your_own_engine", SCRIPT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture
-def session(example):
-    memory = HostMemory()
-    with InferenceSession(example.InductionEngine(memory), KVCacheManager(example.KV, memory=memory), names=example.NAMES) as session:
-        yield session
+SCRIPT = str(Path(__file__).parents[1] / "examples" / "bring_your_own_engine.py")
+PRINTED = """\
+1 2 3 4 1 2 3 4 1 2 3 4 -> 1 2 3 4 1 2 3 4
+7 7 8 7 7 8 -> 7 8 7 8 7 8 7 8
+5 30 5 30 -> 5 30 5 30 5 30 5 30
+11008 of 49152 bytes of the cache are live
+"""
 
 
 def test_it_runs():
-    done = subprocess.run([sys.executable, "-W", "error", str(SCRIPT)], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.splitlines() == [
-        "1 2 3 4 1 2 3 4 1 2 3 4 -> 1 2 3 4 1 2 3 4",
-        "7 7 8 7 7 8 -> 7 8 7 8 7 8 7 8",
-        "5 30 5 30 -> 5 30 5 30 5 30 5 30",
-        "11008 of 49152 bytes of the cache are live",
-    ]
+    done = subprocess.run([sys.executable, "-W", "error", SCRIPT], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == PRINTED
 
 
-def test_cached_rows_are_those_of_one_pass(session):
-    tokens = [1, 2, 3, 1, 4, 2, 3, 1, 2, 5, 1]
-    whole = session.prefill([tokens, [6, 7]])
-    for cut in range(1, len(tokens)):
-        session.prefill([tokens[:cut], [6]])
-        poison(session.cache)
-        np.testing.assert_array_equal(session.append([tokens[cut:], [7]]), whole)
+def test_cached_rows_are_those_of_one_pass():
+    example, memory = SimpleNamespace(**runpy.run_path(SCRIPT)), HostMemory()
+    with InferenceSession(example.InductionEngine(memory), KVCacheManager(example.KV, memory=memory), names=example.NAMES) as session:
+        tokens = [1, 2, 3, 1, 4, 2, 3, 1, 2, 5, 1]
+        whole = session.prefill([tokens, [6, 7]])
+        for cut in range(1, len(tokens)):
+            session.prefill([tokens[:cut], [6]])
+            poison(session.cache)
+            np.testing.assert_array_equal(session.append([tokens[cut:], [7]]), whole)
 
 
-def test_without_its_names_it_is_refused(example):
-    memory = HostMemory()
+def test_without_its_names_it_is_refused():
+    example, memory = SimpleNamespace(**runpy.run_path(SCRIPT)), HostMemory()
     with KVCacheManager(example.KV, memory=memory) as cache:
         engine = example.InductionEngine(memory)
         with pytest.raises(BindingError, match=r"^`k_cache_0`: expected an input of this name, the engine has `tokens`, `past_lengths`, "):

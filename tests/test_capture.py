@@ -1,113 +1,75 @@
-"""Capture and restore of K/V and of states: which bytes, from one layout into the other, and what is refused."""
+"""Capture and restore of K/V and of states: which bytes, and from one layout into the other."""
 
 from __future__ import annotations
 
-import gc
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from cache_cases import (
-    HEADS,
-    KINDS,
-    STATES,
-    CapturingMemory,
-    Image,
-    Unchanged,
-    fill_all,
-    make_cache,
-    rows_of,
-    state_of,
-    states_of,
-)
+from cache_cases import HEADS, KINDS, Image, Unchanged, fill_all, make_cache, state_of
 from simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 
-from trt_kvcache import CacheConfig, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, LinearKVCache
-from trt_kvcache.errors import (
-    CapacityError,
-    CaptureError,
-    ClosedError,
-    DTypeError,
-    LayoutError,
-    PlaceError,
-    RangeError,
-    ShapeError,
-    SlotError,
-)
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache import CacheConfig, DeviceTensor, KVCacheManager, KVLayerConfig, KVLayout, LinearKVCache
 
+ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
-OTHER = {KVLayout.COMBINED: KVLayout.SEPARATE, KVLayout.SEPARATE: KVLayout.COMBINED}
-KV_KINDS = pytest.mark.parametrize("kind", ["manager", "linear", "hybrid"])
-STATE_KINDS = pytest.mark.parametrize("kind", ["linear", "mamba", "hybrid"])
-RECURRENT, CONV = ("capture_recurrent_states", "restore_recurrent_states"), ("capture_conv_states", "restore_conv_states")
+KV, RECURRENT, CONV = "kv_cache", "recurrent_states", "conv_states"
 
 
-def bytes_of(tensor: DeviceTensor) -> np.ndarray:
-    """A tensor as bytes [..., row]: NaN is equal to itself."""
-    return tensor.numpy().view(np.uint8)
+def parts_of(kind: str) -> list[str]:
+    """What can be captured from a cache, one call each."""
+    return ([] if kind == "mamba" else [KV]) + ([] if kind == "manager" else [RECURRENT, CONV])
 
 
-@KV_KINDS
+def capture(cache: Any, part: str, slot: Any, stream: Any, length: Any = 1) -> list[DeviceTensor]:
+    return getattr(cache, f"capture_{part}")(*([slot, length] if part == KV else [slot]), stream=stream)
+
+
+def restore(cache: Any, part: str, saved: Any, slot: Any, stream: Any) -> None:
+    getattr(cache, f"restore_{part}")(saved, slot, stream=stream)
+
+
+def views(image: Image, part: str, slot: int, length: int) -> list[Any]:
+    """The bytes of an image that a capture holds."""
+    if part == KV:
+        return [rows[slot, :, :, :length] for rows in image.rows]
+    half = len(image.states) // 2
+    return [states[slot] for states in (image.states[:half] if part == RECURRENT else image.states[half:])]
+
+
+@ALL_KINDS
 @LAYOUTS
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"])
-def test_k_and_v_from_one_layout_into_the_other(memory, stream, kind, layout, dtype):
-    source = make_cache(kind, memory, layout=layout, dtype=dtype)
-    target = make_cache(kind, memory, layout=OTHER[layout], dtype=dtype)
+def test_from_one_layout_into_the_other(memory, stream, kind, layout, dtype):
+    ping_pong, other = layout is KVLayout.COMBINED, next(each for each in KVLayout if each is not layout)
+    source, target = (make_cache(kind, memory, layout=each, dtype=dtype, ping_pong=ping_pong) for each in (layout, other))
+    heads = [HEADS[0]] * 2 if kind == "linear" else HEADS
     target.reset_for_new_sequences([1, 2], stream=stream)
-    for length, from_slot, to_slot in ((0, 0, 0), (1, 4, 0), (3, 2, 4), (7, 1, 1)):
-        fill_all(source, stream, length)
-        fill_all(target, stream, 50 + length)
-        rows, expected, lengths = Image(source).rows, Image(target), state_of(target)["mirror"]
-        with Unchanged(source):
-            saved = source.capture_kv_cache(from_slot, length, stream=stream)
-            heads = [HEADS[0]] * 2 if kind == "linear" else HEADS
-            assert [tensor.shape for tensor in saved] == [(2, h, length, d) for h, d in heads]
-            for array, tensor in zip(rows, saved, strict=True):
-                assert (tensor.dtype, tensor.memory, tensor.is_contiguous) == (dtype, memory, True)
-                assert not length or tensor.ptr % 256 == 0
-                assert np.array_equal(bytes_of(tensor), array[from_slot, :, :, :length])
-            target.restore_kv_cache(saved, to_slot, stream=stream)
-            for into, array in zip(expected.rows, rows, strict=True):
-                into[to_slot, :, :, :length] = array[from_slot, :, :, :length]
+    before = state_of(target)
+    with source, target:
+        for length, from_slot, to_slot in ((0, 0, 0), (1, 4, 0), (3, 2, 4), (7, 1, 1)):
+            shapes = {KV: [(2, h, length, d) for h, d in heads], RECURRENT: [(2, 3, 5)] * 2, CONV: [(7, 3)] * 2}
+            fill_all(source, stream, length)
+            fill_all(target, stream, 50 + length)
+            held, expected = Image(source), Image(target)
+            for part in parts_of(kind):
+                with Unchanged(source):
+                    saved = capture(source, part, from_slot, stream, length)
+                    assert [tensor.shape for tensor in saved] == shapes[part]
+                    assert len({id(tensor.allocation) for tensor in saved}) == 1
+                    restore(target, part, saved, to_slot, stream)
+                    arrays = views(held, part, from_slot, length), views(expected, part, to_slot, length)
+                    for tensor, array, into in zip(saved, *arrays, strict=True):
+                        assert tensor.dtype == {KV: dtype, RECURRENT: "float32", CONV: "float16"}[part]
+                        assert (tensor.memory, tensor.is_contiguous, tensor.nbytes and tensor.ptr % 256) == (memory, True, 0)
+                        assert np.array_equal(tensor.numpy().view(np.uint8), array)  # as bytes: NaN is equal to itself
+                        into[:] = array
+                    del saved, tensor
             expected.check(target)
-            del saved, tensor
-        assert (state_of(target)["mirror"], target.kv_cache_lengths.numpy().tolist()) == (lengths, [1, 2])
-    source.close()
-    target.close()
-
-
-@STATE_KINDS
-@pytest.mark.parametrize("ping_pong", [False, True])
-def test_states(memory, stream, kind, ping_pong):
-    source, target = (make_cache(kind, memory, ping_pong=ping_pong) for _ in range(2))
-    target.reset_for_new_sequences([1, 2], stream=stream)
-    for parity in (0, 1, 0):
-        fill_all(source, stream, parity)
-        fill_all(target, stream, 7)
-        states, expected = Image(source).states, Image(target)
-        with Unchanged(source):
-            for half, (capture, restore), shape in ((slice(0, 2), RECURRENT, (2, 3, 5)), (slice(2, 4), CONV, (7, 3))):
-                saved = getattr(source, capture)(3, stream=stream)
-                for array, tensor in zip(states[half], saved, strict=True):
-                    assert (tensor.shape, tensor.memory, tensor.is_contiguous, tensor.ptr % 256) == (shape, memory, True, 0)
-                    assert np.array_equal(bytes_of(tensor), array[3])
-                getattr(target, restore)(saved, 4, stream=stream)
-                for into, array in zip(expected.states[half], states[half], strict=True):
-                    into[4] = array[3]
-                del saved, tensor
-        expected.check(target)
-        assert target.host_kv_cache_lengths == (1, 2)
-        source.swap()
-    source.close()
-    target.close()
-
-
-def test_the_states_of_the_two_dtypes(memory, stream):
-    with make_cache("mamba", memory) as cache:
-        assert [tensor.dtype for tensor in cache.capture_recurrent_states(0, stream=stream)] == ["float32"] * 2
-        assert [tensor.dtype for tensor in cache.capture_conv_states(0, stream=stream)] == ["float16"] * 2
+            if kind != "manager":
+                source.swap()
+        assert state_of(target) == before
 
 
 # (L, B, S, H, D) of the contract.
@@ -116,11 +78,9 @@ def test_copy_cases_of_the_contract(memory, stream, shape):
     layers, batch, longest, heads, head_dim = shape
     fields = {"num_attention_layers": layers, "max_batch_size": batch, "max_sequence_length": longest}
     config = CacheConfig(**fields, num_kv_heads=heads, head_dim=head_dim, layout=KVLayout.COMBINED)
+    target_config = replace(config.kv, layout=KVLayout.SEPARATE)
     from_slot, to_slot = batch - 1, batch // 2
-    with (
-        LinearKVCache(config, memory=memory) as source,
-        KVCacheManager(replace(config.kv, layout=KVLayout.SEPARATE), memory=memory) as target,
-    ):
+    with LinearKVCache(config, memory=memory) as source, KVCacheManager(target_config, memory=memory) as target:
         rows = np.random.default_rng(0).integers(0, 2**16, (layers, 1, 2, heads, longest, head_dim), np.uint16)
         for layer in range(layers):
             memory.upload(source.get_combined_kv_cache(layer)[from_slot:], rows[layer].view(np.float16), stream=stream)
@@ -143,259 +103,48 @@ def test_copy_cases_of_the_contract(memory, stream, shape):
             check(255)
 
 
-def one_layer_kinds(memory: Any, **changes: Any) -> list[Any]:
-    """A cache of three equal layers of each kind that has K and V in its own way."""
-    layer = KVLayerConfig(num_kv_heads=2, head_dim=changes.pop("head_dim"))
-    fields = {"max_batch_size": 3, "max_sequence_length": 5, **changes}
-    manager = KVCacheManager(KVCacheConfig(layers=[layer] * 3, **fields), memory=memory)
-    linear = CacheConfig(num_attention_layers=3, num_kv_heads=2, head_dim=layer.head_dim, **fields)
-    return [manager, LinearKVCache(linear, memory=memory)]
-
-
-def check_that_rows_move(cache: Any, stream: Any) -> None:
-    """Capture a slot, restore it elsewhere, compact: in every layer, K and V, the right bytes and no others."""
-    cache.reset_for_new_sequences([5, 3, 4], stream=stream)
-    fill_all(cache, stream)
-    expected = Image(cache)
-    cache.restore_kv_cache(cache.capture_kv_cache(2, 4, stream=stream), 0, stream=stream)
-    for rows in expected.rows:
-        rows[0, :, :, :4] = rows[2, :, :, :4]
-    expected.check(cache)
-    expected.compact([-1, 1, 0], [5, 3, 4])
-    cache.compact_batch([-1, 1, 0], 3, 2, stream=stream)
-    expected.check(cache)
-    cache.close()
-
-
+# The original steps over elements of one byte as over elements of two; copies only a part of rows that are longer than one of its
+# blocks reaches; and takes the old batch for the slots of the buffer of states, so that later layers come from the wrong place.
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"),
+    [(32, "float8_e4m3fn"), (32, "int8"), (512, "float16"), (512, "float32")],
+    ids=["fp8_pointer_stride", "int8_pointer_stride", "head_dim_512", "head_dim_512_float32"],
+)
 @LAYOUTS
-@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
-def test_old_bug_fp8_pointer_stride(memory, stream, layout, dtype):
-    """The original steps over elements of one byte as over elements of two: later layers and slots are not where they should be."""
-    for cache in one_layer_kinds(memory, head_dim=32, dtype=dtype, layout=layout):
-        check_that_rows_move(cache, stream)
-
-
-@LAYOUTS
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_old_bug_head_dim_512(memory, stream, layout, dtype):
-    """The original copies a part of such rows only: they are longer than one of its blocks reaches."""
-    for cache in one_layer_kinds(memory, head_dim=512, dtype=dtype, layout=layout):
-        check_that_rows_move(cache, stream)
-
-
-@STATE_KINDS
-def test_old_bug_states_where_the_old_batch_is_smaller_than_the_cache(memory, stream, kind):
-    """The original takes the old batch for the slots of the buffer: states of later layers come from the wrong place."""
-    with make_cache(kind, memory) as cache:
-        cache.reset_for_new_sequences([0, 0, 0], stream=stream)
+@ALL_KINDS
+def test_old_bugs(memory, stream, kind, layout, head_dim, dtype):
+    """Capture a slot, restore it elsewhere, compact an old batch that is smaller than the cache: the right bytes and no others."""
+    layers = {"head_dim": head_dim} if kind == "linear" else {"layers": [KVLayerConfig(num_kv_heads=2, head_dim=head_dim)] * 3}
+    with make_cache(kind, memory, layout=layout, dtype=dtype, ping_pong=True, **layers) as cache:
+        cache.reset_for_new_sequences([5, 3, 4], stream=stream)
         fill_all(cache, stream)
-        cache.commit_sequence_length([2, 4, 3], stream=stream)
+        if kind != "manager":
+            cache.swap()
         expected = Image(cache)
-        expected.compact([-1, 0, 1], [2, 4, 3])
-        cache.compact_batch([-1, 0, 1], 3, 2, stream=stream)
+        for part in parts_of(kind):
+            restore(cache, part, capture(cache, part, 2, stream, 4), 0, stream)
+            for into, array in zip(views(expected, part, 0, 4), views(expected, part, 2, 4), strict=True):
+                into[:] = array
+        expected.check(cache)
+        expected.compact([-1, 1, 0], [5, 3, 4])
+        cache.compact_batch([-1, 1, 0], 3, 2, stream=stream)
         expected.check(cache)
 
 
-@KV_KINDS
-def test_what_is_captured_outlives_its_cache(memory, stream, kind):
-    before = memory.live_nbytes
-    with make_cache(kind, memory) as cache:
-        fill_all(cache, stream)
-        saved = cache.capture_kv_cache(2, 5, stream=stream)
-        expected = [rows[2, :, :, :5].copy() for rows in Image(cache).rows]
-    for tensor, rows in zip(saved, expected, strict=True):
-        assert np.array_equal(bytes_of(tensor), rows)
-    assert memory.live_nbytes - before == saved[0].allocation.nbytes
-    del saved, tensor, cache
-    gc.collect()
-    assert memory.live_nbytes == before
-
-
-def saved_kv(memory: Any, length: int, stream: Any, *, heads: Any = HEADS, dtype: Any = np.float16) -> list[DeviceTensor]:
-    return [memory.to_device(np.ones((2, h, length, d), dtype), stream=stream) for h, d in heads]
-
-
-def test_saved_k_and_v_that_do_not_fit_change_nothing(memory, stream):
-    host = HostMemory()
-    other = host.create_stream()
-    good = saved_kv(memory, 4, stream)
-    wide = memory.to_device(np.ones((2, 2, 4, 32), np.float16), stream=stream)
-    strided = DeviceTensor(wide.allocation, shape=(2, 2, 4, 16), dtype="float16", strides=(256, 128, 32, 1))
-    folded = good[0].reshape(2, 2, 2, 2, 16)
-    closed = saved_kv(memory, 4, stream)
-    closed[2].allocation.close()
-    bad: list[tuple[Any, type[Exception], str]] = [
-        ([], ShapeError, "saved: expected 3 tensors, one per attention layer, got 0."),
-        (good[:2], ShapeError, "saved: expected 3 tensors, one per attention layer, got 2."),
-        ([*good, good[0]], ShapeError, "saved: expected 3 tensors, one per attention layer, got 4."),
-        (good[0], ShapeError, "saved: expected a sequence of tensors, one per attention layer, got DeviceTensor."),
-        (None, ShapeError, "saved: expected a sequence of tensors, one per attention layer, got NoneType."),
-        ([good[0], good[1], np.ones((2, 3, 4, 16))], PlaceError, f"saved[2]: expected a DeviceTensor of {memory.device}, got ndarray."),
-        ([np.ones((2, 2, 4, 16)), *good[1:]], PlaceError, f"saved[0]: expected a DeviceTensor of {memory.device}, got ndarray."),
-        (saved_kv(host, 4, other), PlaceError, "saved[0]: expected a tensor of the cache's memory, got one of another (cpu)."),
-        (saved_kv(memory, 4, stream, dtype=np.float32), DTypeError, "saved[0]: expected float16, got float32."),
-        ([*good[:2], saved_kv(memory, 4, stream, dtype=np.float32)[2]], DTypeError, "saved[2]: expected float16, got float32."),
-        ([good[2], good[1], good[0]], ShapeError, "saved[0]: expected shape (2, 2, 4, 16), got (2, 3, 4, 16)."),
-        ([*good[:2], saved_kv(memory, 3, stream)[2]], ShapeError, "saved[2]: expected shape (2, 3, 4, 16), got (2, 3, 3, 16)."),
-        (
-            saved_kv(memory, 4, stream, heads=[(2, 32), *HEADS[1:]]),
-            ShapeError,
-            "saved[0]: expected shape (2, 2, 4, 16), got (2, 2, 4, 32).",
-        ),
-        ([folded, *good[1:]], ShapeError, f"saved[0]: expected a tensor [2, H, n, D], got {folded!r}."),
-        ([strided, *good[1:]], LayoutError, f"saved[0]: expected a dense tensor, got {strided!r}."),
-        (closed, ClosedError, "saved[2]: the memory behind this tensor is closed."),
-    ]
-    with make_cache("hybrid", memory) as cache:
-        cache.reset_for_new_sequences([3, 5], stream=stream)
-        fill_all(cache, stream)
-        for saved, error, text in bad:
-            with Unchanged(cache), pytest.raises(error) as caught:
-                cache.restore_kv_cache(saved, 1, stream=stream)
-            assert str(caught.value) == text
-        long = saved_kv(memory, 8, stream)
-        with Unchanged(cache), pytest.raises(ShapeError) as caught:
-            cache.restore_kv_cache(long, 1, stream=stream)
-        assert str(caught.value) == f"saved[0]: expected at most max_sequence_length=7 tokens, got 8 in {long[0]!r}."
-
-
-def test_saved_states_that_do_not_fit_change_nothing(memory, stream):
-    host = HostMemory()
-    other = host.create_stream()
-
-    def states(place: Any, on: Any, dtype: Any = np.float32, shape: Any = (2, 3, 5)) -> DeviceTensor:
-        return place.to_device(np.ones(shape, dtype), stream=on)
-
-    good = states(memory, stream)
-    bad: list[tuple[Any, type[Exception], str]] = [
-        ([good], ShapeError, "saved: expected 2 tensors, one per recurrent layer, got 1."),
-        ([good] * 3, ShapeError, "saved: expected 2 tensors, one per recurrent layer, got 3."),
-        (good, ShapeError, "saved: expected a sequence of tensors, one per recurrent layer, got DeviceTensor."),
-        ([good, np.ones((2, 3, 5))], PlaceError, f"saved[1]: expected a DeviceTensor of {memory.device}, got ndarray."),
-        ([good, states(host, other)], PlaceError, "saved[1]: expected a tensor of the cache's memory, got one of another (cpu)."),
-        ([good, states(memory, stream, np.float16)], DTypeError, "saved[1]: expected float32, got float16."),
-        ([good, states(memory, stream, shape=(3, 2, 5))], ShapeError, "saved[1]: expected shape (2, 3, 5), got (3, 2, 5)."),
-        ([good, states(memory, stream, shape=(1, 2, 3, 5))], ShapeError, "saved[1]: expected shape (2, 3, 5), got (1, 2, 3, 5)."),
-    ]
-    for kind in ("linear", "mamba", "hybrid"):
-        with make_cache(kind, memory) as cache:
-            cache.reset_for_new_sequences([3, 5], stream=stream)
-            fill_all(cache, stream)
-            for saved, error, text in bad:
-                with Unchanged(cache), pytest.raises(error) as caught:
-                    cache.restore_recurrent_states(saved, 1, stream=stream)
-                assert str(caught.value) == text
-            with Unchanged(cache), pytest.raises(DTypeError, match=r"^saved\[0\]: expected float16, got float32"):
-                cache.restore_conv_states([states(memory, stream, shape=(7, 3))] * 2, 1, stream=stream)
-
-
-SLOTS = [
-    (5, "slot 5: expected 0 <= slot < 5 (batch slots). Slots never wrap."),
-    (-1, "slot -1: expected 0 <= slot < 5 (batch slots). Slots never wrap."),
-    (1.0, "slot: expected an integer, got 1.0."),
-]
-LENGTHS = [
-    (8, "sequence_length: expected an integer from 0 to 7, got 8."),
-    (-1, "sequence_length: expected an integer from 0 to 7, got -1."),
-    (2.0, "sequence_length: expected an integer, got 2.0."),
-]
-
-
-def calls(kind: str, saved: Any) -> dict[str, Any]:
-    """Every capture and restore of a kind, with a slot, the tensors of a capture of one token, and a stream."""
-    found: dict[str, Any] = {}
-    if kind != "mamba":
-        found["capture_kv_cache"] = lambda cache, slot, stream: cache.capture_kv_cache(slot, 1, stream=stream)
-        found["restore_kv_cache"] = lambda cache, slot, stream: cache.restore_kv_cache(saved["capture_kv_cache"], slot, stream=stream)
-    if kind != "manager":
-        for capture, restore in (RECURRENT, CONV):
-            found[capture] = lambda cache, slot, stream, name=capture: getattr(cache, name)(slot, stream=stream)
-            found[restore] = lambda cache, slot, stream, name=restore, of=capture: getattr(cache, name)(saved[of], slot, stream=stream)
-    return found
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_slots_lengths_and_streams_out_of_range_change_nothing(memory, stream, kind):
-    with make_cache(kind, memory) as cache:
-        cache.reset_for_new_sequences([3, 5], stream=stream)
-        fill_all(cache, stream)
-        saved: dict[str, Any] = {}
-        for name, call in calls(kind, saved).items():
-            if name.startswith("capture"):
-                saved[name] = call(cache, 0, stream)
-        for call in calls(kind, saved).values():
-            for slot, text in SLOTS:
-                with Unchanged(cache), pytest.raises(SlotError) as caught:
-                    call(cache, slot, stream)
-                assert str(caught.value) == text
-            with Unchanged(cache), pytest.raises(PlaceError, match=r"^stream: expected"):
-                call(cache, 0, None)
-        if kind != "mamba":
-            for length, text in LENGTHS:
-                with Unchanged(cache), pytest.raises(RangeError) as caught:
-                    cache.capture_kv_cache(0, length, stream=stream)
-                assert str(caught.value) == text
-    for call in calls(kind, saved).values():
-        with pytest.raises(ClosedError, match=rf"^this {type(cache).__name__} is closed\.$"):
-            call(cache, 0, stream)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_nothing_of_it_is_captured_in_a_graph(kind):
-    memory = CapturingMemory()
-    stream = memory.create_stream()
-    with make_cache(kind, memory) as cache:
-        saved: dict[str, Any] = {}
-        saved.update({name: call(cache, 0, stream) for name, call in calls(kind, saved).items() if name.startswith("capture")})
-        memory.capturing = True
-        for name, call in calls(kind, saved).items():
-            with Unchanged(cache), pytest.raises(CaptureError, match=f"^{name} cannot be captured: its host values"):
-                call(cache, 0, stream)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_room_for_a_capture(kind):
-    class Full(HostMemory):
-        full = False
-
-        def allocate(self, nbytes: int, *, zeroed: bool = False, stream: Any) -> Any:
-            if self.full:
-                raise CapacityError("no room.")
-            return super().allocate(nbytes, zeroed=zeroed, stream=stream)
-
-    memory = Full()
-    stream = memory.create_stream()
-    with make_cache(kind, memory) as cache:
-        fill_all(cache, stream)
-        memory.full = True
-        for name, call in calls(kind, {}).items():
-            if name.startswith("capture"):
-                with Unchanged(cache), pytest.raises(CapacityError, match=r"^no room\.$"):
-                    call(cache, 0, stream)
-
-
 @needs_standin
-@pytest.mark.parametrize("kind", KINDS)
-def test_restore_neither_waits_nor_allocates_and_launches_once(memory, stream, kind):
+@ALL_KINDS
+def test_a_restore_neither_waits_nor_allocates_and_launches_once(memory, stream, kind):
     with make_cache(kind, memory) as cache:
-        saved: dict[str, Any] = {}
         kept = []  # to let go of memory is to wait
         for run in range(2):  # the first time loads the kernels
             standin = StandIn()
-            for name, call in calls(kind, saved).items():
-                kept.append(call(cache, 0, stream))
-                made = standin.take_calls()
-                saved.update({name: kept[-1]} if name.startswith("capture") else {})
-                launches = sum(call.startswith("cuLaunchKernel") for call in made)
-                assert launches == (1 if "states" in name or kind == "linear" else 2)
+            for part in parts_of(kind):
+                kept.append(capture(cache, part, 0, stream))
+                made = [standin.take_calls()]
+                restore(cache, part, kept[-1], 0, stream)
+                made.append(standin.take_calls())
+                launches = 2 if part == KV and kind != "linear" else 1
+                assert [sum(call.startswith("cuLaunchKernel") for call in calls) for calls in made] == [launches] * 2
                 if run:
-                    assert not {*made} & WAITS
-                    assert sum(call in ALLOCATIONS for call in made) == name.startswith("capture")
-
-
-def test_what_the_cases_are_about(memory):
-    """A slot's states are no multiple of 16 bytes, and head dims repeat."""
-    with make_cache("hybrid", memory) as cache:
-        assert {tensor.nbytes // len(tensor) % 16 for tensor in states_of(cache)} == {8, 10}
-        assert [tensor.shape for tensor in rows_of(cache)] == [(5, 2, h, 7, d) for h, d in HEADS]
-        assert STATES["conv_dim"] * STATES["conv_kernel"] == 21
+                    assert not {*made[0], *made[1]} & WAITS
+                    assert [sum(call in ALLOCATIONS for call in calls) for calls in made] == [1, 0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,16 +15,6 @@ from trt_kvcache.dtypes import dlpack_code, numpy_dtype
 from trt_kvcache.errors import RangeError
 
 need_cuda_memory()
-
-
-@pytest.fixture
-def standin(memory: Any, stream: Any) -> StandIn:
-    return StandIn()
-
-
-@pytest.fixture
-def tensor(memory: Any, stream: Any) -> DeviceTensor:
-    return memory.to_device(np.array([1, 2, 3], np.int32), stream=stream)
 
 
 @pytest.mark.parametrize(("max_version", "name"), [(None, "dltensor"), ((0, 8), "dltensor"), ((1, 0), "dltensor_versioned")])
@@ -42,14 +31,10 @@ def test_fields(memory, stream, dtype, max_version, name):
     assert (inside.device_type, inside.device_id) == (2, 0)
     assert (inside.dtype_code, inside.dtype_bits, inside.dtype_lanes) == (dlpack_code(dtype), 8 * size, 1)
     assert (inside.ndim, inside.shape[:3], inside.strides[:3]) == (3, [2, 3, 4], [24, 6, 1])
-
-
-@pytest.mark.parametrize("shape", [(), (0, 3), (1,)])
-def test_shapes_at_the_edge(memory, stream, shape):
-    tensor = memory.to_device(np.zeros(shape, ml_dtypes.bfloat16), stream=stream)
-    capsule = tensor.__dlpack__()
-    inside = dltensor_in(capsule)
-    assert (inside.ndim, inside.shape[: len(shape)]) == (len(shape), list(shape))
+    for shape in ((), (0, 3), (1,)):
+        capsule = DeviceTensor(whole.allocation, shape=shape, dtype=dtype).__dlpack__(max_version=max_version)
+        inside = dltensor_in(capsule)
+        assert (inside.ndim, inside.shape[: len(shape)]) == (len(shape), list(shape))
 
 
 def test_cuda_core_reads_it(memory, stream):
@@ -60,7 +45,8 @@ def test_cuda_core_reads_it(memory, stream):
     assert (view.ptr, view.shape, view.dtype, view.is_device_accessible) == (tensor.ptr, (3, 4), ml_dtypes.bfloat16, True)
 
 
-def test_refused(tensor):
+def test_refused(memory, stream):
+    tensor = memory.to_device(np.array([1, 2, 3], np.int32), stream=stream)
     message = r"^DLPack: expected device \(2, 0\), got \(1, 0\)\. Use \.numpy\(\), which copies to the host\.$"
     with pytest.raises(BufferError, match=message):
         tensor.__dlpack__(dl_device=(1, 0))
@@ -73,18 +59,13 @@ def test_refused(tensor):
 
 @needs_standin
 @pytest.mark.parametrize(("asked", "waits"), [({}, True), ({"stream": None}, True), ({"stream": 1}, True), ({"stream": -1}, False)])
-def test_stream_of_the_consumer(tensor, standin, asked, waits):
-    standin.take_calls()
-    capsule = tensor.__dlpack__(**asked)
-    assert ("cuCtxSynchronize" in standin.take_calls()) == waits
-    del capsule
-
-
-@needs_standin
-@pytest.mark.parametrize("max_version", [None, (1, 0)])
-def test_the_consumer_keeps_the_memory(memory, stream, standin, max_version):
+@pytest.mark.parametrize("version", [{}, {"max_version": (1, 0)}])
+def test_the_stream_of_the_consumer_and_what_it_keeps(memory, stream, asked, waits, version):
+    standin = StandIn()
     tensor = memory.to_device(np.array([1, 2, 3], np.int32), stream=stream)
-    capsule = tensor.__dlpack__(max_version=max_version)
+    standin.take_calls()
+    capsule = tensor.__dlpack__(**asked, **version)
+    assert ("cuCtxSynchronize" in standin.take_calls()) == waits
     tensor.allocation.close()
     del tensor
     gc.collect()

@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
 from trt_kvcache import InferenceSession
 
-ROOT = Path(__file__).parents[1]
+
+@pytest.fixture(scope="module")
+def gpu():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parents[1] / "benchmarks"))
+        yield importlib.import_module("gpu")
 
 
 @pytest.fixture(scope="module")
-def gpu() -> ModuleType:
-    folder = ROOT / "benchmarks"
-    sys.path.insert(0, str(folder))
-    try:
-        spec = importlib.util.spec_from_file_location("gpu", folder / "gpu.py")
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(folder))
-    return module
-
-
-@pytest.fixture(scope="module")
-def engines(gpu: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def engines(gpu, tmp_path_factory):
     folder = tmp_path_factory.mktemp("engines")
     for attention in ("native", "mask"):
         gpu.build(gpu.TINY, folder / attention, "float32", attention, batch=4)
@@ -40,7 +29,7 @@ def engines(gpu: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.trt
-def test_all_stages_pass_with_the_reference_engine(gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_stages_pass_with_the_reference_engine(gpu, tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--dry-run", "--out", str(tmp_path / "gpu.json")])
     assert gpu.main() == 0
     written = json.loads((tmp_path / "gpu.json").read_text())
@@ -52,20 +41,20 @@ def test_all_stages_pass_with_the_reference_engine(gpu: ModuleType, tmp_path: Pa
 
 
 @pytest.mark.trt
-def test_a_dead_row_that_is_read_fails_its_stage(gpu: ModuleType, engines: Path) -> None:
+def test_a_dead_row_that_is_read_fails_its_stage(gpu, engines):
     report = gpu.Report()
-    report.run("native", lambda: gpu.dead_rows_do_not_matter(engines / "native", "reference", float("nan")))
-    report.run("mask", lambda: gpu.dead_rows_do_not_matter(engines / "mask", "reference", float("nan")))
+    for name in ("native", "mask"):
+        report.run(name, lambda name=name: gpu.dead_rows_do_not_matter(engines / name, "reference", float("nan")))
     assert report.stages["native"]["ok"]
     assert not report.stages["mask"]["ok"], "an explicit mask multiplies NaN with 0"
     assert not report.ok
 
 
 @pytest.mark.trt
-def test_logits_that_differ_fail_their_stage(gpu: ModuleType, engines: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logits_that_differ_fail_their_stage(gpu, engines, monkeypatch):
     real, calls = InferenceSession.decode, []
 
-    def wrong_the_first_time(self: InferenceSession, tokens: list[int]) -> np.ndarray:
+    def wrong_the_first_time(self, tokens):
         calls.append(tokens)
         return real(self, tokens) * (1.01 if len(calls) == 1 else 1.0)
 
@@ -74,14 +63,12 @@ def test_logits_that_differ_fail_their_stage(gpu: ModuleType, engines: Path, mon
         gpu.logits_agree(engines / "native", "reference", "float32")
 
 
-def test_nan_is_an_infinite_error(gpu: ModuleType) -> None:
+def test_nan_is_an_infinite_error(gpu):
     assert gpu.relative_error(np.array([np.nan, 1.0]), np.array([1.0, 1.0])) == float("inf")
     assert gpu.relative_error(np.array([1.0, 3.0]), np.array([1.0, 4.0])) == 0.25
 
 
-def test_without_a_gpu_it_stops_with_one_line(
-    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_a_gpu_it_stops_with_one_line(gpu, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(gpu, "find_gpu", lambda: "there is no driver.")
     monkeypatch.setattr(sys, "argv", ["gpu.py", "--out", str(tmp_path / "gpu.json")])
     assert gpu.main() == 2

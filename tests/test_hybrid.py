@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-import pickle
 from typing import Any
 
 import numpy as np
@@ -21,88 +18,46 @@ from cache_cases import (
     kv_config,
     make_cache,
     mamba_config,
-    next_states_of,
     rows_of,
     states_of,
 )
 
 from trt_kvcache import (
-    HostMemory,
     HybridCacheConfig,
     HybridCacheManager,
-    KVCacheConfig,
     KVHeadDimGroup,
     KVLayerConfig,
     KVLayout,
-    LayerType,
-    MambaCacheConfig,
     estimate_memory,
 )
-from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, LayerIndexError, PlaceError, RangeError, ShapeError, SlotError
+from trt_kvcache.errors import ClosedError, ConfigError, LayerIndexError, PlaceError, RangeError, ShapeError, SlotError
 from trt_kvcache.kernels import KVLayerInfos, save_kv_cache_batched
 
 
-def test_how_it_looks(memory):
-    stream = memory.create_stream()
-    kv = KVCacheConfig(
-        layers=[KVLayerConfig(num_kv_heads=2, head_dim=64), KVLayerConfig(num_kv_heads=1, head_dim=128)],
-        max_batch_size=4,
-        max_sequence_length=256,
-        dtype="float16",
-        layout=KVLayout.COMBINED,
-    )
-    mamba = MambaCacheConfig(
-        num_layers=1,
-        max_batch_size=4,
-        num_heads=8,
-        head_dim=16,
-        state_size=32,
-        conv_dim=64,
-        conv_kernel=4,
-        recurrent_dtype="float32",
-        conv_dtype="float16",
-    )
-    cache = HybridCacheManager(
-        HybridCacheConfig(layer_types=[LayerType.ATTENTION, LayerType.MAMBA, LayerType.ATTENTION], kv=kv, mamba=mamba), memory=memory
-    )
-    cache.reset_for_new_sequences([0, 5, 0], stream=stream)
-    view = cache.get_combined_kv_cache(2)
-    assert (view.shape, view.is_contiguous) == ((4, 2, 1, 256, 128), True)
-    assert cache.get_recurrent_state(1).shape == (4, 8, 16, 32)
-    cache.commit_sequence_length(7, stream=stream)
-    cache.compact_batch([0, -1, 1], 3, 2, stream=stream)
-    assert cache.kv_cache_lengths.numpy().tolist() == [7, 7]
-    assert cache.host_kv_cache_lengths == (7, 7)
-    saved = cache.capture_kv_cache(0, 7, stream=stream)
-    cache.restore_kv_cache(saved, 1, stream=stream)
-    lengths = memory.to_device(np.array([3, 1], np.int32), stream=stream)
-    cache.commit_sequence_length(lengths, max_increment=3, stream=stream)
-    cache.set_active_batch_size(1, stream=stream)
-    cache.clear_slot(0, stream=stream)
-    assert estimate_memory(cache.config).nbytes == cache.config.nbytes == cache.nbytes == kv.nbytes + mamba.nbytes
-    cache.close()
-
-
 def test_what_it_says_about_itself(memory):
-    config = hybrid_config()
-    before = memory.live_nbytes
+    config, before = hybrid_config(), memory.live_nbytes
     with HybridCacheManager(config, memory=memory) as cache:
-        assert cache.config is config
-        assert (cache.kv_config, cache.layer_types) == (config.kv, tuple(LAYER_TYPES))
+        assert (cache.config, cache.kv_config, cache.layer_types) == (config, config.kv, tuple(LAYER_TYPES))
         assert (cache.num_layers, cache.num_recurrent_layers, cache.max_batch_size, cache.memory) == (5, 2, 5, memory)
         assert (cache.lengths.max_batch_size, cache.lengths.max_sequence_length) == (5, 7)
         assert cache.kv_cache_manager.lengths is cache.mamba_cache_manager.lengths is cache.lengths
+        assert estimate_memory(config).nbytes == config.nbytes == cache.nbytes == config.kv.nbytes + config.mamba.nbytes
         infos = 3 * 5 * 8 + 2 * 2 * 3 * 8  # for the kernels: layers, words, bytes (and kinds)
         assert memory.live_nbytes - before == cache.nbytes + cache.lengths.nbytes + infos
         assert (cache.active_batch_size, cache.host_kv_cache_lengths, cache.kv_cache_all_empty, cache.parity) == (0, (), True, 0)
-    assert memory.live_nbytes == before
+        parts = cache.kv_cache_manager, cache.mamba_cache_manager
+        tensors = [*rows_of(cache), *states_of(cache), cache.lengths.tensor]
+    cache.close()
+    assert [memory.live_nbytes, parts[0].closed, parts[1].closed] == [before, True, True]
+    for tensor in tensors:
+        with pytest.raises(ClosedError):
+            _ = tensor.ptr
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
 def test_layers_are_routed_by_their_absolute_index(memory, ping_pong):
     with make_cache("hybrid", memory, ping_pong=ping_pong) as cache:
         kv, mamba = cache.kv_cache_manager, cache.mamba_cache_manager
-        assert LAYER_TYPES == [MAMBA, ATTENTION, ATTENTION, MAMBA, ATTENTION]
         for layer, inner in ((1, 0), (2, 1), (4, 2)):
             assert cache.get_combined_kv_cache(layer).ptr == kv.get_combined_kv_cache(inner).ptr
             assert cache.get_combined_kv_cache(layer).shape == (5, 2, HEADS[inner][0], 7, HEADS[inner][1])
@@ -115,24 +70,6 @@ def test_layers_are_routed_by_their_absolute_index(memory, ping_pong):
         assert (cache.parity, mamba.parity) == ((1, 1) if ping_pong else (0, 0))
 
 
-ATTENTION_GETTERS = ["get_combined_kv_cache", "get_separate_kv_cache", "get_layer_config"]
-MAMBA_GETTERS = ["get_recurrent_state", "get_conv_state", "get_next_recurrent_state", "get_next_conv_state"]
-
-
-@pytest.mark.parametrize("name", ATTENTION_GETTERS + MAMBA_GETTERS)
-def test_a_layer_of_another_kind_or_out_of_range(memory, name):
-    wanted, other = ("attention", "mamba") if name in ATTENTION_GETTERS else ("mamba", "attention")
-    wrong = {index: f"expected a layer of kind {wanted}, got {other}." for index, kind in enumerate(LAYER_TYPES) if kind.value == other}
-    wrong |= dict.fromkeys((5, -1), "expected 0 <= layer_idx < 5. Indices never wrap.")
-    with make_cache("hybrid", memory) as cache:
-        for index, text in wrong.items():
-            with pytest.raises(LayerIndexError) as caught:
-                getattr(cache, name)(index)
-            assert str(caught.value) == f"layer_idx {index}: {text}"
-        with pytest.raises(LayerIndexError, match=r"^layer_idx: expected an integer, got 1\.0\.$"):
-            getattr(cache, name)(1.0)
-
-
 @pytest.mark.parametrize("asked", ["kv_cache_manager", "mamba_cache_manager", "lengths"])
 def test_slots_are_one_whichever_manager_is_asked(memory, stream, asked):
     with make_cache("hybrid", memory) as cache:
@@ -141,235 +78,114 @@ def test_slots_are_one_whichever_manager_is_asked(memory, stream, asked):
         compact = inner.compact if asked == "lengths" else inner.compact_batch
         fill_all(cache, stream)
         expected = Image(cache)
-        expected.zero_states(1)
+
+        def check() -> None:
+            expected.check(cache)
+
         reset([3, 0, 2], stream=stream)
-        expected.check(cache)
-        expected.compact([-1, 1, 0], [3, 0, 2])
+        expected.zero_states(1)
+        check()
         compact([-1, 1, 0], 3, 2, stream=stream)
-        expected.check(cache)
-        expected.zero_states(0)
+        expected.compact([-1, 1, 0], [3, 0, 2])
+        check()
         inner.clear_slot(0, stream=stream)
-        expected.check(cache)
-        expected.zero_states(2, 3)
+        expected.zero_states(0)
+        check()
         inner.set_active_batch_size(4, stream=stream)
-        expected.check(cache)
-        with Unchanged(cache), pytest.raises(ConfigError, match="cannot go back"):
+        expected.zero_states(2, 3)
+        check()
+        with Unchanged(cache), pytest.raises(ConfigError, match=r"^rewind: recurrent states cannot go back"):
             inner.rewind(1, 0, stream=stream)
         assert cache.host_kv_cache_lengths == (0, 0, 0, 0)
 
 
-class TestGroups:
-    def test_one_for_each_head_dim(self, memory):
-        with make_cache("hybrid", memory) as cache:
-            groups = cache.kv_head_dim_groups
-            assert all(isinstance(group, KVHeadDimGroup) for group in groups)
-            assert [(g.head_dim, g.num_layers, g.max_kv_heads, g.attn_layer_indices) for g in groups] == [
-                (16, 2, 3, (0, 2)),
-                (48, 1, 1, (1,)),
-            ]
-            for group in groups:
-                layers = [cache.get_combined_kv_cache([1, 2, 4][index]) for index in group.attn_layer_indices]
-                array = group.device_layer_infos
-                assert (array.memory, array.shape, array.dtype) == (memory, (group.num_layers, 5), "int64")
-                assert [info.data for info in group.layer_infos.host] == array.numpy()[:, 0].tolist() == [layer.ptr for layer in layers]
-                assert [info.num_kv_heads for info in group.layer_infos.host] == [layer.shape[2] for layer in layers]
-            assert [group.device_layer_infos.ptr for group in cache.kv_cache_manager.kv_head_dim_groups] == [
-                group.device_layer_infos.ptr for group in groups
-            ]
-        with pytest.raises(ClosedError):
-            _ = cache.kv_head_dim_groups
-        with pytest.raises(ClosedError):
-            _ = groups[0].device_layer_infos
-
-    def test_one_for_a_uniform_model(self, memory):
-        kv = kv_config([(2, 16)] * 3)
-        for cache in (
-            HybridCacheManager(HybridCacheConfig(layer_types=LAYER_TYPES, kv=kv, mamba=mamba_config()), memory=memory),
-            make_cache("linear", memory),
-        ):
-            with cache:
-                (group,) = cache.kv_head_dim_groups
-                assert (group.head_dim, group.max_kv_heads, group.num_layers) == (16, 2, len(group.attn_layer_indices))
-
-    def test_a_kernel_takes_one(self, memory, stream):
-        with make_cache("hybrid", memory, layout=KVLayout.COMBINED) as cache:
-            fill_all(cache, stream)
-            group = cache.kv_head_dim_groups[0]
-            saved = [memory.to_device(np.zeros((2, h, 3, 16), np.float16), stream=stream) for h in (2, 3)]
-            save_kv_cache_batched(group.layer_infos, KVLayerInfos(saved, stream=stream), 4, 3, stream=stream)
-            for tensor, layer in zip(saved, (1, 4), strict=True):
-                expected = cache.get_combined_kv_cache(layer).numpy()[4, :, :, :3]
-                assert tensor.numpy().tobytes() == np.ascontiguousarray(expected).tobytes()
+def test_groups_are_one_for_each_head_dim_and_what_kernels_take(memory, stream):
+    with make_cache("hybrid", memory, layout=KVLayout.COMBINED) as cache:
+        fill_all(cache, stream)
+        groups = cache.kv_head_dim_groups
+        assert all(isinstance(group, KVHeadDimGroup) for group in groups)
+        assert [(g.head_dim, g.num_layers, g.max_kv_heads, g.attn_layer_indices) for g in groups] == [
+            (16, 2, 3, (0, 2)),
+            (48, 1, 1, (1,)),
+        ]
+        for group in groups:
+            layers = [cache.get_combined_kv_cache([1, 2, 4][index]) for index in group.attn_layer_indices]
+            array = group.device_layer_infos
+            assert (array.memory, array.shape, array.dtype) == (memory, (group.num_layers, 5), "int64")
+            assert [info.data for info in group.layer_infos.host] == array.numpy()[:, 0].tolist() == [layer.ptr for layer in layers]
+            assert [info.num_kv_heads for info in group.layer_infos.host] == [layer.shape[2] for layer in layers]
+        assert [group.layer_infos for group in cache.kv_cache_manager.kv_head_dim_groups] == [group.layer_infos for group in groups]
+        saved = [memory.to_device(np.zeros((2, h, 3, 16), np.float16), stream=stream) for h in (2, 3)]
+        save_kv_cache_batched(groups[0].layer_infos, KVLayerInfos(saved, stream=stream), 4, 3, stream=stream)
+        for tensor, layer in zip(saved, (1, 4), strict=True):
+            assert tensor.numpy().tobytes() == cache.get_combined_kv_cache(layer).numpy()[4, :, :, :3].tobytes()
+    with pytest.raises(ClosedError):
+        _ = groups[0].device_layer_infos
 
 
-class TestOneKindOfLayer:
-    def test_attention_alone(self, memory, stream):
-        config = HybridCacheConfig(layer_types=[ATTENTION] * 3, kv=kv_config())
-        with HybridCacheManager(config, memory=memory) as cache:
-            assert (cache.mamba_cache_manager, cache.num_recurrent_layers, cache.parity) == (None, 0, 0)
-            assert config.nbytes == cache.nbytes == kv_config().nbytes
-            cache.reset_for_new_sequences([3, 5], stream=stream)
-            with Unchanged(cache):
-                cache.swap()
-                cache.copy_back(0, 2, stream=stream)
-                cache.clear_mamba_states(stream=stream)
-                assert cache.capture_recurrent_states(0, stream=stream) == cache.capture_conv_states(0, stream=stream) == []
-                cache.restore_recurrent_states([], 0, stream=stream)
-                cache.restore_conv_states((), 0, stream=stream)
-                tensor = memory.to_device(np.zeros((2, 3, 5), np.float32), stream=stream)
-                with pytest.raises(ShapeError, match=r"^saved: expected no tensor, as there is no recurrent layer, got 1\.$"):
-                    cache.restore_conv_states([tensor], 0, stream=stream)
-                del tensor
-                with pytest.raises(SlotError):
-                    cache.capture_conv_states(5, stream=stream)
-                with pytest.raises(PlaceError):
-                    cache.clear_mamba_states(stream=None)
-            cache.rewind(1, 2, stream=stream)
-            assert cache.host_kv_cache_lengths == (3, 2)
-            with pytest.raises(LayerIndexError, match=r"^layer_idx 0: expected a layer of kind mamba, got attention\.$"):
-                cache.get_recurrent_state(0)
+NO_TENSOR = "saved: expected no tensor, as there is no"
 
-    def test_mamba_alone(self, memory, stream):
-        config = HybridCacheConfig(layer_types=[MAMBA] * 2, mamba=mamba_config())
-        with HybridCacheManager(config, memory=memory) as cache:
-            assert (cache.kv_cache_manager, cache.kv_config, cache.kv_head_dim_groups) == (None, None, ())
-            assert cache.lengths.max_sequence_length == 2**31 - 1
-            cache.reset_for_new_sequences([3, 0], stream=stream)
-            fill_all(cache, stream)
-            expected = Image(cache)
-            expected.compact([1, 0], [3, 0])
-            cache.compact_batch([1, 0], 2, 2, stream=stream)
-            expected.check(cache)
-            with Unchanged(cache):
-                assert cache.capture_kv_cache(0, 3, stream=stream) == []
-                cache.restore_kv_cache([], 0, stream=stream)
-                tensor = memory.to_device(np.zeros((2, 2, 3, 16), np.float16), stream=stream)
-                with pytest.raises(ShapeError, match=r"^saved: expected no tensor, as there is no attention layer, got 1\.$"):
-                    cache.restore_kv_cache([tensor], 0, stream=stream)
-                del tensor
-                for call, error in (
-                    (lambda: cache.restore_kv_cache([], 5, stream=stream), SlotError),
-                    (lambda: cache.capture_kv_cache(-1, 3, stream=stream), SlotError),
-                    (lambda: cache.capture_kv_cache(0, -1, stream=stream), RangeError),
-                    (lambda: cache.capture_kv_cache(0, 3, stream=None), PlaceError),
-                    (lambda: cache.restore_kv_cache([], 0, stream=None), PlaceError),
-                ):
-                    with pytest.raises(error):
-                        call()
+
+def refused(*calls: Any) -> None:
+    for call, error, text in calls:
+        with pytest.raises(error, match=f"^{text}"):
+            call()
+
+
+def test_attention_alone(memory, stream):
+    config = HybridCacheConfig(layer_types=[ATTENTION] * 3, kv=kv_config())
+    with HybridCacheManager(config, memory=memory) as cache:
+        assert (cache.mamba_cache_manager, cache.num_recurrent_layers, cache.parity) == (None, 0, 0)
+        assert config.nbytes == cache.nbytes == kv_config().nbytes
+        cache.reset_for_new_sequences([3, 5], stream=stream)
+        with Unchanged(cache):
+            cache.swap()
+            cache.copy_back(0, 2, stream=stream)
+            cache.clear_mamba_states(stream=stream)
+            assert cache.capture_recurrent_states(0, stream=stream) == cache.capture_conv_states(0, stream=stream) == []
+            cache.restore_recurrent_states([], 0, stream=stream)
+            refused(
+                (
+                    lambda: cache.restore_conv_states([cache.lengths.tensor], 0, stream=stream),
+                    ShapeError,
+                    f"{NO_TENSOR} recurrent layer, got 1",
+                ),
+                (lambda: cache.capture_conv_states(5, stream=stream), SlotError, "slot 5"),
+                (lambda: cache.clear_mamba_states(stream=None), PlaceError, "stream"),
+                (lambda: cache.get_recurrent_state(0), LayerIndexError, "layer_idx 0: expected a layer of kind mamba, got attention"),
+            )
+        cache.rewind(1, 2, stream=stream)
+        assert cache.host_kv_cache_lengths == (3, 2)
+
+
+def test_mamba_alone(memory, stream):
+    with HybridCacheManager(HybridCacheConfig(layer_types=[MAMBA] * 2, mamba=mamba_config()), memory=memory) as cache:
+        assert (cache.kv_cache_manager, cache.kv_config, cache.kv_head_dim_groups, cache.kv_scales) == (None, None, (), None)
+        assert cache.lengths.max_sequence_length == 2**31 - 1
+        cache.reset_for_new_sequences([3, 0], stream=stream)
+        fill_all(cache, stream)
+        expected = Image(cache)
+        expected.compact([1, 0], [3, 0])
+        cache.compact_batch([1, 0], 2, 2, stream=stream)
+        expected.check(cache)
+        capture, restore = cache.capture_kv_cache, cache.restore_kv_cache
+        with Unchanged(cache):
+            assert capture(0, 3, stream=stream) == []
+            restore([], 0, stream=stream)
+            refused(
+                (lambda: restore([cache.lengths.tensor], 0, stream=stream), ShapeError, f"{NO_TENSOR} attention layer, got 1"),
+                (lambda: restore([], 5, stream=stream), SlotError, "slot 5"),
+                (lambda: capture(-1, 3, stream=stream), SlotError, "slot -1"),
+                (lambda: capture(0, -1, stream=stream), RangeError, "sequence_length"),
+                (lambda: capture(0, 3, stream=None), PlaceError, "stream"),
+                (lambda: restore([], 0, stream=None), PlaceError, "stream"),
+            )
 
 
 def test_scales(memory):
     layers = [KVLayerConfig(num_kv_heads=h, head_dim=d, k_scale=0.5, v_scale=h) for h, d in HEADS]
-    config = HybridCacheConfig(layer_types=LAYER_TYPES, kv=kv_config(layers=layers, dtype="float8_e4m3fn"), mamba=mamba_config())
-    with HybridCacheManager(config, memory=memory) as cache:
+    with make_cache("hybrid", memory, layers=layers, dtype="float8_e4m3fn") as cache:
         assert cache.kv_scales.numpy().tolist() == [[0.5, 2.0], [0.5, 1.0], [0.5, 3.0]]
         assert cache.kv_scales.ptr == cache.kv_cache_manager.kv_scales.ptr
-    for other in (
-        make_cache("hybrid", memory),
-        HybridCacheManager(HybridCacheConfig(layer_types=[MAMBA] * 2, mamba=mamba_config()), memory=memory),
-    ):
-        assert other.kv_scales is None
-        other.close()
-
-
-@pytest.mark.parametrize("config", [None, kv_config(), mamba_config()], ids=["None", "kv", "mamba"])
-def test_of_something_else_than_its_configuration(memory, config):
-    with pytest.raises(ConfigError, match=r"^HybridCacheManager: expected a HybridCacheConfig, got "):
-        HybridCacheManager(config, memory=memory)
-
-
-@pytest.mark.parametrize("kind", ["mamba", "hybrid"])
-class TestLife:
-    """Of the managers with states. That of the K/V caches is in test_manager.py."""
-
-    def test_after_close_every_operation_and_address_is_refused(self, memory, stream, kind):
-        before = memory.live_nbytes
-        cache = make_cache(kind, memory, ping_pong=True, dtype="int8")
-        tensors = [*rows_of(cache), *states_of(cache), *next_states_of(cache), cache.lengths.tensor]
-        managers = [] if kind == "mamba" else [cache.kv_cache_manager, cache.mamba_cache_manager]
-        cache.close()
-        cache.close()
-        assert memory.live_nbytes == before
-        arguments: dict[str, tuple[Any, ...]] = {
-            "reset_for_new_sequences": ([],),
-            "commit_sequence_length": (0,),
-            "set_active_batch_size": (0,),
-            "clear_slot": (0,),
-            "sync_lengths": (),
-            "compact_batch": ([], 0, 0),
-            "copy_back": (0, 1),
-            "clear_mamba_states": (),
-        }
-        calls = [lambda name=name, given=given: getattr(cache, name)(*given, stream=stream) for name, given in arguments.items()]
-        calls += [lambda: cache.get_recurrent_state(0), lambda: cache.get_next_conv_state(0), lambda: cache.kv_cache_lengths]
-        calls += [cache.swap, cache.__enter__]
-        if kind == "hybrid":
-            names = ["kv_cache_manager", "mamba_cache_manager", "kv_head_dim_groups", "kv_scales"]
-            calls += [lambda name=name: getattr(cache, name) for name in names]
-            calls += [lambda name=name: getattr(cache, name)(1) for name in ATTENTION_GETTERS]
-        for call in calls:
-            with pytest.raises(ClosedError, match=rf"^this {type(cache).__name__} is closed\.$"):
-                call()
-        assert all(manager.closed for manager in managers)
-        for tensor in tensors:
-            with pytest.raises(ClosedError):
-                _ = tensor.ptr
-
-    def test_it_is_never_copied(self, memory, kind):
-        with make_cache(kind, memory) as cache:
-            for operation in (copy.copy, copy.deepcopy, pickle.dumps):
-                with pytest.raises(TypeError, match=f"a {type(cache).__name__} owns device memory and cannot be copied or pickled"):
-                    operation(cache)
-
-    def test_views_keep_their_owners_alive(self, memory, stream, kind):
-        before = memory.live_nbytes
-        cache = make_cache(kind, memory)
-        fill_all(cache, stream)
-        views = [cache.get_recurrent_state(0)[2:4], cache.get_conv_state(0), *rows_of(cache)[1:2]]
-        owners, expected = sum(view.allocation.nbytes for view in views), [view.numpy().tobytes() for view in views]
-        del cache
-        gc.collect()
-        assert memory.live_nbytes - before == owners
-        assert [view.numpy().tobytes() for view in views] == expected
-
-    @pytest.mark.parametrize(
-        ("operation", "calls"),
-        [("allocate", {"mamba": 9, "hybrid": 15}), ("synchronize", {"mamba": 2, "hybrid": 4}), ("upload", {"mamba": 0, "hybrid": 1})],
-    )
-    def test_a_failed_construction_releases_everything(self, kind, operation, calls):
-        """Allocations: lengths; three layers, scales, two groups; two buffers and their infos of two kinds."""
-
-        class Failing(HostMemory):
-            left = 0
-
-            def count(self, name: str) -> None:
-                self.left -= name == operation
-                if name == operation and not self.left:
-                    raise CapacityError(f"the {operation} failed.")
-
-            def allocate(self, nbytes: int, *, zeroed: bool = False, stream: Any) -> Any:
-                self.count("allocate")
-                return super().allocate(nbytes, zeroed=zeroed, stream=stream)
-
-            def upload(self, destination: Any, source: Any, *, stream: Any) -> None:
-                self.count("upload")
-                super().upload(destination, source, stream=stream)
-
-            def synchronize(self, stream: Any) -> None:
-                self.count("synchronize")
-                super().synchronize(stream)
-
-        gc.disable()  # release is not left to the garbage collector
-        try:
-            for step in range(1, calls[kind] + 1):
-                memory = Failing()
-                memory.left = step
-                with pytest.raises(CapacityError, match=f"the {operation} failed"):
-                    make_cache(kind, memory, dtype="int8", ping_pong=True)
-                assert memory.live_nbytes == 0
-        finally:
-            gc.enable()
-        memory = Failing()
-        memory.left = calls[kind] + 1
-        make_cache(kind, memory, dtype="int8", ping_pong=True).close()
-        assert memory.left == 1
+    with make_cache("hybrid", memory) as cache:
+        assert cache.kv_scales is None

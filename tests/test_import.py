@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 
@@ -10,6 +9,10 @@ import pytest
 
 import trt_kvcache
 
+NAMES = """
+    CacheConfig CudaMemory DeviceTensor HostMemory InferenceSession KVCacheConfig KVCacheManager KVLayerConfig KVLayout Lengths
+    LinearKVCache estimate_memory largest_batch longest_sequence
+"""
 USE_A_CACHE = """
 memory = trt_kvcache.HostMemory()
 stream = memory.create_stream()
@@ -25,73 +28,45 @@ with trt_kvcache.KVCacheManager(kv, memory=memory) as cache:
     cache.get_combined_kv_cache(0).numpy()
 trt_kvcache.longest_sequence(kv, 1 << 20)
 """
-
-
-def _run(program: str) -> str:
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=False)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
-
-
-@pytest.mark.parametrize("then", ["", USE_A_CACHE], ids=["import", "import and use"])
-def test_only_numpy_and_ml_dtypes_are_imported(then):
-    program = (
-        "import json, sys, numpy, ml_dtypes\n"
-        "before = set(sys.modules)\n"
-        "import trt_kvcache\n"
-        f"{then}\n"
-        "print(json.dumps(sorted({name.split('.')[0] for name in set(sys.modules) - before} - set(sys.stdlib_module_names))))"
-    )
-    assert json.loads(_run(program)) == ["trt_kvcache"]
-
-
-def test_nothing_else_is_needed():
-    program = f"""
+IMPORTED = """
+import sys, numpy, ml_dtypes
+before = set(sys.modules)
+import trt_kvcache
+{use}
+print({{name.split(".")[0] for name in set(sys.modules) - before}} - set(sys.stdlib_module_names))
+"""
+NOTHING_ELSE = """
 import sys
-
 class Nothing:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] not in {{"numpy", "ml_dtypes", "trt_kvcache", *sys.stdlib_module_names}}:
             raise ModuleNotFoundError(name)
-
 sys.meta_path.insert(0, Nothing())
-import numpy
-import trt_kvcache
-{USE_A_CACHE}
+import numpy, trt_kvcache
+{use}
 try:
     import hypothesis
 except ModuleNotFoundError:
     print("refused")
 """
-    assert _run(program) == "refused\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "use", "printed"),
+    [(IMPORTED, "", "{'trt_kvcache'}"), (IMPORTED, USE_A_CACHE, "{'trt_kvcache'}"), (NOTHING_ELSE, USE_A_CACHE, "refused")],
+    ids=["imported", "imported and used", "nothing else is there"],
+)
+def test_only_numpy_and_ml_dtypes_are_needed(program, use, printed):
+    command = [sys.executable, "-c", program.format(use=use)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{printed}\n", "")
 
 
 def test_the_names_of_the_package():
-    assert set(trt_kvcache.__all__) >= {
-        "CacheConfig",
-        "CudaMemory",
-        "DeviceTensor",
-        "HostMemory",
-        "InferenceSession",
-        "KVCacheConfig",
-        "KVCacheManager",
-        "KVLayerConfig",
-        "KVLayout",
-        "Lengths",
-        "LinearKVCache",
-        "estimate_memory",
-        "largest_batch",
-        "longest_sequence",
-    }
-    assert dir(trt_kvcache) == trt_kvcache.__all__
-    assert sorted(set(trt_kvcache.__all__)) == sorted(trt_kvcache.__all__)
-
-
-@pytest.mark.parametrize("name", trt_kvcache.__all__)
-def test_each_name_of_the_package_is_there(name):
-    assert getattr(trt_kvcache, name) is not None
-
-
-def test_another_name_is_not():
+    names = trt_kvcache.__all__
+    assert set(NAMES.split()) <= set(names)
+    assert dir(trt_kvcache) == names
+    assert len(set(names)) == len(names)
+    assert None not in [getattr(trt_kvcache, name) for name in names]
     with pytest.raises(AttributeError, match=r"^module 'trt_kvcache' has no attribute 'KVCache'$"):
         trt_kvcache.KVCache  # noqa: B018

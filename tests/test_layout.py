@@ -1,4 +1,4 @@
-"""Shapes, strides, offsets and sizes against numbers written out by hand."""
+"""Shapes, strides, offsets and sizes against numbers written out by hand, and against NumPy."""
 
 from __future__ import annotations
 
@@ -8,31 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trt_kvcache import KVLayout
+from trt_kvcache import layout as lay
 from trt_kvcache.dtypes import itemsize
-from trt_kvcache.layout import (
-    ALIGNMENT,
-    align_up,
-    dense_nbytes,
-    is_dense,
-    kv_layer_storage,
-    row_major_strides,
-    row_nbytes,
-    slot_kv_nbytes,
-    span_elements,
-)
+from trt_kvcache.layout import is_dense, kv_layer_storage
 
 SHAPES = st.lists(st.integers(0, 4), min_size=0, max_size=4).map(tuple)
 
 
-@pytest.mark.parametrize(("nbytes", "aligned"), [(0, 0), (1, 256), (255, 256), (256, 256), (257, 512), (2**40 + 1, 2**40 + 256)])
-def test_align_up(nbytes, aligned):
-    assert align_up(nbytes) == aligned
-    assert ALIGNMENT == 256
-
-
-@pytest.mark.parametrize(("shape", "strides"), [((), ()), ((5,), (1,)), ((3, 2, 7, 16), (224, 112, 16, 1)), ((2, 0, 3), (0, 3, 1))])
-def test_row_major_strides(shape, strides):
-    assert row_major_strides(shape) == strides
+def test_numbers():
+    sizes = {0: 0, 1: 256, 255: 256, 256: 256, 257: 512, 2**40 + 1: 2**40 + 256}
+    assert {nbytes: lay.align_up(nbytes) for nbytes in sizes} == sizes
+    strides = {(): (), (5,): (1,), (3, 2, 7, 16): (224, 112, 16, 1), (2, 0, 3): (0, 3, 1)}
+    assert {shape: lay.row_major_strides(shape) for shape in strides} == strides
+    assert lay.span_elements((3, 2, 7), (100, 10, 1)) == 1 + 200 + 10 + 6
+    assert (lay.span_elements((3, 0, 7), (100, 10, 1)), lay.span_elements((), ())) == (0, 1)
+    assert (lay.dense_nbytes((3, 2, 7, 16), "float32"), lay.dense_nbytes((), "int64")) == (2688, 8)
+    assert (lay.row_nbytes(16, "bfloat16"), lay.slot_kv_nbytes(2, 7, 16, "float8_e4m3fn")) == (32, 224)
 
 
 @pytest.mark.parametrize(
@@ -54,34 +45,15 @@ def test_is_dense(shape, strides, dense):
     assert is_dense(shape, strides) is dense
 
 
-@given(SHAPES)
-def test_strides_and_density_agree_with_numpy(shape):
-    array = np.empty(shape, np.int8)
-    strides = row_major_strides(shape)
-    assert is_dense(shape, strides)
-    assert span_elements(shape, strides) == array.size
-    if array.size:
-        assert array.strides == strides
-
-
 @given(SHAPES, st.permutations(range(4)))
-def test_density_of_a_transposed_view_agrees_with_numpy(shape, order):
-    axes = [axis for axis in order if axis < len(shape)]
-    array = np.empty(shape, np.int8).transpose(axes)
-    assert is_dense(array.shape, array.strides) == array.flags.c_contiguous
-
-
-def test_span_elements_of_a_strided_view():
-    assert span_elements((3, 2, 7), (100, 10, 1)) == 1 + 200 + 10 + 6
-    assert span_elements((3, 0, 7), (100, 10, 1)) == 0
-    assert span_elements((), ()) == 1
-
-
-def test_sizes():
-    assert dense_nbytes((3, 2, 7, 16), "float32") == 2688
-    assert dense_nbytes((), "int64") == 8
-    assert row_nbytes(16, "bfloat16") == 32
-    assert slot_kv_nbytes(2, 7, 16, "float8_e4m3fn") == 224
+def test_strides_and_density_agree_with_numpy(shape, order):
+    array = np.empty(shape, np.int8)
+    strides = lay.row_major_strides(shape)
+    assert is_dense(shape, strides)
+    assert lay.span_elements(shape, strides) == array.size
+    assert not array.size or array.strides == strides
+    view = array.transpose([axis for axis in order if axis < len(shape)])
+    assert is_dense(view.shape, view.strides) == view.flags.c_contiguous
 
 
 # B=3, H=2, S=7, D=16: 224 elements of K in a slot; 1344 elements in all.
@@ -100,12 +72,8 @@ STORAGES = [
 def test_storage_of_a_layer(dtype, layout, slot_stride, kv_stride, nbytes):
     storage = kv_layer_storage(max_batch_size=3, num_kv_heads=2, max_sequence_length=7, head_dim=16, dtype=dtype, layout=layout)
     assert (storage.slot_stride, storage.kv_stride, storage.nbytes) == (slot_stride, kv_stride, nbytes)
-    assert storage.combined_shape == (3, 2, 2, 7, 16)
-    assert storage.combined_strides == (slot_stride, kv_stride, 112, 16, 1)
-    assert storage.separate_shape == (3, 2, 7, 16)
-    assert storage.separate_strides == (slot_stride, 112, 16, 1)
-    assert is_dense(storage.combined_shape, storage.combined_strides) is (layout is KVLayout.COMBINED)
-    assert is_dense(storage.separate_shape, storage.separate_strides) is (layout is KVLayout.SEPARATE)
+    assert (storage.combined_shape, storage.combined_strides) == ((3, 2, 2, 7, 16), (slot_stride, kv_stride, 112, 16, 1))
+    assert (storage.separate_shape, storage.separate_strides) == ((3, 2, 7, 16), (slot_stride, 112, 16, 1))
 
 
 @given(
@@ -120,20 +88,10 @@ def test_every_element_has_a_place_of_its_own_and_starts_are_aligned(batch, head
     storage = kv_layer_storage(
         max_batch_size=batch, num_kv_heads=heads, max_sequence_length=length, head_dim=head_dim, dtype=dtype, layout=layout
     )
-    grid = np.indices(storage.combined_shape).reshape(5, -1)
-    places = np.asarray(storage.combined_strides) @ grid
+    places = np.asarray(storage.combined_strides) @ np.indices(storage.combined_shape).reshape(5, -1)
     assert len(np.unique(places)) == places.size
     assert (places.max() + 1) * itemsize(dtype) <= storage.nbytes
-    assert storage.nbytes % ALIGNMENT == 0
-    assert storage.nbytes - places.size * itemsize(dtype) < 2 * ALIGNMENT
+    assert (storage.nbytes % 256, lay.ALIGNMENT) == (0, 256)
+    assert storage.nbytes - places.size * itemsize(dtype) < 2 * 256
     if layout is KVLayout.SEPARATE:
-        assert storage.kv_stride * itemsize(dtype) % ALIGNMENT == 0
-
-
-def test_the_two_layouts_are_the_same_bytes_only_for_one_slot():
-    def places(batch: int, layout: KVLayout) -> np.ndarray:
-        storage = kv_layer_storage(max_batch_size=batch, num_kv_heads=2, max_sequence_length=8, head_dim=16, dtype="float16", layout=layout)
-        return np.asarray(storage.combined_strides) @ np.indices(storage.combined_shape).reshape(5, -1)
-
-    assert np.array_equal(places(1, KVLayout.COMBINED), places(1, KVLayout.SEPARATE))
-    assert not np.array_equal(places(2, KVLayout.COMBINED), places(2, KVLayout.SEPARATE))
+        assert storage.kv_stride * itemsize(dtype) % 256 == 0

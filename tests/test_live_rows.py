@@ -17,20 +17,19 @@ def _manager(memory: Any, layout: KVLayout, dtype: str = "float16") -> KVCacheMa
     return KVCacheManager(KVCacheConfig(layers=layers, max_batch_size=B, max_sequence_length=S, dtype=dtype, layout=layout), memory=memory)
 
 
-def _written(cache: Any, stream: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """Fill every K and V with numbers of their own and return them, ``[B, H, S, D]`` by name."""
+def _written(cache: Any, stream: Any, lengths: list[int]) -> dict[str, np.ndarray[Any, Any]]:
+    """Fill every K and V with numbers of their own, set lengths, and return the numbers, ``[B, H, S, D]`` by name."""
     written = {}
     for layer in range(cache.num_layers):
-        combined = cache.get_combined_kv_cache(layer)
-        dense = cache.get_separate_kv_cache(layer)[0].is_contiguous
-        shape = combined.shape
-        values = np.random.default_rng(layer).integers(-99, 99, shape).astype(combined.numpy().dtype)
-        if dense:
-            for which, view in enumerate(cache.get_separate_kv_cache(layer)):
-                cache.memory.upload(view, np.ascontiguousarray(values[:, which]), stream=stream)
-        else:
-            cache.memory.upload(combined, values, stream=stream)
+        combined, separate = cache.get_combined_kv_cache(layer), cache.get_separate_kv_cache(layer)
+        values = np.random.default_rng(layer).integers(-99, 99, combined.shape).astype(combined.numpy().dtype)
         written[f"k_cache_{layer}"], written[f"v_cache_{layer}"] = values[:, 0], values[:, 1]
+        for view, part in zip(separate, (values[:, 0], values[:, 1]), strict=True):
+            if view.is_contiguous:
+                cache.memory.upload(view, np.ascontiguousarray(part), stream=stream)
+        if not separate[0].is_contiguous:
+            cache.memory.upload(combined, values, stream=stream)
+    cache.reset_for_new_sequences(lengths, stream=stream)
     cache.memory.synchronize(stream)
     return written
 
@@ -39,8 +38,7 @@ def _written(cache: Any, stream: Any) -> dict[str, np.ndarray[Any, Any]]:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_they_are_what_the_cache_holds_up_to_each_length(memory: Any, stream: Any, layout: KVLayout, dtype: str) -> None:
     with _manager(memory, layout, dtype) as cache:
-        written = _written(cache, stream)
-        cache.reset_for_new_sequences([5, 0, 2], stream=stream)
+        written = _written(cache, stream, [5, 0, 2])
         rows = live_rows(cache)
         assert list(rows) == ["k_cache_0", "v_cache_0", "k_cache_1", "v_cache_1", "kvcache_lengths"]
         assert rows["kvcache_lengths"].dtype == np.int32
@@ -63,31 +61,16 @@ def test_a_dead_row_does_not_show(memory: Any, stream: Any, fill: Any) -> None:
         assert np.isnan(rows["v_cache_1"][1]).all()
 
 
-def test_all_layers_in_one_buffer(memory: Any, stream: Any) -> None:
-    config = CacheConfig(
-        num_attention_layers=2,
-        max_batch_size=B,
-        max_sequence_length=S,
-        num_kv_heads=2,
-        head_dim=16,
-        dtype="float16",
-        layout=KVLayout.SEPARATE,
-        num_mamba_layers=0,
-    )
+def test_all_layers_in_one_buffer_and_it_is_a_copy(memory: Any, stream: Any) -> None:
+    sizes = {"num_attention_layers": 2, "max_batch_size": B, "max_sequence_length": S, "num_kv_heads": 2, "head_dim": 16}
+    config = CacheConfig(**sizes, dtype="float16", layout=KVLayout.SEPARATE, num_mamba_layers=0)
     with LinearKVCache(config, memory=memory) as cache:
-        written = _written(cache, stream)
-        cache.reset_for_new_sequences([7, 7, 7], stream=stream)
-        rows = live_rows(cache)
-        for name, values in written.items():
-            np.testing.assert_array_equal(rows[name], values, err_msg=name)
-
-
-def test_it_is_a_copy(memory: Any, stream: Any) -> None:
-    with _manager(memory, KVLayout.SEPARATE) as cache:
-        written = _written(cache, stream)
-        cache.reset_for_new_sequences([7, 7, 7], stream=stream)
-        live_rows(cache)["k_cache_0"][...] = 0
-        np.testing.assert_array_equal(live_rows(cache)["k_cache_0"], written["k_cache_0"])
+        written = _written(cache, stream, [7, 7, 7])
+        for _ in range(2):
+            for name, values in written.items():
+                rows = live_rows(cache)[name]
+                np.testing.assert_array_equal(rows, values, err_msg=name)
+                rows[...] = 0
 
 
 def test_without_active_slots_there_are_no_rows(memory: Any) -> None:

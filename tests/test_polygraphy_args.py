@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from importlib.metadata import entry_points
 from pathlib import Path
 
 import pytest
-
-from trt_kvcache.polygraphy_args import get_arg_groups
 
 ROOT = Path(__file__).parents[1]
 MODEL = ROOT / "tests" / "golden" / "llama"
@@ -21,37 +18,25 @@ SHAPES = ["--input-shapes", "input_ids:[2,5]", "new_lengths:[2]"]
 RANDOM = [*SHAPES, "--val-range", "input_ids:[0,60]", "new_lengths:[1,5]", "--iterations", "4"]
 
 
-def _polygraphy(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def _polygraphy(*arguments, **environment):
     variables = {**os.environ, "POLYGRAPHY_INTERNAL_CORRECTNESS_CHECKS": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
     return subprocess.run([POLYGRAPHY, *map(str, arguments)], env=variables, capture_output=True, text=True, timeout=120, check=False)
 
 
-def _passes(*arguments: str | Path, **environment: str) -> str:
+def _passes(*arguments, **environment):
     done = _polygraphy("run", *arguments, **environment)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 
 
-def test_the_entry_point_is_found() -> None:
-    (entry,) = [entry for entry in entry_points(group="polygraphy.run.plugins") if entry.name == "trt-kvcache"]
-    assert entry.load() is get_arg_groups
-
-
-def test_help_shows_the_group_and_the_runners() -> None:
-    text = _passes("--help")
-    assert "KV Cache Sessions:" in text
-    for option in ("session", "recompute", "reference", "engine", "max-batch-size", "max-sequence-length", "dtype", "no-live-rows"):
-        assert f"--kvcache-{option}" in text
-
-
-def test_all_three_runners_agree_on_random_inputs() -> None:
+def test_all_three_runners_agree_on_random_inputs():
     text = _passes(MODEL, "--kvcache-session", "--kvcache-recompute", "--kvcache-reference", *CPU, *RANDOM)
     assert text.count("Passed: 4/4 iterations") == 2
     assert "Outputs: ['logits', 'k_cache_0', 'v_cache_0', 'k_cache_1', 'v_cache_1', 'kvcache_lengths']" in text
     assert "internal error" not in text.lower()
 
 
-def test_a_difference_fails_the_command(tmp_path: Path) -> None:
+def test_a_difference_fails_the_command(tmp_path):
     exact = tmp_path / "float32.json"
     _passes(MODEL, "--kvcache-reference", "--kvcache-dtype", "float32", *CPU[2:], *RANDOM, "--save-outputs", exact)
     half = [MODEL, "--kvcache-reference", "--kvcache-dtype", "float16", *CPU[2:], *RANDOM, "--load-outputs", exact]
@@ -61,7 +46,7 @@ def test_a_difference_fails_the_command(tmp_path: Path) -> None:
     _passes(*half, "--atol", "0.05")
 
 
-def test_the_feed_script_continues_prompts_of_the_shipped_model() -> None:
+def test_the_feed_script_continues_prompts_of_the_shipped_model():
     feed = ["--data-loader-script", ROOT / "engines" / "feed.py", "--atol", "0.1"]
     text = _passes(SHIPPED, "--kvcache-session", "--kvcache-recompute", *CPU, *feed, "--kvcache-no-live-rows")
     assert "Passed: 9/9 iterations" in text
@@ -71,7 +56,7 @@ def test_the_feed_script_continues_prompts_of_the_shipped_model() -> None:
     assert "prompts: expected token ids, got text" in done.stderr
 
 
-def test_every_option_reaches_its_runner() -> None:
+def test_every_option_reaches_its_runner():
     given = {
         "engine": "tensorrt",
         "flavour": "tensorrt_rtx",
@@ -91,7 +76,7 @@ def test_every_option_reaches_its_runner() -> None:
 
 
 @pytest.mark.trt
-def test_an_engine_folder_is_run_as_it_was_built(tmp_path: Path) -> None:
+def test_an_engine_folder_is_run_as_it_was_built(tmp_path):
     from trt_kvcache import build_engine
 
     folder = tmp_path / "engine"

@@ -30,7 +30,7 @@ def run(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
 
 def test_the_readme_has_blocks_to_run():
     assert len(PYTHON_BLOCKS) >= 4
-    assert [shlex.split(command)[1] for command in COMMANDS] == ["build", "inspect", "generate", "compare", "memory"]
+    assert [shlex.split(command)[1] for command in COMMANDS] == ["build", "inspect", "generate", "serve-file", "compare", "memory"]
 
 
 @pytest.mark.parametrize("block", PYTHON_BLOCKS, ids=lambda block: re.sub(r"\W+", "-", block.strip().splitlines()[-1])[:30])

@@ -50,22 +50,20 @@ def _assert_same(outputs: dict[str, Any], logits: np.ndarray, session: Inference
 
 def test_an_inference_is_what_the_session_does() -> None:
     with SOURCE() as session, SessionRunner(SOURCE) as runner:
+        tokens, turns = [[3], [4], [5]], [[6, 7], [8, 9, 10, 11], [12]]
         _assert_same(runner.infer(make_feed(PROMPTS, reset=True)), session.prefill(PROMPTS), session)
-        _assert_same(runner.infer(make_feed([[3], [4], [5]], reset=False)), session.decode([3, 4, 5]), session)
-        turns = [[6, 7], [8, 9, 10, 11], [12]]
+        _assert_same(runner.infer(make_feed(tokens, reset=False)), session.decode([3, 4, 5]), session)
         _assert_same(runner.infer(make_feed(turns, reset=False)), session.append(turns), session)
         _assert_same(runner.infer(make_feed(PROMPTS[:2], reset=True)), session.prefill(PROMPTS[:2]), session)
 
 
 def test_recomputing_is_a_prefill_of_everything_so_far() -> None:
     with SOURCE() as session, RecomputeRunner(SOURCE) as runner:
-        runner.infer(make_feed(PROMPTS, reset=True))
-        outputs = runner.infer(make_feed([[3], [4], [5]], reset=False))
-        _assert_same(outputs, session.prefill([[*PROMPTS[0], 3], [*PROMPTS[1], 4], [*PROMPTS[2], 5]]), session)
-        outputs = runner.infer(make_feed([[6, 7], [], [8]], reset=False))
-        _assert_same(outputs, session.prefill([[*PROMPTS[0], 3, 6, 7], [*PROMPTS[1], 4], [*PROMPTS[2], 5, 8]]), session)
-        outputs = runner.infer(make_feed([[6, 7]], reset=True))
-        _assert_same(outputs, session.prefill([[6, 7]]), session)
+        so_far: list[list[int]] = [[], [], []]
+        for rows in (PROMPTS, [[3], [4], [5]], [[6, 7], [], [8]]):
+            so_far = [held + row for held, row in zip(so_far, rows, strict=True)]
+            _assert_same(runner.infer(make_feed(rows, reset=rows is PROMPTS)), session.prefill(so_far), session)
+        _assert_same(runner.infer(make_feed([[6, 7]], reset=True)), session.prefill([[6, 7]]), session)
 
 
 def test_a_slot_that_gets_nothing_keeps_its_logits(either: RunnerMaker) -> None:
@@ -79,49 +77,39 @@ def test_a_slot_that_gets_nothing_keeps_its_logits(either: RunnerMaker) -> None:
         assert second["kvcache_lengths"].tolist() == [9, 2, 4]
 
 
-def test_the_first_inference_starts_new_sequences(either: RunnerMaker) -> None:
+def test_the_first_inference_of_each_activation_starts_new_sequences(either: RunnerMaker) -> None:
     with SOURCE() as session:
         session.prefill([[40, 41]])
-        with either(session) as runner:
-            outputs = runner.infer(make_feed([[1, 2, 3]], reset=False))
-            assert outputs["kvcache_lengths"].tolist() == [3]
-        with either(session) as runner:  # activated anew
-            assert runner.infer(make_feed([[1, 2], [3]], reset=False))["kvcache_lengths"].tolist() == [2, 1]
+        for rows, lengths in (([[1, 2, 3]], [3]), ([[1, 2], [3]], [2, 1])):
+            with either(session) as runner:
+                assert runner.infer(make_feed(rows, reset=False))["kvcache_lengths"].tolist() == lengths
+        session.decode([2, 3])  # a session that was given stays open
 
 
-def test_reset_may_be_left_out(either: RunnerMaker) -> None:
-    feed = make_feed([[1, 2], [3, 4]], reset=True)
+def test_without_live_rows_there_are_logits_only_and_reset_may_be_left_out(either: RunnerMaker) -> None:
+    feed = {**make_feed(PROMPTS, reset=True), "reset": False}
     del feed["reset"]
-    with either(SOURCE) as runner:
-        runner.infer(feed)
-        assert runner.infer(feed)["kvcache_lengths"].tolist() == [4, 4]
-
-
-def test_without_live_rows_there_are_logits_only(either: RunnerMaker) -> None:
     with either(SOURCE, live_rows=False) as runner:
-        outputs = runner.infer(make_feed(PROMPTS, reset=True))
+        outputs = runner.infer(feed)
         assert [(name, array.shape, array.dtype) for name, array in outputs.items()] == [("logits", (3, 79), np.float32)]
+        runner.infer(feed)
+        assert runner.session.cache.host_kv_cache_lengths == (14, 4, 6)
 
 
-def test_a_session_from_a_callable_is_closed_and_a_given_one_is_not(either: RunnerMaker) -> None:
+def test_a_session_from_a_callable_is_closed(either: RunnerMaker) -> None:
     with either(SOURCE) as runner:
         session = runner.session
-        runner.infer(make_feed([[1]], reset=True))
     with pytest.raises(ClosedError, match="this InferenceSession is closed"):
         session.prefill([[1]])
     with pytest.raises(ClosedError, match=r"mine: the runner is not active"):
         _ = either(SOURCE, name="mine").session
-    with SOURCE() as session:
-        with either(session) as runner:
-            runner.infer(make_feed([[1]], reset=True))
-        session.decode([2])
 
 
 def test_the_time_is_that_of_the_session() -> None:
     with SessionRunner(SOURCE) as runner:
         runner.infer(make_feed(PROMPTS, reset=True))
-        assert runner.last_inference_time() == pytest.approx(runner.session.statistics.prefill_seconds, abs=0.05)
-        assert runner.last_inference_time() >= runner.session.statistics.prefill_seconds
+        seconds = runner.session.statistics.prefill_seconds
+        assert seconds <= runner.last_inference_time() <= seconds + 0.05
 
 
 def test_metadata_names_the_inputs(either: RunnerMaker) -> None:
@@ -168,33 +156,26 @@ def test_a_reference_runner_runs_the_reference_engine() -> None:
     with ReferenceRunner(MODEL, **SIZES) as runner, SOURCE() as session:
         assert type(runner.session.engine) is type(session.engine)
         assert runner.name.startswith("kvcache-reference-N")
-        np.testing.assert_array_equal(runner.infer(make_feed(PROMPTS, reset=True))["logits"], session.prefill(PROMPTS))
 
 
 def test_greedy_feeds_follow_the_logits() -> None:
     with SessionRunner(SOURCE) as runner, SOURCE() as session:
-        fed = []
+        expected, logits = make_feed(PROMPTS, reset=True), session.prefill(PROMPTS)
         for feed in greedy_feeds(runner, PROMPTS, 4):
+            assert {name: array.tolist() for name, array in feed.items()} == {name: array.tolist() for name, array in expected.items()}
             runner.infer(feed)
-            fed.append(feed)
-        logits = session.prefill(PROMPTS)
-        np.testing.assert_array_equal(fed[0]["input_ids"], make_feed(PROMPTS, reset=True)["input_ids"])
-        assert [feed["reset"].item() for feed in fed] == [True, False, False, False, False]
-        for feed in fed[1:]:
-            assert feed["input_ids"].tolist() == logits.argmax(axis=1)[:, np.newaxis].tolist()
-            logits = session.decode(feed["input_ids"][:, 0].tolist())
+            tokens = logits.argmax(axis=1).tolist()
+            expected, logits = make_feed([[token] for token in tokens], reset=False), session.decode(tokens)
 
 
-def test_greedy_feeds_notice_that_a_feed_was_not_run() -> None:
+@pytest.mark.parametrize("count", [0, 1])
+def test_greedy_feeds_notice_that_a_feed_was_not_run(count: int) -> None:
     with SessionRunner(SOURCE, name="first") as runner:
         feeds = greedy_feeds(runner, PROMPTS, 3)
+        for _ in range(count):
+            runner.infer(next(feeds))
         next(feeds)
-        with pytest.raises(EngineError, match="feed 0 was not run through first"):
-            next(feeds)
-        feeds = greedy_feeds(runner, PROMPTS, 3)
-        runner.infer(next(feeds))
-        next(feeds)
-        with pytest.raises(EngineError, match="feed 1 was not run through first"):
+        with pytest.raises(EngineError, match=f"feed {count} was not run through first"):
             next(feeds)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +12,7 @@ from trt_kvcache.runtime_cache import RuntimeCacheFile
 KEY = ("sha of the plan", "GPU", "uuid", "8.9", "13000", "tensorrt_rtx", "1.7.1")
 
 
-def test_written_and_read_back(tmp_path: Path) -> None:
+def test_written_and_read_back(tmp_path):
     file = RuntimeCacheFile(KEY, folder=tmp_path / "made" / "here")
     assert file.read() is None
     file.write(b"kernels")
@@ -23,7 +22,7 @@ def test_written_and_read_back(tmp_path: Path) -> None:
     assert os.listdir(file.path.parent) == [file.path.name]
 
 
-def test_every_part_of_the_key_makes_another_file(tmp_path: Path) -> None:
+def test_every_part_of_the_key_makes_another_file(tmp_path):
     paths = {RuntimeCacheFile(KEY, folder=tmp_path).path}
     for index in range(len(KEY)):
         paths.add(RuntimeCacheFile((*KEY[:index], KEY[index] + "x", *KEY[index + 1 :]), folder=tmp_path).path)
@@ -32,7 +31,7 @@ def test_every_part_of_the_key_makes_another_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "empty"])
-def test_damaged_file_is_ignored_with_a_warning(tmp_path: Path, damage: str) -> None:
+def test_damaged_file_is_ignored_with_a_warning(tmp_path, damage):
     file = RuntimeCacheFile(KEY, folder=tmp_path)
     file.write(b"kernels")
     content = bytearray(file.path.read_bytes())
@@ -42,7 +41,7 @@ def test_damaged_file_is_ignored_with_a_warning(tmp_path: Path, damage: str) -> 
         assert file.read() is None
 
 
-def test_place_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+def test_place_that_cannot_be_written_is_a_warning(tmp_path):
     (tmp_path / "file").write_text("in the way")
     file = RuntimeCacheFile(KEY, folder=tmp_path / "file")
     with pytest.warns(RuntimeWarning, match="it cannot be written"):
@@ -51,11 +50,11 @@ def test_place_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
         assert file.read() is None
 
 
-def test_failure_while_writing_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failure_while_writing_keeps_the_old_file(tmp_path, monkeypatch):
     file = RuntimeCacheFile(KEY, folder=tmp_path)
     file.write(b"old")
 
-    def full(source: object, target: object) -> None:
+    def full(source, target):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(runtime_cache.os, "replace", full)

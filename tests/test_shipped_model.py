@@ -18,16 +18,16 @@ FOLDER = Path(__file__).parents[1] / "examples" / "tiny-llama"
 TEXT = (FOLDER / "text.txt").read_text(encoding="utf-8")
 
 WORDS = 200
-# No stretch of 200 words of the text takes more than 446 tokens; prompt and continuation must fit into 512.
-MAX_NEW_TOKENS = 480
+# Prompt and continuation must fit into 512 tokens; no stretch of 200 words of the text takes more than 475.
+MAX_NEW_TOKENS = 490
 SENTENCE_STARTS = [
     "Alice was beginning",
     "The rabbit-hole went straight",
-    "There were doors all",
-    "Suddenly she came upon",
-    "However, this bottle was",
+    "Either the well was",
+    "She took down a",
+    "Down, down, down. Would",
 ]
-NOT_IN_THE_TEXT = "Hello, my name is"
+NOT_IN_THE_TEXT = ["Once upon a time", "The capital of France is"]
 
 
 def words(text: str) -> list[str]:
@@ -53,7 +53,7 @@ def session() -> Iterator[InferenceSession]:
         yield session
 
 
-@pytest.mark.parametrize("prompt", [*SENTENCE_STARTS, NOT_IN_THE_TEXT])
+@pytest.mark.parametrize("prompt", [*SENTENCE_STARTS, *NOT_IN_THE_TEXT])
 def test_two_hundred_greedy_words_are_readable(session: InferenceSession, prompt: str) -> None:
     text = "".join(event.text for event in session.generate([prompt], max_new_tokens=MAX_NEW_TOKENS))
     generated = words(text)[:WORDS]
@@ -70,8 +70,8 @@ def test_a_sentence_start_is_continued_as_in_the_text(session: InferenceSession,
 
 
 def test_the_end_of_the_text_ends_the_generation(session: InferenceSession) -> None:
-    prompt = "So she set to work"
-    *before, last = session.generate([prompt], max_new_tokens=200)
+    prompt = "No, it'll never do to ask"
+    *before, last = session.generate([prompt], max_new_tokens=100)
     assert last.token == 1
     assert last.finish_reason == "stop"
     assert (prompt + "".join(event.text for event in [*before, last])).strip() == TEXT[TEXT.index(prompt) :].strip()
@@ -85,7 +85,7 @@ def test_the_measures_see_unknown_words_and_loops() -> None:
 
 def test_the_folder_is_small_and_complete() -> None:
     files = {path.name: path.stat().st_size for path in FOLDER.iterdir() if path.is_file()}
-    assert sum(files.values()) <= 2**18, files
+    assert sum(files.values()) <= 85 * 2**10, files
     assert set(files) == {
         "README.md",
         "config.json",
@@ -123,11 +123,14 @@ def test_the_configuration_is_the_one_of_the_training_script() -> None:
     assert json.loads((FOLDER / "config.json").read_text()) == ast.literal_eval(assigned["CONFIG"])
 
 
-@pytest.mark.parametrize("text", ["", " ", "Alice", TEXT, "naïve 猫 🐇\n\ttab\x00", "</s"])
-def test_every_text_survives_the_tokenizer(text: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "decoded"), [*((text, text) for text in ("", " ", "Alice", TEXT, "#1 {~}\n", "</s")), ("na\N{CAT FACE}ïve\t!", "nave!")]
+)
+def test_ascii_survives_the_tokenizer_and_other_bytes_are_unknown(text: str, decoded: str) -> None:
     tokenizer = tokenizers.Tokenizer.from_file(str(FOLDER / "tokenizer.json"))
     ids = tokenizer.encode(text).ids
     assert ids[0] == tokenizer.token_to_id("<s>") == 0
     assert tokenizer.token_to_id("</s>") == 1
-    assert max(ids) < tokenizer.get_vocab_size() == 640
-    assert tokenizer.decode(ids) == text
+    assert max(ids) < tokenizer.get_vocab_size() == 320
+    assert ids.count(tokenizer.token_to_id("<unk>")) == len(text.encode()) - len(decoded)
+    assert tokenizer.decode(ids) == decoded

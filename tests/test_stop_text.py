@@ -20,55 +20,31 @@ def naive(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     return text, False
 
 
-TEXTS = st.text("ab\n", max_size=8)
-STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
-
-
 @settings(max_examples=500)
-@given(pieces=st.lists(TEXTS, max_size=6), stops=STOPS)
-def test_the_pieces_do_not_matter(pieces, stops):
-    stream = StopText(stops)
-    out = "".join(stream.push(piece) for piece in pieces) + stream.flush()
-    assert (out, stream.stopped) == naive("".join(pieces), stops)
-
-
-@settings(max_examples=500)
-@given(pieces=st.lists(TEXTS, max_size=6), stops=STOPS)
-def test_what_is_held_back_could_still_become_a_stop_text_and_nothing_else_is(pieces, stops):
+@given(pieces=st.lists(st.text("ab\n", max_size=8), max_size=6), stops=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3))
+def test_pieces_do_not_matter_and_only_what_could_still_become_a_stop_text_is_held_back(pieces, stops):
     stream, told, taken = StopText(stops), "", ""
     for piece in pieces:
         told += stream.push(piece)
         taken += piece
-        if stream.stopped:
-            return
-        held = taken[len(told) :]
-        assert taken.startswith(told)
-        assert held == max(
-            (taken[start:] for start in range(len(taken)) if any(s.startswith(taken[start:]) for s in stops)), key=len, default=""
-        )
+        if not stream.stopped:
+            ends = [taken[start:] for start in range(len(taken) + 1)]
+            assert taken == told + next(end for end in ends if not end or any(stop.startswith(end) for stop in stops))
+    assert (told + stream.flush(), stream.stopped) == naive("".join(pieces), stops)
 
 
-def test_text_without_stop_texts_goes_straight_through():
-    stream = StopText(())
-    assert (stream.push("one "), stream.push("two"), stream.flush(), stream.stopped) == ("one ", "two", "", False)
-
-
-def test_a_stop_text_over_several_pieces():
-    stream = StopText(["\n\nUser:"])
-    assert [stream.push(piece) for piece in ["Hello", "\n", "\nUs", "er: hi"]] == ["Hello", "", "", ""]
-    assert stream.stopped
-    assert (stream.push("more"), stream.flush()) == ("", "")
-
-
-def test_what_turns_out_to_be_none_comes_late():
-    stream = StopText(["</s>"])
-    assert [stream.push(piece) for piece in ["a</", "b>", "</"]] == ["a", "</b>", ""]
-    assert (stream.flush(), stream.stopped) == ("</", False)
-    assert stream.flush() == ""
-
-
-@pytest.mark.parametrize("pieces", [["abcd"], ["abc", "d"], ["a", "b", "c", "d"]])
-def test_of_two_the_one_that_is_complete_first(pieces):
-    stream = StopText(["abcd", "bc"])
-    assert "".join(map(stream.push, pieces)) == "a"
-    assert stream.stopped
+@pytest.mark.parametrize(
+    ("stops", "pieces", "told", "flushed"),
+    [
+        ([], ["one ", "two"], ["one ", "two"], ""),
+        (["\n\nUser:"], ["Hello", "\n", "\nUs", "er: hi", "more"], ["Hello", "", "", "", ""], ""),
+        (["</s>"], ["a</", "b>", "</"], ["a", "</b>", ""], "</"),
+        (["abcd", "bc"], ["abcd"], ["a"], ""),
+        (["abcd", "bc"], ["a", "b", "c", "d"], ["", "", "a", ""], ""),
+    ],
+    ids=["none", "over several pieces", "what turns out to be none comes late", "the one that is complete first", "in pieces"],
+)
+def test_examples(stops, pieces, told, flushed):
+    stream = StopText(stops)
+    assert [stream.push(piece) for piece in pieces] == told
+    assert (stream.flush(), stream.flush()) == (flushed, "")

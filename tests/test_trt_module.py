@@ -7,7 +7,6 @@ import subprocess
 import sys
 from functools import cache
 from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -17,43 +16,35 @@ from trt_kvcache.trt_module import load
 
 
 class FakeLogger:
-    class Severity(enum.IntEnum):
-        INTERNAL_ERROR = 0
-        ERROR = 1
-        WARNING = 2
-        INFO = 3
-        VERBOSE = 4
+    Severity = enum.IntEnum("Severity", ["INTERNAL_ERROR", "ERROR", "WARNING", "INFO", "VERBOSE"], start=0)
 
-    def __init__(self) -> None:
+    def __init__(self):
         pass
 
 
-def fake_module(version: str, *, start: bool = True, log: str = "CUDA initialization failure with error: 35") -> ModuleType:
-    module: Any = ModuleType("tensorrt")
-    module.__version__ = version
-    module.ILogger = FakeLogger
-
+def fake_module(version, *, start=True):
     class Runtime:
-        def __init__(self, logger: Any) -> None:
+        def __init__(self, logger):
             if not start:
-                logger.log(FakeLogger.Severity.ERROR, log)
+                logger.log(FakeLogger.Severity.ERROR, "CUDA initialization failure with error: 35")
                 raise TypeError("pybind11::init(): factory function returned nullptr")
 
-    module.Runtime = Runtime
+    module = ModuleType("tensorrt")
+    module.__version__, module.ILogger, module.Runtime = version, FakeLogger, Runtime
     return module
 
 
 @pytest.fixture(autouse=True)
-def forget_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+def forget_imports(monkeypatch):
     """Import anew in each test, and leave alone what others have imported: TensorRT keeps its first logger."""
     monkeypatch.setattr(trt_module, "_import", cache(trt_module._import.__wrapped__))
 
 
 @pytest.fixture
-def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
+def installed(monkeypatch):
     """Return a function that says what ``import tensorrt`` and ``import tensorrt_rtx`` give; None: not installed."""
 
-    def install(**modules: ModuleType | None) -> None:
+    def install(**modules):
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
 
@@ -61,67 +52,51 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
-def test_neither_is_there(installed: Any) -> None:
+def test_neither_is_there(installed):
     with pytest.raises(EngineError) as raised:
         load()
     text = str(raised.value)
     assert text.startswith("TensorRT cannot be used. tensorrt: not installed; pip install 'trt-kvcache[tensorrt]'")
     assert "tensorrt_rtx: not installed; pip install 'trt-kvcache[rtx]'." in text
-
-
-def test_error_type_is_the_callers(installed: Any) -> None:
     with pytest.raises(BuildError):
         load("tensorrt_rtx", error=BuildError)
-
-
-def test_unknown_flavour(installed: Any) -> None:
     with pytest.raises(EngineError, match="TensorRT flavour: expected one of auto, tensorrt, tensorrt_rtx, got 'trt'"):
         load("trt")
 
 
-def test_full_tensorrt_comes_first(installed: Any) -> None:
+def test_full_tensorrt_comes_first(installed):
     full, rtx = fake_module("10.16.1"), fake_module("1.7.1")
     installed(tensorrt=full, tensorrt_rtx=rtx)
     found = load()
     assert (found.module, found.flavour, found.version, found.is_rtx) == (full, "tensorrt", "10.16.1", False)
     found = load("tensorrt_rtx")
-    assert (found.module, found.flavour, found.is_rtx) == (rtx, "tensorrt_rtx", True)
+    assert (found.module, found.flavour, found.is_rtx, found.has_native_attention) == (rtx, "tensorrt_rtx", True, True)
     assert load("tensorrt_rtx") is found  # one logger per module
 
 
-def test_full_tensorrt_that_cannot_start_gives_way(installed: Any) -> None:
-    installed(tensorrt=fake_module("11.4.0", start=False), tensorrt_rtx=fake_module("1.7.1"))
+@pytest.mark.parametrize(
+    ("full", "message"),
+    [
+        (fake_module("11.4.0", start=False), r"tensorrt: cannot start here: CUDA initialization failure with error: 35\."),
+        (fake_module("10.9.0.34"), r"tensorrt: version 10\.9\.0\.34 is too old: it has no KVCacheUpdate layer"),
+        (ModuleType("tensorrt"), "tensorrt: the module of that name is not TensorRT"),
+    ],
+)
+def test_full_tensorrt_that_cannot_be_used_gives_way(installed, full, message):
+    installed(tensorrt=full, tensorrt_rtx=fake_module("1.7.1"))
     assert load().flavour == "tensorrt_rtx"
-    with pytest.raises(EngineError, match=r"tensorrt: cannot start here: CUDA initialization failure with error: 35\."):
-        load("tensorrt")
-
-
-def test_full_tensorrt_that_is_too_old_gives_way(installed: Any) -> None:
-    installed(tensorrt=fake_module("10.9.0.34"), tensorrt_rtx=fake_module("1.7.1"))
-    assert load().flavour == "tensorrt_rtx"
-    with pytest.raises(EngineError, match=r"tensorrt: version 10\.9\.0\.34 is too old: it has no KVCacheUpdate layer"):
+    with pytest.raises(EngineError, match=message):
         load("tensorrt")
 
 
 @pytest.mark.parametrize(("version", "native"), [("10.15.0", False), ("10.16.0", True), ("11.0.0", True), ("10.15.1.29", False)])
-def test_native_attention_by_version(installed: Any, version: str, native: bool) -> None:
+def test_native_attention_by_version(installed, version, native):
     installed(tensorrt=fake_module(version))
     assert load("tensorrt").has_native_attention is native
 
 
-def test_native_attention_in_rtx(installed: Any) -> None:
-    installed(tensorrt_rtx=fake_module("1.7.1"))
-    assert load().has_native_attention
-
-
-def test_module_that_is_not_tensorrt(installed: Any) -> None:
-    installed(tensorrt_rtx=ModuleType("tensorrt_rtx"))
-    with pytest.raises(EngineError, match="tensorrt_rtx: the module of that name is not TensorRT"):
-        load("tensorrt_rtx")
-
-
-def test_module_whose_libraries_are_missing(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(name: str) -> Any:
+def test_module_whose_libraries_are_missing(installed, monkeypatch):
+    def broken(name):
         raise OSError("libnvinfer.so.11: cannot open shared object file")
 
     monkeypatch.setattr(trt_module.importlib, "import_module", broken)
@@ -130,7 +105,7 @@ def test_module_whose_libraries_are_missing(installed: Any, monkeypatch: pytest.
 
 
 @pytest.mark.trt
-def test_dtypes_there_and_back() -> None:
+def test_dtypes_there_and_back():
     rtx = load("tensorrt_rtx")
     for name in ("float16", "bfloat16", "float32", "float8_e4m3fn", "int8", "uint8", "int32", "int64"):
         assert rtx.dtype_name(rtx.data_type(name)) == name
@@ -140,7 +115,7 @@ def test_dtypes_there_and_back() -> None:
         rtx.data_type("float64")
 
 
-def test_nothing_imports_tensorrt_or_cuda_before_it_is_asked_for() -> None:
+def test_nothing_imports_tensorrt_or_cuda_before_it_is_asked_for():
     code = (
         "import sys, trt_kvcache.builder, trt_kvcache.tensorrt_engine, trt_kvcache.inspection;"
         "print([name for name in sys.modules if name.split('.')[0] in ('tensorrt', 'tensorrt_rtx', 'cuda')])"

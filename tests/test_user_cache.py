@@ -13,19 +13,16 @@ from trt_kvcache.user_cache import user_cache_folder
 @pytest.mark.parametrize(
     ("platform", "environment", "expected"),
     [
-        ("linux", {"XDG_CACHE_HOME": "/caches"}, "/caches/trt_kvcache"),
-        ("linux", {}, "/home/me/.cache/trt_kvcache"),
-        ("darwin", {}, "/home/me/Library/Caches/trt_kvcache"),
-        ("darwin", {"XDG_CACHE_HOME": "/caches"}, "/caches/trt_kvcache"),
-        ("win32", {"LOCALAPPDATA": "/local"}, "/local/trt_kvcache"),
-        ("win32", {}, "/home/me/AppData/Local/trt_kvcache"),
+        ("linux", {"XDG_CACHE_HOME": "/caches"}, "/caches"),
+        ("linux", {}, "/home/me/.cache"),
+        ("darwin", {}, "/home/me/Library/Caches"),
+        ("darwin", {"XDG_CACHE_HOME": "/caches"}, "/caches"),
+        ("win32", {"LOCALAPPDATA": "/local"}, "/local"),
+        ("win32", {}, "/home/me/AppData/Local"),
     ],
 )
-def test_folder_of_each_platform(monkeypatch: pytest.MonkeyPatch, platform: str, environment: dict[str, str], expected: str) -> None:
-    for name in ("XDG_CACHE_HOME", "LOCALAPPDATA"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+def test_folder_of_each_platform(monkeypatch, platform, environment, expected):
+    monkeypatch.setattr(user_cache.os, "environ", environment)
     monkeypatch.setattr(user_cache.sys, "platform", platform)
     monkeypatch.setattr(user_cache.Path, "home", lambda: Path("/home/me"))
-    assert user_cache_folder() == Path(expected)
+    assert user_cache_folder() == Path(expected, "trt_kvcache")

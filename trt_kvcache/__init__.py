@@ -28,8 +28,12 @@ if TYPE_CHECKING:
     from trt_kvcache.manager import KVCacheManager
     from trt_kvcache.memory import HostMemory
     from trt_kvcache.names import TensorNames
+    from trt_kvcache.prompt_cache import PromptCache
     from trt_kvcache.sampling import SamplingParams
+    from trt_kvcache.sequences import SequenceCacheManager
     from trt_kvcache.session import InferenceSession
+    from trt_kvcache.snapshot import Snapshot, load_snapshot, save_snapshot
+    from trt_kvcache.snapshot_records import ModelIdentity, SamplerState
     from trt_kvcache.tensor import DeviceTensor
 
 _MODULE_OF = {
@@ -51,12 +55,19 @@ _MODULE_OF = {
     "LinearKVCache": "linear",
     "MambaCacheConfig": "mamba_config",
     "MambaCacheManager": "mamba",
+    "ModelIdentity": "snapshot_records",
+    "PromptCache": "prompt_cache",
+    "SamplerState": "snapshot_records",
     "SamplingParams": "sampling",
+    "SequenceCacheManager": "sequences",
+    "Snapshot": "snapshot",
     "TensorNames": "names",
     "build_engine": "builder",
     "estimate_memory": "estimate",
     "largest_batch": "estimate",
+    "load_snapshot": "snapshot",
     "longest_sequence": "estimate",
+    "save_snapshot": "snapshot",
 }
 
 __all__ = [
@@ -78,13 +89,20 @@ __all__ = [
     "LinearKVCache",
     "MambaCacheConfig",
     "MambaCacheManager",
+    "ModelIdentity",
+    "PromptCache",
+    "SamplerState",
     "SamplingParams",
+    "SequenceCacheManager",
+    "Snapshot",
     "TensorNames",
     "__version__",
     "build_engine",
     "estimate_memory",
     "largest_batch",
+    "load_snapshot",
     "longest_sequence",
+    "save_snapshot",
 ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,8 @@ import numpy as np
 from trt_kvcache.chunks import Chunk
 from trt_kvcache.errors import RangeError
 from trt_kvcache.estimate import estimate_memory
+from trt_kvcache.prompt_cache import PromptCache, PromptMatch
+from trt_kvcache.snapshot import Snapshot
 from trt_kvcache.statistics import SessionStatistics
 from trt_kvcache.steps import StepExecutor
 
@@ -23,20 +25,25 @@ class ActiveSequences:
     Parameters
     ----------
     steps : StepExecutor
+    prompt_cache : PromptCache
+        Over the same cache.
 
     Notes
     -----
     If a step raises or is interrupted, lengths and tokens are as before it. Arguments were checked by the caller.
     """
 
-    def __init__(self, steps: StepExecutor) -> None:
+    def __init__(self, steps: StepExecutor, prompt_cache: PromptCache) -> None:
         self._steps = steps
+        self._prompt_cache = prompt_cache
         self._cache = steps.cache
         self._bytes_per_token = estimate_memory(steps.cache.kv_config).bytes_per_token
         self._prefill_seconds = self._decode_seconds = 0.0
         self._prefill_tokens = self._reused_tokens = self._decode_steps = self._decode_tokens = 0
         #: Tokens in the cache, per slot.
         self.cached: list[list[int]] = []
+        #: Tokens at the start of each slot that were there already when its sequence began.
+        self.reused: list[int] = []
         #: Tokens that were generated but are not in the cache yet, per slot.
         self.pending: list[list[int]] = []
         #: Grows with every change, so that an iterator knows when it was overtaken.
@@ -83,16 +90,70 @@ class ActiveSequences:
 
     def start(self, reused: Sequence[int]) -> None:
         """Begin new sequences that keep the first ``reused`` tokens of what their slots hold."""
-        with self._all_or_nothing():
+        with self.all_or_nothing():
             held = self.cached
             self._cache.reset_for_new_sequences(reused, stream=self._steps.stream)
             self.cached = [held[slot][:count] if count else [] for slot, count in enumerate(reused)]
             self.pending = [[] for _ in reused]
+            self.reused = list(reused)
             self._reused_tokens += sum(reused)
+
+    def find(self, tokens: Sequence[int]) -> PromptMatch | None:
+        """Return what the prompt cache has of a prompt."""
+        return self._prompt_cache.find(tokens)
+
+    def restore(self, matches: Mapping[int, PromptMatch]) -> None:
+        """Copy what was found into active slots, by slot, over the tokens of it that they may hold."""
+        if not matches:
+            return
+        with self.all_or_nothing():
+            increments = [0] * len(self.cached)
+            for slot, match in matches.items():
+                increments[slot] = match.length - len(self.cached[slot])
+                self._prompt_cache.restore(match, slot, stream=self._steps.stream)
+            self._cache.commit_sequence_length(increments, stream=self._steps.stream)
+            for slot, match in matches.items():
+                self.cached[slot] += match.entry.tokens[len(self.cached[slot]) : match.length].tolist()
+                self.reused[slot] = match.length
+            self._reused_tokens += sum(increments)
+
+    def remember(self, slots: Iterable[int]) -> None:
+        """Give what slots hold to the prompt cache."""
+        if self._prompt_cache.max_bytes:
+            for slot in slots:
+                self._prompt_cache.insert(self.cached[slot], slot, stream=self._steps.stream)
+
+    def load(self, snapshots: Sequence[Snapshot]) -> None:
+        """Begin new sequences, one from each snapshot. They were checked to fit."""
+        self.start([0] * len(snapshots))
+        with self.all_or_nothing():
+            for slot, snapshot in enumerate(snapshots):
+                snapshot.contents.restore(self._cache, slot, len(snapshot.tokens), stream=self._steps.stream)
+            self._cache.commit_sequence_length([len(snapshot.tokens) for snapshot in snapshots], stream=self._steps.stream)
+            self.cached = [list(snapshot.tokens) for snapshot in snapshots]
+            self.pending = [list(snapshot.pending) for snapshot in snapshots]
+            self.reused = [len(snapshot.tokens) for snapshot in snapshots]
+
+    def add(self, count: int) -> None:
+        """Make ``count`` more slots active, behind the others and empty."""
+        with self.all_or_nothing():
+            self._cache.set_active_batch_size(len(self.cached) + count, stream=self._steps.stream)
+            self.cached += [[] for _ in range(count)]
+            self.pending += [[] for _ in range(count)]
+            self.reused += [0] * count
+
+    def compact(self, mapping: Sequence[int]) -> None:
+        """Drop and move slots: to the new slot of each, or -1. A dropped slot that another moves to cannot be brought back."""
+        kept = sorted((new, slot) for slot, new in enumerate(mapping) if new >= 0)
+        with self.all_or_nothing():
+            self._cache.compact_batch(mapping, len(mapping), len(kept), stream=self._steps.stream)
+            self.cached = [self.cached[slot] for _, slot in kept]
+            self.pending = [self.pending[slot] for _, slot in kept]
+            self.reused = [self.reused[slot] for _, slot in kept]
 
     def rewind(self, slot: int, length: int) -> None:
         """Shorten a slot to ``length`` tokens and drop its pending ones."""
-        with self._all_or_nothing():
+        with self.all_or_nothing():
             self._rewind(slot, length, pending=[])
 
     def prefill(self, rows: Sequence[Sequence[int]], chunks: Sequence[Chunk]) -> np.ndarray[Any, Any]:
@@ -125,7 +186,7 @@ class ActiveSequences:
 
     def append(self, rows: Sequence[Sequence[int]], chunks: Sequence[Chunk]) -> np.ndarray[Any, Any]:
         """Do the same as :meth:`prefill`, undone as a whole if a chunk fails."""
-        with self._all_or_nothing():
+        with self.all_or_nothing():
             return self.prefill(rows, chunks)
 
     def decode(self, tokens: Sequence[int], going: Sequence[bool] | None = None) -> np.ndarray[Any, Any]:
@@ -138,7 +199,7 @@ class ActiveSequences:
             Which slots do not ride along; all if left out.
         """
         started = time.perf_counter()
-        with self._all_or_nothing():
+        with self.all_or_nothing():
             if going is None:
                 self._steps.decode(tokens)
                 for held, token in zip(self.cached, tokens, strict=True):
@@ -157,7 +218,7 @@ class ActiveSequences:
         return logits
 
     def _prefill_chunk(self, chunk: Chunk, parts: Sequence[Sequence[int]]) -> np.ndarray[Any, Any]:
-        with self._all_or_nothing():
+        with self.all_or_nothing():
             self._steps.prefill(chunk, parts)
             for slot, part in enumerate(parts, start=chunk.first):
                 if part:
@@ -180,14 +241,14 @@ class ActiveSequences:
         self.pending[slot] = pending
 
     @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
+    def all_or_nothing(self) -> Iterator[None]:
         """Put lengths and tokens back if the block raises. Inside it, tokens are only ever added to the lists that are there."""
-        lengths, cached, pending = self.lengths, list(self.cached), list(self.pending)
+        lengths, cached, pending, reused = self.lengths, list(self.cached), list(self.pending), list(self.reused)
         self.changes += 1
         try:
             yield
         except BaseException:
-            self.cached, self.pending = cached, pending
+            self.cached, self.pending, self.reused = cached, pending, reused
             for held, length in zip(cached, lengths, strict=True):
                 del held[length:]
             if not self._cache.closed:

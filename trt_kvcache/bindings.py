@@ -69,6 +69,7 @@ class BindingPlan:
             slot_kv_nbytes(layer.num_kv_heads, cache.kv_config.max_sequence_length, layer.head_dim, cache.kv_config.dtype)
             for layer in cache.kv_config.layers
         ]
+        self._views: dict[int, list[tuple[str, DeviceTensor]]] = {}
         self._first_slot: dict[int, int] = {}
         self._shape: dict[int, tuple[int, int]] = {}
         self._profile_of: dict[tuple[int, int], int] = {}
@@ -139,14 +140,20 @@ class BindingPlan:
                 f"to {ALIGNMENT} bytes. Choose max_sequence_length so that H * S * D * itemsize is a multiple of {ALIGNMENT}."
             )
         bind = self.engine.bind
-        for input_name, output_name, view in self._pairs:
-            part = view[first_slot:]
-            bind(input_name, part)
-            bind(output_name, part)
+        for name, view in self._views_from(first_slot):
+            bind(name, view)
         bind(self.names.input_ids, buffers.input_ids)
         bind(self.names.last_token_ids, buffers.last_token_ids)
         bind(self.names.kvcache_start_index, buffers.start_index if first_slot else self.cache.lengths.tensor)
         bind(self.names.logits, buffers.logits)
+
+    def _views_from(self, first_slot: int) -> list[tuple[str, DeviceTensor]]:
+        """Return the cache views of a run of slots by name; they are made once for each slot that a run starts at."""
+        views = self._views.get(first_slot)
+        if views is None:
+            parts = [(names, view[first_slot:]) for *names, view in self._pairs]
+            views = self._views[first_slot] = [(name, part) for names, part in parts for name in names]
+        return views
 
     def _set_shapes(self, count: int, width: int, *, batch_changed: bool) -> None:
         set_shape = self.engine.set_input_shape

@@ -71,7 +71,7 @@ class CudaAllocation:
         """
         if self._buffer is not None:
             self._buffer = None
-            self._memory.live_nbytes -= self._nbytes
+            self._memory.count_live(-self._nbytes)
 
     def __del__(self) -> None:
         self.close()
@@ -88,6 +88,9 @@ class CudaMemory:
     ----------
     device : int
         Number of the GPU, from 0, as the driver counts.
+    keep_bytes : int
+        Most freed bytes that the pool keeps for later allocations instead of giving them back to the system: captures that
+        come and go, as in a prompt cache, then cost no mapping of memory. Without a pool it does nothing.
 
     Raises
     ------
@@ -97,8 +100,9 @@ class CudaMemory:
 
     is_host = False
 
-    def __init__(self, device: int = 0) -> None:
+    def __init__(self, device: int = 0, *, keep_bytes: int = 0) -> None:
         self._index = int_in_range("device", device, 0)
+        kept = int_in_range("keep_bytes", keep_bytes, 0)
         reason = find_gpu(self._index)
         if reason is not None:
             raise CudaError(f"CudaMemory: {reason}")
@@ -112,6 +116,7 @@ class CudaMemory:
         self._gpu.set_current()
         pooled = self._gpu.properties.memory_pools_supported
         self._resource = DeviceMemoryResource(self._gpu, DeviceMemoryResourceOptions()) if pooled else self._gpu.memory_resource
+        self._kept_nbytes = kept if pooled else 0
         self._pinned_resource = LegacyPinnedMemoryResource()
         self._in_flight: list[tuple[Any, np.ndarray[Any, Any]]] = []
         self._last_checked: Any = lambda: None
@@ -196,8 +201,16 @@ class CudaMemory:
             raise CudaError(f"{self.device}: the driver returned the address {buffer.ptr:#x}, which is not a multiple of {ALIGNMENT}.")
         if zeroed:
             self._fill_with_zeros(buffer.ptr, nbytes, stream)
-        self.live_nbytes += nbytes
+        self.count_live(nbytes)
         return CudaAllocation(self, buffer, nbytes)
+
+    def count_live(self, nbytes: int) -> None:
+        """Add to ``live_nbytes``, and let the pool hold that and what it keeps: what it holds beyond goes back at the next wait."""
+        self.live_nbytes += nbytes
+        if self._kept_nbytes:
+            most = self._driver.cuuint64_t(self.live_nbytes + self._kept_nbytes)
+            release_threshold = self._driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
+            check(self._driver.cuMemPoolSetAttribute(int(self._resource.handle), release_threshold, most))
 
     def staging(self, shape: Sequence[int], dtype: str) -> np.ndarray[Any, Any]:
         """Return a zeroed page-locked array: copies from and to it do not wait. Freed with its last view.

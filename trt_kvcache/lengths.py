@@ -171,16 +171,17 @@ class Lengths(Uncopyable):
         """Let ``contents`` follow no longer. One that does not follow is ignored."""
         self._attached = [reference for reference in self._attached if reference() not in (None, contents)]
 
-    def _contents(self) -> list[SlotContents]:
+    def contents(self) -> list[SlotContents]:
+        """Return what follows these lengths."""
         return [contents for reference in self._attached if (contents := reference()) is not None]
 
     @property
     def is_recurrent(self) -> bool:
         """Whether slots hold recurrent states, so that :meth:`rewind` is refused."""
-        return any(contents.is_recurrent for contents in self._contents())
+        return any(contents.is_recurrent for contents in self.contents())
 
     def _start_anew(self, slots: Sequence[int], stream: Any) -> None:
-        for contents in self._contents() if slots else ():
+        for contents in self.contents() if slots else ():
             contents.start_anew(slots, stream=stream)
 
     # --- what changes them ---
@@ -204,12 +205,14 @@ class Lengths(Uncopyable):
         values = _host_values("reuse_lengths", reuse_lengths)
         if len(values) > self._max_batch_size:
             raise RangeError(f"reuse_lengths: expected at most max_batch_size={self._max_batch_size} lengths, got {len(values)}.")
-        for slot, length in enumerate(values):
-            int_in_range(f"reuse_lengths[{slot}]", length, 0, self._max_sequence_length)
+        if values and not 0 <= min(values) <= max(values) <= self._max_sequence_length:
+            for slot, length in enumerate(values):
+                int_in_range(f"reuse_lengths[{slot}]", length, 0, self._max_sequence_length)
         refuse_capture(self._memory, "reset_for_new_sequences", stream)
-        active = self._tensor[: len(values)]
+        active = self._active_tensor if len(values) == len(self._active_tensor) else self._tensor[: len(values)]
         store_length_values(active, values, accumulate=False, stream=stream)
-        self._start_anew([slot for slot, length in enumerate(values) if not length], stream)
+        if self._attached:
+            self._start_anew([slot for slot, length in enumerate(values) if not length], stream)
         self._active_tensor = active
         self._bounds = values
         self._exact = [True] * len(values)
@@ -428,7 +431,7 @@ class Lengths(Uncopyable):
         if plan.is_identity:
             self._memory.check_stream(stream)
             return
-        for contents in self._contents():
+        for contents in self.contents():
             contents.compact(plan, stream=stream)
         compact_length_tensor(self._active_tensor, plan, stream=stream)
 

@@ -6,6 +6,8 @@ import tempfile
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from functools import cache as cached
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
@@ -25,6 +27,7 @@ from trt_kvcache.memory import HostMemory
 from trt_kvcache.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.reference import Attention, ReferenceEngine
 from trt_kvcache.sampling import SamplingParams
+from trt_kvcache.snapshot_records import ModelIdentity
 from trt_kvcache.tensorrt_engine import TensorRTEngine
 from trt_kvcache.trt_module import FLAVOURS
 from trt_kvcache.trt_module import load as load_tensorrt
@@ -52,6 +55,7 @@ class SessionParts:
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
     defaults: SamplingParams
+    identity: Callable[[], ModelIdentity]
     on_close: Callable[[], object] | None = None
 
     def arguments(self) -> dict[str, Any]:
@@ -66,15 +70,17 @@ class SessionParts:
             self.on_close()
 
 
-def open_engine_folder(path: str | Path, *, engine: EngineChoice, flavour: str, device: int, progress: Progress | None) -> SessionParts:
-    """Open an engine folder: see ``InferenceSession.open``."""
+def open_engine_folder(
+    path: str | Path, *, engine: EngineChoice, flavour: str, device: int, keep_bytes: int = 0, progress: Progress | None
+) -> SessionParts:
+    """Open an engine folder: see ``InferenceSession.open``. ``keep_bytes`` is for the :class:`CudaMemory` of the cache."""
     _check_choice(engine, flavour)
     folder = EngineFolder.open(path)
     config = folder.config
     reason = why_no_tensorrt(config.tensorrt_flavour if flavour == "auto" else flavour, device) if engine == "auto" else None
     if engine != "reference" and reason is None:
         try:
-            return _tensorrt_parts(folder, CudaMemory(device), flavour)
+            return _tensorrt_parts(folder, CudaMemory(device, keep_bytes=keep_bytes), flavour)
         except (EngineError, CudaError) as error:
             if engine == "tensorrt":
                 raise
@@ -91,7 +97,7 @@ def open_engine_folder(path: str | Path, *, engine: EngineChoice, flavour: str, 
             memory=HostMemory(),
             progress=_bytes_progress(progress, LOADING),
         )
-    return _parts(running, config.cache, config.names, folder.path, config.model)
+    return _parts(running, config.cache, config.names, folder.path, config.model, lambda: config.checkpoint.fingerprint)
 
 
 def open_model(
@@ -105,9 +111,10 @@ def open_model(
     attention: str,
     flavour: str,
     device: int,
+    keep_bytes: int = 0,
     progress: Progress | None,
 ) -> SessionParts:
-    """Open a Hugging Face folder: see ``InferenceSession.from_model``."""
+    """Open a Hugging Face folder: see ``InferenceSession.from_model``. ``keep_bytes`` as for :func:`open_engine_folder`."""
     _check_choice(engine, flavour)
     if dtype is not None and dtype not in MODEL_DTYPES:
         raise ConfigError(f"dtype: expected one of {', '.join(MODEL_DTYPES)}, got {dtype!r}.")
@@ -127,8 +134,9 @@ def open_model(
         reason = why_no_tensorrt(flavour, device) if engine == "auto" else None
         if engine != "reference" and reason is None:
             try:
+                memory = CudaMemory(device, keep_bytes=keep_bytes)  # without a GPU, nothing is built
                 return _built_parts(
-                    checkpoint.path, cache, max_prefill_length=width, attention=variant, flavour=flavour, device=device, progress=progress
+                    checkpoint.path, cache, memory, max_prefill_length=width, attention=variant, flavour=flavour, progress=progress
                 )
             except (BuildError, EngineError, CudaError) as error:
                 if engine == "tensorrt":
@@ -144,7 +152,7 @@ def open_model(
             memory=HostMemory(),
             progress=_bytes_progress(progress, LOADING),
         )
-        return _parts(running, cache, DEFAULT_NAMES, checkpoint.path, model)
+        return _parts(running, cache, DEFAULT_NAMES, checkpoint.path, model, partial(_fingerprint, checkpoint.path))
 
 
 def why_no_tensorrt(flavour: str, device: int = 0) -> str | None:
@@ -161,12 +169,11 @@ def why_no_tensorrt(flavour: str, device: int = 0) -> str | None:
 def _tensorrt_parts(folder: EngineFolder, memory: CudaMemory, flavour: str) -> SessionParts:
     config = folder.config
     running = TensorRTEngine.open(folder, memory=memory, flavour=flavour)
-    return _parts(running, config.cache, config.names, folder.path, config.model)
+    return _parts(running, config.cache, config.names, folder.path, config.model, lambda: config.checkpoint.fingerprint)
 
 
-def _built_parts(path: Path, cache: KVCacheConfig, *, flavour: str, device: int, **options: Any) -> SessionParts:
+def _built_parts(path: Path, cache: KVCacheConfig, memory: CudaMemory, *, flavour: str, **options: Any) -> SessionParts:
     """Build an engine into a temporary folder that lives as long as the session."""
-    memory = CudaMemory(device)  # without a GPU, nothing is built
     place = tempfile.TemporaryDirectory(prefix="trt_kvcache-")
     try:
         report = build_engine(
@@ -185,7 +192,15 @@ def _built_parts(path: Path, cache: KVCacheConfig, *, flavour: str, device: int,
     return replace(parts, on_close=place.cleanup)
 
 
-def _parts(engine: Engine, cache: KVCacheConfig, names: TensorNames, folder: Path, model: ModelConfig) -> SessionParts:
+def _fingerprint(path: Path) -> str:
+    """Read all weights, once: only snapshots need it."""
+    with Checkpoint.open(path) as checkpoint:
+        return checkpoint.fingerprint()
+
+
+def _parts(
+    engine: Engine, cache: KVCacheConfig, names: TensorNames, folder: Path, model: ModelConfig, fingerprint: Callable[[], str]
+) -> SessionParts:
     """Read what stands beside the weights and allocate the cache; the engine is closed if that fails."""
     try:
         tokenizer = Tokenizer.open(folder)
@@ -198,6 +213,7 @@ def _parts(engine: Engine, cache: KVCacheConfig, names: TensorNames, folder: Pat
             tokenizer=tokenizer,
             eos_token_ids=defaults.eos_token_ids or model.eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ()),
             defaults=sampling,
+            identity=cached(lambda: ModelIdentity(fingerprint=fingerprint(), rope=model.rope.to_dict())),
         )
     except BaseException:
         engine.close()

@@ -75,6 +75,11 @@ class Request:
         self._stop_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_token_ids))
 
     @property
+    def sampler(self) -> tuple[int, int]:
+        """Seed and counter of its sampler."""
+        return self._sampler.seed, self._sampler.counter
+
+    @property
     def finished(self) -> bool:
         """Whether it has ended."""
         return self.finish_reason is not None
@@ -88,7 +93,13 @@ class Request:
         full : bool
             The slot holds ``max_sequence_length`` tokens, so no token can follow this one.
         """
-        token = self._sampler.choose(logits)
+        return self._take(self._sampler.choose(logits), full)
+
+    def replay(self, tokens: Sequence[int]) -> str:
+        """Take tokens that were chosen before, by a sampler whose counter is given now, and return their text."""
+        return "".join(self._take(token, False).text for token in tokens)
+
+    def _take(self, token: int, full: bool) -> GeneratedToken:
         self.tokens.append(token)
         text = ""
         if token in self._stop_tokens:

@@ -16,6 +16,9 @@ from trt_kvcache.errors import EngineError, RangeError
 
 _SEED_BITS = 63
 
+# Philox makes four numbers at a time.
+_NUMBERS_PER_BLOCK = 4
+
 # Tokens among which a nucleus (top-p) is looked for first.
 _NUCLEUS_GUESS = 1024
 
@@ -38,6 +41,8 @@ class SamplingParams:
         Drop tokens less likely than p times the most likely one, ``0 <= p < 1``.
     seed : int, optional
         The same seed, prompt and model give the same tokens, whatever runs beside. Without, each request draws its own.
+    counter : int
+        Tokens that were chosen with the seed before, where a request goes on: see :class:`~trt_kvcache.snapshot_records.SamplerState`.
     stop_token_ids : sequence of int
         Tokens that end the request, beside the model's own end tokens.
     stop : sequence of str
@@ -57,6 +62,7 @@ class SamplingParams:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    counter: int = 0
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
@@ -64,6 +70,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         int_in_range("SamplingParams.max_new_tokens", self.max_new_tokens, 1)
         int_in_range("SamplingParams.top_k", self.top_k, 0)
+        int_in_range("SamplingParams.counter", self.counter, 0)
         _check_number("temperature", self.temperature, "a finite number, at least 0", lambda value: 0 <= value < math.inf)
         _check_number("top_p", self.top_p, "0 < top_p <= 1", lambda value: 0 < value <= 1)
         _check_number("min_p", self.min_p, "0 <= min_p < 1", lambda value: 0 <= value < 1)
@@ -118,8 +125,10 @@ class Sampler:
         #: The seed in use: the request's, or one drawn for it.
         self.seed = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed
         #: Tokens chosen so far.
-        self.counter = 0
-        self._generator = np.random.Generator(np.random.Philox(key=self.seed))
+        self.counter = params.counter
+        blocks, rest = divmod(self.counter, _NUMBERS_PER_BLOCK)
+        self._generator = np.random.Generator(np.random.Philox(key=self.seed).advance(blocks))
+        self._generator.random(rest)
 
     def choose(self, logits: np.ndarray[Any, Any]) -> int:
         """Return the next token.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -16,12 +17,20 @@ from trt_kvcache.base import KVCacheBase
 from trt_kvcache.builder import Progress
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.checks import slot_index
+from trt_kvcache.chunks import Chunk
 from trt_kvcache.engine import Engine
-from trt_kvcache.errors import CapacityError, ClosedError, RangeError, ShapeError
+from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, RangeError, ShapeError
 from trt_kvcache.names import DEFAULT_NAMES, TensorNames
+from trt_kvcache.picture import draw_cache
+from trt_kvcache.prompt_cache import PromptCache
 from trt_kvcache.prompts import Prompt, PromptReader, as_prompts, common_prefix
 from trt_kvcache.request import GeneratedToken, Request
+from trt_kvcache.resuming import Paths, next_tokens, read_snapshots, resumed_params
 from trt_kvcache.sampling import SamplingParams, with_options
+from trt_kvcache.serving import RequestQueue
+from trt_kvcache.serving_request import RequestHandle
+from trt_kvcache.snapshot import Snapshot
+from trt_kvcache.snapshot_records import ModelIdentity, SamplerState
 from trt_kvcache.statistics import SessionStatistics
 from trt_kvcache.steps import StepExecutor
 
@@ -43,6 +52,10 @@ class InferenceSession:
         Tokens that end a request.
     defaults : SamplingParams
         What ``generate`` uses where nothing else is said.
+    prompt_cache : PromptCache, optional
+        Over ``cache``: prompts that begin like earlier ones are not run from their start. Closed with the session.
+    identity : callable, optional
+        Returns the :class:`~trt_kvcache.snapshot_records.ModelIdentity` that snapshots carry. Without one there are none.
     on_close : callable, optional
         Called once by ``close``, after engine and cache are closed.
 
@@ -65,6 +78,8 @@ class InferenceSession:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: Sequence[int] = (),
         defaults: SamplingParams | None = None,
+        prompt_cache: PromptCache | None = None,
+        identity: Callable[[], ModelIdentity] | None = None,
         on_close: Callable[[], object] | None = None,
     ) -> None:
         self._steps = StepExecutor(engine, cache, names=names)
@@ -75,8 +90,14 @@ class InferenceSession:
         self._defaults = SamplingParams() if defaults is None else defaults
         self._on_close = on_close
         self._closed = False
-        self._sequences = ActiveSequences(self._steps)
+        self._prompt_cache = PromptCache(cache) if prompt_cache is None else prompt_cache
+        if self._prompt_cache.cache is not cache:
+            raise ConfigError("prompt_cache: expected one over the cache of this session, got one over another.")
+        self._identity = identity
+        self._samplers: dict[int, tuple[int, int]] = {}
+        self._sequences = ActiveSequences(self._steps, self._prompt_cache)
         self._prompts = PromptReader(tokenizer, self._steps.plan.vocab_size)
+        self._queue = RequestQueue(self._steps, self._sequences)
 
     @classmethod
     def open(
@@ -86,6 +107,7 @@ class InferenceSession:
         engine: opening.EngineChoice = "auto",
         flavour: str = "auto",
         device: int = 0,
+        prompt_cache_bytes: int = 0,
         progress: Progress | None = None,
     ) -> InferenceSession:
         """Open an engine folder.
@@ -100,6 +122,8 @@ class InferenceSession:
             Which TensorRT; ``"auto"`` is the one that built the engine.
         device : int
             CUDA device, where one is used.
+        prompt_cache_bytes : int
+            Most bytes of copies of earlier prompts, in the cache's memory: see :class:`~trt_kvcache.prompt_cache.PromptCache`.
         progress : callable, optional
             Called as ``progress(stage, fraction)`` during long work.
 
@@ -108,7 +132,10 @@ class InferenceSession:
         ConfigError, CheckpointError, EngineError, CudaError
             The folder is damaged or newer, its checkpoint is gone or changed, or the engine cannot run.
         """
-        return cls._of(opening.open_engine_folder(folder, engine=engine, flavour=flavour, device=device, progress=progress))
+        parts = opening.open_engine_folder(
+            folder, engine=engine, flavour=flavour, device=device, keep_bytes=prompt_cache_bytes, progress=progress
+        )
+        return cls._of(parts, prompt_cache_bytes)
 
     @classmethod
     def from_model(
@@ -123,6 +150,7 @@ class InferenceSession:
         attention: str = "native",
         flavour: str = "auto",
         device: int = 0,
+        prompt_cache_bytes: int = 0,
         progress: Progress | None = None,
     ) -> InferenceSession:
         """Open a Hugging Face folder, without an engine folder.
@@ -140,6 +168,8 @@ class InferenceSession:
         attention : {"native", "mask"}
         flavour : {"auto", "tensorrt", "tensorrt_rtx"}
         device : int
+        prompt_cache_bytes : int
+            As for :meth:`open`.
         progress : callable, optional
             Called as ``progress(stage, fraction)`` during long work.
 
@@ -157,14 +187,15 @@ class InferenceSession:
             attention=attention,
             flavour=flavour,
             device=device,
+            keep_bytes=prompt_cache_bytes,
             progress=progress,
         )
-        return cls._of(parts)
+        return cls._of(parts, prompt_cache_bytes)
 
     @classmethod
-    def _of(cls, parts: opening.SessionParts) -> InferenceSession:
+    def _of(cls, parts: opening.SessionParts, prompt_cache_bytes: int) -> InferenceSession:
         try:
-            return cls(**parts.arguments())
+            return cls(**parts.arguments(), prompt_cache=PromptCache(parts.cache, max_bytes=prompt_cache_bytes))
         except BaseException:
             parts.close()
             raise
@@ -192,6 +223,11 @@ class InferenceSession:
         return self._defaults
 
     @property
+    def prompt_cache(self) -> PromptCache:
+        """Copies of earlier prompts, with counters of hits and misses; off unless bytes were given for it."""
+        return self._prompt_cache
+
+    @property
     def vocab_size(self) -> int:
         """Width of the logits."""
         return self._steps.plan.vocab_size
@@ -213,6 +249,24 @@ class InferenceSession:
     def statistics(self) -> SessionStatistics:
         """Times, tokens and bytes so far."""
         return self._sequences.statistics
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Return a picture of the cache, SVG: per slot the tokens that are reused, live and free; per layer its bytes.
+
+        Parameters
+        ----------
+        path : path, optional
+            Write it there too.
+
+        Raises
+        ------
+        ClosedError, OSError
+        """
+        self._check_open()
+        svg = draw_cache(self._cache.kv_config, self._cache.lengths.upper_bounds, self._sequences.reused)
+        if path is not None:
+            Path(path).write_text(svg, encoding="utf-8")
+        return svg
 
     # --- prefill and decode ---
 
@@ -246,13 +300,19 @@ class InferenceSession:
         self._check_open()
         rows = self._prompts.rows(prompts)
         self._check_new_sequences(rows, reuse)
-        reused = [0] * len(rows)
+        kept = [0] * len(rows)
         if reuse:
-            reused = [common_prefix(row[:-1], held) for row, held in zip(rows, self._sequences.cached, strict=True)]
+            kept = [common_prefix(row[:-1], held) for row, held in zip(rows, self._sequences.cached, strict=True)]
+        found = {slot: match for slot, row in enumerate(rows) if (match := self._sequences.find(row)) and match.length > kept[slot]}
+        reused = [found[slot].length if slot in found else count for slot, count in enumerate(kept)]
         new = [row[count:] for row, count in zip(rows, reused, strict=True)]
         chunks = self._steps.plan_prefill(reused, [len(row) for row in new])
-        self._sequences.start(reused)
-        return self._sequences.prefill(new, chunks)
+        self._samplers.clear()
+        self._sequences.start(kept)
+        self._sequences.restore(found)
+        logits = self._sequences.prefill(new, chunks)
+        self._sequences.remember(range(len(rows)))
+        return logits
 
     def append(self, turns: Sequence[Prompt]) -> np.ndarray[Any, Any]:
         """Add tokens to the active sequences, after the ones that ``generate`` left pending.
@@ -378,10 +438,7 @@ class InferenceSession:
             self._check_room(self._sequences.lengths, [p + row for p, row in zip(self._sequences.pending, rows, strict=True)])
         else:
             self._check_new_sequences(rows, reuse)
-        requests = [
-            Request(index, row, one, tokenizer=self._tokenizer, eos_token_ids=self._eos_token_ids)
-            for index, (row, one) in enumerate(zip(rows, per_request, strict=True))
-        ]
+        requests = self._requests(rows, per_request)
         return self._generate(requests, (lambda: self.append(rows)) if append else (lambda: self.prefill(rows, reuse=reuse)))
 
     def _generate(self, requests: list[Request], prefill: Callable[[], np.ndarray[Any, Any]]) -> Iterator[GeneratedToken]:
@@ -391,6 +448,9 @@ class InferenceSession:
             for token in self._choose(requests, logits):
                 self._check_not_overtaken(changes)
                 self._sequences.pending[token.index] = [token.token]
+                self._samplers[token.index] = requests[token.index].sampler
+                if token.finish_reason is not None:
+                    self._sequences.remember([token.index])
                 yield token
             going = [not request.finished for request in requests]
             if not any(going):
@@ -399,12 +459,167 @@ class InferenceSession:
             tokens = [request.tokens[-1] for request in requests]
             logits = self._sequences.decode(tokens, None if all(going) else going)
 
+    def _requests(self, rows: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Request]:
+        return [
+            Request(index, row, one, tokenizer=self._tokenizer, eos_token_ids=self._eos_token_ids)
+            for index, (row, one) in enumerate(zip(rows, params, strict=True))
+        ]
+
     def _choose(self, requests: list[Request], logits: np.ndarray[Any, Any]) -> list[GeneratedToken]:
         return [
             request.choose(logits[slot], full=self._sequences.is_full(slot))
             for slot, request in enumerate(requests)
             if not request.finished
         ]
+
+    # --- serving a queue ---
+
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> RequestHandle:
+        """Put a prompt in the queue, to be continued by :meth:`step` as soon as a slot is free.
+
+        Parameters
+        ----------
+        prompt : prompt
+            Token ids or text.
+        params, **options
+            As for :meth:`generate`.
+
+        Returns
+        -------
+        RequestHandle
+            With ``tokens``, ``text``, ``finish_reason`` and ``cancel()``.
+
+        Raises
+        ------
+        CapacityError, RangeError, ShapeError, ConfigError, BindingError, ClosedError
+            Nothing was changed.
+        """
+        self._check_open()
+        rows = self._prompts.rows([prompt])
+        self._check_new_sequences(rows, reuse=False)
+        [one] = self._params_for(1, params, options)
+        return self._queue.submit(rows[0], one, lambda params: self._requests(rows, [params])[0])
+
+    def step(self) -> list[RequestHandle]:
+        """Move the submitted requests on: one chunk of each new prompt, and one token of all others together.
+
+        Before, slots of requests that have ended are compacted away, and the first in the queue get the free ones. What a
+        request generates does not depend on the others: it is what :meth:`generate` would.
+
+        Returns
+        -------
+        list of RequestHandle
+            Those that have moved, in the order in which they were submitted; empty if all have ended.
+
+        Raises
+        ------
+        EngineError, CudaError, RangeError, ClosedError
+            Requests and queue are as before the step, which can be repeated.
+
+        Notes
+        -----
+        The slots are the requests'. After another call has changed the sequences, requests that had begun are run again from
+        their prompt and tokens.
+        """
+        self._check_open()
+        moved = self._queue.step()
+        if moved:
+            self._samplers = self._queue.samplers
+        return moved
+
+    # --- snapshots ---
+
+    def save_snapshot(self, path: str | os.PathLike[str], slot: int = 0) -> Snapshot:
+        """Write an active sequence to a file, with its pending tokens and the state of its sampler. Waits for the device.
+
+        Parameters
+        ----------
+        path : path
+            Replaced if it is there; it appears complete or not at all.
+        slot : int
+
+        Raises
+        ------
+        ConfigError
+            The session was made without ``identity``.
+        SlotError, RangeError, CapacityError, ClosedError, OSError
+            Nothing was changed.
+        """
+        model = self._model()
+        self._sequences.check_lengths()
+        tokens, pending = self.tokens(slot), self.pending_tokens(slot)
+        seed = self._samplers.get(slot)
+        sampler = None if seed is None else SamplerState(seed=seed[0], counter=seed[1])
+        stream = self._steps.stream
+        snapshot = Snapshot.of_slot(self._cache, slot, tokens=tokens, pending=pending, model=model, sampler=sampler, stream=stream)
+        snapshot.write(path)
+        return snapshot
+
+    def load_snapshots(self, paths: Paths) -> list[Snapshot]:
+        """Start new sequences from files, one each. Go on with ``append``, ``decode`` or ``generate(..., append=True)``.
+
+        Parameters
+        ----------
+        paths : path, or sequence of paths (n,)
+            ``1 <= n <= B``.
+
+        Raises
+        ------
+        SnapshotError
+            Damaged, foreign or newer files. Nothing was changed.
+        ShapeError, CapacityError, ConfigError, ClosedError
+            Nothing was changed.
+        """
+        snapshots = read_snapshots(paths, self._cache, self._model())
+        self._samplers.clear()
+        self._sequences.load(snapshots)
+        return snapshots
+
+    def resume(
+        self, paths: Paths, params: SamplingParams | Sequence[SamplingParams] | None = None, **options: Any
+    ) -> Iterator[GeneratedToken]:
+        """Start new sequences from files and continue them, each with its own seed and counter unless a seed is given.
+
+        Parameters
+        ----------
+        paths : path, or sequence of paths (n,)
+        params, **options
+            As for :meth:`generate`; ``max_new_tokens`` counts from here. Snapshots do not carry them.
+
+        Returns
+        -------
+        iterator of GeneratedToken
+            As :meth:`generate`: the tokens that would have come next. Files are read before it is returned.
+
+        Raises
+        ------
+        SnapshotError, ShapeError, CapacityError, RangeError, ConfigError, ClosedError
+            Nothing was changed.
+        """
+        snapshots = read_snapshots(paths, self._cache, self._model())
+        per_request = [resumed_params(*pair) for pair in zip(self._params_for(len(snapshots), params, options), snapshots, strict=True)]
+        kept, rows = zip(*map(next_tokens, snapshots), strict=True)
+        self._check_room(kept, rows)
+        requests = self._requests([[*one.tokens, *one.pending] for one in snapshots], per_request)
+        chunks = self._steps.plan_prefill(kept, [len(row) for row in rows])
+        return self._generate(requests, lambda: self._resumed(snapshots, kept, rows, chunks))
+
+    def _resumed(
+        self, snapshots: list[Snapshot], kept: Sequence[int], rows: Sequence[list[int]], chunks: list[Chunk]
+    ) -> np.ndarray[Any, Any]:
+        self._check_open()
+        self._samplers.clear()
+        self._sequences.load(snapshots)
+        for slot, length in enumerate(kept):
+            if length < len(snapshots[slot].tokens):
+                self._sequences.rewind(slot, length)
+        return self._sequences.append(rows, chunks)
+
+    def _model(self) -> ModelIdentity:
+        self._check_open()
+        if self._identity is None:
+            raise ConfigError("snapshots: expected a session that knows its model, got one without identity. Give identity= to it.")
+        return self._identity()
 
     # --- checks ---
 
@@ -468,7 +683,7 @@ class InferenceSession:
         with ExitStack() as stack:  # from the last to the first, each even if one before it raised
             if self._on_close is not None:
                 stack.callback(self._on_close)
-            for close in (self._cache.close, self._steps.close, self._engine.close, self._steps.synchronize):
+            for close in (self._cache.close, self._prompt_cache.close, self._steps.close, self._engine.close, self._steps.synchronize):
                 stack.callback(close)
 
     def __enter__(self) -> InferenceSession:

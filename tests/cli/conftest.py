@@ -7,10 +7,8 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 from engine_files import make_engine_folder
@@ -19,6 +17,7 @@ from trt_kvcache import opening
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.cli import main
 from trt_kvcache.errors import CudaError
+from trt_kvcache.session import InferenceSession
 
 ROOT = Path(__file__).parent.parent.parent
 SHIPPED = ROOT / "examples" / "tiny-llama"
@@ -53,11 +52,8 @@ class Outcome:
         return _BOX.sub(" ", self.err).strip()
 
 
-Run = Callable[..., Outcome]
-
-
 @pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Run:
+def run(capsys):
     def run_here(*arguments: object) -> Outcome:
         code = main([str(argument) for argument in arguments])
         written = capsys.readouterr()
@@ -68,8 +64,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 @pytest.fixture
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(device: int) -> None:
+def without_gpu(monkeypatch):
+    def refuse(device, **_):
         raise CudaError(f"CudaMemory: {NO_GPU}.")
 
     monkeypatch.setattr(opening, "find_gpu", lambda device: f"{NO_GPU}.")
@@ -77,43 +73,64 @@ def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def type_lines(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def type_lines(monkeypatch):
     """Return a function that puts lines into stdin: a pipe, or as if typed at a terminal."""
 
-    def put_lines(*lines: str, terminal: bool = False) -> None:
+    def put_lines(*lines, terminal=False):
         stdin = io.StringIO("".join(f"{line}\n" for line in lines))
-        stdin.isatty = lambda: terminal  # type: ignore[method-assign]
+        stdin.isatty = lambda: terminal
         monkeypatch.setattr(sys, "stdin", stdin)
 
     return put_lines
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
+def interrupt_after(monkeypatch):
+    """Return a function that has Ctrl-C come after so many pieces of the first answer of a session."""
+
+    def plan(pieces):
+        generate, answers = InferenceSession.generate, []
+
+        def generate_a_little(self, *arguments, **options):
+            answers.append(generate(self, *arguments, **options))
+            if len(answers) > 1:
+                yield from answers[-1]
+            for _ in range(pieces):
+                yield next(answers[0])
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(InferenceSession, "generate", generate_a_little)
+
+    return plan
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
     """A copy of the shipped model, to be damaged."""
     return Path(shutil.copytree(SHIPPED, tmp_path / "model"))
 
 
 @pytest.fixture
-def engine(model: Path, tmp_path: Path) -> Path:
+def engine(model, tmp_path) -> Path:
     """An engine folder of `model` with B = 3, S = 38, P = 11, whose plan TensorRT never saw."""
     return make_engine_folder(model, tmp_path / "engine").path
 
 
 @pytest.fixture(scope="session")
-def _built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def _built(tmp_path_factory):
     target = tmp_path_factory.mktemp("built") / "engine"
     assert main(["build", str(SHIPPED), "-o", str(target), "--max-batch-size", "2", "--max-sequence-length", "64"]) == 0
     return target
 
 
 @pytest.fixture
-def built_engine(_built: Path, tmp_path: Path) -> Path:
+def built_engine(_built, tmp_path) -> Path:
     """A copy of an engine folder that TensorRT built, with B = 2, S = 64."""
     return Path(shutil.copytree(_built, tmp_path / "engine"))
 
 
-def change_json(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
+def change_json(file, change):
+    """Let a function change the object that a JSON file holds."""
     data = json.loads(file.read_text(encoding="utf-8"))
     change(data)
     file.write_text(json.dumps(data), encoding="utf-8")

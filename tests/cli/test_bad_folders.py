@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,138 +10,98 @@ from fake_tensorrt import FakeGpuMemory
 
 from trt_kvcache import opening
 
-from .conftest import CONFIG, GOLDEN, Run, change_json
+from .conftest import change_json
 
-READING_A_MODEL = {
-    "generate": ["--engine", "reference", "--prompt-ids", "1"],
-    "chat": ["--engine", "reference"],
-    "compare": ["--engine", "reference", "--prompt-ids", "1"],
-    "build": ["-o", "{tmp_path}/new-engine"],
-}
-READING_AN_ENGINE = {**{name: READING_A_MODEL[name] for name in ("generate", "chat", "compare")}, "memory": [], "inspect": []}
-READING_ITS_CHECKPOINT = {name: READING_A_MODEL[name] for name in ("generate", "chat", "compare")}
+RUNNING, READING_MODELS = ["generate", "chat", "compare"], ["generate", "chat", "compare", "build"]
+PROMPTED = ["generate", "compare"]
+WEIGHTS, PLAN, CONFIG = "model.safetensors", "engine.plan", "config.json"
 
 
-def check(run: Run, folder: Path, commands: dict[str, list[str]], complaint: str, tmp_path: Path) -> None:
-    for command, options in commands.items():
+def change(file, edit):
+    """Return a function that changes the bytes of a file in a folder."""
+    return lambda folder: (folder / file).write_bytes(edit((folder / file).read_bytes()))
+
+
+def half(content):
+    return content[: len(content) // 2]
+
+
+def flip(place):
+    return lambda content: content[:place] + bytes([content[place] ^ 1]) + content[place:][1:]
+
+
+def config(**values):
+    return lambda folder: change_json(folder / CONFIG, lambda data: data.update(values))
+
+
+def remove(file):
+    return lambda folder: (folder / file).unlink()
+
+
+def check(run, folder, commands, complaint, tmp_path, engine="reference"):
+    for command in commands:
         before = sorted(tmp_path.iterdir())
-        done = run(command, folder, *(option.format(tmp_path=tmp_path) for option in options))
+        options = ["-o", tmp_path / "new"] if command == "build" else ["--prompt-ids", "1"] if command in PROMPTED else []
+        done = run(command, folder, *options, *(["--engine", engine] if command in RUNNING else []))
         assert (done.code, done.out, done.err.count("\n")) == (1, "", 1), command
         assert done.err.startswith("error: "), command
         assert complaint in done.err, command
         assert sorted(tmp_path.iterdir()) == before, command
 
 
-def truncate(file: Path) -> None:
-    content = file.read_bytes()
-    file.write_bytes(content[: len(content) // 2])
-
-
 @pytest.mark.parametrize(
-    ("damage", "complaint"),
+    ("damage", "commands", "complaint"),
     [
-        (lambda model: truncate(model / "model.safetensors"), "model.safetensors: expected a whole safetensors file, got "),
-        (lambda model: (model / "model.safetensors").write_bytes(b""), "expected a whole safetensors file, got 0 bytes"),
-        (lambda model: (model / "model.safetensors").unlink(), "model.safetensors"),
-        (lambda model: (model / "config.json").unlink(), "config.json: expected a file, got nothing there."),
-        (lambda model: (model / "config.json").write_bytes(b"\xff{"), "config.json: cannot be read: 'utf-8' codec"),
-        (lambda model: (model / "config.json").write_text("[]"), "config.json: expected a JSON object, got list."),
-        (lambda model: change_json(model / "config.json", lambda config: config.update(vocab_size=767)), "model.embed_tokens.weight"),
-        (lambda model: change_json(model / "config.json", lambda config: config.update(model_type="gpt2", architectures=None)), "gpt2"),
+        (change(WEIGHTS, half), READING_MODELS, "model.safetensors: expected a whole safetensors file, got "),
+        (remove(WEIGHTS), READING_MODELS, "model: expected model.safetensors, or shards with "),
+        (remove(CONFIG), READING_MODELS, "config.json: expected a file, got nothing there."),
+        (change(CONFIG, lambda content: b"\xff{"), READING_MODELS, "config.json: cannot be read: 'utf-8' codec"),
+        (config(vocab_size=767), READING_MODELS, "model.embed_tokens.weight"),
+        (config(model_type="gpt2", architectures=None), READING_MODELS, "gpt2"),
+        (shutil.rmtree, READING_MODELS, "model: expected a model folder, got nothing there."),
+        (change("tokenizer.json", half), RUNNING, "tokenizer.json: expected a tokenizer, got an error"),
     ],
-    ids=["truncated", "empty weights", "no weights", "no config", "not UTF-8", "not an object", "other shapes", "other family"],
 )
-def test_a_damaged_model(run: Run, model: Path, tmp_path: Path, damage: Callable[[Path], object], complaint: str):
+def test_a_damaged_model(run, model, tmp_path, damage, commands, complaint):
     damage(model)
-    check(run, model, READING_A_MODEL, complaint, tmp_path)
+    check(run, model, commands, complaint, tmp_path)
 
 
-def test_a_missing_shard(run: Run, tmp_path: Path):
-    folder = Path(shutil.copytree(GOLDEN / "qwen3-sharded", tmp_path / "model"))
-    shutil.copy(GOLDEN / "llama" / "config.json", folder / "tokenizer.json")  # chat asks for one first
-    (folder / "model-00002-of-00003.safetensors").unlink()
-    complaint = "model-00002-of-00003.safetensors: expected a shard that model.safetensors.index.json names, got nothing there."
-    check(run, folder, READING_A_MODEL, complaint, tmp_path)
-
-
-def test_a_damaged_tokenizer(run: Run, model: Path, tmp_path: Path):
-    truncate(model / "tokenizer.json")
-    check(run, model, READING_ITS_CHECKPOINT, "tokenizer.json: expected a tokenizer, got an error", tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("make", "got"), [(lambda path: None, "nothing there"), (lambda path: path.touch(), "a file")], ids=["nothing", "file"]
-)
-def test_no_folder_at_all(run: Run, tmp_path: Path, make: Callable[[Path], object], got: str):
-    make(tmp_path / "model")
-    check(run, tmp_path / "model", READING_A_MODEL, f"model: expected a model folder, got {got}.", tmp_path)
-
-
-def test_an_unreadable_folder(run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_unreadable_folder(run, model, tmp_path, monkeypatch):
     """As far as a test can tell that may be run by root, who can read everything."""
 
-    def refuse(self: Path, *arguments: object, **options: object) -> bool:
+    def refuse(self, *arguments, **options):
         raise PermissionError(13, "Permission denied", str(self))
 
     monkeypatch.setattr(Path, "is_file", refuse)
-    check(run, model, READING_A_MODEL, "Permission denied", tmp_path)
+    check(run, model, READING_MODELS, "Permission denied", tmp_path)
 
 
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
-        (
-            lambda engine: change_json(engine / "config.json", lambda config: config.update(format=2)),
-            "format: this package reads up to 1, got 2. A newer trt-kvcache built the engine: upgrade.",
-        ),
-        (
-            lambda engine: change_json(engine / "config.json", lambda config: config["kv_cache"]["layers"][1].update(num_kv_heads=3)),
-            "kv_cache.layers: expected",
-        ),
-        (
-            lambda engine: change_json(engine / "config.json", lambda config: config["kv_cache"].update(max_sequence_length=39)),
-            f"tensor `k_cache_0`: expected input `k_cache_0` float16 (-1, {CONFIG.num_kv_heads}, 39, {CONFIG.head_dim}) by model",
-        ),
-        (
-            lambda engine: change_json(engine / "config.json", lambda config: config["kv_cache"].update(max_batch_size=4)),
-            "profile prefill: expected max_batch 4 by kv_cache, got 3.",
-        ),
-        (lambda engine: truncate(engine / "config.json"), "config.json: cannot be read as JSON"),
-        (lambda engine: (engine / "config.json").unlink(), "expected an engine folder, but it has no config.json."),
-        (lambda engine: truncate(engine / "engine.plan"), "engine.plan: expected 31 bytes by config.json, got 15. Build it anew."),
+        (config(format=2), "format: this package reads up to 1, got 2. A newer trt-kvcache built the engine: upgrade."),
+        (change(CONFIG, half), "config.json: cannot be read as JSON"),
+        (remove(CONFIG), "expected an engine folder, but it has no config.json."),
+        (change(PLAN, half), "engine.plan: expected 31 bytes by config.json, got 15. Build it anew."),
     ],
-    ids=["newer format", "other heads", "other length", "other batch", "truncated config", "no config", "truncated plan"],
 )
-def test_a_damaged_engine_folder(run: Run, engine: Path, tmp_path: Path, damage: Callable[[Path], object], complaint: str):
+def test_a_damaged_engine_folder(run, engine, tmp_path, damage, complaint):
     damage(engine)
-    check(run, engine, READING_AN_ENGINE, complaint, tmp_path)
+    check(run, engine, [*RUNNING, "memory", "inspect"], complaint, tmp_path)
 
 
-def test_an_engine_whose_checkpoint_is_gone(run: Run, engine: Path, model: Path, tmp_path: Path):
+def test_an_engine_whose_checkpoint_was_changed_or_is_gone(run, engine, model, tmp_path):
+    check(run, engine, ["build"], "expected a Hugging Face folder, got an engine folder.", tmp_path)
+    change(WEIGHTS, flip(-3))(model)
+    check(run, engine, RUNNING, f"{model}: this checkpoint was changed since engine {engine} was built from it", tmp_path)
     model.rename(tmp_path / "elsewhere")
-    check(
-        run, engine, READING_ITS_CHECKPOINT, f"it is neither at {model}, where it was at the build, nor at {engine}/checkpoint.", tmp_path
-    )
+    check(run, engine, RUNNING, f"is neither at {model}, where it was at the build, nor at {engine}/checkpoint.", tmp_path)
     assert run("inspect", engine).code == run("memory", engine).code == 0
 
 
-def test_an_engine_whose_checkpoint_was_changed(run: Run, engine: Path, model: Path, tmp_path: Path):
-    weights = bytearray((model / "model.safetensors").read_bytes())
-    weights[-3] ^= 1
-    (model / "model.safetensors").write_bytes(weights)
-    complaint = f"{model}: this checkpoint was changed since engine {engine} was built from it"
-    check(run, engine, READING_ITS_CHECKPOINT, complaint, tmp_path)
-
-
 @pytest.mark.trt
-def test_a_plan_that_was_changed(run: Run, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(opening, "CudaMemory", lambda device: FakeGpuMemory())
-    plan = bytearray((engine / "engine.plan").read_bytes())
-    plan[5] ^= 1
-    (engine / "engine.plan").write_bytes(plan)
-    commands = {"generate": ["--engine", "tensorrt", "--prompt-ids", "1"], "compare": ["--engine", "tensorrt", "--prompt-ids", "1"]}
-    check(run, engine, commands, "engine.plan: it was changed since the build", tmp_path)
-
-
-def test_an_engine_folder_is_no_model(run: Run, engine: Path, tmp_path: Path):
-    check(run, engine, {"build": READING_A_MODEL["build"]}, "expected a Hugging Face folder, got an engine folder.", tmp_path)
+def test_a_plan_that_was_changed(run, engine, tmp_path, monkeypatch):
+    monkeypatch.setattr(opening, "CudaMemory", lambda device, **_: FakeGpuMemory())
+    change(PLAN, flip(5))(engine)
+    check(run, engine, PROMPTED, "engine.plan: it was changed since the build", tmp_path, "tensorrt")

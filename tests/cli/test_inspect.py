@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from engine_files import make_engine_folder
 
@@ -9,20 +7,24 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.cli.console import size
 from trt_kvcache.network.decomposable import AttentionChoice
 
-from .conftest import CACHE_NBYTES, CONFIG, SHIPPED, TOKEN_NBYTES, Run
+from .conftest import CACHE_NBYTES, CONFIG, SHIPPED, TOKEN_NBYTES
 
 
 def rows(out: str, title: str) -> list[list[str]]:
     """Return the cells of a table, row by row."""
-    lines = out.split(f"\n{title} ")[1].splitlines()[1:]
-    end = next(index for index, line in enumerate(lines) if line.startswith("└"))
-    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines[:end] if line.startswith("│")]
+    lines = out.split(f"\n{title} ")[1].split("\n└")[0].splitlines()
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
 
 
-def test_head(run: Run, engine: Path):
+@pytest.fixture
+def shown(run, engine):
     done = run("inspect", engine)
     assert (done.code, done.err) == (0, "")
-    path, model, cache, built_by, built_from = done.out.splitlines()[:5]
+    return done.out
+
+
+def test_head(shown, engine):
+    path, model, cache, built_by, built_from = shown.splitlines()[:5]
     assert path == str(engine)
     assert model == f"model: llama, {CONFIG.num_layers} layers, computed in float16"
     assert cache == "cache: 3 slots of 38 tokens, float16, separate"
@@ -30,36 +32,20 @@ def test_head(run: Run, engine: Path):
     assert built_from.startswith(f"built from: {engine.parent / 'model'}, fingerprint ")
 
 
-def test_tensors_and_aliases(run: Run, engine: Path):
-    found = rows(run("inspect", engine).out, "Tensors")
-    assert [row[0] for row in found] == [
+def test_tensors_aliases_profiles_and_attention(shown):
+    tensors = rows(shown, "Tensors")
+    assert [row[0] for row in tensors] == [
         *("input_ids", "kvcache_start_index", "last_token_ids", "k_cache_0", "v_cache_0", "k_cache_1", "v_cache_1"),
         *("present_k_cache_0", "present_v_cache_0", "present_k_cache_1", "present_v_cache_1", "logits"),
     ]
-    assert found[0] == ["input_ids", "input", "int32", "[?, ?]", ""]
-    assert found[8] == ["present_v_cache_0", "output", "float16", f"[?, {CONFIG.num_kv_heads}, 38, {CONFIG.head_dim}]", "v_cache_0"]
-    assert found[-1] == ["logits", "output", "float32", f"[?, {CONFIG.vocab_size}]", ""]
+    assert tensors[0] == ["input_ids", "input", "int32", "[?, ?]", ""]
+    assert tensors[8] == ["present_v_cache_0", "output", "float16", f"[?, {CONFIG.num_kv_heads}, 38, {CONFIG.head_dim}]", "v_cache_0"]
+    assert tensors[-1] == ["logits", "output", "float32", f"[?, {CONFIG.vocab_size}]", ""]
+    assert rows(shown, "Optimisation profiles") == [["0", "prefill", "1-3", "1-11"], ["1", "decode", "1-3", "1"]]
+    assert rows(shown, "Attention") == [["0-1", "native", "no"]]
 
 
-def test_profiles(run: Run, engine: Path):
-    assert rows(run("inspect", engine).out, "Optimisation profiles") == [["0", "prefill", "1-3", "1-11"], ["1", "decode", "1-3", "1"]]
-
-
-def test_attention_names_the_layers_that_are_decomposable_and_why(run: Run, model: Path, tmp_path: Path):
-    choices = (
-        AttentionChoice(layer=0, variant="native", decomposable=False),
-        AttentionChoice(layer=1, variant="native", decomposable=True, reason="float32 has no fused kernel"),
-    )
-    engine = make_engine_folder(model, tmp_path / "engine", attention=choices).path
-    expected = [["0", "native", "no"], ["1", "native", "yes: float32 has no fused kernel"]]
-    assert rows(run("inspect", engine).out, "Attention") == expected
-
-
-def test_layers_with_the_same_attention_share_a_row(run: Run, engine: Path):
-    assert rows(run("inspect", engine).out, "Attention") == [["0-1", "native", "no"]]
-
-
-def test_sizes(run: Run, engine: Path):
+def test_sizes(shown):
     with Checkpoint.open(SHIPPED) as checkpoint:
         weights = checkpoint.nbytes
     expected = {
@@ -70,25 +56,19 @@ def test_sizes(run: Run, engine: Path):
         "K and V of one layer": CACHE_NBYTES // CONFIG.num_layers,
         "cache of 3 slots": CACHE_NBYTES,
     }
-    assert rows(run("inspect", engine).out, "Sizes") == [[what, str(nbytes), size(nbytes)] for what, nbytes in expected.items()]
+    assert rows(shown, "Sizes") == [[what, str(nbytes), size(nbytes)] for what, nbytes in expected.items()]
 
 
-def test_the_targets_of_a_build_and_an_embedded_checkpoint(run: Run, model: Path, tmp_path: Path):
-    engine = make_engine_folder(model, tmp_path / "engine", embedded=True, compute_capabilities=("8.6", "12.0")).path
-    done = run("inspect", engine)
-    assert "compute capabilities: 8.6, 12.0" in done.out
-    assert f"built from: {model} (embedded), fingerprint " in done.out
+def test_decomposable_layers_targets_and_an_embedded_checkpoint(run, model, tmp_path):
+    reasons = (None, "float32 has no fused kernel")
+    choices = [AttentionChoice(layer=i, variant="native", decomposable=bool(why), reason=why or "") for i, why in enumerate(reasons)]
+    changes = {"attention": tuple(choices), "compute_capabilities": ("8.6", "12.0")}
+    out = run("inspect", make_engine_folder(model, tmp_path / "engine", embedded=True, **changes).path).out
+    assert rows(out, "Attention") == [["0", "native", "no"], ["1", "native", "yes: float32 has no fused kernel"]]
+    assert "compute capabilities: 8.6, 12.0" in out
+    assert f"built from: {model} (embedded), fingerprint " in out
 
 
-@pytest.mark.parametrize(
-    ("folder", "complaint"),
-    [
-        (SHIPPED, "expected an engine folder, but it has no engine.plan. `trt-kvcache build` makes one."),
-        (SHIPPED / "config.json", "expected an engine folder, got a file."),
-        (SHIPPED / "nothing", "expected an engine folder, got nothing there."),
-    ],
-    ids=["model folder", "file", "nothing"],
-)
-def test_what_is_no_engine_folder(run: Run, folder: Path, complaint: str):
-    done = run("inspect", folder)
-    assert (done.code, done.out, done.err) == (1, "", f"error: {folder}: {complaint}\n")
+def test_a_picture_of_its_cache(run, engine, tmp_path):
+    assert run("inspect", engine, "--plot", tmp_path / "cache.svg").code == 0
+    assert "slot 2 (not active)" in (tmp_path / "cache.svg").read_text()

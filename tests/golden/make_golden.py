@@ -5,8 +5,8 @@ Run with an environment that has torch (CPU) and transformers::
     python tests/golden/make_golden.py
 
 Each folder gets the configuration, ``tensors.json`` from which ``weights.py`` makes the weights, and ``golden.npz``: ``input_ids``
-int64 ``[sequences, tokens]`` and ``logits`` float32 ``[sequences, tokens, vocab]`` of one full pass in float32 over the weights as
-stored. ``versions.json`` says what made them. The weights themselves are not kept.
+int64 ``[tokens]``, and ``logits`` float32 ``[len(lengths), vocab]`` after the first ``lengths`` of them, of one full pass in float32
+over the weights as stored. ``versions.json`` says what made them. The weights themselves are not kept.
 
 The sizes are all different, so that a swapped axis shows; norm weights are not 1 and biases not 0, so that leaving one out shows.
 """
@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig, Pr
 from weights import write
 
 HERE = Path(__file__).parent
-SEQUENCES, TOKENS = 1, 24
+LENGTHS = np.array([1, 2, 5, 6, 13, 14, 15, 24])
 
 
 @dataclass
@@ -153,19 +153,16 @@ CASES = {
 
 
 def write_index(folder: Path, case: Case) -> None:
-    """Write ``tensors.json``: the file and shape of every tensor of the model; and the index of its shards."""
+    """Write ``tensors.json``: the shape of every tensor of the model; and the index of its shards."""
     model = AutoModelForCausalLM.from_config(case.config)
     tied = {"lm_head.weight"} if case.config.tie_word_embeddings else set()
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
-    if case.shards == 1:
-        files = dict.fromkeys(shapes, "model.safetensors")
-    else:
+    if case.shards > 1:
         names = [f"model-{number + 1:05}-of-{case.shards:05}.safetensors" for number in range(case.shards)]
         files = {name: names[place * case.shards // len(shapes)] for place, name in enumerate(shapes)}
         index = {"metadata": {}, "weight_map": files}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
-    tensors = {name: [files[name], shape] for name, shape in shapes.items()}
-    text = json.dumps({"seed": case.seed, "dtype": str(case.dtype).removeprefix("torch."), "tensors": tensors})
+    text = json.dumps({"seed": case.seed, "dtype": str(case.dtype).removeprefix("torch."), "tensors": shapes})
     (folder / "tensors.json").write_text(text.replace('"model.', '\n  "model.').replace('"lm_head', '\n  "lm_head') + "\n")
 
 
@@ -194,10 +191,10 @@ def make(name: str, case: Case) -> None:
     if case.old_spelling:
         use_old_spelling(folder)
     stored = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    input_ids = np.random.default_rng(case.seed).integers(0, case.config.vocab_size, (SEQUENCES, TOKENS))
+    input_ids = np.random.default_rng(case.seed).integers(0, case.config.vocab_size, LENGTHS[-1])
     with torch.no_grad():
-        logits = stored(input_ids=torch.from_numpy(input_ids), use_cache=False).logits.numpy()
-    np.savez(folder / "golden.npz", input_ids=input_ids, logits=logits)
+        logits = stored(input_ids=torch.from_numpy(input_ids)[None], use_cache=False).logits[0, LENGTHS - 1].numpy()
+    np.savez_compressed(folder / "golden.npz", input_ids=input_ids, lengths=LENGTHS, logits=logits)
     print(f"{name}: logits {logits.shape}, standard deviation {logits.std():.2f}")
 
 

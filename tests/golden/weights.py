@@ -27,12 +27,14 @@ def write_all() -> None:
 
 
 def write(folder: Path) -> None:
-    """Write the weights of one model: one file, or shards as ``tensors.json`` says. Each appears complete or not at all."""
+    """Write the weights of one model: one file, or shards as their index says. Each appears complete or not at all."""
     index = json.loads((folder / "tensors.json").read_text(encoding="utf-8"))
+    shards = folder / "model.safetensors.index.json"
+    place = json.loads(shards.read_text(encoding="utf-8"))["weight_map"] if shards.exists() else {}
     files: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
-    for name, (file, shape) in index["tensors"].items():
+    for name, shape in index["tensors"].items():
         values = random_values(index["seed"], name, tuple(shape))
-        files.setdefault(file, {})[name] = values.astype(np.float32).astype(DTYPES[index["dtype"]])
+        files.setdefault(place.get(name, "model.safetensors"), {})[name] = values.astype(np.float32).astype(DTYPES[index["dtype"]])
     for file, tensors in files.items():
         temporary = folder / f"{file}.{os.getpid()}"
         temporary.write_bytes(save(tensors, metadata={"format": "pt"}))

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 
 from trt_kvcache import DeviceTensor, KVLayout
 from trt_kvcache.dtypes import itemsize
 
+LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
 GUARD = 256  # bytes before and after a layer, and a multiple of what K and V are padded to
 
 

@@ -1,4 +1,4 @@
-"""From ``plugins/*.cu`` to machine code: NVRTC, the folder made ahead of time, the cache."""
+"""From ``plugins/*.cu`` to machine code: NVRTC (on the CPU: it needs no GPU), the folder made ahead of time, the cache."""
 
 from __future__ import annotations
 
@@ -10,33 +10,25 @@ from trt_kvcache.errors import CudaError
 from trt_kvcache.kernels import compile, sources
 
 
-class TestNvrtc:
-    """On the CPU: NVRTC needs no GPU."""
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_110", "sm_120", "sm_121"])
+def test_every_source_for_every_architecture(arch):
+    assert arch in compile.ARCHITECTURES
+    for name in sources.source_names():
+        code = compile.compile_cubin(name, arch)
+        assert code[:4] == b"\x7fELF"
+        assert int.from_bytes(code[18:20], "little") == 190  # EM_CUDA
 
-    @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_110", "sm_120", "sm_121"])
-    def test_every_source_for_every_architecture(self, arch):
-        assert arch in compile.ARCHITECTURES
-        for name in sources.source_names():
-            code = compile.compile_cubin(name, arch)
-            assert code[:4] == b"\x7fELF"
-            assert int.from_bytes(code[18:20], "little") == 190  # EM_CUDA
 
-    def test_what_nvrtc_says(self):
-        with pytest.raises(CudaError, match=r"^NVRTC: lengths\.cu for sm_1 does not compile: .*") as caught:
-            compile.compile_cubin("lengths", "sm_1")
-        assert "gpu-architecture" in str(caught.value)
-
-    def test_headers_are_found(self, tmp_path, monkeypatch):
-        (tmp_path / "one.cu").write_text('#include "common.cuh"\nextern "C" __global__ void one(int* p) { *p = VALUE; }\n')
-        (tmp_path / "common.cuh").write_text("#define VALUE 1\n")
-        monkeypatch.setattr(compile, "source_folder", lambda: tmp_path)
-        assert compile.compile_cubin("one", "sm_90")[:4] == b"\x7fELF"
+def test_what_nvrtc_says():
+    with pytest.raises(CudaError, match=r"^NVRTC: lengths\.cu for sm_1 does not compile: .*") as caught:
+        compile.compile_cubin("lengths", "sm_1")
+    assert "gpu-architecture" in str(caught.value)
 
 
 class TestWhereFrom:
     @pytest.fixture
-    def folders(self, tmp_path, monkeypatch):
-        """Fresh folders for the cache and for what was compiled ahead of time, and a count of compilations."""
+    def compiled(self, tmp_path, monkeypatch):
+        """What is compiled, into fresh folders for the cache and for what was compiled ahead of time."""
         compiled: list[tuple[str, str]] = []
 
         def compile_cubin(name: str, arch: str) -> bytes:
@@ -46,37 +38,33 @@ class TestWhereFrom:
         monkeypatch.setattr(compile, "compile_cubin", compile_cubin)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.setenv("TRT_KVCACHE_CUBIN_DIR", str(tmp_path / "ahead"))
-        return tmp_path, compiled
+        return compiled
 
-    def test_compiled_once(self, folders):
-        folder, compiled = folders
+    def make_ahead(self, folder):
+        (folder / "ahead").mkdir()
+        (folder / "ahead" / sources.cubin_name("lengths", "sm_90")).write_bytes(b"ahead of time")
+
+    def test_compiled_once_and_ahead_of_time_comes_first(self, tmp_path, compiled):
         for _ in range(2):
             assert compile.cubin("lengths", "sm_90") == b"lengths for sm_90"
         assert compile.cubin("lengths", "sm_80") == b"lengths for sm_80"
-        assert compiled == [("lengths", "sm_90"), ("lengths", "sm_80")]
-        files = [path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()]
+        files = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
         names = [re.escape(sources.cubin_name("lengths", arch)) for arch in ("sm_80", "sm_90")]
-        assert len(files) == 2
-        for path, name in zip(sorted(files), names, strict=True):
+        for path, name in zip(files, names, strict=True):
             assert re.fullmatch(rf"cache/trt_kvcache/cubins/nvrtc-\d+\.\d+/{name}", path)
-
-    def test_ahead_of_time_comes_first(self, folders):
-        folder, compiled = folders
-        compile.cubin("lengths", "sm_90")
-        (folder / "ahead").mkdir()
-        (folder / "ahead" / sources.cubin_name("lengths", "sm_90")).write_bytes(b"ahead of time")
+        self.make_ahead(tmp_path)
         assert compile.cubin("lengths", "sm_90") == b"ahead of time"
         assert compile.cubin("lengths", "sm_80") == b"lengths for sm_80"
         assert compiled == [("lengths", "sm_90"), ("lengths", "sm_80")]
 
-    def test_a_cache_that_cannot_be_written(self, folders):
-        folder, compiled = folders
-        (folder / "cache").write_text("a file in the place of the folder")
+    def test_a_cache_that_cannot_be_written(self, tmp_path, compiled):
+        (tmp_path / "cache").write_text("a file in the place of the folder")
         for _ in range(2):
             assert compile.cubin("lengths", "sm_90") == b"lengths for sm_90"
         assert len(compiled) == 2
 
-    def test_without_nvrtc(self, folders, monkeypatch):
+    @pytest.mark.usefixtures("compiled")
+    def test_without_nvrtc(self, tmp_path, monkeypatch):
         from cuda.bindings import nvrtc
         from cuda.pathfinder import DynamicLibNotFoundError
 
@@ -90,12 +78,12 @@ class TestWhereFrom:
             "NVRTC was not found, which compiles the CUDA kernels. Install trt-kvcache[cuda], or set TRT_KVCACHE_CUBIN_DIR "
             "to a folder made by `make plugins`."
         )
-        (folders[0] / "ahead").mkdir()
-        (folders[0] / "ahead" / sources.cubin_name("lengths", "sm_90")).write_bytes(b"ahead of time")
+        self.make_ahead(tmp_path)
         assert compile.cubin("lengths", "sm_90") == b"ahead of time"
 
-    def test_make_plugins(self, folders, capsys):
-        output = folders[0] / "plugins"
+    @pytest.mark.usefixtures("compiled")
+    def test_make_plugins(self, tmp_path, capsys):
+        output = tmp_path / "plugins"
         output.mkdir()
         (output / "lengths-0123456789abcdef.sm_90.cubin").write_bytes(b"of older sources")
         compile.main(["--output", str(output)])

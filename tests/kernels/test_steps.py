@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from trt_kvcache import HostMemory
-from trt_kvcache.errors import DTypeError, MappingError, PlaceError, RangeError, ShapeError
+from trt_kvcache.errors import KVCacheError
 from trt_kvcache.kernels import MAX_STEPS, CompactionPlan, DeviceCompactionPlan
 from trt_kvcache.kernels.arguments import MAX_SLOTS, STEP_COUNTS
 from trt_kvcache.kernels.step_arguments import StepArguments
@@ -28,25 +28,25 @@ def every_mapping(old: int) -> list[list[int]]:
     return mappings
 
 
+def plan_of(mapping: list[int], lengths: Any) -> CompactionPlan:
+    return CompactionPlan.from_host(mapping, len(mapping), sum(new >= 0 for new in mapping), lengths)
+
+
 def moved(mapping: list[int]) -> dict[int, int]:
     """Old slot of each new slot that has another content afterwards."""
     return {new: old for old, new in enumerate(mapping) if new >= 0 and new != old}
 
 
-def run(steps: list[Step], slots: dict[int, int], lengths: Any) -> None:
+def check_lists(mapping: list[int], lists: Any, lengths: Any, most: int) -> None:
     """Do steps over slots that hold the number of the slot that their content is from."""
-    for step in steps:
-        assert step.source != step.destination
-        assert step.tokens == lengths[slots[step.source]]
-        slots[step.destination] = slots[step.source]
-
-
-def check_lists(mapping: list[int], lists: list[list[Step]], lengths: Any, most: int) -> None:
     slots = {slot: slot for slot in range(len(mapping))}
     for steps in lists:
         assert 1 <= len(steps) <= most
         slots.pop(REGISTER, None)  # nothing is left in it
-        run(steps, slots, lengths)
+        for step in steps:
+            assert step.source != step.destination
+            assert step.tokens == lengths[slots[step.source]]
+            slots[step.destination] = slots[step.source]
     assert {new: slots[new] for new in moved(mapping)} == moved(mapping)
     for slot in set(range(len(mapping))) - set(moved(mapping)):
         assert slots[slot] == slot  # what stays, and what nobody comes to, is not written
@@ -57,8 +57,8 @@ def test_every_mapping(old):
     mappings = every_mapping(old)
     assert len(mappings) == [1, 2, 5, 16, 65, 326][old]
     for mapping in mappings:
-        plan = CompactionPlan.from_host(mapping, old, sum(new >= 0 for new in mapping), LENGTHS[:old])
-        check_lists(mapping, [list(steps) for steps in plan.step_lists], LENGTHS, MAX_STEPS)
+        plan = plan_of(mapping, LENGTHS[:old])
+        check_lists(mapping, plan.step_lists, LENGTHS, MAX_STEPS)
         assert plan.is_identity == (not moved(mapping))
         assert plan.longest == max((LENGTHS[slot] for slot in moved(mapping).values()), default=0)
         for most in (3, 4):
@@ -78,21 +78,6 @@ def large_mappings() -> dict[str, list[int]]:
     }
 
 
-@pytest.mark.parametrize("most", STEP_COUNTS)
-@pytest.mark.parametrize("mapping", large_mappings().values(), ids=large_mappings())
-def test_many_lists(mapping, most):
-    lengths = np.random.default_rng(6).integers(0, 99, len(mapping)).tolist()
-    lists = make_steps(mapping, lengths, most)
-    assert len(lists) > 1
-    check_lists(mapping, lists, lengths, most)
-
-
-@pytest.mark.parametrize("mapping", [[slot ^ 1 for slot in range(64)], [*range(1, 64), 0], [-1, *range(63)], list(range(64))[::-1]])
-def test_64_slots_are_one_launch(mapping):
-    plan = CompactionPlan.from_host(mapping, 64, sum(new >= 0 for new in mapping), [1] * 64)
-    assert len(plan.step_arguments) == 1
-
-
 def unpacked(arguments: StepArguments) -> list[Step]:
     assert len(arguments.packed) == arguments.form
     assert not any(arguments.packed[arguments.count :])
@@ -100,99 +85,55 @@ def unpacked(arguments: StepArguments) -> list[Step]:
     return [Step(packed >> 47, packed >> 31 & 0xFFFF, packed & 0x7FFFFFFF) for packed in arguments.packed[: arguments.count]]
 
 
-class TestArguments:
-    @pytest.mark.parametrize("mapping", [[1, 0, -1, 2], *large_mappings().values()])
-    def test_packed(self, mapping):
-        lengths = np.random.default_rng(7).integers(0, 2**31, len(mapping)).tolist()
-        plan = CompactionPlan.from_host(mapping, len(mapping), sum(new >= 0 for new in mapping), lengths)
-        launches = plan.step_arguments
-        assert [unpacked(arguments) for arguments in launches] == [list(steps) for steps in plan.step_lists]
-        for arguments, steps in zip(launches, plan.step_lists, strict=True):
-            assert arguments.longest == max(step.tokens for step in steps)
-            assert arguments.form == min(form for form in STEP_COUNTS if form >= len(steps))
-
-    @pytest.mark.parametrize("mapping", [*every_mapping(4), *large_mappings().values()], ids=str)
-    def test_direct(self, mapping):
-        """All of a launch at once: read before written, and no register."""
-        plan = CompactionPlan.from_host(mapping, len(mapping), sum(new >= 0 for new in mapping), [0] * len(mapping))
-        slots = dict(enumerate(range(len(mapping))))
-        for arguments in plan.direct_step_arguments:
-            steps = unpacked(arguments)
-            assert len({step.destination for step in steps}) == len(steps)
-            slots.update({step.destination: slots[step.source] for step in steps})
-        assert {new: slots[new] for new in moved(mapping)} == moved(mapping)
-
-    def test_the_last_slot(self):
-        mapping = [*range(MAX_SLOTS - 2), MAX_SLOTS - 1, MAX_SLOTS - 2]
-        plan = CompactionPlan.from_host(mapping, MAX_SLOTS, MAX_SLOTS, [2**31 - 1] * MAX_SLOTS)
-        (arguments,) = plan.step_arguments
-        assert unpacked(arguments) == list(plan.step_lists[0])
+@pytest.mark.parametrize("mapping", [*every_mapping(4), *large_mappings().values()], ids=str)
+def test_arguments(mapping):
+    lengths = np.random.default_rng(7).integers(0, 2**31, len(mapping)).tolist()
+    for most in STEP_COUNTS:
+        check_lists(mapping, make_steps(mapping, lengths, most), lengths, most)
+    plan = plan_of(mapping, lengths)
+    assert [unpacked(arguments) for arguments in plan.step_arguments] == [list(steps) for steps in plan.step_lists]
+    for arguments, steps in zip(plan.step_arguments, plan.step_lists, strict=True):
+        assert arguments.longest == max(step.tokens for step in steps)
+        assert arguments.form == min(form for form in STEP_COUNTS if form >= len(steps))
+    slots = dict(enumerate(range(len(mapping))))
+    for arguments in plan.direct_step_arguments:  # all of a launch at once: read before written, and no register
+        steps = unpacked(arguments)
+        assert len({step.destination for step in steps}) == len(steps)
+        slots.update({step.destination: slots[step.source] for step in steps})
+    assert {new: slots[new] for new in moved(mapping)} == moved(mapping)
 
 
-class TestRefused:
-    @pytest.mark.parametrize(
-        ("mapping", "old", "new", "message"),
-        [
-            ([0, 1], 3, 2, "batch_mapping: expected old_batch=3 entries, got 2."),
-            ([0, 1, 2], 2, 2, "batch_mapping: expected old_batch=2 entries, got 3."),
-            ([0, 2, -1], 3, 2, "batch_mapping[1]: expected -1 or a slot below new_batch=2, got 2."),
-            ([0, -2, 1], 3, 2, "batch_mapping[1]: expected -1 or a slot below new_batch=2, got -2."),
-            ([1, 0, 1], 3, 2, "batch_mapping: old slots 0 and 2 both go to slot 1."),
-            ([-1, 0, -1], 3, 2, "batch_mapping: expected survivors for all of new_batch=2 slots, got none for [1]."),
-            ([0], 1, 0, "batch_mapping[0]: expected -1 or a slot below new_batch=0, got 0."),
-            ([0, 1.0], 2, 2, "batch_mapping[1]: expected an integer, got 1.0."),
-            ([0, True], 2, 2, "batch_mapping[1]: expected an integer, got True."),
-            ("01", 2, 2, "batch_mapping: expected a sequence of integers, got str."),
-            ({0: 1}, 1, 1, "batch_mapping: expected a sequence of integers, got dict."),
-            (None, 1, 1, "batch_mapping: expected a sequence of integers, got NoneType."),
-            (np.array([0.0, 1.0]), 2, 2, "batch_mapping: expected integers of shape (old_batch,), got float64 (2,)."),
-            (np.array([[0, 1]]), 1, 1, "batch_mapping: expected integers of shape (old_batch,), got int64 (1, 2)."),
-        ],
-    )
-    def test_mapping(self, mapping, old, new, message):
-        with pytest.raises(MappingError) as caught:
-            CompactionPlan.from_host(mapping, old, new, [1] * old)
-        assert str(caught.value) == message
+@pytest.mark.parametrize("mapping", [[slot ^ 1 for slot in range(64)], [*range(1, 64), 0], [-1, *range(63)], list(range(64))[::-1]])
+def test_64_slots_are_one_launch(mapping):
+    assert len(plan_of(mapping, [1] * 64).step_arguments) == 1
+    plan = plan_of([*range(MAX_SLOTS - 2), MAX_SLOTS - 1, MAX_SLOTS - 2], [2**31 - 1] * MAX_SLOTS)
+    assert [unpacked(arguments) for arguments in plan.step_arguments] == [list(steps) for steps in plan.step_lists]
 
-    @pytest.mark.parametrize(
-        ("old", "new", "lengths", "error", "message"),
-        [
-            (-1, 0, [], RangeError, "old_batch: expected an integer from 0 to 65535, got -1."),
-            (MAX_SLOTS + 1, 0, [], RangeError, "old_batch: expected an integer from 0 to 65535, got 65536."),
-            (2, 3, [1, 1], RangeError, "new_batch: expected an integer from 0 to 2, got 3."),
-            (2, -1, [1, 1], RangeError, "new_batch: expected an integer from 0 to 2, got -1."),
-            (2, 2, [1], ShapeError, "lengths: expected one for each of old_batch=2 slots, got 1."),
-            (2, 2, [1, -1], RangeError, "lengths[1]: expected an integer from 0 to 2147483647, got -1."),
-        ],
-    )
-    def test_sizes(self, old, new, lengths, error, message):
-        with pytest.raises(error) as caught:
-            CompactionPlan.from_host(list(range(2)), old, new, lengths)
-        assert str(caught.value) == message
 
-    def test_numbers_of_numpy(self):
-        mapping = np.array([1, 0], np.int32)
-        plan = CompactionPlan.from_host(mapping, np.int64(2), np.int64(2), np.array([3, 4]))
-        assert plan == CompactionPlan.from_host([1, 0], 2, 2, [3, 4])
-
-    def test_a_mapping_on_the_device(self):
-        memory = HostMemory()
-        stream = memory.create_stream()
-        good, wide = (memory.to_device(np.zeros(2, dtype), stream=stream) for dtype in (np.int32, np.int64))
-        with pytest.raises(PlaceError, match=r"^batch_mapping: expected integers on the host, got DeviceTensor\(\(2,\), int32, cpu\)\.$"):
-            CompactionPlan.from_host(good, 2, 2, [1, 1])
-        foreign = HostMemory().to_device(np.zeros(2, np.int32), stream=stream)
-        for arguments, error, message in (
-            (([0, 1], 2, 2, good), PlaceError, "batch_mapping: expected a DeviceTensor, got list."),
-            ((good, 2, 2, [1, 1]), PlaceError, "lengths: expected a DeviceTensor, got list."),
-            ((wide, 2, 2, good), DTypeError, "batch_mapping: expected int32, got int64."),
-            ((good, 2, 2, wide), DTypeError, "lengths: expected int32, got int64."),
-            ((good, 3, 2, good), ShapeError, "batch_mapping: expected a dense tensor of shape (3,), got DeviceTensor((2,), int32, cpu)."),
-            ((good, 2, 2, good[:1]), ShapeError, "lengths: expected a dense tensor of shape (2,), got DeviceTensor((1,), int32, cpu)."),
-            ((good, 2, 3, good), RangeError, "new_batch: expected an integer from 0 to 2, got 3."),
-            ((good, 2, 2, foreign), PlaceError, "batch_mapping: expected a tensor of cpu, got one of cpu."),
-        ):
-            with pytest.raises(error) as caught:
-                CompactionPlan.from_device(*arguments)
-            assert str(caught.value) == message
-        assert isinstance(CompactionPlan.from_device(good, 2, 1, good), DeviceCompactionPlan)
+def test_refused_and_numbers_of_numpy():
+    """Beside the mappings that tests/test_bad_inputs.py has."""
+    memory = HostMemory()
+    stream = memory.create_stream()
+    good, wide = (memory.to_device(np.zeros(2, dtype), stream=stream) for dtype in (np.int32, np.int64))
+    host, device, dense = CompactionPlan.from_host, CompactionPlan.from_device, "expected a dense tensor of shape"
+    for make, arguments, message in (
+        (host, ([], -1, 0, []), "RangeError: old_batch: expected an integer from 0 to 65535, got -1."),
+        (host, ([], MAX_SLOTS + 1, 0, []), "RangeError: old_batch: expected an integer from 0 to 65535, got 65536."),
+        (host, ([0, 1], 2, 2, [1]), "ShapeError: lengths: expected one for each of old_batch=2 slots, got 1."),
+        (host, ([0, 1], 2, 2, [1, -1]), "RangeError: lengths[1]: expected an integer from 0 to 2147483647, got -1."),
+        (host, (good, 2, 2, [1, 1]), f"PlaceError: batch_mapping: expected integers on the host, got {good!r}."),
+        (device, ([0, 1], 2, 2, good), "PlaceError: batch_mapping: expected a DeviceTensor, got list."),
+        (device, (good, 2, 2, [1, 1]), "PlaceError: lengths: expected a DeviceTensor, got list."),
+        (device, (good, 2, 2, wide), "DTypeError: lengths: expected int32, got int64."),
+        (device, (good, 2, 2, good[:1]), f"ShapeError: lengths: {dense} (2,), got {good[:1]!r}."),
+        (
+            device,
+            (good, 2, 2, HostMemory().to_device(np.zeros(2, np.int32), stream=stream)),
+            "PlaceError: batch_mapping: expected a tensor of cpu, got one of cpu.",
+        ),
+    ):
+        with pytest.raises(KVCacheError) as caught:
+            make(*arguments)
+        assert f"{type(caught.value).__name__}: {caught.value}" == message
+    assert isinstance(device(good, 2, 1, good), DeviceCompactionPlan)
+    assert host(np.array([1, 0], np.int32), np.int64(2), np.int64(2), np.array([3, 4])) == host([1, 0], 2, 2, [3, 4])

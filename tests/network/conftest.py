@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -34,20 +33,20 @@ class Defined:
 
 
 @pytest.fixture(scope="session")
-def rtx() -> TensorRT:
+def rtx():
     return load("tensorrt_rtx")
 
 
 @pytest.fixture(scope="session")
-def define(rtx: TensorRT) -> Iterator[Callable[..., Defined]]:
+def define(rtx):
     """Return ``define(model, dtype="float32", attention="native")``: the network of a golden model."""
 
     @cache
-    def make(model: str, *, dtype: str = "float32", attention: str = "native") -> Defined:
-        constants: dict[str, np.ndarray[Any, Any]] = {}
+    def make(model, *, dtype="float32", attention="native"):
+        constants = {}
         original = Graph.constant
 
-        def recording(self: Graph, name: str, array: np.ndarray[Any, Any]) -> Any:
+        def recording(self, name, array):
             constants[name] = array
             return original(self, name, array)
 

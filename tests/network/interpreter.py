@@ -6,27 +6,25 @@ is rounded to the dtype that TensorRT gives the tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
 from trt_kvcache.dtypes import numpy_dtype
-from trt_kvcache.trt_module import TensorRT
 
 Array = np.ndarray[Any, Any]
 
 
-def interpret(tensorrt: TensorRT, network: Any, constants: Mapping[str, Array], feed: Mapping[str, Array]) -> dict[str, Array]:
+def interpret(tensorrt, network, constants, feed):
     """Return the network's outputs by name; caches come back as new arrays.
 
     ``constants`` are the arrays behind the constant layers, by layer name: TensorRT does not give back bfloat16.
     """
     layers = [_typed(tensorrt, network.get_layer(index)) for index in range(network.num_layers)]
     producer = {layer.get_output(0).name: layer for layer in layers}
-    values: dict[str, Array] = dict(feed)
+    values = dict(feed)
 
-    def value(tensor: Any) -> Array:
+    def value(tensor):
         if tensor.name not in values:
             layer = producer[tensor.name]
             kind = layer_kind(tensorrt, layer)
@@ -41,44 +39,25 @@ def interpret(tensorrt: TensorRT, network: Any, constants: Mapping[str, Array], 
     return {network.get_output(index).name: value(network.get_output(index)) for index in range(network.num_outputs)}
 
 
-def attention_layers(tensorrt: TensorRT, network: Any) -> list[Any]:
+def attention_layers(tensorrt, network):
     """Return the attention layers, in order."""
     layers = (network.get_layer(index) for index in range(network.num_layers))
     return [_typed(tensorrt, layer).attention for layer in layers if layer_kind(tensorrt, layer) == "ATTENTION_OUTPUT"]
 
 
-def layer_kind(tensorrt: TensorRT, layer: Any) -> str:
+def layer_kind(tensorrt, layer):
     """Return the name of the layer's ``LayerType``: an activation layer hides it behind its own ``type``."""
     return str(tensorrt.module.ILayer.type.fget(layer).name)
 
 
-_CLASSES = {
-    "ACTIVATION": "IActivationLayer",
-    "ATTENTION_INPUT": "IAttentionInputLayer",
-    "ATTENTION_OUTPUT": "IAttentionOutputLayer",
-    "CAST": "ICastLayer",
-    "CONSTANT": "IConstantLayer",
-    "ELEMENTWISE": "IElementWiseLayer",
-    "FILL": "IFillLayer",
-    "GATHER": "IGatherLayer",
-    "KV_CACHE_UPDATE": "IKVCacheUpdateLayer",
-    "MATRIX_MULTIPLY": "IMatrixMultiplyLayer",
-    "REDUCE": "IReduceLayer",
-    "ROTARY_EMBEDDING": "IRotaryEmbeddingLayer",
-    "SHAPE": "IShapeLayer",
-    "SHUFFLE": "IShuffleLayer",
-    "SLICE": "ISliceLayer",
-    "UNARY": "IUnaryLayer",
-}
-
-
-def _typed(tensorrt: TensorRT, layer: Any) -> Any:
-    """Give a layer the class of its type: the network hands out the base class."""
-    layer.__class__ = getattr(tensorrt.module, _CLASSES[layer_kind(tensorrt, layer)])
+def _typed(tensorrt, layer):
+    """Give a layer the class of its type, ``IShapeLayer`` of ``SHAPE``: the network hands out the base class."""
+    classes = {name.lower(): value for name, value in vars(tensorrt.module).items()}
+    layer.__class__ = classes[f"i{layer_kind(tensorrt, layer)}layer".replace("_", "").lower()]
     return layer
 
 
-def _rounded(tensorrt: TensorRT, tensor: Any, result: Array) -> Array:
+def _rounded(tensorrt, tensor, result):
     name = tensorrt.dtype_name(tensor.dtype)
     rounded = np.asarray(result, np.bool_ if name == "bool" else numpy_dtype(name))
     wanted = tuple(tensor.shape)
@@ -87,31 +66,31 @@ def _rounded(tensorrt: TensorRT, tensor: Any, result: Array) -> Array:
     return rounded
 
 
-def _wide(array: Array) -> Array:
+def _wide(array):
     return array.astype(np.float32) if array.dtype.kind in "fV" else array
 
 
-def _elementwise(layer: Any, inputs: list[Any]) -> Array:
+def _elementwise(layer, inputs):
     left, right = (_wide(each) for each in inputs)
     return {"SUM": np.add, "PROD": np.multiply, "DIV": np.divide, "GREATER": np.greater}[layer.op.name](left, right)
 
 
-def _unary(layer: Any, inputs: list[Any]) -> Array:
+def _unary(layer, inputs):
     return {"SQRT": np.sqrt, "NOT": np.logical_not}[layer.op.name](_wide(inputs[0]))
 
 
-def _activation(layer: Any, inputs: list[Any]) -> Array:
+def _activation(layer, inputs):
     assert layer.type.name == "SIGMOID"
     return 1 / (1 + np.exp(-_wide(inputs[0])))
 
 
-def _reduce(layer: Any, inputs: list[Any]) -> Array:
+def _reduce(layer, inputs):
     axes = tuple(axis for axis in range(inputs[0].ndim) if layer.axes >> axis & 1)
     assert layer.op.name == "AVG"
     return _wide(inputs[0]).mean(axes, keepdims=layer.keep_dims)
 
 
-def _matmul(layer: Any, inputs: list[Any]) -> Array:
+def _matmul(layer, inputs):
     sides = [
         _wide(side) if op.name == "NONE" else np.swapaxes(_wide(side), -1, -2)
         for side, op in zip(inputs, (layer.op0, layer.op1), strict=True)
@@ -119,14 +98,14 @@ def _matmul(layer: Any, inputs: list[Any]) -> Array:
     return sides[0] @ sides[1]
 
 
-def _shuffle(layer: Any, inputs: list[Any]) -> Array:
+def _shuffle(layer, inputs):
     x = inputs[0].transpose(tuple(layer.first_transpose)[: inputs[0].ndim])
     sizes = [x.shape[axis] if size == 0 else size for axis, size in enumerate(layer.reshape_dims)]
     x = x.reshape(sizes)
     return x.transpose(tuple(layer.second_transpose)[: x.ndim])
 
 
-def _gather(layer: Any, inputs: list[Any]) -> Array:
+def _gather(layer, inputs):
     data, indices = inputs
     if layer.mode.name == "DEFAULT":
         return np.take(data, indices, axis=layer.axis)
@@ -135,19 +114,19 @@ def _gather(layer: Any, inputs: list[Any]) -> Array:
     return np.stack([row[tuple(index)] for row, index in zip(data, indices, strict=True)])
 
 
-def _fill(layer: Any, inputs: list[Any]) -> Array:
+def _fill(layer, inputs):
     assert layer.operation.name == "LINSPACE"
     shape, first, steps = inputs
     grid = np.indices(tuple(shape))
     return first + np.tensordot(steps, grid, 1)
 
 
-def _slice(layer: Any, inputs: list[Any]) -> Array:
+def _slice(layer, inputs):
     place = tuple(slice(start, start + size * step, step) for start, size, step in zip(layer.start, layer.shape, layer.stride, strict=True))
     return inputs[0][place]
 
 
-def _rotary(layer: Any, inputs: list[Any]) -> Array:
+def _rotary(layer, inputs):
     """ONNX RotaryEmbedding: rotate the halves of each row by the angle of its position."""
     x, cos, sin, positions = (_wide(each) for each in inputs)
     assert not layer.interleaved
@@ -157,7 +136,7 @@ def _rotary(layer: Any, inputs: list[Any]) -> Array:
     return np.concatenate([first * c - second * s, second * c + first * s], -1)
 
 
-def _update(layer: Any, inputs: list[Any]) -> Array:
+def _update(layer, inputs):
     """Write each slot's rows at its index. A row beyond the cache would be dropped silently: here it is an error."""
     cache, rows, indices = inputs
     after = cache.copy()
@@ -167,7 +146,7 @@ def _update(layer: Any, inputs: list[Any]) -> Array:
     return after
 
 
-def _attention(layer: Any, inputs: list[Any]) -> Array:
+def _attention(layer, inputs):
     attention = layer.attention
     q, k, v = (_wide(each) for each in inputs[:3])
     group = q.shape[1] // k.shape[1]
@@ -187,7 +166,7 @@ def _attention(layer: Any, inputs: list[Any]) -> Array:
     return weights / weights.sum(-1, keepdims=True) @ v
 
 
-_LAYERS: dict[str, Callable[[Any, list[Any]], Array]] = {
+_LAYERS = {
     "ACTIVATION": _activation,
     "ATTENTION_INPUT": _attention,
     "ATTENTION_OUTPUT": lambda layer, inputs: inputs[0],

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from trt_kvcache import DeviceTensor, HostMemory, KVCacheManager
+from trt_kvcache import HostMemory, KVCacheManager
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.decoder_tensors import cache_config
 from trt_kvcache.engine import TensorMode
 from trt_kvcache.names import DEFAULT_NAMES
-from trt_kvcache.reference import Attention, ReferenceEngine
+from trt_kvcache.reference import ReferenceEngine
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MODELS = ["llama", "llama-bfloat16-old", "llama-linear", "llama-llama3-bias", "qwen2-tied", "qwen3-sharded"]
@@ -29,14 +27,14 @@ class Rig:
 
     def __init__(
         self,
-        model: str | Path,
+        model,
         *,
-        batch: int = 3,
-        length: int = 29,
-        width: int = 24,
-        dtype: str = "float32",
-        attention: Attention = "native",
-    ) -> None:
+        batch=3,
+        length=29,
+        width=24,
+        dtype="float32",
+        attention="native",
+    ):
         self.memory = HostMemory()
         self.stream = self.memory.create_stream()
         with Checkpoint.open(GOLDEN / model) as checkpoint:
@@ -46,19 +44,19 @@ class Rig:
         self.cache = KVCacheManager(self.kv, memory=self.memory)
         self.logits = self.to_memory(np.zeros((batch, self.model.vocab_size), np.float32))
 
-    def to_memory(self, array: Any) -> DeviceTensor:
+    def to_memory(self, array):
         return self.memory.to_device(array, stream=self.stream)
 
-    def caches(self) -> list[np.ndarray[Any, Any]]:
+    def caches(self):
         """K, V of layer 0, K, V of layer 1, ...: arrays ``[B, H, S, D]`` over the bound bytes."""
         return [self.memory.array(view) for layer in range(self.kv.num_layers) for view in self.cache.get_separate_kv_cache(layer)]
 
-    def poison(self, value: float) -> None:
+    def poison(self, value):
         """Overwrite the whole cache."""
         for array in self.caches():
             array[...] = value
 
-    def prepare(self, ids: Any, start: Sequence[int], last: Sequence[int] | None = None, profile: int = PREFILL) -> None:
+    def prepare(self, ids, start, last=None, profile=PREFILL):
         """Bind and shape everything for one step."""
         ids = np.atleast_2d(np.asarray(ids, np.int32))
         slots, width = ids.shape
@@ -80,13 +78,13 @@ class Rig:
             if spec.mode is TensorMode.INPUT:
                 self.engine.set_input_shape(name, values[name].shape if name in values else (slots, *spec.shape[1:]))
 
-    def step(self, ids: Any, start: Sequence[int], last: Sequence[int] | None = None, profile: int = PREFILL) -> np.ndarray[Any, Any]:
+    def step(self, ids, start, last=None, profile=PREFILL):
         """Run new tokens ``[A, s]`` at ``start`` ``[A]``; return the logits ``[A, vocab]``."""
         self.prepare(ids, start, last, profile)
         self.engine.enqueue(self.stream)
         return self.logits[: len(start)].numpy()
 
-    def run(self, ids: Sequence[int], widths: Sequence[int]) -> np.ndarray[Any, Any]:
+    def run(self, ids, widths):
         """Run one sequence in slot 0 in chunks of these widths; return the logits after each chunk ``[chunks, vocab]``."""
         results, start = [], 0
         for width in widths:
@@ -95,5 +93,11 @@ class Rig:
         return np.array(results)
 
 
-def random_ids(model_vocab: int, *shape: int, seed: int = 0) -> np.ndarray[Any, Any]:
+def golden(model):
+    """Return 24 token ids, and logits ``[vocab]`` by the number of tokens that they follow."""
+    with np.load(GOLDEN / model / "golden.npz") as file:
+        return file["input_ids"], dict(zip(file["lengths"].tolist(), file["logits"], strict=True))
+
+
+def random_ids(model_vocab, *shape, seed=0):
     return np.random.default_rng(seed).integers(0, model_vocab, shape)

@@ -8,11 +8,11 @@ from trt_kvcache.reference import model
 from trt_kvcache.reference.weights import Projection
 
 
-def normal(*shape: int) -> np.ndarray:
+def normal(*shape):
     return np.random.default_rng(7).normal(size=shape).astype(np.float32)
 
 
-def attend_one_by_one(q: np.ndarray, keys: np.ndarray, values: np.ndarray, first: int) -> np.ndarray:
+def attend_one_by_one(q, keys, values, first):
     width, query_heads, _ = q.shape
     result = np.zeros(q.shape)
     for token in range(width):
@@ -26,13 +26,13 @@ def attend_one_by_one(q: np.ndarray, keys: np.ndarray, values: np.ndarray, first
 
 @pytest.mark.parametrize("block", [2, 256])
 @pytest.mark.parametrize(("width", "first", "rows"), [(5, 0, 5), (5, 3, 8), (1, 6, 7), (5, 3, 11), (3, 6, 7)])
-def test_attend(monkeypatch: pytest.MonkeyPatch, block: int, width: int, first: int, rows: int) -> None:
+def test_attend(monkeypatch, block, width, first, rows):
     monkeypatch.setattr(model, "_QUERY_BLOCK", block)
     q, keys, values = normal(width, 6, 4), normal(2, rows, 4), -normal(2, rows, 4)[::-1]
     np.testing.assert_allclose(model.attend(q, keys, values, first), attend_one_by_one(q, keys, values, first), rtol=1e-5, atol=1e-6)
 
 
-def test_rotation_is_a_complex_product() -> None:
+def test_rotation_is_a_complex_product():
     x = normal(2, 3, 5, 8)
     cos, sin = rope_table(RopeConfig(kind="default", theta=50.0), head_dim=8, length=9)
     positions = np.array([[0, 1, 2], [6, 7, 8]])
@@ -41,7 +41,7 @@ def test_rotation_is_a_complex_product() -> None:
     np.testing.assert_allclose(result, np.concatenate((turned.real, turned.imag), axis=-1), atol=1e-6)
 
 
-def test_rms_norm() -> None:
+def test_rms_norm():
     x, weight = normal(2, 3, 4), normal(4)
     expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=-1, keepdims=True) + 0.5) * weight
     result = model.rms_norm(x, weight, 0.5)
@@ -49,13 +49,14 @@ def test_rms_norm() -> None:
     np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
-def test_project() -> None:
+def test_project():
     x, weight, bias = normal(2, 3, 4), normal(5, 4), normal(5)
-    np.testing.assert_allclose(model.project(Projection(weight, None), x), np.einsum("abi,oi->abo", x, weight), rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(model.project(Projection(weight, bias), x), np.einsum("abi,oi->abo", x, weight) + bias, rtol=1e-5, atol=1e-6)
+    expected = np.einsum("abi,oi->abo", x, weight)
+    np.testing.assert_allclose(model.project(Projection(weight, None), x), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(model.project(Projection(weight, bias), x), expected + bias, rtol=1e-5, atol=1e-6)
 
 
-def test_write_rows() -> None:
+def test_write_rows():
     cache = np.full((3, 2, 7, 4), -1, np.float16)
     rows = normal(3, 4, 2, 4)
     model.write_rows(cache, rows, np.array([0, 5, 7], np.int32))
@@ -65,5 +66,5 @@ def test_write_rows() -> None:
     np.testing.assert_array_equal(cache, expected)
 
 
-def test_softmax_of_large_scores() -> None:
+def test_softmax_of_large_scores():
     np.testing.assert_allclose(model.softmax(np.array([[1000.0, 1000.0, -np.inf]], np.float32)), [[0.5, 0.5, 0.0]])

@@ -84,7 +84,11 @@ def build_device() -> Path:
     """Return the folder with ``libcuda.so.1``, and the objects of the emulator: those have no sanitizer in them."""
 
     def make(folder: Path) -> None:
-        build_driver(folder / "libcuda.so.1")
+        from cuda.pathfinder import find_nvidia_header_directory
+
+        exports = f"-Wl,--version-script={HERE / 'driver' / 'exports.map'}"
+        options = ["-shared", f"-I{find_nvidia_header_directory('cudart')}", exports, *map(str, sorted(HERE.glob("driver/*.cpp")))]
+        subprocess.run([*COMPILER, *options, "-o", str(folder / "libcuda.so.1")], check=True)
         for source in HERE.glob("*.cpp"):
             subprocess.run([*COMPILER, "-c", str(source), "-o", str(folder / f"{source.stem}.o")], check=True)
 
@@ -107,32 +111,10 @@ def build_cubins(sanitizer: str = "none") -> Path:
     return once(f"cubins-{sanitizer}", [*own_sources(), *sorted(source_folder().glob("*.cu*"))], make)
 
 
-def build_driver(target: Path) -> None:
-    """Compile the stand-in driver, against the headers of the CUDA runtime's wheel."""
-    from cuda.pathfinder import find_nvidia_header_directory
-
-    headers = f"-I{find_nvidia_header_directory('cudart')}"
-    exports = f"-Wl,--version-script={HERE / 'driver' / 'exports.map'}"
-    subprocess.run([*COMPILER, "-shared", headers, exports, *map(str, sorted(HERE.glob("driver/*.cpp"))), "-o", str(target)], check=True)
-
-
 def build_kernels(
     source: Path, target: Path, sanitizer: str, *, main: Path | None = None, macros: Mapping[str, str] = MappingProxyType({})
 ) -> None:
-    """Compile one CUDA source for the emulator.
-
-    Parameters
-    ----------
-    source : Path
-    target : Path
-        Becomes a file that takes the place of a cubin; with ``main`` a program.
-    sanitizer : str
-        Of ``SANITIZERS``.
-    main : Path, optional
-        Included after the source; it has a main function.
-    macros : mapping of str to str, optional
-        That the source is compiled with.
-    """
+    """Compile one CUDA source for the emulator, to take the place of a cubin; or to a program, with a source that has a main function."""
     emulator = sorted(build_device().glob("*.o"))
     unit = target.with_name(f"{target.name}.unit.cpp")
     kernels = "".join(f"SIMT_KERNEL({name})\n" for name in KERNEL.findall(source.read_text()))

@@ -22,6 +22,7 @@ from trt_kvcache.cli.console import complain, warn
 from trt_kvcache.cli.generate import generate
 from trt_kvcache.cli.inspect import inspect
 from trt_kvcache.cli.memory import memory
+from trt_kvcache.cli.serve_file import serve_file
 from trt_kvcache.errors import KVCacheError
 from trt_kvcache.opening import EngineFallbackWarning
 
@@ -61,7 +62,7 @@ def _with_clear_errors(command: Callable[..., None]) -> Callable[..., None]:
     return run_command
 
 
-for command in (build, generate, chat, compare, memory, inspect):
+for command in (build, generate, chat, serve_file, compare, memory, inspect):
     app.command()(_with_clear_errors(command))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,6 +25,7 @@ from trt_kvcache.cli.opening import (
 from trt_kvcache.cli.prompts import PromptIds, Prompts, read_prompts
 from trt_kvcache.cli.sampling import IgnoreEos, MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
 from trt_kvcache.cli.session_notes import note_statistics, warn_of_full_cache
+from trt_kvcache.errors import ConfigError
 from trt_kvcache.prompts import Prompt
 from trt_kvcache.request import GeneratedToken
 from trt_kvcache.session import InferenceSession
@@ -33,6 +35,12 @@ def generate(
     folder: Folder,
     prompt: Prompts = None,
     prompt_ids: PromptIds = None,
+    resume: Annotated[
+        list[Path] | None, typer.Option(help="A file of --save-snapshot to go on from, instead of prompts; repeat for several.")
+    ] = None,
+    save_snapshot: Annotated[
+        Path | None, typer.Option(help="Write the sequence there at the end, to go on in another process. For one prompt.")
+    ] = None,
     statistics: Annotated[bool, typer.Option("--stats/--no-stats", help="Print times and bytes at the end, on stderr.")] = True,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = None,
@@ -50,7 +58,12 @@ def generate(
     attention: AttentionOption = None,
 ) -> None:
     """Continue prompts. One prompt is written as it comes, several one after another."""
-    prompts = read_prompts(prompt, prompt_ids)
+    if resume and (prompt or prompt_ids):
+        raise ConfigError("generate: expected prompts or --resume, got both.")
+    prompts = [] if resume else read_prompts(prompt, prompt_ids)
+    count = len(resume or prompts)
+    if save_snapshot is not None and count != 1:
+        raise ConfigError(f"--save-snapshot: expected with one prompt, got {count}.")
     options = sampling_options(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
@@ -63,7 +76,7 @@ def generate(
     )
     source = session_source(
         folder,
-        slots=len(prompts),
+        slots=count,
         engine=engine,
         flavour=flavour,
         max_batch_size=max_batch_size,
@@ -72,11 +85,14 @@ def generate(
         attention=attention,
     )
     with open_session(source) as session:
-        events = session.generate(prompts, **options)
-        if len(prompts) == 1:
-            _write_as_it_comes(session, prompts[0], events)
+        events = session.resume(resume, **options) if resume else session.generate(prompts, **options)
+        starts = prompts or [""] * count
+        if count == 1:
+            _write_as_it_comes(session, starts[0], events)
         else:
-            _write_one_after_another(session, prompts, events)
+            _write_one_after_another(session, starts, events)
+        if save_snapshot is not None:
+            session.save_snapshot(save_snapshot)
         warn_of_full_cache(session)
         if statistics:
             note_statistics(session)

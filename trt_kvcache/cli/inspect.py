@@ -10,13 +10,17 @@ import typer
 
 from trt_kvcache.cli.console import count, results, say, size, span, table
 from trt_kvcache.inspection import EngineInspection, inspect_engine
+from trt_kvcache.picture import draw_cache
 
 
 def inspect(
     engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="An engine folder.")],
+    plot: Annotated[Path | None, typer.Option(help="Write a picture of its cache there, slots by tokens and bytes by layer (SVG).")] = None,
 ) -> None:
     """Show an engine folder: tensors, aliases, profiles, sizes, attention. Needs neither TensorRT nor a GPU."""
     found = inspect_engine(engine)
+    if plot is not None:
+        plot.write_text(draw_cache(found.cache, title=str(found.path)), encoding="utf-8")
     _print_head(found)
     _print_tensors(found)
     _print_profiles(found)

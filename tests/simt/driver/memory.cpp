@@ -122,6 +122,11 @@ CUresult cuMemPoolSetAccess(CUmemoryPool, const CUmemAccessDesc*, size_t) {
     return CUDA_SUCCESS;
 }
 
+CUresult cuMemPoolSetAttribute(CUmemoryPool, CUmemPool_attribute, void*) {
+    LOG_CALL();
+    return CUDA_SUCCESS;
+}
+
 CUresult cuMemAllocFromPoolAsync(CUdeviceptr* start, size_t nbytes, CUmemoryPool, CUstream) {
     LOG_CALL();
     *start = allocate(nbytes, true);

@@ -15,6 +15,9 @@ from trt_kvcache.tensor import DeviceTensor
 #: Blocks of a launch that does not know how many tokens are live: most of them may find nothing to do.
 _MAX_BLOCKS_UNKNOWN = 4096
 
+#: Blocks of a launch with a list of steps: each block reads the list once, and then moves several runs of columns.
+_MAX_BLOCKS_LISTED = 16384
+
 _INFO_NBYTES = len(KVLayerInfo._fields) * itemsize("int64")
 
 
@@ -64,4 +67,5 @@ def compact_layers(layers: KVLayerInfos, plan: AnyCompactionPlan, stream: Any) -
         return
     for steps in plan.step_arguments:
         listed = (infos, row, steps.longest, steps.count, *steps.packed)
-        launch(layers.memory, "kv", f"compact_layers_{steps.form}", _grid(layers, steps.longest, count), listed, stream)
+        grid = _grid(layers, steps.longest, count, most=_MAX_BLOCKS_LISTED)
+        launch(layers.memory, "kv", f"compact_layers_{steps.form}", grid, listed, stream)

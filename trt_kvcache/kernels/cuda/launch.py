@@ -15,7 +15,7 @@ from trt_kvcache.memory import Memory
 THREADS_PER_BLOCK, UNITS_IN_FLIGHT = 256, 4
 
 #: Blocks of a launch at most, where one can do: enough waves of them that the last one hardly counts on a large GPU.
-_MAX_BLOCKS = 32768
+_MAX_BLOCKS = 1 << 20
 
 Grid = tuple[int, int, int]
 

@@ -61,6 +61,6 @@ def move(slots: Array, steps: list[Step], *, whole: bool) -> None:
         part = (...,) if whole else (slice(None), slice(0, step.tokens))
         source = held if step.source == REGISTER else slots[step.source]
         if step.destination == REGISTER:
-            held = np.empty_like(source)
+            held = np.empty_like(source[part])  # as large as what is live: a whole slot would touch far more memory
         destination = held if step.destination == REGISTER else slots[step.destination]
         destination[part] = source[part]

@@ -1,0 +1,58 @@
+"""The picture of a cache: what it shows, read back from the SVG."""
+
+from __future__ import annotations
+
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.small_model import write_model
+from trt_kvcache import InferenceSession, KVCacheConfig, KVLayerConfig
+from trt_kvcache.picture import COLOURS, draw_cache
+
+RECT = "{http://www.w3.org/2000/svg}rect"
+
+
+def config(slots: int) -> KVCacheConfig:
+    layers = [KVLayerConfig(num_kv_heads=2, head_dim=16), KVLayerConfig(num_kv_heads=1, head_dim=128)]
+    return KVCacheConfig(layers=layers, max_batch_size=slots, max_sequence_length=20, dtype="float16")
+
+
+def bars(svg: str) -> list[list[tuple[str, float]]]:
+    """Colour and width of the parts of each bar, from the top; the legend is not one."""
+    names = {colour: name for name, colour in COLOURS.items()}
+    rows: dict[float, list[tuple[str, float]]] = {}
+    for rectangle in list(ElementTree.fromstring(svg).iter(RECT))[len(COLOURS) :]:
+        rows.setdefault(float(rectangle.get("y")), []).append((names[rectangle.get("fill")], float(rectangle.get("width"))))
+    return [parts for _, parts in sorted(rows.items())]
+
+
+def test_slots_and_layers() -> None:
+    svg = draw_cache(config(3), [20, 5], [4, 9], title="a <title>")
+    full, part, free, first, second = bars(svg)
+    width = free[0][1]
+    assert [full, part, free] == [
+        [("reused", pytest.approx(0.2 * width)), ("live", pytest.approx(0.8 * width, abs=0.01))],
+        [("reused", pytest.approx(0.25 * width)), ("free", pytest.approx(0.75 * width, abs=0.01))],
+        [("free", width)],
+    ]
+    assert (first, second) == ([("live", pytest.approx(width / 4, abs=0.01))], [("live", width)])
+    texts = [node.text for node in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"a <title>", "slot 1", "slot 2 (not active)", "5 / 20", "layer 1: 1 x 128", "30,720"} <= set(texts)
+
+
+def test_many_slots_stay_inside() -> None:
+    root = ElementTree.fromstring(draw_cache(config(300)))
+    assert all(float(one.get("y")) + float(one.get("height")) < float(root.get("height")) for one in root.iter(RECT))
+
+
+def test_of_a_session(tmp_path) -> None:
+    options = {"engine": "reference", "max_batch_size": 2, "max_sequence_length": 20, "dtype": "float32", "prompt_cache_bytes": 1 << 20}
+    with InferenceSession.from_model(write_model(tmp_path / "model"), **options) as session:
+        session.prefill([[1, 2, 3, 4, 5]])
+        session.prefill([[1, 2, 3, 4, 5, 6, 7], [8]])
+        assert session.plot(tmp_path / "cache.svg") == (tmp_path / "cache.svg").read_text()
+        first, second, _ = bars(session.plot())
+    assert [name for name, _ in first] == ["reused", "live", "free"]
+    assert first[0][1] / first[1][1] == pytest.approx(5 / 2, rel=0.01)
+    assert [name for name, _ in second] == ["live", "free"]

@@ -1,0 +1,207 @@
+"""Sessions that start from what was run before: a prompt cache, and snapshots from another process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.small_model import write_model
+from trt_kvcache import InferenceSession, PromptCache, SamplingParams
+from trt_kvcache.errors import CapacityError, ConfigError, KVCacheError, ShapeError, SnapshotError
+from trt_kvcache.sampling import Sampler
+
+OPTIONS = {"engine": "reference", "max_sequence_length": 48, "max_prefill_length": 7, "dtype": "float32"}
+SAMPLED = {"temperature": 0.8, "seed": 11, "ignore_eos": True}
+LONG = [*range(3, 15)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("model") / "small")
+
+
+@pytest.fixture
+def opened(model):
+    sessions = []
+
+    def make(**options):
+        sessions.append(InferenceSession.from_model(model, **(OPTIONS | {"max_batch_size": 3} | options)))
+        return sessions[-1]
+
+    yield make
+    for session in sessions:
+        session.close()
+
+
+def tokens(events, index=0):
+    return [event.token for event in events if event.index == index]
+
+
+@pytest.mark.parametrize("counter", range(10))
+def test_a_sampler_goes_on_from_its_counter(counter):
+    logits = np.random.default_rng(1).normal(size=29).astype(np.float32)
+    whole = Sampler(SamplingParams(temperature=1.0, seed=4))
+    expected = [whole.choose(logits) for _ in range(15)]
+    later = Sampler(SamplingParams(temperature=1.0, seed=4, counter=counter))
+    assert [later.choose(logits) for _ in range(15 - counter)] == expected[counter:]
+    assert later.counter == 15
+
+
+class TestPromptCache:
+    def test_what_was_run_is_not_run_again(self, opened):
+        session, fresh = opened(prompt_cache_bytes=1 << 20), opened()
+        session.prefill([LONG])
+        prompts = [[9, 9, 9], [*LONG, 20, 21], [*LONG[:5], 30]]
+        np.testing.assert_allclose(session.prefill(prompts), fresh.prefill(prompts), rtol=1e-5, atol=1e-5)
+        assert session.cache.host_kv_cache_lengths == (3, 14, 6) == tuple(len(session.tokens(slot)) for slot in range(3))
+        assert session.tokens(2) == tuple(prompts[2])
+        assert session.statistics.reused_tokens == session.prompt_cache.reused_tokens == 12 + 5
+        assert session.statistics.prefill_tokens == 12 + 3 + 2 + 1
+        assert (session.prompt_cache.hits, session.prompt_cache.misses) == (2, 2)
+        np.testing.assert_allclose(session.decode([1, 2, 3]), fresh.decode([1, 2, 3]), rtol=1e-5, atol=1e-5)
+
+    def test_a_finished_request_serves_the_next_turn(self, opened):
+        session = opened(prompt_cache_bytes=1 << 20)
+        answer = tokens(session.generate([LONG], max_new_tokens=5, ignore_eos=True))
+        session.prefill([[1, 2]])
+        turn = [*LONG, *answer, 33]
+        expected = opened().prefill([turn])
+        np.testing.assert_allclose(session.prefill([turn]), expected, rtol=1e-5, atol=1e-5)
+        assert session.prompt_cache.reused_tokens == len(LONG) + 4
+
+    @pytest.mark.parametrize(("copied", "held", "expected"), [(6, 9, 9), (6, 2, 6)])
+    def test_the_longer_of_slot_and_copy_is_reused(self, opened, copied, held, expected):
+        session = opened(prompt_cache_bytes=1 << 20)
+        session.prefill([LONG])
+        session.prompt_cache.clear()
+        session.prompt_cache.insert(LONG[:copied], 0, stream=session.cache.memory.create_stream())
+        session.rewind(0, held)
+        prompt = [*LONG, 21]
+        np.testing.assert_allclose(session.prefill([prompt], reuse=True), opened().prefill([prompt]), rtol=1e-5, atol=1e-5)
+        assert session.statistics.reused_tokens == expected
+
+    def test_off_unless_asked_for(self, opened):
+        session = opened()
+        session.prefill([LONG])
+        session.prefill([LONG])
+        assert (session.prompt_cache.entries, session.statistics.reused_tokens) == ((), 0)
+
+    def test_another_cache_is_refused(self, opened):
+        one, other = opened(), opened()
+        with pytest.raises(ConfigError, match="prompt_cache: expected one over the cache of this session"):
+            InferenceSession(one.engine, one.cache, prompt_cache=PromptCache(other.cache, max_bytes=1 << 20))
+
+    def test_a_failing_step_leaves_what_was_restored(self, opened, monkeypatch):
+        session = opened(prompt_cache_bytes=1 << 20)
+        session.prefill([LONG])
+
+        def fail(stream):
+            raise RuntimeError("planted")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(session.engine, "enqueue", fail)
+            with pytest.raises(RuntimeError, match="planted"):
+                session.prefill([[*LONG, 20]])
+        assert session.tokens(0) == tuple(LONG)
+        prompt = [*LONG, 20]
+        np.testing.assert_allclose(session.prefill([prompt], reuse=True), opened().prefill([prompt]), rtol=1e-5, atol=1e-5)
+
+
+class TestSnapshots:
+    GO_ON = """
+import json, sys
+from trt_kvcache import InferenceSession
+folder, path, options, sampling = sys.argv[1], sys.argv[2], *map(json.loads, sys.argv[3:])
+with InferenceSession.from_model(folder, **options) as session:
+    print(json.dumps([event.token for event in session.resume(path, **sampling)]))
+"""
+
+    @pytest.mark.parametrize("sampling", [SAMPLED, {"ignore_eos": True}], ids=["sampled", "greedy"])
+    def test_a_new_process_goes_on_alike(self, opened, model, tmp_path, sampling):
+        session = opened()
+        expected = tokens(session.generate([[5, 6], LONG], **sampling, max_new_tokens=16), 1)
+        events = session.generate([[5, 6], LONG], **sampling, max_new_tokens=16)
+        first = tokens([next(events) for _ in range(2 * 6)], 1)
+        session.save_snapshot(tmp_path / "one.kv", 1)
+        rest = {name: value for name, value in sampling.items() if name != "seed"} | {"max_new_tokens": 10}
+        arguments = [str(model), str(tmp_path / "one.kv"), json.dumps(OPTIONS | {"max_batch_size": 1}), json.dumps(rest)]
+        result = subprocess.run([sys.executable, "-c", self.GO_ON, *arguments], capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        assert (first, json.loads(result.stdout)) == (expected[:6], expected[6:])
+
+    def test_left_within_a_step(self, opened, tmp_path):
+        session = opened()
+        expected = [tokens(session.generate([[5, 6], LONG], **SAMPLED, max_new_tokens=9), index) for index in range(2)]
+        events = session.generate([[5, 6], LONG], **SAMPLED, max_new_tokens=9)
+        for _ in range(7):  # slot 0 has handed out 4 tokens, slot 1 has chosen its 4th and not handed it out
+            next(events)
+        paths = [tmp_path / "0.kv", tmp_path / "1.kv"]
+        snapshots = [session.save_snapshot(path, slot) for slot, path in enumerate(paths)]
+        assert [one.pending for one in snapshots] == [(expected[0][3],), ()]
+        rest = list(opened().resume(paths, temperature=0.8, ignore_eos=True, max_new_tokens=5))
+        assert tokens(rest, 0) == expected[0][4:]
+        assert tokens(rest, 1) == expected[1][3:8]
+
+    def test_a_seed_of_ones_own(self, opened, tmp_path):
+        session = opened()
+        next(session.generate([LONG], **SAMPLED))
+        session.save_snapshot(tmp_path / "one.kv")
+        prompt = [*session.tokens(0), *session.pending_tokens(0)]
+        own = {"temperature": 0.8, "seed": 12, "ignore_eos": True, "max_new_tokens": 6}
+        assert tokens(session.resume(tmp_path / "one.kv", **own)) == tokens(opened().generate([prompt], **own))
+
+    def test_load_then_append(self, opened, tmp_path):
+        session, other = opened(), opened(max_batch_size=2)
+        list(session.generate([[5, 6], LONG], max_new_tokens=3, ignore_eos=True))
+        for slot in range(2):
+            session.save_snapshot(tmp_path / f"{slot}.kv", slot)
+        other.load_snapshots([tmp_path / "1.kv", tmp_path / "0.kv"])
+        assert [other.tokens(slot) for slot in range(2)] == [session.tokens(1), session.tokens(0)]
+        assert [other.pending_tokens(slot) for slot in range(2)] == [session.pending_tokens(1), session.pending_tokens(0)]
+        np.testing.assert_allclose(other.append([[3], [4, 5]])[::-1], session.append([[4, 5], [3]]), rtol=1e-5, atol=1e-5)
+
+    @pytest.mark.parametrize(
+        ("options", "paths", "error", "text"),
+        [
+            ({}, [], ShapeError, "snapshots: expected 1 to max_batch_size=3 files, got 0."),
+            ({"max_batch_size": 1}, ["a.kv", "a.kv"], ShapeError, "snapshots: expected 1 to max_batch_size=1 files, got 2."),
+            ({"max_sequence_length": 11}, "a.kv", CapacityError, "it holds 12 tokens, max_sequence_length is 11. Nothing was changed."),
+            ({"max_sequence_length": 12}, "b.kv", CapacityError, "slot 0 holds 12 tokens; adding 1 exceeds max_sequence_length=12."),
+            ({"dtype": "float16"}, "a.kv", SnapshotError, "It was saved from another cache."),
+            ({}, "none.kv", SnapshotError, "none.kv"),
+        ],
+    )
+    def test_refused_and_nothing_changed(self, opened, tmp_path, options, paths, error, text):
+        source, session = opened(), opened(**options)
+        source.prefill([LONG])
+        source.save_snapshot(tmp_path / "a.kv")
+        next(source.generate([LONG]))
+        source.save_snapshot(tmp_path / "b.kv")
+        session.prefill([[1, 2, 3]])
+        files = [tmp_path / path for path in paths] if isinstance(paths, list) else tmp_path / paths
+        with pytest.raises(error) as caught:
+            session.resume(files)
+        assert text in str(caught.value)
+        assert isinstance(caught.value, KVCacheError)
+        assert session.tokens(0) == (1, 2, 3)
+
+    def test_another_model_is_refused(self, opened, tmp_path):
+        other = write_model(tmp_path / "other", seed=5)
+        session = opened()
+        session.prefill([LONG])
+        session.save_snapshot(tmp_path / "a.kv")
+        with InferenceSession.from_model(other, **OPTIONS) as changed, pytest.raises(SnapshotError, match="saved with another model"):
+            changed.load_snapshots(tmp_path / "a.kv")
+
+    def test_without_an_identity_there_are_none(self, opened, tmp_path):
+        session = opened()
+        bare = InferenceSession(session.engine, session.cache)
+        bare.prefill([LONG])
+        with pytest.raises(ConfigError, match="expected a session that knows its model, got one without identity"):
+            bare.save_snapshot(tmp_path / "a.kv")
+        assert not list(Path(tmp_path).iterdir())

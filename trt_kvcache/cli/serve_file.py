@@ -1,0 +1,141 @@
+"""``trt-kvcache serve-file``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, TextIO
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from trt_kvcache.cli.console import count, messages, say
+from trt_kvcache.cli.interrupt import held_interrupts
+from trt_kvcache.cli.opening import (
+    AttentionOption,
+    DTypeOption,
+    EngineName,
+    EngineOption,
+    FlavourName,
+    FlavourOption,
+    Folder,
+    MaxSequenceLength,
+    open_session,
+    session_source,
+)
+from trt_kvcache.cli.prompt_file import FilePrompt, read_prompt_file
+from trt_kvcache.cli.sampling import IgnoreEos, MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
+from trt_kvcache.cli.session_notes import note_statistics
+from trt_kvcache.errors import KVCacheError
+from trt_kvcache.sampling import with_options
+from trt_kvcache.serving_request import RequestHandle
+from trt_kvcache.session import InferenceSession
+
+_MOST_SLOTS = 8
+
+
+def serve_file(
+    folder: Folder,
+    prompts: Annotated[
+        Path,
+        typer.Argument(
+            metavar="PROMPTS",
+            help='A text file with a prompt per line; or .jsonl: a text, a list of token ids, or {"prompt": ..., "max_new_tokens": ...}.',
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="The file to write, or to replace.")],
+    statistics: Annotated[bool, typer.Option("--stats/--no-stats", help="Print times and bytes at the end, on stderr.")] = True,
+    max_new_tokens: MaxNewTokens = 128,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    ignore_eos: IgnoreEos = False,
+    engine: EngineOption = EngineName.auto,
+    flavour: FlavourOption = FlavourName.auto,
+    max_batch_size: Annotated[
+        int | None, typer.Option(min=1, help=f"Slots of the cache, for a model folder; up to {_MOST_SLOTS} if left out.")
+    ] = None,
+    max_sequence_length: MaxSequenceLength = None,
+    dtype: DTypeOption = None,
+    attention: AttentionOption = None,
+) -> None:
+    """Continue all prompts of a file: as one ends, the next takes its slot. Answers are written as they end, each with its index."""
+    options = sampling_options(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=tuple(stop) if stop else None,
+        ignore_eos=ignore_eos or None,
+    )
+    wanted = read_prompt_file(prompts)
+    if output.exists() and output.samefile(prompts):
+        raise typer.BadParameter(f"expected another file than the prompts, got {output}.", param_hint="--output")
+    source = session_source(
+        folder,
+        slots=min(len(wanted), _MOST_SLOTS),
+        engine=engine,
+        flavour=flavour,
+        max_batch_size=max_batch_size,
+        max_sequence_length=max_sequence_length,
+        dtype=dtype,
+        attention=attention,
+    )
+    with open_session(source) as session:
+        left = [_submit(session, prompt, options) for prompt in wanted]
+        with output.open("w", encoding="utf-8") as file:
+            try:
+                with _progress(len(left)) as show:
+                    _serve(session, left, file, show)
+            finally:
+                say(f"{output}: {len(wanted) - len(left)} of {count(len(wanted), 'answer')}")
+        if statistics:
+            note_statistics(session)
+
+
+def _submit(session: InferenceSession, prompt: FilePrompt, options: dict[str, Any]) -> RequestHandle:
+    """Put a prompt in the queue. Its errors name the line."""
+    try:
+        return session.submit(prompt.prompt, with_options(session.defaults, {**options, **prompt.options}))
+    except KVCacheError as error:
+        raise type(error)(f"{prompt.place}: {error}") from None
+
+
+def _serve(session: InferenceSession, left: list[RequestHandle], file: TextIO, show: Callable[[int, int], None]) -> None:
+    """Run until nothing is left; what has ended is written, whatever else happens."""
+    total, tokens = len(left), 0
+    try:
+        while moved := session.step():
+            tokens += sum(handle.state != "prefilling" for handle in moved)
+            _write(left, moved, file)
+            show(total - len(left), tokens)
+    finally:
+        _write(left, list(left), file)
+
+
+def _write(left: list[RequestHandle], handles: Iterable[RequestHandle], file: TextIO) -> None:
+    ended = [handle for handle in handles if handle.finished]
+    with held_interrupts():
+        for handle in ended:
+            answer = {"index": handle.index, "text": handle.text, "tokens": handle.tokens, "finish_reason": handle.finish_reason}
+            file.write(json.dumps(answer, ensure_ascii=False) + "\n")
+            left.remove(handle)
+        if ended:
+            file.flush()
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[int, int], None]]:
+    """Show how many prompts are done, and all tokens so far, where stderr is a terminal."""
+    console = messages()
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task("prompts", total=total, tokens=0)
+        yield lambda done, tokens: bars.update(task, completed=done, tokens=tokens)

@@ -1,0 +1,27 @@
+"""Write a file that appears complete or not at all."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def new_file(target: Path) -> Iterator[BinaryIO]:
+    """Yield an empty file beside ``target``, which takes its place when the block ends and the bytes are on disk.
+
+    A file that is there is replaced then. If the block raises, nothing is left of the new one, and the old one is as it was.
+    """
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.new")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
