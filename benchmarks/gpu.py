@@ -252,7 +252,7 @@ def gpu_tests() -> str:
 def sanitized(tool: str) -> str:
     """Run the tests of the kernels under a tool of compute-sanitizer."""
     command = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
-    command += [sys.executable, "-m", "pytest", "-q", "-m", "device", "-p", "no:cacheprovider", "tests/kernels"]
+    command += [sys.executable, "-m", "pytest", "-q", "-m", "device and not slow", "-p", "no:cacheprovider", "tests/kernels"]
     environment = {**os.environ, "TRT_KVCACHE_REQUIRE_GPU": "1", "TRT_KVCACHE_TEST_DEVICE": "gpu"}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout[-2000:]
@@ -265,6 +265,13 @@ def moves_on_the_gpu() -> dict[str, Any]:
     return {**result, "exceeded": moves.exceeded(result, moves.LIMITS["gpu"])}
 
 
+def attention_on_the_gpu() -> dict[str, Any]:
+    """Check and measure attention: see ``attention.py``. A limit that is exceeded is named in the result."""
+    import attention
+
+    return attention.measure()
+
+
 def measure(arguments: argparse.Namespace, report: Report, scratch: Path) -> None:
     """Run all stages, correctness first."""
     report.run("versions", installed_versions)
@@ -272,6 +279,7 @@ def measure(arguments: argparse.Namespace, report: Report, scratch: Path) -> Non
         report.run("cache: views in torch", views_in_torch)
         report.run("cache: commit in a CUDA graph", commit_in_a_graph)
         report.run("cache: compaction, capture, restore", moves_on_the_gpu)
+        report.run("attention", attention_on_the_gpu)
     if arguments.tests:
         report.run("tests that need a GPU", gpu_tests)
         for tool in ("memcheck", "racecheck"):

@@ -3,6 +3,7 @@
 // blockIdx.y: K/V head, and 8 query heads of it; blockIdx.z: slot.
 #pragma once
 
+#define NO_DECODE_KERNELS
 #include "attention_decode.cu"
 
 extern "C" __global__ void __launch_bounds__(kBlock) attention_decode_aot(const unsigned char* q, const unsigned char* k, const unsigned char* v,

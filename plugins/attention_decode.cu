@@ -488,6 +488,7 @@ __device__ __forceinline__ void decode(const Decode& call) {
     wait_for_copies<0>();
 }
 
+#ifndef NO_DECODE_KERNELS
 #define PARAMETERS                                                                                                                   \
     const unsigned char *q, const unsigned char *k, const unsigned char *v, long long q_stride, long long k_stride, long long v_stride, \
         unsigned char *cache, long long slot_stride, long long kv_stride, long long max_tokens, const int *lengths,                  \
@@ -501,3 +502,4 @@ __device__ __forceinline__ void decode(const Decode& call) {
 // Up to 8 query heads for a K/V head, and up to 16.
 extern "C" __global__ void __launch_bounds__(kBlock, BLOCKS) attention_decode_8(PARAMETERS) { decode<8>(CALL); }
 extern "C" __global__ void __launch_bounds__(kBlock, BLOCKS) attention_decode_16(PARAMETERS) { decode<16>(CALL); }
+#endif

@@ -8,6 +8,7 @@
 constexpr int kWarps = WARPS, kMatrices = MATRICES, kKeys = KEYS, kStages = STAGES;
 constexpr int kBlock = 32 * kWarps, kWarpRows = 16 * kMatrices, kRows = kWarps * kWarpRows, kTileBytes = kKeys * kRowBytes;
 constexpr int kAppendBlock = 256;
+static_assert(kRows * kPieces % kBlock == 0, "each thread loads as many pieces of q");
 
 // New tokens of a slot that there is room for. Where new_lengths is null, all take part.
 __device__ __forceinline__ int tokens_of(const int* lengths, const int* new_lengths, long long slot, long long width, long long max_tokens) {
@@ -62,8 +63,9 @@ extern "C" __global__ void __launch_bounds__(kBlock, BLOCKS)
         const SharedAddress to = shared_address(ring + (tile - first_tile) % kStages * 2 * kTileBytes);
         const unsigned char* source = keys + static_cast<long long>(tile) * kTileBytes;
 #pragma unroll
-        for (int i = 0; i < kKeys * kPieces / kBlock; i++) {
+        for (int i = 0; i < (kKeys * kPieces + kBlock - 1) / kBlock; i++) {
             const int x = i * kBlock + threadIdx.x, row = x / kPieces, piece = x % kPieces;
+            if (kKeys * kPieces % kBlock && row >= kKeys) break;
             const bool lives = tile * kKeys + row < keys_end;
             const unsigned char* from = source + row * kRowBytes + piece * 16;
             copy_async(to + piece_at(row, piece), from, lives);

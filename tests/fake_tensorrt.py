@@ -66,6 +66,10 @@ class FakeTensorRT:
         self.host_tensors = set()
         self.contexts = []
         self.logger = None
+        self.segments = {}  # plan to FakeSegment
+        self.capturable = True
+        self.activations = (3000, 5000)  # the first is not the largest
+        self.run = lambda context: None  # what a step does
 
     def record(self, name, *details):
         """Note a call; log what is to be logged for it; say whether it succeeds."""
@@ -85,7 +89,8 @@ class FakeTensorRT:
 
             def deserialize_cuda_engine(self, plan):
                 ok = fake.record("deserialize_cuda_engine", bytes(plan))
-                return _Engine(fake) if ok and bytes(plan) == fake.plan else None
+                found = fake.segments.get(bytes(plan), fake if bytes(plan) == fake.plan else None)
+                return _Engine(found) if ok and found else None
 
         self.module = SimpleNamespace(
             ILogger=FakeLogger,
@@ -94,9 +99,23 @@ class FakeTensorRT:
             TensorIOMode=enum.Enum("TensorIOMode", ["INPUT", "OUTPUT"]),
             DataType=enum.Enum("DataType", ["FLOAT", "HALF", "BF16", "INT8", "INT32", "INT64", "BOOL", "UINT8", "FP8"]),
             ExecutionContextAllocationStrategy=enum.Enum("ExecutionContextAllocationStrategy", ["STATIC", "USER_MANAGED"]),
+            CudaGraphStrategy=enum.Enum("CudaGraphStrategy", ["DISABLED", "WHOLE_GRAPH_CAPTURE"]),
+            DynamicShapesKernelSpecializationStrategy=enum.Enum("KernelSpecialization", ["LAZY", "EAGER", "NONE"]),
         )
         self.loaded = TensorRT(module=self.module, flavour=flavour, version="1.7.1", log=TensorRTLog(self.module))
         return self.loaded
+
+
+class FakeSegment(FakeTensorRT):
+    """One plan of several; what is called is noted with ``label`` in the calls of ``whole``."""
+
+    def __init__(self, whole, label, specs):
+        super().__init__(specs, whole.profiles, whole.shape_of)
+        self.whole, self.label = whole, label
+        self.module, self.loaded = whole.module, whole.loaded
+
+    def record(self, name, *details):
+        return self.whole.record(name, self.label, *details)
 
 
 class _Part:
@@ -139,7 +158,7 @@ class _Engine(_Part):
         return [low, high, high]
 
     def get_device_memory_size_for_profile_v2(self, index):
-        return (3000, 5000)[index]  # the first is not the largest
+        return self.fake.activations[index]
 
     def create_runtime_config(self):
         return _RuntimeConfig(self.fake) if self.fake.record("create_runtime_config") else None
@@ -176,6 +195,7 @@ class _Context(_Part):
     def __init__(self, fake):
         super().__init__(fake)
         self.profile, self.shapes, self.memory = 0, {}, None
+        self.addresses = {}
 
     def set_optimization_profile_async(self, index, stream):
         self.profile, self.shapes = index, {}
@@ -186,6 +206,7 @@ class _Context(_Part):
         self.fake.record("set_device_memory", nbytes)
 
     def set_tensor_address(self, name, address):
+        self.addresses[name] = address
         return self.fake.record("set_tensor_address", self.profile, name, address)
 
     def set_input_shape(self, name, shape):
@@ -199,7 +220,12 @@ class _Context(_Part):
         if spec.mode is TensorMode.INPUT:
             return list(self.shapes.get(name, spec.shape))
         batch = next(iter(self.shapes.values()), (-1,))[0]
-        return [batch, *spec.shape[1:]]
+        return [batch, *spec.shape[1:]]  # not asked for of segments
+
+    def is_stream_capturable(self, stream):
+        self.fake.record("is_stream_capturable", stream)
+        return self.fake.whole.capturable
 
     def execute_async_v3(self, stream):
+        self.fake.run(self)
         return self.fake.record("execute_async_v3", self.profile, stream)

@@ -40,7 +40,12 @@ def kv_config(
 
 
 def engine_tensors(
-    kv: KVCacheConfig, names: TensorNames = DEFAULT_NAMES, *, index_dtype: str = "int32", logits_dtype: str = "float32"
+    kv: KVCacheConfig,
+    names: TensorNames = DEFAULT_NAMES,
+    *,
+    index_dtype: str = "int32",
+    logits_dtype: str = "float32",
+    combined: bool = False,
 ) -> dict[str, TensorSpec]:
     """The inputs and outputs of an engine over this cache, written out without the package's own list."""
     inputs = {
@@ -50,8 +55,9 @@ def engine_tensors(
     }
     outputs: dict[str, tuple[tuple[int, ...], str, str | None]] = {names.logits: ((-1, VOCAB), logits_dtype, None)}
     for index, layer in enumerate(kv.layers):
-        for before, after in names.cache_pairs(index):
-            inputs[before] = ((-1, layer.num_kv_heads, kv.max_sequence_length, layer.head_dim), kv.dtype)
+        pairs = [names.combined_pair(index)] if combined else names.cache_pairs(index)
+        for before, after in pairs:
+            inputs[before] = ((-1, *[2] * combined, layer.num_kv_heads, kv.max_sequence_length, layer.head_dim), kv.dtype)
             outputs[after] = (*inputs[before], before)
     specs = {name: TensorSpec(name=name, shape=shape, dtype=dtype, mode=TensorMode.INPUT) for name, (shape, dtype) in inputs.items()}
     for name, (shape, dtype, alias) in outputs.items():
@@ -171,7 +177,7 @@ class RecordingEngine:
         self.memory = memory
         self.steps: list[Step] = []
         self.closed = self._profile = 0
-        self._names, self._kv, self._journal = names, kv, memory.journal
+        self._names, self._kv, self._journal, self._combined = names, kv, memory.journal, options.get("combined", False)
         self._bound: list[dict[str, DeviceTensor]] = [{} for _ in self.profiles]
         self._shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in self.profiles]
 
@@ -220,7 +226,9 @@ class RecordingEngine:
         )
         logits = self._array(names.logits, (slots, VOCAB))
         for layer in range(self._kv.num_layers):
-            k, v = (self._in_place(before, after, shapes[before]) for before, after in names.cache_pairs(layer))
+            pairs = [names.combined_pair(layer)] if self._combined else names.cache_pairs(layer)
+            sides = [self._in_place(before, after, shapes[before]) for before, after in pairs]
+            k, v = sides[0].swapaxes(0, 1) if self._combined else sides
             for slot in range(slots):
                 rows, live = slice(start[slot], start[slot] + width), start[slot] + last[slot] + 1
                 k[slot, :, rows] = ids[slot][:, np.newaxis]

@@ -34,6 +34,13 @@ def test_host_step(tmp_path):
     assert (result["batch_size"], result["steps"]) == (8, 20)
 
 
+def test_segments(tmp_path):
+    result = measured("segments.py", tmp_path / "segments.json", "--steps", "5")
+    assert 0 < result["eager_us_per_layer"] < 1000
+    assert list(result["eager_us"]) == ["16", "32", "64"]
+    assert (result["launches"], result["graph_us"]) == ("nothing", {})
+
+
 def test_import_time(tmp_path):
     results = measured("import_time.py", tmp_path / "import_time.json", "--runs", "1")["results"]
     assert set(results) == {"trt_kvcache", "trt_kvcache.manager", "from trt_kvcache import InferenceSession", "numpy, ml_dtypes"}

@@ -273,17 +273,40 @@ def test_after_a_failure_everything_is_bound_and_set_that_was_not(prepare, faili
     assert {**before, **in_force(prepare(*then))} == wanted
 
 
-def test_slots_that_a_view_can_start_at(engine, cache):
+@pytest.mark.parametrize(("combined", "fitting", "sizes"), [(False, [0, 8], [224, 448]), (True, [0, 4, 8], [448, 896])])
+def test_slots_that_a_view_can_start_at(engine, cache, combined, fitting, sizes):
     assert all(BindingPlan(engine, cache).can_start_at(slot) for slot in range(3))
-    # 2 heads * 7 * 8 * 4 bytes = 448, and half of that: every fourth or eighth slot is aligned.
-    engine, cache = recorded(kv_config(head_dim=8, slots=9, limit=7))
+    # 2 heads * 7 * 8 * 4 bytes = 448, and half of that: every fourth or eighth slot is aligned; K and V in one: every second or fourth.
+    layout = KVLayout.COMBINED if combined else KVLayout.SEPARATE
+    engine, cache = recorded(kv_config(head_dim=8, slots=9, limit=7, layout=layout), combined=combined)
     prepare = Prepared(engine, cache)
-    assert [slot for slot in range(9) if prepare.plan.can_start_at(slot)] == [0, 8]
+    assert [slot for slot in range(9) if prepare.plan.can_start_at(slot)] == fitting
     with pytest.raises(LayoutError) as error:
         prepare(3, 2, 4)
     assert str(error.value) == (
-        "slot 3: K of one slot takes [224, 448] bytes per layer, so a view that starts there is not aligned to 256 bytes. "
-        "Choose max_sequence_length so that H * S * D * itemsize is a multiple of 256."
+        f"slot 3: cache tensors have {sizes} bytes per slot, so a view that starts there is not aligned to 256 bytes. Choose "
+        "max_sequence_length so that H * S * D * itemsize (for K and V in one, twice that) is a multiple of 256."
     )
     assert prepare.journal.take() == [("use_profile", 0)]
-    assert in_force(prepare(8, 1, 4))["bind", "k_cache_1"] == cache.get_separate_kv_cache(1)[0].ptr + 8 * 448
+    name = "past_key_values_1" if combined else "k_cache_1"
+    assert in_force(prepare(8, 1, 4))["bind", name] == cache.get_separate_kv_cache(1)[0].ptr + 8 * sizes[1]
+
+
+def test_an_engine_whose_k_and_v_are_one_tensor():
+    kv = replace(KV, layout=KVLayout.COMBINED)
+    engine, cache = recorded(kv, combined=True)
+    prepare = Prepared(engine, cache)
+    done = in_force(prepare(1, 2, 4))
+    for layer, heads in enumerate((1, 2)):
+        address = cache.get_combined_kv_cache(layer).ptr + 2 * heads * 16 * 8 * 4
+        assert [done["bind", name] for name in prepare.plan.names.combined_pair(layer)] == [address] * 2
+        assert done["set_input_shape", f"past_key_values_{layer}"] == (2, 2, heads, 16, 8)
+    assert not any("k_cache" in name for _, name in done)
+    engine.tensors["present_key_values_1"] = replace(engine.tensors["present_key_values_1"], alias=None)
+    assert "`present_key_values_1`" in refuse(engine, cache)
+    engine, cache = recorded(kv, combined=True)
+    engine.tensors["past_key_values_1"] = replace(engine.tensors["past_key_values_1"], shape=(-1, 3, 2, 17, 8))
+    assert refuse(engine, cache).endswith(
+        "the number of sides differs (engine 3, cache 2); max_sequence_length differs (engine 17, cache 16)."
+    )
+    assert refuse(*recorded(KV, combined=True), LayoutError).endswith("binds dense tensors only. Make the cache with KVLayout.COMBINED.")

@@ -41,8 +41,8 @@ def full_tensorrt(version):
             "expected at most max_sequence_length=40, got 41. Longer prompts are prefilled in chunks of this length.",
         ),
         ("dtype", "int8", "expected one of float16, bfloat16, float32, got 'int8'."),
-        ("attention", "causal", "expected one of native, mask, got 'causal'."),
-        ("attention", ["native", "mask"], "expected one of native, mask, got ['native', 'mask']."),
+        ("attention", "causal", "expected one of native, mask, plugin, got 'causal'."),
+        ("attention", ["native", "mask"], "expected one of native, mask, plugin, got ['native', 'mask']."),
         ("flavour", "rtx", "expected one of auto, tensorrt, tensorrt_rtx, got 'rtx'."),
         ("compute_capabilities", (), 'expected a sequence such as ("8.6", "12.0"), got ().'),
         ("compute_capabilities", "8.6", 'expected a sequence such as ("8.6", "12.0"), got \'8.6\'.'),
@@ -94,6 +94,8 @@ def test_what_full_tensorrt_cannot_do():
         options().check_tensorrt(full_tensorrt("10.15.2"))
     options(attention="mask").check_tensorrt(full_tensorrt("10.15.2"))
     options().check_tensorrt(full_tensorrt("10.16.0"))
+    with pytest.raises(ConfigError, match=r"attention: KVCacheAttention: expected TensorRT 10\.3 or newer, got tensorrt 8\.6\.1"):
+        options(attention="plugin").check_tensorrt(full_tensorrt("8.6.1"))
     with pytest.raises(ConfigError, match="compute_capabilities: full TensorRT builds for the GPU it runs on"):
         options(compute_capabilities=("8.6",)).check_tensorrt(full_tensorrt("11.4.0"))
 

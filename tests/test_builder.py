@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from small_model import write_model
 
@@ -55,6 +56,47 @@ def test_every_family_and_dtype_builds(tmp_path, family, dtype, attention):
     with Checkpoint.open(GOLDEN / family) as checkpoint:
         assert (config.model, config.checkpoint.fingerprint) == (checkpoint.config, checkpoint.fingerprint())
     assert config.checkpoint.path == str(GOLDEN / family)
+
+
+@pytest.mark.trt
+def test_plugin_attention_is_built_in_segments_by_rtx(tmp_path):
+    model = write_model(tmp_path / "model", head_dim=64, num_hidden_layers=2, tie_word_embeddings=True)
+    stages = []
+    sizes = {**SIZES, "attention": "plugin", "progress": lambda stage, done: stages.append((stage, done))}
+    report = build_engine(model, tmp_path / "engine", **sizes)
+    folder = EngineFolder.open(tmp_path / "engine")
+    assert sorted(path.name for path in folder.path.iterdir()) == ["config.json", "constants.safetensors", "engine.plan"]
+    assert (report.attention, report.warnings) == (folder.config.attention, ())
+    assert [choice.variant for choice in report.attention] == ["plugin"] * 2
+    with folder.read_plan() as plan:
+        assert len(plan) == report.plan_nbytes == folder.config.segments.spans[-1][1]
+        magic = {plan[start : start + 4] for start, _ in folder.config.segments.spans}
+    assert len(magic) == 1
+    done = [fraction for stage, fraction in stages if stage == builder.BUILDING]
+    assert done == sorted(done)
+    assert done[-1] == 1
+    with Checkpoint.open(model) as checkpoint:
+        np.testing.assert_array_equal(folder.read_constants()["model.embed_tokens.weight"], checkpoint.tensor("model.embed_tokens.weight"))
+
+
+@pytest.mark.trt
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({}, {}, "head_dim: expected one of 64, 80, 96, 128, 256 for plugin attention, got 24."),
+        ({"head_dim": 64}, {"dtype": "float32"}, "dtype: expected one of float16, bfloat16 for plugin attention, got float32."),
+        (
+            {"head_dim": 64, "num_attention_heads": 34},
+            {},
+            "num_attention_heads: expected at most 16 for each K/V head for plugin attention, got 17.",
+        ),
+    ],
+)
+def test_models_that_our_kernels_do_not_serve(tmp_path, changes, options, message):
+    with pytest.raises(ConfigError) as raised:
+        build_engine(write_model(tmp_path / "model", **changes), tmp_path / "engine", **SIZES, attention="plugin", **options)
+    assert str(raised.value) == message
+    assert not (tmp_path / "engine").exists()
 
 
 @pytest.mark.trt
@@ -203,8 +245,8 @@ def short_rope_tables(patch):
 
 
 def negative_shapes(patch):
-    real = builder.input_shape
-    patch.setattr(builder, "input_shape", lambda *arguments: tuple(-size for size in real(*arguments)))
+    real = builder.shape_at
+    patch.setattr(builder, "shape_at", lambda *arguments: tuple(-size for size in real(*arguments)))
 
 
 def no_graph(patch):

@@ -14,12 +14,12 @@ from trt_kvcache.session_source import SessionSource
 GOLDEN = Path(__file__).parent / "golden"
 
 
-def source(model="qwen3-sharded", dtype="float32"):  # 2 layers, 2 KV heads of 24, vocabulary of 79
+def source(model="qwen3-sharded", dtype="float32", **options):  # 2 layers, 2 KV heads of 24, vocabulary of 79
     sizes = {"max_batch_size": 3, "max_sequence_length": 16, "max_prefill_length": 8}
-    return SessionSource(GOLDEN / model, engine="reference", dtype=dtype, **sizes)
+    return SessionSource(GOLDEN / model, engine="reference", dtype=dtype, **sizes, **options)
 
 
-SOURCE = source()
+SOURCE, PLUGIN = source(), source(attention="plugin")
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7], [8, 9, 10, 11, 12], [13, 14]]
 STEPS = 6
 
@@ -32,11 +32,11 @@ def compare(*sources, steps=STEPS, **options):
     return compare_paths(runners(*sources), PROMPTS, steps=steps, **options)
 
 
-def corrupting(step, change):
+def corrupting(step, change, source=SOURCE):
     """Return a source of sessions in which ``change`` is done right after the enqueue of one step (0 is the prefill)."""
 
     def opens():
-        session = SOURCE()
+        session = source()
         enqueue, calls = session.engine.enqueue, []
 
         def wrapped(stream):
@@ -56,13 +56,13 @@ def cache_row(session, layer, kind):
     return session.cache.memory.array(session.cache.get_separate_kv_cache(layer)["KV".index(kind)])
 
 
-def element_off(step, layer, kind, place, amount):
+def element_off(step, layer, kind, place, amount, source=SOURCE):
     """Return a source of sessions in which one element of the cache is off by ``amount`` after a step."""
 
     def change(session):
         cache_row(session, layer, kind)[place] += amount
 
-    return corrupting(step, change)
+    return corrupting(step, change, source)
 
 
 def after_decode(change):
@@ -104,6 +104,14 @@ def test_cached_decoding_agrees_with_recomputation(capfd):
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_native_and_plugin_agree(dtype):
+    native, plugin = (source(dtype=dtype, attention=attention) for attention in ("native", "plugin"))
+    comparison = compare_paths([SessionRunner(native, "n"), SessionRunner(plugin, "p"), RecomputeRunner(plugin, "r")], PROMPTS, steps=STEPS)
+    assert comparison.agrees
+    assert [pair.equal_tokens for pair in comparison.pairs] == [21] * 3
+
+
 def test_the_first_path_chooses_the_tokens_and_each_step_is_told():
     seen = []
     comparison = compare(SOURCE, SOURCE, on_step=seen.append)
@@ -119,6 +127,7 @@ def test_the_first_path_chooses_the_tokens_and_each_step_is_told():
     assert seen == list(range(STEPS + 1))
 
 
+@pytest.mark.parametrize("other", [SOURCE, PLUGIN], ids=["one layout", "two layouts"])
 @pytest.mark.parametrize(
     ("step", "layer", "kind", "place", "amount"),
     [
@@ -129,8 +138,8 @@ def test_the_first_path_chooses_the_tokens_and_each_step_is_told():
         (2, 0, "K", (2, 1, 1, 7), 50),  # so large that the steps after it are wrong too
     ],
 )
-def test_one_wrong_element_of_the_cache_is_named(step, layer, kind, place, amount, capfd):
-    (pair,) = compare(SOURCE, element_off(step, layer, kind, place, amount)).pairs
+def test_one_wrong_element_of_the_cache_is_named(other, step, layer, kind, place, amount, capfd):
+    (pair,) = compare(SOURCE, element_off(step, layer, kind, place, amount, other)).pairs
     found = pair.difference
     assert (found.step, found.layer, found.kind, found.tensor) == (step, layer, kind, f"{kind.lower()}_cache_{layer}")
     assert (found.slot, found.head, found.position, found.element, found.count) == (*place, 1)

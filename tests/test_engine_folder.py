@@ -46,8 +46,16 @@ def test_every_kind_of_value_survives_in_plain_json(model, tmp_path):
     assert (read.attention_variant, read.compute_capabilities, read.checkpoint.embedded) == ("mask", ("8.6", "12.0"), True)
     assert (read.dtype, read.max_prefill_length) == ("float16", 11)
     data = json.loads((tmp_path / "engine" / "config.json").read_text())
-    assert (data["format"], data["producer"]["name"]) == (1, "trt-kvcache")
+    assert (data["format"], data["producer"]["name"]) == (2, "trt-kvcache")
     assert data["tensors"][3] == {"name": "k_cache_0", "shape": [-1, 2, 38, 24], "dtype": "float16", "mode": "input", "alias": None}
+
+
+def test_a_folder_of_the_first_format_is_still_read(folder):
+    config = folder.path / "config.json"
+    data = json.loads(config.read_text())
+    del data["segments"], data["names"]["kv_cache"], data["names"]["present_kv_cache"]
+    config.write_text(json.dumps({**data, "format": 1}))
+    assert EngineFolder.open(folder.path).config == folder.config
 
 
 @pytest.mark.parametrize(
@@ -82,7 +90,7 @@ WRONG_KIND = "a field is missing, unknown or of the wrong kind"
     ("field", "value", "message"),
     [
         ("format", GONE, "format: expected a number of 1 or more, got None"),
-        ("format", 2, r"format: this package reads up to 1, got 2\. A newer trt-kvcache built the engine: upgrade"),
+        ("format", 3, r"format: this package reads up to 2, got 3\. A newer trt-kvcache built the engine: upgrade"),
         ("format", "1", "format: expected a number of 1 or more, got '1'"),
         ("format", True, "format: expected a number of 1 or more, got True"),
         ("model", GONE, rf"{WRONG_KIND} \(KeyError: 'model'\)"),
@@ -113,7 +121,7 @@ WRONG_KIND = "a field is missing, unknown or of the wrong kind"
         ("attention/1", GONE, "attention: expected 2 layers by the model, got 1"),
         ("attention/0/layer", 1, r"attention\[0\]\.layer: expected 0, got 1"),
         ("attention/1/layer", -1, r"attention\[1\]\.layer: expected at least 0, got -1"),
-        ("attention/1/variant", "zz", r"attention\[1\]\.variant: expected one of native, mask, got 'zz'"),
+        ("attention/1/variant", "zz", r"attention\[1\]\.variant: expected one of native, mask, plugin, got 'zz'"),
         ("attention/0/decomposable", 0, r"attention\[0\]\.decomposable: expected a bool, got 0"),
         ("checkpoint/path", None, r"checkpoint\.path: expected a str, got None"),
         ("plan/nbytes", -1, r"plan\.nbytes: expected at least 1, got -1"),
@@ -149,8 +157,9 @@ def places(data, path=()):
         yield from places(data[key], (*path, key))
 
 
-def test_no_damaged_value_gives_another_error(folder):
-    good = folder.config.to_dict()
+@pytest.mark.parametrize("segmented", [False, True])
+def test_no_damaged_value_gives_another_error(model, tmp_path, segmented):
+    good = make_engine_folder(model, tmp_path / "engine", segmented=segmented).config.to_dict()
     for *path, last in places(good):
         for value in (None, "x", -1, 2.5, True, [], [[1]], {"x": 1}):
             data = json.loads(json.dumps(good))

@@ -70,7 +70,7 @@ def test_the_full_pass_is_that_of_transformers(name):
         np.testing.assert_allclose(full_pass(name, tokens_of(name)[:length]), logits, rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("attention", ["native", "mask"])
+@pytest.mark.parametrize("attention", ["native", "mask", "plugin"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_split_of_a_short_sequence(name, attention):
     tokens = tokens_of(name)[:7]
@@ -85,7 +85,7 @@ def test_every_split_of_a_short_sequence(name, attention):
     assert session.tokens(0) == tokens
 
 
-@pytest.mark.parametrize(("attention", "value"), [("native", np.nan), ("mask", 1e30)])
+@pytest.mark.parametrize(("attention", "value"), [("native", np.nan), ("mask", 1e30), ("plugin", np.nan)])
 @pytest.mark.parametrize("name", FAMILIES)
 @settings(max_examples=15)
 @given(data=st.data())
@@ -110,7 +110,7 @@ def test_ragged_batches_over_poisoned_rows(name, attention, value, data):
     poison(session.cache, value)
 
 
-@pytest.mark.parametrize("attention", ["native", "mask"])
+@pytest.mark.parametrize("attention", ["native", "mask", "plugin"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_larger_cache_changes_nothing(name, attention):
     tokens = tokens_of(name)
@@ -124,12 +124,13 @@ def test_a_larger_cache_changes_nothing(name, attention):
             check(name, tokens[:length], found)
 
 
+@pytest.mark.parametrize("attention", ["native", "plugin"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_one_is_full_one_has_ended_and_the_others_go_on(name):
+def test_one_is_full_one_has_ended_and_the_others_go_on(name, attention):
     whole = tokens_of(name)
     prompts = [whole[: S - 2], whole[:5], whole[3:6], whole[7:15]]
     params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (9, 2, 12, 12)]
-    session = opened(name, slots=4)
+    session = opened(name, slots=4, attention=attention)
     poison(session.cache)
     tokens: list[list[int]] = [[] for _ in prompts]
     for event in session.generate(prompts, params):

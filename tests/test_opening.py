@@ -14,6 +14,7 @@ from engine_files import make_engine_folder
 from small_model import write_model
 
 from trt_kvcache import InferenceSession, SamplingParams, opening
+from trt_kvcache.builder import build_engine
 from trt_kvcache.errors import BindingError, BuildError, CheckpointError, ConfigError, CudaError, EngineError
 from trt_kvcache.memory import HostMemory
 from trt_kvcache.opening import EngineFallbackWarning
@@ -228,6 +229,24 @@ def test_the_mask_variant(model, tmp_path, what):
         assert np.isnan(session.decode([3])).all()
 
 
+@pytest.mark.trt
+def test_an_engine_in_segments(gpu, monkeypatch, tmp_path):
+    class Segmented:
+        @staticmethod
+        def open(folder, *, memory, flavour):
+            raise EngineError(f"{len(folder.config.segments.steps)} steps")
+
+    monkeypatch.setattr(opening, "SegmentedEngine", Segmented)
+    model = write_model(tmp_path / "model", head_dim=64)
+    path = build_engine(model, tmp_path / "engine", **SIZES, attention="plugin").path
+    with pytest.raises(EngineError, match=r"^\d steps$"):
+        InferenceSession.open(path, engine="tensorrt")
+    assert gpu.opened == []
+    with InferenceSession.open(path, engine="reference") as one, of_model(model, **SIZES, attention="plugin") as other:
+        assert one.cache.kv_config == other.cache.kv_config
+        np.testing.assert_array_equal(one.prefill([[3, 4, 5], [6]]), other.prefill([[3, 4, 5], [6]]))
+
+
 def test_progress_of_the_check_and_of_the_weights(opens, request):
     told = []
     opens(engine="reference", progress=lambda stage, done: told.append((stage, done))).close()
@@ -240,7 +259,7 @@ def test_progress_of_the_check_and_of_the_weights(opens, request):
     ("options", "text"),
     [
         ({"engine": "onnx"}, "engine: expected one of auto, reference, tensorrt, got 'onnx'."),
-        ({"attention": "flash"}, "attention: expected one of native, mask, got 'flash'."),
+        ({"attention": "flash"}, "attention: expected one of native, mask, plugin, got 'flash'."),
         (
             {"max_sequence_length": 65},
             "max_sequence_length: expected at most 64, the positions that the model was made for (max_position_embeddings), got 65.",

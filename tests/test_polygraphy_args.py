@@ -39,6 +39,8 @@ def test_all_three_runners_agree_on_random_inputs():
 def test_a_difference_fails_the_command(tmp_path):
     exact = tmp_path / "float32.json"
     _passes(MODEL, "--kvcache-reference", "--kvcache-dtype", "float32", *CPU[2:], *RANDOM, "--save-outputs", exact)
+    plugin = ["--kvcache-dtype", "float32", "--kvcache-attention", "plugin", *CPU[2:]]
+    _passes(MODEL, "--kvcache-reference", *plugin, *RANDOM, "--load-outputs", exact)
     half = [MODEL, "--kvcache-reference", "--kvcache-dtype", "float16", *CPU[2:], *RANDOM, "--load-outputs", exact]
     done = _polygraphy("run", *half)
     assert done.returncode == 1

@@ -14,12 +14,12 @@ from engine_files import PLAN, make_engine_folder
 from fake_tensorrt import FakeGpuMemory, FakeStream, FakeTensorRT
 from small_model import write_model
 
-from trt_kvcache import tensorrt_engine
-from trt_kvcache.decoder_tensors import input_shape
+from trt_kvcache import plan_execution, tensorrt_engine
 from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, ClosedError, EngineError, PlaceError
 from trt_kvcache.memory import HostMemory
 from trt_kvcache.names import DEFAULT_NAMES, TensorNames
+from trt_kvcache.segments import shape_at
 from trt_kvcache.tensorrt_engine import TensorRTEngine
 
 H, S, D, VOCAB, BATCH, PREFILL = 2, 38, 24, 37, 3, 11
@@ -41,7 +41,7 @@ def install(fake, monkeypatch, caches, flavour="tensorrt_rtx"):
     """Make ``load`` give this TensorRT; return the list of flavours that it is asked for."""
     loaded, asked = fake.tensorrt(flavour), []
     monkeypatch.setattr(tensorrt_engine, "load", lambda wanted: asked.append(wanted) or loaded)
-    monkeypatch.setattr(tensorrt_engine, "gpu_identity", lambda device: IDENTITY)
+    monkeypatch.setattr(plan_execution, "gpu_identity", lambda device: IDENTITY)
     monkeypatch.setenv("XDG_CACHE_HOME", str(caches))
     return asked
 
@@ -56,9 +56,7 @@ def caches(tmp_path):
 def fake(folder, monkeypatch, caches):
     """A TensorRT for RTX that knows the engine of the folder."""
     config = folder.config
-    made = FakeTensorRT(
-        config.tensors, config.profiles, lambda spec, batch, width: input_shape(spec, DEFAULT_NAMES, batch, width), plan=PLAN
-    )
+    made = FakeTensorRT(config.tensors, config.profiles, lambda spec, batch, width: shape_at(spec.shape, batch, width), plan=PLAN)
     made.asked = install(made, monkeypatch, caches)
     return made
 
@@ -95,7 +93,7 @@ def make_ready(engine, memory, batch=3, width=1):
         engine.bind(name, each)
     for spec in engine.tensors.values():
         if spec.mode is TensorMode.INPUT:
-            engine.set_input_shape(spec.name, input_shape(spec, DEFAULT_NAMES, batch, width))
+            engine.set_input_shape(spec.name, shape_at(spec.shape, batch, width))
     return bound
 
 
@@ -152,6 +150,17 @@ def test_full_tensorrt_has_no_runtime_cache(opens, fake, monkeypatch, caches):
         assert strategies == [fake.module.ExecutionContextAllocationStrategy.USER_MANAGED] * 2
     assert not {"create_runtime_config", "cache.serialize"} & set(names_of(fake))
     assert not caches.exists()
+
+
+def test_full_tensorrt_knows_the_plugin_before_it_reads_an_engine_that_has_it(tmp_path, memory, monkeypatch, caches):
+    changes = {"segments": None, "tensorrt_flavour": "tensorrt"}
+    folder = make_engine_folder(write_model(tmp_path / "model"), tmp_path / "engine", segmented=True, **changes)
+    fake = FakeTensorRT(folder.config.tensors, folder.config.profiles, lambda spec, b, w: shape_at(spec.shape, b, w), plan=PLAN)
+    install(fake, monkeypatch, caches, "tensorrt")
+    monkeypatch.setattr(tensorrt_engine, "register", lambda tensorrt: fake.calls.append(("register", tensorrt)))
+    with TensorRTEngine.open(folder, memory=memory) as engine:
+        assert fake.calls[0] == ("register", fake.loaded)
+        assert engine.tensors["present_key_values_0"].alias == "past_key_values_0"
 
 
 def test_sources_and_places_that_cannot_be(opens, fake, folder, tmp_path):
@@ -431,8 +440,8 @@ def test_runtime_cache_is_saved_at_close_while_the_contexts_live_and_loaded_at_o
 
 
 def test_runtime_cache_is_keyed_by_plan_gpu_driver_and_version(opens, folder, monkeypatch):
-    keys, real = [], tensorrt_engine.RuntimeCacheFile
-    monkeypatch.setattr(tensorrt_engine, "RuntimeCacheFile", lambda key: keys.append(key) or real(key))
+    keys, real = [], plan_execution.RuntimeCacheFile
+    monkeypatch.setattr(plan_execution, "RuntimeCacheFile", lambda key: keys.append(key) or real(key))
     for source in (folder, PLAN):
         opens(source).close()
     assert keys == [(hashlib.sha256(PLAN).hexdigest(), *IDENTITY, "tensorrt_rtx", "1.7.1")] * 2
@@ -465,7 +474,7 @@ def test_engine_that_this_package_did_not_build(memory, monkeypatch, caches):
         )
     ]
     profile = EngineProfile(name="", min_batch=2, max_batch=5, min_width=1, max_width=7)
-    install(FakeTensorRT(specs, [profile], lambda spec, b, w: input_shape(spec, names, b, w)), monkeypatch, caches)
+    install(FakeTensorRT(specs, [profile], lambda spec, b, w: shape_at(spec.shape, b, w)), monkeypatch, caches)
     with TensorRTEngine.open(b"plan", memory=memory, names=names) as engine:
         assert engine.names is names
         assert set(engine.tensors.values()) == set(specs)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from trt_kvcache.base import KVCacheBase
 from trt_kvcache.engine import Engine, TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, LayoutError, PlaceError
-from trt_kvcache.layout import ALIGNMENT, slot_kv_nbytes
+from trt_kvcache.layout import ALIGNMENT, KVLayout, dense_nbytes
 from trt_kvcache.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.tensor import DeviceTensor
 
 if TYPE_CHECKING:
     from trt_kvcache.step_buffers import StepBuffers
 
-_CACHE_DIMENSIONS = ("max_batch_size", "num_kv_heads", "max_sequence_length", "head_dim")
+_LAYER_DIMENSIONS = ("num_kv_heads", "max_sequence_length", "head_dim")
+_CACHE_DIMENSIONS = {
+    4: ("max_batch_size", *_LAYER_DIMENSIONS),
+    5: ("max_batch_size", "the number of sides", *_LAYER_DIMENSIONS),
+}
 _INDEX_DTYPES = ("int32", "int64")
 _LOGITS_DTYPES = ("float32", "float16", "bfloat16")
 
@@ -28,7 +32,8 @@ class BindingPlan:
     engine : Engine
         Built by this package or not: what it must have is said by ``names``.
     cache : KVCacheManager or LinearKVCache
-        In the engine's memory, SEPARATE layout (or B = 1).
+        In the engine's memory, in the layout that the engine has (either one for B = 1): COMBINED where K and V of a layer are one
+        tensor, else SEPARATE.
     names : TensorNames
         What the engine calls its tensors.
 
@@ -50,11 +55,7 @@ class BindingPlan:
         self.cache = cache
         self.names = names
         specs = engine.tensors
-        self._pairs = [
-            (input_name, output_name, view)
-            for layer in range(cache.num_layers)
-            for (input_name, output_name), view in zip(names.cache_pairs(layer), cache.get_separate_kv_cache(layer), strict=True)
-        ]
+        self._pairs = [pair for layer in range(cache.num_layers) for pair in _layer_views(specs, cache, layer, names)]
         for input_name, output_name, view in self._pairs:
             _check_cache_input(_spec(specs, input_name, TensorMode.INPUT), view)
             _check_cache_output(_spec(specs, output_name, TensorMode.OUTPUT), input_name, view)
@@ -65,10 +66,7 @@ class BindingPlan:
         self.logits = _check_step_tensor(_spec(specs, names.logits, TensorMode.OUTPUT), _LOGITS_DTYPES, "B vocab", "B 1 vocab")
         _check_nothing_left(specs, self._known_names())
         _check_batch(engine, cache)
-        self._slot_nbytes = [
-            slot_kv_nbytes(layer.num_kv_heads, cache.kv_config.max_sequence_length, layer.head_dim, cache.kv_config.dtype)
-            for layer in cache.kv_config.layers
-        ]
+        self._slot_nbytes = sorted({dense_nbytes(view.shape[1:], view.dtype) for _, _, view in self._pairs})
         self._views: dict[int, list[tuple[str, DeviceTensor]]] = {}
         self._first_slot: dict[int, int] = {}
         self._shape: dict[int, tuple[int, int]] = {}
@@ -136,8 +134,9 @@ class BindingPlan:
     def _bind(self, first_slot: int, buffers: StepBuffers) -> None:
         if first_slot and not self.can_start_at(first_slot):
             raise LayoutError(
-                f"slot {first_slot}: K of one slot takes {self._slot_nbytes} bytes per layer, so a view that starts there is not aligned "
-                f"to {ALIGNMENT} bytes. Choose max_sequence_length so that H * S * D * itemsize is a multiple of {ALIGNMENT}."
+                f"slot {first_slot}: cache tensors have {self._slot_nbytes} bytes per slot, so a view that starts there is not aligned to "
+                f"{ALIGNMENT} bytes. Choose max_sequence_length so that H * S * D * itemsize (for K and V in one, twice that) is a "
+                f"multiple of {ALIGNMENT}."
             )
         bind = self.engine.bind
         for name, view in self._views_from(first_slot):
@@ -167,6 +166,16 @@ class BindingPlan:
     def _known_names(self) -> set[str]:
         steps = {self.names.input_ids, self.names.last_token_ids, self.names.kvcache_start_index, self.names.logits}
         return steps.union(*((input_name, output_name) for input_name, output_name, _ in self._pairs))
+
+
+def _layer_views(
+    specs: Mapping[str, TensorSpec], cache: KVCacheBase, layer: int, names: TensorNames
+) -> Iterator[tuple[str, str, DeviceTensor]]:
+    """Yield input, output and view for each tensor that the engine has of a layer: one of K and V, or one of each."""
+    combined = names.combined_pair(layer)[0] in specs
+    views = (cache.get_combined_kv_cache(layer),) if combined else cache.get_separate_kv_cache(layer)
+    for pair, view in zip(names.layer_pairs(layer, combined=combined), views, strict=True):
+        yield *pair, view
 
 
 def _spec(specs: Mapping[str, TensorSpec], name: str, mode: TensorMode) -> TensorSpec:
@@ -203,7 +212,7 @@ def _cache_mismatch(spec: TensorSpec, view: DeviceTensor) -> str:
     if len(spec.shape) == len(view.shape):
         differences += [
             f"{what} differs (engine {size}, cache {actual})"
-            for what, size, actual in zip(_CACHE_DIMENSIONS, spec.shape, view.shape, strict=True)
+            for what, size, actual in zip(_CACHE_DIMENSIONS[view.ndim], spec.shape, view.shape, strict=True)
             if size not in (-1, actual)
         ]
     else:
@@ -215,7 +224,7 @@ def _check_address(name: str, view: DeviceTensor) -> None:
     if not view.is_contiguous:
         raise LayoutError(
             f"`{name}`: a view of shape {view.shape} with strides {view.strides} is not dense, and TensorRT binds dense tensors only. "
-            "Make the cache with KVLayout.SEPARATE."
+            f"Make the cache with {KVLayout.COMBINED if view.ndim == 5 else KVLayout.SEPARATE}."
         )
     if view.ptr % ALIGNMENT:
         raise LayoutError(f"`{name}`: expected an address that is a multiple of {ALIGNMENT}, got {view.ptr:#x}.")

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from trt_kvcache.attention_plugin.versions import check_plugins
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.checks import int_in_range
 from trt_kvcache.config import KVCacheConfig
 from trt_kvcache.decoder_tensors import cache_config
 from trt_kvcache.dtypes import MODEL_DTYPES
-from trt_kvcache.errors import ConfigError
+from trt_kvcache.errors import ConfigError, EngineError
+from trt_kvcache.kernels.attention_tiles import ELEMENTS, HEAD_DIMS, MAX_GROUP
 from trt_kvcache.network import ATTENTION_VARIANTS
 from trt_kvcache.trt_module import FLAVOURS, TensorRT
 
@@ -38,7 +40,8 @@ class BuildOptions:
     dtype : str or None
         What the engine computes in, and its cache holds; None takes the checkpoint's.
     attention : str
-        ``"native"`` or ``"mask"``.
+        ``"native"``, ``"mask"`` or ``"plugin"``: our own over the combined cache, by plugin layers where TensorRT has them, else
+        between segments of the engine.
     flavour : str
         ``"auto"``, ``"tensorrt"`` or ``"tensorrt_rtx"``.
     compute_capabilities : tuple of str, or None
@@ -104,7 +107,19 @@ class BuildOptions:
         dtype = self.dtype or model.dtype
         if dtype == "bfloat16" and _WITHOUT_BFLOAT16 in (self.compute_capabilities or ()):
             raise ConfigError(f"dtype: GPUs of compute capability {_WITHOUT_BFLOAT16} have no bfloat16. Build with dtype float16.")
-        return cache_config(model, max_batch_size=self.max_batch_size, max_sequence_length=self.max_sequence_length, dtype=dtype)
+        sizes = {"max_batch_size": self.max_batch_size, "max_sequence_length": self.max_sequence_length}
+        return cache_config(model, **sizes, dtype=dtype, attention=self.attention)
+
+    def check_kernels(self, model: ModelConfig) -> None:
+        """Check that our attention kernels serve ``model``, where it is to run on them. Raises :class:`ConfigError`."""
+        if self.attention != "plugin":
+            return
+        dtype, group = self.dtype or model.dtype, model.num_attention_heads // model.num_kv_heads
+        for what, value, known in (("dtype", dtype, (*ELEMENTS,)), ("head_dim", model.head_dim, HEAD_DIMS)):
+            if value not in known:
+                raise ConfigError(f"{what}: expected one of {', '.join(map(str, known))} for plugin attention, got {value}.")
+        if group > MAX_GROUP:
+            raise ConfigError(f"num_attention_heads: expected at most {MAX_GROUP} for each K/V head for plugin attention, got {group}.")
 
     def check_tensorrt(self, tensorrt: TensorRT) -> None:
         """Check that this TensorRT can do what is asked for. Raises :class:`ConfigError`."""
@@ -112,6 +127,11 @@ class BuildOptions:
             raise ConfigError(
                 f"attention: expected mask, got native: TensorRT {tensorrt.version} has no causal attention over a cache (10.16 has)."
             )
+        if self.attention == "plugin" and not tensorrt.is_rtx:
+            try:
+                check_plugins(tensorrt)
+            except EngineError as error:
+                raise ConfigError(f"attention: {error}") from None
         if self.compute_capabilities is None:
             return
         if not tensorrt.is_rtx:

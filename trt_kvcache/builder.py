@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import time
@@ -11,17 +10,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from safetensors.numpy import save
+
+from trt_kvcache.attention_plugin import allow_aliasing, can_add_plugins
 from trt_kvcache.build_options import BuildOptions, known_compute_capabilities
 from trt_kvcache.build_progress import BuildProgress, make_monitor
-from trt_kvcache.checkpoint import Checkpoint, Tokenizer
+from trt_kvcache.checkpoint import Checkpoint, ModelConfig, Tokenizer
 from trt_kvcache.config import KVCacheConfig
-from trt_kvcache.decoder_tensors import MIN_BATCH_SIZE, decoder_profiles, decoder_tensors, input_shape
+from trt_kvcache.decoder_tensors import MIN_BATCH_SIZE, decoder_profiles, decoder_tensors
 from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
-from trt_kvcache.engine_config import CheckpointRecord, EngineConfig, PlanRecord
+from trt_kvcache.engine_config import CheckpointRecord, EngineConfig
 from trt_kvcache.engine_folder import check_target, write_engine_folder
-from trt_kvcache.errors import BuildError
+from trt_kvcache.errors import BuildError, ConfigError
 from trt_kvcache.names import DEFAULT_NAMES, TensorNames
-from trt_kvcache.network import AttentionChoice, Graph, Weights, add_decoder
+from trt_kvcache.network import AttentionChoice, Graph, Weights, add_decoder, add_segments
+from trt_kvcache.network.rope import cos_sin
+from trt_kvcache.segments import COS_SIN, EMBEDDING, SegmentStep, decoder_steps, shape_at
+from trt_kvcache.segments_record import FileRecord, SegmentsRecord, with_padding
 from trt_kvcache.trt_log import Messages
 from trt_kvcache.trt_module import TensorRT, load
 
@@ -66,7 +71,7 @@ class BuildReport:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecoderDefinition:
-    """A decoder as a TensorRT network, not built yet. Keep it until the build is done: it owns the weights.
+    """A decoder, or a segment of one, as a TensorRT network, not built yet. Keep it until the build is done: it owns the weights.
 
     Parameters
     ----------
@@ -149,36 +154,48 @@ def build_engine(
     tensorrt = load(flavour, error=BuildError)
     options.check_tensorrt(tensorrt)
     with Checkpoint.open(Path(model_path)) as checkpoint, tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
+        options.check_kernels(checkpoint.config)
         Tokenizer.open(checkpoint.path)  # a damaged one is named before the work, not by the first prompt
         report(DEFINING, None)
-        definition = define_decoder(checkpoint, options, tensorrt, messages)
-        report(BUILDING, 0.0)
-        plan = serialize(definition, options, tensorrt, messages, lambda done: report(BUILDING, done))
+        segmented = options.attention == "plugin" and not can_add_plugins(tensorrt)
+        definitions = (define_segments if segmented else _define_one)(checkpoint, options, tensorrt, messages)
+        definition = definitions[0]
+        plans = []
+        for index, part in enumerate(definitions):
+            report(BUILDING, index / len(definitions))
+            share = _share(report, index, len(definitions))
+            plans.append(serialize(part, options, tensorrt, messages, share))
         report(BUILDING, 1.0)
         fingerprint = checkpoint.fingerprint(lambda done, total: report(READING, done / total))
         report(WRITING, None)
+        constants, segments, chunks = None, None, with_padding(plans)
+        if segmented:
+            constants = define_constants(checkpoint, definition.cache)
+            steps = decoder_steps(checkpoint.config, definition.cache, definition.names)
+            segments = SegmentsRecord(steps=steps, plans=tuple(plan.nbytes for plan in plans), constants=FileRecord.of([constants]))
         config = EngineConfig(
             model=checkpoint.config,
             cache=definition.cache,
             names=definition.names,
-            tensors=definition.tensors,
+            tensors=decoder_tensors(checkpoint.config, definition.cache, definition.names),
             profiles=definition.profiles,
             attention=definition.attention,
             tensorrt_flavour=tensorrt.flavour,
             tensorrt_version=tensorrt.version,
             compute_capabilities=options.compute_capabilities,
-            plan=PlanRecord(nbytes=plan.nbytes, sha256=hashlib.sha256(memoryview(plan)).hexdigest()),
+            plan=FileRecord.of(chunks),
             checkpoint=CheckpointRecord(
                 path=os.path.abspath(model_path), fingerprint=fingerprint, nbytes=checkpoint.nbytes, embedded=embed_weights
             ),
+            segments=segments,
         )
-        write_engine_folder(target, config=config, plan=plan, checkpoint=checkpoint)
+        write_engine_folder(target, config=config, plans=chunks, checkpoint=checkpoint, constants=constants)
         return BuildReport(
             path=target,
             tensorrt=str(tensorrt),
             seconds=time.perf_counter() - started,
             peak_memory_nbytes=peak_memory_nbytes(),
-            plan_nbytes=plan.nbytes,
+            plan_nbytes=config.plan.nbytes,
             weights_nbytes=checkpoint.nbytes,
             attention=definition.attention,
             warnings=tuple(messages.warnings),
@@ -191,10 +208,12 @@ def define_decoder(
     """Make the network of a checkpoint. Raises :class:`ConfigError` before it starts, :class:`BuildError` at a layer."""
     model = checkpoint.config
     cache = options.cache_for(model)
-    builder = _require(tensorrt.module.Builder, messages, "TensorRT cannot start a builder", tensorrt.log.logger)
-    flags = 0 if tensorrt.is_rtx else 1 << int(tensorrt.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED)  # RTX always is
-    network = _require(builder.create_network, messages, "TensorRT cannot make a network", flags)
-    network.name = model.family
+    if options.attention == "plugin" and not can_add_plugins(tensorrt):
+        raise ConfigError(
+            f"attention: expected native or mask in one network, got plugin: {tensorrt} has no plugin layers. Build segments."
+        )
+    builder, begin = _networks(model, tensorrt, messages)
+    network = begin()
     graph = Graph(tensorrt, network, messages, dtype=cache.dtype)
     choices = add_decoder(
         graph,
@@ -217,6 +236,67 @@ def define_decoder(
     )
 
 
+def define_segments(
+    checkpoint: Checkpoint, options: BuildOptions, tensorrt: TensorRT, messages: Messages, names: TensorNames = DEFAULT_NAMES
+) -> tuple[DecoderDefinition, ...]:
+    """Make the networks of a checkpoint's segments, each with the tensors of that segment. Raises as :func:`define_decoder`."""
+    model = checkpoint.config
+    cache = options.cache_for(model)
+    builder, begin = _networks(model, tensorrt, messages)
+    networks = [begin()]
+
+    def begin_next() -> Any:
+        networks.append(begin())
+        return networks[-1]
+
+    graph = Graph(tensorrt, networks[0], messages, dtype=cache.dtype)
+    choices = add_segments(
+        graph, Weights(checkpoint, cache.dtype), model, begin_next, max_sequence_length=cache.max_sequence_length, names=names
+    )
+    segments = [step for step in decoder_steps(model, cache, names) if isinstance(step, SegmentStep)]
+    return tuple(
+        DecoderDefinition(
+            builder=builder,
+            network=network,
+            graph=graph,
+            cache=cache,
+            names=names,
+            tensors=segment.tensors,
+            profiles=decoder_profiles(max_batch_size=cache.max_batch_size, max_prefill_length=options.max_prefill_length),
+            attention=choices,
+        )
+        for network, segment in zip(networks, segments, strict=True)
+    )
+
+
+def define_constants(checkpoint: Checkpoint, cache: KVCacheConfig) -> bytes:
+    """Return the safetensors file of what segments and operations read besides: the embedding table, and the angles of RoPE."""
+    table = Weights(checkpoint, cache.dtype)(EMBEDDING)
+    return save({EMBEDDING: table, COS_SIN: cos_sin(checkpoint.config, length=cache.max_sequence_length)})
+
+
+def _define_one(checkpoint: Checkpoint, options: BuildOptions, tensorrt: TensorRT, messages: Messages) -> tuple[DecoderDefinition]:
+    return (define_decoder(checkpoint, options, tensorrt, messages),)
+
+
+def _networks(model: ModelConfig, tensorrt: TensorRT, messages: Messages) -> tuple[Any, Callable[[], Any]]:
+    """Return a builder, and what makes an empty network of it."""
+    builder = _require(tensorrt.module.Builder, messages, "TensorRT cannot start a builder", tensorrt.log.logger)
+    flags = 0 if tensorrt.is_rtx else 1 << int(tensorrt.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED)  # RTX always is
+
+    def begin() -> Any:
+        network = _require(builder.create_network, messages, "TensorRT cannot make a network", flags)
+        network.name = model.family
+        return network
+
+    return builder, begin
+
+
+def _share(report: Progress, index: int, count: int) -> Callable[[float], object]:
+    """Return what reports the progress of one part of a build as that of the whole."""
+    return lambda done: report(BUILDING, (index + done) / count)
+
+
 def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: TensorRT, messages: Messages) -> Any:
     """Return the ``IBuilderConfig`` of a definition: its profiles, its GPUs, and float32 that is float32.
 
@@ -234,6 +314,8 @@ def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: 
         for index, name in enumerate(options.compute_capabilities):
             if not config.set_compute_capability(known[name], index):
                 messages.fail(BuildError, f"compute capability {name}: TensorRT refused it")
+    if definition.attention[0].variant == "plugin" and can_add_plugins(tensorrt):
+        allow_aliasing(tensorrt, config)
     config.clear_flag(tensorrt.module.BuilderFlag.TF32)  # on by default; it keeps 10 bits of a float32's fraction
     return config
 
@@ -275,7 +357,7 @@ def _add_profile(definition: DecoderDefinition, config: Any, profile: EngineProf
     made = definition.builder.create_optimization_profile()
     for spec in definition.tensors:
         if spec.mode is TensorMode.INPUT:
-            low, high = (input_shape(spec, definition.names, *size) for size in (smallest, largest))
+            low, high = (shape_at(spec.shape, *size) for size in (smallest, largest))
             try:
                 made.set_shape(spec.name, low, high, high)
             except (RuntimeError, ValueError) as error:

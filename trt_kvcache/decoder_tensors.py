@@ -12,29 +12,37 @@ from trt_kvcache.names import TensorNames
 MIN_BATCH_SIZE = 1
 
 
-def cache_config(model: ModelConfig, *, max_batch_size: int, max_sequence_length: int, dtype: str) -> KVCacheConfig:
-    """Return the cache that an engine of ``model`` runs on: K and V apart, in the dtype that the engine computes in."""
+def cache_layout(attention: str) -> KVLayout:
+    """Return the layout that an attention variant works on: K and V of a slot together for the plugin, apart for the others."""
+    return KVLayout.COMBINED if attention == "plugin" else KVLayout.SEPARATE
+
+
+def cache_config(
+    model: ModelConfig, *, max_batch_size: int, max_sequence_length: int, dtype: str, attention: str = "native"
+) -> KVCacheConfig:
+    """Return the cache that an engine of ``model`` runs on, in the dtype that it computes in and the layout of its attention."""
     layer = KVLayerConfig(num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
     return KVCacheConfig(
         layers=(layer,) * model.num_layers,
         max_batch_size=max_batch_size,
         max_sequence_length=max_sequence_length,
         dtype=dtype,
-        layout=KVLayout.SEPARATE,
+        layout=cache_layout(attention),
     )
 
 
 def decoder_tensors(model: ModelConfig, cache: KVCacheConfig, names: TensorNames) -> tuple[TensorSpec, ...]:
-    """Return the inputs, then the outputs, of an engine of ``model`` over ``cache``."""
+    """Return the inputs, then the outputs, of an engine of ``model`` over ``cache``: one tensor a layer where that is COMBINED."""
     inputs = [
         TensorSpec(name=names.input_ids, shape=(-1, -1), dtype="int32", mode=TensorMode.INPUT),
         TensorSpec(name=names.kvcache_start_index, shape=(-1,), dtype="int32", mode=TensorMode.INPUT),
         TensorSpec(name=names.last_token_ids, shape=(-1, 1), dtype="int32", mode=TensorMode.INPUT),
     ]
     outputs = []
+    combined = cache.layout is KVLayout.COMBINED
     for index, layer in enumerate(cache.layers):
-        shape = (-1, layer.num_kv_heads, cache.max_sequence_length, layer.head_dim)
-        for before, after in names.cache_pairs(index):
+        shape = (-1, *((2,) if combined else ()), layer.num_kv_heads, cache.max_sequence_length, layer.head_dim)
+        for before, after in names.layer_pairs(index, combined=combined):
             inputs.append(TensorSpec(name=before, shape=shape, dtype=cache.dtype, mode=TensorMode.INPUT))
             outputs.append(TensorSpec(name=after, shape=shape, dtype=cache.dtype, mode=TensorMode.OUTPUT, alias=before))
     logits = TensorSpec(name=names.logits, shape=(-1, model.vocab_size), dtype="float32", mode=TensorMode.OUTPUT)
@@ -48,8 +56,3 @@ def decoder_profiles(*, max_batch_size: int, max_prefill_length: int) -> tuple[E
         EngineProfile(name="prefill", min_width=1, max_width=max_prefill_length, **batch),
         EngineProfile(name="decode", min_width=1, max_width=1, **batch),
     )
-
-
-def input_shape(spec: TensorSpec, names: TensorNames, batch: int, width: int) -> tuple[int, ...]:
-    """Return the shape of an input in an enqueue of ``batch`` slots by ``width`` new tokens."""
-    return (batch, width) if spec.name == names.input_ids else (batch, *spec.shape[1:])

@@ -11,24 +11,19 @@ from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.checks import int_in_range
 from trt_kvcache.config import KVCacheConfig
 from trt_kvcache.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
-from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
+from trt_kvcache.engine import EngineProfile, TensorSpec
 from trt_kvcache.errors import EngineError, KVCacheError
 from trt_kvcache.names import TensorNames
 from trt_kvcache.network import ATTENTION_VARIANTS, AttentionChoice
+from trt_kvcache.segments import decoder_steps
+from trt_kvcache.segments_record import FileRecord, SegmentsRecord, tensor_from_dict
 from trt_kvcache.trt_module import FLAVOURS
 
 _Record = TypeVar("_Record")
 
 #: Format of ``config.json`` that this package writes; it reads this one and older ones.
-FORMAT = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanRecord:
-    """The serialised engine: its bytes, and their SHA-256 in hex."""
-
-    nbytes: int
-    sha256: str
+FORMAT = 2
+_FIRST_WITH_SEGMENTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +68,11 @@ class EngineConfig:
     tensorrt_flavour, tensorrt_version : str
     compute_capabilities : tuple of str, or None
         GPUs it was built for; None where none was named.
-    plan : PlanRecord
+    plan : FileRecord
+        The serialised engine; those of all segments, one after another.
     checkpoint : CheckpointRecord
+    segments : SegmentsRecord or None
+        None for an engine in one piece.
     package_version : str
         Of this package, at the build.
     """
@@ -88,8 +86,9 @@ class EngineConfig:
     tensorrt_flavour: str
     tensorrt_version: str
     compute_capabilities: tuple[str, ...] | None
-    plan: PlanRecord
+    plan: FileRecord
     checkpoint: CheckpointRecord
+    segments: SegmentsRecord | None = None
     package_version: str = __version__
 
     @property
@@ -99,7 +98,7 @@ class EngineConfig:
 
     @property
     def attention_variant(self) -> str:
-        """``"native"`` or ``"mask"``."""
+        """``"native"``, ``"mask"`` or ``"plugin"``."""
         return self.attention[0].variant
 
     @property
@@ -116,6 +115,7 @@ class EngineConfig:
             "compute_capabilities": None if self.compute_capabilities is None else list(self.compute_capabilities),
             "plan": asdict(self.plan),
             "checkpoint": asdict(self.checkpoint),
+            "segments": None if self.segments is None else self.segments.to_dict(),
             "kv_cache": self.cache.to_dict(),
             "names": asdict(self.names),
             "profiles": [asdict(profile) for profile in self.profiles],
@@ -140,14 +140,15 @@ class EngineConfig:
                 model=ModelConfig.from_dict(data["model"]),
                 cache=KVCacheConfig.from_dict(data["kv_cache"]),
                 names=TensorNames(**data["names"]),
-                tensors=tuple(_tensor(spec) for spec in data["tensors"]),
+                tensors=tuple(map(tensor_from_dict, data["tensors"])),
                 profiles=_records(EngineProfile, "profiles", data["profiles"]),
                 attention=_records(AttentionChoice, "attention", data["attention"], low=0),
                 tensorrt_flavour=_typed("tensorrt.flavour", data["tensorrt"]["flavour"], str),
                 tensorrt_version=_typed("tensorrt.version", data["tensorrt"]["version"], str),
                 compute_capabilities=None if capabilities is None else _texts("compute_capabilities", capabilities),
-                plan=_record(PlanRecord, "plan", data["plan"]),
+                plan=_record(FileRecord, "plan", data["plan"]),
                 checkpoint=_record(CheckpointRecord, "checkpoint", data["checkpoint"]),
+                segments=_segments(data["segments"]) if data["format"] >= _FIRST_WITH_SEGMENTS else None,
                 package_version=_typed("producer.version", data["producer"]["version"], str),
             )
             _check_consistency(config)
@@ -158,8 +159,14 @@ class EngineConfig:
         return config
 
 
-def _tensor(data: Mapping[str, Any]) -> TensorSpec:
-    return TensorSpec(**{**data, "shape": tuple(data["shape"]), "mode": TensorMode(data["mode"])})
+def _segments(data: Any) -> SegmentsRecord | None:
+    if data is None:
+        return None
+    record = SegmentsRecord.from_dict(_typed("segments", data, dict))
+    for index, nbytes in enumerate(record.plans):
+        _typed(f"segment {index}: plan_nbytes", nbytes, int)
+    _record(FileRecord, "segments.constants", asdict(record.constants))
+    return record
 
 
 def _typed(field: str, value: Any, kind: type, *, low: int = 1) -> Any:
@@ -200,7 +207,11 @@ def _check_consistency(config: EngineConfig) -> None:
     cache, names = config.cache, config.names
     _check_attention(config)
     expected = cache_config(
-        config.model, max_batch_size=cache.max_batch_size, max_sequence_length=cache.max_sequence_length, dtype=cache.dtype
+        config.model,
+        max_batch_size=cache.max_batch_size,
+        max_sequence_length=cache.max_sequence_length,
+        dtype=cache.dtype,
+        attention=config.attention_variant,
     )
     if cache != expected:
         wanted, got = expected.to_dict(), cache.to_dict()
@@ -215,6 +226,29 @@ def _check_consistency(config: EngineConfig) -> None:
     for wanted_spec, spec in zip(wanted_tensors, config.tensors, strict=True):
         if wanted_spec != spec:
             raise EngineError(f"tensor `{spec.name}`: expected {describe(wanted_spec)} by model and kv_cache, got {describe(spec)}.")
+    _check_segments(config)
+
+
+def _check_segments(config: EngineConfig) -> None:
+    """Compare the segments with those of the model, and their plans with the file of plans."""
+    segmented = config.attention_variant == "plugin" and config.tensorrt_flavour == "tensorrt_rtx"
+    if (config.segments is not None) is not segmented:
+        found = "none" if config.segments is None else "some"
+        raise EngineError(
+            f"segments: expected {'some' if segmented else 'none'} of {config.tensorrt_flavour} and {config.attention_variant} attention, "
+            f"got {found}."
+        )
+    if config.segments is None:
+        return
+    expected = decoder_steps(config.model, config.cache, config.names)
+    if len(expected) != len(config.segments.steps):
+        raise EngineError(f"segments.steps: expected {len(expected)} by model and kv_cache, got {len(config.segments.steps)}.")
+    for index, (wanted, got) in enumerate(zip(expected, config.segments.steps, strict=True)):
+        if wanted != got:
+            raise EngineError(f"segments.steps[{index}]: expected {wanted} by model and kv_cache, got {got}.")
+    _, end = config.segments.spans[-1]
+    if end != config.plan.nbytes:
+        raise EngineError(f"plan.nbytes: expected {end} by segments, got {config.plan.nbytes}.")
 
 
 def _check_attention(config: EngineConfig) -> None:
@@ -225,6 +259,8 @@ def _check_attention(config: EngineConfig) -> None:
             raise EngineError(f"attention[{index}].layer: expected {index}, got {choice.layer}.")
         if choice.variant not in ATTENTION_VARIANTS:
             raise EngineError(f"attention[{index}].variant: expected one of {', '.join(ATTENTION_VARIANTS)}, got {choice.variant!r}.")
+        if (choice.variant == "plugin") is not (config.attention_variant == "plugin"):
+            raise EngineError(f"attention[{index}].variant: expected {config.attention_variant} as the first one, got {choice.variant}.")
 
 
 def _check_profiles(config: EngineConfig) -> None:

@@ -1,6 +1,7 @@
 """``EngineFolder``: an engine on disk, with all that is needed to run it.
 
-    engine.plan          what TensorRT deserialises
+    engine.plan          what TensorRT deserialises; of an engine in segments, all plans one after another
+    constants.safetensors   only then: tensors that are bound once, such as the embedding table
     config.json          EngineConfig
     tokenizer.json ...   what the checkpoint had beside its weights
     checkpoint/          a copy of the checkpoint, only if it was embedded
@@ -15,22 +16,28 @@ import json
 import mmap
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.checkpoint import COMPANION_FILES
+from trt_kvcache.checkpoint.weight_file import WeightFile
 from trt_kvcache.engine_config import EngineConfig
 from trt_kvcache.errors import CheckpointError, ConfigError, EngineError
 from trt_kvcache.new_folder import new_folder
+from trt_kvcache.segments import decoder_constants
+from trt_kvcache.segments_record import FileRecord
 
 PLAN_FILE = "engine.plan"
 CONFIG_FILE = "config.json"
+CONSTANTS_FILE = "constants.safetensors"
 CHECKPOINT_FOLDER = "checkpoint"
 
-_KNOWN_ENTRIES = frozenset({PLAN_FILE, CONFIG_FILE, CHECKPOINT_FOLDER, *COMPANION_FILES})
+_KNOWN_ENTRIES = frozenset({PLAN_FILE, CONFIG_FILE, CONSTANTS_FILE, CHECKPOINT_FOLDER, *COMPANION_FILES})
 
 
 def is_engine_folder(path: str | os.PathLike[str]) -> bool:
@@ -78,9 +85,11 @@ class EngineFolder:
             config = EngineConfig.from_dict(data)
         except EngineError as error:
             raise EngineError(f"{config_path}: {error}") from error
-        found = (folder / PLAN_FILE).stat().st_size
-        if found != config.plan.nbytes:
-            raise EngineError(f"{folder / PLAN_FILE}: expected {config.plan.nbytes} bytes by {CONFIG_FILE}, got {found}. Build it anew.")
+        files = {PLAN_FILE: config.plan} | ({} if config.segments is None else {CONSTANTS_FILE: config.segments.constants})
+        for name, record in files.items():
+            found = (folder / name).stat().st_size if (folder / name).is_file() else 0
+            if found != record.nbytes:
+                raise EngineError(f"{folder / name}: expected {record.nbytes} bytes by {CONFIG_FILE}, got {found}. Build it anew.")
         return cls(folder, config)
 
     @property
@@ -101,16 +110,26 @@ class EngineFolder:
         EngineError
             It was changed since the build.
         """
-        with self.plan_path.open("rb") as file:
-            plan = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        found = hashlib.sha256(plan).hexdigest()
-        if found != self.config.plan.sha256:
-            plan.close()
-            raise EngineError(
-                f"{self.plan_path}: it was changed since the build (SHA-256 {found[:12]}..., recorded {self.config.plan.sha256[:12]}...). "
-                "Build it anew."
-            )
-        return plan
+        return _read_file(self.plan_path, self.config.plan)
+
+    def read_constants(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the tensors of an engine in segments that are bound once, by name, as read-only arrays.
+
+        Raises
+        ------
+        EngineError
+            They were changed since the build, or are not those of the model.
+        """
+        assert self.config.segments is not None
+        path = self.path / CONSTANTS_FILE
+        _read_file(path, self.config.segments.constants).close()
+        file, constants = WeightFile(path), {}
+        for spec in decoder_constants(self.config.model, self.config.cache):
+            stored = file.tensors.get(spec.name)
+            if stored is None or (stored.dtype, stored.shape) != (spec.dtype, spec.shape):
+                raise EngineError(f"{path}: expected `{spec.name}` {spec.dtype} {spec.shape}, got {stored}. Build it anew.")
+            constants[spec.name] = file.array(spec.name)
+        return constants
 
     def open_checkpoint(self, progress: Callable[[int, int], object] | None = None) -> Checkpoint:
         """Open the checkpoint that the engine was built from: the copy in the folder if there is one, else where it was.
@@ -147,6 +166,19 @@ class EngineFolder:
         return checkpoint
 
 
+def _read_file(path: Path, record: FileRecord) -> mmap.mmap:
+    """Return a file as a read-only memory map, after comparing it with its recorded hash. Raises :class:`EngineError`."""
+    with path.open("rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    found = hashlib.sha256(content).hexdigest()
+    if found != record.sha256:
+        content.close()
+        raise EngineError(
+            f"{path}: it was changed since the build (SHA-256 {found[:12]}..., recorded {record.sha256[:12]}...). Build it anew."
+        )
+    return content
+
+
 def check_target(engine_path: Path, model_path: Path) -> None:
     """Check that an engine folder can be made at ``engine_path``, before the work of building it.
 
@@ -172,20 +204,28 @@ def check_target(engine_path: Path, model_path: Path) -> None:
         raise ConfigError(f"engine path {engine_path}: nothing can be written to {parent}. Choose another path.")
 
 
-def write_engine_folder(target: Path, *, config: EngineConfig, plan: Any, checkpoint: Checkpoint) -> EngineFolder:
+def write_engine_folder(
+    target: Path, *, config: EngineConfig, plans: Sequence[Any], checkpoint: Checkpoint, constants: bytes | None = None
+) -> EngineFolder:
     """Write an engine folder, which appears complete or not at all; one that is there is replaced.
 
     Parameters
     ----------
     config : EngineConfig
         ``config.checkpoint.embedded`` says whether to copy the checkpoint.
-    plan : buffer
-        The serialised engine; written from where it lies.
+    plans : sequence of buffers
+        The file of plans, in parts: the serialised engine, written from where it lies.
     checkpoint : Checkpoint
         Where tokenizer files and embedded weights are copied from.
+    constants : bytes, optional
+        A safetensors file.
     """
     with new_folder(target) as folder:
-        (folder / PLAN_FILE).write_bytes(memoryview(plan))
+        with (folder / PLAN_FILE).open("wb") as plan_file:
+            for plan in plans:
+                plan_file.write(memoryview(plan))
+        if constants is not None:
+            (folder / CONSTANTS_FILE).write_bytes(constants)
         for name in COMPANION_FILES:
             if (checkpoint.path / name).is_file():
                 shutil.copyfile(checkpoint.path / name, folder / name)

@@ -13,6 +13,7 @@ from trt_kvcache.engine_config import CheckpointRecord
 from trt_kvcache.engine_folder import EngineFolder
 from trt_kvcache.estimate import MemoryEstimate, estimate_memory
 from trt_kvcache.network.decomposable import AttentionChoice
+from trt_kvcache.segments_record import SegmentsRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,9 @@ class EngineInspection:
     attention : tuple of AttentionChoice
         Per layer: variant, whether it was made decomposable, and why.
     plan_nbytes : int
-        Of the serialised engine.
+        Of the serialised engine, or of those of all segments.
+    segments : SegmentsRecord or None
+        Of an engine in segments: its segments and operations, in order.
     memory : MemoryEstimate
         Of the cache: per layer, per sequence, in all.
     checkpoint : CheckpointRecord
@@ -56,6 +59,7 @@ class EngineInspection:
     plan_nbytes: int
     memory: MemoryEstimate
     checkpoint: CheckpointRecord
+    segments: SegmentsRecord | None
 
     @property
     def decomposable_layers(self) -> tuple[AttentionChoice, ...]:
@@ -81,4 +85,5 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
         plan_nbytes=config.plan.nbytes,
         memory=estimate_memory(config.cache),
         checkpoint=config.checkpoint,
+        segments=config.segments,
     )

@@ -31,6 +31,10 @@ class TensorNames:
         Inputs ``[B, H, S, D]``: the caches as they are before the step.
     present_k_cache, present_v_cache : str
         Outputs of the same shape, at the same address as their inputs.
+    kv_cache : str
+        Input ``[B, 2, H, S, D]``, instead of those four: K and V in one, for engines whose attention is the plugin's.
+    present_kv_cache : str
+        Output of the same shape, at the same address.
     """
 
     input_ids: str = "input_ids"
@@ -41,6 +45,8 @@ class TensorNames:
     v_cache: str = "v_cache_{i}"
     present_k_cache: str = "present_k_cache_{i}"
     present_v_cache: str = "present_v_cache_{i}"
+    kv_cache: str = "past_key_values_{i}"
+    present_kv_cache: str = "present_key_values_{i}"
 
     def __post_init__(self) -> None:
         owners: dict[str, str] = {}
@@ -48,7 +54,7 @@ class TensorNames:
             value = getattr(self, field.name)
             if not isinstance(value, str) or not value:
                 raise ConfigError(f"TensorNames.{field.name}: expected a non-empty string, got {value!r}.")
-            if "cache_{i}" in str(field.default) and ("{i}" not in value or set("{}") & set(value.replace("{i}", ""))):
+            if "{i}" in str(field.default) and ("{i}" not in value or set("{}") & set(value.replace("{i}", ""))):
                 raise ConfigError(f"TensorNames.{field.name}: expected a name with {{i}} for the layer index, got {value!r}.")
             other = owners.setdefault(value, field.name)
             if other != field.name:
@@ -62,6 +68,14 @@ class TensorNames:
             (self.k_cache.format(i=layer), self.present_k_cache.format(i=layer)),
             (self.v_cache.format(i=layer), self.present_v_cache.format(i=layer)),
         )
+
+    def combined_pair(self, layer: int) -> tuple[str, str]:
+        """Return ``(input, output)`` of one attention layer whose K and V are one tensor."""
+        return self.kv_cache.format(i=layer), self.present_kv_cache.format(i=layer)
+
+    def layer_pairs(self, layer: int, *, combined: bool) -> tuple[tuple[str, str], ...]:
+        """Return :meth:`combined_pair` alone, or :meth:`cache_pairs`."""
+        return (self.combined_pair(layer),) if combined else self.cache_pairs(layer)
 
 
 DEFAULT_NAMES = TensorNames()

@@ -27,6 +27,7 @@ from trt_kvcache.memory import HostMemory
 from trt_kvcache.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.reference import Attention, ReferenceEngine
 from trt_kvcache.sampling import SamplingParams
+from trt_kvcache.segmented_engine import SegmentedEngine
 from trt_kvcache.snapshot_records import ModelIdentity
 from trt_kvcache.tensorrt_engine import TensorRTEngine
 from trt_kvcache.trt_module import FLAVOURS
@@ -129,8 +130,8 @@ def open_model(
                 f"(max_position_embeddings), got {length}."
             )
         slots = int_in_range("max_batch_size", max_batch_size, 1, error=ConfigError)
-        cache = cache_config(model, max_batch_size=slots, max_sequence_length=length, dtype=dtype or model.dtype)
         variant = _variant(attention)
+        cache = cache_config(model, max_batch_size=slots, max_sequence_length=length, dtype=dtype or model.dtype, attention=variant)
         reason = why_no_tensorrt(flavour, device) if engine == "auto" else None
         if engine != "reference" and reason is None:
             try:
@@ -168,7 +169,8 @@ def why_no_tensorrt(flavour: str, device: int = 0) -> str | None:
 
 def _tensorrt_parts(folder: EngineFolder, memory: CudaMemory, flavour: str) -> SessionParts:
     config = folder.config
-    running = TensorRTEngine.open(folder, memory=memory, flavour=flavour)
+    kind = TensorRTEngine if config.segments is None else SegmentedEngine
+    running = kind.open(folder, memory=memory, flavour=flavour)
     return _parts(running, config.cache, config.names, folder.path, config.model, lambda: config.checkpoint.fingerprint)
 
 

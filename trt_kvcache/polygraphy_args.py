@@ -46,7 +46,7 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
         add("--kvcache-max-sequence-length", metavar="S", type=int, help="Tokens that a slot can hold")
         add("--kvcache-max-prefill-length", metavar="N", type=int, help="Most new tokens of a slot in one enqueue")
         add("--kvcache-dtype", choices=MODEL_DTYPES, help="What the model is computed in and the cache holds")
-        add("--kvcache-attention", choices=get_args(Attention), help="Attention with lengths, or with an explicit mask")
+        add("--kvcache-attention", choices=get_args(Attention), help="Attention with lengths, with an explicit mask, or our plugin's")
         add("--kvcache-no-live-rows", action="store_true", default=None, help="Return logits only, not the live rows of the cache")
 
     def parse_impl(self, args: Any) -> None:

@@ -43,7 +43,7 @@ class InferenceSession:
     engine : Engine
         Closed with the session.
     cache : KVCacheManager or LinearKVCache
-        In the engine's memory, SEPARATE layout. Closed with the session; its lengths are the session's to change.
+        In the engine's memory and layout. Closed with the session; its lengths are the session's to change.
     names : TensorNames
         What the engine calls its tensors.
     tokenizer : Tokenizer, optional
@@ -165,7 +165,7 @@ class InferenceSession:
             B, S (the model's ``max_position_embeddings``, at most 2048) and the widest prefill enqueue (S, at most 512).
         dtype : {"float16", "bfloat16", "float32"}, optional
             Of K, V and weights; the checkpoint's if left out.
-        attention : {"native", "mask"}
+        attention : {"native", "mask", "plugin"}
         flavour : {"auto", "tensorrt", "tensorrt_rtx"}
         device : int
         prompt_cache_bytes : int

@@ -15,27 +15,30 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
+from trt_kvcache.attention_plugin import register
 from trt_kvcache.bindable import check_bindable
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.engine_config import EngineConfig
 from trt_kvcache.engine_folder import EngineFolder
 from trt_kvcache.errors import BindingError, ClosedError, EngineError, PlaceError
-from trt_kvcache.memory import Memory
+from trt_kvcache.memory import Allocation, Memory
 from trt_kvcache.names import DEFAULT_NAMES, TensorNames
-from trt_kvcache.runtime_cache import RuntimeCacheFile, gpu_identity
+from trt_kvcache.plan_execution import PlanExecution
 from trt_kvcache.tensor import DeviceTensor
 from trt_kvcache.trt_module import TensorRT, load
-from trt_kvcache.trt_tensors import ProfileRanges, compare_profiles, compare_tensors, read_profiles, read_ranges, read_tensors
+from trt_kvcache.trt_tensors import ProfileRanges, compare_profiles, compare_tensors, read_profiles
+
+_AnyEngine = TypeVar("_AnyEngine", bound="TensorRTEngine")
 
 
 @dataclass(eq=False)
-class _ProfileContext:
-    """One execution context, what is bound in it, and whether that was checked since it changed."""
+class ProfileBindings:
+    """What is bound and shaped in one profile, and whether that was checked since it changed."""
 
-    context: Any
+    index: int
     ranges: ProfileRanges
     bound: dict[str, DeviceTensor] = field(default_factory=dict)
     checked: bool = False
@@ -65,14 +68,17 @@ class TensorRTEngine:
         self._tensorrt = tensorrt
         self._memory = memory
         self._stream: Any = None
-        self._contexts: list[_ProfileContext] = []
-        self._active: _ProfileContext | None = None
+        self._bindings: list[ProfileBindings] = []
+        self._active: ProfileBindings | None = None
         self._resources = ExitStack()
         try:
             self._messages = self._resources.enter_context(tensorrt.log.collect())
+            self._resources.callback(self._forget)
             stream = memory.create_stream()  # makes the device current, on which TensorRT then works
-            self._deserialize(plan)
-            self._make_contexts(plan_sha256, stream)
+            self._load(plan, plan_sha256, stream)
+            memory.synchronize(stream)
+            self._bindings = [ProfileBindings(index, ranges) for index, ranges in enumerate(self._ranges)]
+            self._active = self._bindings[0]
         except BaseException:
             self.close()
             raise
@@ -117,66 +123,53 @@ class TensorRTEngine:
             source = EngineFolder.open(path)
         if not isinstance(source, EngineFolder):
             return cls._of_plan(source, memory, flavour, names)
-        config = source.config
+        if source.config.segments is not None:
+            raise EngineError(f"{source.path}: expected an engine in one piece, got one in segments. Open it with SegmentedEngine.")
+        return cls._of_folder(source, memory, flavour, names or source.config.names)
+
+    @classmethod
+    def _of_folder(
+        cls: type[_AnyEngine], folder: EngineFolder, memory: Memory, flavour: str, names: TensorNames, **options: Any
+    ) -> _AnyEngine:
+        config = folder.config
         if flavour not in ("auto", config.tensorrt_flavour):
-            raise EngineError(f"{source.path}: expected flavour {config.tensorrt_flavour}, which built this engine, got {flavour}.")
+            raise EngineError(f"{folder.path}: expected flavour {config.tensorrt_flavour}, which built this engine, got {flavour}.")
         tensorrt = load(config.tensorrt_flavour)
-        with source.read_plan() as plan:
-            return cls(tensorrt, plan, memory=memory, names=names or config.names, config=config, plan_sha256=config.plan.sha256)
+        with folder.read_plan() as plan:
+            return cls(tensorrt, plan, memory=memory, names=names, config=config, plan_sha256=config.plan.sha256, **options)
 
     @classmethod
     def _of_plan(cls, plan: bytes | mmap.mmap, memory: Memory, flavour: str, names: TensorNames | None) -> TensorRTEngine:
         digest = hashlib.sha256(plan).hexdigest()
         return cls(load(flavour), plan, memory=memory, names=names or DEFAULT_NAMES, config=None, plan_sha256=digest)
 
-    def _deserialize(self, plan: Any) -> None:
-        trt, log = self._tensorrt.module, self._tensorrt.log
-        self._resources.callback(self._drop_engine)
-        try:
-            self._runtime = trt.Runtime(log.logger)
-        except (TypeError, RuntimeError):
-            self._messages.fail(EngineError, f"{self._tensorrt} cannot start")
-        built = "" if self.config is None else f" built with {self.config.tensorrt_flavour} {self.config.tensorrt_version}"
-        self._engine = self._make(f"{self._tensorrt} refuses this engine{built}", self._runtime.deserialize_cuda_engine, plan)
-        self._tensors = read_tensors(self._tensorrt, self._engine)
-        self._ranges = read_ranges(self._engine, self._tensors)
+    def _load(self, plan: Any, plan_sha256: str, stream: Any) -> None:
+        """Deserialise, and make a context per profile over one activation memory, which belongs to us."""
+        config, built_by = self.config, ""
+        if config is not None:
+            built_by = f" built with {config.tensorrt_flavour} {config.tensorrt_version}"
+            if config.attention_variant == "plugin":
+                register(self._tensorrt)
+        self._execution = self._make_execution(plan, built_by)
+        self._tensors, self._ranges = self._execution.tensors, self._execution.ranges
         self._profiles = read_profiles(self._ranges, self.names.input_ids)
-        if self.config is not None:
-            compare_tensors(self._tensors, self.config.tensors)
-            compare_profiles(self._profiles, self.config.profiles)
+        if config is not None:
+            compare_tensors(self._tensors, config.tensors)
+            compare_profiles(self._profiles, config.profiles)
+        nbytes = self._execution.activation_nbytes
+        activations = self._allocate(nbytes, stream)
+        self._execution.start(activations.ptr, nbytes, plan_sha256=plan_sha256, stream=stream)
 
-    def _make_contexts(self, plan_sha256: str, stream: Any) -> None:
-        """Make a context per profile over one activation memory, which belongs to us."""
-        engine, memory = self._engine, self._memory
-        nbytes = max(engine.get_device_memory_size_for_profile_v2(index) for index in range(len(self._profiles)))
-        activations = memory.allocate(nbytes, stream=stream)
-        self._resources.callback(activations.close)
-        self._resources.callback(self._drop_contexts)
-        argument = self._context_argument(plan_sha256)
-        for index, ranges in enumerate(self._ranges):
-            context = self._make("the execution context was refused", engine.create_execution_context, argument)
-            self._contexts.append(_ProfileContext(context, ranges))
-            self._call(f"profile {index} was refused", context.set_optimization_profile_async, index, _handle(stream))
-            self._call("the activation memory was refused", context.set_device_memory, activations.ptr, nbytes)
-        memory.synchronize(stream)
-        self._active = self._contexts[0]
+    def _make_execution(self, plan: Any, built_by: str) -> PlanExecution:
+        return PlanExecution(
+            self._tensorrt, plan, memory=self._memory, messages=self._messages, resources=self._resources, built_by=built_by
+        )
 
-    def _context_argument(self, plan_sha256: str) -> Any:
-        """Return what contexts are made with: activation memory is ours; a runtime cache where TensorRT compiles at run time."""
-        strategy = self._tensorrt.module.ExecutionContextAllocationStrategy.USER_MANAGED
-        if not self._tensorrt.is_rtx:
-            return strategy
-        config = self._make("the runtime configuration was refused", self._engine.create_runtime_config)
-        self._call("the allocation strategy was refused", config.set_execution_context_allocation_strategy, strategy)
-        cache = self._make("the runtime cache was refused", config.create_runtime_cache)
-        file = RuntimeCacheFile((plan_sha256, *gpu_identity(self._memory.device), self._tensorrt.flavour, self._tensorrt.version))
-        saved = file.read()
-        if saved is not None and not cache.deserialize(saved):
-            file.warn("was refused by TensorRT")
-            saved = None
-        self._call("the runtime cache was refused", config.set_runtime_cache, cache)
-        self._resources.callback(_save, cache, file, saved)  # before the contexts go
-        return config
+    def _allocate(self, nbytes: int, stream: Any, *, zeroed: bool = False) -> Allocation:
+        """Allocate what lives as long as the engine."""
+        allocation = self._memory.allocate(nbytes, zeroed=zeroed, stream=stream)
+        self._resources.callback(allocation.close)
+        return allocation
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
@@ -195,10 +188,10 @@ class TensorRTEngine:
 
     def use_profile(self, index: int) -> None:
         """Choose the profile that ``bind``, ``set_input_shape`` and ``enqueue`` act on."""
-        if not 0 <= index < len(self._contexts):
+        if not 0 <= index < len(self._bindings):
             self._require_active()
-            raise BindingError(f"profile {index}: expected 0 <= index < {len(self._contexts)}.")
-        self._active = self._contexts[index]
+            raise BindingError(f"profile {index}: expected 0 <= index < {len(self._bindings)}.")
+        self._active = self._bindings[index]
 
     def bind(self, name: str, tensor: DeviceTensor) -> None:
         """Read or write ``name`` at the address of ``tensor``, in the profile in use, and keep ``tensor`` alive.
@@ -214,9 +207,12 @@ class TensorRTEngine:
         """
         active = self._require_active()
         check_bindable(self._spec(name), tensor, self._memory)
-        self._call(f"the address of `{name}` was refused", active.context.set_tensor_address, name, tensor.ptr)
+        self._bind_address(active, name, tensor.ptr)
         active.bound[name] = tensor
         active.checked = False
+
+    def _bind_address(self, active: ProfileBindings, name: str, address: int) -> None:
+        self._execution.bind(active.index, name, address)
 
     def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
         """Set the shape of an input for the next enqueues of the profile in use.
@@ -227,8 +223,11 @@ class TensorRTEngine:
         if self._spec(name).mode is not TensorMode.INPUT:
             raise BindingError(f"`{name}`: expected an input, it is an output; its shape follows from the inputs.")
         active.ranges.check(name, shape)
-        self._call(f"the shape {tuple(shape)} of `{name}` was refused", active.context.set_input_shape, name, tuple(shape))
         active.checked = False
+        self._set_shape(active, name, tuple(shape))
+
+    def _set_shape(self, active: ProfileBindings, name: str, shape: tuple[int, ...]) -> None:
+        self._execution.set_shape(active.index, name, shape)
 
     def enqueue(self, stream: Any) -> None:
         """Run one step on ``stream``, a stream or graph builder of the engine's memory. Does not wait.
@@ -242,20 +241,26 @@ class TensorRTEngine:
             TensorRT failed; the text is what it logged.
         """
         active = self._require_active()
-        handle = _handle(stream)
+        handle = stream_handle(stream)
         if not active.checked:
             self._check_bindings(active)
             active.checked = True
         self._stream = stream
-        self._call("the step failed", active.context.execute_async_v3, handle)
+        self._run(active, stream, handle)
 
-    def _check_bindings(self, active: _ProfileContext) -> None:
+    def _run(self, active: ProfileBindings, stream: Any, handle: int) -> None:
+        self._execution.enqueue(active.index, handle)
+
+    def _shape(self, active: ProfileBindings, name: str) -> tuple[int, ...]:
+        return self._execution.shape(active.index, name)
+
+    def _check_bindings(self, active: ProfileBindings) -> None:
         """Check what an enqueue would read and write: once after each change, not per step."""
         for name, spec in self._tensors.items():
             tensor = active.bound.get(name)
             if tensor is None:
                 raise BindingError(f"`{name}`: it is not bound in this profile.")
-            shape = tuple(active.context.get_tensor_shape(name))
+            shape = self._shape(active, name)
             if min(shape, default=0) < 0:
                 raise BindingError(f"`{name}`: its shape {shape} is not known. Set the shape of every input of this profile.")
             needed = math.prod(shape) * itemsize(spec.dtype)
@@ -283,39 +288,17 @@ class TensorRTEngine:
             raise BindingError(f"`{name}`: the engine has no such tensor, it has {', '.join(f'`{known}`' for known in self._tensors)}.")
         return spec
 
-    def _require_active(self) -> _ProfileContext:
-        if self._active is None:
-            raise ClosedError("this TensorRTEngine is closed.")
-        return self._active
-
-    def _call(self, failure: str, function: Any, *arguments: Any) -> Any:
-        """Call TensorRT; raise :class:`EngineError` where it returns False, raises, or logs an error."""
-        self._messages.errors.clear()
-        try:
-            result = function(*arguments)
-        except (RuntimeError, ValueError) as error:  # how the Python binding passes some refusals on
-            self._messages.add(str(error), is_error=True)
-            result = False
-        if result is False or self._messages.errors:
-            self._messages.fail(EngineError, failure)
-        return result
-
-    def _make(self, failure: str, function: Any, *arguments: Any) -> Any:
-        """Call TensorRT for an object; None is a failure too."""
-        made = self._call(failure, function, *arguments)
-        if made is None:
-            self._messages.fail(EngineError, failure)
-        return made
-
-    def _drop_contexts(self) -> None:
-        self._contexts.clear()
+    def _forget(self) -> None:
+        self._bindings.clear()
         self._active = None
 
-    def _drop_engine(self) -> None:
-        self._engine = self._runtime = None
+    def _require_active(self) -> ProfileBindings:
+        if self._active is None:
+            raise ClosedError(f"this {type(self).__name__} is closed.")
+        return self._active
 
 
-def _handle(stream: Any) -> int:
+def stream_handle(stream: Any) -> int:
     """Return the address of a stream (cuda.core's ``Stream`` and ``GraphBuilder`` both tell it so)."""
     try:
         _, handle = stream.__cuda_stream__()
@@ -330,11 +313,3 @@ def _map_file(path: Path) -> mmap.mmap:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise EngineError(f"{path}: expected an engine folder or a serialised engine, cannot read it: {error}.") from error
-
-
-def _save(cache: Any, file: RuntimeCacheFile, saved: bytes | None) -> None:
-    content = cache.serialize()
-    if content is None:
-        file.warn("could not be serialised by TensorRT")
-    elif (blob := bytes(content)) != saved:
-        file.write(blob)

@@ -41,6 +41,7 @@ def test_ptx():
     entry = ptx[ptx.index(".entry attention_decode_aot(") :].partition(")")[0]
     parameters = [line.split()[1] for line in entry.splitlines()[1:] if line.strip()]
     assert ".target sm_86" in ptx
+    assert ptx.count(".entry") == 1
     assert [kind.split(".")[1][1:] for kind in parameters] == ["64"] * 6 + ["32"] + ["64"] * 2
     with pytest.raises(CudaError, match=r"^NVRTC: attention_decode_aot for sm_1: NVRTC_ERROR_\w+\. .*gpu-architecture"):
         aot.compile_ptx(FIELDS, "float16", "sm_1")

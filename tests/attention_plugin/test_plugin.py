@@ -10,7 +10,6 @@ import pytest
 from attention_plugin.stand_in import Size, tensorrt
 from attention_plugin.test_shapes import FIELDS, NAMES, SHAPES
 from trt_kvcache.attention_plugin import AttentionFields, plugin_class, register
-from trt_kvcache.attention_plugin.creator import register as registering
 from trt_kvcache.attention_plugin.fields import FIELD_TYPES
 from trt_kvcache.attention_plugin.shapes import workspace_nbytes
 from trt_kvcache.errors import ConfigError, DTypeError, EngineError, ShapeError
@@ -137,4 +136,4 @@ class TestWithTensorRT:
         with pytest.raises(
             EngineError, match=r"^KVCacheAttention 1: tensorrt_rtx .* has a creator of this name and version that is not ours\.$"
         ):
-            registering.__wrapped__(rtx)
+            register.__wrapped__(rtx)

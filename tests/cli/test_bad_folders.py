@@ -80,7 +80,7 @@ def test_an_unreadable_folder(run, model, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
-        (config(format=2), "format: this package reads up to 1, got 2. A newer trt-kvcache built the engine: upgrade."),
+        (config(format=3), "format: this package reads up to 2, got 3. A newer trt-kvcache built the engine: upgrade."),
         (change(CONFIG, half), "config.json: cannot be read as JSON"),
         (remove(CONFIG), "expected an engine folder, but it has no config.json."),
         (change(PLAN, half), "engine.plan: expected 31 bytes by config.json, got 15. Build it anew."),

@@ -4,8 +4,15 @@ import signal
 
 import numpy as np
 import pytest
+from engine_files import make_engine_folder
+from small_model import write_model
 
 from trt_kvcache import opening
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.decoder_tensors import cache_config, decoder_tensors
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.names import DEFAULT_NAMES
+from trt_kvcache.network.decomposable import AttentionChoice
 from trt_kvcache.runner import RecomputeRunner
 
 from .conftest import GOLDEN, NO_GPU, SHIPPED
@@ -14,7 +21,7 @@ MODEL = GOLDEN / "qwen3-sharded"  # 2 layers, 2 KV heads of 24, no tokenizer
 PROMPTS = ("--prompt-ids", "1,2,3,4,5", "--prompt-ids", "8,9,10")
 COMPARE = ("compare", MODEL, "--engine", "reference", "--max-sequence-length", 16, "--steps", 3, *PROMPTS)
 V_ROW = "  first at decode step 2 in the V rows of the cache: layer 1, V, slot 1, head 0, position 3, element 7 (`v_cache_1`)"
-DIFFER, AGREE = "reference and full recomputation DIFFER: ", "reference and full recomputation agree: "
+DIFFER = "reference and full recomputation DIFFER: "
 
 
 @pytest.fixture
@@ -41,10 +48,12 @@ def spoil(monkeypatch):
 def test_paths_that_agree(run):
     done = run(*COMPARE)
     assert (done.code, done.err) == (0, "")
-    first, second, third = done.out.splitlines()
-    assert first == f"{AGREE}logits and live cache rows of a prefill and 3 decode steps"
-    assert second.startswith("  largest difference of logits ")
-    assert third == "  greedy tokens: 8 of 8 equal"
+    lines = done.out.splitlines()
+    what = "agree: logits and live cache rows of a prefill and 3 decode steps"
+    pairs = ["reference and full recomputation", "reference and plugin reference", "full recomputation and plugin reference"]
+    assert lines[::3] == [f"{pair} {what}" for pair in pairs]
+    assert all(line.startswith("  largest difference of logits ") for line in lines[1::3])
+    assert lines[2::3] == ["  greedy tokens: 8 of 8 equal"] * 3
 
 
 def test_text_prompts(run):
@@ -66,7 +75,7 @@ def test_a_difference_in_the_logits_is_named(run, spoil):
     spoil(0, "logits", (1, 7), 100.0)
     done = run(*COMPARE)
     assert (done.code, done.out.splitlines()[1]) == (3, "  first at the prefill in the logits: slot 1, token 7 (`logits`)")
-    assert done.out.splitlines()[-1].startswith("  greedy tokens: 7 of 8 equal; first different after the prefill in slot 1:")
+    assert done.out.splitlines()[4].startswith("  greedy tokens: 7 of 8 equal; first different after the prefill in slot 1:")
 
 
 @pytest.mark.parametrize(("tolerance", "code"), [(1e-4, 3), (0.5, 0)])
@@ -92,3 +101,46 @@ def test_ctrl_c_while_tensorrt_is_being_imported(run, monkeypatch):
     monkeypatch.setattr(opening, "why_no_tensorrt", import_tensorrt)
     done = run("compare", MODEL, *PROMPTS)
     assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
+
+
+NATIVE, PLUGIN = "reference native", "plugin reference plugin"
+ENGINE_PATHS = ["TensorRT None", "reference None", "full recomputation None"]
+NOT_64 = "head_dim: expected one of 64, 80, 96, 128, 256, got 24."
+
+
+@pytest.mark.parametrize(
+    ("what", "options", "expected", "warned"),
+    [
+        ("model", ["--engine", "reference"], ["reference None", "full recomputation None", PLUGIN], ""),
+        ("model", ["--engine", "reference", "--attention", "plugin"], ["reference plugin", "full recomputation plugin"], ""),
+        ("model", ["--attention", "native"], ["TensorRT native", NATIVE, "full recomputation native"], ""),
+        ("model", ["--dtype", "float16"], [*ENGINE_PATHS, PLUGIN], NOT_64),
+        ("wide", [], ["TensorRT None", "plugin TensorRT plugin", *ENGINE_PATHS[1:], PLUGIN], ""),
+        ("wide", ["--dtype", "float32"], [*ENGINE_PATHS, PLUGIN], "dtype: expected one of float16, bfloat16, got float32."),
+        ("engine", [], [*ENGINE_PATHS, PLUGIN], ""),
+        ("plugin engine", [], [*ENGINE_PATHS, "native reference native"], ""),
+    ],
+)
+def test_paths_by_options(run, monkeypatch, tmp_path, what, options, expected, warned):
+    folder = MODEL if what == "model" else write_model(tmp_path / "wide", head_dim=64)
+    if "engine" in what:
+        variant = "plugin" if "plugin" in what else "native"
+        with Checkpoint.open(folder) as checkpoint:
+            sizes = {"max_batch_size": 3, "max_sequence_length": 38, "dtype": "float16", "attention": variant}
+            cache = cache_config(checkpoint.config, **sizes)
+            tensors = decoder_tensors(checkpoint.config, cache, DEFAULT_NAMES)
+        built = {"cache": cache, "tensors": tensors, "tensorrt_flavour": "tensorrt"}
+        choices = [AttentionChoice(layer=layer, variant=variant, decomposable=False) for layer in range(cache.num_layers)]
+        folder = make_engine_folder(folder, tmp_path / "engine", **built, attention=tuple(choices)).path
+    found = []
+
+    def note(paths, prompts, **_):
+        found.extend(f"{path.name} {path._source.attention}" for path in paths)
+        raise ConfigError("enough seen")
+
+    monkeypatch.setattr(opening, "why_no_tensorrt", lambda flavour: None)
+    monkeypatch.setattr("trt_kvcache.compare.compare_paths", note)
+    done = run("compare", folder, *options, *PROMPTS)
+    assert found == expected
+    warning = f"warning: comparing without TensorRT's plugin attention: {warned}\n" if warned else ""
+    assert done.err == f"{warning}error: enough seen\n"

@@ -69,6 +69,16 @@ def test_decomposable_layers_targets_and_an_embedded_checkpoint(run, model, tmp_
     assert f"built from: {model} (embedded), fingerprint " in out
 
 
+def test_segments_and_operations(run, model, tmp_path):
+    folder = make_engine_folder(model, tmp_path / "engine", segmented=True)
+    out = run("inspect", folder.path).out
+    steps = rows(out, "Segments and operations")
+    assert [row[0] for row in steps] == ["embedding", "segment 0", "attention", "segment 1", "attention", "segment 2"]
+    assert steps[2][2] == "attended_0, present_key_values_0"
+    assert [row[3] for row in steps] == ["", "9", "", "10", "", "11"]
+    assert rows(out, "Sizes")[1][:2] == ["constants.safetensors", str(folder.config.segments.constants.nbytes)]
+
+
 def test_a_picture_of_its_cache(run, engine, tmp_path):
     assert run("inspect", engine, "--plot", tmp_path / "cache.svg").code == 0
     assert "slot 2 (not active)" in (tmp_path / "cache.svg").read_text()

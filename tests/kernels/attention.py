@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace  # noqa: F401
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,6 +10,7 @@ import numpy as np
 from trt_kvcache import DeviceTensor
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.kernels import AttentionWorkspace, attend, split_qkv
+from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
 
 #: max|error| / max|reference| over a (slot, head): probabilities and results are rounded to 11 and 8 bits.
 TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3}
@@ -122,9 +123,9 @@ DECODE_CASES = {
     "groups": Case(lengths=(130, 3), group=4, head_dim=128),
     "sixteen": Case(lengths=(20, 131), group=16, head_dim=80, rotary_dim=32, dtype="bfloat16"),
     "ragged": Case(lengths=_RAGGED, group=2, packed=True, layout="separate"),
-    "some take no part": Case(lengths=(5, 140, 60), new=(1, 0, 1), group=7, head_dim=96, rotary_dim=24),
+    "some take no part": Case(lengths=(5, 140, 60), new=(1, 0, 1), group=7, rotary_dim=24),
     "one that does not fit": Case(lengths=(150, 9), group=3),
-    "window": Case(lengths=(149, 20, 0), window=33, group=8, head_dim=128, dtype="bfloat16"),
+    "window": Case(lengths=(149, 20, 0), window=33, group=8, head_dim=128),
     "softcap and scale": Case(lengths=(140,), softcap=5.0, scale=0.3, head_dim=256, kv_heads=1, rotary_dim=0),
     "many slots": Case(lengths=tuple(range(40)), kv_heads=1, tokens=41),
 }
@@ -134,7 +135,26 @@ PREFILL_CASES = {
     "ragged": Case(lengths=(0, 63, 20), new=(5, 70, 0), width=70, group=3, head_dim=128, packed=True, layout="separate"),
     "borders": Case(lengths=(64, 1, 0), new=(64, 127, 128), width=129, kv_heads=1, tokens=130),
     "small heads": Case(lengths=(9, 70), width=40, head_dim=80, rotary_dim=32, dtype="bfloat16"),
-    "window": Case(lengths=(100, 3), width=33, window=20, head_dim=96, group=2, rotary_dim=24, kv_heads=1),
+    "window": Case(lengths=(100, 3), width=33, window=20, head_dim=128, group=2, rotary_dim=24, kv_heads=1),
     "softcap and scale": Case(lengths=(66,), width=9, softcap=5.0, scale=0.3, head_dim=256, kv_heads=1, rotary_dim=0, group=2),
     "more than fits": Case(lengths=(148, 150, 10), width=6),
+}
+
+
+def _grid_case(head_dim: int, group: int, dtype: str, width: int) -> Case:
+    lengths, new = ((0, 15, 16, 17, 127, 128, 129, 139), None) if width == 1 else ((0, 140, 63, 64, 70), (65, 0, 1, 64, 70))
+    return Case(
+        lengths=lengths, new=new, width=width, tokens=140, kv_heads=2 if group < 7 else 1, group=group, head_dim=head_dim, dtype=dtype,
+        rotary_dim={1: 0, 4: 32, 8: head_dim // 2}.get(group), window={2: 33, 7: 64, 16: 1}.get(group, 0),
+        softcap=4.0 if group in (4, 16) else 0.0, layout="separate" if group % 2 else "combined", packed=group in (1, 8),
+    )  # fmt: skip
+
+
+#: By name, for width 1 and more.
+GRID = {
+    f"{dtype} D={head_dim} G={group} s={width}": _grid_case(head_dim, group, dtype, width)
+    for dtype in ("float16", "bfloat16")
+    for head_dim in HEAD_DIMS
+    for group in (1, 2, 4, 7, 8, 16)
+    for width in (1, 70)
 }

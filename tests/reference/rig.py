@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from trt_kvcache import HostMemory, KVCacheManager
+from trt_kvcache import HostMemory, KVCacheManager, KVLayout
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.decoder_tensors import cache_config
 from trt_kvcache.engine import TensorMode
@@ -39,7 +39,7 @@ class Rig:
         self.stream = self.memory.create_stream()
         with Checkpoint.open(GOLDEN / model) as checkpoint:
             self.model = checkpoint.config
-            self.kv = cache_config(self.model, max_batch_size=batch, max_sequence_length=length, dtype=dtype)
+            self.kv = cache_config(self.model, max_batch_size=batch, max_sequence_length=length, dtype=dtype, attention=attention)
             self.engine = ReferenceEngine(checkpoint, kv=self.kv, max_prefill_length=width, attention=attention, memory=self.memory)
         self.cache = KVCacheManager(self.kv, memory=self.memory)
         self.logits = self.to_memory(np.zeros((batch, self.model.vocab_size), np.float32))
@@ -50,6 +50,14 @@ class Rig:
     def caches(self):
         """K, V of layer 0, K, V of layer 1, ...: arrays ``[B, H, S, D]`` over the bound bytes."""
         return [self.memory.array(view) for layer in range(self.kv.num_layers) for view in self.cache.get_separate_kv_cache(layer)]
+
+    def bindings(self):
+        """Names of cache tensors, each with what it is bound to."""
+        combined = self.kv.layout is KVLayout.COMBINED
+        for layer in range(self.kv.num_layers):
+            views = [self.cache.get_combined_kv_cache(layer)] if combined else self.cache.get_separate_kv_cache(layer)
+            pairs = [DEFAULT_NAMES.combined_pair(layer)] if combined else DEFAULT_NAMES.cache_pairs(layer)
+            yield from ((name, view) for names, view in zip(pairs, views, strict=True) for name in names)
 
     def poison(self, value):
         """Overwrite the whole cache."""
@@ -70,10 +78,8 @@ class Rig:
         for name, value in values.items():
             self.engine.bind(name, self.to_memory(value))
         self.engine.bind("logits", self.logits)
-        for layer in range(self.kv.num_layers):
-            for names, view in zip(DEFAULT_NAMES.cache_pairs(layer), self.cache.get_separate_kv_cache(layer), strict=True):
-                for name in names:
-                    self.engine.bind(name, view)
+        for name, view in self.bindings():
+            self.engine.bind(name, view)
         for name, spec in self.engine.tensors.items():
             if spec.mode is TensorMode.INPUT:
                 self.engine.set_input_shape(name, values[name].shape if name in values else (slots, *spec.shape[1:]))

@@ -47,7 +47,21 @@ def test_tensors_and_profiles_are_those_of_the_tensorrt_engine():
 # --- what a step writes ---
 
 
-@pytest.mark.parametrize("attention", ["native", "mask"])
+def test_the_plugin_has_one_cache_tensor_per_layer():
+    rig = Rig(MODEL, length=29, dtype="bfloat16", attention="plugin")
+    specs = [spec for spec in rig.engine.tensors.values() if len(spec.shape) > 2]
+    assert [(spec.name, spec.shape, spec.dtype, spec.alias) for spec in specs] == [
+        (name, (-1, 2, HEADS, 29, HEAD_DIM), "bfloat16", alias)
+        for name, alias in [
+            ("past_key_values_0", None),
+            ("past_key_values_1", None),
+            ("present_key_values_0", "past_key_values_0"),
+            ("present_key_values_1", "past_key_values_1"),
+        ]
+    ]
+
+
+@pytest.mark.parametrize("attention", ["native", "mask", "plugin"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_step_writes_its_rows_and_no_other_byte(dtype, attention):
     rig = Rig(MODEL, batch=4, length=11, width=5, dtype=dtype, attention=attention)
@@ -84,17 +98,16 @@ def test_weights_are_rounded_to_the_dtype_of_the_cache(tmp_path):
     assert np.abs(logits - Rig("llama").run(ids, widths)).max() > 1e-3
 
 
-def test_a_call_can_begin_at_any_slot():
+@pytest.mark.parametrize("attention", ["native", "plugin"])
+def test_a_call_can_begin_at_any_slot(attention):
     """Views that start at slot 2 of the cache; H * S * D * 4 bytes is a multiple of 256 here."""
-    whole, part = Rig(MODEL, length=8, width=5), Rig(MODEL, length=8, width=5)
+    whole, part = (Rig(MODEL, length=8, width=5, attention=attention) for _ in range(2))
     ids = random_ids(VOCAB, 1, 5)
     expected = whole.step(ids, [0])
     part.poison(LARGE)
     part.prepare(ids, [0])
-    for layer in (0, 1):
-        for kind, view in zip("kv", part.cache.get_separate_kv_cache(layer), strict=True):
-            for name in (f"{kind}_cache_{layer}", f"present_{kind}_cache_{layer}"):
-                part.engine.bind(name, view[2:3])
+    for name, view in part.bindings():
+        part.engine.bind(name, view[2:3])
     part.engine.enqueue(part.stream)
     np.testing.assert_array_equal(part.logits[:1].numpy(), expected)
     for written, reference in zip(part.caches(), whole.caches(), strict=True):
@@ -106,7 +119,8 @@ def test_a_call_can_begin_at_any_slot():
 
 
 @pytest.mark.parametrize(
-    ("attention", "dead"), [("native", np.nan), ("native", np.inf), ("native", LARGE), ("mask", LARGE), ("mask", -LARGE)]
+    ("attention", "dead"),
+    [(which, value) for which in ("native", "plugin") for value in (np.nan, np.inf, LARGE)] + [("mask", LARGE), ("mask", -LARGE)],
 )
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_dead_rows_change_no_bit(attention, dead, dtype):
@@ -130,12 +144,13 @@ def test_the_variant_changes_little_and_a_larger_capacity_nothing():
     np.testing.assert_array_equal(Rig(MODEL, length=83).run(ids, widths), native)
 
 
-def test_a_ragged_batch_equals_each_row_alone():
+@pytest.mark.parametrize("attention", ["native", "plugin"])
+def test_a_ragged_batch_equals_each_row_alone(attention):
     """Right-padded prefill of 3, 9 and 5 tokens, then two decode steps."""
     prompts = [random_ids(VOCAB, size, seed=size) for size in (3, 9, 5)]
     following = random_ids(VOCAB, 2, 3)
     padded = np.stack([np.pad(prompt, (0, 9 - len(prompt))) for prompt in prompts])
-    rig, lengths = Rig(MODEL), np.array([3, 9, 5])
+    rig, lengths = Rig(MODEL, attention=attention), np.array([3, 9, 5])
     batched = [rig.step(padded, [0, 0, 0], lengths - 1)]
     for step, tokens in enumerate(following):
         batched.append(rig.step(tokens[:, None], lengths + step, profile=DECODE))
@@ -334,7 +349,9 @@ def engine(changes=(), **options):
         ({"layers": [layer(), layer(2, 32)]}, {}, ConfigError, r"kv\.layers\[1\]: .*head_dim=16.*head_dim=32"),
         ({"dtype": "int8"}, {}, ConfigError, r"kv\.dtype: expected one of float16, bfloat16, float32, got 'int8', which is storage only"),
         ({}, {"max_prefill_length": 30}, ConfigError, "max_prefill_length: expected an integer from 1 to 29, got 30"),
-        ({}, {"attention": "fused"}, ConfigError, "attention: expected one of native, mask, got 'fused'"),
+        ({"layout": KVLayout.COMBINED}, {}, ConfigError, "kv.layout: expected .*SEPARATE for attention 'native', got .*COMBINED."),
+        ({}, {"attention": "plugin"}, ConfigError, "kv.layout: expected .*COMBINED for attention 'plugin', got .*SEPARATE."),
+        ({}, {"attention": "fused"}, ConfigError, "attention: expected one of native, mask, plugin, got 'fused'"),
         ({}, {"memory": SimpleNamespace(is_host=False, device="cuda:3")}, PlaceError, "expected host memory, .*, got cuda:3"),
     ],
 )

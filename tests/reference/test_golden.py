@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from .rig import GOLDEN, MODELS, Rig, golden
+from .rig import GOLDEN, MODELS, SAME_LOGITS, Rig, golden
 
 # Both sides sum in float32, in another order; tables of angles are float64 here and float32 there. Seen: 1e-5.
 TOLERANCE = 2e-4
@@ -21,7 +21,7 @@ def test_all_folders_are_tested():
     assert set(json.loads((GOLDEN / "versions.json").read_text())) == {"torch", "transformers", "numpy"}
 
 
-@pytest.mark.parametrize("attention", ["native", "mask"])
+@pytest.mark.parametrize("attention", ["native", "mask", "plugin"])
 @pytest.mark.parametrize("model", MODELS)
 def test_one_full_pass(model, attention):
     ids, expected = golden(model)
@@ -34,7 +34,9 @@ def test_one_full_pass(model, attention):
 @pytest.mark.parametrize("model", MODELS)
 def test_any_split_into_chunks_and_decode_steps(model, widths):
     ids, expected = golden(model)
-    logits = dict(zip(np.cumsum(widths).tolist(), Rig(model).run(ids, widths), strict=True))
+    native, plugin = (Rig(model, attention=attention).run(ids, widths) for attention in ("native", "plugin"))
+    np.testing.assert_allclose(plugin, native, rtol=0, atol=SAME_LOGITS)
+    logits = dict(zip(np.cumsum(widths).tolist(), native, strict=True))
     for length in logits.keys() & expected.keys():
         np.testing.assert_allclose(logits[length], expected[length], rtol=0, atol=TOLERANCE)
 
@@ -43,6 +45,8 @@ def test_any_split_into_chunks_and_decode_steps(model, widths):
 @pytest.mark.parametrize("model", MODELS)
 def test_rounded_to_other_dtypes(model, dtype):
     ids, expected = golden(model)
-    logits = Rig(model, dtype=dtype).run(ids, [13, 1, 1, 9])
-    error = np.abs(logits - np.array([expected[length] for length in (13, 14, 15, 24)])).max()
-    assert TOLERANCE < error < ROUNDED[dtype]
+    wanted = np.array([expected[length] for length in (13, 14, 15, 24)])
+    native, plugin = (Rig(model, dtype=dtype, attention=attention).run(ids, [13, 1, 1, 9]) for attention in ("native", "plugin"))
+    for logits in (native, plugin):
+        assert TOLERANCE < np.abs(logits - wanted).max() < ROUNDED[dtype]
+    np.testing.assert_array_equal(plugin.argmax(axis=-1), native.argmax(axis=-1))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from trt_kvcache.checkpoint import RopeConfig, rope_table
-from trt_kvcache.reference import model
+from trt_kvcache.reference import attention, model
 from trt_kvcache.reference.weights import Projection
 
 
@@ -27,9 +27,9 @@ def attend_one_by_one(q, keys, values, first):
 @pytest.mark.parametrize("block", [2, 256])
 @pytest.mark.parametrize(("width", "first", "rows"), [(5, 0, 5), (5, 3, 8), (1, 6, 7), (5, 3, 11), (3, 6, 7)])
 def test_attend(monkeypatch, block, width, first, rows):
-    monkeypatch.setattr(model, "_QUERY_BLOCK", block)
+    monkeypatch.setattr(attention, "_QUERY_BLOCK", block)
     q, keys, values = normal(width, 6, 4), normal(2, rows, 4), -normal(2, rows, 4)[::-1]
-    np.testing.assert_allclose(model.attend(q, keys, values, first), attend_one_by_one(q, keys, values, first), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(attention.attend(q, keys, values, first), attend_one_by_one(q, keys, values, first), rtol=1e-5, atol=1e-6)
 
 
 def test_rotation_is_a_complex_product():
@@ -37,7 +37,7 @@ def test_rotation_is_a_complex_product():
     cos, sin = rope_table(RopeConfig(kind="default", theta=50.0), head_dim=8, length=9)
     positions = np.array([[0, 1, 2], [6, 7, 8]])
     turned = (x[..., :4] + 1j * x[..., 4:]) * (cos + 1j * sin)[positions][:, :, None]
-    result = model.rotate(x, (cos[positions][:, :, None], sin[positions][:, :, None]))
+    result = attention.rotate(x, (cos[positions][:, :, None], sin[positions][:, :, None]))
     np.testing.assert_allclose(result, np.concatenate((turned.real, turned.imag), axis=-1), atol=1e-6)
 
 
@@ -59,7 +59,7 @@ def test_project():
 def test_write_rows():
     cache = np.full((3, 2, 7, 4), -1, np.float16)
     rows = normal(3, 4, 2, 4)
-    model.write_rows(cache, rows, np.array([0, 5, 7], np.int32))
+    attention.write_rows(cache, rows, np.array([0, 5, 7], np.int32))
     expected = np.full((3, 2, 7, 4), -1, np.float16)
     expected[0, :, 0:4] = rows[0].transpose(1, 0, 2)
     expected[1, :, 5:7] = rows[1, :2].transpose(1, 0, 2)
@@ -67,4 +67,4 @@ def test_write_rows():
 
 
 def test_softmax_of_large_scores():
-    np.testing.assert_allclose(model.softmax(np.array([[1000.0, 1000.0, -np.inf]], np.float32)), [[0.5, 0.5, 0.0]])
+    np.testing.assert_allclose(attention.softmax(np.array([[1000.0, 1000.0, -np.inf]], np.float32)), [[0.5, 0.5, 0.0]])

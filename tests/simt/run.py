@@ -39,8 +39,11 @@ SANITIZERS: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
     "thread": (["-fsanitize=thread"], ["libtsan.so"], {"TSAN_OPTIONS": "halt_on_error=1"}),
 }
 
+#: Elements and head dims that attention is built for, unless others are asked for: those that fast tests have.
+FORMS = ("float16-64", "bfloat16-80", "float16-128", "float16-256")
+
 #: Pytest, without TensorRT; and so that what a sanitizer says before it ends the process is not lost.
-PYTEST = [sys.executable, "-m", "pytest", "-p", "simt.no_tensorrt"]
+PYTEST = [sys.executable, "-m", "pytest", "-p", "simt.no_tensorrt", "-p", "simt.tiles"]
 UNBUFFERED = ["-p", "no:faulthandler", "--capture=sys"]
 
 KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
@@ -95,10 +98,26 @@ def build_device() -> Path:
     return once("device", own_sources(), make)
 
 
-def build_cubins(sanitizer: str = "none") -> Path:
-    """Return the folder with all kernels of plugins/, compiled for the emulator."""
+def use_tiles() -> str:
+    """Give the device the tiles of the GPU that the variable SIMT_TILES names, if there is one, and return the architecture."""
+    from trt_kvcache.kernels import attention_tiles
+
+    arch = os.environ.get("SIMT_TILES", ARCH)
+    attention_tiles._SHARED_NBYTES[ARCH] = attention_tiles.shared_limit(arch)
+    return arch
+
+
+def is_chosen(name: str, forms: Sequence[str] = FORMS) -> bool:
+    """Whether a name of ``source_names`` is to be built: what has no form, and these forms of the rest."""
+    return name.partition("-")[2] in ("", *forms)
+
+
+def build_cubins(sanitizer: str = "none", forms: Sequence[str] = FORMS) -> Path:
+    """Return the folder with the kernels of plugins/, compiled for the emulator: those of attention in these forms."""
     from trt_kvcache.kernels.attention_tiles import macros_of
     from trt_kvcache.kernels.sources import cubin_name, source_folder, source_names, source_path
+
+    tiles = use_tiles()
 
     def make(folder: Path) -> None:
         def build(name: str) -> None:
@@ -106,9 +125,9 @@ def build_cubins(sanitizer: str = "none") -> Path:
 
         build_device()
         with ThreadPoolExecutor() as pool:
-            list(pool.map(build, source_names()))
+            list(pool.map(build, [name for name in source_names() if is_chosen(name, forms)]))
 
-    return once(f"cubins-{sanitizer}", [*own_sources(), *sorted(source_folder().glob("*.cu*"))], make)
+    return once("-".join(["cubins", sanitizer, *forms, tiles]), [*own_sources(), *sorted(source_folder().glob("*.cu*"))], make)
 
 
 def build_kernels(

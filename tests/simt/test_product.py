@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+from kernels.attention import DECODE_CASES, GRID, PREFILL_CASES
 
 from simt import run
 from simt.standin import need_compiler
+from trt_kvcache.kernels.attention_tiles import attention_names, macros_of
 from trt_kvcache.kernels.sources import cubin_name, source_folder, source_names
 
 need_compiler()
+
+ATTENTION = "test_attention"
 
 
 def run_tests(cubins: Path, sanitizer: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -21,19 +27,48 @@ def run_tests(cubins: Path, sanitizer: str, *arguments: str) -> subprocess.Compl
     return subprocess.run(command, env=run.environment(cubins, sanitizer), cwd=run.REPOSITORY, capture_output=True, text=True)
 
 
-# Many layers take ThreadSanitizer many seconds and show it nothing new.
-@pytest.mark.parametrize(
-    ("sanitizer", "left_out"), [("address", ""), ("thread", "more_layers"), pytest.param("thread", "", marks=pytest.mark.slow)]
-)
-def test_nothing_is_found(sanitizer, left_out):
-    result = run_tests(run.build_cubins(sanitizer), sanitizer, "tests/kernels", *(["-k", f"not {left_out}"] if left_out else []))
+def count_passed(result: subprocess.CompletedProcess[str]) -> int:
+    """Return how many tests passed; all must."""
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-4000:]
     passed = re.search(r"^(\d+) passed", result.stdout, re.MULTILINE)
     assert passed is not None
-    assert int(passed[1]) > 500
+    return int(passed[1])
+
+
+# Many layers take ThreadSanitizer many seconds and show it nothing new.
+@pytest.mark.parametrize(
+    ("sanitizer", "left_out"),
+    [("address", ATTENTION), ("thread", f"{ATTENTION} or more_layers"), pytest.param("thread", ATTENTION, marks=pytest.mark.slow)],
+)
+def test_nothing_is_found(sanitizer, left_out):
+    assert count_passed(run_tests(run.build_cubins(sanitizer, ()), sanitizer, "tests/kernels", "-k", f"not ({left_out})")) > 500
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("tests", "cases"), [("test_decode", DECODE_CASES), ("test_prefill", PREFILL_CASES)])
+@pytest.mark.parametrize("sanitizer", ["address", "thread"])
+def test_nothing_is_found_in_attention(sanitizer, tests, cases):
+    assert count_passed(run_tests(run.build_cubins(sanitizer), sanitizer, f"tests/kernels/{ATTENTION}.py", "-k", tests)) == len(cases)
+
+
+@pytest.mark.slow
+def test_grid_of_attention():
+    forms = [name.partition("-")[2] for name in attention_names("attention_decode")]
+    result = run_tests(run.build_cubins("none", forms), "none", f"tests/kernels/{ATTENTION}.py", "-m", "device", "-k", "test_grid")
+    assert count_passed(result) == len(GRID)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
+def test_tiles_of_smaller_gpus(arch):
+    command = [sys.executable, str(run.HERE / "run.py"), "-q", "-p", "no:cacheprovider", "-m", "device and not slow"]
+    command += [f"tests/kernels/{ATTENTION}.py"]
+    result = subprocess.run(command, env={**os.environ, "SIMT_TILES": arch}, cwd=run.REPOSITORY, capture_output=True, text=True)
+    assert count_passed(result) == len(DECODE_CASES) + len(PREFILL_CASES)
 
 
 RACE, OVERRUN, BYTES, MISALIGNED = "WARNING: ThreadSanitizer: data race", "heap-buffer-overflow", "bytes differ", "misaligned address"
+DECODE, PREFILL = (f"{ATTENTION}.py::{test}" for test in ("test_decode", "test_prefill"))
 COMPACT, UNIT, ONE_MORE = "test_compaction.py", "(sizeof(Unit)), apart", "(sizeof(Unit)) + 1, apart"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -58,6 +93,43 @@ MISTAKES = {
     "a register for all columns": ("compaction.cuh", "held[i] = units[i]", "held[0] = units[i]", "none", COMPACT, BYTES),
     "stale tokens move too": ("compaction.cuh", "extent(step.tokens), units", "end, units", "none", COMPACT, BYTES),
     "one layout's stride": ("kv.cu", "slot * layer.slot_stride", "slot * 2 * layer.kv_stride", "none", "test_kv_moves.py", BYTES),
+    "fresh rows that the others are not waited for": (
+        "attention_decode.cu",
+        "            __syncthreads();\n            const SharedAddress rows",
+        "            const SharedAddress rows",
+        "thread",
+        DECODE,
+        RACE,
+    ),
+    "rows that do not live": ("attention_decode.cu", "token + row < place.position", "true", "none", DECODE, "isnan"),
+    "one window too wide": ("attention_prefill.cu", "behind >= span", "behind > span", "none", PREFILL, "error <="),
+    "keys of nobody": (
+        "attention_prefill.cu",
+        "const bool lives = tile * kKeys + row < keys_end;",
+        "const bool lives = true;",
+        "none",
+        PREFILL,
+        "isnan",
+    ),
+    "a ticket too few": ("attention_decode.cu", "others = last - first;", "others = last - first - 1;", "none", DECODE, "assert"),
+    "copies that are not waited for": (
+        "attention_decode.cu",
+        "wait_for_copies<kStages - 2>",
+        "wait_for_copies<kStages - 1>",
+        "none",
+        DECODE,
+        "isnan",
+    ),
+    "a slot that is full": ("attention_decode.cu", "position >= call.max_tokens", "position > call.max_tokens", "none", DECODE, "assert"),
+    "a tile that is still read": (
+        "attention_prefill.cu",
+        "__syncthreads();\n        if (tile + kStages - 1",
+        "if (tile + kStages - 1",
+        "thread",
+        PREFILL,
+        RACE,
+    ),
+    "sums of an older maximum": ("attention_prefill.cu", "sums[m][i] *= less;", "", "none", PREFILL, "error <="),
     "the first layer's heads": ("kv.cu", "head(layers)", "head(layers - blockIdx.z)", "none", "test_kv_moves.py", BYTES),
 }
 
@@ -72,11 +144,13 @@ def test_mistake(tmp_path, mistake):
         (tmp_path / source.name).write_text(text.replace(right, wrong) if source.name == file else text)
     cubins = tmp_path / "cubins"
     cubins.mkdir()
-    for name in (cubin_name(source, run.ARCH) for source in source_names()):
-        if name.partition("-")[0] == Path(file).stem or file.endswith(".cuh"):
-            run.build_kernels(tmp_path / f"{name.partition('-')[0]}.cu", cubins / name, sanitizer)
+    forms = run.FORMS if file.startswith("attention") else ()
+    for name in (name for name in source_names() if run.is_chosen(name, forms)):
+        source, cubin = name.partition("-")[0], cubin_name(name, run.ARCH)
+        if source == Path(file).stem or file.endswith(".cuh"):
+            run.build_kernels(tmp_path / f"{source}.cu", cubins / cubin, sanitizer, macros=macros_of(name, run.ARCH))
         else:
-            (cubins / name).symlink_to(run.build_cubins(sanitizer) / name)
+            (cubins / cubin).symlink_to(run.build_cubins(sanitizer, forms) / cubin)
     result = run_tests(cubins, sanitizer, f"tests/kernels/{tests}")
     assert said in result.stdout + result.stderr
     assert result.returncode != 0

@@ -15,7 +15,7 @@ from trt_kvcache.attention_plugin.fields import FIELD_TYPES, AttentionFields
 from trt_kvcache.attention_plugin.shapes import INPUTS, check_dtypes, check_shapes, input_names
 from trt_kvcache.attention_plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, ahead_of_time_module, constant_of
 from trt_kvcache.errors import CudaError, ShapeError
-from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, ELEMENTS, _decode_nbytes, decode_tiles
+from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, ELEMENTS, decode_nbytes, decode_tiles
 from trt_kvcache.kernels.sources import CXX_STANDARD, source_folder
 from trt_kvcache.trt_module import TensorRT
 
@@ -41,7 +41,7 @@ def blocks(fields: AttentionFields) -> int:
 def tiles(head_dim: int) -> tuple[int, int, int]:
     """Return the warps of a block, the stages of a warp's ring, and the bytes of shared memory."""
     tokens = decode_tiles(head_dim, _LIKE)["TOKENS"]
-    sizes = [(warps, stages, _decode_nbytes(head_dim, _ROWS, warps, stages, tokens)) for warps in (4, 2, 1) for stages in (4, 3, 2)]
+    sizes = [(warps, stages, decode_nbytes(head_dim, _ROWS, warps, stages, tokens)) for warps in (4, 2, 1) for stages in (4, 3, 2)]
     return next(one for one in sizes if one[2] <= _SHARED_NBYTES)
 
 

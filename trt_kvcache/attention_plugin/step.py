@@ -72,7 +72,9 @@ class AttentionStep:
             )
         self._memory = memory
         self._bytes: list[BorrowedBytes] = []
-        tensors = {name: self._tensor(shape, dtype if INPUTS[name][1] == "q" else INPUTS[name][1]) for name, shape in shapes.items()}
+        tensors: dict[str, Any] = {
+            name: self._tensor(shape, dtype if INPUTS[name][1] == "q" else INPUTS[name][1]) for name, shape in shapes.items()
+        }
         q = tensors["q"]
         self._out = BorrowedBytes(memory, q.nbytes)
         self._cache = tuple(shapes).index("cache")
@@ -80,13 +82,7 @@ class AttentionStep:
         #: Whether each slot has one new token.
         self.decodes = q.shape[1] == 1
         self._call = AttentionCall(
-            q=q,
-            k=tensors["k"],
-            v=tensors["v"],
-            cache=tensors["cache"],
-            lengths=tensors["lengths"],
-            new_lengths=tensors.get("new_lengths"),
-            cos_sin=tensors.get("cos_sin"),
+            **{"new_lengths": None, "cos_sin": None} | tensors,
             out=DeviceTensor(self._out, shape=q.shape, dtype=dtype),
             scale=fields.factor,
             window=fields.window,

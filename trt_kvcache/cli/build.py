@@ -26,7 +26,10 @@ def build(
     ] = None,
     dtype: Annotated[DTypeName | None, typer.Option(metavar="DTYPE", help=DTYPE_HELP)] = None,
     attention: Annotated[
-        AttentionName, typer.Option(help="mask reads no stale row where a known defect of TensorRT 11.x does.")
+        AttentionName,
+        typer.Option(
+            help="mask reads no stale row where a known defect of TensorRT 11.x does; plugin is our own, over the combined cache."
+        ),
     ] = AttentionName.native,
     flavour: Annotated[
         FlavourName, typer.Option(help="Which TensorRT; auto is full TensorRT where it works, else RTX.")

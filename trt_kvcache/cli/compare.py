@@ -8,10 +8,14 @@ from typing import Annotated
 import typer
 
 from trt_kvcache import opening
+from trt_kvcache.attention_plugin import AttentionFields
+from trt_kvcache.checkpoint import Checkpoint, ModelConfig
 from trt_kvcache.cli.console import messages, say, warn
 from trt_kvcache.cli.interrupt import held_interrupts
 from trt_kvcache.cli.opening import (
+    AttentionName,
     AttentionOption,
+    DTypeName,
     DTypeOption,
     EngineName,
     EngineOption,
@@ -23,6 +27,8 @@ from trt_kvcache.cli.opening import (
 )
 from trt_kvcache.cli.prompts import PromptIds, Prompts, read_prompts
 from trt_kvcache.engine_folder import EngineFolder, is_engine_folder
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.kernels.attention_tiles import ELEMENTS
 from trt_kvcache.session_source import SessionSource
 
 DIFFERS = 3
@@ -45,7 +51,8 @@ def compare(
 ) -> None:
     """Compare ways to run a model on the same tokens: reference engine, full recomputation, and TensorRT where a GPU is.
 
-    Where logits or live cache rows differ, the first step, layer, slot and head are named, and the exit code is 3.
+    Attention runs as TensorRT's own and as the plugin's, beside each other, unless --attention names one. Where logits or live
+    cache rows differ, the first step, layer, slot and head are named, and the exit code is 3.
     """
     from trt_kvcache.compare import TOLERANCES, compare_paths
     from trt_kvcache.comparison import comparison_lines
@@ -55,7 +62,7 @@ def compare(
     if tolerance is not None and not tolerance >= 0:
         raise typer.BadParameter(f"expected 0 or more, got {tolerance}.", param_hint="--tolerance")
 
-    def source(which: EngineName) -> SessionSource:
+    def source(which: EngineName, attention: AttentionName | None = attention) -> SessionSource:
         return session_source(
             folder,
             slots=len(prompts),
@@ -69,8 +76,15 @@ def compare(
 
     reference = source(EngineName.reference)
     paths = [SessionRunner(reference, "reference"), RecomputeRunner(reference, "full recomputation")]
+    if attention is None and is_engine_folder(folder):
+        other = _other_reference(EngineFolder.open(folder))
+        paths.append(SessionRunner(other, f"{other.attention} reference"))
+    elif attention is None:
+        paths.append(SessionRunner(source(EngineName.reference, AttentionName.plugin), "plugin reference"))
     if _with_tensorrt(engine, folder, flavour):
         paths.insert(0, SessionRunner(source(EngineName.tensorrt), "TensorRT"))
+        if attention is None and _plugin_runs(folder, dtype):
+            paths.insert(1, SessionRunner(source(EngineName.tensorrt, AttentionName.plugin), "plugin TensorRT"))
     with messages().status("prefill") as status:
         comparison = compare_paths(
             paths,
@@ -95,3 +109,39 @@ def _with_tensorrt(engine: EngineName, folder: Path, flavour: FlavourName) -> bo
     if reason is not None:
         warn(f"comparing without TensorRT: {reason}")
     return reason is None
+
+
+def _other_reference(engine: EngineFolder) -> SessionSource:
+    """Return the reference engine of the same model and sizes with the attention that the engine was not built with."""
+    config = engine.config
+    return SessionSource(
+        engine.checkpoint_path if engine.checkpoint_path.is_dir() else config.checkpoint.path,
+        engine="reference",
+        max_batch_size=config.cache.max_batch_size,
+        max_sequence_length=config.cache.max_sequence_length,
+        max_prefill_length=config.max_prefill_length,
+        dtype=config.dtype,
+        attention="native" if config.attention_variant == "plugin" else "plugin",
+    )
+
+
+def _plugin_runs(folder: Path, dtype: DTypeName | None) -> bool:
+    """Tell whether TensorRT can run the plugin's attention in a model folder; where its kernels do not serve the model, warn why."""
+    if is_engine_folder(folder):
+        return False
+    with Checkpoint.open(folder) as checkpoint:
+        model = checkpoint.config
+    try:
+        _check_kernels(model, dtype.value if dtype else model.dtype)
+    except ConfigError as error:
+        warn(f"comparing without TensorRT's plugin attention: {error}")
+        return False
+    return True
+
+
+def _check_kernels(model: ModelConfig, dtype: str) -> None:
+    AttentionFields(
+        num_heads=model.num_attention_heads, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, rotary_dim=model.head_dim
+    )
+    if dtype not in ELEMENTS:
+        raise ConfigError(f"dtype: expected one of {', '.join(ELEMENTS)}, got {dtype}.")

@@ -9,8 +9,11 @@ from typing import Annotated
 import typer
 
 from trt_kvcache.cli.console import count, results, say, size, span, table
+from trt_kvcache.engine import TensorMode
 from trt_kvcache.inspection import EngineInspection, inspect_engine
 from trt_kvcache.picture import draw_cache
+from trt_kvcache.segments import SegmentStep
+from trt_kvcache.segments_record import SegmentsRecord
 
 
 def inspect(
@@ -25,6 +28,8 @@ def inspect(
     _print_tensors(found)
     _print_profiles(found)
     _print_attention(found)
+    if found.segments is not None:
+        _print_segments(found.segments)
     _print_sizes(found)
 
 
@@ -63,11 +68,26 @@ def _print_attention(found: EngineInspection) -> None:
     results().print(rows)
 
 
+def _print_segments(segments: SegmentsRecord) -> None:
+    rows = table("step", "reads", "writes", "bytes", numbers=("bytes",), title="Segments and operations")
+    plans = iter(enumerate(segments.plans))
+    for step in segments.steps:
+        if isinstance(step, SegmentStep):
+            index, nbytes = next(plans)
+            sides = [[spec.name for spec in step.tensors if spec.mode is mode] for mode in TensorMode]
+            rows.add_row(f"segment {index}", *map(", ".join, sides), str(nbytes))
+        else:
+            rows.add_row(step.operation, ", ".join(step.inputs), ", ".join(step.outputs), "")
+    results().print(rows)
+
+
 def _print_sizes(found: EngineInspection) -> None:
     memory, cache = found.memory, found.cache
     rows = table("what", "bytes", "size", numbers=("bytes", "size"), title="Sizes")
+    constants = {} if found.segments is None else {"constants.safetensors": found.segments.constants.nbytes}
     sizes = {
         "engine.plan": found.plan_nbytes,
+        **constants,
         "weights of the checkpoint": found.checkpoint.nbytes,
         "K and V of one token": memory.bytes_per_token,
         f"K and V of one sequence of {cache.max_sequence_length}": memory.bytes_per_sequence,

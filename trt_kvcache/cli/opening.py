@@ -41,6 +41,7 @@ class AttentionName(str, Enum):
 
     native = "native"
     mask = "mask"
+    plugin = "plugin"
 
 
 class FlavourName(str, Enum):
@@ -70,7 +71,7 @@ AttentionOption = Annotated[
     AttentionName | None,
     typer.Option(
         "--attention",
-        help="native if left out; mask reads no stale row where a known defect of TensorRT 11.x does.",
+        help="native if left out; mask reads no stale row where a known defect of TensorRT 11.x does; plugin runs our own kernels.",
         rich_help_panel=_MODEL_PANEL,
     ),
 ]

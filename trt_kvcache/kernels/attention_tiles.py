@@ -22,12 +22,14 @@ _SHARED_NBYTES = {
 }
 _LEAST_SHARED_NBYTES = 99 * _KIB
 
+
 def shared_limit(arch: str) -> int:
     """Return the bytes of shared memory that a block may have on ``"sm_90"`` and the like."""
     return _SHARED_NBYTES.get(arch, _LEAST_SHARED_NBYTES)
 
 
-def _decode_nbytes(head_dim: int, rows: int, warps: int, stages: int, tokens: int) -> int:
+def decode_nbytes(head_dim: int, rows: int, warps: int, stages: int, tokens: int) -> int:
+    """Return the bytes of shared memory of a decode block with tiles of these sizes."""
     row = row_nbytes(head_dim, "float16")
     return (2 * warps * stages * tokens + stages * (rows + 4) + 2) * row + 8 * warps * rows + 16
 
@@ -37,7 +39,7 @@ def decode_tiles(head_dim: int, arch: str) -> dict[str, int]:
     """Return macros of ``attention_decode.cu``: warps of a block, stages of a warp's ring, tokens of a tile, blocks of a multiprocessor."""
     tokens = 32 if head_dim <= 64 else 16
     for warps in (8, 4, 2):
-        fitting = [n for n in (2, 3, 4) if _decode_nbytes(head_dim, DECODE_ROWS[-1], warps, n, tokens) <= shared_limit(arch)]
+        fitting = [n for n in (2, 3, 4) if decode_nbytes(head_dim, DECODE_ROWS[-1], warps, n, tokens) <= shared_limit(arch)]
         if fitting:
             break
     return {"WARPS": warps, "STAGES": fitting[-1], "TOKENS": tokens, "BLOCKS": 1, "LEAST": 4, "CROSSING": 8, "CHAINS": 2}
@@ -46,7 +48,7 @@ def decode_tiles(head_dim: int, arch: str) -> dict[str, int]:
 def decode_shared_nbytes(head_dim: int, rows: int, arch: str) -> int:
     """Return the bytes of shared memory of a decode block."""
     tiles = decode_tiles(head_dim, arch)
-    return _decode_nbytes(head_dim, rows, tiles["WARPS"], tiles["STAGES"], tiles["TOKENS"])
+    return decode_nbytes(head_dim, rows, tiles["WARPS"], tiles["STAGES"], tiles["TOKENS"])
 
 
 @cache
@@ -58,6 +60,8 @@ def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
         return {"WARPS": 8 if large else 4, "MATRICES": 1, "KEYS": 64 if large else 32, "STAGES": 2, "BLOCKS": 1}
     if limit == _LEAST_SHARED_NBYTES:
         return {"WARPS": 4, "MATRICES": 1, "KEYS": 32, "STAGES": 2, "BLOCKS": 2}
+    if limit >= 227 * _KIB and head_dim > 64:
+        return {"WARPS": 8, "MATRICES": 1, "KEYS": 128, "STAGES": 2, "BLOCKS": 1}
     return {"WARPS": 4, "MATRICES": 2, "KEYS": 64 if limit >= 227 * _KIB else 32, "STAGES": 2, "BLOCKS": 2}
 
 

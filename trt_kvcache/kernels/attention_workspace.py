@@ -7,6 +7,7 @@ from typing import Any
 from trt_kvcache.checks import int_in_range
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import PlaceError, ShapeError
+from trt_kvcache.kernels.layer_views import check_open
 from trt_kvcache.layout import dense_nbytes
 from trt_kvcache.memory import Memory
 from trt_kvcache.tensor import DeviceTensor
@@ -56,13 +57,14 @@ class AttentionWorkspace(Uncopyable):
         )
 
     def check(self, name: str, cache: DeviceTensor, num_heads: int) -> None:
-        """Check that it serves calls over this cache ``[B, 2, H, S, D]``. Raises PlaceError or ShapeError."""
+        """Check that it serves calls over this cache ``[B, 2, H, S, D]``. Raises PlaceError, ShapeError or ClosedError."""
         slots, _, kv_heads, _, head_dim = cache.shape
         if self.tickets.memory is not cache.memory:
             raise PlaceError(f"{name}: expected one of {cache.memory.device}, got one of {self.tickets.memory.device}.")
         nbytes = dense_nbytes(partials_shape(self.blocks, num_heads // kv_heads, head_dim), "float32")
         if len(self.tickets) < slots * kv_heads or (not cache.memory.is_host and self.partials.nbytes < nbytes):
             raise ShapeError(f"{name}: expected one made for {slots} slots of {num_heads} over {kv_heads} heads of {head_dim}, got less.")
+        check_open(name, self.tickets)
 
     def close(self) -> None:
         """Release the memory. Idempotent."""

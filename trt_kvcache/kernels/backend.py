@@ -23,6 +23,9 @@ class Backend(Protocol):
     def attend(self, call: AttentionCall, workspace: AttentionWorkspace, stream: Any) -> None:
         """Turn, append, and attend."""
 
+    def embed(self, table: DeviceTensor, ids: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
+        """Gather the rows ``[vocab, hidden]`` of ids ``[B, s]``; zeros for an id outside."""
+
     def increment_scalar(self, lengths: DeviceTensor, increment: int, stream: Any) -> None:
         """Add one number to all lengths."""
 

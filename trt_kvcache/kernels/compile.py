@@ -51,7 +51,7 @@ def compile_cubin(name: str, arch: str) -> bytes:
         arch=arch,
         std=CXX_STANDARD,
         include_path=str(source.parent),
-        define_macro=list(macros_of(name, arch).items()),
+        define_macro=list(macros_of(name, arch).items()) or None,
         device_as_default_execution_space=True,  # for lambdas; NVRTC 13.0 does not take them for device code by itself
     )
     try:

@@ -1,8 +1,9 @@
-"""Self-attention over the cache: project, rotate, write the new rows, attend, project back."""
+"""Self-attention over the cache: project, rotate, write the new rows, attend, project back; the middle may be an operation."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +12,10 @@ from trt_kvcache.names import TensorNames
 from trt_kvcache.network.decomposable import AttentionChoice
 from trt_kvcache.network.graph import Graph
 from trt_kvcache.network.kv_update import update_cache
-from trt_kvcache.network.lengths import StepLengths
 from trt_kvcache.network.linear import linear
+from trt_kvcache.network.operations import AttentionOperation
 from trt_kvcache.network.rms_norm import rms_norm
-from trt_kvcache.network.rope import RopeTables, rotate
+from trt_kvcache.network.rope import rotate
 from trt_kvcache.network.weights import Weights
 
 
@@ -28,29 +29,61 @@ class AttentionContext:
     names : TensorNames
     max_sequence_length : int
         S.
-    lengths : StepLengths
-    tables : RopeTables
+    lengths : StepLengths, or None
+    tables : RopeTables, or None
+        Neither for the ``plugin`` variant.
     mask : ITensor ``[B, 1, s, S]`` bool, or None
         Only for the ``mask`` variant.
+    operation : AttentionOperation, or None
+        Only for the ``plugin`` variant.
     """
 
     model: ModelConfig
     names: TensorNames
     max_sequence_length: int
-    lengths: StepLengths
-    tables: RopeTables
+    lengths: Any = None
+    tables: Any = None
     mask: Any = None
+    operation: AttentionOperation | None = None
 
 
-def self_attention(graph: Graph, x: Any, weights: Weights, module: str, context: AttentionContext, choice: AttentionChoice) -> Any:
-    """Apply the attention ``module`` to ``x`` ``[B, s, hidden]``; the shape stays."""
+def self_attention(
+    graph: Graph, x: Any, weights: Weights, module: str, context: AttentionContext, choice: AttentionChoice, *, residual: Any
+) -> tuple[Any, Any]:
+    """Apply the attention ``module`` to ``x`` ``[B, s, hidden]``.
+
+    Returns
+    -------
+    ITensor ``[B, s, hidden]``
+    residual : ITensor
+        What was given, or its like in the network that goes on: see :class:`~trt_kvcache.network.operations.AttentionOperation`.
+    """
+    model = context.model
+    counts = {"q": model.num_attention_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}
+    q, k, v = (_heads(graph, x, weights, module, side, count, context) for side, count in counts.items())
+    if context.operation is not None:
+        mixed, residual = context.operation.attend(graph, choice.layer, (q, k, v), residual)
+    else:
+        mixed = _attend_natively(graph, (q, k, v), module, context, choice)
+    width = model.num_attention_heads * model.head_dim
+    transpose = None if context.operation else (0, 2, 1, 3)
+    merged = graph.shuffle(f"{module}/merge_heads", mixed, first_transpose=transpose, reshape=(0, 0, width))
+    return linear(graph, merged, weights, f"{module}.o_proj", bias=model.o_bias), residual
+
+
+def _heads(graph: Graph, x: Any, weights: Weights, module: str, side: str, heads: int, context: AttentionContext) -> Any:
+    """Project ``[B, s, hidden]``, split it into ``[B, heads, s, D]``, or ``[B, s, heads, D]`` for an operation, and norm it."""
+    model, name = context.model, f"{module}.{side}_proj"
+    y = linear(graph, x, weights, name, bias=model.qkv_bias)
+    transpose = None if context.operation else (0, 2, 1, 3)
+    y = graph.shuffle(f"{name}/split_heads", y, reshape=(0, 0, heads, model.head_dim), second_transpose=transpose)
+    return rms_norm(graph, y, weights, f"{module}.{side}_norm", epsilon=model.rms_norm_eps) if model.qk_norm and side != "v" else y
+
+
+def _attend_natively(graph: Graph, qkv: Sequence[Any], module: str, context: AttentionContext, choice: AttentionChoice) -> Any:
+    """Rotate, write the new rows, attend: ``[B, heads, s, D]`` to ``[B, Hq, s, D]``."""
     model, lengths = context.model, context.lengths
-    q = _heads(graph, x, weights, f"{module}.q_proj", model.num_attention_heads, model)
-    k = _heads(graph, x, weights, f"{module}.k_proj", model.num_kv_heads, model)
-    v = _heads(graph, x, weights, f"{module}.v_proj", model.num_kv_heads, model)
-    if model.qk_norm:
-        q = rms_norm(graph, q, weights, f"{module}.q_norm", epsilon=model.rms_norm_eps)
-        k = rms_norm(graph, k, weights, f"{module}.k_norm", epsilon=model.rms_norm_eps)
+    q, k, v = qkv
     q = _scale(graph, f"{module}/q", rotate(graph, f"{module}/q", q, context.tables, lengths.position_ids), model.head_dim)
     k = graph.cast(f"{module}/k/to_{graph.dtype}", rotate(graph, f"{module}/k", k, context.tables, lengths.position_ids), graph.dtype)
 
@@ -58,17 +91,7 @@ def self_attention(graph: Graph, x: Any, weights: Weights, module: str, context:
     shape = (model.num_kv_heads, context.max_sequence_length, model.head_dim)
     keys = update_cache(graph, cache=k_cache, shape=shape, rows=k, start_index=lengths.start_index)
     values = update_cache(graph, cache=v_cache, shape=shape, rows=v, start_index=lengths.start_index)
-
-    mixed = _attend(graph, f"{module}/attend", q, keys, values, context, choice)
-    width = model.num_attention_heads * model.head_dim
-    merged = graph.shuffle(f"{module}/merge_heads", mixed, first_transpose=(0, 2, 1, 3), reshape=(0, 0, width))
-    return linear(graph, merged, weights, f"{module}.o_proj", bias=model.o_bias)
-
-
-def _heads(graph: Graph, x: Any, weights: Weights, module: str, heads: int, model: ModelConfig) -> Any:
-    """Project ``[B, s, hidden]`` and split it into ``[B, heads, s, D]``."""
-    y = linear(graph, x, weights, module, bias=model.qkv_bias)
-    return graph.shuffle(f"{module}/split_heads", y, reshape=(0, 0, heads, model.head_dim), second_transpose=(0, 2, 1, 3))
+    return _attend(graph, f"{module}/attend", q, keys, values, context, choice)
 
 
 def _scale(graph: Graph, name: str, q: Any, head_dim: int) -> Any:

@@ -16,7 +16,7 @@ def decoder_layer(graph: Graph, x: Any, weights: Weights, context: AttentionCont
     """Apply layer ``choice.layer`` to ``x`` ``[B, s, hidden]``; the shape stays."""
     module, epsilon = f"model.layers.{choice.layer}", context.model.rms_norm_eps
     normed = rms_norm(graph, x, weights, f"{module}.input_layernorm", epsilon=epsilon)
-    attended = self_attention(graph, normed, weights, f"{module}.self_attn", context, choice)
+    attended, x = self_attention(graph, normed, weights, f"{module}.self_attn", context, choice, residual=x)
     x = graph.elementwise(f"{module}/add_attention", x, "SUM", attended)
     normed = rms_norm(graph, x, weights, f"{module}.post_attention_layernorm", epsilon=epsilon)
     return graph.elementwise(f"{module}/add_mlp", x, "SUM", mlp(graph, normed, weights, f"{module}.mlp", bias=context.model.mlp_bias))

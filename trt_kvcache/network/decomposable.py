@@ -23,7 +23,7 @@ class AttentionChoice:
     ----------
     layer : int
     variant : str
-        ``"native"`` (causal from the lower right, with key lengths) or ``"mask"`` (explicit mask).
+        ``"native"`` (causal from the lower right, with key lengths), ``"mask"`` (explicit mask) or ``"plugin"`` (our own).
     decomposable : bool
         Whether TensorRT may use plain layers instead of a fused kernel.
     reason : str
@@ -39,8 +39,10 @@ class AttentionChoice:
 def choose(
     layer: int, variant: str, *, dtype: str, num_attention_heads: int, head_dim: int, min_batch_size: int, max_sequence_length: int
 ) -> AttentionChoice:
-    """Choose for one layer. The limits were found by building with TensorRT for RTX 1.7 and hold for both variants."""
+    """Choose for one layer. The limits were found by building with TensorRT for RTX 1.7 and hold for both variants of TensorRT."""
     reason = ""
+    if variant == "plugin":
+        return AttentionChoice(layer=layer, variant=variant, decomposable=False)
     if dtype == "float32":
         reason = "no fused attention in float32"
     elif min_batch_size * num_attention_heads < FUSED_DECODE_MIN_QUERY_HEADS:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from trt_kvcache.checkpoint import ModelConfig, rope_table
 from trt_kvcache.network.graph import Graph
 
@@ -21,6 +23,11 @@ def rope_tables(graph: Graph, model: ModelConfig, *, length: int) -> RopeTables:
     """Add the tables for positions ``0 .. length - 1``."""
     cos, sin = rope_table(model.rope, model.head_dim, length)
     return RopeTables(graph.constant("rope/cos", cos), graph.constant("rope/sin", sin))
+
+
+def cos_sin(model: ModelConfig, *, length: int) -> np.ndarray[Any, Any]:
+    """Return both tables in one array, as our own attention takes them: float32 ``[S, 2, D / 2]``."""
+    return np.stack(rope_table(model.rope, model.head_dim, length), axis=1)
 
 
 def rotate(graph: Graph, name: str, x: Any, tables: RopeTables, position_ids: Any) -> Any:

@@ -59,14 +59,16 @@ class BoundTensors:
         return self._shapes[name]
 
     def array(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """Return the memory bound to ``name`` as an array of ``shape`` over the same bytes.
+        """Return what :meth:`tensor` does as an array over the same bytes. Raises :class:`ClosedError` if their owner is closed."""
+        return self._memory.array(self.tensor(name, shape))
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> DeviceTensor:
+        """Return the memory bound to ``name`` as a tensor of ``shape`` over the same bytes.
 
         Raises
         ------
         EngineError
             Nothing is bound, what is bound is too small, or an output is not bound where its input is.
-        ClosedError
-            The owner of the memory is closed.
         """
         tensor = self._bound_tensor(name)
         if dense_nbytes(shape, tensor.dtype) > tensor.nbytes:
@@ -77,7 +79,7 @@ class BoundTensors:
                 f"`{name}`: expected the address of `{alias}`, {self._bound_tensor(alias).ptr:#x}, got {tensor.ptr:#x}. "
                 "The cache is updated in place: bind both to one view."
             )
-        return self._memory.array(DeviceTensor(tensor.allocation, shape=shape, dtype=tensor.dtype, offset=tensor.offset))
+        return DeviceTensor(tensor.allocation, shape=shape, dtype=tensor.dtype, offset=tensor.offset)
 
     def release(self) -> None:
         """Let go of what is bound."""

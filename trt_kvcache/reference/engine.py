@@ -14,14 +14,15 @@ from trt_kvcache.checkpoint.model_config import ModelConfig
 from trt_kvcache.checkpoint.rope import rope_table
 from trt_kvcache.checks import int_in_range
 from trt_kvcache.config import KVCacheConfig, KVLayerConfig
-from trt_kvcache.decoder_tensors import decoder_profiles, decoder_tensors
+from trt_kvcache.decoder_tensors import cache_layout, decoder_profiles, decoder_tensors
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.errors import ClosedError, ConfigError, EngineError, PlaceError, RangeError
 from trt_kvcache.memory import HostMemory
 from trt_kvcache.names import DEFAULT_NAMES, TensorNames
+from trt_kvcache.reference.attention import Attention, CombinedAttention, LayerAttention, SeparateAttention, angles_at
 from trt_kvcache.reference.bound import BoundTensors
-from trt_kvcache.reference.model import Attention, decoder_step
+from trt_kvcache.reference.model import decoder_step
 from trt_kvcache.reference.weights import DecoderWeights, load_weights
 from trt_kvcache.tensor import DeviceTensor
 
@@ -29,7 +30,7 @@ from trt_kvcache.tensor import DeviceTensor
 class ReferenceEngine:
     """A decoder in NumPy with the tensors, aliases and profiles of the TensorRT engine of the same model.
 
-    It reads and writes the *bound* cache memory as TensorRT's KVCacheUpdate and attention layers do: a step of width s
+    It reads and writes the *bound* cache memory as TensorRT's KVCacheUpdate and attention layers, or our plugin, do: a step of width s
     writes rows ``start .. start + s - 1`` of every slot of the call (those past S are dropped) and nothing else. Weights are
     rounded to the dtype of the cache, everything is accumulated in float32.
 
@@ -41,9 +42,10 @@ class ReferenceEngine:
         The cache that will be bound; its dtype is the engine's. The dtypes with scales are storage only and refused.
     max_prefill_length : int
         Most new tokens per slot in one step, ``1 <= max_prefill_length <= S``.
-    attention : ``"native"`` or ``"mask"``
-        ``"native"`` never reads a row past ``start + s``. ``"mask"`` reads all S rows with a weight of 0 for dead ones, so that
-        a NaN there shows, as with the explicit-mask variant on a device.
+    attention : ``"native"``, ``"mask"`` or ``"plugin"``
+        ``"native"`` and ``"plugin"`` never read a row past ``start + s``. ``"mask"`` reads all S rows with a weight of 0 for dead
+        ones, so that a NaN there shows, as with the explicit-mask variant on a device. ``"plugin"`` is for COMBINED caches, the
+        others are for SEPARATE ones.
     names : TensorNames
     memory : HostMemory
         That bound tensors must be in.
@@ -80,6 +82,8 @@ class ReferenceEngine:
         _check_cache(checkpoint.config, kv)
         if attention not in get_args(Attention):
             raise ConfigError(f"attention: expected one of {', '.join(get_args(Attention))}, got {attention!r}.")
+        if kv.layout is not cache_layout(attention):
+            raise ConfigError(f"kv.layout: expected {cache_layout(attention)} for attention {attention!r}, got {kv.layout}.")
         width = int_in_range("max_prefill_length", max_prefill_length, 1, kv.max_sequence_length, error=ConfigError)
         self._config = checkpoint.config
         self._kv = kv
@@ -152,15 +156,15 @@ class ReferenceEngine:
             if spec.mode is TensorMode.INPUT and bound.shape(name)[0] != slots:
                 raise EngineError(f"`{name}`: expected {slots} slots as `{names.input_ids}` has, got shape {bound.shape(name)}.")
         input_ids = bound.array(names.input_ids, (slots, width))
-        start = bound.array(names.kvcache_start_index, (slots,))
+        start = bound.tensor(names.kvcache_start_index, (slots,))
         last = bound.array(names.last_token_ids, (slots, 1))[:, 0]
         logits = bound.array(names.logits, (slots, self._config.vocab_size))
-        caches = [self._layer_cache(layer, slots) for layer in range(self._config.num_layers)]
+        attentions = self._attentions(slots, width, start, stream)
         _check_values(names.input_ids, input_ids, self._config.vocab_size - 1)
         _check_values(names.last_token_ids, last, width - 1)
-        _check_values(names.kvcache_start_index, start, self._kv.max_sequence_length)
+        _check_values(names.kvcache_start_index, self._memory.array(start), self._kv.max_sequence_length)
         with np.errstate(over="ignore", invalid="ignore"):
-            logits[...] = decoder_step(self._config, weights, self._rope, caches, input_ids, start, last, attention=self._attention)
+            logits[...] = decoder_step(self._config, weights, attentions, input_ids, last)
 
     def close(self) -> None:
         """Release the weights and let go of what was bound. Idempotent."""
@@ -168,15 +172,25 @@ class ReferenceEngine:
         for bound in self._bound:
             bound.release()
 
-    def _layer_cache(self, layer: int, slots: int) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
-        """Return K and V of one layer, ``[slots, H, S, D]``, each bound as input and, at the same address, as output."""
-        k, v = (self._in_place(name, present, slots) for name, present in self._names.cache_pairs(layer))
-        return k, v
+    def _attentions(self, slots: int, width: int, start: DeviceTensor, stream: Any) -> list[LayerAttention]:
+        """Return the attention of each layer over what is bound, each cache as input and, at the same address, as output."""
+        combined = self._attention == "plugin"
+        caches = [
+            [self._in_place(*pair, slots) for pair in self._names.layer_pairs(layer, combined=combined)]
+            for layer in range(self._config.num_layers)
+        ]
+        if combined:
+            cos_sin = self._memory.to_device(np.stack(self._rope, axis=1), stream=stream)
+            return [CombinedAttention(cos_sin, cache, start, stream) for (cache,) in caches]
+        first, masked = self._memory.array(start), self._attention == "mask"
+        angles = angles_at(self._rope, first, width)
+        sides = [[self._memory.array(side) for side in cache] for cache in caches]
+        return [SeparateAttention(angles, k, v, first, masked=masked) for k, v in sides]
 
-    def _in_place(self, name: str, present: str, slots: int) -> npt.NDArray[Any]:
+    def _in_place(self, name: str, present: str, slots: int) -> DeviceTensor:
         shape = (slots, *self._tensors[name].shape[1:])
-        self._current.array(name, shape)
-        return self._current.array(present, shape)
+        self._current.tensor(name, shape)
+        return self._current.tensor(present, shape)
 
     def _open_weights(self) -> DecoderWeights:
         if self._weights is None:

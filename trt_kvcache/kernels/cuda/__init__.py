@@ -5,6 +5,7 @@ once before capturing it.
 """
 
 from trt_kvcache.kernels.cuda.attention import attend
+from trt_kvcache.kernels.cuda.embedding import embed
 from trt_kvcache.kernels.cuda.kv import compact_layers, copy_layer, instantiate_layers, save_layers
 from trt_kvcache.kernels.cuda.lengths import compact_lengths, increment_scalar, increment_tensor, store_values
 from trt_kvcache.kernels.cuda.rows import compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
@@ -16,6 +17,7 @@ __all__ = [
     "compact_rows",
     "copy_layer",
     "copy_rows",
+    "embed",
     "increment_scalar",
     "increment_tensor",
     "instantiate_layers",

@@ -1,6 +1,7 @@
 """The kernels in NumPy, for host memory. Arguments were checked by the caller; ``stream`` has nothing to do here."""
 
 from trt_kvcache.kernels.host.attention import attend
+from trt_kvcache.kernels.host.embedding import embed
 from trt_kvcache.kernels.host.kv import compact_layers, copy_layer, instantiate_layers, save_layers
 from trt_kvcache.kernels.host.lengths import compact_lengths, increment_scalar, increment_tensor, store_values
 from trt_kvcache.kernels.host.rows import compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
@@ -12,6 +13,7 @@ __all__ = [
     "compact_rows",
     "copy_layer",
     "copy_rows",
+    "embed",
     "increment_scalar",
     "increment_tensor",
     "instantiate_layers",

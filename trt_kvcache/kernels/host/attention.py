@@ -20,7 +20,7 @@ def _turn(rows: Array, angles: Array | None) -> Array:
     half = angles.shape[2]
     cos, sin = angles[:, None, 0], angles[:, None, 1]
     low, high = (rows[..., first : first + half].astype(np.float32) for first in (0, half))
-    turned = rows.copy()
+    turned: Array = rows.copy()
     turned[..., :half] = (low * cos - high * sin).astype(rows.dtype)
     turned[..., half : 2 * half] = (high * cos + low * sin).astype(rows.dtype)
     return turned

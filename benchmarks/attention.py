@@ -1,0 +1,369 @@
+"""The attention kernels on a GPU, beside those of others: is it right, and how fast is it. Needs torch.
+
+    python benchmarks/attention.py [--quick] [--max-seconds 240] [--only decode|prefill] [--dims 64,128] [--tiles WARPS=8,KEYS=64,...]
+
+Decode, against the copy bandwidth: caches take turns, so that none is in L2. Prefill, against a matrix product of torch. Each has
+two rows: attention alone (a decode step appends its row all the same), and RoPE, append and attention; the others only attend. All
+run in CUDA graphs. First everything is compared: with float64 in NumPy, and on the GPU where it is large. ``--tiles`` tries other
+tiles in the kernel of ``--only``; one process can try only one set of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.util
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from environment import describe_environment
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parent / "tests"))
+
+from kernels import attention as cases  # noqa: E402
+
+from trt_kvcache import CudaMemory, DeviceTensor  # noqa: E402
+from trt_kvcache.dtypes import itemsize  # noqa: E402
+from trt_kvcache.kernels import AttentionWorkspace, attend, attention_tiles  # noqa: E402
+from trt_kvcache.kernels.attention import AttentionCall  # noqa: E402
+from trt_kvcache.kernels.cuda import attention as launcher  # noqa: E402
+from trt_kvcache.layout import dense_nbytes  # noqa: E402
+
+#: Decode: share of the copy bandwidth from 64 MB, and microseconds up to 8 MB; its time over the best other's from 64 MB, and with 8
+#: query heads over 1 (these differ by 2 % from run to run). Prefill: TFLOP/s over torch's FLASH_ATTENTION.
+LIMITS = {"of_copy": 0.85, "small_us": 8.0, "of_best_peer": 1.02, "group_8_of_1": 1.02, "of_flash": 0.9}
+
+KV_HEADS, RUNS = 8, 7
+_LARGE_MB, _SMALL_MB, _MIB = 64, 8, 2**20
+_ROTATED_NBYTES = 256 * _MIB  # several times an L2
+_GRAPH_SECONDS = 2e-3  # of work in a graph, where that is more than all caches once
+
+# Batch, new tokens, past tokens at most, query heads of a K/V head, head dim.
+_LARGE = {
+    "decode": [
+        *((5, 1, 40000, 4, 128), (3, 1, 9000, 16, 256), (70, 1, 3000, 8, 64)),
+        *((9, 1, 5000, 1, 128), (1, 1, 131000, 8, 96), (4, 1, 6000, 7, 80)),
+    ],
+    "prefill": [
+        *((2, 1500, 0, 4, 128), (2, 333, 2100, 4, 128), (1, 600, 77, 2, 256)),
+        *((2, 1000, 500, 1, 64), (2, 700, 10, 4, 96), (1, 500, 0, 8, 80)),
+    ],
+}
+_HEADS = [(4, 128), (8, 128), (1, 128), (4, 64), (4, 256)]
+_FLEX = {(8, 1, 8192, 4, 128), (1, 8192, 0, 4, 128)}  # torch compiles it anew for each shape
+
+Shape = tuple[int, int, int, int, int]
+Call = Callable[[], object]
+
+
+def shapes(which: str, quick: bool, dims: Sequence[int]) -> list[Shape]:
+    """Return what is measured, in the order of :data:`_LARGE`."""
+    heads = [(group, dim) for group, dim in (_HEADS[:1] if quick else _HEADS) if dim in dims] or [(4, dim) for dim in dims]
+    if which == "decode":
+        lengths = (1024, 8192, 32768) if quick else (1024, 4096, 8192, 32768, 131072)
+        return [(batch, 1, length, *one) for one in heads for batch in (1, 8, 32) for length in lengths]
+    widths = (2048, 8192) if quick else (512, 1024, 2048, 4096, 8192, 16384, 32768)
+    chunks = [] if quick else [(1, 512, 8192, *heads[0]), (1, 2048, 32768, *heads[0])]
+    return [(1, width, 0, *one) for one in heads for width in widths] + chunks
+
+
+class Gpu:
+    """Our memory and stream, and torch on that stream."""
+
+    def __init__(self) -> None:
+        self.memory = CudaMemory()
+        self.stream = self.memory.create_stream()
+        self.torch_stream = torch.cuda.ExternalStream(int(self.stream.handle))
+
+    def tensor(self, shape: tuple[int, ...], dtype: str = "float16") -> tuple[DeviceTensor, Any]:
+        """Return a tensor, and torch's view of it, filled with random numbers."""
+        mine = DeviceTensor(self.memory.allocate(dense_nbytes(shape, dtype), stream=self.stream), shape=shape, dtype=dtype)
+        view = torch.from_dlpack(mine)
+        return mine, view.zero_() if dtype == "int32" else view.normal_()
+
+    def seconds(self, calls: Sequence[Callable[[Any], object]], least: float) -> float:
+        """Return the seconds of one of our calls, in a graph of all of them; ``least`` is about what one takes."""
+        calls[0](self.stream)
+        repeats = _repeats(len(calls), least)
+        builder = self.stream.create_graph_builder()
+        builder.begin_building()
+        for call in [*calls] * repeats:
+            call(builder)
+        graph = builder.end_building().complete()
+        return _elapsed(lambda: graph.launch(self.stream)) / (repeats * len(calls))
+
+
+def _repeats(calls: int, least: float) -> int:
+    return max(1, min(64, round(_GRAPH_SECONDS / least)) // calls)
+
+
+def _elapsed(call: Call) -> float:
+    times = []
+    for _ in range(RUNS):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return median(times[1:])
+
+
+def _torch_seconds(calls: Sequence[Call], least: float) -> float:
+    calls[0]()
+    torch.cuda.synchronize()
+    graph, repeats = torch.cuda.CUDAGraph(), _repeats(len(calls), least)
+    with torch.cuda.graph(graph):
+        for call in [*calls] * repeats:
+            call()
+    return _elapsed(graph.replay) / (repeats * len(calls))
+
+
+def _copy_bandwidth() -> float:
+    source = torch.ones(1 << 30, dtype=torch.uint8, device="cuda")
+    to = torch.empty_like(source)
+    return 2 * source.numel() / _elapsed(lambda: to.copy_(source))
+
+
+def _matrix_peak() -> float:
+    a, b = (torch.randn((8192, 8192), dtype=torch.float16, device="cuda") for _ in range(2))
+    return 2 * 8192**3 / _elapsed(lambda: a @ b)
+
+
+class Problem:
+    """One shape: tensors, and calls of ours over ``copies`` caches."""
+
+    def __init__(self, gpu: Gpu, shape: Shape, copies: int = 1, dtype: str = "float16") -> None:
+        batch, width, past, group, dim = shape
+        heads, tokens = KV_HEADS * group, past + width
+        workspace = AttentionWorkspace(
+            gpu.memory, max_batch_size=batch, num_heads=heads, num_kv_heads=KV_HEADS, head_dim=dim, stream=gpu.stream
+        )
+        (q, self.q), (out, self.out) = (gpu.tensor((batch, width, heads, dim), dtype) for _ in range(2))
+        (k, self.k), (v, self.v) = (gpu.tensor((batch, width, KV_HEADS, dim), dtype) for _ in range(2))
+        lengths, self.lengths = gpu.tensor((batch,), "int32")
+        table, angles = gpu.tensor((tokens, 2, dim // 2), "float32")
+        self.lengths.fill_(past)
+        angles.copy_(torch.stack([angles[:, 0].cos(), angles[:, 0].sin()], 1))
+        made = [gpu.tensor((batch, 2, KV_HEADS, tokens, dim), dtype) for _ in range(copies)]
+        self.caches = [view for _, view in made]
+
+        fixed = {"q": q, "k": k, "v": v, "lengths": lengths, "out": out}
+
+        def calls(cos_sin: DeviceTensor | None) -> list[Callable[[Any], object]]:
+            options = {**fixed, "workspace": workspace, "cos_sin": cos_sin}
+            return [lambda stream, c=cache: attend(**options, cache=c, stream=stream) for cache, _ in made]
+
+        def alone(cache: DeviceTensor) -> Callable[[Any], object]:
+            options = {"new_lengths": None, "cos_sin": None, "scale": dim**-0.5, "window": 0, "softcap": 0.0}
+            call = AttentionCall(**fixed, **options, cache=cache)
+            return lambda stream: launcher._prefill(call, stream)
+
+        self.calls = calls(None)
+        self.rows = {
+            "attention": [alone(cache) for cache, _ in made] if width > 1 else self.calls,
+            "rope_append_attention": calls(table),
+        }
+
+    def error(self) -> float:
+        """Return max|error| / max|reference| over slots and some heads, without RoPE; the reference is in float64."""
+        worst, (batch, width, heads, dim) = 0.0, self.q.shape
+        for slot in range(batch):
+            n = int(self.lengths[slot]) + width
+            future = torch.ones(width, n, dtype=torch.bool, device="cuda").triu(n - width + 1)
+            for head in range(0, heads, heads // 4):
+                keys, values = self.caches[0][slot, :, head * KV_HEADS // heads, :n].double()
+                scores = (self.q[slot, :, head].double() @ keys.T) * dim**-0.5
+                expected = scores.masked_fill(future, -torch.inf).softmax(-1) @ values
+                error = float((self.out[slot, :, head].double() - expected).abs().max() / expected.abs().max())
+                worst = max(worst, error if error == error else torch.inf)
+        return worst
+
+
+def check(gpu: Gpu, which: str) -> dict[str, float]:
+    """Compare; the dead rows are NaN. Returns the errors of the large shapes."""
+    errors = {}
+    for dtype, tolerance in cases.TOLERANCE.items():
+        for case in getattr(cases, f"{which.upper()}_CASES").values():
+            cases.check(dataclasses.replace(case, dtype=dtype), gpu.memory, gpu.stream)
+        for shape in _LARGE[which]:
+            problem = Problem(gpu, shape, dtype=dtype)
+            problem.lengths.copy_(torch.randint(0, shape[2] + 1, (shape[0],), device="cuda"))
+            for slot, length in enumerate(problem.lengths.tolist()):
+                problem.caches[0][slot, :, :, length:] = torch.nan
+            for _ in range(2):
+                problem.calls[0](gpu.stream)
+            error = problem.error()
+            assert error <= tolerance, f"{which}, {dtype}, {shape}: error {error:.2e} over {tolerance:g}"
+            errors[f"{dtype} {shape}"] = float(f"{error:.2e}")
+    return errors
+
+
+def _peers(problem: Problem, shape: Shape) -> Iterator[tuple[str, Callable[[], list[Call]]]]:
+    """Yield names of others, and what makes their calls: one for each cache, over K and V as each wants them."""
+    batch, width, past, *_ = shape
+    causal, q = width > 1, problem.q
+
+    def kv(heads_first: bool) -> list[tuple[Any, Any]]:
+        both = [(c[:, 0], c[:, 1]) for c in problem.caches] if past else [(problem.k.transpose(1, 2), problem.v.transpose(1, 2))]
+        return [tuple((x if heads_first else x.transpose(1, 2)).contiguous() for x in one) for one in both]  # type: ignore[misc]
+
+    def sdpa(backend: Any) -> list[Call]:
+        rows = q.transpose(1, 2).contiguous()
+
+        def call(k: Any, v: Any) -> None:
+            with sdpa_kernel(backend):
+                scaled_dot_product_attention(rows, k, v, is_causal=causal, enable_gqa=rows.shape[1] != KV_HEADS)
+
+        return [lambda k=k, v=v: call(k, v) for k, v in kv(True)]
+
+    def flex() -> list[Call]:
+        module = importlib.import_module("torch.nn.attention.flex_attention")
+        mask = module.create_block_mask(lambda b, h, i, j: i >= j, None, None, width, width) if causal else None
+        attention, rows = torch.compile(module.flex_attention), q.transpose(1, 2).contiguous()
+        return [lambda k=k, v=v: attention(rows, k, v, block_mask=mask, enable_gqa=rows.shape[1] != KV_HEADS) for k, v in kv(True)]
+
+    def flash_attention() -> list[Call]:
+        module = importlib.import_module("flash_attn")
+        attention = module.flash_attn_func if causal else module.flash_attn_with_kvcache
+        return [lambda k=k, v=v: attention(q, k, v, causal=causal) for k, v in kv(False)]
+
+    def flash_infer() -> list[Call]:
+        module = importlib.import_module("flashinfer")
+        if causal:
+            return [lambda k=k, v=v: module.single_prefill_with_kv_cache(q[0], k[0], v[0], causal=True) for k, v in kv(False)]
+        return [lambda k=k, v=v: module.single_decode_with_kv_cache(q[0, 0], k[0], v[0]) for k, v in kv(False)]
+
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        if not (causal and past):  # their causal mask starts at the first key
+            yield backend.name, lambda backend=backend: sdpa(backend)
+    if shape in _FLEX:
+        yield "flex_attention", flex
+    for name, make in (("flash_attn", flash_attention), ("flashinfer", flash_infer)):
+        if importlib.util.find_spec(name) and (name != "flashinfer" or batch == 1):
+            yield name, make
+
+
+def measure_one(gpu: Gpu, shape: Shape, copy: float, peak: float) -> dict[str, Any]:
+    """Measure one shape: microseconds of each row and each other, and what share of the peak of this GPU a row has."""
+    batch, width, past, group, dim = shape
+    decode, nbytes = width == 1, batch * 2 * KV_HEADS * (past + width) * dim * itemsize("float16")
+    flop = 4 * batch * KV_HEADS * group * dim * (width * past + width * (width + 1) / 2)
+    least = nbytes / copy if decode else flop / peak
+    problem = Problem(gpu, shape, max(1, min(64 if decode else 4, -(-_ROTATED_NBYTES // nbytes))))
+    seconds = {name: gpu.seconds(calls, least) for name, calls in problem.rows.items()}
+    row = {
+        **dict(zip(("batch", "width", "past", "group", "head_dim"), shape, strict=True)),
+        "kv_mb": round(nbytes / _MIB, 1),
+        "us": {name: round(one * 1e6, 2) for name, one in seconds.items()},
+        "of_copy" if decode else "of_matrix_peak": {name: round(least / one, 3) for name, one in seconds.items()},
+    }
+    if not decode:
+        row["tflops"] = {name: round(flop / one / 1e12, 1) for name, one in seconds.items()}
+    others: dict[str, Any] = {}
+    for name, make in _peers(problem, shape):
+        try:
+            others[name] = round(_torch_seconds(make(), least) * 1e6, 2)
+        except (RuntimeError, ImportError, OSError, TypeError, ValueError, AttributeError) as error:
+            others[name] = f"{type(error).__name__}: {error}"[:120]
+            torch.cuda.synchronize()
+    return {**row, "peers_us": others}
+
+
+def measure(
+    quick: bool = False, *, max_seconds: float = 240, only: str | None = None, dims: Sequence[int] = (64, 128, 256)
+) -> dict[str, Any]:
+    """Check and measure it all. What does not fit into the memory or the time is named and left out."""
+    gpu, deadline = Gpu(), time.monotonic() + max_seconds
+    result: dict[str, Any] = {"limits": LIMITS, "kv_heads": KV_HEADS, "dtype": "float16", "tiles": {}, "left_out": []}
+    names = [only] if only else ["decode", "prefill"]
+    memory_nbytes = torch.cuda.get_device_properties(0).total_memory
+    with torch.cuda.stream(gpu.torch_stream):
+        result["errors"] = {which: check(gpu, which) for which in names}
+        copy, peak = _copy_bandwidth(), _matrix_peak()
+        result |= {"copy_gb_per_second": round(copy / 1e9), "matrix_tflops": round(peak / 1e12)}
+        for which in names:
+            rows = result[which] = []
+            result["tiles"][which] = {dim: attention_tiles._TILES[f"attention_{which}"](dim, gpu.memory.arch) for dim in dims}
+            for shape in shapes(which, quick, dims):
+                batch, width, past, _, dim = shape
+                fits = 2.5 * batch * 4 * KV_HEADS * (past + width) * dim < memory_nbytes
+                if not fits or time.monotonic() > deadline:
+                    result["left_out"].append(f"{which} {shape}: {'time' if fits else 'memory'}")
+                    continue
+                rows.append(measure_one(gpu, shape, copy, peak))
+                print(json.dumps(rows[-1]), flush=True)
+                torch.cuda.synchronize()
+                torch.cuda.empty_cache()
+    return {**result, "exceeded": exceeded(result)}
+
+
+def exceeded(result: dict[str, Any]) -> list[str]:
+    """Return the limits that a result does not keep."""
+    slow = []
+
+    def limit(row: dict[str, Any], name: str, value: float, *, least: bool = False) -> None:
+        if value < LIMITS[name] if least else value > LIMITS[name]:
+            shape = " ".join(f"{key} {row[key]}" for key in ("batch", "width", "past", "group", "head_dim"))
+            slow.append(f"{shape}: {name} {value:.3f}")
+
+    decode, prefill = result.get("decode", []), result.get("prefill", [])
+    single = {(row["batch"], row["past"]): row["us"]["attention"] for row in decode if (row["group"], row["head_dim"]) == (1, 128)}
+    for row in decode:
+        ours, others = row["us"]["attention"], [one for one in row["peers_us"].values() if isinstance(one, float)]
+        if row["kv_mb"] <= _SMALL_MB:
+            limit(row, "small_us", row["us"]["rope_append_attention"])
+        if row["kv_mb"] >= _LARGE_MB:
+            limit(row, "of_copy", row["of_copy"]["rope_append_attention"], least=True)
+            limit(row, "of_best_peer", ours / min(others, default=ours))
+        if (row["group"], row["head_dim"]) == (8, 128) and (row["batch"], row["past"]) in single:
+            limit(row, "group_8_of_1", ours / single[row["batch"], row["past"]])
+    for row in prefill:
+        flash = row["peers_us"].get(SDPBackend.FLASH_ATTENTION.name)
+        if isinstance(flash, float):
+            limit(row, "of_flash", flash / row["us"]["attention"], least=True)
+    return slow
+
+
+def _use_tiles(which: str, text: str) -> None:
+    tiles = {name: int(value) for name, value in (pair.split("=") for pair in text.split(","))}
+    chosen = attention_tiles._TILES[f"attention_{which}"] = lambda head_dim, arch: tiles
+    for module in (attention_tiles, launcher):
+        setattr(module, f"{which}_tiles", chosen)
+
+
+def main() -> int:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few shapes")
+    parser.add_argument("--max-seconds", type=float, default=240, help="then the rest is left out")
+    parser.add_argument("--only", choices=("decode", "prefill"))
+    parser.add_argument("--dims", default="64,128,256")
+    parser.add_argument("--tiles", help="of the kernel that --only names")
+    parser.add_argument("--out", type=Path, default=HERE / "results" / "attention.json")
+    arguments = parser.parse_args()
+    if arguments.tiles:
+        if not arguments.only:
+            parser.error("--tiles needs --only")
+        _use_tiles(arguments.only, arguments.tiles)
+    dims = [int(dim) for dim in arguments.dims.split(",")]
+    result = measure(arguments.quick, max_seconds=arguments.max_seconds, only=arguments.only, dims=dims)
+    for line in result["exceeded"] + result["left_out"]:
+        print(f"over the limit, or left out: {line}")
+    content = {**describe_environment(gpu=True), **result}
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    arguments.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return 1 if result["exceeded"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

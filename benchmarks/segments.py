@@ -1,0 +1,178 @@
+"""Host time that segments cost in a step: what Python takes per layer, apart from TensorRT and the driver.
+
+    python benchmarks/segments.py [--out benchmarks/results/segments.json] [--steps 300]
+
+``SegmentedEngine`` enqueues steps of 8 slots. Its segments are stand-ins for TensorRT contexts, which do nothing: no GPU that was at hand
+takes engines of TensorRT for RTX. On a GPU the operations are launched, and replaying the graph of a decode step is timed too;
+without one, a launch does nothing. The layer counts take turns, and the cost of a layer is the slope between them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import time
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+from environment import describe_environment
+
+from trt_kvcache import CudaMemory, HostMemory
+from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.cuda_memory import find_gpu
+from trt_kvcache.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
+from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.engine import TensorMode
+from trt_kvcache.kernels.attention import AttentionCall
+from trt_kvcache.memory import HostAllocation, HostStream
+from trt_kvcache.names import DEFAULT_NAMES
+from trt_kvcache.plan_execution import PlanExecution
+from trt_kvcache.segmented_engine import SegmentedEngine
+from trt_kvcache.segments import SegmentStep, decoder_constants, decoder_steps, shape_at
+from trt_kvcache.trt_log import Messages
+from trt_kvcache.trt_tensors import ProfileRanges
+
+BATCH, LAYERS, ROUNDS = 8, (16, 32, 64), 5
+
+
+def nothing(*arguments: Any, **options: Any) -> bool:
+    """Succeed."""
+    return True
+
+
+def memory_of(call: AttentionCall) -> Any:
+    """Return the memory of a call, whatever it is."""
+    return call.cache.memory
+
+
+class HostStandIn(HostMemory):
+    """Host memory that says it is a GPU's, with streams that have an address."""
+
+    is_host = False
+    multiprocessor_count, arch = 132, "sm_90"
+
+    def create_stream(self) -> Any:
+        """Return a stream of host memory with an address."""
+        stream = HostStream()
+        stream.__class__ = type("AddressedStream", (HostStream,), {"__cuda_stream__": lambda self: (0, 1)})
+        return stream
+
+
+class NullExecution(PlanExecution):
+    """A segment that does nothing, by the calls of a real one."""
+
+    def __init__(self, step: SegmentStep, profiles: Any, messages: Messages) -> None:
+        self._messages = messages
+        self.tensors = {spec.name: spec for spec in step.tensors}
+        sizes = [((p.min_batch, p.min_width), (p.max_batch, p.max_width)) for p in profiles]
+        inputs = [spec for spec in step.tensors if spec.mode is TensorMode.INPUT]
+        self.ranges = [ProfileRanges({one.name: (shape_at(one.shape, *a), shape_at(one.shape, *b)) for one in inputs}) for a, b in sizes]
+        calls = ("set_tensor_address", "set_input_shape", "execute_async_v3", "is_stream_capturable")
+        context = SimpleNamespace(**dict.fromkeys(calls, nothing))
+        self._contexts, self._tensorrt = [context] * len(profiles), SimpleNamespace(is_rtx=True)  # type: ignore[assignment]
+
+    activation_nbytes = 256  # type: ignore[assignment]
+
+    def start(self, *arguments: Any, **options: Any) -> None:
+        """Do nothing."""
+
+
+class NullSegments(SegmentedEngine):
+    """An engine whose segments do nothing."""
+
+    def _make_execution(self, plan: Any, built_by: str) -> PlanExecution:
+        config = self.config
+        assert config is not None
+        assert config.segments is not None
+        segments = [step for step in config.segments.steps if isinstance(step, SegmentStep)]
+        return NullExecution(segments[len(self._executions)], config.profiles, self._messages)
+
+
+def open_engine(layers: int, memory: Any, *, cuda_graphs: bool) -> tuple[NullSegments, Any]:
+    """Return an engine that is bound and shaped for decode steps, and a stream."""
+    model = ModelConfig.from_dict(
+        {
+            **{"model_type": "llama", "vocab_size": 512, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": layers},
+            **{"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 64, "rms_norm_eps": 1e-5},
+            **{"max_position_embeddings": 64, "torch_dtype": "float16", "tie_word_embeddings": True},
+        }
+    )
+    cache = cache_config(model, max_batch_size=BATCH, max_sequence_length=64, dtype="float16", attention="plugin")
+    steps, tensors = decoder_steps(model, cache, DEFAULT_NAMES), decoder_tensors(model, cache, DEFAULT_NAMES)
+    spans = [(0, 0)] * (layers + 1)
+    config = SimpleNamespace(
+        model=model, cache=cache, names=DEFAULT_NAMES, tensors=tensors, tensorrt_flavour="none", tensorrt_version="",
+        profiles=decoder_profiles(max_batch_size=BATCH, max_prefill_length=16), segments=SimpleNamespace(steps=steps, spans=spans),
+    )  # fmt: skip
+    log = SimpleNamespace(collect=lambda: contextlib.nullcontext(Messages(ignore_missing_driver=False)))
+    constants = {spec.name: np.zeros(spec.shape, numpy_dtype(spec.dtype)) for spec in decoder_constants(model, cache)}
+    engine = NullSegments(
+        SimpleNamespace(log=log, is_rtx=True), b"", memory=memory, names=DEFAULT_NAMES, config=config, plan_sha256="",
+        constants=constants, cuda_graphs=cuda_graphs,
+    )  # fmt: skip
+    stream, bound = memory.create_stream(), {}
+    engine.use_profile(1)
+    for spec in tensors:
+        new = np.zeros(shape_at(spec.shape, BATCH, 1), numpy_dtype(spec.dtype))
+        bound[spec.name] = bound[spec.alias] if spec.alias else memory.to_device(new, stream=stream)
+        engine.bind(spec.name, bound[spec.name])
+        if spec.mode is TensorMode.INPUT:
+            engine.set_input_shape(spec.name, new.shape)
+    return engine, stream
+
+
+def measure(memory: Any, steps: int, *, cuda_graphs: bool) -> dict[int, float]:
+    """Return the median host time of an enqueue, in microseconds, by layers."""
+    engines = {layers: open_engine(layers, memory, cuda_graphs=cuda_graphs) for layers in LAYERS}
+    times: dict[int, list[float]] = {layers: [] for layers in LAYERS}
+    for _ in range(ROUNDS):
+        for layers, (engine, stream) in engines.items():
+            for _ in range(steps // ROUNDS + 2):
+                start = time.perf_counter_ns()
+                engine.enqueue(stream)
+                times[layers].append((time.perf_counter_ns() - start) / 1000)
+                memory.synchronize(stream)
+    for engine, _ in engines.values():
+        engine.close()
+    return {layers: statistics.median(one) for layers, one in times.items()}
+
+
+def main() -> int:
+    """Measure; write and print the result."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "segments.json")
+    parser.add_argument("--steps", type=int, default=300)
+    options = parser.parse_args()
+    on_gpu = find_gpu(0) is None
+    memory: Any = CudaMemory(0) if on_gpu else HostStandIn()
+    launch = "trt_kvcache.kernels.cuda.{}.launch"
+    with contextlib.ExitStack() as stack:
+        if not on_gpu:
+            address = cached_property(lambda self: int(self.storage.ctypes.data))  # as cheap as that of a GPU's memory
+            address.__set_name__(HostAllocation, "ptr")
+            stack.enter_context(mock.patch.object(HostAllocation, "ptr", address))
+            for name in ("attention", "embedding"):
+                stack.enter_context(mock.patch(launch.format(name), new=nothing))
+            stack.enter_context(mock.patch("trt_kvcache.kernels.cuda.attention._memory", new=memory_of))
+        eager = measure(memory, options.steps, cuda_graphs=False)
+        replay = measure(memory, options.steps, cuda_graphs=True) if on_gpu else {}
+    per_layer = (eager[LAYERS[-1]] - eager[LAYERS[0]]) / (LAYERS[-1] - LAYERS[0])
+    result = {
+        **describe_environment(gpu=on_gpu), "batch_size": BATCH, "steps": options.steps, "segments": "stand-ins that do nothing",
+        "launches": "real" if on_gpu else "nothing", "eager_us": eager, "eager_us_per_layer": per_layer, "graph_us": replay,
+    }  # fmt: skip
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    print(f"eager: {per_layer:.1f} us a layer ({eager}); graph: {replay or 'no GPU'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

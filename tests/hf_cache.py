@@ -1,0 +1,318 @@
+"""A torch model that generates on our cache and our attention, against its own SDPA attention: ``hf_adapter()``.
+
+The model is Llama of Hugging Face transformers with random weights, its ``Cache`` and its attention function replaced; where
+transformers is missing, a Llama written out below. Run as a script, it works in host memory without a GPU.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from trt_kvcache import CudaMemory, DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
+from trt_kvcache.kernels import AttentionWorkspace, attend
+from trt_kvcache.layout import dense_nbytes
+from trt_kvcache.tensorrt_engine import stream_handle
+
+NAME = "trt_kvcache"
+LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, VOCAB = 3, 6, 2, 64, 96, 211
+S, STEPS = 80, 20
+PROMPTS = {"ragged": (37, 1, 12), "equal": (9, 9, 9)}
+
+#: Largest difference of logits, relative to their largest; both sides round after every operation, ours also the turned keys.
+TOLERANCE = {"float16": 1e-2, "bfloat16": 8e-2}
+
+
+class CachedAttention:
+    """Attention of all layers of a model over one cache.
+
+    Parameters
+    ----------
+    memory, stream
+    dtype : str
+    angles : array float32 ``[S, 2, D // 2]``
+        Cosine and sine of each position.
+    """
+
+    def __init__(self, memory: Any, stream: Any, dtype: str, angles: Any) -> None:
+        layer = KVLayerConfig(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+        slots = len(PROMPTS["ragged"])
+        config = KVCacheConfig(layers=[layer] * LAYERS, max_batch_size=slots, max_sequence_length=S, dtype=dtype, layout=KVLayout.COMBINED)
+        self.memory, self.stream = memory, stream
+        self.cache = KVCacheManager(config, memory=memory)
+        self.cache.reset_for_new_sequences([0] * slots, stream=stream)
+        sizes = {"max_batch_size": slots, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+        self._workspace = AttentionWorkspace(memory, **sizes, stream=stream)
+        self._angles = memory.to_device(angles, stream=stream)
+        self._buffers: dict[tuple[int, ...], tuple[DeviceTensor, Any]] = {}
+        self._new: tuple[DeviceTensor, list[int]] | None = None
+
+    def begin(self, new_lengths: list[int]) -> None:
+        """Say how many tokens each slot gets in the next step; all of them, if this is not called."""
+        self._new = (self.memory.to_device(np.array(new_lengths, np.int32), stream=self.stream), new_lengths)
+
+    def __call__(self, layer: int, q: Any, k: Any, v: Any) -> Any:
+        """Append and attend: q ``[B, heads, s, D]``, k and v likewise, not turned; returns ``[B, s, heads, D]``."""
+        tensors = []
+        for name, part in enumerate((q, k, v)):
+            shape = (name, part.shape[0], part.shape[2], part.shape[1], part.shape[3])
+            if shape not in self._buffers:
+                allocation = self.memory.allocate(dense_nbytes(shape[1:], self.cache.kv_config.dtype), stream=self.stream)
+                tensor = DeviceTensor(allocation, shape=shape[1:], dtype=self.cache.kv_config.dtype)
+                self._buffers[shape] = tensor, torch.from_dlpack(tensor)
+            tensor, view = self._buffers[shape]
+            view.copy_(part.transpose(1, 2))
+            tensors.append(tensor)
+        attend(
+            *tensors,
+            self.cache.get_combined_kv_cache(layer),
+            self.cache.lengths.active_tensor,
+            out=tensors[0],
+            workspace=self._workspace,
+            new_lengths=self._new[0] if self._new else None,
+            cos_sin=self._angles,
+            stream=self.stream,
+        )
+        if layer == LAYERS - 1:
+            self.cache.commit_sequence_length(self._new[1] if self._new else q.shape[2], stream=self.stream)
+            self._new = None
+        return self._buffers[(0, *tensors[0].shape)][1].clone()
+
+
+class TorchLlama(torch.nn.Module):
+    """Llama, to be run on any attention: a callable of layer, q, k, v."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM, "gate": 2 * HIDDEN, "up": 2 * HIDDEN}
+        back = {"o": HEADS * HEAD_DIM, "down": 2 * HIDDEN}
+        self.embedding = torch.nn.Embedding(VOCAB, HIDDEN)
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ModuleDict(
+                {name: torch.nn.Linear(HIDDEN, size, bias=False) for name, size in sizes.items()}
+                | {name: torch.nn.Linear(size, HIDDEN, bias=False) for name, size in back.items()}
+            )
+            for _ in range(LAYERS)
+        )
+        self.head = torch.nn.Linear(HIDDEN, VOCAB, bias=False)
+
+    def angles(self) -> Any:
+        """Return cosine and sine, float32 ``[S, 2, D // 2]``."""
+        turns = np.arange(S)[:, None] * 10000.0 ** -(np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
+        return np.stack([np.cos(turns), np.sin(turns)], axis=1).astype(np.float32)
+
+    def logits(self, ids: Any, attention: Any) -> Any:
+        """Run ids ``[B, s]``; return ``[B, s, vocab]``."""
+        x = self.embedding(ids)
+        for index, layer in enumerate(self.layers):
+            y = functional.rms_norm(x, (HIDDEN,))
+            q, k, v = (layer[name](y).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for name in "qkv")
+            x = x + layer["o"](attention(index, q, k, v).flatten(2))
+            y = functional.rms_norm(x, (HIDDEN,))
+            x = x + layer["down"](functional.silu(layer["gate"](y)) * layer["up"](y))
+        return self.head(functional.rms_norm(x, (HIDDEN,)))
+
+    def own(self, ids: Any) -> Any:
+        """Run whole sequences by torch's attention."""
+        cos, sin = (torch.from_numpy(side).to(ids.device)[: ids.shape[1]] for side in self.angles().swapaxes(0, 1))
+
+        def turn(x: Any) -> Any:
+            low, high = x.float().chunk(2, dim=-1)
+            return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
+
+        def sdpa(layer: int, q: Any, k: Any, v: Any) -> Any:
+            k, v = (side.repeat_interleave(HEADS // KV_HEADS, dim=1) for side in (turn(k), v))
+            return functional.scaled_dot_product_attention(turn(q), k, v, is_causal=True).transpose(1, 2)
+
+        return self.logits(ids, sdpa)
+
+
+class HuggingFaceLlama:
+    """The same with Llama of transformers: one model on its own attention, one on ours, of equal weights."""
+
+    def __init__(self) -> None:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        sizes = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
+        heads = {"num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM}
+        rest = {"max_position_embeddings": S, "initializer_range": 0.1, "eos_token_id": None, "bos_token_id": None}
+        self._own, self._ours = (LlamaForCausalLM(LlamaConfig(**sizes, **heads, **rest)).eval() for _ in range(2))
+        self._own.set_attn_implementation("sdpa")
+
+    def parameters(self) -> Any:
+        """Return those of the model on its own attention."""
+        return self._own.parameters()
+
+    def to(self, *where: Any) -> HuggingFaceLlama:
+        """Move both models, and make the second one that of our attention."""
+        from transformers import AttentionInterface
+        from transformers.masking_utils import AttentionMaskInterface
+
+        frequencies = self._own.model.rotary_emb.inv_freq.double().numpy()
+        self._own.to(*where)
+        self._ours.to(*where).load_state_dict(self._own.state_dict())
+        self._ours.model.rotary_emb = _NoRotation()
+        turns = np.arange(S)[:, None] * frequencies
+        self._angles = np.stack([np.cos(turns), np.sin(turns)], axis=1).astype(np.float32)
+        AttentionInterface.register(NAME, self._attention)
+        AttentionMaskInterface.register(NAME, lambda *_, **__: None)
+        self._ours.set_attn_implementation(NAME)
+        return self
+
+    def _attention(self, module: Any, q: Any, k: Any, v: Any, mask: Any, **_: Any) -> tuple[Any, None]:
+        return self._adapter(module.layer_idx, q, k, v), None
+
+    def angles(self) -> Any:
+        """Return cosine and sine, float32 ``[S, 2, D // 2]``."""
+        return self._angles
+
+    def logits(self, ids: Any, attention: Any) -> Any:
+        """Run ids ``[B, s]``; return ``[B, s, vocab]``."""
+        self._adapter = attention
+        return self._ours(ids, past_key_values=_cache_over(attention), use_cache=True).logits
+
+    def generate(self, ids: Any, attention: Any, steps: int) -> tuple[Any, list[Any]]:
+        """Generate with transformers' own loop; return all tokens ``[B, n]`` and the logits ``[B, vocab]`` of each step."""
+        self._adapter = attention
+        found = self._ours.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=_cache_over(attention),
+            max_new_tokens=steps,
+            do_sample=False,
+            pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        return found.sequences, list(found.logits)
+
+    def own(self, ids: Any) -> Any:
+        """Run whole sequences by the model's own attention."""
+        return self._own(ids).logits
+
+
+class _NoRotation(torch.nn.Module):
+    """Turns nothing: the kernels do."""
+
+    def forward(self, x: Any, position_ids: Any) -> tuple[Any, Any]:
+        one = torch.ones((1, 1, HEAD_DIM), dtype=x.dtype, device=x.device)
+        return one, torch.zeros_like(one)
+
+
+def _cache_over(attention: CachedAttention) -> Any:
+    """Return a ``Cache`` of transformers whose rows are those of our cache: ``update`` leaves them to the attention function."""
+    from transformers.cache_utils import Cache, CacheLayerMixin
+
+    class Layer(CacheLayerMixin):  # type: ignore[misc]
+        is_compileable = False
+        is_sliding = False
+
+        def lazy_initialization(self, *_: Any) -> None:
+            self.is_initialized = True
+
+        def update(self, k: Any, v: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+            return k, v
+
+        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+            return self.get_seq_length() + query_length, 0
+
+        def get_seq_length(self) -> int:
+            return max(attention.cache.host_kv_cache_lengths)
+
+        def get_max_length(self) -> int:
+            return S
+
+    return Cache(layers=[Layer() for _ in range(LAYERS)])
+
+
+def _greedy(model: Any, attention: CachedAttention, prompts: list[list[int]], device: str) -> tuple[list[list[int]], list[Any]]:
+    """Generate for prompts of different lengths, right-padded; return all tokens, and the logits ``[B, vocab]`` of each step."""
+    rows, new, logits = [list(prompt) for prompt in prompts], [list(prompt) for prompt in prompts], []
+    for _ in range(STEPS):
+        counts = [len(part) for part in new]
+        ids = torch.tensor([part + [0] * (max(counts) - len(part)) for part in new], device=device)
+        attention.begin(counts)
+        found = model.logits(ids, attention)
+        logits.append(found[torch.arange(len(new)), torch.tensor(counts) - 1])
+        new = [[token] for token in logits[-1].argmax(dim=-1).tolist()]
+        for row, token in zip(rows, new, strict=True):
+            row += token
+    return rows, logits
+
+
+def _compare(model: Any, rows: list[list[int]], logits: list[Any], device: str, dtype: str) -> dict[str, Any]:
+    """Compare logits, and the tokens chosen by them, with those of the model's own attention over whole sequences."""
+    worst, equal = 0.0, 0
+    for slot, row in enumerate(rows):
+        own = model.own(torch.tensor([row], device=device))[0].float()
+        for step, found in enumerate(logits):
+            expected, token = own[len(row) - STEPS - 1 + step], row[len(row) - STEPS + step]
+            size = expected.abs().max()
+            worst = max(worst, float((found[slot].float() - expected).abs().max() / size))
+            assert float((expected.max() - expected[token]) / size) <= 2 * TOLERANCE[dtype], (slot, step)
+            equal += int(expected.argmax()) == token
+    assert worst <= TOLERANCE[dtype], worst
+    return {"error": worst, "equal_tokens": f"{equal} of {len(rows) * STEPS}"}
+
+
+@torch.no_grad()
+def hf_adapter(dtypes: tuple[str, ...] = ("float16", "bfloat16"), *, on_host: bool = False, own_model: bool = False) -> dict[str, Any]:
+    """Generate on our cache with ragged prompts, with NaN in all dead rows, and compare with the model's own SDPA attention.
+
+    Parameters
+    ----------
+    dtypes : tuple of str
+        In host memory float16 only: NumPy's DLPack knows no bfloat16.
+    on_host : bool
+        Without a GPU.
+    own_model : bool
+        Take the Llama of this file though transformers is there.
+    """
+    try:
+        import transformers
+    except ImportError:
+        own_model = True
+    shown: dict[str, Any] = {
+        "torch": torch.__version__,
+        "model": "Llama of this script" if own_model else f"transformers {transformers.__version__}",
+    }
+    device = "cpu" if on_host else "cuda"
+    for dtype in dtypes:
+        memory: Any = HostMemory() if on_host else CudaMemory()
+        stream = memory.create_stream()
+        torch.manual_seed(3)
+        model: Any = TorchLlama() if own_model else HuggingFaceLlama()
+        model.to(device, getattr(torch, dtype))
+        with nullcontext() if on_host else torch.cuda.stream(torch.cuda.ExternalStream(stream_handle(stream))):
+            for name, lengths in PROMPTS.items():
+                attention = CachedAttention(memory, stream, dtype, model.angles())
+                for layer in range(LAYERS):
+                    torch.from_dlpack(attention.cache.get_combined_kv_cache(layer)).fill_(torch.nan)
+                prompts = [torch.randint(VOCAB, (length,)).tolist() for length in lengths]
+                if name == "equal" and not own_model:
+                    found, logits = model.generate(torch.tensor(prompts, device=device), attention, STEPS)
+                    rows = found.tolist()
+                else:
+                    rows, logits = _greedy(model, attention, prompts, device)
+                assert attention.cache.host_kv_cache_lengths == tuple(len(row) - 1 for row in rows)
+                shown[f"{dtype} {name}"] = _compare(model, rows, logits, device, dtype)
+                memory.synchronize(stream)
+                attention.cache.close()
+    return shown
+
+
+if __name__ == "__main__":
+    for own_model in (False, True):
+        print(
+            hf_adapter(("float16",), on_host=True, own_model=own_model)
+            if not torch.cuda.is_available()
+            else hf_adapter(own_model=own_model)
+        )

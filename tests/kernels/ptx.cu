@@ -1,0 +1,67 @@
+// Each wrapper of plugins/ptx.cuh alone, in one warp: what it is given, and what it makes of it.
+
+#include "../../plugins/ptx.cuh"
+#include "../../plugins/shared.cuh"
+
+// `sums` [32, 4] += a [32, 4] * b [32, 2], as the lanes hold them.
+extern "C" __global__ void multiply(float* sums, const unsigned* a, const unsigned* b, long long bfloat16) {
+    const int lane = threadIdx.x;
+    float sum[4];
+    unsigned left[4];
+    for (int i = 0; i < 4; i++) {
+        sum[i] = sums[4 * lane + i];
+        left[i] = a[4 * lane + i];
+    }
+    if (bfloat16) {
+        multiply_add(BFloat16{}, sum, left, b[2 * lane], b[2 * lane + 1]);
+    } else {
+        multiply_add(Float16{}, sum, left, b[2 * lane], b[2 * lane + 1]);
+    }
+    for (int i = 0; i < 4; i++) sums[4 * lane + i] = sum[i];
+}
+
+// Lane i has the place of row `places[i]`.
+extern "C" __global__ void matrices(unsigned* out, const unsigned* rows, const unsigned* places, long long transposed) {
+    DYNAMIC_SHARED(unsigned, shared);
+    const int lane = threadIdx.x;
+    for (int i = 0; i < 4; i++) shared[32 * i + lane] = rows[32 * i + lane];
+    __syncthreads();
+    unsigned loaded[4];
+    const SharedAddress place = flip_bits(shared_address(shared), 16 * places[lane]);
+    if (transposed) {
+        load_matrices_transposed(loaded, place);
+    } else {
+        load_matrices(loaded, place);
+    }
+    for (int i = 0; i < 4; i++) out[4 * lane + i] = loaded[i];
+}
+
+// Two groups of copies; the first is looked at while the second may be under way.
+extern "C" __global__ void copies(uint4* out, const uint4* from, const unsigned* valid) {
+    DYNAMIC_SHARED(uint4, pieces);
+    const int lane = threadIdx.x;
+    for (int x = lane; x < 64; x += 32) {
+        copy_async(shared_address(pieces + x), from + x, valid[x]);
+        commit_copies();
+    }
+    wait_for_copies<1>();
+    out[lane] = pieces[lane];
+    wait_for_copies<0>();
+    out[lane + 32] = pieces[lane + 32];
+}
+
+extern "C" __global__ void convert(unsigned* packed, float2* unpacked, const float2* values, const unsigned* words, long long bfloat16) {
+    const int x = blockIdx.x * 32 + threadIdx.x;
+    packed[x] = bfloat16 ? pack(BFloat16{}, values[x]) : pack(Float16{}, values[x]);
+    unpacked[x] = bfloat16 ? unpack(BFloat16{}, words[x]) : unpack(Float16{}, words[x]);
+}
+
+extern "C" __global__ void functions(float* powers, float* reciprocals, const float* exponents, const float* values) {
+    const int x = blockIdx.x * 32 + threadIdx.x;
+    powers[x] = power_of_2(exponents[x]);
+    reciprocals[x] = reciprocal(values[x]);
+}
+
+extern "C" __global__ void tickets(unsigned* out, unsigned* place, long long last) {
+    out[blockIdx.x * 32 + threadIdx.x] = take_ticket(place, last);
+}

@@ -1,0 +1,128 @@
+"""Attention of one new token per slot, and of several: against float64, over caches whose dead rows are NaN; and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kernels.attention import DECODE_CASES, GRID, PREFILL_CASES, check
+from trt_kvcache import DeviceTensor, HostMemory
+from trt_kvcache.errors import KVCacheError
+from trt_kvcache.kernels import AttentionWorkspace, attend, split_qkv
+
+
+@pytest.mark.parametrize("name", list(DECODE_CASES))
+def test_decode(memory, stream, name):
+    check(DECODE_CASES[name], memory, stream)
+
+
+@pytest.mark.parametrize("name", list(PREFILL_CASES))
+def test_prefill(memory, stream, name):
+    check(PREFILL_CASES[name], memory, stream)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(GRID))
+def test_grid(memory, stream, name):
+    check(GRID[name], memory, stream)
+
+
+class New:
+    """A tensor of this shape, of equal bytes; float16 where it is not said."""
+
+    def __init__(self, *shape: int, dtype: str = "float16", strides: tuple[int, ...] | None = None, byte: int = 0) -> None:
+        self.shape, self.dtype, self.strides, self.byte = shape, dtype, strides, byte
+
+    def on(self, memory: Any) -> DeviceTensor:
+        whole = memory.to_device(np.full(8 * np.prod(self.shape), self.byte, np.uint8), stream=memory.create_stream())
+        return DeviceTensor(whole.allocation, shape=self.shape, dtype=self.dtype, strides=self.strides)
+
+
+class Made:
+    """A workspace for so many slots."""
+
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
+
+    def on(self, memory: Any) -> AttentionWorkspace:
+        sizes = {"max_batch_size": self.slots, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+        return AttentionWorkspace(memory, **sizes, stream=memory.create_stream())
+
+
+FITTING = {
+    "q": New(2, 3, 4, 64, byte=60),
+    "k": New(2, 3, 2, 64, byte=60),
+    "v": New(2, 3, 2, 64, byte=60),
+    "cache": New(2, 2, 2, 5, 64),
+    "lengths": New(2, dtype="int32"),
+    "out": New(2, 3, 4, 64),
+    "workspace": Made(2),
+    "new_lengths": New(2, dtype="int32", byte=60),
+    "cos_sin": New(5, 2, 16, dtype="float32"),
+}
+Q = "ShapeError: q: expected [2, 1 to 5, 2 times 1 to 16, 64], got "
+ANGLES = "ShapeError: cos_sin: expected a dense tensor [5 or more, 2, rotary_dim / 2], of an even size, got "
+
+# Argument, what is wrong with it, how the message starts.
+REFUSED: list[tuple[str, Any, str]] = [
+    ("cache", New(2, 2, 5, 64), "ShapeError: cache: expected a tensor [B, 2, H, S, D], got "),
+    ("cache", New(2, 2, 2, 5, 64, dtype="float32"), "DTypeError: cache: expected one of float16, bfloat16, got float32."),
+    ("cache", New(2, 2, 2, 5, 72), "ShapeError: cache: expected head_dim one of (64, 80, 96, 128, 256), got "),
+    *[("q", New(*shape), Q) for shape in ((2, 3, 64), (2, 3, 3, 64), (2, 3, 34, 64), (2, 6, 4, 64), (2, 0, 4, 64))],
+    ("q", New(3, 3, 4, 64), "ShapeError: q: expected shape (2, 3, 4, 64), got "),
+    ("q", New(2, 3, 4, 80), "ShapeError: q: expected shape (2, 3, 4, 64), got "),
+    ("q", New(2, 3, 4, 64, dtype="bfloat16"), "DTypeError: q: expected float16 as the cache, got bfloat16."),
+    ("out", New(2, 3, 2, 64), "ShapeError: out: expected shape (2, 3, 4, 64), got "),
+    ("out", New(2, 3, 4, 64, strides=(1024, 256, 64, 1)), "LayoutError: out: expected a dense tensor, got "),
+    ("cos_sin", New(5, 2, 16), "DTypeError: cos_sin: expected float32, got float16."),
+    *[("cos_sin", New(*shape, dtype="float32"), ANGLES) for shape in ((4, 2, 16), (5, 3, 16), (5, 2, 15), (5, 2, 34), (5, 32))],
+    *[("scale", scale, f"RangeError: scale: expected a finite number above 0, got {scale}.") for scale in (0.0, -1.0, np.inf, np.nan)],
+    *[("softcap", cap, f"RangeError: softcap: expected a finite number of at least 0, got {cap}.") for cap in (-1.0, np.inf, np.nan)],
+    ("window", -1, "RangeError: window: expected at least 0, got -1."),
+    ("window", 0.5, "RangeError: window: expected an integer, got 0.5."),
+    ("workspace", Made(1), "ShapeError: workspace: expected one made for 2 slots of 4 over 2 heads of 64, got less."),
+    ("workspace", "elsewhere", "PlaceError: workspace: expected one of "),
+    ("workspace", "closed", "ClosedError: workspace: "),
+    ("stream", None, "PlaceError: stream: expected "),
+]
+for name in ("k", "v"):
+    REFUSED += [
+        (name, New(2, 3, 4, 64), f"ShapeError: {name}: expected shape (2, 3, 2, 64), got "),
+        (name, New(2, 3, 2, 64, dtype="float32"), f"DTypeError: {name}: expected float16 as the cache, got float32."),
+        (name, New(2, 3, 2, 64, strides=(768, 256, 128, 1)), f"LayoutError: {name}: expected dense heads of each token, got "),
+        (name, New(2, 3, 2, 64, strides=(396, 132, 64, 1)), f"LayoutError: {name}: expected tokens at multiples of 16 bytes, got "),
+    ]
+for name in ("lengths", "new_lengths"):
+    REFUSED += [
+        (name, New(2, dtype="int64"), f"DTypeError: {name}: expected int32, got int64."),
+        (name, New(3, dtype="int32"), f"ShapeError: {name}: expected a dense tensor of shape (2,), got "),
+        (name, New(2, dtype="int32", strides=(2,)), f"ShapeError: {name}: expected a dense tensor of shape (2,), got "),
+    ]
+for name in FITTING.keys() - {"workspace"}:
+    REFUSED += [(name, 3, f"PlaceError: {name}: expected a DeviceTensor, got int."), (name, "closed", f"ClosedError: {name}: ")]
+    REFUSED += [(name, "elsewhere", f"PlaceError: {name}: expected a tensor of ")] if name != "cache" else []
+
+
+@pytest.mark.parametrize(("argument", "wrong", "message"), sorted(REFUSED, key=lambda one: (one[0], one[2])))
+def test_refused(memory, stream, argument, wrong, message):
+    given: dict[str, Any] = {name: new.on(memory) for name, new in FITTING.items()}
+    if wrong == "closed":
+        (given[argument] if argument == "workspace" else given[argument].allocation).close()
+    else:
+        elsewhere = HostMemory() if wrong == "elsewhere" else memory
+        wrong = FITTING[argument] if wrong == "elsewhere" else wrong
+        given[argument] = wrong.on(elsewhere) if hasattr(wrong, "on") else wrong
+    # Zeros in the cache and in out: whatever a call writes shows.
+    left = [one for one in given.values() if isinstance(one, DeviceTensor) and not one.allocation.closed]
+    before = [one.numpy().tobytes() for one in left]
+    with pytest.raises(KVCacheError) as caught:
+        attend(**{"stream": stream, **given})
+    assert f"{type(caught.value).__name__}: {caught.value}".startswith(message)
+    assert [one.numpy().tobytes() for one in left] == before
+
+
+def test_what_is_not_packed(memory):
+    with pytest.raises(KVCacheError, match=r"^qkv: expected a tensor \[B, s, 8, D\], got "):
+        split_qkv(New(2, 3, 7, 64).on(memory), 4, 2)

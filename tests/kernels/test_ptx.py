@@ -1,0 +1,133 @@
+"""The wrappers of ``plugins/ptx.cuh``: their CPU halves on the emulated device, their PTX on a GPU, against the same in NumPy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from simt import run
+from simt.standin import need_cuda_memory
+
+need_cuda_memory()
+
+SOURCE = Path(__file__).with_name("ptx.cu")
+DTYPES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
+LANE = np.arange(32)
+ROW, COLUMN = LANE // 4, LANE % 4 * 2  # of what a lane has of a matrix of 8 rows
+WORDS = 64  # warps' worth of single values
+
+
+@pytest.fixture(scope="module")
+def code(tmp_path_factory):
+    from cuda.core import Device, ObjectCode, Program, ProgramOptions
+
+    arch = f"sm_{''.join(map(str, Device(0).compute_capability))}"
+    if arch == run.ARCH:
+        made = tmp_path_factory.mktemp("ptx") / "kernels"
+        run.build_kernels(SOURCE, made, "none")
+        return ObjectCode.from_cubin(made.read_bytes())
+    options = ProgramOptions(name=SOURCE.name, arch=arch, std="c++17", include_path=str(SOURCE.parent))
+    return Program(SOURCE.read_text(), "c++", options).compile("cubin")
+
+
+@pytest.fixture
+def call(code, memory, stream):
+    """Launches a kernel over arrays and numbers, and returns the first arrays afterwards."""
+
+    def call(name: str, *arguments: Any, blocks: int = 1) -> list[Any]:
+        from cuda.core import LaunchConfig, launch
+
+        given = [memory.to_device(x.view(np.uint8), stream=stream) if isinstance(x, np.ndarray) else x for x in arguments]
+        config = LaunchConfig(grid=blocks, block=32, shmem_size=2048)
+        launch(stream, config, code.get_kernel(name), *[getattr(x, "ptr", x) for x in given])
+        memory.synchronize(stream)
+        return [x.numpy().view(before.dtype) for x, before in zip(given[:2], arguments, strict=False)]
+
+    return call
+
+
+@pytest.fixture
+def random():
+    return np.random.default_rng(7)
+
+
+def bits(random: Any, *shape: int) -> Any:
+    return random.integers(0, 2**32, shape, dtype=np.uint32)
+
+
+def same(got: Any, expected: Any) -> bool:
+    """Whether each is the same number; NaN is NaN."""
+    return np.array_equal(got.astype(np.float32), expected.astype(np.float32), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_multiply_add(call, random, dtype):
+    a, b = (random.standard_normal(shape) * 2.0 ** random.integers(-6, 7, shape) for shape in ((16, 16), (16, 8)))
+    a, b, sums = a.astype(dtype), b.astype(dtype), random.standard_normal((16, 8)).astype(np.float32)
+    rows, columns = ROW[:, None] + [0, 8, 0, 8], COLUMN[:, None] + [0, 0, 8, 8]
+    left = np.stack([a[rows, columns], a[rows, columns + 1]], -1)
+    right = np.stack([b[COLUMN[:, None] + [0, 8], ROW[:, None]], b[COLUMN[:, None] + [1, 9], ROW[:, None]]], -1)
+    rows, columns = ROW[:, None] + [0, 0, 8, 8], COLUMN[:, None] + [0, 1, 0, 1]
+    words = [np.ascontiguousarray(x).view(np.uint32) for x in (left, right)]
+    got, _ = call("multiply", sums[rows, columns], *words, int(dtype != np.float16))
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    expected, size = (sums + a @ b)[rows, columns], (np.abs(sums) + np.abs(a) @ np.abs(b))[rows, columns]
+    assert (np.abs(got - expected) <= 2.0**-19 * size).all()
+
+
+@pytest.mark.parametrize("transposed", [0, 1])
+def test_load_matrices(call, random, transposed):
+    rows, places = bits(random, 32, 4), random.permutation(32).astype(np.uint32)
+    got, _ = call("matrices", np.zeros((32, 4), np.uint32), rows, places, transposed)
+    matrices = rows.view(np.uint16)[places].reshape(4, 8, 8)
+    matrices = matrices.swapaxes(1, 2) if transposed else matrices
+    expected = np.stack([matrices[:, ROW, COLUMN].T, matrices[:, ROW, COLUMN + 1].T], -1)
+    assert np.array_equal(got.view(np.uint16).reshape(32, 4, 2), expected)
+
+
+def test_copies(call, random):
+    rows, valid = bits(random, 64, 4), random.integers(0, 2, 64, dtype=np.uint32)
+    got, _ = call("copies", np.ones_like(rows), rows, valid)
+    assert np.array_equal(got, rows * valid[:, None])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pack_and_unpack(call, random, dtype):
+    halves = np.arange(2**16, dtype=np.uint16).view(dtype)  # all there are
+    values = bits(random, 2**16).view(np.float32)
+    values = np.where(np.isnan(values), np.float32(np.nan), values)  # one that is quiet
+    values[::2] = random.standard_normal(2**15) * 2.0 ** random.integers(-26, 17, 2**15)
+    with np.errstate(invalid="ignore"):
+        values[::8] = (halves[::8].astype(np.float64) + halves[1::8].astype(np.float64)) / 2  # between two
+    packed, unpacked = call(
+        "convert", np.zeros(2**15, np.uint32), np.zeros(2**16, np.float32), values, halves, int(dtype != np.float16), blocks=2**10
+    )
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert same(packed.view(dtype), values.astype(dtype))
+        assert same(unpacked, halves)
+
+
+def test_functions(call, random):
+    exponents = np.concatenate([random.uniform(-160, 127.9, 2040), [0, -0.0, 1e-40, -1e-40, np.inf, -np.inf, np.nan, -3e38]])
+    values = bits(random, 2048).view(np.float32)
+    values[np.abs(values) < 2.0**-126] = 0
+    exponents = exponents.astype(np.float32)
+    zeros = np.zeros(2048, np.float32)
+    got = call("functions", zeros, zeros.copy(), exponents, values, blocks=64)
+    with np.errstate(all="ignore"):
+        expected = np.exp2(exponents.astype(np.float64)), 1 / values.astype(np.float64)
+    for one, right in zip(got, expected, strict=True):
+        finite = np.isfinite(right) & (np.abs(right) < 2.0**128)
+        assert same(one[~finite], right[~finite])
+        one, right = one[finite], right[finite]
+        assert (np.abs(one - right) <= 2.0**-21 * np.abs(right) + 2.0**-126).all()
+
+
+def test_take_ticket(call):
+    last = 15
+    got, place = call("tickets", np.zeros(32 * WORDS, np.uint32), np.zeros(1, np.uint32), last, blocks=WORDS)
+    assert np.array_equal(np.bincount(got), [32 * WORDS // (last + 1)] * (last + 1))
+    assert not place.any()

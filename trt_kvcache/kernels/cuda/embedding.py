@@ -1,0 +1,22 @@
+"""Token embeddings on the device: ``plugins/embedding.cu``."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from trt_kvcache.kernels.cuda.launch import blocks_for, launch
+from trt_kvcache.layout import ROW_GRANULE, dense_nbytes
+from trt_kvcache.tensor import DeviceTensor
+
+#: Blocks along y at most.
+_MOST_DOWN = 32768
+
+
+def embed(table: DeviceTensor, ids: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
+    """Gather rows; zeros for an id that is not in the table."""
+    row = dense_nbytes(table.shape[1:], table.dtype)
+    tokens = math.prod(ids.shape)
+    down = min(tokens, _MOST_DOWN)
+    grid = (blocks_for(-(-row // ROW_GRANULE), tokens), down, -(-tokens // down))
+    launch(table.memory, "embedding", "embed", grid, (table.ptr, len(table), row, ids.ptr, out.ptr, tokens), stream)

@@ -1,0 +1,145 @@
+"""The segments of a decoder, and the operations between them: stated once, for builder, folder, engine and inspection.
+
+Segment ``i`` ends where layer ``i`` attends; the last one ends in the logits. The tensors between are wired by their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from trt_kvcache.attention_op import AttentionOp
+from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.config import KVCacheConfig
+from trt_kvcache.custom_op import CustomOp, TensorType
+from trt_kvcache.embedding_op import EmbeddingOp
+from trt_kvcache.engine import TensorMode, TensorSpec
+from trt_kvcache.names import TensorNames
+
+#: Tensors that are bound once: stored in one file of the engine folder, whatever reads them.
+EMBEDDING, COS_SIN = "model.embed_tokens.weight", "rope.cos_sin"
+
+#: The operations that an engine folder may name.
+OPERATIONS: Mapping[str, Callable[..., CustomOp]] = {"attention": AttentionOp, "embedding": EmbeddingOp}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentStep:
+    """A part of a step that is a TensorRT engine of its own, with its inputs and outputs."""
+
+    tensors: tuple[TensorSpec, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationStep:
+    """A part of a step that is a :class:`~trt_kvcache.custom_op.CustomOp`.
+
+    Parameters
+    ----------
+    operation : str
+        One of :data:`OPERATIONS`.
+    attributes : mapping of str to number
+        What it is made with.
+    inputs, outputs : tuple of str
+    """
+
+    operation: str
+    attributes: Mapping[str, int | float]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+
+    def make(self) -> CustomOp:
+        """Return the operation."""
+        return OPERATIONS[self.operation](**self.attributes)
+
+
+Step = SegmentStep | OperationStep
+
+
+def hidden_name(layer: int) -> str:
+    """Return the name of the hidden state ``[B, s, hidden]`` that enters a layer."""
+    return f"hidden_{layer}"
+
+
+def attention_names(layer: int) -> tuple[str, str, str, str]:
+    """Return the names of q, k, v and of the result of the attention of a layer, ``[B, s, heads, D]``."""
+    return f"q_{layer}", f"k_{layer}", f"v_{layer}", f"attended_{layer}"
+
+
+def decoder_constants(model: ModelConfig, cache: KVCacheConfig) -> tuple[TensorSpec, ...]:
+    """Return the embedding table ``[vocab, hidden]``, and the angles ``[S, 2, D / 2]`` of all positions."""
+    table = (model.vocab_size, model.hidden_size)
+    angles = (cache.max_sequence_length, 2, model.head_dim // 2)
+    return _input(EMBEDDING, table, cache.dtype), _input(COS_SIN, angles, "float32")
+
+
+def decoder_steps(model: ModelConfig, cache: KVCacheConfig, names: TensorNames) -> tuple[Step, ...]:
+    """Return what a step of an engine of ``model`` over the combined ``cache`` is made of, in order."""
+    table, _ = decoder_constants(model, cache)
+    attributes = {"num_heads": model.num_attention_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+    steps: list[Step] = [
+        OperationStep(operation=EmbeddingOp.name, attributes={}, inputs=(EMBEDDING, names.input_ids), outputs=(hidden_name(0),))
+    ]
+    for layer in range(model.num_layers + 1):
+        hidden = (-1, -1, model.hidden_size)
+        tensors = [_input(hidden_name(max(layer - 1, 0)), hidden, cache.dtype)]
+        if layer:
+            attended = (-1, -1, model.num_attention_heads, model.head_dim)
+            tensors.append(_input(attention_names(layer - 1)[-1], attended, cache.dtype))
+        if layer == model.num_layers:
+            tensors.append(_input(names.last_token_ids, (-1, 1), "int32"))
+            tensors += [table] if model.tie_word_embeddings else []
+            tensors.append(_output(names.logits, (-1, model.vocab_size), "float32"))
+            steps.append(SegmentStep(tensors=tuple(tensors)))
+            break
+        *qkv, attended_name = attention_names(layer)
+        counts = (model.num_attention_heads, model.num_kv_heads, model.num_kv_heads)
+        tensors += [_output(name, (-1, -1, count, model.head_dim), cache.dtype) for name, count in zip(qkv, counts, strict=True)]
+        tensors += [_output(hidden_name(layer), hidden, cache.dtype)] if layer else []
+        before, after = names.combined_pair(layer)
+        inputs = (*qkv, before, names.kvcache_start_index, COS_SIN)
+        steps.append(SegmentStep(tensors=tuple(tensors)))
+        steps.append(OperationStep(operation=AttentionOp.name, attributes=attributes, inputs=inputs, outputs=(attended_name, after)))
+    return tuple(steps)
+
+
+def intermediates(steps: Sequence[Step], outer: Iterable[TensorSpec]) -> dict[str, TensorSpec]:
+    """Return the tensors that one step makes and a later one reads, by name.
+
+    Parameters
+    ----------
+    steps : sequence of Step
+    outer : iterable of TensorSpec
+        Inputs and outputs of the engine, and its constants.
+
+    Raises
+    ------
+    KeyError
+        A step reads what none before it makes.
+    """
+    known = {spec.name: spec for spec in outer}
+    made: dict[str, TensorSpec] = {}
+    for step in steps:
+        if isinstance(step, SegmentStep):
+            outputs = {spec.name: spec for spec in step.tensors if spec.mode is TensorMode.OUTPUT}
+        else:
+            types = [TensorType(known[name].shape, known[name].dtype) for name in step.inputs]
+            results = zip(step.outputs, step.make().outputs(types), strict=True)
+            outputs = {name: _output(name, one.shape, one.dtype) for name, one in results}
+        made.update({name: spec for name, spec in outputs.items() if name not in known})
+        known.update(made)
+    return made
+
+
+def shape_at(shape: Sequence[int], batch: int, width: int) -> tuple[int, ...]:
+    """Return a shape in an enqueue of ``batch`` slots by ``width`` new tokens: they take the place of ``-1``, in this order."""
+    sizes = iter((batch, width))
+    return tuple(next(sizes) if size < 0 else size for size in shape)
+
+
+def _input(name: str, shape: tuple[int, ...], dtype: str) -> TensorSpec:
+    return TensorSpec(name=name, shape=shape, dtype=dtype, mode=TensorMode.INPUT)
+
+
+def _output(name: str, shape: tuple[int, ...], dtype: str) -> TensorSpec:
+    return TensorSpec(name=name, shape=shape, dtype=dtype, mode=TensorMode.OUTPUT)
