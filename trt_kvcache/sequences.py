@@ -62,6 +62,8 @@ class SequenceCacheManager(Uncopyable):
     pinned. With a device mapping the host cannot follow, and loses all sequences in active slots that way; before a captured one
     is replayed, unpin them.
 
+    With ping-pong states, unpin a sequence before its slot leaves the active batch: ``swap`` leaves the states of other slots behind.
+
     What is copied from or to the host is waited for: arrays may be changed or read as soon as a call returns.
     """
 
