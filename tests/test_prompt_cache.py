@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from slot_cases import SEQUENCE_KINDS, cache_holding, move
 
-from trt_kvcache import HostMemory, KVLayout
+from trt_kvcache import HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
 from trt_kvcache.errors import (
     CapacityError,
     CaptureError,
@@ -29,7 +30,6 @@ from trt_kvcache.errors import (
     SlotError,
 )
 from trt_kvcache.prompt_cache import PromptCache, PromptMatch
-from trt_kvcache.slot_copy import HostSlotCopy
 
 PLACES = pytest.mark.parametrize("place", ["cache", "host"])
 PLENTY = 1 << 20
@@ -67,8 +67,8 @@ def test_what_is_found(memory, stream, kind, entries, cases):
             match = prompts.find(prompt)
             assert (match and (made.index(match.entry), match.length)) == expected, prompt
             assert match is None or prompts.entries[-1] is match.entry, "it is the one used last"
-        hits = sum(expected is not None for _, expected in cases)
-        assert (prompts.hits, prompts.misses, prompts.reused_tokens) == (hits, len(cases) - hits, 0)
+        misses = sum(expected is None for _, expected in cases)
+        assert (prompts.hits, prompts.misses, prompts.reused_tokens) == (0, misses, 0)
         assert prompts.insert(entries[1], 1 if kind == "hybrid" else 0, stream=stream) is made[1] is prompts.entries[-1]
         with pytest.raises(ValueError, match="read-only"):
             prompts.entries[0].tokens[0] = 9
@@ -111,28 +111,47 @@ def test_off_by_default(memory, stream):
         assert (prompts.max_bytes, prompts.nbytes, prompts.entries, prompts.hits, prompts.misses) == (0, 0, (), 0, 0)
 
 
+class FailingMemory(HostMemory):
+    """Host memory whose next ``failures`` allocations raise ``error``."""
+
+    failures, error = 0, CapacityError
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("allocate", "staging") and self.failures:
+            self.failures -= 1
+            raise self.error("no room.")
+        return super().__getattribute__(name)
+
+
 @PLACES
-def test_it_gives_way_where_the_memory_has_no_room(place):
-    class Full(HostMemory):
-        failures = 0
-
-        def __getattribute__(self, name: str) -> Any:
-            if name in ("allocate", "staging") and self.failures:
-                self.failures -= 1
-                raise CapacityError("no room.")
-            return super().__getattribute__(name)
-
-    memory = Full()
+@pytest.mark.parametrize(
+    ("limit", "new", "failures", "error", "entries", "left"),
+    [
+        (3584, [1, 2, 3, 4, 5], 0, CapacityError, "BCN", 0),  # A, which N begins with, is of no use any more
+        (3584, [1, 2, 3, 4, 5], 1, CapacityError, "BCN", 0),
+        (3584, [1, 2, 3, 4, 5], 2, CapacityError, "CN", 0),
+        (3584, [1, 2, 3, 4, 5], 9, CapacityError, "C", 6),  # A and B together were larger than N
+        (3584, [9], 1, CapacityError, "ACN", 0),
+        (3584, [9], 9, CapacityError, "AC", 7),
+        (2304, [1, 2, 3, 4, 5], 0, CapacityError, "CN", 0),  # A is not enough
+        (2304, [1, 2, 3, 4, 5], 9, CapacityError, "C", 8),
+        (3584, [1, 2, 3, 4, 5], 1, KeyboardInterrupt, "BAC", 0),
+        (2304, [1, 2, 3, 4, 5], 1, KeyboardInterrupt, "C", 0),
+    ],
+)
+def test_it_drops_no_more_than_makes_room(place, limit, new, failures, error, entries, left):
+    memory = FailingMemory()
     stream = memory.create_stream()
-    with cache_holding("hybrid", memory, stream, 4, 4) as cache:
-        prompts = PromptCache(cache, max_bytes=PLENTY, place=place)
-        _, second = (prompts.insert([slot, 7, 7, 7], slot, stream=stream) for slot in (0, 1))
-        memory.failures = 1
-        third = prompts.insert([2, 7, 7, 7], 0, stream=stream)
-        assert prompts.entries == (second, third)
-        memory.failures = 3
-        assert prompts.insert([3, 7, 7, 7], 0, stream=stream) is None
-        assert (prompts.entries, prompts.nbytes, memory.failures) == ((), 0, 0)
+    layers = [KVLayerConfig(num_kv_heads=4, head_dim=16)]  # 256 bytes per token
+    config = KVCacheConfig(layers=layers, max_batch_size=2, max_sequence_length=7, dtype="float16")
+    with KVCacheManager(config, memory=memory) as cache:
+        cache.reset_for_new_sequences([7], stream=stream)
+        prompts = PromptCache(cache, max_bytes=limit, place=place)
+        made = {prompts.insert([first, 2, 3], 0, stream=stream): name for first, name in ((2, "B"), (1, "A"), (4, "C"))}
+        memory.failures, memory.error = failures, error
+        with nullcontext() if error is CapacityError else pytest.raises(error):
+            assert (prompts.insert(new, 0, stream=stream) is not None) == ("N" in entries)
+        assert ("".join(made.get(entry, "N") for entry in prompts.entries), memory.failures) == (entries, left)
 
 
 def test_arguments_that_change_nothing(memory, stream):
@@ -140,7 +159,7 @@ def test_arguments_that_change_nothing(memory, stream):
         prompts, others = (PromptCache(each, max_bytes=PLENTY) for each in (cache, plain))
         good = [1, 2, 3, 4]
         entry, other = (each.insert(good, 0, stream=stream) for each in (prompts, others))
-        copy = prompts.copy_to_host(entry, stream=stream)
+        copy, foreign = prompts.copy_to_host(entry, stream=stream), others.copy_to_host(other, stream=stream)
         match = prompts.find([*good, 5])
         insert, insert_copy, restore = (partial(call, stream=stream) for call in (prompts.insert, prompts.insert_copy, prompts.restore))
         nested, wide = "tokens: expected one sequence of token ids (n,), got a nested one.", "tokens: expected token ids that are integers"
@@ -159,7 +178,7 @@ def test_arguments_that_change_nothing(memory, stream):
             (insert, ([1, 2], 1), RangeError, "tokens: slot 1 holds 3; expected exactly as many, as its states are those"),
             (partial(others.insert, stream=stream), ([*good, 5], 0), RangeError, "tokens: slot 0 holds 4; expected no more, got 5."),
             (insert_copy, ([1, 2, 3], copy), ShapeError, "tokens: expected 4, as many as were copied, got 3."),
-            (insert_copy, (good, HostSlotCopy(4, copy.saved.rows, [])), ShapeError, "copy: expected one of a cache with the same layers"),
+            (insert_copy, (good, foreign), ShapeError, "copy: recurrent layers: expected 2, got 0. It was made of another cache."),
             (restore, (match, 5), SlotError, "slot 5: expected 0 <= slot < 5 (batch slots). Slots never wrap."),
             (restore, (PromptMatch(entry, 3), 0), RangeError, "tokens to restore: expected an integer from 4 to 4, got 3."),
             (
@@ -168,7 +187,12 @@ def test_arguments_that_change_nothing(memory, stream):
                 RangeError,
                 "tokens to restore: expected an integer from 0",
             ),
-            (restore, (PromptMatch(other, 4), 0), ClosedError, "this entry was dropped since it was found. Call find again."),
+            (
+                restore,
+                (PromptMatch(other, 4), 0),
+                ClosedError,
+                "this entry is not held here: it was dropped since it was found, or",
+            ),
             (partial(PromptCache, max_bytes=-1), (cache,), RangeError, "PromptCache.max_bytes: expected at least 0, got -1."),
             (partial(PromptCache, place="disk"), (cache,), ConfigError, "PromptCache.place: expected one of cache, host, got 'disk'."),
             (PromptCache, (memory,), ConfigError, "cache: expected a KVCacheManager, LinearKVCache or HybridCacheManager, got "),
@@ -184,14 +208,33 @@ def test_arguments_that_change_nothing(memory, stream):
         cache.commit_sequence_length(memory.to_device(np.ones(2, np.int32), stream=stream), max_increment=1, stream=stream)
         with pytest.raises(LengthsUnknown):
             insert(good, 0)
-    with pytest.raises(ClosedError, match=r"^this HybridCacheManager is closed\.$"):
-        insert(good, 0)
+    for call in (lambda: insert(good, 0), lambda: prompts.find(good)):
+        with pytest.raises(ClosedError, match=r"^this PromptCache's cache is closed\.$"):
+            call()
     for _ in range(2):
         prompts.close()
     assert prompts.nbytes == 0
     for call in (lambda: prompts.find(good), lambda: restore(match, 0), prompts.__enter__):
         with pytest.raises(ClosedError, match=r"^this PromptCache is closed\.$"):
             call()
+
+
+@PLACES
+def test_a_copy_with_other_scales_is_refused(place):
+    memory = HostMemory()
+    stream, caches = memory.create_stream(), []
+    for scale in (0.5, 2.0):
+        layers = [KVLayerConfig(num_kv_heads=2, head_dim=16, v_scale=scale)]
+        config = KVCacheConfig(layers=layers, max_batch_size=1, max_sequence_length=7, dtype="int8")
+        caches.append(KVCacheManager(config, memory=memory))
+        caches[-1].reset_for_new_sequences([3], stream=stream)
+        prompts = PromptCache(caches[-1], max_bytes=PLENTY, place=place)
+        copy = prompts.copy_to_host(prompts.insert([1, 2, 3], 0, stream=stream), stream=stream)
+        assert PromptCache(caches[-1], max_bytes=PLENTY, place=place).insert_copy([1, 2, 3], copy, stream=stream)
+    prompts = PromptCache(caches[0], max_bytes=PLENTY, place=place)
+    with pytest.raises(ShapeError, match=r"^copy: v_scale of attention layer 0: expected 0\.5, got 2\.0\. It was made of another cache\.$"):
+        prompts.insert_copy([1, 2, 3], copy, stream=stream)
+    assert prompts.entries == ()
 
 
 @PLACES

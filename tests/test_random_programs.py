@@ -13,7 +13,7 @@ from cache_cases import LAYER_TYPES, S, kv_config, linear_config, mamba_config, 
 
 from trt_kvcache import HostMemory, HybridCacheConfig, HybridCacheManager, KVCacheManager, KVLayout, LinearKVCache, SequenceCacheManager
 from trt_kvcache.dtypes import itemsize, numpy_dtype
-from trt_kvcache.errors import CapacityError, ConfigError, LengthsUnknown
+from trt_kvcache.errors import CapacityError, ConfigError, LengthsUnknown, SequenceError
 from trt_kvcache.snapshot import load_snapshot, save_snapshot
 from trt_kvcache.snapshot_records import ModelIdentity
 
@@ -53,8 +53,12 @@ class Beside:
         self.states: list[list[Any]] = [first, second]
         self.recurrent = bool(states_of(cache))
         self.sequences: SequenceCacheManager | None = None
+        #: What sequences hold that are not in active slots.
         self.held: dict[int, tuple[list[Token], Any]] = {}
         self.pinned: set[int] = set()
+        #: Slots of sequences, where they are active or pinned.
+        self.places: dict[int, int] = {}
+        self.lost: list[int] = []
         for view in rows_of(cache):
             nan = 0x7F if view.dtype == "float8_e4m3fn" else 0xFF
             self.upload(whole(view), np.full(view.allocation.nbytes, nan, np.uint8))
@@ -99,21 +103,29 @@ class Beside:
 
     def zero(self, *slots: int) -> None:
         for slot in slots:
-            self.lengths[slot], self.states[0][slot] = 0, [np.zeros_like(self.bytes_of(view)[0]) for view in states_of(self.cache)]
+            self.lengths[slot], self.states[0][slot] = 0, self.zeros()
+
+    def zeros(self) -> list[Any]:
+        return [np.zeros_like(self.bytes_of(view)[0]) for view in states_of(self.cache)]
 
     # --- lengths ---
 
     def reset(self, random: Any) -> None:
-        self.forget_sequences()
         count = random.integers(0, self.slots + 1)
-        self.lengths = [0 if self.states[0][slot] is None else int(random.integers(0, len(self.tokens[slot]) + 1)) for slot in range(count)]
+        for slot in range(len(self.lengths), count):
+            seq = self.waiting_in(slot)
+            if seq is not None and self.held[seq][0]:
+                self.tokens[slot], self.states[0][slot] = self.held[seq]
+        lengths = [0 if self.states[0][slot] is None else int(random.integers(0, len(self.tokens[slot]) + 1)) for slot in range(count)]
+        self.resize(lengths)
         self.blurred = False
-        self.cache.reset_for_new_sequences(self.lengths, stream=self.stream)
+        self.cache.reset_for_new_sequences(lengths, stream=self.stream)
+        self.lengths = lengths
         self.zero(*(slot for slot, length in enumerate(self.lengths) if not length))
 
     def activate(self, random: Any) -> None:
-        self.forget_sequences()
         old, new = len(self.lengths), int(random.integers(0, self.slots + 1))
+        self.resize(self.lengths[:new] + [0] * (new - old))
         self.cache.set_active_batch_size(new, stream=self.stream)
         self.lengths = self.lengths[:new] + [0] * (new - old)
         self.zero(*range(old, new))
@@ -178,6 +190,12 @@ class Beside:
         order = kept if on_device else random.permutation(kept).astype(int).tolist()
         mapping: Any = [order.index(slot) if slot in kept else -1 for slot in range(old)]
         given = self.memory.to_device(np.array(mapping, np.int32), stream=self.stream) if on_device else mapping
+        for seq, slot in [*self.places.items()]:
+            if slot < old and (len(kept) < old if on_device else mapping[slot] < 0 and slot < len(kept)):
+                self.lose(seq)
+            elif slot < old and mapping[slot] >= 0:
+                self.places[seq] = mapping[slot]
+        self.resize([0] * len(kept))
         self.cache.compact_batch(given, old, len(kept), stream=self.stream)
         moved = [(self.tokens[slot][: self.lengths[slot]], self.states[0][slot]) for slot in order]
         self.lengths, self.blurred = [self.lengths[slot] for slot in order], self.blurred or on_device
@@ -234,15 +252,55 @@ class Beside:
 
     def forget_sequences(self) -> None:
         """Look at all of them, and be done: what comes next may take their slots."""
+        self.sync(None)
         for seq in self.held:
             self.check_sequence(seq)
         if self.sequences is not None:
             self.sequences.close()
+            self.pinned.clear()
             self.forget_inactive()
-        self.sequences, self.held, self.pinned = None, {}, set()
+        self.sequences, self.held, self.places = None, {}, {}
+
+    def inside(self, seq: int) -> bool:
+        return self.places.get(seq, self.slots) < len(self.lengths)
+
+    def content(self, seq: int) -> tuple[list[Token], Any]:
+        if not self.inside(seq):
+            return self.held[seq]
+        slot = self.places[seq]
+        return self.tokens[slot][: self.lengths[slot]], self.states[0][slot]
+
+    def waiting_in(self, slot: int) -> int | None:
+        entry = self.sequences._table.at(slot) if self.sequences else None
+        return None if entry is None else entry.id
+
+    def lose(self, seq: int) -> None:
+        self.lost.append(seq)
+        del self.held[seq]
+        self.places.pop(seq, None)
+        self.pinned.discard(seq)
+
+    def resize(self, lengths: list[int]) -> None:
+        """Before slots leave or enter the active batch: those that enter get so many tokens."""
+        old, new = len(self.lengths), len(lengths)
+        for seq, slot in [*self.places.items()]:
+            if new <= slot < old:
+                self.held[seq] = self.content(seq)
+                if self.cache.lengths.upper_bounds[slot] and not self.lengths[slot]:
+                    self.lose(seq)  # it may have tokens, for all that the host knows
+                    self.sequences.destroy_sequence(self.lost.pop())
+                elif seq not in self.pinned:
+                    del self.places[seq]
+        for slot in range(old, new):
+            seq = self.waiting_in(slot)
+            if seq is not None and (seq not in self.pinned if lengths[slot] else self.held[seq][0]):
+                self.lose(seq)
+            elif seq is not None:
+                self.places[seq] = slot
 
     def sequence(self, random: Any) -> None:
         """A few operations on sequences."""
+        self.sync(random)
         self.sequences = self.sequences or SequenceCacheManager(self.cache, enable_swapping=True, swap_threshold=0.7)
         for operation in random.choice(["create", "append", "get", "truncate", "pin", "unpin", "destroy", "use", "use"], 6):
             seq = int(random.choice([*self.held])) if self.held else -1
@@ -250,21 +308,31 @@ class Beside:
                 if self.has_room(-1, self.sequences.create_sequence):
                     self.held[self.sequences.create_sequence()] = [], None
             elif operation == "destroy":
-                self.sequences.destroy_sequence(seq)
-                del self.held[seq]
-                self.pinned.discard(seq)
+                self.lose(seq)
+                self.sequences.destroy_sequence(self.lost.pop())
             else:
                 getattr(self, f"{operation}_sequence")(random, seq)
-            assert [self.sequences.length(seq) for seq in self.held] == [len(tokens) for tokens, _ in self.held.values()]
+            assert [self.sequences.length(seq) for seq in self.held] == [len(self.content(seq)[0]) for seq in self.held]
             self.forget_inactive()
 
     def forget_inactive(self) -> None:
+        if self.sequences is None:
+            return
+        pinned = {self.places[seq]: self.held[seq] for seq in self.pinned if not self.inside(seq)}
         for slot in range(len(self.lengths), self.slots):
-            self.tokens[slot], self.states[0][slot], self.states[1][slot] = [], None, None
+            tokens, states = pinned.get(slot, ([], None))
+            both = states if tokens else None
+            first = both if tokens or slot not in pinned else self.states[0][slot]
+            self.tokens[slot], self.states[1][slot] = list(tokens), both
+            self.states[0][slot] = first
+
+    def fits(self, seq: int) -> bool:
+        others = sum(not self.inside(other) for other in self.pinned - {seq})
+        return self.inside(seq) or self.slots - len(self.lengths) > others
 
     def has_room(self, seq: int, call: Any) -> bool:
         """Whether a sequence can have a slot: one is inactive, and no other is pinned there. If not, a call must say so."""
-        if seq in self.pinned or self.slots - len(self.lengths) > len(self.pinned):
+        if self.fits(seq):
             return True
         if self.sequences is not None and seq >= 0 and any(entry.id == seq and entry.slot is not None for entry in self.sequences._table):
             return True  # it is there already
@@ -277,9 +345,9 @@ class Beside:
             self.check_sequence(seq)
 
     def check_sequence(self, seq: int) -> None:
-        if self.slots - len(self.lengths) <= len(self.pinned - {seq}):
+        if not self.fits(seq):
             return
-        tokens, _ = self.held[seq]
+        tokens, _ = self.content(seq)
         for which, arrays in enumerate(self.sequences.get(seq, stream=self.stream)):
             for layer, array in enumerate(arrays):
                 assert array.shape[1] == len(tokens)
@@ -287,21 +355,28 @@ class Beside:
                     assert np.array_equal(self.bytes_of(array), np.stack([token[layer][which] for token in tokens], axis=1))
 
     def append_sequence(self, random: Any, seq: int) -> None:
-        tokens, _ = self.held[seq]
-        new = self.new_tokens(random, int(random.integers(1, 4)))
+        tokens, _ = self.content(seq)
+        new, count = self.new_tokens(random, 4), int(random.choice([0, 1, 2, 4]))
         dtype = numpy_dtype(self.cache.kv_config.dtype)
         layers = range(len(new[0]))
         keys, values = ([np.stack([token[layer][which] for token in new], axis=1).view(dtype) for layer in layers] for which in (0, 1))
-        call = lambda: self.sequences.append(seq, keys, values, stream=self.stream)  # noqa: E731
+        pair = [[array[:, :count] for array in arrays] for arrays in (keys, values)]
+        call = lambda: self.sequences.append(seq, *pair, stream=self.stream)  # noqa: E731
+        del new[count:]
         if self.recurrent or len(tokens) + len(new) > self.longest:
             with pytest.raises(ConfigError if self.recurrent else CapacityError):
                 call()
         elif self.has_room(seq, call):
             call()
-            tokens += new
+            if self.inside(seq):
+                slot, length = self.places[seq], len(tokens)
+                self.tokens[slot][length : length + len(new)] = new
+                self.lengths[slot] += len(new)
+            else:
+                tokens += new
 
     def truncate_sequence(self, random: Any, seq: int) -> None:
-        tokens, _ = self.held[seq]
+        tokens, _ = self.content(seq)
         length = int(random.integers(0, len(tokens) + 1))
         call = lambda: self.sequences.truncate(seq, length, stream=self.stream)  # noqa: E731
         if self.recurrent:
@@ -309,27 +384,38 @@ class Beside:
                 call()
         elif self.has_room(seq, call):
             call()
-            tokens[length:] = []
+            if self.inside(seq):
+                self.lengths[self.places[seq]] = length
+            else:
+                tokens[length:] = []
 
     def pin_sequence(self, _: Any, seq: int) -> None:
         if self.has_room(seq, lambda: self.sequences.pin(seq, stream=self.stream)):
-            assert self.sequences.pin(seq, stream=self.stream) >= len(self.lengths)
+            place = self.sequences.pin(seq, stream=self.stream)
+            assert place == self.places.get(seq, place)
+            assert self.inside(seq) or place >= len(self.lengths)
             self.pinned.add(seq)
+            self.places[seq] = place
+            if not self.content(seq)[0]:
+                self.states[0][place] = self.zeros()
 
     def unpin_sequence(self, _: Any, seq: int) -> None:
+        self.held[seq] = self.content(seq)
         self.sequences.unpin(seq, stream=self.stream)
         self.pinned.discard(seq)
+        self.places.pop(seq, None)
 
     def use_sequence(self, random: Any, seq: int) -> None:
-        """Bring it into an active slot, let an engine add a token, and put it away."""
-        if not self.lengths:
+        """Bring it into an active slot, let an engine add a token, and put it away, or leave it there."""
+        free = sorted({*range(len(self.lengths))} - {*self.places.values()})
+        if self.inside(seq) or not free:
             return
-        self.sync(random)
-        slot, (tokens, states) = int(random.integers(0, len(self.lengths))), self.held[seq]
+        slot, (tokens, states) = int(random.choice(free)), self.held[seq]
         self.cache.clear_slot(slot, stream=self.stream)
         self.zero(slot)
         assert self.sequences.pin(seq, slot=slot, stream=self.stream) == slot
-        self.lengths[slot], self.tokens[slot] = len(tokens), list(tokens)
+        self.lengths[slot], self.tokens[slot], self.places[seq] = len(tokens), list(tokens), slot
+        self.pinned.add(seq)
         if tokens and self.recurrent:
             self.states[0][slot] = states
         self.forget_inactive()
@@ -341,15 +427,19 @@ class Beside:
                 self.states[0][slot] = self.states[1][slot]
             self.cache.commit_sequence_length([int(other == slot) for other in range(len(self.lengths))], stream=self.stream)
             self.lengths[slot] += 1
-        self.sequences.unpin(seq, stream=self.stream)
-        self.pinned.discard(seq)
-        self.held[seq] = list(self.tokens[slot]), self.states[0][slot]
+        if random.random() < 0.5:
+            self.unpin_sequence(random, seq)
 
     # --- all there is to see ---
 
     def compare(self) -> None:
         cache = self.cache
         self.memory.synchronize(self.stream)
+        self.forget_inactive()
+        while self.lost:
+            with pytest.raises(SequenceError, match="its slot was taken"):
+                self.sequences.length(self.lost[-1])
+            self.sequences.destroy_sequence(self.lost.pop())
         assert cache.active_batch_size == len(self.lengths)
         assert cache.kv_cache_lengths.numpy().tolist() == self.lengths
         assert all(bound >= length for bound, length in zip(cache.lengths.upper_bounds, self.lengths, strict=True))

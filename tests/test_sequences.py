@@ -33,6 +33,9 @@ from trt_kvcache.errors import (
 #: Bytes of one token, and of the states of one slot, of the cases in float16.
 TOKEN = {"manager": 2 * 2 * (2 * 16 + 48 + 3 * 16), "linear": 2 * 2 * 2 * (2 * 16), "hybrid": 2 * 2 * (2 * 16 + 48 + 3 * 16)}
 STATES = 2 * (30 * 4 + 21 * 2)
+TAKEN = "its slot was taken by whoever runs the cache, and its tokens are gone. Pin a sequence after its slot was made active."
+#: How tokens are committed that the host knows, or not.
+LIMIT: list[dict[str, int]] = [{"max_increment": 1}, {}]
 
 
 class On:
@@ -322,12 +325,106 @@ def test_in_an_active_slot_the_lengths_are_those_of_the_cache(memory, stream):
     assert raw(sequences.get(a)) == raw(joined(*parts, count=5))
     assert sequences.length(b) == 4, "it was seen in an active slot"
     assert (sequences.pin(a), sequences.pin(a, slot=4)) == (4, 4)
-    cache.reset_for_new_sequences([0, 0, 0, 3])
-    cache.set_active_batch_size(5)
-    assert (sequences.length(a), sequences.length(b)) == (0, 3), "whoever runs a pinned sequence may start it anew"
-    cache.clear_slot(3)
+    cache.reset_for_new_sequences([0, 0, 0, 0, 3])
+    sequences.refuses(SequenceError, f"sequence {b}: {TAKEN}", sequences.length, b)
+    assert sequences.length(a) == 3, "whoever runs a pinned sequence may shorten it"
+    cache.clear_slot(4)
     cache.set_active_batch_size(0)
-    assert (sequences.length(a), sequences.length(b)) == (0, 0)
+    assert sequences.length(a) == 0
+
+
+#: What is done to a sequence whose slot is active and holds five tokens, and how many it has afterwards; None if they are lost.
+LEAVE, ENTER, RUN = ("set_active_batch_size", 0), ("set_active_batch_size", B), ("commit_sequence_length", 1)
+FATES = [
+    ([LEAVE], 5, 5),
+    ([RUN, LEAVE], 6, 6),
+    ([LEAVE, ENTER], None, None),
+    ([LEAVE, ("reset_for_new_sequences", [0] * B)], None, None),
+    ([LEAVE, ("reset_for_new_sequences", [0, 0, 0, 0, 4]), RUN], None, 5),
+    ([LEAVE, ("reset_for_new_sequences", [0, 0, 0, 0, 6])], None, 6),
+    ([("reset_for_new_sequences", [0] * B)], 0, 0),
+    ([("reset_for_new_sequences", [1, 1]), ENTER], None, None),
+    ([("clear_slot", 4), LEAVE, ENTER, RUN], 1, 1),
+    ([("clear_slot", 4), LEAVE, ("reset_for_new_sequences", [0, 0, 0, 0, 2])], None, 2),
+    ([("compact_batch", [0, 1, 2, 3, -1], 5, 4)], 5, 5),
+    ([("compact_batch", [0, 1, 2, 3, -1], 5, 4), ENTER], None, None),
+    ([("compact_batch", [-1, -1, -1, 0, -1], 5, 1), ("reset_for_new_sequences", [0, 0, 0, 0, 5])], None, 5),
+    ([("compact_batch", [0, 4, 2, 3, 1], 5, 5), ("set_active_batch_size", 1)], 5, 5),
+]
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize(("calls", "unpinned", "pinned"), FATES)
+def test_what_becomes_of_a_sequence(memory, stream, known, calls, unpinned, pinned):
+    """Its tokens are never other ones, nor lost without an error, nor counted wrongly before anybody asks how many there are."""
+    for pin, expected in ((False, unpinned), (True, pinned)):
+        cache, sequences = make("manager", memory, stream)
+        seq = sequences.create_sequence()
+        if pin:
+            sequences.pin(seq)
+        cache.set_active_batch_size(B)
+        cache.commit_sequence_length([0, 0, 0, 0, 4])
+        cache.commit_sequence_length(
+            [0, 0, 0, 0, 1] if known else memory.to_device(np.eye(5, dtype=np.int32)[4], stream=stream), **LIMIT[known]
+        )
+        for name, *arguments in calls:
+            getattr(cache, name)(*arguments)
+        if expected is None:
+            sequences.refuses(SequenceError, f"sequence {seq}: {TAKEN}", sequences.length, seq)
+            continue
+        others = [bound for slot, bound in enumerate(cache.lengths.upper_bounds) if slot != sequences.slots[seq]]
+        assert sequences.memory_used == (sum(others) + expected) * TOKEN["manager"]
+        assert sequences.length(seq) == expected
+        cache.close()
+
+
+@pytest.mark.parametrize("leave", [("set_active_batch_size", 1), ("compact_batch", [0, -1], 2, 1), ("reset_for_new_sequences", [0])])
+@pytest.mark.parametrize("kind", ["linear", "hybrid"])
+def test_states_of_a_slot_that_leaves_are_not_swapped_away(memory, stream, kind, leave):
+    cache, sequences = make(kind, memory, stream, ping_pong=True)
+    seq = sequences.create_sequence()
+    cache.set_active_batch_size(2)
+    sequences.pin(seq, slot=1)
+    cache.commit_sequence_length(3)
+    fill_all(cache, stream)
+    expected = Image(cache)
+    getattr(cache, leave[0])(*leave[1:])
+    for into, states in zip(expected.next_states, expected.states, strict=True):
+        into[1] = states[1]
+    if leave[0].startswith("reset"):
+        expected.zero_states(0)
+    expected.check(cache)
+    cache.swap()
+    sequences.unpin(seq)
+    cache.clear_slot(0)
+    assert sequences.pin(seq, slot=0) == 0
+    for array, states in zip(Image(cache).states, expected.states, strict=True):
+        assert np.array_equal(array[0], states[1])
+
+
+def test_a_full_sequence_takes_no_token_more(memory, stream):
+    for kind in ("manager", "linear"):
+        _, sequences = make(kind, memory, stream, states=False)
+        (seq,) = sequences.new(S)
+        sequences.append(seq, *tokens(sequences.cache, 0, 1))
+        sequences.check(seq, S)
+
+
+def test_a_slot_of_known_length_beside_one_that_only_the_device_knows(memory, stream):
+    cache, sequences = make("manager", memory, stream)
+    a, b = sequences.new(2, 3)
+    cache.set_active_batch_size(2)
+    for slot in (a, b):
+        sequences.pin(slot, slot=slot)
+    cache.commit_sequence_length(memory.to_device(np.array([1, 0], np.int32), stream=stream), max_increment=2)
+    refused = "were changed by values that only the device has. Call sync_lengths(stream=) to read them."
+    cache.clear_slot(1)
+    assert sequences.length(b) == 0
+    sequences.unpin(b)
+    for call in (sequences.length, sequences.unpin, sequences.get):
+        sequences.refuses(LengthsUnknown, f"the lengths of slots [0] {refused}", call, a)
+    cache.set_active_batch_size(0)
+    assert (sequences.memory_used, sequences.length(a), sequences.memory_used) == (4 * TOKEN["manager"], 3, 3 * TOKEN["manager"])
 
 
 def test_tokens_that_nobody_looked_at(memory, stream):
@@ -337,6 +434,7 @@ def test_tokens_that_nobody_looked_at(memory, stream):
     fill_all(cache, stream)
 
     def run(before: int, *, mapping: Any = None, look: bool = False) -> None:
+        sequences.pin(seq)
         cache.reset_for_new_sequences([0, 0, 0, 0, before])
         assert not look or sequences.length(seq) == before
         cache.commit_sequence_length(1)
@@ -350,18 +448,16 @@ def test_tokens_that_nobody_looked_at(memory, stream):
     assert sequences.length(seq) == 3
     run(3, mapping=[-1, 0, 1, -1, -1])
     assert sequences.length(seq) == 4
-    sequences.pin(seq)
     run(4)
     assert sequences.length(seq) == 5
-    sequences.unpin(seq)
     run(5, look=True)
+    sequences.unpin(seq)
     expected = [(rows[4, which, :, :6].tobytes()) for rows in Image(cache).rows for which in (0, 1)]
     for other in [sequences.create_sequence() for _ in range(B)]:
         sequences.get(other)
     assert sequences.memory_swapped == 6 * TOKEN["manager"]
     assert [layer.tobytes() for pair in zip(*sequences.get(seq), strict=True) for layer in pair] == expected
     slot = sequences.pin(seq)
-    sequences.unpin(seq)
     for lengths in ([0] * slot + [6], [0] * B):
         cache.reset_for_new_sequences(lengths)
     for active in (0, B):
@@ -416,8 +512,7 @@ def test_a_sequence_follows_its_slot(memory, stream):
     assert (sequences.length(a), sequences.length(c)) == (1, 3)
     for seq in (a, c, d):  # d was dropped, but not overwritten
         sequences.check(seq, seq + 1)
-    taken = "its slot was taken by whoever runs the cache, and its tokens are gone. Pin sequences, or leave their slots inactive."
-    sequences.refuses(SequenceError, f"sequence {b}: {taken}", sequences.length, b)
+    sequences.refuses(SequenceError, f"sequence {b}: {TAKEN}", sequences.length, b)
     sequences.destroy_sequence(b)
     sequences.refuses(SequenceError, f"sequence {b}: it was destroyed.", sequences.destroy_sequence, b)
     cache.compact_batch(memory.to_device(np.arange(3, dtype=np.int32), stream=stream), 3, 3)
@@ -425,12 +520,12 @@ def test_a_sequence_follows_its_slot(memory, stream):
     assert sequences.length(a) == 1
     cache.compact_batch(memory.to_device(np.array([0, -1, 1], np.int32), stream=stream), 3, 2)
     for seq in (a, c):
-        sequences.refuses(SequenceError, f"sequence {seq}: {taken}", sequences.get, seq)
+        sequences.refuses(SequenceError, f"sequence {seq}: {TAKEN}", sequences.get, seq)
     sequences.unpin(d)
     cache.set_active_batch_size(3)
     assert sequences.num_sequences == 1
     cache.set_active_batch_size(4)  # of which d waits in the last
-    sequences.refuses(SequenceError, f"sequence {d}: {taken}", sequences.length, d)
+    sequences.refuses(SequenceError, f"sequence {d}: {TAKEN}", sequences.length, d)
     sequences.destroy_all_sequences()
     sequences.refuses(SequenceError, f"sequence {d}: it was destroyed.", sequences.length, d)
 
@@ -558,6 +653,14 @@ def test_nothing_of_it_is_captured_in_a_graph():
     for name, values in {"append": tokens(cache, 1, 0), "get": (), "truncate": (0,), "pin": (), "unpin": ()}.items():
         with Unchanged(cache), pytest.raises(CaptureError, match=f"^{name} cannot be captured: it waits for the device"):
             getattr(sequences, name)(seq, *values)
+    memory.capturing = False
+    cache, sequences = make("hybrid", memory, memory.create_stream(), ping_pong=True)
+    sequences.create_sequence()
+    cache.reset_for_new_sequences([0] * B)
+    cache.commit_sequence_length(1)
+    memory.capturing = True
+    with Unchanged(cache), pytest.raises(CaptureError, match=r"^keep_states cannot be captured: what is replayed later keeps nothing"):
+        cache.set_active_batch_size(B - 1)
 
 
 def three_swaps(memory: Any, stream: Any) -> tuple[Any, Any, list[Any]]:

@@ -18,8 +18,9 @@ from slot_cases import SEQUENCE_KINDS, cache_holding, move
 
 from trt_kvcache import HostMemory, HybridCacheConfig, HybridCacheManager, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, LayerType
 from trt_kvcache.checkpoint import RopeConfig
-from trt_kvcache.errors import CapacityError, ConfigError, RangeError, SlotError, SnapshotError
+from trt_kvcache.errors import CapacityError, ConfigError, RangeError, ShapeError, SlotError, SnapshotError
 from trt_kvcache.prompt_cache import PromptCache
+from trt_kvcache.resuming import read_snapshots
 from trt_kvcache.snapshot import Snapshot, load_snapshot, save_snapshot
 from trt_kvcache.snapshot_records import ModelIdentity, SamplerState
 
@@ -82,7 +83,10 @@ def test_an_entry_of_a_prompt_cache(tmp_path, memory, stream, kind, place):
     with cache_holding(kind, memory, stream, 5) as source:
         taken = Image(source)
         prompts = PromptCache(source, max_bytes=1 << 20, place=place)
-        Snapshot.of_entry(prompts, prompts.insert(TOKENS, 0, stream=stream), model=MODEL, stream=stream).write(path)
+        of_entry = partial(Snapshot.of_entry, prompts, prompts.insert(TOKENS, 0, stream=stream), stream=stream)
+        of_entry(model=MODEL).write(path)
+        with pytest.raises(ConfigError, match=r"^model: expected a ModelIdentity, got 'x'\.$"):
+            of_entry(model="x")
     restore_entry = partial(Snapshot.read(path).restore_entry, stream=stream)
     with cache_holding(kind, memory, stream, 0) as target:
         prompts = PromptCache(target, max_bytes=1 << 20, place=place)
@@ -301,13 +305,27 @@ def test_arguments_that_change_nothing(tmp_path, memory, stream):
             (partial(save, path, cache, tokens=[*TOKENS, 1]), RangeError),
             (partial(save, path, cache, tokens=[1], pending=[-1]), RangeError),
             (partial(ModelIdentity, fingerprint=""), ConfigError),
-            (partial(ModelIdentity, fingerprint="x", rope="linear"), ConfigError),
+            *((partial(ModelIdentity, fingerprint="x", rope=rope), ConfigError) for rope in ("linear", {"a": {1}}, {"a": np.inf})),
             (partial(SamplerState, seed=-1, counter=0), RangeError),
+            (partial(SamplerState, seed=1 << 63, counter=0), RangeError),
+            (partial(SamplerState, seed=None, counter=0), RangeError),
             (partial(SamplerState, seed=0, counter=True), RangeError),
+            (partial(save, path, cache, model="x"), ConfigError),
+            (partial(save, path, cache, sampler=(1, 2)), ConfigError),
+            (partial(load, path, cache, model="x"), ConfigError),
+            (partial(load_snapshot, path, cache, 1, model=None, stream=stream), ConfigError),
+            *((partial(save, other, cache), IsADirectoryError) for other in (tmp_path, ".", "/")),
+            *((partial(read_snapshots, given, cache, MODEL), ShapeError) for given in (None, 3, b"a", [], [path, 3], [path] * 6)),
         ]:
             with Unchanged(cache), pytest.raises(error):
                 call()
+        assert [one.tokens for one in read_snapshots((path, str(path)), cache, MODEL)] == [tuple(TOKENS)] * 2
+        assert os.listdir(tmp_path) == ["a"]
         assert Snapshot.read(path).tokens == tuple(TOKENS)
+        model = ModelIdentity(fingerprint="x", rope={"a": (1, 2), 3: None})
+        save(path, cache, model=model)
+        assert load(path, cache, model=model).snapshot.model == model == ModelIdentity(fingerprint="x", rope={"a": [1, 2], "3": None})
+        save(path, cache)
     with KVCacheManager(kv_config(max_sequence_length=4), memory=memory) as short:
         with Unchanged(short), pytest.raises(CapacityError) as caught:
             load(path, short, 0)

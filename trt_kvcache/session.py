@@ -24,7 +24,7 @@ from trt_kvcache.generation import generate_tokens
 from trt_kvcache.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.picture import draw_cache
 from trt_kvcache.prompt_cache import PromptCache
-from trt_kvcache.prompts import Prompt, PromptReader, as_prompts, common_prefix
+from trt_kvcache.prompts import Prompt, PromptReader, as_prompts
 from trt_kvcache.request import GeneratedToken, Request
 from trt_kvcache.resuming import Paths, next_tokens, read_snapshots, resumed_params
 from trt_kvcache.sampling import SamplingParams, params_for
@@ -35,6 +35,7 @@ from trt_kvcache.snapshot import Snapshot
 from trt_kvcache.snapshot_records import ModelIdentity, SamplerState
 from trt_kvcache.statistics import SessionStatistics
 from trt_kvcache.steps import StepExecutor
+from trt_kvcache.token_ids import common_prefix
 
 
 class InferenceSession:
@@ -518,6 +519,11 @@ class InferenceSession:
             The session was made without ``identity``.
         SlotError, RangeError, CapacityError, ClosedError, OSError
             Nothing was changed.
+
+        Notes
+        -----
+        A request of the queue that is still prefilling is saved with the tokens that have run so far: the rest of its prompt is
+        not in the file.
         """
         model = self._model()
         self._sequences.check_lengths()
