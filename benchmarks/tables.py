@@ -89,6 +89,8 @@ def _gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield name, "no", ""
         elif name == "cache: compaction, capture, restore":
             yield from _moves(result, "gpu")
+        elif name.startswith("kernels: "):
+            yield f"{name}, {len(result)} files of tests", "no error" if stage["ok"] else "errors", ""
         elif isinstance(result, str):
             yield name, result, ""
         elif isinstance(result, dict) and "tokens_per_second" in result:

@@ -7,6 +7,7 @@ them alone. Tests marked ``gpu`` are skipped without a GPU, and fail without one
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -75,6 +76,8 @@ def memory() -> Any:
     if DEVICE in ("emulated", "gpu"):
         from trt_kvcache import CudaMemory
 
+        if DEVICE == "gpu":
+            gc.collect()  # what earlier tests left waits for the device when it goes, which would break off a capture
         return CudaMemory()
     pytest.fail(f"TRT_KVCACHE_TEST_DEVICE: expected host, emulated or gpu, got {DEVICE!r}", pytrace=False)
 

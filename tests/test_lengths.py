@@ -12,7 +12,7 @@ import pytest
 from cache_cases import CapturingMemory
 
 from trt_kvcache import HostMemory, Lengths
-from trt_kvcache.errors import CapacityError, ConfigError, LengthsUnknown
+from trt_kvcache.errors import CapacityError, ConfigError, LengthsUnknown, SlotError
 
 B, S = 4, 10
 
@@ -190,6 +190,12 @@ class TestActiveBatch:
         lengths.set_active_batch_size(3, stream=stream)
         assert device(lengths) == [2, 0, 0]
         check_bounds(lengths, 3, 0, 0, unknown=[0])
+        assert ([lengths.is_exact(slot) for slot in range(3)], lengths.of_slot(2)) == ([False, True, True], 0)
+        with pytest.raises(LengthsUnknown, match=r"^the lengths of slots \[0\] were changed"):
+            lengths.of_slot(0)
+        for call in (lengths.is_exact, lengths.of_slot):
+            with pytest.raises(SlotError, match=r"^slot 3: expected 0 <= slot < 3 \(active slots\)"):
+                call(3)
         lengths.rewind(2, 0, stream=stream)
         lengths.clear_slot(0, stream=stream)
         check(lengths, 0, 0, 0)

@@ -8,7 +8,8 @@ import pytest
 
 from tests.small_model import write_model
 from trt_kvcache import InferenceSession, KVCacheConfig, KVLayerConfig
-from trt_kvcache.picture import COLOURS, draw_cache
+from trt_kvcache.errors import RangeError, ShapeError
+from trt_kvcache.picture import COLOURS, LAYER_COLOUR, draw_cache
 
 RECT = "{http://www.w3.org/2000/svg}rect"
 
@@ -20,9 +21,11 @@ def config(slots: int) -> KVCacheConfig:
 
 def bars(svg: str) -> list[list[tuple[str, float]]]:
     """Colour and width of the parts of each bar, from the top; the legend is not one."""
-    names = {colour: name for name, colour in COLOURS.items()}
+    names = {colour: name for name, colour in COLOURS.items()} | {LAYER_COLOUR: "layer"}
     rows: dict[float, list[tuple[str, float]]] = {}
-    for rectangle in list(ElementTree.fromstring(svg).iter(RECT))[len(COLOURS) :]:
+    paper, *rectangles = ElementTree.fromstring(svg).iter(RECT)
+    assert paper.attrib == {"width": "100%", "height": "100%", "fill": "#ffffff"}
+    for rectangle in rectangles[len(COLOURS) :]:
         rows.setdefault(float(rectangle.get("y")), []).append((names[rectangle.get("fill")], float(rectangle.get("width"))))
     return [parts for _, parts in sorted(rows.items())]
 
@@ -36,14 +39,37 @@ def test_slots_and_layers() -> None:
         [("reused", pytest.approx(0.25 * width)), ("free", pytest.approx(0.75 * width, abs=0.01))],
         [("free", width)],
     ]
-    assert (first, second) == ([("live", pytest.approx(width / 4, abs=0.01))], [("live", width)])
+    assert (first, second) == ([("layer", pytest.approx(width / 4, abs=0.01))], [("layer", width)])
     texts = [node.text for node in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
     assert {"a <title>", "slot 1", "slot 2 (not active)", "5 / 20", "layer 1: 1 x 128", "30,720"} <= set(texts)
 
 
 def test_many_slots_stay_inside() -> None:
     root = ElementTree.fromstring(draw_cache(config(300)))
-    assert all(float(one.get("y")) + float(one.get("height")) < float(root.get("height")) for one in root.iter(RECT))
+    assert all(float(one.get("y")) + float(one.get("height")) < float(root.get("height")) for one in list(root.iter(RECT))[1:])
+    assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
+
+
+@pytest.mark.parametrize(("slots", "labelled"), [(42, True), (43, False)])
+def test_only_what_can_be_read_is_written(slots: int, labelled: bool) -> None:
+    svg = draw_cache(config(slots), [3])
+    sizes = [float(node.get("font-size")) for node in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    assert (min(sizes) >= 6, ">slot 0<" in svg, ">3 / 20<" in svg, "layer 1" in svg) == (True, labelled, labelled, True)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"lengths": [1, 21]}, RangeError, "lengths[1]: expected an integer from 0 to 20, got 21."),
+        ({"lengths": [-1]}, RangeError, "lengths[0]: expected an integer from 0 to 20, got -1."),
+        ({"lengths": [5], "reused": [-3]}, RangeError, "reused[0]: expected an integer from 0 to 20, got -3."),
+        ({"lengths": [1, 2, 3]}, ShapeError, "lengths: expected at most max_batch_size=2 of them, got 3."),
+    ],
+)
+def test_what_cannot_be_drawn(given: dict[str, list[int]], error: type[Exception], text: str) -> None:
+    with pytest.raises(error) as caught:
+        draw_cache(config(2), **given)
+    assert str(caught.value) == text
 
 
 def test_of_a_session(tmp_path) -> None:

@@ -165,7 +165,7 @@ class TestCalls:
             ("download", (2, VOCAB), stream),
             ("synchronize", stream),
         ]
-        assert (moved, session._samplers) == (handles, {0: (2, 3), 1: (3, 3)})
+        assert (moved, session._sequences.samplers) == (handles, [(2, 3), (3, 3)])
         assert [session.pending_tokens(slot) for slot in (0, 1)] == [handle.tokens[-1:] for handle in handles]
 
     def test_nothing_per_layer(self):

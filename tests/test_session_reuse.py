@@ -147,6 +147,32 @@ with InferenceSession.from_model(folder, **options) as session:
         assert tokens(rest, 0) == expected[0][4:]
         assert tokens(rest, 1) == expected[1][3:8]
 
+    def test_left_at_the_first_token_and_saved_again(self, opened, tmp_path):
+        session, other = opened(), opened()
+        expected = tokens(session.generate([[5, 6], LONG], **SAMPLED, max_new_tokens=6), 1)
+        next(session.generate([[5, 6], LONG], **SAMPLED))
+        session.save_snapshot(tmp_path / "1.kv", 1)
+        other.load_snapshots(tmp_path / "1.kv")
+        other.save_snapshot(tmp_path / "again.kv")
+        for path in ("1.kv", "again.kv"):
+            assert tokens(other.resume(tmp_path / path, temperature=0.8, ignore_eos=True, max_new_tokens=6)) == expected
+
+    def test_the_sampler_follows_its_slot_through_a_step_that_fails(self, opened, tmp_path, monkeypatch):
+        session, options = opened(max_batch_size=2), {"temperature": 0.8, "ignore_eos": True}
+        session.submit([5, 6], max_new_tokens=1, seed=11, **options)
+        other = session.submit(LONG, max_new_tokens=9, seed=22, **options)
+        while len(other.tokens) < 2:
+            session.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(session.engine, "enqueue", lambda stream: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                session.step()
+        [slot] = [slot for slot in range(session.cache.active_batch_size) if len(session.tokens(slot)) >= len(LONG)]
+        done = session.save_snapshot(tmp_path / "b.kv", slot)
+        assert (done.sampler.seed, done.sampler.counter) == (22, 2)
+        expected = tokens(opened().generate([LONG], max_new_tokens=9, seed=22, **options))
+        assert [*other.tokens, *tokens(opened().resume(tmp_path / "b.kv", max_new_tokens=7, **options))] == expected
+
     def test_a_seed_of_ones_own(self, opened, tmp_path):
         session = opened()
         next(session.generate([LONG], **SAMPLED))

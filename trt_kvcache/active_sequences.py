@@ -44,6 +44,8 @@ class ActiveSequences:
         self.cached: list[list[int]] = []
         #: Tokens at the start of each slot that were there already when its sequence began.
         self.reused: list[int] = []
+        #: Seed and counter of each slot's sampler; None where tokens were not chosen here.
+        self.samplers: list[tuple[int, int] | None] = []
         #: Tokens that were generated but are not in the cache yet, per slot.
         self.pending: list[list[int]] = []
         #: Grows with every change, so that an iterator knows when it was overtaken.
@@ -96,6 +98,7 @@ class ActiveSequences:
             self.cached = [held[slot][:count] if count else [] for slot, count in enumerate(reused)]
             self.pending = [[] for _ in reused]
             self.reused = list(reused)
+            self.samplers = [None] * len(reused)
             self._reused_tokens += sum(reused)
 
     def find(self, tokens: Sequence[int]) -> PromptMatch | None:
@@ -133,6 +136,7 @@ class ActiveSequences:
             self.cached = [list(snapshot.tokens) for snapshot in snapshots]
             self.pending = [list(snapshot.pending) for snapshot in snapshots]
             self.reused = [len(snapshot.tokens) for snapshot in snapshots]
+            self.samplers = [None if one.sampler is None else (one.sampler.seed, one.sampler.counter) for one in snapshots]
 
     def add(self, count: int) -> None:
         """Make ``count`` more slots active, behind the others and empty."""
@@ -141,6 +145,7 @@ class ActiveSequences:
             self.cached += [[] for _ in range(count)]
             self.pending += [[] for _ in range(count)]
             self.reused += [0] * count
+            self.samplers += [None] * count
 
     def compact(self, mapping: Sequence[int]) -> None:
         """Drop and move slots: to the new slot of each, or -1. A dropped slot that another moves to cannot be brought back."""
@@ -150,6 +155,7 @@ class ActiveSequences:
             self.cached = [self.cached[slot] for _, slot in kept]
             self.pending = [self.pending[slot] for _, slot in kept]
             self.reused = [self.reused[slot] for _, slot in kept]
+            self.samplers = [self.samplers[slot] for _, slot in kept]
 
     def rewind(self, slot: int, length: int) -> None:
         """Shorten a slot to ``length`` tokens and drop its pending ones."""
@@ -243,12 +249,13 @@ class ActiveSequences:
     @contextmanager
     def all_or_nothing(self) -> Iterator[None]:
         """Put lengths and tokens back if the block raises. Inside it, tokens are only ever added to the lists that are there."""
-        lengths, cached, pending, reused = self.lengths, list(self.cached), list(self.pending), list(self.reused)
+        lengths, cached, pending = self.lengths, list(self.cached), list(self.pending)
+        reused, samplers = list(self.reused), list(self.samplers)
         self.changes += 1
         try:
             yield
         except BaseException:
-            self.cached, self.pending, self.reused = cached, pending, reused
+            self.cached, self.pending, self.reused, self.samplers = cached, pending, reused, samplers
             for held, length in zip(cached, lengths, strict=True):
                 del held[length:]
             if not self._cache.closed:

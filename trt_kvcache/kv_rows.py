@@ -76,6 +76,9 @@ class KVRows:
         #: One group per head dim.
         self.groups = tuple(groups)
 
+    def resize(self, lengths: Sequence[int], *, stream: Any) -> None:
+        """Do nothing: rows stay where they are."""
+
     def start_anew(self, slots: Sequence[int], *, stream: Any) -> None:
         """Do nothing: rows past a slot's length are never read as data."""
 

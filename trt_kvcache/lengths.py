@@ -149,12 +149,25 @@ class Lengths(Uncopyable):
         LengthsUnknown
             A device tensor was committed, or a device mapping compacted, since; call ``sync_lengths``.
         """
-        if not all(self._exact):
-            slots = [slot for slot, exact in enumerate(self._exact) if not exact]
-            raise LengthsUnknown(
-                f"the lengths of slots {slots} were changed by values that only the device has. Call sync_lengths(stream=) to read them."
-            )
+        self._check_exact(range(len(self._exact)))
         return tuple(self._bounds)
+
+    def of_slot(self, slot: int) -> int:
+        """Return the length of one active slot, as the host knows it. Raises :class:`LengthsUnknown` as :attr:`host` does."""
+        index = slot_index(slot, len(self._bounds), of="active slots")
+        self._check_exact([index])
+        return self._bounds[index]
+
+    def is_exact(self, slot: int) -> bool:
+        """Whether the host knows the length of an active slot, and not only a bound."""
+        return self._exact[slot_index(slot, len(self._exact), of="active slots")]
+
+    def _check_exact(self, slots: Sequence[int]) -> None:
+        unknown = [slot for slot in slots if not self._exact[slot]]
+        if unknown:
+            raise LengthsUnknown(
+                f"the lengths of slots {unknown} were changed by values that only the device has. Call sync_lengths(stream=) to read them."
+            )
 
     @property
     def all_empty(self) -> bool:
@@ -179,6 +192,12 @@ class Lengths(Uncopyable):
     def is_recurrent(self) -> bool:
         """Whether slots hold recurrent states, so that :meth:`rewind` is refused."""
         return any(contents.is_recurrent for contents in self.contents())
+
+    def _resize(self, lengths: list[int], stream: Any) -> None:
+        """Say which slots leave or enter, before the mirror moves."""
+        if len(lengths) != len(self._bounds):
+            for contents in self.contents():
+                contents.resize(lengths, stream=stream)
 
     def _start_anew(self, slots: Sequence[int], stream: Any) -> None:
         for contents in self.contents() if slots else ():
@@ -209,6 +228,7 @@ class Lengths(Uncopyable):
             for slot, length in enumerate(values):
                 int_in_range(f"reuse_lengths[{slot}]", length, 0, self._max_sequence_length)
         refuse_capture(self._memory, "reset_for_new_sequences", stream)
+        self._resize(values, stream)
         active = self._active_tensor if len(values) == len(self._active_tensor) else self._tensor[: len(values)]
         store_length_values(active, values, accumulate=False, stream=stream)
         if self._attached:
@@ -314,10 +334,13 @@ class Lengths(Uncopyable):
         active = len(self._bounds)
         if count > active:
             refuse_capture(self._memory, "set_active_batch_size", stream)
+        bounds = self._bounds[:count] + [0] * (count - active)
+        self._resize(bounds, stream)
+        if count > active:
             store_length_values(self._tensor[active:count], [0] * (count - active), accumulate=False, stream=stream)
             self._start_anew(range(active, count), stream)
         self._active_tensor = self._tensor[:count]
-        self._bounds = self._bounds[:count] + [0] * (count - active)
+        self._bounds = bounds
         self._exact = self._exact[:count] + [True] * (count - active)
 
     def clear_slot(self, slot: int, *, stream: Any) -> None:
@@ -381,7 +404,9 @@ class Lengths(Uncopyable):
         refuse_capture(self._memory, "compact_batch with a host mapping", stream)
         self._move(plan, stream)
         sources = {int(new): slot for slot, new in enumerate(batch_mapping)}
-        self._bounds = [self._bounds[sources[slot]] for slot in range(plan.new_batch)]
+        bounds = [self._bounds[sources[slot]] for slot in range(plan.new_batch)]
+        self._resize(bounds, stream)
+        self._bounds = bounds
         self._exact = [self._exact[sources[slot]] for slot in range(plan.new_batch)]
         self._active_tensor = self._tensor[: plan.new_batch]
 
@@ -393,6 +418,7 @@ class Lengths(Uncopyable):
         if os.environ.get(DEBUG_VARIABLE) == "1":
             self._check_mapping(mapping, new, stream)
         self._move(plan, stream)
+        self._resize([0] * new, stream)
         self._drop_some(new)
 
     def replayed_compaction(self, old_batch: int, new_batch: int) -> None:

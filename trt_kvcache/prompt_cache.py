@@ -114,7 +114,7 @@ class PromptCache(Uncopyable):
 
     @property
     def hits(self) -> int:
-        """Calls of :meth:`find` that found something."""
+        """Calls of :meth:`restore`: what :meth:`find` found but nobody used is neither a hit nor a miss."""
         return self._hits
 
     @property
@@ -154,7 +154,9 @@ class PromptCache(Uncopyable):
         Notes
         -----
         Without recurrent layers, an entry that the new one begins with is dropped: it serves no prompt that the new one does
-        not. Where the memory of the cache has no room, entries are dropped too.
+        not. The copy is made first, unless ``max_bytes`` or the memory has no room for both: then as few are dropped before as
+        make room, such entries first. If the memory still has none when the dropped ones were as large as the new one, no more
+        are dropped: those that were are lost.
         """
         self._check_open()
         if not self._max_bytes:
@@ -171,7 +173,7 @@ class PromptCache(Uncopyable):
         ----------
         tokens : sequence of int (n,)
         copy : HostSlotCopy
-            Of those tokens, and of the same :class:`~trt_kvcache.slot_format.SlotFormat`.
+            Of those tokens, and of the same layers, dtypes and scales.
         stream : cuda.core.Stream
         """
         self._check_open()
@@ -180,11 +182,12 @@ class PromptCache(Uncopyable):
         array = self._tokens(tokens)
         if len(array) != copy.length:
             raise ShapeError(f"tokens: expected {copy.length}, as many as were copied, got {len(array)}.")
-        if copy.tensors != list(self._format.host_tensors(copy.length).values()):
-            raise ShapeError("copy: expected one of a cache with the same layers and dtypes, got another.")
+        difference = self._format.difference(copy.slot_format)
+        if difference is not None:
+            raise ShapeError(f"copy: {difference}. It was made of another cache.")
         memory = self._cache.memory
         refuse_capture(memory, "inserting a copy", stream)
-        return self._keep(array, lambda: copy if self._on_host else SlotCopy.of_host(copy, self._format, memory, stream=stream))
+        return self._keep(array, lambda: copy if self._on_host else SlotCopy.of_host(copy, memory, stream=stream))
 
     def _tokens(self, tokens: Tokens) -> TokenArray:
         array = token_array("tokens", tokens)
@@ -200,17 +203,15 @@ class PromptCache(Uncopyable):
         new = PromptEntry(tokens, self._format.nbytes(len(tokens)))
         if new.nbytes > self._max_bytes:
             return None
-        for entry in self.entries:
-            if self._covers(tokens, entry.tokens):
-                del self._copies[entry]
-        while self.nbytes + new.nbytes > self._max_bytes:
-            self._drop_oldest()
-        copy = _or_none(make_copy)
-        while copy is None and self._copies:
-            self._drop_oldest()
-            copy = _or_none(make_copy)
-        if copy is None:
-            return None
+        covered = {entry for entry in self._copies if self._covers(tokens, entry.tokens)}
+        going = sorted(self._copies, key=lambda entry: entry not in covered)
+        before = self.nbytes
+        while self.nbytes + new.nbytes > self._max_bytes or (copy := _or_none(make_copy)) is None:
+            if not going or before - self.nbytes >= new.nbytes:  # more would not help either
+                return None
+            del self._copies[going.pop(0)]
+        for entry in covered & self._copies.keys():
+            del self._copies[entry]
         self._copies[new] = copy
         return new
 
@@ -223,9 +224,6 @@ class PromptCache(Uncopyable):
     def _touch(self, entry: PromptEntry) -> None:
         """Make an entry the most recently used one."""
         self._copies[entry] = self._copies.pop(entry)
-
-    def _drop_oldest(self) -> None:
-        del self._copies[next(iter(self._copies))]
 
     # --- copies out ---
 
@@ -258,7 +256,6 @@ class PromptCache(Uncopyable):
         if best is None:
             self._misses += 1
             return None
-        self._hits += 1
         self._touch(best)
         return PromptMatch(best, most)
 
@@ -281,6 +278,7 @@ class PromptCache(Uncopyable):
         """
         self._check_open()
         self._copy(match.entry).restore(self._cache, slot, match.length, stream=stream)
+        self._hits += 1
         self._reused_tokens += match.length
 
     def copy_to_host(self, entry: PromptEntry, *, stream: Any) -> HostSlotCopy:
@@ -297,7 +295,7 @@ class PromptCache(Uncopyable):
 
     def _copy(self, entry: PromptEntry) -> SlotCopy | HostSlotCopy:
         if entry not in self._copies:
-            raise ClosedError("this entry was dropped since it was found. Call find again.")
+            raise ClosedError("this entry is not held here: it was dropped since it was found, or found in another PromptCache. Call find.")
         return self._copies[entry]
 
     # --- life ---
@@ -312,8 +310,9 @@ class PromptCache(Uncopyable):
         self.clear()
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("this PromptCache is closed.")
+        if self._closed or self._cache.closed:
+            whose = "PromptCache" if self._closed else "PromptCache's cache"
+            raise ClosedError(f"this {whose} is closed.")
 
     def __enter__(self) -> PromptCache:
         self._check_open()

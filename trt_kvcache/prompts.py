@@ -73,13 +73,3 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     if isinstance(prompts, _SEQUENCE) and len(prompts) and not isinstance(prompts[0], _SEQUENCE):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]
-
-
-def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many tokens two sequences begin with alike."""
-    count = 0
-    for one, other in zip(first, second, strict=False):
-        if one != other:
-            break
-        count += 1
-    return count

@@ -117,6 +117,28 @@ class RecurrentCache(SlotCache):
         if self._states is not None:
             self._states.copy_back(first, number, stream=stream)
 
+    def keep_states(self, slot: int, *, stream: Any) -> None:
+        """Make the current states of a slot that leaves the active batch the next ones too: then no :meth:`swap` leaves them behind.
+
+        Parameters
+        ----------
+        slot : int
+            ``0 <= slot < B``, active or not.
+        stream : cuda.core.Stream
+            The copies are ordered on it, one launch per kind; the call neither waits nor allocates. Without ``ping_pong`` nothing
+            is copied.
+
+        Raises
+        ------
+        SlotError, PlaceError, CaptureError, ClosedError
+            Nothing was changed.
+        """
+        self._check_open()
+        index = slot_index(slot, self.max_batch_size)
+        refuse_capture(self._memory, "keep_states", stream, because="what is replayed later keeps nothing now")
+        if self._states is not None:
+            self._states.keep(index, stream=stream)
+
     # --- contents ---
 
     def clear_mamba_states(self, *, stream: Any) -> None:

@@ -121,6 +121,15 @@ class RecurrentStates:
         for kind in StateKind:
             self.current(kind).zero(stream=stream)
 
+    def resize(self, lengths: Sequence[int], *, stream: Any) -> None:
+        """Do nothing: states stay where they are, and whoever wants those of a slot that leaves calls :meth:`keep`."""
+
+    def keep(self, slot: int, *, stream: Any) -> None:
+        """Copy the current states of a slot to the next ones, in one launch per kind."""
+        if self._num_buffers > 1:
+            for kind in StateKind:
+                copy_rows(self.next(kind).infos, self.current(kind).infos, slot, stream=stream)
+
     def start_anew(self, slots: Sequence[int], *, stream: Any) -> None:
         """Zero the current states of some slots, in one launch per kind and run of neighbours."""
         for kind in StateKind:

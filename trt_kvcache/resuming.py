@@ -23,9 +23,11 @@ def read_snapshots(paths: Paths, cache: AnyCache, model: ModelIdentity) -> list[
     SnapshotError
         A file is no snapshot, damaged, of another model, or of another cache.
     ShapeError, CapacityError
-        No file, more files than slots, or more tokens than a slot takes.
+        Not paths, no file, more files than slots, or more tokens than a slot takes.
     """
-    each = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
+    each = [paths] if isinstance(paths, str | os.PathLike) else paths
+    if not isinstance(each, Sequence) or not all(isinstance(path, str | os.PathLike) for path in each):
+        raise ShapeError(f"snapshots: expected a path or a sequence of paths, got {paths!r}.")
     if not 1 <= len(each) <= cache.max_batch_size:
         raise ShapeError(f"snapshots: expected 1 to max_batch_size={cache.max_batch_size} files, got {len(each)}.")
     longest = cache.lengths.max_sequence_length

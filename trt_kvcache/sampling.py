@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Real
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.checks import int_in_range
-from trt_kvcache.errors import EngineError, RangeError
+from trt_kvcache.errors import EngineError, RangeError, ShapeError
 
 _SEED_BITS = 63
 
@@ -106,6 +106,26 @@ def with_options(params: SamplingParams, options: dict[str, Any]) -> SamplingPar
     if unknown:
         raise RangeError(f"generate: unknown option {', '.join(unknown)}. Expected {', '.join(sorted(known))}.")
     return replace(params, **options)
+
+
+def params_for(
+    count: int, defaults: SamplingParams, params: SamplingParams | Sequence[SamplingParams] | None, options: dict[str, Any]
+) -> list[SamplingParams]:
+    """Return the SamplingParams of each of ``count`` prompts: ``params``, or ``defaults`` with ``options``.
+
+    Raises
+    ------
+    RangeError, ShapeError
+        Both were given, or not one per prompt.
+    """
+    if params is None:
+        return [with_options(defaults, options)] * count
+    if options:
+        raise RangeError(f"generate: expected params or options, got both ({', '.join(options)}).")
+    each = list(params) if isinstance(params, Sequence) else [params] * count
+    if len(each) != count or not all(isinstance(one, SamplingParams) for one in each):
+        raise ShapeError(f"params: expected SamplingParams, or {count} of them, one per prompt.")
+    return each
 
 
 class Sampler:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
 from trt_kvcache.checks import as_int
 from trt_kvcache.errors import SequenceError
-from trt_kvcache.kernels import AnyCompactionPlan, CompactionPlan, store_length_values
+from trt_kvcache.kernels import AnyCompactionPlan, CompactionPlan
 from trt_kvcache.lengths import Lengths
 from trt_kvcache.slot_storage import SavedSlot
 
@@ -24,11 +24,11 @@ class SequenceEntry:
     slot : int or None
         None while it is swapped out.
     length : int
-        Tokens, as last known. :meth:`SequenceTable.length` asks who knows now.
+        Tokens, where the slot is not active. :meth:`SequenceTable.length` asks who knows.
+    exact : bool
+        Else ``length`` is an upper bound, and the device has the length.
     pinned : bool
         Asked for by ``pin``.
-    was_active : bool
-        The slot was active when it was last looked at: tokens may have been committed to it since.
     saved : SavedSlot or None
         What it holds, while it is swapped out and not empty.
     """
@@ -36,8 +36,8 @@ class SequenceEntry:
     id: int
     slot: int | None
     length: int = 0
+    exact: bool = True
     pinned: bool = False
-    was_active: bool = False
     saved: SavedSlot | None = None
 
 
@@ -48,12 +48,15 @@ class SequenceTable:
     ----------
     lengths : Lengths
         Of the cache. Slots that are active there belong to whoever made them active; free ones are the others without a sequence.
+    keep_states : callable
+        ``keep_states(slot, stream=)`` is called before a slot with tokens leaves the active batch.
     """
 
     is_recurrent = False
 
-    def __init__(self, lengths: Lengths) -> None:
+    def __init__(self, lengths: Lengths, keep_states: Callable[..., None]) -> None:
         self._lengths = lengths
+        self._keep_states = keep_states
         self._next_id = 0
         #: In the order of use, longest ago first.
         self._entries: dict[int, SequenceEntry] = {}
@@ -83,7 +86,7 @@ class SequenceTable:
 
     def _why_missing(self, number: int) -> str:
         if number in self._taken:
-            return "its slot was taken by whoever runs the cache, and its tokens are gone. Pin sequences, or leave their slots inactive."
+            return "its slot was taken by whoever runs the cache, and its tokens are gone. Pin a sequence after its slot was made active."
         if 0 <= number < self._next_id:
             return "it was destroyed."
         return "expected an id that create_sequence returned."
@@ -129,33 +132,35 @@ class SequenceTable:
         return [entry for entry in self if entry is not but and self.is_movable(entry)]
 
     def length(self, entry: SequenceEntry) -> int:
-        """Return the tokens of a sequence, and note them. Waits for the device where it may have been run and is not any more.
+        """Return the tokens of a sequence, and note them. Waits for the device where only it knew them when the slot left the batch.
 
-        Raises :class:`LengthsUnknown` where it is in an active slot, and only the device knows.
+        Raises :class:`LengthsUnknown` where the slot is active, and only the device knows.
         """
         if entry.slot is not None and self.is_active(entry):
-            entry.length, entry.was_active = self._lengths.host[entry.slot], True
-        elif entry.slot is not None and (entry.was_active or entry.pinned):
-            # The host forgets the lengths of slots that are not active any more. The device keeps them.
+            entry.length = self._lengths.of_slot(entry.slot)
+        elif entry.slot is not None and not entry.exact:
             entry.length = int(self._lengths.memory.read(self._lengths.tensor[entry.slot : entry.slot + 1])[0])
-            entry.was_active = False
+        entry.exact = True
         return entry.length
-
-    def set_length(self, entry: SequenceEntry, length: int, *, stream: Any) -> None:
-        """Note the tokens of a sequence; on the device too where a pinned one waits, as its slot may become active."""
-        entry.length = length
-        if entry.slot is not None and entry.pinned and not self.is_active(entry):
-            store_length_values(self._lengths.tensor[entry.slot : entry.slot + 1], [length], accumulate=False, stream=stream)
 
     # --- what the cache's owner does ---
 
-    def start_anew(self, slots: Sequence[int], *, stream: Any) -> None:
-        """Active and pinned sequences in these slots are empty now; tokens of others are lost, and with them the sequence."""
-        for entry in [entry for entry in self if entry.slot in slots]:
-            if entry.length and self.is_movable(entry):
+    def resize(self, lengths: Sequence[int], *, stream: Any) -> None:
+        """Note the tokens of sequences whose slots leave. In slots that enter, empty ones stay, as do pinned ones that get tokens."""
+        before, after = self._lengths.active_batch_size, len(lengths)
+        for entry in [entry for entry in self if entry.slot is not None]:
+            slot = entry.slot
+            assert slot is not None
+            if after <= slot < before:
+                length = self._lengths.upper_bounds[slot]
+                if length:
+                    self._keep_states(slot, stream=stream)
+                entry.length, entry.exact = length, self._lengths.is_exact(slot)
+            elif before <= slot < after and (not entry.pinned if lengths[slot] else entry.length):
                 self._take(entry)
-            else:
-                entry.length, entry.was_active = 0, True
+
+    def start_anew(self, slots: Sequence[int], *, stream: Any) -> None:
+        """Do nothing: slots in the active batch hold what its lengths say."""
 
     def compact(self, plan: AnyCompactionPlan, *, stream: Any) -> None:
         """Follow the slots. A sequence whose slot was overwritten is gone, as are active ones where only the device knows."""
@@ -172,7 +177,7 @@ class SequenceTable:
         for entry in [entry for entry in self if entry.slot is not None and entry.slot < plan.old_batch]:
             assert entry.slot is not None
             if entry.slot in places:
-                entry.slot, entry.was_active = places[entry.slot], True
+                entry.slot = places[entry.slot]
             else:
                 self._take(entry)
 

@@ -57,10 +57,11 @@ class SequenceCacheManager(Uncopyable):
         ...                                              # enqueue, commit
         sequences.unpin(seq, stream=stream)              # out of the active slot again
 
-    A sequence follows its slot through ``compact_batch``. Its tokens are lost, and every use of it but its destruction raises
-    :class:`SequenceError`, if its slot is overwritten there, or if somebody makes its slot active with length 0 while it is not
-    pinned. With a device mapping the host cannot follow, and loses all sequences in active slots that way; before a captured one
-    is replayed, unpin them.
+    A sequence follows its slot through ``compact_batch``, and keeps its tokens and states where its slot leaves the active batch.
+    Its tokens are lost, and every use of it but its destruction raises :class:`SequenceError`, if its slot is overwritten there, or
+    if somebody makes its slot active again: with length 0 unless it is empty, or with a length that was reset unless it is pinned
+    (then it is run on with so many tokens). With a device mapping the host cannot follow, and loses all sequences in active slots
+    that way; before a captured one is replayed, unpin them.
 
     What is copied from or to the host is waited for: arrays may be changed or read as soon as a call returns.
     """
@@ -82,7 +83,7 @@ class SequenceCacheManager(Uncopyable):
         self._memory = cache.memory
         self._lengths = cache.lengths
         self._storage = SlotStorage(cache)
-        self._table = SequenceTable(cache.lengths)
+        self._table = SequenceTable(cache.lengths, self._storage.keep_states)
         threshold = float(swap_threshold) if enable_swapping else None
         self._swapper = SlotSwapper(self._table, self._storage, cache.lengths, estimate_memory(cache.config), threshold=threshold)
         self._lengths.attach(self._table)
@@ -184,7 +185,7 @@ class SequenceCacheManager(Uncopyable):
 
         Notes
         -----
-        Waits for the device where the sequence was in an active slot that is not active any more, or is pinned to one that is not.
+        Waits for the device where the sequence was in an active slot that is not active any more, and only the device knew then.
         """
         self._check_open()
         return self._table.length(self._table.find(seq))
@@ -231,7 +232,7 @@ class SequenceCacheManager(Uncopyable):
         self._storage.write_rows(rows, slot, length, stream=stream)
         if self._table.is_active(entry):
             self._lengths.commit([count if other == slot else 0 for other in range(self._lengths.active_batch_size)], stream=stream)
-        self._table.set_length(entry, length + count, stream=stream)
+        entry.length = length + count
         self._memory.synchronize(stream)
 
     def get(self, seq: int, *, stream: Any) -> tuple[LayerArrays, LayerArrays]:
@@ -292,7 +293,7 @@ class SequenceCacheManager(Uncopyable):
         slot = self._swapper.bring_in(entry, 0, stream=stream)
         if self._table.is_active(entry):
             self._lengths.rewind(slot, wanted, stream=stream)
-        self._table.set_length(entry, wanted, stream=stream)
+        entry.length = wanted
 
     def _new_rows(self, keys: Any, values: Any) -> tuple[list[Array], int]:
         """Return dense arrays of K, then V, of each attention layer, and their tokens, after all checks."""
@@ -361,7 +362,6 @@ class SequenceCacheManager(Uncopyable):
             place = slot_index(slot, self._cache.max_batch_size)
             self._swapper.move(entry, place, stream=stream)
         entry.pinned = True
-        self._table.set_length(entry, length, stream=stream)
         if not length:
             self._storage.zero_states(place, stream=stream)
         return place

@@ -42,11 +42,6 @@ class RequestQueue:
         #: Of the sequences, after the last step; None if what the slots hold is not known.
         self._changes: int | None = None
 
-    @property
-    def samplers(self) -> dict[int, tuple[int, int]]:
-        """Seed and counter of each slot's sampler."""
-        return {slot: handle.sampler for slot, handle in enumerate(self._running)}
-
     def submit(self, prompt: Sequence[int], params: SamplingParams, make_request: Callable[[SamplingParams], Request]) -> RequestHandle:
         """Put a prompt at the end of the queue: see ``InferenceSession.submit``. The prompt fits into a slot.
 
@@ -138,8 +133,9 @@ class RequestQueue:
         self._running = [*self._running, *admitted]
         found = {slot: self._sequences.find(handle.row) for slot, handle in enumerate(admitted, start=first)}
         self._sequences.restore({slot: match for slot, match in found.items() if match is not None})
-        for handle in admitted:
+        for slot, handle in enumerate(admitted, start=first):
             handle.move_to("prefilling")
+            self._sequences.samplers[slot] = handle.sampler
 
     # --- what they do ---
 
@@ -171,6 +167,7 @@ class RequestQueue:
         handle = self._running[slot]
         handle.choose(logits, full=self._sequences.is_full(slot))
         self._sequences.pending[slot] = [handle.last_token]
+        self._sequences.samplers[slot] = handle.sampler
         if handle.finished:
             self._sequences.remember([slot])
 

@@ -19,20 +19,23 @@ from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.checks import slot_index
 from trt_kvcache.chunks import Chunk
 from trt_kvcache.engine import Engine
-from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, RangeError, ShapeError
+from trt_kvcache.errors import ClosedError, ConfigError, RangeError, ShapeError
+from trt_kvcache.generation import generate_tokens
 from trt_kvcache.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.picture import draw_cache
 from trt_kvcache.prompt_cache import PromptCache
-from trt_kvcache.prompts import Prompt, PromptReader, as_prompts, common_prefix
+from trt_kvcache.prompts import Prompt, PromptReader, as_prompts
 from trt_kvcache.request import GeneratedToken, Request
 from trt_kvcache.resuming import Paths, next_tokens, read_snapshots, resumed_params
-from trt_kvcache.sampling import SamplingParams, with_options
+from trt_kvcache.sampling import SamplingParams, params_for
 from trt_kvcache.serving import RequestQueue
 from trt_kvcache.serving_request import RequestHandle
+from trt_kvcache.slot_checks import SlotChecks
 from trt_kvcache.snapshot import Snapshot
 from trt_kvcache.snapshot_records import ModelIdentity, SamplerState
 from trt_kvcache.statistics import SessionStatistics
 from trt_kvcache.steps import StepExecutor
+from trt_kvcache.token_ids import common_prefix
 
 
 class InferenceSession:
@@ -94,8 +97,8 @@ class InferenceSession:
         if self._prompt_cache.cache is not cache:
             raise ConfigError("prompt_cache: expected one over the cache of this session, got one over another.")
         self._identity = identity
-        self._samplers: dict[int, tuple[int, int]] = {}
         self._sequences = ActiveSequences(self._steps, self._prompt_cache)
+        self._checks = SlotChecks(self._sequences, cache)
         self._prompts = PromptReader(tokenizer, self._steps.plan.vocab_size)
         self._queue = RequestQueue(self._steps, self._sequences)
 
@@ -299,7 +302,7 @@ class InferenceSession:
         """
         self._check_open()
         rows = self._prompts.rows(prompts)
-        self._check_new_sequences(rows, reuse)
+        self._checks.new_sequences(rows, reuse=reuse)
         kept = [0] * len(rows)
         if reuse:
             kept = [common_prefix(row[:-1], held) for row, held in zip(rows, self._sequences.cached, strict=True)]
@@ -307,7 +310,6 @@ class InferenceSession:
         reused = [found[slot].length if slot in found else count for slot, count in enumerate(kept)]
         new = [row[count:] for row, count in zip(rows, reused, strict=True)]
         chunks = self._steps.plan_prefill(reused, [len(row) for row in new])
-        self._samplers.clear()
         self._sequences.start(kept)
         self._sequences.restore(found)
         logits = self._sequences.prefill(new, chunks)
@@ -342,10 +344,10 @@ class InferenceSession:
         """
         self._check_open()
         rows = self._prompts.rows(turns, add_special_tokens=False)
-        self._check_one_per_slot("turns", len(rows))
+        self._checks.one_per_slot("turns", len(rows))
         rows = [self._sequences.pending[slot] + row if row else [] for slot, row in enumerate(rows)]
         lengths = self._sequences.lengths
-        self._check_room(lengths, rows)
+        self._checks.room(lengths, rows)
         chunks = self._steps.plan_prefill(lengths, [len(row) for row in rows])
         return self._sequences.append(rows, chunks)
 
@@ -372,8 +374,8 @@ class InferenceSession:
         row = self._prompts.tokens("tokens", tokens)
         if not self._sequences.cached:
             raise ShapeError("tokens: there are no active slots. Call prefill first.")
-        self._check_one_per_slot("tokens", len(row))
-        self._check_room(self._sequences.lengths, [row[:1]] * len(row))
+        self._checks.one_per_slot("tokens", len(row))
+        self._checks.room(self._sequences.lengths, [row[:1]] * len(row))
         return np.array(self._sequences.decode(row))
 
     def rewind(self, slot: int, length: int) -> None:
@@ -431,45 +433,21 @@ class InferenceSession:
         if append and reuse:
             raise RangeError("generate: expected append or reuse, got both. A next turn keeps what its slot holds.")
         rows = self._prompts.rows(as_prompts(prompts), add_special_tokens=not append)
-        per_request = self._params_for(len(rows), params, options)
+        per_request = params_for(len(rows), self._defaults, params, options)
         if append:
-            self._check_one_per_slot("prompts", len(rows))
-            self._check_not_empty(rows)
-            self._check_room(self._sequences.lengths, [p + row for p, row in zip(self._sequences.pending, rows, strict=True)])
+            self._checks.next_turns(rows)
         else:
-            self._check_new_sequences(rows, reuse)
+            self._checks.new_sequences(rows, reuse=reuse)
         requests = self._requests(rows, per_request)
         return self._generate(requests, (lambda: self.append(rows)) if append else (lambda: self.prefill(rows, reuse=reuse)))
 
     def _generate(self, requests: list[Request], prefill: Callable[[], np.ndarray[Any, Any]]) -> Iterator[GeneratedToken]:
-        logits = prefill()
-        while True:
-            changes = self._sequences.changes
-            for token in self._choose(requests, logits):
-                self._check_not_overtaken(changes)
-                self._sequences.pending[token.index] = [token.token]
-                self._samplers[token.index] = requests[token.index].sampler
-                if token.finish_reason is not None:
-                    self._sequences.remember([token.index])
-                yield token
-            going = [not request.finished for request in requests]
-            if not any(going):
-                return
-            self._check_not_overtaken(changes)
-            tokens = [request.tokens[-1] for request in requests]
-            logits = self._sequences.decode(tokens, None if all(going) else going)
+        return generate_tokens(self._sequences, requests, prefill, check_open=self._check_open)
 
     def _requests(self, rows: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Request]:
         return [
             Request(index, row, one, tokenizer=self._tokenizer, eos_token_ids=self._eos_token_ids)
             for index, (row, one) in enumerate(zip(rows, params, strict=True))
-        ]
-
-    def _choose(self, requests: list[Request], logits: np.ndarray[Any, Any]) -> list[GeneratedToken]:
-        return [
-            request.choose(logits[slot], full=self._sequences.is_full(slot))
-            for slot, request in enumerate(requests)
-            if not request.finished
         ]
 
     # --- serving a queue ---
@@ -496,8 +474,8 @@ class InferenceSession:
         """
         self._check_open()
         rows = self._prompts.rows([prompt])
-        self._check_new_sequences(rows, reuse=False)
-        [one] = self._params_for(1, params, options)
+        self._checks.new_sequences(rows, reuse=False)
+        [one] = params_for(1, self._defaults, params, options)
         return self._queue.submit(rows[0], one, lambda params: self._requests(rows, [params])[0])
 
     def step(self) -> list[RequestHandle]:
@@ -522,10 +500,7 @@ class InferenceSession:
         their prompt and tokens.
         """
         self._check_open()
-        moved = self._queue.step()
-        if moved:
-            self._samplers = self._queue.samplers
-        return moved
+        return self._queue.step()
 
     # --- snapshots ---
 
@@ -544,12 +519,17 @@ class InferenceSession:
             The session was made without ``identity``.
         SlotError, RangeError, CapacityError, ClosedError, OSError
             Nothing was changed.
+
+        Notes
+        -----
+        A request of the queue that is still prefilling is saved with the tokens that have run so far: the rest of its prompt is
+        not in the file.
         """
         model = self._model()
         self._sequences.check_lengths()
         tokens, pending = self.tokens(slot), self.pending_tokens(slot)
-        seed = self._samplers.get(slot)
-        sampler = None if seed is None else SamplerState(seed=seed[0], counter=seed[1])
+        state = self._sequences.samplers[slot]
+        sampler = state and SamplerState(seed=state[0], counter=state[1])
         stream = self._steps.stream
         snapshot = Snapshot.of_slot(self._cache, slot, tokens=tokens, pending=pending, model=model, sampler=sampler, stream=stream)
         snapshot.write(path)
@@ -571,7 +551,6 @@ class InferenceSession:
             Nothing was changed.
         """
         snapshots = read_snapshots(paths, self._cache, self._model())
-        self._samplers.clear()
         self._sequences.load(snapshots)
         return snapshots
 
@@ -597,9 +576,11 @@ class InferenceSession:
             Nothing was changed.
         """
         snapshots = read_snapshots(paths, self._cache, self._model())
-        per_request = [resumed_params(*pair) for pair in zip(self._params_for(len(snapshots), params, options), snapshots, strict=True)]
+        per_request = [
+            resumed_params(*pair) for pair in zip(params_for(len(snapshots), self._defaults, params, options), snapshots, strict=True)
+        ]
         kept, rows = zip(*map(next_tokens, snapshots), strict=True)
-        self._check_room(kept, rows)
+        self._checks.room(kept, rows)
         requests = self._requests([[*one.tokens, *one.pending] for one in snapshots], per_request)
         chunks = self._steps.plan_prefill(kept, [len(row) for row in rows])
         return self._generate(requests, lambda: self._resumed(snapshots, kept, rows, chunks))
@@ -608,7 +589,6 @@ class InferenceSession:
         self, snapshots: list[Snapshot], kept: Sequence[int], rows: Sequence[list[int]], chunks: list[Chunk]
     ) -> np.ndarray[Any, Any]:
         self._check_open()
-        self._samplers.clear()
         self._sequences.load(snapshots)
         for slot, length in enumerate(kept):
             if length < len(snapshots[slot].tokens):
@@ -622,49 +602,6 @@ class InferenceSession:
         return self._identity()
 
     # --- checks ---
-
-    def _check_new_sequences(self, rows: Sequence[Sequence[int]], reuse: bool) -> None:
-        slots = self._cache.kv_config.max_batch_size
-        if not 1 <= len(rows) <= slots:
-            raise ShapeError(f"prompts: expected 1 to max_batch_size={slots} of them, got {len(rows)}.")
-        self._check_not_empty(rows)
-        self._check_room([0] * len(rows), rows)
-        if reuse:
-            self._check_one_per_slot("prompts", len(rows))
-
-    def _check_not_empty(self, rows: Sequence[Sequence[int]]) -> None:
-        for index, row in enumerate(rows):
-            if not row:
-                raise ShapeError(f"prompts[{index}]: expected at least one token, got none.")
-
-    def _check_one_per_slot(self, what: str, count: int) -> None:
-        self._sequences.check_lengths()
-        active = self._cache.active_batch_size
-        if count != active:
-            raise ShapeError(f"{what}: expected one for each of {active} active slots, got {count}.")
-
-    def _check_room(self, lengths: Sequence[int], rows: Sequence[Sequence[int]]) -> None:
-        for slot, (length, row) in enumerate(zip(lengths, rows, strict=True)):
-            if length + len(row) > self.max_sequence_length:
-                adds = f"slot {slot} holds {length} tokens; adding {len(row)}" if length else f"prompt {slot} has {len(row)} tokens; that"
-                raise CapacityError(f"{adds} exceeds max_sequence_length={self.max_sequence_length}. Nothing was changed.")
-
-    def _params_for(
-        self, count: int, params: SamplingParams | Sequence[SamplingParams] | None, options: dict[str, Any]
-    ) -> list[SamplingParams]:
-        if params is None:
-            return [with_options(self._defaults, options)] * count
-        if options:
-            raise RangeError(f"generate: expected params or options, got both ({', '.join(options)}).")
-        each = list(params) if isinstance(params, Sequence) else [params] * count
-        if len(each) != count or not all(isinstance(one, SamplingParams) for one in each):
-            raise ShapeError(f"params: expected SamplingParams, or {count} of them, one per prompt.")
-        return each
-
-    def _check_not_overtaken(self, changes: int) -> None:
-        self._check_open()
-        if changes != self._sequences.changes:
-            raise ClosedError("this iterator is over: another call has changed the sequences since. Call generate again.")
 
     def _slot(self, slot: int) -> int:
         return slot_index(slot, len(self._sequences.cached), of="active slots")

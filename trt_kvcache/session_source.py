@@ -12,6 +12,8 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.opening import EngineChoice
 from trt_kvcache.session import InferenceSession
 
+_COMMON_OPTIONS = ("engine", "flavour", "device", "prompt_cache_bytes")
+
 #: Options that an engine folder has settled.
 _MODEL_OPTIONS = ("max_batch_size", "max_sequence_length", "max_prefill_length", "dtype", "attention")
 
@@ -24,7 +26,7 @@ class SessionSource:
     ----------
     folder : path
         A folder with ``engine.plan`` is an engine folder, any other a Hugging Face folder.
-    engine, flavour, device
+    engine, flavour, device, prompt_cache_bytes
         See ``InferenceSession.open``.
     max_batch_size, max_sequence_length, max_prefill_length, dtype, attention : optional
         See ``InferenceSession.from_model``. For a Hugging Face folder only.
@@ -39,6 +41,7 @@ class SessionSource:
     attention: str | None = None
     flavour: str = "auto"
     device: int = 0
+    prompt_cache_bytes: int = 0
 
     def __call__(self, progress: Progress | None = None) -> InferenceSession:
         """Open a session.
@@ -56,7 +59,7 @@ class SessionSource:
             As ``InferenceSession.open`` and ``from_model``.
         """
         given = {name: getattr(self, name) for name in _MODEL_OPTIONS if getattr(self, name) is not None}
-        common: dict[str, Any] = {"engine": self.engine, "flavour": self.flavour, "device": self.device, "progress": progress}
+        common: dict[str, Any] = {name: getattr(self, name) for name in _COMMON_OPTIONS} | {"progress": progress}
         folder = os.fspath(self.folder)
         if not is_engine_folder(folder):
             return InferenceSession.from_model(folder, **common, **given)

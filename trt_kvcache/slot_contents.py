@@ -21,5 +21,11 @@ class SlotContents(Protocol):
     def compact(self, plan: AnyCompactionPlan, *, stream: Any) -> None:
         """Move slots. The lengths on the device are still the old ones."""
 
+    def resize(self, lengths: Sequence[int], *, stream: Any) -> None:
+        """Slots leave or enter the active batch: as many as there are ``lengths`` will be active, and the new ones hold so many tokens.
+
+        :class:`~trt_kvcache.lengths.Lengths` has the old ones still. New ones of length 0 start anew after this.
+        """
+
     def start_anew(self, slots: Sequence[int], *, stream: Any) -> None:
         """Make slots what they are for a sequence without a token."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from trt_kvcache.capturing import refuse_capture
 from trt_kvcache.checks import int_in_range, slot_index
-from trt_kvcache.dtypes import dtype_name
 from trt_kvcache.errors import RangeError
 from trt_kvcache.kernels import KVLayerInfos, instantiate_kv_cache_batched
 from trt_kvcache.memory import Memory
@@ -45,13 +44,15 @@ class SlotCopy:
 
     Parameters
     ----------
+    slot_format : SlotFormat
     length : int
         Tokens.
     tensors : mapping of SlotPart to sequence of DeviceTensor
         One per layer. Their memory goes with the last reference to them.
     """
 
-    def __init__(self, length: int, tensors: Mapping[SlotPart, Sequence[DeviceTensor]]) -> None:
+    def __init__(self, slot_format: SlotFormat, length: int, tensors: Mapping[SlotPart, Sequence[DeviceTensor]]) -> None:
+        self.slot_format = slot_format
         self.length = length
         self._tensors = dict(tensors)
 
@@ -75,11 +76,11 @@ class SlotCopy:
             Nothing was changed.
         """
         check_capture(cache, slot, length, stream=stream)
-        parts = SlotFormat.of(cache).parts(length)
-        return cls(length, {part: _capture(cache, part, slot, length, stream) for part in parts})
+        slot_format = SlotFormat.of(cache)
+        return cls(slot_format, length, {part: _capture(cache, part, slot, length, stream) for part in slot_format.parts(length)})
 
     @classmethod
-    def of_host(cls, copy: HostSlotCopy, slot_format: SlotFormat, memory: Memory, *, stream: Any) -> SlotCopy:
+    def of_host(cls, copy: HostSlotCopy, memory: Memory, *, stream: Any) -> SlotCopy:
         """Copy from the host to the memory of a cache. Raises :class:`CapacityError` where there is no room."""
         layers = len(copy.saved.rows) // 2
         half = len(copy.saved.states) // 2
@@ -89,18 +90,18 @@ class SlotCopy:
             SlotPart.CONV_STATE: [array[0] for array in copy.saved.states[half:]],
         }
         tensors: dict[SlotPart, Sequence[DeviceTensor]] = {}
-        for part, part_format in slot_format.parts(copy.length).items():
+        for part, part_format in copy.slot_format.parts(copy.length).items():
             tensors[part] = allocate_tensors(memory, part_format.shapes, part_format.dtype, stream=stream)
             for tensor, array in zip(tensors[part], arrays[part], strict=True):
                 memory.upload(tensor, array, stream=stream)
-        return cls(copy.length, tensors)
+        return cls(copy.slot_format, copy.length, tensors)
 
     def to_host(self) -> HostSlotCopy:
         """Copy to the host. Waits for the device."""
         pairs = [tensor.numpy() for tensor in self._tensors.get(SlotPart.KV_CACHE, ())]
         parts = (SlotPart.RECURRENT_STATE, SlotPart.CONV_STATE)
         states = [tensor.numpy()[np.newaxis] for part in parts for tensor in self._tensors.get(part, ())]
-        return HostSlotCopy(self.length, [rows for pair in pairs for rows in pair], states)
+        return HostSlotCopy.of_arrays(self.slot_format, self.length, [*(rows for pair in pairs for rows in pair), *states])
 
     def restore(self, cache: AnyCache, slot: int, length: int, *, stream: Any) -> None:
         """Copy the first ``length`` tokens to the front of a slot. Lengths stay as they are.
@@ -126,28 +127,29 @@ class SlotCopy:
             _restore(cache, part, tensors, slot, length, stream)
 
 
+@dataclass(frozen=True, eq=False)
 class HostSlotCopy:
     """The same on the host.
 
     Parameters
     ----------
+    slot_format : SlotFormat
+        Of the cache that it was taken from.
     length : int
         Tokens.
-    rows : sequence of ndarray ``[H_i, n, D_i]``
-        K, then V, of each attention layer.
-    states : sequence of ndarray ``[1, ...]``
-        Recurrent states of each recurrent layer, then conv states.
+    saved : SavedSlot
+        What is copied, to be read only.
     """
 
-    def __init__(self, length: int, rows: Sequence[np.ndarray[Any, Any]], states: Sequence[np.ndarray[Any, Any]]) -> None:
-        self.length = length
-        #: What is copied.
-        self.saved = SavedSlot(list(rows), list(states), sum(array.nbytes for array in [*rows, *states]))
+    slot_format: SlotFormat
+    length: int
+    saved: SavedSlot
 
-    @property
-    def tensors(self) -> list[tuple[tuple[int, ...], str]]:
-        """Shapes and dtypes of rows and states."""
-        return [(array.shape, dtype_name(array.dtype)) for array in [*self.saved.rows, *self.saved.states]]
+    @classmethod
+    def of_arrays(cls, slot_format: SlotFormat, length: int, arrays: Sequence[np.ndarray[Any, Any]]) -> HostSlotCopy:
+        """Take the arrays of :meth:`SlotFormat.host_tensors`, in its order."""
+        rows = 0 if slot_format.kv is None else 2 * slot_format.kv.num_layers
+        return cls(slot_format, length, SavedSlot(list(arrays[:rows]), list(arrays[rows:]), sum(array.nbytes for array in arrays)))
 
     @classmethod
     def capture(cls, cache: AnyCache, slot: int, length: int, *, stream: Any) -> HostSlotCopy:
@@ -155,7 +157,7 @@ class HostSlotCopy:
         check_capture(cache, slot, length, stream=stream)
         saved = SlotStorage(cache).save(slot, length, stream=stream)
         cache.memory.synchronize(stream)
-        return cls(length, saved.rows, saved.states)
+        return cls(SlotFormat.of(cache), length, saved)
 
     def restore(self, cache: AnyCache, slot: int, length: int, *, stream: Any) -> None:
         """Copy the first ``length`` tokens to the front of a slot: as :meth:`SlotCopy.restore`, but waits."""

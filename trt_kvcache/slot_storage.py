@@ -101,6 +101,11 @@ class SlotStorage:
             for array, tensor in zip(saved.states, self._states(slot, following=following), strict=True):
                 self._memory.upload(tensor, array, stream=stream)
 
+    def keep_states(self, slot: int, *, stream: Any) -> None:
+        """Copy the states of a slot that leaves the active batch into both buffers of a ping-pong, as for one that is waiting."""
+        if self._recurrent is not None and self._two_buffers:
+            self._recurrent.keep_states(slot, stream=stream)
+
     def zero_states(self, slot: int, *, stream: Any) -> None:
         """Set the current states of a slot to zero."""
         for tensor in self._states(slot):
@@ -130,5 +135,4 @@ def _head_rows(view: DeviceTensor, slot: int, first: int, count: int) -> list[De
     """Return ``count`` rows from ``first`` on of one slot of a view ``[B, H, S, D]``, dense ``[count, D]``, one for each head."""
     _, heads, longest, head_dim = view.shape
     rows = view[slot : slot + 1].reshape(heads * longest, head_dim)
-    starts = range(first, heads * longest, longest)
-    return [rows[start : start + count] for start in starts]
+    return [rows[start : start + count] for start in range(first, first + heads * longest, longest)]

@@ -18,7 +18,7 @@ from trt_kvcache.prompt_cache import PromptCache, PromptEntry
 from trt_kvcache.slot_copy import HostSlotCopy
 from trt_kvcache.slot_format import AnyCache, SlotFormat
 from trt_kvcache.snapshot_file import SnapshotFile
-from trt_kvcache.snapshot_records import ModelIdentity, SamplerState
+from trt_kvcache.snapshot_records import ModelIdentity, SamplerState, check_record
 from trt_kvcache.token_ids import reusable_tokens, token_array
 
 _TOKENS, _PENDING = "tokens", "pending_tokens"
@@ -36,18 +36,19 @@ class Snapshot:
         Tokens that come next but were not run yet, usually the last one that was generated.
     sampler : SamplerState or None
     model : ModelIdentity
-    slot_format : SlotFormat
-        Of the cache that it was taken from.
     contents : HostSlotCopy
-        To be read only.
     """
 
     tokens: tuple[int, ...]
     pending: tuple[int, ...]
     sampler: SamplerState | None
     model: ModelIdentity
-    slot_format: SlotFormat
     contents: HostSlotCopy
+
+    @property
+    def slot_format(self) -> SlotFormat:
+        """What the slots of the cache hold that it was taken from."""
+        return self.contents.slot_format
 
     # --- from a cache ---
 
@@ -79,28 +80,30 @@ class Snapshot:
 
         Raises
         ------
-        ShapeError, DTypeError, RangeError, SlotError, LengthsUnknown, PlaceError, CaptureError, CapacityError, ClosedError
+        ShapeError, DTypeError, RangeError, ConfigError, SlotError, LengthsUnknown, PlaceError, CaptureError, CapacityError, ClosedError
             Nothing was changed.
         """
+        check_record("model", model, ModelIdentity)
+        if sampler is not None:
+            check_record("sampler", sampler, SamplerState)
         held, following = token_array(_TOKENS, tokens), token_array(_PENDING, pending)
         return cls(
             tokens=tuple(held.tolist()),
             pending=tuple(following.tolist()),
             sampler=sampler,
             model=model,
-            slot_format=SlotFormat.of(cache),
             contents=HostSlotCopy.capture(cache, slot, len(held), stream=stream),
         )
 
     @classmethod
     def of_entry(cls, prompts: PromptCache, entry: PromptEntry, *, model: ModelIdentity, stream: Any) -> Snapshot:
         """Copy an entry of a prompt cache to the host: as :meth:`of_slot`, with nothing pending."""
+        check_record("model", model, ModelIdentity)
         return cls(
             tokens=tuple(entry.tokens.tolist()),
             pending=(),
             sampler=None,
             model=model,
-            slot_format=SlotFormat.of(prompts.cache),
             contents=prompts.copy_to_host(entry, stream=stream),
         )
 
@@ -153,16 +156,13 @@ class Snapshot:
         if found != expected:
             name = next(name for name in [*expected, *found] if found.get(name) != expected.get(name))
             raise SnapshotError(f"{name}: expected {expected.get(name)}, got {found.get(name)}")
-        num_rows = 0 if slot_format.kv is None else 2 * slot_format.kv.num_layers
-        contents = [arrays[name] for name in expected]
         sampler = description["sampler"]
         return cls(
             tokens=tuple(tokens.tolist()),
             pending=tuple(pending.tolist()),
             sampler=None if sampler is None else SamplerState(**sampler),
             model=ModelIdentity(**description["model"]),
-            slot_format=slot_format,
-            contents=HostSlotCopy(len(tokens), contents[:num_rows], contents[num_rows:]),
+            contents=HostSlotCopy.of_arrays(slot_format, len(tokens), [arrays[name] for name in expected]),
         )
 
     # --- into a cache ---
@@ -172,8 +172,9 @@ class Snapshot:
 
         Raises
         ------
-        SnapshotError
+        SnapshotError, ConfigError
         """
+        check_record("model", model, ModelIdentity)
         if model.fingerprint != self.model.fingerprint:
             raise SnapshotError(
                 f"snapshot: fingerprint: expected that of the model, {_short(model.fingerprint)}, got {_short(self.model.fingerprint)}. "
@@ -221,7 +222,7 @@ class Snapshot:
             Another model or other layers: see :meth:`check_fits`. Nothing was changed.
         CapacityError
             The tokens are more than ``max_sequence_length``. Nothing was changed.
-        ShapeError, DTypeError, RangeError, SlotError, PlaceError, CaptureError, ClosedError
+        ShapeError, DTypeError, RangeError, ConfigError, SlotError, PlaceError, CaptureError, ClosedError
             Nothing was changed.
         """
         self.check_fits(cache, model)
@@ -245,7 +246,7 @@ class Snapshot:
         ------
         SnapshotError
             Another model or other layers. Nothing was changed.
-        ShapeError, PlaceError, CaptureError, ClosedError
+        ShapeError, ConfigError, PlaceError, CaptureError, ClosedError
             Nothing was changed.
         """
         self.check_fits(prompts.cache, model)

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trt_kvcache.checks import int_in_range
+from trt_kvcache.checks import as_int
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.sampling import SamplingParams
+
+
+def check_record(what: str, record: Any, kind: type) -> None:
+    """Raise :class:`ConfigError` unless ``record`` is a ``kind``."""
+    if not isinstance(record, kind):
+        raise ConfigError(f"{what}: expected a {kind.__name__}, got {record!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +32,7 @@ class ModelIdentity:
     Raises
     ------
     ConfigError
-        No fingerprint, or a ``rope`` that is no mapping.
+        No fingerprint, or a ``rope`` that is no mapping of JSON values.
     """
 
     fingerprint: str
@@ -33,9 +41,13 @@ class ModelIdentity:
     def __post_init__(self) -> None:
         if not isinstance(self.fingerprint, str) or not self.fingerprint:
             raise ConfigError(f"ModelIdentity.fingerprint: expected a text, got {self.fingerprint!r}.")
-        if not isinstance(self.rope, Mapping | None):
-            raise ConfigError(f"ModelIdentity.rope: expected a mapping or None, got {self.rope!r}.")
-        object.__setattr__(self, "rope", None if self.rope is None else dict(self.rope))
+        if self.rope is not None:
+            check_record("ModelIdentity.rope", self.rope, Mapping)
+            try:
+                rope = json.loads(json.dumps(dict(self.rope), allow_nan=False))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ConfigError(f"ModelIdentity.rope: expected JSON values, got {self.rope!r} ({error}).") from None
+            object.__setattr__(self, "rope", rope)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +63,7 @@ class SamplerState:
     Raises
     ------
     RangeError
+        Out of the range that :class:`~trt_kvcache.sampling.SamplingParams` takes.
     """
 
     seed: int
@@ -58,4 +71,5 @@ class SamplerState:
 
     def __post_init__(self) -> None:
         for name in ("seed", "counter"):
-            object.__setattr__(self, name, int_in_range(f"SamplerState.{name}", getattr(self, name), 0))
+            object.__setattr__(self, name, as_int(f"SamplerState.{name}", getattr(self, name)))
+        SamplingParams(seed=self.seed, counter=self.counter)

@@ -163,7 +163,7 @@ class SlotSwapper:
         if entry.saved is not None:
             self._storage.restore(entry.saved, slot, waiting=slot >= self._lengths.active_batch_size, stream=stream)
             self._lengths.memory.synchronize(stream)
-        entry.slot, entry.saved, entry.was_active = slot, None, False
+        entry.slot, entry.saved = slot, None
         if self._table.is_active(entry):
             active = range(self._lengths.active_batch_size)
             self._lengths.commit([entry.length if other == slot else 0 for other in active], stream=stream)

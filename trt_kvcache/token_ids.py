@@ -50,10 +50,10 @@ def token_array(what: str, tokens: Sequence[int] | npt.NDArray[Any]) -> TokenArr
     return array
 
 
-def common_prefix(first: TokenArray, second: TokenArray) -> int:
+def common_prefix(first: Sequence[int] | TokenArray, second: Sequence[int] | TokenArray) -> int:
     """Return how many tokens two sequences begin with alike."""
     count = min(len(first), len(second))
-    same = first[:count] == second[:count]
+    same = np.asarray(first[:count]) == np.asarray(second[:count])
     return count if same.all() else int(np.argmin(same))
 
 

@@ -87,6 +87,7 @@ def session_source(
     max_sequence_length: int | None,
     dtype: DTypeName | None,
     attention: AttentionName | None,
+    prompt_cache_bytes: int = 0,
 ) -> SessionSource:
     """Return where a session comes from.
 
@@ -103,6 +104,7 @@ def session_source(
         max_sequence_length=max_sequence_length,
         dtype=dtype.value if dtype else None,
         attention=attention.value if attention else None,
+        prompt_cache_bytes=prompt_cache_bytes,
     )
 
 

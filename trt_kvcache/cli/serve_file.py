@@ -46,6 +46,9 @@ def serve_file(
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="The file to write, or to replace.")],
+    prompt_cache: Annotated[
+        int, typer.Option(min=0, metavar="MIB", help="Keep copies of prompts in so much memory: those that begin alike are run once.")
+    ] = 0,
     statistics: Annotated[bool, typer.Option("--stats/--no-stats", help="Print times and bytes at the end, on stderr.")] = True,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = None,
@@ -87,6 +90,7 @@ def serve_file(
         max_sequence_length=max_sequence_length,
         dtype=dtype,
         attention=attention,
+        prompt_cache_bytes=prompt_cache << 20,
     )
     with open_session(source) as session:
         left = [_submit(session, prompt, options) for prompt in wanted]
