@@ -101,7 +101,7 @@ def fill_all(cache: Any, stream: Any, seed: int = 0) -> None:
 
 
 class Image:
-    """A copy of every byte that a cache holds. What is written into its views is what the cache should hold after an operation."""
+    """A copy of every byte of a cache. What is written into its views is what the cache should hold later."""
 
     def __init__(self, cache: Any) -> None:
         #: The views that were copied: of rows, of current states, of next states.
@@ -175,7 +175,7 @@ class Unchanged:
 
 
 class CapturingMemory(HostMemory):
-    """Host memory that can claim to capture. What is launched meanwhile runs, where a real capture would record it."""
+    """Host memory that can claim to capture. What is launched meanwhile runs."""
 
     capturing = False
 
