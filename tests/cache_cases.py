@@ -155,7 +155,6 @@ def state_of(cache: Any) -> dict[str, Any]:
         "active": (cache.active_batch_size, lengths.active_tensor.shape, lengths.tensor.ptr),
         "mirror": (host, lengths.upper_bounds, lengths.all_empty),
         "parity": getattr(cache, "parity", 0),
-        "live_nbytes": cache.memory.live_nbytes,
     }
 
 
@@ -166,12 +165,13 @@ class Unchanged:
         self.cache = cache
 
     def __enter__(self) -> None:
-        self.before = Image(self.cache), state_of(self.cache)
+        self.before = Image(self.cache), state_of(self.cache), self.cache.memory.live_nbytes
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if error is None:
             self.before[0].check(self.cache)
             assert state_of(self.cache) == self.before[1]
+            assert self.cache.memory.live_nbytes <= self.before[2]  # less: what nothing refers to was collected meanwhile
 
 
 class CapturingMemory(HostMemory):
