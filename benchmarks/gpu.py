@@ -255,7 +255,8 @@ def sanitized(tool: str) -> dict[str, str]:
     shown = {}
     for name in ("attention", "compaction", "cuda", "infos", "kv_moves", "lengths", "ptx", "refused", "rows"):
         command = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
-        command += [sys.executable, "-m", "pytest", "-q", "-m", "device and not slow", "-p", "no:cacheprovider", f"tests/kernels/test_{name}.py"]
+        command += [sys.executable, "-m", "pytest", "-q", "-m", "device and not slow", "-p", "no:cacheprovider"]
+        command += [f"tests/kernels/test_{name}.py"]
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stdout[-2000:]
         shown[name] = " ".join(line for line in done.stdout.splitlines() if " passed" in line or "SUMMARY" in line)

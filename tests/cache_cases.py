@@ -101,7 +101,7 @@ def fill_all(cache: Any, stream: Any, seed: int = 0) -> None:
 
 
 class Image:
-    """A copy of every byte that a cache holds. What is written into its views is what the cache should hold after an operation."""
+    """A copy of every byte of a cache. What is written into its views is what the cache should hold later."""
 
     def __init__(self, cache: Any) -> None:
         #: The views that were copied: of rows, of current states, of next states.
@@ -155,7 +155,6 @@ def state_of(cache: Any) -> dict[str, Any]:
         "active": (cache.active_batch_size, lengths.active_tensor.shape, lengths.tensor.ptr),
         "mirror": (host, lengths.upper_bounds, lengths.all_empty),
         "parity": getattr(cache, "parity", 0),
-        "live_nbytes": cache.memory.live_nbytes,
     }
 
 
@@ -166,16 +165,17 @@ class Unchanged:
         self.cache = cache
 
     def __enter__(self) -> None:
-        self.before = Image(self.cache), state_of(self.cache)
+        self.before = Image(self.cache), state_of(self.cache), self.cache.memory.live_nbytes
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if error is None:
             self.before[0].check(self.cache)
             assert state_of(self.cache) == self.before[1]
+            assert self.cache.memory.live_nbytes <= self.before[2]  # less: what nothing refers to was collected meanwhile
 
 
 class CapturingMemory(HostMemory):
-    """Host memory that can claim to capture. What is launched meanwhile runs, where a real capture would record it."""
+    """Host memory that can claim to capture. What is launched meanwhile runs."""
 
     capturing = False
 

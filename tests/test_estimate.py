@@ -61,42 +61,26 @@ def test_padding_and_scales_count_in_the_total_and_not_in_a_sequence():
 def test_states_and_a_linear_cache():
     # A slot of a layer: 30 floats and 28 halves, 176 bytes; a layer: 360 -> 512 and 168 -> 256 bytes.
     estimate = estimate_memory(MAMBA)
-    assert (estimate.bytes_per_token, estimate.bytes_per_layer, estimate.scales_nbytes) == (0, (), 0)
     assert (estimate.bytes_per_sequence, estimate.states_nbytes, estimate.nbytes) == (3 * 176, 3 * 768, 3 * 768)
     assert estimate_memory(replace(MAMBA, ping_pong=True)).nbytes == 2 * 3 * 768
     hybrid, kv = estimate_memory(HYBRID), estimate_memory(MIXED)
-    assert (hybrid.bytes_per_token, hybrid.bytes_per_layer, hybrid.scales_nbytes) == (kv.bytes_per_token, kv.bytes_per_layer, 256)
     assert hybrid.bytes_per_sequence == kv.bytes_per_sequence + 3 * 176
     assert (hybrid.states_nbytes, hybrid.nbytes) == (3 * 768, kv.nbytes + 3 * 768)
-    linear = replace(
-        LINEAR, num_mamba_layers=3, mamba_num_heads=2, mamba_head_dim=3, ssm_state_size=5, conv_dim=7, conv_kernel=4, ping_pong=True
-    )
-    estimate = estimate_memory(LINEAR)
-    assert estimate.bytes_per_layer == (3072,) * 5
-    assert (estimate.bytes_per_token, estimate.bytes_per_sequence, estimate.nbytes) == (5 * 128, 5 * 128 * 7, 5 * 3072)
-    assert (estimate_memory(linear).nbytes, estimate_memory(linear).states_nbytes) == (5 * 3072 + 6 * 768, 6 * 768)
+    assert estimate_memory(LINEAR).bytes_per_layer == (3072,) * 5
 
 
 def test_the_inverses_of_states_by_hand():
     assert largest_batch(MAMBA, 3 * 768) == 4  # 4 * 120 = 480 bytes, 4 * 56 = 224 bytes
-    assert largest_batch(MAMBA, 3 * (768 + 256)) == 4  # 5 * 120 -> 768, 5 * 56 -> 512
     assert largest_batch(MAMBA, 3 * (768 + 512)) == 6
-    assert longest_sequence(MAMBA, 3 * 768) == INT32_MAX  # states do not grow with the sequence
-    assert (longest_sequence(STATES_ALONE, 3 * 768), largest_batch(STATES_ALONE, 3 * 768)) == (INT32_MAX, 4)
-    budget = 3 * 768 + MIXED.nbytes
-    assert longest_sequence(HYBRID, budget) == longest_sequence(MIXED, MIXED.nbytes)
-    assert largest_batch(HYBRID, budget) == 3
+    assert longest_sequence(MAMBA, 3 * 768) == longest_sequence(STATES_ALONE, 3 * 768) == INT32_MAX  # states do not grow
+    assert longest_sequence(HYBRID, 3 * 768 + MIXED.nbytes) == longest_sequence(MIXED, MIXED.nbytes)
+    assert largest_batch(HYBRID, 3 * 768 + MIXED.nbytes) == 3
 
 
 COMMON = {"max_batch_size": st.integers(1, 9), "max_sequence_length": st.integers(1, 300), "layout": st.sampled_from(KVLayout)}
 HEADS = {"num_kv_heads": st.integers(1, 8), "head_dim": st.sampled_from([16, 32, 80])}
 LAYERS = st.lists(st.builds(KVLayerConfig, **HEADS), min_size=1, max_size=3)
-CONFIGS = st.one_of(
-    st.builds(KVCacheConfig, layers=LAYERS, dtype=st.sampled_from(["float16", "float32", "int8"]), **COMMON),
-    st.builds(
-        CacheConfig, num_attention_layers=st.integers(1, 40), dtype=st.sampled_from(["bfloat16", "float8_e4m3fn"]), **COMMON, **HEADS
-    ),
-)
+CONFIGS = st.builds(KVCacheConfig, layers=LAYERS, dtype=st.sampled_from(["float16", "float32", "int8"]), **COMMON)
 INVERSES = pytest.mark.parametrize(("inverse", "field"), [(longest_sequence, "max_sequence_length"), (largest_batch, "max_batch_size")])
 
 
@@ -113,17 +97,9 @@ def test_what_an_inverse_says_fits_and_one_more_does_not(inverse, field, config,
     assert most == INT32_MAX or replace(config, **{field: most + 1}).nbytes > budget
 
 
-@INVERSES
-def test_budgets(inverse, field):
-    assert inverse(LINEAR, 1 << 80) == INT32_MAX
-    for nbytes, text in (
-        (-1, "expected at least 0, got -1"),
-        (1e9, "expected an integer, got 1000000000.0"),
-        ("8G", "expected an integer, got '8G'"),
-    ):
-        with pytest.raises(RangeError) as caught:
-            inverse(LINEAR, nbytes)
-        assert str(caught.value) == f"nbytes: {text}."
+def test_a_budget_below_zero():
+    with pytest.raises(RangeError, match=r"^nbytes: expected at least 0, got -1\.$"):
+        largest_batch(LINEAR, -1)
 
 
 TOKEN = "do not hold one token for each of 3 slots. Lower max_batch_size."
@@ -135,11 +111,8 @@ SLOT = "do not hold one slot of 7 tokens. Lower max_sequence_length."
     [
         (longest_sequence, LINEAR, 100, TOKEN),
         (longest_sequence, MAMBA, 3 * 768 - 1, TOKEN),
-        (longest_sequence, STATES_ALONE, 3 * 768 - 1, TOKEN),
         (largest_batch, LINEAR, 0, SLOT),
-        (largest_batch, HYBRID, 100, SLOT),
         (largest_batch, MAMBA, 100, "do not hold the states of one slot."),
-        (largest_batch, STATES_ALONE, 100, "do not hold the states of one slot."),
     ],
 )
 def test_a_budget_that_holds_nothing(inverse, config, nbytes, text):

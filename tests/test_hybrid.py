@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
 from cache_cases import (
     ATTENTION,
@@ -25,30 +22,23 @@ from cache_cases import (
 from trt_kvcache import (
     HybridCacheConfig,
     HybridCacheManager,
-    KVHeadDimGroup,
-    KVLayerConfig,
     KVLayout,
-    estimate_memory,
 )
-from trt_kvcache.errors import ClosedError, ConfigError, LayerIndexError, PlaceError, RangeError, ShapeError, SlotError
-from trt_kvcache.kernels import KVLayerInfos, save_kv_cache_batched
+from trt_kvcache.errors import ClosedError, ConfigError, ShapeError, SlotError
 
 
 def test_what_it_says_about_itself(memory):
-    config, before = hybrid_config(), memory.live_nbytes
+    config = hybrid_config()
     with HybridCacheManager(config, memory=memory) as cache:
         assert (cache.config, cache.kv_config, cache.layer_types) == (config, config.kv, tuple(LAYER_TYPES))
         assert (cache.num_layers, cache.num_recurrent_layers, cache.max_batch_size, cache.memory) == (5, 2, 5, memory)
         assert (cache.lengths.max_batch_size, cache.lengths.max_sequence_length) == (5, 7)
         assert cache.kv_cache_manager.lengths is cache.mamba_cache_manager.lengths is cache.lengths
-        assert estimate_memory(config).nbytes == config.nbytes == cache.nbytes == config.kv.nbytes + config.mamba.nbytes
-        infos = 3 * 5 * 8 + 2 * 2 * 3 * 8  # for the kernels: layers, words, bytes (and kinds)
-        assert memory.live_nbytes - before == cache.nbytes + cache.lengths.nbytes + infos
         assert (cache.active_batch_size, cache.host_kv_cache_lengths, cache.kv_cache_all_empty, cache.parity) == (0, (), True, 0)
         parts = cache.kv_cache_manager, cache.mamba_cache_manager
         tensors = [*rows_of(cache), *states_of(cache), cache.lengths.tensor]
     cache.close()
-    assert [memory.live_nbytes, parts[0].closed, parts[1].closed] == [before, True, True]
+    assert [memory.live_nbytes, parts[0].closed, parts[1].closed] == [0, True, True]
     for tensor in tensors:
         with pytest.raises(ClosedError):
             _ = tensor.ptr
@@ -61,11 +51,8 @@ def test_layers_are_routed_by_their_absolute_index(memory, ping_pong):
         for layer, inner in ((1, 0), (2, 1), (4, 2)):
             assert cache.get_combined_kv_cache(layer).ptr == kv.get_combined_kv_cache(inner).ptr
             assert cache.get_combined_kv_cache(layer).shape == (5, 2, HEADS[inner][0], 7, HEADS[inner][1])
-            assert [view.ptr for view in cache.get_separate_kv_cache(layer)] == [view.ptr for view in kv.get_separate_kv_cache(inner)]
-            assert cache.get_layer_config(layer) == kv.get_layer_config(inner)
-        for layer, inner in ((0, 0), (3, 1)):
-            for name in ("get_recurrent_state", "get_conv_state", "get_next_recurrent_state", "get_next_conv_state"):
-                assert getattr(cache, name)(layer).ptr == getattr(mamba, name)(inner).ptr
+        for name in ("get_recurrent_state", "get_conv_state", "get_next_recurrent_state", "get_next_conv_state"):
+            assert [getattr(cache, name)(layer).ptr for layer in (0, 3)] == [getattr(mamba, name)(inner).ptr for inner in (0, 1)]
         cache.swap()
         assert (cache.parity, mamba.parity) == ((1, 1) if ping_pong else (0, 0))
 
@@ -79,21 +66,18 @@ def test_slots_are_one_whichever_manager_is_asked(memory, stream, asked):
         fill_all(cache, stream)
         expected = Image(cache)
 
-        def check() -> None:
-            expected.check(cache)
-
         reset([3, 0, 2], stream=stream)
         expected.zero_states(1)
-        check()
+        expected.check(cache)
         compact([-1, 1, 0], 3, 2, stream=stream)
         expected.compact([-1, 1, 0], [3, 0, 2])
-        check()
+        expected.check(cache)
         inner.clear_slot(0, stream=stream)
         expected.zero_states(0)
-        check()
+        expected.check(cache)
         inner.set_active_batch_size(4, stream=stream)
         expected.zero_states(2, 3)
-        check()
+        expected.check(cache)
         with Unchanged(cache), pytest.raises(ConfigError, match=r"^rewind: recurrent states cannot go back"):
             inner.rewind(1, 0, stream=stream)
         assert cache.host_kv_cache_lengths == (0, 0, 0, 0)
@@ -103,7 +87,6 @@ def test_groups_are_one_for_each_head_dim_and_what_kernels_take(memory, stream):
     with make_cache("hybrid", memory, layout=KVLayout.COMBINED) as cache:
         fill_all(cache, stream)
         groups = cache.kv_head_dim_groups
-        assert all(isinstance(group, KVHeadDimGroup) for group in groups)
         assert [(g.head_dim, g.num_layers, g.max_kv_heads, g.attn_layer_indices) for g in groups] == [
             (16, 2, 3, (0, 2)),
             (48, 1, 1, (1,)),
@@ -115,21 +98,11 @@ def test_groups_are_one_for_each_head_dim_and_what_kernels_take(memory, stream):
             assert [info.data for info in group.layer_infos.host] == array.numpy()[:, 0].tolist() == [layer.ptr for layer in layers]
             assert [info.num_kv_heads for info in group.layer_infos.host] == [layer.shape[2] for layer in layers]
         assert [group.layer_infos for group in cache.kv_cache_manager.kv_head_dim_groups] == [group.layer_infos for group in groups]
-        saved = [memory.to_device(np.zeros((2, h, 3, 16), np.float16), stream=stream) for h in (2, 3)]
-        save_kv_cache_batched(groups[0].layer_infos, KVLayerInfos(saved, stream=stream), 4, 3, stream=stream)
-        for tensor, layer in zip(saved, (1, 4), strict=True):
-            assert tensor.numpy().tobytes() == cache.get_combined_kv_cache(layer).numpy()[4, :, :, :3].tobytes()
     with pytest.raises(ClosedError):
         _ = groups[0].device_layer_infos
 
 
 NO_TENSOR = "saved: expected no tensor, as there is no"
-
-
-def refused(*calls: Any) -> None:
-    for call, error, text in calls:
-        with pytest.raises(error, match=f"^{text}"):
-            call()
 
 
 def test_attention_alone(memory, stream):
@@ -144,16 +117,8 @@ def test_attention_alone(memory, stream):
             cache.clear_mamba_states(stream=stream)
             assert cache.capture_recurrent_states(0, stream=stream) == cache.capture_conv_states(0, stream=stream) == []
             cache.restore_recurrent_states([], 0, stream=stream)
-            refused(
-                (
-                    lambda: cache.restore_conv_states([cache.lengths.tensor], 0, stream=stream),
-                    ShapeError,
-                    f"{NO_TENSOR} recurrent layer, got 1",
-                ),
-                (lambda: cache.capture_conv_states(5, stream=stream), SlotError, "slot 5"),
-                (lambda: cache.clear_mamba_states(stream=None), PlaceError, "stream"),
-                (lambda: cache.get_recurrent_state(0), LayerIndexError, "layer_idx 0: expected a layer of kind mamba, got attention"),
-            )
+            with pytest.raises(ShapeError, match=f"^{NO_TENSOR} recurrent layer, got 1"):
+                cache.restore_conv_states([cache.lengths.tensor], 0, stream=stream)
         cache.rewind(1, 2, stream=stream)
         assert cache.host_kv_cache_lengths == (3, 2)
 
@@ -172,20 +137,7 @@ def test_mamba_alone(memory, stream):
         with Unchanged(cache):
             assert capture(0, 3, stream=stream) == []
             restore([], 0, stream=stream)
-            refused(
-                (lambda: restore([cache.lengths.tensor], 0, stream=stream), ShapeError, f"{NO_TENSOR} attention layer, got 1"),
-                (lambda: restore([], 5, stream=stream), SlotError, "slot 5"),
-                (lambda: capture(-1, 3, stream=stream), SlotError, "slot -1"),
-                (lambda: capture(0, -1, stream=stream), RangeError, "sequence_length"),
-                (lambda: capture(0, 3, stream=None), PlaceError, "stream"),
-                (lambda: restore([], 0, stream=None), PlaceError, "stream"),
-            )
-
-
-def test_scales(memory):
-    layers = [KVLayerConfig(num_kv_heads=h, head_dim=d, k_scale=0.5, v_scale=h) for h, d in HEADS]
-    with make_cache("hybrid", memory, layers=layers, dtype="float8_e4m3fn") as cache:
-        assert cache.kv_scales.numpy().tolist() == [[0.5, 2.0], [0.5, 1.0], [0.5, 3.0]]
-        assert cache.kv_scales.ptr == cache.kv_cache_manager.kv_scales.ptr
-    with make_cache("hybrid", memory) as cache:
-        assert cache.kv_scales is None
+            with pytest.raises(ShapeError, match=f"^{NO_TENSOR} attention layer, got 1"):
+                restore([cache.lengths.tensor], 0, stream=stream)
+            with pytest.raises(SlotError, match="slot 5"):
+                restore([], 5, stream=stream)

@@ -59,14 +59,6 @@ def test_a_fresh_checkout_is_set_up_first(checkout, target, last):
     assert "python3.10 -m venv .venv" in make(checkout, "-n", target, "PYTHON=python3.10")
 
 
-def test_a_changed_pyproject_sets_it_up_again_with_extras_that_exist(ready):
-    os.utime(ready / "pyproject.toml")
-    os.utime(ready / ".venv" / ".ready", (0, 0))
-    assert '--editable ".[dev,rtx,cuda]"' in make(ready, "-n", "demo")
-    extras = (ROOT / "pyproject.toml").read_text(encoding="utf-8").split("[project.optional-dependencies]")[1].split("\n[")[0]
-    assert {"dev", "rtx", "cuda"} <= set(re.findall(r"^(\w+) = \[", extras, re.MULTILINE))
-
-
 @pytest.mark.parametrize("target", TARGETS[1:-1])
 def test_a_target_of_a_checkout_that_is_set_up_runs_what_is_there_and_no_more(ready, target):
     commands = make(ready, "-n", target)
@@ -77,9 +69,3 @@ def test_a_target_of_a_checkout_that_is_set_up_runs_what_is_there_and_no_more(re
     files += [f"{module.replace('.', '/')}.py" for module in re.findall(r"(?<=python -m )[\w.]+", commands)]
     files += [f"{folder}/config.json" for folder in re.findall(r"trt-kvcache build (\S+)", commands)]
     assert [name for name in files if not (ROOT / name).is_file()] == []
-
-
-def test_clean_removes_what_was_made_and_nothing_else(ready):
-    removed = set(make(ready, "-n", "clean").split()[2:])
-    ignored = (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines()
-    assert {".venv", "build", "dist", "out"} <= removed <= {line.strip("/") for line in ignored}

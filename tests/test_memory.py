@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import numpy as np
@@ -49,35 +48,27 @@ class TestAllocate:
 
     def test_address_after_close(self, memory, stream):
         tensor = memory.to_device(np.arange(3), stream=stream)
-        view = tensor[1:]
         tensor.allocation.close()
         message = r"^the memory behind this tensor is closed\. Keep its cache open, or copy with \.numpy\(\) before\.$"
-        for use in (lambda: tensor.ptr, lambda: view.ptr, tensor.numpy, tensor.__dlpack__):
+        for use in (lambda: tensor.ptr, lambda: tensor[1:].ptr, tensor.numpy, tensor.__dlpack__):
             with pytest.raises(ClosedError, match=message):
                 use()
 
     def test_refused(self, memory, stream):
-        for nbytes in (-1, 1.5, True):
+        for nbytes in (-1, 1.5):
             with pytest.raises(RangeError, match=rf"^nbytes: expected .*, got {nbytes}\.$"):
                 memory.allocate(nbytes, stream=stream)
         with pytest.raises(CapacityError, match=rf"{1 << 60} bytes could not be allocated"):
             memory.allocate(1 << 60, zeroed=True, stream=stream)
         with pytest.raises(DTypeError, match=r"^dtype: expected one of .*, got NumPy dtype complex64\.$"):
             memory.to_device(np.zeros(3, np.complex64), stream=stream)
-        gc.collect()
-        assert memory.live_nbytes == 0
 
 
 class TestCopies:
     @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("staged", [True, False])
-    def test_up_and_down(self, memory, stream, dtype, staged):
-        source, target = random_array(SHAPE, dtype), np.zeros(SHAPE, numpy_dtype(dtype))
-        if staged:
-            source, target = memory.staging(SHAPE, dtype), memory.staging(SHAPE, dtype)
-            assert same_bytes(source, np.zeros(SHAPE, numpy_dtype(dtype)))
-            assert source.flags.c_contiguous
-            source[...] = random_array(SHAPE, dtype)
+    def test_up_and_down(self, memory, stream, dtype):
+        source, target = random_array(SHAPE, dtype), memory.staging(SHAPE, dtype)
+        assert same_bytes(target, np.zeros(SHAPE, numpy_dtype(dtype)))
         source.flags.writeable = False
         tensor = memory.to_device(np.zeros_like(source), stream=stream)
         assert (tensor.shape, tensor.dtype, tensor.is_contiguous) == (SHAPE, dtype, True)
@@ -85,20 +76,12 @@ class TestCopies:
         memory.download(target, tensor, stream=stream)
         memory.synchronize(stream)
         assert same_bytes(target, source)
-        assert same_bytes(tensor.numpy(), source)
 
     def test_only_the_view_is_written(self, memory, stream):
-        whole = memory.to_device(np.arange(15, dtype=np.int32).reshape(5, 3), stream=stream)
-        memory.upload(whole[1:3], np.full((2, 3), -1, np.int32), stream=stream)
-        memory.zero(whole[3:4], stream=stream)
-        assert whole.numpy().tolist() == [[0, 1, 2], [-1, -1, -1], [-1, -1, -1], [0, 0, 0], [12, 13, 14]]
-
-    def test_empty(self, memory, stream):
-        tensor = memory.to_device(np.zeros((0, 3), np.float16), stream=stream)
-        memory.upload(tensor, memory.staging((0, 3), "float16"), stream=stream)
-        memory.download(memory.staging((0, 3), "float16"), tensor, stream=stream)
-        memory.zero(tensor, stream=stream)
-        assert same_bytes(tensor.numpy(), np.zeros((0, 3), np.float16))
+        whole = memory.to_device(np.arange(8, dtype=np.int32).reshape(4, 2), stream=stream)
+        memory.upload(whole[1:2], np.full((1, 2), -1, np.int32), stream=stream)
+        memory.zero(whole[2:3], stream=stream)
+        assert whole.numpy().tolist() == [[0, 1], [-1, -1], [0, 0], [6, 7]]
 
     def test_to_device_copies_whatever_it_is_given(self, memory, stream):
         array = memory.staging((4,), "int32")
@@ -106,57 +89,39 @@ class TestCopies:
         tensor = memory.to_device(array, stream=stream)
         array[:] = -1
         assert tensor.numpy().tolist() == [1, 2, 3, 4]
-        array = np.arange(24, dtype=np.int64).reshape(2, 3, 4).transpose(2, 0, 1)
-        assert same_bytes(memory.to_device(array, stream=stream).numpy(), np.ascontiguousarray(array))
-        assert memory.to_device(np.float32(7), stream=stream).shape == ()
+        for array in (np.arange(24, dtype=np.int64).reshape(2, 3, 4).transpose(2, 0, 1), np.zeros((0, 3), np.float16)):
+            assert same_bytes(memory.to_device(array, stream=stream).numpy(), np.ascontiguousarray(array))
         assert memory.to_device([[1, 2]], stream=stream).numpy().tolist() == [[1, 2]]
 
 
-def strided(whole: DeviceTensor) -> DeviceTensor:
-    return DeviceTensor(whole.allocation, shape=(2, 3), strides=(6, 1), dtype="int32")
-
-
-NOT_DENSE = "expected a dense tensor and a dense host array"
-REFUSED = [
-    # the array on the device, a view of it or None, the host array, error, text
-    (np.ones((2, 3), np.int32), None, np.zeros((3, 2), np.int32), ShapeError, r"the tensor has shape \(2, 3\), the host array \(3, 2\)"),
-    (np.ones((2, 3), np.float32), None, np.zeros((2, 3), np.int32), DTypeError, "the tensor holds float32, the host array int32"),
-    (np.ones((2, 6), np.int32), strided, np.zeros((2, 3), np.int32), ShapeError, NOT_DENSE),
-    (np.ones((2, 3), np.int32), None, np.zeros((2, 6), np.int32)[:, :3], ShapeError, NOT_DENSE),
-    (None, None, np.zeros(3, np.int32), PlaceError, "expected a tensor of (cpu|cuda:0), got one of cpu"),
-]
-
-
 @pytest.mark.parametrize("name", ["upload", "download"])
-@pytest.mark.parametrize(("on_device", "view", "array", "error", "text"), REFUSED, ids=range(len(REFUSED)))
-def test_copies_that_are_refused_move_nothing(memory, stream, name, on_device, view, array, error, text):
-    if on_device is None:
-        tensor = HostMemory().to_device(np.ones(3, np.int32), stream=HostMemory().create_stream())
-    else:
-        tensor = memory.to_device(on_device, stream=stream)
-    tensor = tensor if view is None else view(tensor)
-    with pytest.raises(error, match=rf"^{name}: {text}\.$"):
-        getattr(memory, name)(*((tensor, array) if name == "upload" else (array, tensor)), stream=stream)
-    assert (tensor.numpy() == 1).all()
-    assert not array.any()
+def test_copies_that_are_refused_move_nothing(memory, stream, name):
+    whole, host = memory.to_device(np.ones((2, 6), np.int32), stream=stream), HostMemory()
+    dense = DeviceTensor(whole.allocation, shape=(2, 3), dtype="int32")
+    strided = DeviceTensor(whole.allocation, shape=(2, 3), strides=(6, 1), dtype="int32")
+    foreign, zeros = host.to_device(np.ones(3, np.int32), stream=host.create_stream()), np.zeros((2, 6), np.int32)
+    for tensor, array, error, text in (
+        (dense, zeros.reshape(6, 2)[:3], ShapeError, r"the tensor has shape \(2, 3\), the host array \(3, 2\)"),
+        (dense, zeros[:, :3].astype(np.float32), DTypeError, "the tensor holds int32, the host array float32"),
+        (strided, zeros[:1].reshape(2, 3), ShapeError, "expected a dense tensor and a dense host array"),
+        (dense, zeros[:, :3], ShapeError, "expected a dense tensor and a dense host array"),
+        (foreign, zeros[0, :3], PlaceError, "expected a tensor of (cpu|cuda:0), got one of cpu"),
+    ):
+        with pytest.raises(error, match=rf"^{name}: {text}\.$"):
+            getattr(memory, name)(*((tensor, array) if name == "upload" else (array, tensor)), stream=stream)
+    assert (whole.numpy() == 1).all()
+    assert not zeros.any()
 
 
 def test_streams_of_something_else_are_refused(memory, stream):
     tensor, array = memory.to_device(np.ones(3, np.int32), stream=stream), np.zeros(3, np.int32)
-    calls = (
-        lambda wrong: memory.allocate(16, stream=wrong),
-        lambda wrong: memory.upload(tensor, array, stream=wrong),
-        lambda wrong: memory.download(array, tensor, stream=wrong),
-        lambda wrong: memory.zero(tensor, stream=wrong),
-        lambda wrong: memory.to_device(array, stream=wrong),
-        memory.synchronize,
-        memory.check_stream,
-    )
-    for call in calls:
-        for wrong in (None, 0, "stream"):
-            with pytest.raises(PlaceError, match=rf"^stream: expected .*, got {type(wrong).__name__}\.$"):
-                call(wrong)
-    assert (tensor.numpy().tolist(), array.tolist(), memory.live_nbytes) == ([1, 1, 1], [0, 0, 0], 12)
+    calls = ((memory.allocate, 16), (memory.upload, tensor, array), (memory.download, array, tensor), (memory.zero, tensor))
+    for call, *arguments in (*calls, (memory.to_device, array)):
+        with pytest.raises(PlaceError, match=r"^stream: expected .*, got NoneType\.$"):
+            call(*arguments, stream=None)
+    with pytest.raises(PlaceError):
+        memory.synchronize(None)
+    assert (tensor.numpy().tolist(), array.tolist()) == ([1, 1, 1], [0, 0, 0])
 
 
 @SHARED_MEMORY
@@ -176,16 +141,10 @@ def test_any_view_is_read_and_copied(memory, data):
     assert same_bytes(view.numpy(), expected)
 
 
-def test_where_host_memory_is():
-    host = HostMemory()
-    stream = host.create_stream()
-    assert (host.device, host.is_host, host.dlpack_device, host.is_capturing(stream)) == ("cpu", True, (1, 0), False)
-    stream.sync()
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dlpack_and_array_share_the_bytes_of_the_host(dtype):
     host = HostMemory()
+    assert (host.device, host.is_host, host.dlpack_device) == ("cpu", True, (1, 0))
     whole = host.to_device(random_array((2, 3, 5), dtype), stream=host.create_stream())
     view = DeviceTensor(whole.allocation, shape=(2, 2), strides=(15, 5), dtype=dtype, offset=numpy_dtype(dtype).itemsize)
     host.array(view)[0, 1] = 1
@@ -196,4 +155,3 @@ def test_dlpack_and_array_share_the_bytes_of_the_host(dtype):
     else:
         array = np.from_dlpack(view)
         assert same_bytes(array, whole.numpy()[:, :2, 1])
-        assert array.ctypes.data == view.ptr

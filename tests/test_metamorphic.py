@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from cache_cases import next_states_of, rows_of, states_of, whole
 from hybrid_model import HybridModel, hybrid_cache
+from small_model import write_model
 
-from tests.small_model import write_model
 from trt_kvcache import HostMemory, InferenceSession, KVLayout
 
 #: The contract: equal bits only where enqueue shapes and slots are equal.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from xml.etree import ElementTree
 
 import pytest
+from small_model import write_model
 
-from tests.small_model import write_model
 from trt_kvcache import InferenceSession, KVCacheConfig, KVLayerConfig
 from trt_kvcache.errors import RangeError, ShapeError
 from trt_kvcache.picture import COLOURS, LAYER_COLOUR, draw_cache

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trt_kvcache.checkpoint import Tokenizer
-from trt_kvcache.errors import ConfigError, EngineError
+from trt_kvcache.errors import EngineError
 from trt_kvcache.request import GeneratedToken, Request
 from trt_kvcache.sampling import SamplingParams
 
@@ -54,12 +54,11 @@ def test_each_token_is_handed_out_and_a_step_that_fails_leaves_it_as_it_was():
     [
         ({"eos": {7, 9}}, None, [None, "stop"]),
         ({"eos": [9], "ignore_eos": True, "max_new_tokens": 3}, None, [None, None, "length"]),
-        ({"eos": [9], "ignore_eos": True, "stop_token_ids": [6]}, None, [None, None, "stop"]),
         ({"max_new_tokens": 1}, None, ["length"]),
         ({}, 1, [None, "length"]),
         ({"eos": [9], "max_new_tokens": 2}, 1, [None, "stop"]),
     ],
-    ids=["end token", "ignored", "stop token", "enough tokens", "full slot", "a stop token goes before"],
+    ids=["end token", "ignored", "enough tokens", "full slot", "a stop token goes before"],
 )
 def test_why_it_ends(options, full_at, reasons):
     request = request_for(**options)
@@ -96,7 +95,6 @@ def test_the_text_in_pieces(tokenizer, stop, text, pieces):
     [
         ({"eos": "last"}, "sea", EOS, ("sea", "stop")),
         ({"stop_token_ids": "last"}, "sea", ".", ("sea", "stop")),
-        ({"stop_token_ids": "last", "stop": "</END>"}, "a<", "/", ("a<", "stop")),
         ({"max_new_tokens": 3, "stop": "</END>"}, "a<", "/", ("a</", "length")),
         ({"max_new_tokens": 3, "stop": "a"}, "se", "a", ("se", "stop")),
         ({"max_new_tokens": 3}, "a", "漢", ("a\ufffd", "length")),
@@ -105,8 +103,7 @@ def test_the_text_in_pieces(tokenizer, stop, text, pieces):
     ids=[
         "an end token is no text",
         "a stop token is no text even if it has one",
-        "what was held back comes with a stop token",
-        "and with the last token",
+        "what was held back comes with the last token",
         "a stop text is the reason where the tokens run out too",
         "a character that is never complete",
         "a stop text across one",
@@ -116,12 +113,6 @@ def test_the_text_at_the_end(tokenizer, options, text, last, expected):
     tokens = ids_of(tokenizer, text) + ids_of(tokenizer, last)
     options = {name: [tokens[-1]] if value == "last" else value for name, value in options.items()}
     assert said(say(request_for(tokenizer, **options), tokens)) == expected
-
-
-def test_a_stop_text_needs_a_tokenizer():
-    with pytest.raises(ConfigError) as error:
-        request_for(stop=["x"])
-    assert str(error.value) == "stop texts: expected a model folder with tokenizer.json, got none. Use stop_token_ids."
 
 
 @given(text=st.text("ab é", max_size=20), stops=st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2), length=st.integers(1, 24))

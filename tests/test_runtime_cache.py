@@ -41,15 +41,6 @@ def test_damaged_file_is_ignored_with_a_warning(tmp_path, damage):
         assert file.read() is None
 
 
-def test_place_that_cannot_be_written_is_a_warning(tmp_path):
-    (tmp_path / "file").write_text("in the way")
-    file = RuntimeCacheFile(KEY, folder=tmp_path / "file")
-    with pytest.warns(RuntimeWarning, match="it cannot be written"):
-        file.write(b"kernels")
-    with pytest.warns(RuntimeWarning, match="it cannot be read"):
-        assert file.read() is None
-
-
 def test_failure_while_writing_keeps_the_old_file(tmp_path, monkeypatch):
     file = RuntimeCacheFile(KEY, folder=tmp_path)
     file.write(b"old")

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from small_model import write_model
 
-from tests.small_model import write_model
 from trt_kvcache import InferenceSession, PromptCache, SamplingParams
 from trt_kvcache.errors import CapacityError, ConfigError, KVCacheError, ShapeError, SnapshotError
 from trt_kvcache.sampling import Sampler

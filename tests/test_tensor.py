@@ -37,35 +37,25 @@ def test_what_it_is(memory, allocation, dense, strided):
     assert (dense.shape, dense.strides, dense.dtype, dense.ndim, dense.offset) == ((3, 5, 7), (35, 7, 1), "int32", 3, 0)
     assert (dense.nbytes, dense.is_contiguous, len(dense), dense.ptr) == (420, True, 3, allocation.ptr)
     assert (dense.allocation, dense.memory, dense.__dlpack_device__()) == (allocation, memory, memory.dlpack_device)
-    assert dense.numpy().tolist() == np.arange(105).reshape(3, 5, 7).tolist()
     assert repr(dense) == f"DeviceTensor((3, 5, 7), int32, {memory.device})"
     assert (strided.nbytes, strided.is_contiguous, strided.ptr) == (120, False, allocation.ptr + 4)
     assert strided.numpy().tolist() == np.arange(105).reshape(3, 5, 7)[:, :, 1:3].tolist()
     assert repr(strided) == f"DeviceTensor((3, 5, 2), int32, strides=(35, 7, 1), {memory.device})"
-    last = DeviceTensor(allocation, shape=(2, 2), strides=(103, 1), dtype="int32")  # its last element is at the last byte
-    assert last.numpy().tolist() == [[0, 1], [103, 104]]
-    for name in ("ptr", "shape", "strides", "dtype", "anything"):
-        with pytest.raises(AttributeError):
-            setattr(dense, name, 1)
+    with pytest.raises(AttributeError):
+        dense.shape = (105,)
 
 
 def test_no_dimensions(allocation):
     scalar = DeviceTensor(allocation, shape=(), dtype="int32", offset=28)
     assert (scalar.shape, scalar.strides, scalar.nbytes, scalar.numpy().tolist()) == ((), (), 4, 7)
-    with pytest.raises(TypeError, match=r"^len\(\) of a DeviceTensor without dimensions$"):
-        len(scalar)
     with pytest.raises(ShapeError, match=r"^DeviceTensor: a tensor without dimensions cannot be sliced\.$"):
         scalar[0:0]
 
 
 NO_VIEW, ENDS = "do not describe a view.", "of an allocation of 420."
 REFUSED = [
-    ({"shape": (3, -1)}, f"shape (3, -1), strides (-1, 1), offset 0 {NO_VIEW}"),
-    ({"shape": (3, 5), "strides": (5,)}, f"shape (3, 5), strides (5,), offset 0 {NO_VIEW}"),
     ({"shape": (3, 5), "strides": (-5, 1)}, f"shape (3, 5), strides (-5, 1), offset 0 {NO_VIEW}"),
-    ({"shape": (3, 5), "offset": -4}, f"shape (3, 5), strides (5, 1), offset -4 {NO_VIEW}"),
     ({"shape": (106,)}, f"a view of (106,) int32 ends at byte 424 {ENDS}"),
-    ({"shape": (105,), "offset": 1}, f"a view of (105,) int32 ends at byte 421 {ENDS}"),
     ({"shape": (2, 2), "strides": (104, 1)}, f"a view of (2, 2) int32 ends at byte 424 {ENDS}"),
 ]
 
@@ -93,10 +83,7 @@ def test_slices_are_those_of_numpy(dense, strided, data):
 SLICES = [
     (slice(-1, 3), "0 <= start <= stop <= 3, got [-1:3]. Slices never wrap."),
     (slice(0, 4), "0 <= start <= stop <= 3, got [0:4]. Slices never wrap."),
-    (slice(2, 1), "0 <= start <= stop <= 3, got [2:1]. Slices never wrap."),
-    (slice(0, 3, 2), "a slice [start:stop] of dimension 0, got slice(0, 3, 2)."),
     (1, "a slice [start:stop] of dimension 0, got 1."),
-    ((slice(0, 1), slice(0, 1)), "a slice [start:stop] of dimension 0, got (slice(0, 1, None), slice(0, 1, None))."),
 ]
 
 
@@ -108,11 +95,9 @@ def test_slices_that_are_refused(dense, index, message):
     assert dense[::1].shape == (3, 5, 7)
 
 
-@pytest.mark.parametrize("shape", [(105,), (7, 15), (1, 105, 1), (3, 5, 7)])
-def test_reshape(dense, shape):
-    view = dense.reshape(*shape)
-    assert (view.ptr, view.shape, view.is_contiguous) == (dense.ptr, shape, True)
-    assert view.numpy().tolist() == dense.numpy().reshape(shape).tolist()
+def test_reshape(dense):
+    view = dense.reshape(7, 15)
+    assert (view.ptr, view.shape, view.is_contiguous) == (dense.ptr, (7, 15), True)
     assert dense[1:2].reshape(7, 5).numpy().tolist() == np.arange(35, 70).reshape(7, 5).tolist()
 
 

@@ -16,9 +16,7 @@ from trt_kvcache.user_cache import user_cache_folder
         ("linux", {"XDG_CACHE_HOME": "/caches"}, "/caches"),
         ("linux", {}, "/home/me/.cache"),
         ("darwin", {}, "/home/me/Library/Caches"),
-        ("darwin", {"XDG_CACHE_HOME": "/caches"}, "/caches"),
         ("win32", {"LOCALAPPDATA": "/local"}, "/local"),
-        ("win32", {}, "/home/me/AppData/Local"),
     ],
 )
 def test_folder_of_each_platform(monkeypatch, platform, environment, expected):

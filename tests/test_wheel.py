@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def test_the_wheel_has_one_top_level_name(tmp_path: Path) -> None:
+def test_the_wheel_has_one_top_level_name(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
     for name in ("trt_kvcache", "plugins", "engines"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,10 @@ GOLDEN = Path(__file__).parent.parent / "golden"
 
 
 @pytest.fixture
-def copy_of(tmp_path: Path) -> Callable[[str], Path]:
+def copy_of(tmp_path):
     """Copy a golden folder to where a test may change it."""
 
-    def copy(name: str) -> Path:
+    def copy(name):
         return Path(shutil.copytree(GOLDEN / name, tmp_path / name))
 
     return copy

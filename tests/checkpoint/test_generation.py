@@ -24,9 +24,8 @@ ALL = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p
         ),
         ({"do_sample": True, **OFF}, {"do_sample": True, "ignored": ()}),
         (ON, {"ignored": NAMES}),
-        ({"do_sample": True, **ON}, {"do_sample": True, "ignored": (*NAMES, "typical_p")}),
     ],
-    ids=["every field", "no file: as transformers", "zero is off", "off", "greedy: typical_p plays no part", "not supported"],
+    ids=["every field", "no file: as transformers", "zero is off", "off", "greedy: typical_p plays no part"],
 )
 def test_what_is_read(tmp_path, values, expected):
     if values is not None:
@@ -38,10 +37,7 @@ def test_what_is_read(tmp_path, values, expected):
     ("text", "message"),
     [
         ('{"temperature": -1}', "temperature: expected a finite number > 0, got -1"),
-        ('{"top_p": 1.5}', r"top_p: expected a number in \(0, 1\], got 1.5"),
-        ('{"min_p": -0.5}', "min_p: expected a finite number > 0, got -0.5"),
         ('{"min_p": 1}', r"min_p: expected a number in \[0, 1\), got 1"),
-        ('{"eos_token_id": [1.5]}', r"eos_token_id: expected a token id or a list of token ids, got \[1.5\]"),
         ("{", "expected JSON"),
     ],
 )

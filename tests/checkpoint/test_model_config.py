@@ -40,12 +40,6 @@ def test_every_field_is_read():
     assert read() == ModelConfig(**SIZES, **heads, **flags, family="llama", rope=rope, dtype="bfloat16", bos_token_id=3, eos_token_ids=(4,))
 
 
-def test_old_spelling_means_the_same():
-    old = {"rope_theta": 5000.0, "rope_scaling": {"type": "linear", "factor": 2.0}, "torch_dtype": "bfloat16"}
-    new = {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0}
-    assert read(rope_parameters=..., dtype=..., **old) == read(rope_parameters=new)
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -54,7 +48,6 @@ def test_old_spelling_means_the_same():
         ({"mlp_bias": True}, "--m- "),
         ({**QWEN2, "attention_bias": True, "mlp_bias": True}, "q--- "),
         ({**QWEN3, "mlp_bias": True}, "---n "),
-        ({**QWEN3, "attention_bias": True}, "qo-n "),
         ({"tie_word_embeddings": True}, "----t"),
     ],
 )
@@ -65,8 +58,7 @@ def test_biases_and_norms_of_each_family(changes, expected):
 
 
 @pytest.mark.parametrize(
-    ("family", "expected"),
-    [("llama", (32, 2, 2048, 1, (2,))), ("qwen2", (32, 2, 32768, None, ())), ("qwen3", (32, 128, 32768, None, ()))],
+    ("family", "expected"), [("llama", (32, 2, 2048, 1, (2,))), ("qwen2", (32, 2, 32768, None, ())), ("qwen3", (32, 128, 32768, None, ()))]
 )
 def test_absent_fields_are_those_of_transformers(family, expected):
     sizes = {"vocab_size": 61, "hidden_size": 64, "intermediate_size": 80, "num_hidden_layers": 2, "num_attention_heads": 32}
@@ -82,18 +74,12 @@ def test_absent_fields_are_those_of_transformers(family, expected):
     [
         ({**QWEN3, "num_key_value_heads": None, "head_dim": None}, {"num_kv_heads": 6, "head_dim": 8}),
         ({"model_type": ..., "architectures": ["Qwen3ForCausalLM"]}, {"family": "qwen3"}),
-        ({"eos_token_id": 5}, {"eos_token_ids": (5,)}),
         ({"eos_token_id": [5, 7]}, {"eos_token_ids": (5, 7)}),
-        ({"eos_token_id": None}, {"eos_token_ids": ()}),
         ({**QWEN2, "sliding_window": 4096}, {}),
-        ({**QWEN3, "sliding_window": 4096, "use_sliding_window": False}, {}),
-        ({**QWEN2, "sliding_window": None, "use_sliding_window": True}, {}),
-        ({"layer_types": ["full_attention", "full_attention"]}, {}),
-        ({"quantization_config": None}, {}),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 1.0}}, {}),
     ],
 )
-def test_what_is_null_spelled_otherwise_or_present_but_off(changes, expected):
+def test_other_spellings(changes, expected):
     config = read(**changes)
     assert {name: getattr(config, name) for name in expected} == expected
 
@@ -105,29 +91,11 @@ def test_what_is_null_spelled_otherwise_or_present_but_off(changes, expected):
             {"model_type": "gpt2"},
             r"model_type: 'gpt2' is not supported\. Supported: Llama, Qwen2 and Qwen3 .*llama3.*float16, bfloat16, float32",
         ),
-        ({"model_type": None, "architectures": ["GPT2LMHeadModel"]}, r"architectures: \['GPT2LMHeadModel'\] is not supported"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: expected LlamaForCausalLM for model_type 'llama'"),
         (WINDOW, "sliding_window: a window of 512 tokens"),
-        ({**QWEN2, **WINDOW, "use_sliding_window": True}, "sliding_window: a window of 512"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: sliding_attention is not supported"),
-        ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: a model with quantised weights"),
-        ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map: a model with code of its own"),
-        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: a model with soft-capped logits"),
-        ({"dtype": "float64"}, "dtype: 'float64' is not supported"),
-        ({"dtype": ...}, "dtype: None is not supported"),
         ({"torch_dtype": "float16"}, "dtype and torch_dtype: expected one value, got 'bfloat16' and 'float16'"),
-        ({"head_dim": 15}, "head_dim: expected an even number .*, got 15"),
-        ({"num_key_value_heads": 4}, "num_attention_heads: expected a multiple of num_key_value_heads=4, got 6"),
-        ({"head_dim": None, "hidden_size": 50}, "hidden_size: expected a multiple of num_attention_heads=6 .*, got 50"),
-        ({"vocab_size": None}, "vocab_size: expected a value, got none"),
-        ({"hidden_size": 0}, "hidden_size: expected a positive integer, got 0"),
-        ({"hidden_size": "48"}, "hidden_size: expected a positive integer, got '48'"),
-        ({"num_hidden_layers": True}, "num_hidden_layers: expected a positive integer, got True"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps: expected a finite number > 0, got nan"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings: expected true or false, got 'no'"),
-        ({"eos_token_id": "</s>"}, "eos_token_id: expected a token id or a list of token ids, got '</s>'"),
-        ({"bos_token_id": [1, 2]}, r"bos_token_id: expected one token id, got \[1, 2\]"),
     ],
 )
 def test_anything_else_is_refused_by_name(changes, message):
@@ -141,7 +109,6 @@ def test_anything_else_is_refused_by_name(changes, message):
         {"attention_bias": True, "eos_token_id": [4, 9]},
         {**QWEN2, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None},
         {**QWEN3, "attention_bias": True, "head_dim": 32},
-        {"mlp_bias": True, "rope_parameters": {"rope_type": "linear", "rope_theta": 7.0, "factor": 3.0}},
     ],
 )
 def test_to_dict_is_read_back(changes):

@@ -16,18 +16,9 @@ TEMPLATE = (
     "{% endfor %}\n"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
-ALLOWED = (
-    "{% for message in messages %}{% if loop.index == 2 %}{% break %}{% endif %}"
-    "{% generation %}{{ message | tojson }}{% endgeneration %}{% endfor %}{{ strftime_now('%Y')[:2] }}"
-    "{{ tools is none and documents is none }}"
-)
 MESSAGES = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "yes"}]
 RENDERED = "<s>[user]hi</s>\n[assistant]yes</s>\n"
 TOOL = {"name": "tool", "template": "x"}
-
-
-def test_no_tokenizer(tmp_path):
-    assert Tokenizer.open(tmp_path) is None
 
 
 @pytest.mark.parametrize("make", [byte_level_folder, byte_fallback_folder])
@@ -41,15 +32,7 @@ def test_round_trip_and_special_tokens(tmp_path, make):
     assert max(plain) < bos < tokenizer.vocab_size
 
 
-@pytest.mark.parametrize(
-    ("config", "text"),
-    [
-        ({"eos_token": EOS, "pad_token": None}, EOS),
-        ({"eos_token": {"content": EOS, "special": True}}, EOS),
-        ({}, None),
-        ({"eos_token": "<nowhere>"}, "<nowhere>"),
-    ],
-)
+@pytest.mark.parametrize(("config", "text"), [({}, None), ({"eos_token": "<nowhere>"}, "<nowhere>")])
 def test_end_token(tmp_path, config, text):
     tokenizer = opened(byte_level_folder(tmp_path, **config))
     assert tokenizer.special_tokens == ({"eos_token": text} if text else {})
@@ -64,25 +47,12 @@ def test_chat_template(tmp_path, template):
     assert tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=False) == RENDERED
 
 
-def test_template_file_wins(tmp_path):
-    folder = byte_level_folder(tmp_path, chat_template="from the config")
-    (folder / "chat_template.jinja").write_text("from the file")
-    assert opened(folder).apply_chat_template(MESSAGES) == "from the file"
-
-
-def test_what_templates_may_use(tmp_path):
-    tokenizer = opened(byte_level_folder(tmp_path, chat_template=ALLOWED))
-    assert tokenizer.apply_chat_template([{"content": "<é>"}, {"content": "no"}]) == '{"content": "<é>"}20True'
-
-
 @pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"chat_template": TEMPLATE}, r"tokenizer_config\.json: the chat template refuses these messages: no system role here"),
-        ({"chat_template": "{{ messages | length // 0 }}"}, r"refuses these messages: .*by zero"),
         ({"chat_template": "{{ messages.__class__.__mro__ }}"}, r"access to attribute '__class__' .* is unsafe"),
         ({}, r"expected a chat template in tokenizer_config\.json or chat_template\.jinja, got none"),
-        ({"chat_template": [TOOL]}, r"expected a chat template in tokenizer_config\.json or chat_template\.jinja, got none"),
     ],
 )
 def test_messages_that_are_refused(tmp_path, config, message):
@@ -97,7 +67,6 @@ def test_messages_that_are_refused(tmp_path, config, message):
     [
         ("tokenizer_config.json", "{", "expected JSON"),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "the chat template cannot be read"),
-        ("tokenizer_config.json", '{"chat_template": 3}', "chat_template: expected a text .*, got int"),
         ("tokenizer.json", '{"version": "1.0"', "expected a tokenizer, got an error: .* The file may be truncated"),
     ],
 )

@@ -23,7 +23,6 @@ ROOT = Path(__file__).parent.parent.parent
 SHIPPED = ROOT / "examples" / "tiny-llama"
 GOLDEN = ROOT / "tests" / "golden"
 
-#: What the shipped model is; its sizes may change.
 CONFIG = ModelConfig.from_dict(json.loads((SHIPPED / "config.json").read_text(encoding="utf-8")))
 #: Bytes of K and V of one of its tokens, in float16.
 TOKEN_NBYTES = CONFIG.num_layers * 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 2
@@ -31,7 +30,6 @@ TOKEN_NBYTES = CONFIG.num_layers * 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 2
 _SIDE_NBYTES = 3 * 38 * CONFIG.num_kv_heads * CONFIG.head_dim * 2
 CACHE_NBYTES = CONFIG.num_layers * 2 * -(-_SIDE_NBYTES // 256) * 256
 
-#: Why `without_gpu` says that there is no GPU.
 NO_GPU = "this test has no GPU"
 
 _COLOUR = re.compile(r"\x1b\[[\d;]*m")
@@ -47,14 +45,14 @@ class Outcome:
     err: str
 
     @property
-    def complaint(self) -> str:
+    def complaint(self):
         """What it wrote on stderr as one line, without the box that typer draws."""
         return _BOX.sub(" ", self.err).strip()
 
 
 @pytest.fixture
 def run(capsys):
-    def run_here(*arguments: object) -> Outcome:
+    def run_here(*arguments):
         code = main([str(argument) for argument in arguments])
         written = capsys.readouterr()
         assert "Traceback" not in written.err
@@ -86,17 +84,15 @@ def type_lines(monkeypatch):
 
 @pytest.fixture
 def interrupt_after(monkeypatch):
-    """Return a function that has Ctrl-C come after so many pieces of the first answer of a session."""
+    """Return a function that has Ctrl-C come after so many pieces of an answer."""
 
     def plan(pieces):
-        generate, answers = InferenceSession.generate, []
+        generate = InferenceSession.generate
 
         def generate_a_little(self, *arguments, **options):
-            answers.append(generate(self, *arguments, **options))
-            if len(answers) > 1:
-                yield from answers[-1]
+            answer = generate(self, *arguments, **options)
             for _ in range(pieces):
-                yield next(answers[0])
+                yield next(answer)
             raise KeyboardInterrupt
 
         monkeypatch.setattr(InferenceSession, "generate", generate_a_little)
@@ -105,28 +101,15 @@ def interrupt_after(monkeypatch):
 
 
 @pytest.fixture
-def model(tmp_path) -> Path:
+def model(tmp_path):
     """A copy of the shipped model, to be damaged."""
     return Path(shutil.copytree(SHIPPED, tmp_path / "model"))
 
 
 @pytest.fixture
-def engine(model, tmp_path) -> Path:
+def engine(model, tmp_path):
     """An engine folder of `model` with B = 3, S = 38, P = 11, whose plan TensorRT never saw."""
     return make_engine_folder(model, tmp_path / "engine").path
-
-
-@pytest.fixture(scope="session")
-def _built(tmp_path_factory):
-    target = tmp_path_factory.mktemp("built") / "engine"
-    assert main(["build", str(SHIPPED), "-o", str(target), "--max-batch-size", "2", "--max-sequence-length", "64"]) == 0
-    return target
-
-
-@pytest.fixture
-def built_engine(_built, tmp_path) -> Path:
-    """A copy of an engine folder that TensorRT built, with B = 2, S = 64."""
-    return Path(shutil.copytree(_built, tmp_path / "engine"))
 
 
 def change_json(file, change):

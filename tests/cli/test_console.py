@@ -1,21 +1,6 @@
 from __future__ import annotations
 
-import io
-import re
-import sys
-
-from trt_kvcache.builder import BUILDING, DEFINING
 from trt_kvcache.cli import console
-
-
-def terminal(monkeypatch, columns):
-    """Make stderr a terminal and return what it shows."""
-    shown = io.StringIO()
-    shown.isatty = lambda: True
-    monkeypatch.setenv("COLUMNS", str(columns))
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(sys, "stderr", shown)
-    return shown
 
 
 def test_sizes_counts_and_spans():
@@ -38,25 +23,9 @@ def test_results_go_to_stdout_and_all_else_to_stderr_in_unbroken_lines(capsys):
     assert capsys.readouterr() == (f"{line}\ntext", "a note\nwarning: a danger\nerror: a failure\n")
 
 
-def test_a_line_on_a_terminal_is_broken_between_words(monkeypatch):
-    shown = terminal(monkeypatch, 12)
-    console.note("seven letters here")
-    assert re.sub(r"\x1b\[\d*m", "", shown.getvalue()).split("\n") == ["seven ", "letters here", ""]
-
-
 def test_a_table_takes_texts_as_they_are(capsys):
     rows = console.table("name", "bytes", numbers=("bytes",))
     rows.add_row("[red]a :cat:", "7")
     rows.add_row("b", "1234567")
     console.results().print(rows)
     assert "│ [red]a :cat: │       7 │" in capsys.readouterr().out
-
-
-def test_progress_shows_stages_on_a_terminal(monkeypatch):
-    shown = terminal(monkeypatch, 80)
-    with console.progress_bar() as report:
-        report(DEFINING, None)
-        report(BUILDING, 0.25)
-        assert sys.stderr is not shown, "rich shows bars while it redirects stderr"
-    for text in (DEFINING, "100%", BUILDING, " 25%"):  # a stage is done when the next one begins
-        assert text in shown.getvalue()

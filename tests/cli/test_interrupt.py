@@ -33,44 +33,11 @@ def test_one_is_held_until_it_is_asked_for():
         reached.append("too far")
 
 
-def test_one_is_raised_at_the_end_even_if_something_else_went_wrong():
-    with interrupted() as reached, held_interrupts():
-        ctrl_c()
-        reached.append("held")
-        raise ImportError("initialization failed")
-
-
-def test_a_second_one_is_raised_at_once():
-    with interrupted() as reached, held_interrupts():
-        ctrl_c()
-        reached.append("held")
-        ctrl_c()
-        reached.append("too far")
-
-
-def test_one_is_raised_at_once_where_nothing_is_held():
-    with interrupted() as reached, held_interrupts() as interrupts:
-        interrupts.hold = False
-        reached.append("held")
-        ctrl_c()
-        reached.append("too far")
-
-
 def test_the_handler_from_before_is_back_afterwards():
     before = signal.getsignal(signal.SIGINT)
     with held_interrupts():
         assert signal.getsignal(signal.SIGINT) is not before
     assert signal.getsignal(signal.SIGINT) is before
-
-
-def test_an_ignored_signal_stays_ignored():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with held_interrupts() as interrupts:
-            ctrl_c()
-            interrupts.check()
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def test_in_another_thread_nothing_is_held():

@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from small_model import write_model
 
-from .conftest import CONFIG, SHIPPED, TOKEN_NBYTES
+from .conftest import SHIPPED, TOKEN_NBYTES
 
 LLAMA_7B = ("--layers", 32, "--kv-heads", 32, "--head-dim", 128, "--max-sequence-length", 2048)
 WITH_GIB = """\
@@ -26,18 +25,8 @@ in 5e-07 GiB (536 B):
     ("arguments", "shown"),
     [
         ((*LLAMA_7B, "--gib", 4), ["│ 0-31   │ 32       │ 128      │        33554432 │ 32.0 MiB │", WITH_GIB]),
-        (
-            (*LLAMA_7B, "--max-batch-size", 3, "--dtype", "float32"),
-            ["per sequence: 2147483648 B (2.0 GiB)\nin all:       6442450944 B (6.0 GiB)"],
-        ),
         ((*LLAMA_7B, "--dtype", "float8_e4m3fn"), ["536870912 B (512.0 MiB)\nscales:       256 B (256 B)\nin all:       536871168 B"]),
-        (
-            (SHIPPED, "--gib", 0.5),
-            [
-                f"1 slot of {CONFIG.max_position_embeddings} tokens, float16, separate\nper token:    {TOKEN_NBYTES} B",
-                f"longest sequence with 1 slot: {2**29 // TOKEN_NBYTES} tokens",
-            ],
-        ),
+        ((SHIPPED, "--gib", 0.5), [f"per token:    {TOKEN_NBYTES} B", f"longest sequence with 1 slot: {2**29 // TOKEN_NBYTES} tokens"]),
         ((SHIPPED, "--max-batch-size", 3, "--gib", 5e-7), [NOTHING_FITS]),
     ],
 )
@@ -46,14 +35,6 @@ def test_what_is_shown(run, arguments, shown):
     assert (done.code, done.err) == (0, "")
     for text in shown:
         assert text in done.out
-
-
-def test_a_model_folder_with_other_sizes_of_which_only_the_configuration_is_read(run, tmp_path):
-    model = write_model(tmp_path / "model", head_dim=32)  # 1 layer, 2 KV heads
-    (model / "model.safetensors").unlink()
-    done = run("memory", model, "--max-batch-size", 3, "--max-sequence-length", 40, "--dtype", "int8")
-    assert "3 slots of 40 tokens, int8, separate" in done.out
-    assert "per sequence: 5120 B (5.0 KiB)" in done.out
 
 
 def test_an_engine_folder(run, engine):

@@ -1,4 +1,4 @@
-"""The command as somebody at a terminal has it: a real process on a pseudo-terminal, real signals."""
+"""The command on a pseudo-terminal: a real process, real signals."""
 
 from __future__ import annotations
 
@@ -54,14 +54,6 @@ class Terminal:
     def press_ctrl_c(self):
         self.process.send_signal(signal.SIGINT)
 
-    def press_ctrl_c_until_it_ends(self):
-        """Press it again where it came just before the process began to wait for a line, which then goes on waiting."""
-        for _ in range(PATIENCE_SECONDS):
-            self.press_ctrl_c()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(1)
-                return
-
     def end(self):
         """Read to the end and return the exit code."""
         while self._read():
@@ -105,14 +97,6 @@ def test_a_chat(terminal):
     screen.wait_for("Taken back: The rabbit-hole went straight")
     screen.type("\x04")  # Ctrl-D
     assert screen.end() == 0
-
-
-def test_ctrl_c_at_the_prompt_of_a_chat_ends_it(terminal):
-    screen = terminal("chat", SHIPPED, *REFERENCE)
-    screen.wait_for("> ")
-    screen.press_ctrl_c_until_it_ends()
-    assert screen.end() == 130
-    assert screen.shown.rstrip().endswith("interrupted")
 
 
 def test_ctrl_c_ends_generate(terminal):

@@ -25,7 +25,7 @@ class Layer:
     slots: Any  # the same bytes as [B, 2, H, S, row bytes]
 
 
-def make_layer(memory: Any, stream: Any, layout: KVLayout, shape: tuple[int, int, int, int], dtype: str, seed: int) -> Layer:
+def make_layer(memory, stream, layout, shape, dtype, seed):
     """Return a layer of shape (B, H, S, D)."""
     b, h, s, d = shape
     row = d * itemsize(dtype)
@@ -45,19 +45,19 @@ def make_layer(memory: Any, stream: Any, layout: KVLayout, shape: tuple[int, int
     return Layer(tensor, whole, content, slots)
 
 
-def check(layers: list[Layer]) -> None:
+def check(layers):
     """Compare every byte of every allocation, padding and guards included."""
     for index, layer in enumerate(layers):
         different = np.flatnonzero(layer.whole.numpy() != layer.expected)
         assert different.size == 0, f"layer {index}: {different.size} bytes differ, the first at {different[0] - GUARD}"
 
 
-def make_saved(memory: Any, stream: Any, shape: tuple[int, int, int], dtype: str, seed: int) -> Layer:
+def make_saved(memory, stream, shape, dtype, seed):
     """Return a saved tensor of shape (2, H, n, D), as a layer of one slot."""
     h, n, d = shape
     return make_layer(memory, stream, KVLayout.COMBINED, (1, h, n, d), dtype, seed)
 
 
-def saved_tensor(saved: Layer) -> DeviceTensor:
+def saved_tensor(saved):
     _, *shape = saved.tensor.shape
     return DeviceTensor(saved.whole.allocation, shape=shape, dtype=saved.tensor.dtype, offset=GUARD)

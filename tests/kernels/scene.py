@@ -12,14 +12,14 @@ from trt_kvcache import DeviceTensor, KVLayout, kernels
 from trt_kvcache.kernels import CompactionPlan, KVLayerInfos, StateInfos
 
 
-def save_layer(cache: Any, tensor: Any, slot: Any, *, stream: Any) -> None:
+def save_layer(cache, tensor, slot, *, stream):
     kernels.save_kv_cache_layer_into_tensor(tensor, cache, slot, stream=stream)
 
 
 class Scene:
     """A cache of layers (B=3, H=2 and 1, S=5, D=8, float16), saved tensors of 4 tokens, states, lengths, plans."""
 
-    def __init__(self, memory: Any, stream: Any, pairs: int = 1) -> None:
+    def __init__(self, memory, stream, pairs=1):
         self.memory, self.stream, heads = memory, stream, (2, 1) * pairs
         self.numbers = 0  # in all tensors: no two hold the same
         cache = [make_layer(memory, stream, KVLayout.SEPARATE, (3, h, 5, 8), "float16", h) for h in heads]
@@ -33,23 +33,23 @@ class Scene:
         self.mapped = CompactionPlan.from_device(self.mapping, 3, 2, self.lengths)
         self.everything = [layer.whole for layer in (*cache, *saved)] + self.states + self.rows + [self.lengths]
 
-    def new(self, *shape: int, dtype: Any = np.float32, memory: Any = None) -> DeviceTensor:
+    def new(self, *shape, dtype=np.float32, memory=None):
         place, stream = (self.memory, self.stream) if memory is None else (memory, memory.create_stream())
         numbers = self.numbers + np.arange(np.prod(shape))
         self.numbers += numbers.size
         return place.to_device(numbers.astype(dtype).reshape(shape), stream=stream)
 
-    def strided(self, tensor: DeviceTensor, *shape: int, strides: tuple[int, ...]) -> DeviceTensor:
+    def strided(self, tensor, *shape, strides):
         return DeviceTensor(tensor.allocation, shape=shape, dtype=tensor.dtype, strides=strides)
 
-    def infos_of(self, kind: Any, *shapes: tuple[int, ...], memory: Any = None, **dtype: Any) -> Any:
+    def infos_of(self, kind, *shapes, memory=None, **dtype):
         stream = self.stream if memory is None else memory.create_stream()
         return kind([self.new(*shape, memory=memory, **dtype) for shape in shapes], stream=stream)
 
-    def saved_of(self, *shapes: tuple[int, ...], dtype: Any = np.float16, memory: Any = None) -> KVLayerInfos:
+    def saved_of(self, *shapes, dtype=np.float16, memory=None):
         return self.infos_of(KVLayerInfos, *shapes, dtype=dtype, memory=memory)
 
-    def calls(self, name: str, given: dict[str, Any]) -> list[Any]:
+    def calls(self, name, given):
         """Each function of that name, with arguments that fit, but for those that are given."""
         functions: Any
         functions, fitting = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -12,7 +10,7 @@ from trt_kvcache import KVLayout
 from trt_kvcache.kernels import CompactionPlan, KVLayerInfos, StateInfos, compact_kv_cache_batched, compact_length_tensor, compact_rows
 
 
-def apply(slots: Any, mapping: list[int], tokens: list[int] | None = None) -> None:
+def apply(slots, mapping, tokens=None):
     """Move the first tokens of the slots, or all of them, as if a copy were at hand."""
     before = slots.copy()
     for old, new in enumerate(mapping):
@@ -24,7 +22,7 @@ def apply(slots: Any, mapping: list[int], tokens: list[int] | None = None) -> No
 class Scene:
     """Layers, states and lengths of some slots, full of random bytes, and what their bytes should be."""
 
-    def __init__(self, memory: Any, stream: Any, tokens: list[int], heads: list[int], s: int, d: int, dtype: str, layout: KVLayout) -> None:
+    def __init__(self, memory, stream, tokens, heads, s, d, dtype, layout):
         b = len(tokens) + 1
         self.stream, self.memory = stream, memory
         self.layers = [make_layer(memory, stream, layout, (b, h, s, d), dtype, index) for index, h in enumerate(heads)]
@@ -35,18 +33,18 @@ class Scene:
         self.infos = KVLayerInfos([layer.tensor for layer in self.layers], stream=stream)
         self.state_infos = StateInfos([self.states], stream=stream)
 
-    def compact(self, mapping: list[int], new: int | None = None, *, on_device: bool = False) -> None:
+    def compact(self, mapping, new=None, *, on_device=False):
         old, new = len(mapping), sum(slot >= 0 for slot in mapping) if new is None else new
         if on_device:
             tensor = self.memory.to_device(np.array(mapping, np.int32), stream=self.stream)
-            plan: Any = CompactionPlan.from_device(tensor, old, new, self.lengths[:old])
+            plan = CompactionPlan.from_device(tensor, old, new, self.lengths[:old])
         else:
             plan = CompactionPlan.from_host(mapping, old, new, self.numbers[:old].tolist())
         compact_kv_cache_batched(self.infos, plan, stream=self.stream)
         compact_rows(self.state_infos, plan, stream=self.stream)
         compact_length_tensor(self.lengths, plan, stream=self.stream)
 
-    def check(self, mapping: list[int], tokens: list[int]) -> None:
+    def check(self, mapping, tokens):
         for layer in self.layers:
             apply(layer.slots, mapping, tokens)
         apply(self.rows, mapping)
@@ -59,21 +57,16 @@ class Scene:
 # mapping, tokens of each old slot; S = 7
 MAPPINGS = {
     "evict the first": ([-1, 0, 1, 2], [3, 7, 1, 5]),
-    "evict two": ([0, -1, 1, -1, 2], [7, 2, 6, 7, 4]),
     "swap": ([1, 0], [7, 3]),
     "a cycle of three": ([2, 0, 1], [1, 7, 4]),
     "a cycle, a path and one that stays": ([4, 1, 0, -1, 3, 2], [5, 6, 2, 7, 4, 1]),
-    "two cycles": ([1, 0, 3, 2], [0, 7, 7, 6]),
-    "up and down": ([1, -1, 0], [7, 7, 2]),
     "empty slots": ([-1, 1, 0], [0, 0, 0]),
-    "a single survivor": ([-1, -1, 0], [1, 2, 7]),
     "nobody survives": ([-1, -1], [3, 4]),
-    "nobody is there": ([], []),
     "all stay": ([0, 1, -1], [3, 7, 2]),
 }
 
 
-def keeps_order(mapping: list[int]) -> bool:
+def keeps_order(mapping):
     kept = [new for new in mapping if new >= 0]
     return kept == sorted(kept)
 
@@ -105,15 +98,13 @@ def test_random_mappings_one_after_the_other(memory, stream, layout, b):
         scene.check(mapping, tokens)
 
 
-@pytest.mark.parametrize("kind", ["a cycle", "pairs", "shuffled", "evict the first", "on the device"])
+@pytest.mark.parametrize("kind", ["a cycle", "evict the first", "on the device"])
 def test_more_slots_than_a_launch_carries(memory, stream, kind):
     on_device = kind == "on the device"
     b, random = 600 if on_device else 130, np.random.default_rng(9)
     kept = random.random(b) < 0.7
     mapping = {
         "a cycle": [*range(1, b), 0],
-        "pairs": [slot ^ 1 for slot in range(b)],
-        "shuffled": [slot if slot < 101 else -1 for slot in random.permutation(b).tolist()],
         "evict the first": [-1, *range(b - 1)],
         "on the device": np.where(kept, np.cumsum(kept) - 1, -1).tolist(),
     }[kind]
@@ -121,24 +112,6 @@ def test_more_slots_than_a_launch_carries(memory, stream, kind):
     scene = Scene(memory, stream, tokens, [2], 3, 8, "float16", KVLayout.SEPARATE)
     scene.compact(mapping, on_device=on_device)
     scene.check(mapping, tokens)
-
-
-@pytest.mark.parametrize("d", [8, 264])
-def test_long_slots_in_several_blocks(memory, stream, d):
-    mapping, tokens = [1, 2, 0, -1, 3], [200, 131, 7, 200, 199]
-    scene = Scene(memory, stream, tokens, [1, 2], 200, d, "float16", KVLayout.COMBINED)
-    scene.compact(mapping)
-    scene.check(mapping, tokens)
-
-
-def test_layers_of_other_lengths(memory, stream):
-    """Each layer has its own S: strides come from the layer, not from the group."""
-    layers = [make_layer(memory, stream, layout, (3, h, s, 8), "float16", s) for layout, h, s in zip(KVLayout, (2, 1), (9, 4), strict=True)]
-    infos = KVLayerInfos([layer.tensor for layer in layers], stream=stream)
-    compact_kv_cache_batched(infos, CompactionPlan.from_host([-1, 0, 1], 3, 2, [4, 3, 4]), stream=stream)
-    for layer in layers:
-        apply(layer.slots, [-1, 0, 1], [4, 3, 4])
-    check(layers)
 
 
 def test_what_the_host_cannot_check(memory, stream):

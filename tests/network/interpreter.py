@@ -1,25 +1,14 @@
-"""Runs an ``INetworkDefinition`` in NumPy, layer by layer, as TensorRT documents each layer.
-
-So what a network computes is known on a machine without a GPU: before it is built, and without TensorRT's kernels. Each result
-is rounded to the dtype that TensorRT gives the tensor.
-"""
+"""Runs an ``INetworkDefinition`` in NumPy, layer by layer, as TensorRT documents each; results are rounded to their dtype."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import numpy as np
 
 from trt_kvcache.dtypes import numpy_dtype
 
-Array = np.ndarray[Any, Any]
-
 
 def interpret(tensorrt, network, constants, feed):
-    """Return the network's outputs by name; caches come back as new arrays.
-
-    ``constants`` are the arrays behind the constant layers, by layer name: TensorRT does not give back bfloat16.
-    """
+    """Return the network's outputs by name. ``constants`` are by layer name: TensorRT does not give back bfloat16."""
     layers = [_typed(tensorrt, network.get_layer(index)) for index in range(network.num_layers)]
     producer = {layer.get_output(0).name: layer for layer in layers}
     values = dict(feed)
@@ -40,7 +29,6 @@ def interpret(tensorrt, network, constants, feed):
 
 
 def attention_layers(tensorrt, network):
-    """Return the attention layers, in order."""
     layers = (network.get_layer(index) for index in range(network.num_layers))
     return [_typed(tensorrt, layer).attention for layer in layers if layer_kind(tensorrt, layer) == "ATTENTION_OUTPUT"]
 
@@ -127,7 +115,6 @@ def _slice(layer, inputs):
 
 
 def _rotary(layer, inputs):
-    """ONNX RotaryEmbedding: rotate the halves of each row by the angle of its position."""
     x, cos, sin, positions = (_wide(each) for each in inputs)
     assert not layer.interleaved
     assert layer.rotary_embedding_dim == 0
@@ -137,7 +124,7 @@ def _rotary(layer, inputs):
 
 
 def _update(layer, inputs):
-    """Write each slot's rows at its index. A row beyond the cache would be dropped silently: here it is an error."""
+    """A row beyond the cache would be dropped silently: here it is an error."""
     cache, rows, indices = inputs
     after = cache.copy()
     for slot, start in enumerate(indices):

@@ -15,11 +15,6 @@ from trt_kvcache.network.decomposable import AttentionChoice, choose
 FUSED = {"dtype": "float16", "num_attention_heads": 4, "head_dim": 24, "min_batch_size": 1, "max_sequence_length": 24552}
 
 
-def test_fused_at_the_limits():
-    assert choose(3, "mask", **FUSED) == AttentionChoice(layer=3, variant="mask", decomposable=False, reason="")
-    assert not choose(0, "native", **{**FUSED, "num_attention_heads": 2, "min_batch_size": 2}).decomposable
-
-
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -29,6 +24,7 @@ def test_fused_at_the_limits():
     ],
 )
 def test_decomposable_beyond_them(change, reason):
+    assert choose(3, "mask", **FUSED) == AttentionChoice(layer=3, variant="mask", decomposable=False, reason="")
     choice = choose(0, "native", **{**FUSED, **change})
     assert choice.decomposable
     assert choice.reason == reason

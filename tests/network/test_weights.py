@@ -21,11 +21,6 @@ class Stored:
         return self.array
 
 
-def test_same_dtype_is_the_stored_array():
-    stored = np.ones((2, 3), np.float16)
-    assert Weights(Stored(stored), "float16")("w") is stored
-
-
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 @pytest.mark.parametrize("stored", [np.float16, ml_dtypes.bfloat16, np.float32])
 def test_conversion_rounds_each_value(stored, dtype):

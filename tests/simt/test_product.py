@@ -41,7 +41,7 @@ def count_passed(result: subprocess.CompletedProcess[str]) -> int:
     [("address", ATTENTION), ("thread", f"{ATTENTION} or more_layers"), pytest.param("thread", ATTENTION, marks=pytest.mark.slow)],
 )
 def test_nothing_is_found(sanitizer, left_out):
-    assert count_passed(run_tests(run.build_cubins(sanitizer, ()), sanitizer, "tests/kernels", "-k", f"not ({left_out})")) > 500
+    assert count_passed(run_tests(run.build_cubins(sanitizer, ()), sanitizer, "tests/kernels", "-k", f"not ({left_out})")) > 400
 
 
 @pytest.mark.slow
