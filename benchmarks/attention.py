@@ -3,9 +3,8 @@
     python benchmarks/attention.py [--quick] [--max-seconds 240] [--only decode|prefill] [--dims 64,128] [--tiles WARPS=8,KEYS=64,...]
 
 Decode, against the copy bandwidth: caches take turns, so that none is in L2. Prefill, against a matrix product of torch. Each has
-two rows: attention alone (a decode step appends its row all the same), and RoPE, append and attention; the others only attend. All
-run in CUDA graphs. First everything is compared: with float64 in NumPy, and on the GPU where it is large. ``--tiles`` tries other
-tiles in the kernel of ``--only``; one process can try only one set of them.
+two rows: attention alone (a decode step appends all the same), and RoPE, append and attention; the others only attend. All run in
+CUDA graphs. First everything is compared with float64. ``--tiles`` tries other tiles in the kernel of ``--only``, once in a process.
 """
 
 from __future__ import annotations
@@ -14,9 +13,11 @@ import argparse
 import dataclasses
 import importlib.util
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,10 +43,8 @@ from trt_kvcache.layout import dense_nbytes  # noqa: E402
 #: query heads over 1 (these differ by 2 % from run to run). Prefill: TFLOP/s over torch's FLASH_ATTENTION.
 LIMITS = {"of_copy": 0.85, "small_us": 8.0, "of_best_peer": 1.02, "group_8_of_1": 1.02, "of_flash": 0.9}
 
-KV_HEADS, RUNS = 8, 7
-_LARGE_MB, _SMALL_MB, _MIB = 64, 8, 2**20
-_ROTATED_NBYTES = 256 * _MIB  # several times an L2
-_GRAPH_SECONDS = 2e-3  # of work in a graph, where that is more than all caches once
+KV_HEADS, RUNS, _LARGE_MB, _SMALL_MB, _MIB = 8, 7, 64, 8, 2**20
+_ROTATED_NBYTES, _GRAPH_SECONDS = 256 * _MIB, 2e-3  # several times an L2; of work in a graph, where all caches once is less
 
 # Batch, new tokens, past tokens at most, query heads of a K/V head, head dim.
 _LARGE = {
@@ -58,7 +57,6 @@ _LARGE = {
         *((2, 1000, 500, 1, 64), (2, 700, 10, 4, 96), (1, 500, 0, 8, 80)),
     ],
 }
-_HEADS = [(4, 128), (8, 128), (1, 128), (4, 64), (4, 256)]
 _FLEX = {(8, 1, 8192, 4, 128), (1, 8192, 0, 4, 128)}  # torch compiles it anew for each shape
 
 Shape = tuple[int, int, int, int, int]
@@ -67,7 +65,8 @@ Call = Callable[[], object]
 
 def shapes(which: str, quick: bool, dims: Sequence[int]) -> list[Shape]:
     """Return what is measured, in the order of :data:`_LARGE`."""
-    heads = [(group, dim) for group, dim in (_HEADS[:1] if quick else _HEADS) if dim in dims] or [(4, dim) for dim in dims]
+    heads = [(4, 128), (8, 128), (1, 128), (4, 64), (4, 256)][: 1 if quick else None]
+    heads = [one for one in heads if one[1] in dims] or [(4, dim) for dim in dims]
     if which == "decode":
         lengths = (1024, 8192, 32768) if quick else (1024, 4096, 8192, 32768, 131072)
         return [(batch, 1, length, *one) for one in heads for batch in (1, 8, 32) for length in lengths]
@@ -93,17 +92,16 @@ class Gpu:
     def seconds(self, calls: Sequence[Callable[[Any], object]], least: float) -> float:
         """Return the seconds of one of our calls, in a graph of all of them; ``least`` is about what one takes."""
         calls[0](self.stream)
-        repeats = _repeats(len(calls), least)
         builder = self.stream.create_graph_builder()
         builder.begin_building()
-        for call in [*calls] * repeats:
+        for call in (repeated := _repeated(calls, least)):
             call(builder)
         graph = builder.end_building().complete()
-        return _elapsed(lambda: graph.launch(self.stream)) / (repeats * len(calls))
+        return _elapsed(lambda: graph.launch(self.stream)) / len(repeated)
 
 
-def _repeats(calls: int, least: float) -> int:
-    return max(1, min(64, round(_GRAPH_SECONDS / least)) // calls)
+def _repeated(calls: Sequence[Any], least: float) -> list[Any]:
+    return [*calls] * max(1, min(64, round(_GRAPH_SECONDS / least)) // len(calls))
 
 
 def _elapsed(call: Call) -> float:
@@ -121,11 +119,11 @@ def _elapsed(call: Call) -> float:
 def _torch_seconds(calls: Sequence[Call], least: float) -> float:
     calls[0]()
     torch.cuda.synchronize()
-    graph, repeats = torch.cuda.CUDAGraph(), _repeats(len(calls), least)
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        for call in [*calls] * repeats:
+        for call in (repeated := _repeated(calls, least)):
             call()
-    return _elapsed(graph.replay) / (repeats * len(calls))
+    return _elapsed(graph.replay) / len(repeated)
 
 
 def _copy_bandwidth() -> float:
@@ -145,9 +143,8 @@ class Problem:
     def __init__(self, gpu: Gpu, shape: Shape, copies: int = 1, dtype: str = "float16") -> None:
         batch, width, past, group, dim = shape
         heads, tokens = KV_HEADS * group, past + width
-        workspace = AttentionWorkspace(
-            gpu.memory, max_batch_size=batch, num_heads=heads, num_kv_heads=KV_HEADS, head_dim=dim, stream=gpu.stream
-        )
+        sizes = {"max_batch_size": batch, "num_heads": heads, "num_kv_heads": KV_HEADS, "head_dim": dim}
+        workspace = AttentionWorkspace(gpu.memory, **sizes, stream=gpu.stream)
         (q, self.q), (out, self.out) = (gpu.tensor((batch, width, heads, dim), dtype) for _ in range(2))
         (k, self.k), (v, self.v) = (gpu.tensor((batch, width, KV_HEADS, dim), dtype) for _ in range(2))
         lengths, self.lengths = gpu.tensor((batch,), "int32")
@@ -159,8 +156,8 @@ class Problem:
 
         fixed = {"q": q, "k": k, "v": v, "lengths": lengths, "out": out}
 
-        def calls(cos_sin: DeviceTensor | None) -> list[Callable[[Any], object]]:
-            options = {**fixed, "workspace": workspace, "cos_sin": cos_sin}
+        def calls(**options: Any) -> list[Callable[[Any], object]]:
+            options |= {**fixed, "workspace": workspace}
             return [lambda stream, c=cache: attend(**options, cache=c, stream=stream) for cache, _ in made]
 
         def alone(cache: DeviceTensor) -> Callable[[Any], object]:
@@ -168,10 +165,10 @@ class Problem:
             call = AttentionCall(**fixed, **options, cache=cache)
             return lambda stream: launcher._prefill(call, stream)
 
-        self.calls = calls(None)
+        self.calls = calls()
         self.rows = {
             "attention": [alone(cache) for cache, _ in made] if width > 1 else self.calls,
-            "rope_append_attention": calls(table),
+            "rope_append_attention": calls(cos_sin=table),
         }
 
     def error(self) -> float:
@@ -210,42 +207,40 @@ def check(gpu: Gpu, which: str) -> dict[str, float]:
 
 def _peers(problem: Problem, shape: Shape) -> Iterator[tuple[str, Callable[[], list[Call]]]]:
     """Yield names of others, and what makes their calls: one for each cache, over K and V as each wants them."""
-    batch, width, past, *_ = shape
+    batch, width, past, group, _ = shape
     causal, q = width > 1, problem.q
+    both = [(c[:, 0], c[:, 1]) for c in problem.caches] if past else [(problem.k.transpose(1, 2), problem.v.transpose(1, 2))]
 
-    def kv(heads_first: bool) -> list[tuple[Any, Any]]:
-        both = [(c[:, 0], c[:, 1]) for c in problem.caches] if past else [(problem.k.transpose(1, 2), problem.v.transpose(1, 2))]
-        return [tuple((x if heads_first else x.transpose(1, 2)).contiguous() for x in one) for one in both]  # type: ignore[misc]
+    def over(call: Callable[..., object], *, heads_first: bool = False) -> list[Call]:
+        kv = [[(x if heads_first else x.transpose(1, 2)).contiguous() for x in one] for one in both]
+        rows = q.transpose(1, 2).contiguous() if heads_first else q
+        return [lambda k=k, v=v: call(rows, k, v) for k, v in kv]
 
     def sdpa(backend: Any) -> list[Call]:
-        rows = q.transpose(1, 2).contiguous()
-
-        def call(k: Any, v: Any) -> None:
+        def call(*tensors: Any) -> None:
             with sdpa_kernel(backend):
-                scaled_dot_product_attention(rows, k, v, is_causal=causal, enable_gqa=rows.shape[1] != KV_HEADS)
+                scaled_dot_product_attention(*tensors, is_causal=causal, enable_gqa=group > 1)
 
-        return [lambda k=k, v=v: call(k, v) for k, v in kv(True)]
+        return over(call, heads_first=True)
 
     def flex() -> list[Call]:
         module = importlib.import_module("torch.nn.attention.flex_attention")
         mask = module.create_block_mask(lambda b, h, i, j: i >= j, None, None, width, width) if causal else None
-        attention, rows = torch.compile(module.flex_attention), q.transpose(1, 2).contiguous()
-        return [lambda k=k, v=v: attention(rows, k, v, block_mask=mask, enable_gqa=rows.shape[1] != KV_HEADS) for k, v in kv(True)]
+        return over(partial(torch.compile(module.flex_attention), block_mask=mask, enable_gqa=group > 1), heads_first=True)
 
     def flash_attention() -> list[Call]:
         module = importlib.import_module("flash_attn")
-        attention = module.flash_attn_func if causal else module.flash_attn_with_kvcache
-        return [lambda k=k, v=v: attention(q, k, v, causal=causal) for k, v in kv(False)]
+        return over(partial(module.flash_attn_func if causal else module.flash_attn_with_kvcache, causal=causal))
 
     def flash_infer() -> list[Call]:
         module = importlib.import_module("flashinfer")
         if causal:
-            return [lambda k=k, v=v: module.single_prefill_with_kv_cache(q[0], k[0], v[0], causal=True) for k, v in kv(False)]
-        return [lambda k=k, v=v: module.single_decode_with_kv_cache(q[0, 0], k[0], v[0]) for k, v in kv(False)]
+            return over(lambda q, k, v: module.single_prefill_with_kv_cache(q[0], k[0], v[0], causal=True))
+        return over(lambda q, k, v: module.single_decode_with_kv_cache(q[0, 0], k[0], v[0]))
 
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         if not (causal and past):  # their causal mask starts at the first key
-            yield backend.name, lambda backend=backend: sdpa(backend)
+            yield backend.name, partial(sdpa, backend)
     if shape in _FLEX:
         yield "flex_attention", flex
     for name, make in (("flash_attn", flash_attention), ("flashinfer", flash_infer)):
@@ -308,15 +303,16 @@ def measure(
 
 
 def exceeded(result: dict[str, Any]) -> list[str]:
-    """Return the limits that a result does not keep."""
-    slow = []
+    """Return the limits that a result does not keep, and what was to be measured and was not."""
+    slow = [one for one in result["left_out"] if one.endswith(": time")]
+    slow += [f"{which}: nothing measured" for which in result["errors"] if not result.get(which)]
 
     def limit(row: dict[str, Any], name: str, value: float, *, least: bool = False) -> None:
         if value < LIMITS[name] if least else value > LIMITS[name]:
             shape = " ".join(f"{key} {row[key]}" for key in ("batch", "width", "past", "group", "head_dim"))
             slow.append(f"{shape}: {name} {value:.3f}")
 
-    decode, prefill = result.get("decode", []), result.get("prefill", [])
+    decode = result.get("decode", [])
     single = {(row["batch"], row["past"]): row["us"]["attention"] for row in decode if (row["group"], row["head_dim"]) == (1, 128)}
     for row in decode:
         ours, others = row["us"]["attention"], [one for one in row["peers_us"].values() if isinstance(one, float)]
@@ -324,21 +320,21 @@ def exceeded(result: dict[str, Any]) -> list[str]:
             limit(row, "small_us", row["us"]["rope_append_attention"])
         if row["kv_mb"] >= _LARGE_MB:
             limit(row, "of_copy", row["of_copy"]["rope_append_attention"], least=True)
-            limit(row, "of_best_peer", ours / min(others, default=ours))
+            limit(row, "of_best_peer", ours / min(others) if others else math.inf)
         if (row["group"], row["head_dim"]) == (8, 128) and (row["batch"], row["past"]) in single:
             limit(row, "group_8_of_1", ours / single[row["batch"], row["past"]])
-    for row in prefill:
-        flash = row["peers_us"].get(SDPBackend.FLASH_ATTENTION.name)
-        if isinstance(flash, float):
-            limit(row, "of_flash", flash / row["us"]["attention"], least=True)
+    for row in result.get("prefill", []):
+        flash = row["peers_us"].get(SDPBackend.FLASH_ATTENTION.name, "")
+        if not row["past"]:
+            limit(row, "of_flash", flash / row["us"]["attention"] if isinstance(flash, float) else 0.0, least=True)
     return slow
 
 
 def _use_tiles(which: str, text: str) -> None:
     tiles = {name: int(value) for name, value in (pair.split("=") for pair in text.split(","))}
-    chosen = attention_tiles._TILES[f"attention_{which}"] = lambda head_dim, arch: tiles
+    attention_tiles._TILES[f"attention_{which}"] = lambda head_dim, arch: tiles
     for module in (attention_tiles, launcher):
-        setattr(module, f"{which}_tiles", chosen)
+        setattr(module, f"{which}_tiles", attention_tiles._TILES[f"attention_{which}"])
 
 
 def main() -> int:
@@ -357,11 +353,10 @@ def main() -> int:
         _use_tiles(arguments.only, arguments.tiles)
     dims = [int(dim) for dim in arguments.dims.split(",")]
     result = measure(arguments.quick, max_seconds=arguments.max_seconds, only=arguments.only, dims=dims)
-    for line in result["exceeded"] + result["left_out"]:
+    for line in {*result["exceeded"], *result["left_out"]}:
         print(f"over the limit, or left out: {line}")
-    content = {**describe_environment(gpu=True), **result}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    arguments.out.write_text(json.dumps({**describe_environment(gpu=True), **result}, indent=1) + "\n", encoding="utf-8")
     return 1 if result["exceeded"] else 0
 
 

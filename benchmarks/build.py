@@ -7,8 +7,6 @@ TensorRT, nothing kept but what it returns. Ours is ``build_engine``: the same, 
 and the engine folder on disk, which is then opened and verified.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess
@@ -16,9 +14,8 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
-from environment import describe_environment
+from environment import describe_environment, write_result
 from random_model import QWEN2_0_5B, write_random_model
 
 from trt_kvcache.build_options import BuildOptions
@@ -34,7 +31,7 @@ FLAVOUR = "tensorrt_rtx"
 LIMIT = 2.5
 
 
-def bare(model: Path, dtype: str) -> dict[str, Any]:
+def bare(model, dtype):
     """Build without anything that this package adds."""
     before = peak_memory_nbytes()
     started = time.perf_counter()
@@ -53,7 +50,7 @@ def bare(model: Path, dtype: str) -> dict[str, Any]:
         }
 
 
-def ours(model: Path, dtype: str) -> dict[str, Any]:
+def ours(model, dtype):
     """Build an engine folder, then check what was written."""
     before = peak_memory_nbytes()
     with tempfile.TemporaryDirectory(prefix="trt_kvcache-") as place:
@@ -73,14 +70,14 @@ def ours(model: Path, dtype: str) -> dict[str, Any]:
     return measured
 
 
-def in_own_process(which: str, model: Path, dtype: str) -> dict[str, Any]:
+def in_own_process(which, model, dtype):
     """Run one build in a fresh interpreter and return what it measured."""
     command = [sys.executable, __file__, "--run", which, "--model", str(model), "--dtype", dtype]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return dict(json.loads(output.splitlines()[-1]))
 
 
-def main() -> int:
+def main():
     """Measure, print, write the file; 1 if the limit is exceeded."""
     parser = argparse.ArgumentParser(description="Time and peak memory of an engine build")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "build.json")
@@ -112,8 +109,7 @@ def main() -> int:
         "peak_beyond_bare_in_weights": beyond,
         "limit": LIMIT,
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_result(arguments.out, content)
     return int(beyond > LIMIT)
 
 

@@ -1,11 +1,12 @@
-"""How long calls take: on the host by its clock, on a device by events on the stream."""
+"""How long calls take: on the host by its clock, on a device by events on the stream.
 
-from __future__ import annotations
+A clock has a memory and a stream. ``seconds`` is the median of :data:`RUNS` runs of a call, each after another one which does not
+count. ``copy_bytes_per_second`` is the speed of a plain copy of the same memory, bytes read plus written; ``fresh``: into memory
+that is allocated for it.
+"""
 
 import time
-from collections.abc import Callable
 from statistics import median
-from typing import Any, Protocol
 
 import numpy as np
 
@@ -18,31 +19,16 @@ _FILLER_NBYTES = 1 << 31
 # Captures come and go: see CudaMemory.
 _KEPT_NBYTES = 1 << 34
 
-Call = Callable[[], object]
-
-
-class Clock(Protocol):
-    """Measures calls that are ordered on a stream, and copies of the same memory."""
-
-    memory: HostMemory | CudaMemory
-    stream: Any
-
-    def seconds(self, call: Call, before: Call = lambda: None) -> float:
-        """Return the median of :data:`RUNS` runs of ``call``, each after ``before``, which does not count."""
-
-    def copy_bytes_per_second(self, nbytes: int, *, fresh: bool = False) -> float:
-        """Return the speed of a plain copy, bytes read plus written; ``fresh``: into memory that is allocated for it."""
-
 
 class HostClock:
     """NumPy memory: ``np.copyto`` is the plain copy."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.memory = HostMemory()
         self.stream = self.memory.create_stream()
 
-    def seconds(self, call: Call, before: Call = lambda: None) -> float:
-        """See :class:`Clock`."""
+    def seconds(self, call, before=lambda: None):
+        """See above."""
         times = []
         for _ in range(RUNS + 1):  # the first touches pages
             before()
@@ -51,8 +37,8 @@ class HostClock:
             times.append(time.perf_counter() - started)
         return median(times[1:])
 
-    def copy_bytes_per_second(self, nbytes: int, *, fresh: bool = False) -> float:
-        """See :class:`Clock`."""
+    def copy_bytes_per_second(self, nbytes, *, fresh=False):
+        """See above."""
         source, destination = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
         return 2 * nbytes / self.seconds(lambda: np.copyto(np.empty_like(source) if fresh else destination, source))
 
@@ -60,7 +46,7 @@ class HostClock:
 class DeviceClock:
     """GPU memory: ``cuMemcpyDtoDAsync`` is the plain copy."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         from cuda.bindings import driver
 
         self._driver = driver
@@ -69,8 +55,8 @@ class DeviceClock:
         self.memory.make_current()
         self._filler = [self.memory.allocate(_FILLER_NBYTES, stream=self.stream) for _ in range(2)]
 
-    def seconds(self, call: Call, before: Call = lambda: None) -> float:
-        """See :class:`Clock`."""
+    def seconds(self, call, before=lambda: None):
+        """See above."""
         marks = []
         for _ in range(RUNS + 1):
             before()
@@ -86,8 +72,8 @@ class DeviceClock:
             self._checked(self._driver.cuEventDestroy(end))
         return median(elapsed[1:]) / 1e3
 
-    def copy_bytes_per_second(self, nbytes: int, *, fresh: bool = False) -> float:
-        """See :class:`Clock`."""
+    def copy_bytes_per_second(self, nbytes, *, fresh=False):
+        """See above."""
         source, destination = (self.memory.allocate(nbytes, zeroed=True, stream=self.stream) for _ in range(2))
         handle = int(self.stream.handle)
         copy = self._driver.cuMemcpyDtoDAsync
@@ -96,17 +82,17 @@ class DeviceClock:
         destination.close()
         return 2 * nbytes / seconds
 
-    def _fill_queue(self) -> None:
+    def _fill_queue(self):
         """Keep the device busy while the host enqueues what is measured, and its cache full of something else."""
         destination, source = (filler.ptr for filler in self._filler)
         self._checked(self._driver.cuMemcpyDtoDAsync(destination, source, _FILLER_NBYTES, int(self.stream.handle)))
 
-    def _mark(self) -> Any:
+    def _mark(self):
         event = self._checked(self._driver.cuEventCreate(0))
         self._checked(self._driver.cuEventRecord(event, int(self.stream.handle)))
         return event
 
-    def _checked(self, answer: tuple[Any, ...]) -> Any:
+    def _checked(self, answer):
         if int(answer[0]):
             raise RuntimeError(f"CUDA driver: {answer[0]}")
         return answer[1] if len(answer) > 1 else None

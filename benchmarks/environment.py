@@ -1,8 +1,7 @@
 """What a result was measured on: device, driver, versions, commit, command."""
 
-from __future__ import annotations
-
 import importlib.metadata
+import json
 import os
 import platform
 import shlex
@@ -10,14 +9,13 @@ import subprocess
 import sys
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
 
 _PACKAGES = ("numpy", "ml_dtypes", "tensorrt-rtx", "tensorrt", "cuda-core", "cuda-bindings", "polygraphy", "safetensors", "torch")
 
 
-def describe_environment(*, gpu: bool = False) -> dict[str, Any]:
+def describe_environment(*, gpu=False):
     """Return what stands at the head of every file in ``benchmarks/results``."""
-    described: dict[str, Any] = {
+    described = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "cpu": _cpu_name(),
         "python": platform.python_version(),
@@ -29,7 +27,21 @@ def describe_environment(*, gpu: bool = False) -> dict[str, Any]:
     return {**described, **_gpu()} if gpu else described
 
 
-def _cpu_name() -> str:
+def write_result(path, content):
+    """Write a result as JSON, an object that fits in 500 characters on one line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(_lines(content) + "\n", encoding="utf-8")
+
+
+def _lines(value, indent=""):
+    text = json.dumps(value, separators=(",", ":"), default=str)
+    if not isinstance(value, dict) or (len(text) <= 500 and indent):
+        return text
+    inner = indent + " "
+    return "{" + ",".join(f"\n{inner}{json.dumps(str(key))}:{_lines(part, inner)}" for key, part in value.items()) + "}"
+
+
+def _cpu_name():
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -37,7 +49,7 @@ def _cpu_name() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _versions() -> dict[str, str]:
+def _versions():
     found = {}
     for name in _PACKAGES:
         try:
@@ -47,7 +59,7 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> str:
+def _commit():
     """Return the commit that is measured; ``TRT_KVCACHE_COMMIT`` names it where the files were copied without their history."""
     given = os.environ.get("TRT_KVCACHE_COMMIT")
     if given:
@@ -61,7 +73,7 @@ def _commit() -> str:
     return f"{commit}{' with changes' if changed else ''}"
 
 
-def _gpu() -> dict[str, str]:
+def _gpu():
     query = ["nvidia-smi", "--query-gpu=name,compute_cap,driver_version,memory.total", "--format=csv,noheader"]
     try:
         line = subprocess.run(query, capture_output=True, text=True, check=True, timeout=30).stdout.splitlines()[0]

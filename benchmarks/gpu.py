@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import itertools
 import json
 import os
 import subprocess
@@ -23,7 +24,7 @@ from typing import Any
 
 import moves
 import numpy as np
-from environment import describe_environment
+from environment import describe_environment, write_result
 from random_model import QWEN2_0_5B, write_random_model
 
 from trt_kvcache import InferenceSession, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, Lengths, build_engine
@@ -36,6 +37,9 @@ TINY = ROOT / "examples" / "tiny-llama"
 #: Largest |difference| of logits from the reference engine, over the largest |logit|. The reference accumulates in float32; an
 #: engine rounds every activation to its dtype.
 TOLERANCES = {"float32": 5e-3, "float16": 2e-2, "bfloat16": 1e-1}
+
+#: A model whose head dim, 64, the plugin's kernels serve.
+WIDE = {**QWEN2_0_5B, "vocab_size": 256, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 3, "num_attention_heads": 4}
 
 RAGGED_PROMPTS = [[0, 9, 17, 5, 33, 21, 8], [0, 41, 7], [0, 12, 99, 45, 3]]
 PROMPT = "The rabbit-hole went straight"
@@ -127,11 +131,12 @@ def fill_dead_rows(session: InferenceSession, value: float) -> None:
     """Overwrite every row of K and V beyond the live ones."""
     cache, stream = session.cache, session.cache.memory.create_stream()
     for layer in range(cache.num_layers):
-        for view in cache.get_separate_kv_cache(layer):
+        combined = cache.kv_config.layout is KVLayout.COMBINED
+        for view in (cache.get_combined_kv_cache(layer),) if combined else cache.get_separate_kv_cache(layer):
             rows = view.numpy()
             for slot in range(view.shape[0]):
                 live = cache.host_kv_cache_lengths[slot] if slot < cache.active_batch_size else 0
-                rows[slot, :, live:] = value
+                rows[slot, ..., live:, :] = value
             cache.memory.upload(view, rows, stream=stream)
             cache.memory.synchronize(stream)
 
@@ -276,6 +281,22 @@ def attention_on_the_gpu() -> dict[str, Any]:
     return attention.measure()
 
 
+def attention_in_a_transformers_model() -> dict[str, Any]:
+    """Generate on our cache and attention in a torch model, and compare with its own SDPA: see ``tests/hf_cache.py``."""
+    sys.path.append(str(ROOT / "tests"))
+    import hf_cache
+
+    return hf_cache.hf_adapter()
+
+
+def host_time_of_segments(scratch: Path) -> dict[str, Any]:
+    """Measure segments that do nothing, in a process of its own: see ``segments.py``."""
+    out = scratch / "segments.json"
+    subprocess.run([sys.executable, ROOT / "benchmarks" / "segments.py", "--out", out], check=True, capture_output=True, timeout=300)
+    result: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    return {name: result[name] for name in ("launches", "eager_us", "eager_us_per_layer", "graph_us")}
+
+
 def measure(arguments: argparse.Namespace, report: Report, scratch: Path) -> None:
     """Run all stages, correctness first."""
     report.run("versions", installed_versions)
@@ -283,7 +304,9 @@ def measure(arguments: argparse.Namespace, report: Report, scratch: Path) -> Non
         report.run("cache: views in torch", views_in_torch)
         report.run("cache: commit in a CUDA graph", commit_in_a_graph)
         report.run("cache: compaction, capture, restore", moves_on_the_gpu)
+        report.run("attention in a transformers model", attention_in_a_transformers_model)
         report.run("attention", attention_on_the_gpu)
+        report.run("segments: host time", lambda: host_time_of_segments(scratch))
     if arguments.tests:
         report.run("tests that need a GPU", gpu_tests)
         for tool in ("memcheck", "racecheck"):
@@ -297,22 +320,27 @@ def measure(arguments: argparse.Namespace, report: Report, scratch: Path) -> Non
 
 def measure_engines(engine: str, large: bool, report: Report, scratch: Path) -> None:
     """Run the stages that need an engine that runs."""
-    for dtype in TOLERANCES:
-        for attention in ("native", "mask"):
-            name, folder = f"{dtype} {attention}", scratch / f"{dtype}-{attention}"
-            report.run(f"{name}: build", lambda d=dtype, a=attention, f=folder: build(TINY, f, d, a, batch=4))
-            report.run(f"{name}: logits agree with the reference", lambda d=dtype, f=folder: logits_agree(f, engine, d))
-            poison = float("nan") if attention == "native" else 1e4
-            report.run(f"{name}: dead rows do not matter", lambda f=folder, p=poison: dead_rows_do_not_matter(f, engine, p))
+    models = {"native": TINY, "mask": TINY, "plugin": scratch / "wide"}
+    report.run("plugin: random weights", lambda: write_random_model(models["plugin"], WIDE))
+    for dtype, attention in itertools.product(TOLERANCES, models):
+        if (dtype, attention) == ("float32", "plugin"):
+            continue  # its kernels have 16 bit
+        name, folder, model = f"{dtype} {attention}", scratch / f"{dtype}-{attention}", models[attention]
+        report.run(f"{name}: build", lambda d=dtype, a=attention, f=folder, m=model: build(m, f, d, a, batch=4))
+        report.run(f"{name}: logits agree with the reference", lambda d=dtype, f=folder: logits_agree(f, engine, d))
+        poison = 1e4 if attention == "mask" else float("nan")
+        report.run(f"{name}: dead rows do not matter", lambda f=folder, p=poison: dead_rows_do_not_matter(f, engine, p))
     report.run("generate with the shipped model", lambda: generate(scratch / "float16-native", engine))
     if large:
-        model, folder = scratch / "model", scratch / "qwen2-0.5b"
+        model = scratch / "model"
         report.run("0.5B: random weights", lambda: write_random_model(model, QWEN2_0_5B))
-        report.run("0.5B: build", lambda: build(model, folder, "float16", "native", batch=8, length=1024))
         weights = (model / "model.safetensors").stat().st_size
-        for batch in (1, 8):
-            report.run(f"0.5B: decode, batch {batch}", lambda b=batch: decode_speed(folder, engine, b, 100, weights))
-        report.run("0.5B: logits agree with the reference", lambda: logits_agree(folder, engine, "float16"))
+        for attention in ("native", "plugin"):
+            name, folder = f"0.5B {attention}", scratch / f"qwen2-0.5b-{attention}"
+            report.run(f"{name}: build", lambda a=attention, f=folder: build(model, f, "float16", a, batch=8, length=1024))
+            for batch in (1, 8):
+                report.run(f"{name}: decode, batch {batch}", lambda b=batch, f=folder: decode_speed(f, engine, b, 100, weights))
+            report.run(f"{name}: logits agree with the reference", lambda f=folder: logits_agree(f, engine, "float16"))
 
 
 def main() -> int:
@@ -331,8 +359,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         measure(arguments, report, Path(scratch))
     result = {**describe_environment(gpu=not arguments.dry_run), "dry_run": arguments.dry_run, "stages": report.stages}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(result, indent=2, default=str) + "\n", encoding="utf-8")
+    write_result(arguments.out, result)
     print(f"written: {arguments.out}")
     return 0 if report.ok else 1
 

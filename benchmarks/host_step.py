@@ -7,20 +7,15 @@ the logits. Nothing is sampled. The cache is in host memory, where copies are do
 is left is bookkeeping. The layer counts take turns, so that a machine that changes its pace does not favour one.
 """
 
-from __future__ import annotations
-
 import argparse
-import json
 import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
-from environment import describe_environment
+from environment import describe_environment, write_result
 
-from trt_kvcache import DeviceTensor, HostMemory, InferenceSession, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
+from trt_kvcache import HostMemory, InferenceSession, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
 from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.names import DEFAULT_NAMES as NAMES
 
@@ -35,31 +30,21 @@ LIMIT_MICROSECONDS, LIMIT_RATIO = 30.0, 1.2
 class NullEngine:
     """An engine of any number of layers that does nothing."""
 
-    def __init__(self, kv: KVCacheConfig, memory: HostMemory) -> None:
+    def __init__(self, kv, memory):
         self.memory = memory
-        self.profiles: Sequence[EngineProfile] = (
+        self.profiles = (
             EngineProfile(name="prefill", min_batch=1, max_batch=BATCH, min_width=1, max_width=16),
             EngineProfile(name="decode", min_batch=1, max_batch=BATCH, min_width=1, max_width=1),
         )
-        self.tensors: Mapping[str, TensorSpec] = {spec.name: spec for spec in _tensors(kv)}
+        self.tensors = {spec.name: spec for spec in _tensors(kv)}
 
-    def use_profile(self, index: int) -> None:
+    def bind(self, *arguments):
         """Do nothing."""
 
-    def bind(self, name: str, tensor: DeviceTensor) -> None:
-        """Do nothing."""
-
-    def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
-        """Do nothing."""
-
-    def enqueue(self, stream: Any) -> None:
-        """Do nothing."""
-
-    def close(self) -> None:
-        """Do nothing."""
+    use_profile = set_input_shape = enqueue = close = bind
 
 
-def _tensors(kv: KVCacheConfig) -> list[TensorSpec]:
+def _tensors(kv):
     inputs = [(NAMES.input_ids, (-1, -1), "int32"), (NAMES.kvcache_start_index, (-1,), "int32"), (NAMES.last_token_ids, (-1, 1), "int32")]
     specs = [TensorSpec(name=name, shape=shape, dtype=dtype, mode=TensorMode.INPUT) for name, shape, dtype in inputs]
     specs.append(TensorSpec(name=NAMES.logits, shape=(-1, VOCAB), dtype="float32", mode=TensorMode.OUTPUT))
@@ -74,22 +59,22 @@ def _tensors(kv: KVCacheConfig) -> list[TensorSpec]:
 class CheckingEngine(NullEngine):
     """A null engine that looks at what an enqueue would read, and answers with the token that it was given."""
 
-    def __init__(self, kv: KVCacheConfig, memory: HostMemory) -> None:
+    def __init__(self, kv, memory):
         super().__init__(kv, memory)
-        self.bound: dict[str, DeviceTensor] = {}
-        self.calls: list[str] = []
-        self.starts: list[list[int]] = []
+        self.bound = {}
+        self.calls = []
+        self.starts = []
 
-    def bind(self, name: str, tensor: DeviceTensor) -> None:
+    def bind(self, name, tensor):
         """Remember it."""
         self.bound[name] = tensor
         self.calls.append("bind")
 
-    def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
+    def set_input_shape(self, name, shape):
         """Count it."""
         self.calls.append("set_input_shape")
 
-    def enqueue(self, stream: Any) -> None:
+    def enqueue(self, stream):
         """Read the start index and the tokens, write logits."""
         self.calls.append("enqueue")
         array = self.memory.array
@@ -99,7 +84,7 @@ class CheckingEngine(NullEngine):
         logits[range(BATCH), array(self.bound[NAMES.input_ids])[:BATCH]] = 1
 
 
-def make_session(layers: int, engine: type[NullEngine] = NullEngine) -> InferenceSession:
+def make_session(layers, engine=NullEngine):
     """Return a session of 8 slots that hold one token each."""
     memory = HostMemory()
     kv = KVCacheConfig(
@@ -114,12 +99,11 @@ def make_session(layers: int, engine: type[NullEngine] = NullEngine) -> Inferenc
     return session
 
 
-def check(layers: int) -> None:
+def check(layers):
     """Check that steps do what they should: tokens in, lengths read and then counted, nothing bound or set again."""
     steps = 50
     with make_session(layers, CheckingEngine) as session:
         engine = session.engine
-        assert isinstance(engine, CheckingEngine)
         engine.calls.clear()
         for step in range(steps):
             tokens = [(step * BATCH + slot) % VOCAB for slot in range(BATCH)]
@@ -131,7 +115,7 @@ def check(layers: int) -> None:
             raise AssertionError(f"{layers} layers: expected {expected}, got {found}")
 
 
-def time_steps(session: InferenceSession, steps: int) -> list[float]:
+def time_steps(session, steps):
     """Return the seconds of each of some decode steps."""
     tokens = list(range(BATCH))
     clock, seconds = time.perf_counter, []
@@ -142,10 +126,10 @@ def time_steps(session: InferenceSession, steps: int) -> list[float]:
     return seconds
 
 
-def measure(steps: int) -> dict[int, dict[str, float]]:
+def measure(steps):
     """Return median and 90th percentile, in microseconds, per number of layers."""
     sessions = {layers: make_session(layers) for layers in LAYERS}
-    seconds: dict[int, list[float]] = {layers: [] for layers in LAYERS}
+    seconds = {layers: [] for layers in LAYERS}
     for session in sessions.values():
         time_steps(session, 500)
     for _ in range(ROUNDS):
@@ -157,7 +141,7 @@ def measure(steps: int) -> dict[int, dict[str, float]]:
     }
 
 
-def main() -> int:
+def main():
     """Check, measure, print, write the file; 1 if a limit is exceeded."""
     parser = argparse.ArgumentParser(description="Host time of a decode step")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "host_step.json")
@@ -181,8 +165,7 @@ def main() -> int:
         "ratio_64_to_16": ratio,
         "limits": {"median_us_at_32_layers": LIMIT_MICROSECONDS, "ratio_64_to_16": LIMIT_RATIO},
     }
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_result(arguments.out, content)
     return int(median > LIMIT_MICROSECONDS or ratio > LIMIT_RATIO)
 
 

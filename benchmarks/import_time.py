@@ -6,22 +6,19 @@ Beside it: the same with the cache itself, with sessions over Hugging Face folde
 packages that it needs.
 """
 
-from __future__ import annotations
-
 import argparse
-import json
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
-from environment import describe_environment
+from environment import describe_environment, write_result
 
 #: Longest median, in seconds.
 LIMIT_SECONDS = 0.2
 
 #: What is imported, and the packages that it may bring along.
-MEASURED: dict[str, frozenset[str]] = {
+MEASURED = {
     "trt_kvcache": frozenset(),
     "trt_kvcache.manager": frozenset(),
     "from trt_kvcache import InferenceSession": frozenset({"tokenizers", "safetensors"}),
@@ -41,7 +38,7 @@ assert not too_early, too_early
 """
 
 
-def seconds_to_import(what: str) -> float:
+def seconds_to_import(what):
     """Import in a fresh interpreter; return the seconds of the import statement."""
     statement = what if what.startswith("from ") else f"import {what}"
     program = _PROGRAM.format(statement=statement, late=set(_LATE - MEASURED[what]))
@@ -49,13 +46,13 @@ def seconds_to_import(what: str) -> float:
     return float(output)
 
 
-def main() -> int:
+def main():
     """Measure, print, write the file; 1 if the limit is exceeded."""
     parser = argparse.ArgumentParser(description="Time of import trt_kvcache")
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "import_time.json")
     parser.add_argument("--runs", type=int, default=15)
     arguments = parser.parse_args()
-    measured: dict[str, list[float]] = {what: [] for what in MEASURED}
+    measured = {what: [] for what in MEASURED}
     for _ in range(1 + arguments.runs):
         for what, seconds in measured.items():
             seconds.append(seconds_to_import(what))
@@ -66,8 +63,7 @@ def main() -> int:
     median = results["trt_kvcache"]["median_s"]
     print(f"limit: {LIMIT_SECONDS} s")
     content = {**describe_environment(), "runs": arguments.runs, "results": results, "limit_s": LIMIT_SECONDS}
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_result(arguments.out, content)
     return int(median > LIMIT_SECONDS)
 
 

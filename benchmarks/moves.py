@@ -7,23 +7,18 @@ For the K/V shapes of models of 1B, 3B and 8B parameters, in float16: bytes read
 over the slower of SHA-256 and the disk; reset and commit on the host. Exit code 1 if a limit is exceeded.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
-import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
-from clocks import Clock, DeviceClock, HostClock
-from environment import describe_environment
+from clocks import DeviceClock, HostClock
+from environment import describe_environment, write_result
 
 from trt_kvcache import KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, Lengths, ModelIdentity, Snapshot
 from trt_kvcache.kernels import KVLayerInfos, save_kv_cache_batched
@@ -42,7 +37,7 @@ _MOST_COPIED = 1 << 31
 LIMITS = {"host": 0.7, "gpu": 0.9, "length_ratio": 1.1, "host_us": 15.0}
 
 
-def cases() -> Iterator[tuple[str, str, list[int]]]:
+def cases():
     """Name, model and lengths of each case."""
     for model in MODELS:
         for batch in BATCHES:
@@ -51,7 +46,7 @@ def cases() -> Iterator[tuple[str, str, list[int]]]:
         yield f"{model}, one of 32768 and 7 of 1024 tokens", model, ONE_LONG
 
 
-def make_cache(clock: Clock, model: str, slots: int, longest: int) -> KVCacheManager:
+def make_cache(clock, model, slots, longest):
     """Return a cache of a model, SEPARATE, float16."""
     layers, heads, head_dim = MODELS[model]
     config = KVCacheConfig(
@@ -64,14 +59,14 @@ def make_cache(clock: Clock, model: str, slots: int, longest: int) -> KVCacheMan
     return KVCacheManager(config, memory=clock.memory)
 
 
-def touch(cache: KVCacheManager, tokens: int | None = None) -> None:
+def touch(cache, tokens=None):
     """Write host memory once, so that it is there: unwritten pages are read from nowhere."""
     for layer in range(cache.num_layers):
         for view in cache.get_separate_kv_cache(layer):
             np.from_dlpack(view)[:, :, :tokens] = 1
 
 
-def check(clock: Clock) -> None:
+def check(clock):
     """Compare what is measured with what it must do."""
     with make_cache(clock, "1B", 3, 32) as cache:
         view = cache.get_separate_kv_cache(5)[1]
@@ -88,7 +83,7 @@ def check(clock: Clock) -> None:
             assert (moved[slot, :, :length] == expected[source, :, :length]).all(), f"slot {slot} is wrong: nothing is measured"
 
 
-def moves(clock: Clock, model: str, lengths: list[int]) -> dict[str, Any]:
+def moves(clock, model, lengths):
     """Measure one case, and copies of as many bytes. Captures go to memory that is allocated for them: so does their copy."""
     result = {}
     stream = clock.stream
@@ -102,7 +97,7 @@ def moves(clock: Clock, model: str, lengths: list[int]) -> dict[str, Any]:
         saved = cache.capture_kv_cache(0, lengths[0], stream=stream)
         into = [KVLayerInfos([saved[layer] for layer in group.attn_layer_indices], stream=stream) for group in cache.kv_head_dim_groups]
 
-        def save() -> None:
+        def save():
             for group, infos in zip(cache.kv_head_dim_groups, into, strict=True):
                 save_kv_cache_batched(group.layer_infos, infos, 0, lengths[0], stream=stream)
 
@@ -116,21 +111,21 @@ def moves(clock: Clock, model: str, lengths: list[int]) -> dict[str, Any]:
             calls.insert(0, compact)
         for name, nbytes, call in calls:
             seconds = clock.seconds(call, lambda: cache.reset_for_new_sequences(lengths, stream=stream))
-            speed = nbytes / seconds
-            result[name] = {"mb": round(nbytes / 1e6, 1), "us": round(seconds * 1e6, 1), "gb_per_second": round(speed / 1e9, 2)}
             limit = clock.copy_bytes_per_second(min(nbytes // 2, _MOST_COPIED), fresh=name == "capture")
-            result[name] |= {
-                "of_copy": round(speed / limit, 3),
+            result[name] = {
+                "mb": round(nbytes / 1e6, 1),
+                "us": round(seconds * 1e6, 1),
+                "of_copy": round(nbytes / seconds / limit, 3),
                 "launch_bound": nbytes // 2 < LAUNCH_BOUND and isinstance(clock, DeviceClock),
             }
     return result
 
 
-def by_max_sequence_length(clock: Clock, model: str, slots: int) -> dict[str, Any]:
+def by_max_sequence_length(clock, model, slots):
     """Compact 1024 live tokens per slot in a short and in a long cache, by turns."""
     around, lengths = [(slot + 1) % slots for slot in range(slots)], [1024] * slots
     with make_cache(clock, model, slots, SHORT) as short, make_cache(clock, model, slots, LONG) as long:
-        times: dict[int, list[float]] = {SHORT: [], LONG: []}
+        times = {SHORT: [], LONG: []}
         for cache in (short, long):
             cache.reset_for_new_sequences(lengths, stream=clock.stream)
             if isinstance(clock, HostClock):
@@ -142,7 +137,7 @@ def by_max_sequence_length(clock: Clock, model: str, slots: int) -> dict[str, An
     return {"model": model, "slots": slots, "us": micros, "ratio": round(micros[LONG] / micros[SHORT], 3)}
 
 
-def snapshots(clock: Clock, tokens: int) -> dict[str, Any]:
+def snapshots(clock, tokens):
     """Write and read a slot as a file; beside it SHA-256 of as many bytes, and a plain file."""
     with tempfile.TemporaryDirectory() as folder, make_cache(clock, "1B", 1, tokens) as cache:
         path, plain = Path(folder) / "slot.kv", Path(folder) / "plain"
@@ -150,10 +145,10 @@ def snapshots(clock: Clock, tokens: int) -> dict[str, Any]:
             touch(cache)
         cache.reset_for_new_sequences([tokens], stream=clock.stream)
         payload = np.ones(cache.config.nbytes, np.uint8)
-        options: dict[str, Any] = {"model": ModelIdentity(fingerprint="benchmark"), "stream": clock.stream}
+        options = {"model": ModelIdentity(fingerprint="benchmark"), "stream": clock.stream}
         taken = Snapshot.of_slot(cache, 0, tokens=range(tokens), **options)
 
-        def write_plain() -> None:
+        def write_plain():
             with plain.open("wb") as file:
                 file.write(payload)
                 file.flush()
@@ -166,18 +161,18 @@ def snapshots(clock: Clock, tokens: int) -> dict[str, Any]:
             "save": _wall(lambda: taken.write(path)),
             "load": _wall(lambda: Snapshot.read(path)),
         }
-    result: dict[str, Any] = {"mb": round(payload.nbytes / 1e6, 1), "seconds": {name: round(one, 4) for name, one in seconds.items()}}
+    result = {"mb": round(payload.nbytes / 1e6, 1), "seconds": {name: round(one, 4) for name, one in seconds.items()}}
     result["save_of_slower"] = round(max(seconds["hash"], seconds["disk write"]) / seconds["save"], 3)
     result["load_of_slower"] = round(max(seconds["hash"], seconds["disk read"]) / seconds["load"], 3)
     return result
 
 
-def host_time(clock: Clock, calls: int = 10_000) -> dict[str, Any]:
+def host_time(clock, calls=10_000):
     """Measure what reset and commit cost on the host, B = 8: the calls do not wait for the device."""
     lengths = Lengths(8, calls + 1, memory=clock.memory)
     stream = clock.stream
     lengths.reset([0] * 8, stream=stream)
-    result: dict[str, Any] = {"batch_size": 8, "calls": calls}
+    result = {"batch_size": 8, "calls": calls}
     for name, call in (
         ("commit_scalar_us", lambda: lengths.commit(1, stream=stream)),
         ("reset_us", lambda: lengths.reset([0] * 8, stream=stream)),
@@ -195,7 +190,7 @@ def host_time(clock: Clock, calls: int = 10_000) -> dict[str, Any]:
     return result
 
 
-def measure(clock: Clock, max_bytes: float, *, quick: bool = False) -> dict[str, Any]:
+def measure(clock, max_bytes, *, quick=False):
     """Run it all; cases that do not fit into ``max_bytes`` are named and left out."""
     check(clock)
     on_host = isinstance(clock, HostClock)
@@ -221,7 +216,7 @@ def measure(clock: Clock, max_bytes: float, *, quick: bool = False) -> dict[str,
     }
 
 
-def exceeded(result: dict[str, Any], least: float) -> list[str]:
+def exceeded(result, least):
     """Return the limits that a result does not keep."""
     slow = [
         f"{case}: {name} {one['of_copy']}"
@@ -234,7 +229,7 @@ def exceeded(result: dict[str, Any], least: float) -> list[str]:
     return slow + [f"{name}: {one}" for name, one in result["host_time"].items() if name.endswith("_us") and one > LIMITS["host_us"]]
 
 
-def show(result: dict[str, Any], least: float) -> None:
+def show(result, least):
     """Print what was measured, limits beside."""
     for case, found in result["cases"].items():
         for name, one in found.items():
@@ -247,7 +242,7 @@ def show(result: dict[str, Any], least: float) -> None:
     print(f"host time: {result['host_time']} (at most {LIMITS['host_us']} us)")
 
 
-def _wall(call: Any) -> float:
+def _wall(call):
     times = []
     for _ in range(5):
         started = time.perf_counter()
@@ -256,7 +251,7 @@ def _wall(call: Any) -> float:
     return median(times)
 
 
-def main() -> int:
+def main():
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("host", "gpu"), default="host")
@@ -264,7 +259,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="small cases only: to try the script")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    clock: Clock = HostClock() if arguments.device == "host" else DeviceClock()
+    clock = HostClock() if arguments.device == "host" else DeviceClock()
     result = measure(clock, 1.2e8 if arguments.quick else arguments.max_bytes, quick=arguments.quick)
     slow = exceeded(result, LIMITS[arguments.device])
     show(result, LIMITS[arguments.device])
@@ -272,8 +267,7 @@ def main() -> int:
         print(f"over the limit: {line}")
     content = {**describe_environment(gpu=arguments.device == "gpu"), **result, "exceeded": slow}
     out = arguments.out or HERE / "results" / f"moves_{arguments.device}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    write_result(out, content)
     return 1 if slow else 0
 
 

@@ -1,11 +1,7 @@
 """Hugging Face folders of any size with random weights, written tensor by tensor."""
 
-from __future__ import annotations
-
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -14,7 +10,7 @@ from trt_kvcache.checkpoint.tensor_shapes import tensor_shapes
 from trt_kvcache.dtypes import itemsize, numpy_dtype
 
 #: The shape of Qwen2-0.5B: 494 million parameters, the head tied to the embedding.
-QWEN2_0_5B: dict[str, Any] = {
+QWEN2_0_5B = {
     "model_type": "qwen2",
     "vocab_size": 151936,
     "hidden_size": 896,
@@ -35,21 +31,10 @@ _SAFETENSORS_NAME = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 _CHUNK_ELEMENTS = 1 << 22
 
 
-def write_random_model(folder: Path, config: dict[str, Any], *, seed: int = 0) -> Path:
+def write_random_model(folder, config, *, seed=0):
     """Write a model folder: norms near 1, everything else normal with a standard deviation that keeps activations of order 1.
 
-    Parameters
-    ----------
-    folder : Path
-        Made here; its parent must be there.
-    config : dict
-        A ``config.json``.
-    seed : int
-
-    Returns
-    -------
-    Path
-        ``folder``.
+    ``folder`` is made here, its parent must be there; ``config`` is a ``config.json``.
     """
     model = ModelConfig.from_dict(config)
     shapes = tensor_shapes(model)
@@ -67,7 +52,7 @@ def write_random_model(folder: Path, config: dict[str, Any], *, seed: int = 0) -
     return folder
 
 
-def _header(shapes: dict[str, tuple[int, ...]], dtype: str) -> bytes:
+def _header(shapes, dtype):
     entries, offset = {}, 0
     for name, shape in shapes.items():
         end = offset + math.prod(shape) * itemsize(dtype)

@@ -23,7 +23,7 @@ _MIB = 2**20
 def table(results: Path) -> str:
     """Return the table of all results in a folder, one line a figure."""
     lines = ["| result | measured | limit | on | commit |", "|---|---|---|---|---|"]
-    for name, rows in (("host_step", _host_step), ("build", _build), ("import_time", _import_time), ("moves_host", _moves), ("gpu", _gpu)):
+    for name, rows in _FILES.items():
         path = results / f"{name}.json"
         if path.is_file():
             content = json.loads(path.read_text(encoding="utf-8"))
@@ -82,6 +82,35 @@ def _moves(content: dict[str, Any], device: str = "host") -> Iterator[tuple[str,
         yield f"{label}, host time, B = {times['batch_size']}", f"{times[what]:.1f} us", f"{limits['host_us']:g} us"
 
 
+def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Both rows of the limits: with RoPE and append over a copy and in microseconds, without them beside others."""
+    limits, rope, flash = content["limits"], "rope_append_attention", "FLASH_ATTENTION"
+    large, best, small = [], [], []
+    for row in content.get("decode", []):
+        others = [one for one in row["peers_us"].values() if isinstance(one, float)]
+        if row["kv_mb"] >= 64:
+            large.append(row["of_copy"][rope])
+            best += [row["us"]["attention"] / min(others)] if others else []
+        elif row["kv_mb"] <= 8:
+            small.append(row["us"][rope])
+    rows = [(row["us"]["attention"], row["peers_us"].get(flash)) for row in content.get("prefill", [])]
+    shares = [other / ours for ours, other in rows if isinstance(other, float)]
+    for what, found, unit, limit in (
+        ("decode from 64 MB of K and V: share of the copy bandwidth", large, "", f"at least {limits['of_copy']:g}"),
+        ("decode from 64 MB: time over that of the fastest other", best, "", f"{limits['of_best_peer']:g}"),
+        ("decode up to 8 MB", small, " us", f"{limits['small_us']:g} us"),
+        (f"prefill: speed over torch's {flash}", shares, "", f"at least {limits['of_flash']:g}"),
+    ):
+        if found:
+            yield f"attention, {what}", f"{min(found):.2f} to {max(found):.2f}{unit} ({len(found)} shapes)", limit
+
+
+def _segments(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    yield f"segments: host time of a layer, launches {content['launches']}", f"{content['eager_us_per_layer']:.1f} us", ""
+    for layers, time in content["graph_us"].items():
+        yield f"segments: host time of the graph of a decode step, {layers} layers", f"{time:.1f} us", ""
+
+
 def _gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for name, stage in content["stages"].items():
         result = stage["result"]
@@ -89,12 +118,27 @@ def _gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield name, "no", ""
         elif name == "cache: compaction, capture, restore":
             yield from _moves(result, "gpu")
+        elif name == "attention":
+            yield from _attention(result)
+        elif name == "segments: host time":
+            yield from _segments(result)
         elif name.startswith("kernels: "):
             yield f"{name}, {len(result)} files of tests", "no error" if stage["ok"] else "errors", ""
         elif isinstance(result, str):
             yield name, result, ""
         elif isinstance(result, dict) and "tokens_per_second" in result:
             yield name, f"{result['tokens_per_second']} tokens/s", ""
+
+
+_FILES = {
+    "host_step": _host_step,
+    "build": _build,
+    "import_time": _import_time,
+    "moves_host": _moves,
+    "segments": _segments,
+    "attention": _attention,
+    "gpu": _gpu,
+}
 
 
 def main() -> int:

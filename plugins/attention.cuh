@@ -81,10 +81,14 @@ struct Score {
 
     __device__ __forceinline__ Score(double scale, double softcap)
         : factor(static_cast<float>(softcap > 0 ? softcap : scale) * kLog2E),
-          inner(softcap > 0 ? static_cast<float>(2 * scale / softcap) * kLog2E : 0.0f) {}
+          inner(softcap > 0 ? static_cast<float>(scale / softcap) : 0.0f) {}
 
-    // tanh(x) = 1 - 2 / (e^(2x) + 1)
-    __device__ __forceinline__ float capped(float product) const { return 1 - 2 * reciprocal(power_of_2(product * inner) + 1); }
+    // tanh: 1 - 2 / (e^(2x) + 1), which cancels near 0; there its series.
+    __device__ __forceinline__ float capped(float product) const {
+        const float x = product * inner, square = x * x;
+        if (square < 1.0f / 64) return x - x * square * (1.0f / 3 - square * (2.0f / 15));
+        return 1 - 2 * reciprocal(power_of_2(x * (2 * kLog2E)) + 1);
+    }
 };
 
 // A tile of probabilities as the left side of a product: tiles of scores are laid out as that side wants them.

@@ -54,7 +54,7 @@ extern "C" __global__ void __launch_bounds__(kBlock, BLOCKS)
         }
         return;
     }
-    const int rows = min(kRows, count - row0), span = window > 0 ? static_cast<int>(window) : 0x7FFFFFFF;
+    const int rows = min(kRows, count - row0), span = static_cast<int>(window > 0 ? min(window, 0x7FFFFFFFLL) : 0x7FFFFFFF);
     const int first_position = past + row0, keys_end = first_position + rows;
     const int first_tile = max(first_position - span + 1, 0) / kKeys, last_tile = (keys_end - 1) / kKeys;
     const unsigned char* keys = cache + slot * slot_stride + head / group * max_tokens * kRowBytes;

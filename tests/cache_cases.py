@@ -1,9 +1,5 @@
 """Caches of every kind, and what they hold: all bytes, with NumPy views of rows and states into a copy of them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 
 from trt_kvcache import (
@@ -33,26 +29,26 @@ LAYER_TYPES = [MAMBA, ATTENTION, ATTENTION, MAMBA, ATTENTION]
 KINDS = ("manager", "linear", "mamba", "hybrid")
 
 
-def kv_config(heads: Any = HEADS, **changes: Any) -> KVCacheConfig:
+def kv_config(heads=HEADS, **changes):
     layers = [KVLayerConfig(num_kv_heads=h, head_dim=d) for h, d in heads]
     return KVCacheConfig(**{"layers": layers, "max_batch_size": B, "max_sequence_length": S, **changes})
 
 
-def mamba_config(**changes: Any) -> MambaCacheConfig:
+def mamba_config(**changes):
     return MambaCacheConfig(**{"num_layers": 2, "max_batch_size": B, **STATES, **changes})
 
 
-def hybrid_config(*, ping_pong: bool = False, **changes: Any) -> HybridCacheConfig:
+def hybrid_config(*, ping_pong=False, **changes):
     return HybridCacheConfig(layer_types=LAYER_TYPES, kv=kv_config(**changes), mamba=mamba_config(ping_pong=ping_pong))
 
 
-def linear_config(**changes: Any) -> CacheConfig:
+def linear_config(**changes):
     states = {"num_mamba_layers": 2, "mamba_num_heads": 2, "mamba_head_dim": 3, "ssm_state_size": 5, "conv_dim": 7, "conv_kernel": 3}
     kv = {"num_attention_layers": 2, "max_batch_size": B, "max_sequence_length": S, "num_kv_heads": 2, "head_dim": 16}
     return CacheConfig(**{**kv, **states, **changes})
 
 
-def make_cache(kind: str, memory: Any, *, ping_pong: bool = False, **changes: Any) -> Any:
+def make_cache(kind, memory, *, ping_pong=False, **changes):
     """A cache of five slots of seven tokens; ``changes`` are for K and V."""
     if kind == "manager":
         return KVCacheManager(kv_config(**changes), memory=memory)
@@ -63,7 +59,7 @@ def make_cache(kind: str, memory: Any, *, ping_pong: bool = False, **changes: An
     return HybridCacheManager(hybrid_config(ping_pong=ping_pong, **changes), memory=memory)
 
 
-def _layers(cache: Any, kind: LayerType) -> list[int]:
+def _layers(cache, kind):
     """What to call the layers of one kind."""
     if isinstance(cache, HybridCacheManager):
         return [index for index, other in enumerate(cache.layer_types) if other is kind]
@@ -72,27 +68,27 @@ def _layers(cache: Any, kind: LayerType) -> list[int]:
     return [] if isinstance(cache, MambaCacheManager) else list(range(cache.num_layers))
 
 
-def rows_of(cache: Any) -> list[DeviceTensor]:
+def rows_of(cache):
     return [cache.get_combined_kv_cache(index) for index in _layers(cache, ATTENTION)]
 
 
-def states_of(cache: Any) -> list[DeviceTensor]:
+def states_of(cache):
     """Current recurrent, then current conv states."""
     layers = _layers(cache, MAMBA)
     return [cache.get_recurrent_state(index) for index in layers] + [cache.get_conv_state(index) for index in layers]
 
 
-def next_states_of(cache: Any) -> list[DeviceTensor]:
+def next_states_of(cache):
     layers = _layers(cache, MAMBA)
     return [cache.get_next_recurrent_state(index) for index in layers] + [cache.get_next_conv_state(index) for index in layers]
 
 
-def whole(tensor: DeviceTensor) -> DeviceTensor:
+def whole(tensor):
     """All bytes of the allocation behind a view."""
     return DeviceTensor(tensor.allocation, shape=(tensor.allocation.nbytes,), dtype="uint8")
 
 
-def fill_all(cache: Any, stream: Any, seed: int = 0) -> None:
+def fill_all(cache, stream, seed=0):
     """Overwrite every byte of K, V and states, padding included, at random."""
     random = np.random.default_rng(seed)
     for tensor in [*rows_of(cache), *states_of(cache), *next_states_of(cache)]:
@@ -103,20 +99,20 @@ def fill_all(cache: Any, stream: Any, seed: int = 0) -> None:
 class Image:
     """A copy of every byte of a cache. What is written into its views is what the cache should hold later."""
 
-    def __init__(self, cache: Any) -> None:
+    def __init__(self, cache):
         #: The views that were copied: of rows, of current states, of next states.
         self.tensors = rows_of(cache), states_of(cache), next_states_of(cache)
         self._bytes = {id(tensor.allocation): whole(tensor).numpy() for tensors in self.tensors for tensor in tensors}
         #: K and V of each attention layer, bytes [B, 2, H, S, row]; states of each recurrent layer, bytes [B, ..., row].
         self.rows, self.states, self.next_states = ([self._view(tensor) for tensor in tensors] for tensors in self.tensors)
 
-    def _view(self, tensor: DeviceTensor) -> np.ndarray:
+    def _view(self, tensor):
         size = itemsize(tensor.dtype)
         shape = (*tensor.shape[:-1], tensor.shape[-1] * size)
         strides = (*(stride * size for stride in tensor.strides[:-1]), 1)
         return np.ndarray(shape, np.uint8, self._bytes[id(tensor.allocation)], tensor.offset, strides)
 
-    def compact(self, mapping: Any, lengths: Any) -> None:
+    def compact(self, mapping, lengths):
         """Move the first tokens, and the states, of each slot that is kept."""
         before = [[array.copy() for array in arrays] for arrays in (self.rows, self.states)]
         for old, new in enumerate(mapping):
@@ -126,16 +122,16 @@ class Image:
                 for array, source in zip(self.states, before[1], strict=True):
                     array[new] = source[old]
 
-    def zero_states(self, *slots: int) -> None:
+    def zero_states(self, *slots):
         for array in self.states:
             array[list(slots)] = 0
 
-    def clear_states(self) -> None:
+    def clear_states(self):
         """Zero the current states, padding included."""
         for tensor in self.tensors[1]:
             self._bytes[id(tensor.allocation)][:] = 0
 
-    def check(self, cache: Any) -> None:
+    def check(self, cache):
         """Every byte is as this image says, and nothing has moved."""
         for before, now in zip(self.tensors, (rows_of(cache), states_of(cache), next_states_of(cache)), strict=True):
             assert [tensor.ptr for tensor in now] == [tensor.ptr for tensor in before]
@@ -143,11 +139,11 @@ class Image:
                 assert np.array_equal(whole(tensor).numpy(), self._bytes[id(tensor.allocation)])
 
 
-def state_of(cache: Any) -> dict[str, Any]:
+def state_of(cache):
     """Everything beside K, V and states that an operation could change."""
     lengths = cache.lengths
     try:
-        host: Any = lengths.host
+        host = lengths.host
     except LengthsUnknown as error:
         host = str(error)
     return {
@@ -161,13 +157,13 @@ def state_of(cache: Any) -> dict[str, Any]:
 class Unchanged:
     """Inside, neither a byte nor the state of a cache changes."""
 
-    def __init__(self, cache: Any) -> None:
+    def __init__(self, cache):
         self.cache = cache
 
-    def __enter__(self) -> None:
+    def __enter__(self):
         self.before = Image(self.cache), state_of(self.cache), self.cache.memory.live_nbytes
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind, error, trace):
         if error is None:
             self.before[0].check(self.cache)
             assert state_of(self.cache) == self.before[1]
@@ -179,6 +175,6 @@ class CapturingMemory(HostMemory):
 
     capturing = False
 
-    def is_capturing(self, stream: Any) -> bool:
+    def is_capturing(self, stream):
         self.check_stream(stream)
         return self.capturing

@@ -4,16 +4,12 @@
 reads them back: a token that was lost, doubled, moved or read from a dead row shows.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Mapping, Sequence
+from collections import namedtuple
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from trt_kvcache import DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, TensorNames
+from trt_kvcache import DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.names import DEFAULT_NAMES
@@ -23,7 +19,7 @@ _HASHES = 997
 _TABLE = np.random.default_rng(11).normal(0, 3, (_HASHES, VOCAB)).astype(np.float32)
 
 
-def logits_after(tokens: Sequence[int]) -> np.ndarray[Any, Any]:
+def logits_after(tokens):
     """What ``RecordingEngine`` answers after these tokens, float32 ``[VOCAB]``."""
     value = 1
     for token in tokens:
@@ -31,29 +27,20 @@ def logits_after(tokens: Sequence[int]) -> np.ndarray[Any, Any]:
     return _TABLE[value]
 
 
-def kv_config(
-    *, slots: int = 3, limit: int = 16, layers: int = 2, dtype: str = "float32", head_dim: int = 16, layout: KVLayout = KVLayout.SEPARATE
-) -> KVCacheConfig:
+def kv_config(*, slots=3, limit=16, layers=2, dtype="float32", head_dim=16, layout=KVLayout.SEPARATE):
     """A cache of layers that differ. With ``limit=16`` every slot starts at an aligned address, with 7 only some do."""
     each = [KVLayerConfig(num_kv_heads=1 + layer % 2, head_dim=head_dim) for layer in range(layers)]
     return KVCacheConfig(layers=each, max_batch_size=slots, max_sequence_length=limit, dtype=dtype, layout=layout)
 
 
-def engine_tensors(
-    kv: KVCacheConfig,
-    names: TensorNames = DEFAULT_NAMES,
-    *,
-    index_dtype: str = "int32",
-    logits_dtype: str = "float32",
-    combined: bool = False,
-) -> dict[str, TensorSpec]:
+def engine_tensors(kv, names=DEFAULT_NAMES, *, index_dtype="int32", logits_dtype="float32", combined=False):
     """The inputs and outputs of an engine over this cache, written out without the package's own list."""
     inputs = {
         names.input_ids: ((-1, -1), index_dtype),
         names.kvcache_start_index: ((-1,), "int32"),
         names.last_token_ids: ((-1, 1), index_dtype),
     }
-    outputs: dict[str, tuple[tuple[int, ...], str, str | None]] = {names.logits: ((-1, VOCAB), logits_dtype, None)}
+    outputs = {names.logits: ((-1, VOCAB), logits_dtype, None)}
     for index, layer in enumerate(kv.layers):
         pairs = [names.combined_pair(index)] if combined else names.cache_pairs(index)
         for before, after in pairs:
@@ -65,7 +52,7 @@ def engine_tensors(
     return specs
 
 
-def two_profiles(slots: int, width: int) -> list[EngineProfile]:
+def two_profiles(slots, width):
     """One profile for prefill and one for decode."""
     widest = {"prefill": width, "decode": 1}
     return [EngineProfile(name=name, min_batch=1, max_batch=slots, min_width=1, max_width=most) for name, most in widest.items()]
@@ -74,18 +61,18 @@ def two_profiles(slots: int, width: int) -> list[EngineProfile]:
 class Journal:
     """Calls in the order in which they came, ``(what, *details)``, and the failure to come."""
 
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-        self._error: BaseException | None = None
+    def __init__(self):
+        self.calls = []
+        self._error = None
         self._until = 0
         self._after = False
 
-    def fail_at(self, index: int, error: BaseException, *, after: bool) -> None:
+    def fail_at(self, index, error, *, after):
         """Raise ``error`` at the call that is ``index`` calls away: before it does anything, or after it has."""
         self._until, self._error, self._after = index, error, after
 
     @contextmanager
-    def call(self, *what: Any) -> Iterator[None]:
+    def call(self, *what):
         self.calls.append(what)
         error = self._error if self._until == 0 else None
         self._until -= 1
@@ -98,94 +85,71 @@ class Journal:
             raise error
 
     @property
-    def failed(self) -> bool:
+    def failed(self):
         """Whether the failure that was planned has come."""
         return self._error is None
 
-    def take(self) -> list[tuple[Any, ...]]:
+    def take(self):
         """Return the calls so far, and forget them."""
         calls, self.calls = self.calls, []
         return calls
 
 
+def _noted(method, what, details):
+    """A method that writes its calls down."""
+
+    def call(self, *arguments, **keywords):
+        memory = self if isinstance(self, HostMemory) else self.memory
+        with memory.journal.call(what, *details(*arguments, **keywords)):
+            return method(self, *arguments, **keywords)
+
+    return call
+
+
 class RecordingMemory(HostMemory):
     """Host memory that writes copies, waits and allocations down."""
 
-    def __init__(self, journal: Journal) -> None:
+    def __init__(self, journal):
         super().__init__()
         self.journal = journal
 
-    def upload(self, destination: DeviceTensor, source: np.ndarray[Any, Any], *, stream: Any) -> None:
-        with self.journal.call("upload", destination.shape, stream):
-            super().upload(destination, source, stream=stream)
-
-    def download(self, destination: np.ndarray[Any, Any], source: DeviceTensor, *, stream: Any) -> None:
-        with self.journal.call("download", source.shape, stream):
-            super().download(destination, source, stream=stream)
-
-    def synchronize(self, stream: Any) -> None:
-        with self.journal.call("synchronize", stream):
-            super().synchronize(stream)
-
-    def allocate(self, nbytes: int, *, zeroed: bool = False, stream: Any) -> Any:
-        with self.journal.call("allocate", nbytes):
-            return super().allocate(nbytes, zeroed=zeroed, stream=stream)
-
-    def staging(self, shape: Sequence[int], dtype: str) -> np.ndarray[Any, Any]:
-        with self.journal.call("staging", tuple(shape)):
-            return super().staging(shape, dtype)
+    upload = _noted(HostMemory.upload, "upload", lambda destination, source, *, stream: (destination.shape, stream))
+    download = _noted(HostMemory.download, "download", lambda destination, source, *, stream: (source.shape, stream))
+    synchronize = _noted(HostMemory.synchronize, "synchronize", lambda stream: (stream,))
+    allocate = _noted(HostMemory.allocate, "allocate", lambda nbytes, **_: (nbytes,))
+    staging = _noted(HostMemory.staging, "staging", lambda shape, dtype: (tuple(shape),))
 
 
 class RecordingCache(KVCacheManager):
     """A cache that writes changes of its lengths down."""
 
-    def _call(self, *what: Any) -> Any:
-        return self.memory.journal.call(*what)  # type: ignore[attr-defined]
-
-    def commit_sequence_length(self, increment: Any, *, max_increment: int | None = None, stream: Any) -> None:
-        with self._call("commit", increment, stream):
-            super().commit_sequence_length(increment, max_increment=max_increment, stream=stream)
-
-    def reset_for_new_sequences(self, reuse_lengths: Any, *, stream: Any) -> None:
-        with self._call("reset", tuple(reuse_lengths), stream):
-            super().reset_for_new_sequences(reuse_lengths, stream=stream)
-
-    def rewind(self, slot: int, length: int, *, stream: Any) -> None:
-        with self._call("rewind", slot, length, stream):
-            super().rewind(slot, length, stream=stream)
+    commit_sequence_length = _noted(KVCacheManager.commit_sequence_length, "commit", lambda new, *, stream, **_: (new, stream))
+    reset_for_new_sequences = _noted(KVCacheManager.reset_for_new_sequences, "reset", lambda lengths, *, stream: (tuple(lengths), stream))
+    rewind = _noted(KVCacheManager.rewind, "rewind", lambda slot, length, *, stream: (slot, length, stream))
 
 
-@dataclass(frozen=True)
-class Step:
-    """What one enqueue read."""
-
-    profile: str
-    input_ids: list[list[int]]
-    start: list[int]
-    last: list[int]
-    bound: Mapping[str, DeviceTensor]
+#: What one enqueue read.
+Step = namedtuple("Step", "profile input_ids start last bound")
 
 
 class RecordingEngine:
     """Follows the engine protocol to the letter, writes every call down, and hashes the tokens that it finds in the cache."""
 
-    def __init__(
-        self, kv: KVCacheConfig, memory: RecordingMemory, *, names: TensorNames = DEFAULT_NAMES, profiles: Any = None, **options: Any
-    ) -> None:
+    def __init__(self, kv, memory, *, names=DEFAULT_NAMES, profiles=None, **options):
         self.tensors = engine_tensors(kv, names, **options)
-        self.profiles: list[EngineProfile] = two_profiles(kv.max_batch_size, 4) if profiles is None else list(profiles)
+        self.profiles = two_profiles(kv.max_batch_size, 4) if profiles is None else list(profiles)
         self.memory = memory
-        self.steps: list[Step] = []
+        self.steps = []
         self.closed = self._profile = 0
         self._names, self._kv, self._journal, self._combined = names, kv, memory.journal, options.get("combined", False)
-        self._bound: list[dict[str, DeviceTensor]] = [{} for _ in self.profiles]
-        self._shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in self.profiles]
+        self._bound = [{} for _ in self.profiles]
+        self._shapes = [{} for _ in self.profiles]
 
-    def use_profile(self, index: int) -> None:
+    def use_profile(self, index):
         with self._journal.call("use_profile", index):
             self._profile = range(len(self.profiles))[index]
 
-    def bind(self, name: str, tensor: DeviceTensor) -> None:
+    def bind(self, name, tensor):
         with self._journal.call("bind", name, tensor.ptr):
             assert tensor.dtype == self.tensors[name].dtype
             assert tensor.memory is self.memory
@@ -193,7 +157,7 @@ class RecordingEngine:
             assert tensor.ptr % 256 == 0
             self._bound[self._profile][name] = tensor
 
-    def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
+    def set_input_shape(self, name, shape):
         with self._journal.call("set_input_shape", name, tuple(shape)):
             spec, profile = self.tensors[name], self.profiles[self._profile]
             assert spec.mode is TensorMode.INPUT
@@ -203,14 +167,14 @@ class RecordingEngine:
                 assert profile.min_width <= shape[1] <= profile.max_width
             self._shapes[self._profile][name] = tuple(shape)
 
-    def enqueue(self, stream: Any) -> None:
+    def enqueue(self, stream):
         with self._journal.call("enqueue", stream):
             self._run()
 
-    def close(self) -> None:
+    def close(self):
         self.closed += 1
 
-    def _run(self) -> None:
+    def _run(self):
         names, shapes = self._names, self._shapes[self._profile]
         assert set(self._bound[self._profile]) == set(self.tensors)
         assert set(shapes) == {name for name, spec in self.tensors.items() if spec.mode is TensorMode.INPUT}
@@ -239,24 +203,24 @@ class RecordingEngine:
                 assert (v[slot, :, :live] == layer + np.arange(live)[:, np.newaxis]).all(), "a row was moved"
                 logits[slot] = logits_after(seen)
 
-    def _array(self, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    def _array(self, name, shape):
         tensor = self._bound[self._profile][name]
         return self.memory.array(DeviceTensor(tensor.allocation, shape=shape, dtype=tensor.dtype, offset=tensor.offset))
 
-    def _in_place(self, before: str, after: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    def _in_place(self, before, after, shape):
         bound = self._bound[self._profile]
         assert bound[before].ptr == bound[after].ptr
         return self._array(before, shape)
 
 
-def recorded(kv: KVCacheConfig | None = None, **options: Any) -> tuple[RecordingEngine, RecordingCache]:
+def recorded(kv=None, **options):
     """An engine and a cache that fit, over one memory with a new journal."""
     kv = kv_config() if kv is None else kv
     memory = RecordingMemory(Journal())
     return RecordingEngine(kv, memory, **options), RecordingCache(kv, memory=memory)
 
 
-def poison(cache: KVCacheManager, value: float = np.nan) -> None:
+def poison(cache, value=np.nan):
     """Overwrite every row that is not live: beyond the length of active slots, and all of the others."""
     lengths = list(cache.host_kv_cache_lengths)
     lengths += [0] * (cache.kv_config.max_batch_size - len(lengths))
@@ -269,7 +233,7 @@ def poison(cache: KVCacheManager, value: float = np.nan) -> None:
                 array[slot, :, length:] = numpy_dtype(view.dtype).type(value)
 
 
-def cache_rows(cache: KVCacheManager) -> list[bytes]:
+def cache_rows(cache):
     """The bytes of all live rows, layer by layer and slot by slot."""
     return [
         view.numpy()[slot, :, :length].tobytes()

@@ -32,15 +32,7 @@ TOLERANCE = {"float16": 1e-2, "bfloat16": 8e-2}
 
 
 class CachedAttention:
-    """Attention of all layers of a model over one cache.
-
-    Parameters
-    ----------
-    memory, stream
-    dtype : str
-    angles : array float32 ``[S, 2, D // 2]``
-        Cosine and sine of each position.
-    """
+    """Attention of all layers of a model over one cache; ``angles`` are those of :func:`_angles`."""
 
     def __init__(self, memory: Any, stream: Any, dtype: str, angles: Any) -> None:
         layer = KVLayerConfig(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
@@ -56,7 +48,7 @@ class CachedAttention:
         self._new: tuple[DeviceTensor, list[int]] | None = None
 
     def begin(self, new_lengths: list[int]) -> None:
-        """Say how many tokens each slot gets in the next step; all of them, if this is not called."""
+        """Say how many tokens each slot gets in the next step, if not all."""
         self._new = (self.memory.to_device(np.array(new_lengths, np.int32), stream=self.stream), new_lengths)
 
     def __call__(self, layer: int, q: Any, k: Any, v: Any) -> Any:
@@ -87,27 +79,27 @@ class CachedAttention:
         return self._buffers[(0, *tensors[0].shape)][1].clone()
 
 
+def _angles(frequencies: Any) -> Any:
+    """Return cosine and sine of each position, float32 ``[S, 2, D // 2]``."""
+    turns = np.arange(S)[:, None] * frequencies
+    return np.stack([np.cos(turns), np.sin(turns)], axis=1).astype(np.float32)
+
+
 class TorchLlama(torch.nn.Module):
     """Llama, to be run on any attention: a callable of layer, q, k, v."""
 
     def __init__(self) -> None:
         super().__init__()
-        sizes = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM, "gate": 2 * HIDDEN, "up": 2 * HIDDEN}
-        back = {"o": HEADS * HEAD_DIM, "down": 2 * HIDDEN}
-        self.embedding = torch.nn.Embedding(VOCAB, HIDDEN)
-        self.layers = torch.nn.ModuleList(
-            torch.nn.ModuleDict(
-                {name: torch.nn.Linear(HIDDEN, size, bias=False) for name, size in sizes.items()}
-                | {name: torch.nn.Linear(size, HIDDEN, bias=False) for name, size in back.items()}
-            )
-            for _ in range(LAYERS)
-        )
-        self.head = torch.nn.Linear(HIDDEN, VOCAB, bias=False)
+        heads, kv_heads, wide = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, 2 * HIDDEN
+        sizes = {"q": heads, "k": kv_heads, "v": kv_heads, "gate": wide, "up": wide, "o": -heads, "down": -wide}  # minus: back to HIDDEN
 
-    def angles(self) -> Any:
-        """Return cosine and sine, float32 ``[S, 2, D // 2]``."""
-        turns = np.arange(S)[:, None] * 10000.0 ** -(np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2))
-        return np.stack([np.cos(turns), np.sin(turns)], axis=1).astype(np.float32)
+        def linear(size: int) -> Any:
+            return torch.nn.Linear(*((HIDDEN, size) if size > 0 else (-size, HIDDEN)), bias=False)
+
+        self.embedding, self.head = torch.nn.Embedding(VOCAB, HIDDEN), linear(VOCAB)
+        layers = ({name: linear(size) for name, size in sizes.items()} for _ in range(LAYERS))
+        self.layers = torch.nn.ModuleList(map(torch.nn.ModuleDict, layers))
+        self.angles = _angles(10000.0 ** -(np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2)))
 
     def logits(self, ids: Any, attention: Any) -> Any:
         """Run ids ``[B, s]``; return ``[B, s, vocab]``."""
@@ -122,7 +114,7 @@ class TorchLlama(torch.nn.Module):
 
     def own(self, ids: Any) -> Any:
         """Run whole sequences by torch's attention."""
-        cos, sin = (torch.from_numpy(side).to(ids.device)[: ids.shape[1]] for side in self.angles().swapaxes(0, 1))
+        cos, sin = (torch.from_numpy(side).to(ids.device)[: ids.shape[1]] for side in self.angles.swapaxes(0, 1))
 
         def turn(x: Any) -> Any:
             low, high = x.float().chunk(2, dim=-1)
@@ -147,10 +139,6 @@ class HuggingFaceLlama:
         self._own, self._ours = (LlamaForCausalLM(LlamaConfig(**sizes, **heads, **rest)).eval() for _ in range(2))
         self._own.set_attn_implementation("sdpa")
 
-    def parameters(self) -> Any:
-        """Return those of the model on its own attention."""
-        return self._own.parameters()
-
     def to(self, *where: Any) -> HuggingFaceLlama:
         """Move both models, and make the second one that of our attention."""
         from transformers import AttentionInterface
@@ -160,8 +148,7 @@ class HuggingFaceLlama:
         self._own.to(*where)
         self._ours.to(*where).load_state_dict(self._own.state_dict())
         self._ours.model.rotary_emb = _NoRotation()
-        turns = np.arange(S)[:, None] * frequencies
-        self._angles = np.stack([np.cos(turns), np.sin(turns)], axis=1).astype(np.float32)
+        self.angles = _angles(frequencies)
         AttentionInterface.register(NAME, self._attention)
         AttentionMaskInterface.register(NAME, lambda *_, **__: None)
         self._ours.set_attn_implementation(NAME)
@@ -170,28 +157,15 @@ class HuggingFaceLlama:
     def _attention(self, module: Any, q: Any, k: Any, v: Any, mask: Any, **_: Any) -> tuple[Any, None]:
         return self._adapter(module.layer_idx, q, k, v), None
 
-    def angles(self) -> Any:
-        """Return cosine and sine, float32 ``[S, 2, D // 2]``."""
-        return self._angles
-
     def logits(self, ids: Any, attention: Any) -> Any:
-        """Run ids ``[B, s]``; return ``[B, s, vocab]``."""
         self._adapter = attention
         return self._ours(ids, past_key_values=_cache_over(attention), use_cache=True).logits
 
     def generate(self, ids: Any, attention: Any, steps: int) -> tuple[Any, list[Any]]:
         """Generate with transformers' own loop; return all tokens ``[B, n]`` and the logits ``[B, vocab]`` of each step."""
         self._adapter = attention
-        found = self._ours.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            past_key_values=_cache_over(attention),
-            max_new_tokens=steps,
-            do_sample=False,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_logits=True,
-        )
+        options = {"max_new_tokens": steps, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
+        found = self._ours.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=_cache_over(attention), **options)
         return found.sequences, list(found.logits)
 
     def own(self, ids: Any) -> Any:
@@ -264,40 +238,31 @@ def _compare(model: Any, rows: list[list[int]], logits: list[Any], device: str, 
 
 
 @torch.no_grad()
-def hf_adapter(dtypes: tuple[str, ...] = ("float16", "bfloat16"), *, on_host: bool = False, own_model: bool = False) -> dict[str, Any]:
+def hf_adapter(on_host: bool = False) -> dict[str, Any]:
     """Generate on our cache with ragged prompts, with NaN in all dead rows, and compare with the model's own SDPA attention.
 
-    Parameters
-    ----------
-    dtypes : tuple of str
-        In host memory float16 only: NumPy's DLPack knows no bfloat16.
-    on_host : bool
-        Without a GPU.
-    own_model : bool
-        Take the Llama of this file though transformers is there.
+    ``on_host``: without a GPU, and in float16 only, as NumPy's DLPack knows no bfloat16.
     """
     try:
         import transformers
     except ImportError:
-        own_model = True
-    shown: dict[str, Any] = {
-        "torch": torch.__version__,
-        "model": "Llama of this script" if own_model else f"transformers {transformers.__version__}",
-    }
+        transformers = None
+    version = f"transformers {transformers.__version__}" if transformers else "Llama of this script"
+    shown: dict[str, Any] = {"torch": torch.__version__, "model": version}
     device = "cpu" if on_host else "cuda"
-    for dtype in dtypes:
+    for dtype in ("float16",) if on_host else TOLERANCE:
         memory: Any = HostMemory() if on_host else CudaMemory()
         stream = memory.create_stream()
         torch.manual_seed(3)
-        model: Any = TorchLlama() if own_model else HuggingFaceLlama()
+        model: Any = HuggingFaceLlama() if transformers else TorchLlama()
         model.to(device, getattr(torch, dtype))
         with nullcontext() if on_host else torch.cuda.stream(torch.cuda.ExternalStream(stream_handle(stream))):
             for name, lengths in PROMPTS.items():
-                attention = CachedAttention(memory, stream, dtype, model.angles())
+                attention = CachedAttention(memory, stream, dtype, model.angles)
                 for layer in range(LAYERS):
                     torch.from_dlpack(attention.cache.get_combined_kv_cache(layer)).fill_(torch.nan)
                 prompts = [torch.randint(VOCAB, (length,)).tolist() for length in lengths]
-                if name == "equal" and not own_model:
+                if name == "equal" and transformers:
                     found, logits = model.generate(torch.tensor(prompts, device=device), attention, STEPS)
                     rows = found.tolist()
                 else:
@@ -310,9 +275,4 @@ def hf_adapter(dtypes: tuple[str, ...] = ("float16", "bfloat16"), *, on_host: bo
 
 
 if __name__ == "__main__":
-    for own_model in (False, True):
-        print(
-            hf_adapter(("float16",), on_host=True, own_model=own_model)
-            if not torch.cuda.is_available()
-            else hf_adapter(own_model=own_model)
-        )
+    print(hf_adapter(on_host=not torch.cuda.is_available()))

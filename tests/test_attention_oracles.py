@@ -24,12 +24,11 @@ def group_query_attention(feed: dict[str, Any], **attributes: Any) -> list[Any]:
     names = [name if name in feed else "" for name in _INPUTS]
     outputs = ["output", "present_key", "present_value"]
     node = helper.make_node("GroupQueryAttention", names, outputs, domain="com.microsoft", **attributes)
-    inputs = [
-        helper.make_tensor_value_info(name, helper.np_dtype_to_tensor_dtype(array.dtype), array.shape) for name, array in feed.items()
-    ]
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, None) for name in outputs]
+    info, kind = helper.make_tensor_value_info, helper.np_dtype_to_tensor_dtype
+    inputs = [info(name, kind(array.dtype), array.shape) for name, array in feed.items()]
+    graph = helper.make_graph([node], "attention", inputs, [info(name, TensorProto.FLOAT, None) for name in outputs])
     opsets = [helper.make_opsetid("", 17), helper.make_opsetid("com.microsoft", 1)]
-    model = helper.make_model(helper.make_graph([node], "attention", inputs, values), opset_imports=opsets, ir_version=9)
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=9)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = 1
     session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
@@ -44,8 +43,6 @@ STEPS = {
     "whole cache": ((0,), (S,), S),
     "continued": ((7,), (6,), 6),
 }
-
-
 SHAPES = [(2, 2, 0, None, 0, 0.0), (6, 2, D, None, 0, 0.0), (4, 1, 16, 0.2, 5, 0.0), (3, 3, D, 0.5, 0, 3.0), (8, 2, D, None, 3, 2.0)]
 
 
@@ -56,30 +53,25 @@ class Scene:
         past, self.new, width = STEPS[step]
         random, slots = np.random.default_rng(len(past) + heads), len(past)
 
-        def values(*shape):
+        def draw(*shape):
             return random.standard_normal(shape).astype(dtype).astype(np.float32)
 
-        q, k, v = (values(slots, width, count, D) for count in (heads, kv_heads, kv_heads))
-        before = values(slots, 2, kv_heads, S, D)
+        q, k, v = (draw(slots, width, count, D) for count in (heads, kv_heads, kv_heads))
+        before = draw(slots, 2, kv_heads, S, D)
         angles = np.arange(S)[:, None] * 50.0 ** -(np.arange(rotary_dim // 2) / max(rotary_dim // 2, 1))
         cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
         self.total = np.add(past, self.new)
-        feed = {name: part.reshape(slots, width, -1) for name, part in (("query", q), ("key", k), ("value", v))}
-        feed |= {"past_key": before[:, 0].copy(), "past_value": before[:, 1].copy(), "seqlens_k": (self.total - 1).astype(np.int32)}
-        feed["total_sequence_length"] = np.array(self.total.max(), np.int32)
-        feed |= {"cos_cache": cos, "sin_cache": sin} if rotary_dim else {}
+        parts = [part.reshape(slots, width, -1) for part in (q, k, v)] + [before[:, 0].copy(), before[:, 1].copy()]
+        parts += [(self.total - 1).astype(np.int32), np.array(self.total.max(), np.int32)] + [cos, sin] * (rotary_dim > 0)
+        feed = dict(zip(_INPUTS, parts, strict=False))
         attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "softcap": softcap, "do_rotary": int(rotary_dim > 0)}
         attributes |= {"scale": scale or D**-0.5, "local_window_size": window or -1}
         self.expected, *self.sides = group_query_attention(feed, **attributes)
 
         before[np.broadcast_to((np.arange(S) >= np.array(past)[:, None])[:, None, None], before.shape[:-1])] = np.nan
-        arrays = {"q": q, "k": k, "v": v, "cache": before, "out": np.full_like(q, np.nan)}
-        arrays = {name: array.astype(dtype) for name, array in arrays.items()}
-        arrays |= {
-            "lengths": np.array(past, np.int32),
-            "new_lengths": np.array(self.new, np.int32),
-            "cos_sin": np.stack([cos, sin], axis=1),
-        }
+        values = {"q": q, "k": k, "v": v, "cache": before, "out": np.full_like(q, np.nan)}
+        arrays = {name: array.astype(dtype) for name, array in values.items()} | {"cos_sin": np.stack([cos, sin], axis=1)}
+        arrays |= {"lengths": np.array(past, np.int32), "new_lengths": np.array(self.new, np.int32)}
         self.arguments = {name: memory.to_device(array, stream=stream) for name, array in arrays.items()}
         self.arguments |= {"scale": scale or D**-0.5, "window": window, "softcap": softcap}
         if not rotary_dim:

@@ -28,7 +28,7 @@ from cache_cases import (
     mamba_config,
 )
 
-from trt_kvcache import DeviceTensor, HostMemory, HybridCacheManager, KVCacheManager, Lengths, LinearKVCache, MambaCacheManager
+from trt_kvcache import HostMemory, HybridCacheManager, KVCacheManager, Lengths, LinearKVCache, MambaCacheManager
 from trt_kvcache.errors import (
     CapacityError,
     CaptureError,
@@ -53,37 +53,37 @@ class FailingMemory(CapturingMemory):
 
     left = 0
 
-    def allocate(self, *arguments: Any, **keywords: Any) -> Any:
+    def allocate(self, *arguments, **keywords):
         self.left -= 1
         if self.left == 0:
             raise CapacityError("no room.")
         return super().allocate(*arguments, **keywords)
 
 
-def tensor(*values: Any, dtype: str = "int32") -> Any:
+def tensor(*values, dtype="int32"):
     """An argument that is made when the cache is there: of it and of a stream."""
     return lambda cache, stream: cache.memory.to_device(np.array(values, dtype), stream=stream)
 
 
-def ones(*shape: int, dtype: str = "float16") -> Any:
+def ones(*shape, dtype="float16"):
     return lambda cache, stream: cache.memory.to_device(np.ones(shape, dtype), stream=stream)
 
 
-def foreign(values: Any) -> DeviceTensor:
+def foreign(values):
     return HostMemory().to_device(values, stream=HostMemory().create_stream())
 
 
-def captured(name: str, *arguments: int) -> Any:
+def captured(name, *arguments):
     return lambda cache, stream: getattr(cache, name)(*arguments, stream=stream)
 
 
-def closed(cache: Any, stream: Any) -> DeviceTensor:
+def closed(cache, stream):
     tensor = LAYER[2](cache, stream)
     tensor.allocation.close()
     return tensor
 
 
-def resolve(argument: Any, cache: Any, stream: Any) -> Any:
+def resolve(argument, cache, stream):
     if callable(argument):
         return argument(cache, stream)
     return [resolve(part, cache, stream) for part in argument] if isinstance(argument, list) else argument
@@ -101,10 +101,10 @@ class Bad(NamedTuple):
     state: str = "open"  # or closed, capturing, full, unknown (a device tensor was committed), debug
 
 
-BAD: list[Bad] = []
+BAD = []
 
 
-def refuse(operation: str, *rows: Any, **same: Any) -> None:
+def refuse(operation, *rows, **same):
     """Add rows ``(error, text, *arguments)``; a dict at the end holds keywords."""
     for error, text, *arguments in rows:
         keywords = arguments.pop() if arguments and isinstance(arguments[-1], dict) else {}
@@ -144,8 +144,7 @@ refuse(COMMIT, (CapacityError, f"slot 1 holds at most 7 tokens; committing 1 mor
 ONLY_DEVICE = "were changed by values that only the device has. Call sync_lengths(stream=) to read them."
 refuse("host_kv_cache_lengths", (LengthsUnknown, f"the lengths of slots [0, 1, 2] {ONLY_DEVICE}"), state="unknown")
 refuse(
-    "set_active_batch_size",
-    *[(RangeError, f"active batch size: expected an integer from 0 to 5, got {size}.", size) for size in (6, -1)],
+    "set_active_batch_size", *[(RangeError, f"active batch size: expected an integer from 0 to 5, got {size}.", size) for size in (6, -1)]
 )
 ACTIVE = [(slot, f"slot {slot}: expected 0 <= slot < 3 (active slots). Slots never wrap.") for slot in (3, -1)]
 refuse("clear_slot", *[(SlotError, text, slot) for slot, text in ACTIVE], (SlotError, "slot: expected an integer, got 0.0.", 0.0))
@@ -235,7 +234,7 @@ LENGTHS_CLOSED = (ClosedError, "these Lengths are closed.")
 HINT = "Capture commits of a number or a device tensor, and compactions with a device mapping. Nothing was changed."
 FROZEN = f"cannot be captured: its host values would be frozen into the CUDA graph. {HINT}"
 #: Every operation with arguments that are right: on no stream, on a closed cache, while capturing.
-OPERATIONS: dict[str, tuple[tuple[str, ...], tuple[Any, ...]]] = {
+OPERATIONS = {
     "reset_for_new_sequences": (KINDS, ([1, 0],)),
     COMMIT: (KINDS, (1,)),
     "sync_lengths": (KINDS, ()),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
@@ -53,6 +54,20 @@ def test_moves(tmp_path):
     assert all(one["us"] > 0 < one["of_copy"] for one in result["cases"]["1B, B = 1, 1024 tokens"].values())
     assert len(result["left_out"]) == 29
     assert (result["host_time"]["calls"], set(result["snapshots"]["seconds"]) >= {"hash", "save", "load"}) == (200, True)
+
+
+def test_the_table_of_attention(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    limits = {"of_copy": 0.85, "of_best_peer": 1.02, "small_us": 8.0, "of_flash": 0.9}
+
+    def row(mb, share, us, **others):
+        times = {"attention": us - 1, "rope_append_attention": us}
+        return {"kv_mb": mb, "of_copy": {"attention": 2, "rope_append_attention": share}, "us": times, "peers_us": others}
+
+    decode = [row(64.0, 0.9, 41.0, a=50.0, b="none"), row(128.0, 1.1, 81.0, a=40.0), row(32.0, 0.1, 9.0), row(8.0, 0.1, 7.0)]
+    content = {"limits": limits, "decode": decode, "prefill": [row(1, 0, 11.0, FLASH_ATTENTION=9.5)]}
+    values = [value for _, value, _ in importlib.import_module("tables")._attention(content)]
+    assert values == ["0.90 to 1.10 (2 shapes)", "0.80 to 2.00 (2 shapes)", "7.00 to 7.00 us (1 shapes)", "0.95 to 0.95 (1 shapes)"]
 
 
 def test_the_table_is_that_of_the_files():

@@ -1,16 +1,13 @@
 """``BindingPlan``: every mismatch is an error with its text, before anything is bound; what is bound and set, and when."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from fakes import VOCAB, Journal, RecordingCache, RecordingEngine, RecordingMemory, kv_config, recorded, two_profiles
 
 from trt_kvcache import BindingPlan, HostMemory, KVCacheManager, KVLayout
 from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
-from trt_kvcache.errors import BindingError, ClosedError, KVCacheError, LayoutError, PlaceError
+from trt_kvcache.errors import BindingError, ClosedError, LayoutError, PlaceError
 from trt_kvcache.step_buffers import StepBuffers
 
 # Dimensions all different: B=3, H=1 and 2, S=16, D=8; two layers.
@@ -33,7 +30,7 @@ def engine(memory):
     return RecordingEngine(KV, memory)
 
 
-def refuse(engine: RecordingEngine, cache: Any, kind: type[KVCacheError] = BindingError) -> str:
+def refuse(engine, cache, kind=BindingError):
     """Make a plan that must fail, before anything was bound or allocated; return the text."""
     engine.memory.journal.take()
     before = cache.memory.live_nbytes
@@ -41,9 +38,6 @@ def refuse(engine: RecordingEngine, cache: Any, kind: type[KVCacheError] = Bindi
         BindingPlan(engine, cache)
     assert (engine.memory.journal.take(), cache.memory.live_nbytes) == ([], before)
     return str(error.value)
-
-
-# --- names and modes ---
 
 
 @pytest.mark.parametrize("name", ["input_ids", "last_token_ids", "kvcache_start_index", "logits", "v_cache_1", "present_k_cache_0"])
@@ -66,11 +60,6 @@ def test_tensors_too_many_and_other_numbers_of_layers(memory, cache, engine):
     assert refuse(engine, cache) == f"`position_ids`, `hidden`: {left}"
     text = refuse(RecordingEngine(kv_config(head_dim=8, layers=3), memory), cache)
     assert text == f"`k_cache_2`, `v_cache_2`, `present_k_cache_2`, `present_v_cache_2`: {left}"
-    text = refuse(RecordingEngine(kv_config(head_dim=8, layers=1), memory), cache)
-    assert text.startswith("`k_cache_1`: expected an input of this name, the engine has `input_ids`, ")
-
-
-# --- shapes, dtypes and aliases ---
 
 
 @pytest.mark.parametrize("name", ["k_cache_1", "v_cache_1", "present_k_cache_1", "present_v_cache_1"])
@@ -80,11 +69,7 @@ def test_tensors_too_many_and_other_numbers_of_layers(memory, cache, engine):
         ({"dtype": "float16"}, "dtype differs (engine float16, cache float32)"),
         ({"shape": (4, 2, 16, 8)}, "max_batch_size differs (engine 4, cache 3)"),
         ({"shape": (-1, 2, 16, 64)}, "head_dim differs (engine 64, cache 8)"),
-        (
-            {"shape": (-1, 16, 2, 8)},
-            "num_kv_heads differs (engine 16, cache 2); max_sequence_length differs (engine 2, cache 16)",
-        ),
-        ({"shape": (-1, 2, 16)}, "the number of dimensions differs"),
+        ({"shape": (-1, 16, 2, 8)}, "num_kv_heads differs (engine 16, cache 2); max_sequence_length differs (engine 2, cache 16)"),
         ({"dtype": "int8", "shape": (6, 16, 8)}, "dtype differs (engine int8, cache float32); the number of dimensions differs"),
     ],
 )
@@ -108,17 +93,13 @@ LOGITS = "(B, vocab) or (B, 1, vocab)"
     ("name", "changes", "text"),
     [
         ("input_ids", {"dtype": "float32"}, "expected int32 or int64, the engine has float32"),
-        ("last_token_ids", {"dtype": "int8"}, "expected int32 or int64, the engine has int8"),
         ("kvcache_start_index", {"dtype": "int64"}, "expected int32, the engine has int64"),
         ("logits", {"dtype": "int32"}, "expected float32 or float16 or bfloat16, the engine has int32"),
         ("input_ids", {"shape": (-1,)}, "expected shape (B, s), the engine has (-1,)"),
         ("kvcache_start_index", {"shape": (-1, 1)}, "expected shape (B), the engine has (-1, 1)"),
-        ("last_token_ids", {"shape": (-1,)}, "expected shape (B, 1), the engine has (-1,)"),
         ("last_token_ids", {"shape": (-1, 2)}, "expected shape (B, 1), the engine has (-1, 2)"),
-        ("logits", {"shape": (VOCAB,)}, f"expected shape {LOGITS}, the engine has ({VOCAB},)"),
         ("logits", {"shape": (-1, 4, VOCAB)}, f"expected shape {LOGITS}, the engine has (-1, 4, {VOCAB})"),
         ("logits", {"shape": (-1, -1)}, f"expected shape {LOGITS}, the engine has (-1, -1)"),
-        ("logits", {"shape": (-1, 1, 0)}, f"expected shape {LOGITS}, the engine has (-1, 1, 0)"),
     ],
 )
 def test_a_step_tensor_of_the_wrong_dtype_or_shape(engine, cache, name, changes, text):
@@ -138,9 +119,6 @@ def test_dtypes_and_shapes_that_fit_and_a_fixed_batch(engine, cache, dtypes, sha
     plan = BindingPlan(engine, cache)
     assert (plan.input_ids.dtype, plan.last_token_ids.dtype, plan.logits.dtype) == dtypes
     assert plan.vocab_size == VOCAB
-
-
-# --- memory, layout, profiles ---
 
 
 def test_another_memory_a_closed_cache_and_views_that_cannot_be_bound(engine, cache):
@@ -168,14 +146,12 @@ def profile(name, max_batch, min_width, max_width):
     ("profiles", "text"),
     [
         (two_profiles(2, 4), "max_batch_size: the engine takes 2 slots, the cache has 3. Make the cache with 2."),
-        ([], "max_batch_size: the engine takes 0 slots, the cache has 3. Make the cache with 0."),
         (
             [profile("prefill", 3, 2, 4), profile("decode", 2, 1, 1)],
             "no optimisation profile takes a decode step: 3 slots of 1 new token. "
             "The engine has prefill: batch 1-3, width 2-4; decode: batch 1-2, width 1-1.",
         ),
     ],
-    ids=["fewer slots", "none", "no decode step"],
 )
 def test_profiles_that_do_not_fit(memory, cache, profiles, text):
     assert refuse(RecordingEngine(KV, memory, profiles=profiles), cache) == text
@@ -186,29 +162,22 @@ def test_the_narrowest_profile_that_fits_and_the_width_of_all_slots(memory, cach
     assert plan.max_width == 4
     assert [plan.profile_for(count, width) for count, width in [(3, 1), (1, 1), (3, 2), (2, 4), (1, 5)]] == [2, 2, 1, 1, 0]
     for count, width in [(3, 5), (4, 1)]:
-        with pytest.raises(BindingError) as error:
+        with pytest.raises(BindingError, match=rf"^no optimisation profile takes {count} slots of {width} new tokens\. The engine has"):
             plan.profile_for(count, width)
-        assert str(error.value) == (
-            f"no optimisation profile takes {count} slots of {width} new tokens. "
-            "The engine has wide: batch 1-1, width 1-9; prefill: batch 1-3, width 1-4; decode: batch 1-3, width 1-1."
-        )
-
-
-# --- what is bound and set, and when ---
 
 
 class Prepared:
     """A plan with its buffers; calling it prepares an enqueue and returns what was called since the last one."""
 
-    def __init__(self, engine: RecordingEngine, cache: RecordingCache) -> None:
+    def __init__(self, engine, cache):
         slots = cache.kv_config.max_batch_size
-        self.plan, self.journal = BindingPlan(engine, cache), cache.memory.journal  # type: ignore[attr-defined]
+        self.plan, self.journal = BindingPlan(engine, cache), cache.memory.journal
         self.buffers = StepBuffers(
             cache.memory, max_batch_size=slots, max_width=4, vocab_size=VOCAB, index_dtypes=("int32", "int32"), logits_dtype="float32"
         )
         self.journal.take()
 
-    def __call__(self, first_slot: int, count: int, width: int) -> list[tuple[Any, ...]]:
+    def __call__(self, first_slot, count, width):
         self.plan.prepare(first_slot, count, width, self.buffers)
         return self.journal.take()
 
@@ -283,11 +252,7 @@ def test_slots_that_a_view_can_start_at(engine, cache, combined, fitting, sizes)
     assert [slot for slot in range(9) if prepare.plan.can_start_at(slot)] == fitting
     with pytest.raises(LayoutError) as error:
         prepare(3, 2, 4)
-    assert str(error.value) == (
-        f"slot 3: cache tensors have {sizes} bytes per slot, so a view that starts there is not aligned to 256 bytes. Choose "
-        "max_sequence_length so that H * S * D * itemsize (for K and V in one, twice that) is a multiple of 256."
-    )
-    assert prepare.journal.take() == [("use_profile", 0)]
+    assert str(error.value).startswith(f"slot 3: cache tensors have {sizes} bytes per slot, so a view that starts there is not aligned")
     name = "past_key_values_1" if combined else "k_cache_1"
     assert in_force(prepare(8, 1, 4))["bind", name] == cache.get_separate_kv_cache(1)[0].ptr + 8 * sizes[1]
 

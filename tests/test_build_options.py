@@ -80,13 +80,6 @@ def test_models_that_cannot_be_served(changes, head_dim, message):
         options(**changes).cache_for(replace(MODEL, head_dim=head_dim))
 
 
-def test_cache_of_a_model():
-    cache = options(dtype="bfloat16", max_sequence_length=64).cache_for(replace(MODEL, num_layers=2))
-    layers = (KVLayerConfig(num_kv_heads=2, head_dim=24),) * 2
-    assert cache == KVCacheConfig(layers=layers, max_batch_size=3, max_sequence_length=64, dtype="bfloat16", layout=KVLayout.SEPARATE)
-    assert options().cache_for(MODEL).dtype == "float16"  # the checkpoint's
-    for head_dim in (16, 256):
-        assert options().cache_for(replace(MODEL, head_dim=head_dim)).layers[0].head_dim == head_dim
 
 
 def test_what_full_tensorrt_cannot_do():

@@ -76,36 +76,8 @@ def test_plugin_attention_is_built_in_segments_by_rtx(tmp_path):
         np.testing.assert_array_equal(folder.read_constants()["model.embed_tokens.weight"], checkpoint.tensor("model.embed_tokens.weight"))
 
 
-@pytest.mark.trt
-@pytest.mark.parametrize(
-    ("changes", "options", "message"),
-    [
-        ({}, {}, "head_dim: expected one of 64, 80, 96, 128, 256 for plugin attention, got 24."),
-        ({"head_dim": 64}, {"dtype": "float32"}, "dtype: expected one of float16, bfloat16 for plugin attention, got float32."),
-        (
-            {"head_dim": 64, "num_attention_heads": 34},
-            {},
-            "num_attention_heads: expected at most 16 for each K/V head for plugin attention, got 17.",
-        ),
-    ],
-)
-def test_models_that_our_kernels_do_not_serve(tmp_path, changes, options, message):
-    with pytest.raises(ConfigError) as raised:
-        build_engine(write_model(tmp_path / "model", **changes), tmp_path / "engine", **SIZES, attention="plugin", **options)
-    assert str(raised.value) == message
-    assert not (tmp_path / "engine").exists()
 
 
-@pytest.mark.trt
-def test_profiles_that_tensorrt_was_given(monkeypatch, model, tmp_path):
-    profile, seen = load("tensorrt_rtx").module.IOptimizationProfile, []
-    real = profile.set_shape
-    monkeypatch.setattr(profile, "set_shape", lambda self, *given: seen.append((self, *given)) or real(self, *given))
-    build_engine(model, tmp_path / "engine", **SIZES)
-    cache = ((1, 2, 38, 24), (3, 2, 38, 24), (3, 2, 38, 24))
-    common = {"kvcache_start_index": ((1,), (3,), (3,)), "last_token_ids": ((1, 1), (3, 1), (3, 1)), "k_cache_0": cache, "v_cache_0": cache}
-    shapes = [{name: tuple(given) for by, name, *given in seen if by is each} for each in dict.fromkeys(by for by, *_ in seen)]
-    assert shapes == [{"input_ids": ((1, 1), (3, width), (3, width)), **common} for width in (11, 1)]
 
 
 @pytest.mark.trt
@@ -197,16 +169,6 @@ def test_what_is_copied_beside_the_plan_and_replaced_by_a_rebuild(model, tmp_pat
     assert sorted(os.listdir(tmp_path)) == ["engine", "model"]
 
 
-@pytest.mark.trt
-def test_a_layer_that_tensorrt_refuses_is_named(model, tmp_path, monkeypatch):
-    real = rope.rope_table
-    monkeypatch.setattr(rope, "rope_table", lambda *arguments: tuple(table[:, 1:] for table in real(*arguments)))
-    with pytest.raises(
-        BuildError, match=r"layer `model\.layers\.0\.self_attn/q/rotate`: its inputs do not fit\. TensorRT says: "
-    ) as raised:
-        build_engine(model, tmp_path / "new" / "engine", **SIZES)
-    assert "cudaError" not in str(raised.value)
-    assert os.listdir(tmp_path) == ["model"]
 
 
 @pytest.fixture

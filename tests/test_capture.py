@@ -1,35 +1,32 @@
 """Capture and restore of K/V and of states: which bytes, and from one layout into the other."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
 from cache_cases import HEADS, KINDS, Image, Unchanged, fill_all, make_cache, state_of
 
-from trt_kvcache import CacheConfig, DeviceTensor, KVCacheManager, KVLayerConfig, KVLayout, LinearKVCache
+from trt_kvcache import CacheConfig, KVCacheManager, KVLayerConfig, KVLayout, LinearKVCache
 
 ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
 KV, RECURRENT, CONV = "kv_cache", "recurrent_states", "conv_states"
 
 
-def parts_of(kind: str) -> list[str]:
+def parts_of(kind):
     """What can be captured from a cache, one call each."""
     return ([] if kind == "mamba" else [KV]) + ([] if kind == "manager" else [RECURRENT, CONV])
 
 
-def capture(cache: Any, part: str, slot: Any, stream: Any, length: Any = 1) -> list[DeviceTensor]:
+def capture(cache, part, slot, stream, length=1):
     return getattr(cache, f"capture_{part}")(*([slot, length] if part == KV else [slot]), stream=stream)
 
 
-def restore(cache: Any, part: str, saved: Any, slot: Any, stream: Any) -> None:
+def restore(cache, part, saved, slot, stream):
     getattr(cache, f"restore_{part}")(saved, slot, stream=stream)
 
 
-def views(image: Image, part: str, slot: int, length: int) -> list[Any]:
+def views(image, part, slot, length):
     """The bytes of an image that a capture holds."""
     if part == KV:
         return [rows[slot, :, :, :length] for rows in image.rows]

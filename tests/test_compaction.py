@@ -1,10 +1,7 @@
 """Compaction of every manager: which bytes move, and what the host knows afterwards. What is refused is in test_bad_inputs.py."""
 
-from __future__ import annotations
-
 import gc
 import os
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,11 +26,11 @@ MAPPINGS = [
 ]
 
 
-def on_device(memory: Any, values: Any, stream: Any) -> Any:
+def on_device(memory, values, stream):
     return memory.to_device(np.array(values, np.int32), stream=stream)
 
 
-def compact(cache: Any, lengths: Any, mapping: Any, stream: Any, *, seed: int = 0, device: bool = False) -> None:
+def compact(cache, lengths, mapping, stream, *, seed=0, device=False):
     """Compact sequences of these lengths: every byte is then where it should be, and so are the lengths, which the host knows."""
     cache.reset_for_new_sequences(lengths, stream=stream)
     fill_all(cache, stream, seed)
@@ -75,7 +72,7 @@ class TestSharedLengths:
 
     def test_managers_are_compacted_together(self, memory, stream):
         lengths = Lengths(5, 7, memory=memory)
-        kinds: Any = ((KVCacheManager, kv_config()), (MambaCacheManager, mamba_config()))
+        kinds = ((KVCacheManager, kv_config()), (MambaCacheManager, mamba_config()))
         caches = [kind(config, memory=memory, lengths=lengths) for kind, config in kinds]
         caches[0].reset_for_new_sequences([3, 5, 2], stream=stream)
         for cache in caches:

@@ -25,7 +25,7 @@ STEPS = 6
 
 
 def runners(*sources):
-    return [SessionRunner(each, name) for each, name in zip(sources, "abc", strict=False)]
+    return list(map(SessionRunner, sources, "abc"))
 
 
 def compare(*sources, steps=STEPS, **options):
@@ -58,11 +58,7 @@ def cache_row(session, layer, kind):
 
 def element_off(step, layer, kind, place, amount, source=SOURCE):
     """Return a source of sessions in which one element of the cache is off by ``amount`` after a step."""
-
-    def change(session):
-        cache_row(session, layer, kind)[place] += amount
-
-    return corrupting(step, change, source)
+    return corrupting(step, lambda session: np.add.at(cache_row(session, layer, kind), place, amount), source)
 
 
 def after_decode(change):
@@ -104,27 +100,6 @@ def test_cached_decoding_agrees_with_recomputation(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_native_and_plugin_agree(dtype):
-    native, plugin = (source(dtype=dtype, attention=attention) for attention in ("native", "plugin"))
-    comparison = compare_paths([SessionRunner(native, "n"), SessionRunner(plugin, "p"), RecomputeRunner(plugin, "r")], PROMPTS, steps=STEPS)
-    assert comparison.agrees
-    assert [pair.equal_tokens for pair in comparison.pairs] == [21] * 3
-
-
-def test_the_first_path_chooses_the_tokens_and_each_step_is_told():
-    seen = []
-    comparison = compare(SOURCE, SOURCE, on_step=seen.append)
-    with SOURCE() as session:
-        logits, expected = session.prefill(PROMPTS), []
-        for _ in range(STEPS):
-            expected.append(logits.argmax(axis=1).tolist())
-            logits = session.decode(expected[-1])
-    assert comparison.continuations == tuple(zip(*expected, strict=True))
-    assert (comparison.prompt_lengths, comparison.steps) == ((7, 5, 2), STEPS)
-    assert [path.name for path in comparison.paths] == ["a", "b"]
-    assert all(path.prefill_seconds > 0 and path.decode_seconds > 0 for path in comparison.paths)
-    assert seen == list(range(STEPS + 1))
 
 
 @pytest.mark.parametrize("other", [SOURCE, PLUGIN], ids=["one layout", "two layouts"])
@@ -180,26 +155,10 @@ def test_a_wrong_length_is_named_even_where_it_is_small_beside_the_others():
     assert (found.kind, found.step, found.slot, found.values) == ("length", 4, 0, (11, 10))
 
 
-def test_of_two_dtypes_the_coarser_one_counts():
-    (pair,) = compare(SOURCE, source(dtype="float16")).pairs
-    assert pair.agrees
-    assert (pair.dtype, pair.tolerance) == ("float16", TOLERANCES["float16"])
-    assert pair.largest_rows_share > TOLERANCES["float32"]
 
 
-def test_without_live_rows_only_logits_are_compared():
-    wrong = SessionRunner(element_off(1, 0, "V", (0, 0, 0, 0), 0.5), "b", live_rows=False)
-    comparison = compare_paths([SessionRunner(SOURCE, "a"), wrong], PROMPTS, steps=STEPS)
-    assert not comparison.live_rows
-    found = comparison.pairs[0].difference
-    assert (found.kind, found.step) == ("logits", 2)
-    assert comparison_lines(comparison)[0] == "a and b DIFFER: logits of a prefill and 6 decode steps"
 
 
-def test_a_prefill_alone_can_be_compared():
-    comparison = compare(SOURCE, SOURCE, steps=0)
-    assert comparison.agrees
-    assert comparison.continuations == ((), (), ())
 
 
 @pytest.mark.parametrize(
@@ -216,11 +175,6 @@ def test_what_cannot_be_compared_is_refused(sources, options, error, message):
         compare(*sources, **options)
 
 
-def test_paths_that_are_not_two_are_refused():
-    with pytest.raises(ConfigError, match="with different names, got a, a"):
-        compare_paths([SessionRunner(SOURCE, "a")] * 2, PROMPTS, steps=1)
-    with SOURCE() as session, pytest.raises(ConfigError, match="b: expected a session of its own"):
-        compare(session, session)
 
 
 def test_a_sequence_that_does_not_fit_is_refused_before_anything_is_run():
@@ -233,23 +187,11 @@ def test_a_sequence_that_does_not_fit_is_refused_before_anything_is_run():
     assert compare_paths(paths, PROMPTS, steps=9).agrees
 
 
-def test_paths_are_closed_when_a_step_fails():
-    def change(session):
-        raise KeyboardInterrupt
-
-    paths = runners(SOURCE, corrupting(2, change))
-    with pytest.raises(KeyboardInterrupt):
-        compare_paths(paths, PROMPTS, steps=STEPS)
-    assert not any(path.is_active for path in paths)
 
 
 def test_every_pair_is_compared_and_said_in_words():
     comparison = compare(SOURCE, SOURCE, element_off(2, 1, "K", (1, 1, 3, 5), 20))
-    assert [(pair.first, pair.second, pair.agrees) for pair in comparison.pairs] == [
-        ("a", "b", True),
-        ("a", "c", False),
-        ("b", "c", False),
-    ]
+    assert [(pair.first, pair.second, pair.agrees) for pair in comparison.pairs] == [("a", "b", True), ("a", "c", False), ("b", "c", False)]
     assert not comparison.agrees
     found = comparison.pairs[1].difference
     ours, theirs = found.values
@@ -265,9 +207,3 @@ def test_every_pair_is_compared_and_said_in_words():
     assert lines[7].startswith("  greedy tokens: ")
 
 
-def test_lines_name_the_first_different_token():
-    comparison = compare(SOURCE, logits_off(3, 5))
-    tokens = comparison.pairs[0].token_difference.tokens
-    lines = comparison_lines(comparison)
-    assert lines[1] == "  first at decode step 3 in the logits: slot 1, token 42 (`logits`)"
-    assert lines[-1] == f"  greedy tokens: 19 of 21 equal; first different after decode step 3 in slot 1: {tokens[0]} and 42"

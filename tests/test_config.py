@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import dataclasses
 import json
-from typing import Any
 
 import pytest
 
@@ -24,15 +21,15 @@ from trt_kvcache import (
 from trt_kvcache.errors import ConfigError
 
 LAYER = KVLayerConfig(num_kv_heads=2, head_dim=16)
-KV: dict[str, Any] = {"layers": [LAYER], "max_batch_size": 3, "max_sequence_length": 7}
+KV = {"layers": [LAYER], "max_batch_size": 3, "max_sequence_length": 7}
 LINEAR = {"num_attention_layers": 4, "max_batch_size": 3, "max_sequence_length": 7, "num_kv_heads": 2, "head_dim": 16}
 MAMBA = {"num_layers": 2, "max_batch_size": 3, "num_heads": 2, "head_dim": 3, "state_size": 5, "conv_dim": 7, "conv_kernel": 4}
 #: The same states in a CacheConfig.
 LINEAR_STATES = {"num_mamba_layers": 2, "mamba_num_heads": 2, "mamba_head_dim": 3, "ssm_state_size": 5, "conv_dim": 7, "conv_kernel": 4}
 TYPES = (LayerType.MAMBA, LayerType.ATTENTION, LayerType.MAMBA)
-HYBRID: dict[str, Any] = {"layer_types": TYPES, "kv": KVCacheConfig(**KV), "mamba": MambaCacheConfig(**MAMBA)}
+HYBRID = {"layer_types": TYPES, "kv": KVCacheConfig(**KV), "mamba": MambaCacheConfig(**MAMBA)}
 #: Fields of each configuration that are good.
-GOOD: dict[Any, dict[str, Any]] = {
+GOOD = {
     KVLayerConfig: dataclasses.asdict(LAYER),
     KVCacheConfig: KV,
     CacheConfig: {**LINEAR, **LINEAR_STATES},
@@ -50,7 +47,7 @@ def test_defaults():
     assert CacheConfig(**LINEAR, **LINEAR_STATES).mamba == mamba
 
 
-MANAGERS: dict[Any, Any] = {
+MANAGERS = {
     KVCacheConfig: KVCacheManager,
     CacheConfig: LinearKVCache,
     MambaCacheConfig: MambaCacheManager,
@@ -100,10 +97,10 @@ def test_a_hybrid_config_of_layers():
         assert (alone.max_batch_size, alone.max_sequence_length, alone.nbytes) == (3, longest, HYBRID[part].nbytes)
 
 
-BAD: list[tuple[Any, str, Any, str]] = []
+BAD = []
 
 
-def refuse(kind: Any, names: str, *wrong: tuple[Any, str], owner: Any = None) -> None:
+def refuse(kind, names, *wrong, owner=None):
     """Add rows of a class, fields, and ``(value, text)``, where the text starts with what the field is called."""
     for name in names.split():
         BAD.extend((kind, name, value, f"{(owner or kind).__name__}.{name}: expected {text}") for value, text in wrong)
@@ -152,10 +149,7 @@ def test_a_field_out_of_range(kind, name, value, text):
     assert str(caught.value) == text
 
 
-@pytest.mark.parametrize(
-    ("dtype", "head_dim", "row"),
-    [("float16", 12, 24), ("float32", 7, 28), ("float8_e4m3fn", 24, 24)],
-)
+@pytest.mark.parametrize(("dtype", "head_dim", "row"), [("float16", 12, 24), ("float32", 7, 28), ("float8_e4m3fn", 24, 24)])
 def test_a_row_is_a_multiple_of_16_bytes(dtype, head_dim, row):
     text = f"KVCacheConfig: layer 1 has rows of {row} bytes (head_dim {head_dim} in {dtype}); expected a multiple of 16 bytes."
     with pytest.raises(ConfigError) as caught:

@@ -1,29 +1,26 @@
 """``CudaMemory``: what tests/test_memory.py does not ask of every memory."""
 
-from __future__ import annotations
-
 import gc
 import subprocess
 import sys
 import threading
-from typing import Any
 
 import numpy as np
 import pytest
 from simt.standin import StandIn, need_cuda_memory, needs_standin
 
-from trt_kvcache import DeviceTensor, HostMemory
+from trt_kvcache import HostMemory
 from trt_kvcache.errors import CapacityError, CaptureError, CudaError, PlaceError
 
 need_cuda_memory()
 
 
 @pytest.fixture
-def standin(memory: Any, stream: Any) -> StandIn:
+def standin(memory, stream):
     return StandIn()
 
 
-def tensor_of(memory: Any, values: Any, stream: Any, dtype: Any = np.int32) -> DeviceTensor:
+def tensor_of(memory, values, stream, dtype=np.int32):
     return memory.to_device(np.array(values, dtype), stream=stream)
 
 
@@ -96,7 +93,7 @@ class TestOrder:
 
         tensors, contexts = [tensor_of(memory, [1, 2], stream)], []
 
-        def work() -> None:
+        def work():
             contexts.append(int(driver.cuCtxGetCurrent()[1]))
             tensors.clear()
             contexts.append(int(driver.cuCtxGetCurrent()[1]))

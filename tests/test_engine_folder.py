@@ -1,7 +1,5 @@
 """Engine folders: what is written is read back, and what is damaged is named."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import shutil
@@ -61,7 +59,7 @@ def test_a_folder_of_the_first_format_is_still_read(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: shutil.rmtree(path), r"engine: expected an engine folder, got nothing there\."),
+        (shutil.rmtree, r"engine: expected an engine folder, got nothing there\."),
         (
             lambda path: (path / "engine.plan").unlink(),
             r"engine: expected an engine folder, but it has no engine\.plan\. `trt-kvcache build` makes one\.",
@@ -69,7 +67,6 @@ def test_a_folder_of_the_first_format_is_still_read(folder):
         (lambda path: path.rename(path.with_name("away")).with_name("engine").touch(), "engine: expected an engine folder, got a file"),
         (lambda path: (path / "config.json").unlink(), r"engine: expected an engine folder, but it has no config\.json"),
         (lambda path: (path / "config.json").write_text('{"format": 1,'), r"config\.json: cannot be read as JSON: "),
-        (lambda path: (path / "config.json").write_text("[1]"), r"config\.json: expected a JSON object, got list"),
         (
             lambda path: (path / "engine.plan").write_bytes(PLAN[:-1]),
             r"engine\.plan: expected 31 bytes by config\.json, got 30\. Build it anew\.",
@@ -92,9 +89,7 @@ WRONG_KIND = "a field is missing, unknown or of the wrong kind"
         ("format", GONE, "format: expected a number of 1 or more, got None"),
         ("format", 3, r"format: this package reads up to 2, got 3\. A newer trt-kvcache built the engine: upgrade"),
         ("format", "1", "format: expected a number of 1 or more, got '1'"),
-        ("format", True, "format: expected a number of 1 or more, got True"),
         ("model", GONE, rf"{WRONG_KIND} \(KeyError: 'model'\)"),
-        ("plan/md5", "0", rf"{WRONG_KIND} \(TypeError: .*md5"),
         ("names/k_cache", "k", r"TensorNames\.k_cache: expected a name with \{i\}"),
         ("model/model_type", "gpt2", "model_type: 'gpt2' is not supported"),
         ("kv_cache/dtype", "float64", r"KVCacheConfig\.dtype: expected one of float16"),
@@ -113,23 +108,13 @@ WRONG_KIND = "a field is missing, unknown or of the wrong kind"
             "tensor `present_k_cache_0`: expected output .* in place of `k_cache_0` by model and kv_cache, got .* in place of `v_cache_0`",
         ),
         ("profiles", [], "profiles: expected 2, for prefill and decode, got 0"),
-        ("profiles", {}, r"profiles: expected a list, got \{\}"),
-        ("profiles/0/max_width", "8", r"profiles\[0\]\.max_width: expected an integer, got '8'"),
         ("profiles/0/min_batch", 2, "profile prefill: expected min_batch 1, got 2"),
         ("profiles/1/max_width", 12, "profile decode: expected max_width 1, got 12"),
-        ("profiles/1/name", "prefill", "profile decode: expected name decode, got prefill"),
-        ("attention/1", GONE, "attention: expected 2 layers by the model, got 1"),
         ("attention/0/layer", 1, r"attention\[0\]\.layer: expected 0, got 1"),
-        ("attention/1/layer", -1, r"attention\[1\]\.layer: expected at least 0, got -1"),
         ("attention/1/variant", "zz", r"attention\[1\]\.variant: expected one of native, mask, plugin, got 'zz'"),
-        ("attention/0/decomposable", 0, r"attention\[0\]\.decomposable: expected a bool, got 0"),
-        ("checkpoint/path", None, r"checkpoint\.path: expected a str, got None"),
         ("plan/nbytes", -1, r"plan\.nbytes: expected at least 1, got -1"),
         ("tensorrt/flavour", "auto", r"tensorrt\.flavour: expected one of tensorrt, tensorrt_rtx, got 'auto'"),
-        ("tensorrt/version", 1.7, r"tensorrt\.version: expected a str, got 1\.7"),
-        ("producer/version", None, r"producer\.version: expected a str, got None"),
         ("compute_capabilities", "8.6", r"compute_capabilities: expected a list, got '8\.6'"),
-        ("compute_capabilities", [8.6], r"compute_capabilities\[0\]: expected a str, got 8\.6"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_its_field(folder, field, value, message):
@@ -173,13 +158,6 @@ def test_plan_with_a_flipped_bit(folder):
     opened = EngineFolder.open(folder.path)  # reading the configuration does not read the plan
     with pytest.raises(EngineError, match=r"engine\.plan: it was changed since the build \(SHA-256 .*\)\. Build it anew\."):
         opened.read_plan()
-
-
-def test_checkpoint_where_it_was(folder, model):
-    progress = []
-    with folder.open_checkpoint(lambda done, total: progress.append((done, total))) as checkpoint:
-        assert checkpoint.path == model
-        assert progress[-1] == (checkpoint.nbytes, checkpoint.nbytes)
 
 
 def test_checkpoint_embedded_survives_the_original(model, tmp_path):

@@ -3,12 +3,8 @@
 Each model is a golden folder; the full pass is one prefill of the whole sequence into an empty cache that nothing else is in.
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +23,7 @@ TOLERANCE = 1e-5
 S = 24
 
 
-def open_model(name: str, *, slots: int = 1, limit: int = S, width: int = 5, attention: str = "native") -> InferenceSession:
+def open_model(name, *, slots=1, limit=S, width=5, attention="native"):
     sizes = {"max_batch_size": slots, "max_sequence_length": limit, "max_prefill_length": width}
     return InferenceSession.from_model(GOLDEN / name, engine="reference", dtype="float32", attention=attention, **sizes)
 
@@ -37,24 +33,24 @@ opened = cache(open_model)
 
 
 @cache
-def tokens_of(name: str) -> tuple[int, ...]:
+def tokens_of(name):
     """Return the golden sequence, S tokens."""
     return tuple(np.load(GOLDEN / name / "golden.npz")["input_ids"].tolist())
 
 
 @cache
-def full_pass(name: str, tokens: tuple[int, ...]) -> np.ndarray[Any, Any]:
+def full_pass(name, tokens):
     """Return the logits of one full pass, in one enqueue."""
     return opened(name, width=S).prefill([tokens])[0]
 
 
-def check(name: str, tokens: Sequence[int], logits: np.ndarray[Any, Any]) -> None:
+def check(name, tokens, logits):
     expected = full_pass(name, tuple(tokens))
     np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
     assert logits.argmax() == expected.argmax()
 
 
-def splits(length: int) -> Iterator[list[int]]:
+def splits(length):
     """Every way to write ``length`` as a sum, in order."""
     if not length:
         yield []
@@ -132,7 +128,7 @@ def test_one_is_full_one_has_ended_and_the_others_go_on(name, attention):
     params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (9, 2, 12, 12)]
     session = opened(name, slots=4, attention=attention)
     poison(session.cache)
-    tokens: list[list[int]] = [[] for _ in prompts]
+    tokens = [[] for _ in prompts]
     for event in session.generate(prompts, params):
         tokens[event.index].append(event.token)
         poison(session.cache)

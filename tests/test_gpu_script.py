@@ -26,7 +26,7 @@ def test_all_stages_pass_with_the_reference_engine(gpu, tmp_path, monkeypatch):
     assert "device" not in written, "a dry run names no GPU"
     assert len(written["stages"]) >= 20
     assert written["stages"]["engines: accepted"]["ok"]
-    assert {"bfloat16 native: logits agree with the reference", "float16 mask: dead rows do not matter"} <= set(written["stages"])
+    assert {"bfloat16 plugin: logits agree with the reference", "float16 plugin: dead rows do not matter"} <= set(written["stages"])
 
 
 def test_without_a_gpu_it_stops_with_one_line(gpu, tmp_path, monkeypatch, capsys):

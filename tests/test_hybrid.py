@@ -1,7 +1,5 @@
 """``HybridCacheManager``: routing, shared slots, groups by head dim. Moves of bytes are in test_compaction, _capture, _mamba."""
 
-from __future__ import annotations
-
 import pytest
 from cache_cases import (
     ATTENTION,
@@ -19,11 +17,7 @@ from cache_cases import (
     states_of,
 )
 
-from trt_kvcache import (
-    HybridCacheConfig,
-    HybridCacheManager,
-    KVLayout,
-)
+from trt_kvcache import HybridCacheConfig, HybridCacheManager, KVLayout
 from trt_kvcache.errors import ClosedError, ConfigError, ShapeError, SlotError
 
 
@@ -87,10 +81,7 @@ def test_groups_are_one_for_each_head_dim_and_what_kernels_take(memory, stream):
     with make_cache("hybrid", memory, layout=KVLayout.COMBINED) as cache:
         fill_all(cache, stream)
         groups = cache.kv_head_dim_groups
-        assert [(g.head_dim, g.num_layers, g.max_kv_heads, g.attn_layer_indices) for g in groups] == [
-            (16, 2, 3, (0, 2)),
-            (48, 1, 1, (1,)),
-        ]
+        assert [(g.head_dim, g.num_layers, g.max_kv_heads, g.attn_layer_indices) for g in groups] == [(16, 2, 3, (0, 2)), (48, 1, 1, (1,))]
         for group in groups:
             layers = [cache.get_combined_kv_cache([1, 2, 4][index]) for index in group.attn_layer_indices]
             array = group.device_layer_infos

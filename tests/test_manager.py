@@ -1,10 +1,7 @@
 """``KVCacheManager``, and what it shares with ``LinearKVCache``: bytes, views, life. What they refuse is in test_bad_inputs.py."""
 
-from __future__ import annotations
-
 import gc
 import weakref
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +14,7 @@ LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: l
 KINDS = pytest.mark.parametrize("kind", ["manager", "linear"])
 
 
-def as_bytes(view: Any) -> np.ndarray:
+def as_bytes(view):
     """The elements of a view as bytes [..., itemsize]: NaN compares equal to itself."""
     array = np.ascontiguousarray(view if isinstance(view, np.ndarray) else view.numpy())
     return array.view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
@@ -50,9 +47,9 @@ TABLES = {KVLayout.COMBINED: COMBINED_TABLE, KVLayout.SEPARATE: SEPARATE_TABLE}
 @LAYOUTS
 def test_rows_lie_where_the_table_says(memory, stream, kind, layout):
     """Read through views, and written through views."""
-    sizes: dict[str, Any] = {"max_batch_size": 2, "max_sequence_length": 5, "layout": layout}
+    sizes = {"max_batch_size": 2, "max_sequence_length": 5, "layout": layout}
     if kind == "manager":
-        cache: Any = KVCacheManager(kv_config([(3, 8)] * 2, **sizes), memory=memory)
+        cache = KVCacheManager(kv_config([(3, 8)] * 2, **sizes), memory=memory)
     else:
         cache = LinearKVCache(linear_config(num_mamba_layers=0, num_kv_heads=3, head_dim=8, **sizes), memory=memory)
     words = TABLES[layout].split()
@@ -83,7 +80,7 @@ def test_rows_lie_where_the_table_says(memory, stream, kind, layout):
 
 @KINDS
 def test_scales(memory, kind):
-    scales: dict[str, Any] = {"k_scale": 0.5, "v_scale": 0.1}
+    scales = {"k_scale": 0.5, "v_scale": 0.1}
     if kind == "linear":
         cache, expected = make_cache(kind, memory, dtype="float8_e4m3fn", **scales), [[0.5, 0.1]] * 2
     else:
@@ -99,7 +96,7 @@ def test_scales(memory, kind):
 class Stale(HostMemory):
     """Memory whose bytes are NaN in every float format until somebody asks for zeros."""
 
-    def allocate(self, nbytes: int, *, zeroed: bool = False, stream: Any) -> Any:
+    def allocate(self, nbytes, *, zeroed=False, stream):
         allocation = super().allocate(nbytes, zeroed=zeroed, stream=stream)
         if not zeroed:
             allocation.storage[:] = 0x7F

@@ -1,10 +1,5 @@
 """Two ways to the same tokens, on small models. Chunks of other widths: test_equivalence; new processes: test_session_reuse."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
 import pytest
 from cache_cases import next_states_of, rows_of, states_of, whole
@@ -22,58 +17,50 @@ NEXT, LATER = [12, 25, 31, 1], [6, 18, 2, 33]
 class Llama:
     """The reference engine, driven by a session that chunks prompts."""
 
-    def __init__(self, folder: Any) -> None:
+    def __init__(self, folder):
         sizes = {"max_batch_size": 4, "max_sequence_length": 24, "max_prefill_length": 3}
         self.session = InferenceSession.from_model(folder, engine="reference", dtype="float32", **sizes)
-        self.cache: Any = self.session.cache
+        self.cache = self.session.cache
         self.stream = self.cache.memory.create_stream()
-
-    def prefill(self, prompts: Sequence[list[int]]) -> np.ndarray:
-        return self.session.prefill(prompts)
-
-    def decode(self, tokens: Sequence[int]) -> np.ndarray:
-        return self.session.decode(tokens)
-
-    def compact(self, mapping: list[int]) -> None:
-        self.session._sequences.compact(mapping)
+        self.prefill, self.decode, self.compact = self.session.prefill, self.session.decode, self.session._sequences.compact
 
 
 class Hybrid:
     """The hybrid in NumPy, which runs each slot by itself."""
 
-    def __init__(self, layout: KVLayout) -> None:
+    def __init__(self, layout):
         self.cache = hybrid_cache(HostMemory(), slots=4, layout=layout)
         self.model = HybridModel(self.cache)
         self.stream = self.model.stream
 
-    def prefill(self, prompts: Sequence[list[int]]) -> np.ndarray:
+    def prefill(self, prompts):
         self.cache.reset_for_new_sequences([0] * len(prompts), stream=self.stream)
         return np.stack([self.model.run(slot, prompt) for slot, prompt in enumerate(prompts)])
 
-    def decode(self, tokens: Sequence[int]) -> np.ndarray:
+    def decode(self, tokens):
         return np.stack([self.model.run(slot, [token]) for slot, token in enumerate(tokens)])
 
-    def compact(self, mapping: list[int]) -> None:
+    def compact(self, mapping):
         kept = sum(new >= 0 for new in mapping)
         self.cache.compact_batch(mapping, len(mapping), kept, stream=self.stream)
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: Any) -> Any:
+def folder(tmp_path_factory):
     return write_model(tmp_path_factory.mktemp("metamorphic") / "small")
 
 
 @pytest.fixture(params=["llama", *KVLayout], ids=["llama", *(f"hybrid-{layout.value}" for layout in KVLayout)])
-def make(request: Any, folder: Any) -> Any:
+def make(request, folder):
     return (lambda: Llama(folder)) if request.param == "llama" else (lambda: Hybrid(request.param))
 
 
-def check(got: np.ndarray, expected: np.ndarray) -> None:
+def check(got, expected):
     np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE)
     assert got.argmax(axis=1).tolist() == expected.argmax(axis=1).tolist()
 
 
-def pick(values: Sequence[Any], order: list[int]) -> list[Any]:
+def pick(values, order):
     return [values[index] for index in order]
 
 

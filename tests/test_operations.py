@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
 import pytest
 
+from trt_kvcache import attention_op
 from trt_kvcache.attention_op import AttentionOp
+from trt_kvcache.attention_plugin import AttentionFields
 from trt_kvcache.custom_op import TensorType, run_on_host
 from trt_kvcache.embedding_op import EmbeddingOp
 from trt_kvcache.errors import ConfigError, DTypeError, ShapeError
 from trt_kvcache.exchange import place
+from trt_kvcache.memory import HostMemory
 from trt_kvcache.segments import OperationStep
 from trt_kvcache.step_graphs import StepGraphs
 from trt_kvcache.tensor import DeviceTensor
@@ -26,8 +30,8 @@ def normal(*shape, dtype=np.float16):
     return RANDOM.normal(size=shape).astype(dtype)
 
 
-def attention_inputs(width):
-    angles = RANDOM.uniform(0, 6, (S, D // 2))
+def attention_inputs(width, rotary_dim=D):
+    angles = RANDOM.uniform(0, 6, (S, rotary_dim // 2))
     heads = (normal(B, width, count, D) for count in (H * GROUP, H, H))
     cos_sin = np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
     return [*heads, normal(B, 2, H, S, D), np.array([0, 5, S - width], np.int32), cos_sin]
@@ -39,6 +43,8 @@ def embedding_inputs(dtype, hidden=40):
 
 
 ATTENTION = AttentionOp(num_heads=H * GROUP, num_kv_heads=H, head_dim=D)
+SCORES = {"scale": 0.3, "window": 7, "softcap": 5.0}
+PARTLY, UNTURNED = (AttentionOp(num_heads=H * GROUP, num_kv_heads=H, head_dim=D, rotary_dim=size, **SCORES) for size in (32, 0))
 
 
 @pytest.mark.parametrize(
@@ -46,12 +52,14 @@ ATTENTION = AttentionOp(num_heads=H * GROUP, num_kv_heads=H, head_dim=D)
     [
         (ATTENTION, attention_inputs(1)),
         (ATTENTION, attention_inputs(4)),
+        (PARTLY, attention_inputs(4, 32)),
+        (UNTURNED, attention_inputs(1)[:5]),
         *(
             (EmbeddingOp(), embedding_inputs(dtype, hidden))
             for dtype, hidden in ((np.float16, 40), (ml_dtypes.bfloat16, 3), (np.float32, 1032))
         ),
     ],
-    ids=["decode", "prefill", "rows", "narrow rows", "wide rows"],
+    ids=["decode", "prefill", "attributes", "no rotation", "rows", "narrow rows", "wide rows"],
 )
 def test_the_same_as_the_twin_plainly_and_in_a_graph(memory, stream, op, inputs):
     twin = run_on_host(op, *inputs)
@@ -80,6 +88,17 @@ def test_the_same_as_the_twin_plainly_and_in_a_graph(memory, stream, op, inputs)
     assert len(ran) == (3 if memory.is_host else 2)  # then its graph ran
     assert len(set(ran)) == 1  # a graph builder has the address of its stream, which is what TensorRT is given
     graphs.close()
+
+
+@pytest.mark.parametrize(("op", "rotary_dim"), [(PARTLY, 32), (UNTURNED, 0)])
+def test_attention_passes_its_attributes_on(monkeypatch, op, rotary_dim):
+    calls, real = [], attention_op.backend_of(HostMemory()).attend
+    spy = SimpleNamespace(attend=lambda call, *rest: calls.append(call) or real(call, *rest))
+    monkeypatch.setattr(attention_op, "backend_of", lambda memory: spy)
+    run_on_host(op, *attention_inputs(4, rotary_dim or D)[: 6 if rotary_dim else 5])
+    assert [{name: getattr(calls[0], name) for name in SCORES}, calls[0].rotary_dim] == [SCORES, rotary_dim]
+    assert op.fields() == AttentionFields(**op.attributes)
+    assert (op.fields().rotary_dim, op.fields().factor) == (rotary_dim, SCORES["scale"])
 
 
 def test_embedding_gathers_rows():

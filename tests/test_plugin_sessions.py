@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from fakes import cache_rows, kv_config, poison, recorded
 
-from trt_kvcache import InferenceSession, KVLayout, SamplingParams
+from trt_kvcache import InferenceSession, KVLayout, SamplingParams, opening
+from trt_kvcache.errors import ConfigError
 
 GOLDEN = Path(__file__).parent / "golden"
 SHIPPED = Path(__file__).parents[1] / "examples" / "tiny-llama"
@@ -23,7 +24,6 @@ def open_both(folder, **options):
 
 
 def events_of(session, prompts, params):
-    """Generate, with NaN in all dead rows before every step."""
     poison(session.cache)
     found = []
     for event in session.generate(prompts, params):
@@ -64,21 +64,6 @@ def test_queue_prompt_cache_and_turns():
         assert min(expected[-2:]) > 0
 
 
-@pytest.mark.parametrize("first", [0, 1], ids=["native to plugin", "plugin to native"])
-def test_a_snapshot_of_one_is_resumed_by_the_other(tmp_path, first):
-    sessions = open_both(SHIPPED, dtype="bfloat16")
-    with sessions[0], sessions[1]:
-        one, other = sessions[first], sessions[1 - first]
-        one.prefill(TEXTS)
-        for _ in one.generate(TEXTS[1:2], max_new_tokens=5):
-            pass
-        one.save_snapshot(tmp_path / "one.kv")
-        poison(other.cache)
-        resumed = ["".join(event.text for event in session.resume(tmp_path / "one.kv", max_new_tokens=9)) for session in (one, other)]
-        assert resumed[0]
-        assert resumed[1] == resumed[0]
-
-
 @pytest.mark.parametrize("limit", [16, 7], ids=["aligned", "not aligned"])
 def test_an_engine_of_ones_own(limit):
     """Every row that the engine of the fakes finds must be that of the token that was sent, at any slot that a run starts at."""
@@ -96,3 +81,12 @@ def test_an_engine_of_ones_own(limit):
             starts = {step.bound["past_key_values_1" if combined else "k_cache_1"].ptr for step in engine.steps}
         assert (len(starts) > 1) == (limit == 16), "where a slot does not start at an aligned address, those before it ride along"
     assert rows[0] == rows[1]
+
+
+def test_a_head_dim_that_no_kernel_serves_falls_back(monkeypatch):
+    monkeypatch.setattr(opening, "why_no_tensorrt", lambda *_: None)
+    monkeypatch.setattr(opening, "CudaMemory", lambda *_, **__: None)
+    with pytest.warns(opening.EngineFallbackWarning, match="head_dim: expected one of 64, 80, 96, 128, 256"):
+        InferenceSession.from_model(SHIPPED, attention="plugin").close()
+    with pytest.raises(ConfigError, match="head_dim"):
+        InferenceSession.from_model(SHIPPED, attention="plugin", engine="tensorrt")

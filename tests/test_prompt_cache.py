@@ -1,11 +1,8 @@
 """The prompt cache: what it finds, the bytes that it restores, what it drops, and what is refused."""
 
-from __future__ import annotations
-
 import gc
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -44,18 +41,11 @@ PLENTY = 1 << 20
             [
                 ([1, 2, 3, 4, 5, 6, 7], (0, 6)),
                 ([1, 2, 3, 4, 5, 6], (0, 5)),  # one token is always run
-                ([1, 2, 3, 4, 8, 6, 7], (0, 4)),
                 (np.array([1, 2, 9, 4, 5], np.int64), (1, 4)),
-                ([7, 2, 3, 4, 5, 6, 7], (2, 3)),
                 ([2, 1, 3, 4, 5, 6], None),  # the same tokens in another order
-                ([], None),
             ],
         ),
-        (
-            "hybrid",
-            [[1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 4]],
-            [([1, 2, 3, 4, 5, 6], (1, 5)), ([1, 2, 3, 4, 5], (0, 3)), ([1, 2, 3, 4, 6], (0, 3)), ([1, 2, 3], None), ([1, 2, 9, 4], None)],
-        ),
+        ("hybrid", [[1, 2, 3], [1, 2, 3, 4, 5], [1, 2, 4]], [([1, 2, 3, 4, 5, 6], (1, 5)), ([1, 2, 3, 4, 6], (0, 3)), ([1, 2, 3], None)]),
     ],
 )
 def test_what_is_found(memory, stream, kind, entries, cases):
@@ -116,7 +106,7 @@ class FailingMemory(HostMemory):
 
     failures, error = 0, CapacityError
 
-    def __getattribute__(self, name: str) -> Any:
+    def __getattribute__(self, name):
         if name in ("allocate", "staging") and self.failures:
             self.failures -= 1
             raise self.error("no room.")
@@ -128,15 +118,12 @@ class FailingMemory(HostMemory):
     ("limit", "new", "failures", "error", "entries", "left"),
     [
         (3584, [1, 2, 3, 4, 5], 0, CapacityError, "BCN", 0),  # A, which N begins with, is of no use any more
-        (3584, [1, 2, 3, 4, 5], 1, CapacityError, "BCN", 0),
         (3584, [1, 2, 3, 4, 5], 2, CapacityError, "CN", 0),
         (3584, [1, 2, 3, 4, 5], 9, CapacityError, "C", 6),  # A and B together were larger than N
         (3584, [9], 1, CapacityError, "ACN", 0),
-        (3584, [9], 9, CapacityError, "AC", 7),
         (2304, [1, 2, 3, 4, 5], 0, CapacityError, "CN", 0),  # A is not enough
         (2304, [1, 2, 3, 4, 5], 9, CapacityError, "C", 8),
         (3584, [1, 2, 3, 4, 5], 1, KeyboardInterrupt, "BAC", 0),
-        (2304, [1, 2, 3, 4, 5], 1, KeyboardInterrupt, "C", 0),
     ],
 )
 def test_it_drops_no_more_than_makes_room(place, limit, new, failures, error, entries, left):
@@ -164,18 +151,12 @@ def test_arguments_that_change_nothing(memory, stream):
         insert, insert_copy, restore = (partial(call, stream=stream) for call in (prompts.insert, prompts.insert_copy, prompts.restore))
         nested, wide = "tokens: expected one sequence of token ids (n,), got a nested one.", "tokens: expected token ids that are integers"
         for call, arguments, error, text in [
-            (insert, ("1234", 0), ShapeError, "tokens: expected a sequence of token ids, got str."),
             (insert, ([], 0), ShapeError, "tokens: expected at least one, got none."),
-            (insert, ([[1], [2]], 0), ShapeError, nested),
             (insert, ([[1], 2], 0), ShapeError, nested),
             (insert, ([1.0], 0), DTypeError, f"{wide} of at most 64 bits, got float64."),
-            (prompts.find, ([True],), DTypeError, f"{wide} of at most 64 bits, got bool."),
             (prompts.find, ([3, -1],), RangeError, "tokens: expected token ids from 0 to 2147483647, got -1 to 3."),
-            (prompts.find, ([1 << 31],), RangeError, "tokens: expected token ids from 0 to 2147483647, got 2147483648"),
             (insert, (good, 2), SlotError, "slot 2: expected 0 <= slot < 2 (active slots). Slots never wrap."),
-            (insert, (good, -1), SlotError, "slot -1: expected 0 <= slot < 2 (active slots). Slots never wrap."),
             (insert, (good, 1), RangeError, "tokens: slot 1 holds 3; expected exactly as many, as its states are those"),
-            (insert, ([1, 2], 1), RangeError, "tokens: slot 1 holds 3; expected exactly as many, as its states are those"),
             (partial(others.insert, stream=stream), ([*good, 5], 0), RangeError, "tokens: slot 0 holds 4; expected no more, got 5."),
             (insert_copy, ([1, 2, 3], copy), ShapeError, "tokens: expected 4, as many as were copied, got 3."),
             (insert_copy, (good, foreign), ShapeError, "copy: recurrent layers: expected 2, got 0. It was made of another cache."),
@@ -187,19 +168,12 @@ def test_arguments_that_change_nothing(memory, stream):
                 RangeError,
                 "tokens to restore: expected an integer from 0",
             ),
-            (
-                restore,
-                (PromptMatch(other, 4), 0),
-                ClosedError,
-                "this entry is not held here: it was dropped since it was found, or",
-            ),
+            (restore, (PromptMatch(other, 4), 0), ClosedError, "this entry is not held here: it was dropped since it was found, or"),
             (partial(PromptCache, max_bytes=-1), (cache,), RangeError, "PromptCache.max_bytes: expected at least 0, got -1."),
             (partial(PromptCache, place="disk"), (cache,), ConfigError, "PromptCache.place: expected one of cache, host, got 'disk'."),
             (PromptCache, (memory,), ConfigError, "cache: expected a KVCacheManager, LinearKVCache or HybridCacheManager, got "),
             (partial(prompts.insert, stream=None), (good, 0), PlaceError, "stream: expected"),
-            (partial(prompts.insert_copy, stream=None), ([9, 9, 9, 9], copy), PlaceError, "stream: expected"),
             (partial(prompts.restore, stream=None), (match, 0), PlaceError, "stream: expected"),
-            (partial(prompts.copy_to_host, stream=None), (entry,), PlaceError, "stream: expected"),
         ]:
             with Unchanged(cache), Unchanged(plain), pytest.raises(error) as caught:
                 call(*arguments)
@@ -246,12 +220,7 @@ def test_nothing_of_it_is_captured_in_a_graph(place):
         entry = prompts.insert([1, 2, 3, 4], 0, stream=stream)
         match, copy, new = prompts.find([1, 2, 3, 4, 5]), prompts.copy_to_host(entry, stream=stream), [2, 2, 3, 4]
         memory.capturing = True
-        for name, arguments in {
-            "insert": (new, 0),
-            "insert_copy": (new, copy),
-            "restore": (match, 1),
-            "copy_to_host": (entry,),
-        }.items():
+        for name, arguments in {"insert": (new, 0), "insert_copy": (new, copy), "restore": (match, 1), "copy_to_host": (entry,)}.items():
             with Unchanged(cache), pytest.raises(CaptureError, match=r"cannot be captured"):
                 getattr(prompts, name)(*arguments, stream=stream)
         assert prompts.entries == (entry,)
@@ -274,22 +243,22 @@ def test_restore_from_the_memory_of_the_cache_neither_waits_nor_allocates(memory
 class Oracle:
     """Entries as tuples of tokens, the least recently used first. An entry of n tokens takes ``sizes[n]`` bytes."""
 
-    def __init__(self, sizes: list[int], limit: int, whole: bool) -> None:
+    def __init__(self, sizes, limit, whole):
         self.sizes, self.limit, self.whole = sizes, limit, whole
-        self.held: list[tuple[int, ...]] = []
+        self.held = []
 
-    def serves(self, entry: tuple[int, ...], prompt: tuple[int, ...]) -> int:
+    def serves(self, entry, prompt):
         best = max(count for count in range(len(entry) + 1) if entry[:count] == prompt[:count] and count < max(len(prompt), 1))
         return best if best == len(entry) or not self.whole else 0
 
-    def find(self, prompt: tuple[int, ...]) -> int:
+    def find(self, prompt):
         lengths = [self.serves(entry, prompt) for entry in self.held]
         best = max(lengths, default=0)
         if best:
             self.held.append(self.held.pop(lengths.index(best)))
         return best
 
-    def insert(self, tokens: tuple[int, ...]) -> None:
+    def insert(self, tokens):
         same = [entry for entry in self.held if entry == tokens or (not self.whole and entry[: len(tokens)] == tokens)]
         if same:
             self.held.remove(same[0])
@@ -327,7 +296,7 @@ def test_random_programs(whole, limit, program):
 PREFIX = [3, 17, 5, 29, 11, 2, 23, 8]
 
 
-def continuation(prompt: list[int]) -> tuple[list[int], list[np.ndarray]]:
+def continuation(prompt):
     """What the hybrid model says without any cache of prompts."""
     with hybrid_cache(HostMemory()) as cache:
         cache.reset_for_new_sequences([0], stream=cache.memory.create_stream())
@@ -347,11 +316,9 @@ def test_a_hybrid_model_goes_on_from_an_exact_position(place):
         prompts.insert(PREFIX + tokens, 0, stream=stream)  # and where the answer ends, for a next turn
         for prompt, reused in (
             (PREFIX, 7),
-            ([*PREFIX[:-1], 19, 4], 7),
             ([*PREFIX, *tokens, 31, 6], 15),
             ([*PREFIX, *tokens[:3], 31], 7),  # states after 11 tokens are not there: those after 7 are
             (PREFIX[:-1], 0),  # states after 7 tokens are those that its last token would be run on too late
-            ([PREFIX[0] + 1, *PREFIX[1:]], 0),
         ):
             fill_all(cache, stream)
             cache.reset_for_new_sequences([0, 0], stream=stream)

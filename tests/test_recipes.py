@@ -1,7 +1,5 @@
 """The recipes in ``engines/``, run by the real ``polygraphy convert`` where TensorRT for RTX is."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,11 +1,8 @@
 """What the original got wrong, by name, and what holds for every manager: nothing waits or allocates, and a failure leaves nothing."""
 
-from __future__ import annotations
-
 import gc
 import os
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +10,7 @@ from cache_cases import KINDS, CapturingMemory, Image, fill_all, make_cache
 from simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from slot_cases import cache_holding
 
-from trt_kvcache import PromptCache, SequenceCacheManager
+from trt_kvcache import PromptCache
 from trt_kvcache.errors import CapacityError, CaptureError
 from trt_kvcache.snapshot import Snapshot
 from trt_kvcache.snapshot_records import ModelIdentity
@@ -94,47 +91,36 @@ class FullMemory(CapturingMemory):
 
     left = 1000
 
-    def _count(self) -> None:
+    def _count(self):
         self.left -= 1
         if self.left < 0:
             raise CapacityError("no room.")
 
-    def allocate(self, *arguments: Any, **keywords: Any) -> Any:
+    def allocate(self, *arguments, **keywords):
         self._count()
         return super().allocate(*arguments, **keywords)
 
-    def staging(self, *arguments: Any) -> Any:
+    def staging(self, *arguments):
         self._count()
         return super().staging(*arguments)
 
 
-def insert(place: Any, cache: Any, stream: Any, _: Any) -> None:
+def insert(place, cache, stream, _):
     if PromptCache(cache, max_bytes=1 << 20, place=place).insert([1, 2, 3], 0, stream=stream) is None:
         raise CapacityError("no room.")
 
 
-def take_in(place: Any, cache: Any, stream: Any, snapshot: Snapshot) -> None:
+def take_in(place, cache, stream, snapshot):
     if snapshot.restore_entry(PromptCache(cache, max_bytes=1 << 20, place=place), model=MODEL, stream=stream) is None:
         raise CapacityError("no room.")
 
 
-def swap_out(cache: Any, stream: Any, _: Any) -> None:
-    with SequenceCacheManager(cache, enable_swapping=True) as sequences:
-        seq = sequences.create_sequence()
-        cache.clear_slot(0, stream=stream)
-        sequences.pin(seq, slot=0, stream=stream)
-        cache.commit_sequence_length(2, stream=stream)
-        sequences.unpin(seq, stream=stream)
-        sequences.pin(seq, slot=0 if cache.host_kv_cache_lengths[0] == 0 else 3, stream=stream)
-
-
-CALLS: dict[str, tuple[Any, int]] = {
+CALLS = {
     "insert": (partial(insert, "cache"), 3),
     "insert on the host": (partial(insert, "host"), 1),
     "a snapshot into a prompt cache": (partial(take_in, "cache"), 3),
     "a snapshot of a slot": (lambda cache, stream, _: Snapshot.of_slot(cache, 0, tokens=[1, 2, 3], model=MODEL, stream=stream), 1),
     "a snapshot into a slot": (lambda cache, stream, snapshot: snapshot.restore_slot(cache, 1, model=MODEL, stream=stream), 0),
-    "sequences": (swap_out, 2),
 }
 
 

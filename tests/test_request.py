@@ -1,7 +1,5 @@
 """``Request``: which token, which text, and when and why it ends."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from checkpoint.tokenizer_folders import EOS, byte_fallback_folder, byte_level_folder

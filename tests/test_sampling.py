@@ -1,7 +1,5 @@
 """Sampling against the plain definition, and what makes a request's randomness its own."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -14,7 +12,7 @@ from trt_kvcache.errors import EngineError, RangeError
 from trt_kvcache.sampling import Sampler, SamplingParams
 
 
-def naive_distribution(logits: np.ndarray, params: SamplingParams) -> dict[int, float]:
+def naive_distribution(logits, params):
     """The tokens that may be chosen and their probabilities, filter after filter, by the definitions."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if params.top_k:
@@ -31,12 +29,12 @@ def naive_distribution(logits: np.ndarray, params: SamplingParams) -> dict[int, 
     return {token: weights[token] / total for token in kept}
 
 
-def chosen(count: int, logits: np.ndarray, sampler: Sampler | None = None, **options) -> list[int]:
+def chosen(count, logits, sampler=None, **options):
     sampler = sampler or Sampler(SamplingParams(**options))
     return [sampler.choose(logits) for _ in range(count)]
 
 
-def assert_distribution(params: SamplingParams, logits: np.ndarray) -> None:
+def assert_distribution(params, logits):
     tokens, weights = Sampler(params)._distribution(logits)
     found = dict(zip(tokens.tolist(), (weights / weights.sum()).tolist(), strict=True))
     assert found == pytest.approx(naive_distribution(logits, params), rel=1e-12)
@@ -47,10 +45,7 @@ LOGITS = np.array([1.0, 3.0, 2.5, -1.0, 3.0, 0.0, 2.0, -8.0], np.float32)
 
 @pytest.mark.parametrize(
     "options",
-    [
-        *({"temperature": 0.4}, {"top_k": 3}, {"top_p": 0.75}, {"min_p": 0.3}),
-        {"temperature": 1.5, "top_k": 5, "top_p": 0.8, "min_p": 0.1},
-    ],
+    [*({"temperature": 0.4}, {"top_k": 3}, {"top_p": 0.75}, {"min_p": 0.3}), {"temperature": 1.5, "top_k": 5, "top_p": 0.8, "min_p": 0.1}],
     ids=str,
 )
 def test_frequencies_are_those_of_the_definition(options):
@@ -87,11 +82,7 @@ def test_greedy_takes_the_lowest_of_the_most_likely_and_so_does_top_k_1():
 
 @pytest.mark.parametrize(
     ("temperature", "logits", "left"),
-    [
-        (5e-324, LOGITS, {1, 4}),
-        (100.0, [-np.inf, 0, -np.inf, 0], {1, 3}),
-        (0.01, [3e38, 3e38, -3e38], {0, 1}),
-    ],
+    [(5e-324, LOGITS, {1, 4}), (100.0, [-np.inf, 0, -np.inf, 0], {1, 3}), (0.01, [3e38, 3e38, -3e38], {0, 1})],
 )
 def test_extreme_numbers(temperature, logits, left):
     found = chosen(200, np.array(logits, np.float32), temperature=temperature, seed=1)

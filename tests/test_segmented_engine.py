@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from engine_files import make_engine_folder, segment_plans
 from fake_tensorrt import FakeGpuMemory, FakeSegment, FakeStream, FakeTensorRT
 from small_model import write_model
+from test_tensorrt_engine import BATCH, PREFILL, VOCAB, S, install, make_ready, set_shapes
 
-from trt_kvcache import plan_execution, tensorrt_engine
+from trt_kvcache import segments
 from trt_kvcache.attention_op import AttentionOp
+from trt_kvcache.cuda_driver import cuda_core_error
 from trt_kvcache.embedding_op import EmbeddingOp
-from trt_kvcache.engine import TensorMode
 from trt_kvcache.engine_folder import EngineFolder
-from trt_kvcache.errors import BindingError, ClosedError, EngineError, PlaceError
+from trt_kvcache.errors import BindingError, ClosedError, ConfigError, CudaError, EngineError, PlaceError
 from trt_kvcache.memory import HostMemory
 from trt_kvcache.segmented_engine import SegmentedEngine
-from trt_kvcache.segments import EMBEDDING, SegmentStep, shape_at
+from trt_kvcache.segments import EMBEDDING, SegmentStep, register_operation, shape_at
 from trt_kvcache.step_graphs import MOST_GRAPHS, StepGraphs
 from trt_kvcache.tensorrt_engine import TensorRTEngine
 
-LAYERS, BATCH, PREFILL, S, D, VOCAB = 2, 3, 11, 38, 64, 37
+LAYERS, D = 2, 64
 ORDER = ["embedding", 0, "attention", 1, "attention", 2]
 
 
@@ -40,27 +44,16 @@ class GraphStream(FakeStream):
 
     def begin_building(self, mode):
         assert mode == "thread_local"
-        return self
 
     def end_building(self):
         return self
 
     def complete(self):
-        return Graph(self.graphs, self.calls)
+        number, note = self.graphs, self.calls.append
+        return SimpleNamespace(launch=lambda stream: note(("graph", number, stream.handle)), close=lambda: note(("graph.close", number)))
 
     def close(self):
         self.calls.append(("captured",))
-
-
-class Graph:
-    def __init__(self, number, calls):
-        self.number, self.calls = number, calls
-
-    def launch(self, stream):
-        self.calls.append(("graph", self.number, stream.handle))
-
-    def close(self):
-        self.calls.append(("graph.close", self.number))
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -74,14 +67,11 @@ def folder(request, tmp_path_factory):
 def fake(folder, monkeypatch, tmp_path):
     config = folder.config
     made = FakeTensorRT(config.tensors, config.profiles, lambda spec, batch, width: shape_at(spec.shape, batch, width))
-    loaded = made.tensorrt("tensorrt_rtx")
+    install(made, monkeypatch, tmp_path / "caches")
     steps = [step for step in config.segments.steps if isinstance(step, SegmentStep)]
     for index, (plan, step) in enumerate(zip(segment_plans(LAYERS), steps, strict=True)):
         made.segments[plan] = FakeSegment(made, index, step.tensors)
         made.segments[plan].activations = (3000, 7000 if index == 1 else 5000)
-    monkeypatch.setattr(tensorrt_engine, "load", lambda flavour: loaded)
-    monkeypatch.setattr(plan_execution, "gpu_identity", lambda device: ("GPU", "uuid", "8.9", "13000"))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     for op in (AttentionOp, EmbeddingOp):
 
         def enqueue(self, inputs, outputs, workspace, stream):
@@ -102,19 +92,6 @@ def opens(fake, folder, memory):
     return lambda **options: SegmentedEngine.open(folder, memory=memory, **options)
 
 
-def make_ready(engine, memory, batch=BATCH, width=1):
-    """Bind what a step needs in the profile in use, and set the shapes; return what is bound."""
-    bound = {}
-    for spec in engine.tensors.values():
-        shape = shape_at(spec.shape, BATCH, PREFILL)
-        new = None if spec.alias else memory.to_device(np.zeros(shape, spec.dtype), stream=memory.streams[0])
-        bound[spec.name] = new or bound[spec.alias]
-        engine.bind(spec.name, bound[spec.name])
-        if spec.mode is TensorMode.INPUT:
-            engine.set_input_shape(spec.name, shape_at(spec.shape, batch, width))
-    return bound
-
-
 def steps_of(calls):
     """What ran: names of operations, numbers of segments, graphs."""
     wanted = {"enqueue": lambda call: call[1], "execute_async_v3": lambda call: call[1], "graph": lambda call: f"graph {call[1]}"}
@@ -128,9 +105,6 @@ def test_opening_makes_contexts_over_one_activation_memory(opens, fake, folder, 
         assert len({context.memory for context in contexts}) == 1
         assert contexts[0].memory[1] == 7000
         assert dict(engine.tensors) == {spec.name: spec for spec in folder.config.tensors}
-        assert [name for name in engine.tensors if "key_values" in name] == [
-            f"{p}_key_values_{i}" for p in ("past", "present") for i in (0, 1)
-        ]
         assert (tuple(engine.profiles), engine.names, engine.memory) == (folder.config.profiles, folder.config.names, memory)
         tables = [call for call in fake.calls if call[0] == "set_tensor_address" and call[3] == EMBEDDING]
         assert [call[1:3] for call in tables] == ([(LAYERS, 0), (LAYERS, 1)] if folder.config.model.tie_word_embeddings else [])
@@ -160,8 +134,8 @@ def test_a_step_is_enqueued_in_order_on_one_stream(opens, fake, folder, memory, 
         (_, _, (table, ids), (hidden,), *_), *attention = (call for call in fake.calls[: len(ORDER)] if call[0] == "enqueue")
         assert ids == (bound["input_ids"].ptr, (batch, width))
         assert (table[1], hidden[1]) == ((VOCAB, 40), (batch, width, 40))
-        written = [context.shapes for segment in fake.segments.values() for context in [segment.contexts[profile]]]
-        assert written[1] == {"hidden_0": (batch, width, 40), "attended_0": (batch, width, 4, D)}
+        (second,) = [segment.contexts[profile].shapes for segment in fake.segments.values() if segment.label == 1]
+        assert second == {"hidden_0": (batch, width, 40), "attended_0": (batch, width, 4, D)}
         for layer, (_, _, inputs, outputs, workspace, _) in enumerate(attention):
             q, k, v, cache, lengths, cos_sin = inputs
             assert [one[1] for one in (q, k, v)] == [(batch, width, heads, D) for heads in (4, 2, 2)]
@@ -215,55 +189,146 @@ def test_decode_is_captured_once_per_addresses_and_batch(opens, fake, memory):
         assert runs(2) == ORDER * 2  # prefill is not captured
         engine.use_profile(1)
         fake.capturable = False
-        for spec in engine.tensors.values():
-            if spec.mode is TensorMode.INPUT:
-                engine.set_input_shape(spec.name, shape_at(spec.shape, 2, 1))
+        set_shapes(engine, 2)
         assert runs(3) == ORDER * 3
+        fake.capturable = True
+        set_shapes(engine, 3)
+        assert runs(1) == ["graph 1"]
+        engine.bind("logits", memory.to_device(np.zeros((BATCH, VOCAB), np.float32), stream=stream))
+        runs(1)
+        for batch in (2, 3):  # a capture follows a plain run of its shapes
+            set_shapes(engine, batch)
+            assert runs(1) == ORDER
+        assert runs(1) == [*ORDER, "graph 3"]
         fake.calls.clear()
     names = [call[0] for call in fake.calls]
-    assert names.count("graph.close") == 2
+    assert names.count("graph.close") == 3
     assert names.index("graph.close") < names.index("cache.serialize")
 
 
 def test_graphs_are_bounded_and_captured_work_stays_in_its_graph(memory):
     calls = []
     stream, graphs = GraphStream(1, calls), StepGraphs(memory)
+
+    def run(key, work=lambda stream: calls.append("plain"), stream=stream):
+        return graphs.run(key, stream, work, lambda stream: True)
+
     for key in range(MOST_GRAPHS + 1):
-        for _ in range(2):
-            graphs.run(key, stream, lambda stream: None, lambda stream: True)
-    assert ("graph.close", 1) in calls
-    assert ("graph.close", 2) not in calls
+        assert run(key)
+        assert stream.synced == 0
+        assert not run(key)
+    assert (stream.synced, [call for call in calls if call[0] == "graph.close"]) == (1, [("graph.close", 1)])  # after a wait
+    for key in range(2 * MOST_GRAPHS):  # those that never come back push none out
+        run(("once", key))
+    assert not run(5)
     memory.is_capturing = lambda stream: True
-    graphs.run(5, stream, lambda stream: calls.append("plain"), lambda stream: True)
-    graphs.run(5, FakeStream(2), lambda stream: calls.append("no stream of ours"), lambda stream: True)
-    assert calls[-2:] == ["plain", "no stream of ours"]
-
-    def fails(stream):
-        raise EngineError("no")
-
-    memory.is_capturing = lambda stream: False
-    graphs.run("x", stream, lambda stream: None, lambda stream: True)
-    with pytest.raises(EngineError):
-        graphs.run("x", stream, fails, lambda stream: True)
-    assert calls[-1] == ("captured",)
-    graphs.run("x", stream, lambda stream: None, lambda stream: True)
-    assert calls[-1][0] == "graph"
+    assert not run(5)
+    assert not run(5, stream=FakeStream(2))  # no stream of ours
+    assert calls[-2:] == ["plain"] * 2
 
 
-def test_bindings_and_shapes_are_checked(opens, fake, memory):
+def test_a_capture_that_fails_is_warned_of_once_and_not_tried_again(memory):
+    calls = []
+    stream, graphs = GraphStream(1, calls), StepGraphs(memory)
+
+    def run(key):
+        return graphs.run(key, stream, lambda stream: None, lambda stream: True)
+
+    def raises(kind):
+        def refuse(*arguments):
+            raise kind("LOST")
+
+        return refuse
+
+    for kind in (RuntimeError, cuda_core_error()):
+        stream.end_building = raises(kind)
+        assert run(kind)
+        with nullcontext() if calls else pytest.warns(RuntimeWarning, match="runs without one: LOST"):
+            assert run(kind)
+        assert run(kind)
+    assert calls == [("captured",)] * 2
+    del stream.end_building
+    run("x")
+    stream.complete = lambda: SimpleNamespace(launch=raises(cuda_core_error()))
+    with pytest.raises(CudaError, match="the CUDA graph of a step cannot be launched: LOST"):
+        run("x")
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3], ids=["eager", "to be captured", "replayed"])
+def test_what_is_bound_must_be_open(opens, fake, folder, memory, steps):
+    stream = GraphStream(0x77, fake.calls)
     with opens() as engine:
         engine.use_profile(1)
-        with pytest.raises(BindingError, match="`input_ids`: it is not bound in this profile"):
-            engine.enqueue(FakeStream(0x77))
         bound = make_ready(engine, memory)
-        for change, message in (
-            (lambda: engine.set_input_shape("kvcache_start_index", (2,)), r"`kvcache_start_index`: expected shape \(3,\) beside"),
-            (lambda: engine.bind("present_key_values_1", bound["past_key_values_0"]), "expected the address of `past_key_values_1`"),
-        ):
-            change()
+        for _ in range(steps):
+            engine.enqueue(stream)
+        bound["past_key_values_1"].allocation.close()
+        fake.calls.clear()
+        with pytest.raises(ClosedError, match="`past_key_values_1`: the memory that is bound is closed"):
+            engine.enqueue(stream)
+        assert fake.calls == []
+
+
+def test_a_refused_shape_or_address_leaves_no_mixture(opens, fake, memory, monkeypatch):
+    with opens(cuda_graphs=False) as engine:
+        bound = make_ready(engine, memory, 3, 5)
+        last = fake.segments[segment_plans(LAYERS)[LAYERS]].contexts[0]
+        kind = type(last)
+
+        def refuses(method, change, message):
+            real = getattr(kind, method)
+            monkeypatch.setattr(kind, method, lambda self, *given: self is not last and real(self, *given))
+            with pytest.raises(EngineError):
+                change()
+            monkeypatch.setattr(kind, method, real)
             with pytest.raises(BindingError, match=message):
                 engine.enqueue(FakeStream(0x77))
-            make_ready(engine, memory)
+
+        refuses("set_input_shape", lambda: engine.set_input_shape("input_ids", (3, 7)), "is not known")
+        set_shapes(engine, 3, 7)
+        engine.enqueue(FakeStream(0x77))
+        refuses("set_tensor_address", lambda: engine.bind("logits", bound["logits"]), "`logits`: it is not bound")
+
+
+class Halved(EmbeddingOp):
+    """An operation of one's own."""
+
+    name = "halved"
+
+    def __init__(self, *, factor):
+        self.attributes = {"factor": factor}
+
+
+def test_an_operation_of_ones_own(fake, folder, memory, monkeypatch, tmp_path):
+    monkeypatch.setattr(segments, "OPERATIONS", dict(segments.OPERATIONS))
+    shutil.copytree(folder.path, tmp_path / "own")
+    config = tmp_path / "own" / "config.json"
+    data = json.loads(config.read_text())
+    data["segments"]["steps"][0].update(operation="halved", attributes={"factor": 0.5})
+    config.write_text(json.dumps(data))
+    with pytest.raises(EngineError, match=r"segments.steps\[0\]: expected"):
+        EngineFolder.open(config.parent)
+    register_operation("halved", Halved)
+    with pytest.raises(ConfigError, match="kind: expected another name than attention, embedding, halved, got 'halved'"):
+        register_operation("halved", Halved)
+    with SegmentedEngine.open(config.parent, memory=memory) as engine:
+        make_ready(engine, memory)
+        fake.calls.clear()
+        engine.enqueue(FakeStream(0x77))
+        assert steps_of(fake.calls) == ["halved", *ORDER[1:]]
+    data["segments"]["steps"][0]["inputs"] = ["input_ids"]
+    config.write_text(json.dumps(data))
+    with pytest.raises(EngineError, match=r"segments.steps\[0\]: expected"):
+        EngineFolder.open(config.parent)
+
+
+def test_shapes_agree_and_what_lies_between_is_not_bound(opens, fake, memory):
+    with opens() as engine:
+        engine.use_profile(1)
+        bound = make_ready(engine, memory)
+        engine.set_input_shape("kvcache_start_index", (2,))
+        with pytest.raises(BindingError, match=r"`kvcache_start_index`: expected shape \(3,\) beside"):
+            engine.enqueue(FakeStream(0x77))
         with pytest.raises(BindingError, match=r"expected a shape from \(1, 1\) to \(3, 1\)"):
             engine.set_input_shape("input_ids", (3, 2))
         with pytest.raises(BindingError, match="`hidden_0`: the engine has no such tensor"):

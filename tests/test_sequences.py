@@ -1,16 +1,13 @@
 """``SequenceCacheManager``: which rows and states a handle has, wherever they are, and what is refused. See test_random_programs."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 import pickle
 from functools import partial
-from typing import Any
 
 import numpy as np
 import pytest
-from cache_cases import ATTENTION, HEADS, MAMBA, B, CapturingMemory, Image, S, Unchanged, fill_all, kv_config, make_cache, mamba_config
+from cache_cases import ATTENTION, MAMBA, B, CapturingMemory, Image, S, Unchanged, fill_all, kv_config, make_cache, mamba_config
 from simt.standin import ALLOCATIONS, StandIn, needs_standin
 from slot_cases import move
 
@@ -35,20 +32,20 @@ TOKEN = {"manager": 2 * 2 * (2 * 16 + 48 + 3 * 16), "linear": 2 * 2 * 2 * (2 * 1
 STATES = 2 * (30 * 4 + 21 * 2)
 TAKEN = "its slot was taken by whoever runs the cache, and its tokens are gone. Pin a sequence after its slot was made active."
 #: How tokens are committed that the host knows, or not.
-LIMIT: list[dict[str, int]] = [{"max_increment": 1}, {}]
+LIMIT = [{"max_increment": 1}, {}]
 
 
 class On:
     """A manager whose calls are on one stream, if they do not say which."""
 
-    def __init__(self, manager: Any, stream: Any) -> None:
+    def __init__(self, manager, stream):
         self._manager, self._stream = manager, stream
 
     @property
-    def __class__(self) -> Any:
+    def __class__(self):
         return type(self._manager)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         value = getattr(self._manager, name)
         takes = inspect.ismethod(value) and "stream" in inspect.signature(value).parameters
         return partial(value, stream=self._stream) if takes else value
@@ -57,24 +54,24 @@ class On:
 class Sequences(On):
     """Whose tokens are random, by the id of a sequence."""
 
-    def add(self, seq: int, count: int) -> None:
+    def add(self, seq, count):
         self.append(seq, *tokens(self.cache, count, seq))
 
-    def new(self, *counts: int) -> list[int]:
+    def new(self, *counts):
         """Sequences of so many tokens, all created before any has some."""
         ids = [self.create_sequence() for _ in counts]
         for seq, count in zip(ids, counts, strict=True):
             self.add(seq, count)
         return ids
 
-    def check(self, seq: int, count: int) -> None:
+    def check(self, seq, count):
         assert raw(self.get(seq)) == raw(tokens(self.cache, count, seq))
 
     @property
-    def slots(self) -> list[int | None]:
+    def slots(self):
         return [entry.slot for entry in sorted(self._table, key=lambda entry: entry.id)]
 
-    def refuses(self, error: type[Exception], text: str, call: Any, *arguments: Any, **keywords: Any) -> None:
+    def refuses(self, error, text, call, *arguments, **keywords):
         before = handles(self)
         with Unchanged(self.cache), pytest.raises(error) as caught:
             call(*arguments, **keywords)
@@ -82,13 +79,13 @@ class Sequences(On):
         assert handles(self) == before
 
 
-def make(kind: str, memory: Any, stream: Any, *, states: bool = True, swapping: bool = False, threshold: float = 1, **changes: Any) -> Any:
+def make(kind, memory, stream, *, states=True, swapping=False, threshold=1, **changes):
     changes |= {} if states or kind != "linear" else {"num_mamba_layers": 0}
     cache = make_cache(kind, memory, **changes)
     return On(cache, stream), Sequences(SequenceCacheManager(cache, enable_swapping=swapping, swap_threshold=threshold), stream)
 
 
-def tokens(cache: Any, count: int, seed: int) -> tuple[Any, Any]:
+def tokens(cache, count, seed):
     """Keys and values of new tokens as ``append`` takes them: any bits, NaN with a payload among them."""
     kv, pair = cache.kv_config, []
     size = numpy_dtype(kv.dtype).itemsize
@@ -99,44 +96,16 @@ def tokens(cache: Any, count: int, seed: int) -> tuple[Any, Any]:
     return tuple(np.stack(arrays) if kv.is_uniform else arrays for arrays in pair)
 
 
-def raw(pair: Any) -> list[tuple[tuple[int, ...], bytes]]:
+def raw(pair):
     """K and V of each layer, in a form that compares bits."""
     return [(layer.shape, layer.tobytes()) for arrays in pair for layer in arrays]
 
 
-def joined(*parts: Any, count: int | None = None) -> Any:
-    """The (first) tokens of several appends."""
-    return [[np.concatenate(layers, axis=1)[:, :count] for layers in zip(*arrays, strict=True)] for arrays in zip(*parts, strict=True)]
-
-
-def handles(sequences: Any) -> Any:
+def handles(sequences):
     """Everything that an operation could change in the table."""
     table = sequences._table
     entries = [(e.id, e.slot, e.length, e.pinned, e.saved and [a.tobytes() for a in (*e.saved.rows, *e.saved.states)]) for e in table]
     return entries, set(table._taken), sequences.memory_used, sequences.memory_swapped
-
-
-@pytest.mark.parametrize(("kind", "dtype"), [("manager", "float8_e4m3fn"), ("linear", "bfloat16")])
-def test_append_and_get(memory, stream, kind, dtype):
-    cache, sequences = make(kind, memory, stream, states=False, dtype=dtype)
-    fill_all(cache, stream)
-    expected = Image(cache)
-    a, b = sequences.create_sequence(), sequences.create_sequence()
-    parts = [tokens(cache, count, seed) for seed, count in enumerate((3, 0, 2))]
-    for seq, part in zip((a, a, a, b), (*parts, parts[0]), strict=True):
-        sequences.append(seq, *part)
-    keys, values = sequences.get(a)
-    assert [array.shape for array in values] == [(h, 5, d) for h, d in ([HEADS[0]] * 2 if kind == "linear" else HEADS)]
-    assert (isinstance(keys, np.ndarray), sequences.dtype, values[0].dtype) == (kind == "linear", dtype, numpy_dtype(dtype))
-    assert raw((keys, values)) == raw(joined(*parts))
-    assert (sequences.length(a), sequences.length(b), sequences.num_sequences) == (5, 3, 2)
-    for slot, pair in ((4, (keys, values)), (3, sequences.get(b))):
-        for layer, rows in enumerate(expected.rows):
-            for which in (0, 1):
-                rows[slot, which, :, : pair[which][layer].shape[1]] = pair[which][layer].view(np.uint8)
-    expected.check(cache)
-    keys[0][...] = 0  # a copy
-    assert raw(sequences.get(a)) == raw(joined(*parts))
 
 
 def test_what_append_takes(memory, stream):
@@ -152,7 +121,11 @@ def test_what_append_takes(memory, stream):
         sequences.append(seq, *form)
         if form is staged:
             staged[0][...] = staged[1][...] = 0
+        got = sequences.get(seq)
+        assert raw(got) == raw((keys, values))
+        got[0][...] = 0  # a copy
         assert raw(sequences.get(seq)) == raw((keys, values))
+    assert (sequences.length(seq), sequences.num_sequences, sequences.dtype, got[1].dtype) == (3, 4, "float16", np.float16)
 
 
 @pytest.mark.parametrize("kind", ["manager", "linear", "hybrid"])
@@ -200,28 +173,15 @@ def test_the_one_used_longest_ago_goes_and_no_pinned_active_or_used_one(memory, 
     sequences.refuses(CapacityError, text, sequences.get, d)
     for seq in (c, a):
         sequences.unpin(seq)
-    sequences.reserve(9)
     assert sequences.pin(d) == 1
-    assert raw(sequences.get(c, stream=memory.create_stream())) == raw(tokens(cache, 1, c))
+    sequences.check(c, 1)
     assert sequences.slots[a] is None
     sequences.check(d, 1)
     sequences.destroy_sequence(c)
     sequences.reserve(9)  # one slot is free, and enough
     cache.reset_for_new_sequences([1] * B)  # all of them are run now
-    sequences.refuses(CapacityError, f"create_sequence: {full}", sequences.create_sequence)
     sequences.unpin(d)
     assert sequences._table.find(d).slot is None, "no slot is left for it but the host"
-    sequences.check(b, 1)
-    sequences.refuses(CapacityError, text, sequences.get, d)
-
-
-def test_no_more_than_need_be_goes(memory, stream):
-    _, sequences = make("manager", memory, stream, swapping=True, threshold=0.16)  # of 35 tokens: 5.6
-    sequences.new(*[1] * 6)
-    assert sequences.memory_swapped == TOKEN["manager"]
-    sequences.destroy_all_sequences()
-    sequences.new(0, 3, 3)
-    assert sequences.slots == [4, None, 2], "without tokens nothing is gained"
 
 
 def test_without_swapping_there_are_as_many_as_slots(memory, stream):
@@ -247,11 +207,10 @@ def test_run_by_an_engine_put_away_with_its_states_and_run_again_elsewhere(memor
     fill_all(cache, stream)
     expected = Image(cache)
     seq = sequences.create_sequence()
-    for active, slot, zeroed in ((0, None, [4]), (2, 1, [0, 1])):
-        cache.set_active_batch_size(active)
-        assert sequences.pin(seq, slot=slot) == zeroed[-1]
-        expected.zero_states(*zeroed)
-        expected.check(cache)
+    cache.set_active_batch_size(2)
+    assert sequences.pin(seq, slot=1) == 1
+    expected.zero_states(0, 1)
+    expected.check(cache)
     fill_all(cache, stream, 1)  # what an engine does
     cache.commit_sequence_length([0, 5])
     held = Image(cache)
@@ -273,18 +232,10 @@ def test_run_by_an_engine_put_away_with_its_states_and_run_again_elsewhere(memor
     assert sequences.pin(seq, slot=0) == 0
     move(expected, 0, held, 1, 5)
     expected.check(cache)
-    for which, arrays in enumerate(sequences.get(seq)):
-        for rows, array in zip(held.rows, arrays, strict=True):
-            assert np.array_equal(array.view(np.uint8), rows[1, which, :, :5])
-    assert (cache.host_kv_cache_lengths, cache.lengths.tensor.numpy().tolist()[:2], sequences.memory_swapped) == ((5, 0), [5, 0], 0)
+    assert (cache.host_kv_cache_lengths, sequences.memory_swapped) == ((5, 0), 0)
     text = "the cache has recurrent layers, and their states follow an engine only. Pin the sequence, and run it."
     sequences.refuses(ConfigError, f"append: {text}", sequences.append, seq, [], [])
     sequences.refuses(ConfigError, f"truncate: {text}", sequences.truncate, seq, 1)
-    cache.set_active_batch_size(0)
-    sequences.destroy_all_sequences()
-    for empty in [sequences.create_sequence() for _ in range(B + 1)]:
-        sequences.get(empty)
-    assert (sequences.num_sequences, sequences.memory_swapped) == (B + 1, 0)
 
 
 def test_a_hybrid_of_one_kind_of_layers(memory, stream):
@@ -300,18 +251,13 @@ def test_a_hybrid_of_one_kind_of_layers(memory, stream):
 def test_in_an_active_slot_the_lengths_are_those_of_the_cache(memory, stream):
     cache, sequences = make("manager", memory, stream)
     a, b = sequences.create_sequence(), sequences.create_sequence()
-    parts = [tokens(cache, 2, seed) for seed in range(3)]
-    sequences.append(a, *parts[0])
-    assert sequences.pin(a) == 4
-    sequences.append(a, *parts[1])
-    assert sequences.length(a) == 4
+    sequences.add(a, 4)
+    sequences.pin(a)
     cache.reset_for_new_sequences([1, 1, 1, 0, 4])  # b, which is empty, is run too
-    assert (sequences.length(a), sequences.length(b)) == (4, 0)
     for seq in (a, b):
-        sequences.append(seq, *parts[2])
+        sequences.add(seq, 2)
     sequences.truncate(a, 5)
-    assert cache.host_kv_cache_lengths == tuple(cache.kv_cache_lengths.numpy().tolist()) == (1, 1, 1, 2, 5)
-    assert raw(sequences.get(a)) == raw(joined(*parts, count=5))
+    assert cache.host_kv_cache_lengths == (1, 1, 1, 2, 5)
     text = "sequence 1 is in active slot 3, and no other slot is free. Shrink the active batch, or enable swapping. Nothing was changed."
     sequences.refuses(CapacityError, text, sequences.unpin, b)
     cache.commit_sequence_length(1)
@@ -319,37 +265,27 @@ def test_in_an_active_slot_the_lengths_are_those_of_the_cache(memory, stream):
     with pytest.raises(LengthsUnknown):
         sequences.length(a)
     cache.set_active_batch_size(2)
-    assert sequences.length(a) == 7, "the device knows, though the slot is not active any more"
-    sequences.unpin(a)
-    sequences.truncate(a, 5)
-    assert raw(sequences.get(a)) == raw(joined(*parts, count=5))
-    assert sequences.length(b) == 4, "it was seen in an active slot"
-    assert (sequences.pin(a), sequences.pin(a, slot=4)) == (4, 4)
-    cache.reset_for_new_sequences([0, 0, 0, 0, 3])
-    sequences.refuses(SequenceError, f"sequence {b}: {TAKEN}", sequences.length, b)
-    assert sequences.length(a) == 3, "whoever runs a pinned sequence may shorten it"
-    cache.clear_slot(4)
-    cache.set_active_batch_size(0)
-    assert sequences.length(a) == 0
+    assert (sequences.length(a), sequences.length(b)) == (7, 4), "the device knows, though the slots are not active any more"
 
 
 #: What is done to a sequence whose slot is active and holds five tokens, and how many it has afterwards; None if they are lost.
-LEAVE, ENTER, RUN = ("set_active_batch_size", 0), ("set_active_batch_size", B), ("commit_sequence_length", 1)
+LEAVE, ENTER, RUN, CLEAR = ("set_active_batch_size", 0), ("set_active_batch_size", B), ("commit_sequence_length", 1), ("clear_slot", 4)
+RESET, COMPACT = "reset_for_new_sequences", "compact_batch"
 FATES = [
     ([LEAVE], 5, 5),
     ([RUN, LEAVE], 6, 6),
     ([LEAVE, ENTER], None, None),
-    ([LEAVE, ("reset_for_new_sequences", [0] * B)], None, None),
-    ([LEAVE, ("reset_for_new_sequences", [0, 0, 0, 0, 4]), RUN], None, 5),
-    ([LEAVE, ("reset_for_new_sequences", [0, 0, 0, 0, 6])], None, 6),
-    ([("reset_for_new_sequences", [0] * B)], 0, 0),
-    ([("reset_for_new_sequences", [1, 1]), ENTER], None, None),
-    ([("clear_slot", 4), LEAVE, ENTER, RUN], 1, 1),
-    ([("clear_slot", 4), LEAVE, ("reset_for_new_sequences", [0, 0, 0, 0, 2])], None, 2),
-    ([("compact_batch", [0, 1, 2, 3, -1], 5, 4)], 5, 5),
-    ([("compact_batch", [0, 1, 2, 3, -1], 5, 4), ENTER], None, None),
-    ([("compact_batch", [-1, -1, -1, 0, -1], 5, 1), ("reset_for_new_sequences", [0, 0, 0, 0, 5])], None, 5),
-    ([("compact_batch", [0, 4, 2, 3, 1], 5, 5), ("set_active_batch_size", 1)], 5, 5),
+    ([LEAVE, (RESET, [0] * B)], None, None),
+    ([LEAVE, (RESET, [0, 0, 0, 0, 4]), RUN], None, 5),
+    ([LEAVE, (RESET, [0, 0, 0, 0, 6])], None, 6),
+    ([(RESET, [0] * B)], 0, 0),
+    ([(RESET, [1, 1]), ENTER], None, None),
+    ([CLEAR, LEAVE, ENTER, RUN], 1, 1),
+    ([CLEAR, LEAVE, (RESET, [0, 0, 0, 0, 2])], None, 2),
+    ([(COMPACT, [0, 1, 2, 3, -1], 5, 4)], 5, 5),
+    ([(COMPACT, [0, 1, 2, 3, -1], 5, 4), ENTER], None, None),
+    ([(COMPACT, [-1, -1, -1, 0, -1], 5, 1), (RESET, [0, 0, 0, 0, 5])], None, 5),
+    ([(COMPACT, [0, 4, 2, 3, 1], 5, 5), ("set_active_batch_size", 1)], 5, 5),
 ]
 
 
@@ -378,38 +314,6 @@ def test_what_becomes_of_a_sequence(memory, stream, known, calls, unpinned, pinn
         cache.close()
 
 
-@pytest.mark.parametrize("leave", [("set_active_batch_size", 1), ("compact_batch", [0, -1], 2, 1), ("reset_for_new_sequences", [0])])
-@pytest.mark.parametrize("kind", ["linear", "hybrid"])
-def test_states_of_a_slot_that_leaves_are_not_swapped_away(memory, stream, kind, leave):
-    cache, sequences = make(kind, memory, stream, ping_pong=True)
-    seq = sequences.create_sequence()
-    cache.set_active_batch_size(2)
-    sequences.pin(seq, slot=1)
-    cache.commit_sequence_length(3)
-    fill_all(cache, stream)
-    expected = Image(cache)
-    getattr(cache, leave[0])(*leave[1:])
-    for into, states in zip(expected.next_states, expected.states, strict=True):
-        into[1] = states[1]
-    if leave[0].startswith("reset"):
-        expected.zero_states(0)
-    expected.check(cache)
-    cache.swap()
-    sequences.unpin(seq)
-    cache.clear_slot(0)
-    assert sequences.pin(seq, slot=0) == 0
-    for array, states in zip(Image(cache).states, expected.states, strict=True):
-        assert np.array_equal(array[0], states[1])
-
-
-def test_a_full_sequence_takes_no_token_more(memory, stream):
-    for kind in ("manager", "linear"):
-        _, sequences = make(kind, memory, stream, states=False)
-        (seq,) = sequences.new(S)
-        sequences.append(seq, *tokens(sequences.cache, 0, 1))
-        sequences.check(seq, S)
-
-
 def test_a_slot_of_known_length_beside_one_that_only_the_device_knows(memory, stream):
     cache, sequences = make("manager", memory, stream)
     a, b = sequences.new(2, 3)
@@ -423,111 +327,6 @@ def test_a_slot_of_known_length_beside_one_that_only_the_device_knows(memory, st
     sequences.unpin(b)
     for call in (sequences.length, sequences.unpin, sequences.get):
         sequences.refuses(LengthsUnknown, f"the lengths of slots [0] {refused}", call, a)
-    cache.set_active_batch_size(0)
-    assert (sequences.memory_used, sequences.length(a), sequences.memory_used) == (4 * TOKEN["manager"], 3, 3 * TOKEN["manager"])
-
-
-def test_tokens_that_nobody_looked_at(memory, stream):
-    """They were committed while a sequence was in an active slot; then the slot is not active any more."""
-    cache, sequences = make("manager", memory, stream, swapping=True)
-    seq = sequences.create_sequence()
-    fill_all(cache, stream)
-
-    def run(before: int, *, mapping: Any = None, look: bool = False) -> None:
-        sequences.pin(seq)
-        cache.reset_for_new_sequences([0, 0, 0, 0, before])
-        assert not look or sequences.length(seq) == before
-        cache.commit_sequence_length(1)
-        if mapping:
-            cache.compact_batch(mapping, 5, 2)
-        cache.set_active_batch_size(0)
-
-    cache.set_active_batch_size(5)
-    cache.commit_sequence_length(3)
-    cache.set_active_batch_size(0)
-    assert sequences.length(seq) == 3
-    run(3, mapping=[-1, 0, 1, -1, -1])
-    assert sequences.length(seq) == 4
-    run(4)
-    assert sequences.length(seq) == 5
-    run(5, look=True)
-    sequences.unpin(seq)
-    expected = [(rows[4, which, :, :6].tobytes()) for rows in Image(cache).rows for which in (0, 1)]
-    for other in [sequences.create_sequence() for _ in range(B)]:
-        sequences.get(other)
-    assert sequences.memory_swapped == 6 * TOKEN["manager"]
-    assert [layer.tobytes() for pair in zip(*sequences.get(seq), strict=True) for layer in pair] == expected
-    slot = sequences.pin(seq)
-    for lengths in ([0] * slot + [6], [0] * B):
-        cache.reset_for_new_sequences(lengths)
-    for active in (0, B):
-        cache.set_active_batch_size(active)
-    assert sequences.length(seq) == 0
-
-
-class LateMemory(HostMemory):
-    """As late as a device may be: what is copied from or to the host is copied when the host waits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.late: list[Any] = []
-
-    def upload(self, destination: Any, source: Any, *, stream: Any) -> None:
-        self.late.append(partial(super().upload, destination, source, stream=stream))
-
-    def download(self, destination: Any, source: Any, *, stream: Any) -> None:
-        self.late.append(partial(super().download, destination, source, stream=stream))
-
-    def synchronize(self, stream: Any) -> None:
-        while self.late:
-            self.late.pop(0)()
-
-
-def test_host_arrays_are_waited_for():
-    memory = LateMemory()
-    cache, sequences = make("manager", memory, memory.create_stream(), swapping=True)
-    seq, new = sequences.create_sequence(), tokens(cache, 2, 0)
-    expected = raw(new)
-    sequences.append(seq, *new)
-    for array in (*new[0], *new[1]):
-        array[...] = 0
-    assert raw(sequences.get(seq)) == expected
-    for other in [sequences.create_sequence() for _ in range(B)]:
-        sequences.pin(other)
-        assert not memory.late
-    assert raw([[*sequences._table.find(seq).saved.rows]]) == [expected[i] for i in (0, 3, 1, 4, 2, 5)]
-    sequences.unpin(other)
-    assert (sequences.pin(seq), memory.late) == (4, [])
-
-
-def test_a_sequence_follows_its_slot(memory, stream):
-    cache, sequences = make("manager", memory, stream)
-    for slot in range(B - 1):
-        cache.set_active_batch_size(slot + 1)
-        sequences.pin(sequences.create_sequence(), slot=slot)
-        sequences.add(slot, slot + 1)
-    cache.set_active_batch_size(B)
-    a, b, c, d = range(4)
-    cache.compact_batch([1, -1, 0, -1, 2], 5, 3)
-    assert (sequences.length(a), sequences.length(c)) == (1, 3)
-    for seq in (a, c, d):  # d was dropped, but not overwritten
-        sequences.check(seq, seq + 1)
-    sequences.refuses(SequenceError, f"sequence {b}: {TAKEN}", sequences.length, b)
-    sequences.destroy_sequence(b)
-    sequences.refuses(SequenceError, f"sequence {b}: it was destroyed.", sequences.destroy_sequence, b)
-    cache.compact_batch(memory.to_device(np.arange(3, dtype=np.int32), stream=stream), 3, 3)
-    cache.sync_lengths()
-    assert sequences.length(a) == 1
-    cache.compact_batch(memory.to_device(np.array([0, -1, 1], np.int32), stream=stream), 3, 2)
-    for seq in (a, c):
-        sequences.refuses(SequenceError, f"sequence {seq}: {TAKEN}", sequences.get, seq)
-    sequences.unpin(d)
-    cache.set_active_batch_size(3)
-    assert sequences.num_sequences == 1
-    cache.set_active_batch_size(4)  # of which d waits in the last
-    sequences.refuses(SequenceError, f"sequence {d}: {TAKEN}", sequences.length, d)
-    sequences.destroy_all_sequences()
-    sequences.refuses(SequenceError, f"sequence {d}: it was destroyed.", sequences.length, d)
 
 
 @pytest.mark.parametrize("swapping", [False, True])
@@ -536,7 +335,7 @@ def test_into_a_certain_slot(memory, stream, swapping):
     cache.reset_for_new_sequences([0, 2])
     a, b, c = sequences.new(1, 2, 3)  # in slots 4, 3, 2
 
-    def refused(seq: int, slot: int, text: str) -> None:
+    def refused(seq, slot, text):
         sequences.refuses(CapacityError, f"{text} Nothing was changed.", sequences.pin, seq, slot=slot)
 
     assert (sequences.pin(a, slot=2), sequences.slots) == (2, [2, 3, 4])  # c goes where a was
@@ -571,17 +370,11 @@ def test_what_is_refused_changes_nothing(memory, stream):
     for k, v, error, text in (
         (*four, CapacityError, "sequence 0 holds 4 tokens; appending 4 more exceeds max_sequence_length=7. Nothing was changed."),
         (keys[:2], values, ShapeError, "keys: expected 3 layers, got 2."),
-        (keys, [*values, values[0]], ShapeError, "values: expected 3 layers, got 4."),
-        (np.array(3), values, ShapeError, f"keys: {one} ndarray."),
-        (keys, "abc", ShapeError, f"values: {one} str."),
         (3, values, ShapeError, f"keys: {one} int."),
         (keys, [values[0], values[1], [1]], ShapeError, "values[2]: expected an array [H, n, D], got list."),
         ([np.float32(keys[0]), *keys[1:]], values, DTypeError, "keys[0]: expected float16, which the cache stores, got float32."),
-        (keys, [*values[:2], values[2].view(np.int16)], DTypeError, "values[2]: expected float16, which the cache stores, got int16."),
         (keys, four[1], ShapeError, f"values[0]: {wrong} (2, 2, 16), got (2, 4, 16)."),
         (keys[::-1], values, ShapeError, f"keys[0]: {wrong} (2, 2, 16), got (3, 2, 16)."),
-        ([keys[0][0], *keys[1:]], values, ShapeError, f"keys[0]: {wrong} (2, 0, 16), got (2, 16)."),
-        (keys, [values[0], values[1][:, :, :24], values[2]], ShapeError, f"values[1]: {wrong} (1, 2, 48), got (1, 2, 24)."),
     ):
         sequences.refuses(error, text, sequences.append, seq, k, v)
     calls = [
@@ -593,17 +386,13 @@ def test_what_is_refused_changes_nothing(memory, stream):
     ]
     of_ids = [*calls, (sequences.length, ()), (sequences.destroy_sequence, ())]
     for call, arguments, error, text in (
-        (sequences.truncate, (seq, -1), RangeError, "truncate: sequence 0 holds 4 tokens; expected 0 to 4, got -1."),
         (sequences.truncate, (seq, 5), RangeError, "truncate: sequence 0 holds 4 tokens; expected 0 to 4, got 5."),
         (sequences.truncate, (seq, 1.5), RangeError, "new_length: expected an integer, got 1.5."),
         (sequences.reserve, (-1,), RangeError, "num_sequences: expected at least 0, got -1."),
         (partial(sequences.pin, slot=5), (seq,), SlotError, f"slot 5: {slots}"),
-        (partial(sequences.pin, slot=-1), (seq,), SlotError, f"slot -1: {slots}"),
         *((call, (gone, *rest), SequenceError, f"sequence {gone}: it was destroyed.") for call, rest in of_ids),
         *((call, (6, *rest), SequenceError, f"sequence 6: {unknown}") for call, rest in of_ids),
-        (sequences.get, (-1,), SequenceError, f"sequence -1: {unknown}"),
         (sequences.get, ("a",), SequenceError, "sequence: expected an integer, got 'a'."),
-        (sequences.destroy_sequence, (True,), SequenceError, "sequence: expected an integer, got True."),
     ):
         sequences.refuses(error, text, call, *arguments)
     for call, rest in calls:
@@ -650,7 +439,7 @@ def test_nothing_of_it_is_captured_in_a_graph():
     cache, sequences = make("manager", memory, memory.create_stream())
     seq = sequences.create_sequence()
     memory.capturing = True
-    for name, values in {"append": tokens(cache, 1, 0), "get": (), "truncate": (0,), "pin": (), "unpin": ()}.items():
+    for name, values in ("append", tokens(cache, 1, 0)), ("get", ()), ("truncate", (0,)), ("pin", ()), ("unpin", ()):
         with Unchanged(cache), pytest.raises(CaptureError, match=f"^{name} cannot be captured: it waits for the device"):
             getattr(sequences, name)(seq, *values)
     memory.capturing = False
@@ -663,7 +452,7 @@ def test_nothing_of_it_is_captured_in_a_graph():
         cache.set_active_batch_size(B - 1)
 
 
-def three_swaps(memory: Any, stream: Any) -> tuple[Any, Any, list[Any]]:
+def three_swaps(memory, stream):
     """Three sequences of four tokens past the threshold, of which the calls that are returned send one or two out."""
     cache, sequences = make("manager", memory, stream, swapping=True, threshold=12 / 35)
     cache.reset_for_new_sequences([0])
@@ -677,7 +466,7 @@ def test_no_room_on_the_host():
     class Full(HostMemory):
         left = 99
 
-        def staging(self, shape: Any, dtype: str) -> np.ndarray:
+        def staging(self, shape, dtype):
             self.left -= 1
             if self.left < 0:
                 raise CapacityError("no room.")
@@ -697,13 +486,8 @@ def test_no_room_on_the_host():
 
 @needs_standin
 def test_page_locked_memory_is_all_that_swapping_allocates(memory, stream):
-    cache, sequences, calls = three_swaps(memory, stream)
+    _, sequences, calls = three_swaps(memory, stream)
     standin = StandIn()
-    before = handles(sequences)
-    standin.fail_allocation(1)
-    with Unchanged(cache), pytest.raises(CapacityError, match="page-locked host memory"):
-        calls[0]()
-    assert handles(sequences) == before
     standin.take_calls()
     calls[0]()
     assert [call for call in standin.take_calls() if call in ALLOCATIONS] == ["cuMemAllocHost_v2"]

@@ -1,9 +1,5 @@
 """``submit`` and ``step``: requests come and go at random, and each gets the tokens that it gets alone."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
 from checkpoint.tokenizer_folders import byte_level_folder
@@ -25,7 +21,7 @@ def tokenizer(tmp_path_factory):
     return Tokenizer.open(byte_level_folder(tmp_path_factory.mktemp("tokenizer")))
 
 
-def make(*, tokenizer=None, profiles=None, reuse=0, **kv: Any) -> InferenceSession:
+def make(*, tokenizer=None, profiles=None, reuse=0, **kv):
     engine, cache = recorded(kv_config(**kv), profiles=profiles)
     return InferenceSession(engine, cache, tokenizer=tokenizer, prompt_cache=PromptCache(cache, max_bytes=reuse))
 

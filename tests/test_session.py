@@ -3,11 +3,7 @@
 The engine is the exact one of ``fakes``: its logits are a function of all tokens that it finds in a slot.
 """
 
-from __future__ import annotations
-
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,20 +15,12 @@ from hypothesis import strategies as st
 
 from trt_kvcache import InferenceSession, KVLayout, LinearKVCache, SamplingParams, TensorNames
 from trt_kvcache.checkpoint import Tokenizer
-from trt_kvcache.errors import (
-    CapacityError,
-    ClosedError,
-    ConfigError,
-    KVCacheError,
-    LayoutError,
-    RangeError,
-    ShapeError,
-)
+from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, LayoutError, RangeError, ShapeError
 
 S = 16
 
 
-def make(*, slots: int = 3, limit: int = S, **options: Any) -> InferenceSession:
+def make(*, slots=3, limit=S, **options):
     return InferenceSession(*recorded(kv_config(slots=slots, limit=limit)), **options)
 
 
@@ -47,12 +35,12 @@ def tokenizer(tmp_path_factory):
     return Tokenizer.open(byte_level_folder(tmp_path_factory.mktemp("tokenizer")))
 
 
-def same(logits: Any, *rows: Sequence[int]) -> None:
+def same(logits, *rows):
     """Check that logits are those after these rows, each alone."""
     np.testing.assert_array_equal(logits, [logits_after(row) for row in rows])
 
 
-def continuation(prompt: Sequence[int], count: int) -> list[int]:
+def continuation(prompt, count):
     """The greedy tokens after a prompt."""
     tokens = list(prompt)
     for _ in range(count):
@@ -60,13 +48,13 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
     return tokens[len(prompt) :]
 
 
-def at_most(*counts: int) -> list[SamplingParams]:
+def at_most(*counts):
     return [SamplingParams(max_new_tokens=count) for count in counts]
 
 
 def by_prompt(events):
     """Tokens, text and reason of each prompt."""
-    result: dict[int, list[Any]] = {}
+    result = {}
     for event in events:
         entry = result.setdefault(event.index, [[], "", None])
         assert entry[2] is None, "a token came after the last one"
@@ -76,7 +64,7 @@ def by_prompt(events):
     return [tuple(result[index]) for index in sorted(result)]
 
 
-def refuse(session, kind: type[KVCacheError], call) -> str:
+def refuse(session, kind, call):
     """Call what must fail; nothing is enqueued and nothing changes; return the text."""
 
     def observe():
@@ -120,7 +108,7 @@ CACHE_NAMES = {"k_cache": "k{i}", "v_cache": "v{i}", "present_k_cache": "k{i}_ou
     ids=["int64", "bfloat16 logits", "bfloat16", "names", "combined slot", "linear"],
 )
 def test_engines_and_caches(cache, engine, tolerance):
-    parts: Any = recorded(kv_config(**cache), **engine)
+    parts = recorded(kv_config(**cache), **engine)
     if not cache and not engine:
         memory = RecordingMemory(Journal())
         linear = LinearKVCache(linear_config(num_mamba_layers=0, head_dim=8, dtype="float32"), memory=memory)
@@ -283,18 +271,18 @@ def test_generate_is_over_once_another_call_has_changed_the_sequences(session, n
 class Oracle:
     """What the slots should hold."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit):
         self.limit = limit
-        self.cached: list[list[int]] = []
-        self.pending: list[list[int]] = []
+        self.cached = []
+        self.pending = []
 
-    def check(self, session: InferenceSession) -> None:
+    def check(self, session):
         slots, lengths = range(session.cache.active_batch_size), list(map(len, self.cached))
         assert [list(session.tokens(slot)) for slot in slots] == self.cached
         assert [list(session.pending_tokens(slot)) for slot in slots] == self.pending
         assert list(session.cache.host_kv_cache_lengths) == session.cache.kv_cache_lengths.numpy().tolist() == lengths
 
-    def attempt(self, call: Callable[[], Any], rows: Sequence[Sequence[int]], before: Sequence[Sequence[int]]) -> Any:
+    def attempt(self, call, rows, before):
         """Call what adds these rows to what was before; return None where it must be refused."""
         try:
             return call()

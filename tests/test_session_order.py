@@ -1,11 +1,7 @@
 """What a session calls, in which order, and what is left when any one of the calls fails."""
 
-from __future__ import annotations
-
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +14,7 @@ from trt_kvcache.errors import EngineError
 PACKAGE = str(Path(trt_kvcache.__file__).parent)
 
 
-def make(**options: Any) -> InferenceSession:
+def make(**options):
     return InferenceSession(*recorded(kv_config(**options)))
 
 
@@ -175,8 +171,8 @@ def test_a_failure_of_any_call_leaves_everything_and_the_step_can_be_repeated(st
 class LineTracer:
     """Counts the visits of every line of the package in a call, or raises KeyboardInterrupt at one of them."""
 
-    def __init__(self, call: Callable[[], Any], at: tuple[tuple[str, int], int] | None = None) -> None:
-        self.visits: dict[tuple[str, int], int] = {}
+    def __init__(self, call, at=None):
+        self.visits = {}
         self._at = at
         before = sys.gettrace()
         sys.settrace(lambda frame, event, arg: self._line if frame.f_code.co_filename.startswith(PACKAGE) else None)
@@ -185,7 +181,7 @@ class LineTracer:
         finally:
             sys.settrace(before)
 
-    def _line(self, frame: Any, event: str, arg: Any) -> Any:
+    def _line(self, frame, event, arg):
         if event == "line":
             line = (frame.f_code.co_filename, frame.f_lineno)
             visit = self.visits.get(line, 0)

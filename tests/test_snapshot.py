@@ -1,22 +1,18 @@
 """Snapshots: what comes back, from which file, and that any other file is refused with the cache as it was."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
-from cache_cases import Image, Unchanged, fill_all, kv_config, make_cache, mamba_config
+from cache_cases import Image, Unchanged, fill_all, kv_config, mamba_config
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from slot_cases import SEQUENCE_KINDS, cache_holding, move
 
-from trt_kvcache import HostMemory, HybridCacheConfig, HybridCacheManager, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, LayerType
+from trt_kvcache import HostMemory, HybridCacheConfig, HybridCacheManager, KVCacheManager, KVLayout, LayerType
 from trt_kvcache.checkpoint import RopeConfig
 from trt_kvcache.errors import CapacityError, ConfigError, RangeError, ShapeError, SlotError, SnapshotError
 from trt_kvcache.prompt_cache import PromptCache
@@ -29,21 +25,21 @@ SAMPLER = SamplerState(seed=(1 << 63) - 1, counter=12)
 TOKENS = [7, 0, 2147483647, 3, 11]
 
 
-def save(path: Path, cache: Any, slot: int = 0, **given: Any) -> Snapshot:
+def save(path, cache, slot=0, **given):
     return save_snapshot(path, cache, slot, **{"tokens": TOKENS, "model": MODEL, "stream": cache.memory.create_stream(), **given})
 
 
-def load(path: Path, cache: Any, slot: int = 1, **given: Any) -> Any:
+def load(path, cache, slot=1, **given):
     return load_snapshot(path, cache, slot, **{"model": MODEL, "stream": cache.memory.create_stream(), **given})
 
 
-def refused(text: str, path: Path, cache: Any, **given: Any) -> None:
+def refused(text, path, cache, **given):
     with Unchanged(cache), pytest.raises(SnapshotError) as caught:
         load(path, cache, **given)
     assert str(caught.value).startswith(text)
 
 
-def host_cache(kind: str, *lengths: int, **changes: Any) -> Any:
+def host_cache(kind, *lengths, **changes):
     memory = HostMemory()
     return cache_holding(kind, memory, memory.create_stream(), *lengths, **changes)
 
@@ -66,14 +62,6 @@ def test_a_slot_comes_back_in_another_cache(tmp_path, memory, stream, kind, layo
     for snapshot in (saved, loaded.snapshot):
         assert (snapshot.tokens, snapshot.pending, snapshot.sampler, snapshot.model) == (tuple(TOKENS), (9,), SAMPLER, MODEL)
     assert os.listdir(tmp_path) == ["a.safetensors"]
-
-
-def test_nothing_is_a_sequence_too(tmp_path, memory, stream):
-    with cache_holding("hybrid", memory, stream, 0) as cache:
-        save(tmp_path / "a", cache, tokens=[], pending=[4, 5])
-        with Unchanged(cache):
-            loaded = load(tmp_path / "a", cache)
-    assert (loaded.reused_tokens, loaded.snapshot.tokens, loaded.snapshot.pending, loaded.snapshot.sampler) == (0, (), (4, 5), None)
 
 
 @pytest.mark.parametrize("kind", SEQUENCE_KINDS)
@@ -139,14 +127,6 @@ def test_any_reader_of_safetensors_can_look_at_it(tmp_path):
             "slot": {"kv": kv_config().to_dict(), "mamba": mamba_config().to_dict()},
         },
     )
-    content = path.read_bytes()
-    assert content[-32:] == hashlib.sha256(content[:-32]).digest()
-    odd = mamba_config(num_layers=1, num_heads=1, recurrent_dtype="float16", conv_dtype="float32")
-    with HybridCacheManager(HybridCacheConfig(layer_types=[LayerType.MAMBA], mamba=odd), memory=HostMemory()) as cache:
-        cache.reset_for_new_sequences([0], stream=cache.memory.create_stream())
-        save(path, cache, tokens=[])
-    saved = Snapshot.read(path).contents.saved
-    assert all(array.flags.aligned and not array.flags.writeable for array in [*saved.rows, *saved.states])
 
 
 def test_every_bit_counts(tmp_path):
@@ -171,7 +151,7 @@ def test_every_bit_counts(tmp_path):
         assert load(path, cache).reused_tokens == 5
 
 
-def rewritten(content: bytes, place: str, value: Any) -> bytes:
+def rewritten(content, place, value):
     """A file whose header has another value at a place, or none for a value ``del``, with a hash that is right."""
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])
@@ -198,18 +178,15 @@ CHANGES = [
     *((FORMAT, value, f"format: expected a number of 1 or more, got '{value[:4]}") for value in ("0", "one", "9" * 5000)),
     *((place, value, UNKNOWN) for place, value in ((FORMAT, "del"), ("header/__metadata__", None))),
     ("header/__metadata__/description", "del", DISAGREES),
-    ("header/__metadata__/description", "[]", DISAGREES),
-    *(("header/tokens/dtype", value, DISAGREES) for value in ("F32", "F64")),
-    *(("header/tokens/shape", value, DISAGREES) for value in ([1, 5], [-5], 5, [1 << 70])),
+    ("header/tokens/dtype", "F32", DISAGREES),
+    *(("header/tokens/shape", value, DISAGREES) for value in ([1, 5], 5, [1 << 70])),
     ("header/tokens/data_offsets", [4, 24], DISAGREES),
     ("header/tokens", None, DISAGREES),
     ("header/sha256", "del", DISAGREES),
     ("header/k_cache_0", "del", DISAGREES),
     ("description/sampler", {"seed": "x", "counter": 1}, DISAGREES),
-    ("description/sampler", 7, DISAGREES),
     ("description/model", {"fingerprint": ""}, DISAGREES),
     ("description/model/rope", "linear", DISAGREES),
-    ("description/slot", {}, DISAGREES),
     ("description/slot/mamba", None, DISAGREES),
     ("description/slot/kv/dtype", "bfloat16", DISAGREES),
     ("description/slot/kv/layers/1/num_kv_heads", 3, DISAGREES),
@@ -232,7 +209,6 @@ def test_foreign_files(tmp_path):
             (foreign, UNKNOWN),
             ((50000).to_bytes(8, "little") + b"[" * 50000 + bytes(32), f"{UNKNOWN}50040 bytes"),
             (b"something else altogether, and long enough to be a header.", f"{UNKNOWN}58 bytes"),
-            (b"", f"{UNKNOWN}0 bytes"),
         ):
             path.write_bytes(version)
             refused(f"{path}: {text}", path, cache)
@@ -240,13 +216,13 @@ def test_foreign_files(tmp_path):
             refused(f"{other}: cannot be read: ", other, cache)
 
 
-def hybrid(heads: Any = ((2, 16),), dtype: str = "float16", **mamba: Any) -> Any:
+def hybrid(heads=((2, 16),), dtype="float16", **mamba):
     types = [LayerType.ATTENTION] * len(heads) + [LayerType.MAMBA] * 2
     config = HybridCacheConfig(layer_types=types, kv=kv_config(heads, dtype=dtype), mamba=mamba_config(**mamba))
     return HybridCacheManager(config, memory=HostMemory())
 
 
-def reset(cache: Any, *lengths: int) -> None:
+def reset(cache, *lengths):
     stream = cache.memory.create_stream()
     cache.reset_for_new_sequences(lengths, stream=stream)
     fill_all(cache, stream)
@@ -267,31 +243,14 @@ def test_other_models_and_caches(tmp_path):
     for cache, text in [
         (hybrid(((2, 16), (2, 16))), "attention layers: expected 2, got 1"),
         (hybrid(((3, 16),)), "num_kv_heads of attention layer 0: expected 3, got 2"),
-        (hybrid(((2, 32),)), "head_dim of attention layer 0: expected 32, got 16"),
         (hybrid(dtype="bfloat16"), "dtype of K and V: expected bfloat16, got float16"),
         (hybrid(state_size=4), "state_size of recurrent layers: expected 4, got 5"),
-        (hybrid(conv_dtype="float32"), "conv_dtype of recurrent layers: expected float32, got float16"),
-        (make_cache("manager", HostMemory()), "attention layers: expected 3, got 1"),
-        (host_cache("states"), "attention layers: expected 0, got 1"),
         (KVCacheManager(kv_config([(2, 16)]), memory=HostMemory()), "recurrent layers: expected 0, got 2"),
     ]:
         reset(cache, 3, 4)
         refused(f"snapshot: {text}. It was saved from another cache.", path, cache)
     with hybrid(ping_pong=True) as cache:
         assert load(path, cache).reused_tokens == 5
-    for dtype, fits in (("float16", True), ("int8", False)):
-        caches = []
-        for scale in (0.5, 2.0):
-            layers = [KVLayerConfig(num_kv_heads=1, head_dim=16, k_scale=scale)]
-            config = KVCacheConfig(layers=layers, max_batch_size=5, max_sequence_length=7, dtype=dtype)
-            caches.append(KVCacheManager(config, memory=HostMemory()))
-        reset(caches[0], 5)
-        save(path, caches[0])
-        for cache in caches:
-            if fits or cache is caches[0]:
-                assert load(path, cache).reused_tokens == 5
-            else:
-                refused("snapshot: k_scale of attention layer 0: expected 2.0, got 0.5", path, cache)
 
 
 def test_arguments_that_change_nothing(tmp_path, memory, stream):
@@ -300,22 +259,18 @@ def test_arguments_that_change_nothing(tmp_path, memory, stream):
         save(path, cache)
         for call, error in [
             (partial(load, path, cache, 5), SlotError),
-            (partial(load, path, cache, -1), SlotError),
             (partial(save, path, cache, 1), SlotError),
             (partial(save, path, cache, tokens=[*TOKENS, 1]), RangeError),
             (partial(save, path, cache, tokens=[1], pending=[-1]), RangeError),
             (partial(ModelIdentity, fingerprint=""), ConfigError),
-            *((partial(ModelIdentity, fingerprint="x", rope=rope), ConfigError) for rope in ("linear", {"a": {1}}, {"a": np.inf})),
-            (partial(SamplerState, seed=-1, counter=0), RangeError),
+            *((partial(ModelIdentity, fingerprint="x", rope=rope), ConfigError) for rope in ("linear", {"a": np.inf})),
             (partial(SamplerState, seed=1 << 63, counter=0), RangeError),
-            (partial(SamplerState, seed=None, counter=0), RangeError),
             (partial(SamplerState, seed=0, counter=True), RangeError),
             (partial(save, path, cache, model="x"), ConfigError),
             (partial(save, path, cache, sampler=(1, 2)), ConfigError),
-            (partial(load, path, cache, model="x"), ConfigError),
             (partial(load_snapshot, path, cache, 1, model=None, stream=stream), ConfigError),
-            *((partial(save, other, cache), IsADirectoryError) for other in (tmp_path, ".", "/")),
-            *((partial(read_snapshots, given, cache, MODEL), ShapeError) for given in (None, 3, b"a", [], [path, 3], [path] * 6)),
+            *((partial(save, other, cache), IsADirectoryError) for other in (tmp_path, "/")),
+            *((partial(read_snapshots, given, cache, MODEL), ShapeError) for given in (3, [], [path, 3], [path] * 6)),
         ]:
             with Unchanged(cache), pytest.raises(error):
                 call()
@@ -345,13 +300,9 @@ def test_a_file_appears_complete_or_not_at_all(tmp_path, monkeypatch, at):
     with host_cache("manager", 5) as cache:
         save(path, cache)
         before = path.read_bytes()
-
-        def fail(*_: Any) -> None:
-            raise OSError("no space left")
-
         with monkeypatch.context() as patch:
-            patch.setattr(os, at, fail)
-            with pytest.raises(OSError, match="no space left"):
+            patch.setattr(os, at, lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
                 save(path, cache, tokens=TOKENS[:3])
         assert (os.listdir(tmp_path), path.read_bytes()) == (["a"], before)
         save(path, cache, tokens=TOKENS[:3])

@@ -77,7 +77,7 @@ def test_full_tensorrt_comes_first(installed):
     ("full", "message"),
     [
         (fake_module("11.4.0", start=False), r"tensorrt: cannot start here: CUDA initialization failure with error: 35\."),
-        (fake_module("10.9.0.34"), r"tensorrt: version 10\.9\.0\.34 is too old: it has no KVCacheUpdate layer"),
+        (fake_module("10.2.0.34"), r"tensorrt: version 10\.2\.0\.34 is too old\. Expected 10\.16 or newer, or 10\.3 for plugin"),
     ],
 )
 def test_full_tensorrt_that_cannot_be_used_gives_way(installed, full, message):
@@ -87,7 +87,8 @@ def test_full_tensorrt_that_cannot_be_used_gives_way(installed, full, message):
         load("tensorrt")
 
 
-@pytest.mark.parametrize(("version", "native"), [("10.16.0", True), ("11.0.0", True), ("10.15.1.29", False)])
-def test_native_attention_by_version(installed, version, native):
+@pytest.mark.parametrize(("version", "has"), [("10.16.0", "11"), ("10.15.1.29", "10"), ("10.14.1", "00"), ("10.3.0", "00")])
+def test_what_versions_have(installed, version, has):
     installed(tensorrt=fake_module(version))
-    assert load("tensorrt").has_native_attention is native
+    found = load("tensorrt")
+    assert f"{found.has_kv_update:d}{found.has_native_attention:d}" == has

@@ -22,15 +22,9 @@ from trt_kvcache.steps import StepExecutor
 class ActiveSequences:
     """What each active slot holds, and the steps that add to it.
 
-    Parameters
-    ----------
-    steps : StepExecutor
-    prompt_cache : PromptCache
-        Over the same cache.
-
-    Notes
-    -----
     If a step raises or is interrupted, lengths and tokens are as before it. Arguments were checked by the caller.
+
+    ``prompt_cache``: Over the same cache.
     """
 
     def __init__(self, steps: StepExecutor, prompt_cache: PromptCache) -> None:
@@ -87,8 +81,6 @@ class ActiveSequences:
             cache_bytes_live=0 if self._cache.closed else sum(self._cache.lengths.upper_bounds) * self._bytes_per_token,
             cache_bytes_reserved=self._cache.nbytes,
         )
-
-    # --- changes ---
 
     def start(self, reused: Sequence[int]) -> None:
         """Begin new sequences that keep the first ``reused`` tokens of what their slots hold."""
@@ -165,11 +157,8 @@ class ActiveSequences:
     def prefill(self, rows: Sequence[Sequence[int]], chunks: Sequence[Chunk]) -> np.ndarray[Any, Any]:
         """Enqueue new tokens in chunks, each a step of its own.
 
-        Parameters
-        ----------
-        rows : sequence of sequences of int (A,)
-            All that the chunks take, per slot.
-        chunks : sequence of Chunk
+        ``rows``: sequence of sequences of int (A,). All that the chunks take, per slot.
+        ``chunks``: sequence of Chunk.
 
         Returns
         -------
@@ -198,11 +187,8 @@ class ActiveSequences:
     def decode(self, tokens: Sequence[int], going: Sequence[bool] | None = None) -> np.ndarray[Any, Any]:
         """Run one step and return its logits, float32 ``[A, vocab]``, which the next step overwrites.
 
-        Parameters
-        ----------
-        tokens : sequence of int (A,)
-        going : sequence of bool (A,), optional
-            Which slots do not ride along; all if left out.
+        ``tokens``: sequence of int (A,).
+        ``going``: sequence of bool (A,), optional. Which slots do not ride along; all if left out.
         """
         started = time.perf_counter()
         with self.all_or_nothing():

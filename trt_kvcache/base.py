@@ -24,21 +24,7 @@ from trt_kvcache.tensor import DeviceTensor
 class KVCacheBase(SlotCache):
     """Views of a K/V cache, and rows captured and restored. Not thread-safe.
 
-    Parameters
-    ----------
-    kv : KVCacheConfig
-        The cache layer by layer.
-    memory : Memory
-        Where it lives.
-    lengths : Lengths, optional
-        Shared lengths; without, the cache makes its own.
-
-    Raises
-    ------
-    CapacityError
-        An allocation failed; those made before were released.
-    ConfigError, PlaceError
-        ``lengths`` have other sizes, or live elsewhere.
+    Memory, shared lengths and errors: see :class:`~trt_kvcache.slots.SlotCache`.
     """
 
     def __init__(self, kv: KVCacheConfig, *, memory: Memory, lengths: Lengths | None = None) -> None:
@@ -71,8 +57,6 @@ class KVCacheBase(SlotCache):
             for indices in members.values()
         ]
 
-    # --- what it is ---
-
     @property
     def kv_config(self) -> KVCacheConfig:
         """The cache described layer by layer."""
@@ -103,43 +87,23 @@ class KVCacheBase(SlotCache):
         """Return the heads of one attention layer. Raises :class:`LayerIndexError` out of range."""
         return self._kv.layers[layer_index(attn_layer_idx, self.num_layers)]
 
-    # --- views ---
-
     def get_combined_kv_cache(self, attn_layer_idx: int) -> DeviceTensor:
-        """Return K and V of one attention layer as one view.
-
-        Parameters
-        ----------
-        attn_layer_idx : int
-            Index among the attention layers, from 0.
+        """Return K and V of one attention layer as one view. ``attn_layer_idx`` counts attention layers, from 0.
 
         Returns
         -------
         DeviceTensor ``[B, 2, H, S, D]``
             Dense in the COMBINED layout; a strided view of the same bytes in the SEPARATE one.
-
-        Raises
-        ------
-        LayerIndexError, ClosedError
         """
         return self._combined(self._checked_layer(attn_layer_idx))
 
     def get_separate_kv_cache(self, attn_layer_idx: int) -> tuple[DeviceTensor, DeviceTensor]:
-        """Return K and V of one attention layer as two views.
-
-        Parameters
-        ----------
-        attn_layer_idx : int
-            Index among the attention layers, from 0.
+        """Return K and V of one attention layer as two views. ``attn_layer_idx`` counts attention layers, from 0.
 
         Returns
         -------
         pair of DeviceTensor ``[B, H, S, D]``
             Dense in the SEPARATE layout; strided views of the same bytes in the COMBINED one.
-
-        Raises
-        ------
-        LayerIndexError, ClosedError
         """
         allocation, start, storage = self._layer(self._checked_layer(attn_layer_idx))
         k, v = (
@@ -171,16 +135,16 @@ class KVCacheBase(SlotCache):
         allocation, start, storage = self._layer(index)
         return DeviceTensor(allocation, shape=storage.combined_shape, dtype=storage.dtype, strides=storage.combined_strides, offset=start)
 
-    # --- capture and restore ---
-
     def capture_kv_cache(self, slot: int, sequence_length: int, *, stream: Any) -> list[DeviceTensor]:
         """Copy the first tokens of a slot into new tensors.
 
+        ``captureKVCache`` of seed 003.
+
+        Raises CapacityError.
+
         Parameters
         ----------
-        slot : int
-            ``0 <= slot < B``, active or not.
-        sequence_length : int
+        sequence_length
             Tokens, ``0 <= n <= S``.
         stream : cuda.core.Stream
             The copies are ordered on it, one launch per head-dim group.
@@ -190,14 +154,6 @@ class KVCacheBase(SlotCache):
         list of DeviceTensor ``[2, H_i, n, D_i]``
             One per attention layer: K, then V, dense, in the cache's dtype and memory, whatever the layout. They share one allocation.
             Scales are not in them: they are the configuration's.
-
-        Raises
-        ------
-        SlotError, RangeError, PlaceError, CapacityError, CaptureError, ClosedError
-
-        Notes
-        -----
-        ``captureKVCache`` of seed 003.
         """
         self._check_open()
         index = slot_index(slot, self._kv.max_batch_size)
@@ -208,25 +164,18 @@ class KVCacheBase(SlotCache):
     def restore_kv_cache(self, saved: Sequence[DeviceTensor], slot: int, *, stream: Any) -> None:
         """Copy captured tokens to the front of a slot. Lengths stay as they are.
 
+        ``restoreKVCache`` of seed 003.
+
+        Raises LayoutError.
+
         Parameters
         ----------
         saved : sequence of DeviceTensor ``[2, H_i, n, D_i]``
             What ``capture_kv_cache`` returned, of this cache or of one with equal layers and dtype in the same memory; its layout
             and sizes may differ. With float8 and int8 the scales should be the same: the stored values are copied.
-        slot : int
-            ``0 <= slot < B``, active or not.
         stream : cuda.core.Stream
             The copies are ordered on it, one launch per head-dim group; the call neither waits nor allocates. The tensors must
             stay until it is done.
-
-        Raises
-        ------
-        ShapeError, DTypeError, PlaceError, LayoutError, SlotError, CaptureError, ClosedError
-            Nothing was changed.
-
-        Notes
-        -----
-        ``restoreKVCache`` of seed 003.
         """
         self._check_open()
         refuse_capture(self._memory, "restore_kv_cache", stream)

@@ -16,10 +16,7 @@ if TYPE_CHECKING:
     from trt_kvcache.step_buffers import StepBuffers
 
 _LAYER_DIMENSIONS = ("num_kv_heads", "max_sequence_length", "head_dim")
-_CACHE_DIMENSIONS = {
-    4: ("max_batch_size", *_LAYER_DIMENSIONS),
-    5: ("max_batch_size", "the number of sides", *_LAYER_DIMENSIONS),
-}
+_CACHE_DIMENSIONS = {4: ("max_batch_size", *_LAYER_DIMENSIONS), 5: ("max_batch_size", "the number of sides", *_LAYER_DIMENSIONS)}
 _INDEX_DTYPES = ("int32", "int64")
 _LOGITS_DTYPES = ("float32", "float16", "bfloat16")
 
@@ -27,25 +24,18 @@ _LOGITS_DTYPES = ("float32", "float16", "bfloat16")
 class BindingPlan:
     """The bindings of one engine to one cache.
 
+    Raises BindingError: a tensor is missing, is not known, or differs in mode, shape, dtype or alias; the engine takes fewer slots than the
+    cache has. LayoutError: a view is not dense, or not aligned to 256 bytes. PlaceError: engine and cache are in different memories.
+
     Parameters
     ----------
-    engine : Engine
+    engine
         Built by this package or not: what it must have is said by ``names``.
     cache : KVCacheManager or LinearKVCache
         In the engine's memory, in the layout that the engine has (either one for B = 1): COMBINED where K and V of a layer are one
         tensor, else SEPARATE.
-    names : TensorNames
+    names
         What the engine calls its tensors.
-
-    Raises
-    ------
-    BindingError
-        A tensor is missing, is not known, or differs in mode, shape, dtype or alias; the engine takes fewer slots than the
-        cache has.
-    LayoutError
-        A view is not dense, or not aligned to 256 bytes.
-    PlaceError
-        Engine and cache are in different memories.
     """
 
     def __init__(self, engine: Engine, cache: KVCacheBase, *, names: TensorNames = DEFAULT_NAMES) -> None:
@@ -92,21 +82,17 @@ class BindingPlan:
         Addresses are bound once per profile and first slot, shapes are set when the batch or the width changes: a decode
         step after a decode step does neither.
 
+        Raises BindingError: no profile takes this batch and width. Nothing was enqueued. LayoutError: a view that starts at ``first_slot``
+        is not aligned.
+
         Parameters
         ----------
-        first_slot, count : int
+        first_slot, count
             The contiguous run of slots.
-        width : int
+        width
             New tokens per slot, padded.
-        buffers : StepBuffers
+        buffers
             Where tokens, start index and logits are.
-
-        Raises
-        ------
-        BindingError
-            No profile takes this batch and width. Nothing was enqueued.
-        LayoutError
-            A view that starts at ``first_slot`` is not aligned.
         """
         profile = self.profile_for(count, width)
         self.engine.use_profile(profile)

@@ -22,7 +22,7 @@ from trt_kvcache.trt_module import FLAVOURS, TensorRT
 #: Head dims for which TensorRT has attention kernels: multiples of the step.
 HEAD_DIM_STEP, HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 16, 256
 
-_WITHOUT_BFLOAT16 = "7.5"
+_TURING = "7.5"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,8 @@ class BuildOptions:
         object.__setattr__(self, "compute_capabilities", tuple(given))
         if len(set(given)) != len(given):
             raise ConfigError(f"compute_capabilities: expected each one once, got {', '.join(given)}.")
+        if self.attention == "plugin" and _TURING in given:
+            raise ConfigError(f"compute_capabilities: expected 8.0 or more for plugin attention, got {_TURING}. Build with native or mask.")
 
     def cache_for(self, model: ModelConfig) -> KVCacheConfig:
         """Return the cache of the engine, after checking that ``model`` can be built with these options.
@@ -105,8 +107,8 @@ class BuildOptions:
                 f"(max_position_embeddings), got {self.max_sequence_length}."
             )
         dtype = self.dtype or model.dtype
-        if dtype == "bfloat16" and _WITHOUT_BFLOAT16 in (self.compute_capabilities or ()):
-            raise ConfigError(f"dtype: GPUs of compute capability {_WITHOUT_BFLOAT16} have no bfloat16. Build with dtype float16.")
+        if dtype == "bfloat16" and _TURING in (self.compute_capabilities or ()):
+            raise ConfigError(f"dtype: GPUs of compute capability {_TURING} have no bfloat16. Build with dtype float16.")
         sizes = {"max_batch_size": self.max_batch_size, "max_sequence_length": self.max_sequence_length}
         return cache_config(model, **sizes, dtype=dtype, attention=self.attention)
 
@@ -123,6 +125,10 @@ class BuildOptions:
 
     def check_tensorrt(self, tensorrt: TensorRT) -> None:
         """Check that this TensorRT can do what is asked for. Raises :class:`ConfigError`."""
+        if self.attention != "plugin" and not tensorrt.has_kv_update:
+            raise ConfigError(
+                f"attention: expected plugin, got {self.attention}: TensorRT {tensorrt.version} has no KVCacheUpdate (10.15 has)."
+            )
         if self.attention == "native" and not tensorrt.has_native_attention:
             raise ConfigError(
                 f"attention: expected mask, got native: TensorRT {tensorrt.version} has no causal attention over a cache (10.16 has)."

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -254,19 +255,9 @@ def define_segments(
         graph, Weights(checkpoint, cache.dtype), model, begin_next, max_sequence_length=cache.max_sequence_length, names=names
     )
     segments = [step for step in decoder_steps(model, cache, names) if isinstance(step, SegmentStep)]
-    return tuple(
-        DecoderDefinition(
-            builder=builder,
-            network=network,
-            graph=graph,
-            cache=cache,
-            names=names,
-            tensors=segment.tensors,
-            profiles=decoder_profiles(max_batch_size=cache.max_batch_size, max_prefill_length=options.max_prefill_length),
-            attention=choices,
-        )
-        for network, segment in zip(networks, segments, strict=True)
-    )
+    profiles = decoder_profiles(max_batch_size=cache.max_batch_size, max_prefill_length=options.max_prefill_length)
+    make = partial(DecoderDefinition, builder=builder, graph=graph, cache=cache, names=names, profiles=profiles, attention=choices)
+    return tuple(make(network=network, tensors=segment.tensors) for network, segment in zip(networks, segments, strict=True))
 
 
 def define_constants(checkpoint: Checkpoint, cache: KVCacheConfig) -> bytes:
@@ -316,16 +307,16 @@ def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: 
                 messages.fail(BuildError, f"compute capability {name}: TensorRT refused it")
     if definition.attention[0].variant == "plugin" and can_add_plugins(tensorrt):
         allow_aliasing(tensorrt, config)
+    elif definition.attention[0].variant == "plugin":
+        flag = getattr(tensorrt.module.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)
+        if flag is not None:  # else a capture may refuse what TensorRT allocates in an enqueue
+            config.set_flag(flag)
     config.clear_flag(tensorrt.module.BuilderFlag.TF32)  # on by default; it keeps 10 bits of a float32's fraction
     return config
 
 
 def serialize(
-    definition: DecoderDefinition,
-    options: BuildOptions,
-    tensorrt: TensorRT,
-    messages: Messages,
-    progress: Callable[[float], object],
+    definition: DecoderDefinition, options: BuildOptions, tensorrt: TensorRT, messages: Messages, progress: Callable[[float], object]
 ) -> Any:
     """Build a defined network.
 

@@ -20,12 +20,8 @@ _TIGHT_SHARE = 0.5
 class Chunk:
     """One enqueue over a contiguous run of slots.
 
-    Parameters
-    ----------
-    first : int
-        The slot that the run starts at.
-    takes : tuple of int
-        New tokens of each slot of the run; 0 for one that rides along.
+    ``first``: The slot that the run starts at.
+    ``takes``: tuple of int. New tokens of each slot of the run; 0 for one that rides along.
     """
 
     first: int
@@ -57,26 +53,18 @@ def plan_chunks(
 ) -> list[Chunk]:
     """Cut tokens into enqueues, to be run in this order.
 
-    Parameters
-    ----------
-    lengths, remaining : sequence of int (A,)
-        Tokens in the cache, and tokens to be enqueued, per active slot; ``length + remaining <= S``.
-    max_width : int
-        What the engine takes at once.
-    max_sequence_length : int
-        S.
-    can_start_at : callable
-        Whether an enqueue may start at a slot other than 0 (alignment of its address).
+    Raises LayoutError: a slot cannot be reached: one before it is full, and no enqueue may start between the two.
+
+    ``lengths``, ``remaining``: sequence of int (A,). Tokens in the cache, and tokens to be enqueued, per active slot; ``length + remaining
+    <= S``.
+    ``max_width``: What the engine takes at once.
+    ``max_sequence_length``: S.
+    ``can_start_at``: callable. Whether an enqueue may start at a slot other than 0 (alignment of its address).
 
     Returns
     -------
     list of Chunk
         Empty where nothing remains.
-
-    Raises
-    ------
-    LayoutError
-        A slot cannot be reached: one before it is full, and no enqueue may start between the two.
     """
     planner = _Planner(list(lengths), list(remaining), max_width, max_sequence_length, can_start_at)
     chunks: list[Chunk] = []
@@ -117,7 +105,6 @@ class _Planner:
             )
 
     def _last_start(self, slot: int) -> int:
-        """Return the last slot, up to ``slot``, that an enqueue may start at."""
         return next(start for start in range(slot, -1, -1) if self._starts_at(start))
 
     def _reachable_from(self, low: int) -> bool:
@@ -127,7 +114,6 @@ class _Planner:
 
     def _advance(self, first: int, end: int, width: int) -> Chunk:
         """Take up to ``width`` tokens of each slot.
-
         A slot does not become full while one behind it that no enqueue can start at or before still waits: it rides along.
         """
         takes: list[int] = []

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
@@ -27,20 +27,17 @@ _SCALE_MIN, _SCALE_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.flo
 class KVLayerConfig:
     """K/V heads of one attention layer (seed 000, ``KVLayerConfig``).
 
+    Raises ConfigError: a field is out of range.
+
     Parameters
     ----------
-    num_kv_heads : int
+    num_kv_heads
         Key-value heads, H.
-    head_dim : int
+    head_dim
         Elements of one row, D. ``D * itemsize`` must be a multiple of 16 bytes.
-    k_scale, v_scale : float
+    k_scale, v_scale
         For ``float8_e4m3fn`` and ``int8``: real value = stored value * scale. Finite and above 0, as float32. Other dtypes have no
         use for it.
-
-    Raises
-    ------
-    ConfigError
-        A field is out of range.
     """
 
     num_kv_heads: int
@@ -81,22 +78,18 @@ def _check_row(owner: str, index: int, layer: KVLayerConfig, dtype: str) -> None
 class KVCacheConfig:
     """K/V cache with a head configuration per layer (seed 000, ``KVCacheManager::Config``).
 
+    Raises ConfigError: a field is out of range, or a row (``head_dim`` times the item size) is not a multiple of 16 bytes.
+
     Parameters
     ----------
     layers : sequence of KVLayerConfig
         One per attention layer, kept as a tuple.
-    max_batch_size : int
+    max_batch_size
         Slots, B.
-    max_sequence_length : int
+    max_sequence_length
         Tokens a slot can hold, S.
-    dtype : str
+    dtype
         ``"float16"``, ``"bfloat16"``, ``"float32"``, or (storage only) ``"float8_e4m3fn"``, ``"int8"``.
-    layout : KVLayout
-
-    Raises
-    ------
-    ConfigError
-        A field is out of range, or a row (``head_dim`` times the item size) is not a multiple of 16 bytes.
     """
 
     layers: Sequence[KVLayerConfig]
@@ -163,15 +156,7 @@ class KVCacheConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values that :meth:`from_dict` reads back."""
-        return {
-            "layers": [
-                {"num_kv_heads": x.num_kv_heads, "head_dim": x.head_dim, "k_scale": x.k_scale, "v_scale": x.v_scale} for x in self.layers
-            ],
-            "max_batch_size": self.max_batch_size,
-            "max_sequence_length": self.max_sequence_length,
-            "dtype": self.dtype,
-            "layout": self.layout.value,
-        }
+        return {**asdict(self), "layers": [asdict(layer) for layer in self.layers], "layout": self.layout.value}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> KVCacheConfig:
@@ -183,30 +168,25 @@ class KVCacheConfig:
 class CacheConfig:
     """K/V cache of equal layers in one buffer (seed 001, ``LinearKVCache::CacheConfig``).
 
+    Raises ConfigError: a field is out of range, or a row is not a multiple of 16 bytes.
+
     Parameters
     ----------
-    num_attention_layers : int
+    num_attention_layers
         L.
-    max_batch_size, max_sequence_length, num_kv_heads, head_dim : int
+    max_batch_size, max_sequence_length, num_kv_heads, head_dim
         B, S, H, D.
-    dtype : str
-    layout : KVLayout
+    layout
         COMBINED makes the buffer ``[L, B, 2, H, S, D]``, SEPARATE ``[L, 2, B, H, S, D]``.
-    k_scale, v_scale : float
+    k_scale, v_scale
         As in :class:`KVLayerConfig`, the same for all layers.
-    num_mamba_layers : int
+    num_mamba_layers
         Recurrent layers. The fields below describe their states, and mean nothing without one.
-    mamba_num_heads, mamba_head_dim, ssm_state_size, conv_dim, conv_kernel : int
+    mamba_num_heads, mamba_head_dim, ssm_state_size, conv_dim, conv_kernel
         A layer's recurrent state is ``[B, mamba_num_heads, mamba_head_dim, ssm_state_size]``, its conv state
         ``[B, conv_dim, conv_kernel]``.
-    recurrent_dtype, conv_dtype : str
-    ping_pong : bool
+    ping_pong
         As in :class:`~trt_kvcache.mamba_config.MambaCacheConfig`.
-
-    Raises
-    ------
-    ConfigError
-        A field is out of range, or a row is not a multiple of 16 bytes.
     """
 
     num_attention_layers: int

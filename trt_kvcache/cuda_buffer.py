@@ -17,22 +17,12 @@ class CudaBuffer:
     still work with the bytes then, so this waits for the whole device. (A wait breaks off a capture that is under way on the
     device: let go of memory before or after.)
 
-    Parameters
-    ----------
-    resource : cuda.core.MemoryResource
-    nbytes : int
-        At least one byte is allocated, so that there always is an address.
-    place : str
-        Where the bytes are, for messages.
-    stream : cuda.core.Stream
-        The allocation is ordered on it.
+    ``resource``: cuda.core.MemoryResource.
+    ``nbytes``: At least one byte is allocated, so that there always is an address.
+    ``place``: Where the bytes are, for messages.
+    ``stream``: cuda.core.Stream. The allocation is ordered on it.
 
-    Raises
-    ------
-    CapacityError
-        There is no room.
-    CudaError
-        The driver refused.
+    Raises CapacityError: there is no room. CudaError: the driver refused.
     """
 
     def __init__(self, resource: Any, nbytes: int, *, place: str, stream: Any) -> None:

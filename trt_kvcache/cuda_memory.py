@@ -16,9 +16,9 @@ from trt_kvcache.cuda_buffer import CudaBuffer, bytes_of
 from trt_kvcache.cuda_driver import check, find_gpu
 from trt_kvcache.dlpack import device_capsule
 from trt_kvcache.dtypes import dtype_name, numpy_dtype
-from trt_kvcache.errors import CaptureError, ClosedError, CudaError, PlaceError, RangeError, ShapeError
+from trt_kvcache.errors import CaptureError, CudaError, PlaceError, RangeError, ShapeError
 from trt_kvcache.layout import ALIGNMENT, dense_nbytes, span_elements
-from trt_kvcache.memory import check_copy
+from trt_kvcache.memory import Array, OwnedBytes, check_copy
 from trt_kvcache.tensor import DeviceTensor
 
 __all__ = ["CudaAllocation", "CudaMemory", "find_gpu"]
@@ -29,52 +29,13 @@ _DLPACK_CUDA = 2
 _DLPACK_NO_SYNC = -1
 
 
-class CudaAllocation:
+class CudaAllocation(OwnedBytes["CudaMemory", CudaBuffer]):
     """Bytes in the memory of one GPU."""
-
-    def __init__(self, memory: CudaMemory, buffer: CudaBuffer, nbytes: int) -> None:
-        self._memory = memory
-        self._buffer: CudaBuffer | None = buffer
-        self._nbytes = nbytes
-
-    @property
-    def memory(self) -> CudaMemory:
-        """The memory that made it."""
-        return self._memory
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes, as asked for."""
-        return self._nbytes
-
-    @property
-    def closed(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._buffer is None
-
-    @property
-    def buffer(self) -> CudaBuffer:
-        """The owner of the bytes. Raises :class:`ClosedError` after ``close``."""
-        if self._buffer is None:
-            raise ClosedError("the memory behind this tensor is closed. Keep its cache open, or copy with .numpy() before.")
-        return self._buffer
 
     @property
     def ptr(self) -> int:
         """Address of the first byte. Raises :class:`ClosedError` after ``close``."""
-        return self.buffer.ptr
-
-    def close(self) -> None:
-        """Let go of the bytes. Idempotent.
-
-        Where no DLPack consumer holds them, this waits for the device and frees them; else the last consumer does.
-        """
-        if self._buffer is not None:
-            self._buffer = None
-            self._memory.count_live(-self._nbytes)
-
-    def __del__(self) -> None:
-        self.close()
+        return self.storage.ptr
 
 
 class CudaMemory:
@@ -84,18 +45,15 @@ class CudaMemory:
     ``cuda.core.Stream``; a ``cuda.core.graph.GraphBuilder`` goes where the operation can be captured. Every operation makes
     the device current in the calling thread.
 
+    Raises CudaError: there is no such GPU, no driver, or no cuda-python; the text says which.
+
     Parameters
     ----------
-    device : int
+    device
         Number of the GPU, from 0, as the driver counts.
-    keep_bytes : int
+    keep_bytes
         Most freed bytes that the pool keeps for later allocations instead of giving them back to the system: captures that
         come and go, as in a prompt cache, then cost no mapping of memory. Without a pool it does nothing.
-
-    Raises
-    ------
-    CudaError
-        There is no such GPU, no driver, or no cuda-python; the text says which.
     """
 
     is_host = False
@@ -118,7 +76,7 @@ class CudaMemory:
         self._resource = DeviceMemoryResource(self._gpu, DeviceMemoryResourceOptions()) if pooled else self._gpu.memory_resource
         self._kept_nbytes = kept if pooled else 0
         self._pinned_resource = LegacyPinnedMemoryResource()
-        self._in_flight: list[tuple[Any, np.ndarray[Any, Any]]] = []
+        self._in_flight: list[tuple[Any, Array]] = []
         self._last_checked: Any = lambda: None
         #: What machine code for the device is compiled for, such as ``"sm_90"``.
         self.arch = f"sm_{self._gpu.arch}"
@@ -140,8 +98,6 @@ class CudaMemory:
     def make_current(self) -> None:
         """Make the device current in the calling thread."""
         self._gpu.set_current()
-
-    # --- streams ---
 
     def create_stream(self) -> Any:
         """Return a new ``cuda.core.Stream`` of this device."""
@@ -167,7 +123,7 @@ class CudaMemory:
             raise PlaceError(f"stream: expected one of {self.device}, got one of cuda:{index}.")
 
     def is_capturing(self, stream: Any) -> bool:
-        """Tell whether what is ordered on ``stream`` now is captured in a CUDA graph instead of run."""
+        """See :class:`~trt_kvcache.memory.Memory`."""
         self.check_stream(stream)
         status = check(self._driver.cuStreamIsCapturing(_handle(stream)))
         return bool(status != self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
@@ -180,17 +136,10 @@ class CudaMemory:
         if self._in_flight:
             self._forget_what_is_done()
 
-    # --- allocation ---
-
     def allocate(self, nbytes: int, *, zeroed: bool = False, stream: Any) -> CudaAllocation:
         """Allocate ``nbytes`` aligned to 256 bytes, on ``stream``.
 
-        Raises
-        ------
-        CapacityError
-            The device has no room.
-        CaptureError
-            The stream is capturing: the memory would be the graph's.
+        Raises CapacityError: the device has no room. CaptureError: the stream is capturing: the memory would be the graph's.
         """
         nbytes = int_in_range("nbytes", nbytes, 0)
         if self.is_capturing(stream):
@@ -212,13 +161,10 @@ class CudaMemory:
             release_threshold = self._driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
             check(self._driver.cuMemPoolSetAttribute(int(self._resource.handle), release_threshold, most))
 
-    def staging(self, shape: Sequence[int], dtype: str) -> np.ndarray[Any, Any]:
+    def staging(self, shape: Sequence[int], dtype: str) -> Array:
         """Return a zeroed page-locked array: copies from and to it do not wait. Freed with its last view.
 
-        Raises
-        ------
-        CapacityError
-            The system gives no more page-locked memory.
+        Raises CapacityError: the system gives no more page-locked memory.
         """
         nbytes = dense_nbytes(shape, dtype)
         self.make_current()
@@ -227,10 +173,8 @@ class CudaMemory:
         array[...] = 0
         return array.view(numpy_dtype(dtype)).reshape(tuple(shape))
 
-    # --- copies ---
-
     def to_device(self, array: Any, *, stream: Any) -> DeviceTensor:
-        """Return a dense copy of a host array in this memory. The array may be changed as soon as the call returns."""
+        """See :class:`~trt_kvcache.memory.Memory`."""
         source = np.array(array, order="C")  # ours alone
         dtype = dtype_name(source.dtype)
         tensor = DeviceTensor(self.allocate(source.nbytes, stream=stream), shape=source.shape, dtype=dtype)
@@ -243,22 +187,16 @@ class CudaMemory:
         """Drop the host arrays that ``to_device`` made and whose copies are done."""
         self._in_flight = [(event, array) for event, array in self._in_flight if not event.is_done]
 
-    def upload(self, destination: DeviceTensor, source: np.ndarray[Any, Any], *, stream: Any) -> None:
-        """Copy a dense host array into a dense tensor of the same shape and dtype.
-
-        Does not wait if ``source`` is page-locked (:meth:`staging`); then it must stay unchanged until the copy is done.
-        """
+    def upload(self, destination: DeviceTensor, source: Array, *, stream: Any) -> None:
+        """See :class:`~trt_kvcache.memory.Memory`. Does not wait if ``source`` is of :meth:`staging`."""
         self.check_stream(stream)
         check_copy("upload", destination, source, self)
         if source.nbytes:
             self.make_current()
             check(self._driver.cuMemcpyHtoDAsync(destination.ptr, _address(source), source.nbytes, _handle(stream)))
 
-    def download(self, destination: np.ndarray[Any, Any], source: DeviceTensor, *, stream: Any) -> None:
-        """Copy a dense tensor into a dense host array of the same shape and dtype.
-
-        Does not wait if ``destination`` is page-locked (:meth:`staging`); then the bytes are there after ``synchronize``.
-        """
+    def download(self, destination: Array, source: DeviceTensor, *, stream: Any) -> None:
+        """See :class:`~trt_kvcache.memory.Memory`. Does not wait if ``destination`` is of :meth:`staging`."""
         self.check_stream(stream)
         check_copy("download", source, destination, self)
         if destination.nbytes:
@@ -266,7 +204,7 @@ class CudaMemory:
             check(self._driver.cuMemcpyDtoHAsync(_address(destination), source.ptr, destination.nbytes, _handle(stream)))
 
     def zero(self, tensor: DeviceTensor, *, stream: Any) -> None:
-        """Set the bytes of a dense tensor to zero."""
+        """See :class:`~trt_kvcache.memory.Memory`."""
         self.check_stream(stream)
         self._check_mine("zero", tensor)
         if not tensor.is_contiguous:
@@ -278,11 +216,8 @@ class CudaMemory:
         if nbytes:
             check(self._driver.cuMemsetD8Async(ptr, 0, nbytes, _handle(stream)))
 
-    def read(self, tensor: DeviceTensor) -> np.ndarray[Any, Any]:
-        """Return a copy of any view on the host. Waits for all work that the device was given before.
-
-        Of a view that is not dense, everything from its first to its last element is copied to the host.
-        """
+    def read(self, tensor: DeviceTensor) -> Array:
+        """See :class:`~trt_kvcache.memory.Memory`. Of a view that is not dense, all from its first to its last element is copied."""
         self._check_mine("read", tensor)
         ptr, dtype = tensor.ptr, numpy_dtype(tensor.dtype)
         span = np.empty(span_elements(tensor.shape, tensor.strides), dtype)
@@ -298,19 +233,15 @@ class CudaMemory:
     def dlpack(self, tensor: DeviceTensor, **kwargs: Any) -> Any:
         """Return a DLPack capsule of any view and dtype that shares the memory and keeps it alive.
 
+        Raises BufferError: a copy, or another device, was asked for: use ``.numpy()``.
+
         Parameters
         ----------
-        tensor : DeviceTensor
         stream : int or None
             Of the ``__dlpack__`` protocol: the consumer's stream. Which streams wrote the bytes is not known here, so the
             call waits for the device, unless it is -1: then nothing is ordered.
         max_version, dl_device, copy
             Of the ``__dlpack__`` protocol.
-
-        Raises
-        ------
-        BufferError
-            A copy, or another device, was asked for: use ``.numpy()``.
         """
         self._check_mine("dlpack", tensor)
         stream, target = kwargs.pop("stream", None), kwargs.pop("dl_device", None)
@@ -319,7 +250,7 @@ class CudaMemory:
         if stream == 0:
             raise RangeError("DLPack: stream 0 is ambiguous; expected None, -1, 1, 2 or a stream's address.")
         assert isinstance(tensor.allocation, CudaAllocation)
-        owner = tensor.allocation.buffer
+        owner = tensor.allocation.storage
         self.make_current()
         if stream != _DLPACK_NO_SYNC:
             check(self._driver.cuCtxSynchronize())
@@ -331,15 +262,13 @@ class CudaMemory:
 
 
 def _stream_of(stream: Any) -> Any:
-    """Return the ``Stream`` itself, or that of a ``GraphBuilder``."""
     return getattr(stream, "stream", stream)
 
 
 def _handle(stream: Any) -> int:
-    """Return the address of the CUstream, of a ``Stream`` or a ``GraphBuilder``."""
     return int(stream.__cuda_stream__()[1])
 
 
-def _address(array: np.ndarray[Any, Any]) -> int:
+def _address(array: Array) -> int:
     """Return where an array starts. (cuda.bindings takes arrays too, but one of a single element for a number.)"""
     return int(array.ctypes.data)

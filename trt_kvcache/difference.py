@@ -18,26 +18,15 @@ Arrays = np.ndarray[Any, Any]
 class Difference:
     """One element that differs by more than it may.
 
-    Parameters
-    ----------
-    step : int
-        0 is the prefill, n the n-th decode step.
-    tensor : str
-        The output, such as ``"k_cache_1"`` or ``"logits"``.
-    layer : int or None
-        Attention layer, for cache rows.
-    kind : {"K", "V", "logits", "length"}
-    slot : int
-    head, position : int or None
-        KV head and token position in the sequence, for cache rows.
-    element : int or None
-        Element of the head's row, or token of the vocabulary; None for a length.
-    values : pair of float
-        What the two paths have there.
-    allowed : float
-        What they may differ by there.
-    count : int
-        Elements of this output that differ by more than they may.
+    ``step``: 0 is the prefill, n the n-th decode step.
+    ``tensor``: The output, such as ``"k_cache_1"`` or ``"logits"``.
+    ``layer``: Attention layer, for cache rows.
+    ``kind``: {"K", "V", "logits", "length"}.
+    ``head``, ``position``: KV head and token position in the sequence, for cache rows.
+    ``element``: Element of the head's row, or token of the vocabulary; None for a length.
+    ``values``: pair of float. What the two paths have there.
+    ``allowed``: What they may differ by there.
+    ``count``: Elements of this output that differ by more than they may.
     """
 
     step: int
@@ -62,14 +51,9 @@ class Difference:
 class Outcome:
     """How two arrays of one output compare.
 
-    Parameters
-    ----------
-    share : float
-        The largest difference, as a share of the largest value beside it (in the same slot, and head); NaN where a value is.
-    wrong : ndarray of bool
-        Elements that differ by more than they may.
-    allowed : ndarray of float
-        What they may differ by; broadcasts to ``wrong``.
+    ``share``: The largest difference, as a share of the largest value beside it (in the same slot, and head); NaN where a value is.
+    ``wrong``: ndarray of bool. Elements that differ by more than they may.
+    ``allowed``: ndarray of float. What they may differ by; broadcasts to ``wrong``.
     """
 
     share: float
@@ -101,16 +85,11 @@ def outputs_in_order(names: Container[str]) -> Iterator[Output]:
 def compare_arrays(first: Arrays, second: Arrays, tolerance: float) -> Outcome:
     """Compare two arrays of equal shape.
 
-    Parameters
-    ----------
-    first, second : ndarray ``[A, vocab]``, ``[A, H, n, D]`` or ``[A]``
-    tolerance : float
-        They may differ by this share of the largest value of ``first`` in the same slot, and head where there are heads. So
-        an element that is small beside its neighbours, and carries their rounding errors, is not measured by itself.
-
-    Notes
-    -----
     Equal infinities are equal. NaN differs from everything, NaN included: neither logits nor live rows may hold it.
+
+    ``first``, ``second``: ndarray ``[A, vocab]``, ``[A, H, n, D]`` or ``[A]``.
+    ``tolerance``: They may differ by this share of the largest value of ``first`` in the same slot, and head where there are heads. So an
+    element that is small beside its neighbours, and carries their rounding errors, is not measured by itself.
     """
     axes = {1: (), 2: (1,), 4: (2, 3)}[first.ndim]
     with np.errstate(invalid="ignore", over="ignore"):

@@ -63,19 +63,11 @@ def dltensor_in(capsule: Any) -> DLTensor:
 def device_capsule(tensor: DeviceTensor, owner: object, **kwargs: Any) -> Any:
     """Return a capsule over the bytes of a view in GPU memory. Nothing is copied, and nothing waits.
 
-    Parameters
-    ----------
-    tensor : DeviceTensor
-        Any shape, strides and dtype.
-    owner : object
-        Kept alive until the consumer lets go.
-    **kwargs
-        ``max_version`` and ``copy`` of the ``__dlpack__`` protocol.
+    ``tensor``: Any shape, strides and dtype.
+    ``owner``: Kept alive until the consumer lets go.
+    ``**kwargs``: ``max_version`` and ``copy`` of the ``__dlpack__`` protocol.
 
-    Raises
-    ------
-    BufferError
-        ``copy=True`` was asked for.
+    Raises BufferError: ``copy=True`` was asked for.
     """
     from cuda.core import Buffer
     from cuda.core.utils import StridedMemoryView

@@ -15,7 +15,7 @@ from trt_kvcache.engine import EngineProfile, TensorSpec
 from trt_kvcache.errors import EngineError, KVCacheError
 from trt_kvcache.names import TensorNames
 from trt_kvcache.network import ATTENTION_VARIANTS, AttentionChoice
-from trt_kvcache.segments import decoder_steps
+from trt_kvcache.segments import decoder_steps, serves
 from trt_kvcache.segments_record import FileRecord, SegmentsRecord, tensor_from_dict
 from trt_kvcache.trt_module import FLAVOURS
 
@@ -244,7 +244,7 @@ def _check_segments(config: EngineConfig) -> None:
     if len(expected) != len(config.segments.steps):
         raise EngineError(f"segments.steps: expected {len(expected)} by model and kv_cache, got {len(config.segments.steps)}.")
     for index, (wanted, got) in enumerate(zip(expected, config.segments.steps, strict=True)):
-        if wanted != got:
+        if not serves(got, wanted):
             raise EngineError(f"segments.steps[{index}]: expected {wanted} by model and kv_cache, got {got}.")
     _, end = config.segments.spans[-1]
     if end != config.plan.nbytes:

@@ -2,6 +2,11 @@
 
 Every message names the object, what was expected, what came, and (where there is one) a hint. An error is raised before
 anything has changed, unless its message says otherwise.
+
+A wrong argument raises the error of its kind (:class:`RangeError`, :class:`ShapeError`, :class:`DTypeError`, :class:`PlaceError`,
+:class:`SlotError`, :class:`LayerIndexError`, :class:`SequenceError`, :class:`MappingError`), a call that cannot be captured
+:class:`CaptureError` while its stream is, and everything :class:`ClosedError` once it, or what it stands on, is closed. Docstrings name
+what is raised besides.
 """
 
 from __future__ import annotations

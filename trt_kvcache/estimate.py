@@ -21,17 +21,17 @@ class MemoryEstimate:
 
     Parameters
     ----------
-    bytes_per_token : int
+    bytes_per_token
         K and V of one token over all layers.
-    bytes_per_sequence : int
+    bytes_per_sequence
         K and V of one slot over all layers at ``max_sequence_length``, and its states, without padding.
     bytes_per_layer : tuple of int
         K and V as allocated, padding included, one entry per attention layer.
-    scales_nbytes : int
+    scales_nbytes
         Scales as allocated; 0 for a dtype without.
-    states_nbytes : int
+    states_nbytes
         Recurrent and conv states as allocated, both buffers of ``ping_pong``; 0 without recurrent layers.
-    nbytes : int
+    nbytes
         All of it as allocated: equal to ``config.nbytes``.
     """
 
@@ -44,7 +44,6 @@ class MemoryEstimate:
 
 
 def _parts(config: AnyCacheConfig) -> tuple[KVCacheConfig | None, MambaCacheConfig | None]:
-    """Return what describes the attention layers, and what describes the recurrent ones."""
     if isinstance(config, KVCacheConfig):
         return config, None
     if isinstance(config, MambaCacheConfig):

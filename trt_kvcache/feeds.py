@@ -33,12 +33,8 @@ Feed = dict[str, np.ndarray[Any, Any]]
 def make_feed(rows: Sequence[Sequence[int]], *, reset: bool) -> Feed:
     """Return the feed of one inference.
 
-    Parameters
-    ----------
-    rows : sequence of sequences of int (B,)
-        New tokens of each slot.
-    reset : bool
-        Start new sequences with them.
+    ``rows``: sequence of sequences of int (B,). New tokens of each slot.
+    ``reset``: Start new sequences with them.
     """
     input_ids = np.zeros((len(rows), max(map(len, rows), default=0)), np.int32)
     for place, row in zip(input_ids, rows, strict=True):
@@ -49,10 +45,7 @@ def make_feed(rows: Sequence[Sequence[int]], *, reset: bool) -> Feed:
 def complete_feed(feed: Mapping[str, Any]) -> dict[str, Any]:
     """Return a feed with ``reset`` where it was left out, int64 as int32, and a scalar ``reset`` as an array.
 
-    Raises
-    ------
-    RangeError
-        A value does not fit in int32.
+    Raises RangeError: a value does not fit in int32.
     """
     complete = {RESET: np.array([False]), **feed}
     for name in (INPUT_IDS, NEW_LENGTHS):
@@ -77,15 +70,9 @@ def _as_int32(name: str, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def read_feed(feed: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
     """Return the new tokens of each slot, and whether to start new sequences.
 
-    Parameters
-    ----------
-    feed : mapping
-        As :func:`complete_feed` returns it.
+    ``feed``: mapping. As :func:`complete_feed` returns it.
 
-    Raises
-    ------
-    ShapeError, RangeError
-        The arrays disagree.
+    Raises ShapeError or RangeError: the arrays disagree.
     """
     input_ids, new_lengths = feed[INPUT_IDS], feed[NEW_LENGTHS]
     slots, width = input_ids.shape
@@ -104,20 +91,10 @@ def greedy_feeds(runner: SessionRunner, prompts: Sequence[Prompt], steps: int) -
     Each feed must have been run through ``runner`` before the next one is asked for. End tokens do not end it; a NaN counts as
     the largest logit.
 
-    Parameters
-    ----------
-    runner : SessionRunner
-        Active.
-    prompts : sequence of prompts (n,)
-        Token ids, or text where the model has a tokenizer.
-    steps : int
+    ``runner``: Active.
+    ``prompts``: sequence of prompts (n,). Token ids, or text where the model has a tokenizer.
 
-    Raises
-    ------
-    ConfigError
-        A text without a tokenizer.
-    EngineError
-        A feed was not run before the next one was asked for.
+    Raises ConfigError: a text without a tokenizer. EngineError: a feed was not run before the next one was asked for.
     """
     yield make_feed([_tokens(runner, prompt) for prompt in prompts], reset=True)
     before = None

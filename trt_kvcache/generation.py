@@ -13,28 +13,16 @@ from trt_kvcache.request import GeneratedToken, Request
 
 
 def generate_tokens(
-    sequences: ActiveSequences,
-    requests: Sequence[Request],
-    prefill: Callable[[], np.ndarray[Any, Any]],
-    *,
-    check_open: Callable[[], None],
+    sequences: ActiveSequences, requests: Sequence[Request], prefill: Callable[[], np.ndarray[Any, Any]], *, check_open: Callable[[], None]
 ) -> Iterator[GeneratedToken]:
     """Yield the tokens of requests that have one slot each, in the order of the slots.
 
-    Parameters
-    ----------
-    sequences : ActiveSequences
-        What has been handed out is cached or pending there, whenever the iterator is left.
-    requests : sequence of Request (A,)
-    prefill : callable
-        Called first: fills the slots and returns the logits of their last tokens, float32 ``[A, vocab]``.
-    check_open : callable
-        Raises once the session is closed.
+    ``sequences``: What has been handed out is cached or pending there, whenever the iterator is left.
+    ``requests``: sequence of Request (A,).
+    ``prefill``: callable. Called first: fills the slots and returns the logits of their last tokens, float32 ``[A, vocab]``.
+    ``check_open``: callable. Raises once the session is closed.
 
-    Raises
-    ------
-    ClosedError
-        Another call has changed the sequences since the last token.
+    Raises ClosedError: another call has changed the sequences since the last token.
     """
 
     def check(changes: int) -> None:

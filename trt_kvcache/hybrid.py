@@ -21,21 +21,10 @@ from trt_kvcache.tensor import DeviceTensor
 class HybridCacheManager(RecurrentCache):
     """Caches by absolute decoder-layer index, over one set of slots and lengths. Not thread-safe.
 
-    Parameters
-    ----------
-    config : HybridCacheConfig
-    memory : Memory
-        Where it lives: ``HostMemory`` or ``CudaMemory``.
-
-    Raises
-    ------
-    CapacityError
-        An allocation failed; those made before were released.
-
-    Notes
-    -----
     ``HybridCacheManager`` of TensorRT Edge-LLM (seed 003). The managers inside share its lengths, so what is done to slots
     is done to all that they hold, whichever manager is asked. They close with it.
+
+    Memory, shared lengths and errors: see :class:`~trt_kvcache.slots.SlotCache`.
     """
 
     def __init__(self, config: HybridCacheConfig, *, memory: Memory) -> None:
@@ -52,8 +41,6 @@ class HybridCacheManager(RecurrentCache):
         if self._config.mamba is not None:
             self._mamba_manager = self._own(MambaCacheManager(self._config.mamba, memory=self._memory, lengths=self._lengths))
             self._states = self._mamba_manager.states
-
-    # --- what it is ---
 
     @property
     def config(self) -> HybridCacheConfig:
@@ -104,31 +91,15 @@ class HybridCacheManager(RecurrentCache):
         self._check_open()
         return None if self._kv_manager is None else self._kv_manager.kv_scales
 
-    # --- views ---
-
     def get_layer_config(self, layer_idx: int) -> KVLayerConfig:
         """Return the heads of an attention layer. Raises :class:`LayerIndexError` for another layer."""
         manager, index = self._attention(layer_idx)
         return manager.get_layer_config(index)
 
     def get_combined_kv_cache(self, layer_idx: int) -> DeviceTensor:
-        """Return K and V of an attention layer as one view.
+        """Return K and V of an attention layer as one view: see :class:`~trt_kvcache.base.KVCacheBase`.
 
-        Parameters
-        ----------
-        layer_idx : int
-            Index among all decoder layers, from 0.
-
-        Returns
-        -------
-        DeviceTensor ``[B, 2, H, S, D]``
-            Dense in the COMBINED layout; a strided view of the same bytes in the SEPARATE one.
-
-        Raises
-        ------
-        LayerIndexError
-            Out of range, or not an attention layer.
-        ClosedError
+        ``layer_idx`` counts all decoder layers, from 0. Raises :class:`LayerIndexError` out of range, and for another kind of layer.
         """
         manager, index = self._attention(layer_idx)
         return manager.get_combined_kv_cache(index)
@@ -143,22 +114,9 @@ class HybridCacheManager(RecurrentCache):
         return manager.get_separate_kv_cache(index)
 
     def get_recurrent_state(self, layer_idx: int) -> DeviceTensor:
-        """Return the current recurrent state of a Mamba layer: what the next enqueue reads.
+        """Return the current recurrent state of a Mamba layer ``[B, num_heads, head_dim, state_size]``: what the next enqueue reads.
 
-        Parameters
-        ----------
-        layer_idx : int
-            Index among all decoder layers, from 0.
-
-        Returns
-        -------
-        DeviceTensor ``[B, num_heads, head_dim, state_size]``, dense
-
-        Raises
-        ------
-        LayerIndexError
-            Out of range, or not a Mamba layer.
-        ClosedError
+        ``layer_idx`` counts all decoder layers, from 0. Raises :class:`LayerIndexError` out of range, and for another kind of layer.
         """
         return super().get_recurrent_state(self._index(layer_idx, LayerType.MAMBA))
 
@@ -175,7 +133,6 @@ class HybridCacheManager(RecurrentCache):
         return super().get_next_conv_state(self._index(layer_idx, LayerType.MAMBA))
 
     def _index(self, layer_idx: int, layer_type: LayerType) -> int:
-        """Return the index of a decoder layer among those of its kind, which must be ``layer_type``."""
         self._check_open()
         index = layer_index(layer_idx, self.num_layers, name="layer_idx")
         if self.layer_types[index] is not layer_type:
@@ -186,8 +143,6 @@ class HybridCacheManager(RecurrentCache):
         index = self._index(layer_idx, LayerType.ATTENTION)
         assert self._kv_manager is not None  # it has this layer
         return self._kv_manager, index
-
-    # --- capture and restore ---
 
     def capture_kv_cache(self, slot: int, sequence_length: int, *, stream: Any) -> list[DeviceTensor]:
         """Copy the first tokens of a slot into new tensors, one per attention layer.

@@ -28,19 +28,16 @@ class LayerType(Enum):
 class HybridCacheConfig:
     """Cache of a decoder whose layers are of two kinds (seed 003, ``HybridCacheManager::Config``).
 
+    Raises ConfigError: a part is missing or too many, its number of layers does not fit ``layer_types``, or the batch sizes differ.
+
     Parameters
     ----------
     layer_types : sequence of LayerType
         One per decoder layer, kept as a tuple.
-    kv : KVCacheConfig, optional
+    kv
         The attention layers, in their order. None where there are none.
-    mamba : MambaCacheConfig, optional
+    mamba
         The Mamba layers, in their order. None where there are none.
-
-    Raises
-    ------
-    ConfigError
-        A part is missing or too many, its number of layers does not fit ``layer_types``, or the batch sizes differ.
     """
 
     layer_types: tuple[LayerType, ...]

@@ -27,7 +27,7 @@ class KVHeadDimGroup:
 
     Parameters
     ----------
-    layer_infos : KVLayerInfos
+    layer_infos
         Addresses and strides, on the device and on the host. The cache's: they close with it.
     attn_layer_indices : tuple of int
         Which attention layers these are, in the order of the infos.
@@ -62,8 +62,6 @@ class KVRows:
 
     Parameters
     ----------
-    kv : KVCacheConfig
-    memory : Memory
     groups : sequence of KVHeadDimGroup
         Each attention layer is in one.
     """
@@ -119,5 +117,4 @@ class KVRows:
         return tokens
 
     def _groups_of(self, saved: Sequence[DeviceTensor], stream: Any) -> list[tuple[KVHeadDimGroup, KVLayerInfos]]:
-        """Return each group with its saved tensors."""
         return [(group, KVLayerInfos([saved[index] for index in group.attn_layer_indices], stream=stream)) for group in self.groups]

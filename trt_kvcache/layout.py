@@ -90,12 +90,9 @@ class KVLayerStorage:
 
     Parameters
     ----------
-    max_batch_size, num_kv_heads, max_sequence_length, head_dim : int
-    dtype : str
-    layout : KVLayout
-    slot_stride, kv_stride : int
+    slot_stride, kv_stride
         Elements from one slot to the next, and from K to V.
-    nbytes : int
+    nbytes
         Bytes of the layer, padded to :data:`ALIGNMENT`.
     """
 
@@ -154,12 +151,12 @@ def kv_layer_storage(
         slot_stride, kv_stride = slot_kv, padded // size
         nbytes = 2 * padded
     return KVLayerStorage(
-        max_batch_size=max_batch_size,
-        num_kv_heads=num_kv_heads,
-        max_sequence_length=max_sequence_length,
-        head_dim=head_dim,
-        dtype=dtype,
-        layout=layout,
+        max_batch_size,
+        num_kv_heads,
+        max_sequence_length,
+        head_dim,
+        dtype,
+        layout,
         slot_stride=slot_stride,
         kv_stride=kv_stride,
         nbytes=nbytes,
@@ -172,11 +169,10 @@ class StateStorage:
 
     Parameters
     ----------
-    num_layers : int
+    num_layers
         Recurrent layers.
     shape : tuple of int
         Of one layer: B, then the state of one slot.
-    dtype : str
     """
 
     num_layers: int

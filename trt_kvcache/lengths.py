@@ -36,7 +36,6 @@ DEBUG_VARIABLE = "TRT_KVCACHE_DEBUG"
 
 
 def _host_values(what: str, values: Any) -> list[int]:
-    """Return a one-dimensional host array or sequence of integers as a list of int."""
     if isinstance(values, DeviceTensor):
         raise PlaceError(f"{what}: expected int32 values on the host, got {values!r}.")
     if isinstance(values, str | bytes):
@@ -56,26 +55,23 @@ def _host_values(what: str, values: Any) -> list[int]:
 class Lengths(Uncopyable):
     """Sequence lengths of the slots: int32 ``[B]`` on the device, a mirror on the host, and A, the active batch size.
 
-    Parameters
-    ----------
-    max_batch_size, max_sequence_length : int
-        B and S.
-    memory : Memory
-        Where the tensor is allocated, as zeros. The constructor waits for that.
-
-    Raises
-    ------
-    ConfigError, CapacityError
-        A size is out of range, or there is no room.
-
-    Notes
-    -----
-    The mirror is exact while the host knows every change. After a commit of a device tensor, or a compaction by a device
-    mapping, it is an upper bound, until :meth:`sync_lengths`. Every change is checked against the mirror before anything is
-    written. Not thread-safe.
+    The mirror is exact while the host knows every change. After a commit of a device tensor, or a compaction by a device mapping, it is an
+    upper bound, until :meth:`sync_lengths`. Every change is checked against the mirror before anything is written. Not thread-safe.
 
     The managers that share a ``Lengths`` share its slots: K, V and states of all of them are compacted together, and states
     of slots that become empty are zeroed in all of them, whichever manager was asked.
+
+    ``stream`` is a cuda.core.Stream: work is ordered on it, and calls do not wait, unless it is said. Wrong arguments,
+    capturing streams and closed objects raise as :mod:`trt_kvcache.errors` says.
+
+    Raises ConfigError or CapacityError: a size is out of range, or there is no room.
+
+    Parameters
+    ----------
+    max_batch_size, max_sequence_length
+        B and S.
+    memory
+        Where the tensor is allocated, as zeros. The constructor waits for that.
     """
 
     def __init__(self, max_batch_size: int, max_sequence_length: int, *, memory: Memory) -> None:
@@ -144,10 +140,7 @@ class Lengths(Uncopyable):
     def host(self) -> tuple[int, ...]:
         """The lengths of the active slots, as the host knows them.
 
-        Raises
-        ------
-        LengthsUnknown
-            A device tensor was committed, or a device mapping compacted, since; call ``sync_lengths``.
+        Raises LengthsUnknown: a device tensor was committed, or a device mapping compacted, since; call ``sync_lengths``.
         """
         self._check_exact(range(len(self._exact)))
         return tuple(self._bounds)
@@ -173,8 +166,6 @@ class Lengths(Uncopyable):
     def all_empty(self) -> bool:
         """Whether every active slot is known to hold no token. True without active slots."""
         return not any(self._bounds)
-
-    # --- what else the slots hold ---
 
     def attach(self, contents: SlotContents) -> None:
         """Let ``contents`` follow these lengths, until :meth:`detach` or until nobody else refers to it."""
@@ -203,23 +194,8 @@ class Lengths(Uncopyable):
         for contents in self.contents() if slots else ():
             contents.start_anew(slots, stream=stream)
 
-    # --- what changes them ---
-
     def reset(self, reuse_lengths: Any, *, stream: Any) -> None:
-        """Make ``n = len(reuse_lengths)`` slots active, with these lengths. States of slots of length 0 are zeroed.
-
-        Parameters
-        ----------
-        reuse_lengths : sequence of int, or NumPy integer array (n,)
-            ``0 <= n <= B``, each ``0 <= length <= S``.
-        stream : cuda.core.Stream
-            The change is ordered on it; the call does not wait.
-
-        Raises
-        ------
-        RangeError, ShapeError, DTypeError, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
-        """
+        """Make ``len(reuse_lengths)`` slots active, with these lengths: as :meth:`~trt_kvcache.slots.SlotCache.reset_for_new_sequences`."""
         self._check_open()
         values = _host_values("reuse_lengths", reuse_lengths)
         if len(values) > self._max_batch_size:
@@ -238,24 +214,7 @@ class Lengths(Uncopyable):
         self._exact = [True] * len(values)
 
     def commit(self, increment: Any, *, max_increment: int | None = None, stream: Any) -> None:
-        """Add to the lengths of the active slots.
-
-        Parameters
-        ----------
-        increment : int, sequence of int (A,), or DeviceTensor (A,) int32
-            A number is added to all active slots.
-        max_increment : int
-            Only, and always, with a device tensor: none of its values exceeds this.
-        stream : cuda.core.Stream or GraphBuilder
-            The change is ordered on it; the call does not wait.
-
-        Raises
-        ------
-        CapacityError
-            A slot would exceed ``max_sequence_length``. Nothing was changed.
-        RangeError, ShapeError, DTypeError, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
-        """
+        """Add to the lengths of the active slots: as :meth:`~trt_kvcache.slots.SlotCache.commit_sequence_length`."""
         self._check_open()
         if isinstance(increment, DeviceTensor):
             self._commit_tensor(increment, max_increment, stream)
@@ -307,17 +266,14 @@ class Lengths(Uncopyable):
     def replayed(self, increment: int, *, exact: bool = True) -> None:
         """Say that a captured commit is about to be replayed: check the capacity and move the mirror.
 
+        Raises CapacityError: a slot would exceed ``max_sequence_length``: do not replay.
+
         Parameters
         ----------
-        increment : int
+        increment
             The captured scalar, or the ``max_increment`` of a captured device tensor.
-        exact : bool
+        exact
             False for a device tensor: the mirror becomes a bound.
-
-        Raises
-        ------
-        CapacityError
-            A slot would exceed ``max_sequence_length``: do not replay. Nothing was changed.
         """
         self._check_open()
         number = int_in_range("increment", increment, 0)
@@ -327,7 +283,7 @@ class Lengths(Uncopyable):
             self._exact = [False] * len(self._bounds)
 
     def set_active_batch_size(self, new_active_batch_size: int, *, stream: Any) -> None:
-        """Keep the first slots, or add slots of length 0 and zeroed states. ``0 <= n <= B``; the call does not wait."""
+        """Keep the first slots, or add empty ones: as :meth:`~trt_kvcache.slots.SlotCache.set_active_batch_size`."""
         self._check_open()
         count = int_in_range("active batch size", new_active_batch_size, 0, self._max_batch_size)
         self._memory.check_stream(stream)
@@ -344,24 +300,14 @@ class Lengths(Uncopyable):
         self._exact = self._exact[:count] + [True] * (count - active)
 
     def clear_slot(self, slot: int, *, stream: Any) -> None:
-        """Set the length of an active slot to 0, and its states to zero. The call does not wait."""
+        """Empty an active slot: as :meth:`~trt_kvcache.slots.SlotCache.clear_slot`."""
         self._check_open()
         index = slot_index(slot, len(self._bounds), of="active slots")
         self._store_one(index, 0, "clear_slot", stream)
         self._start_anew([index], stream)
 
     def rewind(self, slot: int, length: int, *, stream: Any) -> None:
-        """Shorten an active slot to ``length`` tokens. The call does not wait.
-
-        Raises
-        ------
-        RangeError
-            ``length`` is negative or beyond the present one. Nothing was changed.
-        LengthsUnknown
-            The host does not know the present length.
-        ConfigError
-            Slots hold recurrent states, which sum up all tokens.
-        """
+        """Shorten an active slot to ``length`` tokens: as :meth:`~trt_kvcache.slots.SlotCache.rewind`."""
         self._check_open()
         index = slot_index(slot, len(self._bounds), of="active slots")
         if self.is_recurrent:
@@ -374,26 +320,10 @@ class Lengths(Uncopyable):
         self._store_one(index, wanted, "rewind", stream)
 
     def compact(self, batch_mapping: Any, old_batch: int, new_batch: int, *, stream: Any) -> None:
-        """Move the slots that are kept to the front: their K, V, states and lengths. ``new_batch`` is then the active batch size.
+        """Move the slots that are kept to the front: as :meth:`~trt_kvcache.slots.SlotCache.compact_batch`.
 
-        Parameters
-        ----------
-        batch_mapping : sequence of int, NumPy integer array (old_batch,), or DeviceTensor (old_batch,) int32
-            New slot of each old slot, or -1 to drop it. On the host it may be any permutation. On the device it must keep the
-            order of the slots: it is not read, unless the environment has ``TRT_KVCACHE_DEBUG=1``, which waits.
-        old_batch, new_batch : int
-            Live slots before and after; ``old_batch`` is the active batch size.
-        stream : cuda.core.Stream or GraphBuilder
-            The change is ordered on it; the call does not wait. With a device mapping it can be captured; then the mirror and
-            the active batch size stay, and whoever replays calls :meth:`replayed_compaction`.
-
-        Raises
-        ------
-        MappingError
-            ``old_batch`` is not the active batch size; entries are out of range or doubled; survivors do not fill
-            ``0..new_batch-1``. Nothing was changed.
-        RangeError, ShapeError, DTypeError, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
+        A device mapping is not read, unless the environment has ``TRT_KVCACHE_DEBUG=1``, which waits. If it is captured, the mirror and
+        the active batch size stay, and whoever replays calls :meth:`replayed_compaction`.
         """
         self._check_open()
         old = self._check_old_batch(old_batch)
@@ -424,15 +354,12 @@ class Lengths(Uncopyable):
     def replayed_compaction(self, old_batch: int, new_batch: int) -> None:
         """Say that a captured compaction is about to be replayed: check the active batch size, and move it and the mirror.
 
+        Raises MappingError: ``old_batch`` is not the active batch size: do not replay.
+
         Parameters
         ----------
-        old_batch, new_batch : int
+        old_batch, new_batch
             As captured.
-
-        Raises
-        ------
-        MappingError
-            ``old_batch`` is not the active batch size: do not replay. Nothing was changed.
         """
         self._check_open()
         old = self._check_old_batch(old_batch)
@@ -471,10 +398,8 @@ class Lengths(Uncopyable):
     def sync_lengths(self, *, stream: Any) -> None:
         """Read the lengths from the device into the mirror. Waits for ``stream``.
 
-        Raises
-        ------
-        LengthsUnknown
-            The device holds a length outside 0 to S: a committed tensor exceeded its ``max_increment``. The mirror stays.
+        Raises LengthsUnknown: the device holds a length outside 0 to S: a committed tensor exceeded its ``max_increment``. The mirror
+        stays.
         """
         self._check_open()
         refuse_capture(self._memory, "sync_lengths", stream, because="it waits for the device")

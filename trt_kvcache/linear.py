@@ -18,24 +18,11 @@ from trt_kvcache.tensor import DeviceTensor
 class LinearKVCache(KVCacheBase, RecurrentCache):
     """K/V cache of equal layers in one allocation, with the states of recurrent layers if there are any. Not thread-safe.
 
-    Parameters
-    ----------
-    config : CacheConfig
-    memory : Memory
-        Where it lives: ``HostMemory`` or ``CudaMemory``.
-    lengths : Lengths, optional
-        Lengths shared with another manager; without, it makes its own.
-
-    Raises
-    ------
-    CapacityError
-        An allocation failed; those made before were released.
-
-    Notes
-    -----
     ``LinearKVCache`` of TensorRT Edge-LLM (seed 001). The buffer is ``[L, B, 2, H, S, D]`` in the COMBINED layout and
     ``[L, 2, B, H, S, D]`` in the SEPARATE one; K, V and layers start at multiples of 256 bytes. Layers of each kind are counted
     for themselves; the seed's "SSM state" is the recurrent state.
+
+    Memory, shared lengths and errors: see :class:`~trt_kvcache.slots.SlotCache`.
     """
 
     def __init__(self, config: CacheConfig, *, memory: Memory, lengths: Lengths | None = None) -> None:

@@ -22,27 +22,17 @@ def rows_names(layer: int) -> tuple[str, str]:
 def live_rows(cache: KVCacheBase) -> dict[str, np.ndarray[Any, Any]]:
     """Copy the live rows of a cache to the host.
 
-    Parameters
-    ----------
-    cache : KVCacheManager or LinearKVCache
-        Of either layout.
+    Waits for the work that was given to the device before the call.
+
+    Raises LengthsUnknown: the host does not know the lengths exactly. ClosedError: the cache is closed.
+
+    ``cache``: KVCacheManager or LinearKVCache. Of either layout.
 
     Returns
     -------
     dict of str to ndarray
         ``k_cache_{i}``, ``v_cache_{i}``: float32 ``[A, H, n, D]``, where n is the longest length; rows past a slot's own length
         are 0, whatever the cache holds there. ``kvcache_lengths``: int32 ``[A]``.
-
-    Raises
-    ------
-    LengthsUnknown
-        The host does not know the lengths exactly.
-    ClosedError
-        The cache is closed.
-
-    Notes
-    -----
-    Waits for the work that was given to the device before the call.
     """
     lengths = np.array(cache.host_kv_cache_lengths, np.int32)
     dead = np.arange(lengths.max(initial=0)) >= lengths[:, np.newaxis]

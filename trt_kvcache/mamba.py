@@ -16,23 +16,13 @@ from trt_kvcache.recurrent_states import RecurrentStates
 class MambaCacheManager(RecurrentCache):
     """Recurrent states ``[B, heads, head_dim, state]`` and conv states ``[B, conv_dim, conv_kernel]`` per layer. Not thread-safe.
 
+    ``MambaCacheManager`` of TensorRT Edge-LLM. States are zero at the start, and for slots that start anew.
+
     Parameters
     ----------
-    config : MambaCacheConfig
-    memory : Memory
-        Where it lives: ``HostMemory`` or ``CudaMemory``.
-    lengths : Lengths, optional
+    lengths
         Lengths shared with another manager, of any ``max_sequence_length``; without, it makes its own, which count to the
         largest int32, as states have no limit of their own.
-
-    Raises
-    ------
-    CapacityError
-        An allocation failed; those made before were released.
-
-    Notes
-    -----
-    ``MambaCacheManager`` of TensorRT Edge-LLM. States are zero at the start, and for slots that start anew.
     """
 
     def __init__(self, config: MambaCacheConfig, *, memory: Memory, lengths: Lengths | None = None) -> None:

@@ -30,30 +30,25 @@ _DTYPES = ("recurrent_dtype", "conv_dtype")
 class MambaCacheConfig:
     """States of equal recurrent layers.
 
+    ``MambaCacheManager::Config`` of TensorRT Edge-LLM, which seed 003 names. A slot's state may have any size.
+
+    Raises ConfigError: a field is out of range.
+
     Parameters
     ----------
-    num_layers : int
+    num_layers
         Recurrent layers.
-    max_batch_size : int
+    max_batch_size
         Slots, B.
-    num_heads, head_dim, state_size : int
+    num_heads, head_dim, state_size
         The recurrent state of a layer is ``[B, num_heads, head_dim, state_size]``.
-    conv_dim, conv_kernel : int
+    conv_dim, conv_kernel
         The conv state of a layer is ``[B, conv_dim, conv_kernel]``.
-    recurrent_dtype, conv_dtype : str
+    recurrent_dtype, conv_dtype
         ``"float16"``, ``"bfloat16"`` or ``"float32"``.
-    ping_pong : bool
+    ping_pong
         Two buffers, of which an enqueue reads one and writes the other: for engines that cannot update states in place, as
         native TensorRT layers cannot. Both count in ``nbytes``.
-
-    Raises
-    ------
-    ConfigError
-        A field is out of range.
-
-    Notes
-    -----
-    ``MambaCacheManager::Config`` of TensorRT Edge-LLM, which seed 003 names. A slot's state may have any size.
     """
 
     num_layers: int

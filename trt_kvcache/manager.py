@@ -14,23 +14,10 @@ from trt_kvcache.memory import Allocation, Memory
 class KVCacheManager(KVCacheBase):
     """K/V cache with a head configuration and an allocation per attention layer. Not thread-safe.
 
-    Parameters
-    ----------
-    config : KVCacheConfig
-    memory : Memory
-        Where it lives: ``HostMemory`` or ``CudaMemory``.
-    lengths : Lengths, optional
-        Lengths shared with another manager; without, it makes its own.
-
-    Raises
-    ------
-    CapacityError
-        An allocation failed; those made before were released.
-
-    Notes
-    -----
     ``KVCacheManager`` of TensorRT Edge-LLM (seed 000). Each layer is ``[B, 2, H_i, S, D_i]`` in the COMBINED layout and
     ``[2, B, H_i, S, D_i]`` in the SEPARATE one.
+
+    Memory, shared lengths and errors: see :class:`~trt_kvcache.slots.SlotCache`.
     """
 
     def __init__(self, config: KVCacheConfig, *, memory: Memory, lengths: Lengths | None = None) -> None:

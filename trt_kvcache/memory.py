@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 
@@ -17,6 +17,9 @@ from trt_kvcache.layout import ALIGNMENT
 from trt_kvcache.tensor import DeviceTensor
 
 _DLPACK_CPU = 1
+
+#: Of any shape and dtype.
+Array = np.ndarray[Any, Any]
 
 
 class Allocation(Protocol):
@@ -80,29 +83,29 @@ class Memory(Protocol):
     def allocate(self, nbytes: int, *, zeroed: bool = False, stream: Any) -> Allocation:
         """Allocate bytes, aligned to 256. Raises :class:`CapacityError` where there is no room."""
 
-    def staging(self, shape: Sequence[int], dtype: str) -> np.ndarray[Any, Any]:
+    def staging(self, shape: Sequence[int], dtype: str) -> Array:
         """Return a zeroed host array that ``upload`` and ``download`` can use without a wait (page-locked for a device)."""
 
     def to_device(self, array: Any, *, stream: Any) -> DeviceTensor:
         """Return a dense copy of a host array in this memory. The array may be changed as soon as the call returns."""
 
-    def upload(self, destination: DeviceTensor, source: np.ndarray[Any, Any], *, stream: Any) -> None:
+    def upload(self, destination: DeviceTensor, source: Array, *, stream: Any) -> None:
         """Copy a dense host array of the same shape and dtype into a dense tensor. ``source`` must stay until it is done."""
 
-    def download(self, destination: np.ndarray[Any, Any], source: DeviceTensor, *, stream: Any) -> None:
+    def download(self, destination: Array, source: DeviceTensor, *, stream: Any) -> None:
         """Copy a dense tensor into a dense host array of the same shape and dtype; it is there after ``synchronize``."""
 
     def zero(self, tensor: DeviceTensor, *, stream: Any) -> None:
         """Set the bytes of a dense tensor to zero."""
 
-    def read(self, tensor: DeviceTensor) -> np.ndarray[Any, Any]:
+    def read(self, tensor: DeviceTensor) -> Array:
         """Return a copy of any view on the host, after all work given to the device before the call."""
 
     def dlpack(self, tensor: DeviceTensor, **kwargs: Any) -> Any:
         """Return a DLPack capsule that shares the memory and keeps it alive."""
 
 
-def check_copy(what: str, tensor: DeviceTensor, array: np.ndarray[Any, Any], memory: Memory) -> None:
+def check_copy(what: str, tensor: DeviceTensor, array: Array, memory: Memory) -> None:
     """Check a copy between a dense tensor of ``memory`` and a dense host array; raise before a byte has moved."""
     if tensor.memory is not memory:
         raise PlaceError(f"{what}: expected a tensor of {memory.device}, got one of {tensor.memory.device}.")
@@ -121,22 +124,30 @@ class HostStream:
         """Return at once."""
 
 
-class HostAllocation:
-    """Bytes of one NumPy array."""
+class _Counting(Protocol):
+    def count_live(self, nbytes: int) -> None: ...
 
-    def __init__(self, memory: HostMemory, storage: np.ndarray[Any, Any]) -> None:
+
+_Counter = TypeVar("_Counter", bound=_Counting)
+_Owner = TypeVar("_Owner")
+
+
+class OwnedBytes(Generic[_Counter, _Owner]):
+    """Bytes of an owner, counted until they are closed: an :class:`Allocation` but for the address."""
+
+    def __init__(self, memory: _Counter, owner: _Owner, nbytes: int) -> None:
         self._memory = memory
-        self._storage: np.ndarray[Any, Any] | None = storage
-        self._nbytes = storage.nbytes
+        self._storage: _Owner | None = owner
+        self._nbytes = nbytes
 
     @property
-    def memory(self) -> HostMemory:
+    def memory(self) -> _Counter:
         """The memory that made it."""
         return self._memory
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes."""
+        """Size in bytes, as asked for."""
         return self._nbytes
 
     @property
@@ -145,25 +156,29 @@ class HostAllocation:
         return self._storage is None
 
     @property
-    def storage(self) -> np.ndarray[Any, Any]:
-        """The uint8 array. Raises :class:`ClosedError` after ``close``."""
+    def storage(self) -> _Owner:
+        """Their owner: a uint8 array, or a CudaBuffer. Raises :class:`ClosedError` after ``close``."""
         if self._storage is None:
             raise ClosedError("the memory behind this tensor is closed. Keep its cache open, or copy with .numpy() before.")
         return self._storage
+
+    def close(self) -> None:
+        """Let go of the bytes: with no DLPack consumer they are freed, after a wait for a device, else by the last one. Idempotent."""
+        if self._storage is not None:
+            self._storage = None
+            self._memory.count_live(-self._nbytes)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class HostAllocation(OwnedBytes["HostMemory", Array]):
+    """Bytes of one NumPy array."""
 
     @property
     def ptr(self) -> int:
         """Address of the first byte. Raises :class:`ClosedError` after ``close``."""
         return int(self.storage.ctypes.data)
-
-    def close(self) -> None:
-        """Let go of the array: NumPy frees it when no DLPack consumer holds it any more. Idempotent."""
-        if self._storage is not None:
-            self._storage = None
-            self._memory.live_nbytes -= self._nbytes
-
-    def __del__(self) -> None:
-        self.close()
 
 
 class HostMemory:
@@ -176,6 +191,10 @@ class HostMemory:
     def __init__(self) -> None:
         #: Bytes of all allocations that are not closed.
         self.live_nbytes = 0
+
+    def count_live(self, nbytes: int) -> None:
+        """Add to ``live_nbytes``."""
+        self.live_nbytes += nbytes
 
     def create_stream(self) -> HostStream:
         """Return an object that does nothing: host operations are done when they return."""
@@ -195,7 +214,7 @@ class HostMemory:
         self.check_stream(stream)
 
     def allocate(self, nbytes: int, *, zeroed: bool = False, stream: Any) -> HostAllocation:
-        """Allocate ``nbytes`` aligned to 256 bytes. Raises :class:`CapacityError` where there is no room."""
+        """See :class:`Memory`."""
         self.check_stream(stream)
         nbytes = int_in_range("nbytes", nbytes, 0)
         try:
@@ -203,34 +222,34 @@ class HostMemory:
         except (MemoryError, ValueError):
             raise CapacityError(f"host memory: {nbytes} bytes could not be allocated.") from None
         start = -padded.ctypes.data % ALIGNMENT
-        self.live_nbytes += nbytes
-        return HostAllocation(self, padded[start:][:nbytes])  # an empty slice with both ends loses its place
+        self.count_live(nbytes)
+        return HostAllocation(self, padded[start:][:nbytes], nbytes)  # an empty slice with both ends loses its place
 
-    def staging(self, shape: Sequence[int], dtype: str) -> np.ndarray[Any, Any]:
+    def staging(self, shape: Sequence[int], dtype: str) -> Array:
         """Return a zeroed NumPy array."""
         return np.zeros(tuple(shape), numpy_dtype(dtype))
 
     def to_device(self, array: Any, *, stream: Any) -> DeviceTensor:
-        """Return a dense copy of ``array`` in this memory."""
+        """See :class:`Memory`."""
         source = np.ascontiguousarray(array)
         tensor = DeviceTensor(self.allocate(source.nbytes, stream=stream), shape=np.shape(array), dtype=dtype_name(source.dtype))
         self.array(tensor)[...] = array
         return tensor
 
-    def upload(self, destination: DeviceTensor, source: np.ndarray[Any, Any], *, stream: Any) -> None:
-        """Copy a dense host array into a dense tensor of the same shape and dtype."""
+    def upload(self, destination: DeviceTensor, source: Array, *, stream: Any) -> None:
+        """See :class:`Memory`."""
         self.check_stream(stream)
         check_copy("upload", destination, source, self)
         self.array(destination)[...] = source
 
-    def download(self, destination: np.ndarray[Any, Any], source: DeviceTensor, *, stream: Any) -> None:
-        """Copy a dense tensor into a dense host array of the same shape and dtype."""
+    def download(self, destination: Array, source: DeviceTensor, *, stream: Any) -> None:
+        """See :class:`Memory`."""
         self.check_stream(stream)
         check_copy("download", source, destination, self)
         destination[...] = self.array(source)
 
     def zero(self, tensor: DeviceTensor, *, stream: Any) -> None:
-        """Set the bytes of a dense tensor to zero."""
+        """See :class:`Memory`."""
         self.check_stream(stream)
         if tensor.memory is not self:
             raise PlaceError(f"zero: expected a tensor of this memory, got one of {tensor.memory.device}.")
@@ -238,25 +257,20 @@ class HostMemory:
             raise ShapeError(f"zero: expected a dense tensor, got {tensor!r}.")
         self.array(tensor)[...] = 0
 
-    def array(self, tensor: DeviceTensor) -> np.ndarray[Any, Any]:
+    def array(self, tensor: DeviceTensor) -> Array:
         """Return the tensor as a NumPy array over the same bytes, writable, of any dtype.
 
-        Raises
-        ------
-        PlaceError
-            The tensor is of another memory.
-        ClosedError
-            Its owner is closed.
+        Raises PlaceError: the tensor is of another memory. ClosedError: its owner is closed.
         """
         allocation = tensor.allocation
         if not isinstance(allocation, HostAllocation):
             raise PlaceError(f"expected a tensor in host memory, got one of {tensor.memory.device}.")
         dtype = numpy_dtype(tensor.dtype)
         strides = None if tensor.is_contiguous else tuple(stride * dtype.itemsize for stride in tensor.strides)
-        array: np.ndarray[Any, Any] = np.ndarray(tensor.shape, dtype, allocation.storage, tensor.offset if tensor.nbytes else 0, strides)
+        array: Array = np.ndarray(tensor.shape, dtype, allocation.storage, tensor.offset if tensor.nbytes else 0, strides)
         return array
 
-    def read(self, tensor: DeviceTensor) -> np.ndarray[Any, Any]:
+    def read(self, tensor: DeviceTensor) -> Array:
         """Return a copy of any view."""
         return np.array(self.array(tensor))
 

@@ -72,7 +72,14 @@ class SessionParts:
 
 
 def open_engine_folder(
-    path: str | Path, *, engine: EngineChoice, flavour: str, device: int, keep_bytes: int = 0, progress: Progress | None
+    path: str | Path,
+    *,
+    engine: EngineChoice,
+    flavour: str,
+    device: int,
+    keep_bytes: int = 0,
+    cuda_graphs: bool = True,
+    progress: Progress | None,
 ) -> SessionParts:
     """Open an engine folder: see ``InferenceSession.open``. ``keep_bytes`` is for the :class:`CudaMemory` of the cache."""
     _check_choice(engine, flavour)
@@ -81,7 +88,7 @@ def open_engine_folder(
     reason = why_no_tensorrt(config.tensorrt_flavour if flavour == "auto" else flavour, device) if engine == "auto" else None
     if engine != "reference" and reason is None:
         try:
-            return _tensorrt_parts(folder, CudaMemory(device, keep_bytes=keep_bytes), flavour)
+            return _tensorrt_parts(folder, CudaMemory(device, keep_bytes=keep_bytes), flavour, cuda_graphs)
         except (EngineError, CudaError) as error:
             if engine == "tensorrt":
                 raise
@@ -113,6 +120,7 @@ def open_model(
     flavour: str,
     device: int,
     keep_bytes: int = 0,
+    cuda_graphs: bool = True,
     progress: Progress | None,
 ) -> SessionParts:
     """Open a Hugging Face folder: see ``InferenceSession.from_model``. ``keep_bytes`` as for :func:`open_engine_folder`."""
@@ -137,9 +145,16 @@ def open_model(
             try:
                 memory = CudaMemory(device, keep_bytes=keep_bytes)  # without a GPU, nothing is built
                 return _built_parts(
-                    checkpoint.path, cache, memory, max_prefill_length=width, attention=variant, flavour=flavour, progress=progress
+                    checkpoint.path,
+                    cache,
+                    memory,
+                    max_prefill_length=width,
+                    attention=variant,
+                    flavour=flavour,
+                    cuda_graphs=cuda_graphs,
+                    progress=progress,
                 )
-            except (BuildError, EngineError, CudaError) as error:
+            except (BuildError, ConfigError, EngineError, CudaError) as error:
                 if engine == "tensorrt":
                     raise
                 reason = str(error)
@@ -167,14 +182,17 @@ def why_no_tensorrt(flavour: str, device: int = 0) -> str | None:
     return reason
 
 
-def _tensorrt_parts(folder: EngineFolder, memory: CudaMemory, flavour: str) -> SessionParts:
+def _tensorrt_parts(folder: EngineFolder, memory: CudaMemory, flavour: str, cuda_graphs: bool) -> SessionParts:
     config = folder.config
-    kind = TensorRTEngine if config.segments is None else SegmentedEngine
-    running = kind.open(folder, memory=memory, flavour=flavour)
+    running = (
+        TensorRTEngine.open(folder, memory=memory, flavour=flavour)
+        if config.segments is None
+        else SegmentedEngine.open(folder, memory=memory, flavour=flavour, cuda_graphs=cuda_graphs)
+    )
     return _parts(running, config.cache, config.names, folder.path, config.model, lambda: config.checkpoint.fingerprint)
 
 
-def _built_parts(path: Path, cache: KVCacheConfig, memory: CudaMemory, *, flavour: str, **options: Any) -> SessionParts:
+def _built_parts(path: Path, cache: KVCacheConfig, memory: CudaMemory, *, flavour: str, cuda_graphs: bool, **options: Any) -> SessionParts:
     """Build an engine into a temporary folder that lives as long as the session."""
     place = tempfile.TemporaryDirectory(prefix="trt_kvcache-")
     try:
@@ -187,7 +205,7 @@ def _built_parts(path: Path, cache: KVCacheConfig, memory: CudaMemory, *, flavou
             flavour=flavour,
             **options,
         )
-        parts = _tensorrt_parts(EngineFolder.open(report.path), memory, flavour)
+        parts = _tensorrt_parts(EngineFolder.open(report.path), memory, flavour, cuda_graphs)
     except BaseException:
         place.cleanup()
         raise

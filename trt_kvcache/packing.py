@@ -26,18 +26,11 @@ def allocate_tensors(memory: Memory, shapes: Sequence[tuple[int, ...]], dtype: s
 def check_saved(saved: Sequence[DeviceTensor], shapes: Sequence[tuple[int, ...]], dtype: str, memory: Memory, *, per: str) -> None:
     """Check tensors that were captured: as many as ``shapes``, and each dense, open, of its shape, ``dtype`` and ``memory``.
 
-    Parameters
-    ----------
-    saved : sequence of DeviceTensor
-    shapes : sequence of tuple of int
-    dtype : str
-    memory : Memory
-    per : str
-        What there is one of each for, for messages.
+    ``saved``: sequence of DeviceTensor.
+    ``shapes``: sequence of tuple of int.
+    ``per``: What there is one of each for, for messages.
 
-    Raises
-    ------
-    ShapeError, DTypeError, PlaceError, LayoutError, ClosedError
+    Raises ShapeError, DTypeError, PlaceError, LayoutError, ClosedError.
     """
     if isinstance(saved, DeviceTensor) or not isinstance(saved, Sequence):
         raise ShapeError(f"saved: expected a sequence of tensors, one per {per}, got {type(saved).__name__}.")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any, Literal, get_args
 
 import numpy.typing as npt
@@ -14,8 +13,8 @@ from trt_kvcache.checks import int_in_range
 from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, ShapeError
 from trt_kvcache.slot_copy import HostSlotCopy, SlotCopy, check_capture
 from trt_kvcache.slot_format import AnyCache, SlotFormat
+from trt_kvcache.slots import Closing
 from trt_kvcache.token_ids import TokenArray, common_prefix, reusable_tokens, token_array
-from trt_kvcache.uncopyable import Uncopyable
 
 #: Where the copies are: in the memory of the cache, or on the host (page-locked for a device).
 Place = Literal["cache", "host"]
@@ -31,7 +30,7 @@ class PromptEntry:
     ----------
     tokens : ndarray int32 (n,)
         Read-only.
-    nbytes : int
+    nbytes
         Bytes of K, V and states, as allocated in the cache's memory.
     """
 
@@ -45,8 +44,7 @@ class PromptMatch:
 
     Parameters
     ----------
-    entry : PromptEntry
-    length : int
+    length
         Tokens at the start of the prompt that are the entry's too.
     """
 
@@ -54,34 +52,31 @@ class PromptMatch:
     length: int
 
 
-class PromptCache(Uncopyable):
+class PromptCache(Closing):
     """Copies of sequences, the least recently used one dropped first. Not thread-safe.
+
+    Tokens are compared one by one. At least one token of a prompt is never taken from here, so that there are logits.
+
+    Recurrent states cannot go back to an earlier token. Where there are recurrent layers, an entry is used whole or not at
+    all: insert a sequence at the token counts from which others will go on, such as all but the last token of a prompt.
+
+    Wrong arguments, capturing streams and closed objects raise as :mod:`trt_kvcache.errors` says.
+
+    Raises ConfigError or RangeError: not a cache with slots, or an argument out of range.
 
     Parameters
     ----------
     cache : KVCacheManager, LinearKVCache or HybridCacheManager
         Whose slots are copied. It stays its owner's to close.
-    max_bytes : int
+    max_bytes
         Most bytes of all copies together; token ids are not counted. 0, the default, keeps nothing.
     place : {"cache", "host"}
         Where the copies are: in the cache's memory, or on the host, page-locked for a device; then the calls wait.
-
-    Raises
-    ------
-    ConfigError, RangeError
-        Not a cache with slots, or an argument out of range.
-
-    Notes
-    -----
-    Tokens are compared one by one. At least one token of a prompt is never taken from here, so that there are logits.
-
-    Recurrent states cannot go back to an earlier token. Where there are recurrent layers, an entry is used whole or not at
-    all: insert a sequence at the token counts from which others will go on, such as all but the last token of a prompt.
     """
 
     def __init__(self, cache: AnyCache, *, max_bytes: int = 0, place: Place = "cache") -> None:
         self._format = SlotFormat.of(cache)
-        self._cache = cache
+        self._cache: AnyCache = cache
         self._max_bytes = int_in_range("PromptCache.max_bytes", max_bytes, 0)
         if place not in get_args(Place):
             raise ConfigError(f"PromptCache.place: expected one of {', '.join(get_args(Place))}, got {place!r}.")
@@ -89,8 +84,6 @@ class PromptCache(Uncopyable):
         self._copies: dict[PromptEntry, SlotCopy | HostSlotCopy] = {}
         self._hits = self._misses = self._reused_tokens = 0
         self._closed = False
-
-    # --- what it is ---
 
     @property
     def cache(self) -> AnyCache:
@@ -127,16 +120,21 @@ class PromptCache(Uncopyable):
         """Tokens restored so far."""
         return self._reused_tokens
 
-    # --- copies in ---
-
     def insert(self, tokens: Tokens, slot: int, *, stream: Any) -> PromptEntry | None:
         """Copy the first tokens of a slot, if it can be done within ``max_bytes``.
+
+        Without recurrent layers, an entry that the new one begins with is dropped: it serves no prompt that the new one does
+        not. The copy is made first, unless ``max_bytes`` or the memory has no room for both: then as few are dropped before as
+        make room, such entries first. If the memory still has none when the dropped ones were as large as the new one, no more
+        are dropped: those that were are lost.
+
+        Raises LengthsUnknown.
 
         Parameters
         ----------
         tokens : sequence of int (n,)
             The tokens whose K and V the slot begins with, at least one; with recurrent layers all that it holds.
-        slot : int
+        slot
             An active one.
         stream : cuda.core.Stream
             The copies are ordered on it. The call waits only if others are dropped, or for ``place="host"``.
@@ -145,18 +143,6 @@ class PromptCache(Uncopyable):
         -------
         PromptEntry or None
             The entry that holds the tokens, which may have been there before; None if there is no room for it.
-
-        Raises
-        ------
-        ShapeError, DTypeError, RangeError, SlotError, LengthsUnknown, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
-
-        Notes
-        -----
-        Without recurrent layers, an entry that the new one begins with is dropped: it serves no prompt that the new one does
-        not. The copy is made first, unless ``max_bytes`` or the memory has no room for both: then as few are dropped before as
-        make room, such entries first. If the memory still has none when the dropped ones were as large as the new one, no more
-        are dropped: those that were are lost.
         """
         self._check_open()
         if not self._max_bytes:
@@ -172,7 +158,7 @@ class PromptCache(Uncopyable):
         Parameters
         ----------
         tokens : sequence of int (n,)
-        copy : HostSlotCopy
+        copy
             Of those tokens, and of the same layers, dtypes and scales.
         stream : cuda.core.Stream
         """
@@ -222,10 +208,7 @@ class PromptCache(Uncopyable):
         return common_prefix(longer, shorter) == len(shorter)
 
     def _touch(self, entry: PromptEntry) -> None:
-        """Make an entry the most recently used one."""
         self._copies[entry] = self._copies.pop(entry)
-
-    # --- copies out ---
 
     def find(self, tokens: Tokens) -> PromptMatch | None:
         """Look for the entry that saves most of a prompt, and make it the most recently used one.
@@ -239,10 +222,6 @@ class PromptCache(Uncopyable):
         -------
         PromptMatch or None
             At most ``n - 1`` tokens; with recurrent layers all tokens of an entry. None if there is none to reuse.
-
-        Raises
-        ------
-        ShapeError, DTypeError, RangeError, ClosedError
         """
         self._check_open()
         if not self._max_bytes:
@@ -264,17 +243,12 @@ class PromptCache(Uncopyable):
 
         Parameters
         ----------
-        match : PromptMatch
+        match
             Of :meth:`find`, and not dropped since.
-        slot : int
+        slot
             Active or not. Resetting an active slot to length 0 zeroes its states: do that before.
         stream : cuda.core.Stream
             The copies are ordered on it. The call does not wait, but for ``place="host"``.
-
-        Raises
-        ------
-        SlotError, RangeError, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
         """
         self._check_open()
         self._copy(match.entry).restore(self._cache, slot, match.length, stream=stream)
@@ -282,12 +256,7 @@ class PromptCache(Uncopyable):
         self._reused_tokens += match.length
 
     def copy_to_host(self, entry: PromptEntry, *, stream: Any) -> HostSlotCopy:
-        """Return the copy of an entry on the host, where it is already for ``place="host"``. Waits for the device.
-
-        Raises
-        ------
-        PlaceError, CaptureError, ClosedError
-        """
+        """Return the copy of an entry on the host, where it is already for ``place="host"``. Waits for the device."""
         self._check_open()
         copy = self._copy(entry)
         refuse_capture(self._cache.memory, "copying an entry to the host", stream)
@@ -298,8 +267,6 @@ class PromptCache(Uncopyable):
             raise ClosedError("this entry is not held here: it was dropped since it was found, or found in another PromptCache. Call find.")
         return self._copies[entry]
 
-    # --- life ---
-
     def clear(self) -> None:
         """Drop all entries. The counters stay."""
         self._copies.clear()
@@ -309,21 +276,8 @@ class PromptCache(Uncopyable):
         self._closed = True
         self.clear()
 
-    def _check_open(self) -> None:
-        if self._closed or self._cache.closed:
-            whose = "PromptCache" if self._closed else "PromptCache's cache"
-            raise ClosedError(f"this {whose} is closed.")
-
-    def __enter__(self) -> PromptCache:
-        self._check_open()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
-
 
 def _or_none(make_copy: Callable[[], SlotCopy | HostSlotCopy]) -> SlotCopy | HostSlotCopy | None:
-    """Return the copy, or None where there is no room for it."""
     try:
         return make_copy()
     except CapacityError:

@@ -17,8 +17,6 @@ from trt_kvcache.tensor import DeviceTensor
 class RecurrentCache(SlotCache):
     """States of recurrent layers, of which there may be none. Not thread-safe.
 
-    Notes
-    -----
     An enqueue reads the current states and writes the next ones. Without ``ping_pong`` they are the same. With it they are two
     buffers: after an enqueue over all active slots call :meth:`swap`, after one over some of them :meth:`copy_back`.
     Everything else acts on the current states. A CUDA graph holds the addresses of one :attr:`parity`.
@@ -38,23 +36,14 @@ class RecurrentCache(SlotCache):
         """Recurrent layers."""
         return 0 if self._states is None else self._states.num_layers
 
-    # --- views ---
-
     def get_recurrent_state(self, recurrent_layer_idx: int) -> DeviceTensor:
         """Return the current recurrent state of one layer: what the next enqueue reads.
 
-        Parameters
-        ----------
-        recurrent_layer_idx : int
-            Index among the recurrent layers, from 0.
+        ``recurrent_layer_idx`` counts recurrent layers, from 0.
 
         Returns
         -------
         DeviceTensor ``[B, num_heads, head_dim, state_size]``, dense
-
-        Raises
-        ------
-        LayerIndexError, ClosedError
         """
         return self._state(StateKind.RECURRENT, recurrent_layer_idx)
 
@@ -76,8 +65,6 @@ class RecurrentCache(SlotCache):
         assert self._states is not None  # it has this layer
         return (self._states.next if following else self._states.current)(kind).layers[index]
 
-    # --- two buffers ---
-
     @property
     def parity(self) -> int:
         """Which of the two buffers of ``ping_pong`` is current, 0 or 1; always 0 without."""
@@ -97,16 +84,11 @@ class RecurrentCache(SlotCache):
 
         Parameters
         ----------
-        slot, count : int
+        slot, count
             Active slots.
         stream : cuda.core.Stream or GraphBuilder
             The copies are ordered on it, one launch per kind; the call neither waits nor allocates, and can be captured. Without
             ``ping_pong`` nothing is copied.
-
-        Raises
-        ------
-        SlotError, RangeError, PlaceError, ClosedError
-            Nothing was changed.
         """
         self._check_open()
         first = slot_index(slot, self.active_batch_size, of="active slots")
@@ -122,16 +104,9 @@ class RecurrentCache(SlotCache):
 
         Parameters
         ----------
-        slot : int
-            ``0 <= slot < B``, active or not.
         stream : cuda.core.Stream
             The copies are ordered on it, one launch per kind; the call neither waits nor allocates. Without ``ping_pong`` nothing
             is copied.
-
-        Raises
-        ------
-        SlotError, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
         """
         self._check_open()
         index = slot_index(slot, self.max_batch_size)
@@ -139,17 +114,9 @@ class RecurrentCache(SlotCache):
         if self._states is not None:
             self._states.keep(index, stream=stream)
 
-    # --- contents ---
-
     def clear_mamba_states(self, *, stream: Any) -> None:
         """Zero the current states of all layers and slots, as after a warm-up. Lengths stay. The call neither waits nor allocates.
 
-        Raises
-        ------
-        PlaceError, ClosedError
-
-        Notes
-        -----
         ``clearMambaStates`` of seed 001.
         """
         self._check_open()
@@ -160,10 +127,12 @@ class RecurrentCache(SlotCache):
     def capture_recurrent_states(self, slot: int, *, stream: Any) -> list[DeviceTensor]:
         """Copy the current recurrent states of a slot into new tensors.
 
+        ``captureRecurrentStates`` of seed 003, ``captureSSMStates`` of seed 001.
+
+        Raises CapacityError.
+
         Parameters
         ----------
-        slot : int
-            ``0 <= slot < B``, active or not.
         stream : cuda.core.Stream
             The copies are ordered on it, in one launch.
 
@@ -171,14 +140,6 @@ class RecurrentCache(SlotCache):
         -------
         list of DeviceTensor ``[num_heads, head_dim, state_size]``
             One per recurrent layer, dense. They share one allocation.
-
-        Raises
-        ------
-        SlotError, PlaceError, CapacityError, CaptureError, ClosedError
-
-        Notes
-        -----
-        ``captureRecurrentStates`` of seed 003, ``captureSSMStates`` of seed 001.
         """
         return self._capture(StateKind.RECURRENT, slot, stream)
 
@@ -189,20 +150,14 @@ class RecurrentCache(SlotCache):
     def restore_recurrent_states(self, saved: Sequence[DeviceTensor], slot: int, *, stream: Any) -> None:
         """Copy captured recurrent states into the current ones of a slot. Lengths stay as they are.
 
+        Raises LayoutError.
+
         Parameters
         ----------
         saved : sequence of DeviceTensor ``[num_heads, head_dim, state_size]``
             What ``capture_recurrent_states`` returned.
-        slot : int
-            ``0 <= slot < B``, active or not.
         stream : cuda.core.Stream
-            The copies are ordered on it, in one launch; the call neither waits nor allocates. The tensors must stay until it is
-            done.
-
-        Raises
-        ------
-        ShapeError, DTypeError, PlaceError, LayoutError, SlotError, CaptureError, ClosedError
-            Nothing was changed.
+            The copies are ordered on it, in one launch; the call neither waits nor allocates. The tensors must stay until it is done.
         """
         self._restore(StateKind.RECURRENT, saved, slot, stream)
 

@@ -24,13 +24,8 @@ class StateKind(Enum):
 class StateBuffer:
     """One buffer of one kind: a dense tensor ``[B, ...]`` per recurrent layer, in one allocation.
 
-    Parameters
-    ----------
-    storage : StateStorage
-    allocation : Allocation
-        Of ``storage.nbytes``; stays its maker's to close.
-    stream : cuda.core.Stream
-        The array of infos for the kernels is made on it.
+    ``allocation``: Of ``storage.nbytes``; stays its maker's to close.
+    ``stream``: cuda.core.Stream. The array of infos for the kernels is made on it.
     """
 
     def __init__(self, storage: StateStorage, allocation: Allocation, *, stream: Any) -> None:
@@ -55,20 +50,12 @@ class StateBuffer:
 class RecurrentStates:
     """States of all recurrent layers, moved, zeroed, captured and restored: :class:`~trt_kvcache.slot_contents.SlotContents`.
 
-    Parameters
-    ----------
-    config : MambaCacheConfig
-    memory : Memory
-    allocate : callable
-        ``allocate(nbytes)`` returns zeroed bytes, which the caller closes.
-    own : callable
-        ``own(buffer)`` returns a buffer, which the caller closes.
-    stream : cuda.core.Stream
-
-    Notes
-    -----
     Of the two buffers of ``ping_pong``, ``parity`` (0 or 1) says which is current: what the next enqueue reads. Everything
     here acts on the current one.
+
+    ``allocate``: callable. ``allocate(nbytes)`` returns zeroed bytes, which the caller closes.
+    ``own``: callable. ``own(buffer)`` returns a buffer, which the caller closes.
+    ``stream``: cuda.core.Stream.
     """
 
     is_recurrent = True
@@ -160,7 +147,6 @@ def _saved_shapes(storage: StateStorage) -> list[tuple[int, ...]]:
 
 
 def _runs(slots: Sequence[int]) -> list[tuple[int, int]]:
-    """Return ascending slots as runs of neighbours: first slot and count."""
     runs: list[tuple[int, int]] = []
     for slot in slots:
         if runs and sum(runs[-1]) == slot:

@@ -22,10 +22,9 @@ class GeneratedToken:
 
     Parameters
     ----------
-    index : int
+    index
         Which prompt, from 0.
-    token : int
-    text : str
+    text
         What has become certain with this token: whole characters, no part of a stop text. Empty without a tokenizer.
     finish_reason : {"stop", "length"} or None
         Set with the last token: a stop token or stop text, or ``max_new_tokens`` or the cache is reached.
@@ -40,22 +39,18 @@ class GeneratedToken:
 class Request:
     """One prompt and what is generated after it.
 
+    Raises ConfigError: stop texts without a tokenizer.
+
     Parameters
     ----------
-    index : int
+    index
         Which prompt.
     prompt : sequence of int
         Context of the text that follows.
-    params : SamplingParams
-    tokenizer : Tokenizer or None
+    tokenizer
         Without one, there is no text.
     eos_token_ids : collection of int
         The model's own end tokens.
-
-    Raises
-    ------
-    ConfigError
-        Stop texts without a tokenizer.
     """
 
     def __init__(
@@ -90,7 +85,7 @@ class Request:
         Parameters
         ----------
         logits : ndarray (vocab,) float32
-        full : bool
+        full
             The slot holds ``max_sequence_length`` tokens, so no token can follow this one.
         """
         return self._take(self._sampler.choose(logits), full)

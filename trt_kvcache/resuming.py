@@ -18,12 +18,8 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 def read_snapshots(paths: Paths, cache: AnyCache, model: ModelIdentity) -> list[Snapshot]:
     """Read snapshots that are to fill the first slots of a cache.
 
-    Raises
-    ------
-    SnapshotError
-        A file is no snapshot, damaged, of another model, or of another cache.
-    ShapeError, CapacityError
-        Not paths, no file, more files than slots, or more tokens than a slot takes.
+    Raises SnapshotError: a file is no snapshot, damaged, of another model, or of another cache. ShapeError or CapacityError: not paths, no
+    file, more files than slots, or more tokens than a slot takes.
     """
     each = [paths] if isinstance(paths, str | os.PathLike) else paths
     if not isinstance(each, Sequence) or not all(isinstance(path, str | os.PathLike) for path in each):
@@ -45,10 +41,7 @@ def read_snapshots(paths: Paths, cache: AnyCache, model: ModelIdentity) -> list[
 def next_tokens(snapshot: Snapshot) -> tuple[int, list[int]]:
     """Return how many tokens of a snapshot to keep, and the ones to run so that there are logits to go on from.
 
-    Raises
-    ------
-    ShapeError
-        It is empty, or only recurrent states know what comes after its tokens.
+    Raises ShapeError: it is empty, or only recurrent states know what comes after its tokens.
     """
     if snapshot.pending:
         return len(snapshot.tokens), list(snapshot.pending)

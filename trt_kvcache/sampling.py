@@ -27,33 +27,30 @@ _NUCLEUS_GUESS = 1024
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends.
 
+    Raises RangeError: a field is out of range.
+
     Parameters
     ----------
-    max_new_tokens : int
+    max_new_tokens
         Ends the request with reason ``"length"``.
-    temperature : float
+    temperature
         Logits are divided by it. 0 is greedy: always the most likely token, ties to the lowest id.
-    top_k : int
+    top_k
         Keep the k most likely tokens; 0 keeps all.
-    top_p : float
+    top_p
         Keep the most likely tokens until their probabilities sum to p, ``0 < p <= 1``.
-    min_p : float
+    min_p
         Drop tokens less likely than p times the most likely one, ``0 <= p < 1``.
-    seed : int, optional
+    seed
         The same seed, prompt and model give the same tokens, whatever runs beside. Without, each request draws its own.
-    counter : int
+    counter
         Tokens that were chosen with the seed before, where a request goes on: see :class:`~trt_kvcache.snapshot_records.SamplerState`.
     stop_token_ids : sequence of int
         Tokens that end the request, beside the model's own end tokens.
     stop : sequence of str
         Texts that end the request; they are not part of the output.
-    ignore_eos : bool
+    ignore_eos
         Go on past the model's own end tokens.
-
-    Raises
-    ------
-    RangeError
-        A field is out of range.
     """
 
     max_new_tokens: int = 128
@@ -113,10 +110,7 @@ def params_for(
 ) -> list[SamplingParams]:
     """Return the SamplingParams of each of ``count`` prompts: ``params``, or ``defaults`` with ``options``.
 
-    Raises
-    ------
-    RangeError, ShapeError
-        Both were given, or not one per prompt.
+    Raises RangeError or ShapeError: both were given, or not one per prompt.
     """
     if params is None:
         return [with_options(defaults, options)] * count
@@ -131,12 +125,6 @@ def params_for(
 class Sampler:
     """Chooses the tokens of one request. Its randomness depends on the seed and on how many tokens it chose, on nothing else.
 
-    Parameters
-    ----------
-    params : SamplingParams
-
-    Notes
-    -----
     One number of a Philox generator is used per token, so seed and ``counter`` are the whole state.
     """
 
@@ -153,15 +141,12 @@ class Sampler:
     def choose(self, logits: np.ndarray[Any, Any]) -> int:
         """Return the next token.
 
+        Raises EngineError: a logit is NaN, or no logit is finite.
+
         Parameters
         ----------
         logits : ndarray (vocab,) float32
             Not changed.
-
-        Raises
-        ------
-        EngineError
-            A logit is NaN, or no logit is finite.
         """
         best = int(np.argmax(logits))  # NaN counts as the largest
         if not np.isfinite(logits[best]):
@@ -201,7 +186,6 @@ def _most_likely(below: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any
 
 def _nucleus(below: np.ndarray[Any, Any], weights: np.ndarray[Any, Any], top_p: float) -> np.ndarray[Any, Any]:
     """Return the most likely tokens, as many as it takes to sum to ``top_p`` of the weight of all.
-
     Sorting a whole vocabulary takes long, and the nucleus is small as a rule: look for it among a few first.
     """
     wanted = top_p * weights.sum()

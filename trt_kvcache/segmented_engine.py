@@ -61,6 +61,7 @@ class SegmentedEngine(TensorRTEngine):
         self._graphs = StepGraphs(options["memory"]) if cuda_graphs else None
         self._executions: list[PlanExecution] = []
         self._shapes: dict[int, dict[str, tuple[int, ...]]] = {}
+        self._warm: set[int] = set()  # profiles that ran plainly since a shape changed: TensorRT has prepared what it needs
         self._programs: dict[int, _Program] = {}
         super().__init__(*arguments, **options)
 
@@ -77,7 +78,7 @@ class SegmentedEngine(TensorRTEngine):
             As for :meth:`TensorRTEngine.open`.
         cuda_graphs : bool
             Whether decode steps become CUDA graphs. One whose addresses or shapes are new runs plainly, the next time it is
-            captured, and from then on replayed.
+            captured, and from then on replayed; one that cannot be captured runs plainly, with a warning.
 
         Raises
         ------
@@ -164,7 +165,12 @@ class SegmentedEngine(TensorRTEngine):
             execution.bind(active.index, name, address)
 
     def _set_shape(self, active: ProfileBindings, name: str, shape: tuple[int, ...]) -> None:
-        """Set the shape of an input; that of the token ids is that of all tensors between the segments."""
+        """Set the shape of an input; that of the token ids is that of all tensors between the segments.
+
+        Where TensorRT refuses one, all shapes of the profile are forgotten.
+        """
+        shapes = self._shapes.pop(active.index, {})
+        self._warm.discard(active.index)
         for execution in self._executions_of.get(name, ()):
             execution.set_shape(active.index, name, shape)
         if name == self.names.input_ids:
@@ -172,7 +178,7 @@ class SegmentedEngine(TensorRTEngine):
                 for execution in self._executions_of.get(other, ()):
                     if execution.tensors[other].mode is TensorMode.INPUT:
                         execution.set_shape(active.index, other, shape_at(spec.shape, *shape))
-        self._shapes.setdefault(active.index, {})[name] = shape
+        self._shapes[active.index] = {**shapes, name: shape}
 
     def _shape(self, active: ProfileBindings, name: str) -> tuple[int, ...]:
         spec, shapes = self._tensors[name], self._shapes.get(active.index, {})
@@ -208,12 +214,11 @@ class SegmentedEngine(TensorRTEngine):
                 inputs, outputs = [tensor(name) for name in step.inputs], [tensor(name) for name in step.outputs]
                 op.outputs([TensorType(one.shape, one.dtype) for one in inputs])
                 parts.append(partial(_enqueue_operation, op, inputs, outputs, self._workspaces[op.name]))
-        addresses = tuple(bound.ptr for bound in active.bound.values())
-        key = (active.index, batch, *active.bound, *addresses) if width == 1 else None
+        key = (active.index, batch, *(active.bound[name].ptr for name in self._tensors)) if width == 1 else None
         return _Program(parts, key, partial(self._can_capture, active.index))
 
     def _can_capture(self, profile: int, stream: Any) -> bool:
-        return all(execution.is_capturable(profile, stream_handle(stream)) for execution in self._executions)
+        return profile in self._warm and all(execution.is_capturable(profile, stream_handle(stream)) for execution in self._executions)
 
     def _forget(self) -> None:
         super()._forget()
@@ -223,8 +228,8 @@ class SegmentedEngine(TensorRTEngine):
         program = self._programs[active.index]
         if self._graphs is None or program.key is None:
             program.run(stream)
-        else:
-            self._graphs.run(program.key, stream, program.run, program.can_capture)
+        elif self._graphs.run(program.key, stream, program.run, program.can_capture):
+            self._warm.add(active.index)
 
 
 def _enqueue_segment(execution: PlanExecution, profile: int, stream: Any, handle: int) -> None:

@@ -14,13 +14,36 @@ from trt_kvcache.config import KVCacheConfig
 from trt_kvcache.custom_op import CustomOp, TensorType
 from trt_kvcache.embedding_op import EmbeddingOp
 from trt_kvcache.engine import TensorMode, TensorSpec
+from trt_kvcache.errors import ConfigError
 from trt_kvcache.names import TensorNames
 
 #: Tensors that are bound once: stored in one file of the engine folder, whatever reads them.
 EMBEDDING, COS_SIN = "model.embed_tokens.weight", "rope.cos_sin"
 
+_OWN: Mapping[str, Callable[..., CustomOp]] = {AttentionOp.name: AttentionOp, EmbeddingOp.name: EmbeddingOp}
+
 #: The operations that an engine folder may name.
-OPERATIONS: Mapping[str, Callable[..., CustomOp]] = {"attention": AttentionOp, "embedding": EmbeddingOp}
+OPERATIONS: dict[str, Callable[..., CustomOp]] = {**_OWN}
+
+
+def register_operation(kind: str, from_record: Callable[..., CustomOp]) -> None:
+    """Let engine folders name another operation, where one of this package with the same inputs and outputs stood.
+
+    Parameters
+    ----------
+    kind : str
+        ``operation`` of its steps in ``config.json``.
+    from_record : callable
+        Called with the ``attributes`` of a step by name; returns the operation.
+
+    Raises
+    ------
+    ConfigError
+        The name is taken.
+    """
+    if kind in OPERATIONS:
+        raise ConfigError(f"kind: expected another name than {', '.join(OPERATIONS)}, got {kind!r}.")
+    OPERATIONS[kind] = from_record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +77,13 @@ class OperationStep:
 
 
 Step = SegmentStep | OperationStep
+
+
+def serves(got: Step, wanted: Step) -> bool:
+    """Tell whether a step may stand where another is expected: it is the same, or a registered operation on the same tensors."""
+    if isinstance(got, OperationStep) and isinstance(wanted, OperationStep) and got.operation in OPERATIONS.keys() - _OWN.keys():
+        return (got.inputs, got.outputs) == (wanted.inputs, wanted.outputs)
+    return got == wanted
 
 
 def hidden_name(layer: int) -> str:

@@ -18,19 +18,11 @@ from trt_kvcache.slot_storage import SavedSlot
 class SequenceEntry:
     """One sequence.
 
-    Parameters
-    ----------
-    id : int
-    slot : int or None
-        None while it is swapped out.
-    length : int
-        Tokens, where the slot is not active. :meth:`SequenceTable.length` asks who knows.
-    exact : bool
-        Else ``length`` is an upper bound, and the device has the length.
-    pinned : bool
-        Asked for by ``pin``.
-    saved : SavedSlot or None
-        What it holds, while it is swapped out and not empty.
+    ``slot``: None while it is swapped out.
+    ``length``: Tokens, where the slot is not active. :meth:`SequenceTable.length` asks who knows.
+    ``exact``: Else ``length`` is an upper bound, and the device has the length.
+    ``pinned``: Asked for by ``pin``.
+    ``saved``: What it holds, while it is swapped out and not empty.
     """
 
     id: int
@@ -44,12 +36,8 @@ class SequenceEntry:
 class SequenceTable:
     """Sequences over the slots of a cache. It follows what the cache's owner does: :class:`~trt_kvcache.slot_contents.SlotContents`.
 
-    Parameters
-    ----------
-    lengths : Lengths
-        Of the cache. Slots that are active there belong to whoever made them active; free ones are the others without a sequence.
-    keep_states : callable
-        ``keep_states(slot, stream=)`` is called before a slot with tokens leaves the active batch.
+    ``lengths``: Of the cache. Slots that are active there belong to whoever made them active; free ones are the others without a sequence.
+    ``keep_states``: callable. ``keep_states(slot, stream=)`` is called before a slot with tokens leaves the active batch.
     """
 
     is_recurrent = False
@@ -108,8 +96,6 @@ class SequenceTable:
         self._entries.clear()
         self._taken.clear()
 
-    # --- slots ---
-
     def at(self, slot: int) -> SequenceEntry | None:
         """Return the sequence in a slot."""
         return next((entry for entry in self if entry.slot == slot), None)
@@ -142,8 +128,6 @@ class SequenceTable:
             entry.length = int(self._lengths.memory.read(self._lengths.tensor[entry.slot : entry.slot + 1])[0])
         entry.exact = True
         return entry.length
-
-    # --- what the cache's owner does ---
 
     def resize(self, lengths: Sequence[int], *, stream: Any) -> None:
         """Note the tokens of sequences whose slots leave. In slots that enter, empty ones stay, as do pinned ones that get tokens."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -12,40 +11,24 @@ from trt_kvcache.base import KVCacheBase
 from trt_kvcache.capturing import refuse_capture
 from trt_kvcache.checks import as_int, int_in_range, slot_index
 from trt_kvcache.dtypes import numpy_dtype
-from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, DTypeError, RangeError, ShapeError
+from trt_kvcache.errors import CapacityError, ConfigError, DTypeError, RangeError, ShapeError
 from trt_kvcache.estimate import estimate_memory
 from trt_kvcache.hybrid import HybridCacheManager
 from trt_kvcache.linear import LinearKVCache
 from trt_kvcache.manager import KVCacheManager
 from trt_kvcache.sequence_table import SequenceEntry, SequenceTable
 from trt_kvcache.slot_storage import Array, SlotStorage
+from trt_kvcache.slots import Closing
 from trt_kvcache.swapping import SlotSwapper
 from trt_kvcache.tensor import DeviceTensor
-from trt_kvcache.uncopyable import Uncopyable
 
 #: K or V of a sequence: ``[L, H, n, D]`` where layers are equal, else ``[H_i, n, D_i]`` of each attention layer.
 LayerArrays = Array | list[Array]
 
 
-class SequenceCacheManager(Uncopyable):
+class SequenceCacheManager(Closing):
     """Sequences by handle, over the slots of a cache that an engine may be running on. Not thread-safe.
 
-    Parameters
-    ----------
-    cache : KVCacheManager, LinearKVCache or HybridCacheManager
-        Whose memory is shared. It stays the caller's to close, and is under one ``SequenceCacheManager`` at a time.
-    enable_swapping : bool
-        Let sequences move to host memory (page-locked for a device) where slots run out, and come back when they are used.
-    swap_threshold : float
-        Swap already where more than this share of ``memory_capacity`` would be in use; above 0, at most 1.
-
-    Raises
-    ------
-    ConfigError
-        An argument does not fit.
-
-    Notes
-    -----
     ``KVCacheManager`` of TinyLLM (seed 002).
 
     A sequence waits in a slot that is not active, the last such slot first; its tokens are counted here. Active slots belong
@@ -63,7 +46,21 @@ class SequenceCacheManager(Uncopyable):
     (then it is run on with so many tokens). With a device mapping the host cannot follow, and loses all sequences in active slots
     that way; before a captured one is replayed, unpin them.
 
-    What is copied from or to the host is waited for: arrays may be changed or read as soon as a call returns.
+    ``stream`` is a cuda.core.Stream, on which everything is ordered. What is copied from or to the host is waited for: arrays may be
+    changed or read as soon as a call returns.
+
+    Wrong arguments, capturing streams and closed objects raise as :mod:`trt_kvcache.errors` says.
+
+    Raises ConfigError: an argument does not fit.
+
+    Parameters
+    ----------
+    cache : KVCacheManager, LinearKVCache or HybridCacheManager
+        Whose memory is shared. It stays the caller's to close, and is under one ``SequenceCacheManager`` at a time.
+    enable_swapping
+        Let sequences move to host memory (page-locked for a device) where slots run out, and come back when they are used.
+    swap_threshold
+        Swap already where more than this share of ``memory_capacity`` would be in use; above 0, at most 1.
     """
 
     def __init__(
@@ -79,7 +76,7 @@ class SequenceCacheManager(Uncopyable):
             raise ConfigError(f"swap_threshold: expected a number above 0 and at most 1, got {swap_threshold!r}.")
         if any(isinstance(contents, SequenceTable) for contents in cache.lengths.contents()):
             raise ConfigError("SequenceCacheManager: expected a cache without one, got one that is under another. Close that before.")
-        self._cache = cache
+        self._cache: KVCacheBase | HybridCacheManager = cache
         self._memory = cache.memory
         self._lengths = cache.lengths
         self._storage = SlotStorage(cache)
@@ -88,8 +85,6 @@ class SequenceCacheManager(Uncopyable):
         self._swapper = SlotSwapper(self._table, self._storage, cache.lengths, estimate_memory(cache.config), threshold=threshold)
         self._lengths.attach(self._table)
         self._closed = False
-
-    # --- what it is ---
 
     @property
     def cache(self) -> KVCacheBase | HybridCacheManager:
@@ -127,16 +122,10 @@ class SequenceCacheManager(Uncopyable):
         """What ``memory_used`` is when every slot is full: the cache's bytes without padding and scales."""
         return self._swapper.capacity
 
-    # --- handles ---
-
     def create_sequence(self) -> int:
         """Return the id of a new, empty sequence. Ids are never used again; slots are.
 
-        Raises
-        ------
-        CapacityError
-            No slot is free and, with swapping, none can be made free.
-        ClosedError
+        Raises CapacityError: no slot is free and, with swapping, none can be made free.
         """
         self._check_open()
         free = self._table.free_slots()
@@ -146,11 +135,7 @@ class SequenceCacheManager(Uncopyable):
     def reserve(self, num_sequences: int) -> None:
         """Return if ``num_sequences`` more can be created now. Nothing is changed: the memory has been there from the start.
 
-        Raises
-        ------
-        CapacityError
-            They cannot.
-        RangeError, ClosedError
+        Raises CapacityError: they cannot.
         """
         self._check_open()
         self._check_free("reserve", int_in_range("num_sequences", num_sequences, 0), self._table.free_slots())
@@ -177,20 +162,12 @@ class SequenceCacheManager(Uncopyable):
     def length(self, seq: int) -> int:
         """Return the tokens of a sequence.
 
-        Raises
-        ------
-        SequenceError, ClosedError
-        LengthsUnknown
-            The sequence is in an active slot, and only the device knows. Call the cache's ``sync_lengths``.
-
-        Notes
-        -----
         Waits for the device where the sequence was in an active slot that is not active any more, and only the device knew then.
+
+        Raises LengthsUnknown: the sequence is in an active slot, and only the device knows. Call the cache's ``sync_lengths``.
         """
         self._check_open()
         return self._table.length(self._table.find(seq))
-
-    # --- K and V ---
 
     def append(
         self,
@@ -202,23 +179,15 @@ class SequenceCacheManager(Uncopyable):
     ) -> None:
         """Add the K and V of new tokens to a sequence.
 
+        Raises CapacityError: the sequence would exceed ``max_sequence_length``; or it is swapped out, and no slot is free or can be made
+        free; or the host has no room for what must make way. ConfigError: the cache has recurrent layers, whose states only an engine can
+        advance. LengthsUnknown.
+
         Parameters
         ----------
-        seq : int
         keys, values : array ``[L, H, n, D]``, or sequence of arrays ``[H_i, n, D_i]``
             In the dtype of the cache (:attr:`dtype`): stored values, without scales. One array only where all layers have equal
             heads. Device tensors are read to the host first.
-        stream : cuda.core.Stream
-            The copies are ordered on it; the call waits.
-
-        Raises
-        ------
-        CapacityError
-            The sequence would exceed ``max_sequence_length``; or it is swapped out, and no slot is free or can be made free; or
-            the host has no room for what must make way.
-        ConfigError
-            The cache has recurrent layers, whose states only an engine can advance.
-        SequenceError, ShapeError, DTypeError, PlaceError, LengthsUnknown, CaptureError, ClosedError
         """
         entry = self._begin("append", seq, stream, of_states=False)
         rows, count = self._new_rows(keys, values)
@@ -238,23 +207,14 @@ class SequenceCacheManager(Uncopyable):
     def get(self, seq: int, *, stream: Any) -> tuple[LayerArrays, LayerArrays]:
         """Return copies of the K and V of a sequence on the host.
 
-        Parameters
-        ----------
-        seq : int
-        stream : cuda.core.Stream
-            The copies are ordered on it; the call waits.
+        Raises CapacityError: it is swapped out, and no slot is free or can be made free; or the host has no room for what must make way.
+        LengthsUnknown.
 
         Returns
         -------
         keys, values : ndarray ``[L, H, n, D]``, or list of ndarray ``[H_i, n, D_i]``
             In the dtype of the cache (:attr:`dtype`; ml_dtypes has those that NumPy lacks): stored values, without scales. One array
             if all attention layers have equal heads, else one per attention layer.
-
-        Raises
-        ------
-        CapacityError
-            It is swapped out, and no slot is free or can be made free; or the host has no room for what must make way.
-        SequenceError, LengthsUnknown, PlaceError, CaptureError, ClosedError
         """
         entry = self._begin("get", seq, stream)
         length = self._table.length(entry)
@@ -276,15 +236,8 @@ class SequenceCacheManager(Uncopyable):
     def truncate(self, seq: int, new_length: int, *, stream: Any) -> None:
         """Shorten a sequence to its first ``new_length`` tokens.
 
-        Raises
-        ------
-        RangeError
-            ``new_length`` is negative, or beyond the present length. Nothing was changed.
-        ConfigError
-            The cache has recurrent layers, whose states cannot go back.
-        CapacityError
-            As for :meth:`get`.
-        SequenceError, LengthsUnknown, PlaceError, CaptureError, ClosedError
+        Raises RangeError: ``new_length`` is negative, or beyond the present length. Nothing was changed. ConfigError: the cache has
+        recurrent layers, whose states cannot go back. CapacityError: As for :meth:`get`. LengthsUnknown.
         """
         entry = self._begin("truncate", seq, stream, of_states=False)
         length, wanted = self._table.length(entry), as_int("new_length", new_length)
@@ -326,33 +279,23 @@ class SequenceCacheManager(Uncopyable):
                 raise ShapeError(f"{name}[{index}]: expected an array [H, n, D], got {type(layer).__name__}.")
         return layers
 
-    # --- slots ---
-
     def pin(self, seq: int, *, slot: int | None = None, stream: Any) -> int:
         """Keep a sequence in a slot, until it is unpinned or destroyed.
 
+        Raises CapacityError: ``slot`` is another's; or there is none for this sequence, or for the one that must make way; or the host has
+        no room for it. LengthsUnknown. Nothing was changed.
+
         Parameters
         ----------
-        seq : int
-        slot : int, optional
+        slot
             Where to; any slot, or the one that it is in, if left out. A sequence that waits there makes way: it goes to the slot
             that this one leaves, to a free one, or (with swapping) to the host. An active slot must be empty; there the length of
             the sequence is committed.
-        stream : cuda.core.Stream
-            Everything is ordered on it; the call waits where a sequence moves.
 
         Returns
         -------
         int
             The slot that it is in. Its states are zero if it has no tokens.
-
-        Raises
-        ------
-        CapacityError
-            ``slot`` is another's; or there is none for this sequence, or for the one that must make way; or the host has no room for
-            it. Nothing was changed.
-        SequenceError, SlotError, LengthsUnknown, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
         """
         entry = self._begin("pin", seq, stream)
         length = self._table.length(entry)
@@ -369,18 +312,8 @@ class SequenceCacheManager(Uncopyable):
     def unpin(self, seq: int, *, stream: Any) -> None:
         """Let a sequence be moved again. From an active slot it moves at once, and what is in that slot stays its runner's.
 
-        Parameters
-        ----------
-        seq : int
-        stream : cuda.core.Stream
-            Everything is ordered on it; the call waits where the sequence moves.
-
-        Raises
-        ------
-        CapacityError
-            It is in an active slot, and there is no free one nor, with swapping, room on the host. Nothing was changed.
-        SequenceError, LengthsUnknown, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
+        Raises CapacityError: it is in an active slot, and there is no free one nor, with swapping, room on the host. LengthsUnknown.
+        Nothing was changed.
         """
         entry = self._begin("unpin", seq, stream)
         self._table.length(entry)
@@ -390,7 +323,6 @@ class SequenceCacheManager(Uncopyable):
         entry.pinned = False
 
     def _begin(self, what: str, seq: int, stream: Any, *, of_states: bool = True) -> SequenceEntry:
-        """Return the sequence of an operation, after the checks that all have in common."""
         self._check_open()
         entry = self._table.find(seq)
         if self._storage.is_recurrent and not of_states:
@@ -400,22 +332,8 @@ class SequenceCacheManager(Uncopyable):
         refuse_capture(self._memory, what, stream, because="it waits for the device")
         return entry
 
-    # --- life ---
-
     def close(self) -> None:
         """Forget all sequences and what they hold on the host. The cache stays open. Idempotent."""
         self._closed = True
         self._lengths.detach(self._table)
         self._table.clear()
-
-    def _check_open(self) -> None:
-        if self._closed or self._cache.closed:
-            whose = "SequenceCacheManager" if self._closed else "SequenceCacheManager's cache"
-            raise ClosedError(f"this {whose} is closed.")
-
-    def __enter__(self) -> SequenceCacheManager:
-        self._check_open()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()

@@ -21,16 +21,10 @@ from trt_kvcache.steps import StepExecutor
 class RequestQueue:
     """Prompts that wait for a slot, first in first out, and those that have one.
 
-    Parameters
-    ----------
-    steps : StepExecutor
-    sequences : ActiveSequences
-        Of the same cache. While requests run, its slots are theirs, in the order of ``_running``.
-
-    Notes
-    -----
     If anything else has changed the sequences since the last step, requests that had a slot go back to the front of the
     queue, and what they had is run again.
+
+    ``sequences``: Of the same cache. While requests run, its slots are theirs, in the order of ``_running``.
     """
 
     def __init__(self, steps: StepExecutor, sequences: ActiveSequences) -> None:
@@ -45,10 +39,7 @@ class RequestQueue:
     def submit(self, prompt: Sequence[int], params: SamplingParams, make_request: Callable[[SamplingParams], Request]) -> RequestHandle:
         """Put a prompt at the end of the queue: see ``InferenceSession.submit``. The prompt fits into a slot.
 
-        Raises
-        ------
-        BindingError
-            The engine does not take every number of slots. Nothing was changed.
+        Raises BindingError: the engine does not take every number of slots. Nothing was changed.
         """
         plan = self._steps.plan
         for count in range(1, self._steps.cache.max_batch_size + 1):
@@ -80,8 +71,6 @@ class RequestQueue:
                     handle.go_back(mark)
                 raise
         return sorted(moved, key=lambda handle: handle.index)
-
-    # --- who has a slot ---
 
     def _make_ready(self) -> None:
         """Take the slots of requests that have ended, or all slots if somebody else has used them."""
@@ -125,7 +114,6 @@ class RequestQueue:
             self._waiting.popleft()
 
     def _admit(self, admitted: Sequence[RequestHandle]) -> None:
-        """Give each a slot behind the others, and what the prompt cache has of its prompt."""
         if not admitted:
             return
         first = len(self._running)
@@ -136,8 +124,6 @@ class RequestQueue:
         for slot, handle in enumerate(admitted, start=first):
             handle.move_to("prefilling")
             self._sequences.samplers[slot] = handle.sampler
-
-    # --- what they do ---
 
     def _prefill(self) -> list[RequestHandle]:
         """Run one chunk of every prompt that is not in its slot yet."""

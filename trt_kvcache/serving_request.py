@@ -20,10 +20,9 @@ class RequestHandle:
 
     Parameters
     ----------
-    index : int
+    index
         How many prompts were submitted before.
     prompt : sequence of int
-    params : SamplingParams
     make_request : callable
         Called with SamplingParams, it returns a Request of this prompt that has no tokens.
     """
@@ -82,8 +81,6 @@ class RequestHandle:
             return False
         self._cancelled = True
         return True
-
-    # --- for the queue ---
 
     @property
     def row(self) -> list[int]:

@@ -111,6 +111,7 @@ class InferenceSession:
         flavour: str = "auto",
         device: int = 0,
         prompt_cache_bytes: int = 0,
+        cuda_graphs: bool = True,
         progress: Progress | None = None,
     ) -> InferenceSession:
         """Open an engine folder.
@@ -127,6 +128,8 @@ class InferenceSession:
             CUDA device, where one is used.
         prompt_cache_bytes : int
             Most bytes of copies of earlier prompts, in the cache's memory: see :class:`~trt_kvcache.prompt_cache.PromptCache`.
+        cuda_graphs : bool
+            Whether decode steps of an engine in segments become CUDA graphs.
         progress : callable, optional
             Called as ``progress(stage, fraction)`` during long work.
 
@@ -136,7 +139,7 @@ class InferenceSession:
             The folder is damaged or newer, its checkpoint is gone or changed, or the engine cannot run.
         """
         parts = opening.open_engine_folder(
-            folder, engine=engine, flavour=flavour, device=device, keep_bytes=prompt_cache_bytes, progress=progress
+            folder, engine=engine, flavour=flavour, device=device, keep_bytes=prompt_cache_bytes, cuda_graphs=cuda_graphs, progress=progress
         )
         return cls._of(parts, prompt_cache_bytes)
 
@@ -154,6 +157,7 @@ class InferenceSession:
         flavour: str = "auto",
         device: int = 0,
         prompt_cache_bytes: int = 0,
+        cuda_graphs: bool = True,
         progress: Progress | None = None,
     ) -> InferenceSession:
         """Open a Hugging Face folder, without an engine folder.
@@ -171,7 +175,7 @@ class InferenceSession:
         attention : {"native", "mask", "plugin"}
         flavour : {"auto", "tensorrt", "tensorrt_rtx"}
         device : int
-        prompt_cache_bytes : int
+        prompt_cache_bytes, cuda_graphs
             As for :meth:`open`.
         progress : callable, optional
             Called as ``progress(stage, fraction)`` during long work.
@@ -191,6 +195,7 @@ class InferenceSession:
             flavour=flavour,
             device=device,
             keep_bytes=prompt_cache_bytes,
+            cuda_graphs=cuda_graphs,
             progress=progress,
         )
         return cls._of(parts, prompt_cache_bytes)

@@ -12,7 +12,7 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.opening import EngineChoice
 from trt_kvcache.session import InferenceSession
 
-_COMMON_OPTIONS = ("engine", "flavour", "device", "prompt_cache_bytes")
+_COMMON_OPTIONS = ("engine", "flavour", "device", "prompt_cache_bytes", "cuda_graphs")
 
 #: Options that an engine folder has settled.
 _MODEL_OPTIONS = ("max_batch_size", "max_sequence_length", "max_prefill_length", "dtype", "attention")
@@ -26,7 +26,7 @@ class SessionSource:
     ----------
     folder : path
         A folder with ``engine.plan`` is an engine folder, any other a Hugging Face folder.
-    engine, flavour, device, prompt_cache_bytes
+    engine, flavour, device, prompt_cache_bytes, cuda_graphs
         See ``InferenceSession.open``.
     max_batch_size, max_sequence_length, max_prefill_length, dtype, attention : optional
         See ``InferenceSession.from_model``. For a Hugging Face folder only.
@@ -42,6 +42,7 @@ class SessionSource:
     flavour: str = "auto"
     device: int = 0
     prompt_cache_bytes: int = 0
+    cuda_graphs: bool = True
 
     def __call__(self, progress: Progress | None = None) -> InferenceSession:
         """Open a session.

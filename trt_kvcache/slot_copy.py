@@ -42,13 +42,10 @@ def check_restore(cache: AnyCache, slot: int, length: int, held: int, *, stream:
 class SlotCopy:
     """K and V of the first tokens of a slot, and the states after the last of them, in the memory of the cache.
 
-    Parameters
-    ----------
-    slot_format : SlotFormat
-    length : int
-        Tokens.
-    tensors : mapping of SlotPart to sequence of DeviceTensor
-        One per layer. Their memory goes with the last reference to them.
+    Wrong arguments, capturing streams and closed objects raise as :mod:`trt_kvcache.errors` says.
+
+    ``length``: Tokens.
+    ``tensors``: mapping of SlotPart to sequence of DeviceTensor. One per layer. Their memory goes with the last reference to them.
     """
 
     def __init__(self, slot_format: SlotFormat, length: int, tensors: Mapping[SlotPart, Sequence[DeviceTensor]]) -> None:
@@ -60,20 +57,12 @@ class SlotCopy:
     def capture(cls, cache: AnyCache, slot: int, length: int, *, stream: Any) -> SlotCopy:
         """Copy a slot.
 
-        Parameters
-        ----------
-        cache : KVCacheManager, LinearKVCache or HybridCacheManager
-        slot : int
-            An active one.
-        length : int
-            Tokens, at most those that it holds; with recurrent layers exactly those.
-        stream : cuda.core.Stream
-            The copies are ordered on it; the call does not wait.
+        ``cache``: KVCacheManager, LinearKVCache or HybridCacheManager.
+        ``slot``: An active one.
+        ``length``: Tokens, at most those that it holds; with recurrent layers exactly those.
+        ``stream``: cuda.core.Stream. The copies are ordered on it; the call does not wait.
 
-        Raises
-        ------
-        SlotError, RangeError, LengthsUnknown, PlaceError, CaptureError, CapacityError, ClosedError
-            Nothing was changed.
+        Raises LengthsUnknown, CapacityError.
         """
         check_capture(cache, slot, length, stream=stream)
         slot_format = SlotFormat.of(cache)
@@ -106,21 +95,10 @@ class SlotCopy:
     def restore(self, cache: AnyCache, slot: int, length: int, *, stream: Any) -> None:
         """Copy the first ``length`` tokens to the front of a slot. Lengths stay as they are.
 
-        Parameters
-        ----------
-        cache : AnyCache
-            Of the memory and the :class:`SlotFormat` of the one that was copied.
-        slot : int
-            Active or not.
-        length : int
-            With states exactly that of this copy.
-        stream : cuda.core.Stream
-            The copies are ordered on it; the call neither waits nor allocates.
-
-        Raises
-        ------
-        SlotError, RangeError, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
+        ``cache``: Of the memory and the :class:`SlotFormat` of the one that was copied.
+        ``slot``: Active or not.
+        ``length``: With states exactly that of this copy.
+        ``stream``: cuda.core.Stream. The copies are ordered on it; the call neither waits nor allocates.
         """
         check_restore(cache, slot, length, self.length, stream=stream)
         for part, tensors in self._tensors.items():
@@ -131,14 +109,9 @@ class SlotCopy:
 class HostSlotCopy:
     """The same on the host.
 
-    Parameters
-    ----------
-    slot_format : SlotFormat
-        Of the cache that it was taken from.
-    length : int
-        Tokens.
-    saved : SavedSlot
-        What is copied, to be read only.
+    ``slot_format``: Of the cache that it was taken from.
+    ``length``: Tokens.
+    ``saved``: What is copied, to be read only.
     """
 
     slot_format: SlotFormat

@@ -50,12 +50,8 @@ class PartFormat:
 class SlotFormat:
     """The layers whose K, V and states a slot holds.
 
-    Parameters
-    ----------
-    kv : KVCacheConfig or None
-        The attention layers.
-    mamba : MambaCacheConfig or None
-        The recurrent layers.
+    ``kv``: The attention layers.
+    ``mamba``: The recurrent layers.
     """
 
     kv: KVCacheConfig | None
@@ -134,18 +130,14 @@ class SlotFormat:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values that :meth:`from_dict` reads back."""
-        return {
-            "kv": None if self.kv is None else self.kv.to_dict(),
-            "mamba": None if self.mamba is None else self.mamba.to_dict(),
-        }
+        return {"kv": None if self.kv is None else self.kv.to_dict(), "mamba": None if self.mamba is None else self.mamba.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SlotFormat:
         """Read what :meth:`to_dict` wrote. Raises :class:`ConfigError` or KeyError for a missing, unknown or wrong field."""
         kv, mamba = data["kv"], data["mamba"]
         return cls(
-            kv=None if kv is None else KVCacheConfig.from_dict(kv),
-            mamba=None if mamba is None else MambaCacheConfig.from_dict(mamba),
+            kv=None if kv is None else KVCacheConfig.from_dict(kv), mamba=None if mamba is None else MambaCacheConfig.from_dict(mamba)
         )
 
 

@@ -21,14 +21,9 @@ Array = np.ndarray[Any, Any]
 class SavedSlot:
     """Contents of a slot in host memory, page-locked for a device.
 
-    Parameters
-    ----------
-    rows : list of ndarray ``[H_i, n, D_i]``
-        K, then V, of each attention layer.
-    states : list of ndarray ``[1, ...]``
-        Current recurrent states of each recurrent layer, then conv states.
-    nbytes : int
-        Bytes of both.
+    ``rows``: list of ndarray ``[H_i, n, D_i]``. K, then V, of each attention layer.
+    ``states``: list of ndarray ``[1, ...]``. Current recurrent states of each recurrent layer, then conv states.
+    ``nbytes``: Bytes of both.
     """
 
     rows: list[Array]
@@ -42,9 +37,7 @@ class SlotStorage:
     Copies are ordered on ``stream``, one for each head of K and of V and for each state: they need neither kernels nor memory on
     the device. Slots and tokens are not checked here.
 
-    Parameters
-    ----------
-    cache : KVCacheManager, LinearKVCache or HybridCacheManager
+    ``cache``: KVCacheManager, LinearKVCache or HybridCacheManager.
     """
 
     def __init__(self, cache: KVCacheBase | HybridCacheManager) -> None:
@@ -121,7 +114,6 @@ class SlotStorage:
         return [get(layer)[slot : slot + 1] for get in (after if following else current) for layer in layers]
 
     def _host_arrays(self, parts: Sequence[tuple[tuple[int, ...], str]]) -> list[Array]:
-        """Return arrays of these shapes and dtypes, one after another in one staging buffer."""
         sizes = [int(np.prod(shape)) * numpy_dtype(dtype).itemsize for shape, dtype in parts]
         ends = np.cumsum(sizes, dtype=np.int64).tolist()
         buffer = self._memory.staging((sum(sizes),), "uint8")

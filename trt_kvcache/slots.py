@@ -22,30 +22,52 @@ class _Closable(Protocol):
 
 
 _Owned = TypeVar("_Owned", bound=_Closable)
+_Self = TypeVar("_Self", bound="Closing")
 
 
-class SlotCache(Uncopyable, ABC):
+class Closing(Uncopyable, ABC):
+    """What is used until it is closed, or until the cache that it is over is; a context manager."""
+
+    _closed: bool
+    _cache: Any = None
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of what it holds. Idempotent."""
+
+    def _check_open(self) -> None:
+        if self._closed or (self._cache is not None and self._cache.closed):
+            whose = type(self).__name__ + ("" if self._closed else "'s cache")
+            raise ClosedError(f"this {whose} is closed.")
+
+    def __enter__(self: _Self) -> _Self:
+        self._check_open()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+class SlotCache(Closing):
     """Slots that hold something, and how many tokens each holds. Not thread-safe.
+
+    All memory is allocated, as zeros, by the constructor, which waits for that. Addresses never change.
+
+    ``stream`` is a cuda.core.Stream: work is ordered on it, and calls neither wait nor allocate, unless it is said. A ``slot`` is
+    ``0 <= slot < B``, active or not, unless it is said. Wrong arguments, capturing streams and
+    closed objects raise as :mod:`trt_kvcache.errors` says.
+
+    Raises CapacityError: an allocation failed; those made before were released. ConfigError or PlaceError: ``lengths`` have other sizes, or
+    live elsewhere.
 
     Parameters
     ----------
-    max_batch_size, max_sequence_length : int
+    max_batch_size, max_sequence_length
         B and S of the lengths that it makes.
-    memory : Memory
-        Where it lives.
-    lengths : Lengths, optional
+    memory
+        Where it lives: ``HostMemory`` or ``CudaMemory``.
+    lengths
         Shared lengths; without, it makes its own.
-
-    Raises
-    ------
-    CapacityError
-        An allocation failed; those made before were released.
-    ConfigError, PlaceError
-        ``lengths`` have other sizes, or live elsewhere.
-
-    Notes
-    -----
-    All memory is allocated, as zeros, by the constructor, which waits for that. Addresses never change.
     """
 
     def __init__(self, max_batch_size: int, max_sequence_length: int, *, memory: Memory, lengths: Lengths | None = None) -> None:
@@ -82,14 +104,11 @@ class SlotCache(Uncopyable, ABC):
         """Allocate what the slots hold, and add what follows the lengths to ``_contents``."""
 
     def _own(self, part: _Owned) -> _Owned:
-        """Keep something that is to be closed with the cache, or when its construction fails."""
         self._owned.append(part)
         return part
 
     def _allocate(self, nbytes: int, stream: Any) -> Allocation:
         return self._own(self._memory.allocate(nbytes, zeroed=True, stream=stream))
-
-    # --- what it is ---
 
     @property
     def memory(self) -> Memory:
@@ -100,8 +119,6 @@ class SlotCache(Uncopyable, ABC):
     def closed(self) -> bool:
         """Whether ``close`` was called."""
         return self._closed
-
-    # --- lengths ---
 
     @property
     def lengths(self) -> Lengths:
@@ -142,21 +159,12 @@ class SlotCache(Uncopyable, ABC):
 
         K and V are not cleared. States of slots of length 0 are zeroed; those of other slots must have been restored before.
 
+        ``resetForNewSequences`` of seeds 001 and 003.
+
         Parameters
         ----------
         reuse_lengths : sequence of int, or NumPy integer array (n,)
             Tokens that each slot already holds, ``0 <= length <= S``; ``0 <= n <= B``.
-        stream : cuda.core.Stream
-            The change is ordered on it; the call neither waits nor allocates.
-
-        Raises
-        ------
-        RangeError, ShapeError, DTypeError, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
-
-        Notes
-        -----
-        ``resetForNewSequences`` of seeds 001 and 003.
         """
         self._check_open()
         self._lengths.reset(reuse_lengths, stream=stream)
@@ -166,6 +174,10 @@ class SlotCache(Uncopyable, ABC):
     ) -> None:
         """Count tokens that an enqueue has written: lengths += increment.
 
+        ``commitSequenceLength`` of seeds 001 and 003.
+
+        Raises CapacityError: a slot would exceed ``max_sequence_length``.
+
         Parameters
         ----------
         increment : int, sequence of int (A,), or DeviceTensor (A,) int32
@@ -173,19 +185,8 @@ class SlotCache(Uncopyable, ABC):
         max_increment : int
             Only, and always, with a device tensor: none of its values exceeds this.
         stream : cuda.core.Stream or GraphBuilder
-            The change is ordered on it; the call neither waits nor allocates. A number and a device tensor can be captured
-            in a CUDA graph; then the host mirror stays, and whoever replays calls ``lengths.replayed``.
-
-        Raises
-        ------
-        CapacityError
-            A slot would exceed ``max_sequence_length``. Nothing was changed.
-        RangeError, ShapeError, DTypeError, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
-
-        Notes
-        -----
-        ``commitSequenceLength`` of seeds 001 and 003.
+            A number and a device tensor can be captured in a CUDA graph; then the host mirror stays, and whoever replays calls
+            ``lengths.replayed``.
         """
         self._check_open()
         self._lengths.commit(increment, max_increment=max_increment, stream=stream)
@@ -198,38 +199,20 @@ class SlotCache(Uncopyable, ABC):
     def set_active_batch_size(self, new_active_batch_size: int, *, stream: Any) -> None:
         """Keep the first ``n`` slots, or add slots of length 0 and zeroed states. ``0 <= n <= B``.
 
-        Raises
-        ------
-        RangeError, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
-
-        Notes
-        -----
         ``setActiveBatchSize`` of seeds 001 and 003; slots that are added come empty.
         """
         self._check_open()
         self._lengths.set_active_batch_size(new_active_batch_size, stream=stream)
 
     def clear_slot(self, slot: int, *, stream: Any) -> None:
-        """Set the length of an active slot to 0 and its states to zero. Its K and V stay, and are never read as data again.
-
-        Raises
-        ------
-        SlotError, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
-        """
+        """Set the length of an active slot to 0 and its states to zero. Its K and V stay, and are never read as data again."""
         self._check_open()
         self._lengths.clear_slot(slot, stream=stream)
 
     def rewind(self, slot: int, length: int, *, stream: Any) -> None:
         """Shorten an active slot to its first ``length`` tokens.
 
-        Raises
-        ------
-        ConfigError
-            The slots hold recurrent states, which cannot be rewound. Nothing was changed.
-        SlotError, RangeError, LengthsUnknown, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
+        Raises ConfigError: the slots hold recurrent states, which cannot be rewound. LengthsUnknown.
         """
         self._check_open()
         self._lengths.rewind(slot, length, stream=stream)
@@ -241,34 +224,25 @@ class SlotCache(Uncopyable, ABC):
 
         Only live prefixes of K and V are moved. Afterwards the active batch size is ``new_batch``.
 
+        ``HybridCacheManager::compactBatch`` (seed 003), for every manager. Addresses do not change. Managers that share their
+        lengths are compacted together.
+
+        Raises MappingError: ``old_batch`` is not the active batch size, entries are out of range or doubled, or the survivors do not fill
+        ``0..new_batch-1``.
+
         Parameters
         ----------
         batch_mapping : sequence of int, NumPy integer array (old_batch,), or DeviceTensor (old_batch,) int32
             New slot of each old slot, or -1 to drop it. On the host any permutation. On the device it must keep the order of the
             slots, which is checked only where the environment has ``TRT_KVCACHE_DEBUG=1``; the host then knows no length exactly.
-        old_batch, new_batch : int
+        old_batch, new_batch
             Live slots before and after; ``old_batch`` is the active batch size, ``0 <= new_batch <= old_batch``.
         stream : cuda.core.Stream or GraphBuilder
             The moves are ordered on it, one launch per head-dim group or kind of state; the call neither waits nor allocates. With
             a device mapping it can be captured in a CUDA graph; then whoever replays calls ``lengths.replayed_compaction``.
-
-        Raises
-        ------
-        MappingError
-            ``old_batch`` is not the active batch size, entries are out of range or doubled, or the survivors do not fill
-            ``0..new_batch-1``. Nothing was changed.
-        RangeError, ShapeError, DTypeError, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
-
-        Notes
-        -----
-        ``HybridCacheManager::compactBatch`` (seed 003), for every manager. Addresses do not change. Managers that share their
-        lengths are compacted together.
         """
         self._check_open()
         self._lengths.compact(batch_mapping, old_batch, new_batch, stream=stream)
-
-    # --- life ---
 
     def close(self) -> None:
         """Release the memory. Idempotent. Views raise :class:`ClosedError` from now on; DLPack consumers keep theirs."""
@@ -280,14 +254,3 @@ class SlotCache(Uncopyable, ABC):
             self._lengths.detach(self._contents.pop())
         while self._owned:
             self._owned.pop().close()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"this {type(self).__name__} is closed.")
-
-    def __enter__(self) -> Any:
-        self._check_open()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()

@@ -28,15 +28,14 @@ _TOKENS, _PENDING = "tokens", "pending_tokens"
 class Snapshot:
     """A sequence on the host: made from a slot, a prompt-cache entry or a file, and good for any of them.
 
+    Wrong arguments, capturing streams and closed objects raise as :mod:`trt_kvcache.errors` says.
+
     Parameters
     ----------
     tokens : tuple of int
         Whose K and V, and the states after which, are in ``contents``.
     pending : tuple of int
         Tokens that come next but were not run yet, usually the last one that was generated.
-    sampler : SamplerState or None
-    model : ModelIdentity
-    contents : HostSlotCopy
     """
 
     tokens: tuple[int, ...]
@@ -49,8 +48,6 @@ class Snapshot:
     def slot_format(self) -> SlotFormat:
         """What the slots of the cache hold that it was taken from."""
         return self.contents.slot_format
-
-    # --- from a cache ---
 
     @classmethod
     def of_slot(
@@ -66,22 +63,17 @@ class Snapshot:
     ) -> Snapshot:
         """Copy a slot to the host. Waits for ``stream``.
 
+        Raises ConfigError, LengthsUnknown, CapacityError.
+
         Parameters
         ----------
         cache : KVCacheManager, LinearKVCache or HybridCacheManager
-        slot : int
+        slot
             An active one.
         tokens : sequence of int (n,)
             The tokens that it begins with; with recurrent layers all that it holds.
-        model : ModelIdentity
         pending : sequence of int
-        sampler : SamplerState, optional
         stream : cuda.core.Stream
-
-        Raises
-        ------
-        ShapeError, DTypeError, RangeError, ConfigError, SlotError, LengthsUnknown, PlaceError, CaptureError, CapacityError, ClosedError
-            Nothing was changed.
         """
         check_record("model", model, ModelIdentity)
         if sampler is not None:
@@ -100,22 +92,13 @@ class Snapshot:
         """Copy an entry of a prompt cache to the host: as :meth:`of_slot`, with nothing pending."""
         check_record("model", model, ModelIdentity)
         return cls(
-            tokens=tuple(entry.tokens.tolist()),
-            pending=(),
-            sampler=None,
-            model=model,
-            contents=prompts.copy_to_host(entry, stream=stream),
+            tokens=tuple(entry.tokens.tolist()), pending=(), sampler=None, model=model, contents=prompts.copy_to_host(entry, stream=stream)
         )
-
-    # --- to and from a file ---
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, which appears complete or not at all. One that is there is replaced.
 
-        Raises
-        ------
-        OSError
-            It cannot be written. A file that was there is as it was.
+        Raises OSError: it cannot be written. A file that was there is as it was.
         """
         description = {
             "producer": {"name": "trt-kvcache", "version": __version__},
@@ -133,10 +116,7 @@ class Snapshot:
     def read(cls, path: str | os.PathLike[str]) -> Snapshot:
         """Read a file that :meth:`write` wrote.
 
-        Raises
-        ------
-        SnapshotError
-            It cannot be read, is no snapshot, is truncated or altered, or a newer package wrote it.
+        Raises SnapshotError: it cannot be read, is no snapshot, is truncated or altered, or a newer package wrote it.
         """
         stored = SnapshotFile.read(Path(path))
         try:
@@ -165,14 +145,10 @@ class Snapshot:
             contents=HostSlotCopy.of_arrays(slot_format, len(tokens), [arrays[name] for name in expected]),
         )
 
-    # --- into a cache ---
-
     def check_fits(self, cache: AnyCache, model: ModelIdentity) -> None:
         """Check that the bytes mean the same in a cache: same model, same layers, same dtypes. Sizes and layout may differ.
 
-        Raises
-        ------
-        SnapshotError, ConfigError
+        Raises SnapshotError, ConfigError.
         """
         check_record("model", model, ModelIdentity)
         if model.fingerprint != self.model.fingerprint:
@@ -198,13 +174,16 @@ class Snapshot:
     def restore_slot(self, cache: AnyCache, slot: int, *, model: ModelIdentity, prompt: Sequence[int] | None = None, stream: Any) -> int:
         """Copy the sequence to the front of a slot. Lengths stay as they are: commit what is returned afterwards.
 
+        Raises SnapshotError: another model or other layers: see :meth:`check_fits`. CapacityError: the tokens are more than
+        ``max_sequence_length``. ConfigError.
+
         Parameters
         ----------
-        cache : AnyCache
+        cache
             Of the same layers; sizes, layout and memory may be others.
-        slot : int
+        slot
             Active or not. Resetting an active slot to length 0 zeroes its states: do that before.
-        model : ModelIdentity
+        model
             The one that runs on the cache.
         prompt : sequence of int, optional
             What will be continued instead of ``tokens`` and ``pending``: only what they share is restored.
@@ -215,15 +194,6 @@ class Snapshot:
         -------
         int
             Tokens restored: all ``tokens``, or what :meth:`reusable` says of ``prompt``. With 0 nothing was changed.
-
-        Raises
-        ------
-        SnapshotError
-            Another model or other layers: see :meth:`check_fits`. Nothing was changed.
-        CapacityError
-            The tokens are more than ``max_sequence_length``. Nothing was changed.
-        ShapeError, DTypeError, RangeError, ConfigError, SlotError, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
         """
         self.check_fits(cache, model)
         length = len(self.tokens) if prompt is None else self.reusable(prompt)
@@ -237,17 +207,12 @@ class Snapshot:
     def restore_entry(self, prompts: PromptCache, *, model: ModelIdentity, stream: Any) -> PromptEntry | None:
         """Put the sequence into a prompt cache.
 
+        Raises SnapshotError: another model or other layers. ConfigError.
+
         Returns
         -------
         PromptEntry or None
             As :meth:`PromptCache.insert <trt_kvcache.prompt_cache.PromptCache.insert>`.
-
-        Raises
-        ------
-        SnapshotError
-            Another model or other layers. Nothing was changed.
-        ShapeError, ConfigError, PlaceError, CaptureError, ClosedError
-            Nothing was changed.
         """
         self.check_fits(prompts.cache, model)
         return prompts.insert_copy(self.tokens, self.contents, stream=stream)
@@ -259,8 +224,7 @@ class LoadedSnapshot:
 
     Parameters
     ----------
-    snapshot : Snapshot
-    reused_tokens : int
+    reused_tokens
         Tokens that the slot begins with now.
     """
 

@@ -49,12 +49,8 @@ _DTYPES = {stored: name for name, stored in _SAFETENSORS_NAMES.items()}
 class SnapshotFile:
     """What a file holds.
 
-    Parameters
-    ----------
-    description : dict
-        Plain JSON values.
-    arrays : mapping of str to ndarray
-        Of the dtypes of the package, dense.
+    ``description``: dict. Plain JSON values.
+    ``arrays``: mapping of str to ndarray. Of the dtypes of the package, dense.
     """
 
     description: dict[str, Any]
@@ -63,10 +59,7 @@ class SnapshotFile:
     def write(self, path: Path) -> None:
         """Write the file under a temporary name and rename it, so that it appears complete or not at all.
 
-        Raises
-        ------
-        OSError
-            It cannot be written. A file that was there is as it was.
+        Raises OSError: it cannot be written. A file that was there is as it was.
         """
         arrays = dict(sorted(self.arrays.items(), key=lambda item: -item[1].itemsize))
         header = json.dumps(self._header(arrays), separators=(",", ":")).encode()
@@ -94,10 +87,7 @@ class SnapshotFile:
     def read(cls, path: Path) -> SnapshotFile:
         """Read a file into memory and compare it with its hash.
 
-        Raises
-        ------
-        SnapshotError
-            It cannot be read, is no snapshot, is of a newer format, or is not as it was written.
+        Raises SnapshotError: it cannot be read, is no snapshot, is of a newer format, or is not as it was written.
         """
         try:
             content, digest = _read_hashed(path)
@@ -132,7 +122,6 @@ def _read_hashed(path: Path) -> tuple[npt.NDArray[np.uint8], bytes]:
 
 
 def _read_header(path: Path, content: npt.NDArray[np.uint8]) -> tuple[dict[str, Any], int]:
-    """Return the header, and the byte at which the tensors start."""
     start = _LENGTH_NBYTES + int.from_bytes(content[:_LENGTH_NBYTES].tobytes(), "little")
     try:
         header = json.loads(content[_LENGTH_NBYTES:start].tobytes()) if start <= content.size - DIGEST_NBYTES else None

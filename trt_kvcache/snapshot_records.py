@@ -22,17 +22,14 @@ def check_record(what: str, record: Any, kind: type) -> None:
 class ModelIdentity:
     """Which model the K, V and states are of.
 
+    Raises ConfigError: no fingerprint, or a ``rope`` that is no mapping of JSON values.
+
     Parameters
     ----------
-    fingerprint : str
+    fingerprint
         :meth:`trt_kvcache.checkpoint.Checkpoint.fingerprint`, or anything else that differs where models differ.
     rope : mapping of str to JSON values, optional
         :meth:`trt_kvcache.checkpoint.RopeConfig.to_dict`. Keys are stored rotated by it.
-
-    Raises
-    ------
-    ConfigError
-        No fingerprint, or a ``rope`` that is no mapping of JSON values.
     """
 
     fingerprint: str
@@ -54,16 +51,12 @@ class ModelIdentity:
 class SamplerState:
     """The whole state of a :class:`~trt_kvcache.sampling.Sampler`.
 
+    Raises RangeError: out of the range that :class:`~trt_kvcache.sampling.SamplingParams` takes.
+
     Parameters
     ----------
-    seed : int
-    counter : int
+    counter
         Tokens chosen so far.
-
-    Raises
-    ------
-    RangeError
-        Out of the range that :class:`~trt_kvcache.sampling.SamplingParams` takes.
     """
 
     seed: int

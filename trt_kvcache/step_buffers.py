@@ -18,31 +18,15 @@ _Twins = tuple[DeviceTensor, np.ndarray[Any, Any]]
 class StepBuffers:
     """Device tensors for ``input_ids``, ``last_token_ids``, ``kvcache_start_index`` and ``logits``, each with a host twin.
 
-    Parameters
-    ----------
-    memory : Memory
-    max_batch_size, max_width : int
-        Largest enqueue.
-    vocab_size : int
-    index_dtypes : pair of str
-        Of ``input_ids`` and ``last_token_ids``: ``"int32"`` or ``"int64"``.
-    logits_dtype : str
-
-    Notes
-    -----
     The host twins are page-locked where the memory is a device. A twin is filled anew only after the enqueue that read it is
     done: callers wait once per step, when they read logits (or ``synchronize``).
+
+    ``max_batch_size``, ``max_width``: Largest enqueue.
+    ``index_dtypes``: pair of str. Of ``input_ids`` and ``last_token_ids``: ``"int32"`` or ``"int64"``.
     """
 
     def __init__(
-        self,
-        memory: Memory,
-        *,
-        max_batch_size: int,
-        max_width: int,
-        vocab_size: int,
-        index_dtypes: tuple[str, str],
-        logits_dtype: str,
+        self, memory: Memory, *, max_batch_size: int, max_width: int, vocab_size: int, index_dtypes: tuple[str, str], logits_dtype: str
     ) -> None:
         self._memory = memory
         self._allocations: list[Allocation] = []

@@ -18,17 +18,11 @@ from trt_kvcache.step_buffers import StepBuffers
 class StepExecutor:
     """Feeds tokens to an engine and commits their lengths.
 
-    Parameters
-    ----------
-    engine : Engine
-    cache : KVCacheManager or LinearKVCache
-    names : TensorNames
-
-    Notes
-    -----
     Per step, on one stream: the enqueue reads the lengths, then the commit adds to them. A decode step neither allocates
     device memory nor waits, and does nothing per layer. If a step raises, what it wrote lies beyond the committed lengths;
     the lengths are for the caller to put back.
+
+    ``cache``: KVCacheManager or LinearKVCache.
     """
 
     def __init__(self, engine: Engine, cache: KVCacheBase, *, names: TensorNames = DEFAULT_NAMES) -> None:
@@ -48,17 +42,9 @@ class StepExecutor:
     def plan_prefill(self, lengths: Sequence[int], counts: Sequence[int]) -> list[Chunk]:
         """Cut new tokens into enqueues that the engine takes.
 
-        Parameters
-        ----------
-        lengths, counts : sequence of int (A,)
-            Tokens that each slot holds, and new ones; ``length + count <= S``.
+        ``lengths``, ``counts``: sequence of int (A,). Tokens that each slot holds, and new ones; ``length + count <= S``.
 
-        Raises
-        ------
-        LayoutError
-            A slot cannot be reached by an aligned view.
-        BindingError
-            No profile takes one of the enqueues.
+        Raises LayoutError: a slot cannot be reached by an aligned view. BindingError: no profile takes one of the enqueues.
         """
         chunks = plan_chunks(
             lengths,
@@ -74,11 +60,8 @@ class StepExecutor:
     def decode(self, tokens: Sequence[int], increment: int | Sequence[int] = 1) -> None:
         """Enqueue one token for every active slot and commit.
 
-        Parameters
-        ----------
-        tokens : sequence of int (A,)
-        increment : int, or sequence of int (A,)
-            0 for a slot that rides along: its row lands beyond its length and stays uncounted.
+        ``tokens``: sequence of int (A,).
+        ``increment``: int, or sequence of int (A,). 0 for a slot that rides along: its row lands beyond its length and stays uncounted.
         """
         self._buffers.write_one_token_each(tokens, stream=self.stream)
         self.plan.prepare(0, len(tokens), 1, self._buffers)
@@ -88,11 +71,8 @@ class StepExecutor:
     def prefill(self, chunk: Chunk, rows: Sequence[Sequence[int]]) -> None:
         """Enqueue the new tokens of a run of slots and commit.
 
-        Parameters
-        ----------
-        chunk : Chunk
-        rows : sequence of sequences of int (chunk.count,)
-            New tokens of each slot of the run, as many as ``chunk.takes`` says; padded here.
+        ``rows``: sequence of sequences of int (chunk.count,). New tokens of each slot of the run, as many as ``chunk.takes`` says; padded
+        here.
         """
         if chunk.first:
             self._buffers.write_start_index(self.cache.host_kv_cache_lengths[chunk.first : chunk.end], stream=self.stream)

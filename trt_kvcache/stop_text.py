@@ -8,10 +8,7 @@ from collections.abc import Sequence
 class StopText:
     """Lets text through up to the first stop text.
 
-    Parameters
-    ----------
-    stops : sequence of str
-        Not empty strings.
+    ``stops``: sequence of str. Not empty strings.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -41,7 +38,6 @@ class StopText:
         return held
 
     def _length_of_possible_start(self) -> int:
-        """Return the length of the longest end of the held text that begins a stop text."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stops):

@@ -13,19 +13,11 @@ T = TypeVar("T")
 def read_stored(kind: type[T], data: Mapping[str, Any], **readers: Callable[[Any], Any]) -> T:
     """Make a configuration of its stored form.
 
-    Parameters
-    ----------
-    kind : type
-        The configuration's class.
-    data : mapping
-        Field names and values.
-    **readers
-        For the fields whose stored value is not the value itself: what turns one into the other.
+    ``kind``: type. The configuration's class.
+    ``data``: mapping. Field names and values.
+    ``**readers``: For the fields whose stored value is not the value itself: what turns one into the other.
 
-    Raises
-    ------
-    ConfigError
-        A field is missing, unknown or wrong.
+    Raises ConfigError: a field is missing, unknown or wrong.
     """
     name = kind.__name__
     try:

@@ -18,17 +18,10 @@ class SlotSwapper:
     Before anything moves, everything that moves has been copied to the host: what fails by then has changed nothing, and
     later failures leave sequences on the host.
 
-    Parameters
-    ----------
-    table : SequenceTable
-    storage : SlotStorage
-        Of the same cache.
-    lengths : Lengths
-        Of the same cache.
-    estimate : MemoryEstimate
-        Of the same cache.
-    threshold : float or None
-        Share of the capacity past which sequences are swapped out; None for no swapping.
+    ``storage``: Of the same cache.
+    ``lengths``: Of the same cache.
+    ``estimate``: Of the same cache.
+    ``threshold``: Share of the capacity past which sequences are swapped out; None for no swapping.
     """
 
     def __init__(
@@ -60,17 +53,10 @@ class SlotSwapper:
     def bring_in(self, entry: SequenceEntry, new_tokens: int, *, stream: Any) -> int:
         """Return the slot of a sequence, brought into one if it has none, with room made for tokens that it will get.
 
-        Parameters
-        ----------
-        entry : SequenceEntry
-            Of known length. It is the one used last from now on.
-        new_tokens : int
-        stream : cuda.core.Stream
+        ``entry``: Of known length. It is the one used last from now on.
+        ``stream``: cuda.core.Stream.
 
-        Raises
-        ------
-        CapacityError
-            No slot is free or can be made free, or the host has no room. Nothing was changed.
+        Raises CapacityError: no slot is free or can be made free, or the host has no room. Nothing was changed.
         """
         grown = self._live_nbytes(entry.length + new_tokens) - (0 if entry.slot is None else self._live_nbytes(entry.length))
         needs_slot = entry.slot is None and not self._table.free_slots()
@@ -102,10 +88,8 @@ class SlotSwapper:
 
         Another that waits there goes to the slot that this one leaves, to a free one, or to the host.
 
-        Raises
-        ------
-        CapacityError
-            The slot is another's, there is no place for the sequence that waits there, or no room on the host. Nothing was changed.
+        Raises CapacityError: the slot is another's, there is no place for the sequence that waits there, or no room on the host. Nothing
+        was changed.
         """
         other = self._table.at(slot)
         if other is entry:
@@ -129,10 +113,8 @@ class SlotSwapper:
     def leave(self, entry: SequenceEntry, *, stream: Any) -> None:
         """Move a sequence of known length out of its active slot, which keeps what it holds.
 
-        Raises
-        ------
-        CapacityError
-            No slot is free, and without swapping there is no other place; or there is no room on the host. Nothing was changed.
+        Raises CapacityError: no slot is free, and without swapping there is no other place; or there is no room on the host. Nothing was
+        changed.
         """
         free = self._table.free_slots()
         if not free and not self.enabled:
@@ -145,7 +127,6 @@ class SlotSwapper:
             self._place(entry, free[0], stream)
 
     def _send_out(self, entries: Sequence[SequenceEntry], stream: Any) -> None:
-        """Move sequences to the host, all of them or none."""
         saved = [self._save(entry, stream) for entry in entries]
         if saved:
             self._lengths.memory.synchronize(stream)
@@ -159,7 +140,6 @@ class SlotSwapper:
         return self._storage.save(entry.slot, length, stream=stream)
 
     def _place(self, entry: SequenceEntry, slot: int, stream: Any) -> None:
-        """Put a sequence that is on the host into a slot that is free, or active and empty."""
         if entry.saved is not None:
             self._storage.restore(entry.saved, slot, waiting=slot >= self._lengths.active_batch_size, stream=stream)
             self._lengths.memory.synchronize(stream)

@@ -21,22 +21,19 @@ class DeviceTensor:
 
     The view keeps its owner alive. It is immutable; the bytes it shows are not.
 
+    Raises ShapeError: the view does not fit into the allocation.
+
     Parameters
     ----------
-    allocation : Allocation
+    allocation
         The owner of the bytes, on the host or on a device.
     shape : sequence of int
-    dtype : str
+    dtype
         A name of :mod:`trt_kvcache.dtypes`.
     strides : sequence of int, optional
         In elements. Dense (row-major) if left out.
-    offset : int
+    offset
         Bytes from the start of the allocation to the first element.
-
-    Raises
-    ------
-    ShapeError
-        The view does not fit into the allocation.
     """
 
     __slots__ = ("_allocation", "_dtype", "_is_contiguous", "_offset", "_shape", "_strides")
@@ -133,12 +130,7 @@ class DeviceTensor:
     def reshape(self, *shape: int) -> DeviceTensor:
         """Return a dense view of the same elements in another shape.
 
-        Raises
-        ------
-        LayoutError
-            This view is not dense.
-        ShapeError
-            The number of elements differs.
+        Raises LayoutError: this view is not dense. ShapeError: the number of elements differs.
         """
         if not self.is_contiguous:
             raise LayoutError(f"DeviceTensor.reshape: a view of shape {self._shape} with strides {self._strides} is not dense.")
@@ -149,8 +141,7 @@ class DeviceTensor:
     def numpy(self) -> np.ndarray[Any, Any]:
         """Return a copy on the host, of any dtype (ml_dtypes for those that NumPy lacks).
 
-        Waits for the work that was given to the device before the call. Raises :class:`ClosedError` once the owner is
-        closed.
+        Waits for the work that was given to the device before the call. Raises :class:`ClosedError` once the owner is closed.
         """
         return self.memory.read(self)
 

@@ -207,9 +207,10 @@ class TensorRTEngine:
         """
         active = self._require_active()
         check_bindable(self._spec(name), tensor, self._memory)
+        active.checked = False
+        active.bound.pop(name, None)
         self._bind_address(active, name, tensor.ptr)
         active.bound[name] = tensor
-        active.checked = False
 
     def _bind_address(self, active: ProfileBindings, name: str, address: int) -> None:
         self._execution.bind(active.index, name, address)
@@ -237,11 +238,16 @@ class TensorRTEngine:
         BindingError
             Something is not bound, has no shape, is too small for its shape, or an output is not bound where the input that
             it shares memory with is. Nothing was enqueued.
+        ClosedError
+            The engine is closed, or what is bound. Nothing was enqueued.
         EngineError
             TensorRT failed; the text is what it logged.
         """
         active = self._require_active()
         handle = stream_handle(stream)
+        for name, tensor in active.bound.items():
+            if tensor.allocation.closed:
+                raise ClosedError(f"`{name}`: the memory that is bound is closed. Bind other memory, or keep its cache open.")
         if not active.checked:
             self._check_bindings(active)
             active.checked = True

@@ -18,20 +18,14 @@ _LARGEST = int(np.iinfo(np.int32).max)
 def token_array(what: str, tokens: Sequence[int] | npt.NDArray[Any]) -> TokenArray:
     """Return token ids as a read-only array of their own.
 
-    Parameters
-    ----------
-    what : str
-        For messages.
-    tokens : sequence of int, or NumPy integer array (n,)
+    Raises ShapeError, DTypeError or RangeError: not a sequence of integers from 0 to the largest int32.
+
+    ``what``: For messages.
+    ``tokens``: sequence of int, or NumPy integer array (n,).
 
     Returns
     -------
     ndarray int32 (n,)
-
-    Raises
-    ------
-    ShapeError, DTypeError, RangeError
-        Not a sequence of integers from 0 to the largest int32.
     """
     if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence | np.ndarray):
         raise ShapeError(f"{what}: expected a sequence of token ids, got {type(tokens).__name__}.")
@@ -60,11 +54,8 @@ def common_prefix(first: Sequence[int] | TokenArray, second: Sequence[int] | Tok
 def reusable_tokens(held: TokenArray, prompt: TokenArray, *, whole: bool) -> int:
     """Return how many tokens of a prompt need not be run where those of ``held`` are there.
 
-    Parameters
-    ----------
-    held, prompt : ndarray int32 (n,), (m,)
-    whole : bool
-        Only all of ``held`` or nothing: recurrent states are those after its last token, and cannot go back.
+    ``held``, ``prompt``: ndarray int32 (n,), (m,).
+    ``whole``: Only all of ``held`` or nothing: recurrent states are those after its last token, and cannot go back.
 
     Returns
     -------

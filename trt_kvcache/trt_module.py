@@ -22,7 +22,9 @@ _PIP_HINT = {
     "tensorrt_rtx": "pip install 'trt-kvcache[rtx]'",
 }
 
-#: Full TensorRT: the first version with KVCacheUpdate, and the first whose attention knows a causal mask at the lower right.
+#: Full TensorRT: the first version with aliased plugin outputs, with KVCacheUpdate, and whose attention knows a causal mask at the
+#: lower right.
+_FIRST = (10, 3)
 _FIRST_WITH_KV_UPDATE = (10, 15)
 _FIRST_WITH_CAUSAL_KIND = (10, 16)
 
@@ -65,6 +67,11 @@ class TensorRT:
     def is_rtx(self) -> bool:
         """Whether this is TensorRT for RTX: it builds without a GPU, and compiles for the GPU at run time."""
         return self.flavour == "tensorrt_rtx"
+
+    @property
+    def has_kv_update(self) -> bool:
+        """Whether there is a KVCacheUpdate layer."""
+        return self.is_rtx or _release(self.version) >= _FIRST_WITH_KV_UPDATE
 
     @property
     def has_native_attention(self) -> bool:
@@ -129,8 +136,8 @@ def _import(flavour: str) -> TensorRT | str:
     tensorrt = TensorRT(module=module, flavour=flavour, version=str(version), log=TensorRTLog(module))
     if tensorrt.is_rtx:
         return tensorrt
-    if _release(tensorrt.version) < _FIRST_WITH_KV_UPDATE:
-        return f"version {version} is too old: it has no KVCacheUpdate layer. Expected 10.15 or newer, better 10.16."
+    if _release(tensorrt.version) < _FIRST:
+        return f"version {version} is too old. Expected 10.16 or newer, or 10.3 for plugin attention."
     return _start_failure(tensorrt) or tensorrt
 
 

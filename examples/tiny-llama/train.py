@@ -26,39 +26,7 @@ HERE = Path(__file__).parent
 SPECIAL = ["<s>", "</s>", "<unk>"]
 WINDOWS = (512, 32)
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "bos_token_id": 0,
-    "dtype": "float16",
-    "eos_token_id": 1,
-    "head_dim": 16,
-    "hidden_act": "silu",
-    "hidden_size": 32,
-    "initializer_range": 0.02,
-    "intermediate_size": 40,
-    "max_position_embeddings": 512,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "rms_norm_eps": 1e-05,
-    "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"},
-    "tie_word_embeddings": True,
-    "use_cache": True,
-    "vocab_size": 320,
-}
-GENERATION_CONFIG = {"bos_token_id": 0, "do_sample": False, "eos_token_id": 1}
-TOKENIZER_CONFIG = {
-    "bos_token": SPECIAL[0],
-    "clean_up_tokenization_spaces": False,
-    "eos_token": SPECIAL[1],
-    "model_max_length": CONFIG["max_position_embeddings"],
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "unk_token": SPECIAL[2],
-}
+CONFIG = json.loads((HERE / "config.json").read_text())
 
 
 def train_tokenizer(text: str) -> Tokenizer:
@@ -118,13 +86,13 @@ def train(model: LlamaForCausalLM, windows: Windows, steps: int, tokens: int, pe
 
 
 def save(folder: Path, model: LlamaForCausalLM, tokenizer: Tokenizer) -> None:
-    """Write the weights in float16, the tokenizer and the configuration files."""
+    """Write the weights in float16, the tokenizer, and the configuration files that lie beside this script."""
     folder.mkdir(parents=True, exist_ok=True)
     weights = {name: weight.detach().half() for name, weight in model.named_parameters()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
-    for name, content in (("config", CONFIG), ("generation_config", GENERATION_CONFIG), ("tokenizer_config", TOKENIZER_CONFIG)):
-        (folder / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
+    for name in ("config", "generation_config", "tokenizer_config"):
+        (folder / f"{name}.json").write_bytes((HERE / f"{name}.json").read_bytes())
 
 
 def main() -> None:

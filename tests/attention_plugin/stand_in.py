@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import enum
 from types import SimpleNamespace
-from typing import Any
 
 from trt_kvcache.trt_log import TensorRTLog
 from trt_kvcache.trt_module import TensorRT
@@ -17,18 +16,18 @@ _LOGGER = type("ILogger", (), {"Severity": enum.IntEnum("Severity", "ERROR WARNI
 class Size:
     """A symbolic size; ``value`` is None where it is not constant."""
 
-    def __init__(self, value: int | None) -> None:
+    def __init__(self, value):
         self.value = value
 
-    def is_constant(self) -> bool:
+    def is_constant(self):
         return self.value is not None
 
-    def get_constant_value(self) -> int:
+    def get_constant_value(self):
         assert self.value is not None
         return self.value
 
 
-def tensorrt(**changed: Any) -> TensorRT:
+def tensorrt(**changed):
     """Return a TensorRT whose module has these classes, and what ``changed`` says."""
     module = SimpleNamespace(ILogger=_LOGGER, DataType=DataType, DimsExprs=tuple, **{name: type(name, (), {}) for name in _BASES})
     for name, value in changed.items():

@@ -17,7 +17,7 @@ from trt_kvcache.kernels.sources import source_folder
 need_cuda_memory()
 
 
-_CASES = {name: DECODE_CASES[name] for name in ("groups", "softcap and scale", "window", "one that does not fit")}
+_CASES = {name: DECODE_CASES[name] for name in ("groups", "softcap and scale", "window", "large softcap")}
 _CASES["eleven"] = replace(DECODE_CASES["sixteen"], group=11)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from trt_kvcache.attention_plugin.fields import AttentionFields
 from trt_kvcache.attention_plugin.shapes import check_dtypes, check_shapes, input_names, workspace_nbytes
-from trt_kvcache.errors import DTypeError, ShapeError
+from trt_kvcache.errors import CapacityError, DTypeError, ShapeError
 
 FIELDS = AttentionFields(num_heads=6, num_kv_heads=2, head_dim=80, rotary_dim=20)
 SHAPES = {
@@ -47,6 +47,8 @@ def test_sizes():
         ("q", (3, 4, 5, 80), "q: expected [B, s, 6, 80], got [3, 4, 5, 80]."),
         ("q", (3, None, 6, 64), "q: expected [B, s, 6, 80], got [3, None, 6, 64]."),
         ("k", (3, 5, 2, 80), "k: expected [3, 4, 2, 80], got [3, 5, 2, 80]."),
+        ("q", (3, 0, 6, 80), "k: expected [3, 0, 2, 80], got [3, 4, 2, 80]."),
+        ("q", (0, 4, 6, 80), "k: expected [0, 4, 2, 80], got [3, 4, 2, 80]."),
         ("v", (2, 4, 2, 80), "v: expected [3, 4, 2, 80], got [2, 4, 2, 80]."),
         ("cache", (2, 3, 2, 7, 80), "cache: expected [3, 2, 2, S, 80], got [2, 3, 2, 7, 80]."),
         ("cache", (3, 2, 2, 3, 80), "tokens in a slot of the cache: expected 4 (s) or more, got 3."),
@@ -62,25 +64,25 @@ def test_wrong_shapes(name, shape, said):
     assert str(caught.value) == said
 
 
+def test_no_new_tokens():
+    with pytest.raises(ShapeError, match=r"^q: expected at least one new token, got s = 0\.$"):
+        check_shapes(FIELDS, {"q": (3, 0, 6, 80)})
+
+
 def test_dtypes():
-    right = dict.fromkeys(NAMES, "bfloat16") | {"lengths": "int32", "cos_sin": "float32", "new_lengths": "int32"}
+    others = {"lengths": "int32", "cos_sin": "float32", "new_lengths": "int32"}
+    right = dict.fromkeys(NAMES, "bfloat16") | others
     assert check_dtypes(right) == "bfloat16"
-    wrong = {
-        "q": "float32",
-        "k": "float16",
-        "v": "float16",
-        "cache": "float16",
-        "lengths": "int64",
-        "cos_sin": "bfloat16",
-        "new_lengths": "float32",
-    }
-    for name, dtype in wrong.items():
-        expected = "float16 or bfloat16" if name == "q" else right[name]
+    for name in NAMES:
+        expected, dtype = others.get(name, "bfloat16"), "int64" if name in ("q", "lengths") else "float16"
+        expected = "float16 or bfloat16" if name == "q" else expected
         with pytest.raises(DTypeError, match=f"^{name}: expected {expected}, got {dtype}.$"):
             check_dtypes(right | {name: dtype})
 
 
 def test_workspace_is_for_a_decode_step():
-    """512 blocks, each with two parts of 3 heads of 80 + 4 floats; 5 slots of 2 counters."""
-    assert workspace_nbytes(FIELDS, 5, 1) == 512 * 2 * 3 * 84 * 4 + 5 * 2 * 4
+    """Counters, and 512 blocks, each with two parts of 3 heads of 80 + 4 floats."""
+    assert workspace_nbytes(FIELDS, 8192, 1) == 65536 + 512 * 2 * 3 * 84 * 4
+    with pytest.raises(CapacityError, match=r"^slots: expected at most 16384 slots times K/V heads, got 8193 times 2\.$"):
+        workspace_nbytes(FIELDS, 8193, 1)
     assert workspace_nbytes(FIELDS, 5, 2) == 0

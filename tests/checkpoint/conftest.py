@@ -1,7 +1,5 @@
 """Folders to open, break and open again."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Model folders: what is read from them, and what is refused before anything is used."""
 
-from __future__ import annotations
-
 import gc
 import json
 

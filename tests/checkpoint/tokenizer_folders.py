@@ -1,7 +1,5 @@
 """Two small tokenizers of the kinds that models have, whose tokens split characters into bytes."""
 
-from __future__ import annotations
-
 import json
 
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors

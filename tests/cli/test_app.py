@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import io
 import shlex
 import subprocess
@@ -32,10 +30,7 @@ def test_version(run):
 
 @pytest.mark.parametrize(
     ("raised", "code", "complaint"),
-    [
-        (ClosedError("this [red]thing is closed."), 1, "error: this [red]thing is closed."),
-        (KeyboardInterrupt(), 130, "interrupted"),
-    ],
+    [(ClosedError("this [red]thing is closed."), 1, "error: this [red]thing is closed."), (KeyboardInterrupt(), 130, "interrupted")],
 )
 def test_what_a_command_raises_is_one_line(run, monkeypatch, raised, code, complaint):
     def fail(config):

@@ -1,7 +1,5 @@
 """Folders that are missing something, damaged or changed: every command that reads them says so in one line."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import signal
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -8,11 +9,7 @@ from engine_files import make_engine_folder
 from small_model import write_model
 
 from trt_kvcache import opening
-from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.decoder_tensors import cache_config, decoder_tensors
-from trt_kvcache.errors import ConfigError
-from trt_kvcache.names import DEFAULT_NAMES
-from trt_kvcache.network.decomposable import AttentionChoice
+from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.runner import RecomputeRunner
 
 from .conftest import GOLDEN, NO_GPU, SHIPPED
@@ -104,43 +101,56 @@ def test_ctrl_c_while_tensorrt_is_being_imported(run, monkeypatch):
 
 
 NATIVE, PLUGIN = "reference native", "plugin reference plugin"
-ENGINE_PATHS = ["TensorRT None", "reference None", "full recomputation None"]
-NOT_64 = "head_dim: expected one of 64, 80, 96, 128, 256, got 24."
+TENSORRT = ["TensorRT None", "plugin TensorRT plugin"]
+REFERENCE = ["reference None", "full recomputation None"]
+REFUSED = EngineError("not on this GPU")
 
 
 @pytest.mark.parametrize(
-    ("what", "options", "expected", "warned"),
+    ("what", "options", "refusals", "expected", "warned"),
     [
-        ("model", ["--engine", "reference"], ["reference None", "full recomputation None", PLUGIN], ""),
-        ("model", ["--engine", "reference", "--attention", "plugin"], ["reference plugin", "full recomputation plugin"], ""),
-        ("model", ["--attention", "native"], ["TensorRT native", NATIVE, "full recomputation native"], ""),
-        ("model", ["--dtype", "float16"], [*ENGINE_PATHS, PLUGIN], NOT_64),
-        ("wide", [], ["TensorRT None", "plugin TensorRT plugin", *ENGINE_PATHS[1:], PLUGIN], ""),
-        ("wide", ["--dtype", "float32"], [*ENGINE_PATHS, PLUGIN], "dtype: expected one of float16, bfloat16, got float32."),
-        ("engine", [], [*ENGINE_PATHS, PLUGIN], ""),
-        ("plugin engine", [], [*ENGINE_PATHS, "native reference native"], ""),
+        ("model", ["--engine", "reference"], {}, [*REFERENCE, PLUGIN], ""),
+        ("model", ["--engine", "reference", "--attention", "plugin"], {}, ["reference plugin", "full recomputation plugin"], ""),
+        ("model", ["--attention", "native"], {}, ["TensorRT native", NATIVE, "full recomputation native"], ""),
+        ("model", [], {}, [*TENSORRT, *REFERENCE, PLUGIN], ""),
+        ("model", [], {"plugin": ConfigError("head dim")}, [TENSORRT[0], *REFERENCE, PLUGIN], "plugin TensorRT: head dim"),
+        ("model", [], {None: REFUSED}, [*REFERENCE, PLUGIN], "TensorRT: not on this GPU"),
+        ("native engine", [], {"plugin": REFUSED}, [TENSORRT[0], *REFERENCE, PLUGIN], "plugin TensorRT: not on this GPU"),
+        ("native engine", ["--engine", "tensorrt"], {None: REFUSED}, [], "error: not on this GPU"),
+        ("plugin engine", [], {}, [TENSORRT[0], "native TensorRT native", *REFERENCE, "native reference native"], ""),
     ],
 )
-def test_paths_by_options(run, monkeypatch, tmp_path, what, options, expected, warned):
-    folder = MODEL if what == "model" else write_model(tmp_path / "wide", head_dim=64)
+def test_paths_by_options(run, monkeypatch, tmp_path, what, options, refusals, expected, warned):
+    folder = MODEL
     if "engine" in what:
-        variant = "plugin" if "plugin" in what else "native"
-        with Checkpoint.open(folder) as checkpoint:
-            sizes = {"max_batch_size": 3, "max_sequence_length": 38, "dtype": "float16", "attention": variant}
-            cache = cache_config(checkpoint.config, **sizes)
-            tensors = decoder_tensors(checkpoint.config, cache, DEFAULT_NAMES)
-        built = {"cache": cache, "tensors": tensors, "tensorrt_flavour": "tensorrt"}
-        choices = [AttentionChoice(layer=layer, variant=variant, decomposable=False) for layer in range(cache.num_layers)]
-        folder = make_engine_folder(folder, tmp_path / "engine", **built, attention=tuple(choices)).path
-    found = []
+        model = write_model(tmp_path / "model", head_dim=64)
+        made = make_engine_folder(model, tmp_path / "engine", segmented="plugin" in what)
+        folder = made.path
+    found, opened = [], []
+
+    @contextmanager
+    def session(source):
+        opened.append(source.attention)
+        assert (source.engine, source.flavour) == ("tensorrt", "tensorrt_rtx" if source.max_prefill_length else "auto")
+        try:
+            yield source
+        finally:
+            opened.remove(source.attention)
+
+    def opens(source):
+        if source.attention in refusals:
+            raise refusals[source.attention]
+        return session(source)
 
     def note(paths, prompts, **_):
         found.extend(f"{path.name} {path._source.attention}" for path in paths)
+        assert len(opened) == sum("TensorRT" in path.name for path in paths)
         raise ConfigError("enough seen")
 
-    monkeypatch.setattr(opening, "why_no_tensorrt", lambda flavour: None)
+    monkeypatch.setattr(opening, "why_no_tensorrt", lambda *_: None)
+    monkeypatch.setattr("trt_kvcache.cli.compare.open_session", opens)
     monkeypatch.setattr("trt_kvcache.compare.compare_paths", note)
     done = run("compare", folder, *options, *PROMPTS)
-    assert found == expected
-    warning = f"warning: comparing without TensorRT's plugin attention: {warned}\n" if warned else ""
-    assert done.err == f"{warning}error: enough seen\n"
+    assert (found, opened) == (expected, [])
+    warning = f"warning: comparing without {warned}\n" if warned else ""
+    assert done.err == (f"{warned}\n" if not expected else f"{warning}error: enough seen\n")

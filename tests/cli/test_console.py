@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from trt_kvcache.cli import console
 
 

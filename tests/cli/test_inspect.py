@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from engine_files import make_engine_folder
 
 from .conftest import CACHE_NBYTES, CONFIG

@@ -1,7 +1,5 @@
 """What the commands refuse and in which words: wrong usage before a folder is opened, all else as one line."""
 
-from __future__ import annotations
-
 import shlex
 
 import pytest

@@ -1,7 +1,5 @@
 """The command on a pseudo-terminal: a real process, real signals."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pty

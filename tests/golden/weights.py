@@ -1,16 +1,13 @@
 """The weights of the golden models: made from a seed where they are needed, so that only logits are stored.
 
 They come from the raw 64-bit output of a Philox generator, which is the same on every platform and in every version of NumPy
-(distributions are not promised to be). ``tensors.json`` beside each model says which tensors it has.
+(distributions are not promised to be).
 """
-
-from __future__ import annotations
 
 import json
 import os
 import zlib
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -18,30 +15,66 @@ from safetensors.numpy import save
 
 HERE = Path(__file__).parent
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+SEEDS = {"llama": 1, "llama-llama3-bias": 2, "llama-linear": 3, "qwen2-tied": 4, "qwen3-sharded": 5, "llama-bfloat16-old": 6}
 
 
-def write_all() -> None:
-    """Write the weights of every golden model beside its ``tensors.json``."""
-    for index in sorted(HERE.glob("*/tensors.json")):
-        write(index.parent)
+def write_all():
+    """Write the weights of every golden model beside its ``config.json``."""
+    for name in SEEDS:
+        write(HERE / name)
 
 
-def write(folder: Path) -> None:
-    """Write the weights of one model: one file, or shards as their index says. Each appears complete or not at all."""
-    index = json.loads((folder / "tensors.json").read_text(encoding="utf-8"))
-    shards = folder / "model.safetensors.index.json"
-    place = json.loads(shards.read_text(encoding="utf-8"))["weight_map"] if shards.exists() else {}
-    files: dict[str, dict[str, np.ndarray[Any, Any]]] = {}
-    for name, shape in index["tensors"].items():
-        values = random_values(index["seed"], name, tuple(shape))
-        files.setdefault(place.get(name, "model.safetensors"), {})[name] = values.astype(np.float32).astype(DTYPES[index["dtype"]])
-    for file, tensors in files.items():
+def write(folder):
+    """Write the weights of one model: one file, or three and their index. Each appears complete or not at all."""
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    shapes = tensor_shapes(config)
+    dtype = DTYPES[config.get("dtype") or config["torch_dtype"]]
+    names = [f"model-{number}-of-00003.safetensors" for number in ("00001", "00002", "00003")]
+    if "sharded" not in folder.name:
+        names = ["model.safetensors"]
+    files = {name: {} for name in names}
+    for place, (name, shape) in enumerate(shapes.items()):
+        values = random_values(SEEDS[folder.name], name, shape)
+        files[names[place * len(names) // len(shapes)]][name] = values.astype(np.float32).astype(dtype)
+    contents = {file: save(tensors, metadata={"format": "pt"}) for file, tensors in files.items()}
+    if len(names) > 1:
+        index = {"metadata": {}, "weight_map": {name: file for file, tensors in files.items() for name in tensors}}
+        contents["model.safetensors.index.json"] = json.dumps(index).encode()
+    for file, content in contents.items():
         temporary = folder / f"{file}.{os.getpid()}"
-        temporary.write_bytes(save(tensors, metadata={"format": "pt"}))
+        temporary.write_bytes(content)
         os.replace(temporary, folder / file)
 
 
-def random_values(seed: int, name: str, shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+def tensor_shapes(config):
+    """Return the shape of every tensor; ``make_golden.py`` compares them with those of transformers."""
+    kind, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+    head_dim = config.get("head_dim") or hidden // heads
+    queries, keys = heads * head_dim, groups * head_dim
+    biased, mlp_biased = config.get("attention_bias", False), config.get("mlp_bias", False)
+    shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
+    for layer in range(config["num_hidden_layers"]):
+        for name, rows, columns, bias in (
+            ("self_attn.q_proj", queries, hidden, biased or kind == "qwen2"),
+            ("self_attn.k_proj", keys, hidden, biased or kind == "qwen2"),
+            ("self_attn.v_proj", keys, hidden, biased or kind == "qwen2"),
+            ("self_attn.o_proj", hidden, queries, biased),
+            ("mlp.gate_proj", inner, hidden, mlp_biased),
+            ("mlp.up_proj", inner, hidden, mlp_biased),
+            ("mlp.down_proj", hidden, inner, mlp_biased),
+        ):
+            shapes[f"model.layers.{layer}.{name}.weight"] = (rows, columns)
+            if bias:
+                shapes[f"model.layers.{layer}.{name}.bias"] = (rows,)
+        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
+        norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim} if kind == "qwen3" else {}
+        shapes |= {f"model.layers.{layer}.{name}.weight": (size,) for name, size in norms.items()}
+    shapes["model.norm.weight"] = (hidden,)
+    return shapes if config["tie_word_embeddings"] else {**shapes, "lm_head.weight": shapes["model.embed_tokens.weight"]}
+
+
+def random_values(seed, name, shape):
     """Return values of one tensor, each kind with a spread at which it matters: attention is neither flat nor one-hot."""
     raw = np.random.Philox(key=[seed, zlib.crc32(name.encode())]).random_raw(int(np.prod(shape)))
     uniform = (raw >> np.uint64(11)).astype(np.float64).reshape(shape) / 2.0**53  # [0, 1)

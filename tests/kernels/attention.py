@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -34,7 +33,7 @@ class Case:
     packed: bool = False
 
 
-def _turn(row: Any, angles: Any) -> Any:
+def _turn(row, angles):
     half = angles.shape[1]
     turned, (cos, sin) = row.astype(np.float32), angles
     low, high = turned[:half].copy(), turned[half : 2 * half].copy()
@@ -42,15 +41,34 @@ def _turn(row: Any, angles: Any) -> Any:
     return turned.astype(row.dtype)
 
 
-def reference(case: Case, q: Any, k: Any, v: Any, cache: Any, angles: Any) -> tuple[Any, Any]:
+def inputs(case, seed=0):
+    """Return the arrays of a call; dead rows of the cache are NaN."""
+    random, dtype = np.random.default_rng(seed), numpy_dtype(case.dtype)
+    slots, heads, dim = len(case.lengths), case.kv_heads * case.group, case.head_dim
+    qkv = random.standard_normal((slots, case.width, heads + 2 * case.kv_heads, dim)).astype(dtype)
+    arrays = dict(zip("qkv", np.split(qkv, [heads, heads + case.kv_heads], axis=2), strict=True))
+    arrays["cache"] = np.full((slots, 2, case.kv_heads, case.tokens, dim), np.nan, dtype)
+    for slot, past in enumerate(case.lengths):
+        live = arrays["cache"][slot, :, :, : max(past, 0)]
+        live[:] = random.standard_normal(live.shape)
+    arrays["lengths"] = np.array(case.lengths, np.int32)
+    if rotary := dim if case.rotary_dim is None else case.rotary_dim:
+        angle = np.arange(case.tokens)[:, None] * 100.0 ** -(np.arange(rotary // 2) / (rotary // 2))
+        arrays["cos_sin"] = np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
+    if case.new is not None:
+        arrays["new_lengths"] = np.array(case.new, np.int32)
+    return arrays
+
+
+def reference(case, q, k, v, cache, cos_sin=None, **_):
     """Return what is in ``out`` (float64) and in the cache afterwards."""
     out, cache = np.zeros(q.shape), cache.copy()
+    angles = np.zeros((case.tokens, 2, 0)) if cos_sin is None else cos_sin
     scale = case.head_dim**-0.5 if case.scale is None else case.scale
     for slot, past in enumerate(case.lengths):
-        for token in range(case.width if case.new is None else case.new[slot]):
-            position = past + token
-            if position >= case.tokens:
-                break
+        new = case.width if case.new is None else min(case.new[slot], case.width)
+        for position in range(past, min(past + new, case.tokens)) if past >= 0 else ():
+            token = position - past
             first = max(0, position - case.window + 1) if case.window else 0
             for head in range(case.kv_heads):
                 cache[slot, 0, head, position] = _turn(k[slot, token, head], angles[position])
@@ -65,46 +83,32 @@ def reference(case: Case, q: Any, k: Any, v: Any, cache: Any, angles: Any) -> tu
     return out, cache
 
 
-def check(case: Case, memory: Any, stream: Any, seed: int = 0) -> None:
-    """Run the call, twice on one workspace, over a cache whose dead rows are NaN, and compare."""
-    random, dtype = np.random.default_rng(seed), numpy_dtype(case.dtype)
-    slots, heads, dim = len(case.lengths), case.kv_heads * case.group, case.head_dim
-    qkv = random.standard_normal((slots, case.width, heads + 2 * case.kv_heads, dim)).astype(dtype)
-    q, k, v = np.split(qkv, [heads, heads + case.kv_heads], axis=2)
-    before = np.full((slots, 2, case.kv_heads, case.tokens, dim), np.nan, dtype)
-    for slot, past in enumerate(case.lengths):
-        before[slot, :, :, :past] = random.standard_normal((2, case.kv_heads, past, dim)).astype(dtype)
-    rotary = dim if case.rotary_dim is None else case.rotary_dim
-    angle = np.arange(case.tokens)[:, None] * 100.0 ** -(np.arange(rotary // 2) / max(rotary // 2, 1))
-    angles = np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
-    expected, expected_cache = reference(case, q, k, v, before, angles)
+def make_workspace(case, memory, stream):
+    sizes = {"num_heads": case.kv_heads * case.group, "num_kv_heads": case.kv_heads, "head_dim": case.head_dim}
+    return AttentionWorkspace(memory, max_batch_size=len(case.lengths), **sizes, stream=stream)
 
-    def to_device(array: Any) -> DeviceTensor:
+
+def check(case, memory, stream, seed=0):
+    """Run the call, twice on one workspace, over a cache whose dead rows are NaN, and compare."""
+    arrays = inputs(case, seed)
+    q, before, heads = arrays["q"], arrays["cache"], case.kv_heads * case.group
+    expected, expected_cache = reference(case, **arrays)
+
+    def to_device(array):
         return memory.to_device(np.ascontiguousarray(array), stream=stream)
 
     order = (0, 1, 2, 3, 4) if case.layout == "combined" else (1, 0, 2, 3, 4)
     stored = to_device(before.transpose(order))
     strides = stored.strides if case.layout == "combined" else (stored.strides[1], stored.strides[0], *stored.strides[2:])
     cache = DeviceTensor(stored.allocation, shape=before.shape, dtype=case.dtype, strides=strides)
-    inputs = split_qkv(to_device(qkv), heads, case.kv_heads) if case.packed else tuple(map(to_device, (q, k, v)))
-    out = to_device(np.full(q.shape, np.nan, dtype))
-    workspace = AttentionWorkspace(memory, max_batch_size=slots, num_heads=heads, num_kv_heads=case.kv_heads, head_dim=dim, stream=stream)
-    new_lengths = None if case.new is None else to_device(np.array(case.new, np.int32))
-    lengths = to_device(np.array(case.lengths, np.int32))
+    tensors = {name: to_device(array) for name, array in arrays.items() if name != "cache"}
+    if case.packed:
+        qkv = to_device(np.concatenate([arrays[name] for name in "qkv"], axis=2))
+        tensors.update(zip("qkv", split_qkv(qkv, heads, case.kv_heads), strict=True))
+    out, workspace = to_device(np.full_like(q, np.nan)), make_workspace(case, memory, stream)
     for _ in range(2):  # the second time finds the same: nothing is left in the workspace, and the rows are written over
-        attend(
-            *inputs,
-            cache,
-            lengths,
-            out=out,
-            workspace=workspace,
-            new_lengths=new_lengths,
-            cos_sin=to_device(angles) if rotary else None,
-            scale=case.scale,
-            window=case.window,
-            softcap=case.softcap,
-            stream=stream,
-        )
+        options = {"scale": case.scale, "window": case.window, "softcap": case.softcap}
+        attend(**tensors, cache=cache, out=out, workspace=workspace, **options, stream=stream)
         memory.synchronize(stream)
         got = out.numpy().astype(np.float64)
         assert not np.isnan(got).any()
@@ -124,10 +128,12 @@ DECODE_CASES = {
     "sixteen": Case(lengths=(20, 131), group=16, head_dim=80, rotary_dim=32, dtype="bfloat16"),
     "ragged": Case(lengths=_RAGGED, group=2, packed=True, layout="separate"),
     "some take no part": Case(lengths=(5, 140, 60), new=(1, 0, 1), group=7, rotary_dim=24),
-    "one that does not fit": Case(lengths=(150, 9), group=3),
+    "out of bounds": Case(lengths=(150, 9, -2), new=(1, 3, 1), group=3),
     "window": Case(lengths=(149, 20, 0), window=33, group=8, head_dim=128),
     "softcap and scale": Case(lengths=(140,), softcap=5.0, scale=0.3, head_dim=256, kv_heads=1, rotary_dim=0),
+    "large softcap": Case(lengths=(40,), softcap=1e6),
     "many slots": Case(lengths=tuple(range(40)), kv_heads=1, tokens=41),
+    "many parts": Case(lengths=(1499,), kv_heads=1, tokens=1500),  # of one head: more than a thread reads at once
 }
 
 PREFILL_CASES = {
@@ -137,11 +143,13 @@ PREFILL_CASES = {
     "small heads": Case(lengths=(9, 70), width=40, head_dim=80, rotary_dim=32, dtype="bfloat16"),
     "window": Case(lengths=(100, 3), width=33, window=20, head_dim=128, group=2, rotary_dim=24, kv_heads=1),
     "softcap and scale": Case(lengths=(66,), width=9, softcap=5.0, scale=0.3, head_dim=256, kv_heads=1, rotary_dim=0, group=2),
-    "more than fits": Case(lengths=(148, 150, 10), width=6),
+    "out of bounds": Case(lengths=(148, 150, 10, -3, 20), new=(6, 6, 7, 5, -1), width=6),
+    "large window": Case(lengths=(3,), width=5, window=2**32 + 1),
+    "large softcap": Case(lengths=(40,), width=3, softcap=1e5),
 }
 
 
-def _grid_case(head_dim: int, group: int, dtype: str, width: int) -> Case:
+def _grid_case(head_dim, group, dtype, width):
     lengths, new = ((0, 15, 16, 17, 127, 128, 129, 139), None) if width == 1 else ((0, 140, 63, 64, 70), (65, 0, 1, 64, 70))
     return Case(
         lengths=lengths, new=new, width=width, tokens=140, kv_heads=2 if group < 7 else 1, group=group, head_dim=head_dim, dtype=dtype,

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -14,7 +12,9 @@ from trt_kvcache.kernels import AttentionWorkspace, attend, split_qkv
 
 
 @pytest.mark.parametrize("name", list(DECODE_CASES))
-def test_decode(memory, stream, name):
+def test_decode(memory, stream, name, monkeypatch):
+    if name == "many parts":
+        monkeypatch.setattr(memory, "multiprocessor_count", 40, raising=False)
     check(DECODE_CASES[name], memory, stream)
 
 
@@ -32,10 +32,10 @@ def test_grid(memory, stream, name):
 class New:
     """A tensor of this shape, of equal bytes; float16 where it is not said."""
 
-    def __init__(self, *shape: int, dtype: str = "float16", strides: tuple[int, ...] | None = None, byte: int = 0) -> None:
+    def __init__(self, *shape, dtype="float16", strides=None, byte=0):
         self.shape, self.dtype, self.strides, self.byte = shape, dtype, strides, byte
 
-    def on(self, memory: Any) -> DeviceTensor:
+    def on(self, memory):
         whole = memory.to_device(np.full(8 * np.prod(self.shape), self.byte, np.uint8), stream=memory.create_stream())
         return DeviceTensor(whole.allocation, shape=self.shape, dtype=self.dtype, strides=self.strides)
 
@@ -43,10 +43,10 @@ class New:
 class Made:
     """A workspace for so many slots."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots):
         self.slots = slots
 
-    def on(self, memory: Any) -> AttentionWorkspace:
+    def on(self, memory):
         sizes = {"max_batch_size": self.slots, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
         return AttentionWorkspace(memory, **sizes, stream=memory.create_stream())
 
@@ -66,7 +66,7 @@ Q = "ShapeError: q: expected [2, 1 to 5, 2 times 1 to 16, 64], got "
 ANGLES = "ShapeError: cos_sin: expected a dense tensor [5 or more, 2, rotary_dim / 2], of an even size, got "
 
 # Argument, what is wrong with it, how the message starts.
-REFUSED: list[tuple[str, Any, str]] = [
+REFUSED = [
     ("cache", New(2, 2, 5, 64), "ShapeError: cache: expected a tensor [B, 2, H, S, D], got "),
     ("cache", New(2, 2, 2, 5, 64, dtype="float32"), "DTypeError: cache: expected one of float16, bfloat16, got float32."),
     ("cache", New(2, 2, 2, 5, 72), "ShapeError: cache: expected head_dim one of (64, 80, 96, 128, 256), got "),
@@ -78,8 +78,8 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("out", New(2, 3, 4, 64, strides=(1024, 256, 64, 1)), "LayoutError: out: expected a dense tensor, got "),
     ("cos_sin", New(5, 2, 16), "DTypeError: cos_sin: expected float32, got float16."),
     *[("cos_sin", New(*shape, dtype="float32"), ANGLES) for shape in ((4, 2, 16), (5, 3, 16), (5, 2, 15), (5, 2, 34), (5, 32))],
-    *[("scale", scale, f"RangeError: scale: expected a finite number above 0, got {scale}.") for scale in (0.0, -1.0, np.inf, np.nan)],
-    *[("softcap", cap, f"RangeError: softcap: expected a finite number of at least 0, got {cap}.") for cap in (-1.0, np.inf, np.nan)],
+    *[("scale", one, f"RangeError: scale: expected 1e-06 to 1000000.0, got {one}.") for one in (0.0, 9e-7, -1.0, 1.1e6, np.nan)],
+    *[("softcap", one, f"RangeError: softcap: expected 0, or 1e-06 to 1000000.0, got {one}.") for one in (9e-7, -1.0, 1.1e6, np.nan)],
     ("window", -1, "RangeError: window: expected at least 0, got -1."),
     ("window", 0.5, "RangeError: window: expected an integer, got 0.5."),
     ("workspace", Made(1), "ShapeError: workspace: expected one made for 2 slots of 4 over 2 heads of 64, got less."),
@@ -107,7 +107,7 @@ for name in FITTING.keys() - {"workspace"}:
 
 @pytest.mark.parametrize(("argument", "wrong", "message"), sorted(REFUSED, key=lambda one: (one[0], one[2])))
 def test_refused(memory, stream, argument, wrong, message):
-    given: dict[str, Any] = {name: new.on(memory) for name, new in FITTING.items()}
+    given = {name: new.on(memory) for name, new in FITTING.items()}
     if wrong == "closed":
         (given[argument] if argument == "workspace" else given[argument].allocation).close()
     else:

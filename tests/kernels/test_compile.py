@@ -32,9 +32,9 @@ class TestWhereFrom:
     @pytest.fixture
     def compiled(self, tmp_path, monkeypatch):
         """What is compiled, into fresh folders for the cache and for what was compiled ahead of time."""
-        compiled: list[tuple[str, str]] = []
+        compiled = []
 
-        def compile_cubin(name: str, arch: str) -> bytes:
+        def compile_cubin(name, arch):
             compiled.append((name, arch))
             return f"{name} for {arch}".encode()
 
@@ -71,7 +71,7 @@ class TestWhereFrom:
         from cuda.bindings import nvrtc
         from cuda.pathfinder import DynamicLibNotFoundError
 
-        def not_found() -> None:
+        def not_found():
             raise DynamicLibNotFoundError("libnvrtc.so.13")
 
         monkeypatch.setattr(nvrtc, "nvrtcVersion", not_found)

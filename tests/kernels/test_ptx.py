@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -37,7 +36,7 @@ def code(tmp_path_factory):
 def call(code, memory, stream):
     """Launches a kernel over arrays and numbers, and returns the first arrays afterwards."""
 
-    def call(name: str, *arguments: Any, blocks: int = 1) -> list[Any]:
+    def call(name, *arguments, blocks=1):
         from cuda.core import LaunchConfig, launch
 
         given = [memory.to_device(x.view(np.uint8), stream=stream) if isinstance(x, np.ndarray) else x for x in arguments]
@@ -54,11 +53,11 @@ def random():
     return np.random.default_rng(7)
 
 
-def bits(random: Any, *shape: int) -> Any:
+def bits(random, *shape):
     return random.integers(0, 2**32, shape, dtype=np.uint32)
 
 
-def same(got: Any, expected: Any) -> bool:
+def same(got, expected):
     """Whether each is the same number; NaN is NaN."""
     return np.array_equal(got.astype(np.float32), expected.astype(np.float32), equal_nan=True)
 

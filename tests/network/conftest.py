@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from trt_kvcache.build_options import BuildOptions
 from trt_kvcache.builder import DecoderDefinition, define_decoder
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine import TensorMode
 from trt_kvcache.network.graph import Graph
 from trt_kvcache.trt_module import TensorRT, load
 
@@ -20,6 +22,7 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 
 #: The network of every test here: B, S and P all different, and different from the models' sizes.
 MAX_BATCH_SIZE, MAX_SEQUENCE_LENGTH, MAX_PREFILL_LENGTH = 3, 38, 11
+SIZES = {"max_batch_size": MAX_BATCH_SIZE, "max_sequence_length": MAX_SEQUENCE_LENGTH, "max_prefill_length": MAX_PREFILL_LENGTH}
 
 
 @dataclass(frozen=True)
@@ -30,6 +33,23 @@ class Defined:
     definition: DecoderDefinition
     options: BuildOptions
     constants: dict[str, np.ndarray[Any, Any]]
+
+
+@contextmanager
+def recording(rtx, model):
+    """Yield the checkpoint of a golden model, the arrays of constants that are added meanwhile, and messages."""
+    constants, original = {}, Graph.constant
+    with pytest.MonkeyPatch.context() as patch, Checkpoint.open(GOLDEN / model) as checkpoint:
+        patch.setattr(Graph, "constant", lambda self, name, array: original(self, name, constants.setdefault(name, array)))
+        with rtx.log.collect(ignore_missing_driver=True) as messages:
+            yield checkpoint, constants, messages
+
+
+def declared(rtx, network):
+    """Return mode, dtype and shape of each input and output by name."""
+    tensors = [(TensorMode.INPUT, network.get_input(index)) for index in range(network.num_inputs)]
+    tensors += [(TensorMode.OUTPUT, network.get_output(index)) for index in range(network.num_outputs)]
+    return {one.name: (mode, rtx.dtype_name(one.dtype), tuple(one.shape)) for mode, one in tensors}
 
 
 @pytest.fixture(scope="session")
@@ -43,24 +63,9 @@ def define(rtx):
 
     @cache
     def make(model, *, dtype="float32", attention="native"):
-        constants = {}
-        original = Graph.constant
-
-        def recording(self, name, array):
-            constants[name] = array
-            return original(self, name, array)
-
-        options = BuildOptions(
-            max_batch_size=MAX_BATCH_SIZE,
-            max_sequence_length=MAX_SEQUENCE_LENGTH,
-            max_prefill_length=MAX_PREFILL_LENGTH,
-            dtype=dtype,
-            attention=attention,
-        )
-        with pytest.MonkeyPatch.context() as patch, Checkpoint.open(GOLDEN / model) as checkpoint:
-            patch.setattr(Graph, "constant", recording)
-            with rtx.log.collect(ignore_missing_driver=True) as messages:
-                return Defined(rtx, define_decoder(checkpoint, options, rtx, messages), options, constants)
+        options = BuildOptions(**SIZES, dtype=dtype, attention=attention)
+        with recording(rtx, model) as (checkpoint, constants, messages):
+            return Defined(rtx, define_decoder(checkpoint, options, rtx, messages), options, constants)
 
     yield make
     make.cache_clear()

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from trt_kvcache.engine import TensorMode
-
-from .conftest import MAX_SEQUENCE_LENGTH
+from .conftest import MAX_SEQUENCE_LENGTH, declared
 from .interpreter import attention_layers, layer_kind
 
 pytestmark = pytest.mark.trt
@@ -17,16 +15,8 @@ pytestmark = pytest.mark.trt
 @pytest.mark.parametrize("model", ["llama-llama3-bias", "qwen2-tied", "qwen3-sharded"])
 def test_declares_the_tensors_of_a_decoder(define, model, dtype, attention):
     defined = define(model, dtype=dtype, attention=attention)
-    network = defined.definition.network
-    declared = {}
-    for mode, count, get in (
-        (TensorMode.INPUT, network.num_inputs, network.get_input),
-        (TensorMode.OUTPUT, network.num_outputs, network.get_output),
-    ):
-        for index in range(count):
-            tensor = get(index)
-            declared[tensor.name] = (mode, defined.tensorrt.dtype_name(tensor.dtype), tuple(tensor.shape))
-    assert declared == {spec.name: (spec.mode, spec.dtype, spec.shape) for spec in defined.definition.tensors}
+    specs = {spec.name: (spec.mode, spec.dtype, spec.shape) for spec in defined.definition.tensors}
+    assert declared(defined.tensorrt, defined.definition.network) == specs
 
 
 def layers_of(defined):
@@ -35,13 +25,10 @@ def layers_of(defined):
     return layers
 
 
-def test_native_attention_is_causal_from_the_lower_right_and_knows_its_lengths(define):
+def test_attention_is_causal_from_the_lower_right_or_has_a_mask(define):
     for layer in layers_of(define("qwen3-sharded", dtype="float16")):
         assert (layer.causal_kind.name, layer.mask, layer.decomposable) == ("LOWER_RIGHT", None, False)
         assert layer.key_value_lengths.name == "lengths/key_lengths"
-
-
-def test_masked_attention_is_not_causal_too(define):
     for layer in layers_of(define("qwen3-sharded", dtype="float16", attention="mask")):
         assert (layer.causal_kind.name, layer.key_value_lengths) == ("NONE", None)
         assert (layer.mask.name, tuple(layer.mask.shape)) == ("mask/causal", (-1, 1, -1, MAX_SEQUENCE_LENGTH))

@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 from engine_files import make_engine_folder, segment_plans
 from fake_tensorrt import FakeSegment, FakeStream, FakeTensorRT
+from test_tensorrt_engine import install
 
-from trt_kvcache import InferenceSession, KVCacheManager, SamplingParams, plan_execution, tensorrt_engine
+from trt_kvcache import InferenceSession, KVCacheManager, SamplingParams
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine import TensorMode
 from trt_kvcache.memory import HostMemory, HostStream
 from trt_kvcache.segmented_engine import SegmentedEngine
 from trt_kvcache.segments import SegmentStep, shape_at
 
-from .conftest import GOLDEN
+from .conftest import GOLDEN, SIZES
 from .interpreter import interpret
 from .test_segments import Segments
 
@@ -58,24 +59,20 @@ def test_a_session_cannot_tell(rtx, tmp_path, monkeypatch, model):
     folder = make_engine_folder(GOLDEN / model, tmp_path / "engine", segmented=True)
     config = folder.config
     fake = FakeTensorRT(config.tensors, config.profiles, lambda spec, batch, width: shape_at(spec.shape, batch, width))
-    loaded = fake.tensorrt("tensorrt_rtx")
+    install(fake, monkeypatch, tmp_path / "caches")
     steps = [step for step in config.segments.steps if isinstance(step, SegmentStep)]
     for plan, step, definition in zip(segment_plans(config.model.num_layers), steps, segments.definitions, strict=True):
         fake.segments[plan] = FakeSegment(fake, step.tensors[0].name, step.tensors)
         fake.segments[plan].run = interpreter_of(segments, definition)
-    monkeypatch.setattr(tensorrt_engine, "load", lambda flavour: loaded)
-    monkeypatch.setattr(plan_execution, "gpu_identity", lambda device: ("GPU",))
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
     memory = AddressedMemory()
     engine = SegmentedEngine._of_folder(
         folder, memory, "auto", config.names, constants=folder.read_constants(), cuda_graphs=False
     )  # SegmentedEngine.open wants a GPU
     prompts = [[5, 9, 3, 30, 11, 2, 7, 40, 1, 12, 13, 14, 15], [8], [21, 22, 4]]
     sampling = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 9, 3)]
-    sizes = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11}
     with (
         InferenceSession(engine, KVCacheManager(config.cache, memory=memory), names=config.names) as ours,
-        InferenceSession.from_model(GOLDEN / model, engine="reference", attention="plugin", dtype="float16", **sizes) as reference,
+        InferenceSession.from_model(GOLDEN / model, engine="reference", attention="plugin", dtype="float16", **SIZES) as reference,
     ):
         np.testing.assert_allclose(ours.prefill(prompts), reference.prefill(prompts), rtol=0, atol=0.03)
         for tokens in ([3, 4, 5], [6, 7, 8]):

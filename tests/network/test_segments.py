@@ -26,30 +26,20 @@ from trt_kvcache.network.graph import Graph
 from trt_kvcache.segments import COS_SIN, EMBEDDING, SegmentStep, decoder_constants, decoder_steps
 from trt_kvcache.trt_module import TensorRT
 
-from .conftest import GOLDEN, MAX_BATCH_SIZE, MAX_PREFILL_LENGTH, MAX_SEQUENCE_LENGTH
+from .conftest import MAX_BATCH_SIZE, MAX_SEQUENCE_LENGTH, SIZES, declared, recording
 from .interpreter import interpret
 from .test_network_values import GOLDEN_SLOT, GOLDEN_TOLERANCE, STEPS, assert_near, run, runners, tokens_of
 
 pytestmark = pytest.mark.trt
-
-SIZES = {"max_batch_size": MAX_BATCH_SIZE, "max_sequence_length": MAX_SEQUENCE_LENGTH, "max_prefill_length": MAX_PREFILL_LENGTH}
 
 
 class Segments:
     """The segments of a golden model, and combined caches; driven as ``test_network_values.Network`` is."""
 
     def __init__(self, rtx, folder, model, dtype):
-        self.tensorrt, self.arrays, original = rtx, {}, Graph.constant
-        self.options = BuildOptions(**SIZES, dtype=dtype, attention="plugin")
-
-        def recording(graph, name, array):
-            self.arrays[name] = array
-            return original(graph, name, array)
-
-        with pytest.MonkeyPatch.context() as patch, Checkpoint.open(GOLDEN / model) as checkpoint:
-            patch.setattr(Graph, "constant", recording)
-            with rtx.log.collect(ignore_missing_driver=True) as messages:
-                self.definitions = define_segments(checkpoint, self.options, rtx, messages)
+        self.tensorrt, self.options = rtx, BuildOptions(**SIZES, dtype=dtype, attention="plugin")
+        with recording(rtx, model) as (checkpoint, self.arrays, messages):
+            self.definitions = define_segments(checkpoint, self.options, rtx, messages)
             self.model, self.cache = checkpoint.config, self.definitions[0].cache
             constants = define_constants(checkpoint, self.cache)
         (folder / "constants").write_bytes(constants)
@@ -107,14 +97,13 @@ def test_compute_what_hugging_face_and_the_native_network_do(rtx, define, tmp_pa
 def test_build_with_the_tensors_that_are_declared(rtx, tmp_path, model, dtype):
     segments = Segments(rtx, tmp_path, model, dtype)
     for definition in segments.definitions:
-        network = definition.network
-        inputs = [(TensorMode.INPUT, network.get_input(index)) for index in range(network.num_inputs)]
-        outputs = [(TensorMode.OUTPUT, network.get_output(index)) for index in range(network.num_outputs)]
-        declared = {one.name: (mode, rtx.dtype_name(one.dtype), tuple(one.shape)) for mode, one in inputs + outputs}
-        assert declared == {spec.name: (spec.mode, spec.dtype, spec.shape) for spec in definition.tensors}
+        tensors = declared(rtx, definition.network)
+        assert tensors == {spec.name: (spec.mode, spec.dtype, spec.shape) for spec in definition.tensors}
         with rtx.log.collect(ignore_missing_driver=True) as messages:
+            config = builder.make_config(definition, segments.options, rtx, messages)
+            assert config.get_flag(rtx.module.BuilderFlag.REQUIRE_USER_ALLOCATION)  # so that it can be captured
             assert serialize(definition, segments.options, rtx, messages, lambda done: None).nbytes > 10_000
-    assert (EMBEDDING in declared, COS_SIN in declared) == (model == "qwen2-tied", False)  # of the last one
+    assert (EMBEDDING in tensors, COS_SIN in tensors) == (model == "qwen2-tied", False)  # of the last one
 
 
 def test_full_tensorrt_gets_plugin_layers_in_one_network(rtx, define, monkeypatch, tmp_path):
@@ -152,7 +141,4 @@ def test_full_tensorrt_gets_plugin_layers_in_one_network(rtx, define, monkeypatc
     inputs = [*heads, ("float16", (-1, 2, 2, 38, 64)), ("int32", (-1,)), ("float32", (38, 2, 32))]
     assert layers == [(inputs, [], (f"model.layers.{index}.self_attn/attend", "BUILD")) for index in (0, 1)]
     assert fields == [AttentionFields(num_heads=4, num_kv_heads=2, head_dim=64, rotary_dim=64)] * 2
-    network = definition.network
-    names = {network.get_input(index).name for index in range(network.num_inputs)}
-    names |= {network.get_output(index).name for index in range(network.num_outputs)}
-    assert names == {spec.name for spec in definition.tensors}
+    assert declared(rtx, definition.network).keys() == {spec.name for spec in definition.tensors}

@@ -25,16 +25,7 @@ PREFILL, DECODE = 0, 1
 class Rig:
     """An engine over a golden folder (or another one), with a cache bound to it."""
 
-    def __init__(
-        self,
-        model,
-        *,
-        batch=3,
-        length=29,
-        width=24,
-        dtype="float32",
-        attention="native",
-    ):
+    def __init__(self, model, *, batch=3, length=29, width=24, dtype="float32", attention="native"):
         self.memory = HostMemory()
         self.stream = self.memory.create_stream()
         with Checkpoint.open(GOLDEN / model) as checkpoint:

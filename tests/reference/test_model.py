@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from trt_kvcache.checkpoint import RopeConfig, rope_table
-from trt_kvcache.reference import attention, model
-from trt_kvcache.reference.weights import Projection
+from trt_kvcache.reference import attention
 
 
 def normal(*shape):
@@ -41,30 +40,3 @@ def test_rotation_is_a_complex_product():
     np.testing.assert_allclose(result, np.concatenate((turned.real, turned.imag), axis=-1), atol=1e-6)
 
 
-def test_rms_norm():
-    x, weight = normal(2, 3, 4), normal(4)
-    expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=-1, keepdims=True) + 0.5) * weight
-    result = model.rms_norm(x, weight, 0.5)
-    assert result.dtype == np.float32
-    np.testing.assert_allclose(result, expected, rtol=1e-6)
-
-
-def test_project():
-    x, weight, bias = normal(2, 3, 4), normal(5, 4), normal(5)
-    expected = np.einsum("abi,oi->abo", x, weight)
-    np.testing.assert_allclose(model.project(Projection(weight, None), x), expected, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(model.project(Projection(weight, bias), x), expected + bias, rtol=1e-5, atol=1e-6)
-
-
-def test_write_rows():
-    cache = np.full((3, 2, 7, 4), -1, np.float16)
-    rows = normal(3, 4, 2, 4)
-    attention.write_rows(cache, rows, np.array([0, 5, 7], np.int32))
-    expected = np.full((3, 2, 7, 4), -1, np.float16)
-    expected[0, :, 0:4] = rows[0].transpose(1, 0, 2)
-    expected[1, :, 5:7] = rows[1, :2].transpose(1, 0, 2)
-    np.testing.assert_array_equal(cache, expected)
-
-
-def test_softmax_of_large_scores():
-    np.testing.assert_allclose(attention.softmax(np.array([[1000.0, 1000.0, -np.inf]], np.float32)), [[0.5, 0.5, 0.0]])

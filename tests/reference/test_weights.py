@@ -13,11 +13,6 @@ from trt_kvcache.reference.weights import load_weights
 from .rig import GOLDEN
 
 
-def test_a_tied_head_is_the_embedding_and_float32_is_not_copied():
-    with Checkpoint.open(GOLDEN / "qwen2-tied") as tied, Checkpoint.open(GOLDEN / "llama") as checkpoint:
-        weights = load_weights(tied, "float32")
-        assert weights.head is weights.embedding
-        assert np.shares_memory(load_weights(checkpoint, "float32").head, checkpoint.tensor("lm_head.weight"))
 
 
 def test_a_value_that_the_dtype_cannot_hold(tmp_path):

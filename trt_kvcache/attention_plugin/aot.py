@@ -50,7 +50,7 @@ def macros(fields: AttentionFields, dtype: str) -> dict[str, str]:
     warps, stages, _ = tiles(fields.head_dim)
     sizes = {**decode_tiles(fields.head_dim, _LIKE), "HEAD_DIM": fields.head_dim, "WARPS": warps, "STAGES": stages, "BLOCKS": 1}
     numbers = {"GROUP": fields.group, "KV_HEADS": fields.num_kv_heads, "ROTARY_DIM": fields.rotary_dim, "WINDOW": fields.window}
-    doubles = {"SCALE": fields.factor, "SOFTCAP": float(fields.softcap)}
+    doubles = {"SCALE": fields.factor, "SOFTCAP": fields.softcap}
     return {"ELEMENT": ELEMENTS[dtype], **{name: repr(value) for name, value in (sizes | numbers | doubles).items()}}
 
 

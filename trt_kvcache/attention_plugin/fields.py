@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
 
 from trt_kvcache.checks import int_in_range
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.kernels.attention_tiles import HEAD_DIMS, MAX_GROUP
+from trt_kvcache.kernels.attention_tiles import HEAD_DIMS, LEAST_FACTOR, MAX_GROUP, MOST_FACTOR
 
 #: The type of each field. Others are taken where nothing is lost: INT64, FLOAT32.
 FIELD_TYPES = {
@@ -39,11 +40,11 @@ class AttentionFields:
     head_dim : int
         64, 80, 96, 128 or 256.
     scale : float
-        Of q k; 0 for ``1 / sqrt(head_dim)``.
+        Of q k, 1e-6 to 1e6; 0 for ``1 / sqrt(head_dim)``.
     window : int
         Tokens that a token attends to, with itself; 0 for all.
     softcap : float
-        Scores become ``softcap * tanh(score / softcap)``; 0 for no softcap.
+        Scores become ``softcap * tanh(score / softcap)``, 1e-6 to 1e6; 0 for no softcap.
     rotary_dim : int
         Elements of a row that are turned, a multiple of 4; 0 for none.
 
@@ -65,9 +66,10 @@ class AttentionFields:
         for name, kind in FIELD_TYPES.items():
             value = getattr(self, name)
             if kind == "INT32":
-                int_in_range(name, value, 0, _INT32_MAX, error=ConfigError)
-            elif isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ConfigError(f"{name}: expected a finite number of at least 0, got {value!r}.")
+                value = int_in_range(name, value, 0, _INT32_MAX, error=ConfigError)
+            elif isinstance(value, bool) or not isinstance(value, Real) or (value and not LEAST_FACTOR <= float(value) <= MOST_FACTOR):
+                raise ConfigError(f"{name}: expected 0, or {LEAST_FACTOR} to {MOST_FACTOR}, got {value!r}.")
+            object.__setattr__(self, name, value if kind == "INT32" else float(value))
         most = MAX_GROUP * self.num_kv_heads
         if not self.num_kv_heads or self.num_heads % self.num_kv_heads or not self.num_kv_heads <= self.num_heads <= most:
             raise ConfigError(

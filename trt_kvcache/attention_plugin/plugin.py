@@ -90,8 +90,8 @@ def plugin_class(tensorrt: TensorRT) -> Any:
         # --- runtime ---
 
         def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
-            self._read(inputs)
             self._step = None
+            self._read(inputs)
 
         def _read(self, inputs: Sequence[Any]) -> tuple[str, dict[str, Any]]:
             """Return the dtype of q and the shapes of the inputs, checked."""

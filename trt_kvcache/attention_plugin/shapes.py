@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from trt_kvcache.attention_plugin.fields import AttentionFields
 from trt_kvcache.dtypes import itemsize
-from trt_kvcache.errors import DTypeError, ShapeError
+from trt_kvcache.errors import CapacityError, DTypeError, ShapeError
 from trt_kvcache.kernels.attention_tiles import ELEMENTS
 from trt_kvcache.kernels.attention_workspace import MOST_BLOCKS, partials_shape
 from trt_kvcache.layout import dense_nbytes
@@ -27,6 +27,9 @@ OUTPUTS = {"out": ("q", False), "cache": ("cache", True)}
 
 #: Multiprocessors of a GPU at most: the workspace is sized for as many, so that an engine may move to another GPU.
 MOST_MULTIPROCESSORS = 256
+
+#: Counters come first in a workspace, in so many bytes whatever the fields: layers of other heads may share it.
+TICKETS_NBYTES = 1 << 16
 
 Sizes = Sequence["int | None"]
 
@@ -63,13 +66,16 @@ def check_shapes(fields: AttentionFields, shapes: Mapping[str, Sizes]) -> dict[s
     fixed["rotary_dim / 2"] = fields.rotary_dim // 2
     for name, shape in shapes.items():
         pattern = INPUTS[name][0]
-        expected = [part if isinstance(part, int) else fixed.get(part) or sizes.get(part) or part for part in pattern]
+        known = fixed | {part: size for part, size in sizes.items() if size is not None}
+        expected = [known.get(part, part) if isinstance(part, str) else part for part in pattern]
         differ = [part != size for part, size in zip(expected, shape, strict=False) if isinstance(part, int) and size is not None]
         if len(shape) != len(pattern) or any(differ):
             raise ShapeError(f"{name}: expected [{', '.join(map(str, expected))}], got {list(shape)}.")
         for part, size in zip(pattern, shape, strict=True):
             if isinstance(part, str) and part not in fixed and sizes.get(part) is None:
                 sizes[part] = size
+    if sizes.get("s") == 0:
+        raise ShapeError("q: expected at least one new token, got s = 0.")
     for small, large, what in (("s", "S", "tokens in a slot of the cache"), ("S", "P", "positions in cos_sin")):
         less, more = sizes.get(small), sizes.get(large)
         if less is not None and more is not None and less > more:
@@ -88,11 +94,15 @@ def check_dtypes(dtypes: Mapping[str, str]) -> str:
     return dtypes["q"]
 
 
-def tickets_offset(fields: AttentionFields) -> int:
-    """Return the bytes of the workspace before its counters: the partial results of all blocks."""
-    return dense_nbytes(partials_shape(MOST_BLOCKS * MOST_MULTIPROCESSORS, fields.group, fields.head_dim), "float32")
-
-
 def workspace_nbytes(fields: AttentionFields, slots: int, width: int) -> int:
-    """Return the bytes of workspace for so many slots, and at least ``width`` new tokens of each. Only a decode step needs any."""
-    return tickets_offset(fields) + slots * fields.num_kv_heads * itemsize("int32") if width == 1 else 0
+    """Return the bytes of workspace for so many slots, and at least ``width`` new tokens of each. Only a decode step needs any.
+
+    Raises CapacityError where the counters of a decode step have no room.
+    """
+    if width != 1:
+        return 0
+    most = TICKETS_NBYTES // itemsize("int32")
+    if slots * fields.num_kv_heads > most:
+        raise CapacityError(f"slots: expected at most {most} slots times K/V heads, got {slots} times {fields.num_kv_heads}.")
+    partials = partials_shape(MOST_BLOCKS * MOST_MULTIPROCESSORS, fields.group, fields.head_dim)
+    return TICKETS_NBYTES + dense_nbytes(partials, "float32")

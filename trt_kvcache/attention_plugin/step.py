@@ -7,7 +7,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from trt_kvcache.attention_plugin.fields import AttentionFields
-from trt_kvcache.attention_plugin.shapes import INPUTS, MOST_MULTIPROCESSORS, tickets_offset, workspace_nbytes
+from trt_kvcache.attention_plugin.shapes import INPUTS, MOST_MULTIPROCESSORS, TICKETS_NBYTES, workspace_nbytes
 from trt_kvcache.cuda_driver import check
 from trt_kvcache.cuda_memory import CudaMemory
 from trt_kvcache.errors import BindingError, CapacityError
@@ -35,15 +35,15 @@ class BorrowedBytes:
 
 
 class BorrowedWorkspace(AttentionWorkspace):
-    """The two parts of TensorRT's workspace: partial results, then counters."""
+    """The two parts of a workspace that is somebody else's: counters, then partial results."""
 
     def __init__(self, fields: AttentionFields, memory: Memory, slots: int) -> None:
         self.blocks = MOST_BLOCKS * MOST_MULTIPROCESSORS
         #: The bytes.
         self.bytes = BorrowedBytes(memory, workspace_nbytes(fields, slots, 1))
         shape = partials_shape(self.blocks, fields.group, fields.head_dim)
-        self.partials = DeviceTensor(self.bytes, shape=shape, dtype="float32")
-        self.tickets = DeviceTensor(self.bytes, shape=(slots * fields.num_kv_heads,), dtype="int32", offset=tickets_offset(fields))
+        self.partials = DeviceTensor(self.bytes, shape=shape, dtype="float32", offset=TICKETS_NBYTES)
+        self.tickets = DeviceTensor(self.bytes, shape=(slots * fields.num_kv_heads,), dtype="int32")
 
 
 class AttentionStep:
@@ -62,7 +62,7 @@ class AttentionStep:
     Raises
     ------
     CapacityError
-        The GPU has more multiprocessors than the workspace is made for.
+        The GPU has more multiprocessors, or there are more slots, than the workspace is made for.
     """
 
     def __init__(self, fields: AttentionFields, dtype: str, shapes: Mapping[str, Sequence[int]], memory: CudaMemory) -> None:
@@ -86,7 +86,7 @@ class AttentionStep:
             out=DeviceTensor(self._out, shape=q.shape, dtype=dtype),
             scale=fields.factor,
             window=fields.window,
-            softcap=float(fields.softcap),
+            softcap=fields.softcap,
         )
 
     def _tensor(self, shape: Sequence[int], dtype: str) -> DeviceTensor:

@@ -22,17 +22,10 @@ TEMPLATE_FILE = "chat_template.jinja"
 class ChatTemplate:
     """One template, compiled.
 
-    Parameters
-    ----------
-    text : str
-        Jinja, as Hugging Face's templates are written.
-    source : Path
-        The file it comes from, for messages.
+    ``text``: Jinja, as Hugging Face's templates are written.
+    ``source``: The file it comes from, for messages.
 
-    Raises
-    ------
-    CheckpointError
-        The text is not a template.
+    Raises CheckpointError: the text is not a template.
     """
 
     def __init__(self, text: str, source: Path) -> None:
@@ -47,10 +40,7 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str], *, add_generation_prompt: bool) -> str:
         """Return the text of a conversation.
 
-        Raises
-        ------
-        ConfigError
-            The template refuses the messages (roles out of order, ...), or fails on them.
+        Raises ConfigError: the template refuses the messages (roles out of order, ...), or fails on them.
         """
         try:
             return self._template.render(
@@ -63,14 +53,9 @@ class ChatTemplate:
 def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any], config_file: Path) -> ChatTemplate | None:
     """Return the chat template of a model folder, ``None`` where there is none.
 
-    Parameters
-    ----------
-    folder : Path
-        May hold ``chat_template.jinja``, which wins.
-    tokenizer_config : mapping
-        May hold ``chat_template``: a text, or a list of named ones of which ``default`` is taken.
-    config_file : Path
-        Where ``tokenizer_config`` comes from.
+    ``folder``: May hold ``chat_template.jinja``, which wins.
+    ``tokenizer_config``: mapping. May hold ``chat_template``: a text, or a list of named ones of which ``default`` is taken.
+    ``config_file``: Where ``tokenizer_config`` comes from.
     """
     file = folder / TEMPLATE_FILE
     if file.is_file():
@@ -87,7 +72,6 @@ def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any], config
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    """What Hugging Face's templates may use."""
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

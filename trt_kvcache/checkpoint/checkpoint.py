@@ -23,13 +23,7 @@ from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
 CONFIG_FILE = "config.json"
 
 # Beside the weights: copied with them, read where they are there.
-COMPANION_FILES = (
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-)
+COMPANION_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 # Buffers that older exports stored; they are computed from the configuration.
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
@@ -59,15 +53,12 @@ class Checkpoint:
     def open(cls, path: str | Path) -> Checkpoint:
         """Open a model folder.
 
+        Raises CheckpointError: the folder is not complete, a file is damaged, or the model is not supported. The message names the file.
+
         Parameters
         ----------
         path : path
             A folder with ``config.json`` and ``model.safetensors`` (or shards and their index).
-
-        Raises
-        ------
-        CheckpointError
-            The folder is not complete, a file is damaged, or the model is not supported. The message names the file.
         """
         folder = Path(path)
         if not folder.is_dir():
@@ -92,12 +83,7 @@ class Checkpoint:
     def tensor(self, name: str) -> npt.NDArray[Any]:
         """Return one tensor as a read-only array in the stored dtype (bfloat16 through ml_dtypes), without a copy.
 
-        Raises
-        ------
-        CheckpointError
-            The model has no such tensor.
-        ClosedError
-            The checkpoint is closed.
+        Raises CheckpointError: the model has no such tensor. ClosedError: the checkpoint is closed.
         """
         files = self._open_files()
         if name not in self._shapes:
@@ -163,7 +149,6 @@ class Checkpoint:
 
 
 def _with_stored_dtype(config: ModelConfig, file: WeightFile) -> ModelConfig:
-    """Take the dtype from the weights, for a ``config.json`` that names none."""
     try:
         return replace(config, dtype=file.tensors[EMBEDDING].dtype)
     except ConfigError as error:
@@ -198,7 +183,6 @@ def _check(config: ModelConfig, files: Mapping[str, WeightFile], folder: Path) -
 
 
 def _check_tied_head(files: Mapping[str, WeightFile]) -> None:
-    """Refuse a stored head that is not the embedding it is said to be."""
     head, embedding = files[HEAD].tensors[HEAD], files[EMBEDDING].tensors[EMBEDDING]
     same_kind = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
     if not same_kind or not np.array_equal(_bytes(files[HEAD].array(HEAD)), _bytes(files[EMBEDDING].array(EMBEDDING))):
@@ -206,7 +190,6 @@ def _check_tied_head(files: Mapping[str, WeightFile]) -> None:
 
 
 def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """View a contiguous array as its bytes, ``[nbytes]``."""
     return array.reshape(-1).view(np.uint8)
 
 

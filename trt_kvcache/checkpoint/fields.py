@@ -12,12 +12,8 @@ from trt_kvcache.errors import ConfigError
 class Fields:
     """The fields of one JSON object. ``null`` counts as absent.
 
-    Parameters
-    ----------
-    data : mapping
-        As read from JSON.
-    prefix : str
-        Put before a field's name in messages (``"rope_parameters."``).
+    ``data``: mapping. As read from JSON.
+    ``prefix``: Put before a field's name in messages (``"rope_parameters."``).
     """
 
     def __init__(self, data: Mapping[str, Any], prefix: str = "") -> None:

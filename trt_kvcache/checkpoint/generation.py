@@ -45,21 +45,12 @@ _IGNORED_IF_SAMPLED: dict[str, Any] = {"typical_p": 1, "epsilon_cutoff": 0, "eta
 class GenerationDefaults:
     """Sampling defaults of a model folder; what the file does not say is as in transformers.
 
-    Parameters
-    ----------
-    eos_token_ids : tuple of int
-        Empty where the file names none: then those of the model configuration hold.
-    do_sample : bool
-        False: greedy.
-    temperature : float
-    top_k : int
-        0: off.
-    top_p : float
-        1.0: off.
-    min_p : float
-        0.0: off.
-    ignored : tuple of str
-        Fields of the file that ask for something else that changes the tokens; it is not supported.
+    ``eos_token_ids``: tuple of int. Empty where the file names none: then those of the model configuration hold.
+    ``do_sample``: False: greedy.
+    ``top_k``: 0: off.
+    ``top_p``: 1.0: off.
+    ``min_p``: 0.0: off.
+    ``ignored``: tuple of str. Fields of the file that ask for something else that changes the tokens; it is not supported.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -74,10 +65,7 @@ class GenerationDefaults:
     def open(cls, folder: str | Path) -> GenerationDefaults:
         """Read ``generation_config.json`` of a model folder; without the file, return the defaults.
 
-        Raises
-        ------
-        CheckpointError
-            The file is not JSON, or a value makes no sense. The message names the file.
+        Raises CheckpointError: the file is not JSON, or a value makes no sense. The message names the file.
         """
         path = Path(folder) / GENERATION_FILE
         fields = Fields(read_json_if_present(path))

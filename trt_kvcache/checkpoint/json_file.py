@@ -22,10 +22,7 @@ def read_text(path: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object that ``path`` holds.
 
-    Raises
-    ------
-    CheckpointError
-        The file is missing, cannot be read, is not JSON, or holds something else than an object.
+    Raises CheckpointError: the file is missing, cannot be read, is not JSON, or holds something else than an object.
     """
     try:
         value = json.loads(read_text(path))

@@ -20,49 +20,25 @@ SUPPORTED = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Family:
     """What transformers takes for granted about one model family, where ``config.json`` is silent."""
 
     name: str
     architecture: str
     max_position_embeddings: int
-    num_kv_heads: int | None
-    head_dim: int | None
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
 
 
 FAMILIES: Mapping[str, Family] = {
     family.name: family
     for family in (
-        Family(
-            name="llama",
-            architecture="LlamaForCausalLM",
-            max_position_embeddings=2048,
-            num_kv_heads=None,
-            head_dim=None,
-            bos_token_id=1,
-            eos_token_ids=(2,),
-        ),
-        Family(
-            name="qwen2",
-            architecture="Qwen2ForCausalLM",
-            max_position_embeddings=32768,
-            num_kv_heads=32,
-            head_dim=None,
-            bos_token_id=None,
-            eos_token_ids=(),
-        ),
-        Family(
-            name="qwen3",
-            architecture="Qwen3ForCausalLM",
-            max_position_embeddings=32768,
-            num_kv_heads=32,
-            head_dim=128,
-            bos_token_id=None,
-            eos_token_ids=(),
-        ),
+        Family("llama", "LlamaForCausalLM", 2048, bos_token_id=1, eos_token_ids=(2,)),
+        Family("qwen2", "Qwen2ForCausalLM", 32768, num_kv_heads=32),
+        Family("qwen3", "Qwen3ForCausalLM", 32768, num_kv_heads=32, head_dim=128),
     )
 }
 
@@ -82,32 +58,26 @@ _REFUSED_FIELDS = {
 class ModelConfig:
     """The shape of one decoder-only model.
 
+    Raises ConfigError: a field is out of range, or fields disagree.
+
     Parameters
     ----------
-    family : str
+    family
         ``"llama"``, ``"qwen2"`` or ``"qwen3"``.
-    vocab_size, hidden_size, intermediate_size, num_layers, num_attention_heads, num_kv_heads, head_dim : int
+    vocab_size, hidden_size, intermediate_size, num_layers, num_attention_heads, num_kv_heads, head_dim
         ``num_attention_heads`` is a multiple of ``num_kv_heads``; ``head_dim`` is even and need not be
         ``hidden_size / num_attention_heads``.
-    rms_norm_eps : float
-    rope : RopeConfig
-    max_position_embeddings : int
+    max_position_embeddings
         Positions that the model was made for, in tokens.
-    tie_word_embeddings : bool
+    tie_word_embeddings
         The head is the embedding: there is no ``lm_head.weight``.
-    qkv_bias, o_bias, mlp_bias : bool
+    qkv_bias, o_bias, mlp_bias
         Which projections have a bias.
-    qk_norm : bool
+    qk_norm
         RMSNorm over each head of q and k, before RoPE.
-    dtype : str
+    dtype
         Of the stored weights: ``"float16"``, ``"bfloat16"`` or ``"float32"``.
-    bos_token_id : int or None
     eos_token_ids : tuple of int
-
-    Raises
-    ------
-    ConfigError
-        A field is out of range, or fields disagree.
     """
 
     family: str
@@ -146,17 +116,14 @@ class ModelConfig:
     def from_dict(cls, data: Mapping[str, Any], *, default_dtype: str | None = None) -> ModelConfig:
         """Read a ``config.json``, in the spelling of transformers 5 or an older one.
 
+        Raises ConfigError: the model is not supported, or the file is not complete. The message names the field.
+
         Parameters
         ----------
         data : mapping
             The parsed file. Defaults of absent fields are those of transformers.
-        default_dtype : str or None
+        default_dtype
             For files that name no dtype.
-
-        Raises
-        ------
-        ConfigError
-            The model is not supported, or the file is not complete. The message names the field.
         """
         fields = Fields(data)
         family = _family(fields)

@@ -17,43 +17,23 @@ ROPE_KINDS = ("default", "linear", "llama3")
 
 DEFAULT_THETA = 10000.0
 
-_KNOWN_FIELDS = frozenset(
-    {
-        "rope_type",
-        "type",
-        "rope_theta",
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-        "partial_rotary_factor",
-    }
-)
+_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_KNOWN_FIELDS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", *_NUMBERS})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
     """How positions become angles.
 
-    Parameters
-    ----------
-    kind : str
-        ``"default"``, ``"linear"`` (positions divided by ``factor``) or ``"llama3"`` (long wavelengths divided by
-        ``factor``, short ones kept, a ramp between).
-    theta : float
-        Base of the wavelengths.
-    factor : float
-        Of ``linear`` and ``llama3``.
-    low_freq_factor, high_freq_factor : float
-        Of ``llama3``: the ramp runs over wavelengths from ``original_max_position_embeddings / high_freq_factor`` to
-        ``original_max_position_embeddings / low_freq_factor``.
-    original_max_position_embeddings : int
-        Of ``llama3``: the context length of the pretraining, in tokens.
+    ``kind``: ``"default"``, ``"linear"`` (positions divided by ``factor``) or ``"llama3"`` (long wavelengths divided by ``factor``, short
+    ones kept, a ramp between).
+    ``theta``: Base of the wavelengths.
+    ``factor``: Of ``linear`` and ``llama3``.
+    ``low_freq_factor``, ``high_freq_factor``: Of ``llama3``: the ramp runs over wavelengths from ``original_max_position_embeddings /
+    high_freq_factor`` to ``original_max_position_embeddings / low_freq_factor``.
+    ``original_max_position_embeddings``: Of ``llama3``: the context length of the pretraining, in tokens.
 
-    Raises
-    ------
-    ConfigError
-        Another kind, or numbers that make no table.
+    Raises ConfigError: another kind, or numbers that make no table.
     """
 
     kind: str
@@ -66,7 +46,7 @@ class RopeConfig:
     def __post_init__(self) -> None:
         if self.kind not in ROPE_KINDS:
             raise ConfigError(f"RopeConfig.kind: expected one of {', '.join(ROPE_KINDS)}, got {self.kind!r}.")
-        for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+        for name in ("theta", *_NUMBERS):
             value = getattr(self, name)
             if not math.isfinite(value) or value <= 0:
                 raise ConfigError(f"RopeConfig.{name}: expected a finite number > 0, got {value!r}.")
@@ -79,17 +59,10 @@ class RopeConfig:
     def from_dict(cls, config: Mapping[str, Any], *, max_position_embeddings: int) -> RopeConfig:
         """Read the RoPE fields of a ``config.json``, in the spelling of transformers 5 or an older one.
 
-        Parameters
-        ----------
-        config : mapping
-            The whole ``config.json``: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``.
-        max_position_embeddings : int
-            Stands in for a ``llama3`` scaling without ``original_max_position_embeddings``, as in transformers.
+        ``config``: mapping. The whole ``config.json``: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``.
+        ``max_position_embeddings``: Stands in for a ``llama3`` scaling without ``original_max_position_embeddings``, as in transformers.
 
-        Raises
-        ------
-        ConfigError
-            A scaling that is not supported, or two spellings that disagree.
+        Raises ConfigError: a scaling that is not supported, or two spellings that disagree.
         """
         top = Fields(config)
         spelling, rope = _rope_object(config)
@@ -135,23 +108,15 @@ def rope_table(rope: RopeConfig, head_dim: int, length: int) -> tuple[npt.NDArra
 
     Element ``d`` of a head is rotated with element ``d + head_dim // 2`` (the pairing of GPT-NeoX and Hugging Face).
 
-    Parameters
-    ----------
-    rope : RopeConfig
-    head_dim : int
-        Even.
-    length : int
-        Number of positions, from 0.
+    Raises ConfigError: ``head_dim`` is odd or not positive, or ``length`` is negative.
+
+    ``head_dim``: Even.
+    ``length``: Number of positions, from 0.
 
     Returns
     -------
     cos, sin : ndarray float32 ``[length, head_dim // 2]``
         Computed in float64, rounded once.
-
-    Raises
-    ------
-    ConfigError
-        ``head_dim`` is odd or not positive, or ``length`` is negative.
     """
     if head_dim <= 0 or head_dim % 2:
         raise ConfigError(f"rope_table: expected an even head_dim > 0, got {head_dim}.")

@@ -21,17 +21,11 @@ class StreamDecoder:
     A character of several bytes may be split over tokens; while its bytes are not complete, decoding ends in U+FFFD and the
     text is held back.
 
-    Parameters
-    ----------
-    tokenizer : Tokenizer
-    context : sequence of int
-        Tokens before the stream (a prompt). They are not handed out, but tokenizers that drop the space in front of a text
-        need them to keep the space in front of the first new word.
-
-    Notes
-    -----
     The text between two positions is the difference of two decodings that begin at one earlier token, because what a
     token decodes to depends on its neighbours. The window moves on with the tokens, so a step costs the same at any length.
+
+    ``context``: sequence of int. Tokens before the stream (a prompt). They are not handed out, but tokenizers that drop the space in front
+    of a text need them to keep the space in front of the first new word.
     """
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int] = ()) -> None:
@@ -68,5 +62,4 @@ class StreamDecoder:
         return text[len(before) :]
 
     def _decode(self) -> tuple[str, str]:
-        """Return the window's text up to what was handed out, and all of it."""
         return self._tokenizer.decode(self._window[: self._told]), self._tokenizer.decode(self._window)

@@ -39,10 +39,7 @@ class Tokenizer:
     def open(cls, folder: str | Path) -> Tokenizer | None:
         """Open the tokenizer of a model folder; ``None`` where there is no ``tokenizer.json``.
 
-        Raises
-        ------
-        CheckpointError
-            A file is damaged. The message names it.
+        Raises CheckpointError: a file is damaged. The message names it.
         """
         path = Path(folder)
         file = path / TOKENIZER_FILE
@@ -69,8 +66,7 @@ class Tokenizer:
 
         Parameters
         ----------
-        text : str
-        add_special_tokens : bool
+        add_special_tokens
             Put the tokenizer's own special tokens around it (begin of text, ...). False for the text of a chat template,
             which already has them.
         """
@@ -88,17 +84,14 @@ class Tokenizer:
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
         """Return the text of a conversation, to be encoded with ``add_special_tokens=False``.
 
+        Raises ConfigError: the folder has no chat template, or the template refuses the messages.
+
         Parameters
         ----------
         messages : sequence of mapping
             ``{"role": ..., "content": ...}``, oldest first.
-        add_generation_prompt : bool
+        add_generation_prompt
             End with the opening of the assistant's turn.
-
-        Raises
-        ------
-        ConfigError
-            The folder has no chat template, or the template refuses the messages.
         """
         if self._chat_template is None:
             raise ConfigError(f"{self.path}: expected a chat template in {TOKENIZER_CONFIG_FILE} or chat_template.jinja, got none.")

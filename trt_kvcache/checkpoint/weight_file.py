@@ -25,14 +25,9 @@ _LENGTH_BYTES = 8
 class StoredTensor:
     """Where one tensor lies in its file.
 
-    Parameters
-    ----------
-    dtype : str
-        A name of :mod:`trt_kvcache.dtypes`, or safetensors' own name for any other.
-    shape : tuple of int
-    offset : int
-        Bytes from the start of the file.
-    nbytes : int
+    ``dtype``: A name of :mod:`trt_kvcache.dtypes`, or safetensors' own name for any other.
+    ``shape``: tuple of int.
+    ``offset``: Bytes from the start of the file.
     """
 
     dtype: str
@@ -44,19 +39,10 @@ class StoredTensor:
 class WeightFile:
     """A safetensors file whose tensors are read-only arrays over one memory map.
 
-    Parameters
-    ----------
-    path : Path
-
-    Raises
-    ------
-    CheckpointError
-        The file is missing, or is not a whole safetensors file.
-
-    Notes
-    -----
     The safetensors library opens the file first, which checks its header, the size of every tensor and the size of the
     file. Its NumPy interface copies each tensor, so the arrays come from a map of our own.
+
+    Raises CheckpointError: the file is missing, or is not a whole safetensors file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,7 +74,6 @@ class WeightFile:
 
 
 def _stored_tensors(file: mmap.mmap) -> dict[str, StoredTensor]:
-    """Parse the header of a file that the safetensors library has accepted."""
     header_bytes = int.from_bytes(file[:_LENGTH_BYTES], "little")
     start = _LENGTH_BYTES + header_bytes
     header = json.loads(file[_LENGTH_BYTES:start])

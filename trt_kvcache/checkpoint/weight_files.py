@@ -15,10 +15,7 @@ INDEX_FILE = "model.safetensors.index.json"
 def open_weight_files(folder: Path) -> dict[str, WeightFile]:
     """Map every weight file of ``folder`` and return, for each tensor name, the file that holds it.
 
-    Raises
-    ------
-    CheckpointError
-        There are no safetensors weights, a shard is missing or damaged, or the index and the shards disagree.
+    Raises CheckpointError: there are no safetensors weights, a shard is missing or damaged, or the index and the shards disagree.
     """
     single = folder / SINGLE_FILE
     if single.is_file():

@@ -73,9 +73,7 @@ def _print_version(wanted: bool) -> None:
 
 
 @app.callback()
-def options(
-    version: bool = typer.Option(False, "--version", help="Print the version.", callback=_print_version, is_eager=True),
-) -> None:
+def options(version: bool = typer.Option(False, "--version", help="Print the version.", callback=_print_version, is_eager=True)) -> None:
     """Take the options that stand before a command."""
 
 

@@ -28,7 +28,7 @@ def build(
     attention: Annotated[
         AttentionName,
         typer.Option(
-            help="mask reads no stale row where a known defect of TensorRT 11.x does; plugin is our own, over the combined cache."
+            help="mask reads no stale row where a known defect of TensorRT 11.x does; plugin is our own (head dims 64, 80, 96, 128, 256)."
         ),
     ] = AttentionName.native,
     flavour: Annotated[

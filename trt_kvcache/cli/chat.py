@@ -47,15 +47,7 @@ def chat(
 
     Only what is new in a turn is run: what the cache holds of the conversation is kept.
     """
-    options = sampling_options(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=tuple(stop) if stop else None,
-    )
+    options = sampling_options(locals())
     if folder.is_dir() and not (folder / TOKENIZER_FILE).is_file():
         raise ConfigError(f"{folder}: chat needs a {TOKENIZER_FILE}. `trt-kvcache generate --prompt-ids` works on token ids.")
     source = session_source(

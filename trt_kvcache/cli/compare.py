@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from trt_kvcache import opening
-from trt_kvcache.attention_plugin import AttentionFields
-from trt_kvcache.checkpoint import Checkpoint, ModelConfig
 from trt_kvcache.cli.console import messages, say, warn
 from trt_kvcache.cli.interrupt import held_interrupts
 from trt_kvcache.cli.opening import (
-    AttentionName,
     AttentionOption,
-    DTypeName,
     DTypeOption,
     EngineName,
     EngineOption,
@@ -23,12 +21,12 @@ from trt_kvcache.cli.opening import (
     FlavourOption,
     Folder,
     MaxSequenceLength,
+    open_session,
     session_source,
 )
 from trt_kvcache.cli.prompts import PromptIds, Prompts, read_prompts
 from trt_kvcache.engine_folder import EngineFolder, is_engine_folder
-from trt_kvcache.errors import ConfigError
-from trt_kvcache.kernels.attention_tiles import ELEMENTS
+from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
 from trt_kvcache.session_source import SessionSource
 
 DIFFERS = 3
@@ -40,8 +38,7 @@ def compare(
     prompt_ids: PromptIds = None,
     steps: Annotated[int, typer.Option(min=0, help="Decode steps after the prefill.")] = 16,
     tolerance: Annotated[
-        float | None,
-        typer.Option(help="Largest difference, relative to the largest value of the slot and head; by dtype if left out."),
+        float | None, typer.Option(help="Largest difference, relative to the largest value of the slot and head; by dtype if left out.")
     ] = None,
     engine: EngineOption = EngineName.auto,
     flavour: FlavourOption = FlavourName.auto,
@@ -52,7 +49,8 @@ def compare(
     """Compare ways to run a model on the same tokens: reference engine, full recomputation, and TensorRT where a GPU is.
 
     Attention runs as TensorRT's own and as the plugin's, beside each other, unless --attention names one. Where logits or live
-    cache rows differ, the first step, layer, slot and head are named, and the exit code is 3.
+    cache rows differ, the first step, layer, slot and head are named, and the exit code is 3. For an engine folder, TensorRT builds
+    the engine with the other attention from its checkpoint.
     """
     from trt_kvcache.compare import TOLERANCES, compare_paths
     from trt_kvcache.comparison import comparison_lines
@@ -62,37 +60,41 @@ def compare(
     if tolerance is not None and not tolerance >= 0:
         raise typer.BadParameter(f"expected 0 or more, got {tolerance}.", param_hint="--tolerance")
 
-    def source(which: EngineName, attention: AttentionName | None = attention) -> SessionSource:
-        return session_source(
-            folder,
-            slots=len(prompts),
-            engine=which,
-            flavour=flavour,
-            max_batch_size=None,
-            max_sequence_length=max_sequence_length,
-            dtype=dtype,
-            attention=attention,
-        )
-
-    reference = source(EngineName.reference)
+    reference = session_source(
+        folder,
+        slots=len(prompts),
+        engine=EngineName.reference,
+        flavour=flavour,
+        max_batch_size=None,
+        max_sequence_length=max_sequence_length,
+        dtype=dtype,
+        attention=attention,
+    )
+    sources = {"": reference}
     paths = [SessionRunner(reference, "reference"), RecomputeRunner(reference, "full recomputation")]
-    if attention is None and is_engine_folder(folder):
-        other = _other_reference(EngineFolder.open(folder))
+    if attention is None:
+        other = _other_attention(folder, reference)
+        sources[f"{other.attention} "] = other
         paths.append(SessionRunner(other, f"{other.attention} reference"))
-    elif attention is None:
-        paths.append(SessionRunner(source(EngineName.reference, AttentionName.plugin), "plugin reference"))
-    if _with_tensorrt(engine, folder, flavour):
-        paths.insert(0, SessionRunner(source(EngineName.tensorrt), "TensorRT"))
-        if attention is None and _plugin_runs(folder, dtype):
-            paths.insert(1, SessionRunner(source(EngineName.tensorrt, AttentionName.plugin), "plugin TensorRT"))
-    with messages().status("prefill") as status:
-        comparison = compare_paths(
-            paths,
-            prompts,
-            steps=steps,
-            tolerances=TOLERANCES if tolerance is None else dict.fromkeys(TOLERANCES, tolerance),
-            on_step=lambda step: status.update(f"step {step} of {steps}"),
-        )
+    with ExitStack() as opened:
+        if _with_tensorrt(engine, folder, flavour):
+            refusals = (BuildError, CudaError, EngineError) if engine is EngineName.auto else ()
+            for place, (name, source) in enumerate(sources.items()):
+                try:
+                    session = opened.enter_context(open_session(replace(source, engine="tensorrt")))
+                except refusals as error:
+                    warn(f"comparing without {name}TensorRT: {error}")
+                    break
+                paths.insert(place, SessionRunner(session, f"{name}TensorRT"))
+                refusals = (*refusals, ConfigError)  # the other attention may not serve this model
+        with messages().status("prefill") as status:
+            comparison = compare_paths(
+                paths,
+                prompts,
+                steps=steps,
+                tolerances=TOLERANCES if tolerance is None else dict.fromkeys(TOLERANCES, tolerance),
+                on_step=lambda step: status.update(f"step {step} of {steps}"),
+            )
     for line in comparison_lines(comparison):
         say(line)
     if not comparison.agrees:
@@ -111,37 +113,19 @@ def _with_tensorrt(engine: EngineName, folder: Path, flavour: FlavourName) -> bo
     return reason is None
 
 
-def _other_reference(engine: EngineFolder) -> SessionSource:
-    """Return the reference engine of the same model and sizes with the attention that the engine was not built with."""
+def _other_attention(folder: Path, reference: SessionSource) -> SessionSource:
+    """Return where the same model comes from in the same sizes, with the plugin's attention, or where an engine has that, TensorRT's."""
+    if not is_engine_folder(folder):
+        return replace(reference, attention="plugin")
+    engine = EngineFolder.open(folder)
     config = engine.config
-    return SessionSource(
-        engine.checkpoint_path if engine.checkpoint_path.is_dir() else config.checkpoint.path,
-        engine="reference",
+    return replace(
+        reference,
+        folder=engine.checkpoint_path if engine.checkpoint_path.is_dir() else config.checkpoint.path,
+        flavour=config.tensorrt_flavour if reference.flavour == "auto" else reference.flavour,
         max_batch_size=config.cache.max_batch_size,
         max_sequence_length=config.cache.max_sequence_length,
         max_prefill_length=config.max_prefill_length,
         dtype=config.dtype,
         attention="native" if config.attention_variant == "plugin" else "plugin",
     )
-
-
-def _plugin_runs(folder: Path, dtype: DTypeName | None) -> bool:
-    """Tell whether TensorRT can run the plugin's attention in a model folder; where its kernels do not serve the model, warn why."""
-    if is_engine_folder(folder):
-        return False
-    with Checkpoint.open(folder) as checkpoint:
-        model = checkpoint.config
-    try:
-        _check_kernels(model, dtype.value if dtype else model.dtype)
-    except ConfigError as error:
-        warn(f"comparing without TensorRT's plugin attention: {error}")
-        return False
-    return True
-
-
-def _check_kernels(model: ModelConfig, dtype: str) -> None:
-    AttentionFields(
-        num_heads=model.num_attention_heads, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, rotary_dim=model.head_dim
-    )
-    if dtype not in ELEMENTS:
-        raise ConfigError(f"dtype: expected one of {', '.join(ELEMENTS)}, got {dtype}.")

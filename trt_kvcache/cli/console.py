@@ -60,7 +60,6 @@ def complain(head: str, text: str = "") -> None:
 
 
 def _print(console: Console, text: Text) -> None:
-    """Print a text as one line, or as lines of whole words on a terminal."""
     console.print(text, soft_wrap=not console.is_terminal)
 
 
@@ -83,7 +82,6 @@ def progress_bar() -> Iterator[ProgressCallback]:
 
 @contextmanager
 def _bars(console: Console) -> Iterator[ProgressCallback]:
-    """Show one bar per stage; a stage is done when the next one begins."""
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bars:
         tasks: dict[str, TaskID] = {}

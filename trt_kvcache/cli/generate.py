@@ -64,16 +64,7 @@ def generate(
     count = len(resume or prompts)
     if save_snapshot is not None and count != 1:
         raise ConfigError(f"--save-snapshot: expected with one prompt, got {count}.")
-    options = sampling_options(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=tuple(stop) if stop else None,
-        ignore_eos=ignore_eos or None,
-    )
+    options = sampling_options(locals())
     source = session_source(
         folder,
         slots=count,

@@ -85,7 +85,6 @@ def _config_of_folder(folder: Path) -> KVCacheConfig:
 
 
 def _print_estimate(config: KVCacheConfig, estimate: MemoryEstimate) -> None:
-    """Print a table with one row for each run of equal layers, and the sums."""
     rows = table("layers", "KV heads", "head dim", "bytes per layer", "size", numbers=("bytes per layer", "size"))
     layers = enumerate(zip(config.layers, estimate.bytes_per_layer, strict=True))
     for (layer, nbytes), run in groupby(layers, lambda item: item[1]):

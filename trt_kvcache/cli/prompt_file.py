@@ -15,14 +15,9 @@ from trt_kvcache.prompts import Prompt
 class FilePrompt:
     """A prompt of a file.
 
-    Parameters
-    ----------
-    place : str
-        File and line, for messages.
-    prompt : prompt
-        As it stands there; whether it is one is for the session to say.
-    options : dict
-        Fields of SamplingParams for this prompt alone.
+    ``place``: File and line, for messages.
+    ``prompt``: prompt. As it stands there; whether it is one is for the session to say.
+    ``options``: dict. Fields of SamplingParams for this prompt alone.
     """
 
     place: str
@@ -33,17 +28,10 @@ class FilePrompt:
 def read_prompt_file(path: Path) -> list[FilePrompt]:
     """Return the prompts of a file; lines of white space alone are skipped.
 
-    Parameters
-    ----------
-    path : Path
-        ``.jsonl``: each line a text, a list of token ids, or an object with one of them as ``prompt`` beside sampling options.
-        Any other: each line is a prompt.
+    ``path``: ``.jsonl``: each line a text, a list of token ids, or an object with one of them as ``prompt`` beside sampling options. Any
+    other: each line is a prompt.
 
-    Raises
-    ------
-    ConfigError
-        Not UTF-8, not JSON, something else on a line, or no prompt at all.
-    OSError
+    Raises ConfigError: not UTF-8, not JSON, something else on a line, or no prompt at all. OSError.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")

@@ -24,9 +24,12 @@ Stop = Annotated[
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on past the model's end token.", rich_help_panel=_PANEL)]
 
 
-def sampling_options(**given: Any) -> dict[str, Any]:
-    """Return the options that were given, so that the model's defaults hold for the others. Wrong usage if one is out of range."""
-    options = {name: value for name, value in given.items() if value is not None}
+def sampling_options(given: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of ``given``, the parameters of a command, that are set: the model's defaults hold for the others."""
+    fields = SamplingParams.__dataclass_fields__
+    options = {name: value for name, value in given.items() if name in fields and value not in (None, []) and value is not False}
+    if "stop" in options:
+        options["stop"] = tuple(options["stop"])
     try:
         SamplingParams(**options)
     except RangeError as error:

@@ -68,16 +68,7 @@ def serve_file(
     attention: AttentionOption = None,
 ) -> None:
     """Continue all prompts of a file: as one ends, the next takes its slot. Answers are written as they end, each with its index."""
-    options = sampling_options(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=tuple(stop) if stop else None,
-        ignore_eos=ignore_eos or None,
-    )
+    options = sampling_options(locals())
     wanted = read_prompt_file(prompts)
     if output.exists() and output.samefile(prompts):
         raise typer.BadParameter(f"expected another file than the prompts, got {output}.", param_hint="--output")
@@ -105,7 +96,6 @@ def serve_file(
 
 
 def _submit(session: InferenceSession, prompt: FilePrompt, options: dict[str, Any]) -> RequestHandle:
-    """Put a prompt in the queue. Its errors name the line."""
     try:
         return session.submit(prompt.prompt, with_options(session.defaults, {**options, **prompt.options}))
     except KVCacheError as error:
@@ -137,7 +127,6 @@ def _write(left: list[RequestHandle], handles: Iterable[RequestHandle], file: Te
 
 @contextmanager
 def _progress(total: int) -> Iterator[Callable[[int, int], None]]:
-    """Show how many prompts are done, and all tokens so far, where stderr is a terminal."""
     console = messages()
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:

@@ -10,7 +10,7 @@ from typing import Any
 from trt_kvcache.checks import int_in_range
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, RangeError, ShapeError
-from trt_kvcache.kernels.attention_tiles import ELEMENTS, HEAD_DIMS, MAX_GROUP
+from trt_kvcache.kernels.attention_tiles import ELEMENTS, HEAD_DIMS, LEAST_FACTOR, MAX_GROUP, MOST_FACTOR
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.kernels.layer_views import CACHE_NDIM, check_layer, check_memory, check_open
@@ -144,11 +144,11 @@ def attend(
     cos_sin : DeviceTensor ``[S or more, 2, rotary_dim / 2]`` float32, optional
         Cosines and sines of each position; elements i and ``i + rotary_dim / 2`` turn together (NeoX). Nothing turns if left out.
     scale : float, optional
-        Of q k; ``1 / sqrt(D)`` if left out.
+        Of q k, 1e-6 to 1e6; ``1 / sqrt(D)`` if left out.
     window : int
         Tokens that a token attends to, with itself; 0 for all.
     softcap : float
-        Scores become ``softcap * tanh(score / softcap)``; 0 for no softcap.
+        Scores become ``softcap * tanh(score / softcap)``, 1e-6 to 1e6; 0 for no softcap.
     stream : cuda.core.Stream or GraphBuilder
         The launches are ordered on it: one for s = 1, else two. The call neither waits nor allocates, and can be captured.
 
@@ -179,9 +179,9 @@ def attend(
     if cos_sin is not None:
         _check_cos_sin(cos_sin, cache)
     factor = 1 / math.sqrt(head_dim) if scale is None else float(scale)
-    for name, number, least in (("scale", factor, math.ulp(0.0)), ("softcap", float(softcap), 0.0)):
-        if not least <= number < math.inf:
-            raise RangeError(f"{name}: expected a finite number {'above' if least else 'of at least'} 0, got {number}.")
+    for name, number, zero in (("scale", factor, ""), ("softcap", float(softcap), "0, or ")):
+        if not LEAST_FACTOR <= number <= MOST_FACTOR and (number or not zero):
+            raise RangeError(f"{name}: expected {zero}{LEAST_FACTOR} to {MOST_FACTOR}, got {number}.")
     int_in_range("window", window, 0)
     cache.memory.check_stream(stream)
     workspace.check("workspace", cache, q.shape[2])

@@ -11,6 +11,9 @@ ELEMENTS = {"float16": "Float16", "bfloat16": "BFloat16"}
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_GROUP = 16
 
+#: What a scale, and a softcap, may be: the kernels' scores, in float32, are neither lost nor infinite.
+LEAST_FACTOR, MOST_FACTOR = 1e-6, 1e6
+
 #: Rows of the matrix that holds the query heads of a K/V head, in each form of the decode kernel.
 DECODE_ROWS = (8, 16)
 
@@ -57,7 +60,7 @@ def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
     limit = shared_limit(arch)
     if head_dim > 128:
         large = limit >= 227 * _KIB
-        return {"WARPS": 8 if large else 4, "MATRICES": 1, "KEYS": 64 if large else 32, "STAGES": 2, "BLOCKS": 1}
+        return {"WARPS": 8 if large else 4, "MATRICES": 1, "KEYS": 48 if large else 32, "STAGES": 2, "BLOCKS": 1}
     if limit == _LEAST_SHARED_NBYTES:
         return {"WARPS": 4, "MATRICES": 1, "KEYS": 32, "STAGES": 2, "BLOCKS": 2}
     if limit >= 227 * _KIB and head_dim > 64:

@@ -78,11 +78,13 @@ class CombinedAttention:
         In host memory; written in place.
     start : DeviceTensor int32 ``[A]``
         Tokens already in the cache, >= 0.
+    workspace : AttentionWorkspace
     stream : stream of the memory
     """
 
-    def __init__(self, cos_sin: DeviceTensor, cache: DeviceTensor, start: DeviceTensor, stream: Any) -> None:
+    def __init__(self, cos_sin: DeviceTensor, cache: DeviceTensor, start: DeviceTensor, workspace: AttentionWorkspace, stream: Any) -> None:
         self._cos_sin = cos_sin
+        self._workspace = workspace
         self._cache = cache
         self._start = start
         self._stream = stream
@@ -91,7 +93,6 @@ class CombinedAttention:
         """Run the step."""
         memory = self._cache.memory
         assert isinstance(memory, HostMemory)
-        slots, _, heads, head_dim = q.shape
         rows = [memory.to_device(part, stream=self._stream) for part in (q, k, v)]
         call = AttentionCall(
             q=rows[0],
@@ -102,12 +103,11 @@ class CombinedAttention:
             new_lengths=None,
             cos_sin=self._cos_sin,
             out=rows[0],
-            scale=head_dim**-0.5,
+            scale=q.shape[-1] ** -0.5,
             window=0,
             softcap=0.0,
         )
-        sizes = {"max_batch_size": slots, "num_heads": heads, "num_kv_heads": k.shape[2], "head_dim": head_dim}
-        twin.attend(call, AttentionWorkspace(memory, **sizes, stream=self._stream), self._stream)
+        twin.attend(call, self._workspace, self._stream)
         mixed: Float32 = memory.array(rows[0])
         return mixed
 

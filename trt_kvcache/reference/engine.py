@@ -18,6 +18,7 @@ from trt_kvcache.decoder_tensors import cache_layout, decoder_profiles, decoder_
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.errors import ClosedError, ConfigError, EngineError, PlaceError, RangeError
+from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.memory import HostMemory
 from trt_kvcache.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.reference.attention import Attention, CombinedAttention, LayerAttention, SeparateAttention, angles_at
@@ -96,6 +97,7 @@ class ReferenceEngine:
         self._current = self._bound[0]
         self._rope = rope_table(checkpoint.config.rope, checkpoint.config.head_dim, kv.max_sequence_length)
         self._weights: DecoderWeights | None = load_weights(checkpoint, kv.dtype, progress)
+        self._fixed = self._make_fixed() if attention == "plugin" else None
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
@@ -168,24 +170,30 @@ class ReferenceEngine:
 
     def close(self) -> None:
         """Release the weights and let go of what was bound. Idempotent."""
-        self._weights = None
+        self._weights = self._fixed = None
         for bound in self._bound:
             bound.release()
 
     def _attentions(self, slots: int, width: int, start: DeviceTensor, stream: Any) -> list[LayerAttention]:
         """Return the attention of each layer over what is bound, each cache as input and, at the same address, as output."""
-        combined = self._attention == "plugin"
+        fixed = self._fixed
         caches = [
-            [self._in_place(*pair, slots) for pair in self._names.layer_pairs(layer, combined=combined)]
+            [self._in_place(*pair, slots) for pair in self._names.layer_pairs(layer, combined=fixed is not None)]
             for layer in range(self._config.num_layers)
         ]
-        if combined:
-            cos_sin = self._memory.to_device(np.stack(self._rope, axis=1), stream=stream)
-            return [CombinedAttention(cos_sin, cache, start, stream) for (cache,) in caches]
+        if fixed is not None:
+            return [CombinedAttention(fixed[0], cache, start, fixed[1], stream) for (cache,) in caches]
         first, masked = self._memory.array(start), self._attention == "mask"
         angles = angles_at(self._rope, first, width)
         sides = [[self._memory.array(side) for side in cache] for cache in caches]
         return [SeparateAttention(angles, k, v, first, masked=masked) for k, v in sides]
+
+    def _make_fixed(self) -> tuple[DeviceTensor, AttentionWorkspace]:
+        """Return the angles of all positions and the workspace for :class:`CombinedAttention`, the same in every step."""
+        model, stream = self._config, self._memory.create_stream()
+        sizes = {"num_heads": model.num_attention_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+        workspace = AttentionWorkspace(self._memory, max_batch_size=self._kv.max_batch_size, **sizes, stream=stream)
+        return self._memory.to_device(np.stack(self._rope, axis=1), stream=stream), workspace
 
     def _in_place(self, name: str, present: str, slots: int) -> DeviceTensor:
         shape = (slots, *self._tensors[name].shape[1:])

@@ -42,16 +42,8 @@ extern "C" {
 void standin_take_pools_away() { pools = false; }
 
 CUresult cuInit(unsigned) { return CUDA_SUCCESS; }
-
-CUresult cuDriverGetVersion(int* version) {
-    *version = 13020;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuDeviceGetCount(int* count) {
-    *count = kDeviceCount;
-    return CUDA_SUCCESS;
-}
+CUresult cuDriverGetVersion(int* version) { *version = 13020; return CUDA_SUCCESS; }
+CUresult cuDeviceGetCount(int* count) { *count = kDeviceCount; return CUDA_SUCCESS; }
 
 CUresult cuDeviceGet(CUdevice* device, int ordinal) {
     if (ordinal < 0 || ordinal >= kDeviceCount) return CUDA_ERROR_INVALID_DEVICE;
@@ -59,27 +51,11 @@ CUresult cuDeviceGet(CUdevice* device, int ordinal) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuDeviceGetName(char* name, int size, CUdevice) {
-    std::strncpy(name, "stand-in", size);
-    return CUDA_SUCCESS;
-}
-
-CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute name, CUdevice) {
-    *value = attribute(name);
-    return CUDA_SUCCESS;
-}
-
-CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) {
-    *context = kContext;
-    return CUDA_SUCCESS;
-}
-
+CUresult cuDeviceGetName(char* name, int size, CUdevice) { std::strncpy(name, "stand-in", size); return CUDA_SUCCESS; }
+CUresult cuDeviceGetAttribute(int* value, CUdevice_attribute name, CUdevice) { *value = attribute(name); return CUDA_SUCCESS; }
+CUresult cuDevicePrimaryCtxRetain(CUcontext* context, CUdevice) { *context = kContext; return CUDA_SUCCESS; }
 CUresult cuDevicePrimaryCtxRelease(CUdevice) { return CUDA_SUCCESS; }
-
-CUresult cuCtxGetCurrent(CUcontext* context) {
-    *context = stack.empty() ? nullptr : stack.back();
-    return CUDA_SUCCESS;
-}
+CUresult cuCtxGetCurrent(CUcontext* context) { *context = stack.empty() ? nullptr : stack.back(); return CUDA_SUCCESS; }
 
 CUresult cuCtxSetCurrent(CUcontext context) {
     if (!stack.empty()) stack.pop_back();
@@ -87,10 +63,7 @@ CUresult cuCtxSetCurrent(CUcontext context) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuCtxPushCurrent(CUcontext context) {
-    stack.push_back(context);
-    return CUDA_SUCCESS;
-}
+CUresult cuCtxPushCurrent(CUcontext context) { stack.push_back(context); return CUDA_SUCCESS; }
 
 CUresult cuCtxPopCurrent(CUcontext* context) {
     if (stack.empty()) return CUDA_ERROR_INVALID_CONTEXT;
@@ -107,17 +80,20 @@ CUresult cuCtxGetDevice(CUdevice* device) {
 
 CUresult cuGetErrorName(CUresult error, const char** text) {
     switch (error) {
-        case CUDA_SUCCESS: *text = "CUDA_SUCCESS"; break;
-        case CUDA_ERROR_INVALID_VALUE: *text = "CUDA_ERROR_INVALID_VALUE"; break;
-        case CUDA_ERROR_OUT_OF_MEMORY: *text = "CUDA_ERROR_OUT_OF_MEMORY"; break;
-        case CUDA_ERROR_INVALID_CONTEXT: *text = "CUDA_ERROR_INVALID_CONTEXT"; break;
-        case CUDA_ERROR_INVALID_DEVICE: *text = "CUDA_ERROR_INVALID_DEVICE"; break;
-        case CUDA_ERROR_INVALID_IMAGE: *text = "CUDA_ERROR_INVALID_IMAGE"; break;
-        case CUDA_ERROR_NO_BINARY_FOR_GPU: *text = "CUDA_ERROR_NO_BINARY_FOR_GPU"; break;
-        case CUDA_ERROR_NOT_FOUND: *text = "CUDA_ERROR_NOT_FOUND"; break;
-        case CUDA_ERROR_NOT_READY: *text = "CUDA_ERROR_NOT_READY"; break;
-        case CUDA_ERROR_LAUNCH_FAILED: *text = "CUDA_ERROR_LAUNCH_FAILED"; break;
-        case CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED: *text = "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"; break;
+#define NAMED(value) \
+    case value: *text = #value; break;
+        NAMED(CUDA_SUCCESS)
+        NAMED(CUDA_ERROR_INVALID_VALUE)
+        NAMED(CUDA_ERROR_OUT_OF_MEMORY)
+        NAMED(CUDA_ERROR_INVALID_CONTEXT)
+        NAMED(CUDA_ERROR_INVALID_DEVICE)
+        NAMED(CUDA_ERROR_INVALID_IMAGE)
+        NAMED(CUDA_ERROR_NO_BINARY_FOR_GPU)
+        NAMED(CUDA_ERROR_NOT_FOUND)
+        NAMED(CUDA_ERROR_NOT_READY)
+        NAMED(CUDA_ERROR_LAUNCH_FAILED)
+        NAMED(CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED)
+#undef NAMED
         default: *text = "CUDA_ERROR_UNKNOWN";
     }
     return CUDA_SUCCESS;
@@ -126,10 +102,7 @@ CUresult cuGetErrorName(CUresult error, const char** text) {
 CUresult cuGetErrorString(CUresult error, const char** text) { return cuGetErrorName(error, text); }
 
 // NVRTC looks here, and does without.
-CUresult cuGetExportTable(const void** table, const CUuuid*) {
-    *table = nullptr;
-    return CUDA_ERROR_NOT_FOUND;
-}
+CUresult cuGetExportTable(const void** table, const CUuuid*) { *table = nullptr; return CUDA_ERROR_NOT_FOUND; }
 
 // The functions that this driver has. What it lacks is "not found" to cuda.bindings, which then raises by name.
 CUresult cuGetProcAddress_v2(const char* symbol, void** function, int, cuuint64_t, CUdriverProcAddressQueryResult* status) {

@@ -112,20 +112,9 @@ CUresult cuMemPoolCreate(CUmemoryPool* pool, const CUmemPoolProps*) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuMemPoolDestroy(CUmemoryPool) {
-    LOG_CALL();
-    return CUDA_SUCCESS;
-}
-
-CUresult cuMemPoolSetAccess(CUmemoryPool, const CUmemAccessDesc*, size_t) {
-    LOG_CALL();
-    return CUDA_SUCCESS;
-}
-
-CUresult cuMemPoolSetAttribute(CUmemoryPool, CUmemPool_attribute, void*) {
-    LOG_CALL();
-    return CUDA_SUCCESS;
-}
+CUresult cuMemPoolDestroy(CUmemoryPool) { LOG_CALL(); return CUDA_SUCCESS; }
+CUresult cuMemPoolSetAccess(CUmemoryPool, const CUmemAccessDesc*, size_t) { LOG_CALL(); return CUDA_SUCCESS; }
+CUresult cuMemPoolSetAttribute(CUmemoryPool, CUmemPool_attribute, void*) { LOG_CALL(); return CUDA_SUCCESS; }
 
 CUresult cuMemAllocFromPoolAsync(CUdeviceptr* start, size_t nbytes, CUmemoryPool, CUstream) {
     LOG_CALL();

@@ -122,35 +122,12 @@ CUresult cuStreamDestroy(CUstream handle) {
     return CUDA_SUCCESS;
 }
 
-CUresult cuStreamSynchronize(CUstream stream) {
-    LOG_CALL_IN_CONTEXT();
-    return standin::finish(stream);
-}
-
-CUresult cuCtxSynchronize() {
-    LOG_CALL_IN_CONTEXT();
-    return standin::finish_all();
-}
-
-CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) {
-    *least = *greatest = 0;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuStreamGetFlags(CUstream stream, unsigned* flags) {
-    *flags = of(stream).flags;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuStreamGetPriority(CUstream, int* priority) {
-    *priority = 0;
-    return CUDA_SUCCESS;
-}
-
-CUresult cuStreamGetDevice(CUstream, CUdevice* device) {
-    *device = 0;
-    return CUDA_SUCCESS;
-}
+CUresult cuStreamSynchronize(CUstream stream) { LOG_CALL_IN_CONTEXT(); return standin::finish(stream); }
+CUresult cuCtxSynchronize() { LOG_CALL_IN_CONTEXT(); return standin::finish_all(); }
+CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) { *least = *greatest = 0; return CUDA_SUCCESS; }
+CUresult cuStreamGetFlags(CUstream stream, unsigned* flags) { *flags = of(stream).flags; return CUDA_SUCCESS; }
+CUresult cuStreamGetPriority(CUstream, int* priority) { *priority = 0; return CUDA_SUCCESS; }
+CUresult cuStreamGetDevice(CUstream, CUdevice* device) { *device = 0; return CUDA_SUCCESS; }
 
 // --- events ---
 
@@ -256,9 +233,7 @@ CUresult cuUserObjectCreate(CUuserObject* object, void* value, CUhostFn, unsigne
 }
 
 CUresult cuUserObjectRelease(CUuserObject, unsigned) { return CUDA_SUCCESS; }
-
 CUresult cuGraphRetainUserObject(CUgraph, CUuserObject, unsigned, unsigned) { return CUDA_SUCCESS; }
-
 CUresult cuGraphReleaseUserObject(CUgraph, CUuserObject, unsigned) { return CUDA_SUCCESS; }
 
 }  // extern "C"
