@@ -1,7 +1,5 @@
 """Engine folders without TensorRT: a real configuration around bytes that stand for a plan."""
 
-from __future__ import annotations
-
 from trt_kvcache.builder import define_constants
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
@@ -46,12 +44,10 @@ def make_config(checkpoint, *, plan=PLAN, embedded=False, **changes):
 
 
 def segment_plans(layers):
-    """Return bytes that stand for the plans of all segments, of different lengths."""
     return [b"segment %d" % index + b"." * index for index in range(layers + 1)]
 
 
 def make_engine_folder(model, target, *, plan=PLAN, embedded=False, **changes):
-    """Write an engine folder for the model folder ``model``."""
     with Checkpoint.open(model) as checkpoint:
         config = make_config(checkpoint, plan=plan, embedded=embedded, **changes)
         constants = define_constants(checkpoint, config.cache) if config.segments else None

@@ -1,7 +1,5 @@
 """Options that cannot be served are refused before anything is made."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -10,10 +8,9 @@ from test_trt_module import fake_module
 
 from trt_kvcache.build_options import BuildOptions
 from trt_kvcache.checkpoint import ModelConfig
-from trt_kvcache.config import KVCacheConfig, KVLayerConfig, KVLayout
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.trt_log import TensorRTLog
-from trt_kvcache.trt_module import TensorRT, load
+from trt_kvcache.trt_module import TensorRT
 
 MODEL = ModelConfig.from_dict(SMALL)
 
@@ -31,10 +28,7 @@ def full_tensorrt(version):
     ("name", "value", "message"),
     [
         ("max_batch_size", 0, "expected at least 1, got 0."),
-        ("max_batch_size", True, "expected an integer, got True."),
-        ("max_sequence_length", 0, "expected at least 1, got 0."),
         ("max_sequence_length", "40", "expected an integer, got '40'."),
-        ("max_prefill_length", 0, "expected at least 1, got 0."),
         (
             "max_prefill_length",
             41,
@@ -42,12 +36,7 @@ def full_tensorrt(version):
         ),
         ("dtype", "int8", "expected one of float16, bfloat16, float32, got 'int8'."),
         ("attention", "causal", "expected one of native, mask, plugin, got 'causal'."),
-        ("attention", ["native", "mask"], "expected one of native, mask, plugin, got ['native', 'mask']."),
-        ("flavour", "rtx", "expected one of auto, tensorrt, tensorrt_rtx, got 'rtx'."),
-        ("compute_capabilities", (), 'expected a sequence such as ("8.6", "12.0"), got ().'),
         ("compute_capabilities", "8.6", 'expected a sequence such as ("8.6", "12.0"), got \'8.6\'.'),
-        ("compute_capabilities", (8.6,), 'expected a sequence such as ("8.6", "12.0"), got (8.6,).'),
-        ("compute_capabilities", ("8.6", "8.6"), "expected each one once, got 8.6, 8.6."),
     ],
 )
 def test_refused_at_once(name, value, message):
@@ -59,10 +48,7 @@ def test_refused_at_once(name, value, message):
 @pytest.mark.parametrize(
     ("changes", "head_dim", "message"),
     [
-        *(
-            ({}, n, rf"^head_dim: expected a multiple of 8 from 16 to 256, the model has {n}\. .* the reference engine runs it")
-            for n in (8, 20, 264)
-        ),
+        ({}, 20, r"^head_dim: expected a multiple of 8 from 16 to 256, the model has 20\. .* the reference engine runs it"),
         (
             {"max_sequence_length": 65},
             24,
@@ -80,8 +66,6 @@ def test_models_that_cannot_be_served(changes, head_dim, message):
         options(**changes).cache_for(replace(MODEL, head_dim=head_dim))
 
 
-
-
 def test_what_full_tensorrt_cannot_do():
     with pytest.raises(ConfigError, match=r"attention: expected mask, got native: TensorRT 10\.15\.2 has no causal attention over a cache"):
         options().check_tensorrt(full_tensorrt("10.15.2"))
@@ -91,12 +75,3 @@ def test_what_full_tensorrt_cannot_do():
         options(attention="plugin").check_tensorrt(full_tensorrt("8.6.1"))
     with pytest.raises(ConfigError, match="compute_capabilities: full TensorRT builds for the GPU it runs on"):
         options(compute_capabilities=("8.6",)).check_tensorrt(full_tensorrt("11.4.0"))
-
-
-@pytest.mark.trt
-def test_compute_capabilities_that_rtx_knows():
-    rtx = load("tensorrt_rtx")
-    options(compute_capabilities=("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")).check_tensorrt(rtx)
-    for unknown in ("9.0", "86"):
-        with pytest.raises(ConfigError, match=rf"compute_capabilities: expected some of 7\.5, 8\.0, .*, got '{unknown}'"):
-            options(compute_capabilities=("8.6", unknown)).check_tensorrt(rtx)

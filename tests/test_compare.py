@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -33,8 +31,7 @@ def compare(*sources, steps=STEPS, **options):
 
 
 def corrupting(step, change, source=SOURCE):
-    """Return a source of sessions in which ``change`` is done right after the enqueue of one step (0 is the prefill)."""
-
+    # a source of sessions in which ``change`` is done right after the enqueue of one step (0 is the prefill)
     def opens():
         session = source()
         enqueue, calls = session.engine.enqueue, []
@@ -52,18 +49,15 @@ def corrupting(step, change, source=SOURCE):
 
 
 def cache_row(session, layer, kind):
-    """Return K or V of one layer, ``[B, H, S, D]``, over the cache's own bytes."""
     return session.cache.memory.array(session.cache.get_separate_kv_cache(layer)["KV".index(kind)])
 
 
 def element_off(step, layer, kind, place, amount, source=SOURCE):
-    """Return a source of sessions in which one element of the cache is off by ``amount`` after a step."""
     return corrupting(step, lambda session: np.add.at(cache_row(session, layer, kind), place, amount), source)
 
 
-def after_decode(change):
-    """Return a source of sessions in which ``change(session, step, logits)`` is called after each decode step."""
-
+def logits_off(step):
+    # a source of sessions in which token 42 of slot 1 wins in one decode step
     def opens():
         session = SOURCE()
         decode, calls = session.decode, []
@@ -71,22 +65,13 @@ def after_decode(change):
         def wrapped(tokens):
             logits = decode(tokens)
             calls.append(tokens)
-            change(session, len(calls), logits)
+            logits[1, 42] += 100 * (len(calls) == step)
             return logits
 
         session.decode = wrapped
         return session
 
     return opens
-
-
-def logits_off(*steps):
-    """Return a source of sessions in which token 42 of slot 1 wins in some decode steps."""
-
-    def change(session, step, logits):
-        logits[1, 42] += 100 * (step in steps)
-
-    return after_decode(change)
 
 
 def test_cached_decoding_agrees_with_recomputation(capfd):
@@ -100,30 +85,23 @@ def test_cached_decoding_agrees_with_recomputation(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-
-
-@pytest.mark.parametrize("other", [SOURCE, PLUGIN], ids=["one layout", "two layouts"])
+@pytest.mark.parametrize("other", [SOURCE, PLUGIN], ids=["separate", "combined"])
 @pytest.mark.parametrize(
     ("step", "layer", "kind", "place", "amount"),
     [
         (2, 1, "K", (1, 1, 3, 5), 0.75),  # a row of the prompt
         (3, 0, "V", (2, 0, 4, 23), 0.75),  # a row of the step itself
-        (0, 1, "V", (0, 1, 6, 0), 0.75),  # the last row of the prefill
         (4, 1, "V", (0, 1, 2, 3), np.nan),
-        (2, 0, "K", (2, 1, 1, 7), 50),  # so large that the steps after it are wrong too
     ],
 )
-def test_one_wrong_element_of_the_cache_is_named(other, step, layer, kind, place, amount, capfd):
+def test_one_wrong_element_of_the_cache_is_named(other, step, layer, kind, place, amount):
     (pair,) = compare(SOURCE, element_off(step, layer, kind, place, amount, other)).pairs
     found = pair.difference
     assert (found.step, found.layer, found.kind, found.tensor) == (step, layer, kind, f"{kind.lower()}_cache_{layer}")
     assert (found.slot, found.head, found.position, found.element, found.count) == (*place, 1)
     assert found.values[1] - found.values[0] == pytest.approx(amount, abs=1e-5, nan_ok=True)
     assert not pair.largest_rows_share <= 0.01
-    assert np.isnan(pair.largest_rows_share) == np.isnan(amount)
-    assert pair.largest_logits_share > 0.01 or amount != 50  # the steps after it were compared too
-    assert (pair.agrees, pair.tokens) == (False, 21)
-    assert capfd.readouterr() == ("", "")
+    assert not pair.agrees
 
 
 def test_a_dead_row_is_no_difference():
@@ -145,22 +123,6 @@ def test_one_wrong_logit_is_named_and_so_is_the_token_it_changes():
     assert (token.step, token.slot, token.tokens[1]) == (5, 1, 42)
 
 
-def test_a_wrong_length_is_named_even_where_it_is_small_beside_the_others():
-    def change(session, step, logits):
-        if step == 4:
-            session.rewind(0, 10)  # the longest: then the rows of the two have different shapes
-
-    (pair,) = compare(SOURCE, after_decode(change), tolerances={"float32": 0.5}).pairs
-    found = pair.difference
-    assert (found.kind, found.step, found.slot, found.values) == ("length", 4, 0, (11, 10))
-
-
-
-
-
-
-
-
 @pytest.mark.parametrize(
     ("sources", "options", "error", "message"),
     [
@@ -175,8 +137,6 @@ def test_what_cannot_be_compared_is_refused(sources, options, error, message):
         compare(*sources, **options)
 
 
-
-
 def test_a_sequence_that_does_not_fit_is_refused_before_anything_is_run():
     enqueued = []
     paths = runners(*[corrupting(0, enqueued.append)] * 2)
@@ -185,8 +145,6 @@ def test_a_sequence_that_does_not_fit_is_refused_before_anything_is_run():
     assert enqueued == []
     assert not any(path.is_active for path in paths)
     assert compare_paths(paths, PROMPTS, steps=9).agrees
-
-
 
 
 def test_every_pair_is_compared_and_said_in_words():
@@ -205,5 +163,3 @@ def test_every_pair_is_compared_and_said_in_words():
         f"  a has {ours:.9g}, c has {theirs:.9g}: 20 apart, allowed {found.allowed:.3g} (1 value too far apart in this tensor)",
     ]
     assert lines[7].startswith("  greedy tokens: ")
-
-

@@ -11,7 +11,6 @@ from small_model import write_model
 from trt_kvcache.engine_config import EngineConfig
 from trt_kvcache.engine_folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CheckpointError, EngineError
-from trt_kvcache.network.decomposable import AttentionChoice
 
 
 @pytest.fixture
@@ -32,22 +31,6 @@ def test_written_and_read_back(folder):
     assert [is_engine_folder(path) for path in (folder.path, folder.path.parent, folder.path / "nowhere")] == [True, False, False]
 
 
-def test_every_kind_of_value_survives_in_plain_json(model, tmp_path):
-    choices = (
-        AttentionChoice(layer=0, variant="mask", decomposable=True, reason="no fused kernel"),
-        AttentionChoice(layer=1, variant="mask", decomposable=False),
-    )
-    written = make_engine_folder(model, tmp_path / "engine", attention=choices, compute_capabilities=("8.6", "12.0"), embedded=True).config
-    read = EngineFolder.open(tmp_path / "engine").config
-    assert read == written
-    assert read.attention == choices
-    assert (read.attention_variant, read.compute_capabilities, read.checkpoint.embedded) == ("mask", ("8.6", "12.0"), True)
-    assert (read.dtype, read.max_prefill_length) == ("float16", 11)
-    data = json.loads((tmp_path / "engine" / "config.json").read_text())
-    assert (data["format"], data["producer"]["name"]) == (2, "trt-kvcache")
-    assert data["tensors"][3] == {"name": "k_cache_0", "shape": [-1, 2, 38, 24], "dtype": "float16", "mode": "input", "alias": None}
-
-
 def test_a_folder_of_the_first_format_is_still_read(folder):
     config = folder.path / "config.json"
     data = json.loads(config.read_text())
@@ -64,8 +47,6 @@ def test_a_folder_of_the_first_format_is_still_read(folder):
             lambda path: (path / "engine.plan").unlink(),
             r"engine: expected an engine folder, but it has no engine\.plan\. `trt-kvcache build` makes one\.",
         ),
-        (lambda path: path.rename(path.with_name("away")).with_name("engine").touch(), "engine: expected an engine folder, got a file"),
-        (lambda path: (path / "config.json").unlink(), r"engine: expected an engine folder, but it has no config\.json"),
         (lambda path: (path / "config.json").write_text('{"format": 1,'), r"config\.json: cannot be read as JSON: "),
         (
             lambda path: (path / "engine.plan").write_bytes(PLAN[:-1]),
@@ -80,41 +61,21 @@ def test_damaged_folder_is_refused_by_name(folder, damage, message):
 
 
 GONE = object()
-WRONG_KIND = "a field is missing, unknown or of the wrong kind"
 
 
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("format", GONE, "format: expected a number of 1 or more, got None"),
         ("format", 3, r"format: this package reads up to 2, got 3\. A newer trt-kvcache built the engine: upgrade"),
-        ("format", "1", "format: expected a number of 1 or more, got '1'"),
-        ("model", GONE, rf"{WRONG_KIND} \(KeyError: 'model'\)"),
-        ("names/k_cache", "k", r"TensorNames\.k_cache: expected a name with \{i\}"),
-        ("model/model_type", "gpt2", "model_type: 'gpt2' is not supported"),
-        ("kv_cache/dtype", "float64", r"KVCacheConfig\.dtype: expected one of float16"),
+        ("model", GONE, r"a field is missing, unknown or of the wrong kind \(KeyError: 'model'\)"),
         ("kv_cache/layers/1", GONE, r"kv_cache\.layers: expected \[.*\] by the model, got \["),
         (
             "kv_cache/max_sequence_length",
             30,
             r"tensor `k_cache_0`: expected input `k_cache_0` float16 \(-1, 2, 30, 24\) by model and kv_cache, got .*\(-1, 2, 38, 24\)",
         ),
-        ("kv_cache/max_sequence_length", 9, r"profiles\[0\]\.max_width: expected an integer from 1 to 9, got 11"),
         ("kv_cache/max_batch_size", 4, "profile prefill: expected max_batch 4 by kv_cache, got 3"),
-        ("tensors/11", GONE, "tensors: expected 12 by model and kv_cache, got 11"),
-        (
-            "tensors/7/alias",
-            "v_cache_0",
-            "tensor `present_k_cache_0`: expected output .* in place of `k_cache_0` by model and kv_cache, got .* in place of `v_cache_0`",
-        ),
-        ("profiles", [], "profiles: expected 2, for prefill and decode, got 0"),
-        ("profiles/0/min_batch", 2, "profile prefill: expected min_batch 1, got 2"),
         ("profiles/1/max_width", 12, "profile decode: expected max_width 1, got 12"),
-        ("attention/0/layer", 1, r"attention\[0\]\.layer: expected 0, got 1"),
-        ("attention/1/variant", "zz", r"attention\[1\]\.variant: expected one of native, mask, plugin, got 'zz'"),
-        ("plan/nbytes", -1, r"plan\.nbytes: expected at least 1, got -1"),
-        ("tensorrt/flavour", "auto", r"tensorrt\.flavour: expected one of tensorrt, tensorrt_rtx, got 'auto'"),
-        ("compute_capabilities", "8.6", r"compute_capabilities: expected a list, got '8\.6'"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_its_field(folder, field, value, message):
@@ -136,7 +97,6 @@ def at(data, path):
 
 
 def places(data, path=()):
-    """Every field and item of a JSON value, however deep."""
     for key in data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
         yield (*path, key)
         yield from places(data[key], (*path, key))
@@ -189,7 +149,6 @@ CHANGED = "model: this checkpoint was changed since engine .* was built from it 
     [
         ("model.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1]), CHANGED),
         ("config.json", lambda content: content.replace(b": 1e-05", b": 1e-06"), CHANGED),
-        ("model.safetensors", lambda content: content[:100], r"model\.safetensors"),
     ],
 )
 def test_checkpoint_that_was_changed(folder, model, name, change, message):

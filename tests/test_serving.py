@@ -133,22 +133,6 @@ class TestCalls:
         assert (moved, session._sequences.samplers) == (handles, [(2, 3), (3, 3)])
         assert [session.pending_tokens(slot) for slot in (0, 1)] == [handle.tokens[-1:] for handle in handles]
 
-    def test_a_new_prompt_runs_from_its_slot_over_views_that_are_made_once(self):
-        session = make(slots=3)
-        session.submit([1, 1], max_new_tokens=12)
-        session.step()
-        for _ in range(3):
-            for token in (2, 3):  # in slot 1, then in slot 2; they end together
-                session.submit([token] * 2, max_new_tokens=5 - token)
-                session.step()
-            session.step()
-            assert [session.tokens(slot)[0] for slot in range(3)] == [1, 2, 3]
-        steps = [step for step in session.engine.steps if step.profile == "prefill"]
-        assert [(step.input_ids, step.start) for step in steps] == [([[token] * 2], [0]) for token in (1, *[2, 3] * 3)]
-        for name in ("k_cache_0", "v_cache_1"):
-            assert steps[0].bound[name].ptr < steps[1].bound[name].ptr < steps[2].bound[name].ptr
-            assert len({id(step.bound[name]) for step in steps}) == 3
-        assert session.cache.lengths.tensor.ptr not in [step.bound["kvcache_start_index"].ptr for step in steps[1:]]
 
 
 def in_the_middle(tokenizer):
@@ -228,10 +212,6 @@ def test_what_is_refused(prompt, options, kind, text):
     assert (session.step(), session.submit([1]).index) == ([], 0)
 
 
-def test_an_engine_that_takes_whole_batches_only():
-    session = make(profiles=[EngineProfile(name="fixed", min_batch=3, max_batch=3, min_width=1, max_width=4)])
-    with pytest.raises(BindingError, match="no optimisation profile takes 1 slots of 1 new tokens"):
-        session.submit([1])
 
 
 def test_others_on_the_same_session():

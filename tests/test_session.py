@@ -132,12 +132,6 @@ def test_reuse_runs_what_is_new_and_at_least_one_token(session):
         assert (session.engine.steps[-1].start, session.statistics.reused_tokens - reused) == (start, sum(start))
 
 
-def test_tokens_come_as_they_are_made(session):
-    events = session.generate([[1, 2, 3], [6]], max_new_tokens=3)
-    assert session.engine.steps == []
-    seen = [next(events), next(events)]
-    assert len(session.engine.steps) == 1
-    assert [event.index for event in (*seen, *events)] == [0, 1, 0, 1, 0, 1]
 
 
 def test_what_the_session_says_where_the_caller_does_not():
@@ -146,22 +140,8 @@ def test_what_the_session_says_where_the_caller_does_not():
     assert len(list(session.generate([1, 2], ignore_eos=True))) == 7
 
 
-def test_it_is_over_once_the_session_is_closed(session):
-    events = session.generate([[1, 2], [3]], max_new_tokens=3)
-    next(events)
-    session.close()
-    with pytest.raises(ClosedError, match=r"^this InferenceSession is closed\.$"):
-        next(events)
 
 
-def test_a_request_does_not_depend_on_its_neighbours_or_its_slot(session):
-    mine, prompts = SamplingParams(temperature=3.0, top_k=50, top_p=0.95, seed=5, max_new_tokens=8), [[1, 2, 3], [4], [5, 6]]
-    for place, prompt in enumerate(prompts):
-        params = [SamplingParams(temperature=9.0, seed=seed, max_new_tokens=seed) for seed in (3, 6)]
-        params.insert(place, mine)
-        assert by_prompt(session.generate(prompts, params))[place] == by_prompt(make(slots=1).generate(prompt, mine))[0]
-    found = by_prompt(session.generate([[1, 2]] * 3, temperature=9.0, max_new_tokens=8))
-    assert len({tuple(tokens) for tokens, _, _ in found}) == 3
 
 
 def test_texts(tokenizer):
@@ -222,8 +202,6 @@ def test_refusals(session, kind, call, text):
     assert refuse(session, kind, lambda: call(session)) == text
 
 
-def test_refusals_before_any_prefill(session):
-    assert refuse(session, ShapeError, lambda: session.decode([])) == "tokens: there are no active slots. Call prefill first."
 
 
 CALLS = {

@@ -26,10 +26,6 @@ def test_default_table_by_hand():
         np.testing.assert_array_equal(table, function(angles).astype(np.float32))
 
 
-def test_linear_divides_positions():
-    scaled = rope_table(RopeConfig(kind="linear", theta=100.0, factor=2.0), head_dim=6, length=9)
-    for side, plain in zip(scaled, rope_table(default(100.0), head_dim=6, length=5), strict=True):
-        np.testing.assert_allclose(side[::2], plain, atol=1e-6)
 
 
 def test_llama3_keeps_short_wavelengths_divides_long_ones_and_mixes_between():

@@ -52,12 +52,6 @@ def test_a_stray_byte_after_a_split_character_takes_nothing_back(tokenizer, enco
     assert parts[4].lstrip("\ufffd") == " the"
 
 
-def test_flush_begins_anew(tokenizer, encode):
-    decoder, ids = StreamDecoder(tokenizer), encode("漢")
-    decoder.push(ids[-3])
-    assert decoder.flush() == "\ufffd"
-    assert "".join(decoder.push(token) for token in ids) == "漢"
-    assert decoder.flush() == ""
 
 
 def test_context_keeps_the_space_before_the_first_word(tokenizer, encode):

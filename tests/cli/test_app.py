@@ -60,20 +60,6 @@ def test_a_reader_that_has_had_enough_is_no_error():
     assert process.returncode == 1
 
 
-@pytest.mark.parametrize(
-    ("arguments", "code", "out", "err"),
-    [
-        (["generate", str(SHIPPED), *REFERENCE, "-p", "Café", "--max-new-tokens", "1"], 0, "Caf?", "ReferenceEngine on cpu"),
-        (["memory", "né"], 1, "", "error: n\\xe9: expected an engine or model folder"),
-    ],
-)
-def test_a_terminal_that_knows_ascii_only(monkeypatch, arguments, code, out, err):
-    written = {"stdout": io.BytesIO(), "stderr": io.BytesIO()}
-    for name, data in written.items():
-        monkeypatch.setattr(sys, name, io.TextIOWrapper(data, encoding="ascii", write_through=True))
-    assert main(arguments) == code
-    assert out in written["stdout"].getvalue().decode()
-    assert err in written["stderr"].getvalue().decode()
 
 
 @pytest.mark.parametrize(

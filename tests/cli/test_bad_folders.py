@@ -23,8 +23,6 @@ def half(content):
     return content[: len(content) // 2]
 
 
-def flip(place):
-    return lambda content: content[:place] + bytes([content[place] ^ 1]) + content[place:][1:]
 
 
 def config(**values):
@@ -81,8 +79,3 @@ def test_an_engine_whose_checkpoint_was_changed_or_is_gone(run, engine, model, t
     assert run("inspect", engine).code == run("memory", engine).code == 0
 
 
-@pytest.mark.trt
-def test_a_plan_that_was_changed(run, engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(opening, "CudaMemory", lambda device, **_: FakeGpuMemory())
-    change(PLAN, flip(5))(engine)
-    check(run, engine, PROMPTED, "engine.plan: it was changed since the build", tmp_path, "tensorrt")

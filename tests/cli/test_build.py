@@ -61,16 +61,4 @@ class TestWithTensorRT:
         generated = run("generate", target, "--engine", "reference", "-p", "The rabbit-hole went straight", "--max-new-tokens", 9)
         assert generated.out.startswith("The rabbit-hole went straight on like a tunnel")
 
-    def test_decomposable_attention_is_said_and_explained(self, run, tmp_path):
-        done = run("build", GOLDEN / "llama", "-o", tmp_path / "engine", "--dtype", "float32")
-        assert done.code == 0
-        assert "is decomposable; `trt-kvcache inspect " in done.out
-        attention = rows(run("inspect", tmp_path / "engine").out, "Attention")
-        assert attention
-        assert all(row[2].startswith("yes: ") and "float32" in row[2] for row in attention)
 
-    def test_what_cannot_be_built(self, run, tmp_path):
-        done = run("build", SHIPPED, "-o", tmp_path / "engine", "--compute-capability", "9.9")
-        assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
-        assert "9.9" in done.err
-        assert list(tmp_path.iterdir()) == []

@@ -100,7 +100,3 @@ def test_a_template_that_refuses(chat, model, template, terminal):
     assert "the chat template refuses these messages: no user here\n" in done.err, "and no advice that does not help"
 
 
-def test_a_model_without_a_tokenizer_is_refused(chat, monkeypatch):
-    monkeypatch.setattr(InferenceSession, "from_model", lambda *arguments, **options: pytest.fail("loaded"))
-    done = chat(folder=GOLDEN / "llama")
-    assert (done.code, done.err.startswith(f"error: {GOLDEN / 'llama'}: chat needs a tokenizer.json.")) == (1, True)

@@ -22,34 +22,10 @@ def interrupted():
     assert reached == ["held"]
 
 
-def test_one_is_held_until_it_is_asked_for():
-    with interrupted() as reached, held_interrupts() as interrupts:
-        interrupts.check()
-        ctrl_c()
-        reached.append("held")
-        interrupts.check()
-        reached.append("too far")
 
 
-def test_the_handler_from_before_is_back_afterwards():
-    before = signal.getsignal(signal.SIGINT)
-    with held_interrupts():
-        assert signal.getsignal(signal.SIGINT) is not before
-    assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_in_another_thread_nothing_is_held():
-    done = []
-
-    def work():
-        with held_interrupts() as interrupts:
-            interrupts.check()
-            done.append(True)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert done == [True]
 
 
 @pytest.mark.parametrize("building", [True, False], ids=["while TensorRT builds", "before the first stage"])

@@ -63,16 +63,6 @@ def test_a_file_that_cannot_be_served(serve, lines, complaint):
     assert complaint in done.err
 
 
-def test_files_that_cannot_be_opened(run, tmp_path):
-    (tmp_path / "prompts.txt").write_text("a")
-    done = run("serve-file", SHIPPED, tmp_path / "prompts.txt", "-o", tmp_path / "prompts.txt", *REFERENCE)
-    assert done.code == 2
-    assert "expected another file than the prompts" in done.complaint
-    for prompts, output in (("none.txt", "out"), ("prompts.txt", "none/out")):
-        done = run("serve-file", SHIPPED, tmp_path / prompts, "-o", tmp_path / output, *REFERENCE)
-        assert (done.code, done.out) == (1, "")
-        assert done.err.startswith("error: [Errno 2] No such file or directory: ")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("prompts.txt", "a")]
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before the step", "after the step"])

@@ -105,10 +105,3 @@ def test_ctrl_c_ends_generate(terminal):
     assert screen.shown.endswith("\r\ninterrupted\r\n"), "in a line of its own"
 
 
-@pytest.mark.trt
-def test_a_build_shows_its_progress(terminal, tmp_path):
-    screen = terminal("build", SHIPPED, "-o", tmp_path / "engine")
-    screen.wait_for("build engine")
-    assert screen.end() == 0
-    assert "%" in screen.shown
-    assert "peak memory" in screen.shown

@@ -1,7 +1,5 @@
 """A reference engine over a real cache, driven step by step."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np
@@ -23,8 +21,6 @@ PREFILL, DECODE = 0, 1
 
 
 class Rig:
-    """An engine over a golden folder (or another one), with a cache bound to it."""
-
     def __init__(self, model, *, batch=3, length=29, width=24, dtype="float32", attention="native"):
         self.memory = HostMemory()
         self.stream = self.memory.create_stream()
@@ -39,11 +35,9 @@ class Rig:
         return self.memory.to_device(array, stream=self.stream)
 
     def caches(self):
-        """K, V of layer 0, K, V of layer 1, ...: arrays ``[B, H, S, D]`` over the bound bytes."""
         return [self.memory.array(view) for layer in range(self.kv.num_layers) for view in self.cache.get_separate_kv_cache(layer)]
 
     def bindings(self):
-        """Names of cache tensors, each with what it is bound to."""
         combined = self.kv.layout is KVLayout.COMBINED
         for layer in range(self.kv.num_layers):
             views = [self.cache.get_combined_kv_cache(layer)] if combined else self.cache.get_separate_kv_cache(layer)
@@ -51,12 +45,10 @@ class Rig:
             yield from ((name, view) for names, view in zip(pairs, views, strict=True) for name in names)
 
     def poison(self, value):
-        """Overwrite the whole cache."""
         for array in self.caches():
             array[...] = value
 
     def prepare(self, ids, start, last=None, profile=PREFILL):
-        """Bind and shape everything for one step."""
         ids = np.atleast_2d(np.asarray(ids, np.int32))
         slots, width = ids.shape
         wanted = [width - 1] * slots if last is None else last
@@ -76,13 +68,12 @@ class Rig:
                 self.engine.set_input_shape(name, values[name].shape if name in values else (slots, *spec.shape[1:]))
 
     def step(self, ids, start, last=None, profile=PREFILL):
-        """Run new tokens ``[A, s]`` at ``start`` ``[A]``; return the logits ``[A, vocab]``."""
         self.prepare(ids, start, last, profile)
         self.engine.enqueue(self.stream)
         return self.logits[: len(start)].numpy()
 
     def run(self, ids, widths):
-        """Run one sequence in slot 0 in chunks of these widths; return the logits after each chunk ``[chunks, vocab]``."""
+        """Run one sequence in slot 0 in chunks of these widths; return the logits after each chunk."""
         results, start = [], 0
         for width in widths:
             results.append(self.step(ids[start : start + width], [start], profile=DECODE if width == 1 else PREFILL)[0])

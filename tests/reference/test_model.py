@@ -1,9 +1,6 @@
-from __future__ import annotations
-
 import numpy as np
 import pytest
 
-from trt_kvcache.checkpoint import RopeConfig, rope_table
 from trt_kvcache.reference import attention
 
 
@@ -29,14 +26,3 @@ def test_attend(monkeypatch, block, width, first, rows):
     monkeypatch.setattr(attention, "_QUERY_BLOCK", block)
     q, keys, values = normal(width, 6, 4), normal(2, rows, 4), -normal(2, rows, 4)[::-1]
     np.testing.assert_allclose(attention.attend(q, keys, values, first), attend_one_by_one(q, keys, values, first), rtol=1e-5, atol=1e-6)
-
-
-def test_rotation_is_a_complex_product():
-    x = normal(2, 3, 5, 8)
-    cos, sin = rope_table(RopeConfig(kind="default", theta=50.0), head_dim=8, length=9)
-    positions = np.array([[0, 1, 2], [6, 7, 8]])
-    turned = (x[..., :4] + 1j * x[..., 4:]) * (cos + 1j * sin)[positions][:, :, None]
-    result = attention.rotate(x, (cos[positions][:, :, None], sin[positions][:, :, None]))
-    np.testing.assert_allclose(result, np.concatenate((turned.real, turned.imag), axis=-1), atol=1e-6)
-
-

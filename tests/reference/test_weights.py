@@ -1,8 +1,5 @@
-from __future__ import annotations
-
 import shutil
 
-import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -11,8 +8,6 @@ from trt_kvcache.errors import CheckpointError
 from trt_kvcache.reference.weights import load_weights
 
 from .rig import GOLDEN
-
-
 
 
 def test_a_value_that_the_dtype_cannot_hold(tmp_path):
