@@ -24,11 +24,9 @@ LAYER = KVLayerConfig(num_kv_heads=2, head_dim=16)
 KV = {"layers": [LAYER], "max_batch_size": 3, "max_sequence_length": 7}
 LINEAR = {"num_attention_layers": 4, "max_batch_size": 3, "max_sequence_length": 7, "num_kv_heads": 2, "head_dim": 16}
 MAMBA = {"num_layers": 2, "max_batch_size": 3, "num_heads": 2, "head_dim": 3, "state_size": 5, "conv_dim": 7, "conv_kernel": 4}
-#: The same states in a CacheConfig.
 LINEAR_STATES = {"num_mamba_layers": 2, "mamba_num_heads": 2, "mamba_head_dim": 3, "ssm_state_size": 5, "conv_dim": 7, "conv_kernel": 4}
 TYPES = (LayerType.MAMBA, LayerType.ATTENTION, LayerType.MAMBA)
 HYBRID = {"layer_types": TYPES, "kv": KVCacheConfig(**KV), "mamba": MambaCacheConfig(**MAMBA)}
-#: Fields of each configuration that are good.
 GOOD = {
     KVLayerConfig: dataclasses.asdict(LAYER),
     KVCacheConfig: KV,
@@ -36,7 +34,6 @@ GOOD = {
     MambaCacheConfig: MAMBA,
     HybridCacheConfig: HYBRID,
 }
-INT32_MAX = 2147483647
 
 
 def test_defaults():
@@ -55,10 +52,8 @@ MANAGERS = {
 }
 TWO_LAYERS = {**KV, "layers": [LAYER, KVLayerConfig(num_kv_heads=1, head_dim=80)]}
 CONFIGS = [
-    *(KVCacheConfig(**TWO_LAYERS, dtype=dtype, layout=layout) for dtype in ("float16", "float32", "int8") for layout in KVLayout),
+    *(KVCacheConfig(**TWO_LAYERS, dtype=dtype, layout=layout) for dtype in ("float16", "int8") for layout in KVLayout),
     CacheConfig(**LINEAR, **LINEAR_STATES),
-    CacheConfig(**LINEAR, layout=KVLayout.COMBINED, dtype="float8_e4m3fn"),
-    MambaCacheConfig(**MAMBA),
     MambaCacheConfig(**MAMBA, recurrent_dtype="bfloat16", conv_dtype="float32", ping_pong=True),
     HybridCacheConfig(**HYBRID),
 ]
@@ -80,36 +75,25 @@ def test_bytes_are_what_its_manager_allocates_and_its_stored_form_is_read_back(c
         assert kind.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
-def test_the_stored_forms():
-    kv = KVCacheConfig(**{**KV, "layers": [dataclasses.replace(LAYER, k_scale=0.5)]}, dtype="int8", layout=KVLayout.COMBINED)
-    layer = {"num_kv_heads": 2, "head_dim": 16, "k_scale": 0.5, "v_scale": 1.0}
-    assert kv.to_dict() == {**KV, "layers": [layer], "dtype": "int8", "layout": "combined"}
-    mamba = {**MAMBA, "recurrent_dtype": "float32", "conv_dtype": "float16", "ping_pong": False}
-    types = ["mamba", "attention", "mamba"]
-    assert HybridCacheConfig(**HYBRID).to_dict() == {"layer_types": types, "kv": HYBRID["kv"].to_dict(), "mamba": mamba}
-
-
 def test_a_hybrid_config_of_layers():
     config = HybridCacheConfig(**HYBRID)
     assert (config.num_layers, config.max_batch_size, config.max_sequence_length, config.indices_in_kind) == (3, 3, 7, (0, 0, 1))
-    for part, layer_type, longest in (("mamba", LayerType.MAMBA, INT32_MAX), ("kv", LayerType.ATTENTION, 7)):
-        alone = HybridCacheConfig(layer_types=[layer_type] * HYBRID[part].num_layers, **{part: HYBRID[part]})
-        assert (alone.max_batch_size, alone.max_sequence_length, alone.nbytes) == (3, longest, HYBRID[part].nbytes)
+    mamba = {**MAMBA, "recurrent_dtype": "float32", "conv_dtype": "float16", "ping_pong": False}
+    kv = {**KV, "layers": [dataclasses.asdict(LAYER)], "dtype": "float16", "layout": "separate"}
+    assert config.to_dict() == {"layer_types": ["mamba", "attention", "mamba"], "kv": kv, "mamba": mamba}
 
 
 BAD = []
 
 
 def refuse(kind, names, *wrong, owner=None):
-    """Add rows of a class, fields, and ``(value, text)``, where the text starts with what the field is called."""
     for name in names.split():
         BAD.extend((kind, name, value, f"{(owner or kind).__name__}.{name}: expected {text}") for value, text in wrong)
 
 
-NO_INTEGERS = [(value, f"an integer, got {value!r}.") for value in (2.0, True)]
-ABOVE_0 = [*NO_INTEGERS, (0, "at least 1, got 0.")]
-INT32 = [*NO_INTEGERS, *((value, f"an integer from 1 to {INT32_MAX}, got {value}.") for value in (0, INT32_MAX + 1))]
-SCALE = [(value, f"a finite float32 above 0, got {value!r}.") for value in (0, float("nan"), 1e300, 1e-60, True, "1.0")]
+ABOVE_0 = [(2.0, "an integer, got 2.0."), (0, "at least 1, got 0.")]
+INT32 = [(value, f"an integer from 1 to 2147483647, got {value}.") for value in (0, 2**31)]
+SCALE = [(value, f"a finite float32 above 0, got {value!r}.") for value in (0, float("nan"), 1e300, "1.0")]
 DTYPE = [("float64", "one of float16, bfloat16, float32, float8_e4m3fn, int8, got 'float64'.")]
 LAYOUT = [("combined", "KVLayout.COMBINED or KVLayout.SEPARATE, got 'combined'.")]
 for kind in (KVLayerConfig, CacheConfig):
@@ -119,37 +103,26 @@ for kind in (KVCacheConfig, CacheConfig):
     refuse(kind, "max_batch_size max_sequence_length", *INT32)
     refuse(kind, "dtype", *DTYPE)
     refuse(kind, "layout", *LAYOUT)
-SEQUENCE = "a sequence of KVLayerConfig, got"
-refuse(KVCacheConfig, "layers", ([], "at least one layer, got none."), (LAYER, f"{SEQUENCE} KVLayerConfig."))
-BAD.append((KVCacheConfig, "layers", [LAYER, (2, 16)], "KVCacheConfig.layers[1]: expected a KVLayerConfig, got tuple."))
+refuse(KVCacheConfig, "layers", ([], "at least one layer, got none."), (LAYER, "a sequence of KVLayerConfig, got KVLayerConfig."))
 refuse(CacheConfig, "num_attention_layers", *ABOVE_0)
-refuse(CacheConfig, "num_mamba_layers", (-1, "at least 0, got -1."))
 refuse(MambaCacheConfig, "max_batch_size", *INT32)
 refuse(MambaCacheConfig, "num_layers num_heads head_dim state_size conv_dim conv_kernel", *ABOVE_0)
 refuse(MambaCacheConfig, "recurrent_dtype conv_dtype", ("int8", "one of float16, bfloat16, float32, got 'int8'."))
-refuse(MambaCacheConfig, "ping_pong", (1, "True or False, got 1."))
-SEQUENCE = "a sequence of LayerType, got"
-refuse(HybridCacheConfig, "layer_types", ([], "at least one layer, got none."), ("MAM", f"{SEQUENCE} 'MAM'."))
 MORE, FOUR = [*TYPES, LayerType.ATTENTION], dataclasses.replace(HYBRID["mamba"], max_batch_size=4)
 BAD += [
-    (HybridCacheConfig, name, value, f"HybridCacheConfig{text}")
-    for name, value, text in (
-        ("layer_types", [*TYPES[:2], "mamba"], ".layer_types[2]: expected a LayerType, got 'mamba'."),
-        ("layer_types", MORE, ".kv: layer_types has 2 attention layers, kv describes 1."),
-        ("kv", None, ".kv: layer_types has 1 attention layers, kv describes 0."),
-        ("mamba", FOUR, ": max_batch_size differs: kv has 3, mamba has 4."),
-    )
+    (HybridCacheConfig, "layer_types", MORE, "HybridCacheConfig.kv: layer_types has 2 attention layers, kv describes 1."),
+    (HybridCacheConfig, "mamba", FOUR, "HybridCacheConfig: max_batch_size differs: kv has 3, mamba has 4."),
 ]
 
 
-@pytest.mark.parametrize(("kind", "name", "value", "text"), BAD, ids=[f"{b[0].__name__}.{b[1]}={b[2]!r:.12}" for b in BAD])
+@pytest.mark.parametrize(("kind", "name", "value", "text"), BAD)
 def test_a_field_out_of_range(kind, name, value, text):
     with pytest.raises(ConfigError) as caught:
         kind(**{**GOOD[kind], name: value})
     assert str(caught.value) == text
 
 
-@pytest.mark.parametrize(("dtype", "head_dim", "row"), [("float16", 12, 24), ("float32", 7, 28), ("float8_e4m3fn", 24, 24)])
+@pytest.mark.parametrize(("dtype", "head_dim", "row"), [("float16", 12, 24), ("float32", 7, 28)])
 def test_a_row_is_a_multiple_of_16_bytes(dtype, head_dim, row):
     text = f"KVCacheConfig: layer 1 has rows of {row} bytes (head_dim {head_dim} in {dtype}); expected a multiple of 16 bytes."
     with pytest.raises(ConfigError) as caught:
@@ -157,15 +130,12 @@ def test_a_row_is_a_multiple_of_16_bytes(dtype, head_dim, row):
     assert str(caught.value) == text
 
 
-STORED, STORED_HYBRID = KVCacheConfig(**KV).to_dict(), HybridCacheConfig(**HYBRID).to_dict()
 UNKNOWN = "a missing or unknown field"
 BAD_STORED = [
     (KVCacheConfig, {"max_batch_size": 3}, f"{UNKNOWN} ('layers')"),
-    (KVCacheConfig, {**STORED, "sliding_window": 4}, "sliding_window"),
-    (KVCacheConfig, {**STORED, "layout": "paged"}, "'paged' is not a valid KVLayout"),
+    (KVCacheConfig, {**KVCacheConfig(**KV).to_dict(), "layout": "paged"}, "'paged' is not a valid KVLayout"),
     (MambaCacheConfig, {**MAMBA, "paged": 1}, "paged"),
-    (HybridCacheConfig, {**STORED_HYBRID, "layer_types": ["mamba", "paged", "mamba"]}, "'paged' is not a valid LayerType"),
-    (HybridCacheConfig, {**STORED_HYBRID, "kv": {}}, f"KVCacheConfig: the stored form has {UNKNOWN} ('layers')"),
+    (HybridCacheConfig, {**HybridCacheConfig(**HYBRID).to_dict(), "kv": {}}, f"KVCacheConfig: the stored form has {UNKNOWN} ('layers')"),
 ]
 
 
@@ -174,4 +144,3 @@ def test_a_stored_config_that_is_damaged(kind, data, text):
     with pytest.raises(ConfigError) as caught:
         kind.from_dict(data)
     assert text in str(caught.value)
-    assert kind is HybridCacheConfig or str(caught.value).startswith(kind.__name__)
