@@ -14,7 +14,6 @@ PLAN = b"these bytes stand for an engine"
 
 
 def make_config(checkpoint, *, plan=PLAN, embedded=False, **changes):
-    """Return the configuration of an engine of ``checkpoint`` with B = 3, S = 38, P = 11, in one piece or ``segmented``."""
     model = checkpoint.config
     segmented = changes.pop("segmented", False)
     variant = "plugin" if segmented else "native"

@@ -1,22 +1,27 @@
 """A stand-in for TensorRT's runtime half that records what is called, and a stand-in for GPU memory.
 
-As documented, shapes and addresses belong to a context, and switching its profile forgets its shapes.
+It knows what the documentation says: shapes and addresses belong to a context, switching a context's profile forgets its shapes.
 """
 
-from enum import Enum
+from __future__ import annotations
+
+import enum
 from types import SimpleNamespace
 
 from test_trt_module import FakeLogger
 
+from trt_kvcache.engine import TensorMode
 from trt_kvcache.memory import HostMemory
-from trt_kvcache.segments import shape_at
 from trt_kvcache.trt_log import TensorRTLog
 from trt_kvcache.trt_module import TensorRT
 
 
 class FakeStream:
+    """A stream with an address."""
+
     def __init__(self, handle):
-        self.handle, self.synced = handle, 0
+        self.handle = handle
+        self.synced = 0
 
     def __cuda_stream__(self):
         return (0, self.handle)
@@ -26,6 +31,8 @@ class FakeStream:
 
 
 class FakeGpuMemory(HostMemory):
+    """Host memory that says it is a GPU's."""
+
     device = "cuda:0"
     is_host = False
 
@@ -47,14 +54,18 @@ class FakeGpuMemory(HostMemory):
 class FakeTensorRT:
     """The module, and everything it makes. ``calls`` is what was called, in order."""
 
-    def __init__(self, specs, profiles, *, plan=b"plan"):
+    def __init__(self, specs, profiles, shape_of, *, plan=b"plan"):
         self.specs = {spec.name: spec for spec in specs}
-        self.profiles, self.plan = list(profiles), plan
-        self.calls, self.contexts = [], []
+        self.profiles = list(profiles)
+        self.shape_of = shape_of  # (spec, batch, width): the shape of an input
+        self.plan = plan
+        self.calls = []
         self.errors = {}  # what to log, by call
         self.refuse = set()  # calls that return False or None
         self.cache_content = b"compiled"
         self.host_tensors = set()
+        self.contexts = []
+        self.logger = None
         self.segments = {}  # plan to FakeSegment
         self.capturable = True
         self.activations = (3000, 5000)  # the first is not the largest
@@ -81,15 +92,16 @@ class FakeTensorRT:
                 found = fake.segments.get(bytes(plan), fake if bytes(plan) == fake.plan else None)
                 return _Engine(found) if ok and found else None
 
-        enums = {
-            "TensorLocation": "DEVICE HOST",
-            "TensorIOMode": "INPUT OUTPUT",
-            "DataType": "FLOAT HALF BF16 INT8 INT32 INT64 BOOL UINT8 FP8",
-            "ExecutionContextAllocationStrategy": "STATIC USER_MANAGED",
-            "CudaGraphStrategy": "DISABLED WHOLE_GRAPH_CAPTURE",
-            "DynamicShapesKernelSpecializationStrategy": "LAZY EAGER NONE",
-        }
-        self.module = SimpleNamespace(ILogger=FakeLogger, Runtime=Runtime, **{name: Enum(name, members) for name, members in enums.items()})
+        self.module = SimpleNamespace(
+            ILogger=FakeLogger,
+            Runtime=Runtime,
+            TensorLocation=enum.Enum("TensorLocation", ["DEVICE", "HOST"]),
+            TensorIOMode=enum.Enum("TensorIOMode", ["INPUT", "OUTPUT"]),
+            DataType=enum.Enum("DataType", ["FLOAT", "HALF", "BF16", "INT8", "INT32", "INT64", "BOOL", "UINT8", "FP8"]),
+            ExecutionContextAllocationStrategy=enum.Enum("ExecutionContextAllocationStrategy", ["STATIC", "USER_MANAGED"]),
+            CudaGraphStrategy=enum.Enum("CudaGraphStrategy", ["DISABLED", "WHOLE_GRAPH_CAPTURE"]),
+            DynamicShapesKernelSpecializationStrategy=enum.Enum("KernelSpecialization", ["LAZY", "EAGER", "NONE"]),
+        )
         self.loaded = TensorRT(module=self.module, flavour=flavour, version="1.7.1", log=TensorRTLog(self.module))
         return self.loaded
 
@@ -98,7 +110,7 @@ class FakeSegment(FakeTensorRT):
     """One plan of several; what is called is noted with ``label`` in the calls of ``whole``."""
 
     def __init__(self, whole, label, specs):
-        super().__init__(specs, whole.profiles)
+        super().__init__(specs, whole.profiles, whole.shape_of)
         self.whole, self.label = whole, label
         self.module, self.loaded = whole.module, whole.loaded
 
@@ -107,20 +119,18 @@ class FakeSegment(FakeTensorRT):
 
 
 class _Part:
-    """Notes calls of what it does not define."""
+    """Something that TensorRT makes."""
 
     def __init__(self, fake):
         self.fake = fake
-
-    def __getattr__(self, name):
-        return lambda *details: self.fake.record(name, *details)
 
 
 class _Engine(_Part):
     def __init__(self, fake):
-        self.fake = fake
+        super().__init__(fake)
         self.names = sorted(fake.specs)  # not our order
-        self.num_io_tensors, self.num_optimization_profiles = len(self.names), len(fake.profiles)
+        self.num_io_tensors = len(self.names)
+        self.num_optimization_profiles = len(fake.profiles)
 
     def get_tensor_name(self, index):
         return self.names[index]
@@ -141,10 +151,11 @@ class _Engine(_Part):
         return self.fake.specs[name].alias
 
     def get_tensor_profile_shape(self, name, index):
-        shape, profile = self.fake.specs[name].shape, self.fake.profiles[index]
-        assert -1 in shape
-        high = list(shape_at(shape, profile.max_batch, profile.max_width))
-        return [list(shape_at(shape, profile.min_batch, profile.min_width)), high, high]
+        spec, profile = self.fake.specs[name], self.fake.profiles[index]
+        assert -1 in spec.shape
+        low = list(self.fake.shape_of(spec, profile.min_batch, profile.min_width))
+        high = list(self.fake.shape_of(spec, profile.max_batch, profile.max_width))
+        return [low, high, high]
 
     def get_device_memory_size_for_profile_v2(self, index):
         return self.fake.activations[index]
@@ -160,45 +171,59 @@ class _Engine(_Part):
 
 
 class _RuntimeConfig(_Part):
+    def set_execution_context_allocation_strategy(self, strategy):
+        self.fake.record("set_execution_context_allocation_strategy", strategy.name)
+
     def create_runtime_cache(self):
+        self.fake.record("create_runtime_cache")
         return _RuntimeCache(self.fake)
+
+    def set_runtime_cache(self, cache):
+        return self.fake.record("set_runtime_cache")
 
 
 class _RuntimeCache(_Part):
+    def deserialize(self, blob):
+        return self.fake.record("cache.deserialize", blob)
+
     def serialize(self):
-        self.fake.record("serialize")
+        self.fake.record("cache.serialize")
         return self.fake.cache_content
 
 
 class _Context(_Part):
     def __init__(self, fake):
-        self.fake = fake
-        self.profile, self.shapes, self.memory, self.addresses = 0, {}, None, {}
+        super().__init__(fake)
+        self.profile, self.shapes, self.memory = 0, {}, None
+        self.addresses = {}
 
     def set_optimization_profile_async(self, index, stream):
         self.profile, self.shapes = index, {}
         return self.fake.record("set_optimization_profile_async", index, stream)
 
-    def set_device_memory(self, *memory):
-        self.memory = memory
-        self.fake.record("set_device_memory")
+    def set_device_memory(self, address, nbytes):
+        self.memory = (address, nbytes)
+        self.fake.record("set_device_memory", nbytes)
 
     def set_tensor_address(self, name, address):
         self.addresses[name] = address
         return self.fake.record("set_tensor_address", self.profile, name, address)
 
     def set_input_shape(self, name, shape):
-        if ok := self.fake.record("set_input_shape", self.profile, name, shape):
+        ok = self.fake.record("set_input_shape", self.profile, name, shape)
+        if ok:
             self.shapes[name] = shape
         return ok
 
     def get_tensor_shape(self, name):
         spec = self.fake.specs[name]
-        if spec.mode.name == "INPUT":
+        if spec.mode is TensorMode.INPUT:
             return list(self.shapes.get(name, spec.shape))
-        return [next(iter(self.shapes.values()), (-1,))[0], *spec.shape[1:]]  # not asked for of segments
+        batch = next(iter(self.shapes.values()), (-1,))[0]
+        return [batch, *spec.shape[1:]]  # not asked for of segments
 
     def is_stream_capturable(self, stream):
+        self.fake.record("is_stream_capturable", stream)
         return self.fake.whole.capturable
 
     def execute_async_v3(self, stream):

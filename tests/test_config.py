@@ -36,14 +36,6 @@ GOOD = {
 }
 
 
-def test_defaults():
-    kv, linear, mamba = KVCacheConfig(**KV), CacheConfig(**LINEAR), MambaCacheConfig(**MAMBA)
-    assert (kv.dtype, kv.layout, LAYER.k_scale, LAYER.v_scale) == ("float16", KVLayout.SEPARATE, 1.0, 1.0)
-    assert (linear.dtype, linear.layout, linear.num_mamba_layers, linear.mamba) == ("float16", KVLayout.SEPARATE, 0, None)
-    assert (mamba.recurrent_dtype, mamba.conv_dtype, mamba.ping_pong) == ("float32", "float16", False)
-    assert CacheConfig(**LINEAR, **LINEAR_STATES).mamba == mamba
-
-
 MANAGERS = {
     KVCacheConfig: KVCacheManager,
     CacheConfig: LinearKVCache,
@@ -122,25 +114,7 @@ def test_a_field_out_of_range(kind, name, value, text):
     assert str(caught.value) == text
 
 
-@pytest.mark.parametrize(("dtype", "head_dim", "row"), [("float16", 12, 24), ("float32", 7, 28)])
-def test_a_row_is_a_multiple_of_16_bytes(dtype, head_dim, row):
-    text = f"KVCacheConfig: layer 1 has rows of {row} bytes (head_dim {head_dim} in {dtype}); expected a multiple of 16 bytes."
-    with pytest.raises(ConfigError) as caught:
-        KVCacheConfig(**{**KV, "layers": [LAYER, KVLayerConfig(num_kv_heads=1, head_dim=head_dim)]}, dtype=dtype)
-    assert str(caught.value) == text
-
-
-UNKNOWN = "a missing or unknown field"
-BAD_STORED = [
-    (KVCacheConfig, {"max_batch_size": 3}, f"{UNKNOWN} ('layers')"),
-    (KVCacheConfig, {**KVCacheConfig(**KV).to_dict(), "layout": "paged"}, "'paged' is not a valid KVLayout"),
-    (MambaCacheConfig, {**MAMBA, "paged": 1}, "paged"),
-    (HybridCacheConfig, {**HybridCacheConfig(**HYBRID).to_dict(), "kv": {}}, f"KVCacheConfig: the stored form has {UNKNOWN} ('layers')"),
-]
-
-
-@pytest.mark.parametrize(("kind", "data", "text"), BAD_STORED)
-def test_a_stored_config_that_is_damaged(kind, data, text):
-    with pytest.raises(ConfigError) as caught:
-        kind.from_dict(data)
-    assert text in str(caught.value)
+def test_a_row_is_a_multiple_of_16_bytes():
+    text = r"^KVCacheConfig: layer 1 has rows of 24 bytes \(head_dim 12 in float16\); expected a multiple of 16 bytes\.$"
+    with pytest.raises(ConfigError, match=text):
+        KVCacheConfig(**{**KV, "layers": [LAYER, KVLayerConfig(num_kv_heads=1, head_dim=12)]})

@@ -74,8 +74,6 @@ GONE = object()
             30,
             r"tensor `k_cache_0`: expected input `k_cache_0` float16 \(-1, 2, 30, 24\) by model and kv_cache, got .*\(-1, 2, 38, 24\)",
         ),
-        ("kv_cache/max_batch_size", 4, "profile prefill: expected max_batch 4 by kv_cache, got 3"),
-        ("profiles/1/max_width", 12, "profile decode: expected max_width 1, got 12"),
     ],
 )
 def test_a_value_that_cannot_be_is_refused_by_its_field(folder, field, value, message):

@@ -76,7 +76,7 @@ def test_an_engine_of_ones_own(limit):
                 poison(cache)
             rows.append((cache_rows(cache), [handle.tokens for handle in handles]))
             starts = {step.bound["past_key_values_1" if combined else "k_cache_1"].ptr for step in engine.steps}
-        assert (len(starts) > 1) == (limit == 16), "where a slot does not start at an aligned address, those before it ride along"
+        assert (len(starts) > 1) == (limit == 16)  # an unaligned slot brings those before it
     assert rows[0] == rows[1]
 
 

@@ -1,5 +1,7 @@
 """``SegmentedEngine`` against a stand-in that records its calls; no GPU runs here."""
 
+from __future__ import annotations
+
 import itertools
 import json
 import shutil
@@ -30,7 +32,7 @@ ORDER = ["embedding", 0, "attention", 1, "attention", 2]
 
 
 class GraphStream(FakeStream):
-    """A stream that captures, and its own graph builder: a graph notes that it was launched."""
+    """A stream that captures: a graph notes that it was launched. It is its own graph builder."""
 
     def __init__(self, handle, calls):
         super().__init__(handle)
@@ -64,7 +66,7 @@ def folder(request, tmp_path_factory):
 @pytest.fixture
 def fake(folder, monkeypatch, tmp_path):
     config = folder.config
-    made = FakeTensorRT(config.tensors, config.profiles)
+    made = FakeTensorRT(config.tensors, config.profiles, lambda spec, batch, width: shape_at(spec.shape, batch, width))
     install(made, monkeypatch, tmp_path / "caches")
     steps = [step for step in config.segments.steps if isinstance(step, SegmentStep)]
     for index, (plan, step) in enumerate(zip(segment_plans(LAYERS), steps, strict=True)):
@@ -100,19 +102,21 @@ def test_opening_makes_contexts_over_one_activation_memory(opens, fake, folder, 
     with opens() as engine:
         contexts = [context for segment in fake.segments.values() for context in segment.contexts]
         assert [context.profile for context in contexts] == [0, 1] * (LAYERS + 1)
-        assert {context.memory[1] for context in contexts} == {7000}
-        assert len({context.memory[0] for context in contexts}) == 1
+        assert len({context.memory for context in contexts}) == 1
+        assert contexts[0].memory[1] == 7000
         assert dict(engine.tensors) == {spec.name: spec for spec in folder.config.tensors}
-        assert tuple(engine.profiles) == folder.config.profiles
+        assert (tuple(engine.profiles), engine.names, engine.memory) == (folder.config.profiles, folder.config.names, memory)
         tables = [call for call in fake.calls if call[0] == "set_tensor_address" and call[3] == EMBEDDING]
         assert [call[1:3] for call in tables] == ([(LAYERS, 0), (LAYERS, 1)] if folder.config.model.tie_word_embeddings else [])
+        assert len({call[4] for call in tables}) <= 1
+        live = memory.live_nbytes
         for profile, width in ((0, PREFILL), (1, 1)):
             engine.use_profile(profile)
             make_ready(engine, memory, width=width)
             before = memory.live_nbytes
             for _ in range(3):
                 engine.enqueue(GraphStream(0x77, fake.calls))
-            assert memory.live_nbytes == before  # no step allocates
+            assert memory.live_nbytes == before > live  # no step allocates
     assert memory.live_nbytes == 0  # what was bound is let go of too
 
 
@@ -126,9 +130,12 @@ def test_a_step_is_enqueued_in_order_on_one_stream(opens, fake, folder, memory, 
             engine.enqueue(FakeStream(0x77))
         assert steps_of(fake.calls) == ORDER * 3
         assert {call[-1] for call in fake.calls} == {0x77}
+        assert {call[2] for call in fake.calls if call[0] == "execute_async_v3"} == {profile}
         (_, _, (table, ids), (hidden,), *_), *attention = (call for call in fake.calls[: len(ORDER)] if call[0] == "enqueue")
         assert ids == (bound["input_ids"].ptr, (batch, width))
         assert (table[1], hidden[1]) == ((VOCAB, 40), (batch, width, 40))
+        (second,) = [segment.contexts[profile].shapes for segment in fake.segments.values() if segment.label == 1]
+        assert second == {"hidden_0": (batch, width, 40), "attended_0": (batch, width, 4, D)}
         for layer, (_, _, inputs, outputs, workspace, _) in enumerate(attention):
             q, k, v, cache, lengths, cos_sin = inputs
             assert [one[1] for one in (q, k, v)] == [(batch, width, heads, D) for heads in (4, 2, 2)]
@@ -136,6 +143,23 @@ def test_a_step_is_enqueued_in_order_on_one_stream(opens, fake, folder, memory, 
             assert lengths == (bound["kvcache_start_index"].ptr, (batch,))
             assert (cos_sin[1], outputs[0][1]) == ((S, 2, D // 2), (batch, width, 4, D))
             assert workspace == attention[0][4]  # one for all
+            assert workspace[1] > 0
+
+
+def test_no_two_tensors_share_bytes_while_both_live(opens, fake, folder, memory):
+    with opens(cuda_graphs=False) as engine:
+        make_ready(engine, memory, BATCH, PREFILL)
+        addresses = {call[3]: call[4] for call in fake.calls if call[0] == "set_tensor_address" and call[2] == 0}
+        for step in folder.config.segments.steps:
+            if isinstance(step, SegmentStep):
+                spans = sorted(
+                    (addresses[one.name], addresses[one.name] + int(np.prod(shape_at(one.shape, BATCH, PREFILL))) * 2)
+                    for one in step.tensors
+                    if one.name not in engine.tensors and one.name != EMBEDDING
+                )
+                assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+        assert all(address % 256 == 0 for address in addresses.values())
+        assert addresses["hidden_0"] != addresses["hidden_1"]
 
 
 def test_decode_is_captured_once_per_addresses_and_batch(opens, fake, memory):
@@ -167,20 +191,27 @@ def test_decode_is_captured_once_per_addresses_and_batch(opens, fake, memory):
         fake.capturable = False
         set_shapes(engine, 2)
         assert runs(3) == ORDER * 3
+        fake.capturable = True
         set_shapes(engine, 3)
         assert runs(1) == ["graph 1"]
+        engine.bind("logits", memory.to_device(np.zeros((BATCH, VOCAB), np.float32), stream=stream))
+        runs(1)
+        for batch in (2, 3):  # a capture follows a plain run of its shapes
+            set_shapes(engine, batch)
+            assert runs(1) == ORDER
+        assert runs(1) == [*ORDER, "graph 3"]
         fake.calls.clear()
     names = [call[0] for call in fake.calls]
-    assert names.count("graph.close") == 2
-    assert names.index("graph.close") < names.index("serialize")
+    assert names.count("graph.close") == 3
+    assert names.index("graph.close") < names.index("cache.serialize")
 
 
 def test_graphs_are_bounded_and_captured_work_stays_in_its_graph(memory):
     calls = []
     stream, graphs = GraphStream(1, calls), StepGraphs(memory)
 
-    def run(key, stream=stream):
-        return graphs.run(key, stream, lambda stream: None, lambda stream: True)
+    def run(key, work=lambda stream: calls.append("plain"), stream=stream):
+        return graphs.run(key, stream, work, lambda stream: True)
 
     for key in range(MOST_GRAPHS + 1):
         assert run(key)
@@ -193,6 +224,7 @@ def test_graphs_are_bounded_and_captured_work_stays_in_its_graph(memory):
     memory.is_capturing = lambda stream: True
     assert not run(5)
     assert not run(5, stream=FakeStream(2))  # no stream of ours
+    assert calls[-2:] == ["plain"] * 2
 
 
 def test_a_capture_that_fails_is_warned_of_once_and_not_tried_again(memory):
@@ -202,24 +234,27 @@ def test_a_capture_that_fails_is_warned_of_once_and_not_tried_again(memory):
     def run(key):
         return graphs.run(key, stream, lambda stream: None, lambda stream: True)
 
-    def lost(*arguments):
-        raise cuda_core_error()("LOST")
+    def raises(kind):
+        def refuse(*arguments):
+            raise kind("LOST")
 
-    stream.end_building = lost
-    for key in "ab":
-        assert run(key)
+        return refuse
+
+    for kind in (RuntimeError, cuda_core_error()):
+        stream.end_building = raises(kind)
+        assert run(kind)
         with nullcontext() if calls else pytest.warns(RuntimeWarning, match="runs without one: LOST"):
-            assert run(key)
-        assert run(key)
+            assert run(kind)
+        assert run(kind)
     assert calls == [("captured",)] * 2
     del stream.end_building
     run("x")
-    stream.complete = lambda: SimpleNamespace(launch=lost)
+    stream.complete = lambda: SimpleNamespace(launch=raises(cuda_core_error()))
     with pytest.raises(CudaError, match="the CUDA graph of a step cannot be launched: LOST"):
         run("x")
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3])
+@pytest.mark.parametrize("steps", [0, 1, 3], ids=["eager", "to be captured", "replayed"])
 def test_what_is_bound_must_be_open(opens, fake, folder, memory, steps):
     stream = GraphStream(0x77, fake.calls)
     with opens() as engine:
@@ -256,6 +291,8 @@ def test_a_refused_shape_or_address_leaves_no_mixture(opens, fake, memory, monke
 
 
 class Halved(EmbeddingOp):
+    """An operation of one's own."""
+
     name = "halved"
 
     def __init__(self, *, factor):
@@ -279,6 +316,10 @@ def test_an_operation_of_ones_own(fake, folder, memory, monkeypatch, tmp_path):
         fake.calls.clear()
         engine.enqueue(FakeStream(0x77))
         assert steps_of(fake.calls) == ["halved", *ORDER[1:]]
+    data["segments"]["steps"][0]["inputs"] = ["input_ids"]
+    config.write_text(json.dumps(data))
+    with pytest.raises(EngineError, match=r"segments.steps\[0\]: expected"):
+        EngineFolder.open(config.parent)
 
 
 def test_shapes_agree_and_what_lies_between_is_not_bound(opens, fake, memory):
@@ -288,8 +329,11 @@ def test_shapes_agree_and_what_lies_between_is_not_bound(opens, fake, memory):
         engine.set_input_shape("kvcache_start_index", (2,))
         with pytest.raises(BindingError, match=r"`kvcache_start_index`: expected shape \(3,\) beside"):
             engine.enqueue(FakeStream(0x77))
+        with pytest.raises(BindingError, match=r"expected a shape from \(1, 1\) to \(3, 1\)"):
+            engine.set_input_shape("input_ids", (3, 2))
         with pytest.raises(BindingError, match="`hidden_0`: the engine has no such tensor"):
             engine.bind("hidden_0", bound["logits"])
+        fake.calls.clear()
     with pytest.raises(ClosedError, match="this SegmentedEngine is closed"):
         engine.enqueue(FakeStream(0x77))
 
@@ -302,38 +346,50 @@ def test_what_cannot_be_opened(opens, fake, folder, memory, tmp_path):
     whole = make_engine_folder(write_model(tmp_path / "model"), tmp_path / "whole")
     with pytest.raises(EngineError, match="expected an engine in segments, got one in one piece"):
         SegmentedEngine.open(whole, memory=memory)
+    with pytest.raises(EngineError, match="expected flavour tensorrt_rtx"):
+        opens(flavour="tensorrt")
     fake.segments.pop(segment_plans(LAYERS)[1])
     with pytest.raises(EngineError, match="refuses this engine built with tensorrt_rtx"):
+        opens()
+    fake.segments[segment_plans(LAYERS)[1]] = fake.segments[segment_plans(LAYERS)[0]]
+    with pytest.raises(EngineError, match="the engine's tensors are not those of its config"):
         opens()
     assert memory.live_nbytes == 0
 
 
 def test_folder(folder, tmp_path):
     config = json.loads((folder.path / "config.json").read_text())
+    assert EngineFolder.open(folder.path).config == folder.config
     assert set(folder.read_constants()) == {EMBEDDING, "rope.cos_sin"}
     with folder.read_plan() as plan:
         assert [plan[start:end] for start, end in folder.config.segments.spans] == segment_plans(LAYERS)
-    copy = shutil.copytree(folder.path, tmp_path / "copy")
-    file = copy / "constants.safetensors"
-    constants = file.read_bytes()
-    for content, message in (
-        (b"12345", "expected [0-9]+ bytes by config.json, got 5"),
-        (constants[:-1] + bytes([constants[-1] ^ 1]), "it was changed since"),
-        (constants, None),
-    ):
-        file.write_bytes(content)
-        with pytest.raises(EngineError, match=f"constants.safetensors: {message}") if message else nullcontext():
-            EngineFolder.open(copy).read_constants()
+    copy = tmp_path / "copy"
+    copy.mkdir()
+
+    def refuses(message, call=lambda: EngineFolder.open(copy), **files):
+        for name in ("engine.plan", "constants.safetensors", "config.json"):
+            (copy / name).write_bytes(files.get(name.split(".")[0], (folder.path / name).read_bytes()))
+        with pytest.raises(EngineError, match=message):
+            call()
+
+    def changed(change):
+        data = json.loads(json.dumps(config))
+        change(data)
+        return json.dumps(data).encode()
+
+    constants = (folder.path / "constants.safetensors").read_bytes()
+    refuses("constants.safetensors: expected [0-9]+ bytes by config.json, got 5", constants=b"12345")
+    flipped = constants[:-1] + bytes([constants[-1] ^ 1])
+    refuses("constants.safetensors: it was changed since", lambda: EngineFolder.open(copy).read_constants(), constants=flipped)
     for change, message in (
         (lambda data: data.update(segments=None), "segments: expected some of tensorrt_rtx and plugin attention, got none"),
         (lambda data: data["segments"]["steps"].pop(), "segments.steps: expected 6 by model and kv_cache, got 5"),
+        (lambda data: data["segments"]["steps"][2].update(inputs=[]), r"segments.steps\[2\]: expected OperationStep"),
         (lambda data: data["segments"]["steps"][2]["attributes"].update(num_heads=8), r"segments.steps\[2\]: expected"),
+        (lambda data: data["segments"]["steps"][1].update(plan_nbytes=0), "segment 0: plan_nbytes: expected at least 1, got 0"),
         (lambda data: data["segments"]["steps"][5].update(plan_nbytes=7), "plan.nbytes: expected 8199 by segments, got "),
+        (lambda data: data["segments"]["constants"].update(nbytes="1"), "segments.constants.nbytes: expected an integer"),
         (lambda data: data["attention"][1].update(variant="mask"), r"attention\[1\].variant: expected plugin as the first one, got mask"),
         (lambda data: data["kv_cache"].update(layout="separate"), "kv_cache.layout: expected combined by the model, got separate"),
     ):
-        data = json.loads(json.dumps(config))
-        change(data)
-        (copy / "config.json").write_text(json.dumps(data))
-        with pytest.raises(EngineError, match=message):
-            EngineFolder.open(copy)
+        refuses(message, config=changed(change))

@@ -69,6 +69,13 @@ def test_a_decode_step_allocates_nothing_and_calls_only_these():
     assert session.cache.memory.live_nbytes == live
 
 
+def test_shapes_are_set_when_the_batch_changes_and_nothing_is_bound_again():
+    session = make()
+    session.prefill([[1], [2], [3]])
+    session.decode([4, 5, 6])
+    session.prefill([[1, 2], [3]])
+    calls = names(calls_of(session, lambda: session.decode([4, 5])))
+    assert (calls.count("bind"), calls.count("set_input_shape")) == (0, 3 + 2 * session.cache.num_layers)
 
 
 def test_a_decode_step_does_nothing_per_layer():

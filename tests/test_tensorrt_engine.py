@@ -1,6 +1,10 @@
 """``TensorRTEngine`` against a stand-in that records its calls; no GPU runs here."""
 
+from __future__ import annotations
+
 import gc
+import hashlib
+import os
 import weakref
 from dataclasses import replace
 
@@ -14,11 +18,12 @@ from trt_kvcache import plan_execution, tensorrt_engine
 from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, ClosedError, EngineError, PlaceError
 from trt_kvcache.memory import HostMemory
-from trt_kvcache.names import TensorNames
+from trt_kvcache.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.segments import shape_at
 from trt_kvcache.tensorrt_engine import TensorRTEngine
 
 H, S, D, VOCAB, BATCH, PREFILL = 2, 38, 24, 37, 3, 11
+IDENTITY = ("GPU", "uuid", "8.9", "13000")
 
 
 @pytest.fixture(scope="module")
@@ -36,25 +41,29 @@ def install(fake, monkeypatch, caches, flavour="tensorrt_rtx"):
     """Make ``load`` give this TensorRT; return the list of flavours that it is asked for."""
     loaded, asked = fake.tensorrt(flavour), []
     monkeypatch.setattr(tensorrt_engine, "load", lambda wanted: asked.append(wanted) or loaded)
-    monkeypatch.setattr(plan_execution, "gpu_identity", lambda device: ("GPU", "uuid", "8.9", "13000"))
+    monkeypatch.setattr(plan_execution, "gpu_identity", lambda device: IDENTITY)
     monkeypatch.setenv("XDG_CACHE_HOME", str(caches))
     return asked
 
 
 @pytest.fixture
 def caches(tmp_path):
+    """Where runtime caches are saved."""
     return tmp_path / "caches"
 
 
 @pytest.fixture
 def fake(folder, monkeypatch, caches):
-    made = FakeTensorRT(folder.config.tensors, folder.config.profiles, plan=PLAN)
+    """A TensorRT for RTX that knows the engine of the folder."""
+    config = folder.config
+    made = FakeTensorRT(config.tensors, config.profiles, lambda spec, batch, width: shape_at(spec.shape, batch, width), plan=PLAN)
     made.asked = install(made, monkeypatch, caches)
     return made
 
 
 @pytest.fixture
 def opens(fake, folder, memory):
+    """Return a function that opens the folder, or what it is given, in ``memory``."""
     return lambda source=folder, **options: TensorRTEngine.open(source, memory=memory, **options)
 
 
@@ -91,27 +100,70 @@ def names_of(fake):
 
 def test_opening_makes_a_context_per_profile_over_one_memory_of_ours(opens, fake, folder, memory):
     with opens(folder.path) as engine:
-        assert ("set_execution_context_allocation_strategy", fake.module.ExecutionContextAllocationStrategy.USER_MANAGED) in fake.calls
+        assert [call for call in fake.calls if call[0] != "create_execution_context"] == [
+            ("Runtime",),
+            ("deserialize_cuda_engine", PLAN),
+            ("create_runtime_config",),
+            ("set_execution_context_allocation_strategy", "USER_MANAGED"),
+            ("create_runtime_cache",),
+            ("set_runtime_cache",),
+            ("set_optimization_profile_async", 0, 0x1000),
+            ("set_device_memory", 5000),
+            ("set_optimization_profile_async", 1, 0x1000),
+            ("set_device_memory", 5000),
+        ]
         assert [context.profile for context in fake.contexts] == [0, 1]
-        ((_, nbytes),) = {context.memory for context in fake.contexts}  # the larger of both, shared
-        assert nbytes == memory.live_nbytes == 5000
+        assert len({context.memory for context in fake.contexts}) == 1  # the larger of both, shared
+        assert memory.live_nbytes == 5000
         assert memory.streams[0].synced == 1
+        assert (engine.memory, engine.config, engine.names) == (memory, folder.config, DEFAULT_NAMES)
         assert dict(engine.tensors) == {spec.name: spec for spec in folder.config.tensors}
+        assert [spec.mode for spec in engine.tensors.values()] == [TensorMode.INPUT] * 5 + [TensorMode.OUTPUT] * 3
         assert tuple(engine.profiles) == folder.config.profiles
     assert memory.live_nbytes == 0
 
 
-def test_sources_flavours_and_places(opens, fake, folder, tmp_path):
+def test_folder_object_path_plan_file_and_bytes(opens, folder, monkeypatch):
+    keys, real = [], plan_execution.RuntimeCacheFile
+    monkeypatch.setattr(plan_execution, "RuntimeCacheFile", lambda key: keys.append(key) or real(key))
     for source in (folder, str(folder.path), folder.plan_path, PLAN):
         with opens(source) as engine:
             assert len(engine.tensors) == 8
             assert (engine.config is None) is (source in (folder.plan_path, PLAN))
             assert [profile.name for profile in engine.profiles] == ["prefill", "decode"]
+    assert keys == [(hashlib.sha256(PLAN).hexdigest(), *IDENTITY, "tensorrt_rtx", "1.7.1")] * 4  # of runtime caches
+
+
+def test_flavour_is_that_of_the_folder(opens, fake):
+    opens().close()
+    opens(PLAN).close()
     opens(PLAN, flavour="tensorrt").close()
-    assert fake.asked == ["tensorrt_rtx", "tensorrt_rtx", "auto", "auto", "tensorrt"]
-    fake.calls.clear()
+    assert fake.asked == ["tensorrt_rtx", "auto", "tensorrt"]
     with pytest.raises(EngineError, match=r"engine: expected flavour tensorrt_rtx, which built this engine, got tensorrt\."):
         opens(flavour="tensorrt")
+
+
+def test_full_tensorrt_has_no_runtime_cache(opens, fake, monkeypatch, caches):
+    install(fake, monkeypatch, caches, "tensorrt")
+    with opens(PLAN):
+        strategies = [call[1] for call in fake.calls if call[0] == "create_execution_context"]
+        assert strategies == [fake.module.ExecutionContextAllocationStrategy.USER_MANAGED] * 2
+    assert not {"create_runtime_config", "cache.serialize"} & set(names_of(fake))
+    assert not caches.exists()
+
+
+def test_full_tensorrt_knows_the_plugin_before_it_reads_an_engine_that_has_it(tmp_path, memory, monkeypatch, caches):
+    changes = {"segments": None, "tensorrt_flavour": "tensorrt"}
+    folder = make_engine_folder(write_model(tmp_path / "model"), tmp_path / "engine", segmented=True, **changes)
+    fake = FakeTensorRT(folder.config.tensors, folder.config.profiles, lambda spec, b, w: shape_at(spec.shape, b, w), plan=PLAN)
+    install(fake, monkeypatch, caches, "tensorrt")
+    monkeypatch.setattr(tensorrt_engine, "register", lambda tensorrt: fake.calls.append(("register", tensorrt)))
+    with TensorRTEngine.open(folder, memory=memory) as engine:
+        assert fake.calls[0] == ("register", fake.loaded)
+        assert engine.tensors["present_key_values_0"].alias == "past_key_values_0"
+
+
+def test_sources_and_places_that_cannot_be(opens, fake, folder, tmp_path):
     with pytest.raises(PlaceError, match=r"expected the memory of a GPU \(CudaMemory\), got memory on cpu"):
         TensorRTEngine.open(folder, memory=HostMemory())
     (tmp_path / "empty.plan").write_bytes(b"")
@@ -121,45 +173,41 @@ def test_sources_flavours_and_places(opens, fake, folder, tmp_path):
     assert fake.calls == []
 
 
-def test_full_tensorrt_knows_the_plugin_and_has_no_runtime_cache(tmp_path, memory, monkeypatch, caches):
-    changes = {"segments": None, "tensorrt_flavour": "tensorrt"}
-    folder = make_engine_folder(write_model(tmp_path / "model"), tmp_path / "engine", segmented=True, **changes)
-    fake = FakeTensorRT(folder.config.tensors, folder.config.profiles, plan=PLAN)
-    install(fake, monkeypatch, caches, "tensorrt")
-    monkeypatch.setattr(tensorrt_engine, "register", lambda tensorrt: fake.calls.append(("register", tensorrt)))
-    with TensorRTEngine.open(folder, memory=memory) as engine:
-        assert fake.calls[0] == ("register", fake.loaded)
-        assert engine.tensors["present_key_values_0"].alias == "past_key_values_0"
-    strategies = [call[1].name for call in fake.calls if call[0] == "create_execution_context"]
-    assert strategies == ["USER_MANAGED"] * 2
-    assert not {"create_runtime_config", "serialize"} & set(names_of(fake))
-    assert not caches.exists()
-
-
 def spec_with(name, **change):
     return lambda fake: fake.specs.update({name: replace(fake.specs[name], **change)})
 
 
-def failing(call, error="out of memory", *, refuse=True):
+def failing(call, *, refuse=True):
     def prepare(fake):
-        fake.errors[call] = error
+        fake.errors[call] = "out of memory"
         fake.refuse |= {call} if refuse else set()
 
     return prepare
 
 
+def without_driver(fake):
+    """Here it is the reason, and not left out."""
+    fake.refuse.add("deserialize_cuda_engine")
+    fake.errors["deserialize_cuda_engine"] = "cudaError 35: CUDA driver version is insufficient"
+
+
+POSITION_IDS = TensorSpec(name="position_ids", shape=(-1,), dtype="int32", mode=TensorMode.INPUT)
+
+
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
+        (without_driver, r"tensorrt_rtx 1\.7\.1 refuses this engine built with tensorrt_rtx 1\.7\.1\. TensorRT says: cudaError 35: CUDA"),
         (
-            failing("deserialize_cuda_engine", "cudaError 35: CUDA driver version is insufficient"),
-            r"tensorrt_rtx 1\.7\.1 refuses this engine built with tensorrt_rtx 1\.7\.1\. TensorRT says: cudaError 35: CUDA",
+            spec_with("present_k_cache_0", alias=None),
+            r"expected output `present_k_cache_0` .* in place of `k_cache_0`, got output .*24\)\.$",
         ),
         (spec_with("present_v_cache_0", alias="k_cache_0"), r"in place of `v_cache_0`, got .* in place of `k_cache_0`"),
         (spec_with("k_cache_0", shape=(-1, 2, 40, 24)), r"expected input `k_cache_0` float16 \(-1, 2, 38, 24\), got .*\(-1, 2, 40, 24\)"),
+        (spec_with("logits", dtype="float16"), r"expected output `logits` float32 .*, got output `logits` float16"),
         (
-            lambda fake: fake.specs.update(extra=replace(fake.specs["input_ids"], name="extra")),
-            "the engine's tensors are not those of its config.json: `extra` is only in one of them",
+            lambda fake: fake.specs.update(position_ids=POSITION_IDS),
+            "the engine's tensors are not those of its config.json: `position_ids` is only in one of them",
         ),
         (
             lambda fake: fake.profiles.insert(0, replace(fake.profiles.pop(0), max_width=12)),
@@ -171,6 +219,8 @@ def failing(call, error="out of memory", *, refuse=True):
         ),
         (failing("create_execution_context"), "the execution context was refused. TensorRT says: out of memory"),
         (failing("set_optimization_profile_async"), "profile 0 was refused. TensorRT says: out of memory"),
+        (failing("set_runtime_cache"), "the runtime cache was refused"),
+        (failing("create_runtime_config"), "the runtime configuration was refused"),
         (failing("set_device_memory", refuse=False), "TensorRT says: out of memory"),  # only logged
     ],
 )
@@ -181,30 +231,40 @@ def test_an_engine_that_is_refused_leaves_nothing(opens, fake, memory, prepare, 
     assert memory.live_nbytes == 0
 
 
-def test_a_plan_without_token_ids_is_refused(opens):
+def test_a_plan_without_token_ids_is_refused(opens, memory):
     with pytest.raises(EngineError, match=r"`tokens`: the engine has no such input, it has `input_ids`, .* Give its names as TensorNames"):
         opens(PLAN, names=TensorNames(input_ids="tokens"))
     with pytest.raises(EngineError, match=r"`kvcache_start_index`: expected two dimensions .*, the engine has 1"):
         opens(PLAN, names=TensorNames(input_ids="kvcache_start_index", kvcache_start_index="start"))
+    assert memory.live_nbytes == 0
+
+
+def test_order_of_calls(engine, fake, memory):
+    stream = FakeStream(0x77)
+    engine.use_profile(1)
+    bound = make_ready(engine, memory, 2)
+    for _ in range(3):
+        engine.enqueue(stream)
+    caches, ids = (2, H, S, D), (2, 1)
+    shapes = {"input_ids": ids, "k_cache_0": caches, "kvcache_start_index": (2,), "last_token_ids": ids, "v_cache_0": caches}
+    assert fake.calls == [
+        *(("set_tensor_address", 1, name, each.ptr) for name, each in bound.items()),
+        *(("set_input_shape", 1, *given) for given in shapes.items()),
+        *[("execute_async_v3", 1, 0x77)] * 3,
+    ]
+    assert stream.synced == 0  # a step does not wait
 
 
 def test_profiles_keep_their_bindings_and_shapes(engine, fake, memory):
-    stream = FakeStream(0x77)
     for profile, width in ((0, 5), (1, 1)):
         engine.use_profile(profile)
-        fake.calls.clear()
-        bound = make_ready(engine, memory, 2, width)
-    assert fake.calls[: len(bound)] == [("set_tensor_address", 1, name, each.ptr) for name, each in bound.items()]
-    shapes = {call[2]: call[3] for call in fake.calls[len(bound) :]}
-    caches, ids = (2, H, S, D), (2, 1)
-    assert shapes == {"input_ids": ids, "k_cache_0": caches, "kvcache_start_index": (2,), "last_token_ids": ids, "v_cache_0": caches}
+        make_ready(engine, memory, 3, width)
     fake.calls.clear()
     for profile in (0, 1, 0):
         engine.use_profile(profile)
-        engine.enqueue(stream)
+        engine.enqueue(FakeStream(0x77))
     assert fake.calls == [("execute_async_v3", profile, 0x77) for profile in (0, 1, 0)]
-    assert fake.contexts[0].shapes["input_ids"] == (2, 5)
-    assert stream.synced == 0  # a step does not wait
+    assert fake.contexts[0].shapes["input_ids"] == (3, 5)
 
 
 def test_bound_tensors_are_kept_alive_and_let_go(engine, memory):
@@ -226,26 +286,34 @@ def test_refused_bindings_change_nothing(engine, fake, memory):
     with pytest.raises(BindingError, match=r"`logits` expects float32 \(-1, 37\), got float16 \(3, 37\)\."):
         engine.bind("logits", tensor(memory, (3, 37), "float16"))
     assert fake.calls == []
-    failing("set_tensor_address", "bad address")(fake)
+    fake.refuse.add("set_tensor_address")
+    fake.errors["set_tensor_address"] = "bad address"
     with pytest.raises(EngineError, match=r"the address of `logits` was refused. TensorRT says: bad address"):
         engine.bind("logits", logits)
 
 
-def test_shapes_outside_the_profile(engine, fake):
-    outside = r"`{}`: expected a shape from \(1,.*\) to \(3,.*\) in this profile, got "
-    for profile, name, shape, message in (
-        *((0, "input_ids", wrong, outside) for wrong in ((3, 12), (4, 11), (0, 1), (3,))),
-        (0, "k_cache_0", (3, H, S - 1, D), outside),
-        (1, "input_ids", (3, 2), outside),
-        (1, "logits", (3, VOCAB), "`{}`: expected an input, it is an output"),
-        (1, "position_ids", (3, 1), "`{}`: the engine has no such tensor"),
-    ):
-        engine.use_profile(profile)
-        with pytest.raises(BindingError, match=message.format(name)):
-            engine.set_input_shape(name, shape)
+@pytest.mark.parametrize(
+    ("profile", "name", "shape", "message"),
+    [
+        *(
+            (0, name, shape, rf"`{name}`: expected a shape from \(1,.*\) to \(3,.*\) in this profile, got ")
+            for name, shape in (
+                *(("input_ids", wrong) for wrong in ((3, 12), (4, 11), (0, 1), (3,))),
+                ("k_cache_0", (3, H, S - 1, D)),
+            )
+        ),
+        (1, "input_ids", (3, 2), r"`input_ids`: expected a shape from \(1, 1\) to \(3, 1\) in this profile, got \(3, 2\)"),
+        (1, "logits", (3, VOCAB), "`logits`: expected an input, it is an output"),
+        (1, "position_ids", (3, 1), "`position_ids`: the engine has no such tensor"),
+    ],
+)
+def test_shapes_outside_the_profile(engine, fake, profile, name, shape, message):
+    engine.use_profile(profile)
     for index in (2, -1):
         with pytest.raises(BindingError, match=rf"profile {index}: expected 0 <= index < 2"):
             engine.use_profile(index)
+    with pytest.raises(BindingError, match=message):
+        engine.set_input_shape(name, shape)
     assert fake.calls == []
 
 
@@ -270,13 +338,18 @@ def test_enqueue_checks_what_is_missing_and_again_what_has_changed(engine, fake,
         engine.bind(name, other)
         refuses(message)
         engine.bind(name, bound[name])
-    assert names_of(fake).count("execute_async_v3") == 3
+    engine.bind("input_ids", tensor(memory, (3,), "int32"))
+    engine.set_input_shape("input_ids", (3, 1))
+    engine.enqueue(stream)
+    engine.set_input_shape("input_ids", (3, 2))
+    refuses(r"`input_ids`: shape \(3, 2\) takes 24 bytes, what is bound has 12")
+    assert names_of(fake).count("execute_async_v3") == 4
 
 
 def test_enqueue_that_fails(engine, fake, memory):
     stream = FakeStream(0x77)
     make_ready(engine, memory)
-    failing("execute_async_v3", "illegal memory access", refuse=False)(fake)
+    fake.errors["execute_async_v3"] = "illegal memory access"
     with pytest.raises(EngineError, match=r"^the step failed. TensorRT says: illegal memory access$"):
         engine.enqueue(stream)  # although it returned True
     fake.errors.clear()
@@ -296,11 +369,11 @@ def test_close(engine, memory):
     for _ in range(2):
         engine.close()
         assert stream.synced == 1
-    for action, *arguments in (
-        (engine.enqueue, stream),
-        (engine.bind, "logits", bound["logits"]),
-        (engine.set_input_shape, "input_ids", (3, 1)),
-        (engine.use_profile, 0),
+    for action, arguments in (
+        (engine.enqueue, (stream,)),
+        (engine.bind, ("logits", bound["logits"])),
+        (engine.set_input_shape, ("input_ids", (3, 1))),
+        (engine.use_profile, (0,)),
     ):
         with pytest.raises(ClosedError, match="this TensorRTEngine is closed"):
             action(*arguments)
@@ -310,19 +383,25 @@ def test_wait_that_fails_still_lets_go(engine, memory, monkeypatch):
     make_ready(engine, memory)
     engine.enqueue(FakeStream(0x77))
     before = memory.live_nbytes
-    monkeypatch.setattr(memory, "synchronize", lambda stream: {}["sticky CUDA error"])
-    with pytest.raises(KeyError, match="sticky CUDA error"):
+
+    def broken(stream):
+        raise RuntimeError("sticky CUDA error")
+
+    monkeypatch.setattr(memory, "synchronize", broken)
+    with pytest.raises(RuntimeError, match="sticky CUDA error"):
         engine.close()
     assert memory.live_nbytes <= before - 5000
 
 
-def test_runtime_cache_is_saved_at_close_and_loaded_at_open(opens, fake, caches):
+def test_runtime_cache_is_saved_at_close_while_the_contexts_live_and_loaded_at_open(opens, fake, memory, caches):
     fake.cache_content, content = None, fake.cache_content
     engine = opens()
     with pytest.warns(RuntimeWarning, match="runtime cache .*: it could not be serialised by TensorRT"):
         engine.close()
+    assert memory.live_nbytes == 0
     fake.cache_content = content
     engine = opens()
+    assert "cache.deserialize" not in names_of(fake)
     assert not caches.exists()
     engine.close()
     (file,) = (caches / "trt_kvcache").iterdir()
@@ -330,32 +409,38 @@ def test_runtime_cache_is_saved_at_close_and_loaded_at_open(opens, fake, caches)
     before = file.stat()
     fake.calls.clear()
     opens().close()
-    assert ("deserialize", b"compiled") in fake.calls
+    assert ("cache.deserialize", b"compiled") in fake.calls
     names = names_of(fake)
-    assert names.index("deserialize") < names.index("set_runtime_cache") < names.index("create_execution_context")
+    assert names.index("cache.deserialize") < names.index("set_runtime_cache") < names.index("create_execution_context")
     assert file.stat().st_mtime_ns == before.st_mtime_ns  # nothing new was compiled
-    fake.refuse.add("deserialize")
+    fake.refuse.add("cache.deserialize")
     with pytest.warns(RuntimeWarning, match="runtime cache .* it was refused by TensorRT"):
-        opens().close()
+        engine = opens()
+    engine.close()
     assert file.stat().st_ino != before.st_ino  # and it was replaced
 
 
 def test_engine_that_this_package_did_not_build(memory, monkeypatch, caches):
-    """One profile, other names and dtypes, a static input: read from the engine itself."""
-    names = TensorNames(input_ids="ids", k_cache="pk.{i}", present_k_cache="nk.{i}")
+    """One profile, other names, int64 ids, float16 logits, static batch of the logits' input: read from the engine itself."""
+    names = TensorNames(
+        input_ids="ids", kvcache_start_index="past", k_cache="pk.{i}", present_k_cache="nk.{i}", v_cache="pv.{i}", present_v_cache="nv.{i}"
+    )
+    kv = (-1, 2, 16, 8)
     specs = [
-        TensorSpec(name=name, shape=shape, dtype=dtype, mode=TensorMode.OUTPUT if output else TensorMode.INPUT, alias=alias)
-        for name, shape, dtype, output, alias in (
-            ("ids", (-1, -1), "int64", False, None),
-            ("table", (16, 4), "float32", False, None),
-            ("pk.0", (-1, 2, 16, 8), "bfloat16", False, None),
-            ("nk.0", (-1, 2, 16, 8), "bfloat16", True, "pk.0"),
-            ("logits", (-1, 9), "float16", True, None),
+        TensorSpec(name=name, shape=shape, dtype=dtype, mode=mode, alias=alias)
+        for name, shape, dtype, mode, alias in (
+            ("ids", (-1, -1), "int64", TensorMode.INPUT, None),
+            ("past", (-1,), "int32", TensorMode.INPUT, None),
+            ("table", (16, 4), "float32", TensorMode.INPUT, None),
+            ("pk.0", kv, "bfloat16", TensorMode.INPUT, None),
+            ("nk.0", kv, "bfloat16", TensorMode.OUTPUT, "pk.0"),
+            ("logits", (-1, 9), "float16", TensorMode.OUTPUT, None),
         )
     ]
     profile = EngineProfile(name="", min_batch=2, max_batch=5, min_width=1, max_width=7)
-    install(FakeTensorRT(specs, [profile]), monkeypatch, caches)
+    install(FakeTensorRT(specs, [profile], lambda spec, b, w: shape_at(spec.shape, b, w)), monkeypatch, caches)
     with TensorRTEngine.open(b"plan", memory=memory, names=names) as engine:
+        assert engine.names is names
         assert set(engine.tensors.values()) == set(specs)
         assert list(engine.profiles) == [replace(profile, name="prefill")]
         engine.set_input_shape("table", (16, 4))
@@ -374,3 +459,4 @@ def test_real_tensorrt_without_a_gpu_says_why(tmp_path, memory):
     with pytest.raises(EngineError, match=r"tensorrt_rtx .* (cannot start|refuses this engine).* TensorRT says: .*[Cc][Uu][Dd][Aa]"):
         TensorRTEngine.open(tmp_path / "engine", memory=memory)
     assert memory.live_nbytes == 0
+    assert os.listdir(tmp_path / "engine")

@@ -1,5 +1,3 @@
-"""Model folders: what is read from them, and what is refused before anything is used."""
-
 import gc
 import json
 
@@ -13,13 +11,10 @@ from trt_kvcache.checkpoint import checkpoint as checkpoint_module
 from trt_kvcache.errors import CheckpointError, ClosedError
 
 Q_PROJ, HEAD, EMBEDDING = "model.layers.1.self_attn.q_proj.weight", "lm_head.weight", "model.embed_tokens.weight"
-Q_BIAS, NORM = "model.layers.0.self_attn.q_proj.bias", "model.layers.0.input_layernorm.weight"
 SINGLE, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-00002-of-00003.safetensors"
 
 
 def config(**changes):
-    """Return a function that changes fields of config.json; ``...`` takes one away."""
-
     def edit(folder):
         data = json.loads((folder / "config.json").read_text()) | changes
         (folder / "config.json").write_text(json.dumps({name: value for name, value in data.items() if value is not ...}))
@@ -28,8 +23,6 @@ def config(**changes):
 
 
 def tensors(change, file=SINGLE):
-    """Return a function that changes the dict of tensors of a file."""
-
     def edit(folder):
         stored = load_file(folder / file)
         change(stored)
@@ -38,30 +31,18 @@ def tensors(change, file=SINGLE):
     return edit
 
 
-def put(name, make, file=SINGLE):
-    """Return a function that stores what ``make`` makes of the tensors as one of them."""
-    return tensors(lambda stored: stored.update({name: np.ascontiguousarray(make(stored))}), file)
+def put(name, make):
+    return tensors(lambda stored: stored.update({name: np.ascontiguousarray(make(stored))}))
 
 
 def content(file, data):
-    """Return a function that replaces a file: by bytes, by what a function makes of them, or by nothing."""
-
     def edit(folder):
         path = folder / file
-        new = data(path.read_bytes()) if callable(data) else data
         path.unlink()
-        if new is not None:
-            path.write_bytes(new)
+        if data is not None:
+            path.write_bytes(data)
 
     return edit
-
-
-def index(weight_map):
-    return content(INDEX, json.dumps({"weight_map": weight_map}).encode())
-
-
-def ones(stored):
-    return np.ones(32, np.float32)
 
 
 def fingerprint(folder):
@@ -73,7 +54,6 @@ def fingerprint(folder):
     ("name", "dtype", "numpy_dtype"),
     [
         ("llama", "float32", np.float32),
-        ("llama-linear", "float16", np.float16),
         ("llama-bfloat16-old", "bfloat16", ml_dtypes.bfloat16),
         ("qwen3-sharded", "float16", np.float16),
     ],
@@ -98,24 +78,6 @@ def test_tensors_are_read_only_views_of_the_files_that_outlive_the_checkpoint(co
         np.testing.assert_array_equal(array, stored[key])
 
 
-def test_a_file_whose_tensors_are_not_aligned(copy_of):
-    """Old writers did not pad the header; the arrays are usable all the same."""
-    folder = copy_of("llama")
-    expected = load_file(folder / SINGLE)[Q_PROJ]
-
-    def odd(data):
-        end = 8 + int.from_bytes(data[:8], "little")
-        header = data[8:end].rstrip(b" ")
-        header += b" " * (1 - len(header) % 2)
-        return len(header).to_bytes(8, "little") + header + data[end:]
-
-    content(SINGLE, odd)(folder)
-    with Checkpoint.open(folder) as checkpoint:
-        array = checkpoint.tensor(Q_PROJ)
-    assert (array.flags.aligned, array.flags.writeable) == (True, False)
-    np.testing.assert_array_equal(array, expected)
-
-
 def test_fingerprint_does_not_see_shards_spelling_or_how_much_is_read_at_once(copy_of, monkeypatch):
     folder = copy_of("qwen3-sharded")
     before = fingerprint(folder)
@@ -133,25 +95,15 @@ def test_fingerprint_does_not_see_shards_spelling_or_how_much_is_read_at_once(co
     assert len(before) == 64
 
 
-
-
 @pytest.mark.parametrize(
     ("name", "damage", "message"),
     [
         ("qwen2-tied", put(HEAD, lambda t: -t[EMBEDDING]), f"says `tie_word_embeddings`, but {HEAD} differs from {EMBEDDING}"),
-        ("qwen2-tied", config(tie_word_embeddings=False), f"1 tensor(s) of a qwen2 model are missing: {HEAD}*tie_word_embeddings: true"),
         ("llama", tensors(lambda t: t.pop(Q_PROJ)), f"1 tensor(s) of a llama model are missing: {Q_PROJ}."),
-        ("llama", put(Q_PROJ, lambda t: t[Q_PROJ][:-1]), f"expected {Q_PROJ} of shape (32, 32) by config.json, got (31, 32)"),
-        ("llama", put(Q_BIAS, ones), f"1 tensor(s) that a llama model by config.json does not use: {Q_BIAS}. Leaving them out"),
-        ("llama", config(dtype="bfloat16"), "if all are float32, config.json must say so"),
-        ("llama", content("config.json", b"{"), "{folder}/config.json: expected JSON, got a syntax error"),
         ("llama", content(SINGLE, b""), f"{{folder}}/{SINGLE}: expected a whole safetensors file, got 0 bytes*may be truncated"),
         ("llama", content(SINGLE, None), f"{{folder}}: expected {SINGLE}, or shards with {INDEX}, got neither*converted to safetensors"),
-        ("qwen3-sharded", content(SHARD, None), f"{{folder}}/{SHARD}: expected a shard that {INDEX} names, got nothing there"),
         ("qwen3-sharded", tensors(dict.popitem, SHARD), f"{{folder}}/{SHARD}: {INDEX} places 'model.*' there, but the file has no such"),
-        ("qwen3-sharded", index(None), "expected an object `weight_map`"),
-        ("qwen3-sharded", index({"a": "../a.safetensors"}), "got '../a.safetensors'"),
-        ("qwen3-sharded", content(INDEX, b"\xff\xfe"), f"{{folder}}/{INDEX}: cannot be read"),
+        ("qwen3-sharded", content(INDEX, b'{"weight_map": null}'), "expected an object `weight_map`"),
     ],
 )
 def test_what_is_refused(copy_of, name, damage, message):

@@ -6,18 +6,12 @@ from trt_kvcache.checkpoint import StreamDecoder
 
 from .tokenizer_folders import EOS, byte_fallback_folder, byte_level_folder, opened
 
-# What the normalizer of a tokenizer, or an incomplete character, would look the same as.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd▁"), max_size=12)
 
 
 @pytest.fixture(scope="module", params=[byte_level_folder, byte_fallback_folder])
 def tokenizer(request, tmp_path_factory):
     return opened(request.param(tmp_path_factory.mktemp("tokenizer")))
-
-
-@pytest.fixture(scope="module")
-def bytes_only(tmp_path_factory):
-    return opened(byte_level_folder(tmp_path_factory.mktemp("bytes")))
 
 
 @pytest.fixture
@@ -38,20 +32,12 @@ def test_any_text_comes_through(tokenizer, text):
     assert not any("\ufffd" in part or len(part) > len(" the") for part in parts)  # each comes as soon as it is complete
 
 
-@given(st.lists(st.integers(0, 255), max_size=12))
-def test_bytes_that_are_no_text_come_as_decode_shows_them(bytes_only, ids):
-    assert "".join(stream(bytes_only, ids)) == bytes_only.decode(ids)
-
-
 def test_a_stray_byte_after_a_split_character_takes_nothing_back(tokenizer, encode):
-    """Byte fallback decodes a run of bytes as a whole: one that is wrong makes those before it look wrong too."""
     character = encode("漢")[-3:]
     parts = stream(tokenizer, [*character, character[0], encode("the the")[-1]])
     assert parts[:4] == ["", "", "漢", ""]
     assert parts[4].startswith("\ufffd")
     assert parts[4].lstrip("\ufffd") == " the"
-
-
 
 
 def test_context_keeps_the_space_before_the_first_word(tokenizer, encode):

@@ -6,17 +6,13 @@ from trt_kvcache.errors import CheckpointError, ConfigError
 from .tokenizer_folders import BOS, EOS, byte_fallback_folder, byte_level_folder, opened
 
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}\n"
-    "  {% if message.role == 'system' %}\n"
-    "    {{- raise_exception('no system role here') }}\n"
-    "  {% endif %}\n"
+    "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}"
     "[{{ message.role }}]{{ message.content | trim }}{{ eos_token }}\n"
     "{% endfor %}\n"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 MESSAGES = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "yes"}]
 RENDERED = "<s>[user]hi</s>\n[assistant]yes</s>\n"
-TOOL = {"name": "tool", "template": "x"}
 
 
 @pytest.mark.parametrize("make", [byte_level_folder, byte_fallback_folder])
@@ -30,15 +26,8 @@ def test_round_trip_and_special_tokens(tmp_path, make):
     assert max(plain) < bos < tokenizer.vocab_size
 
 
-@pytest.mark.parametrize(("config", "text"), [({}, None), ({"eos_token": "<nowhere>"}, "<nowhere>")])
-def test_end_token(tmp_path, config, text):
-    tokenizer = opened(byte_level_folder(tmp_path, **config))
-    assert tokenizer.special_tokens == ({"eos_token": text} if text else {})
-    assert tokenizer.eos_token_ids == (tuple(tokenizer.encode(EOS, add_special_tokens=False)) if text == EOS else ())
-
-
-@pytest.mark.parametrize("template", [TEMPLATE, [TOOL, {"name": "default", "template": TEMPLATE}]])
-def test_chat_template(tmp_path, template):
+def test_chat_template(tmp_path):
+    template = [{"name": "tool", "template": "x"}, {"name": "default", "template": TEMPLATE}]
     tokenizer = opened(byte_level_folder(tmp_path, bos_token=BOS, eos_token=EOS, chat_template=template))
     assert tokenizer.has_chat_template
     assert tokenizer.apply_chat_template(MESSAGES) == RENDERED + "[assistant]"
@@ -63,7 +52,6 @@ def test_messages_that_are_refused(tmp_path, config, message):
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("tokenizer_config.json", "{", "expected JSON"),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "the chat template cannot be read"),
         ("tokenizer.json", '{"version": "1.0"', "expected a tokenizer, got an error: .* The file may be truncated"),
     ],

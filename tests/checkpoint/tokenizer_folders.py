@@ -1,5 +1,3 @@
-"""Two small tokenizers of the kinds that models have, whose tokens split characters into bytes."""
-
 import json
 
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
@@ -11,7 +9,6 @@ BOS, EOS = "<s>", "</s>"
 
 
 def byte_level_folder(folder, **config):
-    """Byte-level BPE, as Llama 3 and Qwen have it: one token per byte, and one for `` the``."""
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "th", "the", "Ġthe"]
     tokenizer = Backend(models.BPE(vocab=_vocab(pieces), merges=[("t", "h"), ("th", "e"), ("Ġ", "the")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -20,7 +17,6 @@ def byte_level_folder(folder, **config):
 
 
 def byte_fallback_folder(folder, **config):
-    """SentencePiece-style BPE, as Llama 2 has it: a few letters, and bytes for the rest."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "t", "h", "e", "a", "th", "the", "▁the"]
     merges = [("t", "h"), ("th", "e"), ("▁", "the")]
     tokenizer = Backend(models.BPE(vocab=_vocab(pieces), merges=merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))

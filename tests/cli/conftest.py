@@ -1,7 +1,3 @@
-"""Runs the command line inside the test process, on the shipped model and on engine folders made from it."""
-
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -17,16 +13,13 @@ from trt_kvcache import opening
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.cli import main
 from trt_kvcache.errors import CudaError
-from trt_kvcache.session import InferenceSession
 
 ROOT = Path(__file__).parent.parent.parent
 SHIPPED = ROOT / "examples" / "tiny-llama"
 GOLDEN = ROOT / "tests" / "golden"
 
 CONFIG = ModelConfig.from_dict(json.loads((SHIPPED / "config.json").read_text(encoding="utf-8")))
-#: Bytes of K and V of one of its tokens, in float16.
 TOKEN_NBYTES = CONFIG.num_layers * 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 2
-#: Bytes of the cache of `engine`, whose K and V of a layer each start at a multiple of 256 bytes.
 _SIDE_NBYTES = 3 * 38 * CONFIG.num_kv_heads * CONFIG.head_dim * 2
 CACHE_NBYTES = CONFIG.num_layers * 2 * -(-_SIDE_NBYTES // 256) * 256
 
@@ -38,15 +31,12 @@ _BOX = re.compile(r"[│╭╮╰╯─\s]+")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a command did: its exit code and what it wrote."""
-
     code: int
     out: str
     err: str
 
     @property
     def complaint(self):
-        """What it wrote on stderr as one line, without the box that typer draws."""
         return _BOX.sub(" ", self.err).strip()
 
 
@@ -72,37 +62,11 @@ def without_gpu(monkeypatch):
 
 @pytest.fixture
 def type_lines(monkeypatch):
-    """Return a function that puts lines into stdin: a pipe, or as if typed at a terminal."""
-
-    def put_lines(*lines, terminal=False):
-        stdin = io.StringIO("".join(f"{line}\n" for line in lines))
-        stdin.isatty = lambda: terminal
-        monkeypatch.setattr(sys, "stdin", stdin)
-
-    return put_lines
-
-
-@pytest.fixture
-def interrupt_after(monkeypatch):
-    """Return a function that has Ctrl-C come after so many pieces of an answer."""
-
-    def plan(pieces):
-        generate = InferenceSession.generate
-
-        def generate_a_little(self, *arguments, **options):
-            answer = generate(self, *arguments, **options)
-            for _ in range(pieces):
-                yield next(answer)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(InferenceSession, "generate", generate_a_little)
-
-    return plan
+    return lambda *lines: monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
 
 
 @pytest.fixture
 def model(tmp_path):
-    """A copy of the shipped model, to be damaged."""
     return Path(shutil.copytree(SHIPPED, tmp_path / "model"))
 
 
@@ -113,7 +77,6 @@ def engine(model, tmp_path):
 
 
 def change_json(file, change):
-    """Let a function change the object that a JSON file holds."""
     data = json.loads(file.read_text(encoding="utf-8"))
     change(data)
     file.write_text(json.dumps(data), encoding="utf-8")

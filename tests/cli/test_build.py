@@ -3,13 +3,11 @@ import pytest
 from trt_kvcache.cli import build as build_module
 from trt_kvcache.errors import BuildError
 
-from .conftest import GOLDEN, SHIPPED
-from .test_inspect import rows
+from .conftest import SHIPPED
 
 
 @pytest.fixture
 def asked(monkeypatch):
-    """What the builder is asked for; it refuses everything."""
     seen = {}
 
     def refuse(model, target, **options):
@@ -41,7 +39,6 @@ NAMES = [
         (SIZES + OTHER, (3, 99, 17, "float32", True, "mask", "tensorrt_rtx", ["8.6", "12.0"])),
         (["--max-sequence-length", 40], (1, 40, 40, None, False, "native", "auto", None)),
     ],
-    ids=["defaults come from the model", "all", "a prefill is no longer than the sequence"],
 )
 def test_options_reach_the_builder(run, asked, tmp_path, options, expected):
     done = run("build", SHIPPED, "-o", tmp_path / "engine", *options)
@@ -60,5 +57,3 @@ class TestWithTensorRT:
         assert " by tensorrt_rtx 1." in done.out
         generated = run("generate", target, "--engine", "reference", "-p", "The rabbit-hole went straight", "--max-new-tokens", 9)
         assert generated.out.startswith("The rabbit-hole went straight on like a tunnel")
-
-

@@ -12,20 +12,13 @@ in 4 GiB (4294967296 B):
   longest sequence with 1 slot: 8192 tokens
   largest batch of 2048 tokens: 4 slots
 """
-NOTHING_FITS = """\
-in 5e-07 GiB (536 B):
-  longest sequence with 3 slots: not even 1 token fits
-  largest batch of 512 tokens: not even 1 slot fits
-"""
 
 
 @pytest.mark.parametrize(
     ("arguments", "shown"),
     [
         ((*LLAMA_7B, "--gib", 4), ["│ 0-31   │ 32       │ 128      │        33554432 │ 32.0 MiB │", WITH_GIB]),
-        ((*LLAMA_7B, "--dtype", "float8_e4m3fn"), ["536870912 B (512.0 MiB)\nscales:       256 B (256 B)\nin all:       536871168 B"]),
         ((SHIPPED, "--gib", 0.5), [f"per token:    {TOKEN_NBYTES} B", f"longest sequence with 1 slot: {2**29 // TOKEN_NBYTES} tokens"]),
-        ((SHIPPED, "--max-batch-size", 3, "--gib", 5e-7), [NOTHING_FITS]),
     ],
 )
 def test_what_is_shown(run, arguments, shown):

@@ -1,5 +1,3 @@
-"""The command on a pseudo-terminal: a real process, real signals."""
-
 import contextlib
 import os
 import pty
@@ -14,7 +12,6 @@ import pytest
 
 from .conftest import SHIPPED
 
-#: The command, slowed down so that there is time to interrupt it.
 SLOW = """
 import sys, time
 from trt_kvcache.cli import chat, generate, main  # the modules
@@ -28,8 +25,6 @@ REFERENCE = ("--engine", "reference", "--max-new-tokens", "400")
 
 
 class Terminal:
-    """A process whose stdin, stdout and stderr are one terminal."""
-
     def __init__(self, *arguments):
         self._master, slave = pty.openpty()
         environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200"}
@@ -39,7 +34,6 @@ class Terminal:
         self.shown = ""
 
     def wait_for(self, text):
-        """Read until ``text`` was shown since the last line was typed."""
         deadline = time.monotonic() + PATIENCE_SECONDS
         while text not in self.shown and time.monotonic() < deadline and self._read():
             pass
@@ -53,7 +47,6 @@ class Terminal:
         self.process.send_signal(signal.SIGINT)
 
     def end(self):
-        """Read to the end and return the exit code."""
         while self._read():
             pass
         assert "Traceback" not in self.shown
@@ -103,5 +96,3 @@ def test_ctrl_c_ends_generate(terminal):
     screen.press_ctrl_c()
     assert screen.end() == 130
     assert screen.shown.endswith("\r\ninterrupted\r\n"), "in a line of its own"
-
-

@@ -1,21 +1,50 @@
+from __future__ import annotations
+
+import shutil
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from ml_dtypes import bfloat16
+from safetensors.numpy import load_file, save_file
 
 from trt_kvcache import HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
 from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.errors import BindingError, ClosedError, ConfigError, EngineError, LayoutError, PlaceError
+from trt_kvcache.engine import TensorMode, TensorSpec
+from trt_kvcache.errors import BindingError, ClosedError, ConfigError, EngineError, LayoutError, PlaceError, RangeError
+from trt_kvcache.names import TensorNames
 from trt_kvcache.reference import ReferenceEngine
 
-from .rig import DECODE, GOLDEN, SAME_LOGITS, Rig, random_ids
+from .rig import DECODE, GOLDEN, PREFILL, SAME_LOGITS, Rig, random_ids
 
 MODEL = "llama-llama3-bias"
-VOCAB = 67
+VOCAB, HEADS, HEAD_DIM = 67, 2, 16
 
 # Finite in every dtype, and large beside any key or value of the models.
 LARGE = 1e4
+
+
+def test_tensors_and_profiles_are_those_of_the_tensorrt_engine():
+    rig = Rig(MODEL, length=29, dtype="float16")
+    shape = (-1, HEADS, 29, HEAD_DIM)
+    specs = [
+        TensorSpec(name="input_ids", shape=(-1, -1), dtype="int32", mode=TensorMode.INPUT),
+        TensorSpec(name="kvcache_start_index", shape=(-1,), dtype="int32", mode=TensorMode.INPUT),
+        TensorSpec(name="last_token_ids", shape=(-1, 1), dtype="int32", mode=TensorMode.INPUT),
+        TensorSpec(name="logits", shape=(-1, VOCAB), dtype="float32", mode=TensorMode.OUTPUT),
+    ]
+    for name in ("k_cache_0", "v_cache_0", "k_cache_1", "v_cache_1"):
+        specs.append(TensorSpec(name=name, shape=shape, dtype="float16", mode=TensorMode.INPUT))
+        specs.append(TensorSpec(name=f"present_{name}", shape=shape, dtype="float16", mode=TensorMode.OUTPUT, alias=name))
+    assert dict(rig.engine.tensors) == {spec.name: spec for spec in specs}
+    assert [spec.mode for spec in rig.engine.tensors.values()] == [TensorMode.INPUT] * 7 + [TensorMode.OUTPUT] * 5
+    assert rig.engine.memory is rig.memory
+    found = [(each.name, each.min_batch, each.max_batch, each.min_width, each.max_width) for each in rig.engine.profiles]
+    assert found == [("prefill", 1, 3, 1, 24), ("decode", 1, 3, 1, 1)]
+
+
+# --- what a step writes ---
 
 
 @pytest.mark.parametrize("attention", ["native", "mask", "plugin"])
@@ -34,9 +63,50 @@ def test_a_step_writes_its_rows_and_no_other_byte(dtype, attention):
         assert (np.abs(new[written].astype(np.float32)) < 100).all()
 
 
+@pytest.mark.parametrize(("model", "dtype"), [("qwen2-tied", "float16"), ("llama-bfloat16-old", "bfloat16")])
+def test_stored_rows_are_rounded_once(model, dtype):
+    """Layer 0 does not depend on the cache: its rows are those of the float32 engine, rounded."""
+    exact, rounded = Rig(model), Rig(model, dtype=dtype)
+    for rig in (exact, rounded):
+        rig.step(random_ids(59, 1, 9), [0])
+    for wide, narrow in zip(exact.caches()[:2], rounded.caches()[:2], strict=True):
+        np.testing.assert_array_equal(wide[0, :, :9].astype(narrow.dtype), narrow[0, :, :9])
+
+
+def test_weights_are_rounded_to_the_dtype_of_the_cache(tmp_path):
+    """A checkpoint whose float32 weights bfloat16 can hold gives the same logits as the one that it was rounded from."""
+    rounded = shutil.copytree(GOLDEN / "llama", tmp_path / "rounded")
+    tensors = load_file(rounded / "model.safetensors")
+    save_file({name: array.astype(bfloat16).astype(np.float32) for name, array in tensors.items()}, rounded / "model.safetensors")
+    ids, widths = random_ids(61, 9), [8, 1]
+    logits = Rig(rounded, dtype="bfloat16").run(ids, widths)
+    np.testing.assert_array_equal(logits, Rig("llama", dtype="bfloat16").run(ids, widths))
+    assert np.abs(logits - Rig("llama").run(ids, widths)).max() > 1e-3
+
+
+@pytest.mark.parametrize("attention", ["native", "plugin"])
+def test_a_call_can_begin_at_any_slot(attention):
+    """Views that start at slot 2 of the cache; H * S * D * 4 bytes is a multiple of 256 here."""
+    whole, part = (Rig(MODEL, length=8, width=5, attention=attention) for _ in range(2))
+    ids = random_ids(VOCAB, 1, 5)
+    expected = whole.step(ids, [0])
+    part.poison(LARGE)
+    part.prepare(ids, [0])
+    for name, view in part.bindings():
+        part.engine.bind(name, view[2:3])
+    part.engine.enqueue(part.stream)
+    np.testing.assert_array_equal(part.logits[:1].numpy(), expected)
+    for written, reference in zip(part.caches(), whole.caches(), strict=True):
+        np.testing.assert_array_equal(written[2, :, :5], reference[0, :, :5])
+        assert (written[:2] == LARGE).all()
+
+
+# --- what a step reads ---
+
+
 @pytest.mark.parametrize(
     ("attention", "dead"),
-    [("native", np.nan), ("native", np.inf), ("plugin", np.nan), ("plugin", LARGE), ("mask", LARGE), ("mask", -LARGE)],
+    [(which, value) for which in ("native", "plugin") for value in (np.nan, np.inf, LARGE)] + [("mask", LARGE), ("mask", -LARGE)],
 )
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_dead_rows_change_no_bit(attention, dead, dtype):
@@ -46,8 +116,14 @@ def test_dead_rows_change_no_bit(attention, dead, dtype):
     np.testing.assert_array_equal(poisoned.run(ids, widths), clean.run(ids, widths))
 
 
+def test_a_larger_capacity_changes_nothing():
+    ids, widths = random_ids(VOCAB, 20), [12, 1, 6, 1]
+    np.testing.assert_array_equal(Rig(MODEL, length=83).run(ids, widths), Rig(MODEL).run(ids, widths))
+
+
 @pytest.mark.parametrize("attention", ["native", "plugin"])
 def test_a_ragged_batch_equals_each_row_alone(attention):
+    """Right-padded prefill of 3, 9 and 5 tokens, then two decode steps."""
     prompts = [random_ids(VOCAB, size, seed=size) for size in (3, 9, 5)]
     following = random_ids(VOCAB, 2, 3)
     padded = np.stack([np.pad(prompt, (0, 9 - len(prompt))) for prompt in prompts])
@@ -58,6 +134,36 @@ def test_a_ragged_batch_equals_each_row_alone(attention):
     for slot, prompt in enumerate(prompts):
         alone = Rig(MODEL).run([*prompt, *following[:, slot]], [len(prompt), 1, 1])
         np.testing.assert_allclose(np.array(batched)[:, slot], alone, rtol=0, atol=SAME_LOGITS)
+
+
+def test_a_full_slot_goes_up_to_the_last_row():
+    ids = random_ids(VOCAB, 29)
+    np.testing.assert_allclose(Rig(MODEL).run(ids, [24, 4, 1])[-1], Rig(MODEL, length=41).run(ids, [20, 9])[-1], rtol=0, atol=SAME_LOGITS)
+
+
+def test_each_profile_keeps_its_own_bindings_and_shapes():
+    rig, ids = Rig(MODEL), random_ids(VOCAB, 1, 7)
+    expected = rig.step(ids, [0])
+    rig.step(ids[:, :1], [7], profile=DECODE)
+    rig.engine.use_profile(PREFILL)
+    rig.engine.enqueue(rig.stream)
+    np.testing.assert_array_equal(rig.logits[:1].numpy(), expected)
+
+
+# --- refusals ---
+
+
+def refuses(act, message):
+    """Check that after ``act`` a step is refused and changes nothing."""
+    rig = Rig(MODEL)
+    rig.poison(3.0)
+    rig.prepare(random_ids(VOCAB, 2, 5), [0, 3])
+    states = ([*(array.tobytes() for array in rig.caches()), rig.logits.numpy().tobytes()] for _ in range(2))
+    before = next(states)
+    act(rig)
+    with pytest.raises(EngineError, match=message):
+        rig.engine.enqueue(rig.stream)
+    assert next(states) == before
 
 
 def zeros(*shape, dtype=np.float32):
@@ -73,6 +179,7 @@ def combined(rig):
     [
         ("k_cache_2", zeros(1), BindingError, "`k_cache_2`: the engine has no such tensor. It has input_ids, "),
         ("k_cache_0", zeros(3, 2, dtype=np.float16), BindingError, r"`k_cache_0` expects float32 \(-1, 2, 29, 16\), got float16 \(3, 2\)"),
+        ("logits", lambda _: Rig(MODEL).logits, BindingError, r"`logits`: expected a tensor in the engine's memory \(cpu\), got"),
         ("k_cache_0", lambda rig: zeros(10000)(rig)[4:], LayoutError, "`k_cache_0`: expected an address that is a multiple of 256, got 0x"),
         ("v_cache_0", combined, LayoutError, "`v_cache_0`: expected a dense view, got shape .* with strides"),
     ],
@@ -86,8 +193,40 @@ def test_wrong_bindings_are_refused_and_change_nothing(name, view, error, messag
     np.testing.assert_array_equal(rig.logits[:1].numpy(), Rig(MODEL).step(ids, [0]))
 
 
-def step(*values):
-    return lambda rig: rig.prepare(*values)
+def test_wrong_shapes_and_profiles_are_refused_and_change_nothing():
+    rig, ids = Rig(MODEL), random_ids(VOCAB, 1, 5)
+    rig.prepare(ids, [0])
+    within = r"`input_ids`: expected a shape within \[1\.\.3, 1\.\.24\] \(profile 'prefill'\)"
+    for name, shape, message in (
+        ("logits", (1, 67), "`logits`: expected an input, got an output"),
+        ("nothing", (1,), "`nothing`: the engine has no such tensor"),
+        ("input_ids", (4, 5), rf"{within}, got \[4, 5\]"),
+        ("input_ids", (1, 25), rf"{within}, got \[1, 25\]"),
+        ("input_ids", (1,), rf"{within}, got \[1\]"),
+        ("k_cache_1", (1, 2, 28, 16), r"`k_cache_1`: expected a shape within \[1\.\.3, 2, 29, 16\] .*, got \[1, 2, 28, 16\]"),
+    ):
+        with pytest.raises(BindingError, match=message):
+            rig.engine.set_input_shape(name, shape)
+    with pytest.raises(RangeError, match="profile: expected an integer from 0 to 1, got 2"):
+        rig.engine.use_profile(2)
+    rig.engine.enqueue(rig.stream)
+    np.testing.assert_array_equal(rig.logits[:1].numpy(), Rig(MODEL).step(ids, [0]))
+    rig.engine.use_profile(DECODE)
+    with pytest.raises(BindingError, match=r"within \[1\.\.3, 1\] \(profile 'decode'\), got \[1, 2\]"):
+        rig.engine.set_input_shape("input_ids", (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        (([[1, 2], [3, 67]], [0, 0]), r"`input_ids`: expected values from 0 to 66, got 67 at \[1, 1\]"),
+        (([[1, 2]], [0], [2]), r"`last_token_ids`: expected values from 0 to 1, got 2 at \[0\]"),
+        (([[1], [2]], [0, -1]), r"`kvcache_start_index`: expected values from 0 to 29, got -1 at \[1\]"),
+        (([[1]], [30]), r"`kvcache_start_index`: expected values from 0 to 29, got 30 at \[0\]"),
+    ],
+)
+def test_wrong_values_are_refused_before_anything_is_written(step, message):
+    refuses(lambda rig: rig.prepare(*step), message)
 
 
 def bind(name, view):
@@ -98,28 +237,27 @@ def one_slot(rig):
     return rig.cache.get_separate_kv_cache(0)[0][:1]
 
 
+def decode_shapes_only(rig):
+    rig.engine.use_profile(DECODE)
+    for name, spec in rig.engine.tensors.items():
+        if spec.mode is TensorMode.INPUT:
+            rig.engine.set_input_shape(name, [1 if size < 0 else size for size in spec.shape])
+
+
 @pytest.mark.parametrize(
     ("act", "message"),
     [
-        (step([[1, 2], [3, 67]], [0, 0]), r"`input_ids`: expected values from 0 to 66, got 67 at \[1, 1\]"),
-        (step([[1, 2]], [0], [2]), r"`last_token_ids`: expected values from 0 to 1, got 2 at \[0\]"),
-        (step([[1], [2]], [0, -1]), r"`kvcache_start_index`: expected values from 0 to 29, got -1 at \[1\]"),
         (bind("present_v_cache_1", zeros(3, 2, 29, 16)), "`present_v_cache_1`: expected the address of `v_cache_1`, 0x.* bind both"),
         (bind("k_cache_0", one_slot), r"`k_cache_0`: a step of shape \(2, 2, 29, 16\) needs more than the 3712 bytes bound"),
+        (bind("present_k_cache_0", one_slot), r"`present_k_cache_0`: a step of shape \(2, 2, 29, 16\) needs more than the 3712 bytes"),
+        (bind("logits", zeros(1, 67)), "`logits`: a step of shape"),
         (lambda rig: rig.engine.set_input_shape("v_cache_1", (1, 2, 29, 16)), "`v_cache_1`: expected 2 slots as `input_ids` has, got"),
+        (decode_shapes_only, "`input_ids`: nothing is bound for profile 'decode'"),
         (lambda rig: rig.engine.use_profile(DECODE), "`input_ids`: no shape was set for profile 'decode'"),
     ],
 )
 def test_what_does_not_fit_together_is_refused_before_anything_is_written(act, message):
-    rig = Rig(MODEL)
-    rig.poison(3.0)
-    rig.prepare(random_ids(VOCAB, 2, 5), [0, 3])
-    states = ([*(array.tobytes() for array in rig.caches()), rig.logits.numpy().tobytes()] for _ in range(2))
-    before = next(states)
-    act(rig)
-    with pytest.raises(EngineError, match=message):
-        rig.engine.enqueue(rig.stream)
-    assert next(states) == before
+    refuses(act, message)
 
 
 def test_a_foreign_stream_and_a_closed_cache():
@@ -139,15 +277,17 @@ def test_close_lets_go_and_is_idempotent():
     rig.engine.close()
     rig.engine.close()
     assert rig.memory.live_nbytes == live - 12  # the three inputs of one int32, which only the engine held
-    with pytest.raises(ClosedError, match="this ReferenceEngine is closed"):
-        rig.engine.enqueue(rig.stream)
+    for act in (lambda: rig.engine.enqueue(rig.stream), lambda: rig.engine.bind("logits", rig.logits), lambda: rig.engine.use_profile(0)):
+        with pytest.raises(ClosedError, match="this ReferenceEngine is closed"):
+            act()
 
 
-LAYER = KVLayerConfig(num_kv_heads=2, head_dim=16)
+def layer(heads=HEADS, head_dim=HEAD_DIM):
+    return KVLayerConfig(num_kv_heads=heads, head_dim=head_dim)
 
 
 def engine(changes=(), **options):
-    kv = KVCacheConfig(**{"layers": [LAYER] * 2, "max_batch_size": 3, "max_sequence_length": 29, "dtype": "float32", **dict(changes)})
+    kv = KVCacheConfig(**{"layers": [layer()] * 2, "max_batch_size": 3, "max_sequence_length": 29, "dtype": "float32", **dict(changes)})
     with Checkpoint.open(GOLDEN / MODEL) as checkpoint:
         return ReferenceEngine(checkpoint, **{"kv": kv, "max_prefill_length": 7, "memory": HostMemory(), **options})
 
@@ -155,14 +295,23 @@ def engine(changes=(), **options):
 @pytest.mark.parametrize(
     ("changes", "options", "error", "message"),
     [
-        ({"layers": [LAYER] * 3}, {}, ConfigError, r"kv\.layers: expected 2 as the model has, got 3"),
-        ({"layers": [LAYER, replace(LAYER, head_dim=32)]}, {}, ConfigError, r"kv\.layers\[1\]: .*head_dim=16.*head_dim=32"),
+        ({"layers": [layer()] * 3}, {}, ConfigError, r"kv\.layers: expected 2 as the model has, got 3"),
+        ({"layers": [layer(), layer(4)]}, {}, ConfigError, r"kv\.layers\[1\]: .*num_kv_heads=2.*num_kv_heads=4"),
+        ({"layers": [layer(), layer(2, 32)]}, {}, ConfigError, r"kv\.layers\[1\]: .*head_dim=16.*head_dim=32"),
         ({"dtype": "int8"}, {}, ConfigError, r"kv\.dtype: expected one of float16, bfloat16, float32, got 'int8', which is storage only"),
         ({}, {"max_prefill_length": 30}, ConfigError, "max_prefill_length: expected an integer from 1 to 29, got 30"),
         ({"layout": KVLayout.COMBINED}, {}, ConfigError, "kv.layout: expected .*SEPARATE for attention 'native', got .*COMBINED."),
+        ({}, {"attention": "plugin"}, ConfigError, "kv.layout: expected .*COMBINED for attention 'plugin', got .*SEPARATE."),
+        ({}, {"attention": "fused"}, ConfigError, "attention: expected one of native, mask, plugin, got 'fused'"),
         ({}, {"memory": SimpleNamespace(is_host=False, device="cuda:3")}, PlaceError, "expected host memory, .*, got cuda:3"),
     ],
 )
 def test_what_does_not_fit_the_model(changes, options, error, message):
     with pytest.raises(error, match=message):
         engine(changes, **options)
+
+
+def test_other_names():
+    tensors = engine(names=TensorNames(input_ids="tokens", k_cache="past.{i}.k", present_k_cache="now.{i}.k")).tensors
+    assert {"tokens", "past.1.k", "now.0.k", "v_cache_1"} <= set(tensors)
+    assert tensors["now.0.k"].alias == "past.0.k"
