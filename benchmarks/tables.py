@@ -120,8 +120,6 @@ def _gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield name, "no", ""
         elif name == "cache: compaction, capture, restore":
             yield from _moves(result, "gpu")
-        elif name == "attention":
-            yield from _attention(result)
         elif name == "segments: host time":
             yield from _segments(result)
         elif name.startswith("kernels: "):
