@@ -111,7 +111,8 @@ def moves(clock, model, lengths):
             calls.insert(0, compact)
         for name, nbytes, call in calls:
             seconds = clock.seconds(call, lambda: cache.reset_for_new_sequences(lengths, stream=stream))
-            limit = clock.copy_bytes_per_second(min(nbytes // 2, _MOST_COPIED), fresh=name == "capture")
+            copied = min(max(nbytes // 2, clock.least_copied), _MOST_COPIED)
+            limit = clock.copy_bytes_per_second(copied, fresh=name == "capture")
             result[name] = {
                 "mb": round(nbytes / 1e6, 1),
                 "us": round(seconds * 1e6, 1),
