@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from kernels.layers import LAYOUTS, check, make_layer, make_saved, saved_tensor
@@ -14,6 +16,7 @@ from trt_kvcache.kernels import (
     save_kv_cache_batched,
     save_kv_cache_layer_into_tensor,
 )
+from trt_kvcache.kernels.host import layers as host_layers
 
 # heads of each layer, B, S, D, dtype, tokens of the saved tensors, tokens to copy, slot
 CASES = {
@@ -62,3 +65,14 @@ def test_more_layers_than_a_launch_carries(memory, stream, layers):
         other.slots[0] = layer.slots[1, :, :, :2]
         layer.slots[0, :, :, :2] = other.slots[0]
     check(cache + saved)
+
+
+def test_large_copies_are_done_by_threads_that_have_ended(monkeypatch):
+    monkeypatch.setattr(host_layers, "_LEAST_NBYTES", 1)
+    done = []
+    host_layers.for_each_layer(lambda layer: done.append((layer, threading.current_thread().name)), range(9), 1)
+    assert sorted(layer for layer, _ in done) == list(range(9))
+    assert all(name.startswith("trt_kvcache") for _, name in done)
+    with pytest.raises(ZeroDivisionError):
+        host_layers.for_each_layer(lambda layer: done.append(1 // layer), [2, 0, 3], 1)
+    assert len(done) == 11
