@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from environment import describe_environment
+from environment import describe_environment, to_table, write_result
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -355,8 +355,8 @@ def main() -> int:
     result = measure(arguments.quick, max_seconds=arguments.max_seconds, only=arguments.only, dims=dims)
     for line in {*result["exceeded"], *result["left_out"]}:
         print(f"over the limit, or left out: {line}")
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(json.dumps({**describe_environment(gpu=True), **result}, indent=1) + "\n", encoding="utf-8")
+    tables = {name: to_table(result[name]) for name in ("decode", "prefill")}
+    write_result(arguments.out, {**describe_environment(gpu=True), **result, **tables})
     return 1 if result["exceeded"] else 0
 
 

@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from environment import of_table
+
 HERE = Path(__file__).parent
 README = HERE / "README.md"
 BEGIN, END = "<!-- results: benchmarks/tables.py -->", "<!-- end of results -->"
@@ -88,14 +90,14 @@ def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Both rows of the limits: with RoPE and append over a copy and in microseconds, without them beside others."""
     limits, rope, flash = content["limits"], "rope_append_attention", "FLASH_ATTENTION"
     large, best, small = [], [], []
-    for row in content.get("decode", []):
+    for row in of_table(content["decode"]):
         others = [one for one in row["peers_us"].values() if isinstance(one, float)]
         if row["kv_mb"] >= 64:
             large.append(row["of_copy"][rope])
             best += [row["us"]["attention"] / min(others)] if others else []
         elif row["kv_mb"] <= 8:
             small.append(row["us"][rope])
-    rows = [(row["us"]["attention"], row["peers_us"].get(flash)) for row in content.get("prefill", [])]
+    rows = [(row["us"]["attention"], row["peers_us"].get(flash)) for row in of_table(content["prefill"])]
     shares = [other / ours for ours, other in rows if isinstance(other, float)]
     for what, found, unit, limit in (
         ("decode from 64 MB of K and V: share of the copy bandwidth", large, "", f"at least {limits['of_copy']:g}"),

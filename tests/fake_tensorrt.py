@@ -33,7 +33,7 @@ class FakeStream:
 class FakeGpuMemory(HostMemory):
     """Host memory that says it is a GPU's."""
 
-    device = "cuda:0"
+    device, arch = "cuda:0", "sm_86"
     is_host = False
 
     def __init__(self):

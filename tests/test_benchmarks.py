@@ -65,8 +65,9 @@ def test_the_table_of_attention(monkeypatch):
         return {"kv_mb": mb, "of_copy": {"attention": 2, "rope_append_attention": share}, "us": times, "peers_us": others}
 
     decode = [row(64.0, 0.9, 41.0, a=50.0, b="none"), row(128.0, 1.1, 81.0, a=40.0), row(32.0, 0.1, 9.0), row(8.0, 0.1, 7.0)]
-    content = {"limits": limits, "decode": decode, "prefill": [row(1, 0, 11.0, FLASH_ATTENTION=9.5)]}
-    values = [value for _, value, _ in importlib.import_module("tables")._attention(content)]
+    to_table = importlib.import_module("environment").to_table
+    content = {"limits": limits, "decode": to_table(decode), "prefill": to_table([row(1, 0, 11.0, FLASH_ATTENTION=9.5)])}
+    values = [value for _, value, _ in importlib.import_module("tables")._attention(json.loads(json.dumps(content)))]
     assert values == ["0.90 to 1.10 (2 shapes)", "0.80 to 2.00 (2 shapes)", "7.00 to 7.00 us (1 shapes)", "0.95 to 0.95 (1 shapes)"]
 
 

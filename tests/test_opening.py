@@ -13,7 +13,7 @@ from small_model import write_model
 
 from trt_kvcache import InferenceSession, SamplingParams, opening
 from trt_kvcache.builder import build_engine
-from trt_kvcache.errors import ConfigError, EngineError
+from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
 from trt_kvcache.memory import HostMemory
 from trt_kvcache.opening import EngineFallbackWarning
 from trt_kvcache.reference import ReferenceEngine
@@ -68,7 +68,7 @@ class FakeGPU:
 
     def __init__(self, monkeypatch):
         self.memory = HostMemory()
-        self.failure, self.opened, self.built = None, [], []
+        self.failure, self.build_failure, self.opened, self.built = None, None, [], []
         monkeypatch.setattr(opening, "find_gpu", lambda device: None)
         monkeypatch.setattr(opening, "load_tensorrt", lambda flavour: None)
         monkeypatch.setattr(opening, "CudaMemory", lambda device, **_: self.memory)
@@ -85,6 +85,8 @@ class FakeGPU:
 
     def build(self, path, target, **options):
         self.built.append((path, target, options))
+        if self.build_failure is not None:
+            raise self.build_failure
         return type("Report", (), {"path": make_engine_folder(path, target).path})
 
 
@@ -186,6 +188,34 @@ def test_a_session_that_cannot_be_made_leaves_nothing(model, memories, monkeypat
         of_model(model)
     assert len(closed) == 1
     assert [memory.live_nbytes for memory in memories] == [0]
+
+
+def test_where_tensorrt_cannot_build(model, gpu):
+    gpu.build_failure = BuildError("no")
+    with pytest.raises(BuildError, match=r"^no$"):
+        InferenceSession.from_model(model, engine="tensorrt")
+    with pytest.warns(EngineFallbackWarning, match=r"^running the NumPy reference engine: no$"):
+        InferenceSession.from_model(model).close()
+    assert [target.parent.exists() for _, target, _ in gpu.built] == [False, False]
+
+
+def test_the_flavour_that_built_the_engine_must_be_there(folder, gpu, monkeypatch):
+    def load(flavour):
+        raise EngineError(f"{flavour} cannot be used.")
+
+    monkeypatch.setattr(opening, "load_tensorrt", load)
+    with pytest.warns(EngineFallbackWarning, match="tensorrt_rtx cannot be used"):
+        InferenceSession.open(folder).close()
+
+
+def test_without_a_gpu_nothing_is_built(model, gpu, monkeypatch):
+    def refuse(device, **_):
+        raise CudaError(NO_GPU)
+
+    monkeypatch.setattr(opening, "CudaMemory", refuse)
+    with pytest.raises(CudaError, match=NO_GPU):
+        InferenceSession.from_model(model, engine="tensorrt")
+    assert gpu.built == []
 
 
 class TestCompanions:

@@ -338,9 +338,13 @@ def test_shapes_agree_and_what_lies_between_is_not_bound(opens, fake, memory):
         engine.enqueue(FakeStream(0x77))
 
 
-def test_what_cannot_be_opened(opens, fake, folder, memory, tmp_path):
+def test_what_cannot_be_opened(opens, fake, folder, memory, monkeypatch, tmp_path):
     with pytest.raises(PlaceError, match="SegmentedEngine: expected the memory of a GPU"):
         SegmentedEngine.open(folder, memory=HostMemory())
+    with monkeypatch.context() as older:
+        older.setattr(memory, "arch", "sm_75", raising=False)
+        with pytest.raises(EngineError, match=r"capability 8\.0 or more, which our kernels need, got sm_75"):
+            opens()
     with pytest.raises(EngineError, match=r"got one in segments\. Open it with SegmentedEngine"):
         TensorRTEngine.open(folder, memory=memory)
     whole = make_engine_folder(write_model(tmp_path / "model"), tmp_path / "whole")

@@ -3,15 +3,15 @@
 import numpy as np
 import pytest
 from checkpoint.tokenizer_folders import byte_level_folder
-from fakes import kv_config, poison, recorded
+from fakes import VOCAB, kv_config, poison, recorded
 from hypothesis import given
 from hypothesis import strategies as st
-from test_session_order import ERRORS, before_or_after, journal, lengths
+from test_session_order import ERRORS, LineTracer, before_or_after, calls_of, journal, lengths
 
 from trt_kvcache import InferenceSession, PromptCache, SamplingParams
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.engine import EngineProfile
-from trt_kvcache.errors import ClosedError
+from trt_kvcache.errors import BindingError, CapacityError, ClosedError, RangeError, ShapeError
 
 S = 16
 
@@ -31,6 +31,7 @@ def outcome(handle):
 
 
 def alone(session, prompt, params):
+    """What ``generate`` makes of a prompt, in a session of its own."""
     events = list(session.generate([prompt], params))
     return tuple(event.token for event in events), "".join(event.text for event in events), events[-1].finish_reason
 
@@ -81,20 +82,73 @@ def test_random_arrivals_and_cancels(seed, slots, limit, one_profile, reuse):
             assert outcome(handle) == (tokens, text, reason)
 
 
-def test_the_others_go_on_while_a_long_prompt_comes_in():
-    session = make(slots=2)
+@pytest.mark.parametrize("limit", [S, 7])
+def test_the_others_go_on_while_a_long_prompt_comes_in(limit):
+    session = make(slots=2, limit=limit)
     first = session.submit([1], max_new_tokens=5)
     session.step()
-    second = session.submit(range(S), max_new_tokens=2)
+    second = session.submit(range(limit), max_new_tokens=2)
     third = session.submit([3], max_new_tokens=1)
     seen = []
     while moved := session.step():
         seen.append(([handle.index for handle in moved], first.state, second.state, third.state))
     assert seen[0] == ([0, 1], "decoding", "prefilling", "queued")
     starts = [step.start for step in session.engine.steps if len(step.input_ids[0]) > 1]
-    assert starts == ([[0], [4], [8], [12]])
-    assert outcome(second) == alone(make(), range(S), SamplingParams())
+    assert starts == ([[0], [4], [8], [12]] if limit == S else [[1, 0], [2, 4]])
+    assert outcome(second) == alone(make(limit=limit), range(limit), SamplingParams())
     assert [handle.finish_reason for handle in (first, second, third)] == ["length"] * 3
+
+
+@pytest.mark.parametrize("steps", range(7))
+def test_cancel(steps):
+    session = make(slots=2)
+    kept, handle = session.submit([1], max_new_tokens=6), session.submit([2] * 9, max_new_tokens=4)
+    for _ in range(steps):
+        session.step()
+    state, tokens = handle.state, handle.tokens
+    assert (state, len(tokens)) == (["queued", "prefilling", "prefilling", *["decoding"] * 3, "finished"][steps], max(0, steps - 2))
+    assert handle.cancel() is (steps < 6)
+    assert handle.cancel() is False
+    drain(session)
+    assert (handle.state, handle.tokens, handle.finish_reason) == ("finished", tokens, "length" if steps == 6 else "cancelled")
+    assert outcome(kept) == alone(make(), [1], SamplingParams(max_new_tokens=6))
+    assert session.cache.active_batch_size == 0
+
+
+class TestCalls:
+    def test_a_decode_step_after_a_decode_step(self):
+        session = make(slots=3)
+        handles = [session.submit([1, token], sampled(9, token)) for token in (2, 3)]
+        session.step()
+        session.step()
+        stream, moved = session._steps.stream, []
+        assert calls_of(session, lambda: moved.extend(session.step())) == [
+            ("upload", (2, 1), stream),
+            ("use_profile", 1),
+            ("enqueue", stream),
+            ("commit", 1, stream),
+            ("download", (2, VOCAB), stream),
+            ("synchronize", stream),
+        ]
+        assert (moved, session._sequences.samplers) == (handles, [(2, 3), (3, 3)])
+        assert [session.pending_tokens(slot) for slot in (0, 1)] == [handle.tokens[-1:] for handle in handles]
+
+    def test_a_new_prompt_runs_from_its_slot_over_views_that_are_made_once(self):
+        session = make(slots=3)
+        session.submit([1, 1], max_new_tokens=12)
+        session.step()
+        for _ in range(3):
+            for token in (2, 3):  # in slot 1, then in slot 2; they end together
+                session.submit([token] * 2, max_new_tokens=5 - token)
+                session.step()
+            session.step()
+            assert [session.tokens(slot)[0] for slot in range(3)] == [1, 2, 3]
+        steps = [step for step in session.engine.steps if step.profile == "prefill"]
+        assert [(step.input_ids, step.start) for step in steps] == [([[token] * 2], [0]) for token in (1, *[2, 3] * 3)]
+        for name in ("k_cache_0", "v_cache_1"):
+            assert steps[0].bound[name].ptr < steps[1].bound[name].ptr < steps[2].bound[name].ptr
+            assert len({id(step.bound[name]) for step in steps}) == 3
+        assert session.cache.lengths.tensor.ptr not in [step.bound["kvcache_start_index"].ptr for step in steps[1:]]
 
 
 def in_the_middle(tokenizer):
@@ -112,31 +166,72 @@ def seen(handles):
     return [(*outcome(handle), handle.state, handle.sampler) for handle in handles]
 
 
-@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
-@before_or_after
-def test_a_failure_of_any_call_leaves_everything_and_the_step_can_be_repeated(tokenizer, after, error):
-    calm, calm_handles = in_the_middle(tokenizer)
-    calm.step()
-    expected = seen(calm_handles)
-    drain(calm)
-    for index in range(100):
-        session, handles = in_the_middle(tokenizer)
-        before = seen(handles)
-        journal(session).fail_at(index, error, after=after)
-        try:
-            session.step()
-        except type(error):
-            assert seen(handles) == before
-            held = [session.tokens(slot) for slot in range(len(lengths(session)))]
-            assert {(*handle.prompt, *handle.tokens[:-1]) for handle in handles[1:3]} <= set(held)
-            session.step()
-        assert seen(handles) == expected
-        if not journal(session).failed:
-            break
-        poison(session.cache)
-        drain(session)
-        assert seen(handles) == seen(calm_handles)
-    assert index > 10
+class TestFailures:
+    @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
+    @before_or_after
+    def test_a_failure_of_any_call_leaves_everything_and_the_step_can_be_repeated(self, tokenizer, after, error):
+        calm, calm_handles = in_the_middle(tokenizer)
+        enqueued = len(calm.engine.steps)
+        calm.step()
+        enqueued = len(calm.engine.steps) - enqueued
+        expected = seen(calm_handles)
+        drain(calm)
+        for index in range(100):
+            session, handles = in_the_middle(tokenizer)
+            before = seen(handles)
+            journal(session).fail_at(index, error, after=after)
+            try:
+                session.step()
+            except type(error):
+                assert seen(handles) == before
+                held = [session.tokens(slot) for slot in range(len(lengths(session)))]
+                assert {(*handle.prompt, *handle.tokens[:-1]) for handle in handles[1:3]} <= set(held)
+                count = len(session.engine.steps)
+                session.step()
+                assert len(session.engine.steps) - count == enqueued, "nothing is run that had been run"
+            assert seen(handles) == expected
+            if not journal(session).failed:
+                break
+            poison(session.cache)
+            drain(session)
+            assert seen(handles) == seen(calm_handles)
+        assert index > 10
+
+    def test_ctrl_c_at_any_line_of_these_modules(self, tokenizer):
+        calm, calm_handles = in_the_middle(tokenizer)
+        mine = ("serving", "sequences.py", "request")
+        visits = {line: count for line, count in LineTracer(calm.step).visits.items() if any(part in line[0] for part in mine)}
+        drain(calm)
+        assert len(visits) > 100
+        for number, (line, count) in enumerate(visits.items()):  # at its first visit, at the last of the next
+            session, handles = in_the_middle(tokenizer)
+            with pytest.raises(KeyboardInterrupt):
+                LineTracer(session.step, at=(line, range(count)[-(number % 2)]))
+            drain(session)
+            assert seen(handles) == seen(calm_handles), line
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "kind", "text"),
+    [
+        ([], {}, ShapeError, "prompts[0]: expected at least one token, got none."),
+        ([1] * 17, {}, CapacityError, "prompt 0 has 17 tokens; that exceeds max_sequence_length=16. Nothing was changed."),
+        ([1], {"max_new_tokens": 0}, RangeError, "SamplingParams.max_new_tokens: expected"),
+    ],
+    ids=str,
+)
+def test_what_is_refused(prompt, options, kind, text):
+    session = make()
+    with pytest.raises(kind) as error:
+        session.submit(prompt, **options)
+    assert str(error.value).startswith(text)
+    assert (session.step(), session.submit([1]).index) == ([], 0)
+
+
+def test_an_engine_that_takes_whole_batches_only():
+    session = make(profiles=[EngineProfile(name="fixed", min_batch=3, max_batch=3, min_width=1, max_width=4)])
+    with pytest.raises(BindingError, match="no optimisation profile takes 1 slots of 1 new tokens"):
+        session.submit([1])
 
 
 def test_others_on_the_same_session():
@@ -149,6 +244,9 @@ def test_others_on_the_same_session():
     assert session.step() == [handle]
     with pytest.raises(ClosedError, match="another call has changed the sequences"):
         next(events)
+    session._cache.commit_sequence_length(1, stream=session._steps.stream)
+    with pytest.raises(RangeError, match="cache lengths: expected"):
+        session.step()
     session.close()
     for call in (session.step, lambda: session.submit([1])):
         with pytest.raises(ClosedError, match="this InferenceSession is closed"):

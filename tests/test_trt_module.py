@@ -92,3 +92,14 @@ def test_what_versions_have(installed, version, has):
     installed(tensorrt=fake_module(version))
     found = load("tensorrt")
     assert f"{found.has_kv_update:d}{found.has_native_attention:d}" == has
+
+
+def test_auto_prefers_what_serves_all_attentions(installed):
+    installed(tensorrt=fake_module("10.3.0"))
+    assert str(load()) == "tensorrt 10.3.0"
+    trt_module._import.cache_clear()
+    installed(tensorrt_rtx=fake_module("1.7.1"))
+    assert [load(flavour).flavour for flavour in ("auto", "tensorrt")] == ["tensorrt_rtx", "tensorrt"]
+    trt_module._import.cache_clear()
+    installed(tensorrt=fake_module("10.16.1"))
+    assert load().flavour == "tensorrt"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Sequence
+from operator import add
 from typing import Any
 
 import numpy as np
@@ -228,22 +229,20 @@ class Lengths(Uncopyable):
 
     def _commit_scalar(self, increment: int, stream: Any) -> None:
         capturing = self._memory.is_capturing(stream)
-        if not capturing:
-            self._check_room([increment] * len(self._bounds))
+        after = self._bounds if capturing else self._bounds_after([increment] * len(self._bounds))
         increment_length_tensor(self._active_tensor, increment, stream=stream)
-        if not capturing:
-            self._bounds = [bound + increment for bound in self._bounds]
+        self._bounds = after
 
     def _commit_values(self, values: list[int], stream: Any) -> None:
         if len(values) != len(self._bounds):
             raise ShapeError(f"increment: expected one value for each of {len(self._bounds)} active slots, got {len(values)}.")
-        for slot, value in enumerate(values):
-            if value < 0:
+        if values and min(values) < 0:
+            for slot, value in enumerate(values):
                 int_in_range(f"increment[{slot}]", value, 0)
-        self._check_room(values)
+        after = self._bounds_after(values)
         refuse_capture(self._memory, "commit_sequence_length with host values", stream)
         store_length_values(self._active_tensor, values, accumulate=True, stream=stream)
-        self._bounds = [bound + value for bound, value in zip(self._bounds, values, strict=True)]
+        self._bounds = after
 
     def _commit_tensor(self, increments: DeviceTensor, max_increment: int | None, stream: Any) -> None:
         if max_increment is None:
@@ -256,11 +255,10 @@ class Lengths(Uncopyable):
         if increments.shape != (len(self._bounds),):
             raise ShapeError(f"increment: expected shape ({len(self._bounds)},), one per active slot, got {increments.shape}.")
         capturing = self._memory.is_capturing(stream)
-        if not capturing:
-            self._check_room([limit] * len(self._bounds))
+        after = self._bounds if capturing else self._bounds_after([limit] * len(self._bounds))
         increment_length_tensor(self._active_tensor, increments, stream=stream)
+        self._bounds = after
         if not capturing:
-            self._bounds = [bound + limit for bound in self._bounds]
             self._exact = [False] * len(self._bounds)
 
     def replayed(self, increment: int, *, exact: bool = True) -> None:
@@ -277,8 +275,7 @@ class Lengths(Uncopyable):
         """
         self._check_open()
         number = int_in_range("increment", increment, 0)
-        self._check_room([number] * len(self._bounds))
-        self._bounds = [bound + number for bound in self._bounds]
+        self._bounds = self._bounds_after([number] * len(self._bounds))
         if not exact:
             self._exact = [False] * len(self._bounds)
 
@@ -428,12 +425,15 @@ class Lengths(Uncopyable):
         self._bounds[slot] = length
         self._exact[slot] = True
 
-    def _check_room(self, increments: Sequence[int]) -> None:
-        for slot, (bound, increment) in enumerate(zip(self._bounds, increments, strict=True)):
-            if bound + increment > self._max_sequence_length:
-                holds = "holds" if self._exact[slot] else "holds at most"
-                hint = "" if self._exact[slot] else " Call sync_lengths(stream=) to learn its exact length."
-                raise CapacityError(
-                    f"slot {slot} {holds} {bound} tokens; committing {increment} more exceeds "
-                    f"max_sequence_length={self._max_sequence_length}. Nothing was changed.{hint}"
-                )
+    def _bounds_after(self, increments: Sequence[int]) -> list[int]:
+        """Return the bounds with increments added; raise :class:`CapacityError` where one exceeds S."""
+        after = list(map(add, self._bounds, increments))
+        if after and max(after) > self._max_sequence_length:
+            slot = next(slot for slot, bound in enumerate(after) if bound > self._max_sequence_length)
+            holds = "holds" if self._exact[slot] else "holds at most"
+            hint = "" if self._exact[slot] else " Call sync_lengths(stream=) to learn its exact length."
+            raise CapacityError(
+                f"slot {slot} {holds} {self._bounds[slot]} tokens; committing {increments[slot]} more exceeds "
+                f"max_sequence_length={self._max_sequence_length}. Nothing was changed.{hint}"
+            )
+        return after

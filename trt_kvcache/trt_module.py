@@ -98,8 +98,8 @@ def load(flavour: str = "auto", *, error: type[KVCacheError] = EngineError) -> T
     Parameters
     ----------
     flavour : str
-        ``"tensorrt"``, ``"tensorrt_rtx"``, or ``"auto"``: full TensorRT if it is there, new enough and can start (it needs
-        a GPU), else TensorRT for RTX.
+        ``"tensorrt"``, ``"tensorrt_rtx"``, or ``"auto"``: full TensorRT if it is there, has KVCacheUpdate and can start (it needs
+        a GPU), else TensorRT for RTX, else an older TensorRT, for plugin attention.
     error : type
         What to raise.
 
@@ -110,12 +110,17 @@ def load(flavour: str = "auto", *, error: type[KVCacheError] = EngineError) -> T
     """
     if flavour not in FLAVOURS:
         raise error(f"TensorRT flavour: expected one of {', '.join(FLAVOURS)}, got {flavour!r}.")
-    tried = []
+    tried, older = [], []
     for candidate in FLAVOURS[1:] if flavour == "auto" else (flavour,):
         found = _import(candidate)
-        if isinstance(found, TensorRT):
+        if isinstance(found, str):
+            tried.append(f"{candidate}: {found}")
+        elif found.has_kv_update:
             return found
-        tried.append(f"{candidate}: {found}")
+        else:
+            older.append(found)
+    if older:
+        return older[0]
     raise error(f"TensorRT cannot be used. {' '.join(tried)}")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import warnings
 
 import pytest
 
@@ -73,6 +75,14 @@ def test_large_copies_are_done_by_threads_that_have_ended(monkeypatch):
     host_layers.for_each_layer(lambda layer: done.append((layer, threading.current_thread().name)), range(9), 1)
     assert sorted(layer for layer, _ in done) == list(range(9))
     assert all(name.startswith("trt_kvcache") for _, name in done)
+    if hasattr(os, "fork"):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads, which is what is tried
+            child = os.fork()
+        if not child:
+            host_layers.for_each_layer(done.append, range(9), 1)
+            os._exit(len(done) - 18)
+        assert os.waitpid(child, 0)[1] == 0
     with pytest.raises(ZeroDivisionError):
         host_layers.for_each_layer(lambda layer: done.append(1 // layer), [2, 0, 3], 1)
     assert len(done) == 11

@@ -11,6 +11,9 @@ ELEMENTS = {"float16": "Float16", "bfloat16": "BFloat16"}
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_GROUP = 16
 
+#: The first architecture that has their instructions, ``sm_80``.
+FIRST_ARCH = 80
+
 #: What a scale, and a softcap, may be: the kernels' scores, in float32, are neither lost nor infinite.
 LEAST_FACTOR, MOST_FACTOR = 1e-6, 1e6
 

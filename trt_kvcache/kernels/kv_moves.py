@@ -53,26 +53,8 @@ def save_kv_cache_layer_into_tensor(dst: DeviceTensor, src: DeviceTensor, batch_
 
 
 def instantiate_kv_cache_layer_from_tensor(dst: DeviceTensor, src: DeviceTensor, batch_idx: int, *, stream: Any) -> None:
-    """Instantiate K and V of one slot of one layer from a saved tensor. Lengths are not touched.
+    """Instantiate the slot from the tensor: :func:`save_kv_cache_layer_into_tensor` the other way round. Lengths are not touched.
 
-    Parameters
-    ----------
-    dst : DeviceTensor ``[B, 2, H, S, D]``
-        The combined view of a layer, of any layout; the first n tokens of the slot are overwritten, ``n <= S``.
-    src : DeviceTensor ``[2, H, n, D]``
-        Dense.
-    batch_idx : int
-        The slot.
-    stream : cuda.core.Stream or GraphBuilder
-        The copy is ordered on it; the call neither waits nor allocates.
-
-    Raises
-    ------
-    ShapeError, DTypeError, PlaceError, LayoutError, SlotError, ClosedError
-        Nothing was changed.
-
-    Notes
-    -----
     ``instantiateKVCacheLayerFromTensor`` of TensorRT Edge-LLM (seed 004).
     """
     destination = _check_single(dst, src, batch_idx, stream)
@@ -142,28 +124,8 @@ def save_kv_cache_batched(
 def instantiate_kv_cache_batched(
     dst_layer_infos: KVLayerInfos, src_layer_infos: KVLayerInfos, batch_idx: int, sequence_length: int, *, stream: Any
 ) -> None:
-    """Instantiate one slot of all layers of a head-dim group from saved tensors, in one launch for every 64 layers.
+    """Instantiate the slot from the tensors: :func:`save_kv_cache_batched` the other way round. Lengths are not touched.
 
-    Parameters
-    ----------
-    dst_layer_infos : KVLayerInfos
-        The cache's layers. Lengths are not touched.
-    src_layer_infos : KVLayerInfos
-        As many saved tensors ``[2, H_i, n, D]``, ``n >= sequence_length``.
-    batch_idx : int
-        The slot.
-    sequence_length : int
-        Tokens to copy.
-    stream : cuda.core.Stream or GraphBuilder
-        The copies are ordered on it; the call neither waits nor allocates.
-
-    Raises
-    ------
-    ShapeError, DTypeError, PlaceError, SlotError, RangeError, ClosedError
-        Nothing was changed.
-
-    Notes
-    -----
     ``instantiateKVCacheBatched`` of TensorRT Edge-LLM (seed 004).
     """
     slot, tokens = _check_batched(dst_layer_infos, src_layer_infos, batch_idx, sequence_length, stream)

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from trt_kvcache.dtypes import itemsize
-from trt_kvcache.errors import ClosedError, LayoutError, ShapeError
+from trt_kvcache.errors import ShapeError
+from trt_kvcache.kernels.device_infos import DeviceInfos
 from trt_kvcache.kernels.layer_views import CACHE_NDIM, SAVED_NDIM, check_layer, check_same
 from trt_kvcache.layout import row_nbytes
-from trt_kvcache.memory import Memory
 from trt_kvcache.tensor import DeviceTensor
-from trt_kvcache.uncopyable import Uncopyable
 
 
 class KVLayerInfo(NamedTuple):
-    """Where one layer is. On the device: five 64-bit integers in this order (``KVLayer`` in ``plugins/layers.cuh``)."""
+    """Where one layer is. On the device: five 64-bit integers in this order (``KVLayer`` in ``plugins/kv.cu``)."""
 
     #: Address of K of slot 0.
     data: int
@@ -37,7 +34,7 @@ def _info(view: DeviceTensor) -> KVLayerInfo:
     return KVLayerInfo(view.ptr, slot_stride, kv_stride, heads, sequence_length)
 
 
-class KVLayerInfos(Uncopyable):
+class KVLayerInfos(DeviceInfos[KVLayerInfo]):
     """The layers of one head-dim group: addresses and strides, on the host and on the device (seed 004, ``KVLayerInfo``).
 
     Parameters
@@ -58,33 +55,26 @@ class KVLayerInfos(Uncopyable):
 
     Notes
     -----
-    It keeps the memory of the views alive, not their owner open. ``KVHeadDimGroupView`` of seed 003 shows what is here.
+    ``KVHeadDimGroupView`` of seed 003 shows what is here.
     """
 
     def __init__(self, views: Sequence[DeviceTensor], *, stream: Any) -> None:
         if isinstance(views, DeviceTensor) or not views:
             raise ShapeError("views: expected a sequence of layers, at least one.")
-        self._views = tuple(views)
-        first = self._views[0]
+        first = views[0]
         ndim = CACHE_NDIM if getattr(first, "ndim", None) == CACHE_NDIM else SAVED_NDIM
-        for index, view in enumerate(self._views):
+        for index, view in enumerate(views):
             check_layer(f"views[{index}]", view, ndim)
             check_same("views[0]", first, f"views[{index}]", view)
             axis, what = (0, "slots") if ndim == CACHE_NDIM else (2, "tokens")
             if view.shape[axis] != first.shape[axis]:
                 raise ShapeError(f"views[{index}]: expected {first.shape[axis]} {what} as views[0], got {view.shape[axis]}.")
         first.memory.check_stream(stream)
-        self._closed = False
-        self._host = tuple(map(_info, self._views))
-        self._allocations = tuple({id(view.allocation): view.allocation for view in self._views}.values())
-        #: Where the layers are.
-        self.memory: Memory = first.memory
+        super().__init__(views, [_info(view) for view in views], stream=stream, on_device=ndim == CACHE_NDIM)
         #: The dtype of all layers.
         self.dtype = first.dtype
         #: Whether these are saved tensors ``[2, H_i, n, D]`` rather than layers of a cache.
         self.is_saved = ndim == SAVED_NDIM
-        #: Layers of the group.
-        self.num_layers = len(self._views)
         #: Elements of a row, the same in all layers.
         self.head_dim = first.shape[-1]
         #: Bytes of a row: one token of one head.
@@ -95,19 +85,6 @@ class KVLayerInfos(Uncopyable):
         self.max_batch_size = 1 if self.is_saved else first.shape[0]
         #: Tokens that fit into a slot of every layer: the smallest S_i, or n.
         self.shortest_sequence = min(info.max_sequence_length for info in self._host)
-        self._device: DeviceTensor | None = None
-        if not self.is_saved:
-            self._device = self.memory.to_device(np.array(self._host, np.int64), stream=stream)
-
-    @property
-    def views(self) -> tuple[DeviceTensor, ...]:
-        """The layers, as they were given."""
-        return self._views
-
-    @property
-    def host(self) -> tuple[KVLayerInfo, ...]:
-        """One info per layer."""
-        return self._host
 
     @property
     def device_layer_infos(self) -> DeviceTensor:
@@ -119,25 +96,7 @@ class KVLayerInfos(Uncopyable):
             These are saved tensors.
         ClosedError
         """
-        if self._closed:
-            raise ClosedError("these KVLayerInfos are closed.")
-        if self._device is None:
-            raise LayoutError("KVLayerInfos of saved tensors have no device array: their addresses travel in the launch.")
-        return self._device
-
-    def check_open(self) -> None:
-        """Raise :class:`ClosedError` if this, or the owner of a layer, is closed."""
-        closed = self._closed
-        for allocation in self._allocations:
-            closed = closed or allocation.closed
-        if closed:
-            raise ClosedError("these KVLayerInfos, or the memory behind them, are closed.")
-
-    def close(self) -> None:
-        """Release the device array. Idempotent. The layers stay."""
-        self._closed = True
-        if self._device is not None:
-            self._device.allocation.close()
+        return self._device_infos()
 
 
 def check_kind(name: str, infos: KVLayerInfos, *, saved: bool) -> None:

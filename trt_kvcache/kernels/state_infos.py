@@ -5,15 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from trt_kvcache.dtypes import itemsize
-from trt_kvcache.errors import ClosedError, LayoutError, PlaceError, ShapeError
+from trt_kvcache.errors import LayoutError, PlaceError, ShapeError
+from trt_kvcache.kernels.device_infos import DeviceInfos
 from trt_kvcache.kernels.layer_views import check_memory, check_open
 from trt_kvcache.layout import dense_nbytes, is_dense
-from trt_kvcache.memory import Memory
 from trt_kvcache.tensor import DeviceTensor
-from trt_kvcache.uncopyable import Uncopyable
 
 
 class StateInfo(NamedTuple):
@@ -39,7 +36,7 @@ def _info(name: str, view: DeviceTensor) -> StateInfo:
     return StateInfo(view.ptr, slot_stride, row)
 
 
-class StateInfos(Uncopyable):
+class StateInfos(DeviceInfos[StateInfo]):
     """The states of one kind: addresses, strides and sizes, on the host and on the device.
 
     Parameters
@@ -55,68 +52,32 @@ class StateInfos(Uncopyable):
         The views are none, or do not belong together.
     CapacityError, CaptureError
         The device array could not be allocated.
-
-    Notes
-    -----
-    It keeps the memory of the views alive, not their owner open.
     """
 
     def __init__(self, views: Sequence[DeviceTensor], *, stream: Any) -> None:
         if isinstance(views, DeviceTensor) or not views:
             raise ShapeError("views: expected a sequence of states, at least one.")
-        self._views = tuple(views)
-        for index, view in enumerate(self._views):
+        for index, view in enumerate(views):
             if not isinstance(view, DeviceTensor):
                 raise PlaceError(f"views[{index}]: expected a DeviceTensor, got {type(view).__name__}.")
-            check_memory(f"views[{index}]", view, self._views[0].memory)
+            check_memory(f"views[{index}]", view, views[0].memory)
             check_open(f"views[{index}]", view)
-        self._host = tuple(_info(f"views[{index}]", view) for index, view in enumerate(self._views))
-        first = self._views[0]
-        for index, view in enumerate(self._views):
+        infos = [_info(f"views[{index}]", view) for index, view in enumerate(views)]
+        first = views[0]
+        for index, view in enumerate(views):
             if len(view) != len(first):
                 raise ShapeError(f"views[{index}]: expected {len(first)} slots as views[0], got {len(view)}.")
         first.memory.check_stream(stream)
-        self._closed = False
-        self._allocations = tuple({id(view.allocation): view.allocation for view in self._views}.values())
-        #: Where the states are.
-        self.memory: Memory = first.memory
-        #: Recurrent layers.
-        self.num_layers = len(self._views)
+        super().__init__(views, infos, stream=stream)
         #: Slots, B.
         self.max_batch_size = len(first)
         #: Bytes of the largest state of a slot.
         self.max_row_nbytes = max(info.row_nbytes for info in self._host)
-        self._device = self.memory.to_device(np.array(self._host, np.int64), stream=stream)
-
-    @property
-    def views(self) -> tuple[DeviceTensor, ...]:
-        """The states, as they were given."""
-        return self._views
-
-    @property
-    def host(self) -> tuple[StateInfo, ...]:
-        """One info per layer."""
-        return self._host
 
     @property
     def device_state_infos(self) -> DeviceTensor:
         """The same in the memory of the states, int64 ``[num_layers, 3]``."""
-        if self._closed:
-            raise ClosedError("these StateInfos are closed.")
-        return self._device
-
-    def check_open(self) -> None:
-        """Raise :class:`ClosedError` if this, or the owner of a state, is closed."""
-        closed = self._closed
-        for allocation in self._allocations:
-            closed = closed or allocation.closed
-        if closed:
-            raise ClosedError("these StateInfos, or the memory behind them, are closed.")
-
-    def close(self) -> None:
-        """Release the device array. Idempotent. The states stay."""
-        self._closed = True
-        self._device.allocation.close()
+        return self._device_infos()
 
 
 def check_states(name: str, states: StateInfos) -> None:

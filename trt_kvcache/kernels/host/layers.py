@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
 from typing import TypeVar
 
@@ -19,16 +19,22 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(4, os.cpu_count() or 1), thread_name_prefix="trt_kvcache")
 
 
+if hasattr(os, "register_at_fork"):  # a forked process has none of the threads
+    os.register_at_fork(after_in_child=_threads.cache_clear)
+
+
 def for_each_layer(work: Callable[[_Layer], object], layers: Iterable[_Layer], nbytes: int) -> None:
     """Call ``work`` for each layer, which must touch nothing of another. All are done when this returns or raises."""
     if nbytes < _LEAST_NBYTES:
         for layer in layers:
             work(layer)
         return
-    calls = [_threads().submit(work, layer) for layer in layers]
+    calls: list[Future[object]] = []
     try:
+        for layer in layers:
+            calls.append(_threads().submit(work, layer))
         wait(calls)
     finally:
-        wait(calls)  # again, if the first was interrupted
+        wait(calls)  # also what had begun when this was interrupted
     for call in calls:
         call.result()

@@ -1,0 +1,70 @@
+"""``DeviceInfos``: where the tensors of several layers are, on the host and on the device, for kernels that serve all of them at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+
+from trt_kvcache.errors import ClosedError, LayoutError
+from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.uncopyable import Uncopyable
+
+_Info = TypeVar("_Info", bound=tuple[int, ...])
+
+
+class DeviceInfos(Uncopyable, Generic[_Info]):
+    """One info of 64-bit integers per view. It keeps the memory of the views alive, not their owner open.
+
+    Parameters
+    ----------
+    views, infos : sequence
+        Checked, one per layer.
+    stream : cuda.core.Stream
+        The device array is made on it, once.
+    on_device : bool
+        Whether there is one.
+    """
+
+    def __init__(self, views: Sequence[DeviceTensor], infos: Sequence[_Info], *, stream: Any, on_device: bool = True) -> None:
+        self._views = tuple(views)
+        self._host = tuple(infos)
+        self._closed = False
+        self._allocations = tuple({id(view.allocation): view.allocation for view in views}.values())
+        #: Where the views are.
+        self.memory = views[0].memory
+        #: Layers.
+        self.num_layers = len(views)
+        self._device = self.memory.to_device(np.array(self._host, np.int64), stream=stream) if on_device else None
+
+    @property
+    def views(self) -> tuple[DeviceTensor, ...]:
+        """The tensors, as they were given."""
+        return self._views
+
+    @property
+    def host(self) -> tuple[_Info, ...]:
+        """One info per layer."""
+        return self._host
+
+    def _device_infos(self) -> DeviceTensor:
+        if self._closed:
+            raise ClosedError(f"these {type(self).__name__} are closed.")
+        if self._device is None:
+            raise LayoutError(f"{type(self).__name__} of saved tensors have no device array: their addresses travel in the launch.")
+        return self._device
+
+    def check_open(self) -> None:
+        """Raise :class:`ClosedError` if this, or the owner of a view, is closed."""
+        closed = self._closed
+        for allocation in self._allocations:
+            closed = closed or allocation.closed
+        if closed:
+            raise ClosedError(f"these {type(self).__name__}, or the memory behind them, are closed.")
+
+    def close(self) -> None:
+        """Release the device array. Idempotent. The views stay."""
+        self._closed = True
+        if self._device is not None:
+            self._device.allocation.close()
