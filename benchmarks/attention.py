@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.util
 import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from attention_peers import Call, peers
 from environment import describe_environment, to_table, write_result
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.attention import SDPBackend
 
 HERE = Path(__file__).resolve().parent
 sys.path.append(str(HERE.parent / "tests"))
@@ -57,10 +55,8 @@ _LARGE = {
         *((2, 1000, 500, 1, 64), (2, 700, 10, 4, 96), (1, 500, 0, 8, 80)),
     ],
 }
-_FLEX = {(8, 1, 8192, 4, 128), (1, 8192, 0, 4, 128)}  # torch compiles it anew for each shape
 
 Shape = tuple[int, int, int, int, int]
-Call = Callable[[], object]
 
 
 def shapes(which: str, quick: bool, dims: Sequence[int]) -> list[Shape]:
@@ -205,49 +201,6 @@ def check(gpu: Gpu, which: str) -> dict[str, float]:
     return errors
 
 
-def _peers(problem: Problem, shape: Shape) -> Iterator[tuple[str, Callable[[], list[Call]]]]:
-    """Yield names of others, and what makes their calls: one for each cache, over K and V as each wants them."""
-    batch, width, past, group, _ = shape
-    causal, q = width > 1, problem.q
-    both = [(c[:, 0], c[:, 1]) for c in problem.caches] if past else [(problem.k.transpose(1, 2), problem.v.transpose(1, 2))]
-
-    def over(call: Callable[..., object], *, heads_first: bool = False) -> list[Call]:
-        kv = [[(x if heads_first else x.transpose(1, 2)).contiguous() for x in one] for one in both]
-        rows = q.transpose(1, 2).contiguous() if heads_first else q
-        return [lambda k=k, v=v: call(rows, k, v) for k, v in kv]
-
-    def sdpa(backend: Any) -> list[Call]:
-        def call(*tensors: Any) -> None:
-            with sdpa_kernel(backend):
-                scaled_dot_product_attention(*tensors, is_causal=causal, enable_gqa=group > 1)
-
-        return over(call, heads_first=True)
-
-    def flex() -> list[Call]:
-        module = importlib.import_module("torch.nn.attention.flex_attention")
-        mask = module.create_block_mask(lambda b, h, i, j: i >= j, None, None, width, width) if causal else None
-        return over(partial(torch.compile(module.flex_attention), block_mask=mask, enable_gqa=group > 1), heads_first=True)
-
-    def flash_attention() -> list[Call]:
-        module = importlib.import_module("flash_attn")
-        return over(partial(module.flash_attn_func if causal else module.flash_attn_with_kvcache, causal=causal))
-
-    def flash_infer() -> list[Call]:
-        module = importlib.import_module("flashinfer")
-        if causal:
-            return over(lambda q, k, v: module.single_prefill_with_kv_cache(q[0], k[0], v[0], causal=True))
-        return over(lambda q, k, v: module.single_decode_with_kv_cache(q[0, 0], k[0], v[0]))
-
-    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
-        if not (causal and past):  # their causal mask starts at the first key
-            yield backend.name, partial(sdpa, backend)
-    if shape in _FLEX:
-        yield "flex_attention", flex
-    for name, make in (("flash_attn", flash_attention), ("flashinfer", flash_infer)):
-        if importlib.util.find_spec(name) and (name != "flashinfer" or batch == 1):
-            yield name, make
-
-
 def measure_one(gpu: Gpu, shape: Shape, copy: float, peak: float) -> dict[str, Any]:
     """Measure one shape: microseconds of each row and each other, and what share of the peak of this GPU a row has."""
     batch, width, past, group, dim = shape
@@ -265,10 +218,10 @@ def measure_one(gpu: Gpu, shape: Shape, copy: float, peak: float) -> dict[str, A
     if not decode:
         row["tflops"] = {name: round(flop / one / 1e12, 1) for name, one in seconds.items()}
     others: dict[str, Any] = {}
-    for name, make in _peers(problem, shape):
+    for name, make in peers(problem, shape):
         try:
             others[name] = round(_torch_seconds(make(), least) * 1e6, 2)
-        except (RuntimeError, ImportError, OSError, TypeError, ValueError, AttributeError) as error:
+        except (RuntimeError, ImportError, OSError, TypeError, ValueError, AttributeError, AssertionError) as error:
             others[name] = f"{type(error).__name__}: {error}"[:120]
             torch.cuda.synchronize()
     return {**row, "peers_us": others}

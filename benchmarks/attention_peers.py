@@ -1,0 +1,81 @@
+"""The attention of others, as far as it is installed, for ``attention.py``."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+Call = Callable[[], object]
+
+_FLEX = {(8, 1, 8192, 4, 128), (1, 8192, 0, 4, 128)}  # torch compiles it anew for each shape
+_PAGE = 16  # of FlashInfer
+
+
+def peers(problem: Any, shape: tuple[int, int, int, int, int]) -> Iterator[tuple[str, Callable[[], list[Call]]]]:
+    """Yield names of others, and what makes their calls: one for each cache, over K and V as each wants them."""
+    batch, width, past, group, dim = shape
+    causal, q, kv_heads = width > 1, problem.q, problem.k.shape[2]
+    both = [(c[:, 0], c[:, 1]) for c in problem.caches] if past else [(problem.k.transpose(1, 2), problem.v.transpose(1, 2))]
+
+    def over(call: Callable[..., object], *, heads_first: bool = False, page: int = 1) -> list[Call]:
+        def copy(x: torch.Tensor) -> torch.Tensor:
+            return (x if heads_first else pad(x.transpose(1, 2), (0, 0, 0, 0, 0, -x.shape[2] % page))).contiguous()
+
+        rows = q.transpose(1, 2).contiguous() if heads_first else q
+        return [partial(call, rows, copy(k), copy(v)) for k, v in both]
+
+    def sdpa(backend: Any) -> list[Call]:
+        def call(*tensors: Any) -> object:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(*tensors, is_causal=causal, enable_gqa=group > 1)
+
+        return over(call, heads_first=True)
+
+    def flex() -> list[Call]:
+        module = importlib.import_module("torch.nn.attention.flex_attention")
+        mask = module.create_block_mask(lambda b, h, i, j: i >= j, None, None, width, width) if causal else None
+        return over(partial(torch.compile(module.flex_attention), block_mask=mask, enable_gqa=group > 1), heads_first=True)
+
+    def flash_attention(name: str) -> list[Call]:
+        module = importlib.import_module(name)
+        decode = getattr(module, "flash_attn_with_kvcache", module.flash_attn_func)
+        return over(partial(module.flash_attn_func if causal else decode, causal=causal))
+
+    def flash_infer() -> list[Call]:
+        module = importlib.import_module("flashinfer")
+        if causal:
+            return over(lambda q, k, v: module.single_prefill_with_kv_cache(q[0], k[0], v[0], causal=True))
+        if batch == 1:
+            return over(lambda q, k, v: module.single_decode_with_kv_cache(q[0, 0], k[0], v[0], use_tensor_cores=group > 1))
+        count, numbers = past // _PAGE + 1, partial(torch.arange, dtype=torch.int32, device=q.device)
+        first, pages = numbers(0, batch * count + 1, count), numbers(batch * count)  # those of a slot follow each other
+        last = torch.full_like(first[1:], past % _PAGE + 1)
+        wrapper = module.BatchDecodeWithPagedKVCacheWrapper(
+            torch.zeros(128 * 2**20, dtype=torch.uint8, device=q.device),
+            use_cuda_graph=True,
+            use_tensor_cores=group > 1,
+            paged_kv_indptr_buffer=first,
+            paged_kv_indices_buffer=pages,
+            paged_kv_last_page_len_buffer=last,
+        )
+        wrapper.plan(first, pages, last, kv_heads * group, kv_heads, dim, _PAGE, q_data_type=q.dtype)
+        paged = (-1, _PAGE, kv_heads, dim)
+        return over(lambda q, k, v: wrapper.run(q[:, 0], (k.view(paged), v.view(paged))), page=_PAGE)
+
+    for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
+        if not (causal and past):  # their causal mask starts at the first key
+            yield backend.name, partial(sdpa, backend)
+    if shape in _FLEX:
+        yield "flex_attention", flex
+    if find_spec("flash_attn"):
+        name = "flash_attn.cute" if find_spec("flash_attn.cute") else "flash_attn"
+        yield name, partial(flash_attention, name)
+    if find_spec("flashinfer"):
+        yield "flashinfer", flash_infer
