@@ -1,3 +1,4 @@
+import os
 import subprocess
 import sys
 
@@ -5,6 +6,7 @@ import pytest
 
 from trt_kvcache import __version__
 from trt_kvcache.errors import ClosedError
+from trt_kvcache.session import InferenceSession
 
 from .conftest import SHIPPED
 
@@ -33,6 +35,16 @@ def test_what_a_command_raises_is_one_line(run, monkeypatch, raised, code, compl
     monkeypatch.setattr("trt_kvcache.cli.memory.estimate_memory", fail)
     done = run("memory", SHIPPED)
     assert (done.code, done.out, done.err) == (code, "", f"{complaint}\n")
+
+
+@pytest.mark.parametrize("command", [("generate", "-p", "A"), ("chat",), ("serve-file", SHIPPED / "config.json", "-o", os.devnull)])
+def test_cuda_graphs_are_a_switch(run, monkeypatch, command):
+    def refuse(folder, **options):
+        raise ClosedError(f"{options['cuda_graphs']}")
+
+    monkeypatch.setattr(InferenceSession, "from_model", refuse)
+    for switches, wanted in ([], True), (["--no-cuda-graphs"], False):
+        assert run(command[0], SHIPPED, *command[1:], *switches).err == f"error: {wanted}\n"
 
 
 @pytest.mark.parametrize(("module", "arguments"), [("rich", ["--help"]), ("tokenizers", ["generate", SHIPPED, "-p", "Alice"])])

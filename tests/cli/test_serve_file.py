@@ -22,9 +22,10 @@ def serve(run, tmp_path):
 
 
 def test_lines_of_text(serve, tmp_path):
-    done, answers = serve(STRAIGHT + "\r", " ", ALICE, "“Oh", STRAIGHT)
+    done, answers = serve(STRAIGHT + "\r", " ", ALICE, "“Oh", STRAIGHT, options=(*REFERENCE, "--prompt-cache", 1))
     assert (done.code, done.out) == (0, f"{tmp_path / 'answers.jsonl'}: 4 of 4 answers\n")
     assert done.err.startswith("ReferenceEngine on cpu: prefill ")
+    assert " more were in the cache) in " in done.err
     assert sorted(answer["index"] for answer in answers) == [0, 1, 2, 3]
     texts = {answer["index"]: answer["text"] for answer in answers}
     assert texts[0] == texts[3]

@@ -6,19 +6,8 @@ import sys
 from typing import Any
 
 from trt_kvcache.checkpoint.tokenizer import TOKENIZER_FILE
+from trt_kvcache.cli import opening
 from trt_kvcache.cli.console import complain, messages, note, put
-from trt_kvcache.cli.opening import (
-    AttentionOption,
-    DTypeOption,
-    EngineName,
-    EngineOption,
-    FlavourName,
-    FlavourOption,
-    Folder,
-    MaxSequenceLength,
-    open_session,
-    session_source,
-)
 from trt_kvcache.cli.sampling import MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
 from trt_kvcache.cli.session_notes import note_statistics, warn_of_full_cache
 from trt_kvcache.errors import CapacityError, ConfigError, KVCacheError
@@ -29,7 +18,7 @@ _HELP = "/undo takes the last turn back, /reset starts anew, /stats shows times 
 
 
 def chat(
-    folder: Folder,
+    folder: opening.Folder,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -37,11 +26,12 @@ def chat(
     min_p: MinP = None,
     seed: Seed = None,
     stop: Stop = None,
-    engine: EngineOption = EngineName.auto,
-    flavour: FlavourOption = FlavourName.auto,
-    max_sequence_length: MaxSequenceLength = None,
-    dtype: DTypeOption = None,
-    attention: AttentionOption = None,
+    engine: opening.EngineOption = opening.EngineName.auto,
+    flavour: opening.FlavourOption = opening.FlavourName.auto,
+    cuda_graphs: opening.CudaGraphs = True,
+    max_sequence_length: opening.MaxSequenceLength = None,
+    dtype: opening.DTypeOption = None,
+    attention: opening.AttentionOption = None,
 ) -> None:
     """Talk to a model. A model without a chat template continues your text instead.
 
@@ -50,17 +40,8 @@ def chat(
     options = sampling_options(locals())
     if folder.is_dir() and not (folder / TOKENIZER_FILE).is_file():
         raise ConfigError(f"{folder}: chat needs a {TOKENIZER_FILE}. `trt-kvcache generate --prompt-ids` works on token ids.")
-    source = session_source(
-        folder,
-        slots=1,
-        engine=engine,
-        flavour=flavour,
-        max_batch_size=None,
-        max_sequence_length=max_sequence_length,
-        dtype=dtype,
-        attention=attention,
-    )
-    with open_session(source) as session:
+    source = opening.session_source(locals(), slots=1)
+    with opening.open_session(source) as session:
         Conversation(session, options).run()
 
 
@@ -85,13 +66,11 @@ class Conversation:
                 self._answer(line)
 
     def _read(self) -> str | None:
-        if not self._interactive:
-            line = sys.stdin.readline()
-        else:
+        if self._interactive:
             messages().print("> ", style="bold", end="")
-            line = sys.stdin.readline()
-            if not line:
-                note("")  # the shell goes on in a line of its own
+        line = sys.stdin.readline()
+        if self._interactive and not line:
+            note("")  # the shell goes on in a line of its own
         return line.strip() if line else None
 
     def _command(self, line: str) -> None:

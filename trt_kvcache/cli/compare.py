@@ -9,42 +9,31 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache import opening
+from trt_kvcache.cli import opening
 from trt_kvcache.cli.console import messages, say, warn
 from trt_kvcache.cli.interrupt import held_interrupts
-from trt_kvcache.cli.opening import (
-    AttentionOption,
-    DTypeOption,
-    EngineName,
-    EngineOption,
-    FlavourName,
-    FlavourOption,
-    Folder,
-    MaxSequenceLength,
-    open_session,
-    session_source,
-)
 from trt_kvcache.cli.prompts import PromptIds, Prompts, read_prompts
 from trt_kvcache.engine_folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
+from trt_kvcache.opening import why_no_tensorrt
 from trt_kvcache.session_source import SessionSource
 
 DIFFERS = 3
 
 
 def compare(
-    folder: Folder,
+    folder: opening.Folder,
     prompt: Prompts = None,
     prompt_ids: PromptIds = None,
     steps: Annotated[int, typer.Option(min=0, help="Decode steps after the prefill.")] = 16,
     tolerance: Annotated[
         float | None, typer.Option(help="Largest difference, relative to the largest value of the slot and head; by dtype if left out.")
     ] = None,
-    engine: EngineOption = EngineName.auto,
-    flavour: FlavourOption = FlavourName.auto,
-    max_sequence_length: MaxSequenceLength = None,
-    dtype: DTypeOption = None,
-    attention: AttentionOption = None,
+    engine: opening.EngineOption = opening.EngineName.auto,
+    flavour: opening.FlavourOption = opening.FlavourName.auto,
+    max_sequence_length: opening.MaxSequenceLength = None,
+    dtype: opening.DTypeOption = None,
+    attention: opening.AttentionOption = None,
 ) -> None:
     """Compare ways to run a model on the same tokens: reference engine, full recomputation, and TensorRT where a GPU is.
 
@@ -60,16 +49,7 @@ def compare(
     if tolerance is not None and not tolerance >= 0:
         raise typer.BadParameter(f"expected 0 or more, got {tolerance}.", param_hint="--tolerance")
 
-    reference = session_source(
-        folder,
-        slots=len(prompts),
-        engine=EngineName.reference,
-        flavour=flavour,
-        max_batch_size=None,
-        max_sequence_length=max_sequence_length,
-        dtype=dtype,
-        attention=attention,
-    )
+    reference = opening.session_source(locals(), slots=len(prompts), engine="reference")
     sources = {"": reference}
     paths = [SessionRunner(reference, "reference"), RecomputeRunner(reference, "full recomputation")]
     if attention is None:
@@ -78,10 +58,10 @@ def compare(
         paths.append(SessionRunner(other, f"{other.attention} reference"))
     with ExitStack() as opened:
         if _with_tensorrt(engine, folder, flavour):
-            refusals = (BuildError, CudaError, EngineError) if engine is EngineName.auto else ()
+            refusals = (BuildError, CudaError, EngineError) if engine is opening.EngineName.auto else ()
             for place, (name, source) in enumerate(sources.items()):
                 try:
-                    session = opened.enter_context(open_session(replace(source, engine="tensorrt")))
+                    session = opened.enter_context(opening.open_session(replace(source, engine="tensorrt")))
                 except refusals as error:
                     warn(f"comparing without {name}TensorRT: {error}")
                     break
@@ -101,13 +81,13 @@ def compare(
         raise typer.Exit(DIFFERS)
 
 
-def _with_tensorrt(engine: EngineName, folder: Path, flavour: FlavourName) -> bool:
+def _with_tensorrt(engine: opening.EngineName, folder: Path, flavour: opening.FlavourName) -> bool:
     """Tell whether TensorRT takes part; for ``auto`` where it cannot run, warn why not."""
-    if engine is not EngineName.auto:
-        return engine is EngineName.tensorrt
+    if engine is not opening.EngineName.auto:
+        return engine is opening.EngineName.tensorrt
     built_by = EngineFolder.open(folder).config.tensorrt_flavour if is_engine_folder(folder) else "auto"
     with held_interrupts():  # it imports TensorRT
-        reason = opening.why_no_tensorrt(built_by if flavour is FlavourName.auto else flavour.value)
+        reason = why_no_tensorrt(built_by if flavour is opening.FlavourName.auto else flavour.value)
     if reason is not None:
         warn(f"comparing without TensorRT: {reason}")
     return reason is None

@@ -8,20 +8,8 @@ from typing import Annotated
 
 import typer
 
+from trt_kvcache.cli import opening
 from trt_kvcache.cli.console import put
-from trt_kvcache.cli.opening import (
-    AttentionOption,
-    DTypeOption,
-    EngineName,
-    EngineOption,
-    FlavourName,
-    FlavourOption,
-    Folder,
-    MaxBatchSize,
-    MaxSequenceLength,
-    open_session,
-    session_source,
-)
 from trt_kvcache.cli.prompts import PromptIds, Prompts, read_prompts
 from trt_kvcache.cli.sampling import IgnoreEos, MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
 from trt_kvcache.cli.session_notes import note_statistics, warn_of_full_cache
@@ -32,7 +20,7 @@ from trt_kvcache.session import InferenceSession
 
 
 def generate(
-    folder: Folder,
+    folder: opening.Folder,
     prompt: Prompts = None,
     prompt_ids: PromptIds = None,
     resume: Annotated[
@@ -50,12 +38,13 @@ def generate(
     seed: Seed = None,
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
-    engine: EngineOption = EngineName.auto,
-    flavour: FlavourOption = FlavourName.auto,
-    max_batch_size: MaxBatchSize = None,
-    max_sequence_length: MaxSequenceLength = None,
-    dtype: DTypeOption = None,
-    attention: AttentionOption = None,
+    engine: opening.EngineOption = opening.EngineName.auto,
+    flavour: opening.FlavourOption = opening.FlavourName.auto,
+    cuda_graphs: opening.CudaGraphs = True,
+    max_batch_size: opening.MaxBatchSize = None,
+    max_sequence_length: opening.MaxSequenceLength = None,
+    dtype: opening.DTypeOption = None,
+    attention: opening.AttentionOption = None,
 ) -> None:
     """Continue prompts. One prompt is written as it comes, several one after another."""
     if resume and (prompt or prompt_ids):
@@ -65,17 +54,8 @@ def generate(
     if save_snapshot is not None and count != 1:
         raise ConfigError(f"--save-snapshot: expected with one prompt, got {count}.")
     options = sampling_options(locals())
-    source = session_source(
-        folder,
-        slots=count,
-        engine=engine,
-        flavour=flavour,
-        max_batch_size=max_batch_size,
-        max_sequence_length=max_sequence_length,
-        dtype=dtype,
-        attention=attention,
-    )
-    with open_session(source) as session:
+    source = opening.session_source(locals(), slots=count)
+    with opening.open_session(source) as session:
         events = session.resume(resume, **options) if resume else session.generate(prompts, **options)
         starts = prompts or [""] * count
         if count == 1:

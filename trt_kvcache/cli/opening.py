@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import Enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -62,6 +62,7 @@ EngineOption = Annotated[
     ),
 ]
 FlavourOption = Annotated[FlavourName, typer.Option("--flavour", help="Which TensorRT, where both are installed.", rich_help_panel=_PANEL)]
+CudaGraphs = Annotated[bool, typer.Option(help="Decode steps of an engine in segments become CUDA graphs.", rich_help_panel=_PANEL)]
 MaxBatchSize = Annotated[
     int | None, typer.Option(min=1, help="Slots of the cache; one per prompt if left out.", rich_help_panel=_MODEL_PANEL)
 ]
@@ -77,35 +78,23 @@ AttentionOption = Annotated[
 ]
 
 
-def session_source(
-    folder: Path,
-    *,
-    slots: int,
-    engine: EngineName,
-    flavour: FlavourName,
-    max_batch_size: int | None,
-    max_sequence_length: int | None,
-    dtype: DTypeName | None,
-    attention: AttentionName | None,
-    prompt_cache_bytes: int = 0,
-) -> SessionSource:
-    """Return where a session comes from.
+def session_source(given: dict[str, Any], *, slots: int, **instead: Any) -> SessionSource:
+    """Return where the session of a command comes from.
 
     Parameters
     ----------
+    given : dict
+        The parameters of the command by name: those that a :class:`SessionSource` has are passed on.
     slots : int
         How many are needed: for a model folder without ``max_batch_size``.
+    instead
+        What holds in place of the parameters.
     """
-    return SessionSource(
-        folder,
-        engine=engine.value,
-        flavour=flavour.value,
-        max_batch_size=max_batch_size or (None if is_engine_folder(folder) else slots),
-        max_sequence_length=max_sequence_length,
-        dtype=dtype.value if dtype else None,
-        attention=attention.value if attention else None,
-        prompt_cache_bytes=prompt_cache_bytes,
-    )
+    fields = SessionSource.__dataclass_fields__
+    options = {name: value.value if isinstance(value, Enum) else value for name, value in given.items() if name in fields} | instead
+    if not is_engine_folder(options["folder"]):
+        options["max_batch_size"] = options.get("max_batch_size") or slots
+    return SessionSource(**options)
 
 
 def open_session(source: SessionSource) -> InferenceSession:

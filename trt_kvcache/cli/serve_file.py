@@ -11,20 +11,9 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from trt_kvcache.cli import opening
 from trt_kvcache.cli.console import count, messages, say
 from trt_kvcache.cli.interrupt import held_interrupts
-from trt_kvcache.cli.opening import (
-    AttentionOption,
-    DTypeOption,
-    EngineName,
-    EngineOption,
-    FlavourName,
-    FlavourOption,
-    Folder,
-    MaxSequenceLength,
-    open_session,
-    session_source,
-)
 from trt_kvcache.cli.prompt_file import FilePrompt, read_prompt_file
 from trt_kvcache.cli.sampling import IgnoreEos, MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
 from trt_kvcache.cli.session_notes import note_statistics
@@ -37,7 +26,7 @@ _MOST_SLOTS = 8
 
 
 def serve_file(
-    folder: Folder,
+    folder: opening.Folder,
     prompts: Annotated[
         Path,
         typer.Argument(
@@ -58,32 +47,23 @@ def serve_file(
     seed: Seed = None,
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
-    engine: EngineOption = EngineName.auto,
-    flavour: FlavourOption = FlavourName.auto,
+    engine: opening.EngineOption = opening.EngineName.auto,
+    flavour: opening.FlavourOption = opening.FlavourName.auto,
+    cuda_graphs: opening.CudaGraphs = True,
     max_batch_size: Annotated[
         int | None, typer.Option(min=1, help=f"Slots of the cache, for a model folder; up to {_MOST_SLOTS} if left out.")
     ] = None,
-    max_sequence_length: MaxSequenceLength = None,
-    dtype: DTypeOption = None,
-    attention: AttentionOption = None,
+    max_sequence_length: opening.MaxSequenceLength = None,
+    dtype: opening.DTypeOption = None,
+    attention: opening.AttentionOption = None,
 ) -> None:
     """Continue all prompts of a file: as one ends, the next takes its slot. Answers are written as they end, each with its index."""
     options = sampling_options(locals())
     wanted = read_prompt_file(prompts)
     if output.exists() and output.samefile(prompts):
         raise typer.BadParameter(f"expected another file than the prompts, got {output}.", param_hint="--output")
-    source = session_source(
-        folder,
-        slots=min(len(wanted), _MOST_SLOTS),
-        engine=engine,
-        flavour=flavour,
-        max_batch_size=max_batch_size,
-        max_sequence_length=max_sequence_length,
-        dtype=dtype,
-        attention=attention,
-        prompt_cache_bytes=prompt_cache << 20,
-    )
-    with open_session(source) as session:
+    source = opening.session_source(locals(), slots=min(len(wanted), _MOST_SLOTS), prompt_cache_bytes=prompt_cache << 20)
+    with opening.open_session(source) as session:
         left = [_submit(session, prompt, options) for prompt in wanted]
         with output.open("w", encoding="utf-8") as file:
             try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -16,7 +16,7 @@ from trt_kvcache.checks import int_in_range
 from trt_kvcache.config import KVCacheConfig, KVLayerConfig
 from trt_kvcache.decoder_tensors import cache_layout, decoder_profiles, decoder_tensors
 from trt_kvcache.dtypes import MODEL_DTYPES
-from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
+from trt_kvcache.engine import TensorMode
 from trt_kvcache.errors import ClosedError, ConfigError, EngineError, PlaceError, RangeError
 from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.memory import HostMemory
@@ -49,9 +49,17 @@ class ReferenceEngine:
         others are for SEPARATE ones.
     names : TensorNames
     memory : HostMemory
-        That bound tensors must be in.
     progress : callable, optional
         Called as ``progress(done_bytes, total_bytes)`` while weights are read.
+
+    Attributes
+    ----------
+    tensors : mapping of str to TensorSpec
+        Inputs and outputs by name, inputs first.
+    profiles : tuple of EngineProfile
+        ``prefill`` (up to ``max_prefill_length`` new tokens) and ``decode`` (one).
+    memory : HostMemory
+        That bound tensors must be in.
 
     Raises
     ------
@@ -90,29 +98,14 @@ class ReferenceEngine:
         self._kv = kv
         self._attention = attention
         self._names = names
-        self._memory = memory
-        self._tensors = MappingProxyType({spec.name: spec for spec in decoder_tensors(checkpoint.config, kv, names)})
-        self._profiles = decoder_profiles(max_batch_size=kv.max_batch_size, max_prefill_length=width)
-        self._bound = [BoundTensors(self._tensors, profile, memory) for profile in self._profiles]
+        self.memory = memory
+        self.tensors = MappingProxyType({spec.name: spec for spec in decoder_tensors(checkpoint.config, kv, names)})
+        self.profiles = decoder_profiles(max_batch_size=kv.max_batch_size, max_prefill_length=width)
+        self._bound = [BoundTensors(self.tensors, profile, memory) for profile in self.profiles]
         self._current = self._bound[0]
         self._rope = rope_table(checkpoint.config.rope, checkpoint.config.head_dim, kv.max_sequence_length)
         self._weights: DecoderWeights | None = load_weights(checkpoint, kv.dtype, progress)
         self._fixed = self._make_fixed() if attention == "plugin" else None
-
-    @property
-    def tensors(self) -> Mapping[str, TensorSpec]:
-        """Inputs and outputs by name, inputs first."""
-        return self._tensors
-
-    @property
-    def profiles(self) -> Sequence[EngineProfile]:
-        """``prefill`` (up to ``max_prefill_length`` new tokens) and ``decode`` (one)."""
-        return self._profiles
-
-    @property
-    def memory(self) -> HostMemory:
-        """The memory that bound tensors must be in."""
-        return self._memory
 
     def use_profile(self, index: int) -> None:
         """Choose the profile that ``bind``, ``set_input_shape`` and ``enqueue`` act on."""
@@ -151,10 +144,10 @@ class ReferenceEngine:
             The engine, or the owner of a bound view, is closed.
         """
         weights = self._open_weights()
-        self._memory.check_stream(stream)
+        self.memory.check_stream(stream)
         names, bound = self._names, self._current
         slots, width = bound.shape(names.input_ids)
-        for name, spec in self._tensors.items():
+        for name, spec in self.tensors.items():
             if spec.mode is TensorMode.INPUT and bound.shape(name)[0] != slots:
                 raise EngineError(f"`{name}`: expected {slots} slots as `{names.input_ids}` has, got shape {bound.shape(name)}.")
         input_ids = bound.array(names.input_ids, (slots, width))
@@ -164,7 +157,7 @@ class ReferenceEngine:
         attentions = self._attentions(slots, width, start, stream)
         _check_values(names.input_ids, input_ids, self._config.vocab_size - 1)
         _check_values(names.last_token_ids, last, width - 1)
-        _check_values(names.kvcache_start_index, self._memory.array(start), self._kv.max_sequence_length)
+        _check_values(names.kvcache_start_index, self.memory.array(start), self._kv.max_sequence_length)
         with np.errstate(over="ignore", invalid="ignore"):
             logits[...] = decoder_step(self._config, weights, attentions, input_ids, last)
 
@@ -183,20 +176,20 @@ class ReferenceEngine:
         ]
         if fixed is not None:
             return [CombinedAttention(fixed[0], cache, start, fixed[1], stream) for (cache,) in caches]
-        first, masked = self._memory.array(start), self._attention == "mask"
+        first, masked = self.memory.array(start), self._attention == "mask"
         angles = angles_at(self._rope, first, width)
-        sides = [[self._memory.array(side) for side in cache] for cache in caches]
+        sides = [[self.memory.array(side) for side in cache] for cache in caches]
         return [SeparateAttention(angles, k, v, first, masked=masked) for k, v in sides]
 
     def _make_fixed(self) -> tuple[DeviceTensor, AttentionWorkspace]:
         """Return the angles of all positions and the workspace for :class:`CombinedAttention`, the same in every step."""
-        model, stream = self._config, self._memory.create_stream()
+        model, stream = self._config, self.memory.create_stream()
         sizes = {"num_heads": model.num_attention_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
-        workspace = AttentionWorkspace(self._memory, max_batch_size=self._kv.max_batch_size, **sizes, stream=stream)
-        return self._memory.to_device(np.stack(self._rope, axis=1), stream=stream), workspace
+        workspace = AttentionWorkspace(self.memory, max_batch_size=self._kv.max_batch_size, **sizes, stream=stream)
+        return self.memory.to_device(np.stack(self._rope, axis=1), stream=stream), workspace
 
     def _in_place(self, name: str, present: str, slots: int) -> DeviceTensor:
-        shape = (slots, *self._tensors[name].shape[1:])
+        shape = (slots, *self.tensors[name].shape[1:])
         self._current.tensor(name, shape)
         return self._current.tensor(present, shape)
 
