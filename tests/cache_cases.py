@@ -1,6 +1,7 @@
 """Caches of every kind, and what they hold: all bytes, with NumPy views of rows and states into a copy of them."""
 
 import numpy as np
+import pytest
 
 from trt_kvcache import (
     CacheConfig,
@@ -11,13 +12,14 @@ from trt_kvcache import (
     KVCacheConfig,
     KVCacheManager,
     KVLayerConfig,
+    KVLayout,
     LayerType,
     LinearKVCache,
     MambaCacheConfig,
     MambaCacheManager,
 )
 from trt_kvcache.dtypes import itemsize
-from trt_kvcache.errors import LengthsUnknown
+from trt_kvcache.errors import CapacityError, LengthsUnknown
 
 B, S = 5, 7
 #: (H, D) per attention layer: two of one head dim, with different heads.
@@ -27,6 +29,10 @@ STATES = {"num_heads": 2, "head_dim": 3, "state_size": 5, "conv_dim": 7, "conv_k
 ATTENTION, MAMBA = LayerType.ATTENTION, LayerType.MAMBA
 LAYER_TYPES = [MAMBA, ATTENTION, ATTENTION, MAMBA, ATTENTION]
 KINDS = ("manager", "linear", "mamba", "hybrid")
+ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
+LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
+#: Caches whose slots hold whole sequences; the last has no attention layers.
+SEQUENCE_KINDS = ("manager", "linear", "hybrid", "states")
 
 
 def kv_config(heads=HEADS, **changes):
@@ -38,8 +44,11 @@ def mamba_config(**changes):
     return MambaCacheConfig(**{"num_layers": 2, "max_batch_size": B, **STATES, **changes})
 
 
-def hybrid_config(*, ping_pong=False, **changes):
-    return HybridCacheConfig(layer_types=LAYER_TYPES, kv=kv_config(**changes), mamba=mamba_config(ping_pong=ping_pong))
+def hybrid_config(layer_types=LAYER_TYPES, *, ping_pong=False, **changes):
+    kv, states = (kv_config(**changes), mamba_config(ping_pong=ping_pong, max_batch_size=changes.get("max_batch_size", B)))
+    return HybridCacheConfig(
+        layer_types=layer_types, kv=kv if ATTENTION in layer_types else None, mamba=states if MAMBA in layer_types else None
+    )
 
 
 def linear_config(**changes):
@@ -49,14 +58,20 @@ def linear_config(**changes):
 
 
 def make_cache(kind, memory, *, ping_pong=False, **changes):
-    """A cache of five slots of seven tokens; ``changes`` are for K and V."""
+    """A cache of five slots of seven tokens; ``changes`` are for K and V. Hybrids of one kind of layers: attention and states."""
     if kind == "manager":
         return KVCacheManager(kv_config(**changes), memory=memory)
     if kind == "linear":
         return LinearKVCache(linear_config(ping_pong=ping_pong, **changes), memory=memory)
     if kind == "mamba":
         return MambaCacheManager(mamba_config(ping_pong=ping_pong), memory=memory)
-    return HybridCacheManager(hybrid_config(ping_pong=ping_pong, **changes), memory=memory)
+    types = {"attention": [ATTENTION] * 3, "states": [MAMBA] * 2}.get(kind, LAYER_TYPES)
+    return HybridCacheManager(hybrid_config(types, ping_pong=ping_pong, **changes), memory=memory)
+
+
+def on_device(memory, values, stream):
+    """These int32 values in a memory."""
+    return memory.to_device(np.array(values, np.int32), stream=stream)
 
 
 def _layers(cache, kind):
@@ -96,6 +111,14 @@ def fill_all(cache, stream, seed=0):
         cache.memory.synchronize(stream)
 
 
+def cache_holding(kind, memory, stream, *lengths, **changes):
+    """A cache whose active slots hold these many tokens, every byte at random."""
+    cache = make_cache(kind, memory, **changes)
+    cache.reset_for_new_sequences(lengths, stream=stream)
+    fill_all(cache, stream)
+    return cache
+
+
 class Image:
     """A copy of every byte of a cache. What is written into its views is what the cache should hold later."""
 
@@ -121,6 +144,14 @@ class Image:
                     array[new, :, :, : lengths[old]] = source[old, :, :, : lengths[old]]
                 for array, source in zip(self.states, before[1], strict=True):
                     array[new] = source[old]
+
+    def move(self, slot, taken, from_slot, count):
+        """Write the first tokens of a slot of another image, and its states, into a slot of this one."""
+        if count:
+            for into, source in zip(self.rows, taken.rows, strict=True):
+                into[slot, :, :, :count] = source[from_slot, :, :, :count]
+            for into, source in zip(self.states, taken.states, strict=True):
+                into[slot] = source[from_slot]
 
     def zero_states(self, *slots):
         for array in self.states:
@@ -178,3 +209,23 @@ class CapturingMemory(HostMemory):
     def is_capturing(self, stream):
         self.check_stream(stream)
         return self.capturing
+
+
+class FailingMemory(CapturingMemory):
+    """Host memory whose allocations, those of page-locked memory too, fail: ``failures`` of them, after ``left`` others."""
+
+    left, failures, error = 0, 0, CapacityError
+
+    def allocate(self, *arguments, **keywords):
+        self._count()
+        return super().allocate(*arguments, **keywords)
+
+    def staging(self, *arguments):
+        self._count()
+        return super().staging(*arguments)
+
+    def _count(self):
+        if self.failures and not self.left:
+            self.failures -= 1
+            raise self.error("no room.")
+        self.left = max(0, self.left - 1)

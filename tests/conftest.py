@@ -19,7 +19,12 @@ REQUIRE_GPU = os.environ.get("TRT_KVCACHE_REQUIRE_GPU") == "1"
 
 # The same examples on every run, and no database folder. A launch in the emulator takes a hundred times longer than NumPy.
 hypothesis.settings.register_profile(
-    "trt_kvcache", deadline=None, derandomize=True, database=None, max_examples=10 if DEVICE == "emulated" else 60
+    "trt_kvcache",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    max_examples=10 if DEVICE == "emulated" else 60,
+    suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture],  # the memory is one for all examples of a test
 )
 hypothesis.settings.load_profile("trt_kvcache")
 
@@ -78,3 +83,11 @@ def memory():
 @pytest.fixture
 def stream(memory):
     return memory.create_stream()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    """One that has every byte."""
+    from checkpoint.tokenizer_folders import byte_level_folder, opened
+
+    return opened(byte_level_folder(tmp_path_factory.mktemp("tokenizer")))

@@ -3,8 +3,6 @@
 It knows what the documentation says: shapes and addresses belong to a context, switching a context's profile forgets its shapes.
 """
 
-from __future__ import annotations
-
 import enum
 from types import SimpleNamespace
 
@@ -12,6 +10,7 @@ from test_trt_module import FakeLogger
 
 from trt_kvcache.engine import TensorMode
 from trt_kvcache.memory import HostMemory
+from trt_kvcache.segments import shape_at
 from trt_kvcache.trt_log import TensorRTLog
 from trt_kvcache.trt_module import TensorRT
 
@@ -54,10 +53,10 @@ class FakeGpuMemory(HostMemory):
 class FakeTensorRT:
     """The module, and everything it makes. ``calls`` is what was called, in order."""
 
-    def __init__(self, specs, profiles, shape_of, *, plan=b"plan"):
+    def __init__(self, specs, profiles, shape_of=None, *, plan=b"plan"):
         self.specs = {spec.name: spec for spec in specs}
         self.profiles = list(profiles)
-        self.shape_of = shape_of  # (spec, batch, width): the shape of an input
+        self.shape_of = shape_of or (lambda spec, batch, width: shape_at(spec.shape, batch, width))  # of an input
         self.plan = plan
         self.calls = []
         self.errors = {}  # what to log, by call

@@ -4,14 +4,10 @@ Nothing here knows of prompt caches or snapshots. Everything that a token leaves
 the states, which are read and written where they are.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from typing import Any
-
 import numpy as np
+from cache_cases import kv_config, mamba_config
 
-from trt_kvcache import HybridCacheConfig, HybridCacheManager, KVCacheConfig, KVLayerConfig, LayerType, MambaCacheConfig
+from trt_kvcache import HybridCacheConfig, HybridCacheManager, LayerType
 
 VOCAB, HIDDEN = 41, 24
 HEADS, HEAD_DIM, STATE = 2, 6, 5
@@ -21,42 +17,29 @@ KV_HEADS, KV_DIM = 2, 8
 LAYER_TYPES = [LayerType.MAMBA, LayerType.ATTENTION, LayerType.MAMBA]
 
 
-def hybrid_cache(memory: Any, *, slots: int = 3, limit: int = 24, **kv: Any) -> HybridCacheManager:
-    layers = [KVLayerConfig(num_kv_heads=KV_HEADS, head_dim=KV_DIM)]
-    return HybridCacheManager(
-        HybridCacheConfig(
-            layer_types=LAYER_TYPES,
-            kv=KVCacheConfig(**{"layers": layers, "max_batch_size": slots, "max_sequence_length": limit, "dtype": "float32", **kv}),
-            mamba=MambaCacheConfig(
-                num_layers=2,
-                max_batch_size=slots,
-                num_heads=HEADS,
-                head_dim=HEAD_DIM,
-                state_size=STATE,
-                conv_dim=CONV_DIM,
-                conv_kernel=CONV_KERNEL,
-            ),
-        ),
-        memory=memory,
-    )
+def hybrid_cache(memory, *, slots=3, limit=24, **kv):
+    kv = kv_config([(KV_HEADS, KV_DIM)], **{"max_batch_size": slots, "max_sequence_length": limit, "dtype": "float32", **kv})
+    sizes = {"num_heads": HEADS, "head_dim": HEAD_DIM, "state_size": STATE, "conv_dim": CONV_DIM, "conv_kernel": CONV_KERNEL}
+    mamba = mamba_config(max_batch_size=slots, **sizes)
+    return HybridCacheManager(HybridCacheConfig(layer_types=LAYER_TYPES, kv=kv, mamba=mamba), memory=memory)
 
 
-def _normed(x: np.ndarray) -> np.ndarray:
+def _normed(x):
     return x / np.sqrt(np.mean(x**2) + 1e-5)
 
 
-def _silu(x: np.ndarray) -> np.ndarray:
+def _silu(x):
     return x / (1 + np.exp(-x))
 
 
 class HybridModel:
     """Random weights, and the steps of the slots of one cache."""
 
-    def __init__(self, cache: HybridCacheManager, seed: int = 5) -> None:
+    def __init__(self, cache, seed=5):
         self.cache, self.stream = cache, cache.memory.create_stream()
         random = np.random.default_rng(seed)
 
-        def weight(*shape: int) -> np.ndarray:
+        def weight(*shape):
             return random.normal(0, shape[-1] ** -0.5, shape).astype(np.float32)
 
         self.head = weight(VOCAB, HIDDEN)
@@ -74,7 +57,7 @@ class HybridModel:
             for kind in LAYER_TYPES
         ]
 
-    def run(self, slot: int, tokens: Sequence[int]) -> np.ndarray:
+    def run(self, slot, tokens):
         """Run tokens in a slot; return the logits after the last, float32 ``[VOCAB]``."""
         for token in tokens:
             position = self.cache.host_kv_cache_lengths[slot]
@@ -86,7 +69,7 @@ class HybridModel:
             self.cache.commit_sequence_length(increments, stream=self.stream)
         return self.head @ _normed(hidden)
 
-    def generate(self, slot: int, prompt: Sequence[int], count: int) -> tuple[list[int], list[np.ndarray]]:
+    def generate(self, slot, prompt, count):
         """Continue a slot greedily; return tokens, and the logits that each was chosen from."""
         logits, tokens = [self.run(slot, prompt)], []
         for _ in range(count):
@@ -94,7 +77,7 @@ class HybridModel:
             logits.append(self.run(slot, tokens[-1:]))
         return tokens, logits[:-1]
 
-    def _mamba(self, index: int, slot: int, layer: dict[str, np.ndarray], x: np.ndarray, _: int) -> np.ndarray:
+    def _mamba(self, index, slot, layer, x, _):
         memory = self.cache.memory
         state, window = memory.array(self.cache.get_recurrent_state(index))[slot], memory.array(self.cache.get_conv_state(index))[slot]
         gate, row, step = np.split(layer["in"] @ x, [INNER, INNER + CONV_DIM])
@@ -106,7 +89,7 @@ class HybridModel:
         state += (step[:, None] * values)[:, :, None] * b
         return layer["out"] @ ((state @ c + layer["skip"][:, None] * values).reshape(-1) * _silu(gate))
 
-    def _attend(self, index: int, slot: int, layer: dict[str, np.ndarray], x: np.ndarray, position: int) -> np.ndarray:
+    def _attend(self, index, slot, layer, x, position):
         keys, values = (self.cache.memory.array(view)[slot] for view in self.cache.get_separate_kv_cache(index))
         q = (layer["q"] @ x).reshape(KV_HEADS, KV_DIM)
         keys[:, position] = (layer["k"] @ x).reshape(KV_HEADS, KV_DIM)

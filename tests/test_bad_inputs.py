@@ -12,7 +12,7 @@ from cache_cases import (
     KINDS,
     LAYER_TYPES,
     MAMBA,
-    CapturingMemory,
+    FailingMemory,
     Unchanged,
     fill_all,
     kv_config,
@@ -37,16 +37,6 @@ from trt_kvcache.errors import (
 
 KV, STATES = ("manager", "linear", "hybrid"), ("linear", "mamba", "hybrid")
 COMMIT = "commit_sequence_length"
-
-
-class FailingMemory(CapturingMemory):  # at its n-th allocation
-    left = 0
-
-    def allocate(self, *arguments, **keywords):
-        self.left -= 1
-        if self.left == 0:
-            raise CapacityError("no room.")
-        return super().allocate(*arguments, **keywords)
 
 
 def tensor(*values, dtype="int32"):
@@ -244,7 +234,7 @@ def test_what_is_refused_changes_nothing(memory, monkeypatch, kind, row):
     elif row.state == "capturing":
         memory.capturing = True
     elif row.state == "full":
-        memory.left = 1
+        memory.failures = 1
     elif row.state == "closed":
         cache.close()
     with nullcontext() if row.state == "closed" else Unchanged(cache), pytest.raises(row.error) as caught:
@@ -269,9 +259,9 @@ def test_a_manager_is_not_made_of_lengths_of_another_size_or_place(memory):
 def test_an_allocation_that_fails_releases_everything(kind, allocations):
     gc.disable()  # release is not left to the garbage collector
     try:
-        for step in range(1, allocations + 1):
+        for step in range(allocations):
             memory = FailingMemory()
-            memory.left = step
+            memory.left, memory.failures = step, 1
             with pytest.raises(CapacityError, match="no room"):
                 make_cache(kind, memory, ping_pong=True, dtype="int8")
             assert memory.live_nbytes == 0

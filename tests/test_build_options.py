@@ -27,7 +27,8 @@ def full_tensorrt(version):
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("max_batch_size", 0, "expected at least 1, got 0."),
+        *((name, 0, "expected at least 1, got 0.") for name in ("max_batch_size", "max_sequence_length", "max_prefill_length")),
+        ("max_batch_size", True, "expected an integer, got True."),
         ("max_sequence_length", "40", "expected an integer, got '40'."),
         (
             "max_prefill_length",
@@ -36,7 +37,9 @@ def full_tensorrt(version):
         ),
         ("dtype", "int8", "expected one of float16, bfloat16, float32, got 'int8'."),
         ("attention", "causal", "expected one of native, mask, plugin, got 'causal'."),
-        ("compute_capabilities", "8.6", 'expected a sequence such as ("8.6", "12.0"), got \'8.6\'.'),
+        ("flavour", "rtx", "expected one of auto, tensorrt, tensorrt_rtx, got 'rtx'."),
+        *(("compute_capabilities", value, f'expected a sequence such as ("8.6", "12.0"), got {value!r}.') for value in ("8.6", (), (8.6,))),
+        ("compute_capabilities", ("8.6", "8.6"), "expected each one once, got 8.6, 8.6."),
     ],
 )
 def test_refused_at_once(name, value, message):
@@ -48,7 +51,10 @@ def test_refused_at_once(name, value, message):
 @pytest.mark.parametrize(
     ("changes", "head_dim", "message"),
     [
-        ({}, 20, r"^head_dim: expected a multiple of 8 from 16 to 256, the model has 20\. .* the reference engine runs it"),
+        *(
+            ({}, n, rf"^head_dim: expected a multiple of 8 from 16 to 256, the model has {n}\. .* the reference engine runs it")
+            for n in (8, 20, 264)
+        ),
         (
             {"max_sequence_length": 65},
             24,

@@ -1,7 +1,5 @@
 """One growing number from TensorRT's nested phases."""
 
-from __future__ import annotations
-
 import pytest
 
 from trt_kvcache.build_progress import BuildProgress

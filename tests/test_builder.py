@@ -60,6 +60,38 @@ def test_plugin_attention_is_built_in_segments_by_rtx(tmp_path):
         np.testing.assert_array_equal(folder.read_constants()["model.embed_tokens.weight"], checkpoint.tensor("model.embed_tokens.weight"))
 
 
+@pytest.mark.parametrize(
+    ("changes", "options", "message"),
+    [
+        ({}, {}, "head_dim: expected one of 64, 80, 96, 128, 256 for plugin attention, got 24."),
+        ({"head_dim": 64}, {"dtype": "float32"}, "dtype: expected one of float16, bfloat16 for plugin attention, got float32."),
+        (
+            {"head_dim": 64},
+            {"compute_capabilities": ["8.6", "7.5"]},
+            "compute_capabilities: expected 8.0 or more for plugin ",
+        ),
+    ],
+)
+@pytest.mark.trt
+def test_models_that_our_kernels_do_not_serve(tmp_path, changes, options, message):
+    with pytest.raises(ConfigError) as raised:
+        build_engine(write_model(tmp_path / "model", **changes), tmp_path / "engine", **SIZES, attention="plugin", **options)
+    assert str(raised.value).startswith(message)
+    assert not (tmp_path / "engine").exists()
+
+
+@pytest.mark.trt
+def test_profiles_that_tensorrt_was_given(monkeypatch, model, tmp_path):
+    profile, seen = load("tensorrt_rtx").module.IOptimizationProfile, []
+    real = profile.set_shape
+    monkeypatch.setattr(profile, "set_shape", lambda self, *given: seen.append((self, *given)) or real(self, *given))
+    build_engine(model, tmp_path / "engine", **SIZES)
+    cache = ((1, 2, 38, 24), (3, 2, 38, 24), (3, 2, 38, 24))
+    common = {"kvcache_start_index": ((1,), (3,), (3,)), "last_token_ids": ((1, 1), (3, 1), (3, 1)), "k_cache_0": cache, "v_cache_0": cache}
+    shapes = [{name: tuple(given) for by, name, *given in seen if by is each} for each in dict.fromkeys(by for by, *_ in seen)]
+    assert shapes == [{"input_ids": ((1, 1), (3, width), (3, width)), **common} for width in (11, 1)]
+
+
 @pytest.mark.trt
 @pytest.mark.parametrize(("version", "attention", "kind"), [("10.16.0", "native", "attention_v2"), ("10.15.1", "mask", "attention")])
 def test_network_for_full_tensorrt(monkeypatch, model, tmp_path, version, attention, kind):
@@ -150,9 +182,14 @@ def test_place_that_holds_something_else(monkeypatch, model, tmp_path):
     notes.mkdir()
     (notes / "thesis.txt").write_text("mine")
     inside = write_model(tmp_path / "engine" / "checkpoint")
-    (tmp_path / "engine" / "engine.plan").write_bytes(b"plan")
+    for folder in (tmp_path / "engine", mixed := tmp_path / "mixed"):
+        folder.mkdir(exist_ok=True)
+        (folder / "engine.plan").write_bytes(b"plan")
+    (mixed / "mine.txt").touch()
     for source, place, message in (
         (model, notes, r"engine path .*notes: expected a folder to make or an engine folder to replace, but it holds thesis\.txt"),
+        (model, mixed, r"but it holds mine\.txt\. Choose another path"),
+        (model, notes / "thesis.txt", r"thesis\.txt: expected a folder to make or an engine folder to replace, got a file"),
         (model, notes / "thesis.txt" / "engine", r"engine path .*: nothing can be written to .*thesis\.txt"),
         (inside, tmp_path / "engine", r"the model .*checkpoint is in it and would be replaced"),
     ):

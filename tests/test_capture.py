@@ -1,15 +1,11 @@
 """Capture and restore of K/V and of states: which bytes, and from one layout into the other."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
-from cache_cases import HEADS, KINDS, Image, Unchanged, fill_all, make_cache, state_of
+from cache_cases import ALL_KINDS, HEADS, LAYOUTS, Image, Unchanged, fill_all, make_cache, state_of
 
-from trt_kvcache import CacheConfig, KVCacheManager, KVLayerConfig, KVLayout, LinearKVCache
+from trt_kvcache import KVLayout
 
-ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
-LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
 KV, RECURRENT, CONV = "kv_cache", "recurrent_states", "conv_states"
 
 
@@ -69,14 +65,16 @@ def test_from_one_layout_into_the_other(memory, stream, kind, layout, dtype):
 
 
 # (L, B, S, H, D) of the contract.
-@pytest.mark.parametrize("shape", [(3, 8, 1024, 4, 128), (3, 4, 512, 7, 64), (28, 1, 1024, 4, 128)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 8, 1024, 4, 128), (3, 4, 512, 7, 64), (28, 1, 1024, 4, 128)])
 def test_copy_cases_of_the_contract(memory, stream, shape):
     layers, batch, longest, heads, head_dim = shape
-    fields = {"num_attention_layers": layers, "max_batch_size": batch, "max_sequence_length": longest}
-    config = CacheConfig(**fields, num_kv_heads=heads, head_dim=head_dim, layout=KVLayout.COMBINED)
-    target_config = replace(config.kv, layout=KVLayout.SEPARATE)
+    sizes = {"max_batch_size": batch, "max_sequence_length": longest}
+    linear = {"num_attention_layers": layers, "num_mamba_layers": 0, "num_kv_heads": heads, "head_dim": head_dim}
     from_slot, to_slot = batch - 1, batch // 2
-    with LinearKVCache(config, memory=memory) as source, KVCacheManager(target_config, memory=memory) as target:
+    with (
+        make_cache("linear", memory, **linear, **sizes, layout=KVLayout.COMBINED) as source,
+        make_cache("manager", memory, heads=[(heads, head_dim)] * layers, **sizes) as target,
+    ):
         rows = np.random.default_rng(0).integers(0, 2**16, (layers, 1, 2, heads, longest, head_dim), np.uint16)
         for layer in range(layers):
             memory.upload(source.get_combined_kv_cache(layer)[from_slot:], rows[layer].view(np.float16), stream=stream)
@@ -96,13 +94,13 @@ def test_copy_cases_of_the_contract(memory, stream, shape):
 @pytest.mark.parametrize(
     ("head_dim", "dtype"),
     [(32, "float8_e4m3fn"), (32, "int8"), (512, "float16"), (512, "float32")],
-    ids=["fp8_pointer_stride", "int8_pointer_stride", "head_dim_512", "head_dim_512_float32"],
+    ids=["fp8_pointer_stride", "int8_pointer_stride", "head_dim_512", "head_dim_512_float32"],  # each of them: states of a smaller batch
 )
 @LAYOUTS
 @ALL_KINDS
 def test_old_bugs(memory, stream, kind, layout, head_dim, dtype):
     """Capture a slot, restore it elsewhere, compact an old batch that is smaller than the cache: the right bytes and no others."""
-    layers = {"head_dim": head_dim} if kind == "linear" else {"layers": [KVLayerConfig(num_kv_heads=2, head_dim=head_dim)] * 3}
+    layers = {"head_dim": head_dim} if kind == "linear" else {"heads": [(2, head_dim)] * 3}
     with make_cache(kind, memory, layout=layout, dtype=dtype, ping_pong=True, **layers) as cache:
         cache.reset_for_new_sequences([5, 3, 4], stream=stream)
         fill_all(cache, stream)

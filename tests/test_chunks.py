@@ -1,9 +1,5 @@
 """``plan_chunks``: every plan enqueues every token in order, and never writes past the end of a slot."""
 
-from __future__ import annotations
-
-from collections.abc import Container, Sequence
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,11 +8,11 @@ from trt_kvcache.chunks import Chunk, plan_chunks
 from trt_kvcache.errors import LayoutError
 
 
-def plan(lengths: Sequence[int], remaining: Sequence[int], *, starts: Container[int] = (), max_width: int = 100, limit: int = 100):
+def plan(lengths, remaining, *, starts=(), max_width=100, limit=100):
     return plan_chunks(lengths, remaining, max_width=max_width, max_sequence_length=limit, can_start_at=lambda slot: slot in starts)
 
 
-def run(chunks: Sequence[Chunk], lengths: Sequence[int], remaining: Sequence[int], *, starts: Container[int], max_width: int, limit: int):
+def run(chunks, lengths, remaining, *, starts, max_width, limit):
     """Run a plan over rows of tokens: what is committed, what is junk, and what a slot sees are all in the open."""
     start, taken = list(lengths), [0] * len(lengths)
     # One row of cells per slot: ("old" | "new", position) or "junk"; no cell beyond the limit exists.
@@ -47,7 +43,7 @@ def programs(draw):
     return lengths, remaining, limit, draw(st.integers(1, limit)), starts
 
 
-def reachable(lengths: Sequence[int], remaining: Sequence[int], limit: int, starts: frozenset[int]) -> bool:
+def reachable(lengths, remaining, limit, starts):
     """No waiting slot stands behind a full one with no start between: said independently of the plan."""
     for slot, count in enumerate(remaining):
         if count:

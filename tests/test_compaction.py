@@ -5,15 +5,10 @@ import os
 
 import numpy as np
 import pytest
-from cache_cases import KINDS, Image, fill_all, kv_config, make_cache, mamba_config
-from hypothesis import HealthCheck, settings
+from cache_cases import ALL_KINDS, LAYOUTS, Image, fill_all, kv_config, make_cache, mamba_config, on_device
 
-from trt_kvcache import KVCacheManager, KVLayout, Lengths, MambaCacheManager
+from trt_kvcache import KVCacheManager, Lengths, MambaCacheManager
 from trt_kvcache.errors import CaptureError
-
-ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
-LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
-SHARED_MEMORY = settings(settings.default, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 # lengths, mapping. A slot of seven tokens is full.
 MAPPINGS = [
@@ -24,10 +19,6 @@ MAPPINGS = [
     ([3, 5, 2, 7, 1], [2, 4, 0, 3, 1]),  # two cycles, one that stays
     ([3, 5, 2, 7, 1], [3, 2, -1, 1, 0]),  # a path that goes up: 1 -> 2, 3 -> 1, 0 -> 3, 4 -> 0
 ]
-
-
-def on_device(memory, values, stream):
-    return memory.to_device(np.array(values, np.int32), stream=stream)
 
 
 def compact(cache, lengths, mapping, stream, *, seed=0, device=False):

@@ -5,7 +5,7 @@ import pytest
 
 from trt_kvcache.compare import TOLERANCES, compare_paths
 from trt_kvcache.comparison import comparison_lines
-from trt_kvcache.errors import CapacityError, ConfigError, ShapeError
+from trt_kvcache.errors import CapacityError, ConfigError, RangeError, ShapeError
 from trt_kvcache.runner import RecomputeRunner, SessionRunner
 from trt_kvcache.session_source import SessionSource
 
@@ -56,8 +56,8 @@ def element_off(step, layer, kind, place, amount, source=SOURCE):
     return corrupting(step, lambda session: np.add.at(cache_row(session, layer, kind), place, amount), source)
 
 
-def logits_off(step):
-    # a source of sessions in which token 42 of slot 1 wins in one decode step
+def after_decode(change):
+    # a source of sessions in which ``change(session, step, logits)`` is called after each decode step
     def opens():
         session = SOURCE()
         decode, calls = session.decode, []
@@ -65,13 +65,52 @@ def logits_off(step):
         def wrapped(tokens):
             logits = decode(tokens)
             calls.append(tokens)
-            logits[1, 42] += 100 * (len(calls) == step)
+            change(session, len(calls), logits)
             return logits
 
         session.decode = wrapped
         return session
 
     return opens
+
+
+def logits_off(step):
+    # a source of sessions in which token 42 of slot 1 wins in one decode step
+    def change(session, now, logits):
+        logits[1, 42] += 100 * (now == step)
+
+    return after_decode(change)
+
+
+def test_the_first_path_chooses_the_tokens_and_each_step_is_told():
+    seen, expected = [], []
+    comparison = compare(SOURCE, SOURCE, on_step=seen.append)
+    with SOURCE() as session:
+        logits = session.prefill(PROMPTS)
+        for _ in range(STEPS):
+            expected.append(logits.argmax(axis=1).tolist())
+            logits = session.decode(expected[-1])
+    assert comparison.continuations == tuple(zip(*expected, strict=True))
+    assert (comparison.prompt_lengths, comparison.steps, seen) == ((7, 5, 2), STEPS, list(range(STEPS + 1)))
+    assert [path.prefill_seconds > 0 < path.decode_seconds for path in comparison.paths] == [True] * 2
+    assert compare(SOURCE, SOURCE, steps=0).continuations == ((), (), ())
+
+
+def test_a_wrong_length_is_named_even_where_it_is_small_beside_the_others():
+    def change(session, step, logits):
+        if step == 4:
+            session.rewind(0, 10)  # the longest: then the rows of the two have different shapes
+
+    (pair,) = compare(SOURCE, after_decode(change), tolerances={"float32": 0.5}).pairs
+    found = pair.difference
+    assert (found.kind, found.step, found.slot, found.values) == ("length", 4, 0, (11, 10))
+
+
+def test_paths_are_closed_when_a_step_fails():
+    paths = runners(SOURCE, corrupting(2, lambda session: 1 / 0))
+    with pytest.raises(ZeroDivisionError):
+        compare_paths(paths, PROMPTS, steps=STEPS)
+    assert not any(path.is_active for path in paths)
 
 
 def test_cached_decoding_agrees_with_recomputation(capfd):
@@ -126,6 +165,7 @@ def test_one_wrong_logit_is_named_and_so_is_the_token_it_changes():
     ("sources", "options", "error", "message"),
     [
         ([SOURCE], {}, ConfigError, "paths: expected at least two, with different names, got a"),
+        ([SOURCE] * 2, {"steps": -1}, RangeError, "steps"),
         ([SOURCE] * 2, {"tolerances": {"float16": 1.0}}, ConfigError, "tolerances: expected one for float32, got float16"),
         ([SOURCE, source("llama")], {}, ShapeError, "b: expected the layers and vocabulary of a, got another model's"),
     ],

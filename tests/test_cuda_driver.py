@@ -1,7 +1,5 @@
 """Whether there is a GPU, and why not, in one line. The driver is replaced by what each machine would answer."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -22,7 +20,7 @@ def driver(monkeypatch):
     return answers
 
 
-def refuse(device: int, reason: str) -> None:
+def refuse(device, reason):
     assert find_gpu(device) == reason
     assert "\n" not in reason
     with pytest.raises(CudaError) as caught:
@@ -52,7 +50,7 @@ def test_no_driver(driver, monkeypatch):
     import cuda.bindings.driver
     from cuda.pathfinder import DynamicLibNotFoundError
 
-    def not_found(_flags: int) -> None:
+    def not_found(_flags):
         raise DynamicLibNotFoundError("libcuda.so.1")
 
     monkeypatch.setattr(cuda.bindings.driver, "cuInit", not_found)

@@ -1,7 +1,5 @@
 """DLPack capsules of CUDA memory: their fields, what they keep alive, and what is refused."""
 
-from __future__ import annotations
-
 import gc
 
 import numpy as np

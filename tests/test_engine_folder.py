@@ -43,6 +43,8 @@ def test_a_folder_of_the_first_format_is_still_read(folder):
     ("damage", "message"),
     [
         (shutil.rmtree, r"engine: expected an engine folder, got nothing there\."),
+        (lambda path: path.rename(path.with_name("away")).with_name("engine").touch(), "engine: expected an engine folder, got a file"),
+        (lambda path: (path / "config.json").unlink(), r"engine: expected an engine folder, but it has no config\.json"),
         (
             lambda path: (path / "engine.plan").unlink(),
             r"engine: expected an engine folder, but it has no engine\.plan\. `trt-kvcache build` makes one\.",
@@ -67,6 +69,7 @@ GONE = object()
     ("field", "value", "message"),
     [
         ("format", 3, r"format: this package reads up to 2, got 3\. A newer trt-kvcache built the engine: upgrade"),
+        *(("format", value, f"format: expected a number of 1 or more, got {got}") for value, got in ((GONE, None), ("1", "'1'"))),
         ("model", GONE, r"a field is missing, unknown or of the wrong kind \(KeyError: 'model'\)"),
         ("kv_cache/layers/1", GONE, r"kv_cache\.layers: expected \[.*\] by the model, got \["),
         (
@@ -100,15 +103,29 @@ def places(data, path=()):
         yield from places(data[key], (*path, key))
 
 
+#: What nothing else in a config.json depends on: any value of the right kind may stand there.
+FREE = {"tensorrt/version", "compute_capabilities", "plan/sha256", "profiles/0/max_width"}
+FREE |= {f"checkpoint/{name}" for name in ("path", "fingerprint", "nbytes", "embedded")}
+FREE |= {f"attention/{layer}/{name}" for layer in (0, 1) for name in ("decomposable", "reason")}
+SEGMENTED = {"segments/constants/nbytes", "segments/constants/sha256"}
+
+
 @pytest.mark.parametrize("segmented", [False, True])
-def test_no_damaged_value_gives_another_error(model, tmp_path, segmented):
+def test_a_wrong_value_anywhere_is_refused_and_gives_no_other_error(model, tmp_path, segmented):
     good = make_engine_folder(model, tmp_path / "engine", segmented=segmented).config.to_dict()
+    taken = set()
     for *path, last in places(good):
-        for value in (None, "x", -1, 2.5, True, [], [[1]], {"x": 1}):
+        old = at(good, path)[last]
+        for value in (None, "x", -1, 2.5, True, [], [[1]], {"x": 1}, *([old + 1] if type(old) is int else [])):
             data = json.loads(json.dumps(good))
             at(data, path)[last] = value
             with contextlib.suppress(EngineError):
                 EngineConfig.from_dict(data)
+                if value != old and path[:1] not in (["model"], ["producer"]):
+                    assert old is None or type(value) is type(old)
+                    taken.add("/".join(map(str, (*path, last))))
+    plans = {name for name in taken if name.endswith("plan_nbytes")}
+    assert taken - plans == FREE | (SEGMENTED if segmented else {"plan/nbytes"})
 
 
 def test_plan_with_a_flipped_bit(folder):
@@ -146,6 +163,7 @@ CHANGED = "model: this checkpoint was changed since engine .* was built from it 
     ("name", "change", "message"),
     [
         ("model.safetensors", lambda content: content[:-1] + bytes([content[-1] ^ 1]), CHANGED),
+        ("model.safetensors", lambda content: content[:100], r"model\.safetensors"),
         ("config.json", lambda content: content.replace(b": 1e-05", b": 1e-06"), CHANGED),
     ],
 )

@@ -1,41 +1,20 @@
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
+from cache_cases import ATTENTION, MAMBA, kv_config, linear_config, mamba_config
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trt_kvcache import (
-    CacheConfig,
-    HybridCacheConfig,
-    KVCacheConfig,
-    KVLayerConfig,
-    KVLayout,
-    LayerType,
-    MambaCacheConfig,
-    estimate_memory,
-    largest_batch,
-    longest_sequence,
-)
+from trt_kvcache import HybridCacheConfig, KVCacheConfig, KVLayerConfig, KVLayout, estimate_memory, largest_batch, longest_sequence
 from trt_kvcache.errors import CapacityError, RangeError
 
 GIB, INT32_MAX = 2**30, 2147483647
-LLAMA_7B = KVCacheConfig(
-    layers=[KVLayerConfig(num_kv_heads=32, head_dim=128)] * 32, max_batch_size=4, max_sequence_length=2048, dtype="float16"
-)
-MIXED = KVCacheConfig(
-    layers=[KVLayerConfig(num_kv_heads=2, head_dim=16), KVLayerConfig(num_kv_heads=1, head_dim=48)],
-    max_batch_size=3,
-    max_sequence_length=7,
-    dtype="int8",
-)
-MAMBA = MambaCacheConfig(
-    num_layers=3, max_batch_size=3, num_heads=2, head_dim=3, state_size=5, conv_dim=7, conv_kernel=4, conv_dtype="float16"
-)
-HYBRID = HybridCacheConfig(layer_types=[LayerType.ATTENTION] * 2 + [LayerType.MAMBA] * 3, kv=MIXED, mamba=MAMBA)
-STATES_ALONE = HybridCacheConfig(layer_types=[LayerType.MAMBA] * 3, mamba=MAMBA)
-LINEAR = CacheConfig(num_attention_layers=5, max_batch_size=3, max_sequence_length=7, num_kv_heads=2, head_dim=16, dtype="float16")
+LLAMA_7B = kv_config([(32, 128)] * 32, max_batch_size=4, max_sequence_length=2048)
+MIXED = kv_config([(2, 16), (1, 48)], max_batch_size=3, dtype="int8")
+STATES = mamba_config(num_layers=3, max_batch_size=3, conv_kernel=4)
+HYBRID = HybridCacheConfig(layer_types=[ATTENTION] * 2 + [MAMBA] * 3, kv=MIXED, mamba=STATES)
+STATES_ALONE = HybridCacheConfig(layer_types=[MAMBA] * 3, mamba=STATES)
+LINEAR = linear_config(num_attention_layers=5, num_mamba_layers=0, max_batch_size=3)
 
 
 def test_llama_7b_takes_one_gib_a_sequence():
@@ -60,9 +39,9 @@ def test_padding_and_scales_count_in_the_total_and_not_in_a_sequence():
 
 def test_states_and_a_linear_cache():
     # A slot of a layer: 30 floats and 28 halves, 176 bytes; a layer: 360 -> 512 and 168 -> 256 bytes.
-    estimate = estimate_memory(MAMBA)
+    estimate = estimate_memory(STATES)
     assert (estimate.bytes_per_sequence, estimate.states_nbytes, estimate.nbytes) == (3 * 176, 3 * 768, 3 * 768)
-    assert estimate_memory(replace(MAMBA, ping_pong=True)).nbytes == 2 * 3 * 768
+    assert estimate_memory(replace(STATES, ping_pong=True)).nbytes == 2 * 3 * 768
     hybrid, kv = estimate_memory(HYBRID), estimate_memory(MIXED)
     assert hybrid.bytes_per_sequence == kv.bytes_per_sequence + 3 * 176
     assert (hybrid.states_nbytes, hybrid.nbytes) == (3 * 768, kv.nbytes + 3 * 768)
@@ -70,9 +49,9 @@ def test_states_and_a_linear_cache():
 
 
 def test_the_inverses_of_states_by_hand():
-    assert largest_batch(MAMBA, 3 * 768) == 4  # 4 * 120 = 480 bytes, 4 * 56 = 224 bytes
-    assert largest_batch(MAMBA, 3 * (768 + 512)) == 6
-    assert longest_sequence(MAMBA, 3 * 768) == longest_sequence(STATES_ALONE, 3 * 768) == INT32_MAX  # states do not grow
+    assert largest_batch(STATES, 3 * 768) == 4  # 4 * 120 = 480 bytes, 4 * 56 = 224 bytes
+    assert largest_batch(STATES, 3 * (768 + 512)) == 6
+    assert longest_sequence(STATES, 3 * 768) == longest_sequence(STATES_ALONE, 3 * 768) == INT32_MAX  # states do not grow
     assert longest_sequence(HYBRID, 3 * 768 + MIXED.nbytes) == longest_sequence(MIXED, MIXED.nbytes)
     assert largest_batch(HYBRID, 3 * 768 + MIXED.nbytes) == 3
 
@@ -110,9 +89,9 @@ SLOT = "do not hold one slot of 7 tokens. Lower max_sequence_length."
     ("inverse", "config", "nbytes", "text"),
     [
         (longest_sequence, LINEAR, 100, TOKEN),
-        (longest_sequence, MAMBA, 3 * 768 - 1, TOKEN),
+        (longest_sequence, STATES, 3 * 768 - 1, TOKEN),
         (largest_batch, LINEAR, 0, SLOT),
-        (largest_batch, MAMBA, 100, "do not hold the states of one slot."),
+        (largest_batch, STATES, 100, "do not hold the states of one slot."),
     ],
 )
 def test_a_budget_that_holds_nothing(inverse, config, nbytes, text):

@@ -2,22 +2,19 @@
 
 import pytest
 from cache_cases import (
-    ATTENTION,
     HEADS,
     LAYER_TYPES,
-    MAMBA,
     Image,
     Unchanged,
     fill_all,
     hybrid_config,
     kv_config,
     make_cache,
-    mamba_config,
     rows_of,
     states_of,
 )
 
-from trt_kvcache import HybridCacheConfig, HybridCacheManager, KVLayout
+from trt_kvcache import HybridCacheManager, KVLayout
 from trt_kvcache.errors import ClosedError, ConfigError, ShapeError, SlotError
 
 
@@ -97,10 +94,9 @@ NO_TENSOR = "saved: expected no tensor, as there is no"
 
 
 def test_attention_alone(memory, stream):
-    config = HybridCacheConfig(layer_types=[ATTENTION] * 3, kv=kv_config())
-    with HybridCacheManager(config, memory=memory) as cache:
+    with make_cache("attention", memory) as cache:
         assert (cache.mamba_cache_manager, cache.num_recurrent_layers, cache.parity) == (None, 0, 0)
-        assert config.nbytes == cache.nbytes == kv_config().nbytes
+        assert cache.config.nbytes == cache.nbytes == kv_config().nbytes
         cache.reset_for_new_sequences([3, 5], stream=stream)
         with Unchanged(cache):
             cache.swap()
@@ -115,7 +111,7 @@ def test_attention_alone(memory, stream):
 
 
 def test_mamba_alone(memory, stream):
-    with HybridCacheManager(HybridCacheConfig(layer_types=[MAMBA] * 2, mamba=mamba_config()), memory=memory) as cache:
+    with make_cache("states", memory) as cache:
         assert (cache.kv_cache_manager, cache.kv_config, cache.kv_head_dim_groups, cache.kv_scales) == (None, None, (), None)
         assert cache.lengths.max_sequence_length == 2**31 - 1
         cache.reset_for_new_sequences([3, 0], stream=stream)

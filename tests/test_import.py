@@ -1,7 +1,5 @@
 """``import trt_kvcache`` needs NumPy and ml_dtypes, and nothing else. Each test asks a fresh interpreter."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

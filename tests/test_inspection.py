@@ -1,7 +1,5 @@
 """What ``inspect`` reads from an engine folder, without TensorRT and without a GPU."""
 
-from __future__ import annotations
-
 import sys
 
 from engine_files import PLAN, make_engine_folder

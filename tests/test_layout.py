@@ -1,15 +1,12 @@
 """Shapes, strides, offsets and sizes against numbers written out by hand, and against NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trt_kvcache import KVLayout
 from trt_kvcache import layout as lay
-from trt_kvcache.layout import is_dense, kv_layer_storage
+from trt_kvcache.layout import is_dense
 
 SHAPES = st.lists(st.integers(0, 4), min_size=0, max_size=4).map(tuple)
 
@@ -48,20 +45,3 @@ def test_strides_and_density_agree_with_numpy(shape, order):
     assert not array.size or array.strides == strides
     view = array.transpose([axis for axis in order if axis < len(shape)])
     assert is_dense(view.shape, view.strides) == view.flags.c_contiguous
-
-
-# B=3, H=2, S=7, D=16: 224 elements of K in a slot; 1344 elements in all.
-STORAGES = [
-    # dtype, layout, slot stride, K to V, bytes of the layer
-    ("float16", KVLayout.COMBINED, 448, 224, 2816),  # 2688 -> 2816
-    ("float16", KVLayout.SEPARATE, 224, 768, 3072),  # 2 * (1344 -> 1536)
-    ("float32", KVLayout.SEPARATE, 224, 704, 5632),  # 2 * (2688 -> 2816)
-]
-
-
-@pytest.mark.parametrize(("dtype", "layout", "slot_stride", "kv_stride", "nbytes"), STORAGES)
-def test_storage_of_a_layer(dtype, layout, slot_stride, kv_stride, nbytes):
-    storage = kv_layer_storage(max_batch_size=3, num_kv_heads=2, max_sequence_length=7, head_dim=16, dtype=dtype, layout=layout)
-    assert (storage.slot_stride, storage.kv_stride, storage.nbytes) == (slot_stride, kv_stride, nbytes)
-    assert (storage.combined_shape, storage.combined_strides) == ((3, 2, 2, 7, 16), (slot_stride, kv_stride, 112, 16, 1))
-    assert (storage.separate_shape, storage.separate_strides) == ((3, 2, 7, 16), (slot_stride, 112, 16, 1))

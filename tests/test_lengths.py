@@ -5,7 +5,7 @@ What is refused is in test_bad_inputs.py.
 
 import numpy as np
 import pytest
-from cache_cases import CapturingMemory
+from cache_cases import CapturingMemory, on_device
 
 from trt_kvcache import HostMemory, Lengths
 from trt_kvcache.errors import CapacityError, ConfigError, LengthsUnknown, SlotError
@@ -23,10 +23,6 @@ def lengths(memory):
 def device(lengths):
     """The lengths of the active slots, as the device has them."""
     return lengths.active_tensor.numpy().tolist()
-
-
-def on_device(memory, values, stream):
-    return memory.to_device(np.array(values, np.int32), stream=stream)
 
 
 def check(lengths, *expected):

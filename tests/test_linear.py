@@ -1,20 +1,15 @@
 """``LinearKVCache``: one buffer for all layers, and states. What it shares with other managers is in their files."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from cache_cases import Image, fill_all, make_cache
 
-from trt_kvcache import CacheConfig, KVLayerConfig, KVLayout, LinearKVCache
-
-FIELDS: dict[str, Any] = {"num_attention_layers": 4, "max_batch_size": 3, "max_sequence_length": 7, "num_kv_heads": 2, "head_dim": 16}
+from trt_kvcache import KVLayerConfig, KVLayout
 
 
-@pytest.fixture(params=list(KVLayout), ids=lambda layout: layout.value)
+@pytest.fixture(params=list(KVLayout))
 def cache(request, memory):
-    with LinearKVCache(CacheConfig(**FIELDS, layout=request.param), memory=memory) as cache:
+    sizes = {"num_attention_layers": 4, "num_mamba_layers": 0, "max_batch_size": 3}
+    with make_cache("linear", memory, **sizes, layout=request.param) as cache:
         yield cache
 
 

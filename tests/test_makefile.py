@@ -1,7 +1,5 @@
 """Makefile: what its targets would run, on a fresh checkout and on one that is set up."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -2,8 +2,6 @@
 manager's) are in files of their own.
 """
 
-from __future__ import annotations
-
 import pytest
 from cache_cases import CapturingMemory, Image, Unchanged, fill_all, make_cache, mamba_config, states_of
 

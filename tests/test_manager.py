@@ -5,12 +5,11 @@ import weakref
 
 import numpy as np
 import pytest
-from cache_cases import fill_all, kv_config, linear_config, make_cache, rows_of, whole
+from cache_cases import LAYOUTS, fill_all, kv_config, linear_config, make_cache, rows_of, whole
 
 from trt_kvcache import HostMemory, KVCacheManager, KVLayerConfig, KVLayout, LinearKVCache
 from trt_kvcache.errors import ClosedError
 
-LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
 KINDS = pytest.mark.parametrize("kind", ["manager", "linear"])
 
 

@@ -1,12 +1,8 @@
 """The ``Memory`` protocol, on whichever memory the run is for, and what is special about ``HostMemory``."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trt_kvcache import DeviceTensor, HostMemory
@@ -17,17 +13,14 @@ from trt_kvcache.layout import dense_nbytes, span_elements
 DTYPES = ["float16", "bfloat16", "float32", "float8_e4m3fn", "int8", "uint8", "int32", "int64"]
 SHAPE = (2, 3, 5)
 
-# The memory is one for all examples of a test.
-SHARED_MEMORY = settings(settings.default, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
-
-def random_array(shape: tuple[int, ...], dtype: str) -> np.ndarray[Any, Any]:
+def random_array(shape, dtype):
     """Any bytes at all, NaN and infinities among them."""
     raw = np.random.default_rng(0).integers(0, 256, dense_nbytes(shape, dtype), np.uint8)
     return raw.view(numpy_dtype(dtype)).reshape(shape)
 
 
-def same_bytes(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
+def same_bytes(left, right):
     return (left.dtype, left.shape, left.tobytes()) == (right.dtype, right.shape, right.tobytes())
 
 
@@ -124,7 +117,6 @@ def test_streams_of_something_else_are_refused(memory, stream):
     assert (tensor.numpy().tolist(), array.tolist()) == ([1, 1, 1], [0, 0, 0])
 
 
-@SHARED_MEMORY
 @given(data=st.data())
 def test_any_view_is_read_and_copied(memory, data):
     shape = tuple(data.draw(st.lists(st.integers(0, 4), max_size=3)))

@@ -64,7 +64,7 @@ def pick(values, order):
     return [values[index] for index in order]
 
 
-@pytest.mark.parametrize("order", [[2, 0], [3, 2, 1], [1, 3, 0, 2], [0], [1, 0, 3, 2]], ids=str)
+@pytest.mark.parametrize("order", [[2, 0], [3, 2, 1], [1, 3, 0, 2], [0], [1, 0, 3, 2]])
 def test_compaction_and_decode_in_either_order(make, order):
     mapping = [order.index(slot) if slot in order else -1 for slot in range(4)]
     one, two = make(), make()
@@ -79,7 +79,7 @@ def test_compaction_and_decode_in_either_order(make, order):
     assert np.abs(first - last).max() > 0.01, "the model says something else after each token"
 
 
-@pytest.mark.parametrize("order", [[1, 0, 3, 2], [3, 1, 0, 2]], ids=str)
+@pytest.mark.parametrize("order", [[1, 0, 3, 2], [3, 1, 0, 2]])
 def test_permuted_slots(make, order):
     one, two = make(), make()
     check(two.prefill(pick(PROMPTS, order)), one.prefill(PROMPTS)[order])

@@ -13,10 +13,11 @@ from small_model import write_model
 
 from trt_kvcache import InferenceSession, SamplingParams, opening
 from trt_kvcache.builder import build_engine
-from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
+from trt_kvcache.errors import BuildError, CheckpointError, ConfigError, CudaError, EngineError
 from trt_kvcache.memory import HostMemory
 from trt_kvcache.opening import EngineFallbackWarning
 from trt_kvcache.reference import ReferenceEngine
+from trt_kvcache.session_source import SessionSource
 
 NO_GPU = "there is no GPU here"
 SIZES = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11}  # of the engine folder
@@ -106,11 +107,21 @@ def test_an_engine_folder_runs_as_the_model_does_in_its_sizes(folder, model):
         np.testing.assert_array_equal(one.prefill(prompts), other.prefill(prompts))
 
 
-def test_long_models_get_a_limit(tmp_path):
-    path = write_model(tmp_path / "long", max_position_embeddings=9000)
-    for options, length in (({}, 2048), ({"max_sequence_length": 8000}, 8000)):
-        with of_model(path, **options) as session:
-            assert (session.max_sequence_length, session.engine.profiles[0].max_width) == (length, 512)
+@pytest.mark.parametrize(
+    ("positions", "options", "expected"),
+    [
+        (64, {}, (1, 64, 64, "float16")),
+        (64, {"max_batch_size": 4, "max_sequence_length": 31, "max_prefill_length": 7, "dtype": "bfloat16"}, (4, 31, 7, "bfloat16")),
+        (9000, {}, (1, 2048, 512, "float16")),
+        (9000, {"max_sequence_length": 8000}, (1, 8000, 512, "float16")),
+    ],
+)
+def test_sizes_of_a_model(tmp_path, positions, options, expected):
+    with of_model(write_model(tmp_path / "model", max_position_embeddings=positions), **options) as session:
+        kv = session.cache.kv_config
+        assert (kv.max_batch_size, kv.max_sequence_length, session.engine.profiles[0].max_width, kv.dtype) == expected
+        assert (session.vocab_size, session.tokenizer) == (37, None)
+        assert np.isfinite(session.prefill([[1] * 31])).all()
 
 
 def test_it_falls_back_with_one_warning_that_says_why(opens, monkeypatch):
@@ -121,6 +132,30 @@ def test_it_falls_back_with_one_warning_that_says_why(opens, monkeypatch):
     assert [(str(one.message), one.category, one.filename) for one in caught] == [
         (f"running the NumPy reference engine: {NO_GPU}", EngineFallbackWarning, __file__)
     ]
+
+
+def test_the_reference_engine_asks_for_no_gpu_does_not_warn_and_tells_its_progress(opens, request, monkeypatch):
+    monkeypatch.setattr(opening, "find_gpu", None)
+    told = []
+    opens(engine="reference", progress=lambda stage, done: told.append((stage, done))).close()
+    assert {stage for stage, _ in told} == {"load weights"} | ({"check checkpoint"} if "[open]" in request.node.name else set())
+    assert told[-1] == ("load weights", 1)
+
+
+def test_tensorrt_runs_where_it_can(folder, gpu):
+    with InferenceSession.open(folder, flavour="tensorrt_rtx") as session:
+        assert session.cache.memory is gpu.memory
+    assert (gpu.opened, gpu.memory.live_nbytes) == ([(folder, "tensorrt_rtx")], 0)
+
+
+@pytest.mark.parametrize("of_folder", [True, False])
+def test_the_mask_variant(model, tmp_path, of_folder):
+    config = make_engine_folder(model, tmp_path / "engine").path / "config.json"
+    config.write_text(config.read_text().replace('"variant": "native"', '"variant": "mask"'))
+    with InferenceSession.open(config.parent, engine="reference") if of_folder else of_model(model, attention="mask") as session:
+        session.prefill([[1, 2]])
+        session.cache.memory.array(session.cache.get_separate_kv_cache(0)[1])[:, :, 5:] = np.nan
+        assert np.isnan(session.decode([3])).all(), "it reads dead rows, with weight 0"
 
 
 def test_where_tensorrt_refuses_the_engine(opens, gpu):
@@ -158,6 +193,11 @@ def test_an_engine_in_segments(gpu, monkeypatch, tmp_path):
     path = build_engine(model, tmp_path / "engine", **SIZES, attention="plugin").path
     with pytest.raises(EngineError, match=r"^\d steps, False$"):
         InferenceSession.open(path, engine="tensorrt", cuda_graphs=False)
+    with pytest.raises(EngineError, match=r"^\d steps, True$"):
+        SessionSource(path, engine="tensorrt")()
+    monkeypatch.setattr(opening, "build_engine", lambda *_, **options: type("Report", (), {"path": path}))
+    with pytest.raises(EngineError, match=r"^\d steps, False$"):
+        InferenceSession.from_model(model, **SIZES, engine="tensorrt", attention="plugin", cuda_graphs=False)
     assert gpu.opened == []
     with InferenceSession.open(path, engine="reference") as one, of_model(model, **SIZES, attention="plugin") as other:
         assert one.cache.kv_config == other.cache.kv_config
@@ -168,6 +208,8 @@ def test_an_engine_in_segments(gpu, monkeypatch, tmp_path):
     ("options", "text"),
     [
         ({"engine": "onnx"}, "engine: expected one of auto, reference, tensorrt, got 'onnx'."),
+        ({"flavour": "x"}, "flavour: expected one of auto, tensorrt, tensorrt_rtx, got 'x'."),
+        ({"max_sequence_length": 20, "max_prefill_length": 21}, "max_prefill_length: expected an integer from 1 to 20, got 21."),
         (
             {"max_sequence_length": 65},
             "max_sequence_length: expected at most 64, the positions that the model was made for (max_position_embeddings), got 65.",
@@ -235,11 +277,19 @@ class TestCompanions:
             assert "".join(event.text for event in events) == session.tokenizer.decode([event.token for event in events])
 
     def test_end_tokens_and_greedy_unless_the_model_is_sampled(self, copy):
+        with of_model(copy) as session:
+            assert session._eos_token_ids == (2,)  # of config.json
         asked = {"temperature": 0.6, "top_k": 20, "top_p": 0.9, "min_p": 0.1}
         for do_sample, expected in ((False, SamplingParams()), (True, SamplingParams(**asked))):
             self.generation(copy, do_sample=do_sample, eos_token_id=[5, 6], **asked)
             with of_model(copy) as session:
                 assert (session.defaults, session._eos_token_ids) == (expected, (5, 6))
+
+    def test_a_damaged_file_is_named_and_nothing_is_left(self, copy, memories):
+        (copy / "generation_config.json").write_text("{")
+        with pytest.raises(CheckpointError, match=r"generation_config\.json"):
+            of_model(copy)
+        assert [memory.live_nbytes for memory in memories] == [0]
 
     def test_one_warning_names_what_is_asked_for_and_not_supported(self, copy):
         self.generation(copy, repetition_penalty=1.05, no_repeat_ngram_size=3)

@@ -86,14 +86,18 @@ def test_attention_passes_its_attributes_on(monkeypatch):
     calls, real = [], attention_op.backend_of(HostMemory()).attend
     spy = SimpleNamespace(attend=lambda call, *rest: calls.append(call) or real(call, *rest))
     monkeypatch.setattr(attention_op, "backend_of", lambda memory: spy)
-    run_on_host(PARTLY, *attention_inputs(4, 32))
-    assert {name: getattr(calls[0], name) for name in (*SCORES, "rotary_dim")} == SCORES | {"rotary_dim": 32}
-    assert PARTLY.fields() == AttentionFields(**PARTLY.attributes)
+    for op, rotary_dim, inputs in ((PARTLY, 32, attention_inputs(4, 32)), (UNTURNED, 0, attention_inputs(1)[:5])):
+        run_on_host(op, *inputs)
+        assert {name: getattr(calls[-1], name) for name in (*SCORES, "rotary_dim")} == SCORES | {"rotary_dim": rotary_dim}
+        assert op.fields() == AttentionFields(**op.attributes)
+        assert (op.fields().rotary_dim, op.fields().factor) == (rotary_dim, SCORES["scale"])
 
 
-def test_what_does_not_fit():
-    types = [TensorType(array.shape, str(array.dtype)) for array in attention_inputs(4)]
-    with pytest.raises(ShapeError, match="attention: expected "):
-        ATTENTION.outputs([types[0], *types[:1], *types[2:]])
+def test_what_fits_and_what_does_not():
+    q, _, _, cache, *_ = types = [TensorType(array.shape, str(array.dtype)) for array in attention_inputs(4)]
+    assert ATTENTION.outputs(types) == (TensorType(q.shape, "float16"), TensorType(cache.shape, "float16", alias=3))
+    for index, wrong, error in ((1, q, ShapeError), (4, TensorType((B,), "int64"), DTypeError)):
+        with pytest.raises(error, match="attention: expected "):
+            ATTENTION.outputs([*types[:index], wrong, *types[index + 1 :]])
     with pytest.raises(DTypeError, match="embedding: expected int32 ids, got int64"):
         EmbeddingOp().outputs([TensorType((4, 2), "float16"), TensorType((1, 1), "int64")])

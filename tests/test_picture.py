@@ -3,18 +3,18 @@
 from xml.etree import ElementTree
 
 import pytest
+from cache_cases import kv_config
 from small_model import write_model
 
-from trt_kvcache import InferenceSession, KVCacheConfig, KVLayerConfig
+from trt_kvcache import InferenceSession
 from trt_kvcache.errors import RangeError, ShapeError
 from trt_kvcache.picture import COLOURS, LAYER_COLOUR, draw_cache
 
-RECT = "{http://www.w3.org/2000/svg}rect"
+RECT, TEXT = "{http://www.w3.org/2000/svg}rect", "{http://www.w3.org/2000/svg}text"
 
 
 def config(slots):
-    layers = [KVLayerConfig(num_kv_heads=2, head_dim=16), KVLayerConfig(num_kv_heads=1, head_dim=128)]
-    return KVCacheConfig(layers=layers, max_batch_size=slots, max_sequence_length=20, dtype="float16")
+    return kv_config([(2, 16), (1, 128)], max_batch_size=slots, max_sequence_length=20)
 
 
 def bars(svg):
@@ -38,20 +38,17 @@ def test_slots_and_layers():
         [("free", width)],
     ]
     assert (first, second) == ([("layer", pytest.approx(width / 4, abs=0.01))], [("layer", width)])
-    texts = [node.text for node in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    texts = [node.text for node in ElementTree.fromstring(svg).iter(TEXT)]
     assert {"a <title>", "slot 1", "slot 2 (not active)", "5 / 20", "layer 1: 1 x 128", "30,720"} <= set(texts)
 
 
-def test_many_slots_stay_inside():
-    root = ElementTree.fromstring(draw_cache(config(300)))
+@pytest.mark.parametrize(("slots", "labelled"), [(42, True), (43, False), (300, False)])
+def test_many_slots_stay_inside_and_only_what_can_be_read_is_written(slots, labelled):
+    svg = draw_cache(config(slots), [3])
+    root = ElementTree.fromstring(svg)
     assert all(float(one.get("y")) + float(one.get("height")) < float(root.get("height")) for one in list(root.iter(RECT))[1:])
     assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
-
-
-@pytest.mark.parametrize(("slots", "labelled"), [(42, True), (43, False)])
-def test_only_what_can_be_read_is_written(slots, labelled):
-    svg = draw_cache(config(slots), [3])
-    sizes = [float(node.get("font-size")) for node in ElementTree.fromstring(svg).iter("{http://www.w3.org/2000/svg}text")]
+    sizes = [float(node.get("font-size")) for node in root.iter(TEXT)]
     assert (min(sizes) >= 6, ">slot 0<" in svg, ">3 / 20<" in svg, "layer 1" in svg) == (True, labelled, labelled, True)
 
 

@@ -1,7 +1,5 @@
 """The real ``polygraphy`` command, in processes of its own."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -6,14 +6,24 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cache_cases import CapturingMemory, Image, Unchanged, fill_all, make_cache
+from cache_cases import (
+    LAYOUTS,
+    SEQUENCE_KINDS,
+    CapturingMemory,
+    FailingMemory,
+    Image,
+    Unchanged,
+    cache_holding,
+    fill_all,
+    make_cache,
+    on_device,
+)
 from hybrid_model import HybridModel, hybrid_cache
 from hypothesis import given
 from hypothesis import strategies as st
 from simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
-from slot_cases import SEQUENCE_KINDS, cache_holding, move
 
-from trt_kvcache import HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
+from trt_kvcache import HostMemory, KVLayerConfig
 from trt_kvcache.errors import (
     CapacityError,
     CaptureError,
@@ -66,7 +76,7 @@ def test_what_is_found(memory, stream, kind, entries, cases):
 
 @PLACES
 @pytest.mark.parametrize("kind", SEQUENCE_KINDS)
-@pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
+@LAYOUTS
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_what_was_inserted_is_restored(memory, stream, place, kind, layout, dtype):
     cache = cache_holding(kind, memory, stream, 1, 0, 6, layout=layout, dtype=dtype)
@@ -85,7 +95,7 @@ def test_what_was_inserted_is_restored(memory, stream, place, kind, layout, dtyp
             assert match is None
             continue
         assert match.length == (6 if slot == 4 else 4)
-        move(expected, slot, taken, 2, match.length)
+        expected.move(slot, taken, 2, match.length)
         prompts.restore(match, slot, stream=stream)
         expected.check(cache)
     assert cache.host_kv_cache_lengths == (1, 0, 6)
@@ -99,18 +109,6 @@ def test_off_by_default(memory, stream):
     with cache_holding("hybrid", memory, stream, 4) as cache, PromptCache(cache) as prompts, Unchanged(cache):
         assert prompts.insert([1, 2, 3, 4], 0, stream=stream) is prompts.find([1, 2, 3, 4, 5]) is None
         assert (prompts.max_bytes, prompts.nbytes, prompts.entries, prompts.hits, prompts.misses) == (0, 0, (), 0, 0)
-
-
-class FailingMemory(HostMemory):
-    """Host memory whose next ``failures`` allocations raise ``error``."""
-
-    failures, error = 0, CapacityError
-
-    def __getattribute__(self, name):
-        if name in ("allocate", "staging") and self.failures:
-            self.failures -= 1
-            raise self.error("no room.")
-        return super().__getattribute__(name)
 
 
 @PLACES
@@ -129,9 +127,7 @@ class FailingMemory(HostMemory):
 def test_it_drops_no_more_than_makes_room(place, limit, new, failures, error, entries, left):
     memory = FailingMemory()
     stream = memory.create_stream()
-    layers = [KVLayerConfig(num_kv_heads=4, head_dim=16)]  # 256 bytes per token
-    config = KVCacheConfig(layers=layers, max_batch_size=2, max_sequence_length=7, dtype="float16")
-    with KVCacheManager(config, memory=memory) as cache:
+    with make_cache("manager", memory, heads=[(4, 16)]) as cache:  # 256 bytes per token
         cache.reset_for_new_sequences([7], stream=stream)
         prompts = PromptCache(cache, max_bytes=limit, place=place)
         made = {prompts.insert([first, 2, 3], 0, stream=stream): name for first, name in ((2, "B"), (1, "A"), (4, "C"))}
@@ -179,7 +175,7 @@ def test_arguments_that_change_nothing(memory, stream):
                 call(*arguments)
             assert str(caught.value).startswith(text)
         assert (prompts.entries, prompts.reused_tokens) == ((entry,), 0)
-        cache.commit_sequence_length(memory.to_device(np.ones(2, np.int32), stream=stream), max_increment=1, stream=stream)
+        cache.commit_sequence_length(on_device(memory, [1, 1], stream), max_increment=1, stream=stream)
         with pytest.raises(LengthsUnknown):
             insert(good, 0)
     for call in (lambda: insert(good, 0), lambda: prompts.find(good)):
@@ -198,9 +194,7 @@ def test_a_copy_with_other_scales_is_refused(place):
     memory = HostMemory()
     stream, caches = memory.create_stream(), []
     for scale in (0.5, 2.0):
-        layers = [KVLayerConfig(num_kv_heads=2, head_dim=16, v_scale=scale)]
-        config = KVCacheConfig(layers=layers, max_batch_size=1, max_sequence_length=7, dtype="int8")
-        caches.append(KVCacheManager(config, memory=memory))
+        caches.append(make_cache("manager", memory, layers=[KVLayerConfig(num_kv_heads=2, head_dim=16, v_scale=scale)], dtype="int8"))
         caches[-1].reset_for_new_sequences([3], stream=stream)
         prompts = PromptCache(caches[-1], max_bytes=PLENTY, place=place)
         copy = prompts.copy_to_host(prompts.insert([1, 2, 3], 0, stream=stream), stream=stream)

@@ -5,9 +5,9 @@ from random import Random
 
 import numpy as np
 import pytest
-from cache_cases import LAYER_TYPES, S, kv_config, linear_config, mamba_config, next_states_of, rows_of, states_of, whole
+from cache_cases import S, make_cache, next_states_of, on_device, rows_of, states_of, whole
 
-from trt_kvcache import HostMemory, HybridCacheConfig, HybridCacheManager, KVCacheManager, KVLayout, LinearKVCache, SequenceCacheManager
+from trt_kvcache import HostMemory, KVLayout, SequenceCacheManager
 from trt_kvcache.dtypes import itemsize, numpy_dtype
 from trt_kvcache.errors import CapacityError, ConfigError, LengthsUnknown, SequenceError
 from trt_kvcache.snapshot import load_snapshot, save_snapshot
@@ -18,17 +18,8 @@ SLOW_PROGRAMS = 10_000
 
 MODEL = ModelIdentity(fingerprint="random")
 DTYPES = ["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"]
-KINDS = ["manager", "linear", "linear with states", "hybrid", "hybrid, ping-pong", "hybrid, ping-pong"]
-Token = list[np.ndarray]
-
-
-def make(kind, memory, **sizes):
-    if kind == "manager":
-        return KVCacheManager(kv_config(**sizes), memory=memory)
-    if kind.startswith("linear"):
-        return LinearKVCache(linear_config(num_mamba_layers=2 if "states" in kind else 0, **sizes), memory=memory)
-    mamba = mamba_config(max_batch_size=sizes["max_batch_size"], ping_pong="ping-pong" in kind)
-    return HybridCacheManager(HybridCacheConfig(layer_types=LAYER_TYPES, kv=kv_config(**sizes), mamba=mamba), memory=memory)
+PING_PONG = "hybrid", {"ping_pong": True}
+KINDS = [("manager", {}), ("linear", {"num_mamba_layers": 0}), ("linear", {}), ("hybrid", {}), PING_PONG, PING_PONG]
 
 
 class Beside:
@@ -44,7 +35,7 @@ class Beside:
         #: Of each slot the first tokens, as far as known: more than its length where longer ones were there before.
         self.tokens = [[] for _ in range(self.slots)]
         #: Of current and next states those of each slot, or None where a sequence may have waited.
-        first = [[np.zeros_like(self.bytes_of(view)[0]) for view in states_of(cache)] for _ in range(self.slots)]
+        first = [self.zeros() for _ in range(self.slots)]
         second = first if states_of(cache) == next_states_of(cache) else list(first)
         self.states = [first, second]
         self.recurrent = bool(states_of(cache))
@@ -56,8 +47,7 @@ class Beside:
         self.places = {}
         self.lost = []
         for view in rows_of(cache):
-            nan = 0x7F if view.dtype == "float8_e4m3fn" else 0xFF
-            self.upload(whole(view), np.full(view.allocation.nbytes, nan, np.uint8))
+            self.upload(whole(view), np.full(view.allocation.nbytes, 0xFF, np.uint8))  # NaN in every float format
         self.addresses = self.find_addresses()
 
     # --- bytes ---
@@ -135,7 +125,7 @@ class Beside:
             new = [int(random.integers(0, 3))] * active
             given, limit = (new[0] if new else 1), None
         elif how == 1:
-            given, limit = self.memory.to_device(np.array(new, np.int32), stream=self.stream), max(new, default=0) + random.integers(0, 2)
+            given, limit = on_device(self.memory, new, self.stream), max(new, default=0) + random.integers(0, 2)
         else:
             given, limit = (new if random.random() < 0.5 else np.array(new, np.int32)), None
         most = [count if limit is None else limit for count in new]
@@ -182,19 +172,19 @@ class Beside:
     def compact(self, random):
         old = len(self.lengths)
         kept = [slot for slot in range(old) if random.random() < 0.7]
-        on_device = random.random() < 0.3
-        order = kept if on_device else random.permutation(kept).astype(int).tolist()
+        device = random.random() < 0.3
+        order = kept if device else random.permutation(kept).astype(int).tolist()
         mapping = [order.index(slot) if slot in kept else -1 for slot in range(old)]
-        given = self.memory.to_device(np.array(mapping, np.int32), stream=self.stream) if on_device else mapping
+        given = on_device(self.memory, mapping, self.stream) if device else mapping
         for seq, slot in [*self.places.items()]:
-            if slot < old and (len(kept) < old if on_device else mapping[slot] < 0 and slot < len(kept)):
+            if slot < old and (len(kept) < old if device else mapping[slot] < 0 and slot < len(kept)):
                 self.lose(seq)
             elif slot < old and mapping[slot] >= 0:
                 self.places[seq] = mapping[slot]
         self.resize([0] * len(kept))
         self.cache.compact_batch(given, old, len(kept), stream=self.stream)
         moved = [(self.tokens[slot][: self.lengths[slot]], self.states[0][slot]) for slot in order]
-        self.lengths, self.blurred = [self.lengths[slot] for slot in order], self.blurred or on_device
+        self.lengths, self.blurred = [self.lengths[slot] for slot in order], self.blurred or device
         for slot, (tokens, states) in enumerate(moved):
             self.tokens[slot], self.states[0][slot] = tokens, states
 
@@ -317,10 +307,9 @@ class Beside:
         pinned = {self.places[seq]: self.held[seq] for seq in self.pinned if not self.inside(seq)}
         for slot in range(len(self.lengths), self.slots):
             tokens, states = pinned.get(slot, ([], None))
-            both = states if tokens else None
-            first = both if tokens or slot not in pinned else self.states[0][slot]
-            self.tokens[slot], self.states[1][slot] = list(tokens), both
-            self.states[0][slot] = first
+            self.tokens[slot], self.states[1][slot] = list(tokens), states if tokens else None
+            if tokens or slot not in pinned:
+                self.states[0][slot] = self.states[1][slot]
 
     def fits(self, seq):
         others = sum(not self.inside(other) for other in self.pinned - {seq})
@@ -328,10 +317,8 @@ class Beside:
 
     def has_room(self, seq, call):
         """Whether a sequence can have a slot: one is inactive, and no other is pinned there. If not, a call must say so."""
-        if self.fits(seq):
-            return True
-        if self.sequences is not None and seq >= 0 and any(entry.id == seq and entry.slot is not None for entry in self.sequences._table):
-            return True  # it is there already
+        if self.fits(seq) or any(entry.id == seq and entry.slot is not None for entry in self.sequences._table):
+            return True  # the latter: it is there already
         with pytest.raises(CapacityError):
             call()
         return False
@@ -354,9 +341,8 @@ class Beside:
         tokens, _ = self.content(seq)
         new, count = self.new_tokens(random, 4), int(random.choice([0, 1, 2, 4]))
         dtype = numpy_dtype(self.cache.kv_config.dtype)
-        layers = range(len(new[0]))
-        keys, values = ([np.stack([token[layer][which] for token in new], axis=1).view(dtype) for layer in layers] for which in (0, 1))
-        pair = [[array[:, :count] for array in arrays] for arrays in (keys, values)]
+        layers = [np.stack(layer, axis=2).view(dtype)[:, :, :count] for layer in zip(*new, strict=True)]
+        pair = [layer[0] for layer in layers], [layer[1] for layer in layers]
         call = lambda: self.sequences.append(seq, *pair, stream=self.stream)  # noqa: E731
         del new[count:]
         if self.recurrent or len(tokens) + len(new) > self.longest:
@@ -458,10 +444,10 @@ class Beside:
 
 def run(memory, path, kind, layout, dtype, slots, operations):
     other = next(each for each in KVLayout if each is not layout)
-    saved = []
+    saved, (kind, options) = [], kind
     with (
-        make(kind, memory, layout=layout, dtype=dtype, max_batch_size=slots, max_sequence_length=S) as one,
-        make(kind, memory, layout=other, dtype=dtype, max_batch_size=6 - slots, max_sequence_length=S + 2) as two,
+        make_cache(kind, memory, **options, layout=layout, dtype=dtype, max_batch_size=slots, max_sequence_length=S) as one,
+        make_cache(kind, memory, **options, layout=other, dtype=dtype, max_batch_size=6 - slots, max_sequence_length=S + 2) as two,
     ):
         caches = [Beside(cache, saved, path) for cache in (one, two)]
         for operation, seed in [("activate", 9), *operations]:

@@ -1,14 +1,12 @@
-"""What the original got wrong, by name, and what holds for every manager: nothing waits or allocates, and a failure leaves nothing."""
+"""What holds for every manager: nothing waits or allocates, and a failure leaves nothing. Old bugs by name: test_capture.py."""
 
 import gc
 import os
 from functools import partial
 
-import numpy as np
 import pytest
-from cache_cases import KINDS, CapturingMemory, Image, fill_all, make_cache
+from cache_cases import KINDS, FailingMemory, cache_holding, make_cache, on_device
 from simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
-from slot_cases import cache_holding
 
 from trt_kvcache import PromptCache
 from trt_kvcache.errors import CapacityError, CaptureError
@@ -16,21 +14,6 @@ from trt_kvcache.snapshot import Snapshot
 from trt_kvcache.snapshot_records import ModelIdentity
 
 MODEL = ModelIdentity(fingerprint="model")
-
-
-# FP8 pointer stride and head dim 512: test_capture.test_old_bugs.
-@pytest.mark.parametrize("old", range(1, 5))
-@pytest.mark.parametrize("kind", ["linear", "mamba", "hybrid"])
-def test_states_where_the_old_batch_is_smaller_than_the_cache(memory, stream, kind, old):
-    """The original stepped from layer to layer by the old batch, so that later layers got the states of other slots."""
-    with make_cache(kind, memory) as cache:
-        cache.reset_for_new_sequences([1] * old, stream=stream)
-        fill_all(cache, stream)
-        expected = Image(cache)
-        mapping = [-1 if slot == 0 and old > 2 else old - 1 - slot for slot in range(old)]
-        expected.compact(mapping, [1] * old)
-        cache.compact_batch(mapping, old, old - (old > 2), stream=stream)
-        expected.check(cache)
 
 
 def test_lengths_of_the_contract(memory, stream):
@@ -45,7 +28,7 @@ def test_lengths_of_the_contract(memory, stream):
 @pytest.mark.parametrize("kind", KINDS)
 def test_reset_commit_and_compaction_neither_wait_nor_allocate(memory, stream, kind):
     with make_cache(kind, memory) as cache:
-        ones, mapping = (memory.to_device(np.array(values, np.int32), stream=stream) for values in ([1, 1, 1], [0, -1]))
+        ones, mapping = (on_device(memory, values, stream) for values in ([1, 1, 1], [0, -1]))
         for _ in range(2):  # the first time loads the kernels
             standin = StandIn()
             cache.reset_for_new_sequences([3, 0, 1], stream=stream)
@@ -65,7 +48,7 @@ def test_reset_commit_and_compaction_neither_wait_nor_allocate(memory, stream, k
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cuda_graph_replays_commits(memory, stream, kind):
     with make_cache(kind, memory) as cache:
-        new = memory.to_device(np.array([1, 2], np.int32), stream=stream)
+        new = on_device(memory, [1, 2], stream)
         cache.reset_for_new_sequences([0, 0], stream=stream)
         cache.commit_sequence_length(new, max_increment=2, stream=stream)  # loads the kernel
         cache.reset_for_new_sequences([1, 0], stream=stream)
@@ -84,25 +67,6 @@ def test_a_cuda_graph_replays_commits(memory, stream, kind):
             graph.launch(stream)
         cache.sync_lengths(stream=stream)
         assert cache.host_kv_cache_lengths == (5, 6)
-
-
-class FullMemory(CapturingMemory):
-    """Host memory of which each allocation after the next ``left`` fails."""
-
-    left = 1000
-
-    def _count(self):
-        self.left -= 1
-        if self.left < 0:
-            raise CapacityError("no room.")
-
-    def allocate(self, *arguments, **keywords):
-        self._count()
-        return super().allocate(*arguments, **keywords)
-
-    def staging(self, *arguments):
-        self._count()
-        return super().staging(*arguments)
 
 
 def insert(place, cache, stream, _):
@@ -128,7 +92,7 @@ CALLS = {
 def test_an_allocation_that_fails_leaves_nothing_behind(name):
     """Managers: test_bad_inputs."""
     call, allocations = CALLS[name]
-    memory = FullMemory()
+    memory = FailingMemory()
     stream = memory.create_stream()
     with cache_holding("hybrid", memory, stream, 3) as cache:
         snapshot = Snapshot.of_slot(cache, 0, tokens=[1, 2, 3], model=MODEL, stream=stream)
@@ -136,13 +100,14 @@ def test_an_allocation_that_fails_leaves_nothing_behind(name):
         gc.disable()  # release is not left to the garbage collector
         try:
             for n in range(allocations):
-                memory.left = n
+                memory.left, memory.failures = n, 99
                 with pytest.raises(CapacityError, match=r"^no room\.$"):
                     call(cache, stream, snapshot)
                 assert memory.live_nbytes == before
         finally:
             gc.enable()
+        memory.failures = 0
         cache.reset_for_new_sequences([3], stream=stream)
-        memory.left = allocations
+        memory.left, memory.failures = allocations, 1
         call(cache, stream, snapshot)
-        assert (memory.left, memory.live_nbytes) == (0, before)
+        assert (memory.left, memory.failures, memory.live_nbytes) == (0, 1, before)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from checkpoint.tokenizer_folders import EOS, byte_fallback_folder, byte_level_folder
+from checkpoint.tokenizer_folders import EOS, byte_fallback_folder
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -10,11 +10,6 @@ from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import EngineError
 from trt_kvcache.request import GeneratedToken, Request
 from trt_kvcache.sampling import SamplingParams
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return Tokenizer.open(byte_level_folder(tmp_path_factory.mktemp("tokenizer")))
 
 
 def request_for(tokenizer=None, *, eos=(), prompt=(1, 2), index=0, **options):

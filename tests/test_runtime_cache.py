@@ -1,7 +1,5 @@
 """The file that keeps what TensorRT for RTX compiled."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

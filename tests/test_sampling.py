@@ -46,7 +46,6 @@ LOGITS = np.array([1.0, 3.0, 2.5, -1.0, 3.0, 0.0, 2.0, -8.0], np.float32)
 @pytest.mark.parametrize(
     "options",
     [*({"temperature": 0.4}, {"top_k": 3}, {"top_p": 0.75}, {"min_p": 0.3}), {"temperature": 1.5, "top_k": 5, "top_p": 0.8, "min_p": 0.1}],
-    ids=str,
 )
 def test_frequencies_are_those_of_the_definition(options):
     options = {"temperature": 1.0, "seed": 5, **options}

@@ -7,11 +7,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cache_cases import ATTENTION, MAMBA, B, CapturingMemory, Image, S, Unchanged, fill_all, kv_config, make_cache, mamba_config
+from cache_cases import B, CapturingMemory, FailingMemory, Image, S, Unchanged, fill_all, make_cache, on_device
 from simt.standin import ALLOCATIONS, StandIn, needs_standin
-from slot_cases import move
 
-from trt_kvcache import HostMemory, HybridCacheConfig, HybridCacheManager, SequenceCacheManager
+from trt_kvcache import SequenceCacheManager
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import (
     CapacityError,
@@ -217,7 +216,7 @@ def test_run_by_an_engine_put_away_with_its_states_and_run_again_elsewhere(memor
     assert (sequences.length(seq), sequences.memory_used) == (5, 5 * TOKEN[kind] + (1 + ping_pong) * STATES)
     expected = Image(cache)
     sequences.unpin(seq)
-    move(expected, 4, held, 1, 5)
+    expected.move(4, held, 1, 5)
     for into, states in zip(expected.next_states, held.states, strict=True):  # others may be swapped while it waits
         into[4] = states[1]
     expected.check(cache)
@@ -230,7 +229,7 @@ def test_run_by_an_engine_put_away_with_its_states_and_run_again_elsewhere(memor
     fill_all(cache, stream, 2)
     expected = Image(cache)
     assert sequences.pin(seq, slot=0) == 0
-    move(expected, 0, held, 1, 5)
+    expected.move(0, held, 1, 5)
     expected.check(cache)
     assert (cache.host_kv_cache_lengths, sequences.memory_swapped) == ((5, 0), 0)
     text = "the cache has recurrent layers, and their states follow an engine only. Pin the sequence, and run it."
@@ -239,10 +238,10 @@ def test_run_by_an_engine_put_away_with_its_states_and_run_again_elsewhere(memor
 
 
 def test_a_hybrid_of_one_kind_of_layers(memory, stream):
-    with HybridCacheManager(HybridCacheConfig(layer_types=[ATTENTION] * 3, kv=kv_config()), memory=memory) as cache:
+    with make_cache("attention", memory) as cache:
         sequences = Sequences(SequenceCacheManager(cache), stream)
         sequences.check(*sequences.new(2), 2)
-    with HybridCacheManager(HybridCacheConfig(layer_types=[MAMBA] * 2, mamba=mamba_config()), memory=memory) as cache:
+    with make_cache("states", memory) as cache:
         sequences = Sequences(SequenceCacheManager(cache), stream)
         assert (sequences.get(sequences.create_sequence()), sequences.dtype) == (([], []), None)
         assert sequences.memory_capacity == B * STATES
@@ -261,7 +260,7 @@ def test_in_an_active_slot_the_lengths_are_those_of_the_cache(memory, stream):
     text = "sequence 1 is in active slot 3, and no other slot is free. Shrink the active batch, or enable swapping. Nothing was changed."
     sequences.refuses(CapacityError, text, sequences.unpin, b)
     cache.commit_sequence_length(1)
-    cache.commit_sequence_length(memory.to_device(np.ones(5, np.int32), stream=stream), max_increment=1)
+    cache.commit_sequence_length(on_device(memory, [1] * 5, stream), max_increment=1)
     with pytest.raises(LengthsUnknown):
         sequences.length(a)
     cache.set_active_batch_size(2)
@@ -300,9 +299,8 @@ def test_what_becomes_of_a_sequence(memory, stream, known, calls, unpinned, pinn
             sequences.pin(seq)
         cache.set_active_batch_size(B)
         cache.commit_sequence_length([0, 0, 0, 0, 4])
-        cache.commit_sequence_length(
-            [0, 0, 0, 0, 1] if known else memory.to_device(np.eye(5, dtype=np.int32)[4], stream=stream), **LIMIT[known]
-        )
+        last = [0, 0, 0, 0, 1]
+        cache.commit_sequence_length(last if known else on_device(memory, last, stream), **LIMIT[known])
         for name, *arguments in calls:
             getattr(cache, name)(*arguments)
         if expected is None:
@@ -320,13 +318,15 @@ def test_a_slot_of_known_length_beside_one_that_only_the_device_knows(memory, st
     cache.set_active_batch_size(2)
     for slot in (a, b):
         sequences.pin(slot, slot=slot)
-    cache.commit_sequence_length(memory.to_device(np.array([1, 0], np.int32), stream=stream), max_increment=2)
+    cache.commit_sequence_length(on_device(memory, [1, 0], stream), max_increment=2)
     refused = "were changed by values that only the device has. Call sync_lengths(stream=) to read them."
     cache.clear_slot(1)
     assert sequences.length(b) == 0
     sequences.unpin(b)
     for call in (sequences.length, sequences.unpin, sequences.get):
         sequences.refuses(LengthsUnknown, f"the lengths of slots [0] {refused}", call, a)
+    cache.set_active_batch_size(0)
+    assert (sequences.memory_used, sequences.length(a), sequences.memory_used) == (4 * TOKEN["manager"], 3, 3 * TOKEN["manager"])
 
 
 @pytest.mark.parametrize("swapping", [False, True])
@@ -463,21 +463,11 @@ def three_swaps(memory, stream):
 
 
 def test_no_room_on_the_host():
-    class Full(HostMemory):
-        left = 99
-
-        def staging(self, shape, dtype):
-            self.left -= 1
-            if self.left < 0:
-                raise CapacityError("no room.")
-            return super().staging(shape, dtype)
-
-    memory = Full()
+    memory = FailingMemory()
     for which, n in ((0, 0), (1, 0), (1, 1), (2, 0)):
         cache, sequences, calls = three_swaps(memory, memory.create_stream())
-        memory.left = n
+        memory.left, memory.failures = n, 1
         sequences.refuses(CapacityError, "no room.", calls[which])
-        memory.left = 99
         calls[which]()
         for seq in (1, 2):
             sequences.check(seq, 4)

@@ -8,31 +8,26 @@ import itertools
 import numpy as np
 import pytest
 from cache_cases import linear_config
-from checkpoint.tokenizer_folders import BOS, byte_level_folder
+from checkpoint.tokenizer_folders import BOS
 from fakes import VOCAB, Journal, RecordingEngine, RecordingMemory, cache_rows, kv_config, logits_after, poison, recorded
 from hypothesis import given
 from hypothesis import strategies as st
 
 from trt_kvcache import InferenceSession, KVLayout, LinearKVCache, SamplingParams, TensorNames
-from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, LayoutError, RangeError, ShapeError
 
 S = 16
 
 
-def make(*, slots=3, limit=S, **options):
-    return InferenceSession(*recorded(kv_config(slots=slots, limit=limit)), **options)
+def make(*, slots=3, limit=S, combined=False, **options):
+    layout = KVLayout.COMBINED if combined else KVLayout.SEPARATE
+    return InferenceSession(*recorded(kv_config(slots=slots, limit=limit, layout=layout), combined=combined), **options)
 
 
 @pytest.fixture
 def session():
     with make() as session:
         yield session
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return Tokenizer.open(byte_level_folder(tmp_path_factory.mktemp("tokenizer")))
 
 
 def same(logits, *rows):
@@ -102,10 +97,9 @@ CACHE_NAMES = {"k_cache": "k{i}", "v_cache": "v{i}", "present_k_cache": "k{i}_ou
         ({}, {"logits_dtype": "bfloat16"}, 2**-7),
         ({"dtype": "bfloat16"}, {}, 0),
         ({}, {"names": TensorNames(**STEP_NAMES, **CACHE_NAMES)}, 0),
-        ({"slots": 1, "layout": KVLayout.COMBINED}, {}, 0),
         ({}, {}, 0),
     ],
-    ids=["int64", "bfloat16 logits", "bfloat16", "names", "combined slot", "linear"],
+    ids=["int64", "bfloat16 logits", "bfloat16", "names", "linear"],
 )
 def test_engines_and_caches(cache, engine, tolerance):
     parts = recorded(kv_config(**cache), **engine)
@@ -216,7 +210,7 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "call", "text"), REFUSALS, ids=range(len(REFUSALS)))
+@pytest.mark.parametrize(("kind", "call", "text"), REFUSALS)
 def test_refusals(session, kind, call, text):
     session.prefill([[1, 2, 3, 4], [5, 6]])
     assert refuse(session, kind, lambda: call(session)) == text
@@ -297,9 +291,10 @@ TOKENS = st.integers(0, 30)
 
 
 @given(data=st.data())
+@pytest.mark.parametrize("combined", [False, True])
 @pytest.mark.parametrize(("slots", "limit"), [(3, 16), (4, 7), (9, 7)])
-def test_random_programs(slots, limit, data):
-    session, oracle = make(slots=slots, limit=limit), Oracle(limit)
+def test_random_programs(slots, limit, combined, data):
+    session, oracle = make(slots=slots, limit=limit, combined=combined), Oracle(limit)
     rows = st.lists(st.lists(TOKENS, min_size=1, max_size=limit), min_size=1, max_size=slots)
     for _ in range(data.draw(st.integers(1, 8))):
         poison(session.cache)

@@ -32,6 +32,12 @@ def calls_of(session, call):
     return journal(session).take()
 
 
+def decode_calls(stream):
+    """All that a decode step of two slots calls."""
+    enqueue = [("upload", (2, 1), stream), ("use_profile", 1), ("enqueue", stream), ("commit", 1, stream)]
+    return [*enqueue, ("download", (2, VOCAB), stream), ("synchronize", stream)]
+
+
 def at_most(*counts):
     return [SamplingParams(max_new_tokens=count) for count in counts]
 
@@ -56,16 +62,8 @@ def test_the_order_of_a_prefill():
 def test_a_decode_step_allocates_nothing_and_calls_only_these():
     session = decoding()
     live, stream = session.cache.memory.live_nbytes, session._steps.stream
-    step = [
-        ("upload", (2, 1), stream),
-        ("use_profile", 1),
-        ("enqueue", stream),
-        ("commit", 1, stream),
-        ("download", (2, VOCAB), stream),
-        ("synchronize", stream),
-    ]
     for _ in range(3):
-        assert calls_of(session, lambda: session.decode([8, 9])) == step
+        assert calls_of(session, lambda: session.decode([8, 9])) == decode_calls(stream)
     assert session.cache.memory.live_nbytes == live
 
 

@@ -13,7 +13,8 @@ from trt_kvcache import InferenceSession, PromptCache
 from trt_kvcache.errors import CapacityError, ConfigError, KVCacheError, ShapeError, SnapshotError
 
 OPTIONS = {"engine": "reference", "max_sequence_length": 48, "max_prefill_length": 7, "dtype": "float32"}
-SAMPLED = {"temperature": 0.8, "seed": 11, "ignore_eos": True}
+UNSEEDED = {"temperature": 0.8, "ignore_eos": True}
+SAMPLED = {**UNSEEDED, "seed": 11}
 LONG = [*range(3, 15)]
 
 
@@ -39,17 +40,29 @@ def tokens(events, index=0):
     return [event.token for event in events if event.index == index]
 
 
+def same(logits, expected):
+    np.testing.assert_allclose(logits, expected, rtol=1e-5, atol=1e-5)
+
+
+def fails(session, call):
+    """Run a call whose step fails."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(session.engine, "enqueue", lambda stream: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            call()
+
+
 class TestPromptCache:
     def test_what_was_run_is_not_run_again(self, opened):
         session, fresh = opened(prompt_cache_bytes=1 << 20), opened()
         session.prefill([LONG])
         prompts = [[9, 9, 9], [*LONG, 20, 21], [*LONG[:5], 30]]
-        np.testing.assert_allclose(session.prefill(prompts), fresh.prefill(prompts), rtol=1e-5, atol=1e-5)
+        same(session.prefill(prompts), fresh.prefill(prompts))
         assert [session.tokens(slot) for slot in range(3)] == [tuple(prompt) for prompt in prompts]
         assert session.statistics.reused_tokens == session.prompt_cache.reused_tokens == 12 + 5
         assert session.statistics.prefill_tokens == 12 + 3 + 2 + 1
         assert (session.prompt_cache.hits, session.prompt_cache.misses) == (2, 2)
-        np.testing.assert_allclose(session.decode([1, 2, 3]), fresh.decode([1, 2, 3]), rtol=1e-5, atol=1e-5)
+        same(session.decode([1, 2, 3]), fresh.decode([1, 2, 3]))
 
     @pytest.mark.parametrize(("copied", "held", "expected"), [(6, 9, 9), (6, 2, 6)])
     def test_the_longer_of_slot_and_copy_is_reused(self, opened, copied, held, expected):
@@ -59,7 +72,7 @@ class TestPromptCache:
         session.prompt_cache.insert(LONG[:copied], 0, stream=session.cache.memory.create_stream())
         session.rewind(0, held)
         prompt = [*LONG, 21]
-        np.testing.assert_allclose(session.prefill([prompt], reuse=True), opened().prefill([prompt]), rtol=1e-5, atol=1e-5)
+        same(session.prefill([prompt], reuse=True), opened().prefill([prompt]))
         assert session.statistics.reused_tokens == expected
 
     def test_another_cache_is_refused(self, opened):
@@ -67,16 +80,12 @@ class TestPromptCache:
         with pytest.raises(ConfigError, match="prompt_cache: expected one over the cache of this session"):
             InferenceSession(one.engine, one.cache, prompt_cache=PromptCache(other.cache, max_bytes=1 << 20))
 
-    def test_a_failing_step_leaves_what_was_restored(self, opened, monkeypatch):
-        session = opened(prompt_cache_bytes=1 << 20)
+    def test_a_failing_step_leaves_what_was_restored(self, opened):
+        session, prompt = opened(prompt_cache_bytes=1 << 20), [*LONG, 20]
         session.prefill([LONG])
-        with monkeypatch.context() as patch:
-            patch.setattr(session.engine, "enqueue", lambda stream: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                session.prefill([[*LONG, 20]])
+        fails(session, lambda: session.prefill([prompt]))
         assert session.tokens(0) == tuple(LONG)
-        prompt = [*LONG, 20]
-        np.testing.assert_allclose(session.prefill([prompt], reuse=True), opened().prefill([prompt]), rtol=1e-5, atol=1e-5)
+        same(session.prefill([prompt], reuse=True), opened().prefill([prompt]))
 
 
 class TestSnapshots:
@@ -110,7 +119,7 @@ with InferenceSession.from_model(folder, **options) as session:
         paths = [tmp_path / "0.kv", tmp_path / "1.kv"]
         snapshots = [session.save_snapshot(path, slot) for slot, path in enumerate(paths)]
         assert [one.pending for one in snapshots] == [(expected[0][3],), ()]
-        rest = list(opened().resume(paths, temperature=0.8, ignore_eos=True, max_new_tokens=5))
+        rest = list(opened().resume(paths, **UNSEEDED, max_new_tokens=5))
         assert tokens(rest, 0) == expected[0][4:]
         assert tokens(rest, 1) == expected[1][3:8]
 
@@ -122,30 +131,27 @@ with InferenceSession.from_model(folder, **options) as session:
         other.load_snapshots(tmp_path / "1.kv")
         other.save_snapshot(tmp_path / "again.kv")
         for path in ("1.kv", "again.kv"):
-            assert tokens(other.resume(tmp_path / path, temperature=0.8, ignore_eos=True, max_new_tokens=6)) == expected
+            assert tokens(other.resume(tmp_path / path, **UNSEEDED, max_new_tokens=6)) == expected
 
-    def test_the_sampler_follows_its_slot_through_a_step_that_fails(self, opened, tmp_path, monkeypatch):
-        session, options = opened(max_batch_size=2), {"temperature": 0.8, "ignore_eos": True}
-        session.submit([5, 6], max_new_tokens=1, seed=11, **options)
-        other = session.submit(LONG, max_new_tokens=9, seed=22, **options)
+    def test_the_sampler_follows_its_slot_through_a_step_that_fails(self, opened, tmp_path):
+        session = opened(max_batch_size=2)
+        session.submit([5, 6], max_new_tokens=1, **SAMPLED)
+        other = session.submit(LONG, max_new_tokens=9, seed=22, **UNSEEDED)
         while len(other.tokens) < 2:
             session.step()
-        with monkeypatch.context() as patch:
-            patch.setattr(session.engine, "enqueue", lambda stream: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                session.step()
+        fails(session, session.step)
         [slot] = [slot for slot in range(session.cache.active_batch_size) if len(session.tokens(slot)) >= len(LONG)]
         done = session.save_snapshot(tmp_path / "b.kv", slot)
         assert (done.sampler.seed, done.sampler.counter) == (22, 2)
-        expected = tokens(opened().generate([LONG], max_new_tokens=9, seed=22, **options))
-        assert [*other.tokens, *tokens(opened().resume(tmp_path / "b.kv", max_new_tokens=7, **options))] == expected
+        expected = tokens(opened().generate([LONG], max_new_tokens=9, seed=22, **UNSEEDED))
+        assert [*other.tokens, *tokens(opened().resume(tmp_path / "b.kv", max_new_tokens=7, **UNSEEDED))] == expected
 
     def test_a_seed_of_ones_own(self, opened, tmp_path):
         session = opened()
         next(session.generate([LONG], **SAMPLED))
         session.save_snapshot(tmp_path / "one.kv")
         prompt = [*session.tokens(0), *session.pending_tokens(0)]
-        own = {"temperature": 0.8, "seed": 12, "ignore_eos": True, "max_new_tokens": 6}
+        own = {**UNSEEDED, "seed": 12, "max_new_tokens": 6}
         assert tokens(session.resume(tmp_path / "one.kv", **own)) == tokens(opened().generate([prompt], **own))
 
     @pytest.mark.parametrize(

@@ -7,10 +7,9 @@ from functools import partial
 
 import numpy as np
 import pytest
-from cache_cases import Image, Unchanged, fill_all, kv_config, mamba_config
+from cache_cases import SEQUENCE_KINDS, Image, Unchanged, cache_holding, fill_all, kv_config, mamba_config
 from safetensors import safe_open
 from safetensors.numpy import save_file
-from slot_cases import SEQUENCE_KINDS, cache_holding, move
 
 from trt_kvcache import HostMemory, HybridCacheConfig, HybridCacheManager, KVCacheManager, KVLayout, LayerType
 from trt_kvcache.checkpoint import RopeConfig
@@ -56,7 +55,7 @@ def test_a_slot_comes_back_in_another_cache(tmp_path, memory, stream, kind, layo
     with cache_holding(kind, memory, stream, 2, 3, layout=other, dtype=dtype, max_sequence_length=9) as target:
         expected = Image(target)
         loaded = load(path, target, 4)
-        move(expected, 4, taken, 1, 5)
+        expected.move(4, taken, 1, 5)
         expected.check(target)
         assert (target.host_kv_cache_lengths, loaded.reused_tokens) == ((2, 3), 5)
     for snapshot in (saved, loaded.snapshot):
@@ -84,7 +83,7 @@ def test_an_entry_of_a_prompt_cache(tmp_path, memory, stream, kind, place):
         assert (entry.tokens.tolist(), prompts.nbytes) == (TOKENS, entry.nbytes)
         expected = Image(target)
         prompts.restore(prompts.find([*TOKENS, 1]), 2, stream=stream)
-        move(expected, 2, taken, 0, 5)
+        expected.move(2, taken, 0, 5)
         expected.check(target)
         assert restore_entry(PromptCache(target), model=MODEL) is None  # it is off
 
@@ -98,7 +97,7 @@ def test_what_a_prompt_shares_with_it_is_restored(tmp_path, memory, stream, kind
             fill_all(cache, stream, 3)
             expected = Image(cache)
             loaded = load(tmp_path / "a", cache, 2, prompt=prompt)
-            move(expected, 2, taken, 0, count)
+            expected.move(2, taken, 0, count)
             expected.check(cache)
             assert (loaded.reused_tokens, loaded.snapshot.reusable(prompt)) == (count, count)
 

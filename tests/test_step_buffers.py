@@ -1,7 +1,5 @@
 """``StepBuffers``: what an enqueue finds on the device, what is uploaded again and what is not."""
 
-from __future__ import annotations
-
 import pytest
 from fakes import Journal, RecordingMemory
 
@@ -36,19 +34,6 @@ def test_rows_are_padded_on_the_right_and_the_last_tokens_follow_them(buffers, s
         assert read(buffers, len(rows), 1) == ([[7], [8], [9]][: len(rows)], [0] * len(rows))
 
 
-def test_addresses_never_change(buffers, stream):
-    tensors = (buffers.input_ids, buffers.last_token_ids, buffers.start_index, buffers.logits)
-    before = [tensor.ptr for tensor in tensors]
-    assert all(address % 256 == 0 for address in before)
-    for count in (1, 3, 2):
-        buffers.write_rows([[1, 2]] * count, 2, stream=stream)
-        buffers.write_one_token_each([1] * count, stream=stream)
-        buffers.write_start_index([5, 6], stream=stream)
-        buffers.read_logits(count, stream=stream)
-    assert [tensor.ptr for tensor in tensors] == before
-    assert buffers.start_index.numpy().tolist() == [5, 6, 0]
-
-
 @pytest.mark.parametrize("index", range(9))
 def test_an_allocation_that_fails_gives_back_the_ones_before(index):
     memory = RecordingMemory(Journal())
@@ -56,14 +41,3 @@ def test_an_allocation_that_fails_gives_back_the_ones_before(index):
     with pytest.raises(CapacityError):
         StepBuffers(memory, **OPTIONS)
     assert (memory.journal.failed, memory.live_nbytes) == (True, 0)
-
-
-def test_a_decode_step_uploads_the_tokens_only_and_waits_for_the_logits_only():
-    memory = RecordingMemory(Journal())
-    stream, buffers = memory.create_stream(), StepBuffers(memory, **OPTIONS)
-    buffers.write_one_token_each([1, 2], stream=stream)
-    memory.journal.take()
-    buffers.write_one_token_each([3, 4], stream=stream)
-    buffers.read_logits(2, stream=stream)
-    assert memory.journal.take() == [("upload", (2, 1), stream), ("download", (2, 5), stream), ("synchronize", stream)]
-    buffers.close()

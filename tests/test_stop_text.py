@@ -1,7 +1,5 @@
 """``StopText``: what comes out is the text up to the first stop text, however it came in pieces, and as early as can be."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

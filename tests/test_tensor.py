@@ -1,34 +1,27 @@
 """``DeviceTensor``: what a view is, its slices and reshapes, and what it refuses."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from trt_kvcache import DeviceTensor
 from trt_kvcache.errors import LayoutError, ShapeError
 
-# The memory is one for all examples of a test.
-SHARED_MEMORY = settings(settings.default, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
 
 @pytest.fixture
-def allocation(memory: Any, stream: Any) -> Any:
+def allocation(memory, stream):
     """The int32 numbers 0 to 104."""
     return memory.to_device(np.arange(105, dtype=np.int32), stream=stream).allocation
 
 
 @pytest.fixture
-def dense(allocation: Any) -> DeviceTensor:
+def dense(allocation):
     return DeviceTensor(allocation, shape=(3, 5, 7), dtype="int32")
 
 
 @pytest.fixture
-def strided(allocation: Any) -> DeviceTensor:
+def strided(allocation):
     """[3, 5, 2] inside the dense [3, 5, 7], from its second column on."""
     return DeviceTensor(allocation, shape=(3, 5, 2), strides=(35, 7, 1), dtype="int32", offset=4)
 
@@ -67,7 +60,6 @@ def test_views_that_do_not_fit(allocation, arguments, message):
     assert str(caught.value) == f"DeviceTensor: {message}"
 
 
-@SHARED_MEMORY
 @given(data=st.data())
 def test_slices_are_those_of_numpy(dense, strided, data):
     tensor = data.draw(st.sampled_from([dense, strided]))

@@ -1,7 +1,5 @@
 """``TensorRTEngine`` against a stand-in that records its calls; no GPU runs here."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import os
@@ -48,15 +46,14 @@ def install(fake, monkeypatch, caches, flavour="tensorrt_rtx"):
 
 @pytest.fixture
 def caches(tmp_path):
-    """Where runtime caches are saved."""
-    return tmp_path / "caches"
+    return tmp_path / "caches"  # of runtime caches
 
 
 @pytest.fixture
 def fake(folder, monkeypatch, caches):
     """A TensorRT for RTX that knows the engine of the folder."""
     config = folder.config
-    made = FakeTensorRT(config.tensors, config.profiles, lambda spec, batch, width: shape_at(spec.shape, batch, width), plan=PLAN)
+    made = FakeTensorRT(config.tensors, config.profiles, plan=PLAN)
     made.asked = install(made, monkeypatch, caches)
     return made
 
@@ -95,7 +92,7 @@ def set_shapes(engine, batch, width=1):
 
 
 def names_of(fake):
-    return [call[0] for call in fake.calls]
+    return [name for name, *_ in fake.calls]
 
 
 def test_opening_makes_a_context_per_profile_over_one_memory_of_ours(opens, fake, folder, memory):
@@ -155,7 +152,7 @@ def test_full_tensorrt_has_no_runtime_cache(opens, fake, monkeypatch, caches):
 def test_full_tensorrt_knows_the_plugin_before_it_reads_an_engine_that_has_it(tmp_path, memory, monkeypatch, caches):
     changes = {"segments": None, "tensorrt_flavour": "tensorrt"}
     folder = make_engine_folder(write_model(tmp_path / "model"), tmp_path / "engine", segmented=True, **changes)
-    fake = FakeTensorRT(folder.config.tensors, folder.config.profiles, lambda spec, b, w: shape_at(spec.shape, b, w), plan=PLAN)
+    fake = FakeTensorRT(folder.config.tensors, folder.config.profiles, plan=PLAN)
     install(fake, monkeypatch, caches, "tensorrt")
     monkeypatch.setattr(tensorrt_engine, "register", lambda tensorrt: fake.calls.append(("register", tensorrt)))
     with TensorRTEngine.open(folder, memory=memory) as engine:
@@ -177,18 +174,12 @@ def spec_with(name, **change):
     return lambda fake: fake.specs.update({name: replace(fake.specs[name], **change)})
 
 
-def failing(call, *, refuse=True):
+def failing(call, *, refuse=True, text="out of memory"):
     def prepare(fake):
-        fake.errors[call] = "out of memory"
+        fake.errors[call] = text
         fake.refuse |= {call} if refuse else set()
 
     return prepare
-
-
-def without_driver(fake):
-    """Here it is the reason, and not left out."""
-    fake.refuse.add("deserialize_cuda_engine")
-    fake.errors["deserialize_cuda_engine"] = "cudaError 35: CUDA driver version is insufficient"
 
 
 POSITION_IDS = TensorSpec(name="position_ids", shape=(-1,), dtype="int32", mode=TensorMode.INPUT)
@@ -197,7 +188,10 @@ POSITION_IDS = TensorSpec(name="position_ids", shape=(-1,), dtype="int32", mode=
 @pytest.mark.parametrize(
     ("prepare", "message"),
     [
-        (without_driver, r"tensorrt_rtx 1\.7\.1 refuses this engine built with tensorrt_rtx 1\.7\.1\. TensorRT says: cudaError 35: CUDA"),
+        (
+            failing("deserialize_cuda_engine", text="cudaError 35: CUDA driver"),  # the reason, and not left out
+            r"tensorrt_rtx 1\.7\.1 refuses this engine built with tensorrt_rtx 1\.7\.1\. TensorRT says: cudaError 35: CUDA",
+        ),
         (
             spec_with("present_k_cache_0", alias=None),
             r"expected output `present_k_cache_0` .* in place of `k_cache_0`, got output .*24\)\.$",
@@ -426,19 +420,12 @@ def test_engine_that_this_package_did_not_build(memory, monkeypatch, caches):
         input_ids="ids", kvcache_start_index="past", k_cache="pk.{i}", present_k_cache="nk.{i}", v_cache="pv.{i}", present_v_cache="nv.{i}"
     )
     kv = (-1, 2, 16, 8)
-    specs = [
-        TensorSpec(name=name, shape=shape, dtype=dtype, mode=mode, alias=alias)
-        for name, shape, dtype, mode, alias in (
-            ("ids", (-1, -1), "int64", TensorMode.INPUT, None),
-            ("past", (-1,), "int32", TensorMode.INPUT, None),
-            ("table", (16, 4), "float32", TensorMode.INPUT, None),
-            ("pk.0", kv, "bfloat16", TensorMode.INPUT, None),
-            ("nk.0", kv, "bfloat16", TensorMode.OUTPUT, "pk.0"),
-            ("logits", (-1, 9), "float16", TensorMode.OUTPUT, None),
-        )
-    ]
+    tensors = {"ids": ((-1, -1), "int64"), "past": ((-1,), "int32"), "table": ((16, 4), "float32"), "pk.0": (kv, "bfloat16")}
+    specs = [TensorSpec(name=name, shape=shape, dtype=dtype, mode=TensorMode.INPUT) for name, (shape, dtype) in tensors.items()]
+    specs.append(TensorSpec(name="nk.0", shape=kv, dtype="bfloat16", mode=TensorMode.OUTPUT, alias="pk.0"))
+    specs.append(TensorSpec(name="logits", shape=(-1, 9), dtype="float16", mode=TensorMode.OUTPUT))
     profile = EngineProfile(name="", min_batch=2, max_batch=5, min_width=1, max_width=7)
-    install(FakeTensorRT(specs, [profile], lambda spec, b, w: shape_at(spec.shape, b, w)), monkeypatch, caches)
+    install(FakeTensorRT(specs, [profile]), monkeypatch, caches)
     with TensorRTEngine.open(b"plan", memory=memory, names=names) as engine:
         assert engine.names is names
         assert set(engine.tensors.values()) == set(specs)

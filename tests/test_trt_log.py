@@ -1,7 +1,5 @@
 """What TensorRT logs, collected."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

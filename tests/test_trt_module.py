@@ -1,7 +1,5 @@
 """Choosing and importing TensorRT. Stand-in modules; the real one in the tests marked ``trt``."""
 
-from __future__ import annotations
-
 import enum
 import sys
 from functools import cache

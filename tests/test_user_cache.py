@@ -1,7 +1,5 @@
 """Where compiled kernels and runtime caches are kept."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

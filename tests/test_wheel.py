@@ -1,7 +1,5 @@
 """What a wheel installs: one top-level name, with the CUDA sources inside it."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

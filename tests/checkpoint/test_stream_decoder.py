@@ -32,6 +32,13 @@ def test_any_text_comes_through(tokenizer, text):
     assert not any("\ufffd" in part or len(part) > len(" the") for part in parts)  # each comes as soon as it is complete
 
 
+def test_flush_begins_anew(tokenizer, encode):
+    decoder, ids = StreamDecoder(tokenizer), encode("漢")
+    decoder.push(ids[-3])
+    assert decoder.flush() == "\ufffd"
+    assert ("".join(decoder.push(token) for token in ids), decoder.flush()) == ("漢", "")
+
+
 def test_a_stray_byte_after_a_split_character_takes_nothing_back(tokenizer, encode):
     character = encode("漢")[-3:]
     parts = stream(tokenizer, [*character, character[0], encode("the the")[-1]])

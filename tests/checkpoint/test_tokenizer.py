@@ -26,8 +26,8 @@ def test_round_trip_and_special_tokens(tmp_path, make):
     assert max(plain) < bos < tokenizer.vocab_size
 
 
-def test_chat_template(tmp_path):
-    template = [{"name": "tool", "template": "x"}, {"name": "default", "template": TEMPLATE}]
+@pytest.mark.parametrize("template", [TEMPLATE, [{"name": "tool", "template": "x"}, {"name": "default", "template": TEMPLATE}]])
+def test_chat_template(tmp_path, template):
     tokenizer = opened(byte_level_folder(tmp_path, bos_token=BOS, eos_token=EOS, chat_template=template))
     assert tokenizer.has_chat_template
     assert tokenizer.apply_chat_template(MESSAGES) == RENDERED + "[assistant]"
@@ -52,6 +52,7 @@ def test_messages_that_are_refused(tmp_path, config, message):
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
+        ("tokenizer_config.json", "{", "expected JSON"),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "the chat template cannot be read"),
         ("tokenizer.json", '{"version": "1.0"', "expected a tokenizer, got an error: .* The file may be truncated"),
     ],

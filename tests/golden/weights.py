@@ -1,7 +1,7 @@
 """The weights of the golden models: made from a seed where they are needed, so that only logits are stored.
 
 They come from the raw 64-bit output of a Philox generator, which is the same on every platform and in every version of NumPy
-(distributions are not promised to be).
+(distributions are not promised to be). ``make_golden.py`` compares the shapes with those of transformers.
 """
 
 import json
@@ -9,12 +9,14 @@ import os
 import zlib
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
 from safetensors.numpy import save
 
+from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.checkpoint.tensor_shapes import tensor_shapes
+from trt_kvcache.dtypes import numpy_dtype
+
 HERE = Path(__file__).parent
-DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
 SEEDS = {"llama": 1, "llama-llama3-bias": 2, "llama-linear": 3, "qwen2-tied": 4, "qwen3-sharded": 5, "llama-bfloat16-old": 6}
 
 
@@ -26,9 +28,8 @@ def write_all():
 
 def write(folder):
     """Write the weights of one model: one file, or three and their index. Each appears complete or not at all."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    shapes = tensor_shapes(config)
-    dtype = DTYPES[config.get("dtype") or config["torch_dtype"]]
+    config = ModelConfig.from_dict(json.loads((folder / "config.json").read_text(encoding="utf-8")))
+    shapes, dtype = tensor_shapes(config), numpy_dtype(config.dtype)
     names = [f"model-{number}-of-00003.safetensors" for number in ("00001", "00002", "00003")]
     if "sharded" not in folder.name:
         names = ["model.safetensors"]
@@ -44,34 +45,6 @@ def write(folder):
         temporary = folder / f"{file}.{os.getpid()}"
         temporary.write_bytes(content)
         os.replace(temporary, folder / file)
-
-
-def tensor_shapes(config):
-    """Return the shape of every tensor; ``make_golden.py`` compares them with those of transformers."""
-    kind, hidden, inner = config["model_type"], config["hidden_size"], config["intermediate_size"]
-    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
-    head_dim = config.get("head_dim") or hidden // heads
-    queries, keys = heads * head_dim, groups * head_dim
-    biased, mlp_biased = config.get("attention_bias", False), config.get("mlp_bias", False)
-    shapes = {"model.embed_tokens.weight": (config["vocab_size"], hidden)}
-    for layer in range(config["num_hidden_layers"]):
-        for name, rows, columns, bias in (
-            ("self_attn.q_proj", queries, hidden, biased or kind == "qwen2"),
-            ("self_attn.k_proj", keys, hidden, biased or kind == "qwen2"),
-            ("self_attn.v_proj", keys, hidden, biased or kind == "qwen2"),
-            ("self_attn.o_proj", hidden, queries, biased),
-            ("mlp.gate_proj", inner, hidden, mlp_biased),
-            ("mlp.up_proj", inner, hidden, mlp_biased),
-            ("mlp.down_proj", hidden, inner, mlp_biased),
-        ):
-            shapes[f"model.layers.{layer}.{name}.weight"] = (rows, columns)
-            if bias:
-                shapes[f"model.layers.{layer}.{name}.bias"] = (rows,)
-        norms = {"input_layernorm": hidden, "post_attention_layernorm": hidden}
-        norms |= {"self_attn.q_norm": head_dim, "self_attn.k_norm": head_dim} if kind == "qwen3" else {}
-        shapes |= {f"model.layers.{layer}.{name}.weight": (size,) for name, size in norms.items()}
-    shapes["model.norm.weight"] = (hidden,)
-    return shapes if config["tie_word_embeddings"] else {**shapes, "lm_head.weight": shapes["model.embed_tokens.weight"]}
 
 
 def random_values(seed, name, shape):

@@ -1,7 +1,5 @@
 """Runs an ``INetworkDefinition`` in NumPy, layer by layer, as TensorRT documents each; results are rounded to their dtype."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from trt_kvcache.dtypes import numpy_dtype

@@ -1,7 +1,5 @@
 """What the network declares and how its layers are set. What it computes: ``test_network_values.py``."""
 
-from __future__ import annotations
-
 import pytest
 
 from .conftest import MAX_SEQUENCE_LENGTH, declared

@@ -1,7 +1,5 @@
 """The rule for decomposable attention, and that it is TensorRT's: fused up to it, refused one step beyond."""
 
-from __future__ import annotations
-
 import pytest
 from small_model import write_model
 

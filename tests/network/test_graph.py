@@ -1,7 +1,5 @@
 """``Graph``: names, constants without copies, and refusals that become exceptions with TensorRT's text."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """A session on ``SegmentedEngine``: segments by the interpreter of networks, operations by their NumPy twins, in host memory."""
 
-from __future__ import annotations
-
 import ctypes
 
 import numpy as np
@@ -58,7 +56,7 @@ def test_a_session_cannot_tell(rtx, tmp_path, monkeypatch, model):
     segments = Segments(rtx, tmp_path, model, "float16")
     folder = make_engine_folder(GOLDEN / model, tmp_path / "engine", segmented=True)
     config = folder.config
-    fake = FakeTensorRT(config.tensors, config.profiles, lambda spec, batch, width: shape_at(spec.shape, batch, width))
+    fake = FakeTensorRT(config.tensors, config.profiles)
     install(fake, monkeypatch, tmp_path / "caches")
     steps = [step for step in config.segments.steps if isinstance(step, SegmentStep)]
     for plan, step, definition in zip(segment_plans(config.model.num_layers), steps, segments.definitions, strict=True):

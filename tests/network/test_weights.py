@@ -1,7 +1,5 @@
 """``Weights``: the checkpoint's memory where the dtype is right, converted copies elsewhere."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import numpy as np
+from safetensors.numpy import load_file
 
 from trt_kvcache import HostMemory, KVCacheManager, KVLayout
 from trt_kvcache.checkpoint import Checkpoint
@@ -83,8 +84,8 @@ class Rig:
 
 def golden(model):
     """Return 24 token ids, and logits ``[vocab]`` by the number of tokens that they follow."""
-    with np.load(GOLDEN / model / "golden.npz") as file:
-        return file["input_ids"], dict(zip(file["lengths"].tolist(), file["logits"], strict=True))
+    file = load_file(GOLDEN / model / "golden.safetensors")
+    return file["input_ids"], dict(zip(file["lengths"].tolist(), file["logits"], strict=True))
 
 
 def random_ids(model_vocab, *shape, seed=0):

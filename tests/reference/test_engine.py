@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -16,7 +14,7 @@ from trt_kvcache.errors import BindingError, ClosedError, ConfigError, EngineErr
 from trt_kvcache.names import TensorNames
 from trt_kvcache.reference import ReferenceEngine
 
-from .rig import DECODE, GOLDEN, PREFILL, SAME_LOGITS, Rig, random_ids
+from .rig import DECODE, GOLDEN, PREFILL, Rig, random_ids
 
 MODEL = "llama-llama3-bias"
 VOCAB, HEADS, HEAD_DIM = 67, 2, 16
@@ -116,29 +114,7 @@ def test_dead_rows_change_no_bit(attention, dead, dtype):
     np.testing.assert_array_equal(poisoned.run(ids, widths), clean.run(ids, widths))
 
 
-def test_a_larger_capacity_changes_nothing():
-    ids, widths = random_ids(VOCAB, 20), [12, 1, 6, 1]
-    np.testing.assert_array_equal(Rig(MODEL, length=83).run(ids, widths), Rig(MODEL).run(ids, widths))
-
-
-@pytest.mark.parametrize("attention", ["native", "plugin"])
-def test_a_ragged_batch_equals_each_row_alone(attention):
-    """Right-padded prefill of 3, 9 and 5 tokens, then two decode steps."""
-    prompts = [random_ids(VOCAB, size, seed=size) for size in (3, 9, 5)]
-    following = random_ids(VOCAB, 2, 3)
-    padded = np.stack([np.pad(prompt, (0, 9 - len(prompt))) for prompt in prompts])
-    rig, lengths = Rig(MODEL, attention=attention), np.array([3, 9, 5])
-    batched = [rig.step(padded, [0, 0, 0], lengths - 1)]
-    for step, tokens in enumerate(following):
-        batched.append(rig.step(tokens[:, None], lengths + step, profile=DECODE))
-    for slot, prompt in enumerate(prompts):
-        alone = Rig(MODEL).run([*prompt, *following[:, slot]], [len(prompt), 1, 1])
-        np.testing.assert_allclose(np.array(batched)[:, slot], alone, rtol=0, atol=SAME_LOGITS)
-
-
-def test_a_full_slot_goes_up_to_the_last_row():
-    ids = random_ids(VOCAB, 29)
-    np.testing.assert_allclose(Rig(MODEL).run(ids, [24, 4, 1])[-1], Rig(MODEL, length=41).run(ids, [20, 9])[-1], rtol=0, atol=SAME_LOGITS)
+# Ragged batches and full slots: tests/test_equivalence.py.
 
 
 def test_each_profile_keeps_its_own_bindings_and_shapes():

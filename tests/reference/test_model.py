@@ -26,3 +26,7 @@ def test_attend(monkeypatch, block, width, first, rows):
     monkeypatch.setattr(attention, "_QUERY_BLOCK", block)
     q, keys, values = normal(width, 6, 4), normal(2, rows, 4), -normal(2, rows, 4)[::-1]
     np.testing.assert_allclose(attention.attend(q, keys, values, first), attend_one_by_one(q, keys, values, first), rtol=1e-5, atol=1e-6)
+
+
+def test_softmax_of_large_scores():
+    np.testing.assert_allclose(attention.softmax(np.array([[1000.0, 1000.0, -np.inf]], np.float32)), [[0.5, 0.5, 0.0]])

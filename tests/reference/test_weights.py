@@ -1,5 +1,6 @@
 import shutil
 
+import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
@@ -19,3 +20,10 @@ def test_a_value_that_the_dtype_cannot_hold(tmp_path):
         load_weights(checkpoint, "bfloat16")
         with pytest.raises(CheckpointError, match=r"llama: model\.norm\.weight has values that float16 cannot hold"):
             load_weights(checkpoint, "float16")
+
+
+def test_a_tied_head_is_the_embedding_and_float32_is_not_copied():
+    with Checkpoint.open(GOLDEN / "qwen2-tied") as tied, Checkpoint.open(GOLDEN / "llama") as checkpoint:
+        weights = load_weights(tied, "float32")
+        assert weights.head is weights.embedding
+        assert np.shares_memory(load_weights(checkpoint, "float32").head, checkpoint.tensor("lm_head.weight"))
