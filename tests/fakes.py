@@ -46,9 +46,9 @@ def engine_tensors(kv, names=DEFAULT_NAMES, *, index_dtype="int32", logits_dtype
         for before, after in pairs:
             inputs[before] = ((-1, *[2] * combined, layer.num_kv_heads, kv.max_sequence_length, layer.head_dim), kv.dtype)
             outputs[after] = (*inputs[before], before)
-    specs = {name: TensorSpec(name=name, shape=shape, dtype=dtype, mode=TensorMode.INPUT) for name, (shape, dtype) in inputs.items()}
+    specs = {name: TensorSpec.input(name, shape, dtype) for name, (shape, dtype) in inputs.items()}
     for name, (shape, dtype, alias) in outputs.items():
-        specs[name] = TensorSpec(name=name, shape=shape, dtype=dtype, mode=TensorMode.OUTPUT, alias=alias)
+        specs[name] = TensorSpec.output(name, shape, dtype, alias=alias)
     return specs
 
 

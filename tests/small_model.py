@@ -1,7 +1,5 @@
 """Writes small Hugging Face folders with random weights."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

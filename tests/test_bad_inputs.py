@@ -7,17 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from cache_cases import (
-    HEADS,
-    KINDS,
-    LAYER_TYPES,
-    MAMBA,
-    FailingMemory,
-    Unchanged,
-    fill_all,
-    kv_config,
-    make_cache,
-)
+from cache_cases import HEADS, KINDS, LAYER_TYPES, MAMBA, FailingMemory, Unchanged, fill_all, kv_config, make_cache
 
 from trt_kvcache import HostMemory, KVCacheManager, Lengths
 from trt_kvcache.errors import (

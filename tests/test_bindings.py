@@ -54,8 +54,8 @@ def test_a_missing_tensor_and_one_of_the_wrong_mode(engine, cache, name):
 
 
 def test_tensors_too_many_and_other_numbers_of_layers(memory, cache, engine):
-    engine.tensors["position_ids"] = TensorSpec(name="position_ids", shape=(-1, -1), dtype="int32", mode=TensorMode.INPUT)
-    engine.tensors["hidden"] = TensorSpec(name="hidden", shape=(-1, 8), dtype="float32", mode=TensorMode.OUTPUT)
+    engine.tensors["position_ids"] = TensorSpec.input("position_ids", (-1, -1), "int32")
+    engine.tensors["hidden"] = TensorSpec.output("hidden", (-1, 8), "float32")
     left = "the engine has tensors that nothing is bound to. More layers than the cache, or another kind of engine?"
     assert refuse(engine, cache) == f"`position_ids`, `hidden`: {left}"
     text = refuse(RecordingEngine(kv_config(head_dim=8, layers=3), memory), cache)

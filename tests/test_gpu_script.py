@@ -1,7 +1,5 @@
 """``benchmarks/gpu.py``: its stages run, on the reference engine in the place of TensorRT."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

@@ -1,18 +1,7 @@
 """``HybridCacheManager``: routing, shared slots, groups by head dim. Moves of bytes are in test_compaction, _capture, _mamba."""
 
 import pytest
-from cache_cases import (
-    HEADS,
-    LAYER_TYPES,
-    Image,
-    Unchanged,
-    fill_all,
-    hybrid_config,
-    kv_config,
-    make_cache,
-    rows_of,
-    states_of,
-)
+from cache_cases import HEADS, LAYER_TYPES, Image, Unchanged, fill_all, hybrid_config, kv_config, make_cache, rows_of, states_of
 
 from trt_kvcache import HybridCacheManager, KVLayout
 from trt_kvcache.errors import ClosedError, ConfigError, ShapeError, SlotError

@@ -4,7 +4,6 @@ import os
 
 import pytest
 
-from trt_kvcache import runtime_cache
 from trt_kvcache.runtime_cache import RuntimeCacheFile
 
 KEY = ("sha of the plan", "GPU", "uuid", "8.9", "13000", "tensorrt_rtx", "1.7.1")
@@ -46,7 +45,7 @@ def test_failure_while_writing_keeps_the_old_file(tmp_path, monkeypatch):
     def full(source, target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(runtime_cache.os, "replace", full)
+    monkeypatch.setattr(os, "replace", full)
     with pytest.warns(RuntimeWarning, match="No space left on device"):
         file.write(b"new")
     assert file.read() == b"old"

@@ -1,7 +1,5 @@
 """``SegmentedEngine`` against a stand-in that records its calls; no GPU runs here."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import shutil

@@ -182,7 +182,7 @@ def failing(call, *, refuse=True, text="out of memory"):
     return prepare
 
 
-POSITION_IDS = TensorSpec(name="position_ids", shape=(-1,), dtype="int32", mode=TensorMode.INPUT)
+POSITION_IDS = TensorSpec.input("position_ids", (-1,), "int32")
 
 
 @pytest.mark.parametrize(
@@ -421,9 +421,9 @@ def test_engine_that_this_package_did_not_build(memory, monkeypatch, caches):
     )
     kv = (-1, 2, 16, 8)
     tensors = {"ids": ((-1, -1), "int64"), "past": ((-1,), "int32"), "table": ((16, 4), "float32"), "pk.0": (kv, "bfloat16")}
-    specs = [TensorSpec(name=name, shape=shape, dtype=dtype, mode=TensorMode.INPUT) for name, (shape, dtype) in tensors.items()]
-    specs.append(TensorSpec(name="nk.0", shape=kv, dtype="bfloat16", mode=TensorMode.OUTPUT, alias="pk.0"))
-    specs.append(TensorSpec(name="logits", shape=(-1, 9), dtype="float16", mode=TensorMode.OUTPUT))
+    specs = [TensorSpec.input(name, shape, dtype) for name, (shape, dtype) in tensors.items()]
+    specs.append(TensorSpec.output("nk.0", kv, "bfloat16", alias="pk.0"))
+    specs.append(TensorSpec.output("logits", (-1, 9), "float16"))
     profile = EngineProfile(name="", min_batch=2, max_batch=5, min_width=1, max_width=7)
     install(FakeTensorRT(specs, [profile]), monkeypatch, caches)
     with TensorRTEngine.open(b"plan", memory=memory, names=names) as engine:

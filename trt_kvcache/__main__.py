@@ -1,7 +1,5 @@
 """``python -m trt_kvcache``: the ``trt-kvcache`` command."""
 
-from __future__ import annotations
-
 import sys
 
 from trt_kvcache.cli import main

@@ -1,7 +1,5 @@
 """``ActiveSequences``: the tokens of the active slots, which change together with the cache or not at all."""
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from concurrent.futures import ThreadPoolExecutor
-from types import TracebackType
 
 #: Bytes of a SHA-256.
 DIGEST_NBYTES = hashlib.sha256().digest_size
@@ -28,5 +27,5 @@ class BackgroundHash:
     def __enter__(self) -> BackgroundHash:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self._thread.shutdown(cancel_futures=True)

@@ -1,7 +1,5 @@
 """``KVCacheBase``: what the K/V caches of seeds 000 and 001 share. They differ in how many allocations hold the layers."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What an engine asks of a view before it binds its address. The same for every engine."""
 
-from __future__ import annotations
-
 from trt_kvcache.engine import TensorSpec
 from trt_kvcache.errors import BindingError, LayoutError
 from trt_kvcache.layout import ALIGNMENT

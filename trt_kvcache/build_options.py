@@ -4,13 +4,11 @@ TensorRT accepts much that cannot work (a prefill longer than the cache is a war
 for the rest its messages name none of these options. So everything that is known here is refused here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from trt_kvcache.attention_plugin.versions import check_plugins
 from trt_kvcache.checkpoint import ModelConfig
-from trt_kvcache.checks import int_in_range
+from trt_kvcache.checks import int_in_range, one_of
 from trt_kvcache.config import KVCacheConfig
 from trt_kvcache.decoder_tensors import cache_config
 from trt_kvcache.dtypes import MODEL_DTYPES
@@ -71,9 +69,9 @@ class BuildOptions:
                 "Longer prompts are prefilled in chunks of this length."
             )
         if self.dtype is not None:
-            _one_of("dtype", self.dtype, MODEL_DTYPES)
-        _one_of("attention", self.attention, ATTENTION_VARIANTS)
-        _one_of("flavour", self.flavour, FLAVOURS)
+            one_of("dtype", self.dtype, MODEL_DTYPES)
+        one_of("attention", self.attention, ATTENTION_VARIANTS)
+        one_of("flavour", self.flavour, FLAVOURS)
         if self.compute_capabilities is not None:
             self._check_compute_capabilities()
 
@@ -152,8 +150,3 @@ def known_compute_capabilities(tensorrt: TensorRT) -> dict[str, object]:
     """Return the GPUs that TensorRT for RTX can be told to build for: ``"8.6"`` to ``ComputeCapability.SM86``, and so on."""
     members = tensorrt.module.ComputeCapability.__members__
     return {f"{name[2:-1]}.{name[-1]}": member for name, member in members.items() if name.startswith("SM")}
-
-
-def _one_of(what: str, value: object, expected: tuple[str, ...]) -> None:
-    if value not in expected:
-        raise ConfigError(f"{what}: expected one of {', '.join(expected)}, got {value!r}.")

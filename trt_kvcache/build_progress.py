@@ -1,7 +1,5 @@
 """How far TensorRT is with a build, as one number."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass

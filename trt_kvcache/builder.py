@@ -1,7 +1,5 @@
 """From a checkpoint to an engine folder."""
 
-from __future__ import annotations
-
 import os
 import sys
 import time

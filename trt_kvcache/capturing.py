@@ -1,7 +1,5 @@
 """What cannot be captured in a CUDA graph says so."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trt_kvcache.errors import CaptureError

@@ -1,11 +1,10 @@
 """Checks of plain arguments, with the message form of :mod:`trt_kvcache.errors`."""
 
-from __future__ import annotations
-
 import operator
+from collections.abc import Collection
 from typing import Any
 
-from trt_kvcache.errors import KVCacheError, LayerIndexError, RangeError, SlotError
+from trt_kvcache.errors import ConfigError, KVCacheError, LayerIndexError, RangeError, SlotError
 
 
 def as_int(what: str, value: Any, *, error: type[KVCacheError] = RangeError) -> int:
@@ -25,6 +24,12 @@ def int_in_range(what: str, value: Any, low: int, high: int | None = None, *, er
         expected = f"at least {low}" if high is None else f"an integer from {low} to {high}"
         raise error(f"{what}: expected {expected}, got {number}.")
     return number
+
+
+def one_of(what: str, value: Any, known: Collection[str], *, error: type[KVCacheError] = ConfigError) -> None:
+    """Raise ``error`` unless ``value`` is one of ``known``."""
+    if value not in known:
+        raise error(f"{what}: expected one of {', '.join(known)}, got {value!r}.")
 
 
 def slot_index(slot: Any, count: int, *, of: str = "batch slots") -> int:

@@ -4,8 +4,6 @@ An update of padded width ``c`` writes ``c`` rows for every slot of the call, so
 them; what lies beyond a slot's own new tokens is junk, and is overwritten before it is read.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Run one model in several ways on the same tokens and compare logits and live cache rows, through Polygraphy."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing

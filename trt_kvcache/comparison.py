@@ -1,7 +1,5 @@
 """``Comparison``: what comparing several ways to run a model has shown, and the same in words."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from trt_kvcache.difference import Difference

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache.checks import int_in_range
+from trt_kvcache.checks import int_in_range, one_of
 from trt_kvcache.dtypes import KV_DTYPES, SCALED_KV_DTYPES
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.layout import MAX_DIMENSION, ROW_GRANULE, KVLayerStorage, KVLayout, align_up, dense_nbytes, kv_layer_storage, row_nbytes
@@ -59,8 +59,7 @@ def _check_common(config: KVCacheConfig | CacheConfig) -> None:
     owner = type(config).__name__
     for name in ("max_batch_size", "max_sequence_length"):
         object.__setattr__(config, name, int_in_range(f"{owner}.{name}", getattr(config, name), 1, MAX_DIMENSION, error=ConfigError))
-    if config.dtype not in KV_DTYPES:
-        raise ConfigError(f"{owner}.dtype: expected one of {', '.join(KV_DTYPES)}, got {config.dtype!r}.")
+    one_of(f"{owner}.dtype", config.dtype, KV_DTYPES)
     if not isinstance(config.layout, KVLayout):
         raise ConfigError(f"{owner}.layout: expected KVLayout.COMBINED or KVLayout.SEPARATE, got {config.layout!r}.")
 

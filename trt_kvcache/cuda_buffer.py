@@ -1,7 +1,5 @@
 """``CudaBuffer``: bytes of a cuda.core resource that are freed when nothing refers to them and the device is done."""
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

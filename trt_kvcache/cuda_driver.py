@@ -3,8 +3,6 @@
 Nothing of cuda-python is imported before a function is called.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from trt_kvcache.checks import int_in_range

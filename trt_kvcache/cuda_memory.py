@@ -3,8 +3,6 @@
 Importing this file imports nothing of cuda-python.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """``CustomOp``: an operation that this package launches itself, between the segments of an engine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 

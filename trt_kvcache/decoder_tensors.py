@@ -1,10 +1,8 @@
 """Inputs, outputs and optimisation profiles of an engine of this package: stated once, for builder, folder and inspection."""
 
-from __future__ import annotations
-
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.config import KVCacheConfig, KVLayerConfig
-from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
+from trt_kvcache.engine import EngineProfile, TensorSpec
 from trt_kvcache.layout import KVLayout
 from trt_kvcache.names import TensorNames
 
@@ -34,19 +32,18 @@ def cache_config(
 def decoder_tensors(model: ModelConfig, cache: KVCacheConfig, names: TensorNames) -> tuple[TensorSpec, ...]:
     """Return the inputs, then the outputs, of an engine of ``model`` over ``cache``: one tensor a layer where that is COMBINED."""
     inputs = [
-        TensorSpec(name=names.input_ids, shape=(-1, -1), dtype="int32", mode=TensorMode.INPUT),
-        TensorSpec(name=names.kvcache_start_index, shape=(-1,), dtype="int32", mode=TensorMode.INPUT),
-        TensorSpec(name=names.last_token_ids, shape=(-1, 1), dtype="int32", mode=TensorMode.INPUT),
+        TensorSpec.input(names.input_ids, (-1, -1), "int32"),
+        TensorSpec.input(names.kvcache_start_index, (-1,), "int32"),
+        TensorSpec.input(names.last_token_ids, (-1, 1), "int32"),
     ]
     outputs = []
     combined = cache.layout is KVLayout.COMBINED
     for index, layer in enumerate(cache.layers):
         shape = (-1, *((2,) if combined else ()), layer.num_kv_heads, cache.max_sequence_length, layer.head_dim)
         for before, after in names.layer_pairs(index, combined=combined):
-            inputs.append(TensorSpec(name=before, shape=shape, dtype=cache.dtype, mode=TensorMode.INPUT))
-            outputs.append(TensorSpec(name=after, shape=shape, dtype=cache.dtype, mode=TensorMode.OUTPUT, alias=before))
-    logits = TensorSpec(name=names.logits, shape=(-1, model.vocab_size), dtype="float32", mode=TensorMode.OUTPUT)
-    return (*inputs, *outputs, logits)
+            inputs.append(TensorSpec.input(before, shape, cache.dtype))
+            outputs.append(TensorSpec.output(after, shape, cache.dtype, alias=before))
+    return (*inputs, *outputs, TensorSpec.output(names.logits, (-1, model.vocab_size), "float32"))
 
 
 def decoder_profiles(*, max_batch_size: int, max_prefill_length: int) -> tuple[EngineProfile, EngineProfile]:

@@ -1,7 +1,5 @@
 """Where the outputs of two runners differ first: pure functions over arrays."""
 
-from __future__ import annotations
-
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ know bfloat16 and float8, so such tensors are exported as integers of the same s
 then put right.
 """
 
-from __future__ import annotations
-
 import ctypes
 from typing import Any
 

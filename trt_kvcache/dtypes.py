@@ -4,8 +4,6 @@ The names are those that Hugging Face and ml_dtypes use. TensorRT's names for th
 one place that imports TensorRT.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

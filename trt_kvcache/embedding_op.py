@@ -1,7 +1,5 @@
 """The lookup of token embeddings as a custom operation: the table may be a head's too, and is stored once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -44,6 +44,16 @@ class TensorSpec:
     mode: TensorMode
     alias: str | None = None
 
+    @classmethod
+    def input(cls, name: str, shape: tuple[int, ...], dtype: str) -> TensorSpec:
+        """Return an input."""
+        return cls(name=name, shape=shape, dtype=dtype, mode=TensorMode.INPUT)
+
+    @classmethod
+    def output(cls, name: str, shape: tuple[int, ...], dtype: str, *, alias: str | None = None) -> TensorSpec:
+        """Return an output."""
+        return cls(name=name, shape=shape, dtype=dtype, mode=TensorMode.OUTPUT, alias=alias)
+
 
 @dataclass(frozen=True, kw_only=True)
 class EngineProfile:

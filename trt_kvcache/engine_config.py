@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from trt_kvcache._version import __version__
 from trt_kvcache.checkpoint import ModelConfig
-from trt_kvcache.checks import int_in_range
+from trt_kvcache.checks import int_in_range, one_of
 from trt_kvcache.config import KVCacheConfig
 from trt_kvcache.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
 from trt_kvcache.engine import EngineProfile, TensorSpec
@@ -217,8 +217,7 @@ def _check_consistency(config: EngineConfig) -> None:
         wanted, got = expected.to_dict(), cache.to_dict()
         field = next(name for name in wanted if wanted[name] != got[name])
         raise EngineError(f"kv_cache.{field}: expected {wanted[field]} by the model, got {got[field]}.")
-    if config.tensorrt_flavour not in FLAVOURS[1:]:
-        raise EngineError(f"tensorrt.flavour: expected one of {', '.join(FLAVOURS[1:])}, got {config.tensorrt_flavour!r}.")
+    one_of("tensorrt.flavour", config.tensorrt_flavour, FLAVOURS[1:], error=EngineError)
     _check_profiles(config)
     wanted_tensors = decoder_tensors(config.model, cache, names)
     if len(wanted_tensors) != len(config.tensors):
@@ -257,8 +256,7 @@ def _check_attention(config: EngineConfig) -> None:
     for index, choice in enumerate(config.attention):
         if choice.layer != index:
             raise EngineError(f"attention[{index}].layer: expected {index}, got {choice.layer}.")
-        if choice.variant not in ATTENTION_VARIANTS:
-            raise EngineError(f"attention[{index}].variant: expected one of {', '.join(ATTENTION_VARIANTS)}, got {choice.variant!r}.")
+        one_of(f"attention[{index}].variant", choice.variant, ATTENTION_VARIANTS, error=EngineError)
         if (choice.variant == "plugin") is not (config.attention_variant == "plugin"):
             raise EngineError(f"attention[{index}].variant: expected {config.attention_variant} as the first one, got {choice.variant}.")
 

@@ -9,8 +9,6 @@ A wrong argument raises the error of its kind (:class:`RangeError`, :class:`Shap
 what is raised besides.
 """
 
-from __future__ import annotations
-
 
 class KVCacheError(Exception):
     """Root of every error that this package raises on purpose."""

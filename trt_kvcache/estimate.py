@@ -1,7 +1,5 @@
 """How many bytes a cache takes, before anything is allocated, and the inverse questions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """Where the tensors between the steps of an engine lie: in one block, in which those share bytes that never live together."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from trt_kvcache.layout import align_up

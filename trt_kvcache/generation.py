@@ -1,7 +1,5 @@
 """The loop behind ``InferenceSession.generate``: choose, hand out, decode."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 

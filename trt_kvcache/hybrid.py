@@ -1,7 +1,5 @@
 """``HybridCacheManager`` (seed 003): one cache for a decoder of attention and Mamba layers."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

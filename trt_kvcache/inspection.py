@@ -1,7 +1,5 @@
 """What an engine folder holds, from its ``config.json`` alone: no GPU, no TensorRT."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``KVRows``: the K/V rows of all layers of a cache as the kernels see them, one group of layers per head dim."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

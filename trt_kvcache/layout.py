@@ -9,8 +9,6 @@ One layer is described by two strides, so every view of either layout is the sam
 lies at ``slot * slot_stride + kv * kv_stride + (h * S + s) * D + d``.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -37,9 +35,9 @@ class KVLayout(Enum):
     SEPARATE = "separate"
 
 
-def align_up(nbytes: int) -> int:
+def align_up(nbytes: int, alignment: int = ALIGNMENT) -> int:
     """Return ``nbytes`` rounded up to a multiple of :data:`ALIGNMENT`."""
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+    return -(-nbytes // alignment) * alignment
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:

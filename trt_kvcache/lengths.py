@@ -1,7 +1,5 @@
 """``Lengths``: how many tokens each slot holds. Device tensor, host mirror and active batch size in one object."""
 
-from __future__ import annotations
-
 import os
 import weakref
 from collections.abc import Sequence
@@ -24,6 +22,7 @@ from trt_kvcache.errors import (
     ShapeError,
 )
 from trt_kvcache.kernels import AnyCompactionPlan, CompactionPlan, compact_length_tensor, increment_length_tensor, store_length_values
+from trt_kvcache.kernels.layer_views import check_memory
 from trt_kvcache.layout import MAX_DIMENSION, align_up, dense_nbytes
 from trt_kvcache.memory import Memory
 from trt_kvcache.slot_contents import SlotContents
@@ -248,8 +247,7 @@ class Lengths(Uncopyable):
         if max_increment is None:
             raise RangeError("max_increment: expected with a device tensor, whose values the host does not know.")
         limit = int_in_range("max_increment", max_increment, 0)
-        if increments.memory is not self._memory:
-            raise PlaceError(f"increment: expected a tensor of {self._memory.device}, got one of {increments.memory.device}.")
+        check_memory("increment", increments, self._memory)
         if increments.dtype != "int32":
             raise DTypeError(f"increment: expected int32, got {increments.dtype}.")
         if increments.shape != (len(self._bounds),):

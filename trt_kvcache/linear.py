@@ -1,7 +1,5 @@
 """``LinearKVCache`` (seed 001): all attention layers in one buffer, and the states of recurrent layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trt_kvcache.base import KVCacheBase

@@ -1,7 +1,5 @@
 """The part of a cache that is read as data, as host arrays: the first ``length`` rows of each active slot."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

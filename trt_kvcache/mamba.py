@@ -1,7 +1,5 @@
 """``MambaCacheManager`` (named by seed 003): the recurrent and conv states of Mamba layers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trt_kvcache.errors import ConfigError

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from trt_kvcache.checks import int_in_range
+from trt_kvcache.checks import int_in_range, one_of
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.layout import MAX_DIMENSION, StateStorage
@@ -67,8 +67,7 @@ class MambaCacheConfig:
             number = int_in_range(f"MambaCacheConfig.{name}", getattr(self, name), 1, high, error=ConfigError)
             object.__setattr__(self, name, number)
         for name in _DTYPES:
-            if getattr(self, name) not in MODEL_DTYPES:
-                raise ConfigError(f"MambaCacheConfig.{name}: expected one of {', '.join(MODEL_DTYPES)}, got {getattr(self, name)!r}.")
+            one_of(f"MambaCacheConfig.{name}", getattr(self, name), MODEL_DTYPES)
         if not isinstance(self.ping_pong, bool):
             raise ConfigError(f"MambaCacheConfig.ping_pong: expected True or False, got {self.ping_pong!r}.")
 

@@ -1,7 +1,5 @@
 """``KVCacheManager`` (seed 000): one allocation per attention layer, so that layers may differ in their heads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trt_kvcache.base import KVCacheBase

@@ -4,8 +4,6 @@ They are those of TensorRT Edge-LLM, so that an engine built there and one built
 engine with other names is driven through a changed :class:`TensorNames`.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 
 from trt_kvcache.errors import ConfigError

@@ -1,7 +1,5 @@
 """Write a file that appears complete or not at all."""
 
-from __future__ import annotations
-
 import errno
 import os
 import uuid

@@ -1,7 +1,5 @@
 """Make a folder that appears complete or not at all."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import uuid

@@ -1,7 +1,5 @@
 """What a session is made of when it is opened from a folder: which engine runs, in which memory, with which tokenizer."""
 
-from __future__ import annotations
-
 import tempfile
 import warnings
 from collections.abc import Callable
@@ -14,7 +12,7 @@ from typing import Any, Literal, cast, get_args
 from trt_kvcache.builder import Progress, build_engine
 from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, ModelConfig, Tokenizer
 from trt_kvcache.checkpoint.generation import GENERATION_FILE
-from trt_kvcache.checks import int_in_range
+from trt_kvcache.checks import int_in_range, one_of
 from trt_kvcache.config import KVCacheConfig
 from trt_kvcache.cuda_memory import CudaMemory, find_gpu
 from trt_kvcache.decoder_tensors import cache_config
@@ -85,16 +83,14 @@ def open_engine_folder(
     _check_choice(engine, flavour)
     folder = EngineFolder.open(path)
     config = folder.config
-    reason = why_no_tensorrt(config.tensorrt_flavour if flavour == "auto" else flavour, device) if engine == "auto" else None
-    if engine != "reference" and reason is None:
-        try:
-            return _tensorrt_parts(folder, CudaMemory(device, keep_bytes=keep_bytes), flavour, cuda_graphs)
-        except (EngineError, CudaError) as error:
-            if engine == "tensorrt":
-                raise
-            reason = str(error)
-    if reason is not None:
-        _warn(reason)
+
+    def opened() -> SessionParts:
+        return _tensorrt_parts(folder, CudaMemory(device, keep_bytes=keep_bytes), flavour, cuda_graphs)
+
+    built_for = config.tensorrt_flavour if flavour == "auto" else flavour
+    parts = _on_tensorrt(opened, (EngineError, CudaError), engine, built_for, device)
+    if parts is not None:
+        return parts
     with folder.open_checkpoint(_bytes_progress(progress, CHECKING)) as checkpoint:
         running = ReferenceEngine(
             checkpoint,
@@ -125,8 +121,8 @@ def open_model(
 ) -> SessionParts:
     """Open a Hugging Face folder: see ``InferenceSession.from_model``. ``keep_bytes`` as for :func:`open_engine_folder`."""
     _check_choice(engine, flavour)
-    if dtype is not None and dtype not in MODEL_DTYPES:
-        raise ConfigError(f"dtype: expected one of {', '.join(MODEL_DTYPES)}, got {dtype!r}.")
+    if dtype is not None:
+        one_of("dtype", dtype, MODEL_DTYPES)
     with Checkpoint.open(path) as checkpoint:
         model = checkpoint.config
         length = _or_default(max_sequence_length, min(model.max_position_embeddings, DEFAULT_MAX_SEQUENCE_LENGTH))
@@ -140,26 +136,15 @@ def open_model(
         slots = int_in_range("max_batch_size", max_batch_size, 1, error=ConfigError)
         variant = _variant(attention)
         cache = cache_config(model, max_batch_size=slots, max_sequence_length=length, dtype=dtype or model.dtype, attention=variant)
-        reason = why_no_tensorrt(flavour, device) if engine == "auto" else None
-        if engine != "reference" and reason is None:
-            try:
-                memory = CudaMemory(device, keep_bytes=keep_bytes)  # without a GPU, nothing is built
-                return _built_parts(
-                    checkpoint.path,
-                    cache,
-                    memory,
-                    max_prefill_length=width,
-                    attention=variant,
-                    flavour=flavour,
-                    cuda_graphs=cuda_graphs,
-                    progress=progress,
-                )
-            except (BuildError, ConfigError, EngineError, CudaError) as error:
-                if engine == "tensorrt":
-                    raise
-                reason = str(error)
-        if reason is not None:
-            _warn(reason)
+
+        def built() -> SessionParts:
+            memory = CudaMemory(device, keep_bytes=keep_bytes)  # without a GPU, nothing is built
+            options = {"max_prefill_length": width, "attention": variant, "progress": progress}
+            return _built_parts(checkpoint.path, cache, memory, flavour=flavour, cuda_graphs=cuda_graphs, **options)
+
+        parts = _on_tensorrt(built, (BuildError, ConfigError, EngineError, CudaError), engine, flavour, device)
+        if parts is not None:
+            return parts
         running = ReferenceEngine(
             checkpoint,
             kv=cache,
@@ -180,6 +165,25 @@ def why_no_tensorrt(flavour: str, device: int = 0) -> str | None:
         except EngineError as error:
             reason = str(error)
     return reason
+
+
+def _on_tensorrt(
+    make: Callable[[], SessionParts], refusals: tuple[type[Exception], ...], engine: str, flavour: str, device: int
+) -> SessionParts | None:
+    """Return what ``make`` opens, or None where the reference engine is to run: with a warning, unless it was asked for."""
+    if engine == "reference":
+        return None
+    reason = why_no_tensorrt(flavour, device) if engine == "auto" else None
+    if reason is None:
+        try:
+            return make()
+        except refusals as error:
+            if engine == "tensorrt":
+                raise
+            reason = str(error)
+    text = f"running the NumPy reference engine: {reason}"
+    warnings.warn(text, EngineFallbackWarning, stacklevel=4)  # at the line that called ``InferenceSession.open`` or ``from_model``
+    return None
 
 
 def _tensorrt_parts(folder: EngineFolder, memory: CudaMemory, flavour: str, cuda_graphs: bool) -> SessionParts:
@@ -251,16 +255,13 @@ def _sampling(defaults: GenerationDefaults, folder: Path) -> SamplingParams:
 
 
 def _check_choice(engine: str, flavour: str) -> None:
-    for what, value, known in (("engine", engine, get_args(EngineChoice)), ("flavour", flavour, FLAVOURS)):
-        if value not in known:
-            raise ConfigError(f"{what}: expected one of {', '.join(known)}, got {value!r}.")
+    one_of("engine", engine, get_args(EngineChoice))
+    one_of("flavour", flavour, FLAVOURS)
 
 
 def _variant(attention: str) -> Attention:
-    for variant in get_args(Attention):
-        if attention == variant:
-            return cast(Attention, variant)
-    raise ConfigError(f"attention: expected one of {', '.join(get_args(Attention))}, got {attention!r}.")
+    one_of("attention", attention, get_args(Attention))
+    return cast(Attention, attention)
 
 
 def _bytes_progress(progress: Progress | None, stage: str) -> Callable[[int, int], object] | None:
@@ -269,8 +270,3 @@ def _bytes_progress(progress: Progress | None, stage: str) -> Callable[[int, int
 
 def _or_default(value: int | None, default: int) -> int:
     return default if value is None else value
-
-
-def _warn(reason: str) -> None:
-    """Warn at the line that called ``InferenceSession.open`` or ``from_model``."""
-    warnings.warn(f"running the NumPy reference engine: {reason}", EngineFallbackWarning, stacklevel=4)

@@ -1,7 +1,5 @@
 """Several tensors in one allocation, and the check of tensors that come back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

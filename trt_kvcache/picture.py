@@ -1,7 +1,5 @@
 """A picture of a cache as SVG: slots by tokens, and bytes by layer."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from xml.etree import ElementTree
 

@@ -1,7 +1,5 @@
 """``PlanExecution``: one serialised TensorRT engine, deserialised, with an execution context per profile."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any

@@ -4,8 +4,6 @@ The model argument is the folder, of an engine or from Hugging Face; each ``--kv
 session, and so a cache, of its own.
 """
 
-from __future__ import annotations
-
 from typing import Any, get_args
 
 from polygraphy.tools.args import ModelArgs
@@ -63,7 +61,29 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
         return script.add_loader(source, "kvcache_session_source")
 
 
-class KVCacheSessionArgs(BaseRunnerArgs):  # type: ignore[misc]
+class _RunnerArgs(BaseRunnerArgs):  # type: ignore[misc]
+    """One of our runners: its name, its flag and its class."""
+
+    _NAME_AND_FLAG: tuple[str, str]
+    _RUNNER: str
+
+    def get_name_opt_impl(self) -> tuple[str, str]:
+        """Return the runner's name and its flag."""
+        return self._NAME_AND_FLAG
+
+    def add_to_script_impl(self, script: Any) -> None:
+        """Add the runner."""
+        shared = self.arg_groups[KVCacheArgs]
+        script.add_import(imports=[self._RUNNER], frm="trt_kvcache.runner")
+        source, options = self._source(shared, script)
+        script.add_runner(make_invocable(self._RUNNER, source, live_rows=shared.live_rows, **options))
+
+    def _source(self, shared: KVCacheArgs, script: Any) -> tuple[Any, dict[str, Any]]:
+        """Return what the runner takes first, and its further options."""
+        return shared.add_source_to_script(script), {}
+
+
+class KVCacheSessionArgs(_RunnerArgs):
     """
     KV Cache Session Runner: running sessions that keep their cache from one iteration to the next.
 
@@ -72,16 +92,11 @@ class KVCacheSessionArgs(BaseRunnerArgs):  # type: ignore[misc]
         - KVCacheArgs
     """
 
-    def get_name_opt_impl(self) -> tuple[str, str]:
-        """Return the runner's name and its flag."""
-        return "a KV cache session", "kvcache-session"
-
-    def add_to_script_impl(self, script: Any) -> None:
-        """Add a ``SessionRunner``."""
-        _add_session_runner(self.arg_groups[KVCacheArgs], script, "SessionRunner")
+    _NAME_AND_FLAG = "a KV cache session", "kvcache-session"
+    _RUNNER = "SessionRunner"
 
 
-class KVCacheRecomputeArgs(BaseRunnerArgs):  # type: ignore[misc]
+class KVCacheRecomputeArgs(_RunnerArgs):
     """
     KV Cache Recompute Runner: running sessions that start anew with all tokens so far at every iteration.
 
@@ -90,16 +105,11 @@ class KVCacheRecomputeArgs(BaseRunnerArgs):  # type: ignore[misc]
         - KVCacheArgs
     """
 
-    def get_name_opt_impl(self) -> tuple[str, str]:
-        """Return the runner's name and its flag."""
-        return "a KV cache session that recomputes everything at every iteration", "kvcache-recompute"
-
-    def add_to_script_impl(self, script: Any) -> None:
-        """Add a ``RecomputeRunner``."""
-        _add_session_runner(self.arg_groups[KVCacheArgs], script, "RecomputeRunner")
+    _NAME_AND_FLAG = "a KV cache session that recomputes everything at every iteration", "kvcache-recompute"
+    _RUNNER = "RecomputeRunner"
 
 
-class KVCacheReferenceArgs(BaseRunnerArgs):  # type: ignore[misc]
+class KVCacheReferenceArgs(_RunnerArgs):
     """
     KV Cache Reference Runner: running sessions on the NumPy reference engine.
 
@@ -109,17 +119,8 @@ class KVCacheReferenceArgs(BaseRunnerArgs):  # type: ignore[misc]
         - KVCacheArgs
     """
 
-    def get_name_opt_impl(self) -> tuple[str, str]:
-        """Return the runner's name and its flag."""
-        return "a KV cache session on the NumPy reference engine", "kvcache-reference"
+    _NAME_AND_FLAG = "a KV cache session on the NumPy reference engine", "kvcache-reference"
+    _RUNNER = "ReferenceRunner"
 
-    def add_to_script_impl(self, script: Any) -> None:
-        """Add a ``ReferenceRunner``."""
-        shared = self.arg_groups[KVCacheArgs]
-        script.add_import(imports=["ReferenceRunner"], frm="trt_kvcache.runner")
-        script.add_runner(make_invocable("ReferenceRunner", self.arg_groups[ModelArgs].path, live_rows=shared.live_rows, **shared.options))
-
-
-def _add_session_runner(shared: KVCacheArgs, script: Any, runner: str) -> None:
-    script.add_import(imports=[runner], frm="trt_kvcache.runner")
-    script.add_runner(make_invocable(runner, shared.add_source_to_script(script), live_rows=shared.live_rows))
+    def _source(self, shared: KVCacheArgs, script: Any) -> tuple[Any, dict[str, Any]]:
+        return self.arg_groups[ModelArgs].path, shared.options

@@ -1,7 +1,5 @@
 """``PromptCache``: copies of sequences, so that a prompt which begins like an earlier one need not be run from its start."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -9,8 +7,8 @@ from typing import Any, Literal, get_args
 import numpy.typing as npt
 
 from trt_kvcache.capturing import refuse_capture
-from trt_kvcache.checks import int_in_range
-from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, ShapeError
+from trt_kvcache.checks import int_in_range, one_of
+from trt_kvcache.errors import CapacityError, ClosedError, ShapeError
 from trt_kvcache.slot_copy import HostSlotCopy, SlotCopy, check_capture
 from trt_kvcache.slot_format import AnyCache, SlotFormat
 from trt_kvcache.slots import Closing
@@ -78,8 +76,7 @@ class PromptCache(Closing):
         self._format = SlotFormat.of(cache)
         self._cache: AnyCache = cache
         self._max_bytes = int_in_range("PromptCache.max_bytes", max_bytes, 0)
-        if place not in get_args(Place):
-            raise ConfigError(f"PromptCache.place: expected one of {', '.join(get_args(Place))}, got {place!r}.")
+        one_of("PromptCache.place", place, get_args(Place))
         self._on_host = place == "host"
         self._copies: dict[PromptEntry, SlotCopy | HostSlotCopy] = {}
         self._hits = self._misses = self._reused_tokens = 0

@@ -1,7 +1,5 @@
 """Prompts: text or token ids, checked and turned into token ids."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -3,8 +3,6 @@
 A script makes one at its top level and names its two methods; see ``engines/``.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """``RecurrentCache``: the operations on recurrent and conv states. Seeds 001 and 003 have them under different names."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``RecurrentStates``: the recurrent and conv states of all recurrent layers, in one buffer of each kind, or in two."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any

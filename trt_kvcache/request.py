@@ -1,7 +1,5 @@
 """``Request``: one prompt being continued. Chooses its tokens, makes its text, and knows when it ends."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """Going on with saved sequences: snapshots read and checked before a session changes anything."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import replace

@@ -7,8 +7,6 @@ They run TensorRT through this package and not through Polygraphy, so they work 
 says, and leave it as it is. Polygraphy's own TensorRT tools read it when polygraphy is imported.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Mapping

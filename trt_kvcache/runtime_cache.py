@@ -4,16 +4,12 @@ TensorRT for RTX finishes an engine at run time, for the GPU at hand. What it co
 fast. A file serves one plan on one GPU with one driver and one TensorRT; all of them are part of its name.
 """
 
-from __future__ import annotations
-
 import hashlib
-import os
-import uuid
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 
+from trt_kvcache.new_file import new_file
 from trt_kvcache.user_cache import user_cache_folder
 
 _DIGEST_NBYTES = hashlib.sha256().digest_size
@@ -68,16 +64,12 @@ class RuntimeCacheFile:
 
     def write(self, blob: bytes) -> None:
         """Save ``blob``: the file appears complete or not at all. A failure is a warning, the engine does not need it."""
-        temporary = self.path.with_suffix(f".{uuid.uuid4().hex[:8]}.tmp")
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(hashlib.sha256(blob).digest() + blob)
-            os.replace(temporary, self.path)
+            with new_file(self.path) as file:
+                file.write(hashlib.sha256(blob).digest() + blob)
         except OSError as error:
             self.warn(f"cannot be written ({error})")
-        finally:
-            with suppress(OSError):
-                temporary.unlink(missing_ok=True)
 
     def warn(self, what: str) -> None:
         """Say that the file is not used, and that nothing is lost but time."""

@@ -1,7 +1,5 @@
 """Choosing the next token from logits, on the host: greedy, temperature, top-k, top-p, min-p, one seed per request."""
 
-from __future__ import annotations
-
 import math
 import secrets
 from collections.abc import Callable, Iterable, Sequence

@@ -3,8 +3,6 @@
 Segment ``i`` ends where layer ``i`` attends; the last one ends in the logits. The tensors between are wired by their names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -100,7 +98,7 @@ def decoder_constants(model: ModelConfig, cache: KVCacheConfig) -> tuple[TensorS
     """Return the embedding table ``[vocab, hidden]``, and the angles ``[S, 2, D / 2]`` of all positions."""
     table = (model.vocab_size, model.hidden_size)
     angles = (cache.max_sequence_length, 2, model.head_dim // 2)
-    return _input(EMBEDDING, table, cache.dtype), _input(COS_SIN, angles, "float32")
+    return TensorSpec.input(EMBEDDING, table, cache.dtype), TensorSpec.input(COS_SIN, angles, "float32")
 
 
 def decoder_steps(model: ModelConfig, cache: KVCacheConfig, names: TensorNames) -> tuple[Step, ...]:
@@ -112,20 +110,20 @@ def decoder_steps(model: ModelConfig, cache: KVCacheConfig, names: TensorNames) 
     ]
     for layer in range(model.num_layers + 1):
         hidden = (-1, -1, model.hidden_size)
-        tensors = [_input(hidden_name(max(layer - 1, 0)), hidden, cache.dtype)]
+        tensors = [TensorSpec.input(hidden_name(max(layer - 1, 0)), hidden, cache.dtype)]
         if layer:
             attended = (-1, -1, model.num_attention_heads, model.head_dim)
-            tensors.append(_input(attention_names(layer - 1)[-1], attended, cache.dtype))
+            tensors.append(TensorSpec.input(attention_names(layer - 1)[-1], attended, cache.dtype))
         if layer == model.num_layers:
-            tensors.append(_input(names.last_token_ids, (-1, 1), "int32"))
+            tensors.append(TensorSpec.input(names.last_token_ids, (-1, 1), "int32"))
             tensors += [table] if model.tie_word_embeddings else []
-            tensors.append(_output(names.logits, (-1, model.vocab_size), "float32"))
+            tensors.append(TensorSpec.output(names.logits, (-1, model.vocab_size), "float32"))
             steps.append(SegmentStep(tensors=tuple(tensors)))
             break
         *qkv, attended_name = attention_names(layer)
         counts = (model.num_attention_heads, model.num_kv_heads, model.num_kv_heads)
-        tensors += [_output(name, (-1, -1, count, model.head_dim), cache.dtype) for name, count in zip(qkv, counts, strict=True)]
-        tensors += [_output(hidden_name(layer), hidden, cache.dtype)] if layer else []
+        tensors += [TensorSpec.output(name, (-1, -1, count, model.head_dim), cache.dtype) for name, count in zip(qkv, counts, strict=True)]
+        tensors += [TensorSpec.output(hidden_name(layer), hidden, cache.dtype)] if layer else []
         before, after = names.combined_pair(layer)
         inputs = (*qkv, before, names.kvcache_start_index, COS_SIN)
         steps.append(SegmentStep(tensors=tuple(tensors)))
@@ -155,7 +153,7 @@ def intermediates(steps: Sequence[Step], outer: Iterable[TensorSpec]) -> dict[st
         else:
             types = [TensorType(known[name].shape, known[name].dtype) for name in step.inputs]
             results = zip(step.outputs, step.make().outputs(types), strict=True)
-            outputs = {name: _output(name, one.shape, one.dtype) for name, one in results}
+            outputs = {name: TensorSpec.output(name, one.shape, one.dtype) for name, one in results}
         made.update({name: spec for name, spec in outputs.items() if name not in known})
         known.update(made)
     return made
@@ -165,11 +163,3 @@ def shape_at(shape: Sequence[int], batch: int, width: int) -> tuple[int, ...]:
     """Return a shape in an enqueue of ``batch`` slots by ``width`` new tokens: they take the place of ``-1``, in this order."""
     sizes = iter((batch, width))
     return tuple(next(sizes) if size < 0 else size for size in shape)
-
-
-def _input(name: str, shape: tuple[int, ...], dtype: str) -> TensorSpec:
-    return TensorSpec(name=name, shape=shape, dtype=dtype, mode=TensorMode.INPUT)
-
-
-def _output(name: str, shape: tuple[int, ...], dtype: str) -> TensorSpec:
-    return TensorSpec(name=name, shape=shape, dtype=dtype, mode=TensorMode.OUTPUT)

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trt_kvcache.engine import TensorMode, TensorSpec
+from trt_kvcache.layout import align_up
 from trt_kvcache.segments import OperationStep, SegmentStep, Step
 
 #: Plans lie one after another in one file, each at a multiple of this: a page.
@@ -54,7 +55,7 @@ class SegmentsRecord:
         """First byte and end of each plan in the file of plans."""
         spans: list[tuple[int, int]] = []
         for nbytes in self.plans:
-            start = _aligned(spans[-1][1]) if spans else 0
+            start = align_up(spans[-1][1], PLAN_ALIGNMENT) if spans else 0
             spans.append((start, start + nbytes))
         return tuple(spans)
 
@@ -96,9 +97,5 @@ def with_padding(plans: Sequence[Any]) -> list[Any]:
     chunks: list[Any] = []
     for plan in plans:
         nbytes = sum(memoryview(chunk).nbytes for chunk in chunks)
-        chunks += [bytes(_aligned(nbytes) - nbytes), plan]
+        chunks += [bytes(align_up(nbytes, PLAN_ALIGNMENT) - nbytes), plan]
     return chunks
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // PLAN_ALIGNMENT) * PLAN_ALIGNMENT

@@ -1,7 +1,5 @@
 """``SequenceTable``: which sequence is in which slot, and which was used longest ago. Bookkeeping on the host only."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain

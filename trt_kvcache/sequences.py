@@ -1,7 +1,5 @@
 """``SequenceCacheManager`` (seed 002): sequences by handle, over the slots of another manager, swapped to the host where slots run out."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

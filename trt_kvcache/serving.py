@@ -1,7 +1,5 @@
 """``RequestQueue``: submitted prompts that share the slots of a session, one coming as another goes."""
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """``RequestHandle``: a prompt that was submitted to a session, and what has come of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """``SessionSource``: a session to be opened later, from an engine folder or from a Hugging Face folder."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from typing import Any

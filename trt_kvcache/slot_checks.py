@@ -1,7 +1,5 @@
 """What a session checks of prompts and turns before it changes anything."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from trt_kvcache.active_sequences import ActiveSequences

@@ -1,7 +1,5 @@
 """``SlotContents``: what the slots hold beside their lengths, and what follows when those change."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """``SlotStorage``: what one slot of a cache holds, K and V rows and states, copied to host arrays and back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

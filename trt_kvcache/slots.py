@@ -1,10 +1,7 @@
 """``SlotCache``: what all managers share. Lengths, the active batch, compaction, and the life of their memory."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -44,7 +41,7 @@ class Closing(Uncopyable, ABC):
         self._check_open()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -1,7 +1,5 @@
 """What a snapshot says beside its tensors: which model, and how the next token is chosen."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass

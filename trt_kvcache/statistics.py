@@ -1,7 +1,5 @@
 """What a session has done so far: times, tokens, bytes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 

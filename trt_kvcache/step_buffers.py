@@ -1,7 +1,5 @@
 """``StepBuffers``: tokens going into an enqueue and logits coming out of it, allocated once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``StepGraphs``: CUDA graphs of whole steps, captured when a step comes back."""
 
-from __future__ import annotations
-
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable

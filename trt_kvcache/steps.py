@@ -1,7 +1,5 @@
 """``StepExecutor``: one enqueue over a run of slots, then the commit of what it wrote, on one stream."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

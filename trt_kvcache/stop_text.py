@@ -1,7 +1,5 @@
 """Stop texts in a stream: what could still become one is held back until it is certain."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 

@@ -1,7 +1,5 @@
 """Reading back the plain values that a configuration's ``to_dict`` wrote."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 

@@ -1,7 +1,5 @@
 """``SlotSwapper``: brings sequences into slots, and others out of them to the host, with all that a slot holds."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -14,7 +14,6 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 from trt_kvcache.attention_plugin import register
@@ -285,7 +284,7 @@ class TensorRTEngine:
     def __enter__(self) -> TensorRTEngine:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _spec(self, name: str) -> TensorSpec:

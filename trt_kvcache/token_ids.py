@@ -1,7 +1,5 @@
 """Token ids as arrays, and how much of a prompt is already there. Compared token by token."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

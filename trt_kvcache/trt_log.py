@@ -5,8 +5,6 @@ keeps one logger per process, the first one it was given. So there is one :class
 whoever makes a call opens a collection around it.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections.abc import Iterator

@@ -3,14 +3,13 @@
 Both have the same network API. Full TensorRT needs a GPU to build an engine; TensorRT for RTX builds on any machine.
 """
 
-from __future__ import annotations
-
 import importlib
 import re
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from trt_kvcache.checks import one_of
 from trt_kvcache.errors import DTypeError, EngineError, KVCacheError
 from trt_kvcache.trt_log import TensorRTLog
 
@@ -80,8 +79,7 @@ class TensorRT:
 
     def data_type(self, name: str) -> Any:
         """Return TensorRT's ``DataType`` of one of our dtype names. Raises :class:`DTypeError` for an unknown name."""
-        if name not in _DATA_TYPES:
-            raise DTypeError(f"dtype: expected one of {', '.join(_DATA_TYPES)}, got {name!r}.")
+        one_of("dtype", name, _DATA_TYPES, error=DTypeError)
         return getattr(self.module.DataType, _DATA_TYPES[name])
 
     def dtype_name(self, data_type: Any) -> str:
@@ -108,8 +106,7 @@ def load(flavour: str = "auto", *, error: type[KVCacheError] = EngineError) -> T
     KVCacheError
         Of type ``error``: an unknown flavour, or none that works; the text says why for each, and how to install it.
     """
-    if flavour not in FLAVOURS:
-        raise error(f"TensorRT flavour: expected one of {', '.join(FLAVOURS)}, got {flavour!r}.")
+    one_of("TensorRT flavour", flavour, FLAVOURS, error=error)
     tried, older = [], []
     for candidate in FLAVOURS[1:] if flavour == "auto" else (flavour,):
         found = _import(candidate)

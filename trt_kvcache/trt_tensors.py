@@ -3,8 +3,6 @@
 Read from ``ICudaEngine``, so it works for engines that this package did not build.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """``Uncopyable``: owners of device memory cannot be copied or pickled."""
 
-from __future__ import annotations
-
 from typing import Any, NoReturn
 
 

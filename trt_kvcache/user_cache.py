@@ -1,7 +1,5 @@
 """Where this package keeps what can be made again: compiled kernels, and what TensorRT for RTX compiled."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

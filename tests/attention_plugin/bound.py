@@ -1,7 +1,5 @@
 """A plugin with tensors that are somebody else's, and what the twin in NumPy makes of them."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A stand-in for the part of TensorRT that a plugin sees, for what the real module without a GPU cannot do."""
 
-from __future__ import annotations
-
 import enum
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The decode step ahead of time: with a stand-in for ``tensorrt.plugin``, NVRTC, and the kernel on the emulated device."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

@@ -1,7 +1,5 @@
 """The kernel of the decode step ahead of time against the twin in NumPy: as g++ makes it for the emulated device, as PTX on a GPU."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import numpy as np

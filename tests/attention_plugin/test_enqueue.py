@@ -1,7 +1,5 @@
 """Enqueue, with addresses and a stream that are somebody else's, against the twin in NumPy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

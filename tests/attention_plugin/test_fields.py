@@ -1,7 +1,5 @@
 """The fields of a plugin."""
 
-from __future__ import annotations
-
 import enum
 from types import SimpleNamespace
 

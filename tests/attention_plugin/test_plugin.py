@@ -1,7 +1,5 @@
 """The plugin and its creator through the classes and the registry of TensorRT for RTX, which has all but the layer."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -1,7 +1,5 @@
 """Rules for shapes and dtypes, and the workspace."""
 
-from __future__ import annotations
-
 import pytest
 
 from trt_kvcache.attention_plugin.fields import AttentionFields

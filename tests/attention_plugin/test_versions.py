@@ -1,7 +1,5 @@
 """The version of the plugin, and versions of TensorRT."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

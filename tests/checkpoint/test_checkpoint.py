@@ -54,11 +54,7 @@ def fingerprint(folder):
 
 @pytest.mark.parametrize(
     ("name", "dtype", "numpy_dtype"),
-    [
-        ("llama", "float32", np.float32),
-        ("llama-bfloat16-old", "bfloat16", ml_dtypes.bfloat16),
-        ("qwen3-sharded", "float16", np.float16),
-    ],
+    [("llama", "float32", np.float32), ("llama-bfloat16-old", "bfloat16", ml_dtypes.bfloat16), ("qwen3-sharded", "float16", np.float16)],
 )
 def test_tensors_are_read_only_views_of_the_files_that_outlive_the_checkpoint(copy_of, name, dtype, numpy_dtype):
     folder = copy_of(name)
@@ -115,11 +111,7 @@ def test_fingerprint_does_not_see_shards_spelling_or_how_much_is_read_at_once(co
         ("llama", tensors(lambda t: t.pop(Q_PROJ)), f"1 tensor(s) of a llama model are missing: {Q_PROJ}."),
         ("qwen2-tied", config(tie_word_embeddings=False), f"1 tensor(s) of a qwen2 model are missing: {HEAD}*tie_word_embeddings: true"),
         ("llama", put(Q_PROJ, lambda t: t[Q_PROJ][:-1]), f"expected {Q_PROJ} of shape (32, 32) by config.json, got (31, 32)"),
-        (
-            "llama",
-            put(Q_BIAS, lambda t: t[NORM]),
-            f"1 tensor(s) that a llama model by config.json does not use: {Q_BIAS}. Leaving",
-        ),
+        ("llama", put(Q_BIAS, lambda t: t[NORM]), f"1 tensor(s) that a llama model by config.json does not use: {Q_BIAS}. Leaving"),
         ("llama", config(dtype="bfloat16"), "if all are float32, config.json must say so"),
         ("llama", content("config.json", b"{"), "{folder}/config.json: expected JSON, got a syntax error"),
         ("qwen3-sharded", content(SHARD, None), f"{{folder}}/{SHARD}: expected a shard that {INDEX} names, got nothing there"),

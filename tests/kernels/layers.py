@@ -1,7 +1,5 @@
 """K/V layers full of random bytes, and what all their bytes should be: strides and padding are written out here once more."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

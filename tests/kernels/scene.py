@@ -1,7 +1,5 @@
 """Arguments for every kernel function."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

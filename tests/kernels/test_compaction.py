@@ -1,7 +1,5 @@
 """Compaction of K/V, states and lengths in place: every byte, on any memory, by the host's plan and by a device mapping."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

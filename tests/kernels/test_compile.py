@@ -1,7 +1,5 @@
 """From ``plugins/*.cu`` to machine code: NVRTC (on the CPU: it needs no GPU), the folder made ahead of time, the cache."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The CUDA kernels against those in NumPy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from simt.standin import StandIn, need_cuda_memory, needs_standin

@@ -1,7 +1,5 @@
 """Infos: what a kernel is told about layers and states, and which views cannot be told."""
 
-from __future__ import annotations
-
 import pytest
 
 from trt_kvcache import DeviceTensor, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout

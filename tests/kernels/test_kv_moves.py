@@ -1,7 +1,5 @@
 """Save and instantiate K/V of a slot: every byte of both sides, on any memory."""
 
-from __future__ import annotations
-
 import os
 import threading
 import warnings

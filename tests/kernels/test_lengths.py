@@ -1,7 +1,5 @@
 """Increment and store lengths. What they refuse is in test_refused.py."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """What the kernel functions refuse: the error, its text, and not a byte has changed."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

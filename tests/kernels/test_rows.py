@@ -1,7 +1,5 @@
 """Rows of states of any size: zero, copy, save, instantiate, compact. Every byte, on any memory."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

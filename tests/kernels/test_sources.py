@@ -1,7 +1,5 @@
 """Where the CUDA sources are, that they say what Python says, and the name of a compiled one."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

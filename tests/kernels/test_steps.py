@@ -1,7 +1,5 @@
 """Steps of a compaction, without any memory: every mapping of up to 5 slots, and large ones in many lists."""
 
-from __future__ import annotations
-
 from itertools import permutations, product
 
 import numpy as np

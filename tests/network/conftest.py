@@ -1,7 +1,5 @@
 """Networks of the golden models, made once per combination."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache

@@ -1,7 +1,5 @@
 """Segments: what their networks declare, and what they compute, joined by the NumPy twins of the operations."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import numpy as np

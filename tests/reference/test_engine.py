@@ -27,14 +27,14 @@ def test_tensors_and_profiles_are_those_of_the_tensorrt_engine():
     rig = Rig(MODEL, length=29, dtype="float16")
     shape = (-1, HEADS, 29, HEAD_DIM)
     specs = [
-        TensorSpec(name="input_ids", shape=(-1, -1), dtype="int32", mode=TensorMode.INPUT),
-        TensorSpec(name="kvcache_start_index", shape=(-1,), dtype="int32", mode=TensorMode.INPUT),
-        TensorSpec(name="last_token_ids", shape=(-1, 1), dtype="int32", mode=TensorMode.INPUT),
-        TensorSpec(name="logits", shape=(-1, VOCAB), dtype="float32", mode=TensorMode.OUTPUT),
+        TensorSpec.input("input_ids", (-1, -1), "int32"),
+        TensorSpec.input("kvcache_start_index", (-1,), "int32"),
+        TensorSpec.input("last_token_ids", (-1, 1), "int32"),
+        TensorSpec.output("logits", (-1, VOCAB), "float32"),
     ]
     for name in ("k_cache_0", "v_cache_0", "k_cache_1", "v_cache_1"):
-        specs.append(TensorSpec(name=name, shape=shape, dtype="float16", mode=TensorMode.INPUT))
-        specs.append(TensorSpec(name=f"present_{name}", shape=shape, dtype="float16", mode=TensorMode.OUTPUT, alias=name))
+        specs.append(TensorSpec.input(name, shape, "float16"))
+        specs.append(TensorSpec.output(f"present_{name}", shape, "float16", alias=name))
     assert dict(rig.engine.tensors) == {spec.name: spec for spec in specs}
     assert [spec.mode for spec in rig.engine.tensors.values()] == [TensorMode.INPUT] * 7 + [TensorMode.OUTPUT] * 5
     assert rig.engine.memory is rig.memory

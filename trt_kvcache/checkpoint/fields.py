@@ -1,7 +1,5 @@
 """Typed access to the fields of a ``config.json``: every refusal names the field, what was expected and what came."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

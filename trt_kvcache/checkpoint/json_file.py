@@ -1,7 +1,5 @@
 """Reading the text and JSON files of a model folder, with errors that name the file."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -11,6 +11,7 @@ from typing import Any
 
 from trt_kvcache.checkpoint.fields import Fields
 from trt_kvcache.checkpoint.rope import ROPE_KINDS, RopeConfig
+from trt_kvcache.checks import one_of
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import ConfigError
 
@@ -101,10 +102,8 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.family not in FAMILIES:
-            raise ConfigError(f"ModelConfig.family: expected one of {', '.join(FAMILIES)}, got {self.family!r}.")
-        if self.dtype not in MODEL_DTYPES:
-            raise ConfigError(f"ModelConfig.dtype: expected one of {', '.join(MODEL_DTYPES)}, got {self.dtype!r}.")
+        one_of("ModelConfig.family", self.family, FAMILIES)
+        one_of("ModelConfig.dtype", self.dtype, MODEL_DTYPES)
         if self.head_dim % 2:
             raise ConfigError(f"head_dim: expected an even number (RoPE turns pairs of elements), got {self.head_dim}.")
         if self.num_attention_heads % self.num_kv_heads:

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.checkpoint.fields import Fields
+from trt_kvcache.checks import one_of
 from trt_kvcache.errors import ConfigError
 
 ROPE_KINDS = ("default", "linear", "llama3")
@@ -44,8 +45,7 @@ class RopeConfig:
     original_max_position_embeddings: int = 8192
 
     def __post_init__(self) -> None:
-        if self.kind not in ROPE_KINDS:
-            raise ConfigError(f"RopeConfig.kind: expected one of {', '.join(ROPE_KINDS)}, got {self.kind!r}.")
+        one_of("RopeConfig.kind", self.kind, ROPE_KINDS)
         for name in ("theta", *_NUMBERS):
             value = getattr(self, name)
             if not math.isfinite(value) or value <= 0:

@@ -1,7 +1,5 @@
 """Text of a growing sequence of tokens, handed out only when no later token can change it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from trt_kvcache.checkpoint.tokenizer import Tokenizer

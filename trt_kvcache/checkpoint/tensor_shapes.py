@@ -1,7 +1,5 @@
 """Which tensors a checkpoint must have, with Hugging Face's names."""
 
-from __future__ import annotations
-
 from trt_kvcache.checkpoint.model_config import ModelConfig
 
 EMBEDDING = "model.embed_tokens.weight"

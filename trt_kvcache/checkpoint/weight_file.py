@@ -1,7 +1,5 @@
 """One safetensors file, memory-mapped: arrays over the map, no copies."""
 
-from __future__ import annotations
-
 import json
 import mmap
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The safetensors files of a model folder: one file, or shards with an index."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from trt_kvcache.checkpoint.json_file import read_json

@@ -1,7 +1,5 @@
 """The ``trt-kvcache`` command."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

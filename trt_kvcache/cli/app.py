@@ -1,7 +1,5 @@
 """The command line: its commands, and what becomes of errors."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import io

@@ -1,7 +1,5 @@
 """``trt-kvcache build``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 
@@ -10,10 +8,11 @@ import typer
 from trt_kvcache.builder import build_engine
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.cli.console import count, progress_bar, say, size
-from trt_kvcache.cli.opening import DTYPE_HELP, MAX_SEQUENCE_LENGTH_HELP, AttentionName, DTypeName, FlavourName
+from trt_kvcache.cli.opening import DTYPE_HELP, MAX_SEQUENCE_LENGTH_HELP, DTypeName, FlavourName
 from trt_kvcache.engine_folder import is_engine_folder
 from trt_kvcache.errors import CheckpointError
 from trt_kvcache.opening import DEFAULT_MAX_PREFILL_LENGTH, DEFAULT_MAX_SEQUENCE_LENGTH
+from trt_kvcache.reference import Attention
 
 
 def build(
@@ -26,14 +25,12 @@ def build(
     ] = None,
     dtype: Annotated[DTypeName | None, typer.Option(metavar="DTYPE", help=DTYPE_HELP)] = None,
     attention: Annotated[
-        AttentionName,
+        Attention,
         typer.Option(
             help="mask reads no stale row where a known defect of TensorRT 11.x does; plugin is our own (head dims 64, 80, 96, 128, 256)."
         ),
-    ] = AttentionName.native,
-    flavour: Annotated[
-        FlavourName, typer.Option(help="Which TensorRT; auto is full TensorRT where it works, else RTX.")
-    ] = FlavourName.auto,
+    ] = "native",
+    flavour: Annotated[FlavourName, typer.Option(help="Which TensorRT; auto is full TensorRT where it works, else RTX.")] = "auto",
     embed_weights: Annotated[bool, typer.Option("--embed-weights", help="Copy the checkpoint into the engine folder.")] = False,
     compute_capability: Annotated[
         list[str] | None, typer.Option(metavar="X.Y", help="Build for this GPU only (TensorRT for RTX); may be repeated.")
@@ -52,9 +49,9 @@ def build(
             max_batch_size=max_batch_size,
             max_sequence_length=length,
             max_prefill_length=max_prefill_length or min(length, DEFAULT_MAX_PREFILL_LENGTH),
-            dtype=dtype.value if dtype else None,
-            attention=attention.value,
-            flavour=flavour.value,
+            dtype=dtype,
+            attention=attention,
+            flavour=flavour,
             embed_weights=embed_weights,
             compute_capabilities=compute_capability or None,
             progress=progress,

@@ -1,7 +1,5 @@
 """``trt-kvcache chat``."""
 
-from __future__ import annotations
-
 import sys
 from typing import Any
 
@@ -26,8 +24,8 @@ def chat(
     min_p: MinP = None,
     seed: Seed = None,
     stop: Stop = None,
-    engine: opening.EngineOption = opening.EngineName.auto,
-    flavour: opening.FlavourOption = opening.FlavourName.auto,
+    engine: opening.EngineOption = "auto",
+    flavour: opening.FlavourOption = "auto",
     cuda_graphs: opening.CudaGraphs = True,
     max_sequence_length: opening.MaxSequenceLength = None,
     dtype: opening.DTypeOption = None,

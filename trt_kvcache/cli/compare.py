@@ -1,7 +1,5 @@
 """``trt-kvcache compare``."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -29,8 +27,8 @@ def compare(
     tolerance: Annotated[
         float | None, typer.Option(help="Largest difference, relative to the largest value of the slot and head; by dtype if left out.")
     ] = None,
-    engine: opening.EngineOption = opening.EngineName.auto,
-    flavour: opening.FlavourOption = opening.FlavourName.auto,
+    engine: opening.EngineOption = "auto",
+    flavour: opening.FlavourOption = "auto",
     max_sequence_length: opening.MaxSequenceLength = None,
     dtype: opening.DTypeOption = None,
     attention: opening.AttentionOption = None,
@@ -58,7 +56,7 @@ def compare(
         paths.append(SessionRunner(other, f"{other.attention} reference"))
     with ExitStack() as opened:
         if _with_tensorrt(engine, folder, flavour):
-            refusals = (BuildError, CudaError, EngineError) if engine is opening.EngineName.auto else ()
+            refusals = (BuildError, CudaError, EngineError) if engine == "auto" else ()
             for place, (name, source) in enumerate(sources.items()):
                 try:
                     session = opened.enter_context(opening.open_session(replace(source, engine="tensorrt")))
@@ -81,13 +79,13 @@ def compare(
         raise typer.Exit(DIFFERS)
 
 
-def _with_tensorrt(engine: opening.EngineName, folder: Path, flavour: opening.FlavourName) -> bool:
+def _with_tensorrt(engine: str, folder: Path, flavour: str) -> bool:
     """Tell whether TensorRT takes part; for ``auto`` where it cannot run, warn why not."""
-    if engine is not opening.EngineName.auto:
-        return engine is opening.EngineName.tensorrt
+    if engine != "auto":
+        return engine == "tensorrt"
     built_by = EngineFolder.open(folder).config.tensorrt_flavour if is_engine_folder(folder) else "auto"
     with held_interrupts():  # it imports TensorRT
-        reason = why_no_tensorrt(built_by if flavour is opening.FlavourName.auto else flavour.value)
+        reason = why_no_tensorrt(built_by if flavour == "auto" else flavour)
     if reason is not None:
         warn(f"comparing without TensorRT: {reason}")
     return reason is None

@@ -1,7 +1,5 @@
 """How the command line looks: where it writes, progress, tables, sizes."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext

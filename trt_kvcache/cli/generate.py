@@ -1,7 +1,5 @@
 """``trt-kvcache generate``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -38,8 +36,8 @@ def generate(
     seed: Seed = None,
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
-    engine: opening.EngineOption = opening.EngineName.auto,
-    flavour: opening.FlavourOption = opening.FlavourName.auto,
+    engine: opening.EngineOption = "auto",
+    flavour: opening.FlavourOption = "auto",
     cuda_graphs: opening.CudaGraphs = True,
     max_batch_size: opening.MaxBatchSize = None,
     max_sequence_length: opening.MaxSequenceLength = None,

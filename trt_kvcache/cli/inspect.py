@@ -1,7 +1,5 @@
 """``trt-kvcache inspect``."""
 
-from __future__ import annotations
-
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """Ctrl-C while other people's code runs, in which it would be lost."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

@@ -1,13 +1,10 @@
 """``trt-kvcache memory``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
-from enum import Enum
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -26,14 +23,7 @@ _DTYPE_HELP = "float16, bfloat16, float32, float8_e4m3fn or int8: of K and V. Th
 _PANEL = "Without a folder"
 
 
-class KVDTypeName(str, Enum):
-    """What K and V can be stored as."""
-
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-    float8_e4m3fn = "float8_e4m3fn"
-    int8 = "int8"
+KVDTypeName = Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"]
 
 
 def memory(
@@ -61,7 +51,7 @@ def memory(
         config,
         max_batch_size=max_batch_size or config.max_batch_size,
         max_sequence_length=max_sequence_length or config.max_sequence_length,
-        dtype=dtype.value if dtype else config.dtype,
+        dtype=dtype or config.dtype,
     )
     _print_estimate(config, estimate_memory(config))
     if gib is not None:

@@ -1,16 +1,14 @@
 """The options that say what is run and how, which several commands share, and the session they open."""
 
-from __future__ import annotations
-
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from trt_kvcache.cli.console import progress_bar
 from trt_kvcache.engine_folder import is_engine_folder
-from trt_kvcache.opening import DEFAULT_MAX_SEQUENCE_LENGTH
+from trt_kvcache.opening import DEFAULT_MAX_SEQUENCE_LENGTH, EngineChoice
+from trt_kvcache.reference import Attention
 from trt_kvcache.session import InferenceSession
 from trt_kvcache.session_source import SessionSource
 
@@ -20,43 +18,14 @@ MAX_SEQUENCE_LENGTH_HELP = f"Tokens a slot can hold; the model's, at most {DEFAU
 _PANEL, _MODEL_PANEL = "Engine", "For a model folder (an engine folder has them from its build)"
 
 
-class EngineName(str, Enum):
-    """Which engine runs."""
-
-    auto = "auto"
-    reference = "reference"
-    tensorrt = "tensorrt"
-
-
-class DTypeName(str, Enum):
-    """What a model is computed in."""
-
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-    float32 = "float32"
-
-
-class AttentionName(str, Enum):
-    """Which attention a network has."""
-
-    native = "native"
-    mask = "mask"
-    plugin = "plugin"
-
-
-class FlavourName(str, Enum):
-    """Which TensorRT."""
-
-    auto = "auto"
-    tensorrt = "tensorrt"
-    tensorrt_rtx = "tensorrt_rtx"
-
+DTypeName = Literal["float16", "bfloat16", "float32"]
+FlavourName = Literal["auto", "tensorrt", "tensorrt_rtx"]
 
 Folder = Annotated[
     Path, typer.Argument(metavar="ENGINE|MODEL", help="An engine folder (it has engine.plan), or a Hugging Face model folder.")
 ]
 EngineOption = Annotated[
-    EngineName,
+    EngineChoice,
     typer.Option(
         "--engine", help="auto takes TensorRT where a GPU is, else the NumPy reference engine, with a warning.", rich_help_panel=_PANEL
     ),
@@ -69,7 +38,7 @@ MaxBatchSize = Annotated[
 MaxSequenceLength = Annotated[int | None, typer.Option(min=1, help=MAX_SEQUENCE_LENGTH_HELP, rich_help_panel=_MODEL_PANEL)]
 DTypeOption = Annotated[DTypeName | None, typer.Option("--dtype", metavar="DTYPE", help=DTYPE_HELP, rich_help_panel=_MODEL_PANEL)]
 AttentionOption = Annotated[
-    AttentionName | None,
+    Attention | None,
     typer.Option(
         "--attention",
         help="native if left out; mask reads no stale row (a defect of TensorRT 11.x); plugin is our own (head dims 64, 80, 96, 128, 256).",
@@ -91,7 +60,7 @@ def session_source(given: dict[str, Any], *, slots: int, **instead: Any) -> Sess
         What holds in place of the parameters.
     """
     fields = SessionSource.__dataclass_fields__
-    options = {name: value.value if isinstance(value, Enum) else value for name, value in given.items() if name in fields} | instead
+    options = {name: value for name, value in given.items() if name in fields} | instead
     if not is_engine_folder(options["folder"]):
         options["max_batch_size"] = options.get("max_batch_size") or slots
     return SessionSource(**options)

@@ -1,7 +1,5 @@
 """Files of prompts: text, one prompt a line, or JSON lines."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

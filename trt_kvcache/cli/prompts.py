@@ -1,7 +1,5 @@
 """``--prompt`` and ``--prompt-ids``, which ``generate`` and ``compare`` share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Annotated
 

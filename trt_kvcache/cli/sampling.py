@@ -1,7 +1,5 @@
 """The options that say how tokens are chosen, which ``generate`` and ``chat`` share."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any
 
 import typer

@@ -1,7 +1,5 @@
 """``trt-kvcache serve-file``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -47,8 +45,8 @@ def serve_file(
     seed: Seed = None,
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
-    engine: opening.EngineOption = opening.EngineName.auto,
-    flavour: opening.FlavourOption = opening.FlavourName.auto,
+    engine: opening.EngineOption = "auto",
+    flavour: opening.FlavourOption = "auto",
     cuda_graphs: opening.CudaGraphs = True,
     max_batch_size: Annotated[
         int | None, typer.Option(min=1, help=f"Slots of the cache, for a model folder; up to {_MOST_SLOTS} if left out.")

@@ -1,7 +1,5 @@
 """What is said about a session on stderr."""
 
-from __future__ import annotations
-
 from trt_kvcache.cli.console import note, size, warn
 from trt_kvcache.session import InferenceSession
 

@@ -1,6 +1,7 @@
 """Kernels that the cache runs between enqueues (seed 004): each in NumPy, and in CUDA C++ under ``plugins/``.
 
-The functions here check their arguments, all of them before the first byte changes, and choose by the place of the memory.
+The functions here check their arguments, all of them before the first byte changes, and choose by the place of the memory. Wrong
+arguments and closed objects raise as :mod:`trt_kvcache.errors` says.
 They are ordered on ``stream`` and neither wait nor allocate: what a kernel needs to know is in the arguments of its launch,
 or in arrays that were made once (:class:`KVLayerInfos`, :class:`StateInfos`).
 """

@@ -1,7 +1,5 @@
 """How much one launch carries in its arguments, and the numbers there. The sources under ``plugins/`` have the same numbers."""
 
-from __future__ import annotations
-
 #: Host values that one launch of ``store_values`` carries.
 MAX_STORED_VALUES = 16
 

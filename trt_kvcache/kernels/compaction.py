@@ -1,7 +1,5 @@
 """Compaction in place, of K/V, states and lengths, by one plan. Nothing needs scratch memory; addresses do not change."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trt_kvcache.errors import MappingError, PlaceError, RangeError

@@ -12,6 +12,7 @@ import numpy as np
 from trt_kvcache.checks import as_int, int_in_range
 from trt_kvcache.errors import DTypeError, MappingError, PlaceError, ShapeError
 from trt_kvcache.kernels.arguments import MAX_SLOTS, MAX_STEPS
+from trt_kvcache.kernels.layer_views import check_memory
 from trt_kvcache.kernels.step_arguments import StepArguments, pack_direct_steps, pack_steps
 from trt_kvcache.kernels.steps import Step, make_steps
 from trt_kvcache.layout import MAX_DIMENSION
@@ -149,8 +150,7 @@ class DeviceCompactionPlan:
                 raise DTypeError(f"{name}: expected int32, got {tensor.dtype}.")
             if tensor.shape != (old,) or not tensor.is_contiguous:
                 raise ShapeError(f"{name}: expected a dense tensor of shape ({old},), got {tensor!r}.")
-        if self.mapping.memory is not self.lengths.memory:
-            raise PlaceError(f"batch_mapping: expected a tensor of {self.lengths.memory.device}, got one of {self.mapping.memory.device}.")
+        check_memory("batch_mapping", self.mapping, self.lengths.memory)
 
 
 AnyCompactionPlan = CompactionPlan | DeviceCompactionPlan

@@ -5,11 +5,8 @@ NVRTC takes them from there where the environment variable ``TRT_KVCACHE_CUBIN_D
 GPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
-import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -18,6 +15,7 @@ from trt_kvcache.cuda_driver import cuda_core_error
 from trt_kvcache.errors import CudaError
 from trt_kvcache.kernels.attention_tiles import macros_of
 from trt_kvcache.kernels.sources import CXX_STANDARD, cubin_name, source_names, source_path
+from trt_kvcache.new_file import new_file
 from trt_kvcache.user_cache import user_cache_folder
 
 #: Ampere, Ada, Hopper, Blackwell and their embedded kin: what ``make plugins`` compiles for.
@@ -101,14 +99,10 @@ def _nvrtc_version() -> str:
 
 def _write(path: Path, content: bytes) -> None:
     """Save ``content``: the file appears complete or not at all. Where it cannot be saved, it is compiled again next time."""
-    temporary = path.with_suffix(f".{uuid.uuid4().hex[:8]}.tmp")
-    try:
+    with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    except OSError:
-        with suppress(OSError):
-            temporary.unlink()
+        with new_file(path) as file:
+            file.write(content)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

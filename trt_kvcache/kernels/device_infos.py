@@ -1,7 +1,5 @@
 """``DeviceInfos``: where the tensors of several layers are, on the host and on the device, for kernels that serve all of them at once."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 

@@ -1,7 +1,5 @@
 """Save K/V of a slot into tensors, and instantiate a slot from them: one layer, or all layers of a head-dim group."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trt_kvcache.checks import int_in_range, slot_index

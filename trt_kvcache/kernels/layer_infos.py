@@ -1,7 +1,5 @@
 """``KVLayerInfos``: where the K/V layers of one head-dim group are, for kernels that serve all of them in one launch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

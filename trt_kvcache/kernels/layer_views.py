@@ -1,7 +1,5 @@
 """Views of K/V layers, as kernels address them: checks, and one slot of a layer."""
 
-from __future__ import annotations
-
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import ClosedError, DTypeError, LayoutError, PlaceError, ShapeError
 from trt_kvcache.layout import ROW_GRANULE, is_dense, row_nbytes

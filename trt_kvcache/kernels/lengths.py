@@ -1,13 +1,12 @@
 """Kernels over the lengths tensor: increment, and store or add values that the host knows."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
 from trt_kvcache.checks import as_int
-from trt_kvcache.errors import DTypeError, PlaceError, RangeError, ShapeError
+from trt_kvcache.errors import DTypeError, RangeError, ShapeError
 from trt_kvcache.kernels.backend import backend_of
+from trt_kvcache.kernels.layer_views import check_memory
 from trt_kvcache.tensor import DeviceTensor
 
 _INT32_MAX = 2**31 - 1
@@ -44,8 +43,7 @@ def increment_length_tensor(length_tensor: DeviceTensor, increment: int | Device
     check_lengths(length_tensor)
     length_tensor.memory.check_stream(stream)
     if isinstance(increment, DeviceTensor):
-        if increment.memory is not length_tensor.memory:
-            raise PlaceError(f"increment: expected a tensor of {length_tensor.memory.device}, got one of {increment.memory.device}.")
+        check_memory("increment", increment, length_tensor.memory)
         if increment.dtype != "int32":
             raise DTypeError(f"increment: expected int32, got {increment.dtype}.")
         if increment.shape != length_tensor.shape or not increment.is_contiguous:

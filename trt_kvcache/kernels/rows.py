@@ -1,7 +1,5 @@
 """Rows of recurrent and conv states: zero, copy, save and instantiate the state of a slot. Rows may have any size."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

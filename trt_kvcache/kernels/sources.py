@@ -1,7 +1,5 @@
 """Where the CUDA sources of ``plugins/`` are, and what a compiled one is called."""
 
-from __future__ import annotations
-
 import hashlib
 from functools import cache
 from pathlib import Path

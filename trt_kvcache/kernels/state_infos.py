@@ -1,7 +1,5 @@
 """``StateInfos``: where the recurrent (or conv) states of all layers are, for kernels that serve all of them in one launch."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Steps of a compaction as arguments of launches."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """From a batch mapping to steps: moves, and cycles that rotate through a register. No scratch memory, any permutation."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Self-attention over the cache: project, rotate, write the new rows, attend, project back; the middle may be an operation."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The explicit causal mask of the ``mask`` variant of attention."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The whole decoder: inputs, layers, outputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """One decoder layer: attention and MLP, each behind a norm and beside a residual."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trt_kvcache.network.attention import AttentionContext, self_attention

@@ -4,8 +4,6 @@ TensorRT refuses to build such a layer otherwise. The choice is made here, by na
 shown: decomposed attention writes its scores to memory and is slower.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 #: The fused kernel for one new token per slot wants this many (slot, query head) pairs at the smallest batch ...

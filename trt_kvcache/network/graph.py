@@ -1,7 +1,5 @@
 """``Graph``: a TensorRT network under construction, where every layer has a name and every refusal is an exception."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From token ids to the first hidden state, and from the last hidden state to logits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trt_kvcache.checkpoint import ModelConfig

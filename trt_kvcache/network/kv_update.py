@@ -1,7 +1,5 @@
 """Write new K or V rows into the cache, in place."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trt_kvcache.network.graph import Graph

@@ -1,7 +1,5 @@
 """What a step knows of its lengths, derived in the network from ``kvcache_start_index`` and the shape of ``input_ids``."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``x W^T + b``, with the weight as Hugging Face stores it: ``[out, in]``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trt_kvcache.network.graph import Graph

@@ -1,7 +1,5 @@
 """The gated MLP of Llama and Qwen: ``down(silu(gate(x)) * up(x))``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trt_kvcache.network.graph import Graph

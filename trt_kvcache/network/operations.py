@@ -1,7 +1,5 @@
 """How attention that TensorRT has no layer for gets into a network: as a plugin layer, or by ending the network there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 

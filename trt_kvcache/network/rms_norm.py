@@ -1,7 +1,5 @@
 """RMSNorm. TensorRT's normalisation layer subtracts the mean, so this is written out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trt_kvcache.network.graph import Graph

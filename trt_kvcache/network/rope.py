@@ -1,7 +1,5 @@
 """Rotary position embedding: tables once per network, one TensorRT layer per rotation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

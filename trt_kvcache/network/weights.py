@@ -1,7 +1,5 @@
 """Weights of a checkpoint in the dtype that the engine computes in."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 import numpy as np

@@ -4,8 +4,6 @@ Everything is accumulated in float32, whatever the dtype of the cache. Shapes: A
 H key-value heads, S rows of cache per slot, D head_dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, Literal
 

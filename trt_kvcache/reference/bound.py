@@ -1,7 +1,5 @@
 """What one profile of the reference engine has bound: addresses and shapes, checked as TensorRT checks them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``ReferenceEngine``: a checkpoint run in NumPy behind the :class:`~trt_kvcache.engine.Engine` protocol."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
 from typing import Any, get_args
@@ -12,7 +10,7 @@ import numpy.typing as npt
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.model_config import ModelConfig
 from trt_kvcache.checkpoint.rope import rope_table
-from trt_kvcache.checks import int_in_range
+from trt_kvcache.checks import int_in_range, one_of
 from trt_kvcache.config import KVCacheConfig, KVLayerConfig
 from trt_kvcache.decoder_tensors import cache_layout, decoder_profiles, decoder_tensors
 from trt_kvcache.dtypes import MODEL_DTYPES
@@ -89,8 +87,7 @@ class ReferenceEngine:
         if not memory.is_host:
             raise PlaceError(f"memory: expected host memory, which NumPy can work in, got {memory.device}.")
         _check_cache(checkpoint.config, kv)
-        if attention not in get_args(Attention):
-            raise ConfigError(f"attention: expected one of {', '.join(get_args(Attention))}, got {attention!r}.")
+        one_of("attention", attention, get_args(Attention))
         if kv.layout is not cache_layout(attention):
             raise ConfigError(f"kv.layout: expected {cache_layout(attention)} for attention {attention!r}, got {kv.layout}.")
         width = int_in_range("max_prefill_length", max_prefill_length, 1, kv.max_sequence_length, error=ConfigError)

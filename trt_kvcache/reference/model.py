@@ -4,8 +4,6 @@ Everything is accumulated in float32, whatever the dtype of weights and cache. S
 Hq query heads, H key-value heads, D head_dim.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -1,4 +1,4 @@
-"""The kernels on the device: launches of ``plugins/*.cu``. Arguments were checked by the caller.
+"""The kernels of :class:`~trt_kvcache.kernels.backend.Backend` on the device: launches of ``plugins/*.cu``.
 
 A launch neither allocates nor waits. The first one of a kernel loads its machine code, which may do both: run an operation
 once before capturing it.

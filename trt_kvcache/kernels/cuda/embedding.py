@@ -1,7 +1,5 @@
 """Token embeddings on the device: ``plugins/embedding.cu``."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -14,7 +12,6 @@ _MOST_DOWN = 32768
 
 
 def embed(table: DeviceTensor, ids: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
-    """Gather rows; zeros for an id that is not in the table."""
     row = dense_nbytes(table.shape[1:], table.dtype)
     tokens = math.prod(ids.shape)
     down = min(tokens, _MOST_DOWN)

@@ -1,7 +1,5 @@
 """K/V of slots on the device: ``plugins/kv.cu``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from trt_kvcache.dtypes import itemsize
@@ -27,7 +25,6 @@ def _grid(infos: KVLayerInfos, tokens: int, layers: int, **limit: int) -> Grid:
 
 
 def copy_layer(destination: DeviceTensor, source: DeviceTensor, tokens: int, stream: Any) -> None:
-    """Copy the first tokens of K and V from one view ``[2, H, n, D]`` to another."""
     _, heads, _, head_dim = destination.shape
     nbytes = tokens * row_nbytes(head_dim, destination.dtype)
     size = itemsize(destination.dtype)
@@ -48,17 +45,14 @@ def _copy_saved(kernel: str, cache: KVLayerInfos, saved: KVLayerInfos, slot: int
 
 
 def save_layers(cache: KVLayerInfos, saved: KVLayerInfos, slot: int, tokens: int, stream: Any) -> None:
-    """Copy the first tokens of a slot of all layers into saved tensors."""
     _copy_saved("save_layers", cache, saved, slot, tokens, stream)
 
 
 def instantiate_layers(cache: KVLayerInfos, saved: KVLayerInfos, slot: int, tokens: int, stream: Any) -> None:
-    """Copy the first tokens of saved tensors into a slot of all layers."""
     _copy_saved("instantiate_layers", cache, saved, slot, tokens, stream)
 
 
 def compact_layers(layers: KVLayerInfos, plan: AnyCompactionPlan, stream: Any) -> None:
-    """Move the live tokens of the slots of all layers."""
     infos, row, count = layers.device_layer_infos.ptr, layers.row_nbytes, layers.num_layers
     if isinstance(plan, DeviceCompactionPlan):
         grid = _grid(layers, layers.shortest_sequence, count, most=_MAX_BLOCKS_UNKNOWN)

@@ -1,7 +1,5 @@
 """Load and launch a kernel of ``plugins/*.cu``."""
 
-from __future__ import annotations
-
 from functools import cache, lru_cache
 from typing import Any
 
@@ -66,26 +64,15 @@ def launch(
 ) -> None:
     """Launch a kernel.
 
-    Parameters
-    ----------
-    memory : CudaMemory
-        Of the device that it runs on.
-    source, name : str
-        The file of ``plugins/`` without ``.cu``, and the kernel in it.
-    grid : tuple of int
-        Blocks in x, y and z.
-    arguments : tuple of int or float
-        Addresses and numbers; cuda.core passes each as 64 bits.
-    stream : cuda.core.Stream or GraphBuilder
-    threads : int
-        Of a block.
-    shared_nbytes : int
-        Dynamic shared memory of a block.
+    ``memory``: CudaMemory. Of the device that it runs on.
+    ``source``, ``name``: The file of ``plugins/`` without ``.cu``, and the kernel in it.
+    ``grid``: Blocks in x, y and z.
+    ``arguments``: Addresses and numbers; cuda.core passes each as 64 bits.
+    ``stream``: cuda.core.Stream or GraphBuilder.
+    ``threads``: Of a block.
+    ``shared_nbytes``: Dynamic shared memory of a block.
 
-    Raises
-    ------
-    CudaError
-        The kernel could not be loaded or launched.
+    Raises CudaError: the kernel could not be loaded or launched.
     """
     from cuda.core import launch as launch_kernel
 
@@ -103,13 +90,8 @@ def launch(
 def blocks_for(units: int, runs: int = 1, *, most: int = _MAX_BLOCKS) -> int:
     """Return the blocks along x that share a run of units: each thread takes its units in flight once, or more often.
 
-    Parameters
-    ----------
-    units : int
-        Of the longest run.
-    runs : int
-        Blocks in y and z.
-    most : int
-        Blocks in x, y and z together, but one in x there always is.
+    ``units``: Of the longest run.
+    ``runs``: Blocks in y and z.
+    ``most``: Blocks in x, y and z together, but one in x there always is.
     """
     return max(1, min(-(-units // (THREADS_PER_BLOCK * UNITS_IN_FLIGHT)), most // runs))

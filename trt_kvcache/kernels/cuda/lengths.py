@@ -1,7 +1,5 @@
 """Lengths of slots on the device: ``plugins/lengths.cu``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,19 +15,16 @@ def _launch(name: str, lengths: DeviceTensor, stream: Any, threads: int, *argume
 
 
 def increment_scalar(lengths: DeviceTensor, increment: int, stream: Any) -> None:
-    """Add one number to all lengths."""
     count = len(lengths)
     _launch("increment_scalar", lengths, stream, count, lengths.ptr, increment, count)
 
 
 def increment_tensor(lengths: DeviceTensor, increments: DeviceTensor, stream: Any) -> None:
-    """Add element by element."""
     count = len(lengths)
     _launch("increment_tensor", lengths, stream, count, lengths.ptr, increments.ptr, count)
 
 
 def store_values(lengths: DeviceTensor, values: Sequence[int], accumulate: bool, stream: Any) -> None:
-    """Store the values, or add them."""
     place = lengths.ptr
     for start in range(0, len(values), MAX_STORED_VALUES):
         chunk = values[start : start + MAX_STORED_VALUES]
@@ -40,7 +35,6 @@ def store_values(lengths: DeviceTensor, values: Sequence[int], accumulate: bool,
 
 
 def compact_lengths(lengths: DeviceTensor, plan: AnyCompactionPlan, stream: Any) -> None:
-    """Move the lengths of the slots."""
     if isinstance(plan, DeviceCompactionPlan):
         _launch("compact_lengths_mapped", lengths, stream, 1, lengths.ptr, plan.mapping.ptr, plan.old_batch)
         return

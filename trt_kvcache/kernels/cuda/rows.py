@@ -1,7 +1,5 @@
 """States of slots on the device: ``plugins/rows.cu``."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,12 +21,10 @@ def _launch(name: str, states: StateInfos, slots: int, layers: int, arguments: t
 
 
 def zero_rows(states: StateInfos, slot: int, count: int, stream: Any) -> None:
-    """Zero the states of ``count`` slots from ``slot`` on."""
     _launch("zero_rows", states, count, states.num_layers, (states.device_state_infos.ptr, slot), stream)
 
 
 def copy_rows(destination: StateInfos, source: StateInfos, slot: int, count: int, stream: Any) -> None:
-    """Copy the states of ``count`` slots from ``slot`` on, to the same slots."""
     arguments = (destination.device_state_infos.ptr, source.device_state_infos.ptr, slot)
     _launch("copy_rows", destination, count, destination.num_layers, arguments, stream)
 
@@ -42,17 +38,14 @@ def _copy_saved(kernel: str, states: StateInfos, saved: Sequence[DeviceTensor], 
 
 
 def save_rows(states: StateInfos, saved: Sequence[DeviceTensor], slot: int, stream: Any) -> None:
-    """Copy the states of a slot into saved tensors."""
     _copy_saved("save_rows", states, saved, slot, stream)
 
 
 def instantiate_rows(states: StateInfos, saved: Sequence[DeviceTensor], slot: int, stream: Any) -> None:
-    """Copy saved tensors into the states of a slot."""
     _copy_saved("instantiate_rows", states, saved, slot, stream)
 
 
 def compact_rows(states: StateInfos, plan: AnyCompactionPlan, stream: Any) -> None:
-    """Move the states of the slots of all layers."""
     infos = states.device_state_infos.ptr
     if isinstance(plan, DeviceCompactionPlan):
         _launch("compact_rows_mapped", states, 1, states.num_layers, (infos, plan.mapping.ptr, plan.old_batch), stream)

@@ -1,4 +1,4 @@
-"""The kernels in NumPy, for host memory. Arguments were checked by the caller; ``stream`` has nothing to do here."""
+"""The kernels of :class:`~trt_kvcache.kernels.backend.Backend` in NumPy, for host memory. ``stream`` has nothing to do here."""
 
 from trt_kvcache.kernels.host.attention import attend
 from trt_kvcache.kernels.host.embedding import embed

@@ -1,7 +1,5 @@
 """NumPy arrays over tensors of host memory, and the walk that all compactions share."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
@@ -49,12 +47,8 @@ def steps_of(plan: AnyCompactionPlan) -> Iterator[Step]:
 def move(slots: Array, steps: list[Step], *, whole: bool) -> None:
     """Run steps over an array whose first dimension is the slot.
 
-    Parameters
-    ----------
-    slots : array (B, H, S, row bytes), or with ``whole`` (B, ...)
-    steps : list of Step
-    whole : bool
-        Move whole slots instead of their first tokens.
+    ``slots``: array (B, H, S, row bytes), or with ``whole`` (B, ...).
+    ``whole``: Move whole slots instead of their first tokens.
     """
     held = slots[0]
     for step in steps:

@@ -27,7 +27,6 @@ def _turn(rows: Array, angles: Array | None) -> Array:
 
 
 def attend(call: AttentionCall, workspace: AttentionWorkspace, stream: Any) -> None:
-    """Turn, append, and attend."""
     q, k, v, cache, out = (array_of(tensor) for tensor in (call.q, call.k, call.v, call.cache, call.out))
     width, tokens = q.shape[1], cache.shape[3]
     new_lengths = np.full(len(q), width) if call.new_lengths is None else array_of(call.new_lengths)

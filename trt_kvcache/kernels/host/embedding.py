@@ -1,7 +1,5 @@
 """Token embeddings in NumPy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np
@@ -11,7 +9,6 @@ from trt_kvcache.tensor import DeviceTensor
 
 
 def embed(table: DeviceTensor, ids: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
-    """Gather rows; zeros for an id that is not in the table."""
     rows, numbers, into = (array_of(tensor) for tensor in (table, ids, out))
     inside = (numbers >= 0) & (numbers < len(rows))
     into[...] = rows[np.where(inside, numbers, 0)]

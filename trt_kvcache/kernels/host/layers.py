@@ -1,7 +1,5 @@
 """Large copies of many layers at once: one thread alone does not fill the memory's bandwidth."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor, wait

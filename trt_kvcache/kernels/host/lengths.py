@@ -1,7 +1,5 @@
 """Lengths of slots in NumPy."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,19 +11,16 @@ from trt_kvcache.tensor import DeviceTensor
 
 
 def increment_scalar(lengths: DeviceTensor, increment: int, stream: Any) -> None:
-    """Add one number to all lengths."""
     array = array_of(lengths)
     array += np.int32(increment)
 
 
 def increment_tensor(lengths: DeviceTensor, increments: DeviceTensor, stream: Any) -> None:
-    """Add element by element."""
     array = array_of(lengths)
     array += array_of(increments)
 
 
 def store_values(lengths: DeviceTensor, values: Sequence[int], accumulate: bool, stream: Any) -> None:
-    """Store the values, or add them."""
     array = array_of(lengths)
     if accumulate:
         array += np.asarray(values, np.int32)
@@ -34,5 +29,4 @@ def store_values(lengths: DeviceTensor, values: Sequence[int], accumulate: bool,
 
 
 def compact_lengths(lengths: DeviceTensor, plan: AnyCompactionPlan, stream: Any) -> None:
-    """Move the lengths of the slots."""
     move(array_of(lengths)[:, None], list(steps_of(plan)), whole=True)

@@ -1,7 +1,5 @@
 """States of slots in NumPy."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -22,31 +20,26 @@ def _flat_bytes(tensor: DeviceTensor) -> Array:
 
 
 def compact_rows(states: StateInfos, plan: AnyCompactionPlan, stream: Any) -> None:
-    """Move the states of the slots of all layers."""
     steps = list(steps_of(plan))
     for rows in _rows(states):
         move(rows, steps, whole=True)
 
 
 def zero_rows(states: StateInfos, slot: int, count: int, stream: Any) -> None:
-    """Zero the states of ``count`` slots from ``slot`` on."""
     for rows in _rows(states):
         rows[slot : slot + count] = 0
 
 
 def copy_rows(destination: StateInfos, source: StateInfos, slot: int, count: int, stream: Any) -> None:
-    """Copy the states of ``count`` slots from ``slot`` on, to the same slots."""
     for into, of in zip(_rows(destination), _rows(source), strict=True):
         into[slot : slot + count] = of[slot : slot + count]
 
 
 def save_rows(states: StateInfos, saved: Sequence[DeviceTensor], slot: int, stream: Any) -> None:
-    """Copy the states of a slot into saved tensors."""
     for rows, tensor in zip(_rows(states), saved, strict=True):
         _flat_bytes(tensor)[...] = rows[slot]
 
 
 def instantiate_rows(states: StateInfos, saved: Sequence[DeviceTensor], slot: int, stream: Any) -> None:
-    """Copy saved tensors into the states of a slot."""
     for rows, tensor in zip(_rows(states), saved, strict=True):
         rows[slot] = _flat_bytes(tensor)
