@@ -271,7 +271,7 @@ def sanitized(tool: str) -> dict[str, str]:
 def moves_on_the_gpu() -> dict[str, Any]:
     """Measure what moves bytes: see ``moves.py``. A limit that is exceeded fails the stage, after all was measured."""
     result = moves.measure(moves.DeviceClock(), max_bytes=100e9)
-    return {**result, "exceeded": moves.exceeded(result, moves.LIMITS["gpu"])}
+    return {**moves.tabled(result), "exceeded": moves.exceeded(result, moves.LIMITS["gpu"])}
 
 
 def attention_on_the_gpu() -> dict[str, Any]:

@@ -18,7 +18,7 @@ from statistics import median
 
 import numpy as np
 from clocks import DeviceClock, HostClock
-from environment import describe_environment, write_result
+from environment import describe_environment, to_table, write_result
 
 from trt_kvcache import KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, Lengths, ModelIdentity, Snapshot
 from trt_kvcache.kernels import KVLayerInfos, save_kv_cache_batched
@@ -248,6 +248,14 @@ def show(result, least):
     print(f"host time: {result['host_time']} (at most {LIMITS['host_us']} us)")
 
 
+def tabled(result):
+    """Return a result as it is written: its cases as a table."""
+    return {
+        **result,
+        "cases": to_table({"case": case, "move": name, **one} for case, found in result["cases"].items() for name, one in found.items()),
+    }
+
+
 def _wall(call):
     times = []
     for _ in range(5):
@@ -271,7 +279,7 @@ def main():
     show(result, LIMITS[arguments.device])
     for line in slow:
         print(f"over the limit: {line}")
-    content = {**describe_environment(gpu=arguments.device == "gpu"), **result, "exceeded": slow}
+    content = {**describe_environment(gpu=arguments.device == "gpu"), **tabled(result), "exceeded": slow}
     out = arguments.out or HERE / "results" / f"moves_{arguments.device}.json"
     write_result(out, content)
     return 1 if slow else 0

@@ -62,16 +62,16 @@ def _moves(content: dict[str, Any], device: str = "host") -> Iterator[tuple[str,
     limits = content["limits"]
     yield "plain copy, bytes read and written", f"{content['copy_gb_per_second']:.1f} GB/s", ""
     shares: dict[str, list[float]] = {}
-    for case in content["cases"].values():
-        for name, one in case.items():
-            if not one["launch_bound"]:
-                shares.setdefault(name, []).append(one["of_copy"])
+    rows = of_table(content["cases"])
+    for row in rows:
+        if not row["launch_bound"]:
+            shares.setdefault(row["move"], []).append(row["of_copy"])
     for name, found in shares.items():
         spread = f"{min(found):.2f} to {max(found):.2f} of a copy ({len(found)} shapes)"
         fresh = name == "capture" and device == "host"
         label = f"{name} with its allocation, over a copy with one" if fresh else name
         yield f"{label}, above 64 MB", spread, "" if fresh else f"{limits[device]:g}"
-    launches = [one["us"] for case in content["cases"].values() for one in case.values() if one["launch_bound"]]
+    launches = [row["us"] for row in rows if row["launch_bound"]]
     if launches:
         yield "compaction, capture or restore of less than 64 MB", f"{min(launches):.0f} to {max(launches):.0f} us", ""
     yield (
