@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(kBlock) attention_decode_aot(const 
     const long long row = slot * KV_HEADS + head, query = (row * kGroup + first) * kRowBytes;
     const long long kv_stride = static_cast<long long>(KV_HEADS) * max_tokens * kRowBytes;
     cache += 2 * slot * kv_stride + head * max_tokens * kRowBytes;
-    const long long group = first + 8 < kGroup ? 8 : kGroup - first;
-    decode<8>({q + query, k + row * kRowBytes, v + row * kRowBytes, 0, 0, 0, cache, 0, kv_stride, max_tokens, lengths + slot, nullptr, cos_sin,
-               ROTARY_DIM, out + query, nullptr, nullptr, 1, 1, group, WINDOW, SCALE, SOFTCAP});
+    const int group = static_cast<int>(first + 8 < kGroup ? 8 : kGroup - first);
+    decode<8>({lengths + slot, nullptr, max_tokens, WINDOW, 1, 1, 1, 1, group, cache, 0, kv_stride, q + query, 0, k + row * kRowBytes, 0,
+               v + row * kRowBytes, 0, cos_sin, ROTARY_DIM, SCALE, SOFTCAP, out + query, nullptr});
 }

@@ -4,31 +4,39 @@
 // kTokens tokens of one head of one slot, for one warp. If heads have about the same length, each block has an equal part of one
 // head, or some heads; else all tiles of all heads and slots stand in one line, and each block takes an equal part of it. Lengths
 // are read here, so the launch depends on shapes alone. A head that several blocks have parts of is put together by the one that
-// comes last. Each warp has a ring of tiles in shared memory, filled ahead and over the end of a head, q and the angles too.
+// has its end: it waits for blocks before it alone, which have begun when it does. Each warp has a ring of tiles in shared memory,
+// filled ahead and over the end of a head, q and the angles too.
 
 #include "attention.cuh"
 
 constexpr int kWarps = WARPS, kStages = STAGES, kTokens = TOKENS;
 constexpr int kBlock = 32 * kWarps, kTileBytes = kTokens * kRowBytes;
+constexpr int kSlots = 2 * kStages - 1;  // of a warp's ring: K and V of the tiles that are on their way, and one that is worked on
+static_assert(kTokens >= 16, "a slot is a place for results of 8 rows");
 // Tiles: the fewest that are worth a block; and as many as one loads while it goes from one head to another.
 constexpr int kLeast = LEAST, kCrossing = CROSSING;
 constexpr int kChains = CHAINS;   // sums of products that do not wait for each other
-constexpr int kAtOnce = 8;       // partial results that a thread reads
+constexpr int kAtOnce = 16;      // partial results that a thread reads
 
 struct Decode {
-    const unsigned char *q, *k, *v;           // rows of the heads, dense
-    long long q_stride, k_stride, v_stride;   // bytes from slot to slot
+    const int *lengths, *new_lengths;  // the latter may be null: 1 for all
+    int max_tokens, window;            // rows of a head
+    int slots, kv_heads;
+    int parts, several;  // blocks of a head, or 0 and heads of a block, if all heads are about as long
+    int group;
     unsigned char* cache;
-    long long slot_stride, kv_stride;         // bytes
-    int max_tokens;                           // rows of a head
-    const int *lengths, *new_lengths;         // the latter may be null: 1 for all
-    const float* cos_sin;                     // [max_tokens or more, 2, rotary_dim / 2]
+    long long slot_stride, kv_stride;  // bytes
+    const unsigned char* q;            // rows of the heads, dense
+    long long q_stride;                // bytes from slot to slot
+    const unsigned char* k;
+    long long k_stride;
+    const unsigned char* v;
+    long long v_stride;
+    const float* cos_sin;  // [max_tokens or more, 2, rotary_dim / 2]
     int rotary_dim;
-    unsigned char* out;                       // [slots, kv_heads, group, kHeadDim]
-    float* partials;                          // [gridDim.x, 2, group, kHeadDim + 4]
-    unsigned* tickets;                        // [slots, kv_heads], 0 before and after
-    int slots, kv_heads, group, window;
     double scale, softcap;
+    unsigned char* out;  // [slots, kv_heads, group, kHeadDim]
+    float* partials;     // [gridDim.x, 2, group, kHeadDim + 4], 0 before and after
 };
 
 // A tile of one head of one slot.
@@ -36,10 +44,9 @@ struct Place {
     int slot, head, tile;
     int position, first_key, first_tile, tiles;  // position: of the new token; below 0: there is none
 
-    __device__ __forceinline__ void read_slot(const Decode& call) {
-        position = call.lengths[slot];
-        const bool takes_part = !call.new_lengths || call.new_lengths[slot] > 0;
-        if (!takes_part || position >= call.max_tokens) position = -1;
+    __device__ __forceinline__ void read_slot(const Decode& call) { read(call, call.lengths[slot], call.new_lengths ? call.new_lengths[slot] : 1); }
+    __device__ __forceinline__ void read(const Decode& call, int length, int new_length) {
+        position = new_length > 0 && length < call.max_tokens ? length : -1;
         first_key = call.window > 0 ? max(0, position - call.window + 1) : 0;
         first_tile = position < 0 ? 0 : first_key / kTokens;
         tiles = position < 0 ? 1 : position / kTokens + 1 - first_tile;
@@ -50,11 +57,13 @@ struct Place {
 
 // Tiles of a head of slot `slot`; 0 behind the last slot.
 __device__ __forceinline__ int tiles_of(const Decode& call, int slot) {
-    if (slot >= call.slots) return 0;
-    Place place{slot, 0, 0, 0, 0, 0, 0};
+    Place place{min(slot, call.slots - 1), 0, 0, 0, 0, 0, 0};
     place.read_slot(call);
-    return place.tiles;
+    return slot < call.slots ? place.tiles : 0;
 }
+
+// a / b, where a is less than 2^20: in floats, several times as fast as in integers.
+__device__ __forceinline__ int quotient(int a, int b) { return static_cast<int>((static_cast<float>(a) + 0.5f) * reciprocal(static_cast<float>(b))); }
 
 // What is this block's: tiles begin to end of the line, and the place of the first. Every warp finds it by itself.
 struct Part {
@@ -62,35 +71,34 @@ struct Part {
     int base;               // the block whose part begins at 0
     Place first;
 
-    __device__ __forceinline__ explicit Part(const Decode& call) : begin(0), end(0), base(0), first{} {
+    __device__ __forceinline__ explicit Part(const Decode& call) : share(0), begin(0), end(0), base(0), first{} {
         const int lane = threadIdx.x % 32, block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
-        const int kv_heads = call.kv_heads, heads = call.slots * kv_heads;
-        int total = 0, most = 0;
+        // The way to the lengths is the longest here: what needs none of them is done meanwhile.
+        const int nearest = min(lane, call.slots - 1), length = call.lengths[nearest], new_length = call.new_lengths ? call.new_lengths[nearest] : 1;
+        const int kv_heads = call.kv_heads, heads = call.slots * kv_heads, parts = call.parts, several = call.several;
+        const int head = min(parts > 0 ? quotient(block, parts) : block * several, heads), slot = quotient(min(head, heads - 1), kv_heads);
+        const int own_length = call.lengths[slot], own_new_length = call.new_lengths ? call.new_lengths[slot] : 1;
+        first = {nearest, 0, 0, 0, 0, 0, 0};
+        first.read(call, length, new_length);
+        int total = lane < call.slots ? first.tiles : 0, most = total;
+        first = {slot, head - slot * kv_heads, 0, 0, 0, 0, 0};
+        first.read(call, own_length, own_new_length);
 #pragma unroll 1
-        for (int slot = lane; slot - lane < call.slots; slot += 32) {
-            const int tiles = tiles_of(call, slot);
+        for (int other = lane + 32; other - lane < call.slots; other += 32) {
+            const int tiles = tiles_of(call, other);
             total += tiles;
             most = max(most, tiles);
         }
-#pragma unroll
-        for (int distance = 16; distance > 0; distance /= 2) {
-            total += __shfl_xor_sync(~0u, total, distance);
-            most = max(most, __shfl_xor_sync(~0u, most, distance));
-        }
-        share = max((total * kv_heads + blocks - 1) / blocks, kLeast);
-        const int parts = blocks / heads, several = (heads + blocks - 1) / blocks;
-        const int even = parts > 0 ? max((most + parts - 1) / parts, kLeast) : most * several;
-        if (even > share + kCrossing) {
-            in_line(call, total * kv_heads);
+        total = sum_of_warp(total) * kv_heads;
+        most = max_of_warp(most);
+        const float longest = static_cast<float>(most) * several * blocks, mean = static_cast<float>(total) + kCrossing * blocks;
+        if (__builtin_expect(longest > mean * max(parts, 1), 0)) {
+            in_line(call, total);
             return;
         }
-        share = even;
-        const int head = parts > 0 ? block / parts : block * several;
-        if (head >= heads) return;
-        first.slot = head / kv_heads;
-        first.head = head % kv_heads;
-        first.read_slot(call);
+        if (head == heads) return;
         if (parts > 0) {
+            share = max(quotient(most + parts - 1, parts), kLeast);
             base = head * parts;
             begin = first.tile = (block - base) * share;
             end = min(begin + share, first.tiles);
@@ -101,7 +109,8 @@ struct Part {
     }
 
     __device__ __forceinline__ void in_line(const Decode& call, int total) {
-        const int lane = threadIdx.x % 32, kv_heads = call.kv_heads;
+        const int lane = threadIdx.x % 32, kv_heads = call.kv_heads, blocks = static_cast<int>(gridDim.x);
+        share = max((total + blocks - 1) / blocks, kLeast);
         begin = static_cast<int>(blockIdx.x) * share;
         end = min(total, begin + share);
         if (begin >= end) return;
@@ -187,27 +196,24 @@ struct Running {
 // What is in shared memory. kernels/attention_tiles.py counts the same bytes.
 template <int kRows>
 struct Shared {
-    static_assert(kRows <= kTokens, "what a warp has of a head takes the place of a tile");
-    unsigned char* ring;   // [kWarps][kStages][K, V] tiles
+    unsigned char* ring;   // [kWarps][kSlots] tiles of K, then V, in turns
     unsigned char* heads;  // [kStages]: kRows rows of q, one of k, one of v; and two for the angles
     unsigned char* fresh;  // K and V of the new token
     float* maxima;         // [kWarps][kRows]
     float* sums;
-    unsigned* ticket;
 
     __device__ __forceinline__ explicit Shared(unsigned char* start) {
         ring = start;
-        heads = ring + kWarps * kStages * 2 * kTileBytes;
+        heads = ring + kWarps * kSlots * kTileBytes;
         fresh = heads + kStages * (kRows + 4) * kRowBytes;
         maxima = reinterpret_cast<float*>(fresh + 2 * kRowBytes);
         sums = maxima + kWarps * kRows;
-        ticket = reinterpret_cast<unsigned*>(sums + kWarps * kRows);
     }
-    __device__ __forceinline__ unsigned char* tile(int warp, int stage) const { return ring + (warp * kStages + stage) * 2 * kTileBytes; }
+    __device__ __forceinline__ unsigned char* tile(int warp, int slot) const { return ring + (warp * kSlots + slot) * kTileBytes; }
     __device__ __forceinline__ unsigned char* head(int number) const { return heads + number * (kRows + 4) * kRowBytes; }
     // Four, or two, of what a warp has of a row.
-    __device__ __forceinline__ float* values(int warp, int stage, unsigned row, unsigned column) const {
-        return reinterpret_cast<float*>(tile(warp, stage)) + row * kHeadDim + (column ^ row % kSpread * 8);
+    __device__ __forceinline__ float* values(int warp, int slot, unsigned row, unsigned column) const {
+        return reinterpret_cast<float*>(tile(warp, slot)) + row * kHeadDim + (column ^ row % kSpread * 8);
     }
 };
 
@@ -228,38 +234,45 @@ struct Together {
     }
 };
 
-// Puts together what the warps have, in the place of the tiles of `stage`, and calls emit(row, column, Together).
+// Puts together what the warps have, in a slot that is free, and calls emit(row, column, Together).
 template <int kRows, class Emit>
-__device__ __forceinline__ void put_together(const Shared<kRows>& shared, int stage, const Running<kRows>& running, int group, float factor,
+__device__ __forceinline__ void put_together(const Shared<kRows>& shared, int slot, const Running<kRows>& running, int group, float factor,
                                              Emit emit) {
+    constexpr int kRound = kRows < kTokens / 2 ? kRows : kTokens / 2;  // rows that a slot has room for
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    __syncwarp();
 #pragma unroll
     for (int i = 0; i < kRows / 8; i++) {
         const float sum = sum_of_four(running.sums[i]);
-        const int row = lane / 4 + 8 * i;
-        if (lane % 4 == 0) {
-            shared.maxima[warp * kRows + row] = running.maxima[i];
-            shared.sums[warp * kRows + row] = sum;
-        }
-#pragma unroll
-        for (int d = 0; d < kHeadDim / 8 && row < group; d++) {
-            *reinterpret_cast<float2*>(shared.values(warp, stage, row, 8 * d + lane % 4 * 2)) = {running.values[d][2 * i], running.values[d][2 * i + 1]};
-        }
+        if (lane % 4) continue;
+        shared.maxima[warp * kRows + lane / 4 + 8 * i] = running.maxima[i];
+        shared.sums[warp * kRows + lane / 4 + 8 * i] = sum;
     }
-    __syncthreads();
-#pragma unroll 1
-    for (int x = threadIdx.x; x < group * (kHeadDim / 4); x += kBlock) {
-        const int row = x / (kHeadDim / 4), column = x % (kHeadDim / 4) * 4;
-        Together together;
 #pragma unroll
-        for (int other = 0; other < kWarps; other++) together.maximum = fmaxf(together.maximum, shared.maxima[other * kRows + row]);
+    for (int row0 = 0; row0 < kRows; row0 += kRound) {
+        if (row0) __syncthreads();
+        __syncwarp();
 #pragma unroll
-        for (int other = 0; other < kWarps; other++) {
-            together.add(power_of_2((shared.maxima[other * kRows + row] - together.maximum) * factor), shared.sums[other * kRows + row],
-                         *reinterpret_cast<const float4*>(shared.values(other, stage, row, column)));
+        for (int i = row0 / 8; i < (row0 + kRound) / 8; i++) {
+            const int row = lane / 4 + 8 * i;
+#pragma unroll
+            for (int d = 0; d < kHeadDim / 8 && row < group; d++) {
+                *reinterpret_cast<float2*>(shared.values(warp, slot, row - row0, 8 * d + lane % 4 * 2)) = {running.values[d][2 * i], running.values[d][2 * i + 1]};
+            }
         }
-        emit(row, column, together);
+        __syncthreads();
+#pragma unroll 1
+        for (int x = threadIdx.x; x < min(group - row0, kRound) * (kHeadDim / 4); x += kBlock) {
+            const int row = row0 + x / (kHeadDim / 4), column = x % (kHeadDim / 4) * 4;
+            Together together;
+#pragma unroll
+            for (int other = 0; other < kWarps; other++) together.maximum = fmaxf(together.maximum, shared.maxima[other * kRows + row]);
+#pragma unroll
+            for (int other = 0; other < kWarps; other++) {
+                together.add(power_of_2((shared.maxima[other * kRows + row] - together.maximum) * factor), shared.sums[other * kRows + row],
+                             *reinterpret_cast<const float4*>(shared.values(other, slot, row - row0, column)));
+            }
+            emit(row, column, together);
+        }
     }
 }
 
@@ -268,63 +281,84 @@ __device__ __forceinline__ void decode(const Decode& call) {
     DYNAMIC_SHARED(unsigned char, start);
     const Shared<kRows> shared(start);
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = call.group;
-    const Score score(call.scale, call.softcap);
     const Part part(call);
     if (part.begin >= part.end) return;
 
     Walk ahead(part), walk(part);
-    // What comes next, if anything does.
-    const auto fill = [&](int stage) {
+    const OncePolicy policy = once();
+    int free = 0;  // the slot that is filled next
+    // K or V, `further` bytes on, of this warp's tile, if it has one.
+    const auto fill = [&](long long further) {
         const Place& place = ahead.at;
-        const int count = ahead.count(part), token = place.token(warp);
-        if (count > 0 && place.position >= 0) {
-            if (ahead.begins(part)) {
-                const SharedAddress to = shared_address(shared.head(ahead.head));
-                const int pieces = (group + 2) * kPieces;
-#pragma unroll 1
-                for (int x = threadIdx.x; x < pieces + call.rotary_dim / 4; x += kBlock) {
-                    const int row = x / kPieces, offset = x % kPieces * 16;
-                    if (row < group) {
-                        copy_async(to + piece_at(row, x % kPieces), call.q + place.slot * call.q_stride + (place.head * group + row) * kRowBytes + offset, true);
-                    } else if (row == group) {
-                        copy_async(to + kRows * kRowBytes + offset, call.k + place.slot * call.k_stride + place.head * kRowBytes + offset, true);
-                    } else if (x < pieces) {
-                        copy_async(to + (kRows + 1) * kRowBytes + offset, call.v + place.slot * call.v_stride + place.head * kRowBytes + offset, true);
-                    } else {
-                        copy_async(to + (kRows + 2) * kRowBytes + (x - pieces) * 16, call.cos_sin + static_cast<long long>(place.position) * call.rotary_dim + (x - pieces) * 4, true);
-                    }
-                }
-            }
-            if (warp < count) {
-                const unsigned char* keys = call.cache + place.slot * call.slot_stride + (static_cast<long long>(place.head) * call.max_tokens + token) * kRowBytes;
-                const SharedAddress tile = shared_address(shared.tile(warp, stage));
+        if (ahead.count(part) > warp && place.position >= 0) {
+            const int token = place.token(warp);
+            const unsigned char* rows = call.cache + place.slot * call.slot_stride + (static_cast<long long>(place.head) * call.max_tokens + token) * kRowBytes + further;
+            const SharedAddress tile = shared_address(shared.tile(warp, free));
 #pragma unroll
-                for (int i = 0; i < kTokens * kPieces / 32; i++) {
-                    const int row = (i * 32 + lane) / kPieces, piece = (i * 32 + lane) % kPieces;
-                    const bool lives = token + row < place.position;
-                    const unsigned char* from = keys + row * kRowBytes + piece * 16;
-                    copy_async(tile + piece_at(row, piece), from, lives);
-                    copy_async(tile + kTileBytes + piece_at(row, piece), from + call.kv_stride, lives);
+            for (int i = 0; i < kTokens * kPieces / 32; i++) {
+                const int row = (i * 32 + lane) / kPieces, piece = (i * 32 + lane) % kPieces;
+                copy_async_once(tile + piece_at(row, piece), rows + row * kRowBytes + piece * 16, token + row < place.position, policy);
+            }
+        }
+        commit_copies();
+        free = free + 1 == kSlots ? 0 : free + 1;
+    };
+    // Of the tiles that come next, if any do: first what belongs to a head.
+    const auto fill_keys = [&] {
+        const Place& place = ahead.at;
+        if (ahead.count(part) > 0 && place.position >= 0 && ahead.begins(part)) {
+            const SharedAddress to = shared_address(shared.head(ahead.head));
+            const int pieces = (group + 2) * kPieces;
+#pragma unroll 1
+            for (int x = threadIdx.x; x < pieces + call.rotary_dim / 4; x += kBlock) {
+                const int row = x / kPieces, offset = x % kPieces * 16;
+                if (row < group) {
+                    copy_async(to + piece_at(row, x % kPieces), call.q + place.slot * call.q_stride + (place.head * group + row) * kRowBytes + offset, true);
+                } else if (row == group) {
+                    copy_async(to + kRows * kRowBytes + offset, call.k + place.slot * call.k_stride + place.head * kRowBytes + offset, true);
+                } else if (x < pieces) {
+                    copy_async(to + (kRows + 1) * kRowBytes + offset, call.v + place.slot * call.v_stride + place.head * kRowBytes + offset, true);
+                } else {
+                    copy_async(to + (kRows + 2) * kRowBytes + (x - pieces) * 16, call.cos_sin + static_cast<long long>(place.position) * call.rotary_dim + (x - pieces) * 4, true);
                 }
             }
         }
         commit_copies();
-        if (count > 0) ahead.advance(call, count);
+        fill(0);
+    };
+    const auto fill_values = [&] {
+        fill(call.kv_stride);
+        if (ahead.done < part.end) ahead.advance(call, ahead.count(part));
     };
 #pragma unroll 1
-    for (int stage = 0; stage < kStages - 1; stage++) fill(stage);
+    for (int stage = 0; stage < kStages - 1; stage++) {
+        fill_keys();
+        fill_values();
+    }
+    const Score score(call.scale, call.softcap);
+    // The end of a head that others began, if this block has it: it puts that head together.
+    const int from_first = part.begin - part.first.tile, to_first = from_first + part.first.tiles;
+    const bool ends_it = part.first.tile > 0 && to_first <= part.end;
+    const int first_block = ends_it ? part.base + static_cast<unsigned>(from_first) / part.share : 0;
+    const auto partial = [&](int block, bool begins, int row) {
+        return call.partials + static_cast<long long>((2 * block + begins) * group + row) * (kHeadDim + 4);
+    };
+    const auto store = [&](const Place& place, int row, int column, const Together& all) {
+        const float one_of = reciprocal(all.sum);
+        unsigned char* out = call.out + (static_cast<long long>(place.slot * call.kv_heads + place.head) * group + row) * kRowBytes;
+        *reinterpret_cast<uint2*>(out + 2 * column) = {pack(Element{}, {all.value.x * one_of, all.value.y * one_of}),
+                                                       pack(Element{}, {all.value.z * one_of, all.value.w * one_of})};
+    };
 
     unsigned queries[kHeadDim / 16][kRows / 4];
     Running<kRows> running;
-    int stage = 0;
+    int slot = 0;  // of the keys
     for (int count; walk.done < part.end; walk.advance(call, count)) {
         const Place& at = walk.at;
         count = walk.count(part);
         const int from = walk.done - at.tile, to = from + at.tiles;  // the whole head
-        unsigned char* out = call.out + static_cast<long long>(at.slot * call.kv_heads + at.head) * group * kRowBytes;
-        wait_for_copies<kStages - 2>();
-        __syncwarp();
         if (walk.begins(part)) {
+            wait_for_copies<3 * kStages - 4>();
             __syncthreads();
             unsigned char* const head = shared.head(walk.head);
             const unsigned* key = reinterpret_cast<const unsigned*>(head + kRows * kRowBytes);
@@ -358,20 +392,25 @@ __device__ __forceinline__ void decode(const Decode& call) {
             }
             running.clear();
         }
-        fill(stage == 0 ? kStages - 1 : stage - 1);
+        wait_for_copies<3 * kStages - 5>();
+        __syncwarp();
+        fill_keys();
         const int token = at.token(warp);
-        if (warp < count && at.position >= 0) {
-            unsigned char* tile = shared.tile(warp, stage);
-            if (at.position < token + kTokens) {  // the new token is here
-                for (int x = lane; x < 2 * kPieces; x += 32) {
-                    const unsigned offset = piece_at(at.position - token, x % kPieces) + x / kPieces * kTileBytes;
-                    *reinterpret_cast<uint4*>(tile + offset) = reinterpret_cast<const uint4*>(shared.fresh)[x];
-                }
-                __syncwarp();
+        const bool takes_part = warp < count && at.position >= 0;
+        // The row of the new token, if it is in this tile.
+        const auto renew = [&](unsigned char* tile, const unsigned char* fresh) {
+            if (at.position >= token + kTokens) return;
+            for (int x = lane; x < kPieces; x += 32) {
+                *reinterpret_cast<uint4*>(tile + piece_at(at.position - token, x)) = reinterpret_cast<const uint4*>(fresh)[x];
             }
+            __syncwarp();
+        };
+        float sums[kChains][kTokens / 8][4] = {};
+        auto& scores = sums[0];
+        if (takes_part) {
+            unsigned char* tile = shared.tile(warp, slot);
+            renew(tile, shared.fresh);
             const LanePieces keys(shared_address(tile), lane % 8 + lane / 16 * 8, lane / 8 % 2);
-            const LanePieces values(shared_address(tile + kTileBytes), lane % 16, lane / 16);
-            float sums[kChains][kTokens / 8][4] = {};
 #pragma unroll
             for (int j = 0; j < kTokens / 16; j++) {
 #pragma unroll
@@ -383,7 +422,6 @@ __device__ __forceinline__ void decode(const Decode& call) {
                     multiply_add(Element{}, sums[d % kChains][2 * j + 1], left, right[2], right[3]);
                 }
             }
-            auto& scores = sums[0];
 #pragma unroll
             for (int chain = 1; chain < kChains; chain++) {
 #pragma unroll
@@ -416,6 +454,15 @@ __device__ __forceinline__ void decode(const Decode& call) {
                     }
                 }
             }
+        }
+        slot = slot + 1 == kSlots ? 0 : slot + 1;
+        wait_for_copies<3 * kStages - 4>();
+        __syncwarp();
+        fill_values();
+        if (takes_part) {
+            unsigned char* tile = shared.tile(warp, slot);
+            renew(tile, shared.fresh + kRowBytes);
+            const LanePieces values(shared_address(tile), lane % 16, lane / 16);
 #pragma unroll
             for (int j = 0; j < kTokens / 16; j++) {
                 unsigned left[4];
@@ -429,75 +476,88 @@ __device__ __forceinline__ void decode(const Decode& call) {
                 }
             }
         }
-        const int used = stage;
-        stage = stage + 1 == kStages ? 0 : stage + 1;
+        const int used = slot;
+        slot = slot + 1 == kSlots ? 0 : slot + 1;
         if (at.tile + count < at.tiles && walk.done + count < part.end) continue;
         // The end of this head, or of what this block has of it.
         if (at.position < 0) {
+            unsigned char* out = call.out + static_cast<long long>(at.slot * call.kv_heads + at.head) * group * kRowBytes;
 #pragma unroll 1
             for (int x = threadIdx.x; x < group * kPieces; x += kBlock) reinterpret_cast<uint4*>(out)[x] = uint4{};
             continue;
         }
-        const auto store = [&](int row, int column, const Together& all) {
-            const float one_of = reciprocal(all.sum);
-            *reinterpret_cast<uint2*>(out + row * kRowBytes + 2 * column) = {pack(Element{}, {all.value.x * one_of, all.value.y * one_of}),
-                                                                             pack(Element{}, {all.value.z * one_of, all.value.w * one_of})};
-        };
-        if (part.begin <= from && to <= part.end) {
-            put_together(shared, used, running, group, score.factor, store);
-            continue;
-        }
-        const int first = part.base + from / part.share, last = part.base + (to - 1) / part.share;
-        const auto partial = [&](int block, int row) { return call.partials + ((2 * block + (block == first)) * group + row) * (kHeadDim + 4); };
+        const bool begins = part.begin <= from;
         put_together(shared, used, running, group, score.factor, [&](int row, int column, const Together& all) {
-            float* mine = partial(static_cast<int>(blockIdx.x), row);
-            *reinterpret_cast<float4*>(mine + column) = all.value;
-            if (column == 0) *reinterpret_cast<float2*>(mine + kHeadDim) = {all.maximum, all.sum};
-        });
-        __syncthreads();
-        const unsigned others = last - first;
-        if (threadIdx.x == 0) *shared.ticket = take_ticket(call.tickets + at.slot * call.kv_heads + at.head, others);
-        __syncthreads();
-        if (*shared.ticket != others) continue;
-#pragma unroll 1
-        for (int x = threadIdx.x; x < group * (kHeadDim / 4); x += kBlock) {
-            const int row = x / (kHeadDim / 4), column = x % (kHeadDim / 4) * 4;
-            Together together;
-#pragma unroll 1
-            for (int block = first; block <= last; block += kAtOnce) {
-                float4 values[kAtOnce];
-                float2 weights[kAtOnce];  // maximum and sum
-#pragma unroll
-                for (int i = 0; i < kAtOnce; i++) {
-                    const float* theirs = partial(min(block + i, last), row);
-                    values[i] = *reinterpret_cast<const float4*>(theirs + column);
-                    weights[i] = *reinterpret_cast<const float2*>(theirs + kHeadDim);
-                }
-                float maximum = together.maximum;
-#pragma unroll
-                for (int i = 0; i < kAtOnce; i++) maximum = fmaxf(maximum, weights[i].x);
-                together.raise(maximum, score.factor);
-#pragma unroll
-                for (int i = 0; i < kAtOnce; i++) {
-                    together.add(block + i <= last ? power_of_2((weights[i].x - maximum) * score.factor) : 0, weights[i].y, values[i]);
-                }
+            if (begins && to <= part.end) {
+                store(at, row, column, all);
+                return;
             }
-            store(row, column, together);
-        }
+            float* mine = partial(static_cast<int>(blockIdx.x), begins, row);
+            publish(reinterpret_cast<float4*>(mine + column), all.value);
+            if (column == 0) publish(reinterpret_cast<float2*>(mine + kHeadDim), {all.maximum, all.sum});
+        });
     }
     wait_for_copies<0>();
+    if (!ends_it) return;
+    __syncthreads();  // for what this block itself wrote
+    const int last_block = static_cast<int>(blockIdx.x);
+#pragma unroll 1
+    for (int x = threadIdx.x; x < group * (kHeadDim / 4); x += kBlock) {
+        const int row = x / (kHeadDim / 4), column = x % (kHeadDim / 4) * 4;
+        Together together;
+#pragma unroll 1
+        for (int block = first_block; block <= last_block; block += kAtOnce) {
+            float4 values[kAtOnce];
+            float2 weights[kAtOnce];  // maximum and sum
+            float* const theirs = partial(block, false, row);
+            const unsigned step = 2 * group * (kHeadDim + 4), begins = block == first_block ? step / 2 : 0;
+            const auto place = [&](unsigned i) { return theirs + (i == 0 ? begins : i * step); };
+#pragma unroll
+            for (int i = 0; i < kAtOnce; i++) {
+                const float none = block + i <= last_block ? 0.0f : 1.0f;
+                values[i] = {none, none, none, none};
+                weights[i] = {none * kLowest, none};
+            }
+            for (bool all = false; !all;) {  // those that are still to come at once: each look takes as long as a way through the L2
+#pragma unroll
+                for (int i = 0; i < kAtOnce; i++) {
+                    if (!has_come(values[i])) values[i] = peek(reinterpret_cast<const float4*>(place(i) + column));
+                    if (!has_come(weights[i])) weights[i] = peek(reinterpret_cast<const float2*>(place(i) + kHeadDim));
+                }
+                all = true;
+#pragma unroll
+                for (int i = 0; i < kAtOnce; i++) all = all && has_come(values[i]) && has_come(weights[i]);
+            }
+            float maximum = together.maximum;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; i++) maximum = fmaxf(maximum, weights[i].x);
+            together.raise(maximum, score.factor);
+#pragma unroll
+            for (int i = 0; i < kAtOnce && block + i <= last_block; i++) {
+                together.add(power_of_2((weights[i].x - maximum) * score.factor), weights[i].y, values[i]);
+                take_back(reinterpret_cast<float4*>(place(i) + column));
+            }
+        }
+        store(part.first, row, column, together);
+    }
+    __syncthreads();
+    for (int x = threadIdx.x; x < group * (last_block - first_block + 1); x += kBlock) {
+        const int block = first_block + x / group;
+        take_back(reinterpret_cast<float2*>(partial(block, block == first_block, x % group) + kHeadDim));
+    }
 }
 
 #ifndef NO_DECODE_KERNELS
-#define PARAMETERS                                                                                                                   \
-    const unsigned char *q, const unsigned char *k, const unsigned char *v, long long q_stride, long long k_stride, long long v_stride, \
-        unsigned char *cache, long long slot_stride, long long kv_stride, long long max_tokens, const int *lengths,                  \
-        const int *new_lengths, const float *cos_sin, long long rotary_dim, unsigned char *out, float *partials, unsigned *tickets,  \
-        long long slots, long long kv_heads, long long group, long long window, double scale, double softcap
-#define CALL                                                                                                                          \
-    {q, k, v, q_stride, k_stride, v_stride, cache, slot_stride, kv_stride, static_cast<int>(max_tokens), lengths, new_lengths, cos_sin, \
-     static_cast<int>(rotary_dim), out, partials, tickets, static_cast<int>(slots), static_cast<int>(kv_heads), static_cast<int>(group), \
-     static_cast<int>(min(window, 0x7FFFFFFFLL)), scale, softcap}
+// In the order of their first use: they come to a multiprocessor in lines of 64 bytes.
+#define PARAMETERS                                                                                                                        \
+    const int *lengths, const int *new_lengths, long long max_tokens, long long window, long long slots, long long kv_heads,              \
+        long long parts, long long several, long long group, unsigned char *cache, long long slot_stride, long long kv_stride,            \
+        const unsigned char *q, long long q_stride, const unsigned char *k, long long k_stride, const unsigned char *v, long long v_stride, \
+        const float *cos_sin, long long rotary_dim, double scale, double softcap, unsigned char *out, float *partials
+#define CALL                                                                                                                             \
+    {lengths, new_lengths, static_cast<int>(max_tokens), static_cast<int>(min(window, 0x7FFFFFFFLL)), static_cast<int>(slots),           \
+     static_cast<int>(kv_heads), static_cast<int>(parts), static_cast<int>(several), static_cast<int>(group), cache, slot_stride, kv_stride, \
+     q, q_stride, k, k_stride, v, v_stride, cos_sin, static_cast<int>(rotary_dim), scale, softcap, out, partials}
 
 // Up to 8 query heads for a K/V head, and up to 16.
 extern "C" __global__ void __launch_bounds__(kBlock, BLOCKS) attention_decode_8(PARAMETERS) { decode<8>(CALL); }

@@ -1,14 +1,26 @@
 // Attention of several new tokens per slot, after what the cache holds already: one kernel appends, the next one attends.
 //
 // A block has kRows tokens of one query head, a warp kMatrices times 16 of them; keys and values pass by in tiles of kKeys,
-// filled ahead. Scores and probabilities stay in registers. Blocks of the last tokens, which see most keys, come first.
+// filled ahead. Scores and probabilities stay in registers. Blocks of the last tokens, which see most keys, come first. Where blocks
+// are few, the short form, with fewer rows, has more of them.
 
 #include "attention.cuh"
 
-constexpr int kWarps = WARPS, kMatrices = MATRICES, kKeys = KEYS, kStages = STAGES;
-constexpr int kBlock = 32 * kWarps, kWarpRows = 16 * kMatrices, kRows = kWarps * kWarpRows, kTileBytes = kKeys * kRowBytes;
 constexpr int kAppendBlock = 256;
-static_assert(kRows * kPieces % kBlock == 0, "each thread loads as many pieces of q");
+constexpr float kFar = 8;  // a power of 2: see where it is used
+
+struct Prefill {
+    const unsigned char* q;
+    long long q_stride, q_token_stride;  // bytes
+    const unsigned char* cache;
+    long long slot_stride, kv_stride, max_tokens;
+    const int *lengths, *new_lengths;
+    const float* cos_sin;
+    long long rotary_dim;
+    unsigned char* out;
+    long long width, group, window;
+    double scale, softcap;
+};
 
 // New tokens of a slot that there is room for. Where new_lengths is null, all take part.
 __device__ __forceinline__ int tokens_of(const int* lengths, const int* new_lengths, long long slot, long long width, long long max_tokens) {
@@ -35,29 +47,28 @@ extern "C" __global__ void __launch_bounds__(kAppendBlock)
 }
 
 // Grid: x over tiles of new tokens, y over query heads, z over slots.
-extern "C" __global__ void __launch_bounds__(kBlock, BLOCKS)
-    attention_prefill(const unsigned char* q, long long q_stride, long long q_token_stride, const unsigned char* cache,
-                      long long slot_stride, long long kv_stride, long long max_tokens, const int* lengths, const int* new_lengths,
-                      const float* cos_sin, long long rotary_dim, unsigned char* out, long long width, long long group, long long window,
-                      double scale, double softcap) {
+template <int kWarps, int kMatrices, int kKeys, int kStages>
+__device__ __forceinline__ void prefill(const Prefill& call) {
+    constexpr int kBlock = 32 * kWarps, kWarpRows = 16 * kMatrices, kRows = kWarps * kWarpRows, kTileBytes = kKeys * kRowBytes;
+    static_assert(kRows * kPieces % kBlock == 0, "each thread loads as many pieces of q");
     DYNAMIC_SHARED(unsigned char, shared);
     unsigned char* const ring = shared + kRows * kRowBytes;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const int slot = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.y);
     const int row0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * kRows;
-    const int past = lengths[slot], count = tokens_of(lengths, new_lengths, slot, width, max_tokens);
+    const int past = call.lengths[slot], count = tokens_of(call.lengths, call.new_lengths, slot, call.width, call.max_tokens);
     const long long out_stride = static_cast<long long>(gridDim.y) * kRowBytes;
-    unsigned char* results = out + (slot * width + row0) * out_stride + head * kRowBytes;
+    unsigned char* results = call.out + (slot * call.width + row0) * out_stride + head * kRowBytes;
     if (row0 >= count) {
         for (int x = threadIdx.x; x < kRows * kPieces; x += kBlock) {
-            if (row0 + x / kPieces < width) *reinterpret_cast<uint4*>(results + x / kPieces * out_stride + x % kPieces * 16) = uint4{};
+            if (row0 + x / kPieces < call.width) *reinterpret_cast<uint4*>(results + x / kPieces * out_stride + x % kPieces * 16) = uint4{};
         }
         return;
     }
-    const int rows = min(kRows, count - row0), span = static_cast<int>(window > 0 ? min(window, 0x7FFFFFFFLL) : 0x7FFFFFFF);
+    const int rows = min(kRows, count - row0), span = static_cast<int>(call.window > 0 ? min(call.window, 0x7FFFFFFFLL) : 0x7FFFFFFF);
     const int first_position = past + row0, keys_end = first_position + rows;
     const int first_tile = max(first_position - span + 1, 0) / kKeys, last_tile = (keys_end - 1) / kKeys;
-    const unsigned char* keys = cache + slot * slot_stride + head / group * max_tokens * kRowBytes;
+    const unsigned char* keys = call.cache + slot * call.slot_stride + head / call.group * call.max_tokens * kRowBytes;
 
     const auto fill = [&](int tile) {
         const SharedAddress to = shared_address(ring + (tile - first_tile) % kStages * 2 * kTileBytes);
@@ -69,16 +80,16 @@ extern "C" __global__ void __launch_bounds__(kBlock, BLOCKS)
             const bool lives = tile * kKeys + row < keys_end;
             const unsigned char* from = source + row * kRowBytes + piece * 16;
             copy_async(to + piece_at(row, piece), from, lives);
-            copy_async(to + kTileBytes + piece_at(row, piece), from + kv_stride, lives);
+            copy_async(to + kTileBytes + piece_at(row, piece), from + call.kv_stride, lives);
         }
     };
     {
-        const unsigned char* source = q + slot * q_stride + row0 * q_token_stride + head * kRowBytes;
+        const unsigned char* source = call.q + slot * call.q_stride + row0 * call.q_token_stride + head * kRowBytes;
         const SharedAddress to = shared_address(shared);
 #pragma unroll
         for (int i = 0; i < kRows * kPieces / kBlock; i++) {
             const int x = i * kBlock + threadIdx.x, row = x / kPieces, piece = x % kPieces;
-            copy_async(to + piece_at(row, piece), source + row * q_token_stride + piece * 16, row < rows);
+            copy_async(to + piece_at(row, piece), source + row * call.q_token_stride + piece * 16, row < rows);
         }
         commit_copies();
     }
@@ -89,13 +100,13 @@ extern "C" __global__ void __launch_bounds__(kBlock, BLOCKS)
     }
     wait_for_copies<kStages - 1>();
     __syncthreads();
-    const int half = static_cast<int>(rotary_dim / 4);  // words
+    const int half = static_cast<int>(call.rotary_dim / 4);  // words
     for (int x = threadIdx.x; x < rows * half; x += kBlock) {
         const int row = x / half;
-        turn_in_tile(shared, row, x % half, half, Rotation(cos_sin, rotary_dim, first_position + row));
+        turn_in_tile(shared, row, x % half, half, Rotation(call.cos_sin, call.rotary_dim, first_position + row));
     }
 
-    const Score score(scale, softcap);
+    const Score score(call.scale, call.softcap);
     float values[kMatrices][kHeadDim / 8][4] = {}, maxima[kMatrices][2], sums[kMatrices][2] = {};
 #pragma unroll
     for (int m = 0; m < kMatrices; m++) maxima[m][0] = maxima[m][1] = kLowest;
@@ -151,6 +162,9 @@ extern "C" __global__ void __launch_bounds__(kBlock, BLOCKS)
                 }
             }
         }
+        // Results stay relative to an older maximum until a score is far above it: a probability of up to 256 is as exact as one of 1.
+        float highest[kMatrices][2];
+        bool far = false;
 #pragma unroll
         for (int m = 0; m < kMatrices; m++) {
 #pragma unroll
@@ -158,15 +172,31 @@ extern "C" __global__ void __launch_bounds__(kBlock, BLOCKS)
                 float maximum = maxima[m][i];
 #pragma unroll
                 for (int j = 0; j < kKeys / 8; j++) maximum = fmaxf(maximum, fmaxf(scores[m][j][2 * i], scores[m][j][2 * i + 1]));
-                maximum = max_of_four(maximum);
-                const float less = power_of_2((maxima[m][i] - maximum) * score.factor), shift = maximum * score.factor;
-                maxima[m][i] = maximum;
-                sums[m][i] *= less;
+                highest[m][i] = max_of_four(maximum);
+                far = far || (highest[m][i] - maxima[m][i]) * score.factor > kFar;
+            }
+        }
+        if (__any_sync(~0u, far)) {
 #pragma unroll
-                for (int d = 0; d < kHeadDim / 8; d++) {
-                    values[m][d][2 * i] *= less;
-                    values[m][d][2 * i + 1] *= less;
+            for (int m = 0; m < kMatrices; m++) {
+#pragma unroll
+                for (int i = 0; i < 2; i++) {
+                    const float less = power_of_2((maxima[m][i] - highest[m][i]) * score.factor);
+                    maxima[m][i] = highest[m][i];
+                    sums[m][i] *= less;
+#pragma unroll
+                    for (int d = 0; d < kHeadDim / 8; d++) {
+                        values[m][d][2 * i] *= less;
+                        values[m][d][2 * i + 1] *= less;
+                    }
                 }
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < kMatrices; m++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float shift = maxima[m][i] * score.factor;
 #pragma unroll
                 for (int j = 0; j < kKeys / 8; j++) {
 #pragma unroll
@@ -215,8 +245,21 @@ extern "C" __global__ void __launch_bounds__(kBlock, BLOCKS)
     __syncwarp();
     for (int x = lane; x < kWarpRows * kPieces; x += 32) {
         const int row = x / kPieces, piece = x % kPieces, token = row0 + warp * kWarpRows + row;
-        if (token >= width) continue;
+        if (token >= call.width) continue;
         const uint4 words = token < count ? *reinterpret_cast<const uint4*>(own + piece_at(row, piece)) : uint4{};
         *reinterpret_cast<uint4*>(results + (warp * kWarpRows + row) * out_stride + piece * 16) = words;
     }
+}
+
+#define PARAMETERS                                                                                                                       \
+    const unsigned char *q, long long q_stride, long long q_token_stride, const unsigned char *cache, long long slot_stride,             \
+        long long kv_stride, long long max_tokens, const int *lengths, const int *new_lengths, const float *cos_sin, long long rotary_dim, \
+        unsigned char *out, long long width, long long group, long long window, double scale, double softcap
+#define CALL                                                                                                                              \
+    {q, q_stride, q_token_stride, cache, slot_stride, kv_stride, max_tokens, lengths, new_lengths, cos_sin, rotary_dim, out, width, group, \
+     window, scale, softcap}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_prefill(PARAMETERS) { prefill<WARPS, MATRICES, KEYS, STAGES>(CALL); }
+extern "C" __global__ void __launch_bounds__(32 * SHORT_WARPS, SHORT_BLOCKS) attention_prefill_short(PARAMETERS) {
+    prefill<SHORT_WARPS, SHORT_MATRICES, SHORT_KEYS, STAGES>(CALL);
 }

@@ -21,6 +21,17 @@ __device__ __forceinline__ SharedAddress flip_bits(SharedAddress address, unsign
 __device__ __forceinline__ void copy_async(SharedAddress to, const void* from, bool valid) {
     asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
+// The same of what is read once: the L2 gives it up before all else.
+using OncePolicy = unsigned long long;
+__device__ __forceinline__ OncePolicy once() {
+    OncePolicy policy;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    return policy;
+}
+__device__ __forceinline__ void copy_async_once(SharedAddress to, const void* from, bool valid, OncePolicy policy) {
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0), "l"(policy)
+                 : "memory");
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for all but the youngest kGroups groups of this thread.
 template <int kGroups>
@@ -85,11 +96,50 @@ __device__ __forceinline__ float reciprocal(float x) {
     return y;
 }
 
-// Increments, from `last` back to 0; returns what was there. What a block wrote before is seen by whoever comes later.
-__device__ __forceinline__ unsigned take_ticket(unsigned* place, unsigned last) {
-    unsigned before;
-    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(place), "r"(last) : "memory");
-    return before;
+// Over the warp.
+__device__ __forceinline__ int sum_of_warp(int value) {
+    int sum;
+    asm volatile("redux.sync.add.s32 %0, %1, 0xFFFFFFFF;" : "=r"(sum) : "r"(value));
+    return sum;
+}
+__device__ __forceinline__ int max_of_warp(int value) {
+    int maximum;
+    asm volatile("redux.sync.max.s32 %0, %1, 0xFFFFFFFF;" : "=r"(maximum) : "r"(value));
+    return maximum;
+}
+
+// What one block tells another that waits for it: a place in global memory is 0 until then, and no word of what is written there is 0,
+// for -0 takes its place. Whoever reads takes it back.
+__device__ __forceinline__ float not_zero(float value) { return value == 0 ? -0.0f : value; }
+__device__ __forceinline__ void publish(float4* place, float4 value) {
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(place), "f"(not_zero(value.x)), "f"(not_zero(value.y)),
+                 "f"(not_zero(value.z)), "f"(not_zero(value.w))
+                 : "memory");
+}
+__device__ __forceinline__ void publish(float2* place, float2 value) {
+    asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(place), "f"(not_zero(value.x)), "f"(not_zero(value.y)) : "memory");
+}
+// What is there by now.
+__device__ __forceinline__ float4 peek(const float4* place) {
+    float4 value;
+    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+                 : "l"(place)
+                 : "memory");
+    return value;
+}
+__device__ __forceinline__ float2 peek(const float2* place) {
+    float2 value;
+    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "l"(place) : "memory");
+    return value;
+}
+__device__ __forceinline__ bool has_come(float4 value) {
+    return __float_as_uint(value.x) && __float_as_uint(value.y) && __float_as_uint(value.z) && __float_as_uint(value.w);
+}
+__device__ __forceinline__ bool has_come(float2 value) { return __float_as_uint(value.x) && __float_as_uint(value.y); }
+template <class T>
+__device__ __forceinline__ void take_back(T* place) {
+    *place = T{};
 }
 
 #endif

@@ -41,7 +41,7 @@ class CachedAttention:
         self.memory, self.stream = memory, stream
         self.cache = KVCacheManager(config, memory=memory)
         self.cache.reset_for_new_sequences([0] * slots, stream=stream)
-        sizes = {"max_batch_size": slots, "num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
+        sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
         self._workspace = AttentionWorkspace(memory, **sizes, stream=stream)
         self._angles = memory.to_device(angles, stream=stream)
         self._buffers: dict[tuple[int, ...], tuple[DeviceTensor, Any]] = {}

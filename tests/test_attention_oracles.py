@@ -76,7 +76,7 @@ class Scene:
         self.arguments |= {"scale": scale or D**-0.5, "window": window, "softcap": softcap}
         if not rotary_dim:
             self.arguments["cos_sin"] = None
-        sizes = {"max_batch_size": slots, "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": D}
+        sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": D}
         self.workspace = AttentionWorkspace(memory, **sizes, stream=stream)
 
     def check(self, tolerance):

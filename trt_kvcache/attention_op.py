@@ -72,7 +72,7 @@ class AttentionOp:
     def workspace_nbytes(self, inputs: Sequence[TensorType]) -> int:
         """See :class:`~trt_kvcache.custom_op.CustomOp`. None where NumPy alone serves."""
         served = inputs[0].dtype in ELEMENTS and self._head_dim in HEAD_DIMS
-        return workspace_nbytes(self.fields(), inputs[0].shape[0], 1) if served else 0
+        return workspace_nbytes(self.fields(), 1) if served else 0
 
     def enqueue(self, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor], workspace: DeviceTensor, stream: Any) -> None:
         """Launch it: one launch for a decode step, else two."""
@@ -85,11 +85,11 @@ class AttentionOp:
         backend_of(cache.memory).attend(call, borrowed, stream)  # type: ignore[arg-type]  # NumPy looks at none
 
     def _borrow(self, workspace: DeviceTensor) -> BorrowedWorkspace:
-        """Return the parts of a workspace; made again when it is another one than before."""
+        """Return it as the kernel's; made again when it is another one than before."""
         if self._workspace is None or self._workspace.bytes.ptr != workspace.ptr:
-            memory = workspace.memory
-            if memory.multiprocessor_count > MOST_MULTIPROCESSORS:  # type: ignore[attr-defined]
+            memory: Any = workspace.memory  # of a GPU
+            if memory.multiprocessor_count > MOST_MULTIPROCESSORS:
                 raise CapacityError(f"{memory.device}: expected at most {MOST_MULTIPROCESSORS} multiprocessors, it has more.")
-            self._workspace = BorrowedWorkspace(self.fields(), memory, 1)
+            self._workspace = BorrowedWorkspace(self.fields(), memory)
             self._workspace.bytes.ptr = workspace.ptr
         return self._workspace

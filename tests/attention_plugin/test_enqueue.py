@@ -7,8 +7,8 @@ from kernels.attention import DECODE_CASES, PREFILL_CASES
 from simt.standin import ALLOCATIONS, WAITS, StandIn, need_cuda_memory, needs_standin
 
 from attention_plugin.bound import Bound
-from trt_kvcache.attention_plugin import AttentionFields, step
-from trt_kvcache.attention_plugin.shapes import MOST_MULTIPROCESSORS, TICKETS_NBYTES
+from trt_kvcache.attention_plugin import step
+from trt_kvcache.attention_plugin.shapes import MOST_MULTIPROCESSORS
 from trt_kvcache.errors import BindingError, CapacityError, KVCacheError
 
 need_cuda_memory()
@@ -94,14 +94,6 @@ def test_more_multiprocessors_than_the_workspace_is_for(memory, stream, monkeypa
     monkeypatch.setattr("trt_kvcache.attention_plugin.plugin.current_memory", lambda: memory)
     with pytest.raises(CapacityError, match=r"^cuda:0: expected at most 256 multiprocessors, got 257\.$"):
         bound.enqueue()
-
-
-def test_layers_of_other_heads_may_share_a_workspace(memory):
-    """Counters stay 0 where others have theirs, and partial results lie behind all of them."""
-    for heads in ((2, 2, 64), (16, 1, 128)):
-        fields = AttentionFields(**dict(zip(("num_heads", "num_kv_heads", "head_dim"), heads, strict=True)))
-        shared = step.BorrowedWorkspace(fields, memory, 3)
-        assert (shared.tickets.offset, shared.partials.offset) == (0, TICKETS_NBYTES)
 
 
 def test_the_memory_is_that_of_the_device(memory):

@@ -19,7 +19,9 @@ def test_decode(memory, stream, name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", list(PREFILL_CASES))
-def test_prefill(memory, stream, name):
+@pytest.mark.parametrize("form", ["long", "short"])
+def test_prefill(memory, stream, name, form, monkeypatch):
+    monkeypatch.setattr("trt_kvcache.kernels.cuda.attention._FEW", {"long": 0, "short": 1 << 20}[form])
     check(PREFILL_CASES[name], memory, stream)
 
 
@@ -41,14 +43,13 @@ class New:
 
 
 class Made:
-    """A workspace for so many slots."""
+    """A workspace for so many heads over 2."""
 
-    def __init__(self, slots):
-        self.slots = slots
+    def __init__(self, heads):
+        self.heads = heads
 
     def on(self, memory):
-        sizes = {"max_batch_size": self.slots, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-        return AttentionWorkspace(memory, **sizes, stream=memory.create_stream())
+        return AttentionWorkspace(memory, num_heads=self.heads, num_kv_heads=2, head_dim=64, stream=memory.create_stream())
 
 
 FITTING = {
@@ -58,7 +59,7 @@ FITTING = {
     "cache": New(2, 2, 2, 5, 64),
     "lengths": New(2, dtype="int32"),
     "out": New(2, 3, 4, 64),
-    "workspace": Made(2),
+    "workspace": Made(4),
     "new_lengths": New(2, dtype="int32", byte=60),
     "cos_sin": New(5, 2, 16, dtype="float32"),
 }
@@ -82,7 +83,7 @@ REFUSED = [
     *[("softcap", one, f"RangeError: softcap: expected 0, or 1e-06 to 1000000.0, got {one}.") for one in (9e-7, -1.0, 1.1e6, np.nan)],
     ("window", -1, "RangeError: window: expected at least 0, got -1."),
     ("window", 0.5, "RangeError: window: expected an integer, got 0.5."),
-    ("workspace", Made(1), "ShapeError: workspace: expected one made for 2 slots of 4 over 2 heads of 64, got less."),
+    ("workspace", Made(2), "ShapeError: workspace: expected one made for 4 over 2 heads of 64, got less."),
     ("workspace", "elsewhere", "PlaceError: workspace: expected one of "),
     ("workspace", "closed", "ClosedError: workspace: "),
     ("stream", None, "PlaceError: stream: expected "),

@@ -82,6 +82,13 @@ def test_every_byte(memory, stream, layout, heads, d, dtype, name, on_device):
     scene.check(mapping, tokens)
 
 
+def test_long_slots_in_several_blocks(memory, stream):
+    mapping, tokens = [1, 2, 0, -1, 3], [200, 131, 7, 200, 199]
+    scene = Scene(memory, stream, tokens, [1, 2], 200, 264, "float16", KVLayout.COMBINED)
+    scene.compact(mapping)
+    scene.check(mapping, tokens)
+
+
 @pytest.mark.parametrize("b", range(1, 6))
 @LAYOUTS
 def test_random_mappings_one_after_the_other(memory, stream, layout, b):

@@ -125,8 +125,20 @@ def test_functions(call, random):
         assert (np.abs(one - right) <= 2.0**-21 * np.abs(right) + 2.0**-126).all()
 
 
-def test_take_ticket(call):
-    last = 15
-    got, place = call("tickets", np.zeros(32 * WORDS, np.uint32), np.zeros(1, np.uint32), last, blocks=WORDS)
-    assert np.array_equal(np.bincount(got), [32 * WORDS // (last + 1)] * (last + 1))
-    assert not place.any()
+def test_over_warps(call, random):
+    values = random.integers(-(2**25), 2**25, 4 * 32, dtype=np.int32)
+    sums, maxima = call("over_warps", np.zeros(4 * 32, np.int32), np.zeros(4 * 32, np.int32), values, blocks=4)
+    assert np.array_equal(sums, values.reshape(4, 32).sum(1).repeat(32))
+    assert np.array_equal(maxima, values.reshape(4, 32).max(1).repeat(32))
+
+
+@pytest.mark.parametrize("words", [2, 4])
+def test_what_a_block_tells_the_next(call, random, words):
+    values = bits(random, 8 * 32 * words).view(np.float32)
+    values[::7], values[1::7] = 0, -0.0
+    heard, places = call(f"tell_{words}", np.zeros_like(values), np.zeros_like(values), values, blocks=8)
+    told = np.where(values == 0, np.float32(-0.0), values).view(np.uint32)
+    later = 32 * words
+    assert np.array_equal(heard.view(np.uint32)[later:], told[:-later])
+    assert not places.view(np.uint32)[:-later].any()
+    assert np.array_equal(places.view(np.uint32)[-later:], told[-later:])

@@ -13,6 +13,7 @@ STATES = {
     "multiples of 16": ([32, 256, 16], 256, 0),
     "one byte": ([1], 256, 0),
     "odd": ([7, 4099, 21], 256, 0),
+    "even": ([2, 18, 4, 20, 24, 8], 256, 0),
     "rows at an odd place": ([32], 257, 0),
     "rows at an even place": ([32], 256, 0),
     "padded to an odd stride": ([16], 256, 5),
@@ -73,6 +74,19 @@ def test_save_and_instantiate(make, stream):
     states.take(1, saved, 0)
     states.check()
     saved.check()
+
+
+def test_sides_that_start_at_different_places(memory, stream):
+    """The unit divides the addresses of both sides. (Any access works on a CPU: see the sanitizers in tests/simt.)"""
+    even, odd = States(memory, stream, "rows at an even place", 1), States(memory, stream, "rows at an odd place", 2)
+    copy_rows(even.infos, odd.infos, 1, stream=stream)
+    even.take(1, odd, 1)
+    save_rows(even.infos, odd.saved, 2, stream=stream)
+    odd.take(0, even, 2)
+    instantiate_rows(even.infos, odd.saved, 3, stream=stream)
+    even.take(3, odd, 0)
+    even.check()
+    odd.check()
 
 
 @pytest.mark.parametrize("mapping", [[-1, 0, 1, 2], [1, 2, 3, 0], [1, 0, -1, 2], [0, -1]])

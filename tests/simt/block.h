@@ -79,6 +79,9 @@ public:
     void* shared_array(const void* which, size_t nbytes) { return shared_.back().array(which, nbytes); }
     void* dynamic_shared() { return shared_array(nullptr, dynamic_nbytes_); }
 
+    // Ends the launch with an error.
+    [[noreturn]] void fail(const std::string& what);
+
     void copy_async(void* to, const void* from, size_t nbytes);
     void commit_copies();
     void wait_for_copies(int groups_left);
@@ -100,7 +103,6 @@ private:
     bool meet(unsigned mask, Value offered, unsigned wanted, bool vote, const char* what);
     void open_barrier_if_all_wait();
     void wait(decltype(Thread::state) why);
-    [[noreturn]] void fail(const std::string& what);
 
     std::vector<std::unique_ptr<Thread>> threads_;
     std::vector<Meeting> meetings_;  // 32 for each warp: by the lowest lane of the mask

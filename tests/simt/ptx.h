@@ -1,7 +1,9 @@
 // The CPU half of plugins/ptx.cuh.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 
 #include "block.h"
 #include "matrix.h"
@@ -28,6 +30,9 @@ inline void copy_async(SharedAddress to, const void* from, bool valid) {
     *reinterpret_cast<uint4*>(to) = {~0u, ~0u, ~0u, ~0u};
     simt::running->block->copy_async(to, source, sizeof *source);
 }
+struct OncePolicy {};
+inline OncePolicy once() { return {}; }
+inline void copy_async_once(SharedAddress to, const void* from, bool valid, OncePolicy) { copy_async(to, from, valid); }
 inline void commit_copies() { simt::running->block->commit_copies(); }
 template <int kGroups>
 void wait_for_copies() {
@@ -62,9 +67,42 @@ inline float2 unpack(BFloat16, unsigned word) { return {simt::of_bfloat16(word &
 inline float power_of_2(float x) { return std::exp2(x); }
 inline float reciprocal(float x) { return 1 / x; }
 
-inline unsigned take_ticket(unsigned* place, unsigned last) {
-    unsigned before = __atomic_load_n(place, __ATOMIC_RELAXED);
-    while (!__atomic_compare_exchange_n(place, &before, before >= last ? 0 : before + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_RELAXED)) {
+inline int over_warp(int value, int (*join)(int, int)) {
+    for (int distance = 16; distance > 0; distance /= 2) value = join(value, __shfl_xor_sync(~0u, value, distance));
+    return value;
+}
+inline int sum_of_warp(int value) {
+    return over_warp(value, [](int a, int b) { return a + b; });
+}
+inline int max_of_warp(int value) {
+    return over_warp(value, [](int a, int b) { return a > b ? a : b; });
+}
+
+// Words, one by one. A block looks only where those before it have written: what has not come will never come.
+template <class T>
+void publish(T* place, T value) {
+    unsigned words[sizeof(T) / 4];
+    std::memcpy(words, &value, sizeof value);
+    for (unsigned i = 0; i < sizeof(T) / 4; i++) {
+        __atomic_store_n(reinterpret_cast<unsigned*>(place) + i, words[i] ? words[i] : 1u << 31, __ATOMIC_RELAXED);
     }
-    return before;
+}
+template <class T>
+bool has_come(T value) {
+    unsigned words[sizeof(T) / 4];
+    std::memcpy(words, &value, sizeof value);
+    return std::all_of(std::begin(words), std::end(words), [](unsigned word) { return word != 0; });
+}
+template <class T>
+T peek(const T* place) {
+    unsigned words[sizeof(T) / 4];
+    for (unsigned i = 0; i < sizeof(T) / 4; i++) words[i] = __atomic_load_n(reinterpret_cast<const unsigned*>(place) + i, __ATOMIC_RELAXED);
+    T value;
+    std::memcpy(&value, words, sizeof value);
+    if (!has_come(value)) simt::running->block->fail("a block waits for what no block before it has written");
+    return value;
+}
+template <class T>
+void take_back(T* place) {
+    for (unsigned i = 0; i < sizeof(T) / 4; i++) __atomic_store_n(reinterpret_cast<unsigned*>(place) + i, 0u, __ATOMIC_RELAXED);
 }

@@ -85,7 +85,7 @@ def plugin_class(tensorrt: TensorRT) -> Any:
                 check_shapes(self.fields, dict(zip(names, map(_sizes, dims), strict=True)))
 
         def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-            return workspace_nbytes(self.fields, slots=int(inputs[0].max[0]), width=int(inputs[0].min[1]))
+            return workspace_nbytes(self.fields, width=int(inputs[0].min[1]))
 
         # --- runtime ---
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from trt_kvcache.attention_plugin.fields import AttentionFields
-from trt_kvcache.dtypes import itemsize
-from trt_kvcache.errors import CapacityError, DTypeError, ShapeError
+from trt_kvcache.errors import DTypeError, ShapeError
 from trt_kvcache.kernels.attention_tiles import ELEMENTS
 from trt_kvcache.kernels.attention_workspace import MOST_BLOCKS, partials_shape
 from trt_kvcache.layout import dense_nbytes
@@ -27,9 +26,6 @@ OUTPUTS = {"out": ("q", False), "cache": ("cache", True)}
 
 #: Multiprocessors of a GPU at most: the workspace is sized for as many, so that an engine may move to another GPU.
 MOST_MULTIPROCESSORS = 256
-
-#: Counters come first in a workspace, in so many bytes whatever the fields: layers of other heads may share it.
-TICKETS_NBYTES = 1 << 16
 
 Sizes = Sequence["int | None"]
 
@@ -94,15 +90,7 @@ def check_dtypes(dtypes: Mapping[str, str]) -> str:
     return dtypes["q"]
 
 
-def workspace_nbytes(fields: AttentionFields, slots: int, width: int) -> int:
-    """Return the bytes of workspace for so many slots, and at least ``width`` new tokens of each. Only a decode step needs any.
-
-    Raises CapacityError where the counters of a decode step have no room.
-    """
-    if width != 1:
-        return 0
-    most = TICKETS_NBYTES // itemsize("int32")
-    if slots * fields.num_kv_heads > most:
-        raise CapacityError(f"slots: expected at most {most} slots times K/V heads, got {slots} times {fields.num_kv_heads}.")
+def workspace_nbytes(fields: AttentionFields, width: int) -> int:
+    """Return the bytes of workspace for at least ``width`` new tokens of each slot. Only a decode step needs any."""
     partials = partials_shape(MOST_BLOCKS * MOST_MULTIPROCESSORS, fields.group, fields.head_dim)
-    return TICKETS_NBYTES + dense_nbytes(partials, "float32")
+    return dense_nbytes(partials, "float32") if width == 1 else 0

@@ -7,7 +7,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from trt_kvcache.attention_plugin.fields import AttentionFields
-from trt_kvcache.attention_plugin.shapes import INPUTS, MOST_MULTIPROCESSORS, TICKETS_NBYTES, workspace_nbytes
+from trt_kvcache.attention_plugin.shapes import INPUTS, MOST_MULTIPROCESSORS, workspace_nbytes
 from trt_kvcache.cuda_driver import check
 from trt_kvcache.cuda_memory import CudaMemory
 from trt_kvcache.errors import BindingError, CapacityError
@@ -35,15 +35,13 @@ class BorrowedBytes:
 
 
 class BorrowedWorkspace(AttentionWorkspace):
-    """The two parts of a workspace that is somebody else's: counters, then partial results."""
+    """A workspace that is somebody else's."""
 
-    def __init__(self, fields: AttentionFields, memory: Memory, slots: int) -> None:
-        self.blocks = MOST_BLOCKS * MOST_MULTIPROCESSORS
+    def __init__(self, fields: AttentionFields, memory: CudaMemory) -> None:
+        self.blocks = MOST_BLOCKS * memory.multiprocessor_count
         #: The bytes.
-        self.bytes = BorrowedBytes(memory, workspace_nbytes(fields, slots, 1))
-        shape = partials_shape(self.blocks, fields.group, fields.head_dim)
-        self.partials = DeviceTensor(self.bytes, shape=shape, dtype="float32", offset=TICKETS_NBYTES)
-        self.tickets = DeviceTensor(self.bytes, shape=(slots * fields.num_kv_heads,), dtype="int32")
+        self.bytes = BorrowedBytes(memory, workspace_nbytes(fields, 1))
+        self.partials = DeviceTensor(self.bytes, shape=partials_shape(self.blocks, fields.group, fields.head_dim), dtype="float32")
 
 
 class AttentionStep:
@@ -62,7 +60,7 @@ class AttentionStep:
     Raises
     ------
     CapacityError
-        The GPU has more multiprocessors, or there are more slots, than the workspace is made for.
+        The GPU has more multiprocessors than the workspace is made for.
     """
 
     def __init__(self, fields: AttentionFields, dtype: str, shapes: Mapping[str, Sequence[int]], memory: CudaMemory) -> None:
@@ -78,7 +76,7 @@ class AttentionStep:
         q = tensors["q"]
         self._out = BorrowedBytes(memory, q.nbytes)
         self._cache = tuple(shapes).index("cache")
-        self._workspace = BorrowedWorkspace(fields, memory, q.shape[0])
+        self._workspace = BorrowedWorkspace(fields, memory)
         #: Whether each slot has one new token.
         self.decodes = q.shape[1] == 1
         self._call = AttentionCall(
@@ -124,7 +122,7 @@ class AttentionStep:
         if not self._call.q.shape[0]:
             return
         if self.decodes:
-            _zero(self._workspace.tickets, stream)
+            _zero(self._workspace.partials, stream)
         backend_of(self._memory).attend(self._call, self._workspace, _stream(stream))
 
 

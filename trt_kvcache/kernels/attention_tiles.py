@@ -37,7 +37,7 @@ def shared_limit(arch: str) -> int:
 def decode_nbytes(head_dim: int, rows: int, warps: int, stages: int, tokens: int) -> int:
     """Return the bytes of shared memory of a decode block with tiles of these sizes."""
     row = row_nbytes(head_dim, "float16")
-    return (2 * warps * stages * tokens + stages * (rows + 4) + 2) * row + 8 * warps * rows + 16
+    return (warps * (2 * stages - 1) * tokens + stages * (rows + 4) + 2) * row + 8 * warps * rows
 
 
 @cache
@@ -48,7 +48,7 @@ def decode_tiles(head_dim: int, arch: str) -> dict[str, int]:
         fitting = [n for n in (2, 3, 4) if decode_nbytes(head_dim, DECODE_ROWS[-1], warps, n, tokens) <= shared_limit(arch)]
         if fitting:
             break
-    return {"WARPS": warps, "STAGES": fitting[-1], "TOKENS": tokens, "BLOCKS": 1, "LEAST": 4, "CROSSING": 8, "CHAINS": 2}
+    return {"WARPS": warps, "STAGES": fitting[-1], "TOKENS": tokens, "BLOCKS": 1, "LEAST": 8, "CROSSING": 8, "CHAINS": 2}
 
 
 def decode_shared_nbytes(head_dim: int, rows: int, arch: str) -> int:
@@ -59,23 +59,33 @@ def decode_shared_nbytes(head_dim: int, rows: int, arch: str) -> int:
 
 @cache
 def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
-    """Return macros of ``attention_prefill.cu``: warps of a block, matrices of 16 rows of a warp, keys of a tile, stages, blocks."""
+    """Return macros of ``attention_prefill.cu``: warps of a block, matrices of 16 rows of a warp, keys of a tile, blocks, stages.
+
+    Those of the short form, which may be the same, begin with ``SHORT_``.
+    """
     limit = shared_limit(arch)
+    large = limit >= 227 * _KIB
     if head_dim > 128:
-        large = limit >= 227 * _KIB
-        return {"WARPS": 8 if large else 4, "MATRICES": 1, "KEYS": 48 if large else 32, "STAGES": 2, "BLOCKS": 1}
-    if limit == _LEAST_SHARED_NBYTES:
-        return {"WARPS": 4, "MATRICES": 1, "KEYS": 32, "STAGES": 2, "BLOCKS": 2}
-    if limit >= 227 * _KIB and head_dim > 64:
-        return {"WARPS": 8, "MATRICES": 1, "KEYS": 128, "STAGES": 2, "BLOCKS": 1}
-    return {"WARPS": 4, "MATRICES": 2, "KEYS": 64 if limit >= 227 * _KIB else 32, "STAGES": 2, "BLOCKS": 2}
+        form = short = (8, 1, 64, 1) if large else (4, 1, 32, 1)
+    elif limit == _LEAST_SHARED_NBYTES:
+        form = short = (4, 1, 32, 2)
+    else:
+        keys = 64 if large else 32
+        form, short = (8, 1, 128, 1) if large and head_dim > 64 else (4, 2, keys, 2), (4, 1, keys, 2)
+    names = ("WARPS", "MATRICES", "KEYS", "BLOCKS")
+    return {
+        **dict(zip(names, form, strict=True)),
+        **{f"SHORT_{name}": value for name, value in zip(names, short, strict=True)},
+        "STAGES": 2,
+    }
 
 
-def prefill_shared_nbytes(head_dim: int, arch: str) -> int:
-    """Return the bytes of shared memory of a prefill block."""
-    tiles = prefill_tiles(head_dim, arch)
-    rows = 16 * tiles["WARPS"] * tiles["MATRICES"] + 2 * tiles["STAGES"] * tiles["KEYS"]
-    return rows * row_nbytes(head_dim, "float16")
+def prefill_form(head_dim: int, arch: str, *, short: bool) -> tuple[int, int, int]:
+    """Return the rows of a prefill block, its warps, and its bytes of shared memory."""
+    tiles, prefix = prefill_tiles(head_dim, arch), "SHORT_" if short else ""
+    warps, matrices, keys = (tiles[prefix + name] for name in ("WARPS", "MATRICES", "KEYS"))
+    rows = 16 * warps * matrices
+    return rows, warps, (rows + 2 * tiles["STAGES"] * keys) * row_nbytes(head_dim, "float16")
 
 
 _TILES = {"attention_decode": decode_tiles, "attention_prefill": prefill_tiles}

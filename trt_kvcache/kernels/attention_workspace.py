@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from trt_kvcache.checks import int_in_range
-from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import PlaceError, ShapeError
 from trt_kvcache.kernels.layer_views import check_open
 from trt_kvcache.layout import dense_nbytes
@@ -31,7 +31,7 @@ class AttentionWorkspace(Uncopyable):
     Parameters
     ----------
     memory : Memory
-    max_batch_size, num_heads, num_kv_heads, head_dim : int
+    num_heads, num_kv_heads, head_dim : int
         The largest of each that a call has; ``num_heads`` for the fewest ``num_kv_heads`` that go with them.
     stream : cuda.core.Stream
         The memory is made and zeroed on it.
@@ -42,31 +42,25 @@ class AttentionWorkspace(Uncopyable):
         It could not be allocated.
     """
 
-    def __init__(self, memory: Memory, *, max_batch_size: int, num_heads: int, num_kv_heads: int, head_dim: int, stream: Any) -> None:
-        tickets = int_in_range("max_batch_size", max_batch_size, 1) * int_in_range("num_kv_heads", num_kv_heads, 1)
+    def __init__(self, memory: Memory, *, num_heads: int, num_kv_heads: int, head_dim: int, stream: Any) -> None:
+        int_in_range("num_kv_heads", num_kv_heads, 1)
         group = -(-int_in_range("num_heads", num_heads, num_kv_heads) // num_kv_heads)
         #: Blocks of a decode launch at most.
-        self.blocks = MOST_BLOCKS * (1 if memory.is_host else memory.multiprocessor_count)  # type: ignore[attr-defined]
-        shape = (0,) if memory.is_host else partials_shape(self.blocks, group, int_in_range("head_dim", head_dim, 1))
+        self.blocks = 0 if memory.is_host else MOST_BLOCKS * memory.multiprocessor_count  # type: ignore[attr-defined]
+        shape = partials_shape(self.blocks, group, int_in_range("head_dim", head_dim, 1))
         nbytes = dense_nbytes(shape, "float32")
-        #: Partial results, float32; what they hold means nothing between two calls.
-        self.partials = DeviceTensor(memory.allocate(nbytes, stream=stream), shape=shape, dtype="float32")
-        #: Counters, int32, 0 before and after every call.
-        self.tickets = DeviceTensor(
-            memory.allocate(tickets * itemsize("int32"), zeroed=True, stream=stream), shape=(tickets,), dtype="int32"
-        )
+        #: Partial results, float32; 0 before and after every call.
+        self.partials = DeviceTensor(memory.allocate(nbytes, zeroed=True, stream=stream), shape=shape, dtype="float32")
 
     def check(self, name: str, cache: DeviceTensor, num_heads: int) -> None:
         """Check that it serves calls over this cache ``[B, 2, H, S, D]``. Raises PlaceError, ShapeError or ClosedError."""
-        slots, _, kv_heads, _, head_dim = cache.shape
-        if self.tickets.memory is not cache.memory:
-            raise PlaceError(f"{name}: expected one of {cache.memory.device}, got one of {self.tickets.memory.device}.")
-        nbytes = dense_nbytes(partials_shape(self.blocks, num_heads // kv_heads, head_dim), "float32")
-        if len(self.tickets) < slots * kv_heads or (not cache.memory.is_host and self.partials.nbytes < nbytes):
-            raise ShapeError(f"{name}: expected one made for {slots} slots of {num_heads} over {kv_heads} heads of {head_dim}, got less.")
-        check_open(name, self.tickets)
+        _, _, kv_heads, _, head_dim = cache.shape
+        if self.partials.memory is not cache.memory:
+            raise PlaceError(f"{name}: expected one of {cache.memory.device}, got one of {self.partials.memory.device}.")
+        if math.prod(self.partials.shape[1:]) < math.prod(partials_shape(1, num_heads // kv_heads, head_dim)):
+            raise ShapeError(f"{name}: expected one made for {num_heads} over {kv_heads} heads of {head_dim}, got less.")
+        check_open(name, self.partials)
 
     def close(self) -> None:
         """Release the memory. Idempotent."""
         self.partials.allocation.close()
-        self.tickets.allocation.close()

@@ -182,7 +182,7 @@ class ReferenceEngine:
         """Return the angles of all positions and the workspace for :class:`CombinedAttention`, the same in every step."""
         model, stream = self._config, self.memory.create_stream()
         sizes = {"num_heads": model.num_attention_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
-        workspace = AttentionWorkspace(self.memory, max_batch_size=self._kv.max_batch_size, **sizes, stream=stream)
+        workspace = AttentionWorkspace(self.memory, **sizes, stream=stream)
         return self.memory.to_device(np.stack(self._rope, axis=1), stream=stream), workspace
 
     def _in_place(self, name: str, present: str, slots: int) -> DeviceTensor:

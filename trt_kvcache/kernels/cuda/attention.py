@@ -12,13 +12,15 @@ from trt_kvcache.kernels.attention_tiles import (
     attention_name,
     decode_shared_nbytes,
     decode_tiles,
-    prefill_shared_nbytes,
-    prefill_tiles,
+    prefill_form,
 )
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch
 
 _WARP = 32
+
+#: Blocks for each multiprocessor up to which prefill takes its short form: measured on an H200.
+_FEW = 4
 
 
 def _address(tensor: Any) -> int:
@@ -56,17 +58,20 @@ def _decode(call: AttentionCall, workspace: AttentionWorkspace, stream: Any) -> 
     slots, _, kv_heads, tokens, head_dim = call.cache.shape
     rows = next(rows for rows in DECODE_ROWS if call.group <= rows)
     tiles = decode_tiles(head_dim, memory.arch)
-    parts = slots * kv_heads * -(-tokens // (tiles["TOKENS"] * tiles["LEAST"]))
+    heads = slots * kv_heads
+    blocks = min(memory.multiprocessor_count * tiles["BLOCKS"], heads * -(-tokens // (tiles["TOKENS"] * tiles["LEAST"])))
     arguments = (
-        *(call.q.ptr, call.k.ptr, call.v.ptr, *_nbytes(call, 0, "q", "k", "v"), *_cache_of(call)),
-        *(call.out.ptr, workspace.partials.ptr, workspace.tickets.ptr),
-        *(slots, kv_heads, call.group, call.window, call.scale, call.softcap),
+        *(call.lengths.ptr, _address(call.new_lengths), tokens, call.window),
+        *(slots, kv_heads, blocks // heads, -(-heads // blocks), call.group),
+        *(call.cache.ptr, *_nbytes(call, 0, "cache"), *_nbytes(call, 1, "cache")),
+        *(number for name in "qkv" for number in (getattr(call, name).ptr, *_nbytes(call, 0, name))),
+        *(_address(call.cos_sin), call.rotary_dim, call.scale, call.softcap, call.out.ptr, workspace.partials.ptr),
     )
     launch(
         memory,
         attention_name("attention_decode", call.cache.dtype, head_dim),
         f"attention_decode_{rows}",
-        (min(memory.multiprocessor_count * tiles["BLOCKS"], parts), 1, 1),
+        (blocks, 1, 1),
         arguments,
         stream,
         threads=_WARP * tiles["WARPS"],
@@ -86,17 +91,17 @@ def _append(call: AttentionCall, stream: Any) -> None:
 def _prefill(call: AttentionCall, stream: Any) -> None:
     memory = _memory(call)
     slots, width, heads, head_dim = call.q.shape
-    tiles = prefill_tiles(head_dim, memory.arch)
-    rows = 16 * tiles["WARPS"] * tiles["MATRICES"]
+    blocks = -(-width // prefill_form(head_dim, memory.arch, short=False)[0]) * heads * slots
+    short = blocks <= _FEW * memory.multiprocessor_count
+    rows, warps, nbytes = prefill_form(head_dim, memory.arch, short=short)
     strides = (*_nbytes(call, 0, "q"), *_nbytes(call, 1, "q"))
-    arguments = (call.q.ptr, *strides, *_cache_of(call), call.out.ptr, width, call.group, call.window, call.scale, call.softcap)
     launch(
         memory,
         attention_name("attention_prefill", call.cache.dtype, head_dim),
-        "attention_prefill",
+        "attention_prefill_short" if short else "attention_prefill",
         (-(-width // rows), heads, slots),
-        arguments,
+        (call.q.ptr, *strides, *_cache_of(call), call.out.ptr, width, call.group, call.window, call.scale, call.softcap),
         stream,
-        threads=_WARP * tiles["WARPS"],
-        shared_nbytes=prefill_shared_nbytes(head_dim, memory.arch),
+        threads=_WARP * warps,
+        shared_nbytes=nbytes,
     )
