@@ -43,6 +43,7 @@ LIMITS = {"of_copy": 0.85, "small_us": 8.0, "of_best_peer": 1.02, "group_8_of_1"
 
 KV_HEADS, RUNS, _LARGE_MB, _SMALL_MB, _MIB = 8, 7, 64, 8, 2**20
 _ROTATED_NBYTES, _GRAPH_SECONDS = 256 * _MIB, 2e-3  # several times an L2; of work in a graph, where all caches once is less
+_WARM_SECONDS = 0.03
 
 # Batch, new tokens, past tokens at most, query heads of a K/V head, head dim.
 _LARGE = {
@@ -101,7 +102,11 @@ def _repeated(calls: Sequence[Any], least: float) -> list[Any]:
 
 
 def _elapsed(call: Call) -> float:
-    times = []
+    """Return the seconds of a call, after as many as bring the clocks up: what comes first is else slower by up to a tenth."""
+    times, warm = [], time.perf_counter() + _WARM_SECONDS
+    while time.perf_counter() < warm:
+        call()
+        torch.cuda.synchronize()
     for _ in range(RUNS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
@@ -109,7 +114,7 @@ def _elapsed(call: Call) -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end) / 1e3)
-    return median(times[1:])
+    return median(times)
 
 
 def _torch_seconds(calls: Sequence[Call], least: float) -> float:
