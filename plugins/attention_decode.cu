@@ -62,8 +62,11 @@ __device__ __forceinline__ int tiles_of(const Decode& call, int slot) {
     return slot < call.slots ? place.tiles : 0;
 }
 
-// a / b, where a is less than 2^20: in floats, several times as fast as in integers.
-__device__ __forceinline__ int quotient(int a, int b) { return static_cast<int>((static_cast<float>(a) + 0.5f) * reciprocal(static_cast<float>(b))); }
+// a / b, of numbers that are not negative: in floats, several times as fast as in integers, where that is exact.
+__device__ __forceinline__ int quotient(int a, int b) {
+    if (__builtin_expect(a >= 1 << 20, 0)) return a / b;
+    return static_cast<int>((static_cast<float>(a) + 0.5f) * reciprocal(static_cast<float>(b)));
+}
 
 // What is this block's: tiles begin to end of the line, and the place of the first. Every warp finds it by itself.
 struct Part {
