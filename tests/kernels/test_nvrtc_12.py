@@ -1,0 +1,43 @@
+"""The kernels compile with NVRTC 12.6 too, that of JetPack 6, for its GPU."""
+
+import ctypes
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from trt_kvcache.kernels.attention_tiles import macros_of
+from trt_kvcache.kernels.sources import CXX_STANDARD, source_names, source_path
+
+ARCH = "sm_87"
+NAMES = [name for name in source_names() if "-" not in name or name.endswith(("float16-128", "-bfloat16-256"))]
+
+
+@pytest.fixture(scope="module")
+def nvrtc():
+    [folder] = find_spec("nvidia.cuda_nvrtc").submodule_search_locations
+    ctypes.CDLL(str(Path(folder) / "lib" / "libnvrtc-builtins.so.12.6"))
+    library = ctypes.CDLL(str(Path(folder) / "lib" / "libnvrtc.so.12"))
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    assert library.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)) == 0
+    assert (major.value, minor.value) == (12, 6)
+    return library
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiles(nvrtc, name):
+    path, program, size = source_path(name), ctypes.c_void_p(), ctypes.c_size_t()
+    assert nvrtc.nvrtcCreateProgram(ctypes.byref(program), path.read_bytes(), path.name.encode(), 0, None, None) == 0
+    options = [
+        f"--gpu-architecture={ARCH}",
+        f"--std={CXX_STANDARD}",
+        f"--include-path={path.parent}",
+        "--device-as-default-execution-space",
+    ]
+    options += [f"-D{macro}={value}" for macro, value in macros_of(name, ARCH).items()]
+    failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*(option.encode() for option in options)))
+    nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    nvrtc.nvrtcGetProgramLog(program, log)
+    assert not failed, log.value.decode()
+    nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
