@@ -12,7 +12,8 @@ from trt_kvcache import builder
 from trt_kvcache.builder import build_engine
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine_folder import EngineFolder
-from trt_kvcache.errors import ConfigError
+from trt_kvcache.errors import BuildError, ConfigError
+from trt_kvcache.network import rope
 from trt_kvcache.network.graph import Graph
 from trt_kvcache.trt_module import TensorRT, load
 
@@ -170,6 +171,15 @@ def test_what_is_copied_beside_the_plan_and_replaced_by_a_rebuild(model, tmp_pat
     assert (folder.config.cache.max_batch_size, folder.config.compute_capabilities) == (2, ("12.0",))
     assert not folder.checkpoint_path.exists()
     assert sorted(os.listdir(tmp_path)) == ["engine", "model"]
+
+
+@pytest.mark.trt
+def test_a_layer_that_tensorrt_refuses_is_named(model, tmp_path, monkeypatch):
+    real = rope.rope_table
+    monkeypatch.setattr(rope, "rope_table", lambda *arguments: tuple(table[:, 1:] for table in real(*arguments)))
+    with pytest.raises(BuildError, match=r"layer `model\.layers\.0\.self_attn/q/rotate`: its inputs do not fit\. TensorRT says: "):
+        build_engine(model, tmp_path / "new" / "engine", **SIZES)
+    assert os.listdir(tmp_path) == ["model"]
 
 
 def test_place_that_holds_something_else(monkeypatch, model, tmp_path):

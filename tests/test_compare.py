@@ -106,6 +106,21 @@ def test_a_wrong_length_is_named_even_where_it_is_small_beside_the_others():
     assert (found.kind, found.step, found.slot, found.values) == ("length", 4, 0, (11, 10))
 
 
+def test_of_two_dtypes_the_coarser_one_counts():
+    (pair,) = compare(SOURCE, source(dtype="float16")).pairs
+    assert pair.agrees
+    assert (pair.dtype, pair.tolerance) == ("float16", TOLERANCES["float16"])
+    assert pair.largest_rows_share > TOLERANCES["float32"]
+
+
+def test_without_live_rows_only_logits_are_compared():
+    wrong = SessionRunner(element_off(1, 0, "V", (0, 0, 0, 0), 0.5), "b", live_rows=False)
+    comparison = compare_paths([SessionRunner(SOURCE, "a"), wrong], PROMPTS, steps=STEPS)
+    assert not comparison.live_rows
+    found = comparison.pairs[0].difference
+    assert (found.kind, found.step) == ("logits", 2)
+
+
 def test_paths_are_closed_when_a_step_fails():
     paths = runners(SOURCE, corrupting(2, lambda session: 1 / 0))
     with pytest.raises(ZeroDivisionError):

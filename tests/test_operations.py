@@ -1,5 +1,6 @@
 """The custom operations, plainly and in a CUDA graph, beside their NumPy twins."""
 
+import itertools
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -12,7 +13,9 @@ from trt_kvcache.attention_plugin import AttentionFields
 from trt_kvcache.custom_op import TensorType, run_on_host
 from trt_kvcache.embedding_op import EmbeddingOp
 from trt_kvcache.errors import DTypeError, ShapeError
+from trt_kvcache.exchange import place
 from trt_kvcache.memory import HostMemory
+from trt_kvcache.segments import OperationStep
 from trt_kvcache.step_graphs import StepGraphs
 from trt_kvcache.tensor import DeviceTensor
 from trt_kvcache.tensorrt_engine import stream_handle
@@ -101,3 +104,16 @@ def test_what_fits_and_what_does_not():
             ATTENTION.outputs([*types[:index], wrong, *types[index + 1 :]])
     with pytest.raises(DTypeError, match="embedding: expected int32 ids, got int64"):
         EmbeddingOp().outputs([TensorType((4, 2), "float16"), TensorType((1, 1), "int64")])
+
+
+def test_bytes_are_shared_by_what_never_lives_together():
+    names = "abcdef"
+    steps = [OperationStep(operation="x", attributes={}, inputs=(a,), outputs=(b,)) for a, b in itertools.pairwise(names)]
+    sizes = dict(zip(names, (300, 200, 512, 100, 256, 1), strict=True))
+    offsets, nbytes = place(steps, sizes)
+    for one, other in itertools.pairwise(names):
+        ends = [offsets[name] + sizes[name] for name in (one, other)]
+        assert ends[0] <= offsets[other] or ends[1] <= offsets[one]
+    assert all(offset % 256 == 0 for offset in offsets.values())
+    assert nbytes == 512 + 200  # that of the widest step
+    assert place((), {}) == ({}, 0)
