@@ -33,7 +33,7 @@ from kernels import attention as cases  # noqa: E402
 from trt_kvcache import CudaMemory, DeviceTensor  # noqa: E402
 from trt_kvcache.dtypes import itemsize  # noqa: E402
 from trt_kvcache.kernels import AttentionWorkspace, attend, attention_tiles  # noqa: E402
-from trt_kvcache.kernels.attention import AttentionCall  # noqa: E402
+from trt_kvcache.kernels.attention_call import AttentionCall  # noqa: E402
 from trt_kvcache.kernels.cuda import attention as launcher  # noqa: E402
 from trt_kvcache.layout import dense_nbytes  # noqa: E402
 

@@ -9,7 +9,7 @@ import pytest
 
 from trt_kvcache import HostMemory
 from trt_kvcache.kernels import AttentionWorkspace, attend
-from trt_kvcache.kernels.attention import AttentionCall
+from trt_kvcache.kernels.attention_call import AttentionCall
 from trt_kvcache.kernels.host import attention as twin
 
 S, D = 24, 64

@@ -11,7 +11,7 @@ from trt_kvcache.attention_plugin.shapes import MOST_MULTIPROCESSORS, workspace_
 from trt_kvcache.attention_plugin.step import BorrowedWorkspace
 from trt_kvcache.custom_op import TensorType
 from trt_kvcache.errors import CapacityError, DTypeError, ShapeError
-from trt_kvcache.kernels.attention import AttentionCall
+from trt_kvcache.kernels.attention_call import AttentionCall
 from trt_kvcache.kernels.attention_tiles import ELEMENTS, HEAD_DIMS
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.tensor import DeviceTensor

@@ -11,7 +11,7 @@ from trt_kvcache.attention_plugin.shapes import INPUTS, MOST_MULTIPROCESSORS, wo
 from trt_kvcache.cuda_driver import check
 from trt_kvcache.cuda_memory import CudaMemory
 from trt_kvcache.errors import BindingError, CapacityError
-from trt_kvcache.kernels.attention import AttentionCall
+from trt_kvcache.kernels.attention_call import AttentionCall
 from trt_kvcache.kernels.attention_workspace import MOST_BLOCKS, AttentionWorkspace, partials_shape
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.layout import dense_nbytes

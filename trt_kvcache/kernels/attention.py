@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from trt_kvcache.checks import int_in_range
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, RangeError, ShapeError
+from trt_kvcache.kernels.attention_call import AttentionCall
 from trt_kvcache.kernels.attention_tiles import ELEMENTS, HEAD_DIMS, LEAST_FACTOR, MAX_GROUP, MOST_FACTOR
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.backend import backend_of
@@ -18,33 +18,6 @@ from trt_kvcache.layout import ROW_GRANULE, is_dense
 from trt_kvcache.tensor import DeviceTensor
 
 _Q_NDIM = 4
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionCall:
-    """What :func:`attend` was called with, checked."""
-
-    q: DeviceTensor
-    k: DeviceTensor
-    v: DeviceTensor
-    cache: DeviceTensor
-    lengths: DeviceTensor
-    new_lengths: DeviceTensor | None
-    cos_sin: DeviceTensor | None
-    out: DeviceTensor
-    scale: float
-    window: int
-    softcap: float
-
-    @property
-    def group(self) -> int:
-        """Query heads for each K/V head."""
-        return self.q.shape[2] // self.k.shape[2]
-
-    @property
-    def rotary_dim(self) -> int:
-        """Elements of a row that are turned."""
-        return 0 if self.cos_sin is None else 2 * self.cos_sin.shape[2]
 
 
 def split_qkv(qkv: DeviceTensor, num_heads: int, num_kv_heads: int) -> tuple[DeviceTensor, DeviceTensor, DeviceTensor]:

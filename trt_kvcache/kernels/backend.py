@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from trt_kvcache.kernels import host
+from trt_kvcache.kernels.attention_call import AttentionCall
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan
 from trt_kvcache.kernels.layer_infos import KVLayerInfos
 from trt_kvcache.kernels.state_infos import StateInfos
 from trt_kvcache.memory import Memory
 from trt_kvcache.tensor import DeviceTensor
-
-if TYPE_CHECKING:
-    from trt_kvcache.kernels.attention import AttentionCall
 
 
 class Backend(Protocol):

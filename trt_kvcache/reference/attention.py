@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.kernels import AttentionWorkspace
-from trt_kvcache.kernels.attention import AttentionCall
+from trt_kvcache.kernels.attention_call import AttentionCall
 from trt_kvcache.kernels.host import attention as twin
 from trt_kvcache.memory import HostMemory
 from trt_kvcache.reference.weights import Float32

@@ -6,7 +6,7 @@ from typing import Any
 
 from trt_kvcache.cuda_memory import CudaMemory
 from trt_kvcache.dtypes import itemsize
-from trt_kvcache.kernels.attention import AttentionCall
+from trt_kvcache.kernels.attention_call import AttentionCall
 from trt_kvcache.kernels.attention_tiles import (
     DECODE_ROWS,
     attention_name,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from trt_kvcache.kernels.attention_call import AttentionCall
+from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.host.arrays import Array, array_of
-
-if TYPE_CHECKING:
-    from trt_kvcache.kernels.attention import AttentionCall
-    from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 
 
 def _turn(rows: Array, angles: Array | None) -> Array:
