@@ -4,7 +4,8 @@
 
 Decode, against the copy bandwidth: caches take turns, so that none is in L2. Prefill, against a matrix product of torch. Each has
 two rows: attention alone (a decode step appends all the same), and RoPE, append and attention; the others only attend. All run in
-CUDA graphs. First everything is compared with float64. ``--tiles`` tries other tiles in the kernel of ``--only``, once in a process.
+CUDA graphs. First everything is compared with float64. ``--tiles`` tries other tiles in the kernel of ``--only``, once in a process;
+those not named are as ever.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from attention_peers import Call, peers
+from attention_peers import Call, peer_versions, peers
 from environment import describe_environment, to_table, write_result
 from torch.nn.attention import SDPBackend
 
@@ -237,7 +238,8 @@ def measure(
 ) -> dict[str, Any]:
     """Check and measure it all. What does not fit into the memory or the time is named and left out."""
     gpu, deadline = Gpu(), time.monotonic() + max_seconds
-    result: dict[str, Any] = {"limits": LIMITS, "kv_heads": KV_HEADS, "dtype": "float16", "tiles": {}, "left_out": []}
+    result: dict[str, Any] = {"peer_versions": peer_versions(), "limits": LIMITS, "kv_heads": KV_HEADS, "dtype": "float16"}
+    result |= {"tiles": {}, "left_out": []}
     names = [only] if only else ["decode", "prefill"]
     memory_nbytes = torch.cuda.get_device_properties(0).total_memory
     with torch.cuda.stream(gpu.torch_stream):
@@ -289,10 +291,16 @@ def exceeded(result: dict[str, Any]) -> list[str]:
 
 
 def _use_tiles(which: str, text: str) -> None:
-    tiles = {name: int(value) for name, value in (pair.split("=") for pair in text.split(","))}
-    attention_tiles._TILES[f"attention_{which}"] = lambda head_dim, arch: tiles
+    name, given = f"{which}_tiles", {name: int(value) for name, value in (pair.split("=") for pair in text.split(","))}
+    chosen = getattr(attention_tiles, name)
+
+    def tiles(head_dim: int, arch: str) -> dict[str, int]:
+        return {**chosen(head_dim, arch), **given}
+
+    attention_tiles._TILES[f"attention_{which}"] = tiles
     for module in (attention_tiles, launcher):
-        setattr(module, f"{which}_tiles", attention_tiles._TILES[f"attention_{which}"])
+        if hasattr(module, name):
+            setattr(module, name, tiles)
 
 
 def main() -> int:

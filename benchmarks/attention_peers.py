@@ -18,6 +18,22 @@ _FLEX = {(8, 1, 8192, 4, 128), (1, 8192, 0, 4, 128)}  # torch compiles it anew f
 _PAGE = 16  # of FlashInfer
 
 
+def _installed() -> list[str]:
+    flash = ["flash_attn.cute" if find_spec("flash_attn.cute") else "flash_attn"] if find_spec("flash_attn") else []
+    return flash + (["flashinfer"] if find_spec("flashinfer") else [])
+
+
+def peer_versions() -> dict[str, str]:
+    """Return the versions of those that are no part of torch, by name."""
+    versions = {}
+    for name in _installed():
+        try:
+            versions[name] = getattr(importlib.import_module(name), "__version__", "unknown")
+        except (ImportError, OSError, RuntimeError) as error:
+            versions[name] = str(error)
+    return versions
+
+
 def peers(problem: Any, shape: tuple[int, int, int, int, int]) -> Iterator[tuple[str, Callable[[], list[Call]]]]:
     """Yield names of others, and what makes their calls: one for each cache, over K and V as each wants them."""
     batch, width, past, group, dim = shape
@@ -74,8 +90,5 @@ def peers(problem: Any, shape: tuple[int, int, int, int, int]) -> Iterator[tuple
             yield backend.name, partial(sdpa, backend)
     if shape in _FLEX:
         yield "flex_attention", flex
-    if find_spec("flash_attn"):
-        name = "flash_attn.cute" if find_spec("flash_attn.cute") else "flash_attn"
-        yield name, partial(flash_attention, name)
-    if find_spec("flashinfer"):
-        yield "flashinfer", flash_infer
+    for name in _installed():
+        yield name, flash_infer if name == "flashinfer" else partial(flash_attention, name)
