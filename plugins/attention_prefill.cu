@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kAppendBlock)
     *reinterpret_cast<unsigned*>(to + kv_stride) = reinterpret_cast<const unsigned*>(value)[word];
 }
 
-// Grid: x over tiles of new tokens, y over query heads, z over slots.
+// Grid: x over query heads, y over tiles of new tokens, z over slots.
 template <int kWarps, int kMatrices, int kKeys, int kStages>
 __device__ __forceinline__ void prefill(const Prefill& call) {
     constexpr int kBlock = 32 * kWarps, kWarpRows = 16 * kMatrices, kRows = kWarps * kWarpRows, kTileBytes = kKeys * kRowBytes;
@@ -54,10 +54,10 @@ __device__ __forceinline__ void prefill(const Prefill& call) {
     DYNAMIC_SHARED(unsigned char, shared);
     unsigned char* const ring = shared + kRows * kRowBytes;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int slot = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.y);
-    const int row0 = static_cast<int>(gridDim.x - 1 - blockIdx.x) * kRows;
+    const int slot = static_cast<int>(blockIdx.z), head = static_cast<int>(blockIdx.x);
+    const int row0 = static_cast<int>(gridDim.y - 1 - blockIdx.y) * kRows;
     const int past = call.lengths[slot], count = tokens_of(call.lengths, call.new_lengths, slot, call.width, call.max_tokens);
-    const long long out_stride = static_cast<long long>(gridDim.y) * kRowBytes;
+    const long long out_stride = static_cast<long long>(gridDim.x) * kRowBytes;
     unsigned char* results = call.out + (slot * call.width + row0) * out_stride + head * kRowBytes;
     if (row0 >= count) {
         for (int x = threadIdx.x; x < kRows * kPieces; x += kBlock) {

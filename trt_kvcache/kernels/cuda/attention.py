@@ -20,7 +20,7 @@ from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch
 _WARP = 32
 
 #: Blocks for each multiprocessor up to which prefill takes its short form: measured on an H200.
-_FEW = 4
+_FEW = 3
 
 
 def _address(tensor: Any) -> int:
@@ -99,7 +99,7 @@ def _prefill(call: AttentionCall, stream: Any) -> None:
         memory,
         attention_name("attention_prefill", call.cache.dtype, head_dim),
         "attention_prefill_short" if short else "attention_prefill",
-        (-(-width // rows), heads, slots),
+        (heads, -(-width // rows), slots),
         (call.q.ptr, *strides, *_cache_of(call), call.out.ptr, width, call.group, call.window, call.scale, call.softcap),
         stream,
         threads=_WARP * warps,
