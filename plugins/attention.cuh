@@ -79,9 +79,7 @@ __device__ __forceinline__ void turn_in_tile(unsigned char* tile, int row, int w
 struct Score {
     float factor, inner;  // inner is 0 without a softcap
 
-    __device__ __forceinline__ Score(double scale, double softcap)
-        : factor(static_cast<float>(softcap > 0 ? softcap : scale) * kLog2E),
-          inner(softcap > 0 ? static_cast<float>(scale / softcap) : 0.0f) {}
+    __device__ __forceinline__ Score(double factor, double inner) : factor(static_cast<float>(factor)), inner(static_cast<float>(inner)) {}
 
     // tanh: 1 - 2 / (e^(2x) + 1), which cancels near 0; there its series.
     __device__ __forceinline__ float capped(float product) const {

@@ -2,27 +2,36 @@
 //
 // The query heads of a K/V head are the rows of one matrix, so K and V are read once for all of them. Work is counted in tiles:
 // kTokens tokens of one head of one slot, for one warp. If heads have about the same length, each block has an equal part of one
-// head, or some heads; else all tiles of all heads and slots stand in one line, and each block takes an equal part of it. Lengths
+// head (its first tiles, known without lengths, and a part of the rest), or some heads; else all tiles of all heads and slots stand in one line, and each block takes an equal part of it. Lengths
 // are read here, so the launch depends on shapes alone. A head that several blocks have parts of is put together by the one that
-// has its end: it waits for blocks before it alone, which have begun when it does. Each warp has a ring of tiles in shared memory,
-// filled ahead and over the end of a head, q and the angles too.
+// has its end; where that is much, blocks that have no tiles, behind all others, share its rows. Whoever puts together waits for
+// blocks before it alone, which have begun when it does. Each warp has a ring of tiles in shared memory,
+// filled ahead and over the end of a head, q and the angles too. The new token is in no tile: the warp that begins with it has it in
+// registers.
 
 #include "attention.cuh"
 
 constexpr int kWarps = WARPS, kStages = STAGES, kTokens = TOKENS;
 constexpr int kBlock = 32 * kWarps, kTileBytes = kTokens * kRowBytes;
 constexpr int kSlots = 2 * kStages - 1;  // of a warp's ring: K and V of the tiles that are on their way, and one that is worked on
-static_assert(kTokens >= 16, "a slot is a place for results of 8 rows");
-// Tiles: the fewest that are worth a block; and as many as one loads while it goes from one head to another.
+static_assert(kTokens >= 16, "a slot is a place for results of 8 rows, and the ring for what a block has of a head");
+static_assert(LEAST % WARPS == 0, "a block passes tiles of others over between two steps");
+// Tiles: the fewest that are worth a block, which are its first ones; and as many as one loads while it goes from one head to another.
 constexpr int kLeast = LEAST, kCrossing = CROSSING;
-constexpr int kChains = CHAINS;   // sums of products that do not wait for each other
-constexpr int kAtOnce = 16;      // partial results that a thread reads
+// Of a lane's pieces of a tile, those that are fetched before lengths are known: 32 KiB of a block.
+constexpr int kGuessed = kTokens * kPieces < 2048 / kWarps ? kTokens * kPieces / 32 : 64 / kWarps;
+constexpr int kChains = CHAINS;           // sums of products that do not wait for each other
+constexpr int kPart = kHeadDim / 4 + 1;   // pieces of 16 bytes of a row of partial results: values, then the maximum and the sum
+constexpr int kJoined = 8;                // parts that are put together at once
+constexpr int kAtOnce = kHeadDim > 128 ? 8 : kHeadDim / 16;  // pieces that a thread looks for: each costs time, found or not
 
 struct Decode {
     const int *lengths, *new_lengths;  // the latter may be null: 1 for all
     int max_tokens, window;            // rows of a head
     int slots, kv_heads;
+    int blocks;          // that have tiles; those behind them put together
     int parts, several;  // blocks of a head, or 0 and heads of a block, if all heads are about as long
+    int joined;          // then, as a power of 2, rows of a head that one block puts together
     int group;
     unsigned char* cache;
     long long slot_stride, kv_stride;  // bytes
@@ -34,9 +43,10 @@ struct Decode {
     long long v_stride;
     const float* cos_sin;  // [max_tokens or more, 2, rotary_dim / 2]
     int rotary_dim;
-    double scale, softcap;
+    Score score;
     unsigned char* out;  // [slots, kv_heads, group, kHeadDim]
-    float* partials;     // [gridDim.x, 2, group, kHeadDim + 4], 0 before and after
+    float4* partials;    // for each share of the rows [blocks, rows, kPart]: for blocks that come later; last words are 0 before and after
+    float4* kept;        // [blocks, group, kPart]: for the block itself
 };
 
 // A tile of one head of one slot.
@@ -46,10 +56,10 @@ struct Place {
 
     __device__ __forceinline__ void read_slot(const Decode& call) { read(call, call.lengths[slot], call.new_lengths ? call.new_lengths[slot] : 1); }
     __device__ __forceinline__ void read(const Decode& call, int length, int new_length) {
-        position = new_length > 0 && length < call.max_tokens ? length : -1;
-        first_key = call.window > 0 ? max(0, position - call.window + 1) : 0;
+        position = new_length > 0 && length < call.max_tokens ? max(length, -1) : -1;
+        first_key = call.window > 0 ? max(0, position - (call.window - 1)) : 0;
         first_tile = position < 0 ? 0 : first_key / kTokens;
-        tiles = position < 0 ? 1 : position / kTokens + 1 - first_tile;
+        tiles = max((position + kTokens - 1) / kTokens - first_tile, 1);
     }
     // The first token of a warp's tile, if this is the tile of warp 0.
     __device__ __forceinline__ int token(int warp) const { return (first_tile + tile + warp) * kTokens; }
@@ -62,25 +72,37 @@ __device__ __forceinline__ int tiles_of(const Decode& call, int slot) {
     return slot < call.slots ? place.tiles : 0;
 }
 
-// a / b, of numbers that are not negative: in floats, several times as fast as in integers, where that is exact.
+// a / b, of numbers that are not negative, b below 2^20: by floats, several times as fast as by integers. The second quotient is of what
+// the first one, not exact, leaves.
 __device__ __forceinline__ int quotient(int a, int b) {
-    if (__builtin_expect(a >= 1 << 20, 0)) return a / b;
-    return static_cast<int>((static_cast<float>(a) + 0.5f) * reciprocal(static_cast<float>(b)));
+    const float one_of = reciprocal(static_cast<float>(b));
+    const int first = static_cast<int>(static_cast<float>(a) * one_of);
+    return first + static_cast<int>(floorf((static_cast<float>(a - first * b) + 0.5f) * one_of));
 }
+
+// Blocks that put a head together, if heads are about as long.
+__device__ __forceinline__ int shares_of_rows(const Decode& call) { return (call.group + (1 << call.joined) - 1) >> call.joined; }
 
 // What is this block's: tiles begin to end of the line, and the place of the first. Every warp finds it by itself.
 struct Part {
-    int share, begin, end;  // share: tiles of each block
-    int base;               // the block whose part begins at 0
-    Place first;
+    int share = 1, begin = 0, end = 0;  // share: tiles of each block, if they stand in one line
+    int base = 0;                       // the block whose part begins at 0, if heads are about as long
+    int gap_at = -1, gap = 0;           // where tiles of others are passed over, and how many
+    bool even = true;                   // heads are about as long
+    int share_of_rows = 0;              // that it puts together: 0 but for blocks that have no tiles
+    Place first{};
 
-    __device__ __forceinline__ explicit Part(const Decode& call) : share(0), begin(0), end(0), base(0), first{} {
-        const int lane = threadIdx.x % 32, block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
+    template <class Guess>
+    __device__ __forceinline__ Part(const Decode& call, const Guess& guess) {
+        const int lane = threadIdx.x % 32, block = static_cast<int>(blockIdx.x), blocks = call.blocks;
         // The way to the lengths is the longest here: what needs none of them is done meanwhile.
         const int nearest = min(lane, call.slots - 1), length = call.lengths[nearest], new_length = call.new_lengths ? call.new_lengths[nearest] : 1;
         const int kv_heads = call.kv_heads, heads = call.slots * kv_heads, parts = call.parts, several = call.several;
-        const int head = min(parts > 0 ? quotient(block, parts) : block * several, heads), slot = quotient(min(head, heads - 1), kv_heads);
+        const int joins = block - blocks, others = shares_of_rows(call) - 1;  // joins: below 0, it has tiles
+        const int head = min(joins >= 0 ? quotient(joins, others) : parts > 0 ? quotient(block, parts) : block * several, heads);
+        const int slot = quotient(min(head, heads - 1), kv_heads);
         const int own_length = call.lengths[slot], own_new_length = call.new_lengths ? call.new_lengths[slot] : 1;
+        guess(slot, head - slot * kv_heads, parts > 0 ? (block - head * parts) * kLeast : 0, head < heads && joins < 0 && call.window == 0);
         first = {nearest, 0, 0, 0, 0, 0, 0};
         first.read(call, length, new_length);
         int total = lane < call.slots ? first.tiles : 0, most = total;
@@ -96,15 +118,27 @@ struct Part {
         most = max_of_warp(most);
         const float longest = static_cast<float>(most) * several * blocks, mean = static_cast<float>(total) + kCrossing * blocks;
         if (__builtin_expect(longest > mean * max(parts, 1), 0)) {
+            even = false;
             in_line(call, total);
             return;
         }
         if (head == heads) return;
-        if (parts > 0) {
-            share = max(quotient(most + parts - 1, parts), kLeast);
-            base = head * parts;
-            begin = first.tile = (block - base) * share;
-            end = min(begin + share, first.tiles);
+        base = head * parts;
+        if (joins >= 0) {
+            share_of_rows = joins - head * others + 1;
+        } else if (parts > 0) {
+            const int number = block - base, rest = first.tiles - parts * kLeast, each = rest > 0 ? quotient(rest, parts) : 0;
+            begin = first.tile = number * kLeast;
+            end = min(begin + kLeast, first.tiles);
+            if (rest > 0) {
+                const int more = rest - each * parts;  // blocks that have one tile more: the last ones
+                const int before = number * each + max(number - (parts - more), 0), own = each + (number >= parts - more);
+                if (own > 0) {
+                    gap_at = end;
+                    gap = parts * kLeast + before - end;
+                    end += gap + own;
+                }
+            }
         } else {
 #pragma unroll 1
             for (int other = head; other < min(head + several, heads); other++) end += tiles_of(call, other / kv_heads);
@@ -112,7 +146,8 @@ struct Part {
     }
 
     __device__ __forceinline__ void in_line(const Decode& call, int total) {
-        const int lane = threadIdx.x % 32, kv_heads = call.kv_heads, blocks = static_cast<int>(gridDim.x);
+        const int lane = threadIdx.x % 32, kv_heads = call.kv_heads, blocks = call.blocks;
+        if (static_cast<int>(blockIdx.x) >= blocks) return;
         share = max((total + blocks - 1) / blocks, kLeast);
         begin = static_cast<int>(blockIdx.x) * share;
         end = min(total, begin + share);
@@ -153,9 +188,13 @@ struct Walk {
 
     __device__ __forceinline__ bool begins(const Part& part) const { return at.tile == 0 || done == part.begin; }
     __device__ __forceinline__ int count(const Part& part) const { return min(kWarps, min(part.end - done, at.tiles - at.tile)); }
-    __device__ __forceinline__ void advance(const Decode& call, int count) {
+    __device__ __forceinline__ void advance(const Decode& call, const Part& part, int count) {
         done += count;
         at.tile += count;
+        if (done == part.gap_at) {
+            done += part.gap;
+            at.tile += part.gap;
+        }
         if (at.tile < at.tiles) return;
         at.tile = 0;
         head = head + 1 == kStages ? 0 : head + 1;
@@ -183,6 +222,26 @@ struct Running {
             sums[i] = 0;
         }
     }
+    // With the new token, whose probability is 1 as yet.
+    __device__ __forceinline__ void begin(const unsigned char* rows, const unsigned char* fresh, const Score& score) {
+        const int lane = threadIdx.x % 32;
+        const unsigned *key = reinterpret_cast<const unsigned*>(fresh), *value = key + kWords;
+#pragma unroll
+        for (int i = 0; i < kRows / 8; i++) {
+            float product = 0;
+#pragma unroll
+            for (int d = 0; d < kPieces; d++) {
+                const float2 x = unpack(Element{}, *reinterpret_cast<const unsigned*>(rows + piece_at(lane / 4 + 8 * i, d) + lane % 4 * 4));
+                const float2 y = unpack(Element{}, key[4 * d + lane % 4]), z = unpack(Element{}, value[4 * d + lane % 4]);
+                product += x.x * y.x + x.y * y.y;
+                values[d][2 * i] = z.x;
+                values[d][2 * i + 1] = z.y;
+            }
+            product = sum_of_four(product);
+            maxima[i] = score.inner != 0 ? score.capped(product) : product;
+            sums[i] = lane % 4 ? 0.0f : 1.0f;
+        }
+    }
     // To a higher maximum of the row.
     __device__ __forceinline__ void raise(int i, float maximum, float factor) {
         const float less = power_of_2((maxima[i] - maximum) * factor);
@@ -202,38 +261,51 @@ struct Shared {
     unsigned char* ring;   // [kWarps][kSlots] tiles of K, then V, in turns
     unsigned char* heads;  // [kStages]: kRows rows of q, one of k, one of v; and two for the angles
     unsigned char* fresh;  // K and V of the new token
-    float* maxima;         // [kWarps][kRows]
-    float* sums;
+    float2* totals;        // [kWarps][kRows]: maximum and sum
 
     __device__ __forceinline__ explicit Shared(unsigned char* start) {
         ring = start;
         heads = ring + kWarps * kSlots * kTileBytes;
         fresh = heads + kStages * (kRows + 4) * kRowBytes;
-        maxima = reinterpret_cast<float*>(fresh + 2 * kRowBytes);
-        sums = maxima + kWarps * kRows;
+        totals = reinterpret_cast<float2*>(fresh + 2 * kRowBytes);
     }
     __device__ __forceinline__ unsigned char* tile(int warp, int slot) const { return ring + (warp * kSlots + slot) * kTileBytes; }
     __device__ __forceinline__ unsigned char* head(int number) const { return heads + number * (kRows + 4) * kRowBytes; }
-    // Four, or two, of what a warp has of a row.
-    __device__ __forceinline__ float* values(int warp, int slot, unsigned row, unsigned column) const {
-        return reinterpret_cast<float*>(tile(warp, slot)) + row * kHeadDim + (column ^ row % kSpread * 8);
-    }
+    // Where in a tile four, or two, of what a warp has of a row lie.
+    __device__ __forceinline__ static unsigned value_at(unsigned row, unsigned column) { return 4 * (row * kHeadDim + (column ^ row % kSpread * 8)); }
 };
 
-// A row's results of several parts, relative to their maximum.
+// Four results of a row, of several parts, relative to their maximum.
 struct Together {
     float maximum = kLowest, sum = 0;
     float4 value{0, 0, 0, 0};
 
-    __device__ __forceinline__ void raise(float other, float factor) {
-        const float less = power_of_2((maximum - other) * factor);
-        maximum = other;
-        sum *= less;
-        value = {value.x * less, value.y * less, value.z * less, value.w * less};
-    }
-    __device__ __forceinline__ void add(float weight, float part_sum, float4 part) {
-        sum += weight * part_sum;
-        value = {value.x + weight * part.x, value.y + weight * part.y, value.z + weight * part.z, value.w + weight * part.w};
+    // Parts in shared memory, some bytes from each other; a total is a maximum and a sum.
+    __device__ __forceinline__ void add(const unsigned char* values, int further_value, const unsigned char* totals, int further_total, int count,
+                                        float factor) {
+#pragma unroll 1
+        for (int first = 0; first < count; first += kJoined) {
+            float2 total[kJoined];
+            float4 part[kJoined];
+            float highest = maximum;
+#pragma unroll
+            for (int i = 0; i < kJoined; i++) {
+                const int number = min(first + i, count - 1);
+                total[i] = *reinterpret_cast<const float2*>(totals + number * further_total);
+                part[i] = *reinterpret_cast<const float4*>(values + number * further_value);
+                highest = fmaxf(highest, total[i].x);
+            }
+            const float less = power_of_2((maximum - highest) * factor);
+            maximum = highest;
+            sum *= less;
+            value = {value.x * less, value.y * less, value.z * less, value.w * less};
+#pragma unroll
+            for (int i = 0; i < kJoined; i++) {
+                const float weight = first + i < count ? power_of_2((total[i].x - maximum) * factor) : 0;
+                sum += weight * total[i].y;
+                value = {value.x + weight * part[i].x, value.y + weight * part[i].y, value.z + weight * part[i].z, value.w + weight * part[i].w};
+            }
+        }
     }
 };
 
@@ -247,8 +319,7 @@ __device__ __forceinline__ void put_together(const Shared<kRows>& shared, int sl
     for (int i = 0; i < kRows / 8; i++) {
         const float sum = sum_of_four(running.sums[i]);
         if (lane % 4) continue;
-        shared.maxima[warp * kRows + lane / 4 + 8 * i] = running.maxima[i];
-        shared.sums[warp * kRows + lane / 4 + 8 * i] = sum;
+        shared.totals[warp * kRows + lane / 4 + 8 * i] = {running.maxima[i], sum};
     }
 #pragma unroll
     for (int row0 = 0; row0 < kRows; row0 += kRound) {
@@ -257,9 +328,11 @@ __device__ __forceinline__ void put_together(const Shared<kRows>& shared, int sl
 #pragma unroll
         for (int i = row0 / 8; i < (row0 + kRound) / 8; i++) {
             const int row = lane / 4 + 8 * i;
+            const unsigned first = Shared<kRows>::value_at(row - row0, lane % 4 * 2);
 #pragma unroll
-            for (int d = 0; d < kHeadDim / 8 && row < group; d++) {
-                *reinterpret_cast<float2*>(shared.values(warp, slot, row - row0, 8 * d + lane % 4 * 2)) = {running.values[d][2 * i], running.values[d][2 * i + 1]};
+            for (int d = 0; d < kHeadDim / 8 && row < group; d++) {  // columns 8 * d and on
+                unsigned char* to = shared.tile(warp, slot) + (first ^ d % kSpread * 32) + d / kSpread * kSpread * 32;
+                *reinterpret_cast<float2*>(to) = {running.values[d][2 * i], running.values[d][2 * i + 1]};
             }
         }
         __syncthreads();
@@ -267,14 +340,27 @@ __device__ __forceinline__ void put_together(const Shared<kRows>& shared, int sl
         for (int x = threadIdx.x; x < min(group - row0, kRound) * (kHeadDim / 4); x += kBlock) {
             const int row = row0 + x / (kHeadDim / 4), column = x % (kHeadDim / 4) * 4;
             Together together;
-#pragma unroll
-            for (int other = 0; other < kWarps; other++) together.maximum = fmaxf(together.maximum, shared.maxima[other * kRows + row]);
-#pragma unroll
-            for (int other = 0; other < kWarps; other++) {
-                together.add(power_of_2((shared.maxima[other * kRows + row] - together.maximum) * factor), shared.sums[other * kRows + row],
-                             *reinterpret_cast<const float4*>(shared.values(other, slot, row - row0, column)));
-            }
+            together.add(shared.tile(0, slot) + Shared<kRows>::value_at(row - row0, column), kSlots * kTileBytes,
+                         reinterpret_cast<const unsigned char*>(shared.totals + row), kRows * sizeof(float2), kWarps, factor);
             emit(row, column, together);
+        }
+    }
+}
+
+// By copy(to, from, valid): pieces kFirst to kEnd of this lane, of a tile of which so many tokens live.
+template <int kFirst, int kEnd, class Copy>
+__device__ __forceinline__ void copy_pieces(SharedAddress tile, const unsigned char* rows, int tokens, Copy copy) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = kFirst; i < kEnd; i++) {
+        if constexpr (32 % kPieces == 0) {
+            constexpr int kAtATime = 32 / kPieces;  // rows
+            const int row = lane / kPieces, piece = lane % kPieces;
+            copy(flip_bits(tile + piece_at(row, piece), i * kAtATime % kSpread * 16) + i * kAtATime * kRowBytes,
+                 rows + row * kRowBytes + piece * 16 + i * kAtATime * kRowBytes, i * kAtATime < tokens - row);
+        } else {
+            const int row = (i * 32 + lane) / kPieces, piece = (i * 32 + lane) % kPieces;
+            copy(tile + piece_at(row, piece), rows + row * kRowBytes + piece * 16, row < tokens);
         }
     }
 }
@@ -283,26 +369,43 @@ template <int kRows>
 __device__ __forceinline__ void decode(const Decode& call) {
     DYNAMIC_SHARED(unsigned char, start);
     const Shared<kRows> shared(start);
+    static_assert(kStages * (kRows + 4) * kRowBytes >= 16 * kRows * kPart, "the places of heads are one for what a block has of a head");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = call.group;
-    const Part part(call);
-    if (part.begin >= part.end) return;
+    const OncePolicy policy = once();
+    // The keys that are this warp's first ones if heads are about as long: on their way before lengths are known.
+    const auto guess = [&](int slot, int head, int tile, bool any) {
+        const int token = (tile + warp) * kTokens;
+        const unsigned char* rows = call.cache + slot * call.slot_stride + (static_cast<long long>(head) * call.max_tokens + token) * kRowBytes;
+        copy_pieces<0, kGuessed>(shared_address(shared.tile(warp, 0)), rows, any ? call.max_tokens - token : 0,
+                                 [&](SharedAddress to, const void* from, bool valid) { copy_async_unsure(to, from, valid, policy); });
+        commit_copies();
+    };
+    const Part part(call, guess);
+    // The last of the blocks that have parts of a head, if heads are about as long.
+    const int last = min((part.first.tiles - 1) / kLeast, call.parts - 1);
+    const bool joins_only = part.share_of_rows > 0 && last > 0;
+    if (part.begin >= part.end && !joins_only) {
+        wait_for_copies<0>();
+        return;
+    }
 
     Walk ahead(part), walk(part);
-    const OncePolicy policy = once();
-    int free = 0;  // the slot that is filled next
+    const bool guessed = call.window == 0 && part.even;
+    bool is_there = guessed;
+    int free = !guessed;  // the slot that is filled next; what was fetched in vain is left where it is
     // K or V, `further` bytes on, of this warp's tile, if it has one.
     const auto fill = [&](long long further) {
         const Place& place = ahead.at;
         if (ahead.count(part) > warp && place.position >= 0) {
             const int token = place.token(warp);
-            const unsigned char* rows = call.cache + place.slot * call.slot_stride + (static_cast<long long>(place.head) * call.max_tokens + token) * kRowBytes + further;
+            const long long row = static_cast<long long>(place.head) * call.max_tokens + token;
+            const unsigned char* rows = call.cache + place.slot * call.slot_stride + row * kRowBytes + further;
             const SharedAddress tile = shared_address(shared.tile(warp, free));
-#pragma unroll
-            for (int i = 0; i < kTokens * kPieces / 32; i++) {
-                const int row = (i * 32 + lane) / kPieces, piece = (i * 32 + lane) % kPieces;
-                copy_async_once(tile + piece_at(row, piece), rows + row * kRowBytes + piece * 16, token + row < place.position, policy);
-            }
+            const auto copy = [&](SharedAddress to, const void* from, bool valid) { copy_async_once(to, from, valid, policy); };
+            if (!is_there) copy_pieces<0, kGuessed>(tile, rows, place.position - token, copy);
+            copy_pieces<kGuessed, kTokens * kPieces / 32>(tile, rows, place.position - token, copy);
         }
+        is_there = false;
         commit_copies();
         free = free + 1 == kSlots ? 0 : free + 1;
     };
@@ -331,21 +434,27 @@ __device__ __forceinline__ void decode(const Decode& call) {
     };
     const auto fill_values = [&] {
         fill(call.kv_stride);
-        if (ahead.done < part.end) ahead.advance(call, ahead.count(part));
+        if (ahead.done < part.end) ahead.advance(call, part, ahead.count(part));
     };
 #pragma unroll 1
     for (int stage = 0; stage < kStages - 1; stage++) {
         fill_keys();
         fill_values();
     }
-    const Score score(call.scale, call.softcap);
+    const Score score = call.score;
     // The end of a head that others began, if this block has it: it puts that head together.
     const int from_first = part.begin - part.first.tile, to_first = from_first + part.first.tiles;
     const bool ends_it = part.first.tile > 0 && to_first <= part.end;
-    const int first_block = ends_it ? part.base + static_cast<unsigned>(from_first) / part.share : 0;
-    const auto partial = [&](int block, bool begins, int row) {
-        return call.partials + static_cast<long long>((2 * block + begins) * group + row) * (kHeadDim + 4);
+    const int first_block = part.even ? part.base : ends_it ? quotient(from_first, part.share) : 0;
+    // Rows that are put together by one block, and where what a block has of one is for it.
+    const int joined = part.even ? call.joined : 4;
+    const auto rows_of = [&](int share) { return min(1 << joined, group - (share << joined)); };
+    const auto partial = [&](int share, int block) {
+        return call.partials + (static_cast<long long>(share << joined) * call.blocks + block * rows_of(share)) * kPart;
     };
+    // What this block has of it: where q was, if no other head comes after.
+    float4* const kept = call.kept + static_cast<long long>(blockIdx.x) * group * kPart;
+    float4* const own = part.even ? reinterpret_cast<float4*>(shared.heads) : kept;
     const auto store = [&](const Place& place, int row, int column, const Together& all) {
         const float one_of = reciprocal(all.sum);
         unsigned char* out = call.out + (static_cast<long long>(place.slot * call.kv_heads + place.head) * group + row) * kRowBytes;
@@ -355,8 +464,8 @@ __device__ __forceinline__ void decode(const Decode& call) {
 
     unsigned queries[kHeadDim / 16][kRows / 4];
     Running<kRows> running;
-    int slot = 0;  // of the keys
-    for (int count; walk.done < part.end; walk.advance(call, count)) {
+    int slot = !guessed;  // of the keys
+    for (int count; walk.done < part.end; walk.advance(call, part, count)) {
         const Place& at = walk.at;
         count = walk.count(part);
         const int from = walk.done - at.tile, to = from + at.tiles;  // the whole head
@@ -394,25 +503,17 @@ __device__ __forceinline__ void decode(const Decode& call) {
                 for (int d = 0; d < kHeadDim / 16; d++) load_matrices(queries[d], rows + piece_at(lane % 16, 2 * d + lane / 16));
             }
             running.clear();
+            if (warp == kWarps - 1 && to <= part.end && at.position >= 0) running.begin(head, shared.fresh, score);
         }
         wait_for_copies<3 * kStages - 5>();
         __syncwarp();
         fill_keys();
         const int token = at.token(warp);
         const bool takes_part = warp < count && at.position >= 0;
-        // The row of the new token, if it is in this tile.
-        const auto renew = [&](unsigned char* tile, const unsigned char* fresh) {
-            if (at.position >= token + kTokens) return;
-            for (int x = lane; x < kPieces; x += 32) {
-                *reinterpret_cast<uint4*>(tile + piece_at(at.position - token, x)) = reinterpret_cast<const uint4*>(fresh)[x];
-            }
-            __syncwarp();
-        };
         float sums[kChains][kTokens / 8][4] = {};
         auto& scores = sums[0];
         if (takes_part) {
             unsigned char* tile = shared.tile(warp, slot);
-            renew(tile, shared.fresh);
             const LanePieces keys(shared_address(tile), lane % 8 + lane / 16 * 8, lane / 8 % 2);
 #pragma unroll
             for (int j = 0; j < kTokens / 16; j++) {
@@ -441,7 +542,7 @@ __device__ __forceinline__ void decode(const Decode& call) {
                         if (score.inner != 0) scores[j][e] = score.capped(scores[j][e]);
                         if (at_an_edge) {
                             const int key = token + 8 * j + lane % 4 * 2 + e % 2;
-                            if (key > at.position || key < at.first_key) scores[j][e] = kMasked;
+                            if (key >= at.position || key < at.first_key) scores[j][e] = kMasked;
                         }
                         maximum = fmaxf(maximum, scores[j][e]);
                     }
@@ -464,7 +565,6 @@ __device__ __forceinline__ void decode(const Decode& call) {
         fill_values();
         if (takes_part) {
             unsigned char* tile = shared.tile(warp, slot);
-            renew(tile, shared.fresh + kRowBytes);
             const LanePieces values(shared_address(tile), lane % 16, lane / 16);
 #pragma unroll
             for (int j = 0; j < kTokens / 16; j++) {
@@ -495,58 +595,69 @@ __device__ __forceinline__ void decode(const Decode& call) {
                 store(at, row, column, all);
                 return;
             }
-            float* mine = partial(static_cast<int>(blockIdx.x), begins, row);
-            publish(reinterpret_cast<float4*>(mine + column), all.value);
-            if (column == 0) publish(reinterpret_cast<float2*>(mine + kHeadDim), {all.maximum, all.sum});
+            if (to <= part.end && row >> joined == 0) {
+                own[row * kPart + column / 4] = all.value;
+                if (column == 0) own[row * kPart + kPart - 1] = {all.maximum, all.sum, 0, 0};
+                return;
+            }
+            float4* mine = partial(row >> joined, blockIdx.x) + (row & ((1 << joined) - 1)) * kPart;
+            publish(mine + column / 4, all.value);
+            if (column == 0) publish(mine + kPart - 1, {all.maximum, all.sum, 1, 1});
         });
     }
     wait_for_copies<0>();
-    if (!ends_it) return;
-    __syncthreads();  // for what this block itself wrote
-    const int last_block = static_cast<int>(blockIdx.x);
+    if (!ends_it && !joins_only) return;
+    // Parts of others come to shared memory, as many as there is room for, and are added to what this block has.
+    const int rows = rows_of(part.share_of_rows), items = rows * (kHeadDim / 4), pieces = rows * kPart;
+    const int others = (joins_only ? last + 1 : static_cast<int>(blockIdx.x) - first_block) * pieces;
+    float4 *const theirs = partial(part.share_of_rows, first_block), *const here = reinterpret_cast<float4*>(shared.ring);
+    const int room = quotient(kWarps * kSlots * kTileBytes / 16, pieces) * pieces;
+    __syncthreads();
 #pragma unroll 1
-    for (int x = threadIdx.x; x < group * (kHeadDim / 4); x += kBlock) {
-        const int row = x / (kHeadDim / 4), column = x % (kHeadDim / 4) * 4;
-        Together together;
+    for (int begin = 0, end; begin < others; begin = end) {
+        end = min(others, begin + room);
 #pragma unroll 1
-        for (int block = first_block; block <= last_block; block += kAtOnce) {
-            float4 values[kAtOnce];
-            float2 weights[kAtOnce];  // maximum and sum
-            float* const theirs = partial(block, false, row);
-            const unsigned step = 2 * group * (kHeadDim + 4), begins = block == first_block ? step / 2 : 0;
-            const auto place = [&](unsigned i) { return theirs + (i == 0 ? begins : i * step); };
-#pragma unroll
-            for (int i = 0; i < kAtOnce; i++) {
-                const float none = block + i <= last_block ? 0.0f : 1.0f;
-                values[i] = {none, none, none, none};
-                weights[i] = {none * kLowest, none};
-            }
-            for (bool all = false; !all;) {  // those that are still to come at once: each look takes as long as a way through the L2
+        for (int x = begin + threadIdx.x; x < end; x += kBlock * kAtOnce) {
+            float4 *const place = theirs + x, *const to = here + x - begin;
+            float4 found[kAtOnce];
+            for (bool all_there = false; !all_there;) {  // at once: each look takes as long as a way through the L2
+                all_there = true;
 #pragma unroll
                 for (int i = 0; i < kAtOnce; i++) {
-                    if (!has_come(values[i])) values[i] = peek(reinterpret_cast<const float4*>(place(i) + column));
-                    if (!has_come(weights[i])) weights[i] = peek(reinterpret_cast<const float2*>(place(i) + kHeadDim));
+                    found[i].w = 1;
+                    if (x + i * kBlock < end) found[i] = peek(place + i * kBlock);
                 }
-                all = true;
 #pragma unroll
-                for (int i = 0; i < kAtOnce; i++) all = all && has_come(values[i]) && has_come(weights[i]);
+                for (int i = 0; i < kAtOnce; i++) all_there = all_there && has_come(found[i]);
             }
-            float maximum = together.maximum;
 #pragma unroll
-            for (int i = 0; i < kAtOnce; i++) maximum = fmaxf(maximum, weights[i].x);
-            together.raise(maximum, score.factor);
-#pragma unroll
-            for (int i = 0; i < kAtOnce && block + i <= last_block; i++) {
-                together.add(power_of_2((weights[i].x - maximum) * score.factor), weights[i].y, values[i]);
-                take_back(reinterpret_cast<float4*>(place(i) + column));
+            for (int i = 0; i < kAtOnce; i++) {
+                if (x + i * kBlock >= end) break;
+                to[i * kBlock] = found[i];
+                take_back(place + i * kBlock);
             }
         }
-        store(part.first, row, column, together);
-    }
-    __syncthreads();
-    for (int x = threadIdx.x; x < group * (last_block - first_block + 1); x += kBlock) {
-        const int block = first_block + x / group;
-        take_back(reinterpret_cast<float2*>(partial(block, block == first_block, x % group) + kHeadDim));
+        __syncthreads();
+        const int parts = quotient(end - begin, pieces);
+#pragma unroll 1
+        for (int x = threadIdx.x; x < items; x += kBlock) {
+            const int row = x / (kHeadDim / 4), column = x % (kHeadDim / 4);
+            float4* const mine = own + row * kPart;
+            Together together;
+            if (!joins_only || begin > 0) together = {mine[kPart - 1].x, mine[kPart - 1].y, mine[column]};
+            const float4* const first = here + row * kPart;
+            together.add(reinterpret_cast<const unsigned char*>(first + column), 16 * pieces, reinterpret_cast<const unsigned char*>(first + kPart - 1),
+                         16 * pieces, parts, score.factor);
+            if (end == others) {
+                store(part.first, (part.share_of_rows << joined) + row, 4 * column, together);
+                continue;
+            }
+            mine[column] = together.value;
+            if (column == 0) shared.totals[row] = {together.maximum, together.sum};
+        }
+        __syncthreads();
+        const int row = threadIdx.x;
+        if (row < rows) own[row * kPart + kPart - 1] = {shared.totals[row].x, shared.totals[row].y, 0, 0};
     }
 }
 
@@ -554,13 +665,14 @@ __device__ __forceinline__ void decode(const Decode& call) {
 // In the order of their first use: they come to a multiprocessor in lines of 64 bytes.
 #define PARAMETERS                                                                                                                        \
     const int *lengths, const int *new_lengths, long long max_tokens, long long window, long long slots, long long kv_heads,              \
-        long long parts, long long several, long long group, unsigned char *cache, long long slot_stride, long long kv_stride,            \
+        long long blocks, long long parts, long long several, long long joined, long long group, unsigned char *cache, long long slot_stride, long long kv_stride,            \
         const unsigned char *q, long long q_stride, const unsigned char *k, long long k_stride, const unsigned char *v, long long v_stride, \
-        const float *cos_sin, long long rotary_dim, double scale, double softcap, unsigned char *out, float *partials
+        const float *cos_sin, long long rotary_dim, double factor, double inner, unsigned char *out, float4 *partials, float4 *kept
 #define CALL                                                                                                                             \
     {lengths, new_lengths, static_cast<int>(max_tokens), static_cast<int>(min(window, 0x7FFFFFFFLL)), static_cast<int>(slots),           \
-     static_cast<int>(kv_heads), static_cast<int>(parts), static_cast<int>(several), static_cast<int>(group), cache, slot_stride, kv_stride, \
-     q, q_stride, k, k_stride, v, v_stride, cos_sin, static_cast<int>(rotary_dim), scale, softcap, out, partials}
+     static_cast<int>(kv_heads), static_cast<int>(blocks), static_cast<int>(parts), static_cast<int>(several), static_cast<int>(joined),      \
+     static_cast<int>(group), cache, slot_stride, kv_stride,                                                                               \
+     q, q_stride, k, k_stride, v, v_stride, cos_sin, static_cast<int>(rotary_dim), {factor, inner}, out, partials, kept}
 
 // Up to 8 query heads for a K/V head, and up to 16.
 extern "C" __global__ void __launch_bounds__(kBlock, BLOCKS) attention_decode_8(PARAMETERS) { decode<8>(CALL); }

@@ -19,7 +19,7 @@ struct Prefill {
     long long rotary_dim;
     unsigned char* out;
     long long width, group, window;
-    double scale, softcap;
+    Score score;
 };
 
 // New tokens of a slot that there is room for. Where new_lengths is null, all take part.
@@ -106,7 +106,7 @@ __device__ __forceinline__ void prefill(const Prefill& call) {
         turn_in_tile(shared, row, x % half, half, Rotation(call.cos_sin, call.rotary_dim, first_position + row));
     }
 
-    const Score score(call.scale, call.softcap);
+    const Score score = call.score;
     float values[kMatrices][kHeadDim / 8][4] = {}, maxima[kMatrices][2], sums[kMatrices][2] = {};
 #pragma unroll
     for (int m = 0; m < kMatrices; m++) maxima[m][0] = maxima[m][1] = kLowest;
@@ -254,10 +254,10 @@ __device__ __forceinline__ void prefill(const Prefill& call) {
 #define PARAMETERS                                                                                                                       \
     const unsigned char *q, long long q_stride, long long q_token_stride, const unsigned char *cache, long long slot_stride,             \
         long long kv_stride, long long max_tokens, const int *lengths, const int *new_lengths, const float *cos_sin, long long rotary_dim, \
-        unsigned char *out, long long width, long long group, long long window, double scale, double softcap
+        unsigned char *out, long long width, long long group, long long window, double factor, double inner
 #define CALL                                                                                                                              \
     {q, q_stride, q_token_stride, cache, slot_stride, kv_stride, max_tokens, lengths, new_lengths, cos_sin, rotary_dim, out, width, group, \
-     window, scale, softcap}
+     window, {factor, inner}}
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS) attention_prefill(PARAMETERS) { prefill<WARPS, MATRICES, KEYS, STAGES>(CALL); }
 extern "C" __global__ void __launch_bounds__(32 * SHORT_WARPS, SHORT_BLOCKS) attention_prefill_short(PARAMETERS) {

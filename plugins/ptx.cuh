@@ -32,6 +32,10 @@ __device__ __forceinline__ void copy_async_once(SharedAddress to, const void* fr
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2, %3;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0), "l"(policy)
                  : "memory");
 }
+// The same of bytes that others may be writing: then nobody looks at what comes.
+__device__ __forceinline__ void copy_async_unsure(SharedAddress to, const void* from, bool valid, OncePolicy policy) {
+    copy_async_once(to, from, valid, policy);
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for all but the youngest kGroups groups of this thread.
 template <int kGroups>
@@ -108,38 +112,28 @@ __device__ __forceinline__ int max_of_warp(int value) {
     return maximum;
 }
 
-// What one block tells another that waits for it: a place in global memory is 0 until then, and no word of what is written there is 0,
-// for -0 takes its place. Whoever reads takes it back.
-__device__ __forceinline__ float not_zero(float value) { return value == 0 ? -0.0f : value; }
+// What one block tells another that waits for it: 16 bytes in global memory, written and read as one. Their last word is 0 until then,
+// and never after: -0 takes its place. Whoever reads takes it back.
 __device__ __forceinline__ void publish(float4* place, float4 value) {
-    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(place), "f"(not_zero(value.x)), "f"(not_zero(value.y)),
-                 "f"(not_zero(value.z)), "f"(not_zero(value.w))
-                 : "memory");
-}
-__device__ __forceinline__ void publish(float2* place, float2 value) {
-    asm volatile("st.relaxed.gpu.global.v2.f32 [%0], {%1, %2};" ::"l"(place), "f"(not_zero(value.x)), "f"(not_zero(value.y)) : "memory");
+    if (value.w == 0) value.w = -0.0f;
+    asm volatile(
+        "{.reg .b128 all; .reg .b64 low, high; mov.b64 low, {%1, %2}; mov.b64 high, {%3, %4}; mov.b128 all, {low, high};"
+        "st.relaxed.gpu.global.b128 [%0], all;}" ::"l"(place),
+        "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w)
+        : "memory");
 }
 // What is there by now.
 __device__ __forceinline__ float4 peek(const float4* place) {
     float4 value;
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-                 : "l"(place)
-                 : "memory");
+    asm volatile(
+        "{.reg .b128 all; .reg .b64 low, high; ld.relaxed.gpu.global.b128 all, [%4]; mov.b128 {low, high}, all;"
+        "mov.b64 {%0, %1}, low; mov.b64 {%2, %3}, high;}"
+        : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+        : "l"(place)
+        : "memory");
     return value;
 }
-__device__ __forceinline__ float2 peek(const float2* place) {
-    float2 value;
-    asm volatile("ld.relaxed.gpu.global.v2.f32 {%0, %1}, [%2];" : "=f"(value.x), "=f"(value.y) : "l"(place) : "memory");
-    return value;
-}
-__device__ __forceinline__ bool has_come(float4 value) {
-    return __float_as_uint(value.x) && __float_as_uint(value.y) && __float_as_uint(value.z) && __float_as_uint(value.w);
-}
-__device__ __forceinline__ bool has_come(float2 value) { return __float_as_uint(value.x) && __float_as_uint(value.y); }
-template <class T>
-__device__ __forceinline__ void take_back(T* place) {
-    *place = T{};
-}
+__device__ __forceinline__ bool has_come(float4 value) { return __float_as_uint(value.w); }
+__device__ __forceinline__ void take_back(float4* place) { place->w = 0; }
 
 #endif

@@ -22,6 +22,7 @@ struct AsyncCopy {
     const void* from;
     size_t nbytes;
     int group;
+    bool unsure;  // others may be writing it
 };
 
 struct Thread {
@@ -82,7 +83,7 @@ public:
     // Ends the launch with an error.
     [[noreturn]] void fail(const std::string& what);
 
-    void copy_async(void* to, const void* from, size_t nbytes);
+    void copy_async(void* to, const void* from, size_t nbytes, bool unsure = false);
     void commit_copies();
     void wait_for_copies(int groups_left);
 

@@ -33,6 +33,15 @@ inline void copy_async(SharedAddress to, const void* from, bool valid) {
 struct OncePolicy {};
 inline OncePolicy once() { return {}; }
 inline void copy_async_once(SharedAddress to, const void* from, bool valid, OncePolicy) { copy_async(to, from, valid); }
+__attribute__((no_sanitize_thread)) inline void look_at(const volatile unsigned* from) {
+    for (int i = 0; i < 4; i++) static_cast<void>(from[i]);
+}
+inline void copy_async_unsure(SharedAddress to, const void* from, bool valid, OncePolicy) {
+    if (valid) look_at(static_cast<const unsigned*>(from));
+    static const uint4 zeros{};
+    *reinterpret_cast<uint4*>(to) = {~0u, ~0u, ~0u, ~0u};
+    simt::running->block->copy_async(to, valid ? from : &zeros, sizeof zeros, true);
+}
 inline void commit_copies() { simt::running->block->commit_copies(); }
 template <int kGroups>
 void wait_for_copies() {
@@ -78,31 +87,24 @@ inline int max_of_warp(int value) {
     return over_warp(value, [](int a, int b) { return a > b ? a : b; });
 }
 
-// Words, one by one. A block looks only where those before it have written: what has not come will never come.
-template <class T>
-void publish(T* place, T value) {
-    unsigned words[sizeof(T) / 4];
-    std::memcpy(words, &value, sizeof value);
-    for (unsigned i = 0; i < sizeof(T) / 4; i++) {
-        __atomic_store_n(reinterpret_cast<unsigned*>(place) + i, words[i] ? words[i] : 1u << 31, __ATOMIC_RELAXED);
-    }
+// A block looks only where those before it have written: what has not come will never come.
+inline unsigned* last_word(const float4* place) { return reinterpret_cast<unsigned*>(const_cast<float*>(&place->w)); }
+inline void publish(float4* place, float4 value) {
+    *place = {value.x, value.y, value.z, 0};
+    unsigned word;
+    std::memcpy(&word, &value.w, sizeof word);
+    __atomic_store_n(last_word(place), word ? word : 1u << 31, __ATOMIC_RELEASE);
 }
-template <class T>
-bool has_come(T value) {
-    unsigned words[sizeof(T) / 4];
-    std::memcpy(words, &value, sizeof value);
-    return std::all_of(std::begin(words), std::end(words), [](unsigned word) { return word != 0; });
+inline bool has_come(float4 value) {
+    unsigned word;
+    std::memcpy(&word, &value.w, sizeof word);
+    return word;
 }
-template <class T>
-T peek(const T* place) {
-    unsigned words[sizeof(T) / 4];
-    for (unsigned i = 0; i < sizeof(T) / 4; i++) words[i] = __atomic_load_n(reinterpret_cast<const unsigned*>(place) + i, __ATOMIC_RELAXED);
-    T value;
-    std::memcpy(&value, words, sizeof value);
-    if (!has_come(value)) simt::running->block->fail("a block waits for what no block before it has written");
+inline float4 peek(const float4* place) {
+    const unsigned word = __atomic_load_n(last_word(place), __ATOMIC_ACQUIRE);
+    if (!word) simt::running->block->fail("a block waits for what no block before it has written");
+    float4 value = *place;
+    std::memcpy(&value.w, &word, sizeof word);
     return value;
 }
-template <class T>
-void take_back(T* place) {
-    for (unsigned i = 0; i < sizeof(T) / 4; i++) __atomic_store_n(reinterpret_cast<unsigned*>(place) + i, 0u, __ATOMIC_RELAXED);
-}
+inline void take_back(float4* place) { __atomic_store_n(last_word(place), 0u, __ATOMIC_RELAXED); }

@@ -15,6 +15,7 @@ from trt_kvcache.attention_plugin.fields import FIELD_TYPES, AttentionFields
 from trt_kvcache.attention_plugin.shapes import INPUTS, check_dtypes, check_shapes, input_names
 from trt_kvcache.attention_plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, ahead_of_time_module, constant_of
 from trt_kvcache.errors import CudaError, ShapeError
+from trt_kvcache.kernels.attention_call import score_factors
 from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, ELEMENTS, decode_nbytes, decode_tiles
 from trt_kvcache.kernels.sources import CXX_STANDARD, source_folder
 from trt_kvcache.trt_module import TensorRT
@@ -50,7 +51,7 @@ def macros(fields: AttentionFields, dtype: str) -> dict[str, str]:
     warps, stages, _ = tiles(fields.head_dim)
     sizes = {**decode_tiles(fields.head_dim, _LIKE), "HEAD_DIM": fields.head_dim, "WARPS": warps, "STAGES": stages, "BLOCKS": 1}
     numbers = {"GROUP": fields.group, "KV_HEADS": fields.num_kv_heads, "ROTARY_DIM": fields.rotary_dim, "WINDOW": fields.window}
-    doubles = {"SCALE": fields.factor, "SOFTCAP": fields.softcap}
+    doubles = dict(zip(("FACTOR", "INNER"), score_factors(fields.factor, fields.softcap), strict=True))
     return {"ELEMENT": ELEMENTS[dtype], **{name: repr(value) for name, value in (sizes | numbers | doubles).items()}}
 
 

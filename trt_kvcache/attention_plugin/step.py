@@ -41,7 +41,9 @@ class BorrowedWorkspace(AttentionWorkspace):
         self.blocks = MOST_BLOCKS * memory.multiprocessor_count
         #: The bytes.
         self.bytes = BorrowedBytes(memory, workspace_nbytes(fields, 1))
-        self.partials = DeviceTensor(self.bytes, shape=partials_shape(self.blocks, fields.group, fields.head_dim), dtype="float32")
+        shape = partials_shape(self.blocks, fields.group, fields.head_dim)
+        self.zeroed_nbytes = dense_nbytes(shape, "float32") // 2
+        self.partials = DeviceTensor(self.bytes, shape=shape, dtype="float32")
 
 
 class AttentionStep:
@@ -122,14 +124,14 @@ class AttentionStep:
         if not self._call.q.shape[0]:
             return
         if self.decodes:
-            _zero(self._workspace.partials, stream)
+            _zero(self._workspace.partials.ptr, self._workspace.zeroed_nbytes, stream)
         backend_of(self._memory).attend(self._call, self._workspace, _stream(stream))
 
 
-def _zero(tensor: DeviceTensor, stream: int) -> None:
+def _zero(ptr: int, nbytes: int, stream: int) -> None:
     from cuda.bindings import driver
 
-    check(driver.cuMemsetD8Async(tensor.ptr, 0, tensor.nbytes, stream))
+    check(driver.cuMemsetD8Async(ptr, 0, nbytes, stream))
 
 
 @lru_cache(maxsize=64)

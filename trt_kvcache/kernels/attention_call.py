@@ -1,8 +1,11 @@
 """``AttentionCall``: what a backend is asked to do."""
 
+import math
 from dataclasses import dataclass
 
 from trt_kvcache.tensor import DeviceTensor
+
+_LOG2_E = math.log2(math.e)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,3 +33,8 @@ class AttentionCall:
     def rotary_dim(self) -> int:
         """Elements of a row that are turned."""
         return 0 if self.cos_sin is None else 2 * self.cos_sin.shape[2]
+
+
+def score_factors(scale: float, softcap: float) -> tuple[float, float]:
+    """Return what turns a product of q and k into an exponent of 2, and what it is multiplied with before tanh: 0 without a softcap."""
+    return _LOG2_E * (softcap or scale), scale / softcap if softcap else 0.0

@@ -21,8 +21,8 @@ MOST_BLOCKS = 2
 
 
 def partials_shape(blocks: int, group: int, head_dim: int) -> tuple[int, ...]:
-    """Return the shape, in float32, of the partial results of so many blocks: of the first and the last head that each has a part of."""
-    return (blocks, 2, group, head_dim + _ROW_TAIL)
+    """Return the shape, in float32, of the partial results of so many blocks: what others wait for, and what each keeps for itself."""
+    return (2, blocks, group, head_dim + _ROW_TAIL)
 
 
 class AttentionWorkspace(Uncopyable):
@@ -49,7 +49,9 @@ class AttentionWorkspace(Uncopyable):
         self.blocks = 0 if memory.is_host else MOST_BLOCKS * memory.multiprocessor_count  # type: ignore[attr-defined]
         shape = partials_shape(self.blocks, group, int_in_range("head_dim", head_dim, 1))
         nbytes = dense_nbytes(shape, "float32")
-        #: Partial results, float32; 0 before and after every call.
+        #: The first half of the partial results: of each 16 bytes of it, the last 4 are 0 before and after every call.
+        self.zeroed_nbytes = nbytes // 2
+        #: Partial results, float32.
         self.partials = DeviceTensor(memory.allocate(nbytes, zeroed=True, stream=stream), shape=shape, dtype="float32")
 
     def check(self, name: str, cache: DeviceTensor, num_heads: int) -> None:
@@ -57,7 +59,7 @@ class AttentionWorkspace(Uncopyable):
         _, _, kv_heads, _, head_dim = cache.shape
         if self.partials.memory is not cache.memory:
             raise PlaceError(f"{name}: expected one of {cache.memory.device}, got one of {self.partials.memory.device}.")
-        if math.prod(self.partials.shape[1:]) < math.prod(partials_shape(1, num_heads // kv_heads, head_dim)):
+        if math.prod(self.partials.shape[2:]) < math.prod(partials_shape(1, num_heads // kv_heads, head_dim)[2:]):
             raise ShapeError(f"{name}: expected one made for {num_heads} over {kv_heads} heads of {head_dim}, got less.")
         check_open(name, self.partials)
 

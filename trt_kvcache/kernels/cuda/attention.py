@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from trt_kvcache.cuda_memory import CudaMemory
 from trt_kvcache.dtypes import itemsize
-from trt_kvcache.kernels.attention_call import AttentionCall
+from trt_kvcache.kernels.attention_call import AttentionCall, score_factors
 from trt_kvcache.kernels.attention_tiles import (
     DECODE_ROWS,
     attention_name,
@@ -18,6 +19,9 @@ from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch
 
 _WARP = 32
+
+#: Pieces of 16 bytes of partial results that one block puts together, if it has no more of a row: 4 for each thread.
+_JOINED_PIECES = 1100
 
 #: Blocks for each multiprocessor up to which prefill takes its short form: measured on an H200.
 _FEW = 3
@@ -53,6 +57,12 @@ def _cache_of(call: AttentionCall) -> tuple[int, ...]:
     return (call.cache.ptr, *_nbytes(call, 0, "cache"), *_nbytes(call, 1, "cache"), call.cache.shape[3], *places, call.rotary_dim)
 
 
+@cache
+def _joined_rows(parts: int, head_dim: int) -> int:
+    """Return, as a power of 2, of how many rows one block puts so many parts together."""
+    return max(rows for rows in range(5) if not rows or (parts << rows) * (head_dim // 4 + 1) <= _JOINED_PIECES)
+
+
 def _decode(call: AttentionCall, workspace: AttentionWorkspace, stream: Any) -> None:
     memory = _memory(call)
     slots, _, kv_heads, tokens, head_dim = call.cache.shape
@@ -60,18 +70,22 @@ def _decode(call: AttentionCall, workspace: AttentionWorkspace, stream: Any) -> 
     tiles = decode_tiles(head_dim, memory.arch)
     heads = slots * kv_heads
     blocks = min(memory.multiprocessor_count * tiles["BLOCKS"], heads * -(-tokens // (tiles["TOKENS"] * tiles["LEAST"])))
+    parts = blocks // heads
+    joined = _joined_rows(parts, head_dim)
+    joiners = heads * (-(-call.group >> joined) - 1) if parts > 1 else 0
     arguments = (
         *(call.lengths.ptr, _address(call.new_lengths), tokens, call.window),
-        *(slots, kv_heads, blocks // heads, -(-heads // blocks), call.group),
+        *(slots, kv_heads, blocks, parts, -(-heads // blocks), joined, call.group),
         *(call.cache.ptr, *_nbytes(call, 0, "cache"), *_nbytes(call, 1, "cache")),
         *(number for name in "qkv" for number in (getattr(call, name).ptr, *_nbytes(call, 0, name))),
-        *(_address(call.cos_sin), call.rotary_dim, call.scale, call.softcap, call.out.ptr, workspace.partials.ptr),
+        *(_address(call.cos_sin), call.rotary_dim, *score_factors(call.scale, call.softcap)),
+        *(call.out.ptr, workspace.partials.ptr, workspace.partials.ptr + workspace.zeroed_nbytes),
     )
     launch(
         memory,
         attention_name("attention_decode", call.cache.dtype, head_dim),
         f"attention_decode_{rows}",
-        (blocks, 1, 1),
+        (blocks + joiners, 1, 1),
         arguments,
         stream,
         threads=_WARP * tiles["WARPS"],
@@ -100,7 +114,7 @@ def _prefill(call: AttentionCall, stream: Any) -> None:
         attention_name("attention_prefill", call.cache.dtype, head_dim),
         "attention_prefill_short" if short else "attention_prefill",
         (heads, -(-width // rows), slots),
-        (call.q.ptr, *strides, *_cache_of(call), call.out.ptr, width, call.group, call.window, call.scale, call.softcap),
+        (call.q.ptr, *strides, *_cache_of(call), call.out.ptr, width, call.group, call.window, *score_factors(call.scale, call.softcap)),
         stream,
         threads=_WARP * warps,
         shared_nbytes=nbytes,
