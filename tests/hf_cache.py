@@ -4,16 +4,13 @@ The model is Llama of Hugging Face transformers with random weights, its ``Cache
 transformers is missing, a Llama written out below. Run as a script, it works in host memory without a GPU.
 """
 
-from __future__ import annotations
-
 import sys
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional
+from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -34,7 +31,7 @@ TOLERANCE = {"float16": 1e-2, "bfloat16": 8e-2}
 class CachedAttention:
     """Attention of all layers of a model over one cache; ``angles`` are those of :func:`_angles`."""
 
-    def __init__(self, memory: Any, stream: Any, dtype: str, angles: Any) -> None:
+    def __init__(self, memory, stream, dtype, angles):
         layer = KVLayerConfig(num_kv_heads=KV_HEADS, head_dim=HEAD_DIM)
         slots = len(PROMPTS["ragged"])
         config = KVCacheConfig(layers=[layer] * LAYERS, max_batch_size=slots, max_sequence_length=S, dtype=dtype, layout=KVLayout.COMBINED)
@@ -44,14 +41,14 @@ class CachedAttention:
         sizes = {"num_heads": HEADS, "num_kv_heads": KV_HEADS, "head_dim": HEAD_DIM}
         self._workspace = AttentionWorkspace(memory, **sizes, stream=stream)
         self._angles = memory.to_device(angles, stream=stream)
-        self._buffers: dict[tuple[int, ...], tuple[DeviceTensor, Any]] = {}
-        self._new: tuple[DeviceTensor, list[int]] | None = None
+        self._buffers = {}
+        self._new = None
 
-    def begin(self, new_lengths: list[int]) -> None:
+    def begin(self, new_lengths):
         """Say how many tokens each slot gets in the next step, if not all."""
         self._new = (self.memory.to_device(np.array(new_lengths, np.int32), stream=self.stream), new_lengths)
 
-    def __call__(self, layer: int, q: Any, k: Any, v: Any) -> Any:
+    def __call__(self, layer, q, k, v):
         """Append and attend: q ``[B, heads, s, D]``, k and v likewise, not turned; returns ``[B, s, heads, D]``."""
         tensors = []
         for name, part in enumerate((q, k, v)):
@@ -79,21 +76,21 @@ class CachedAttention:
         return self._buffers[(0, *tensors[0].shape)][1].clone()
 
 
-def _angles(frequencies: Any) -> Any:
+def _angles(freqs):
     """Return cosine and sine of each position, float32 ``[S, 2, D // 2]``."""
-    turns = np.arange(S)[:, None] * frequencies
+    turns = np.arange(S)[:, None] * freqs
     return np.stack([np.cos(turns), np.sin(turns)], axis=1).astype(np.float32)
 
 
 class TorchLlama(torch.nn.Module):
     """Llama, to be run on any attention: a callable of layer, q, k, v."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         super().__init__()
         heads, kv_heads, wide = HEADS * HEAD_DIM, KV_HEADS * HEAD_DIM, 2 * HIDDEN
         sizes = {"q": heads, "k": kv_heads, "v": kv_heads, "gate": wide, "up": wide, "o": -heads, "down": -wide}  # minus: back to HIDDEN
 
-        def linear(size: int) -> Any:
+        def linear(size):
             return torch.nn.Linear(*((HIDDEN, size) if size > 0 else (-size, HIDDEN)), bias=False)
 
         self.embedding, self.head = torch.nn.Embedding(VOCAB, HIDDEN), linear(VOCAB)
@@ -101,28 +98,27 @@ class TorchLlama(torch.nn.Module):
         self.layers = torch.nn.ModuleList(map(torch.nn.ModuleDict, layers))
         self.angles = _angles(10000.0 ** -(np.arange(HEAD_DIM // 2) / (HEAD_DIM // 2)))
 
-    def logits(self, ids: Any, attention: Any) -> Any:
+    def logits(self, ids, attention):
         """Run ids ``[B, s]``; return ``[B, s, vocab]``."""
         x = self.embedding(ids)
         for index, layer in enumerate(self.layers):
-            y = functional.rms_norm(x, (HIDDEN,))
+            y = F.rms_norm(x, (HIDDEN,))
             q, k, v = (layer[name](y).unflatten(-1, (-1, HEAD_DIM)).transpose(1, 2) for name in "qkv")
             x = x + layer["o"](attention(index, q, k, v).flatten(2))
-            y = functional.rms_norm(x, (HIDDEN,))
-            x = x + layer["down"](functional.silu(layer["gate"](y)) * layer["up"](y))
-        return self.head(functional.rms_norm(x, (HIDDEN,)))
+            y = F.rms_norm(x, (HIDDEN,))
+            x = x + layer["down"](F.silu(layer["gate"](y)) * layer["up"](y))
+        return self.head(F.rms_norm(x, (HIDDEN,)))
 
-    def own(self, ids: Any) -> Any:
-        """Run whole sequences by torch's attention."""
+    def own(self, ids):
         cos, sin = (torch.from_numpy(side).to(ids.device)[: ids.shape[1]] for side in self.angles.swapaxes(0, 1))
 
-        def turn(x: Any) -> Any:
+        def turn(x):
             low, high = x.float().chunk(2, dim=-1)
             return torch.cat([low * cos - high * sin, high * cos + low * sin], dim=-1).to(x.dtype)
 
-        def sdpa(layer: int, q: Any, k: Any, v: Any) -> Any:
+        def sdpa(layer, q, k, v):
             k, v = (side.repeat_interleave(HEADS // KV_HEADS, dim=1) for side in (turn(k), v))
-            return functional.scaled_dot_product_attention(turn(q), k, v, is_causal=True).transpose(1, 2)
+            return F.scaled_dot_product_attention(turn(q), k, v, is_causal=True).transpose(1, 2)
 
         return self.logits(ids, sdpa)
 
@@ -130,7 +126,7 @@ class TorchLlama(torch.nn.Module):
 class HuggingFaceLlama:
     """The same with Llama of transformers: one model on its own attention, one on ours, of equal weights."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         from transformers import LlamaConfig, LlamaForCausalLM
 
         sizes = {"hidden_size": HIDDEN, "intermediate_size": 2 * HIDDEN, "num_hidden_layers": LAYERS, "vocab_size": VOCAB}
@@ -139,75 +135,73 @@ class HuggingFaceLlama:
         self._own, self._ours = (LlamaForCausalLM(LlamaConfig(**sizes, **heads, **rest)).eval() for _ in range(2))
         self._own.set_attn_implementation("sdpa")
 
-    def to(self, *where: Any) -> HuggingFaceLlama:
-        """Move both models, and make the second one that of our attention."""
+    def to(self, *where):
         from transformers import AttentionInterface
         from transformers.masking_utils import AttentionMaskInterface
 
-        frequencies = self._own.model.rotary_emb.inv_freq.double().numpy()
+        freqs = self._own.model.rotary_emb.inv_freq.double().numpy()
         self._own.to(*where)
         self._ours.to(*where).load_state_dict(self._own.state_dict())
         self._ours.model.rotary_emb = _NoRotation()
-        self.angles = _angles(frequencies)
+        self.angles = _angles(freqs)
         AttentionInterface.register(NAME, self._attention)
         AttentionMaskInterface.register(NAME, lambda *_, **__: None)
         self._ours.set_attn_implementation(NAME)
         return self
 
-    def _attention(self, module: Any, q: Any, k: Any, v: Any, mask: Any, **_: Any) -> tuple[Any, None]:
+    def _attention(self, module, q, k, v, mask, **_):
         return self._adapter(module.layer_idx, q, k, v), None
 
-    def logits(self, ids: Any, attention: Any) -> Any:
+    def logits(self, ids, attention):
         self._adapter = attention
         return self._ours(ids, past_key_values=_cache_over(attention), use_cache=True).logits
 
-    def generate(self, ids: Any, attention: Any, steps: int) -> tuple[Any, list[Any]]:
+    def generate(self, ids, attention, steps):
         """Generate with transformers' own loop; return all tokens ``[B, n]`` and the logits ``[B, vocab]`` of each step."""
         self._adapter = attention
         options = {"max_new_tokens": steps, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True, "output_logits": True}
         found = self._ours.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=_cache_over(attention), **options)
         return found.sequences, list(found.logits)
 
-    def own(self, ids: Any) -> Any:
-        """Run whole sequences by the model's own attention."""
+    def own(self, ids):
         return self._own(ids).logits
 
 
 class _NoRotation(torch.nn.Module):
     """Turns nothing: the kernels do."""
 
-    def forward(self, x: Any, position_ids: Any) -> tuple[Any, Any]:
+    def forward(self, x, position_ids):
         one = torch.ones((1, 1, HEAD_DIM), dtype=x.dtype, device=x.device)
         return one, torch.zeros_like(one)
 
 
-def _cache_over(attention: CachedAttention) -> Any:
+def _cache_over(attention):
     """Return a ``Cache`` of transformers whose rows are those of our cache: ``update`` leaves them to the attention function."""
     from transformers.cache_utils import Cache, CacheLayerMixin
 
-    class Layer(CacheLayerMixin):  # type: ignore[misc]
+    class Layer(CacheLayerMixin):
         is_compileable = False
         is_sliding = False
 
-        def lazy_initialization(self, *_: Any) -> None:
+        def lazy_initialization(self, *_):
             self.is_initialized = True
 
-        def update(self, k: Any, v: Any, *_: Any, **__: Any) -> tuple[Any, Any]:
+        def update(self, k, v, *_, **__):
             return k, v
 
-        def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        def get_mask_sizes(self, query_length):
             return self.get_seq_length() + query_length, 0
 
-        def get_seq_length(self) -> int:
+        def get_seq_length(self):
             return max(attention.cache.host_kv_cache_lengths)
 
-        def get_max_length(self) -> int:
+        def get_max_length(self):
             return S
 
     return Cache(layers=[Layer() for _ in range(LAYERS)])
 
 
-def _greedy(model: Any, attention: CachedAttention, prompts: list[list[int]], device: str) -> tuple[list[list[int]], list[Any]]:
+def _greedy(model, attention, prompts, device):
     """Generate for prompts of different lengths, right-padded; return all tokens, and the logits ``[B, vocab]`` of each step."""
     rows, new, logits = [list(prompt) for prompt in prompts], [list(prompt) for prompt in prompts], []
     for _ in range(STEPS):
@@ -222,23 +216,23 @@ def _greedy(model: Any, attention: CachedAttention, prompts: list[list[int]], de
     return rows, logits
 
 
-def _compare(model: Any, rows: list[list[int]], logits: list[Any], device: str, dtype: str) -> dict[str, Any]:
+def _compare(model, rows, logits, device, dtype):
     """Compare logits, and the tokens chosen by them, with those of the model's own attention over whole sequences."""
     worst, equal = 0.0, 0
     for slot, row in enumerate(rows):
         own = model.own(torch.tensor([row], device=device))[0].float()
         for step, found in enumerate(logits):
-            expected, token = own[len(row) - STEPS - 1 + step], row[len(row) - STEPS + step]
-            size = expected.abs().max()
-            worst = max(worst, float((found[slot].float() - expected).abs().max() / size))
-            assert float((expected.max() - expected[token]) / size) <= 2 * TOLERANCE[dtype], (slot, step)
-            equal += int(expected.argmax()) == token
+            want, token = own[len(row) - STEPS - 1 + step], row[len(row) - STEPS + step]
+            size = want.abs().max()
+            worst = max(worst, float((found[slot].float() - want).abs().max() / size))
+            assert float((want.max() - want[token]) / size) <= 2 * TOLERANCE[dtype], (slot, step)
+            equal += int(want.argmax()) == token
     assert worst <= TOLERANCE[dtype], worst
     return {"error": worst, "equal_tokens": f"{equal} of {len(rows) * STEPS}"}
 
 
 @torch.no_grad()
-def hf_adapter(on_host: bool = False) -> dict[str, Any]:
+def hf_adapter(on_host=False):
     """Generate on our cache with ragged prompts, with NaN in all dead rows, and compare with the model's own SDPA attention.
 
     ``on_host``: without a GPU, and in float16 only, as NumPy's DLPack knows no bfloat16.
@@ -248,13 +242,13 @@ def hf_adapter(on_host: bool = False) -> dict[str, Any]:
     except ImportError:
         transformers = None
     version = f"transformers {transformers.__version__}" if transformers else "Llama of this script"
-    shown: dict[str, Any] = {"torch": torch.__version__, "model": version}
+    shown = {"torch": torch.__version__, "model": version}
     device = "cpu" if on_host else "cuda"
     for dtype in ("float16",) if on_host else TOLERANCE:
-        memory: Any = HostMemory() if on_host else CudaMemory()
+        memory = HostMemory() if on_host else CudaMemory()
         stream = memory.create_stream()
         torch.manual_seed(3)
-        model: Any = HuggingFaceLlama() if transformers else TorchLlama()
+        model = HuggingFaceLlama() if transformers else TorchLlama()
         model.to(device, getattr(torch, dtype))
         with nullcontext() if on_host else torch.cuda.stream(torch.cuda.ExternalStream(stream_handle(stream))):
             for name, lengths in PROMPTS.items():

@@ -40,11 +40,16 @@ def refuse(engine, cache, kind=BindingError):
     return str(error.value)
 
 
+def change(engine, name, **changes):
+    spec = engine.tensors[name] = replace(engine.tensors[name], **changes)
+    return spec
+
+
 @pytest.mark.parametrize("name", ["input_ids", "last_token_ids", "kvcache_start_index", "logits", "v_cache_1", "present_k_cache_0"])
-def test_a_missing_tensor_and_one_of_the_wrong_mode(engine, cache, name):
+def test_a_missing_tensor_or_a_wrong_mode(engine, cache, name):
     spec = engine.tensors[name]
     has = "output" if spec.mode is TensorMode.INPUT else "input"
-    engine.tensors[name] = replace(spec, mode=TensorMode(has))
+    change(engine, name, mode=TensorMode(has))
     assert refuse(engine, cache) == f"`{name}`: expected an {spec.mode.value}, the engine has an {has} of this name."
     del engine.tensors[name]
     known = ", ".join(f"`{other}`" for other in engine.tensors)
@@ -53,7 +58,7 @@ def test_a_missing_tensor_and_one_of_the_wrong_mode(engine, cache, name):
     )
 
 
-def test_tensors_too_many_and_other_numbers_of_layers(memory, cache, engine):
+def test_tensors_too_many(memory, cache, engine):
     engine.tensors["position_ids"] = TensorSpec.input("position_ids", (-1, -1), "int32")
     engine.tensors["hidden"] = TensorSpec.output("hidden", (-1, 8), "float32")
     left = "the engine has tensors that nothing is bound to. More layers than the cache, or another kind of engine?"
@@ -62,66 +67,60 @@ def test_tensors_too_many_and_other_numbers_of_layers(memory, cache, engine):
     assert text == f"`k_cache_2`, `v_cache_2`, `present_k_cache_2`, `present_v_cache_2`: {left}"
 
 
-@pytest.mark.parametrize("name", ["k_cache_1", "v_cache_1", "present_k_cache_1", "present_v_cache_1"])
-@pytest.mark.parametrize(
-    ("changes", "differences"),
-    [
-        ({"dtype": "float16"}, "dtype differs (engine float16, cache float32)"),
-        ({"shape": (4, 2, 16, 8)}, "max_batch_size differs (engine 4, cache 3)"),
-        ({"shape": (-1, 2, 16, 64)}, "head_dim differs (engine 64, cache 8)"),
-        ({"shape": (-1, 16, 2, 8)}, "num_kv_heads differs (engine 16, cache 2); max_sequence_length differs (engine 2, cache 16)"),
-        ({"dtype": "int8", "shape": (6, 16, 8)}, "dtype differs (engine int8, cache float32); the number of dimensions differs"),
-    ],
-)
-def test_each_difference_of_a_cache_tensor_is_named(engine, cache, name, changes, differences):
-    spec = engine.tensors[name] = replace(engine.tensors[name], **changes)
-    assert refuse(engine, cache) == f"`{name}` expects {spec.dtype} {spec.shape}, cache has float32 (3, 2, 16, 8): {differences}."
+IN_PLACE = ": expected an output in place of `k_cache_0`, the engine's"
+DIFFERENCES = [
+    ({"dtype": "float16"}, "dtype differs (engine float16, cache float32)"),
+    ({"shape": (4, 2, 16, 8)}, "max_batch_size differs (engine 4, cache 3)"),
+    ({"shape": (-1, 2, 16, 64)}, "head_dim differs (engine 64, cache 8)"),
+    ({"shape": (-1, 16, 2, 8)}, "num_kv_heads differs (engine 16, cache 2); max_sequence_length differs (engine 2, cache 16)"),
+    ({"dtype": "int8", "shape": (6, 16, 8)}, "dtype differs (engine int8, cache float32); the number of dimensions differs"),
+]
 
 
-@pytest.mark.parametrize(
-    ("alias", "has"), [(None, "has memory of its own"), *((name, f"shares memory with `{name}`") for name in ("v_cache_0", "k_cache_1"))]
-)
-def test_an_output_that_is_not_in_place(engine, cache, alias, has):
-    engine.tensors["present_k_cache_0"] = replace(engine.tensors["present_k_cache_0"], alias=alias)
-    assert refuse(engine, cache) == f"`present_k_cache_0`: expected an output in place of `k_cache_0`, the engine's {has}."
+TENSORS = [
+    *(
+        (name, changes, f" expects {{0.dtype}} {{0.shape}}, cache has float32 (3, 2, 16, 8): {differences}")
+        for name in ("k_cache_1", "v_cache_1", "present_k_cache_1", "present_v_cache_1")
+        for changes, differences in DIFFERENCES
+    ),
+    *(
+        (name, {what: got}, f": expected {want}, the engine has {got}")
+        for name, what, got, want in (
+            ("input_ids", "dtype", "float32", "int32 or int64"),
+            ("kvcache_start_index", "dtype", "int64", "int32"),
+            ("logits", "dtype", "int32", "float32 or float16 or bfloat16"),
+            ("input_ids", "shape", (-1,), "shape (B, s)"),
+            ("kvcache_start_index", "shape", (-1, 1), "shape (B)"),
+            ("last_token_ids", "shape", (-1, 2), "shape (B, 1)"),
+            *(("logits", "shape", got, "shape (B, vocab) or (B, 1, vocab)") for got in ((-1, 4, VOCAB), (-1, -1))),
+        )
+    ),
+    ("present_k_cache_0", {"alias": None}, f"{IN_PLACE} has memory of its own"),
+    *(("present_k_cache_0", {"alias": of}, f"{IN_PLACE} shares memory with `{of}`") for of in ("v_cache_0", "k_cache_1")),
+]
 
 
-LOGITS = "(B, vocab) or (B, 1, vocab)"
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "text"),
-    [
-        ("input_ids", {"dtype": "float32"}, "expected int32 or int64, the engine has float32"),
-        ("kvcache_start_index", {"dtype": "int64"}, "expected int32, the engine has int64"),
-        ("logits", {"dtype": "int32"}, "expected float32 or float16 or bfloat16, the engine has int32"),
-        ("input_ids", {"shape": (-1,)}, "expected shape (B, s), the engine has (-1,)"),
-        ("kvcache_start_index", {"shape": (-1, 1)}, "expected shape (B), the engine has (-1, 1)"),
-        ("last_token_ids", {"shape": (-1, 2)}, "expected shape (B, 1), the engine has (-1, 2)"),
-        ("logits", {"shape": (-1, 4, VOCAB)}, f"expected shape {LOGITS}, the engine has (-1, 4, {VOCAB})"),
-        ("logits", {"shape": (-1, -1)}, f"expected shape {LOGITS}, the engine has (-1, -1)"),
-    ],
-)
-def test_a_step_tensor_of_the_wrong_dtype_or_shape(engine, cache, name, changes, text):
-    engine.tensors[name] = replace(engine.tensors[name], **changes)
-    assert refuse(engine, cache) == f"`{name}`: {text}."
+@pytest.mark.parametrize(("name", "changes", "text"), TENSORS)
+def test_a_tensor_that_differs(engine, cache, name, changes, text):
+    spec = change(engine, name, **changes)
+    assert refuse(engine, cache) == f"`{name}`{text.format(spec)}."
 
 
 @pytest.mark.parametrize("shape", [(-1, VOCAB), (3, VOCAB), (-1, 1, VOCAB), (-1, -1, VOCAB)])
 @pytest.mark.parametrize("dtypes", [("int32", "int64", "float32"), ("int64", "int32", "float16"), ("int32", "int32", "bfloat16")])
-def test_dtypes_and_shapes_that_fit_and_a_fixed_batch(engine, cache, dtypes, shape):
+def test_dtypes_and_shapes_that_fit(engine, cache, dtypes, shape):
     for name, spec in engine.tensors.items():
         if "cache_" in name and len(spec.shape) == 4:
-            engine.tensors[name] = replace(spec, shape=(3, *spec.shape[1:]))
+            change(engine, name, shape=(3, *spec.shape[1:]))
     for name, dtype in zip(("input_ids", "last_token_ids", "logits"), dtypes, strict=True):
-        engine.tensors[name] = replace(engine.tensors[name], dtype=dtype)
-    engine.tensors["logits"] = replace(engine.tensors["logits"], shape=shape)
+        change(engine, name, dtype=dtype)
+    change(engine, "logits", shape=shape)
     plan = BindingPlan(engine, cache)
     assert (plan.input_ids.dtype, plan.last_token_ids.dtype, plan.logits.dtype) == dtypes
     assert plan.vocab_size == VOCAB
 
 
-def test_another_memory_a_closed_cache_and_views_that_cannot_be_bound(engine, cache):
+def test_caches_that_cannot_be_bound(engine, cache):
     with KVCacheManager(KV, memory=HostMemory()) as other:
         text = refuse(engine, other, PlaceError)
         assert text == "engine and cache: expected one memory, got an engine on cpu and a cache on another."
@@ -157,7 +156,7 @@ def test_profiles_that_do_not_fit(memory, cache, profiles, text):
     assert refuse(RecordingEngine(KV, memory, profiles=profiles), cache) == text
 
 
-def test_the_narrowest_profile_that_fits_and_the_width_of_all_slots(memory, cache):
+def test_the_narrowest_profile_that_fits(memory, cache):
     plan = BindingPlan(RecordingEngine(KV, memory, profiles=[profile("wide", 1, 1, 9), *two_profiles(3, 4)]), cache)
     assert plan.max_width == 4
     assert [plan.profile_for(count, width) for count, width in [(3, 1), (1, 1), (3, 2), (2, 4), (1, 5)]] == [2, 2, 1, 1, 0]
@@ -192,26 +191,21 @@ def in_force(calls):
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["all slots", "a run with its own start index"])
-def test_everything_is_bound_and_set_the_first_time(prepare, cache, first):
+def test_everything_is_set_the_first_time(prepare, cache, first):
     calls = prepare(first, 2, 4)
     buffers = prepare.buffers
-    expected = {
-        ("bind", "input_ids"): buffers.input_ids.ptr,
-        ("bind", "last_token_ids"): buffers.last_token_ids.ptr,
-        ("bind", "kvcache_start_index"): (buffers.start_index if first else cache.lengths.tensor).ptr,
-        ("bind", "logits"): buffers.logits.ptr,
-        ("set_input_shape", "input_ids"): (2, 4),
-        ("set_input_shape", "last_token_ids"): (2, 1),
-        ("set_input_shape", "kvcache_start_index"): (2,),
-    }
+    bound = {name: getattr(buffers, name).ptr for name in ("input_ids", "last_token_ids", "logits")}
+    bound["kvcache_start_index"] = (buffers.start_index if first else cache.lengths.tensor).ptr
+    shapes = {"input_ids": (2, 4), "last_token_ids": (2, 1), "kvcache_start_index": (2,)}
     for layer in (0, 1):
         for side, view in zip("kv", cache.get_separate_kv_cache(layer), strict=True):
             address = view.ptr + first * (1 + layer) * 16 * 8 * 4
-            expected["bind", f"{side}_cache_{layer}"] = expected["bind", f"present_{side}_cache_{layer}"] = address
-            expected["set_input_shape", f"{side}_cache_{layer}"] = (2, 1 + layer, 16, 8)
+            bound[f"{side}_cache_{layer}"] = bound[f"present_{side}_cache_{layer}"] = address
+            shapes[f"{side}_cache_{layer}"] = (2, 1 + layer, 16, 8)
+    want = {("bind", name): bound[name] for name in bound} | {("set_input_shape", name): shapes[name] for name in shapes}
     assert calls[0] == ("use_profile", 0)
-    assert in_force(calls) == expected
-    assert len(calls) == 1 + len(expected)
+    assert in_force(calls) == want
+    assert len(calls) == 1 + len(want)
     back = in_force(prepare(1 - first, 2, 4))
     assert len(back) == 12  # all is bound again, no shape is set
     assert back["bind", "kvcache_start_index"] == (cache.lengths.tensor if first else buffers.start_index).ptr
@@ -232,7 +226,7 @@ def test_afterwards_only_what_differs_is_set(prepare):
 
 @pytest.mark.parametrize("then", [(0, 2, 4), (1, 1, 3)], ids=["back", "again"])
 @pytest.mark.parametrize("failing", range(1, 20))
-def test_after_a_failure_everything_is_bound_and_set_that_was_not(prepare, failing, then):
+def test_after_a_failure_what_was_not_set_is(prepare, failing, then):
     before = in_force(prepare(0, 2, 4))
     wanted = {**before, **in_force(prepare(1, 1, 3))} if then == (1, 1, 3) else before
     prepare(0, 2, 4)
@@ -267,10 +261,10 @@ def test_an_engine_whose_k_and_v_are_one_tensor():
         assert [done["bind", name] for name in prepare.plan.names.combined_pair(layer)] == [address] * 2
         assert done["set_input_shape", f"past_key_values_{layer}"] == (2, 2, heads, 16, 8)
     assert not any("k_cache" in name for _, name in done)
-    engine.tensors["present_key_values_1"] = replace(engine.tensors["present_key_values_1"], alias=None)
+    change(engine, "present_key_values_1", alias=None)
     assert "`present_key_values_1`" in refuse(engine, cache)
     engine, cache = recorded(kv, combined=True)
-    engine.tensors["past_key_values_1"] = replace(engine.tensors["past_key_values_1"], shape=(-1, 3, 2, 17, 8))
+    change(engine, "past_key_values_1", shape=(-1, 3, 2, 17, 8))
     assert refuse(engine, cache).endswith(
         "the number of sides differs (engine 3, cache 2); max_sequence_length differs (engine 17, cache 16)."
     )

@@ -6,6 +6,7 @@ from random import Random
 import numpy as np
 import pytest
 from cache_cases import S, make_cache, next_states_of, on_device, rows_of, states_of, whole
+from test_sequences import On
 
 from trt_kvcache import HostMemory, KVLayout, SequenceCacheManager
 from trt_kvcache.dtypes import itemsize, numpy_dtype
@@ -14,7 +15,6 @@ from trt_kvcache.snapshot import load_snapshot, save_snapshot
 from trt_kvcache.snapshot_records import ModelIdentity
 
 PROGRAMS = {"host": 300, "emulated": 60, "gpu": 300}[os.environ.get("TRT_KVCACHE_TEST_DEVICE", "host")]
-SLOW_PROGRAMS = 10_000
 
 MODEL = ModelIdentity(fingerprint="random")
 DTYPES = ["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"]
@@ -26,8 +26,9 @@ class Beside:
     """A cache and what it should hold. An operation draws its arguments, and is done to both."""
 
     def __init__(self, cache, saved, path):
-        self.cache, self.saved, self.path = cache, saved, path
-        self.memory, self.stream, self.slots = cache.memory, cache.memory.create_stream(), cache.max_batch_size
+        self.saved, self.path, self.memory, self.slots = saved, path, cache.memory, cache.max_batch_size
+        self.stream = cache.memory.create_stream()
+        self.cache = On(cache, self.stream)
         self.longest = cache.lengths.max_sequence_length
         self.lengths = []
         #: Whether the host may not know them.
@@ -39,7 +40,7 @@ class Beside:
         second = first if states_of(cache) == next_states_of(cache) else list(first)
         self.states = [first, second]
         self.recurrent = bool(states_of(cache))
-        self.sequences = None
+        self.seqs = None
         #: What sequences hold that are not in active slots.
         self.held = {}
         self.pinned = set()
@@ -50,7 +51,11 @@ class Beside:
             self.upload(whole(view), np.full(view.allocation.nbytes, 0xFF, np.uint8))  # NaN in every float format
         self.addresses = self.find_addresses()
 
-    # --- bytes ---
+    def upto(self, most):
+        return int(self.random.integers(0, most + 1))
+
+    def chance(self, of):
+        return self.random.random() < of
 
     @staticmethod
     def bytes_of(view):
@@ -65,13 +70,13 @@ class Beside:
         views = [self.cache.lengths.tensor, *rows_of(self.cache)]
         return [view.ptr for view in views] + sorted(view.ptr for view in [*states_of(self.cache), *next_states_of(self.cache)])
 
-    def new_tokens(self, random, count):
+    def new_tokens(self, count):
         layers = [(layer.num_kv_heads, layer.head_dim * itemsize(self.cache.kv_config.dtype)) for layer in self.cache.kv_config.layers]
-        return [[random.integers(0, 256, (2, *layer), np.uint8) for layer in layers] for _ in range(count)]
+        return [[self.random.integers(0, 256, (2, *layer), np.uint8) for layer in layers] for _ in range(count)]
 
-    def step(self, random, slot, count):
+    def step(self, slot, count):
         """What an enqueue does to one slot: rows of new tokens after those that it holds, and its next states."""
-        length, new = self.lengths[slot], self.new_tokens(random, count)
+        length, new = self.lengths[slot], self.new_tokens(count)
         kv = getattr(self.cache, "kv_cache_manager", self.cache)
         for layer, which in np.ndindex(kv.num_layers if count else 0, 2):
             rows = kv.get_separate_kv_cache(layer)[which][slot : slot + 1]
@@ -82,7 +87,7 @@ class Beside:
         states = []
         for view in next_states_of(self.cache):
             state = view[slot : slot + 1].numpy()
-            states.append(random.integers(0, 256, state.view(np.uint8).shape, np.uint8)[0])
+            states.append(self.random.integers(0, 256, state.view(np.uint8).shape, np.uint8)[0])
             state.view(np.uint8)[0] = states[-1]
             self.upload(view[slot : slot + 1], state)
         self.states[1][slot] = states
@@ -94,86 +99,83 @@ class Beside:
     def zeros(self):
         return [np.zeros_like(self.bytes_of(view)[0]) for view in states_of(self.cache)]
 
-    # --- lengths ---
-
-    def reset(self, random):
-        count = random.integers(0, self.slots + 1)
+    def reset(self):
+        count = self.upto(self.slots)
         for slot in range(len(self.lengths), count):
             seq = self.waiting_in(slot)
             if seq is not None and self.held[seq][0]:
                 self.tokens[slot], self.states[0][slot] = self.held[seq]
-        lengths = [0 if self.states[0][slot] is None else int(random.integers(0, len(self.tokens[slot]) + 1)) for slot in range(count)]
+        lengths = [0 if self.states[0][slot] is None else self.upto(len(self.tokens[slot])) for slot in range(count)]
         self.resize(lengths)
         self.blurred = False
-        self.cache.reset_for_new_sequences(lengths, stream=self.stream)
+        self.cache.reset_for_new_sequences(lengths)
         self.lengths = lengths
-        self.zero(*(slot for slot, length in enumerate(self.lengths) if not length))
+        self.zero(*(slot for slot, length in enumerate(lengths) if not length))
 
-    def activate(self, random):
-        old, new = len(self.lengths), int(random.integers(0, self.slots + 1))
-        self.resize(self.lengths[:new] + [0] * (new - old))
-        self.cache.set_active_batch_size(new, stream=self.stream)
-        self.lengths = self.lengths[:new] + [0] * (new - old)
+    def activate(self):
+        old, new = len(self.lengths), self.upto(self.slots)
+        lengths = self.lengths[:new] + [0] * (new - old)
+        self.resize(lengths)
+        self.cache.set_active_batch_size(new)
+        self.lengths = lengths
         self.zero(*range(old, new))
 
-    def commit(self, random):
+    def commit(self):
         """An enqueue over all active slots, or over a run of them; then a commit of a number, of values or of a device tensor."""
-        active, how, whole_batch = len(self.lengths), random.integers(0, 3), random.random() < 0.6
-        first, last = (0, active) if whole_batch else sorted(random.integers(0, active + 1, 2).tolist())
-        new = [int(random.integers(0, 3)) if first <= slot < last else 0 for slot in range(active)]
-        if how == 0 and whole_batch:
-            new = [int(random.integers(0, 3))] * active
+        active, how, full = len(self.lengths), self.upto(2), self.chance(0.6)
+        first, last = (0, active) if full else sorted([self.upto(active), self.upto(active)])
+        new = [self.upto(2) if first <= slot < last else 0 for slot in range(active)]
+        if how == 0 and full:
+            new = [self.upto(2)] * active
             given, limit = (new[0] if new else 1), None
         elif how == 1:
-            given, limit = on_device(self.memory, new, self.stream), max(new, default=0) + random.integers(0, 2)
+            given, limit = on_device(self.memory, new, self.stream), max(new, default=0) + self.upto(1)
         else:
-            given, limit = (new if random.random() < 0.5 else np.array(new, np.int32)), None
+            given, limit = (new if self.chance(0.5) else np.array(new, np.int32)), None
         most = [count if limit is None else limit for count in new]
-        arguments = {"stream": self.stream} if limit is None else {"stream": self.stream, "max_increment": int(limit)}
+        options = {} if limit is None else {"max_increment": int(limit)}
         if any(bound + count > self.longest for bound, count in zip(self.cache.lengths.upper_bounds, most, strict=True)):
             with pytest.raises(CapacityError):
-                self.cache.commit_sequence_length(given, **arguments)
+                self.cache.commit_sequence_length(given, **options)
             return
         for slot in range(first, last):
-            self.step(random, slot, new[slot])
-        if self.recurrent and whole_batch:
+            self.step(slot, new[slot])
+        if self.recurrent and full:
             self.cache.swap()
             self.states.reverse()
         elif self.recurrent and first < last:
-            self.cache.copy_back(first, last - first, stream=self.stream)
+            self.cache.copy_back(first, last - first)
             self.states[0][first:last] = self.states[1][first:last]
-        self.cache.commit_sequence_length(given, **arguments)
+        self.cache.commit_sequence_length(given, **options)
         self.lengths = [length + count for length, count in zip(self.lengths, new, strict=True)]
         self.blurred |= limit is not None
 
-    def clear(self, random):
+    def clear(self):
         if self.lengths:
-            slot = int(random.integers(0, len(self.lengths)))
-            self.cache.clear_slot(slot, stream=self.stream)
+            slot = self.upto(len(self.lengths) - 1)
+            self.cache.clear_slot(slot)
             self.zero(slot)
 
-    def rewind(self, random):
+    def rewind(self):
         if self.lengths and not self.blurred:
-            slot = int(random.integers(0, len(self.lengths)))
-            length = int(random.integers(0, self.lengths[slot] + 1))
+            slot = self.upto(len(self.lengths) - 1)
+            length = self.upto(self.lengths[slot])
             if self.recurrent:
                 with pytest.raises(ConfigError, match="recurrent states cannot go back"):
-                    self.cache.rewind(slot, length, stream=self.stream)
+                    self.cache.rewind(slot, length)
             else:
-                self.cache.rewind(slot, length, stream=self.stream)
+                self.cache.rewind(slot, length)
                 self.lengths[slot] = length
 
-    def sync(self, random):
+    def sync(self):
         self.cache.sync_lengths(stream=self.stream)
         self.blurred = False
 
-    # --- slots ---
-
-    def compact(self, random):
+    def compact(self):
         old = len(self.lengths)
-        kept = [slot for slot in range(old) if random.random() < 0.7]
-        device = random.random() < 0.3
-        order = kept if device else random.permutation(kept).astype(int).tolist()
+        kept = [slot for slot in range(old) if self.chance(0.7)]
+        device = self.chance(0.3)
+        order = kept if device else self.random.permutation(kept).astype(int).tolist()
         mapping = [order.index(slot) if slot in kept else -1 for slot in range(old)]
         given = on_device(self.memory, mapping, self.stream) if device else mapping
         for seq, slot in [*self.places.items()]:
@@ -182,35 +184,34 @@ class Beside:
             elif slot < old and mapping[slot] >= 0:
                 self.places[seq] = mapping[slot]
         self.resize([0] * len(kept))
-        self.cache.compact_batch(given, old, len(kept), stream=self.stream)
-        moved = [(self.tokens[slot][: self.lengths[slot]], self.states[0][slot]) for slot in order]
+        self.cache.compact_batch(given, old, len(kept))
+        moved = [self.live(slot) for slot in order]
         self.lengths, self.blurred = [self.lengths[slot] for slot in order], self.blurred or device
         for slot, (tokens, states) in enumerate(moved):
             self.tokens[slot], self.states[0][slot] = tokens, states
 
-    def capture(self, random):
-        slot = int(random.integers(0, self.slots))
+    def capture(self):
+        slot = self.upto(self.slots - 1)
         if self.states[0][slot] is not None:
-            length = int(random.integers(0, len(self.tokens[slot]) + 1))
-            parts = {"kv_cache": self.cache.capture_kv_cache(slot, length, stream=self.stream)}
+            length = self.upto(len(self.tokens[slot]))
+            parts = {"kv_cache": self.cache.capture_kv_cache(slot, length)}
             if self.recurrent:
-                parts["recurrent_states"] = self.cache.capture_recurrent_states(slot, stream=self.stream)
-                parts["conv_states"] = self.cache.capture_conv_states(slot, stream=self.stream)
+                parts["recurrent_states"] = self.cache.capture_recurrent_states(slot)
+                parts["conv_states"] = self.cache.capture_conv_states(slot)
             self.saved[3:] = []
             self.saved.insert(0, (parts, self.tokens[slot][:length], self.states[0][slot]))
 
-    def restore(self, random):
-        """What this cache or the one of the other layout captured."""
+    def restore(self):
         fitting = [one for one in self.saved if len(one[1]) <= self.longest]
         if fitting:
-            parts, tokens, states = fitting[random.integers(0, len(fitting))]
-            slot = self.target(random)
+            parts, tokens, states = fitting[self.random.integers(0, len(fitting))]
+            slot = self.target()
             for part, tensors in parts.items():
-                getattr(self.cache, f"restore_{part}")(tensors, slot, stream=self.stream)
+                getattr(self.cache, f"restore_{part}")(tensors, slot)
             self.put(slot, tokens, states)
 
-    def target(self, random):
-        slot = int(random.integers(0, self.slots))
+    def target(self):
+        slot = self.upto(self.slots - 1)
         if slot >= len(self.lengths):
             self.forget_sequences()
         return slot
@@ -219,45 +220,43 @@ class Beside:
         self.tokens[slot][: len(tokens)] = tokens
         self.states[0][slot] = states
 
-    def snapshot(self, random, other):
+    def snapshot(self):
         """Save an active slot to a file, and restore it in a slot of this cache or of the other."""
         if not self.lengths or self.blurred:
             return
-        slot, into = int(random.integers(0, len(self.lengths))), self if random.random() < 0.5 else other
-        tokens = self.tokens[slot][: self.lengths[slot]]
+        slot, into = self.upto(len(self.lengths) - 1), self if self.chance(0.5) else self.other
+        tokens, states = self.live(slot)
         if len(tokens) <= into.longest:
-            save_snapshot(self.path, self.cache, slot, tokens=range(len(tokens)), model=MODEL, stream=self.stream)
-            to = into.target(random)
-            loaded = load_snapshot(self.path, into.cache, to, model=MODEL, stream=into.stream)
+            save_snapshot(self.path, self.cache._manager, slot, tokens=range(len(tokens)), model=MODEL, stream=self.stream)
+            to = into.target()
+            loaded = load_snapshot(self.path, into.cache._manager, to, model=MODEL, stream=into.stream)
             assert loaded.reused_tokens == len(tokens)
             if tokens:
-                into.put(to, tokens, self.states[0][slot])
+                into.put(to, tokens, states)
             into.compare()
-
-    # --- sequences, which wait in inactive slots or on the host ---
 
     def forget_sequences(self):
         """Look at all of them, and be done: what comes next may take their slots."""
-        self.sync(None)
+        self.sync()
         for seq in self.held:
             self.check_sequence(seq)
-        if self.sequences is not None:
-            self.sequences.close()
+        if self.seqs is not None:
+            self.seqs.close()
             self.pinned.clear()
             self.forget_inactive()
-        self.sequences, self.held, self.places = None, {}, {}
+        self.seqs, self.held, self.places = None, {}, {}
 
     def inside(self, seq):
         return self.places.get(seq, self.slots) < len(self.lengths)
 
     def content(self, seq):
-        if not self.inside(seq):
-            return self.held[seq]
-        slot = self.places[seq]
+        return self.live(self.places[seq]) if self.inside(seq) else self.held[seq]
+
+    def live(self, slot):
         return self.tokens[slot][: self.lengths[slot]], self.states[0][slot]
 
     def waiting_in(self, slot):
-        entry = self.sequences._table.at(slot) if self.sequences else None
+        entry = self.seqs._table.at(slot) if self.seqs else None
         return None if entry is None else entry.id
 
     def lose(self, seq):
@@ -274,7 +273,7 @@ class Beside:
                 self.held[seq] = self.content(seq)
                 if self.cache.lengths.upper_bounds[slot] and not self.lengths[slot]:
                     self.lose(seq)  # it may have tokens, for all that the host knows
-                    self.sequences.destroy_sequence(self.lost.pop())
+                    self.seqs.destroy_sequence(self.lost.pop())
                 elif seq not in self.pinned:
                     del self.places[seq]
         for slot in range(old, new):
@@ -284,25 +283,23 @@ class Beside:
             elif seq is not None:
                 self.places[seq] = slot
 
-    def sequence(self, random):
-        """A few operations on sequences."""
-        self.sync(random)
-        self.sequences = self.sequences or SequenceCacheManager(self.cache, enable_swapping=True, swap_threshold=0.7)
-        for operation in random.choice(["create", "append", "get", "truncate", "pin", "unpin", "destroy", "use", "use"], 6):
-            seq = int(random.choice([*self.held])) if self.held else -1
-            if operation == "create" or not self.held:
-                if self.has_room(-1, self.sequences.create_sequence):
-                    self.held[self.sequences.create_sequence()] = [], None
-            elif operation == "destroy":
+    def sequence(self):
+        self.sync()
+        self.seqs = self.seqs or On(SequenceCacheManager(self.cache._manager, enable_swapping=True, swap_threshold=0.7), self.stream)
+        for name in self.random.choice(["create", "append", "get", "truncate", "pin", "unpin", "destroy", "use", "use"], 6):
+            seq = int(self.random.choice([*self.held])) if self.held else -1
+            if name == "create" or not self.held:
+                self.held.update((new, ([], None)) for new in self.does(-1, self.seqs.create_sequence))
+            elif name == "destroy":
                 self.lose(seq)
-                self.sequences.destroy_sequence(self.lost.pop())
+                self.seqs.destroy_sequence(self.lost.pop())
             else:
-                getattr(self, f"{operation}_sequence")(random, seq)
-            assert [self.sequences.length(seq) for seq in self.held] == [len(self.content(seq)[0]) for seq in self.held]
+                getattr(self, f"{name}_sequence")(seq)
+            assert [self.seqs.length(seq) for seq in self.held] == [len(self.content(seq)[0]) for seq in self.held]
             self.forget_inactive()
 
     def forget_inactive(self):
-        if self.sequences is None:
+        if self.seqs is None:
             return
         pinned = {self.places[seq]: self.held[seq] for seq in self.pinned if not self.inside(seq)}
         for slot in range(len(self.lengths), self.slots):
@@ -315,41 +312,42 @@ class Beside:
         others = sum(not self.inside(other) for other in self.pinned - {seq})
         return self.inside(seq) or self.slots - len(self.lengths) > others
 
-    def has_room(self, seq, call):
-        """Whether a sequence can have a slot: one is inactive, and no other is pinned there. If not, a call must say so."""
-        if self.fits(seq) or any(entry.id == seq and entry.slot is not None for entry in self.sequences._table):
-            return True  # the latter: it is there already
-        with pytest.raises(CapacityError):
-            call()
-        return False
+    def does(self, seq, call, error=None):
+        """Call it, and return what it returned in a list; an empty one if it must be refused, as where it can have no slot.
 
-    def get_sequence(self, _, seq):
-        if self.has_room(seq, lambda: self.sequences.get(seq, stream=self.stream)):
+        It can if it has one already, or if one is inactive, and no other is pinned there.
+        """
+        if not error and not self.fits(seq) and not any(entry.id == seq and entry.slot is not None for entry in self.seqs._table):
+            error = CapacityError
+        if not error:
+            return [call()]
+        with pytest.raises(error):
+            call()
+        return []
+
+    def get_sequence(self, seq):
+        if self.does(seq, lambda: self.seqs.get(seq)):
             self.check_sequence(seq)
 
     def check_sequence(self, seq):
         if not self.fits(seq):
             return
         tokens, _ = self.content(seq)
-        for which, arrays in enumerate(self.sequences.get(seq, stream=self.stream)):
+        for which, arrays in enumerate(self.seqs.get(seq)):
             for layer, array in enumerate(arrays):
                 assert array.shape[1] == len(tokens)
                 if tokens:
                     assert np.array_equal(self.bytes_of(array), np.stack([token[layer][which] for token in tokens], axis=1))
 
-    def append_sequence(self, random, seq):
+    def append_sequence(self, seq):
         tokens, _ = self.content(seq)
-        new, count = self.new_tokens(random, 4), int(random.choice([0, 1, 2, 4]))
+        new, count = self.new_tokens(4), int(self.random.choice([0, 1, 2, 4]))
         dtype = numpy_dtype(self.cache.kv_config.dtype)
         layers = [np.stack(layer, axis=2).view(dtype)[:, :, :count] for layer in zip(*new, strict=True)]
         pair = [layer[0] for layer in layers], [layer[1] for layer in layers]
-        call = lambda: self.sequences.append(seq, *pair, stream=self.stream)  # noqa: E731
         del new[count:]
-        if self.recurrent or len(tokens) + len(new) > self.longest:
-            with pytest.raises(ConfigError if self.recurrent else CapacityError):
-                call()
-        elif self.has_room(seq, call):
-            call()
+        error = ConfigError if self.recurrent else CapacityError if len(tokens) + len(new) > self.longest else None
+        if self.does(seq, lambda: self.seqs.append(seq, *pair), error):
             if self.inside(seq):
                 slot, length = self.places[seq], len(tokens)
                 self.tokens[slot][length : length + len(new)] = new
@@ -357,23 +355,17 @@ class Beside:
             else:
                 tokens += new
 
-    def truncate_sequence(self, random, seq):
+    def truncate_sequence(self, seq):
         tokens, _ = self.content(seq)
-        length = int(random.integers(0, len(tokens) + 1))
-        call = lambda: self.sequences.truncate(seq, length, stream=self.stream)  # noqa: E731
-        if self.recurrent:
-            with pytest.raises(ConfigError):
-                call()
-        elif self.has_room(seq, call):
-            call()
+        length = self.upto(len(tokens))
+        if self.does(seq, lambda: self.seqs.truncate(seq, length), ConfigError if self.recurrent else None):
             if self.inside(seq):
                 self.lengths[self.places[seq]] = length
             else:
                 tokens[length:] = []
 
-    def pin_sequence(self, _, seq):
-        if self.has_room(seq, lambda: self.sequences.pin(seq, stream=self.stream)):
-            place = self.sequences.pin(seq, stream=self.stream)
+    def pin_sequence(self, seq):
+        for place in self.does(seq, lambda: self.seqs.pin(seq)):
             assert place == self.places.get(seq, place)
             assert self.inside(seq) or place >= len(self.lengths)
             self.pinned.add(seq)
@@ -381,21 +373,21 @@ class Beside:
             if not self.content(seq)[0]:
                 self.states[0][place] = self.zeros()
 
-    def unpin_sequence(self, _, seq):
+    def unpin_sequence(self, seq):
         self.held[seq] = self.content(seq)
-        self.sequences.unpin(seq, stream=self.stream)
+        self.seqs.unpin(seq)
         self.pinned.discard(seq)
         self.places.pop(seq, None)
 
-    def use_sequence(self, random, seq):
+    def use_sequence(self, seq):
         """Bring it into an active slot, let an engine add a token, and put it away, or leave it there."""
         free = sorted({*range(len(self.lengths))} - {*self.places.values()})
         if self.inside(seq) or not free:
             return
-        slot, (tokens, states) = int(random.choice(free)), self.held[seq]
-        self.cache.clear_slot(slot, stream=self.stream)
+        slot, (tokens, states) = int(self.random.choice(free)), self.held[seq]
+        self.cache.clear_slot(slot)
         self.zero(slot)
-        assert self.sequences.pin(seq, slot=slot, stream=self.stream) == slot
+        assert self.seqs.pin(seq, slot=slot) == slot
         self.lengths[slot], self.tokens[slot], self.places[seq] = len(tokens), list(tokens), slot
         self.pinned.add(seq)
         if tokens and self.recurrent:
@@ -403,16 +395,14 @@ class Beside:
         self.forget_inactive()
         self.compare()
         if len(tokens) < self.longest:
-            self.step(random, slot, 1)
+            self.step(slot, 1)
             if self.recurrent:
-                self.cache.copy_back(slot, 1, stream=self.stream)
+                self.cache.copy_back(slot, 1)
                 self.states[0][slot] = self.states[1][slot]
-            self.cache.commit_sequence_length([int(other == slot) for other in range(len(self.lengths))], stream=self.stream)
+            self.cache.commit_sequence_length([int(other == slot) for other in range(len(self.lengths))])
             self.lengths[slot] += 1
-        if random.random() < 0.5:
-            self.unpin_sequence(random, seq)
-
-    # --- all there is to see ---
+        if self.chance(0.5):
+            self.unpin_sequence(seq)
 
     def compare(self):
         cache = self.cache
@@ -420,8 +410,8 @@ class Beside:
         self.forget_inactive()
         while self.lost:
             with pytest.raises(SequenceError, match="its slot was taken"):
-                self.sequences.length(self.lost[-1])
-            self.sequences.destroy_sequence(self.lost.pop())
+                self.seqs.length(self.lost[-1])
+            self.seqs.destroy_sequence(self.lost.pop())
         assert cache.active_batch_size == len(self.lengths)
         assert cache.kv_cache_lengths.numpy().tolist() == self.lengths
         assert all(bound >= length for bound, length in zip(cache.lengths.upper_bounds, self.lengths, strict=True))
@@ -450,17 +440,16 @@ def run(memory, path, kind, layout, dtype, slots, operations):
         make_cache(kind, memory, **options, layout=other, dtype=dtype, max_batch_size=6 - slots, max_sequence_length=S + 2) as two,
     ):
         caches = [Beside(cache, saved, path) for cache in (one, two)]
-        for operation, seed in [("activate", 9), *operations]:
-            random = np.random.default_rng(seed)
+        caches[0].other, caches[1].other = caches[::-1]
+        for name, seed in [("activate", 9), *operations]:
             which = seed % 4 == 3
-            if operation == "snapshot":
-                caches[which].snapshot(random, caches[not which])
-            else:
-                getattr(caches[which], operation)(random)
+            for each in caches:
+                each.random = np.random.default_rng(seed)
+            getattr(caches[which], name)()
             caches[which].compare()
-        for cache in caches:
-            cache.forget_sequences()
-            cache.compare()
+        for each in caches:
+            each.forget_sequences()
+            each.compare()
         saved.clear()
 
 
@@ -488,4 +477,4 @@ def test_programs(memory, tmp_path, part):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(20))
 def test_many_programs(tmp_path, part):
-    check(HostMemory(), tmp_path / "slot", range(PROGRAMS + part, PROGRAMS + SLOW_PROGRAMS, 20))
+    check(HostMemory(), tmp_path / "slot", range(PROGRAMS + part, PROGRAMS + 10_000, 20))

@@ -51,7 +51,6 @@ def caches(tmp_path):
 
 @pytest.fixture
 def fake(folder, monkeypatch, caches):
-    """A TensorRT for RTX that knows the engine of the folder."""
     config = folder.config
     made = FakeTensorRT(config.tensors, config.profiles, plan=PLAN)
     made.asked = install(made, monkeypatch, caches)
@@ -60,7 +59,6 @@ def fake(folder, monkeypatch, caches):
 
 @pytest.fixture
 def opens(fake, folder, memory):
-    """Return a function that opens the folder, or what it is given, in ``memory``."""
     return lambda source=folder, **options: TensorRTEngine.open(source, memory=memory, **options)
 
 
@@ -69,6 +67,11 @@ def engine(opens, fake):
     with opens() as engine:
         fake.calls.clear()
         yield engine
+
+
+def refuses(error, message, call, *args, **options):
+    with pytest.raises(error, match=message):
+        call(*args, **options)
 
 
 def tensor(memory, shape, dtype):
@@ -85,6 +88,10 @@ def make_ready(engine, memory, batch=BATCH, width=1):
     return bound
 
 
+def enqueue(engine):
+    engine.enqueue(FakeStream(0x77))
+
+
 def set_shapes(engine, batch, width=1):
     for spec in engine.tensors.values():
         if spec.mode is TensorMode.INPUT:
@@ -95,7 +102,7 @@ def names_of(fake):
     return [name for name, *_ in fake.calls]
 
 
-def test_opening_makes_a_context_per_profile_over_one_memory_of_ours(opens, fake, folder, memory):
+def test_opening_makes_contexts_over_one_memory(opens, fake, folder, memory):
     with opens(folder.path) as engine:
         assert [call for call in fake.calls if call[0] != "create_execution_context"] == [
             ("Runtime",),
@@ -136,8 +143,7 @@ def test_flavour_is_that_of_the_folder(opens, fake):
     opens(PLAN).close()
     opens(PLAN, flavour="tensorrt").close()
     assert fake.asked == ["tensorrt_rtx", "auto", "tensorrt"]
-    with pytest.raises(EngineError, match=r"engine: expected flavour tensorrt_rtx, which built this engine, got tensorrt\."):
-        opens(flavour="tensorrt")
+    refuses(EngineError, r"engine: expected flavour tensorrt_rtx, which built this engine, got tensorrt\.", opens, flavour="tensorrt")
 
 
 def test_full_tensorrt_has_no_runtime_cache(opens, fake, monkeypatch, caches):
@@ -149,7 +155,7 @@ def test_full_tensorrt_has_no_runtime_cache(opens, fake, monkeypatch, caches):
     assert not caches.exists()
 
 
-def test_full_tensorrt_knows_the_plugin_before_it_reads_an_engine_that_has_it(tmp_path, memory, monkeypatch, caches):
+def test_full_tensorrt_knows_the_plugin_first(tmp_path, memory, monkeypatch, caches):
     changes = {"segments": None, "tensorrt_flavour": "tensorrt"}
     folder = make_engine_folder(write_model(tmp_path / "model"), tmp_path / "engine", segmented=True, **changes)
     fake = FakeTensorRT(folder.config.tensors, folder.config.profiles, plan=PLAN)
@@ -161,12 +167,10 @@ def test_full_tensorrt_knows_the_plugin_before_it_reads_an_engine_that_has_it(tm
 
 
 def test_sources_and_places_that_cannot_be(opens, fake, folder, tmp_path):
-    with pytest.raises(PlaceError, match=r"expected the memory of a GPU \(CudaMemory\), got memory on cpu"):
-        TensorRTEngine.open(folder, memory=HostMemory())
+    refuses(PlaceError, r"expected the memory of a GPU \(CudaMemory\), got memory on cpu", TensorRTEngine.open, folder, memory=HostMemory())
     (tmp_path / "empty.plan").write_bytes(b"")
     for name in ("nowhere.plan", "empty.plan"):
-        with pytest.raises(EngineError, match=rf"{name}: expected an engine folder or a serialised engine, cannot read it"):
-            opens(tmp_path / name)
+        refuses(EngineError, rf"{name}: expected an engine folder or a serialised engine, cannot read it", opens, tmp_path / name)
     assert fake.calls == []
 
 
@@ -182,46 +186,39 @@ def failing(call, *, refuse=True, text="out of memory"):
     return prepare
 
 
-POSITION_IDS = TensorSpec.input("position_ids", (-1,), "int32")
+REFUSED = [
+    (
+        failing("deserialize_cuda_engine", text="cudaError 35: CUDA driver"),  # the reason, and not left out
+        r"tensorrt_rtx 1\.7\.1 refuses this engine built with tensorrt_rtx 1\.7\.1\. TensorRT says: cudaError 35: CUDA",
+    ),
+    (spec_with("present_k_cache_0", alias=None), r"expected output `present_k_cache_0` .* in place of `k_cache_0`, got output .*24\)\.$"),
+    (spec_with("present_v_cache_0", alias="k_cache_0"), r"in place of `v_cache_0`, got .* in place of `k_cache_0`"),
+    (spec_with("k_cache_0", shape=(-1, 2, 40, 24)), r"expected input `k_cache_0` float16 \(-1, 2, 38, 24\), got .*\(-1, 2, 40, 24\)"),
+    (spec_with("logits", dtype="float16"), r"expected output `logits` float32 .*, got output `logits` float16"),
+    (
+        lambda fake: fake.specs.update(position_ids=TensorSpec.input("position_ids", (-1,), "int32")),
+        "the engine's tensors are not those of its config.json: `position_ids` is only in one of them",
+    ),
+    (
+        lambda fake: fake.profiles.insert(0, replace(fake.profiles.pop(0), max_width=12)),
+        r"expected profiles \[\(1, 3, 1, 11\), \(1, 3, 1, 1\)\] \(batch, width\), got \[\(1, 3, 1, 12\)",
+    ),
+    (
+        lambda fake: fake.host_tensors.add("kvcache_start_index"),
+        "`kvcache_start_index`: expected a tensor in GPU memory, the engine has it on the host",
+    ),
+    (failing("create_execution_context"), "the execution context was refused. TensorRT says: out of memory"),
+    (failing("set_optimization_profile_async"), "profile 0 was refused. TensorRT says: out of memory"),
+    (failing("set_runtime_cache"), "the runtime cache was refused"),
+    (failing("create_runtime_config"), "the runtime configuration was refused"),
+    (failing("set_device_memory", refuse=False), "TensorRT says: out of memory"),  # only logged
+]
 
 
-@pytest.mark.parametrize(
-    ("prepare", "message"),
-    [
-        (
-            failing("deserialize_cuda_engine", text="cudaError 35: CUDA driver"),  # the reason, and not left out
-            r"tensorrt_rtx 1\.7\.1 refuses this engine built with tensorrt_rtx 1\.7\.1\. TensorRT says: cudaError 35: CUDA",
-        ),
-        (
-            spec_with("present_k_cache_0", alias=None),
-            r"expected output `present_k_cache_0` .* in place of `k_cache_0`, got output .*24\)\.$",
-        ),
-        (spec_with("present_v_cache_0", alias="k_cache_0"), r"in place of `v_cache_0`, got .* in place of `k_cache_0`"),
-        (spec_with("k_cache_0", shape=(-1, 2, 40, 24)), r"expected input `k_cache_0` float16 \(-1, 2, 38, 24\), got .*\(-1, 2, 40, 24\)"),
-        (spec_with("logits", dtype="float16"), r"expected output `logits` float32 .*, got output `logits` float16"),
-        (
-            lambda fake: fake.specs.update(position_ids=POSITION_IDS),
-            "the engine's tensors are not those of its config.json: `position_ids` is only in one of them",
-        ),
-        (
-            lambda fake: fake.profiles.insert(0, replace(fake.profiles.pop(0), max_width=12)),
-            r"expected profiles \[\(1, 3, 1, 11\), \(1, 3, 1, 1\)\] \(batch, width\), got \[\(1, 3, 1, 12\)",
-        ),
-        (
-            lambda fake: fake.host_tensors.add("kvcache_start_index"),
-            "`kvcache_start_index`: expected a tensor in GPU memory, the engine has it on the host",
-        ),
-        (failing("create_execution_context"), "the execution context was refused. TensorRT says: out of memory"),
-        (failing("set_optimization_profile_async"), "profile 0 was refused. TensorRT says: out of memory"),
-        (failing("set_runtime_cache"), "the runtime cache was refused"),
-        (failing("create_runtime_config"), "the runtime configuration was refused"),
-        (failing("set_device_memory", refuse=False), "TensorRT says: out of memory"),  # only logged
-    ],
-)
-def test_an_engine_that_is_refused_leaves_nothing(opens, fake, memory, prepare, message):
+@pytest.mark.parametrize(("prepare", "message"), REFUSED)
+def test_a_refused_engine_leaves_nothing(opens, fake, memory, prepare, message):
     prepare(fake)
-    with pytest.raises(EngineError, match=message):
-        opens()
+    refuses(EngineError, message, opens)
     assert memory.live_nbytes == 0
 
 
@@ -256,7 +253,7 @@ def test_profiles_keep_their_bindings_and_shapes(engine, fake, memory):
     fake.calls.clear()
     for profile in (0, 1, 0):
         engine.use_profile(profile)
-        engine.enqueue(FakeStream(0x77))
+        enqueue(engine)
     assert fake.calls == [("execute_async_v3", profile, 0x77) for profile in (0, 1, 0)]
     assert fake.contexts[0].shapes["input_ids"] == (3, 5)
 
@@ -275,15 +272,13 @@ def test_bound_tensors_are_kept_alive_and_let_go(engine, memory):
 
 def test_refused_bindings_change_nothing(engine, fake, memory):
     logits = tensor(memory, (BATCH, VOCAB), "float32")
-    with pytest.raises(BindingError, match="`logit`: the engine has no such tensor, it has `input_ids`, "):
-        engine.bind("logit", logits)
+    refuses(BindingError, "`logit`: the engine has no such tensor, it has `input_ids`, ", engine.bind, "logit", logits)
     with pytest.raises(BindingError, match=r"`logits` expects float32 \(-1, 37\), got float16 \(3, 37\)\."):
         engine.bind("logits", tensor(memory, (3, 37), "float16"))
     assert fake.calls == []
     fake.refuse.add("set_tensor_address")
     fake.errors["set_tensor_address"] = "bad address"
-    with pytest.raises(EngineError, match=r"the address of `logits` was refused. TensorRT says: bad address"):
-        engine.bind("logits", logits)
+    refuses(EngineError, r"the address of `logits` was refused. TensorRT says: bad address", engine.bind, "logits", logits)
 
 
 @pytest.mark.parametrize(
@@ -291,10 +286,7 @@ def test_refused_bindings_change_nothing(engine, fake, memory):
     [
         *(
             (0, name, shape, rf"`{name}`: expected a shape from \(1,.*\) to \(3,.*\) in this profile, got ")
-            for name, shape in (
-                *(("input_ids", wrong) for wrong in ((3, 12), (4, 11), (0, 1), (3,))),
-                ("k_cache_0", (3, H, S - 1, D)),
-            )
+            for name, shape in (*(("input_ids", wrong) for wrong in ((3, 12), (4, 11), (0, 1), (3,))), ("k_cache_0", (3, H, S - 1, D)))
         ),
         (1, "input_ids", (3, 2), r"`input_ids`: expected a shape from \(1, 1\) to \(3, 1\) in this profile, got \(3, 2\)"),
         (1, "logits", (3, VOCAB), "`logits`: expected an input, it is an output"),
@@ -304,56 +296,45 @@ def test_refused_bindings_change_nothing(engine, fake, memory):
 def test_shapes_outside_the_profile(engine, fake, profile, name, shape, message):
     engine.use_profile(profile)
     for index in (2, -1):
-        with pytest.raises(BindingError, match=rf"profile {index}: expected 0 <= index < 2"):
-            engine.use_profile(index)
-    with pytest.raises(BindingError, match=message):
-        engine.set_input_shape(name, shape)
+        refuses(BindingError, rf"profile {index}: expected 0 <= index < 2", engine.use_profile, index)
+    refuses(BindingError, message, engine.set_input_shape, name, shape)
     assert fake.calls == []
 
 
-def test_enqueue_checks_what_is_missing_and_again_what_has_changed(engine, fake, memory):
-    stream = FakeStream(0x77)
-
-    def refuses(message):
-        with pytest.raises(BindingError, match=message):
-            engine.enqueue(stream)
-
-    refuses("`input_ids`: it is not bound in this profile")
+def test_enqueue_checks_what_is_bound(engine, fake, memory):
+    refuses(BindingError, "`input_ids`: it is not bound in this profile", enqueue, engine)
     ids = tensor(memory, (3 * 11 - 1,), "int32")
     engine.bind("input_ids", ids)
-    refuses(r"`input_ids`: its shape \(-1, -1\) is not known")
+    refuses(BindingError, r"`input_ids`: its shape \(-1, -1\) is not known", enqueue, engine)
     bound = make_ready(engine, memory, 3, 11)
     for name, other, message in (
         ("input_ids", ids, r"`input_ids`: shape \(3, 11\) takes 132 bytes, what is bound has 128"),
         ("logits", tensor(memory, (2, VOCAB), "float32"), r"`logits`: shape \(3, 37\) takes 444 bytes, what is bound has 296"),
         ("present_v_cache_0", bound["k_cache_0"], "`present_v_cache_0`: expected the address of `v_cache_0`, whose memory it shares"),
     ):
-        engine.enqueue(stream)
+        enqueue(engine)
         engine.bind(name, other)
-        refuses(message)
+        refuses(BindingError, message, enqueue, engine)
         engine.bind(name, bound[name])
     engine.bind("input_ids", tensor(memory, (3,), "int32"))
     engine.set_input_shape("input_ids", (3, 1))
-    engine.enqueue(stream)
+    enqueue(engine)
     engine.set_input_shape("input_ids", (3, 2))
-    refuses(r"`input_ids`: shape \(3, 2\) takes 24 bytes, what is bound has 12")
+    refuses(BindingError, r"`input_ids`: shape \(3, 2\) takes 24 bytes, what is bound has 12", enqueue, engine)
     assert names_of(fake).count("execute_async_v3") == 4
 
 
 def test_enqueue_that_fails(engine, fake, memory):
-    stream = FakeStream(0x77)
     make_ready(engine, memory)
     fake.errors["execute_async_v3"] = "illegal memory access"
     with pytest.raises(EngineError, match=r"^the step failed. TensorRT says: illegal memory access$"):
-        engine.enqueue(stream)  # although it returned True
+        enqueue(engine)  # although it returned True
     fake.errors.clear()
     fake.refuse.add("execute_async_v3")
-    with pytest.raises(EngineError, match=r"^the step failed. TensorRT says: nothing$"):
-        engine.enqueue(stream)
+    refuses(EngineError, r"^the step failed. TensorRT says: nothing$", enqueue, engine)
     fake.refuse.clear()
-    engine.enqueue(stream)  # an old error is not raised again
-    with pytest.raises(PlaceError, match="stream: expected a CUDA stream or graph builder, got HostStream"):
-        engine.enqueue(HostMemory().create_stream())
+    enqueue(engine)  # an old error is not raised again
+    refuses(PlaceError, "stream: expected a CUDA stream or graph builder, got HostStream", engine.enqueue, HostMemory().create_stream())
 
 
 def test_close(engine, memory):
@@ -363,31 +344,29 @@ def test_close(engine, memory):
     for _ in range(2):
         engine.close()
         assert stream.synced == 1
-    for action, arguments in (
+    for action, args in (
         (engine.enqueue, (stream,)),
         (engine.bind, ("logits", bound["logits"])),
         (engine.set_input_shape, ("input_ids", (3, 1))),
         (engine.use_profile, (0,)),
     ):
-        with pytest.raises(ClosedError, match="this TensorRTEngine is closed"):
-            action(*arguments)
+        refuses(ClosedError, "this TensorRTEngine is closed", action, *args)
 
 
 def test_wait_that_fails_still_lets_go(engine, memory, monkeypatch):
     make_ready(engine, memory)
-    engine.enqueue(FakeStream(0x77))
+    enqueue(engine)
     before = memory.live_nbytes
 
     def broken(stream):
         raise RuntimeError("sticky CUDA error")
 
     monkeypatch.setattr(memory, "synchronize", broken)
-    with pytest.raises(RuntimeError, match="sticky CUDA error"):
-        engine.close()
+    refuses(RuntimeError, "sticky CUDA error", engine.close)
     assert memory.live_nbytes <= before - 5000
 
 
-def test_runtime_cache_is_saved_at_close_while_the_contexts_live_and_loaded_at_open(opens, fake, memory, caches):
+def test_runtime_cache_is_saved_and_loaded(opens, fake, memory, caches):
     fake.cache_content, content = None, fake.cache_content
     engine = opens()
     with pytest.warns(RuntimeWarning, match="runtime cache .*: it could not be serialised by TensorRT"):
@@ -431,10 +410,8 @@ def test_engine_that_this_package_did_not_build(memory, monkeypatch, caches):
         assert set(engine.tensors.values()) == set(specs)
         assert list(engine.profiles) == [replace(profile, name="prefill")]
         engine.set_input_shape("table", (16, 4))
-        with pytest.raises(BindingError, match=r"`table`: expected a shape from \(16, 4\) to \(16, 4\)"):
-            engine.set_input_shape("table", (15, 4))
-        with pytest.raises(BindingError, match=r"`ids`: expected a shape from \(2, 1\) to \(5, 7\)"):
-            engine.set_input_shape("ids", (1, 1))
+        refuses(BindingError, r"`table`: expected a shape from \(16, 4\) to \(16, 4\)", engine.set_input_shape, "table", (15, 4))
+        refuses(BindingError, r"`ids`: expected a shape from \(2, 1\) to \(5, 7\)", engine.set_input_shape, "ids", (1, 1))
 
 
 @pytest.mark.trt

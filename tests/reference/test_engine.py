@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from fakes import engine_tensors
 from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
@@ -16,37 +17,32 @@ from trt_kvcache.reference import ReferenceEngine
 
 from .rig import DECODE, GOLDEN, PREFILL, Rig, random_ids
 
+equal = np.testing.assert_array_equal
 MODEL = "llama-llama3-bias"
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 VOCAB, HEADS, HEAD_DIM = 67, 2, 16
 
 # Finite in every dtype, and large beside any key or value of the models.
 LARGE = 1e4
 
 
-def test_tensors_and_profiles_are_those_of_the_tensorrt_engine():
+def runs(rig, logits):
+    rig.engine.enqueue(rig.stream)
+    equal(rig.logits[:1].numpy(), logits)
+
+
+def test_tensors_and_profiles_are_those_of_tensorrt():
     rig = Rig(MODEL, length=29, dtype="float16")
-    shape = (-1, HEADS, 29, HEAD_DIM)
-    specs = [
-        TensorSpec.input("input_ids", (-1, -1), "int32"),
-        TensorSpec.input("kvcache_start_index", (-1,), "int32"),
-        TensorSpec.input("last_token_ids", (-1, 1), "int32"),
-        TensorSpec.output("logits", (-1, VOCAB), "float32"),
-    ]
-    for name in ("k_cache_0", "v_cache_0", "k_cache_1", "v_cache_1"):
-        specs.append(TensorSpec.input(name, shape, "float16"))
-        specs.append(TensorSpec.output(f"present_{name}", shape, "float16", alias=name))
-    assert dict(rig.engine.tensors) == {spec.name: spec for spec in specs}
+    specs = {**engine_tensors(rig.kv), "logits": TensorSpec.output("logits", (-1, VOCAB), "float32")}
+    assert (dict(rig.engine.tensors), specs["v_cache_1"].shape) == (specs, (-1, HEADS, 29, HEAD_DIM))
     assert [spec.mode for spec in rig.engine.tensors.values()] == [TensorMode.INPUT] * 7 + [TensorMode.OUTPUT] * 5
     assert rig.engine.memory is rig.memory
     found = [(each.name, each.min_batch, each.max_batch, each.min_width, each.max_width) for each in rig.engine.profiles]
     assert found == [("prefill", 1, 3, 1, 24), ("decode", 1, 3, 1, 1)]
 
 
-# --- what a step writes ---
-
-
 @pytest.mark.parametrize("attention", ["native", "mask", "plugin"])
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@DTYPES
 def test_a_step_writes_its_rows_and_no_other_byte(dtype, attention):
     rig = Rig(MODEL, batch=4, length=11, width=5, dtype=dtype, attention=attention)
     rig.poison(LARGE)
@@ -68,17 +64,17 @@ def test_stored_rows_are_rounded_once(model, dtype):
     for rig in (exact, rounded):
         rig.step(random_ids(59, 1, 9), [0])
     for wide, narrow in zip(exact.caches()[:2], rounded.caches()[:2], strict=True):
-        np.testing.assert_array_equal(wide[0, :, :9].astype(narrow.dtype), narrow[0, :, :9])
+        equal(wide[0, :, :9].astype(narrow.dtype), narrow[0, :, :9])
 
 
-def test_weights_are_rounded_to_the_dtype_of_the_cache(tmp_path):
+def test_weights_are_rounded_to_the_cache(tmp_path):
     """A checkpoint whose float32 weights bfloat16 can hold gives the same logits as the one that it was rounded from."""
     rounded = shutil.copytree(GOLDEN / "llama", tmp_path / "rounded")
     tensors = load_file(rounded / "model.safetensors")
     save_file({name: array.astype(bfloat16).astype(np.float32) for name, array in tensors.items()}, rounded / "model.safetensors")
     ids, widths = random_ids(61, 9), [8, 1]
     logits = Rig(rounded, dtype="bfloat16").run(ids, widths)
-    np.testing.assert_array_equal(logits, Rig("llama", dtype="bfloat16").run(ids, widths))
+    equal(logits, Rig("llama", dtype="bfloat16").run(ids, widths))
     assert np.abs(logits - Rig("llama").run(ids, widths)).max() > 1e-3
 
 
@@ -87,59 +83,38 @@ def test_a_call_can_begin_at_any_slot(attention):
     """Views that start at slot 2 of the cache; H * S * D * 4 bytes is a multiple of 256 here."""
     whole, part = (Rig(MODEL, length=8, width=5, attention=attention) for _ in range(2))
     ids = random_ids(VOCAB, 1, 5)
-    expected = whole.step(ids, [0])
+    want = whole.step(ids, [0])
     part.poison(LARGE)
     part.prepare(ids, [0])
     for name, view in part.bindings():
         part.engine.bind(name, view[2:3])
-    part.engine.enqueue(part.stream)
-    np.testing.assert_array_equal(part.logits[:1].numpy(), expected)
+    runs(part, want)
     for written, reference in zip(part.caches(), whole.caches(), strict=True):
-        np.testing.assert_array_equal(written[2, :, :5], reference[0, :, :5])
+        equal(written[2, :, :5], reference[0, :, :5])
         assert (written[:2] == LARGE).all()
-
-
-# --- what a step reads ---
 
 
 @pytest.mark.parametrize(
     ("attention", "dead"),
     [(which, value) for which in ("native", "plugin") for value in (np.nan, np.inf, LARGE)] + [("mask", LARGE), ("mask", -LARGE)],
 )
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@DTYPES
 def test_dead_rows_change_no_bit(attention, dead, dtype):
     ids, widths = random_ids(VOCAB, 17), [7, 1, 8, 1]
     clean, poisoned = (Rig(MODEL, dtype=dtype, attention=attention) for _ in range(2))
     poisoned.poison(dead)
-    np.testing.assert_array_equal(poisoned.run(ids, widths), clean.run(ids, widths))
+    equal(poisoned.run(ids, widths), clean.run(ids, widths))
 
 
 # Ragged batches and full slots: tests/test_equivalence.py.
 
 
-def test_each_profile_keeps_its_own_bindings_and_shapes():
+def test_each_profile_keeps_its_own():
     rig, ids = Rig(MODEL), random_ids(VOCAB, 1, 7)
-    expected = rig.step(ids, [0])
+    want = rig.step(ids, [0])
     rig.step(ids[:, :1], [7], profile=DECODE)
     rig.engine.use_profile(PREFILL)
-    rig.engine.enqueue(rig.stream)
-    np.testing.assert_array_equal(rig.logits[:1].numpy(), expected)
-
-
-# --- refusals ---
-
-
-def refuses(act, message):
-    """Check that after ``act`` a step is refused and changes nothing."""
-    rig = Rig(MODEL)
-    rig.poison(3.0)
-    rig.prepare(random_ids(VOCAB, 2, 5), [0, 3])
-    states = ([*(array.tobytes() for array in rig.caches()), rig.logits.numpy().tobytes()] for _ in range(2))
-    before = next(states)
-    act(rig)
-    with pytest.raises(EngineError, match=message):
-        rig.engine.enqueue(rig.stream)
-    assert next(states) == before
+    runs(rig, want)
 
 
 def zeros(*shape, dtype=np.float32):
@@ -150,63 +125,56 @@ def combined(rig):
     return KVCacheManager(replace(rig.kv, layout=KVLayout.COMBINED), memory=rig.memory).get_separate_kv_cache(0)[1]
 
 
-@pytest.mark.parametrize(
-    ("name", "view", "error", "message"),
-    [
-        ("k_cache_2", zeros(1), BindingError, "`k_cache_2`: the engine has no such tensor. It has input_ids, "),
-        ("k_cache_0", zeros(3, 2, dtype=np.float16), BindingError, r"`k_cache_0` expects float32 \(-1, 2, 29, 16\), got float16 \(3, 2\)"),
-        ("logits", lambda _: Rig(MODEL).logits, BindingError, r"`logits`: expected a tensor in the engine's memory \(cpu\), got"),
-        ("k_cache_0", lambda rig: zeros(10000)(rig)[4:], LayoutError, "`k_cache_0`: expected an address that is a multiple of 256, got 0x"),
-        ("v_cache_0", combined, LayoutError, "`v_cache_0`: expected a dense view, got shape .* with strides"),
-    ],
-)
-def test_wrong_bindings_are_refused_and_change_nothing(name, view, error, message):
+def bind(name, view):
+    return lambda rig: rig.engine.bind(name, view(rig))
+
+
+def shape(name, *sizes):
+    return lambda rig: rig.engine.set_input_shape(name, sizes)
+
+
+def profile(index):
+    return lambda rig: rig.engine.use_profile(index)
+
+
+WITHIN = r"expected a shape within \[1\.\.3,"
+IDS = rf"`input_ids`: {WITHIN} 1\.\.24\] \(profile 'prefill'\), got"
+
+
+CALLS = [
+    (bind("k_cache_2", zeros(1)), "`k_cache_2`: the engine has no such tensor. It has input_ids, ", BindingError),
+    (
+        bind("k_cache_0", zeros(3, 2, dtype=np.float16)),
+        r"`k_cache_0` expects float32 \(-1, 2, 29, 16\), got float16 \(3, 2\)",
+        BindingError,
+    ),
+    (bind("logits", lambda _: Rig(MODEL).logits), r"`logits`: expected a tensor in the engine's memory \(cpu\), got", BindingError),
+    (
+        bind("k_cache_0", lambda rig: zeros(10000)(rig)[4:]),
+        "`k_cache_0`: expected an address that is a multiple of 256, got 0x",
+        LayoutError,
+    ),
+    (bind("v_cache_0", combined), "`v_cache_0`: expected a dense view, got shape .* with strides", LayoutError),
+    (shape("logits", 1, 67), "`logits`: expected an input, got an output", BindingError),
+    (shape("nothing", 1), "`nothing`: the engine has no such tensor", BindingError),
+    (shape("input_ids", 4, 5), rf"{IDS} \[4, 5\]", BindingError),
+    (shape("input_ids", 1, 25), rf"{IDS} \[1, 25\]", BindingError),
+    (shape("input_ids", 1), rf"{IDS} \[1\]", BindingError),
+    (shape("k_cache_1", 1, 2, 28, 16), rf"`k_cache_1`: {WITHIN} 2, 29, 16\] .*, got \[1, 2, 28, 16\]", BindingError),
+    (profile(2), "profile: expected an integer from 0 to 1, got 2", RangeError),
+]
+
+
+@pytest.mark.parametrize(("act", "message", "error"), CALLS)
+def test_what_is_refused_changes_nothing(act, message, error):
     rig, ids = Rig(MODEL), random_ids(VOCAB, 1, 5)
     rig.prepare(ids, [0])
     with pytest.raises(error, match=message):
-        rig.engine.bind(name, view(rig))
-    rig.engine.enqueue(rig.stream)
-    np.testing.assert_array_equal(rig.logits[:1].numpy(), Rig(MODEL).step(ids, [0]))
-
-
-def test_wrong_shapes_and_profiles_are_refused_and_change_nothing():
-    rig, ids = Rig(MODEL), random_ids(VOCAB, 1, 5)
-    rig.prepare(ids, [0])
-    within = r"`input_ids`: expected a shape within \[1\.\.3, 1\.\.24\] \(profile 'prefill'\)"
-    for name, shape, message in (
-        ("logits", (1, 67), "`logits`: expected an input, got an output"),
-        ("nothing", (1,), "`nothing`: the engine has no such tensor"),
-        ("input_ids", (4, 5), rf"{within}, got \[4, 5\]"),
-        ("input_ids", (1, 25), rf"{within}, got \[1, 25\]"),
-        ("input_ids", (1,), rf"{within}, got \[1\]"),
-        ("k_cache_1", (1, 2, 28, 16), r"`k_cache_1`: expected a shape within \[1\.\.3, 2, 29, 16\] .*, got \[1, 2, 28, 16\]"),
-    ):
-        with pytest.raises(BindingError, match=message):
-            rig.engine.set_input_shape(name, shape)
-    with pytest.raises(RangeError, match="profile: expected an integer from 0 to 1, got 2"):
-        rig.engine.use_profile(2)
-    rig.engine.enqueue(rig.stream)
-    np.testing.assert_array_equal(rig.logits[:1].numpy(), Rig(MODEL).step(ids, [0]))
+        act(rig)
+    runs(rig, Rig(MODEL).step(ids, [0]))
     rig.engine.use_profile(DECODE)
     with pytest.raises(BindingError, match=r"within \[1\.\.3, 1\] \(profile 'decode'\), got \[1, 2\]"):
         rig.engine.set_input_shape("input_ids", (1, 2))
-
-
-@pytest.mark.parametrize(
-    ("step", "message"),
-    [
-        (([[1, 2], [3, 67]], [0, 0]), r"`input_ids`: expected values from 0 to 66, got 67 at \[1, 1\]"),
-        (([[1, 2]], [0], [2]), r"`last_token_ids`: expected values from 0 to 1, got 2 at \[0\]"),
-        (([[1], [2]], [0, -1]), r"`kvcache_start_index`: expected values from 0 to 29, got -1 at \[1\]"),
-        (([[1]], [30]), r"`kvcache_start_index`: expected values from 0 to 29, got 30 at \[0\]"),
-    ],
-)
-def test_wrong_values_are_refused_before_anything_is_written(step, message):
-    refuses(lambda rig: rig.prepare(*step), message)
-
-
-def bind(name, view):
-    return lambda rig: rig.engine.bind(name, view(rig))
 
 
 def one_slot(rig):
@@ -220,20 +188,36 @@ def decode_shapes_only(rig):
             rig.engine.set_input_shape(name, [1 if size < 0 else size for size in spec.shape])
 
 
-@pytest.mark.parametrize(
-    ("act", "message"),
-    [
-        (bind("present_v_cache_1", zeros(3, 2, 29, 16)), "`present_v_cache_1`: expected the address of `v_cache_1`, 0x.* bind both"),
-        (bind("k_cache_0", one_slot), r"`k_cache_0`: a step of shape \(2, 2, 29, 16\) needs more than the 3712 bytes bound"),
-        (bind("present_k_cache_0", one_slot), r"`present_k_cache_0`: a step of shape \(2, 2, 29, 16\) needs more than the 3712 bytes"),
-        (bind("logits", zeros(1, 67)), "`logits`: a step of shape"),
-        (lambda rig: rig.engine.set_input_shape("v_cache_1", (1, 2, 29, 16)), "`v_cache_1`: expected 2 slots as `input_ids` has, got"),
-        (decode_shapes_only, "`input_ids`: nothing is bound for profile 'decode'"),
-        (lambda rig: rig.engine.use_profile(DECODE), "`input_ids`: no shape was set for profile 'decode'"),
-    ],
-)
-def test_what_does_not_fit_together_is_refused_before_anything_is_written(act, message):
-    refuses(act, message)
+def values(*step):
+    return lambda rig: rig.prepare(*step)
+
+
+STEPS = [
+    (values([[1, 2], [3, 67]], [0, 0]), r"`input_ids`: expected values from 0 to 66, got 67 at \[1, 1\]"),
+    (values([[1, 2]], [0], [2]), r"`last_token_ids`: expected values from 0 to 1, got 2 at \[0\]"),
+    (values([[1], [2]], [0, -1]), r"`kvcache_start_index`: expected values from 0 to 29, got -1 at \[1\]"),
+    (values([[1]], [30]), r"`kvcache_start_index`: expected values from 0 to 29, got 30 at \[0\]"),
+    (bind("present_v_cache_1", zeros(3, 2, 29, 16)), "`present_v_cache_1`: expected the address of `v_cache_1`, 0x.* bind both"),
+    (bind("k_cache_0", one_slot), r"`k_cache_0`: a step of shape \(2, 2, 29, 16\) needs more than the 3712 bytes bound"),
+    (bind("present_k_cache_0", one_slot), r"`present_k_cache_0`: a step of shape \(2, 2, 29, 16\) needs more than the 3712 bytes"),
+    (bind("logits", zeros(1, 67)), "`logits`: a step of shape"),
+    (shape("v_cache_1", 1, 2, 29, 16), "`v_cache_1`: expected 2 slots as `input_ids` has, got"),
+    (decode_shapes_only, "`input_ids`: nothing is bound for profile 'decode'"),
+    (profile(DECODE), "`input_ids`: no shape was set for profile 'decode'"),
+]
+
+
+@pytest.mark.parametrize(("act", "message"), STEPS)
+def test_a_refused_step_writes_nothing(act, message):
+    rig = Rig(MODEL)
+    rig.poison(3.0)
+    rig.prepare(random_ids(VOCAB, 2, 5), [0, 3])
+    states = ([*(array.tobytes() for array in rig.caches()), rig.logits.numpy().tobytes()] for _ in range(2))
+    before = next(states)
+    act(rig)
+    with pytest.raises(EngineError, match=message):
+        rig.engine.enqueue(rig.stream)
+    assert next(states) == before
 
 
 def test_a_foreign_stream_and_a_closed_cache():
@@ -268,20 +252,20 @@ def engine(changes=(), **options):
         return ReferenceEngine(checkpoint, **{"kv": kv, "max_prefill_length": 7, "memory": HostMemory(), **options})
 
 
-@pytest.mark.parametrize(
-    ("changes", "options", "error", "message"),
-    [
-        ({"layers": [layer()] * 3}, {}, ConfigError, r"kv\.layers: expected 2 as the model has, got 3"),
-        ({"layers": [layer(), layer(4)]}, {}, ConfigError, r"kv\.layers\[1\]: .*num_kv_heads=2.*num_kv_heads=4"),
-        ({"layers": [layer(), layer(2, 32)]}, {}, ConfigError, r"kv\.layers\[1\]: .*head_dim=16.*head_dim=32"),
-        ({"dtype": "int8"}, {}, ConfigError, r"kv\.dtype: expected one of float16, bfloat16, float32, got 'int8', which is storage only"),
-        ({}, {"max_prefill_length": 30}, ConfigError, "max_prefill_length: expected an integer from 1 to 29, got 30"),
-        ({"layout": KVLayout.COMBINED}, {}, ConfigError, "kv.layout: expected .*SEPARATE for attention 'native', got .*COMBINED."),
-        ({}, {"attention": "plugin"}, ConfigError, "kv.layout: expected .*COMBINED for attention 'plugin', got .*SEPARATE."),
-        ({}, {"attention": "fused"}, ConfigError, "attention: expected one of native, mask, plugin, got 'fused'"),
-        ({}, {"memory": SimpleNamespace(is_host=False, device="cuda:3")}, PlaceError, "expected host memory, .*, got cuda:3"),
-    ],
-)
+MODELS = [
+    ({"layers": [layer()] * 3}, {}, ConfigError, r"kv\.layers: expected 2 as the model has, got 3"),
+    ({"layers": [layer(), layer(4)]}, {}, ConfigError, r"kv\.layers\[1\]: .*num_kv_heads=2.*num_kv_heads=4"),
+    ({"layers": [layer(), layer(2, 32)]}, {}, ConfigError, r"kv\.layers\[1\]: .*head_dim=16.*head_dim=32"),
+    ({"dtype": "int8"}, {}, ConfigError, r"kv\.dtype: expected one of float16, bfloat16, float32, got 'int8', which is storage only"),
+    ({}, {"max_prefill_length": 30}, ConfigError, "max_prefill_length: expected an integer from 1 to 29, got 30"),
+    ({"layout": KVLayout.COMBINED}, {}, ConfigError, "kv.layout: expected .*SEPARATE for attention 'native', got .*COMBINED."),
+    ({}, {"attention": "plugin"}, ConfigError, "kv.layout: expected .*COMBINED for attention 'plugin', got .*SEPARATE."),
+    ({}, {"attention": "fused"}, ConfigError, "attention: expected one of native, mask, plugin, got 'fused'"),
+    ({}, {"memory": SimpleNamespace(is_host=False, device="cuda:3")}, PlaceError, "expected host memory, .*, got cuda:3"),
+]
+
+
+@pytest.mark.parametrize(("changes", "options", "error", "message"), MODELS)
 def test_what_does_not_fit_the_model(changes, options, error, message):
     with pytest.raises(error, match=message):
         engine(changes, **options)
