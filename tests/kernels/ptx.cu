@@ -69,8 +69,7 @@ extern "C" __global__ void over_warps(int* sums, int* maxima, const int* values)
 }
 
 // Each block writes for the next one.
-template <class T>
-__device__ void tell(T* heard, T* places, const T* values) {
+extern "C" __global__ void tell(float4* heard, float4* places, const float4* values) {
     const int x = blockIdx.x * 32 + threadIdx.x;
     publish(places + x, values[x]);
     if (blockIdx.x == 0) return;
@@ -78,5 +77,3 @@ __device__ void tell(T* heard, T* places, const T* values) {
     while (!has_come(heard[x]));
     take_back(places + x - 32);
 }
-extern "C" __global__ void tell_2(float2* heard, float2* places, const float2* values) { tell(heard, places, values); }
-extern "C" __global__ void tell_4(float4* heard, float4* places, const float4* values) { tell(heard, places, values); }
