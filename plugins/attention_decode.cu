@@ -2,12 +2,12 @@
 //
 // The query heads of a K/V head are the rows of one matrix, so K and V are read once for all of them. Work is counted in tiles:
 // kTokens tokens of one head of one slot, for one warp. If heads have about the same length, each block has an equal part of one
-// head (its first tiles, known without lengths, and a part of the rest), or some heads; else all tiles of all heads and slots stand in one line, and each block takes an equal part of it. Lengths
-// are read here, so the launch depends on shapes alone. A head that several blocks have parts of is put together by the one that
-// has its end; where that is much, blocks that have no tiles, behind all others, share its rows. Whoever puts together waits for
-// blocks before it alone, which have begun when it does. Each warp has a ring of tiles in shared memory,
-// filled ahead and over the end of a head, q and the angles too. The new token is in no tile: the warp that begins with it has it in
-// registers.
+// head (its first tiles, known without lengths, and a part of the rest), or some heads; else all tiles of all heads and slots stand in
+// one line, and each block takes an equal part of it. Lengths are read here, so the launch depends on shapes alone. A head that several
+// blocks have parts of is put together by the one that has its end; where that is much, blocks that have no tiles, behind all others,
+// share its rows. Whoever puts together waits for blocks before it alone, which have begun when it does. Each warp has a ring of tiles
+// in shared memory, filled ahead and over the end of a head, q and the angles too. The new token is in no tile: the warp that begins
+// with it has it in registers.
 
 #include "attention.cuh"
 
@@ -665,14 +665,15 @@ __device__ __forceinline__ void decode(const Decode& call) {
 // In the order of their first use: they come to a multiprocessor in lines of 64 bytes.
 #define PARAMETERS                                                                                                                        \
     const int *lengths, const int *new_lengths, long long max_tokens, long long window, long long slots, long long kv_heads,              \
-        long long blocks, long long parts, long long several, long long joined, long long group, unsigned char *cache, long long slot_stride, long long kv_stride,            \
+        long long blocks, long long parts, long long several, long long joined, long long group,                                          \
+        unsigned char *cache, long long slot_stride, long long kv_stride,                                                                 \
         const unsigned char *q, long long q_stride, const unsigned char *k, long long k_stride, const unsigned char *v, long long v_stride, \
         const float *cos_sin, long long rotary_dim, double factor, double inner, unsigned char *out, float4 *partials, float4 *kept
 #define CALL                                                                                                                             \
     {lengths, new_lengths, static_cast<int>(max_tokens), static_cast<int>(min(window, 0x7FFFFFFFLL)), static_cast<int>(slots),           \
-     static_cast<int>(kv_heads), static_cast<int>(blocks), static_cast<int>(parts), static_cast<int>(several), static_cast<int>(joined),      \
-     static_cast<int>(group), cache, slot_stride, kv_stride,                                                                               \
-     q, q_stride, k, k_stride, v, v_stride, cos_sin, static_cast<int>(rotary_dim), {factor, inner}, out, partials, kept}
+     static_cast<int>(kv_heads), static_cast<int>(blocks), static_cast<int>(parts), static_cast<int>(several), static_cast<int>(joined), \
+     static_cast<int>(group), cache, slot_stride, kv_stride, q, q_stride, k, k_stride, v, v_stride, cos_sin,                             \
+     static_cast<int>(rotary_dim), {factor, inner}, out, partials, kept}
 
 // Up to 8 query heads for a K/V head, and up to 16.
 extern "C" __global__ void __launch_bounds__(kBlock, BLOCKS) attention_decode_8(PARAMETERS) { decode<8>(CALL); }

@@ -133,14 +133,7 @@ MISTAKES = {
     "keys that were guessed wrong": ("attention_decode.cu", "== 0 && part.even;", "== 0;", "none", DECODE, "assert"),
     "keys behind the cache": ("attention_decode.cu", "any ? call.max_tokens - token", "any ? kTokens", "address", DECODE, OVERRUN),
     "tiles of nobody": ("attention_decode.cu", "max(number - (parts - more), 0)", "0", "none", DECODE, "assert"),
-    "a sum of the round before": (
-        "attention_decode.cu",
-        "{shared.totals[row].x, shared.totals[row].y, 0, 0};",
-        "{};",
-        "none",
-        DECODE,
-        "assert",
-    ),
+    "a sum of the round before": ("attention_decode.cu", "if (row < rows) own", "if (false) own", "none", DECODE, "assert"),
     "rows for another block": ("attention_decode.cu", "partial(row >> joined,", "partial(0,", "none", DECODE, "waits for"),
     "a slot that is full": ("attention_decode.cu", "length < call.max_tokens", "length <= call.max_tokens", "none", DECODE, "assert"),
     "a tile that is still read": (

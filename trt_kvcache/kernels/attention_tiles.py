@@ -42,7 +42,7 @@ def decode_nbytes(head_dim: int, rows: int, warps: int, stages: int, tokens: int
 
 @cache
 def decode_tiles(head_dim: int, arch: str) -> dict[str, int]:
-    """Return macros of ``attention_decode.cu``: warps of a block, stages of a warp's ring, tokens of a tile; it says of the others."""
+    """Return macros of ``attention_decode.cu``: warps of a block, stages of a warp's ring, tokens of a tile, and others named there."""
     tokens = 32 if head_dim <= 64 else 16
     for warps in (8, 4, 2):
         fitting = [n for n in (2, 3, 4) if decode_nbytes(head_dim, DECODE_ROWS[-1], warps, n, tokens) <= shared_limit(arch)]
