@@ -3,13 +3,12 @@
 // The query heads of a K/V head are the rows of one matrix, so K and V are read once for all of them. Work is counted in tiles:
 // kTokens tokens of one head of one slot, for one warp. If heads have about the same length, each block has an equal part of one
 // head (its first tiles, known without lengths, and a part of the rest), or some heads; else all tiles of all heads and slots stand in
-// one line, and each block takes an equal part of it. Lengths are read here, so the launch depends on shapes alone. A head that several
-// blocks have parts of is put together by the one that has its end; where that is much, blocks that have no tiles, behind all others,
-// share its rows. Whoever puts together waits for blocks before it alone, which have begun when it does. Each warp has a ring of tiles
-// in shared memory, filled ahead and over the end of a head, q and the angles too. The new token is in no tile: the warp that begins
-// with it has it in registers.
+// one line, and each block takes an equal part of it. Lengths are read here, so the launch depends on shapes alone. Blocks that have
+// parts of one head put them together, each some columns of all (attention_together.cuh); in the line the one that has the end does.
+// Each warp has a ring of tiles in shared memory, filled ahead and over the end of a head, q and the angles too. The new token is in no
+// tile: the warp that begins with it has it in registers.
 
-#include "attention.cuh"
+#include "attention_together.cuh"
 
 constexpr int kWarps = WARPS, kStages = STAGES, kTokens = TOKENS;
 constexpr int kBlock = 32 * kWarps, kTileBytes = kTokens * kRowBytes;
@@ -21,17 +20,13 @@ constexpr int kLeast = LEAST, kCrossing = CROSSING;
 // Of a lane's pieces of a tile, those that are fetched before lengths are known: 32 KiB of a block.
 constexpr int kGuessed = kTokens * kPieces < 2048 / kWarps ? kTokens * kPieces / 32 : 64 / kWarps;
 constexpr int kChains = CHAINS;           // sums of products that do not wait for each other
-constexpr int kPart = kHeadDim / 4 + 1;   // pieces of 16 bytes of a row of partial results: values, then the maximum and the sum
-constexpr int kJoined = 8;                // parts that are put together at once
-constexpr int kAtOnce = kHeadDim > 128 ? 8 : kHeadDim / 16;  // pieces that a thread looks for: each costs time, found or not
 
 struct Decode {
     const int *lengths, *new_lengths;  // the latter may be null: 1 for all
     int max_tokens, window;            // rows of a head
     int slots, kv_heads;
-    int blocks;          // that have tiles; those behind them put together
+    int blocks;
     int parts, several;  // blocks of a head, or 0 and heads of a block, if all heads are about as long
-    int joined;          // then, as a power of 2, rows of a head that one block puts together
     int group;
     unsigned char* cache;
     long long slot_stride, kv_stride;  // bytes
@@ -45,8 +40,7 @@ struct Decode {
     int rotary_dim;
     Score score;
     unsigned char* out;  // [slots, kv_heads, group, kHeadDim]
-    float4* partials;    // for each share of the rows [blocks, rows, kPart]: for blocks that come later; last words are 0 before and after
-    float4* kept;        // [blocks, group, kPart]: for the block itself
+    float4 *partials, *kept;  // what Sharing says
 };
 
 // A tile of one head of one slot.
@@ -72,37 +66,28 @@ __device__ __forceinline__ int tiles_of(const Decode& call, int slot) {
     return slot < call.slots ? place.tiles : 0;
 }
 
-// a / b, of numbers that are not negative, b below 2^20: by floats, several times as fast as by integers. The second quotient is of what
-// the first one, not exact, leaves.
-__device__ __forceinline__ int quotient(int a, int b) {
-    const float one_of = reciprocal(static_cast<float>(b));
-    const int first = static_cast<int>(static_cast<float>(a) * one_of);
-    return first + static_cast<int>(floorf((static_cast<float>(a - first * b) + 0.5f) * one_of));
-}
-
-// Blocks that put a head together, if heads are about as long.
-__device__ __forceinline__ int shares_of_rows(const Decode& call) { return (call.group + (1 << call.joined) - 1) >> call.joined; }
-
 // What is this block's: tiles begin to end of the line, and the place of the first. Every warp finds it by itself.
 struct Part {
     int share = 1, begin = 0, end = 0;  // share: tiles of each block, if they stand in one line
     int base = 0;                       // the block whose part begins at 0, if heads are about as long
     int gap_at = -1, gap = 0;           // where tiles of others are passed over, and how many
     bool even = true;                   // heads are about as long
-    int share_of_rows = 0;              // that it puts together: 0 but for blocks that have no tiles
     Place first{};
 
-    template <class Guess>
-    __device__ __forceinline__ Part(const Decode& call, const Guess& guess) {
+    // prefetch(slot, head, tile, lives) and guess(): of the block's first tiles, if heads are about as long.
+    template <class Prefetch, class Guess>
+    __device__ __forceinline__ Part(const Decode& call, const Prefetch& prefetch, const Guess& guess) {
         const int lane = threadIdx.x % 32, block = static_cast<int>(blockIdx.x), blocks = call.blocks;
+        const int kv_heads = call.kv_heads, heads = call.slots * kv_heads, parts = call.parts, several = call.several;
+        const int head = min(parts > 0 ? quotient(block, parts) : block * several, heads);
+        const int slot = quotient(min(head, heads - 1), kv_heads), tile = parts > 0 ? (block - head * parts) * kLeast : 0;
+        const bool lives = head < heads && call.window == 0;
+        prefetch(slot, head - slot * kv_heads, tile, lives);
+        wait_for_launches_before();
         // The way to the lengths is the longest here: what needs none of them is done meanwhile.
         const int nearest = min(lane, call.slots - 1), length = call.lengths[nearest], new_length = call.new_lengths ? call.new_lengths[nearest] : 1;
-        const int kv_heads = call.kv_heads, heads = call.slots * kv_heads, parts = call.parts, several = call.several;
-        const int joins = block - blocks, others = shares_of_rows(call) - 1;  // joins: below 0, it has tiles
-        const int head = min(joins >= 0 ? quotient(joins, others) : parts > 0 ? quotient(block, parts) : block * several, heads);
-        const int slot = quotient(min(head, heads - 1), kv_heads);
         const int own_length = call.lengths[slot], own_new_length = call.new_lengths ? call.new_lengths[slot] : 1;
-        guess(slot, head - slot * kv_heads, parts > 0 ? (block - head * parts) * kLeast : 0, head < heads && joins < 0 && call.window == 0);
+        guess(slot, head - slot * kv_heads, tile, lives);
         first = {nearest, 0, 0, 0, 0, 0, 0};
         first.read(call, length, new_length);
         int total = lane < call.slots ? first.tiles : 0, most = total;
@@ -124,9 +109,7 @@ struct Part {
         }
         if (head == heads) return;
         base = head * parts;
-        if (joins >= 0) {
-            share_of_rows = joins - head * others + 1;
-        } else if (parts > 0) {
+        if (parts > 0) {
             const int number = block - base, rest = first.tiles - parts * kLeast, each = rest > 0 ? quotient(rest, parts) : 0;
             begin = first.tile = number * kLeast;
             end = min(begin + kLeast, first.tiles);
@@ -147,7 +130,6 @@ struct Part {
 
     __device__ __forceinline__ void in_line(const Decode& call, int total) {
         const int lane = threadIdx.x % 32, kv_heads = call.kv_heads, blocks = call.blocks;
-        if (static_cast<int>(blockIdx.x) >= blocks) return;
         share = max((total + blocks - 1) / blocks, kLeast);
         begin = static_cast<int>(blockIdx.x) * share;
         end = min(total, begin + share);
@@ -275,40 +257,6 @@ struct Shared {
     __device__ __forceinline__ static unsigned value_at(unsigned row, unsigned column) { return 4 * (row * kHeadDim + (column ^ row % kSpread * 8)); }
 };
 
-// Four results of a row, of several parts, relative to their maximum.
-struct Together {
-    float maximum = kLowest, sum = 0;
-    float4 value{0, 0, 0, 0};
-
-    // Parts in shared memory, some bytes from each other; a total is a maximum and a sum.
-    __device__ __forceinline__ void add(const unsigned char* values, int further_value, const unsigned char* totals, int further_total, int count,
-                                        float factor) {
-#pragma unroll 1
-        for (int first = 0; first < count; first += kJoined) {
-            float2 total[kJoined];
-            float4 part[kJoined];
-            float highest = maximum;
-#pragma unroll
-            for (int i = 0; i < kJoined; i++) {
-                const int number = min(first + i, count - 1);
-                total[i] = *reinterpret_cast<const float2*>(totals + number * further_total);
-                part[i] = *reinterpret_cast<const float4*>(values + number * further_value);
-                highest = fmaxf(highest, total[i].x);
-            }
-            const float less = power_of_2((maximum - highest) * factor);
-            maximum = highest;
-            sum *= less;
-            value = {value.x * less, value.y * less, value.z * less, value.w * less};
-#pragma unroll
-            for (int i = 0; i < kJoined; i++) {
-                const float weight = first + i < count ? power_of_2((total[i].x - maximum) * factor) : 0;
-                sum += weight * total[i].y;
-                value = {value.x + weight * part[i].x, value.y + weight * part[i].y, value.z + weight * part[i].z, value.w + weight * part[i].w};
-            }
-        }
-    }
-};
-
 // Puts together what the warps have, in a slot that is free, and calls emit(row, column, Together).
 template <int kRows, class Emit>
 __device__ __forceinline__ void put_together(const Shared<kRows>& shared, int slot, const Running<kRows>& running, int group, float factor,
@@ -369,22 +317,30 @@ template <int kRows>
 __device__ __forceinline__ void decode(const Decode& call) {
     DYNAMIC_SHARED(unsigned char, start);
     const Shared<kRows> shared(start);
-    static_assert(kStages * (kRows + 4) * kRowBytes >= 16 * kRows * kPart, "the places of heads are one for what a block has of a head");
+    static_assert(kStages * (kRows + 4) * kRowBytes >= 16 * kRows * kUnits * kUnit, "the places of heads are one for what a block has of a head");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = call.group;
     const OncePolicy policy = once();
     // The keys that are this warp's first ones if heads are about as long: on their way before lengths are known.
-    const auto guess = [&](int slot, int head, int tile, bool any) {
-        const int token = (tile + warp) * kTokens;
-        const unsigned char* rows = call.cache + slot * call.slot_stride + (static_cast<long long>(head) * call.max_tokens + token) * kRowBytes;
-        copy_pieces<0, kGuessed>(shared_address(shared.tile(warp, 0)), rows, any ? call.max_tokens - token : 0,
+    const auto rows_of = [&](int slot, int head, int tile) {
+        const long long row = static_cast<long long>(head) * call.max_tokens + (tile + warp) * kTokens;
+        return call.cache + slot * call.slot_stride + row * kRowBytes;
+    };
+    const auto guess = [&](int slot, int head, int tile, bool lives) {
+        copy_pieces<0, kGuessed>(shared_address(shared.tile(warp, 0)), rows_of(slot, head, tile), lives ? call.max_tokens - (tile + warp) * kTokens : 0,
                                  [&](SharedAddress to, const void* from, bool valid) { copy_async_unsure(to, from, valid, policy); });
         commit_copies();
     };
-    const Part part(call, guess);
-    // The last of the blocks that have parts of a head, if heads are about as long.
-    const int last = min((part.first.tiles - 1) / kLeast, call.parts - 1);
-    const bool joins_only = part.share_of_rows > 0 && last > 0;
-    if (part.begin >= part.end && !joins_only) {
+    // Where a block can have four times as many tokens, its first ones come to the L2 while the launch before ends.
+    const bool many = static_cast<long long>(call.max_tokens) * call.several >= 4 * kLeast * kTokens * max(call.parts, 1);
+    const auto prefetch = [&](int slot, int head, int tile, bool lives) {
+        const int line = lane * 16 * kGuessed;
+        if (!many || !lives || line >= min(call.max_tokens - (tile + warp) * kTokens, kTokens) * kRowBytes) return;
+        const unsigned char* place = rows_of(slot, head, tile) + line;
+        prefetch_line(place);
+        prefetch_line(place + call.kv_stride);
+    };
+    const Part part(call, prefetch, guess);
+    if (part.begin >= part.end) {
         wait_for_copies<0>();
         return;
     }
@@ -442,19 +398,12 @@ __device__ __forceinline__ void decode(const Decode& call) {
         fill_values();
     }
     const Score score = call.score;
-    // The end of a head that others began, if this block has it: it puts that head together.
-    const int from_first = part.begin - part.first.tile, to_first = from_first + part.first.tiles;
-    const bool ends_it = part.first.tile > 0 && to_first <= part.end;
-    const int first_block = part.even ? part.base : ends_it ? quotient(from_first, part.share) : 0;
-    // Rows that are put together by one block, and where what a block has of one is for it.
-    const int joined = part.even ? call.joined : 4;
-    const auto rows_of = [&](int share) { return min(1 << joined, group - (share << joined)); };
-    const auto partial = [&](int share, int block) {
-        return call.partials + (static_cast<long long>(share << joined) * call.blocks + block * rows_of(share)) * kPart;
-    };
-    // What this block has of it: where q was, if no other head comes after.
-    float4* const kept = call.kept + static_cast<long long>(blockIdx.x) * group * kPart;
-    float4* const own = part.even ? reinterpret_cast<float4*>(shared.heads) : kept;
+    // The head that this block begins with, if it is put together here.
+    const int from_first = part.begin - part.first.tile, number = static_cast<int>(blockIdx.x);
+    const bool ends_it = part.first.tile > 0 && from_first + part.first.tiles <= part.end;
+    const int first_block = part.even ? part.base : ends_it ? quotient(from_first, part.share) : number;
+    const int with = part.even ? min((part.first.tiles - 1) / kLeast, call.parts - 1) + 1 : number - first_block + 1;
+    const Sharing sharing(group * kUnits, first_block, with, part.even, call.partials, part.even ? reinterpret_cast<float4*>(shared.heads) : call.kept);
     const auto store = [&](const Place& place, int row, int column, const Together& all) {
         const float one_of = reciprocal(all.sum);
         unsigned char* out = call.out + (static_cast<long long>(place.slot * call.kv_heads + place.head) * group + row) * kRowBytes;
@@ -595,83 +544,25 @@ __device__ __forceinline__ void decode(const Decode& call) {
                 store(at, row, column, all);
                 return;
             }
-            if (to <= part.end && row >> joined == 0) {
-                own[row * kPart + column / 4] = all.value;
-                if (column == 0) own[row * kPart + kPart - 1] = {all.maximum, all.sum, 0, 0};
-                return;
-            }
-            float4* mine = partial(row >> joined, blockIdx.x) + (row & ((1 << joined) - 1)) * kPart;
-            publish(mine + column / 4, all.value);
-            if (column == 0) publish(mine + kPart - 1, {all.maximum, all.sum, 1, 1});
+            sharing.give(row, column, all, to <= part.end);
         });
     }
     wait_for_copies<0>();
-    if (!ends_it && !joins_only) return;
-    // Parts of others come to shared memory, as many as there is room for, and are added to what this block has.
-    const int rows = rows_of(part.share_of_rows), items = rows * (kHeadDim / 4), pieces = rows * kPart;
-    const int others = (joins_only ? last + 1 : static_cast<int>(blockIdx.x) - first_block) * pieces;
-    float4 *const theirs = partial(part.share_of_rows, first_block), *const here = reinterpret_cast<float4*>(shared.ring);
-    const int room = quotient(kWarps * kSlots * kTileBytes / 16, pieces) * pieces;
-    __syncthreads();
-#pragma unroll 1
-    for (int begin = 0, end; begin < others; begin = end) {
-        end = min(others, begin + room);
-#pragma unroll 1
-        for (int x = begin + threadIdx.x; x < end; x += kBlock * kAtOnce) {
-            float4 *const place = theirs + x, *const to = here + x - begin;
-            float4 found[kAtOnce];
-            for (bool all_there = false; !all_there;) {  // at once: each look takes as long as a way through the L2
-                all_there = true;
-#pragma unroll
-                for (int i = 0; i < kAtOnce; i++) {
-                    found[i].w = 1;
-                    if (x + i * kBlock < end) found[i] = peek(place + i * kBlock);
-                }
-#pragma unroll
-                for (int i = 0; i < kAtOnce; i++) all_there = all_there && has_come(found[i]);
-            }
-#pragma unroll
-            for (int i = 0; i < kAtOnce; i++) {
-                if (x + i * kBlock >= end) break;
-                to[i * kBlock] = found[i];
-                take_back(place + i * kBlock);
-            }
-        }
-        __syncthreads();
-        const int parts = quotient(end - begin, pieces);
-#pragma unroll 1
-        for (int x = threadIdx.x; x < items; x += kBlock) {
-            const int row = x / (kHeadDim / 4), column = x % (kHeadDim / 4);
-            float4* const mine = own + row * kPart;
-            Together together;
-            if (!joins_only || begin > 0) together = {mine[kPart - 1].x, mine[kPart - 1].y, mine[column]};
-            const float4* const first = here + row * kPart;
-            together.add(reinterpret_cast<const unsigned char*>(first + column), 16 * pieces, reinterpret_cast<const unsigned char*>(first + kPart - 1),
-                         16 * pieces, parts, score.factor);
-            if (end == others) {
-                store(part.first, (part.share_of_rows << joined) + row, 4 * column, together);
-                continue;
-            }
-            mine[column] = together.value;
-            if (column == 0) shared.totals[row] = {together.maximum, together.sum};
-        }
-        __syncthreads();
-        const int row = threadIdx.x;
-        if (row < rows) own[row * kPart + kPart - 1] = {shared.totals[row].x, shared.totals[row].y, 0, 0};
-    }
+    sharing.take(reinterpret_cast<float4*>(shared.ring), kWarps * kSlots * kTileBytes, score.factor,
+                 [&](int row, int column, const Together& all) { store(part.first, row, column, all); });
 }
 
 #ifndef NO_DECODE_KERNELS
 // In the order of their first use: they come to a multiprocessor in lines of 64 bytes.
 #define PARAMETERS                                                                                                                        \
     const int *lengths, const int *new_lengths, long long max_tokens, long long window, long long slots, long long kv_heads,              \
-        long long blocks, long long parts, long long several, long long joined, long long group,                                          \
+        long long blocks, long long parts, long long several, long long group,                                                            \
         unsigned char *cache, long long slot_stride, long long kv_stride,                                                                 \
         const unsigned char *q, long long q_stride, const unsigned char *k, long long k_stride, const unsigned char *v, long long v_stride, \
         const float *cos_sin, long long rotary_dim, double factor, double inner, unsigned char *out, float4 *partials, float4 *kept
 #define CALL                                                                                                                             \
     {lengths, new_lengths, static_cast<int>(max_tokens), static_cast<int>(min(window, 0x7FFFFFFFLL)), static_cast<int>(slots),           \
-     static_cast<int>(kv_heads), static_cast<int>(blocks), static_cast<int>(parts), static_cast<int>(several), static_cast<int>(joined), \
+     static_cast<int>(kv_heads), static_cast<int>(blocks), static_cast<int>(parts), static_cast<int>(several),                           \
      static_cast<int>(group), cache, slot_stride, kv_stride, q, q_stride, k, k_stride, v, v_stride, cos_sin,                             \
      static_cast<int>(rotary_dim), {factor, inner}, out, partials, kept}
 

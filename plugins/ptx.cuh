@@ -36,6 +36,14 @@ __device__ __forceinline__ void copy_async_once(SharedAddress to, const void* fr
 __device__ __forceinline__ void copy_async_unsure(SharedAddress to, const void* from, bool valid, OncePolicy policy) {
     copy_async_once(to, from, valid, policy);
 }
+// Brings 128 bytes to the L2, and no further: whoever reads them reads what is there by then.
+__device__ __forceinline__ void prefetch_line(const void* place) { asm volatile("prefetch.global.L2 [%0];" ::"l"(place)); }
+// Waits until the launch before has ended, if this one may begin earlier (sm_90 and later).
+__device__ __forceinline__ void wait_for_launches_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 // Waits for all but the youngest kGroups groups of this thread.
 template <int kGroups>
@@ -135,5 +143,7 @@ __device__ __forceinline__ float4 peek(const float4* place) {
 }
 __device__ __forceinline__ bool has_come(float4 value) { return __float_as_uint(value.w); }
 __device__ __forceinline__ void take_back(float4* place) { place->w = 0; }
+// Between two looks at what has not come yet.
+__device__ __forceinline__ void look_again() {}
 
 #endif

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import numpy as np
 import pytest
 
@@ -16,6 +18,17 @@ def test_decode(memory, stream, name, monkeypatch):
     if "parts" in name:
         monkeypatch.setattr(memory, "multiprocessor_count", 40, raising=False)
     check(DECODE_CASES[name], memory, stream)
+
+
+@pytest.mark.parametrize(("arch", "early"), [("sm_89", False), ("sm_90", True), ("sm_120", True)])
+def test_how_decode_is_launched(memory, stream, monkeypatch, arch, early):
+    launched = []
+    monkeypatch.setattr("trt_kvcache.kernels.cuda.attention.launch", lambda *_, **options: launched.append(options))
+    monkeypatch.setattr(memory, "arch", arch, raising=False)
+    with contextlib.suppress(AssertionError):  # nothing was computed
+        check(DECODE_CASES["many parts"], memory, stream)
+    assert all((options["together"], options["early"]) == (True, early) for options in launched)
+    assert bool(launched) != memory.is_host
 
 
 @pytest.mark.parametrize("name", list(PREFILL_CASES))

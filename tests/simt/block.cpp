@@ -32,7 +32,7 @@ void* SharedMemory::array(const void* which, size_t nbytes) {
 
 // --- running ---
 
-const std::string& Block::run(Extent index, Extent grid, Extent size, size_t dynamic_nbytes, void (*kernel)(void**), void** arguments) {
+void Block::start(Extent index, Extent grid, Extent size, size_t dynamic_nbytes, void (*kernel)(void**), void** arguments) {
     count_ = live_ = size.x * size.y * size.z;
     at_barrier_ = votes_ = 0;
     error_.clear();
@@ -60,23 +60,31 @@ const std::string& Block::run(Extent index, Extent grid, Extent size, size_t dyn
         thread.copy_group = 0;
         thread.fiber.start(thread_body, &thread);
     }
+}
+
+bool Block::turn() {
+    bool ran = false, moved = false;
     // The last thread comes first: whoever relies on lower threads to have done something reads what is not there yet.
-    for (bool moved = true; moved;) {
-        moved = false;
-        for (unsigned number = count_; number-- > 0 && error_.empty();) {
-            Thread& thread = *threads_[number];
-            if (thread.state != Thread::kReady) continue;
-            moved = true;
-            running = &thread;
-            thread.fiber.enter();
-            running = nullptr;
-        }
+    for (unsigned number = count_; number-- > 0 && error_.empty();) {
+        Thread& thread = *threads_[number];
+        if (thread.state != Thread::kReady) continue;
+        ran = true;
+        looked_ = false;
+        running = &thread;
+        thread.fiber.enter();
+        running = nullptr;
+        moved = moved || !looked_;
     }
-    if (live_ && error_.empty()) {
+    if (live_ && !ran && error_.empty()) {
         error_ = "deadlock: of " + std::to_string(count_) + " threads, " + std::to_string(at_barrier_) + " wait at __syncthreads, " +
                  std::to_string(live_ - at_barrier_) + " for lanes of their warp, and the others have ended";
     }
-    return error_;
+    return moved;
+}
+
+void Block::look_again() {
+    looked_ = true;
+    running->fiber.leave();
 }
 
 void Block::finish() {

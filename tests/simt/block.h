@@ -1,4 +1,4 @@
-// One block of threads: they run in turns, each until it waits for others or ends. See simt.h for what kernels see of it.
+// One block of threads: they take turns, each until it waits for others or ends. See simt.h for what kernels see of it.
 #pragma once
 
 #include <memory>
@@ -55,11 +55,15 @@ private:
     std::vector<Array> arrays_;
 };
 
-// One launch after another, and one block after another, runs on the same object: its threads keep their stacks.
+// One launch after another, and some blocks of each, run on the same object: its threads keep their stacks.
 class Block {
 public:
-    // Runs one block. Returns what went wrong; empty if nothing did.
-    const std::string& run(Extent index, Extent grid, Extent size, size_t dynamic_nbytes, void (*kernel)(void**), void** arguments);
+    void start(Extent index, Extent grid, Extent size, size_t dynamic_nbytes, void (*kernel)(void**), void** arguments);
+    // A turn for each thread that waits for none of its block. Returns whether one did more than look for what others write.
+    bool turn();
+    bool ended() const { return live_ == 0; }
+    // What went wrong; empty if nothing did.
+    const std::string& error() const { return error_; }
 
     // After the last block of a launch: what the host does from here on comes after all that the threads did.
     void finish();
@@ -74,6 +78,8 @@ public:
     unsigned ballot(unsigned mask, bool vote, const char* what);
     // Waits for the lanes of `mask`, and orders memory between them.
     void sync_warp(unsigned mask);
+    // Lets all others have a turn.
+    void look_again();
     // Waits for all lanes of the warp; `work` is done once, with what each of them brought.
     void together(void* mine, const char* what, void (*work)(void* const* lanes));
 
@@ -111,6 +117,7 @@ private:
     std::vector<SharedMemory> shared_;
     size_t dynamic_nbytes_ = 0;
     std::string error_;
+    bool looked_ = false;  // the thread that runs, in vain
     void (*kernel_)(void**) = nullptr;
     void** arguments_ = nullptr;
     // Tags. Two that take turns where threads meet: who comes to the next meeting early must not be ordered before those who

@@ -1,8 +1,8 @@
 // What a file of plugins/ is compiled with by a host compiler: `g++ -x c++ -include simt.h lengths.cu`, then SIMT_KERNEL for
 // each kernel. It stands for what nvcc and NVRTC know without an #include.
 //
-// Each CUDA thread is a fiber. Blocks run one after another, and the threads of a block in turns, each until it waits for
-// others (a barrier, an exchange within the warp) or ends.
+// Each CUDA thread is a fiber. Blocks run one after another, or all at once where the launch is cooperative, and threads in turns,
+// each until it waits for others (a barrier, an exchange within the warp, what another block writes) or ends.
 #pragma once
 
 #include <algorithm>
@@ -125,7 +125,7 @@ inline unsigned atomicAdd(unsigned* place, unsigned value) { return __atomic_fet
 namespace simt {
 
 // Runs `kernel(arguments)` for every thread of the grid. Returns what went wrong, or null.
-const char* run_grid(Extent grid, Extent block, size_t dynamic_nbytes, void (*kernel)(void** arguments), void** arguments);
+const char* run_grid(Extent grid, Extent block, size_t dynamic_nbytes, bool cooperative, void (*kernel)(void** arguments), void** arguments);
 
 template <auto kernel>
 struct Launcher;
@@ -139,8 +139,8 @@ struct Launcher<kernel> {
         kernel(*static_cast<Parameters*>(arguments[I])...);
     }
     static void call_all(void** arguments) { call(arguments, std::index_sequence_for<Parameters...>{}); }
-    static const char* run(Extent grid, Extent block, size_t dynamic_nbytes, void** arguments) {
-        return run_grid(grid, block, dynamic_nbytes, call_all, arguments);
+    static const char* run(Extent grid, Extent block, size_t dynamic_nbytes, bool cooperative, void** arguments) {
+        return run_grid(grid, block, dynamic_nbytes, cooperative, call_all, arguments);
     }
     static constexpr Kernel describe() { return {sizeof...(Parameters), sizes, run}; }
 };

@@ -24,9 +24,9 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return programs
 
 
-def call(program: Path, kernel: str, blocks: int = 1) -> subprocess.CompletedProcess[str]:
+def call(program: Path, kernel: str, blocks: int, *more: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in run.SANITIZERS[program.name][2].items() if name.endswith("SAN_OPTIONS")}
-    return subprocess.run([program, kernel, str(blocks)], capture_output=True, text=True, env=environment)
+    return subprocess.run([program, kernel, str(blocks), *more], capture_output=True, text=True, env=environment)
 
 
 def warp_values() -> list[float]:
@@ -45,6 +45,7 @@ RIGHT: dict[str, tuple[list[float], int]] = {
     "warp": (warp_values(), 1),
     "warp_memory": ([float(thread ^ 1) for thread in range(64)], 1),
     "copies": ([float(thread + 1) for thread in range(64)], 1),
+    "next_block": ([1, 1, 2], 3),
     "counter": ([9 * 64 * 2.0**-149], 9),  # an atomic int, read as a float
 }
 
@@ -53,7 +54,7 @@ RIGHT: dict[str, tuple[list[float], int]] = {
 @pytest.mark.parametrize("kernel", list(RIGHT))
 def test_right(programs, kernel, sanitizer):
     expected, blocks = RIGHT[kernel]
-    result = call(programs[sanitizer], kernel, blocks)
+    result = call(programs[sanitizer], kernel, blocks, *["together"] * (kernel == "next_block"))
     assert result.returncode == 0, result.stderr
     assert [float(word) for word in result.stdout.split()][: len(expected)] == pytest.approx(expected, rel=1e-6)
 
@@ -74,6 +75,7 @@ MISTAKES = [
     ("copy_waited_too_late", 1, "nan", "none"),
     ("mixed_operations", 1, "lanes of one warp meet in different operations: __shfl_xor_sync and __ballot_sync (", "none"),
     ("lane_outside_its_mask", 1, "__shfl_sync: the calling lane is not in its mask (block 0,0,0, thread 63)", "none"),
+    ("next_block", 3, "a block waits for what no block that runs will write", "none"),  # the launch is not cooperative
     ("lane_that_never_comes", 1, "deadlock: of 64 threads, 32 wait at __syncthreads, 31 for lanes of their warp, and the oth", "none"),
     ("overrun", 1, OVERRUN, "address"),
     ("overrun", 3, OVERRUN, "address"),

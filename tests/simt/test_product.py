@@ -70,6 +70,7 @@ def test_tiles_of_smaller_gpus(arch):
 
 RACE, OVERRUN, BYTES, MISALIGNED = "WARNING: ThreadSanitizer: data race", "heap-buffer-overflow", "bytes differ", "misaligned address"
 DECODE, PREFILL = (f"{ATTENTION}.py::{test}" for test in ("test_decode", "test_prefill"))
+TOGETHER, ADDING = "attention_together.cuh", "\n#pragma unroll 1\n            for (int x = threadIdx.x; x < (to"
 COMPACT, UNIT, ONE_MORE = "test_compaction.py", "(sizeof(Unit)), apart", "(sizeof(Unit)) + 1, apart"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -112,15 +113,11 @@ MISTAKES = {
         PREFILL,
         "isnan",
     ),
-    "a part that is forgotten": (
-        "attention_decode.cu",
-        "blockIdx.x) - first_block) * pieces",
-        "blockIdx.x) - first_block - 1) * pieces",
-        "none",
-        DECODE,
-        "assert",
-    ),
-    "waiting for a block that comes later": ("attention_decode.cu", "to_first <= part.end;", "true;", "none", DECODE, "waits for"),
+    "a part that is forgotten": (TOGETHER, "pieces, others, factor", "pieces, others - 1, factor", "none", DECODE, "assert"),
+    "a block that waits for itself": (TOGETHER, "(other >= number)", "0", "none", DECODE, "waits for"),
+    "all put the same together": (TOGETHER, "? number * share : 0", "? 0 : 0", "none", DECODE, "waits for"),
+    "a workspace that is not left as it was": (TOGETHER, "take_back(places[i]);", "", "none", DECODE, "assert"),
+    "parts that are yet to come": (TOGETHER, f"__syncthreads();{ADDING}", ADDING, "thread", DECODE, RACE),
     "copies that are not waited for": (
         "attention_decode.cu",
         "wait_for_copies<3 * kStages - 5>",
@@ -131,10 +128,15 @@ MISTAKES = {
     ),
     "a new token that is forgotten": ("attention_decode.cu", "if (warp == kWarps - 1 &&", "if (false &&", "none", DECODE, "assert"),
     "keys that were guessed wrong": ("attention_decode.cu", "== 0 && part.even;", "== 0;", "none", DECODE, "assert"),
-    "keys behind the cache": ("attention_decode.cu", "any ? call.max_tokens - token", "any ? kTokens", "address", DECODE, OVERRUN),
+    "keys behind the cache": (
+        "attention_decode.cu",
+        "lives ? call.max_tokens - (tile + warp) * kTokens",
+        "lives ? kTokens",
+        "address",
+        DECODE,
+        OVERRUN,
+    ),
     "tiles of nobody": ("attention_decode.cu", "max(number - (parts - more), 0)", "0", "none", DECODE, "assert"),
-    "a sum of the round before": ("attention_decode.cu", "if (row < rows) own", "if (false) own", "none", DECODE, "assert"),
-    "rows for another block": ("attention_decode.cu", "partial(row >> joined,", "partial(0,", "none", DECODE, "waits for"),
     "a slot that is full": ("attention_decode.cu", "length < call.max_tokens", "length <= call.max_tokens", "none", DECODE, "assert"),
     "a tile that is still read": (
         "attention_prefill.cu",

@@ -42,7 +42,6 @@ class BorrowedWorkspace(AttentionWorkspace):
         #: The bytes.
         self.bytes = BorrowedBytes(memory, workspace_nbytes(fields, 1))
         shape = partials_shape(self.blocks, fields.group, fields.head_dim)
-        self.zeroed_nbytes = dense_nbytes(shape, "float32") // 2
         self.partials = DeviceTensor(self.bytes, shape=shape, dtype="float32")
 
 

@@ -13,16 +13,16 @@ from trt_kvcache.memory import Memory
 from trt_kvcache.tensor import DeviceTensor
 from trt_kvcache.uncopyable import Uncopyable
 
-#: Floats after the values of a row of partial results: its maximum, its sum, and two that keep rows at multiples of 16 bytes.
-_ROW_TAIL = 4
-
 #: Decode blocks that run on a multiprocessor at once, at most.
 MOST_BLOCKS = 2
 
 
 def partials_shape(blocks: int, group: int, head_dim: int) -> tuple[int, ...]:
-    """Return the shape, in float32, of the partial results of so many blocks: what others wait for, and what each keeps for itself."""
-    return (2, blocks, group, head_dim + _ROW_TAIL)
+    """Return the shape, in float32, of the partial results of so many blocks: what others wait for, and what each keeps for itself.
+
+    For each 16 columns of a row 4 times 4 values, and their maximum and sum.
+    """
+    return (2, blocks, group, -(-head_dim // 16), 5, 4)
 
 
 class AttentionWorkspace(Uncopyable):
@@ -48,11 +48,14 @@ class AttentionWorkspace(Uncopyable):
         #: Blocks of a decode launch at most.
         self.blocks = 0 if memory.is_host else MOST_BLOCKS * memory.multiprocessor_count  # type: ignore[attr-defined]
         shape = partials_shape(self.blocks, group, int_in_range("head_dim", head_dim, 1))
-        nbytes = dense_nbytes(shape, "float32")
-        #: The first half of the partial results: of each 16 bytes of it, the last 4 are 0 before and after every call.
-        self.zeroed_nbytes = nbytes // 2
+        memory_of_it = memory.allocate(dense_nbytes(shape, "float32"), zeroed=True, stream=stream)
         #: Partial results, float32.
-        self.partials = DeviceTensor(memory.allocate(nbytes, zeroed=True, stream=stream), shape=shape, dtype="float32")
+        self.partials = DeviceTensor(memory_of_it, shape=shape, dtype="float32")
+
+    @property
+    def zeroed_nbytes(self) -> int:
+        """The first half of the partial results: of each 16 bytes of it, the last 4 are 0 before and after every call."""
+        return self.partials.nbytes // 2
 
     def check(self, name: str, cache: DeviceTensor, num_heads: int) -> None:
         """Check that it serves calls over this cache ``[B, 2, H, S, D]``. Raises PlaceError, ShapeError or ClosedError."""

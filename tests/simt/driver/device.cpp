@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "../abi.h"
 #include "driver.h"
 
 namespace {
@@ -22,11 +23,12 @@ int attribute(CUdevice_attribute name) {
         case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR: return kComputeCapabilityMajor;
         case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR: return kComputeCapabilityMinor;
         case CU_DEVICE_ATTRIBUTE_WARP_SIZE: return 32;
-        case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: return 4;
+        case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT: return simt::kMultiprocessors;
         case CU_DEVICE_ATTRIBUTE_MAX_THREADS_PER_BLOCK: return 1024;
         case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN: return 227 << 10;
         case CU_DEVICE_ATTRIBUTE_MEMORY_POOLS_SUPPORTED: return pools;
         case CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING: return 1;
+        case CU_DEVICE_ATTRIBUTE_COOPERATIVE_LAUNCH: return 1;
         default: return 0;
     }
 }

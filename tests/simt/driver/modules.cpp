@@ -75,6 +75,12 @@ CUresult cuKernelSetAttribute(CUfunction_attribute attribute, int value, CUkerne
     return CUDA_SUCCESS;
 }
 
+CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, CUfunction, int, size_t) {
+    LOG_CALL();
+    *blocks = simt::kBlocksOfOne;
+    return CUDA_SUCCESS;
+}
+
 CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, void** arguments, void**) {
     LOG_CALL_IN_CONTEXT();
     const auto& kernel = *reinterpret_cast<const simt::Kernel*>(function);
@@ -83,6 +89,11 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
     if (!grid.x || !grid.y || !grid.z || !block.x || !block.y || !block.z || size_t{block.x} * block.y * block.z > 1024) {
         return CUDA_ERROR_INVALID_VALUE;
     }
+    bool cooperative = false;
+    for (unsigned i = 0; i < config->numAttrs; i++) {
+        cooperative = cooperative || (config->attrs[i].id == CU_LAUNCH_ATTRIBUTE_COOPERATIVE && config->attrs[i].value.cooperative);
+    }
+    if (cooperative && size_t{grid.x} * grid.y * grid.z > simt::kAtOnce) return CUDA_ERROR_COOPERATIVE_LAUNCH_TOO_LARGE;
     const size_t shared_bytes = config->sharedMemBytes;
     const auto allowed = allowed_shared.find(reinterpret_cast<CUkernel>(function));
     if (shared_bytes > static_cast<size_t>(allowed == allowed_shared.end() ? kShared : allowed->second)) return CUDA_ERROR_INVALID_VALUE;
@@ -90,7 +101,7 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig* config, CUfunction function, voi
     return standin::give(config->hStream, [=, &kernel] {
         std::vector<void*> pointers;
         for (const auto& copy : copies) pointers.push_back(const_cast<char*>(copy.data()));
-        const char* error = kernel.run(grid, block, shared_bytes, pointers.data());
+        const char* error = kernel.run(grid, block, shared_bytes, cooperative, pointers.data());
         if (error) standin::fail(error);
     });
 }

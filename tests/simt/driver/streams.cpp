@@ -128,6 +128,7 @@ CUresult cuCtxGetStreamPriorityRange(int* least, int* greatest) { *least = *grea
 CUresult cuStreamGetFlags(CUstream stream, unsigned* flags) { *flags = of(stream).flags; return CUDA_SUCCESS; }
 CUresult cuStreamGetPriority(CUstream, int* priority) { *priority = 0; return CUDA_SUCCESS; }
 CUresult cuStreamGetDevice(CUstream, CUdevice* device) { *device = 0; return CUDA_SUCCESS; }
+CUresult cuStreamGetCtx(CUstream, CUcontext* context) { return cuCtxGetCurrent(context); }
 
 // --- events ---
 

@@ -20,9 +20,6 @@ from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch
 
 _WARP = 32
 
-#: Pieces of 16 bytes of partial results that one block puts together, if it has no more of a row: 4 for each thread.
-_JOINED_PIECES = 1100
-
 #: Blocks for each multiprocessor up to which prefill takes its short form: measured on an H200.
 _FEW = 3
 
@@ -58,9 +55,9 @@ def _cache_of(call: AttentionCall) -> tuple[int, ...]:
 
 
 @cache
-def _joined_rows(parts: int, head_dim: int) -> int:
-    """Return, as a power of 2, of how many rows one block puts so many parts together."""
-    return max(rows for rows in range(5) if not rows or (parts << rows) * (head_dim // 4 + 1) <= _JOINED_PIECES)
+def _can_begin_early(arch: str) -> bool:
+    """Say whether a launch can begin while the one before ends: from ``sm_90`` on."""
+    return int(arch.removeprefix("sm_")) >= 90
 
 
 def _decode(call: AttentionCall, workspace: AttentionWorkspace, stream: Any) -> None:
@@ -70,12 +67,9 @@ def _decode(call: AttentionCall, workspace: AttentionWorkspace, stream: Any) -> 
     tiles = decode_tiles(head_dim, memory.arch)
     heads = slots * kv_heads
     blocks = min(memory.multiprocessor_count * tiles["BLOCKS"], heads * -(-tokens // (tiles["TOKENS"] * tiles["LEAST"])))
-    parts = blocks // heads
-    joined = _joined_rows(parts, head_dim)
-    joiners = heads * (-(-call.group >> joined) - 1) if parts > 1 else 0
     arguments = (
         *(call.lengths.ptr, _address(call.new_lengths), tokens, call.window),
-        *(slots, kv_heads, blocks, parts, -(-heads // blocks), joined, call.group),
+        *(slots, kv_heads, blocks, blocks // heads, -(-heads // blocks), call.group),
         *(call.cache.ptr, *_nbytes(call, 0, "cache"), *_nbytes(call, 1, "cache")),
         *(number for name in "qkv" for number in (getattr(call, name).ptr, *_nbytes(call, 0, name))),
         *(_address(call.cos_sin), call.rotary_dim, *score_factors(call.scale, call.softcap)),
@@ -85,11 +79,13 @@ def _decode(call: AttentionCall, workspace: AttentionWorkspace, stream: Any) -> 
         memory,
         attention_name("attention_decode", call.cache.dtype, head_dim),
         f"attention_decode_{rows}",
-        (blocks + joiners, 1, 1),
+        (blocks, 1, 1),
         arguments,
         stream,
         threads=_WARP * tiles["WARPS"],
         shared_nbytes=decode_shared_nbytes(head_dim, rows, memory.arch),
+        together=blocks > 1,
+        early=_can_begin_early(memory.arch),
     )
 
 

@@ -45,10 +45,11 @@ def _allow_shared(kernel: Any, nbytes: int, device: str) -> None:
 
 
 @lru_cache(maxsize=256)
-def _launch_config(grid: Grid, threads: int, shared_nbytes: int) -> Any:
+def _launch_config(grid: Grid, threads: int, shared_nbytes: int, together: bool, early: bool) -> Any:
     from cuda.core import LaunchConfig
 
-    return LaunchConfig(grid=grid, block=threads, shmem_size=shared_nbytes)
+    options = {"is_cooperative": together, "programmatic_stream_serialization": early}
+    return LaunchConfig(grid=grid, block=threads, shmem_size=shared_nbytes, **options)
 
 
 def launch(
@@ -61,6 +62,8 @@ def launch(
     *,
     threads: int = THREADS_PER_BLOCK,
     shared_nbytes: int = 0,
+    together: bool = False,
+    early: bool = False,
 ) -> None:
     """Launch a kernel.
 
@@ -71,6 +74,8 @@ def launch(
     ``stream``: cuda.core.Stream or GraphBuilder.
     ``threads``: Of a block.
     ``shared_nbytes``: Dynamic shared memory of a block.
+    ``together``: Blocks wait for each other: they run all at once (a cooperative launch), or the launch is refused.
+    ``early``: It may begin before the launch before has ended, and waits by itself (programmatic dependent launch).
 
     Raises CudaError: the kernel could not be loaded or launched.
     """
@@ -82,7 +87,7 @@ def launch(
     if shared_nbytes:
         _allow_shared(kernel, shared_nbytes, memory.device)
     try:
-        launch_kernel(stream, _launch_config(grid, threads, shared_nbytes), kernel, *arguments)
+        launch_kernel(stream, _launch_config(grid, threads, shared_nbytes, together, early), kernel, *arguments)
     except cuda_core_error() as error:
         raise CudaError(f"{name} could not be launched on {memory.device}: {error}") from None
 
