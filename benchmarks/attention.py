@@ -67,7 +67,7 @@ def shapes(which: str, quick: bool, dims: Sequence[int]) -> list[Shape]:
     heads = [one for one in heads if one[1] in dims] or [(4, dim) for dim in dims]
     if which == "decode":
         lengths = (1024, 8192, 32768) if quick else (1024, 4096, 8192, 32768, 131072)
-        return [(batch, 1, length, *one) for one in heads for batch in (1, 8, 32) for length in lengths]
+        return [(batch, 1, length, *one) for batch in (1, 8, 32) for length in lengths for one in heads]
     widths = (2048, 8192) if quick else (512, 1024, 2048, 4096, 8192, 16384, 32768)
     chunks = [] if quick else [(1, 512, 8192, *heads[0]), (1, 2048, 32768, *heads[0])]
     return [(1, width, 0, *one) for one in heads for width in widths] + chunks
@@ -80,12 +80,21 @@ class Gpu:
         self.memory = CudaMemory()
         self.stream = self.memory.create_stream()
         self.torch_stream = torch.cuda.ExternalStream(int(self.stream.handle))
+        self._caches: tuple[Any, list[tuple[DeviceTensor, Any]]] = (None, [])
 
     def tensor(self, shape: tuple[int, ...], dtype: str = "float16") -> tuple[DeviceTensor, Any]:
         """Return a tensor, and torch's view of it, filled with random numbers."""
         mine = DeviceTensor(self.memory.allocate(dense_nbytes(shape, dtype), stream=self.stream), shape=shape, dtype=dtype)
         view = torch.from_dlpack(mine)
         return mine, view.zero_() if dtype == "int32" else view.normal_()
+
+    def caches(self, shape: tuple[int, ...], dtype: str, copies: int) -> list[tuple[DeviceTensor, Any]]:
+        """Return so many tensors: those of the last time, if they are alike, so that what is compared lies in the same memory."""
+        if self._caches[0] != (shape, dtype, copies):
+            self._caches = (None, [])
+            torch.cuda.empty_cache()
+            self._caches = ((shape, dtype, copies), [self.tensor(shape, dtype) for _ in range(copies)])
+        return self._caches[1]
 
     def seconds(self, calls: Sequence[Callable[[Any], object]], least: float) -> float:
         """Return the seconds of one of our calls, in a graph of all of them; ``least`` is about what one takes."""
@@ -153,7 +162,7 @@ class Problem:
         table, angles = gpu.tensor((tokens, 2, dim // 2), "float32")
         self.lengths.fill_(past)
         angles.copy_(torch.stack([angles[:, 0].cos(), angles[:, 0].sin()], 1))
-        made = [gpu.tensor((batch, 2, KV_HEADS, tokens, dim), dtype) for _ in range(copies)]
+        made = gpu.caches((batch, 2, KV_HEADS, tokens, dim), dtype, copies)
         self.caches = [view for _, view in made]
 
         fixed = {"q": q, "k": k, "v": v, "lengths": lengths, "out": out}
