@@ -247,8 +247,7 @@ def measure(
 ) -> dict[str, Any]:
     """Check and measure it all. What does not fit into the memory or the time is named and left out."""
     gpu, deadline = Gpu(), time.monotonic() + max_seconds
-    result: dict[str, Any] = {"peer_versions": peer_versions(), "limits": LIMITS, "kv_heads": KV_HEADS, "dtype": "float16"}
-    result |= {"tiles": {}, "left_out": []}
+    result: dict[str, Any] = {"peer_versions": peer_versions(), "limits": LIMITS, "kv_heads": KV_HEADS, "dtype": "float16", "left_out": []}
     names = [only] if only else ["decode", "prefill"]
     memory_nbytes = torch.cuda.get_device_properties(0).total_memory
     with torch.cuda.stream(gpu.torch_stream):
@@ -257,7 +256,6 @@ def measure(
         result |= {"copy_gb_per_second": round(copy / 1e9), "matrix_tflops": round(peak / 1e12)}
         for which in names:
             rows = result[which] = []
-            result["tiles"][which] = {dim: attention_tiles._TILES[f"attention_{which}"](dim, gpu.memory.arch) for dim in dims}
             for shape in shapes(which, quick, dims):
                 batch, width, past, _, dim = shape
                 fits = 2.5 * batch * 4 * KV_HEADS * (past + width) * dim < memory_nbytes

@@ -84,17 +84,23 @@ def _gpu():
 
 
 def to_table(rows):
-    """Return rows of figures, nested by one level at most, with their names said once: a third of the bytes."""
+    """Return rows of figures, nested by one level at most, with their names said once, and "" for the text above: a fourth of the bytes."""
     flat = [{(key, *inner): value for key, part in row.items() for inner, value in _parts(part)} for row in rows]
     columns = list(dict.fromkeys(column for row in flat for column in row))
-    return {"columns": columns, "rows": [[row.get(column) for column in columns] for row in flat]}
+    rows = [[row.get(column) for column in columns] for row in flat]
+    texts = [
+        ["" if isinstance(one, str) and one == above else one for one, above in zip(*two, strict=True)]
+        for two in zip(rows[1:], rows, strict=False)
+    ]
+    return {"columns": columns, "rows": rows[:1] + texts}
 
 
 def of_table(table):
     """Return the rows of :func:`to_table`."""
-    rows = []
-    for values in table["rows"]:
+    rows, values = [], [None] * len(table["columns"])
+    for said in table["rows"]:
         rows.append(row := {})
+        values = [above if one == "" else one for one, above in zip(said, values, strict=True)]
         for (key, *inner), value in zip(table["columns"], values, strict=True):
             if inner:
                 row.setdefault(key, {}).update({} if value is None else {inner[0]: value})

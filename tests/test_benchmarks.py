@@ -67,7 +67,9 @@ def test_the_table_of_attention(monkeypatch):
         return {"kv_mb": mb, "of_copy": {"attention": 2, "rope_append_attention": share}, "us": times, "peers_us": others}
 
     decode = [row(64.0, 0.9, 41.0, a=50.0, b="none"), row(128.0, 1.1, 81.0, a=40.0), row(32.0, 0.1, 9.0), row(8.0, 0.1, 7.0)]
-    to_table = importlib.import_module("environment").to_table
+    to_table, of_table = (getattr(importlib.import_module("environment"), name) for name in ("to_table", "of_table"))
+    assert of_table(json.loads(json.dumps(to_table(decode)))) == decode
+    assert of_table(to_table(texts := [{"a": "x", "b": 1}, {"a": "x"}, {"a": "y", "b": 1}])) == texts
     content = {"limits": limits, "decode": to_table(decode), "prefill": to_table([row(1, 0, 11.0, FLASH_ATTENTION=9.5)])}
     values = [value for _, value, _ in importlib.import_module("tables")._attention(json.loads(json.dumps(content)))]
     assert values[:2] == ["0.90 to 0.90 (1 shapes)", "1.10 to 1.10 (1 shapes)"]

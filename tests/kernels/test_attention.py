@@ -16,7 +16,7 @@ from trt_kvcache.kernels import AttentionWorkspace, attend, split_qkv
 @pytest.mark.parametrize("name", list(DECODE_CASES))
 def test_decode(memory, stream, name, monkeypatch):
     if "parts" in name:
-        monkeypatch.setattr(memory, "multiprocessor_count", 40, raising=False)
+        monkeypatch.setattr(memory, "multiprocessor_count", 12, raising=False)
     check(DECODE_CASES[name], memory, stream)
 
 

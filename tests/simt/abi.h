@@ -9,7 +9,7 @@ struct Extent {
     unsigned x, y, z;
 };
 
-const unsigned kMultiprocessors = 4, kBlocksOfOne = 16, kAtOnce = kMultiprocessors * kBlocksOfOne;
+const unsigned kMultiprocessors = 4, kBlocksOfOne = 3, kAtOnce = kMultiprocessors * kBlocksOfOne;
 
 struct Kernel {
     size_t parameter_count;

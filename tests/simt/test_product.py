@@ -114,6 +114,7 @@ MISTAKES = {
         "isnan",
     ),
     "a part that is forgotten": (TOGETHER, "pieces, others, factor", "pieces, others - 1, factor", "none", DECODE, "assert"),
+    "units that there is no room for": (TOGETHER, "from = to)", "from = end)", "none", DECODE, "assert"),
     "a block that waits for itself": (TOGETHER, "(other >= number)", "0", "none", DECODE, "waits for"),
     "all put the same together": (TOGETHER, "? number * share : 0", "? 0 : 0", "none", DECODE, "waits for"),
     "a workspace that is not left as it was": (TOGETHER, "take_back(places[i]);", "", "none", DECODE, "assert"),
