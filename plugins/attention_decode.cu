@@ -336,8 +336,11 @@ __device__ __forceinline__ void decode(const Decode& call) {
         const int line = lane * 16 * kGuessed;
         if (!many || !lives || line >= min(call.max_tokens - (tile + warp) * kTokens, kTokens) * kRowBytes) return;
         const unsigned char* place = rows_of(slot, head, tile) + line;
-        prefetch_line(place);
-        prefetch_line(place + call.kv_stride);
+#pragma unroll
+        for (int further = 0; further < 16 * kGuessed; further += 128) {
+            prefetch_line(place + further);
+            prefetch_line(place + further + call.kv_stride);
+        }
     };
     const Part part(call, prefetch, guess);
     if (part.begin >= part.end) {

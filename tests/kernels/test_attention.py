@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 
 import numpy as np
 import pytest
+from simt.standin import needs_standin
 
 from kernels.attention import DECODE_CASES, GRID, PREFILL_CASES, check
 from trt_kvcache import DeviceTensor, HostMemory
-from trt_kvcache.errors import KVCacheError
+from trt_kvcache.errors import CudaError, KVCacheError
 from trt_kvcache.kernels import AttentionWorkspace, attend, split_qkv
 
 
@@ -29,6 +31,13 @@ def test_how_decode_is_launched(memory, stream, monkeypatch, arch, early):
         check(DECODE_CASES["many parts"], memory, stream)
     assert all((options["together"], options["early"]) == (True, early) for options in launched)
     assert bool(launched) != memory.is_host
+
+
+@needs_standin
+def test_more_blocks_than_can_run_together(memory, stream, monkeypatch):
+    monkeypatch.setattr(memory, "multiprocessor_count", 13)
+    with pytest.raises(CudaError, match=r"^attention_decode_8 could not be launched on cuda:0: .*13.* exceeds the limit"):
+        check(dataclasses.replace(DECODE_CASES["many parts"], lengths=(4000,), tokens=4001), memory, stream)
 
 
 @pytest.mark.parametrize("name", list(PREFILL_CASES))

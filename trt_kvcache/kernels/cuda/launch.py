@@ -88,7 +88,7 @@ def launch(
         _allow_shared(kernel, shared_nbytes, memory.device)
     try:
         launch_kernel(stream, _launch_config(grid, threads, shared_nbytes, together, early), kernel, *arguments)
-    except cuda_core_error() as error:
+    except (ValueError, cuda_core_error()) as error:  # ValueError: cuda.core counts the blocks that can run together
         raise CudaError(f"{name} could not be launched on {memory.device}: {error}") from None
 
 
