@@ -90,7 +90,9 @@ def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Both rows of the limits: with RoPE and append over a copy and in microseconds, without them beside others."""
     limits, rope, flash = content["limits"], "rope_append_attention", "FLASH_ATTENTION"
     least, large, best, small = [], [], [], []
+    times = {}
     for row in of_table(content["decode"]):
+        times[row["group"], row["head_dim"], row["batch"], row["past"]] = row["us"]["attention"]
         others = [one for one in row["peers_us"].values() if isinstance(one, float)]
         if row["kv_mb"] >= 64:
             (large if row["kv_mb"] >= 65 else least).append(row["of_copy"][rope])
@@ -99,10 +101,12 @@ def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             small.append(row["us"][rope])
     rows = [(row["us"]["attention"], row["peers_us"].get(flash)) for row in of_table(content["prefill"])]
     shares = [other / ours for ours, other in rows if isinstance(other, float)]
+    eight = [time / times[(1, *shape)] for (group, *shape), time in times.items() if group == 8 and (1, *shape) in times]
     for what, found, unit, limit in (
         ("decode, 64 MB of K and V: share of the copy bandwidth", least, "", f"at least {limits['of_copy']:g}"),
         ("decode, more than 64 MB: share of the copy bandwidth", large, "", f"at least {limits['of_copy']:g}"),
         ("decode from 64 MB: time over that of the fastest other", best, "", f"{limits['of_best_peer']:g}"),
+        ("decode, 8 query heads for a K/V head: time over that of 1", eight, "", f"{limits['group_8_of_1']:g}"),
         ("decode up to 8 MB", small, " us", f"{limits['small_us']:g} us"),
         (f"prefill: speed over torch's {flash}", shares, "", f"at least {limits['of_flash']:g}"),
     ):

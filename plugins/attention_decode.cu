@@ -13,7 +13,7 @@
 constexpr int kWarps = WARPS, kStages = STAGES, kTokens = TOKENS;
 constexpr int kBlock = 32 * kWarps, kTileBytes = kTokens * kRowBytes;
 constexpr int kSlots = 2 * kStages - 1;  // of a warp's ring: K and V of the tiles that are on their way, and one that is worked on
-static_assert(kTokens >= 16, "a slot is a place for results of 8 rows, and the ring for what a block has of a head");
+static_assert(kTokens >= 16, "a slot is a place for results of 8 rows");
 static_assert(LEAST % WARPS == 0, "a block passes tiles of others over between two steps");
 // Tiles: the fewest that are worth a block, which are its first ones; and as many as one loads while it goes from one head to another.
 constexpr int kLeast = LEAST, kCrossing = CROSSING;
@@ -320,11 +320,12 @@ __device__ __forceinline__ void decode(const Decode& call) {
     static_assert(kStages * (kRows + 4) * kRowBytes >= 16 * kRows * kUnits * kUnit, "the places of heads are one for what a block has of a head");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, group = call.group;
     const OncePolicy policy = once();
-    // The keys that are this warp's first ones if heads are about as long: on their way before lengths are known.
+    // Keys of this warp's tile, if that of warp 0 is tile `tile` of a head.
     const auto rows_of = [&](int slot, int head, int tile) {
         const long long row = static_cast<long long>(head) * call.max_tokens + (tile + warp) * kTokens;
         return call.cache + slot * call.slot_stride + row * kRowBytes;
     };
+    // The keys that are this warp's first ones if heads are about as long: on their way before lengths are known.
     const auto guess = [&](int slot, int head, int tile, bool lives) {
         copy_pieces<0, kGuessed>(shared_address(shared.tile(warp, 0)), rows_of(slot, head, tile), lives ? call.max_tokens - (tile + warp) * kTokens : 0,
                                  [&](SharedAddress to, const void* from, bool valid) { copy_async_unsure(to, from, valid, policy); });

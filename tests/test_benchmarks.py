@@ -60,20 +60,22 @@ def test_moves(tmp_path, monkeypatch):
 
 def test_the_table_of_attention(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    limits = {"of_copy": 0.85, "of_best_peer": 1.02, "small_us": 8.0, "of_flash": 0.9}
+    limits = {"of_copy": 0.85, "of_best_peer": 1.02, "group_8_of_1": 1.02, "small_us": 8.0, "of_flash": 0.9}
 
-    def row(mb, share, us, **others):
+    def row(mb, share, us, group=4, **others):
         times = {"attention": us - 1, "rope_append_attention": us}
-        return {"kv_mb": mb, "of_copy": {"attention": 2, "rope_append_attention": share}, "us": times, "peers_us": others}
+        shape = {"batch": 1, "past": mb, "group": group, "head_dim": 128}
+        return {**shape, "kv_mb": mb, "of_copy": {"attention": 2, "rope_append_attention": share}, "us": times, "peers_us": others}
 
-    decode = [row(64.0, 0.9, 41.0, a=50.0, b="none"), row(128.0, 1.1, 81.0, a=40.0), row(32.0, 0.1, 9.0), row(8.0, 0.1, 7.0)]
+    decode = [row(64.0, 0.9, 41.0, a=50.0, b="none"), row(128.0, 1.1, 81.0, a=40.0), row(32.0, 0.1, 9.0, 8), row(8.0, 0.1, 7.0)]
+    decode += [row(32.0, 0.1, 11.0, 1), row(16.0, 0.1, 9.0, 8)]
     to_table, of_table = (getattr(importlib.import_module("environment"), name) for name in ("to_table", "of_table"))
     assert of_table(json.loads(json.dumps(to_table(decode)))) == decode
     assert of_table(to_table(texts := [{"a": "x", "b": 1}, {"a": "x"}, {"a": "y", "b": 1}])) == texts
     content = {"limits": limits, "decode": to_table(decode), "prefill": to_table([row(1, 0, 11.0, FLASH_ATTENTION=9.5)])}
     values = [value for _, value, _ in importlib.import_module("tables")._attention(json.loads(json.dumps(content)))]
     assert values[:2] == ["0.90 to 0.90 (1 shapes)", "1.10 to 1.10 (1 shapes)"]
-    assert values[2:] == ["0.80 to 2.00 (2 shapes)", "7.00 to 7.00 us (1 shapes)", "0.95 to 0.95 (1 shapes)"]
+    assert values[2:] == ["0.80 to 2.00 (2 shapes)", "0.80 to 0.80 (1 shapes)", "7.00 to 7.00 us (1 shapes)", "0.95 to 0.95 (1 shapes)"]
 
 
 def test_the_table_is_that_of_the_files():

@@ -443,8 +443,7 @@ def run(memory, path, kind, layout, dtype, slots, operations):
         caches[0].other, caches[1].other = caches[::-1]
         for name, seed in [("activate", 9), *operations]:
             which = seed % 4 == 3
-            for each in caches:
-                each.random = np.random.default_rng(seed)
+            caches[0].random = caches[1].random = np.random.default_rng(seed)
             getattr(caches[which], name)()
             caches[which].compare()
         for each in caches:

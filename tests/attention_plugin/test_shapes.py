@@ -79,6 +79,6 @@ def test_dtypes():
 
 
 def test_workspace_is_for_a_decode_step():
-    """512 blocks, each with two parts of 3 heads of 80 + 4 floats."""
+    """512 blocks, each with two parts of 3 heads of 5 times 16 columns: 4 times 4 floats of them, and 4 more."""
     assert workspace_nbytes(FIELDS, 1) == 512 * 2 * 3 * 5 * 5 * 4 * 4
     assert workspace_nbytes(FIELDS, 2) == 0

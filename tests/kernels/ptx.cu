@@ -73,7 +73,6 @@ extern "C" __global__ void tell(float4* heard, float4* places, const float4* val
     const int x = blockIdx.x * 32 + threadIdx.x;
     publish(places + x, values[x]);
     if (blockIdx.x == 0) return;
-    do heard[x] = peek(places + x - 32);
-    while (!has_come(heard[x]));
+    while (!has_come(heard[x] = peek(places + x - 32))) look_again();
     take_back(places + x - 32);
 }

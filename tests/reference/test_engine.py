@@ -35,6 +35,8 @@ def test_tensors_and_profiles_are_those_of_tensorrt():
     rig = Rig(MODEL, length=29, dtype="float16")
     specs = {**engine_tensors(rig.kv), "logits": TensorSpec.output("logits", (-1, VOCAB), "float32")}
     assert (dict(rig.engine.tensors), specs["v_cache_1"].shape) == (specs, (-1, HEADS, 29, HEAD_DIM))
+    key = TensorSpec.output("present_k_cache_1", (-1, HEADS, 29, HEAD_DIM), "float16", alias="k_cache_1")
+    assert (specs[key.name], key.name in rig.engine.tensors) == (key, True)
     assert [spec.mode for spec in rig.engine.tensors.values()] == [TensorMode.INPUT] * 7 + [TensorMode.OUTPUT] * 5
     assert rig.engine.memory is rig.memory
     found = [(each.name, each.min_batch, each.max_batch, each.min_width, each.max_width) for each in rig.engine.profiles]

@@ -70,7 +70,8 @@ def test_tiles_of_smaller_gpus(arch):
 
 RACE, OVERRUN, BYTES, MISALIGNED = "WARNING: ThreadSanitizer: data race", "heap-buffer-overflow", "bytes differ", "misaligned address"
 DECODE, PREFILL = (f"{ATTENTION}.py::{test}" for test in ("test_decode", "test_prefill"))
-TOGETHER, ADDING = "attention_together.cuh", "\n#pragma unroll 1\n            for (int x = threadIdx.x; x < (to"
+DECODING, PREFILLING, TOGETHER = "attention_decode.cu", "attention_prefill.cu", "attention_together.cuh"
+ADDING = "\n#pragma unroll 1\n            for (int x = threadIdx.x; x < (to"
 COMPACT, UNIT, ONE_MORE = "test_compaction.py", "(sizeof(Unit)), apart", "(sizeof(Unit)) + 1, apart"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -96,17 +97,17 @@ MISTAKES = {
     "stale tokens move too": ("compaction.cuh", "extent(step.tokens), units", "end, units", "none", COMPACT, BYTES),
     "one layout's stride": ("kv.cu", "slot * layer.slot_stride", "slot * 2 * layer.kv_stride", "none", "test_kv_moves.py", BYTES),
     "fresh rows that the others are not waited for": (
-        "attention_decode.cu",
+        DECODING,
         "            __syncthreads();\n            const SharedAddress rows",
         "            const SharedAddress rows",
         "thread",
         DECODE,
         RACE,
     ),
-    "rows that do not live": ("attention_decode.cu", "place.position - token", "kTokens", "none", DECODE, "isnan"),
-    "one window too wide": ("attention_prefill.cu", "behind >= span", "behind > span", "none", PREFILL, "error <="),
+    "rows that do not live": (DECODING, "place.position - token", "kTokens", "none", DECODE, "isnan"),
+    "one window too wide": (PREFILLING, "behind >= span", "behind > span", "none", PREFILL, "error <="),
     "keys of nobody": (
-        "attention_prefill.cu",
+        PREFILLING,
         "const bool lives = tile * kKeys + row < keys_end;",
         "const bool lives = true;",
         "none",
@@ -120,34 +121,27 @@ MISTAKES = {
     "a workspace that is not left as it was": (TOGETHER, "take_back(places[i]);", "", "none", DECODE, "assert"),
     "parts that are yet to come": (TOGETHER, f"__syncthreads();{ADDING}", ADDING, "thread", DECODE, RACE),
     "copies that are not waited for": (
-        "attention_decode.cu",
+        DECODING,
         "wait_for_copies<3 * kStages - 5>",
         "wait_for_copies<3 * kStages>",
         "none",
         DECODE,
         "isnan",
     ),
-    "a new token that is forgotten": ("attention_decode.cu", "if (warp == kWarps - 1 &&", "if (false &&", "none", DECODE, "assert"),
-    "keys that were guessed wrong": ("attention_decode.cu", "== 0 && part.even;", "== 0;", "none", DECODE, "assert"),
-    "keys behind the cache": (
-        "attention_decode.cu",
-        "lives ? call.max_tokens - (tile + warp) * kTokens",
-        "lives ? kTokens",
-        "address",
-        DECODE,
-        OVERRUN,
-    ),
-    "tiles of nobody": ("attention_decode.cu", "max(number - (parts - more), 0)", "0", "none", DECODE, "assert"),
-    "a slot that is full": ("attention_decode.cu", "length < call.max_tokens", "length <= call.max_tokens", "none", DECODE, "assert"),
+    "a new token that is forgotten": (DECODING, "if (warp == kWarps - 1 &&", "if (false &&", "none", DECODE, "assert"),
+    "keys that were guessed wrong": (DECODING, "== 0 && part.even;", "== 0;", "none", DECODE, "assert"),
+    "keys behind the cache": (DECODING, "lives ? call.max_tokens - (tile + warp) * kTokens", "lives ? kTokens", "address", DECODE, OVERRUN),
+    "tiles of nobody": (DECODING, "max(number - (parts - more), 0)", "0", "none", DECODE, "assert"),
+    "a slot that is full": (DECODING, "length < call.max_tokens", "length <= call.max_tokens", "none", DECODE, "assert"),
     "a tile that is still read": (
-        "attention_prefill.cu",
+        PREFILLING,
         "__syncthreads();\n        if (tile + kStages - 1",
         "if (tile + kStages - 1",
         "thread",
         PREFILL,
         RACE,
     ),
-    "sums of an older maximum": ("attention_prefill.cu", "sums[m][i] *= less;", "", "none", PREFILL, "error <="),
+    "sums of an older maximum": (PREFILLING, "sums[m][i] *= less;", "", "none", PREFILL, "error <="),
     "the first layer's heads": ("kv.cu", "head(layers)", "head(layers - blockIdx.z)", "none", "test_kv_moves.py", BYTES),
 }
 

@@ -41,8 +41,7 @@ class BorrowedWorkspace(AttentionWorkspace):
         self.blocks = MOST_BLOCKS * memory.multiprocessor_count
         #: The bytes.
         self.bytes = BorrowedBytes(memory, workspace_nbytes(fields, 1))
-        shape = partials_shape(self.blocks, fields.group, fields.head_dim)
-        self.partials = DeviceTensor(self.bytes, shape=shape, dtype="float32")
+        self.partials = DeviceTensor(self.bytes, shape=partials_shape(self.blocks, fields.group, fields.head_dim), dtype="float32")
 
 
 class AttentionStep:

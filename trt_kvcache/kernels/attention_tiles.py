@@ -11,8 +11,8 @@ ELEMENTS = {"float16": "Float16", "bfloat16": "BFloat16"}
 HEAD_DIMS = (64, 80, 96, 128, 256)
 MAX_GROUP = 16
 
-#: The first architecture that has their instructions, ``sm_80``.
-FIRST_ARCH = 80
+#: The first architectures that have their instructions, ``sm_80``, and whose launches can begin while the one before ends, ``sm_90``.
+FIRST_ARCH, FIRST_EARLY_ARCH = 80, 90
 
 #: What a scale, and a softcap, may be: the kernels' scores, in float32, are neither lost nor infinite.
 LEAST_FACTOR, MOST_FACTOR = 1e-6, 1e6
@@ -27,6 +27,12 @@ _SHARED_NBYTES = {
     **dict.fromkeys(("sm_90", "sm_100", "sm_103", "sm_110", "sm_990"), 227 * _KIB),
 }
 _LEAST_SHARED_NBYTES = 99 * _KIB
+
+
+@cache
+def arch_number(arch: str) -> int:
+    """Return 90 for ``"sm_90"`` and the like."""
+    return int(arch.removeprefix("sm_"))
 
 
 def shared_limit(arch: str) -> int:

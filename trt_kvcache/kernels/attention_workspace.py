@@ -48,9 +48,9 @@ class AttentionWorkspace(Uncopyable):
         #: Blocks of a decode launch at most.
         self.blocks = 0 if memory.is_host else MOST_BLOCKS * memory.multiprocessor_count  # type: ignore[attr-defined]
         shape = partials_shape(self.blocks, group, int_in_range("head_dim", head_dim, 1))
-        memory_of_it = memory.allocate(dense_nbytes(shape, "float32"), zeroed=True, stream=stream)
+        allocation = memory.allocate(dense_nbytes(shape, "float32"), zeroed=True, stream=stream)
         #: Partial results, float32.
-        self.partials = DeviceTensor(memory_of_it, shape=shape, dtype="float32")
+        self.partials = DeviceTensor(allocation, shape=shape, dtype="float32")
 
     @property
     def zeroed_nbytes(self) -> int:

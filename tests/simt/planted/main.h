@@ -1,4 +1,4 @@
-// `program kernel blocks [together]`: runs a kernel of kernels.cu over floats 0, 1, 2 ..., behind 4 zeros for each block, and prints them afterwards.
+// `program kernel blocks [together]`: runs a kernel of kernels.cu over floats 0, 1, 2 ..., behind 4 zeros for each block, and prints them.
 
 #include <dlfcn.h>
 

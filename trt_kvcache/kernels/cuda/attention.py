@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 from trt_kvcache.cuda_memory import CudaMemory
@@ -10,6 +9,8 @@ from trt_kvcache.dtypes import itemsize
 from trt_kvcache.kernels.attention_call import AttentionCall, score_factors
 from trt_kvcache.kernels.attention_tiles import (
     DECODE_ROWS,
+    FIRST_EARLY_ARCH,
+    arch_number,
     attention_name,
     decode_shared_nbytes,
     decode_tiles,
@@ -54,12 +55,6 @@ def _cache_of(call: AttentionCall) -> tuple[int, ...]:
     return (call.cache.ptr, *_nbytes(call, 0, "cache"), *_nbytes(call, 1, "cache"), call.cache.shape[3], *places, call.rotary_dim)
 
 
-@cache
-def _can_begin_early(arch: str) -> bool:
-    """Say whether a launch can begin while the one before ends: from ``sm_90`` on."""
-    return int(arch.removeprefix("sm_")) >= 90
-
-
 def _decode(call: AttentionCall, workspace: AttentionWorkspace, stream: Any) -> None:
     memory = _memory(call)
     slots, _, kv_heads, tokens, head_dim = call.cache.shape
@@ -85,7 +80,7 @@ def _decode(call: AttentionCall, workspace: AttentionWorkspace, stream: Any) -> 
         threads=_WARP * tiles["WARPS"],
         shared_nbytes=decode_shared_nbytes(head_dim, rows, memory.arch),
         together=blocks > 1,
-        early=_can_begin_early(memory.arch),
+        early=arch_number(memory.arch) >= FIRST_EARLY_ARCH,
     )
 
 

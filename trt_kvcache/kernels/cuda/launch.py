@@ -48,8 +48,9 @@ def _allow_shared(kernel: Any, nbytes: int, device: str) -> None:
 def _launch_config(grid: Grid, threads: int, shared_nbytes: int, together: bool, early: bool) -> Any:
     from cuda.core import LaunchConfig
 
-    options = {"is_cooperative": together, "programmatic_stream_serialization": early}
-    return LaunchConfig(grid=grid, block=threads, shmem_size=shared_nbytes, **options)
+    return LaunchConfig(
+        grid=grid, block=threads, shmem_size=shared_nbytes, is_cooperative=together, programmatic_stream_serialization=early
+    )
 
 
 def launch(
