@@ -44,7 +44,7 @@ LIMITS = {"of_copy": 0.85, "small_us": 8.0, "of_best_peer": 1.02, "group_8_of_1"
 
 KV_HEADS, RUNS, _LARGE_MB, _SMALL_MB, _MIB = 8, 7, 64, 8, 2**20
 _ROTATED_NBYTES, _GRAPH_SECONDS = 256 * _MIB, 2e-3  # several times an L2; of work in a graph, where all caches once is less
-_WARM_SECONDS = 0.25
+_REST_SECONDS, _WARM_SECONDS = 0.15, 0.1
 
 # Batch, new tokens, past tokens at most, query heads of a K/V head, head dim.
 _LARGE = {
@@ -112,7 +112,9 @@ def _repeated(calls: Sequence[Any], least: float) -> list[Any]:
 
 
 def _elapsed(call: Call) -> float:
-    """Return the seconds of a call, after some: clocks are low after a pause, and for a while after a heavy load."""
+    """Return the seconds of a call, after a rest, for clocks are low at the power limit, and some calls, for so they are after a pause."""
+    torch.cuda.synchronize()
+    time.sleep(_REST_SECONDS)
     times, warm = [], time.perf_counter() + _WARM_SECONDS
     while time.perf_counter() < warm:
         call()

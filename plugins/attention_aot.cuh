@@ -15,6 +15,6 @@ extern "C" __global__ void __launch_bounds__(kBlock) attention_decode_aot(const 
     const long long kv_stride = static_cast<long long>(KV_HEADS) * max_tokens * kRowBytes;
     cache += 2 * slot * kv_stride + head * max_tokens * kRowBytes;
     const int group = static_cast<int>(first + 8 < kGroup ? 8 : kGroup - first);
-    decode<8>({lengths + slot, nullptr, max_tokens, WINDOW, 1, 1, 1, 1, 1, group, cache, 0, kv_stride, q + query, 0, k + row * kRowBytes, 0,
+    decode<8>({lengths + slot, nullptr, max_tokens, WINDOW, 1, 1, 1, 1, group, cache, 0, kv_stride, q + query, 0, k + row * kRowBytes, 0,
                v + row * kRowBytes, 0, cos_sin, ROTARY_DIM, {FACTOR, INNER}, out + query, nullptr, nullptr});
 }

@@ -15,7 +15,8 @@ constexpr int kBlock = 32 * kWarps, kTileBytes = kTokens * kRowBytes;
 constexpr int kSlots = 2 * kStages - 1;  // of a warp's ring: K and V of the tiles that are on their way, and one that is worked on
 static_assert(kTokens >= 16, "a slot is a place for results of 8 rows");
 static_assert(LEAST % WARPS == 0, "a block passes tiles of others over between two steps");
-// Tiles: the fewest that are worth a block, which are its first ones; and as many as one loads while it goes from one head to another.
+// Tiles: the fewest that are worth a block, which are its first ones; and as many as one loads in the time that the line costs it, and
+// one more for each query head, for there one block alone puts the end of a head together.
 constexpr int kLeast = LEAST, kCrossing = CROSSING;
 // Of a lane's pieces of a tile, those that are fetched before lengths are known: 32 KiB of a block.
 constexpr int kGuessed = kTokens * kPieces < 2048 / kWarps ? kTokens * kPieces / 32 : 64 / kWarps;
@@ -25,7 +26,6 @@ struct Decode {
     const int *lengths, *new_lengths;  // the latter may be null: 1 for all
     int max_tokens, window;            // rows of a head
     int slots, kv_heads;
-    int blocks;
     int parts, several;  // blocks of a head, or 0 and heads of a block, if all heads are about as long
     int group;
     unsigned char* cache;
@@ -77,7 +77,7 @@ struct Part {
     // prefetch(slot, head, tile, lives) and guess(): of the block's first tiles, if heads are about as long.
     template <class Prefetch, class Guess>
     __device__ __forceinline__ Part(const Decode& call, const Prefetch& prefetch, const Guess& guess) {
-        const int lane = threadIdx.x % 32, block = static_cast<int>(blockIdx.x), blocks = call.blocks;
+        const int lane = threadIdx.x % 32, block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
         const int kv_heads = call.kv_heads, heads = call.slots * kv_heads, parts = call.parts, several = call.several;
         const int head = min(parts > 0 ? quotient(block, parts) : block * several, heads);
         const int slot = quotient(min(head, heads - 1), kv_heads), tile = parts > 0 ? (block - head * parts) * kLeast : 0;
@@ -101,7 +101,7 @@ struct Part {
         }
         total = sum_of_warp(total) * kv_heads;
         most = max_of_warp(most);
-        const float longest = static_cast<float>(most) * several * blocks, mean = static_cast<float>(total) + kCrossing * blocks;
+        const float longest = static_cast<float>(most) * several * blocks, mean = static_cast<float>(total) + (kCrossing + call.group) * blocks;
         if (__builtin_expect(longest > mean * max(parts, 1), 0)) {
             even = false;
             in_line(call, total);
@@ -129,7 +129,7 @@ struct Part {
     }
 
     __device__ __forceinline__ void in_line(const Decode& call, int total) {
-        const int lane = threadIdx.x % 32, kv_heads = call.kv_heads, blocks = call.blocks;
+        const int lane = threadIdx.x % 32, kv_heads = call.kv_heads, blocks = static_cast<int>(gridDim.x);
         share = max((total + blocks - 1) / blocks, kLeast);
         begin = static_cast<int>(blockIdx.x) * share;
         end = min(total, begin + share);
@@ -253,16 +253,15 @@ struct Shared {
     }
     __device__ __forceinline__ unsigned char* tile(int warp, int slot) const { return ring + (warp * kSlots + slot) * kTileBytes; }
     __device__ __forceinline__ unsigned char* head(int number) const { return heads + number * (kRows + 4) * kRowBytes; }
-    // Where in a tile four, or two, of what a warp has of a row lie.
-    __device__ __forceinline__ static unsigned value_at(unsigned row, unsigned column) { return 4 * (row * kHeadDim + (column ^ row % kSpread * 8)); }
 };
 
-// Puts together what the warps have, in a slot that is free, and calls emit(row, column, Together).
+// Puts together what the warps have, in a slot that is free, and calls emit(unit, piece, Together).
 template <int kRows, class Emit>
 __device__ __forceinline__ void put_together(const Shared<kRows>& shared, int slot, const Running<kRows>& running, int group, float factor,
                                              Emit emit) {
-    constexpr int kRound = kRows < kTokens / 2 ? kRows : kTokens / 2;  // rows that a slot has room for
+    constexpr int kRound = kRows < kTokens / 2 ? kRows : kTokens / 2;  // rows that a slot has room for: 32 pieces of 8 rows of a unit
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int at_once = kUnits > kWarps && group <= 4 ? 2 : 1;  // units of a warp
 #pragma unroll
     for (int i = 0; i < kRows / 8; i++) {
         const float sum = sum_of_four(running.sums[i]);
@@ -274,23 +273,21 @@ __device__ __forceinline__ void put_together(const Shared<kRows>& shared, int sl
         if (row0) __syncthreads();
         __syncwarp();
 #pragma unroll
-        for (int i = row0 / 8; i < (row0 + kRound) / 8; i++) {
-            const int row = lane / 4 + 8 * i;
-            const unsigned first = Shared<kRows>::value_at(row - row0, lane % 4 * 2);
-#pragma unroll
-            for (int d = 0; d < kHeadDim / 8 && row < group; d++) {  // columns 8 * d and on
-                unsigned char* to = shared.tile(warp, slot) + (first ^ d % kSpread * 32) + d / kSpread * kSpread * 32;
-                *reinterpret_cast<float2*>(to) = {running.values[d][2 * i], running.values[d][2 * i + 1]};
-            }
+        for (int x = 0; x < kUnits * kRound / 8; x++) {
+            const int unit = x % kUnits, i = row0 / 8 + x / kUnits;
+            const auto &low = running.values[2 * unit], &high = running.values[2 * unit + 1];
+            if (lane / 4 + 8 * i >= group) continue;
+            reinterpret_cast<float4*>(shared.tile(warp, slot))[32 * x + lane] = {low[2 * i], low[2 * i + 1], high[2 * i], high[2 * i + 1]};
         }
         __syncthreads();
 #pragma unroll 1
-        for (int x = threadIdx.x; x < min(group - row0, kRound) * (kHeadDim / 4); x += kBlock) {
-            const int row = row0 + x / (kHeadDim / 4), column = x % (kHeadDim / 4) * 4;
+        for (int x = warp; x * at_once < kUnits * kRound / 8; x += kWarps) {
+            const int place = x * at_once + lane * at_once / 32, piece = lane % (32 / at_once), row = row0 + place / kUnits * 8 + piece / 4;
+            if (row >= group) continue;
             Together together;
-            together.add(shared.tile(0, slot) + Shared<kRows>::value_at(row - row0, column), kSlots * kTileBytes,
+            together.add(shared.tile(0, slot) + (32 * place + piece) * 16, kSlots * kTileBytes,
                          reinterpret_cast<const unsigned char*>(shared.totals + row), kRows * sizeof(float2), kWarps, factor);
-            emit(row, column, together);
+            emit(row * kUnits + place % kUnits, piece % 4, together);
         }
     }
 }
@@ -357,13 +354,12 @@ __device__ __forceinline__ void decode(const Decode& call) {
     const auto fill = [&](long long further) {
         const Place& place = ahead.at;
         if (ahead.count(part) > warp && place.position >= 0) {
-            const int token = place.token(warp);
-            const long long row = static_cast<long long>(place.head) * call.max_tokens + token;
-            const unsigned char* rows = call.cache + place.slot * call.slot_stride + row * kRowBytes + further;
+            const int tokens = place.position - place.token(warp);
+            const unsigned char* rows = rows_of(place.slot, place.head, place.first_tile + place.tile) + further;
             const SharedAddress tile = shared_address(shared.tile(warp, free));
             const auto copy = [&](SharedAddress to, const void* from, bool valid) { copy_async_once(to, from, valid, policy); };
-            if (!is_there) copy_pieces<0, kGuessed>(tile, rows, place.position - token, copy);
-            copy_pieces<kGuessed, kTokens * kPieces / 32>(tile, rows, place.position - token, copy);
+            if (!is_there) copy_pieces<0, kGuessed>(tile, rows, tokens, copy);
+            copy_pieces<kGuessed, kTokens * kPieces / 32>(tile, rows, tokens, copy);
         }
         is_there = false;
         commit_copies();
@@ -408,11 +404,12 @@ __device__ __forceinline__ void decode(const Decode& call) {
     const int first_block = part.even ? part.base : ends_it ? quotient(from_first, part.share) : number;
     const int with = part.even ? min((part.first.tiles - 1) / kLeast, call.parts - 1) + 1 : number - first_block + 1;
     const Sharing sharing(group * kUnits, first_block, with, part.even, call.partials, part.even ? reinterpret_cast<float4*>(shared.heads) : call.kept);
-    const auto store = [&](const Place& place, int row, int column, const Together& all) {
+    const auto store = [&](const Place& place, int unit, int piece, const Together& all) {
         const float one_of = reciprocal(all.sum);
-        unsigned char* out = call.out + (static_cast<long long>(place.slot * call.kv_heads + place.head) * group + row) * kRowBytes;
-        *reinterpret_cast<uint2*>(out + 2 * column) = {pack(Element{}, {all.value.x * one_of, all.value.y * one_of}),
-                                                       pack(Element{}, {all.value.z * one_of, all.value.w * one_of})};
+        unsigned char* out = call.out + static_cast<long long>(place.slot * call.kv_heads + place.head) * group * kRowBytes;
+        unsigned* words = reinterpret_cast<unsigned*>(out) + 8 * unit + piece;
+        words[0] = pack(Element{}, {all.value.x * one_of, all.value.y * one_of});
+        words[4] = pack(Element{}, {all.value.z * one_of, all.value.w * one_of});
     };
 
     unsigned queries[kHeadDim / 16][kRows / 4];
@@ -543,30 +540,30 @@ __device__ __forceinline__ void decode(const Decode& call) {
             continue;
         }
         const bool begins = part.begin <= from;
-        put_together(shared, used, running, group, score.factor, [&](int row, int column, const Together& all) {
+        put_together(shared, used, running, group, score.factor, [&](int unit, int piece, const Together& all) {
             if (begins && to <= part.end) {
-                store(at, row, column, all);
+                store(at, unit, piece, all);
                 return;
             }
-            sharing.give(row, column, all, to <= part.end);
+            sharing.give(unit, piece, all, to <= part.end);
         });
     }
     wait_for_copies<0>();
     sharing.take(reinterpret_cast<float4*>(shared.ring), kWarps * kSlots * kTileBytes, score.factor,
-                 [&](int row, int column, const Together& all) { store(part.first, row, column, all); });
+                 [&](int unit, int piece, const Together& all) { store(part.first, unit, piece, all); });
 }
 
 #ifndef NO_DECODE_KERNELS
 // In the order of their first use: they come to a multiprocessor in lines of 64 bytes.
 #define PARAMETERS                                                                                                                        \
     const int *lengths, const int *new_lengths, long long max_tokens, long long window, long long slots, long long kv_heads,              \
-        long long blocks, long long parts, long long several, long long group,                                                            \
+        long long parts, long long several, long long group,                                                                              \
         unsigned char *cache, long long slot_stride, long long kv_stride,                                                                 \
         const unsigned char *q, long long q_stride, const unsigned char *k, long long k_stride, const unsigned char *v, long long v_stride, \
         const float *cos_sin, long long rotary_dim, double factor, double inner, unsigned char *out, float4 *partials, float4 *kept
 #define CALL                                                                                                                             \
     {lengths, new_lengths, static_cast<int>(max_tokens), static_cast<int>(min(window, 0x7FFFFFFFLL)), static_cast<int>(slots),           \
-     static_cast<int>(kv_heads), static_cast<int>(blocks), static_cast<int>(parts), static_cast<int>(several),                           \
+     static_cast<int>(kv_heads), static_cast<int>(parts), static_cast<int>(several),                                                     \
      static_cast<int>(group), cache, slot_stride, kv_stride, q, q_stride, k, k_stride, v, v_stride, cos_sin,                             \
      static_cast<int>(rotary_dim), {factor, inner}, out, partials, kept}
 

@@ -3,7 +3,8 @@
 
 #include "attention.cuh"
 
-// Partial results are of units of 16 columns of a row: 4 pieces of 16 bytes with values, and one with their maximum and sum.
+// Partial results are of units of 16 columns of a row: 4 pieces of 16 bytes with values, as a lane has them (piece i: columns 2 * i,
+// 2 * i + 1, 2 * i + 8 and 2 * i + 9), and one with their maximum and sum.
 constexpr int kUnits = kHeadDim / 16, kUnit = 5;
 constexpr int kJoined = 8;  // parts that are put together at once
 constexpr int kAtOnce = 2;  // pieces that a thread looks for: each costs time, found or not
@@ -69,9 +70,8 @@ struct Sharing {
     }
     __device__ __forceinline__ float4* of(int block) const { return partials + static_cast<long long>(block) * units * kUnit; }
 
-    // Results of a row from a column on; whether this block has the end of the head.
-    __device__ __forceinline__ void give(int row, int column, const Together& all, bool ends_it) const {
-        const int unit = row * kUnits + column / 16, piece = column % 16 / 4;
+    // A piece of a unit; whether this block has the end of the head.
+    __device__ __forceinline__ void give(int unit, int piece, const Together& all, bool ends_it) const {
         const bool keeps = all_share ? unit >= begin && unit < end : ends_it;
         float4* const place = (keeps ? own : of(blockIdx.x)) + unit * kUnit;
         if (keeps) {
@@ -84,7 +84,7 @@ struct Sharing {
     }
 
     // Parts of others come to shared memory, of as many units as there is room for, and are added to what this block has.
-    // Calls store(row, column, Together).
+    // Calls store(unit, piece, Together).
     template <class Store>
     __device__ __forceinline__ void take(float4* here, int nbytes, float factor, Store store) const {
         if (with < 2) return;
@@ -125,12 +125,12 @@ struct Sharing {
             __syncthreads();
 #pragma unroll 1
             for (int x = threadIdx.x; x < (to - from) * 4; x += threads) {
-                const int unit = from + x / 4, row = unit / kUnits;
+                const int unit = from + x / 4;
                 const float4 *const theirs = here + x / 4 * kUnit, *const ours = own + unit * kUnit;
                 Together together{ours[4].x, ours[4].y, ours[x % 4]};
                 together.add(reinterpret_cast<const unsigned char*>(theirs + x % 4), 16 * pieces, reinterpret_cast<const unsigned char*>(theirs + 4),
                              16 * pieces, others, factor);
-                store(row, unit % kUnits * 16 + x % 4 * 4, together);
+                store(unit, x % 4, together);
             }
         }
     }

@@ -99,11 +99,15 @@ def build_device() -> Path:
 
 
 def use_tiles() -> str:
-    """Give the device the tiles of the GPU that the variable SIMT_TILES names, if there is one, and return the architecture."""
+    """Give the device the tiles of the GPU that the variable SIMT_TILES names, if there is one, and return the architecture.
+
+    Lengths of a few tiles are uneven there, as long ones are elsewhere.
+    """
     from trt_kvcache.kernels import attention_tiles
 
     arch = os.environ.get("SIMT_TILES", ARCH)
     attention_tiles._SHARED_NBYTES[ARCH] = attention_tiles.shared_limit(arch)
+    attention_tiles._CROSSING = 4
     return arch
 
 
@@ -114,10 +118,11 @@ def is_chosen(name: str, forms: Sequence[str] = FORMS) -> bool:
 
 def build_cubins(sanitizer: str = "none", forms: Sequence[str] = FORMS) -> Path:
     """Return the folder with the kernels of plugins/, compiled for the emulator: those of attention in these forms."""
+    from trt_kvcache.kernels import attention_tiles
     from trt_kvcache.kernels.attention_tiles import macros_of
     from trt_kvcache.kernels.sources import cubin_name, source_folder, source_names, source_path
 
-    tiles = use_tiles()
+    tiles, sizes = use_tiles(), Path(attention_tiles.__file__)
 
     def make(folder: Path) -> None:
         def build(name: str) -> None:
@@ -127,7 +132,7 @@ def build_cubins(sanitizer: str = "none", forms: Sequence[str] = FORMS) -> Path:
         with ThreadPoolExecutor() as pool:
             list(pool.map(build, [name for name in source_names() if is_chosen(name, forms)]))
 
-    return once("-".join(["cubins", sanitizer, *forms, tiles]), [*own_sources(), *sorted(source_folder().glob("*.cu*"))], make)
+    return once("-".join(["cubins", sanitizer, *forms, tiles]), [*own_sources(), sizes, *sorted(source_folder().glob("*.cu*"))], make)
 
 
 def build_kernels(

@@ -104,7 +104,7 @@ MISTAKES = {
         DECODE,
         RACE,
     ),
-    "rows that do not live": (DECODING, "place.position - token", "kTokens", "none", DECODE, "isnan"),
+    "rows that do not live": (DECODING, "place.position - place.token(warp)", "kTokens", "none", DECODE, "isnan"),
     "one window too wide": (PREFILLING, "behind >= span", "behind > span", "none", PREFILL, "error <="),
     "keys of nobody": (
         PREFILLING,

@@ -64,7 +64,7 @@ def _decode(call: AttentionCall, workspace: AttentionWorkspace, stream: Any) -> 
     blocks = min(memory.multiprocessor_count * tiles["BLOCKS"], heads * -(-tokens // (tiles["TOKENS"] * tiles["LEAST"])))
     arguments = (
         *(call.lengths.ptr, _address(call.new_lengths), tokens, call.window),
-        *(slots, kv_heads, blocks, blocks // heads, -(-heads // blocks), call.group),
+        *(slots, kv_heads, blocks // heads, -(-heads // blocks), call.group),
         *(call.cache.ptr, *_nbytes(call, 0, "cache"), *_nbytes(call, 1, "cache")),
         *(number for name in "qkv" for number in (getattr(call, name).ptr, *_nbytes(call, 0, name))),
         *(_address(call.cos_sin), call.rotary_dim, *score_factors(call.scale, call.softcap)),
