@@ -16,7 +16,9 @@ import json
 import math
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -42,11 +44,11 @@ from trt_kvcache.layout import dense_nbytes  # noqa: E402
 #: query heads over 1 (these differ by 2 % from run to run). Prefill: TFLOP/s over torch's FLASH_ATTENTION.
 LIMITS = {"of_copy": 0.85, "small_us": 8.0, "of_best_peer": 1.02, "group_8_of_1": 1.02, "of_flash": 0.9}
 
-KV_HEADS, RUNS, _LARGE_MB, _SMALL_MB, _MIB = 8, 7, 64, 8, 2**20
+KV_HEADS, RUNS, ROUNDS, _LARGE_MB, _SMALL_MB, _MIB = 8, 7, 3, 64, 8, 2**20
 _ROTATED_NBYTES, _GRAPH_SECONDS = 256 * _MIB, 2e-3  # several times an L2; of work in a graph, where all caches once is less
 _REST_SECONDS, _WARM_SECONDS = 0.15, 0.1
 
-# Batch, new tokens, past tokens at most, query heads of a K/V head, head dim.
+_KEYS = ("batch", "width", "past", "group", "head_dim")  # of a shape: past tokens at most, query heads of a K/V head
 _LARGE = {
     "decode": [
         *((5, 1, 40000, 4, 128), (3, 1, 9000, 16, 256), (70, 1, 3000, 8, 64)),
@@ -218,36 +220,67 @@ def check(gpu: Gpu, which: str) -> dict[str, float]:
     return errors
 
 
-def measure_one(gpu: Gpu, shape: Shape, copy: float, peak: float) -> dict[str, Any]:
-    """Measure one shape: microseconds of each row and each other, and what share of the peak of this GPU a row has."""
+def _shape(row: dict[str, Any]) -> Shape:
+    batch, width, past, group, dim = (row[key] for key in _KEYS)
+    return batch, width, past, group, dim
+
+
+def _nbytes(shape: Shape) -> int:
+    batch, width, past, _, dim = shape
+    return batch * 2 * KV_HEADS * (past + width) * dim * itemsize("float16")
+
+
+def _flop(shape: Shape) -> float:
     batch, width, past, group, dim = shape
-    decode, nbytes = width == 1, batch * 2 * KV_HEADS * (past + width) * dim * itemsize("float16")
-    flop = 4 * batch * KV_HEADS * group * dim * (width * past + width * (width + 1) / 2)
-    least = nbytes / copy if decode else flop / peak
-    problem = Problem(gpu, shape, max(1, min(64 if decode else 4, -(-_ROTATED_NBYTES // nbytes))))
-    seconds = {name: gpu.seconds(calls, least) for name, calls in problem.rows.items()}
-    row = {
-        **dict(zip(("batch", "width", "past", "group", "head_dim"), shape, strict=True)),
-        "kv_mb": round(nbytes / _MIB, 1),
-        "us": {name: round(one * 1e6, 2) for name, one in seconds.items()},
-        "of_copy" if decode else "of_matrix_peak": {name: round(least / one, 3) for name, one in seconds.items()},
-    }
-    if not decode:
-        row["tflops"] = {name: round(flop / one / 1e12, 1) for name, one in seconds.items()}
+    return 4 * batch * KV_HEADS * group * dim * (width * past + width * (width + 1) / 2)
+
+
+def _problem(gpu: Gpu, shape: Shape) -> Problem:
+    return Problem(gpu, shape, max(1, min(64 if shape[1] == 1 else 4, -(-_ROTATED_NBYTES // _nbytes(shape)))))
+
+
+def measure_ours(gpu: Gpu, alike: Sequence[Shape], leasts: Sequence[float]) -> list[dict[str, Any]]:
+    """Measure shapes over the same caches, in turns: microseconds of each row, and what share of the peak of this GPU it has."""
+    problems = [_problem(gpu, shape) for shape in alike]
+    times: dict[tuple[Shape, str], list[float]] = defaultdict(list)
+    for _ in range(ROUNDS if len(alike) > 1 else 1):
+        for shape, problem, least in zip(alike, problems, leasts, strict=True):
+            for name, calls in problem.rows.items():
+                times[shape, name].append(gpu.seconds(calls, least))
+    rows = []
+    for shape, problem, least in zip(alike, problems, leasts, strict=True):
+        seconds = {name: median(times[shape, name]) for name in problem.rows}
+        row = {
+            **dict(zip(_KEYS, shape, strict=True)),
+            "kv_mb": round(_nbytes(shape) / _MIB, 1),
+            "us": {name: round(one * 1e6, 2) for name, one in seconds.items()},
+            "of_copy" if shape[1] == 1 else "of_matrix_peak": {name: round(least / one, 3) for name, one in seconds.items()},
+        }
+        if shape[1] > 1:
+            row["tflops"] = {name: round(_flop(shape) / one / 1e12, 1) for name, one in seconds.items()}
+        rows.append(row)
+    return rows
+
+
+def measure_peers(gpu: Gpu, shape: Shape, least: float) -> dict[str, Any]:
+    """Measure others at a shape: microseconds, or why not."""
     others: dict[str, Any] = {}
-    for name, make in peers(problem, shape):
+    for name, make in peers(_problem(gpu, shape), shape):
         try:
             others[name] = round(_torch_seconds(make(), least) * 1e6, 2)
         except (RuntimeError, ImportError, OSError, TypeError, ValueError, AttributeError, AssertionError) as error:
             others[name] = f"{type(error).__name__}: {error}"[:120]
             torch.cuda.synchronize()
-    return {**row, "peers_us": others}
+    return others
 
 
 def measure(
     quick: bool = False, *, max_seconds: float = 240, only: str | None = None, dims: Sequence[int] = (64, 128, 256)
 ) -> dict[str, Any]:
-    """Check and measure it all. What does not fit into the memory or the time is named and left out."""
+    """Check and measure it all. What does not fit into the memory or the time is named and left out.
+
+    Others come last: once their kernels are loaded, each launch of anything takes some tenths of a microsecond more.
+    """
     gpu, deadline = Gpu(), time.monotonic() + max_seconds
     result: dict[str, Any] = {"peer_versions": peer_versions(), "limits": LIMITS, "kv_heads": KV_HEADS, "dtype": "float16", "left_out": []}
     names = [only] if only else ["decode", "prefill"]
@@ -256,18 +289,27 @@ def measure(
         result["errors"] = {which: check(gpu, which) for which in names}
         copy, peak = _copy_bandwidth(), _matrix_peak()
         result |= {"copy_gb_per_second": round(copy / 1e9), "matrix_tflops": round(peak / 1e12)}
+
+        def least(shape: Shape) -> float:
+            return _nbytes(shape) / copy if shape[1] == 1 else _flop(shape) / peak
+
         for which in names:
-            rows = result[which] = []
-            for shape in shapes(which, quick, dims):
-                batch, width, past, _, dim = shape
-                fits = 2.5 * batch * 4 * KV_HEADS * (past + width) * dim < memory_nbytes
+            result[which] = []
+            for _, group in groupby(shapes(which, quick, dims), lambda shape: (*shape[:3], shape[4])):
+                alike = list(group)
+                fits = 2.5 * _nbytes(alike[0]) < memory_nbytes
                 if not fits or time.monotonic() > deadline:
-                    result["left_out"].append(f"{which} {shape}: {'time' if fits else 'memory'}")
+                    result["left_out"] += [f"{which} {shape}: {'time' if fits else 'memory'}" for shape in alike]
                     continue
-                rows.append(measure_one(gpu, shape, copy, peak))
-                print(json.dumps(rows[-1]), flush=True)
-                torch.cuda.synchronize()
-                torch.cuda.empty_cache()
+                result[which] += measure_ours(gpu, alike, [least(shape) for shape in alike])
+        for row in (row for which in names for row in result[which]):
+            shape = _shape(row)
+            late = time.monotonic() > deadline
+            row["peers_us"] = {} if late else measure_peers(gpu, shape, least(shape))
+            if late:
+                result["left_out"].append(f"others at {shape}: time")
+            print(json.dumps(row), flush=True)
+            torch.cuda.empty_cache()
     return {**result, "exceeded": exceeded(result)}
 
 
@@ -278,7 +320,7 @@ def exceeded(result: dict[str, Any]) -> list[str]:
 
     def limit(row: dict[str, Any], name: str, value: float, *, least: bool = False) -> None:
         if value < LIMITS[name] if least else value > LIMITS[name]:
-            shape = " ".join(f"{key} {row[key]}" for key in ("batch", "width", "past", "group", "head_dim"))
+            shape = " ".join(f"{key} {row[key]}" for key in _KEYS)
             slow.append(f"{shape}: {name} {value:.3f}")
 
     decode = result.get("decode", [])
