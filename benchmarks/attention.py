@@ -17,7 +17,7 @@ import math
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import median
@@ -239,27 +239,23 @@ def _problem(gpu: Gpu, shape: Shape) -> Problem:
     return Problem(gpu, shape, max(1, min(64 if shape[1] == 1 else 4, -(-_ROTATED_NBYTES // _nbytes(shape)))))
 
 
-def measure_ours(gpu: Gpu, alike: Sequence[Shape], leasts: Sequence[float]) -> list[dict[str, Any]]:
+def measure_ours(gpu: Gpu, alike: Sequence[Shape], least: Callable[[Shape], float]) -> Iterator[dict[str, Any]]:
     """Measure shapes over the same caches, in turns: microseconds of each row, and what share of the peak of this GPU it has."""
-    problems = [_problem(gpu, shape) for shape in alike]
+    problems = {shape: _problem(gpu, shape) for shape in alike}
     times: dict[tuple[Shape, str], list[float]] = defaultdict(list)
     for _ in range(ROUNDS if len(alike) > 1 else 1):
-        for shape, problem, least in zip(alike, problems, leasts, strict=True):
+        for shape, problem in problems.items():
             for name, calls in problem.rows.items():
-                times[shape, name].append(gpu.seconds(calls, least))
-    rows = []
-    for shape, problem, least in zip(alike, problems, leasts, strict=True):
+                times[shape, name].append(gpu.seconds(calls, least(shape)))
+    for shape, problem in problems.items():
         seconds = {name: median(times[shape, name]) for name in problem.rows}
-        row = {
+        yield {
             **dict(zip(_KEYS, shape, strict=True)),
             "kv_mb": round(_nbytes(shape) / _MIB, 1),
             "us": {name: round(one * 1e6, 2) for name, one in seconds.items()},
-            "of_copy" if shape[1] == 1 else "of_matrix_peak": {name: round(least / one, 3) for name, one in seconds.items()},
+            "of_copy" if shape[1] == 1 else "of_matrix_peak": {name: round(least(shape) / one, 3) for name, one in seconds.items()},
+            **({} if shape[1] == 1 else {"tflops": {name: round(_flop(shape) / one / 1e12, 1) for name, one in seconds.items()}}),
         }
-        if shape[1] > 1:
-            row["tflops"] = {name: round(_flop(shape) / one / 1e12, 1) for name, one in seconds.items()}
-        rows.append(row)
-    return rows
 
 
 def measure_peers(gpu: Gpu, shape: Shape, least: float) -> dict[str, Any]:
@@ -301,7 +297,7 @@ def measure(
                 if not fits or time.monotonic() > deadline:
                     result["left_out"] += [f"{which} {shape}: {'time' if fits else 'memory'}" for shape in alike]
                     continue
-                result[which] += measure_ours(gpu, alike, [least(shape) for shape in alike])
+                result[which] += measure_ours(gpu, alike, least)
         for row in (row for which in names for row in result[which]):
             shape = _shape(row)
             late = time.monotonic() > deadline

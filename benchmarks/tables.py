@@ -23,14 +23,14 @@ _MIB = 2**20
 
 
 def table(results: Path) -> str:
-    """Return the table of all results in a folder, one line a figure."""
+    """Return the table of all results in a folder, one line a figure. Where and of which commit it is stands where it changes."""
     lines = ["| result | measured | limit | on | commit |", "|---|---|---|---|---|"]
     for name, rows in _FILES.items():
         path = results / f"{name}.json"
         if path.is_file():
             content = json.loads(path.read_text(encoding="utf-8"))
-            place = f"{content.get('device', content['cpu'])}, {content['date'][:10]}"
-            lines += [f"| {what} | {value} | {limit} | {place} | {content['commit'][:8]} |" for what, value, limit in rows(content)]
+            place = f"{content.get('device', content['cpu'])}, {content['date'][:10]} | {content['commit'][:8]}"
+            lines += [f"| {what} | {value} | {limit} | {' | ' if i else place} |" for i, (what, value, limit) in enumerate(rows(content))]
     return "\n".join(lines)
 
 

@@ -10,7 +10,7 @@ from trt_kvcache.cli import opening
 from trt_kvcache.cli.console import put
 from trt_kvcache.cli.prompts import PromptIds, Prompts, read_prompts
 from trt_kvcache.cli.sampling import IgnoreEos, MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
-from trt_kvcache.cli.session_notes import note_statistics, warn_of_full_cache
+from trt_kvcache.cli.session_notes import Statistics, note_statistics, warn_of_full_cache
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.prompts import Prompt
 from trt_kvcache.request import GeneratedToken
@@ -27,7 +27,7 @@ def generate(
     save_snapshot: Annotated[
         Path | None, typer.Option(help="Write the sequence there at the end, to go on in another process. For one prompt.")
     ] = None,
-    statistics: Annotated[bool, typer.Option("--stats/--no-stats", help="Print times and bytes at the end, on stderr.")] = True,
+    statistics: Statistics = True,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = None,
     top_k: TopK = None,

@@ -14,7 +14,7 @@ from trt_kvcache.cli.console import count, messages, say
 from trt_kvcache.cli.interrupt import held_interrupts
 from trt_kvcache.cli.prompt_file import FilePrompt, read_prompt_file
 from trt_kvcache.cli.sampling import IgnoreEos, MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
-from trt_kvcache.cli.session_notes import note_statistics
+from trt_kvcache.cli.session_notes import Statistics, note_statistics
 from trt_kvcache.errors import KVCacheError
 from trt_kvcache.sampling import with_options
 from trt_kvcache.serving_request import RequestHandle
@@ -36,7 +36,7 @@ def serve_file(
     prompt_cache: Annotated[
         int, typer.Option(min=0, metavar="MIB", help="Keep copies of prompts in so much memory: those that begin alike are run once.")
     ] = 0,
-    statistics: Annotated[bool, typer.Option("--stats/--no-stats", help="Print times and bytes at the end, on stderr.")] = True,
+    statistics: Statistics = True,
     max_new_tokens: MaxNewTokens = 128,
     temperature: Temperature = None,
     top_k: TopK = None,

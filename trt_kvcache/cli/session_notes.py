@@ -1,7 +1,13 @@
 """What is said about a session on stderr."""
 
+from typing import Annotated
+
+import typer
+
 from trt_kvcache.cli.console import note, size, warn
 from trt_kvcache.session import InferenceSession
+
+Statistics = Annotated[bool, typer.Option("--stats/--no-stats", help="Print times and bytes at the end, on stderr.")]
 
 
 def note_statistics(session: InferenceSession) -> None:
