@@ -93,13 +93,13 @@ def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     times = {}
     for row in of_table(content["decode"]):
         times[row["group"], row["head_dim"], row["batch"], row["past"]] = row["us"]["attention"]
-        others = [one for one in row["peers_us"].values() if isinstance(one, float)]
+        others = [one for one in row.get("peers_us", {}).values() if isinstance(one, float)]
         if row["kv_mb"] >= 64:
             (large if row["kv_mb"] >= 65 else least).append(row["of_copy"][rope])
             best += [row["us"]["attention"] / min(others)] if others else []
         elif row["kv_mb"] <= 8:
             small.append(row["us"][rope])
-    rows = [(row["us"]["attention"], row["peers_us"].get(flash)) for row in of_table(content["prefill"])]
+    rows = [(row["us"]["attention"], row.get("peers_us", {}).get(flash)) for row in of_table(content["prefill"])]
     shares = [other / ours for ours, other in rows if isinstance(other, float)]
     eight = [time / times[(1, *shape)] for (group, *shape), time in times.items() if group == 8 and (1, *shape) in times]
     for what, found, unit, limit in (
@@ -111,7 +111,8 @@ def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         (f"prefill: speed over torch's {flash}", shares, "", f"at least {limits['of_flash']:g}"),
     ):
         if found:
-            yield f"attention, {what}", f"{min(found):.2f} to {max(found):.2f}{unit} ({len(found)} shapes)", limit
+            digits = 3 if "time over" in what else 2
+            yield f"attention, {what}", f"{min(found):.{digits}f} to {max(found):.{digits}f}{unit} ({len(found)} shapes)", limit
 
 
 def _segments(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -73,9 +73,11 @@ def test_the_table_of_attention(monkeypatch):
     assert of_table(json.loads(json.dumps(to_table(decode)))) == decode
     assert of_table(to_table(texts := [{"a": "x", "b": 1}, {"a": "x"}, {"a": "y", "b": 1}])) == texts
     content = {"limits": limits, "decode": to_table(decode), "prefill": to_table([row(1, 0, 11.0, FLASH_ATTENTION=9.5)])}
-    values = [value for _, value, _ in importlib.import_module("tables")._attention(json.loads(json.dumps(content)))]
+    attention = importlib.import_module("tables")._attention
+    values = [value for _, value, _ in attention(json.loads(json.dumps(content)))]
     assert values[:2] == ["0.90 to 0.90 (1 shapes)", "1.10 to 1.10 (1 shapes)"]
-    assert values[2:] == ["0.80 to 2.00 (2 shapes)", "0.80 to 0.80 (1 shapes)", "7.00 to 7.00 us (1 shapes)", "0.95 to 0.95 (1 shapes)"]
+    assert values[2:] == ["0.800 to 2.000 (2 shapes)", "0.800 to 0.800 (1 shapes)", "7.00 to 7.00 us (1 shapes)", "0.95 to 0.95 (1 shapes)"]
+    assert len([*attention({**content, "prefill": to_table([row(1, 0, 11.0)])})]) == 5  # nothing of others
 
 
 def test_the_table_is_that_of_the_files():
