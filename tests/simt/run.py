@@ -107,7 +107,7 @@ def use_tiles() -> str:
 
     arch = os.environ.get("SIMT_TILES", ARCH)
     attention_tiles._SHARED_NBYTES[ARCH] = attention_tiles.shared_limit(arch)
-    attention_tiles._CROSSING = 0
+    attention_tiles._CROSSING[ARCH] = 0
     attention_tiles.decode_tiles.cache_clear()
     return arch
 

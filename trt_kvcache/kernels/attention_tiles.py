@@ -28,8 +28,8 @@ _SHARED_NBYTES = {
 }
 _LEAST_SHARED_NBYTES = 99 * _KIB
 
-#: Tiles that a block loads in the time that all tiles in one line cost it: measured on an H200.
-_CROSSING = 20
+#: Tiles that a block loads in the time that all tiles in one line cost it; elsewhere as on an H200.
+_CROSSING = {"sm_90": 20}
 
 
 @cache
@@ -57,7 +57,8 @@ def decode_tiles(head_dim: int, arch: str) -> dict[str, int]:
         fitting = [n for n in (2, 3, 4) if decode_nbytes(head_dim, DECODE_ROWS[-1], warps, n, tokens) <= shared_limit(arch)]
         if fitting:
             break
-    return {"WARPS": warps, "STAGES": fitting[-1], "TOKENS": tokens, "BLOCKS": 1, "LEAST": 8, "CROSSING": _CROSSING, "CHAINS": 2}
+    crossing = _CROSSING.get(arch, _CROSSING["sm_90"])
+    return {"WARPS": warps, "STAGES": fitting[-1], "TOKENS": tokens, "BLOCKS": 1, "LEAST": 8, "CROSSING": crossing, "CHAINS": 2}
 
 
 def decode_shared_nbytes(head_dim: int, rows: int, arch: str) -> int:
