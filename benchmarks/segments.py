@@ -30,8 +30,8 @@ from trt_kvcache.cuda_memory import find_gpu
 from trt_kvcache.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine import TensorMode
+from trt_kvcache.host_memory import HostAllocation, HostStream
 from trt_kvcache.kernels.attention_call import AttentionCall
-from trt_kvcache.memory import HostAllocation, HostStream
 from trt_kvcache.names import DEFAULT_NAMES
 from trt_kvcache.plan_execution import PlanExecution
 from trt_kvcache.segmented_engine import SegmentedEngine

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from test_trt_module import FakeLogger
 
 from trt_kvcache.engine import TensorMode
-from trt_kvcache.memory import HostMemory
+from trt_kvcache.host_memory import HostMemory
 from trt_kvcache.segments import shape_at
 from trt_kvcache.trt_log import TensorRTLog
 from trt_kvcache.trt_module import TensorRT

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from trt_kvcache import CudaMemory, DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
 from trt_kvcache.kernels import AttentionWorkspace, attend
-from trt_kvcache.layout import dense_nbytes
+from trt_kvcache.shapes import dense_nbytes
 from trt_kvcache.tensorrt_engine import stream_handle
 
 NAME = "trt_kvcache"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CapacityError, ClosedError, DTypeError, PlaceError, RangeError, ShapeError
-from trt_kvcache.layout import dense_nbytes, span_elements
+from trt_kvcache.shapes import dense_nbytes, span_elements
 
 DTYPES = ["float16", "bfloat16", "float32", "float8_e4m3fn", "int8", "uint8", "int32", "int64"]
 SHAPE = (2, 3, 5)

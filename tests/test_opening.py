@@ -17,7 +17,7 @@ from trt_kvcache import InferenceSession as Session
 from trt_kvcache import SamplingParams, opening
 from trt_kvcache.builder import build_engine
 from trt_kvcache.errors import BuildError, CheckpointError, ConfigError, CudaError, EngineError
-from trt_kvcache.memory import HostMemory
+from trt_kvcache.host_memory import HostMemory
 from trt_kvcache.opening import EngineFallbackWarning
 from trt_kvcache.reference import ReferenceEngine
 from trt_kvcache.session_source import SessionSource

@@ -14,7 +14,7 @@ from trt_kvcache.custom_op import TensorType, run_on_host
 from trt_kvcache.embedding_op import EmbeddingOp
 from trt_kvcache.errors import DTypeError, ShapeError
 from trt_kvcache.exchange import place
-from trt_kvcache.memory import HostMemory
+from trt_kvcache.host_memory import HostMemory
 from trt_kvcache.segments import OperationStep
 from trt_kvcache.step_graphs import StepGraphs
 from trt_kvcache.tensor import DeviceTensor

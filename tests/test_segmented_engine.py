@@ -19,7 +19,7 @@ from trt_kvcache.cuda_driver import cuda_core_error
 from trt_kvcache.embedding_op import EmbeddingOp
 from trt_kvcache.engine_folder import EngineFolder
 from trt_kvcache.errors import BindingError, ClosedError, ConfigError, CudaError, EngineError, PlaceError
-from trt_kvcache.memory import HostMemory
+from trt_kvcache.host_memory import HostMemory
 from trt_kvcache.segmented_engine import SegmentedEngine
 from trt_kvcache.segments import EMBEDDING, SegmentStep, register_operation, shape_at
 from trt_kvcache.step_graphs import MOST_GRAPHS, StepGraphs

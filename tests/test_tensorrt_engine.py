@@ -15,7 +15,7 @@ from small_model import write_model
 from trt_kvcache import plan_execution, tensorrt_engine
 from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, ClosedError, EngineError, PlaceError
-from trt_kvcache.memory import HostMemory
+from trt_kvcache.host_memory import HostMemory
 from trt_kvcache.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.segments import shape_at
 from trt_kvcache.tensorrt_engine import TensorRTEngine

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trt_kvcache.config import CacheConfig, KVCacheConfig, KVLayerConfig
     from trt_kvcache.cuda_memory import CudaMemory
     from trt_kvcache.estimate import estimate_memory, largest_batch, longest_sequence
+    from trt_kvcache.host_memory import HostMemory
     from trt_kvcache.hybrid import HybridCacheManager
     from trt_kvcache.hybrid_config import HybridCacheConfig, LayerType
     from trt_kvcache.kv_rows import KVHeadDimGroup
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from trt_kvcache.mamba import MambaCacheManager
     from trt_kvcache.mamba_config import MambaCacheConfig
     from trt_kvcache.manager import KVCacheManager
-    from trt_kvcache.memory import HostMemory
     from trt_kvcache.names import TensorNames
     from trt_kvcache.prompt_cache import PromptCache
     from trt_kvcache.sampling import SamplingParams
@@ -41,7 +41,7 @@ _MODULE_OF = {
     "CacheConfig": "config",
     "CudaMemory": "cuda_memory",
     "DeviceTensor": "tensor",
-    "HostMemory": "memory",
+    "HostMemory": "host_memory",
     "HybridCacheConfig": "hybrid_config",
     "HybridCacheManager": "hybrid",
     "InferenceSession": "session",

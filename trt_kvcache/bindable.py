@@ -2,8 +2,8 @@
 
 from trt_kvcache.engine import TensorSpec
 from trt_kvcache.errors import BindingError, LayoutError
-from trt_kvcache.layout import ALIGNMENT
 from trt_kvcache.memory import Memory
+from trt_kvcache.shapes import ALIGNMENT
 from trt_kvcache.tensor import DeviceTensor
 
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 from trt_kvcache.base import KVCacheBase
 from trt_kvcache.engine import Engine, TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, LayoutError, PlaceError
-from trt_kvcache.layout import ALIGNMENT, KVLayout, dense_nbytes
+from trt_kvcache.layout import KVLayout
 from trt_kvcache.names import DEFAULT_NAMES, TensorNames
+from trt_kvcache.shapes import ALIGNMENT, dense_nbytes
 from trt_kvcache.tensor import DeviceTensor
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ import numpy as np
 from trt_kvcache.checks import int_in_range, one_of
 from trt_kvcache.dtypes import KV_DTYPES, SCALED_KV_DTYPES
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.layout import MAX_DIMENSION, ROW_GRANULE, KVLayerStorage, KVLayout, align_up, dense_nbytes, kv_layer_storage, row_nbytes
+from trt_kvcache.layout import KVLayerStorage, KVLayout, kv_layer_storage
 from trt_kvcache.mamba_config import MambaCacheConfig
+from trt_kvcache.shapes import MAX_DIMENSION, ROW_GRANULE, align_up, dense_nbytes, row_nbytes
 from trt_kvcache.stored import read_stored
 
 # Scales are stored as float32: below the smallest normal one or above the largest they would become 0 or infinite.

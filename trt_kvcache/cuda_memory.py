@@ -15,8 +15,8 @@ from trt_kvcache.cuda_driver import check, find_gpu
 from trt_kvcache.dlpack import device_capsule
 from trt_kvcache.dtypes import dtype_name, numpy_dtype
 from trt_kvcache.errors import CaptureError, CudaError, PlaceError, RangeError, ShapeError
-from trt_kvcache.layout import ALIGNMENT, dense_nbytes, span_elements
 from trt_kvcache.memory import Array, OwnedBytes, check_copy
+from trt_kvcache.shapes import ALIGNMENT, dense_nbytes, span_elements
 from trt_kvcache.tensor import DeviceTensor
 
 __all__ = ["CudaAllocation", "CudaMemory", "find_gpu"]

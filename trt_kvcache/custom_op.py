@@ -3,8 +3,8 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from trt_kvcache.layout import dense_nbytes
-from trt_kvcache.memory import HostMemory
+from trt_kvcache.host_memory import HostMemory
+from trt_kvcache.shapes import dense_nbytes
 from trt_kvcache.tensor import DeviceTensor
 
 

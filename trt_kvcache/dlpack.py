@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.dtypes import dlpack_code, itemsize
-from trt_kvcache.layout import span_elements
+from trt_kvcache.shapes import span_elements
 from trt_kvcache.tensor import DeviceTensor
 
 

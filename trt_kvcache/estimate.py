@@ -7,8 +7,8 @@ from trt_kvcache.checks import int_in_range
 from trt_kvcache.config import CacheConfig, KVCacheConfig
 from trt_kvcache.errors import CapacityError
 from trt_kvcache.hybrid_config import HybridCacheConfig
-from trt_kvcache.layout import MAX_DIMENSION, row_nbytes, slot_kv_nbytes
 from trt_kvcache.mamba_config import MambaCacheConfig
+from trt_kvcache.shapes import MAX_DIMENSION, row_nbytes, slot_kv_nbytes
 
 AnyCacheConfig = KVCacheConfig | CacheConfig | MambaCacheConfig | HybridCacheConfig
 

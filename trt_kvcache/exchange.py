@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from trt_kvcache.layout import align_up
 from trt_kvcache.segments import SegmentStep, Step
+from trt_kvcache.shapes import align_up
 
 
 def place(steps: Sequence[Step], sizes: Mapping[str, int]) -> tuple[dict[str, int], int]:

@@ -10,8 +10,8 @@ from typing import Any
 
 from trt_kvcache.config import KVCacheConfig
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.layout import MAX_DIMENSION
 from trt_kvcache.mamba_config import MambaCacheConfig
+from trt_kvcache.shapes import MAX_DIMENSION
 from trt_kvcache.stored import read_stored
 
 

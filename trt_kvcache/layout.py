@@ -9,21 +9,11 @@ One layer is described by two strides, so every view of either layout is the sam
 lies at ``slot * slot_stride + kv * kv_stride + (h * S + s) * D + d``.
 """
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
 from trt_kvcache.dtypes import itemsize
-
-#: TensorRT wants tensor addresses that are multiples of this.
-ALIGNMENT = 256
-
-#: A K/V row is moved in accesses of this many bytes, so its size is a multiple of it.
-ROW_GRANULE = 16
-
-#: The largest ``max_batch_size`` and ``max_sequence_length``: lengths and slots are int32 on the device.
-MAX_DIMENSION = 2**31 - 1
+from trt_kvcache.shapes import align_up, dense_nbytes
 
 
 class KVLayout(Enum):
@@ -35,53 +25,6 @@ class KVLayout(Enum):
     SEPARATE = "separate"
 
 
-def align_up(nbytes: int, alignment: int = ALIGNMENT) -> int:
-    """Return ``nbytes`` rounded up to a multiple of :data:`ALIGNMENT`."""
-    return -(-nbytes // alignment) * alignment
-
-
-def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a dense tensor of ``shape``."""
-    strides = [1] * len(shape)
-    for axis in range(len(shape) - 2, -1, -1):
-        strides[axis] = strides[axis + 1] * shape[axis + 1]
-    return tuple(strides)
-
-
-def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Tell whether elements lie one after another in row-major order. Dimensions of size 1 are ignored."""
-    if 0 in shape:
-        return True
-    expected = 1
-    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def span_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the number of elements from the first to one past the last that a view of this shape touches."""
-    if 0 in shape:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-
-
-def dense_nbytes(shape: Sequence[int], dtype: str) -> int:
-    """Return the bytes of a dense tensor of this shape."""
-    return math.prod(shape) * itemsize(dtype)
-
-
-def row_nbytes(head_dim: int, dtype: str) -> int:
-    """Return the bytes of one K or V row: one token of one head."""
-    return head_dim * itemsize(dtype)
-
-
-def slot_kv_nbytes(num_kv_heads: int, max_sequence_length: int, head_dim: int, dtype: str) -> int:
-    """Return the bytes of K (or of V) of one slot of one layer, without padding."""
-    return num_kv_heads * max_sequence_length * row_nbytes(head_dim, dtype)
-
-
 @dataclass(frozen=True)
 class KVLayerStorage:
     """Where K and V of one layer lie inside that layer's bytes. Strides and offsets count elements.
@@ -91,7 +34,7 @@ class KVLayerStorage:
     slot_stride, kv_stride
         Elements from one slot to the next, and from K to V.
     nbytes
-        Bytes of the layer, padded to :data:`ALIGNMENT`.
+        Bytes of the layer, padded to :data:`~trt_kvcache.shapes.ALIGNMENT`.
     """
 
     max_batch_size: int
@@ -138,7 +81,7 @@ class KVLayerStorage:
 def kv_layer_storage(
     *, max_batch_size: int, num_kv_heads: int, max_sequence_length: int, head_dim: int, dtype: str, layout: KVLayout
 ) -> KVLayerStorage:
-    """Lay out one layer. K, V (SEPARATE) and the layer as a whole start at multiples of :data:`ALIGNMENT` bytes."""
+    """Lay out one layer. K, V (SEPARATE) and the layer as a whole start at multiples of :data:`~trt_kvcache.shapes.ALIGNMENT` bytes."""
     slot_kv = num_kv_heads * max_sequence_length * head_dim
     size = itemsize(dtype)
     if layout is KVLayout.COMBINED:
@@ -189,7 +132,7 @@ class StateStorage:
 
     @property
     def layer_nbytes(self) -> int:
-        """Bytes from one layer to the next, a multiple of :data:`ALIGNMENT`."""
+        """Bytes from one layer to the next, a multiple of :data:`~trt_kvcache.shapes.ALIGNMENT`."""
         return align_up(dense_nbytes(self.shape, self.dtype))
 
     @property

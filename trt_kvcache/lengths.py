@@ -23,8 +23,8 @@ from trt_kvcache.errors import (
 )
 from trt_kvcache.kernels import AnyCompactionPlan, CompactionPlan, compact_length_tensor, increment_length_tensor, store_length_values
 from trt_kvcache.kernels.layer_views import check_memory
-from trt_kvcache.layout import MAX_DIMENSION, align_up, dense_nbytes
 from trt_kvcache.memory import Memory
+from trt_kvcache.shapes import MAX_DIMENSION, align_up, dense_nbytes
 from trt_kvcache.slot_contents import SlotContents
 from trt_kvcache.tensor import DeviceTensor
 from trt_kvcache.uncopyable import Uncopyable

@@ -3,12 +3,12 @@
 from typing import Any
 
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.layout import MAX_DIMENSION
 from trt_kvcache.lengths import Lengths
 from trt_kvcache.mamba_config import MambaCacheConfig
 from trt_kvcache.memory import Memory
 from trt_kvcache.recurrent_cache import RecurrentCache
 from trt_kvcache.recurrent_states import RecurrentStates
+from trt_kvcache.shapes import MAX_DIMENSION
 
 
 class MambaCacheManager(RecurrentCache):

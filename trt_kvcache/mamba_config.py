@@ -10,7 +10,8 @@ from typing import Any
 from trt_kvcache.checks import int_in_range, one_of
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.layout import MAX_DIMENSION, StateStorage
+from trt_kvcache.layout import StateStorage
+from trt_kvcache.shapes import MAX_DIMENSION
 from trt_kvcache.stored import read_stored
 
 #: The largest value of each size, if it has one.

@@ -20,8 +20,8 @@ from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine import Engine
 from trt_kvcache.engine_folder import EngineFolder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
+from trt_kvcache.host_memory import HostMemory
 from trt_kvcache.manager import KVCacheManager
-from trt_kvcache.memory import HostMemory
 from trt_kvcache.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.reference import Attention, ReferenceEngine
 from trt_kvcache.sampling import SamplingParams

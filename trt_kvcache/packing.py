@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from trt_kvcache.errors import ClosedError, DTypeError, LayoutError, PlaceError, ShapeError
-from trt_kvcache.layout import align_up, dense_nbytes
 from trt_kvcache.memory import Memory
+from trt_kvcache.shapes import align_up, dense_nbytes
 from trt_kvcache.tensor import DeviceTensor
 
 

@@ -20,10 +20,10 @@ from trt_kvcache.engine_folder import EngineFolder
 from trt_kvcache.errors import BindingError, EngineError, PlaceError
 from trt_kvcache.exchange import place
 from trt_kvcache.kernels.attention_tiles import FIRST_ARCH, arch_number
-from trt_kvcache.layout import dense_nbytes
 from trt_kvcache.memory import Memory
 from trt_kvcache.plan_execution import PlanExecution
 from trt_kvcache.segments import OperationStep, SegmentStep, decoder_constants, intermediates, shape_at
+from trt_kvcache.shapes import dense_nbytes
 from trt_kvcache.step_graphs import StepGraphs
 from trt_kvcache.tensor import DeviceTensor
 from trt_kvcache.tensorrt_engine import ProfileBindings, TensorRTEngine, stream_handle

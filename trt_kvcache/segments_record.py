@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from trt_kvcache.engine import TensorMode, TensorSpec
-from trt_kvcache.layout import align_up
 from trt_kvcache.segments import OperationStep, SegmentStep, Step
+from trt_kvcache.shapes import align_up
 
 #: Plans lie one after another in one file, each at a multiple of this: a page.
 PLAN_ALIGNMENT = 4096

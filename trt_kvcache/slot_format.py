@@ -11,9 +11,10 @@ from trt_kvcache.base import KVCacheBase
 from trt_kvcache.config import KVCacheConfig
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.hybrid import HybridCacheManager
-from trt_kvcache.layout import StateStorage, align_up, dense_nbytes
+from trt_kvcache.layout import StateStorage
 from trt_kvcache.linear import LinearKVCache
 from trt_kvcache.mamba_config import MambaCacheConfig
+from trt_kvcache.shapes import align_up, dense_nbytes
 
 #: The managers that hold whole sequences in slots. For a model of Mamba layers alone it is a ``HybridCacheManager`` too.
 AnyCache = KVCacheBase | HybridCacheManager

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache.layout import dense_nbytes
 from trt_kvcache.memory import Allocation, Memory
+from trt_kvcache.shapes import dense_nbytes
 from trt_kvcache.tensor import DeviceTensor
 
 #: The same elements in the memory of the engine and on the host.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trt_kvcache.checks import as_int
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import LayoutError, ShapeError
-from trt_kvcache.layout import dense_nbytes, is_dense, row_major_strides, span_elements
+from trt_kvcache.shapes import dense_nbytes, is_dense, row_major_strides, span_elements
 
 if TYPE_CHECKING:
     import numpy as np

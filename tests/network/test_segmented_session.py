@@ -11,7 +11,7 @@ from test_tensorrt_engine import install
 from trt_kvcache import InferenceSession, KVCacheManager, SamplingParams
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine import TensorMode
-from trt_kvcache.memory import HostMemory, HostStream
+from trt_kvcache.host_memory import HostMemory, HostStream
 from trt_kvcache.segmented_engine import SegmentedEngine
 from trt_kvcache.segments import SegmentStep, shape_at
 

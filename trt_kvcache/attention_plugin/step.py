@@ -14,8 +14,8 @@ from trt_kvcache.errors import BindingError, CapacityError
 from trt_kvcache.kernels.attention_call import AttentionCall
 from trt_kvcache.kernels.attention_workspace import MOST_BLOCKS, AttentionWorkspace, partials_shape
 from trt_kvcache.kernels.backend import backend_of
-from trt_kvcache.layout import dense_nbytes
 from trt_kvcache.memory import Memory
+from trt_kvcache.shapes import dense_nbytes
 from trt_kvcache.tensor import DeviceTensor
 
 

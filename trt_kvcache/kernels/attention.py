@@ -14,7 +14,7 @@ from trt_kvcache.kernels.attention_tiles import ELEMENTS, HEAD_DIMS, LEAST_FACTO
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.kernels.layer_views import CACHE_NDIM, check_layer, check_memory, check_open
-from trt_kvcache.layout import ROW_GRANULE, is_dense
+from trt_kvcache.shapes import ROW_GRANULE, is_dense
 from trt_kvcache.tensor import DeviceTensor
 
 _Q_NDIM = 4

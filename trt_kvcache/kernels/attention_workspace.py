@@ -8,8 +8,8 @@ from typing import Any
 from trt_kvcache.checks import int_in_range
 from trt_kvcache.errors import PlaceError, ShapeError
 from trt_kvcache.kernels.layer_views import check_open
-from trt_kvcache.layout import dense_nbytes
 from trt_kvcache.memory import Memory
+from trt_kvcache.shapes import dense_nbytes
 from trt_kvcache.tensor import DeviceTensor
 from trt_kvcache.uncopyable import Uncopyable
 

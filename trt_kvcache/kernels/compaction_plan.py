@@ -15,7 +15,7 @@ from trt_kvcache.kernels.arguments import MAX_SLOTS, MAX_STEPS
 from trt_kvcache.kernels.layer_views import check_memory
 from trt_kvcache.kernels.step_arguments import StepArguments, pack_direct_steps, pack_steps
 from trt_kvcache.kernels.steps import Step, make_steps
-from trt_kvcache.layout import MAX_DIMENSION
+from trt_kvcache.shapes import MAX_DIMENSION
 from trt_kvcache.tensor import DeviceTensor
 
 

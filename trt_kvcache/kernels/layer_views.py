@@ -2,8 +2,8 @@
 
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import ClosedError, DTypeError, LayoutError, PlaceError, ShapeError
-from trt_kvcache.layout import ROW_GRANULE, is_dense, row_nbytes
 from trt_kvcache.memory import Memory
+from trt_kvcache.shapes import ROW_GRANULE, is_dense, row_nbytes
 from trt_kvcache.tensor import DeviceTensor
 
 #: Dimensions of a layer of a cache ``[B, 2, H, S, D]``, and of a saved layer ``[2, H, n, D]``.

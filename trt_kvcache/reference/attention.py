@@ -10,10 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache.host_memory import HostMemory
 from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.kernels.attention_call import AttentionCall
 from trt_kvcache.kernels.host import attention as twin
-from trt_kvcache.memory import HostMemory
 from trt_kvcache.reference.weights import Float32
 from trt_kvcache.tensor import DeviceTensor
 

@@ -8,8 +8,8 @@ import numpy.typing as npt
 from trt_kvcache.bindable import check_bindable
 from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, EngineError
-from trt_kvcache.layout import dense_nbytes
-from trt_kvcache.memory import HostMemory
+from trt_kvcache.host_memory import HostMemory
+from trt_kvcache.shapes import dense_nbytes
 from trt_kvcache.tensor import DeviceTensor
 
 

@@ -16,8 +16,8 @@ from trt_kvcache.decoder_tensors import cache_layout, decoder_profiles, decoder_
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine import TensorMode
 from trt_kvcache.errors import ClosedError, ConfigError, EngineError, PlaceError, RangeError
+from trt_kvcache.host_memory import HostMemory
 from trt_kvcache.kernels import AttentionWorkspace
-from trt_kvcache.memory import HostMemory
 from trt_kvcache.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.reference.attention import Attention, CombinedAttention, LayerAttention, SeparateAttention, angles_at
 from trt_kvcache.reference.bound import BoundTensors

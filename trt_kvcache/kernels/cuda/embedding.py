@@ -4,7 +4,7 @@ import math
 from typing import Any
 
 from trt_kvcache.kernels.cuda.launch import blocks_for, launch
-from trt_kvcache.layout import ROW_GRANULE, dense_nbytes
+from trt_kvcache.shapes import ROW_GRANULE, dense_nbytes
 from trt_kvcache.tensor import DeviceTensor
 
 #: Blocks along y at most.

@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 
+from trt_kvcache.host_memory import HostMemory
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, CompactionPlan
 from trt_kvcache.kernels.state_infos import StateInfo
 from trt_kvcache.kernels.steps import REGISTER, Step
-from trt_kvcache.memory import HostMemory
 from trt_kvcache.tensor import DeviceTensor
 
 Array = np.ndarray[Any, Any]
