@@ -28,16 +28,15 @@ from environment import describe_environment, to_table, write_result
 from torch.nn.attention import SDPBackend
 
 HERE = Path(__file__).resolve().parent
-sys.path.append(str(HERE.parent / "tests"))
+sys.path.append(str(HERE.parent))
 
-from kernels import attention as cases  # noqa: E402
-
+from tests.kernels import attention as cases  # noqa: E402
 from trt_kvcache import CudaMemory, DeviceTensor  # noqa: E402
 from trt_kvcache.dtypes import itemsize  # noqa: E402
 from trt_kvcache.kernels import AttentionWorkspace, attend, attention_tiles  # noqa: E402
 from trt_kvcache.kernels.attention_call import AttentionCall  # noqa: E402
 from trt_kvcache.kernels.cuda import attention as launcher  # noqa: E402
-from trt_kvcache.shapes import dense_nbytes  # noqa: E402
+from trt_kvcache.memory.shapes import dense_nbytes  # noqa: E402
 
 #: Decode: share of the copy bandwidth from 64 MB, and microseconds up to 8 MB; its time over the best other's from 64 MB, and with 8
 #: query heads over 1 (these differ by 2 % from run to run). Prefill: TFLOP/s over torch's FLASH_ATTENTION.

@@ -18,11 +18,11 @@ from pathlib import Path
 from environment import describe_environment, write_result
 from random_model import QWEN2_0_5B, write_random_model
 
-from trt_kvcache.build_options import BuildOptions
-from trt_kvcache.builder import build_engine, define_decoder, peak_memory_nbytes, serialize
+from trt_kvcache.builder.build_engine import build_engine, define_decoder, peak_memory_nbytes, serialize
+from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.engine_folder import EngineFolder
-from trt_kvcache.trt_module import load
+from trt_kvcache.engine_folder.folder import EngineFolder
+from trt_kvcache.trt.module import load
 
 SIZES = {"max_batch_size": 8, "max_sequence_length": 2048, "max_prefill_length": 512}
 FLAVOUR = "tensorrt_rtx"

@@ -28,8 +28,8 @@ from environment import describe_environment, write_result
 from random_model import QWEN2_0_5B, write_random_model
 
 from trt_kvcache import InferenceSession, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, Lengths, build_engine
-from trt_kvcache.cuda_memory import CudaMemory, find_gpu
 from trt_kvcache.errors import CaptureError, KVCacheError
+from trt_kvcache.memory.cuda import CudaMemory, find_gpu
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "examples" / "tiny-llama"
@@ -283,9 +283,9 @@ def attention_on_the_gpu() -> dict[str, Any]:
 
 
 def attention_in_a_transformers_model() -> dict[str, Any]:
-    """Generate on our cache and attention in a torch model, and compare with its own SDPA: see ``tests/hf_cache.py``."""
-    sys.path.append(str(ROOT / "tests"))
-    import hf_cache
+    """Generate on our cache and attention in a torch model, and compare with its own SDPA: see ``tests/helpers/hf_cache.py``."""
+    sys.path.append(str(ROOT))
+    from tests.helpers import hf_cache
 
     return hf_cache.hf_adapter()
 

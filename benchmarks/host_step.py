@@ -16,8 +16,8 @@ from pathlib import Path
 from environment import describe_environment, write_result
 
 from trt_kvcache import HostMemory, InferenceSession, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
-from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
-from trt_kvcache.names import DEFAULT_NAMES as NAMES
+from trt_kvcache.engine.names import DEFAULT_NAMES as NAMES
+from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 
 BATCH, VOCAB, STEPS = 8, 512, 10_000
 LAYERS = (16, 32, 64)

@@ -26,18 +26,18 @@ from environment import describe_environment
 
 from trt_kvcache import CudaMemory, HostMemory
 from trt_kvcache.checkpoint import ModelConfig
-from trt_kvcache.cuda_memory import find_gpu
-from trt_kvcache.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
 from trt_kvcache.dtypes import numpy_dtype
-from trt_kvcache.engine import TensorMode
-from trt_kvcache.host_memory import HostAllocation, HostStream
+from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
+from trt_kvcache.engine.names import DEFAULT_NAMES
+from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.kernels.attention_call import AttentionCall
-from trt_kvcache.names import DEFAULT_NAMES
-from trt_kvcache.plan_execution import PlanExecution
-from trt_kvcache.segmented_engine import SegmentedEngine
-from trt_kvcache.segments import SegmentStep, decoder_constants, decoder_steps, shape_at
-from trt_kvcache.trt_log import Messages
-from trt_kvcache.trt_tensors import ProfileRanges
+from trt_kvcache.memory.cuda import find_gpu
+from trt_kvcache.memory.host import HostAllocation, HostStream
+from trt_kvcache.ops.segments import SegmentStep, decoder_constants, decoder_steps, shape_at
+from trt_kvcache.trt.execution import PlanExecution
+from trt_kvcache.trt.log import Messages
+from trt_kvcache.trt.segmented_engine import SegmentedEngine
+from trt_kvcache.trt.tensors import ProfileRanges
 
 BATCH, LAYERS, ROUNDS = 8, (16, 32, 64), 5
 

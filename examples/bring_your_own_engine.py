@@ -4,7 +4,7 @@ The engine here is written by hand in NumPy and has no weights. It is an inducti
 can do: find the last place where the newest token stood before, and expect what came after it. So it goes on with whatever
 pattern the prompt has. Its key for a token is the token *before* it and its value the token itself, both one-hot.
 
-What an engine needs is in ``trt_kvcache.engine.Engine``: tensors, profiles, ``use_profile``, ``bind``, ``set_input_shape``,
+What an engine needs is in ``trt_kvcache.engine.protocol.Engine``: tensors, profiles, ``use_profile``, ``bind``, ``set_input_shape``,
 ``enqueue``, ``close``. A serialised TensorRT engine needs none of that: ``TensorRTEngine.open("engine.plan", memory=...,
 names=...)`` is one already.
 
@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache import DeviceTensor, HostMemory, InferenceSession, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, TensorNames
-from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
+from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 
 VOCAB = 32
 

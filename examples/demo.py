@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trt_kvcache.cli import main
 from trt_kvcache.errors import EngineError
-from trt_kvcache.trt_module import load
+from trt_kvcache.trt.module import load
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = Path("examples/tiny-llama")

@@ -10,8 +10,8 @@ import os
 
 import hypothesis
 import pytest
-from golden.weights import write_all
 
+from tests.golden.weights import write_all
 from trt_kvcache import HostMemory
 
 DEVICE = os.environ.get("TRT_KVCACHE_TEST_DEVICE", "host")
@@ -88,6 +88,6 @@ def stream(memory):
 @pytest.fixture(scope="session")
 def tokenizer(tmp_path_factory):
     """One that has every byte."""
-    from checkpoint.tokenizer_folders import byte_level_folder, opened
+    from tests.checkpoint.tokenizer_folders import byte_level_folder, opened
 
     return opened(byte_level_folder(tmp_path_factory.mktemp("tokenizer")))

@@ -12,62 +12,62 @@ from typing import TYPE_CHECKING, Any
 from trt_kvcache._version import __version__
 
 if TYPE_CHECKING:
-    from trt_kvcache.bindings import BindingPlan
-    from trt_kvcache.builder import build_engine
-    from trt_kvcache.config import CacheConfig, KVCacheConfig, KVLayerConfig
-    from trt_kvcache.cuda_memory import CudaMemory
-    from trt_kvcache.estimate import estimate_memory, largest_batch, longest_sequence
-    from trt_kvcache.host_memory import HostMemory
-    from trt_kvcache.hybrid import HybridCacheManager
-    from trt_kvcache.hybrid_config import HybridCacheConfig, LayerType
-    from trt_kvcache.kv_rows import KVHeadDimGroup
-    from trt_kvcache.layout import KVLayout
-    from trt_kvcache.lengths import Lengths
-    from trt_kvcache.linear import LinearKVCache
-    from trt_kvcache.mamba import MambaCacheManager
-    from trt_kvcache.mamba_config import MambaCacheConfig
-    from trt_kvcache.manager import KVCacheManager
-    from trt_kvcache.names import TensorNames
-    from trt_kvcache.prompt_cache import PromptCache
-    from trt_kvcache.sampling import SamplingParams
-    from trt_kvcache.sequences import SequenceCacheManager
-    from trt_kvcache.session import InferenceSession
-    from trt_kvcache.snapshot import Snapshot, load_snapshot, save_snapshot
-    from trt_kvcache.snapshot_records import ModelIdentity, SamplerState
-    from trt_kvcache.tensor import DeviceTensor
+    from trt_kvcache.builder.build_engine import build_engine
+    from trt_kvcache.cache.config import CacheConfig, KVCacheConfig, KVLayerConfig
+    from trt_kvcache.cache.estimate import estimate_memory, largest_batch, longest_sequence
+    from trt_kvcache.cache.hybrid import HybridCacheManager
+    from trt_kvcache.cache.hybrid_config import HybridCacheConfig, LayerType
+    from trt_kvcache.cache.kv_rows import KVHeadDimGroup
+    from trt_kvcache.cache.layout import KVLayout
+    from trt_kvcache.cache.lengths import Lengths
+    from trt_kvcache.cache.linear import LinearKVCache
+    from trt_kvcache.cache.mamba import MambaCacheManager
+    from trt_kvcache.cache.mamba_config import MambaCacheConfig
+    from trt_kvcache.cache.manager import KVCacheManager
+    from trt_kvcache.engine.bindings import BindingPlan
+    from trt_kvcache.engine.names import TensorNames
+    from trt_kvcache.generation.sampling import SamplingParams
+    from trt_kvcache.memory.cuda import CudaMemory
+    from trt_kvcache.memory.host import HostMemory
+    from trt_kvcache.memory.tensor import DeviceTensor
+    from trt_kvcache.sequences.manager import SequenceCacheManager
+    from trt_kvcache.sequences.prompt_cache import PromptCache
+    from trt_kvcache.sequences.snapshot import Snapshot, load_snapshot, save_snapshot
+    from trt_kvcache.sequences.snapshot_records import ModelIdentity, SamplerState
+    from trt_kvcache.session.session import InferenceSession
 
 _MODULE_OF = {
-    "BindingPlan": "bindings",
-    "CacheConfig": "config",
-    "CudaMemory": "cuda_memory",
-    "DeviceTensor": "tensor",
-    "HostMemory": "host_memory",
-    "HybridCacheConfig": "hybrid_config",
-    "HybridCacheManager": "hybrid",
-    "InferenceSession": "session",
-    "KVCacheConfig": "config",
-    "KVCacheManager": "manager",
-    "KVHeadDimGroup": "kv_rows",
-    "KVLayerConfig": "config",
-    "KVLayout": "layout",
-    "LayerType": "hybrid_config",
-    "Lengths": "lengths",
-    "LinearKVCache": "linear",
-    "MambaCacheConfig": "mamba_config",
-    "MambaCacheManager": "mamba",
-    "ModelIdentity": "snapshot_records",
-    "PromptCache": "prompt_cache",
-    "SamplerState": "snapshot_records",
-    "SamplingParams": "sampling",
-    "SequenceCacheManager": "sequences",
-    "Snapshot": "snapshot",
-    "TensorNames": "names",
-    "build_engine": "builder",
-    "estimate_memory": "estimate",
-    "largest_batch": "estimate",
-    "load_snapshot": "snapshot",
-    "longest_sequence": "estimate",
-    "save_snapshot": "snapshot",
+    "BindingPlan": "engine.bindings",
+    "CacheConfig": "cache.config",
+    "CudaMemory": "memory.cuda",
+    "DeviceTensor": "memory.tensor",
+    "HostMemory": "memory.host",
+    "HybridCacheConfig": "cache.hybrid_config",
+    "HybridCacheManager": "cache.hybrid",
+    "InferenceSession": "session.session",
+    "KVCacheConfig": "cache.config",
+    "KVCacheManager": "cache.manager",
+    "KVHeadDimGroup": "cache.kv_rows",
+    "KVLayerConfig": "cache.config",
+    "KVLayout": "cache.layout",
+    "LayerType": "cache.hybrid_config",
+    "Lengths": "cache.lengths",
+    "LinearKVCache": "cache.linear",
+    "MambaCacheConfig": "cache.mamba_config",
+    "MambaCacheManager": "cache.mamba",
+    "ModelIdentity": "sequences.snapshot_records",
+    "PromptCache": "sequences.prompt_cache",
+    "SamplerState": "sequences.snapshot_records",
+    "SamplingParams": "generation.sampling",
+    "SequenceCacheManager": "sequences.manager",
+    "Snapshot": "sequences.snapshot",
+    "TensorNames": "engine.names",
+    "build_engine": "builder.build_engine",
+    "estimate_memory": "cache.estimate",
+    "largest_batch": "cache.estimate",
+    "load_snapshot": "sequences.snapshot",
+    "longest_sequence": "cache.estimate",
+    "save_snapshot": "sequences.snapshot",
 }
 
 __all__ = [

@@ -1,6 +1,6 @@
 """One table of dtypes: our name, its NumPy dtype, its DLPack code.
 
-The names are those that Hugging Face and ml_dtypes use. TensorRT's names for them are in :mod:`trt_kvcache.trt_module`, the
+The names are those that Hugging Face and ml_dtypes use. TensorRT's names for them are in :mod:`trt_kvcache.trt.module`, the
 one place that imports TensorRT.
 """
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-GOLDEN = Path(__file__).parent.parent / "golden"
+from tests.paths import GOLDEN
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from engine_files import make_engine_folder
 
-from trt_kvcache import opening
+from tests.helpers.engine_files import make_engine_folder
+from tests.paths import ROOT
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.cli import main
 from trt_kvcache.errors import CudaError
+from trt_kvcache.session import opening
 
-ROOT = Path(__file__).parent.parent.parent
 SHIPPED = ROOT / "examples" / "tiny-llama"
 GOLDEN = ROOT / "tests" / "golden"
 

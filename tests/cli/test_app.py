@@ -6,7 +6,7 @@ import pytest
 
 from trt_kvcache import __version__
 from trt_kvcache.errors import ClosedError
-from trt_kvcache.session import InferenceSession
+from trt_kvcache.session.session import InferenceSession
 
 from .conftest import SHIPPED
 

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 
 from trt_kvcache.checkpoint import Tokenizer
-from trt_kvcache.session import InferenceSession
+from trt_kvcache.session.session import InferenceSession
 
 from .conftest import SHIPPED, change_json
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from trt_kvcache.runner import RecomputeRunner
+from trt_kvcache.polygraphy.runner import RecomputeRunner
 
 from .conftest import GOLDEN, NO_GPU
 

@@ -1,7 +1,7 @@
 import pytest
 
 from trt_kvcache.cli.console import size
-from trt_kvcache.session import InferenceSession
+from trt_kvcache.session.session import InferenceSession
 
 from .conftest import CACHE_NBYTES, NO_GPU, SHIPPED, TOKEN_NBYTES
 

@@ -3,7 +3,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from trt_kvcache.builder import BUILDING
+from trt_kvcache.builder.build_engine import BUILDING
 from trt_kvcache.cli.console import progress_bar
 
 

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from trt_kvcache.session import InferenceSession
+from trt_kvcache.session.session import InferenceSession
 
 from .conftest import SHIPPED
 

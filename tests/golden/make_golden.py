@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import transformers
 from safetensors.numpy import save_file
-from weights import HERE, SEEDS, write
 
+from tests.golden.weights import HERE, SEEDS, write
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.checkpoint.tensor_shapes import tensor_shapes
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from kernels.layers import make_layer, make_saved, saved_tensor
+from tests.kernels.layers import make_layer, make_saved, saved_tensor
 from trt_kvcache import DeviceTensor, KVLayout, kernels
 from trt_kvcache.kernels import CompactionPlan, KVLayerInfos, StateInfos
 

@@ -7,9 +7,9 @@ import dataclasses
 
 import numpy as np
 import pytest
-from simt.standin import needs_standin
 
-from kernels.attention import DECODE_CASES, GRID, PREFILL_CASES, check
+from tests.kernels.attention import DECODE_CASES, GRID, PREFILL_CASES, check
+from tests.simt.standin import needs_standin
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.errors import CudaError, KVCacheError
 from trt_kvcache.kernels import AttentionWorkspace, attend, split_qkv

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kernels.layers import LAYOUTS, check, make_layer
+from tests.kernels.layers import LAYOUTS, check, make_layer
 from trt_kvcache import KVLayout
 from trt_kvcache.kernels import CompactionPlan, KVLayerInfos, StateInfos, compact_kv_cache_batched, compact_length_tensor, compact_rows
 

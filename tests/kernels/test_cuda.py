@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from simt.standin import StandIn, need_cuda_memory, needs_standin
 
-from kernels.layers import check
-from kernels.scene import Scene
+from tests.kernels.layers import check
+from tests.kernels.scene import Scene
+from tests.simt.standin import StandIn, need_cuda_memory, needs_standin
 from trt_kvcache import HostMemory
 from trt_kvcache.kernels import MAX_SAVED, CompactionPlan, increment_length_tensor, store_length_values
 

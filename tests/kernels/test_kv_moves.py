@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from kernels.layers import LAYOUTS, check, make_layer, make_saved, saved_tensor
+from tests.kernels.layers import LAYOUTS, check, make_layer, make_saved, saved_tensor
 from trt_kvcache import KVLayout
 from trt_kvcache.kernels import (
     MAX_SAVED,

@@ -7,8 +7,9 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from simt import run
-from simt.standin import need_cuda_memory
+
+from tests.simt import run
+from tests.simt.standin import need_cuda_memory
 
 need_cuda_memory()
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from kernels.scene import Scene
+from tests.kernels.scene import Scene
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.errors import ClosedError, KVCacheError
 from trt_kvcache.kernels import CompactionPlan, StateInfos

@@ -1,18 +1,16 @@
 """A reference engine over a real cache, driven step by step."""
 
-from pathlib import Path
-
 import numpy as np
 from safetensors.numpy import load_file
 
+from tests.paths import GOLDEN
 from trt_kvcache import HostMemory, KVCacheManager, KVLayout
 from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.decoder_tensors import cache_config
-from trt_kvcache.engine import TensorMode
-from trt_kvcache.names import DEFAULT_NAMES
+from trt_kvcache.engine.decoder_tensors import cache_config
+from trt_kvcache.engine.names import DEFAULT_NAMES
+from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.reference import ReferenceEngine
 
-GOLDEN = Path(__file__).parent.parent / "golden"
 MODELS = ["llama", "llama-bfloat16-old", "llama-linear", "llama-llama3-bias", "qwen2-tied", "qwen3-sharded"]
 
 # float32 sums in another order: what BLAS changes with the number of rows.

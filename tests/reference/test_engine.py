@@ -4,15 +4,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fakes import engine_tensors
 from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
+from tests.helpers.fakes import engine_tensors
 from trt_kvcache import HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
 from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.engine import TensorMode, TensorSpec
+from trt_kvcache.engine.names import TensorNames
+from trt_kvcache.engine.protocol import TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, ClosedError, ConfigError, EngineError, LayoutError, PlaceError, RangeError
-from trt_kvcache.names import TensorNames
 from trt_kvcache.reference import ReferenceEngine
 
 from .rig import DECODE, GOLDEN, PREFILL, Rig, random_ids
@@ -108,7 +108,7 @@ def test_dead_rows_change_no_bit(attention, dead, dtype):
     equal(poisoned.run(ids, widths), clean.run(ids, widths))
 
 
-# Ragged batches and full slots: tests/test_equivalence.py.
+# Ragged batches and full slots: tests/end_to_end/test_equivalence.py.
 
 
 def test_each_profile_keeps_its_own():

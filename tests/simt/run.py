@@ -43,7 +43,7 @@ SANITIZERS: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
 FORMS = ("float16-64", "bfloat16-80", "float16-128", "float16-256")
 
 #: Pytest, without TensorRT; and so that what a sanitizer says before it ends the process is not lost.
-PYTEST = [sys.executable, "-m", "pytest", "-p", "simt.no_tensorrt", "-p", "simt.tiles"]
+PYTEST = [sys.executable, "-m", "pytest", "-p", "tests.simt.no_tensorrt", "-p", "tests.simt.tiles"]
 UNBUFFERED = ["-p", "no:faulthandler", "--capture=sys"]
 
 KERNEL = re.compile(r'extern "C" __global__ void (?:__launch_bounds__\([^)]*\)\s+)?(\w+)\(')
@@ -159,7 +159,7 @@ def environment(cubins: Path, sanitizer: str) -> dict[str, str]:
         **variables,
         "LD_PRELOAD": " ".join(preloaded),
         "LD_LIBRARY_PATH": os.pathsep.join(filter(None, [str(build_device()), os.environ.get("LD_LIBRARY_PATH")])),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")])),
         "TRT_KVCACHE_CUBIN_DIR": str(cubins),
         "TRT_KVCACHE_TEST_DEVICE": "emulated",
     }

@@ -8,7 +8,7 @@ import os
 
 import pytest
 
-from simt.run import what_is_missing
+from tests.simt.run import what_is_missing
 
 _DEVICE = os.environ.get("TRT_KVCACHE_TEST_DEVICE", "host")
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from simt import run
-from simt.standin import need_compiler
+from tests.simt import run
+from tests.simt.standin import need_compiler
 
 need_compiler()
 

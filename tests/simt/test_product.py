@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from kernels.attention import DECODE_CASES, GRID, PREFILL_CASES
 
-from simt import run
-from simt.standin import need_compiler
+from tests.kernels.attention import DECODE_CASES, GRID, PREFILL_CASES
+from tests.simt import run
+from tests.simt.standin import need_compiler
 from trt_kvcache.kernels.attention_tiles import attention_names, macros_of
 from trt_kvcache.kernels.sources import cubin_name, source_folder, source_names
 

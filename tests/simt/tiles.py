@@ -1,5 +1,5 @@
 """A pytest plugin: attention has the tiles that it was built with."""
 
-from simt.run import use_tiles
+from tests.simt.run import use_tiles
 
 use_tiles()

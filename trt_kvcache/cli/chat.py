@@ -9,8 +9,8 @@ from trt_kvcache.cli.console import complain, messages, note, put
 from trt_kvcache.cli.sampling import MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
 from trt_kvcache.cli.session_notes import note_statistics, warn_of_full_cache
 from trt_kvcache.errors import CapacityError, ConfigError, KVCacheError
-from trt_kvcache.prompts import Prompt
-from trt_kvcache.session import InferenceSession
+from trt_kvcache.generation.prompts import Prompt
+from trt_kvcache.session.session import InferenceSession
 
 _HELP = "/undo takes the last turn back, /reset starts anew, /stats shows times and bytes, /quit ends; Ctrl-C stops an answer."
 

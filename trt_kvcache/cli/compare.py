@@ -11,10 +11,10 @@ from trt_kvcache.cli import opening
 from trt_kvcache.cli.console import messages, say, warn
 from trt_kvcache.cli.interrupt import held_interrupts
 from trt_kvcache.cli.prompts import PromptIds, Prompts, read_prompts
-from trt_kvcache.engine_folder import EngineFolder, is_engine_folder
+from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
-from trt_kvcache.opening import why_no_tensorrt
-from trt_kvcache.session_source import SessionSource
+from trt_kvcache.session.opening import why_no_tensorrt
+from trt_kvcache.session.source import SessionSource
 
 DIFFERS = 3
 
@@ -39,9 +39,9 @@ def compare(
     cache rows differ, the first step, layer, slot and head are named, and the exit code is 3. For an engine folder, TensorRT builds
     the engine with the other attention from its checkpoint.
     """
-    from trt_kvcache.compare import TOLERANCES, compare_paths
-    from trt_kvcache.comparison import comparison_lines
-    from trt_kvcache.runner import RecomputeRunner, SessionRunner
+    from trt_kvcache.polygraphy.compare import TOLERANCES, compare_paths
+    from trt_kvcache.polygraphy.comparison import comparison_lines
+    from trt_kvcache.polygraphy.runner import RecomputeRunner, SessionRunner
 
     prompts = read_prompts(prompt, prompt_ids)
     if tolerance is not None and not tolerance >= 0:

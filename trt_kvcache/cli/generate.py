@@ -12,9 +12,9 @@ from trt_kvcache.cli.prompts import PromptIds, Prompts, read_prompts
 from trt_kvcache.cli.sampling import IgnoreEos, MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
 from trt_kvcache.cli.session_notes import Statistics, note_statistics, warn_of_full_cache
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.prompts import Prompt
-from trt_kvcache.request import GeneratedToken
-from trt_kvcache.session import InferenceSession
+from trt_kvcache.generation.prompts import Prompt
+from trt_kvcache.generation.request import GeneratedToken
+from trt_kvcache.session.session import InferenceSession
 
 
 def generate(

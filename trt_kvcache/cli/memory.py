@@ -8,14 +8,14 @@ from typing import Annotated, Literal
 
 import typer
 
+from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
+from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory, largest_batch, longest_sequence
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.cli.console import count, results, say, size, span, table
-from trt_kvcache.config import KVCacheConfig, KVLayerConfig
-from trt_kvcache.decoder_tensors import cache_config
-from trt_kvcache.engine_folder import EngineFolder, is_engine_folder
+from trt_kvcache.engine.decoder_tensors import cache_config
+from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError, CheckpointError
-from trt_kvcache.estimate import MemoryEstimate, estimate_memory, largest_batch, longest_sequence
 
 _GIB = 2**30
 _MOST_GIB = 1e9

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.prompts import Prompt
+from trt_kvcache.generation.prompts import Prompt
 
 
 @dataclass(frozen=True)

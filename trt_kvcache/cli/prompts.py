@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.prompts import Prompt
+from trt_kvcache.generation.prompts import Prompt
 
 Prompts = Annotated[list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be repeated.")]
 PromptIds = Annotated[

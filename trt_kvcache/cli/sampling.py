@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from trt_kvcache.errors import RangeError
-from trt_kvcache.sampling import SamplingParams
+from trt_kvcache.generation.sampling import SamplingParams
 
 _PANEL = "Sampling"
 

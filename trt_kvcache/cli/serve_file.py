@@ -16,9 +16,9 @@ from trt_kvcache.cli.prompt_file import FilePrompt, read_prompt_file
 from trt_kvcache.cli.sampling import IgnoreEos, MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
 from trt_kvcache.cli.session_notes import Statistics, note_statistics
 from trt_kvcache.errors import KVCacheError
-from trt_kvcache.sampling import with_options
-from trt_kvcache.serving_request import RequestHandle
-from trt_kvcache.session import InferenceSession
+from trt_kvcache.generation.sampling import with_options
+from trt_kvcache.session.request_handle import RequestHandle
+from trt_kvcache.session.session import InferenceSession
 
 _MOST_SLOTS = 8
 

@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from trt_kvcache.cli.console import note, size, warn
-from trt_kvcache.session import InferenceSession
+from trt_kvcache.session.session import InferenceSession
 
 Statistics = Annotated[bool, typer.Option("--stats/--no-stats", help="Print times and bytes at the end, on stderr.")]
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from trt_kvcache.checks import int_in_range
+from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, RangeError, ShapeError
 from trt_kvcache.kernels.attention_call import AttentionCall
@@ -14,8 +14,8 @@ from trt_kvcache.kernels.attention_tiles import ELEMENTS, HEAD_DIMS, LEAST_FACTO
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.kernels.layer_views import CACHE_NDIM, check_layer, check_memory, check_open
-from trt_kvcache.shapes import ROW_GRANULE, is_dense
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.memory.shapes import ROW_GRANULE, is_dense
+from trt_kvcache.memory.tensor import DeviceTensor
 
 _Q_NDIM = 4
 

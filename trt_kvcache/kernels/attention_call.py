@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.memory.tensor import DeviceTensor
 
 _LOG2_E = math.log2(math.e)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from trt_kvcache.shapes import row_nbytes
+from trt_kvcache.memory.shapes import row_nbytes
 
 #: What the kernels are compiled for: dtypes with their names in the sources, head dims, query heads for each K/V head.
 ELEMENTS = {"float16": "Float16", "bfloat16": "BFloat16"}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from trt_kvcache.checks import int_in_range
+from trt_kvcache._util.checks import int_in_range
+from trt_kvcache._util.uncopyable import Uncopyable
 from trt_kvcache.errors import PlaceError, ShapeError
 from trt_kvcache.kernels.layer_views import check_open
-from trt_kvcache.memory import Memory
-from trt_kvcache.shapes import dense_nbytes
-from trt_kvcache.tensor import DeviceTensor
-from trt_kvcache.uncopyable import Uncopyable
+from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.shapes import dense_nbytes
+from trt_kvcache.memory.tensor import DeviceTensor
 
 #: Decode blocks that run on a multiprocessor at once, at most.
 MOST_BLOCKS = 2

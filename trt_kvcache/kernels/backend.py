@@ -11,8 +11,8 @@ from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan
 from trt_kvcache.kernels.layer_infos import KVLayerInfos
 from trt_kvcache.kernels.state_infos import StateInfos
-from trt_kvcache.memory import Memory
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.tensor import DeviceTensor
 
 
 class Backend(Protocol):

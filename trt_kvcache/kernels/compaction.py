@@ -8,8 +8,8 @@ from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, CompactionPla
 from trt_kvcache.kernels.layer_infos import KVLayerInfos, check_kind
 from trt_kvcache.kernels.lengths import check_lengths
 from trt_kvcache.kernels.state_infos import StateInfos, check_states
-from trt_kvcache.memory import Memory
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.tensor import DeviceTensor
 
 
 def _check_plan(moves: AnyCompactionPlan, slots: int, memory: Memory, stream: Any) -> None:

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache.checks import as_int, int_in_range
+from trt_kvcache._util.checks import as_int, int_in_range
 from trt_kvcache.errors import DTypeError, MappingError, PlaceError, ShapeError
 from trt_kvcache.kernels.arguments import MAX_SLOTS, MAX_STEPS
 from trt_kvcache.kernels.layer_views import check_memory
 from trt_kvcache.kernels.step_arguments import StepArguments, pack_direct_steps, pack_steps
 from trt_kvcache.kernels.steps import Step, make_steps
-from trt_kvcache.shapes import MAX_DIMENSION
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.memory.shapes import MAX_DIMENSION
+from trt_kvcache.memory.tensor import DeviceTensor
 
 
 def _host_mapping(mapping: Any, old_batch: int, new_batch: int) -> list[int]:

@@ -11,12 +11,12 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trt_kvcache.cuda_driver import cuda_core_error
+from trt_kvcache._util.new_file import new_file
+from trt_kvcache._util.user_cache import user_cache_folder
 from trt_kvcache.errors import CudaError
 from trt_kvcache.kernels.attention_tiles import macros_of
 from trt_kvcache.kernels.sources import CXX_STANDARD, cubin_name, source_names, source_path
-from trt_kvcache.new_file import new_file
-from trt_kvcache.user_cache import user_cache_folder
+from trt_kvcache.memory.cuda_driver import cuda_core_error
 
 #: Ampere, Ada, Hopper, Blackwell and their embedded kin: what ``make plugins`` compiles for.
 ARCHITECTURES = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_110", "sm_120", "sm_121")

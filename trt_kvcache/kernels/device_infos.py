@@ -5,9 +5,9 @@ from typing import Any, Generic, TypeVar
 
 import numpy as np
 
+from trt_kvcache._util.uncopyable import Uncopyable
 from trt_kvcache.errors import ClosedError, LayoutError
-from trt_kvcache.tensor import DeviceTensor
-from trt_kvcache.uncopyable import Uncopyable
+from trt_kvcache.memory.tensor import DeviceTensor
 
 _Info = TypeVar("_Info", bound=tuple[int, ...])
 

@@ -2,12 +2,12 @@
 
 from typing import Any
 
-from trt_kvcache.checks import int_in_range, slot_index
+from trt_kvcache._util.checks import int_in_range, slot_index
 from trt_kvcache.errors import DTypeError, PlaceError, RangeError, ShapeError
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.kernels.layer_infos import KVLayerInfos, check_kind
 from trt_kvcache.kernels.layer_views import CACHE_NDIM, SAVED_NDIM, check_layer, check_same, slot_view
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.memory.tensor import DeviceTensor
 
 
 def _check_single(layer: DeviceTensor, saved: DeviceTensor, batch_idx: int, stream: Any) -> DeviceTensor:

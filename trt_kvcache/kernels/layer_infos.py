@@ -7,8 +7,8 @@ from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import ShapeError
 from trt_kvcache.kernels.device_infos import DeviceInfos
 from trt_kvcache.kernels.layer_views import CACHE_NDIM, SAVED_NDIM, check_layer, check_same
-from trt_kvcache.shapes import row_nbytes
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.memory.shapes import row_nbytes
+from trt_kvcache.memory.tensor import DeviceTensor
 
 
 class KVLayerInfo(NamedTuple):

@@ -2,9 +2,9 @@
 
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import ClosedError, DTypeError, LayoutError, PlaceError, ShapeError
-from trt_kvcache.memory import Memory
-from trt_kvcache.shapes import ROW_GRANULE, is_dense, row_nbytes
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.shapes import ROW_GRANULE, is_dense, row_nbytes
+from trt_kvcache.memory.tensor import DeviceTensor
 
 #: Dimensions of a layer of a cache ``[B, 2, H, S, D]``, and of a saved layer ``[2, H, n, D]``.
 CACHE_NDIM, SAVED_NDIM = 5, 4

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trt_kvcache.checks import as_int
+from trt_kvcache._util.checks import as_int
 from trt_kvcache.errors import DTypeError, RangeError, ShapeError
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.kernels.layer_views import check_memory
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.memory.tensor import DeviceTensor
 
 _INT32_MAX = 2**31 - 1
 

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trt_kvcache.checks import int_in_range, slot_index
+from trt_kvcache._util.checks import int_in_range, slot_index
 from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, ShapeError, SlotError
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.kernels.layer_views import check_memory, check_open
 from trt_kvcache.kernels.state_infos import StateInfos, check_states
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.memory.tensor import DeviceTensor
 
 
 def _check_slots(slot: int, count: int, slots: int) -> tuple[int, int]:

@@ -7,8 +7,8 @@ from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import LayoutError, PlaceError, ShapeError
 from trt_kvcache.kernels.device_infos import DeviceInfos
 from trt_kvcache.kernels.layer_views import check_memory, check_open
-from trt_kvcache.shapes import dense_nbytes, is_dense
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.memory.shapes import dense_nbytes, is_dense
+from trt_kvcache.memory.tensor import DeviceTensor
 
 
 class StateInfo(NamedTuple):

@@ -10,12 +10,12 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.host_memory import HostMemory
 from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.kernels.attention_call import AttentionCall
 from trt_kvcache.kernels.host import attention as twin
+from trt_kvcache.memory.host import HostMemory
+from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.reference.weights import Float32
-from trt_kvcache.tensor import DeviceTensor
 
 #: ``"native"`` reads the live rows of K and V, ``"mask"`` all rows under an additive mask, ``"plugin"`` the live rows of both in one.
 Attention = Literal["native", "mask", "plugin"]

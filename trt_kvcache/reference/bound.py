@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy.typing as npt
 
-from trt_kvcache.bindable import check_bindable
-from trt_kvcache.engine import EngineProfile, TensorMode, TensorSpec
+from trt_kvcache.engine.bindable import check_bindable
+from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, EngineError
-from trt_kvcache.host_memory import HostMemory
-from trt_kvcache.shapes import dense_nbytes
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.memory.host import HostMemory
+from trt_kvcache.memory.shapes import dense_nbytes
+from trt_kvcache.memory.tensor import DeviceTensor
 
 
 class BoundTensors:
@@ -32,12 +32,12 @@ class BoundTensors:
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def bind(self, name: str, tensor: DeviceTensor) -> None:
-        """See :meth:`trt_kvcache.engine.Engine.bind`."""
+        """See :meth:`trt_kvcache.engine.protocol.Engine.bind`."""
         check_bindable(self._spec(name), tensor, self._memory)
         self._bound[name] = tensor
 
     def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
-        """See :meth:`trt_kvcache.engine.Engine.set_input_shape`."""
+        """See :meth:`trt_kvcache.engine.protocol.Engine.set_input_shape`."""
         spec = self._spec(name)
         if spec.mode is not TensorMode.INPUT:
             raise BindingError(f"`{name}`: expected an input, got an output; its shape follows from the inputs.")

@@ -1,4 +1,4 @@
-"""``ReferenceEngine``: a checkpoint run in NumPy behind the :class:`~trt_kvcache.engine.Engine` protocol."""
+"""``ReferenceEngine``: a checkpoint run in NumPy behind the :class:`~trt_kvcache.engine.protocol.Engine` protocol."""
 
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
@@ -7,23 +7,23 @@ from typing import Any, get_args
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache._util.checks import int_in_range, one_of
+from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.model_config import ModelConfig
 from trt_kvcache.checkpoint.rope import rope_table
-from trt_kvcache.checks import int_in_range, one_of
-from trt_kvcache.config import KVCacheConfig, KVLayerConfig
-from trt_kvcache.decoder_tensors import cache_layout, decoder_profiles, decoder_tensors
 from trt_kvcache.dtypes import MODEL_DTYPES
-from trt_kvcache.engine import TensorMode
+from trt_kvcache.engine.decoder_tensors import cache_layout, decoder_profiles, decoder_tensors
+from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
+from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.errors import ClosedError, ConfigError, EngineError, PlaceError, RangeError
-from trt_kvcache.host_memory import HostMemory
 from trt_kvcache.kernels import AttentionWorkspace
-from trt_kvcache.names import DEFAULT_NAMES, TensorNames
+from trt_kvcache.memory.host import HostMemory
+from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.reference.attention import Attention, CombinedAttention, LayerAttention, SeparateAttention, angles_at
 from trt_kvcache.reference.bound import BoundTensors
 from trt_kvcache.reference.model import decoder_step
 from trt_kvcache.reference.weights import DecoderWeights, load_weights
-from trt_kvcache.tensor import DeviceTensor
 
 
 class ReferenceEngine:

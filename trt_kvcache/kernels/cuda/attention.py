@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from trt_kvcache.cuda_memory import CudaMemory
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.kernels.attention_call import AttentionCall, score_factors
 from trt_kvcache.kernels.attention_tiles import (
@@ -18,6 +17,7 @@ from trt_kvcache.kernels.attention_tiles import (
 )
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch
+from trt_kvcache.memory.cuda import CudaMemory
 
 _WARP = 32
 

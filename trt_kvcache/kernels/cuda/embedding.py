@@ -4,8 +4,8 @@ import math
 from typing import Any
 
 from trt_kvcache.kernels.cuda.launch import blocks_for, launch
-from trt_kvcache.shapes import ROW_GRANULE, dense_nbytes
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.memory.shapes import ROW_GRANULE, dense_nbytes
+from trt_kvcache.memory.tensor import DeviceTensor
 
 #: Blocks along y at most.
 _MOST_DOWN = 32768

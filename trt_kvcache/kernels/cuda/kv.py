@@ -7,8 +7,8 @@ from trt_kvcache.kernels.arguments import MAX_SAVED
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, DeviceCompactionPlan
 from trt_kvcache.kernels.cuda.launch import Grid, blocks_for, launch
 from trt_kvcache.kernels.layer_infos import KVLayerInfo, KVLayerInfos
-from trt_kvcache.shapes import ROW_GRANULE, row_nbytes
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.memory.shapes import ROW_GRANULE, row_nbytes
+from trt_kvcache.memory.tensor import DeviceTensor
 
 #: Blocks of a launch that does not know how many tokens are live: most of them may find nothing to do.
 _MAX_BLOCKS_UNKNOWN = 4096

@@ -7,7 +7,7 @@ from trt_kvcache.dtypes import itemsize
 from trt_kvcache.kernels.arguments import MAX_STORED_VALUES
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, DeviceCompactionPlan
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.memory.tensor import DeviceTensor
 
 
 def _launch(name: str, lengths: DeviceTensor, stream: Any, threads: int, *arguments: int) -> None:

@@ -8,8 +8,8 @@ from trt_kvcache.kernels.arguments import MAX_SAVED
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, DeviceCompactionPlan
 from trt_kvcache.kernels.cuda.launch import blocks_for, launch
 from trt_kvcache.kernels.state_infos import StateInfo, StateInfos
-from trt_kvcache.shapes import ROW_GRANULE
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.memory.shapes import ROW_GRANULE
+from trt_kvcache.memory.tensor import DeviceTensor
 
 _INFO_NBYTES = len(StateInfo._fields) * itemsize("int64")
 

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.kernels.host.arrays import array_of
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.memory.tensor import DeviceTensor
 
 
 def embed(table: DeviceTensor, ids: DeviceTensor, out: DeviceTensor, stream: Any) -> None:

@@ -6,7 +6,7 @@ from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan
 from trt_kvcache.kernels.host.arrays import bytes_of, move, steps_of
 from trt_kvcache.kernels.host.layers import for_each_layer
 from trt_kvcache.kernels.layer_infos import KVLayerInfos
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.memory.tensor import DeviceTensor
 
 
 def copy_layer(destination: DeviceTensor, source: DeviceTensor, tokens: int, stream: Any) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan
 from trt_kvcache.kernels.host.arrays import array_of, move, steps_of
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.memory.tensor import DeviceTensor
 
 
 def increment_scalar(lengths: DeviceTensor, increment: int, stream: Any) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan
 from trt_kvcache.kernels.host.arrays import Array, array_of, move, rows_of, steps_of
 from trt_kvcache.kernels.state_infos import StateInfos
-from trt_kvcache.tensor import DeviceTensor
+from trt_kvcache.memory.tensor import DeviceTensor
 
 
 def _rows(states: StateInfos) -> Iterator[Array]:

@@ -1,0 +1,169 @@
+"""What the network computes, by an interpreter of its layers: against Hugging Face and against the reference engine, caches too."""
+
+import numpy as np
+import pytest
+
+from tests.reference.rig import MODELS, Rig, golden
+from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.engine.names import DEFAULT_NAMES
+
+from .conftest import MAX_BATCH_SIZE, MAX_PREFILL_LENGTH, MAX_SEQUENCE_LENGTH
+from .interpreter import interpret, layer_kind
+
+pytestmark = pytest.mark.trt
+
+#: New tokens of each slot, step by step: ragged prefill, decode, a chunk without slot 0, and decode of two slots.
+STEPS = ((9, 5, 11), (1, 1, 1), (0, 8, 4), (1, 1))
+
+#: Not the first one, and one that takes part in every step.
+GOLDEN_SLOT = 1
+
+#: Largest difference of a logit from Hugging Face in float32. Seen: 5e-6, 0.017 and 0.16.
+GOLDEN_TOLERANCE = {"float32": 2e-4, "float16": 0.04, "bfloat16": 0.4}
+
+#: From the reference engine. Seen: 9e-6, 0.022 and 0.22.
+LOGITS_TOLERANCE = {"float32": 3e-5, "float16": 0.05, "bfloat16": 0.5}
+
+#: The same for a number in the caches. Seen: 3e-6, 0.01 and 0.08.
+ROWS_TOLERANCE = {"float32": 1e-5, "float16": 0.02, "bfloat16": 0.16}
+
+LARGE = 1e4  # finite in every dtype
+
+
+class Network:
+    """A defined network with caches that stay from step to step, driven as :class:`Rig` is."""
+
+    def __init__(self, defined):
+        self.defined = defined
+        cache = defined.definition.cache
+        self._names = [pair for layer in range(cache.num_layers) for pair in DEFAULT_NAMES.cache_pairs(layer)]
+        shape = (MAX_BATCH_SIZE, cache.layers[0].num_kv_heads, MAX_SEQUENCE_LENGTH, cache.layers[0].head_dim)
+        self._caches = [np.zeros(shape, numpy_dtype(cache.dtype)) for _ in self._names]
+
+    def caches(self):
+        """K, V of layer 0, K, V of layer 1, ...: ``[B, H, S, D]``."""
+        return self._caches
+
+    def step(self, ids, start, last):
+        """Run new tokens ``[A, s]`` at ``start`` ``[A]``; return the logits ``[A, vocab]``."""
+        slots = len(ids)
+        feed = {
+            "input_ids": ids.astype(np.int32),
+            "kvcache_start_index": np.array(start, np.int32),
+            "last_token_ids": np.array(last, np.int32)[:, None],
+            **{before: cache[:slots] for (before, _), cache in zip(self._names, self._caches, strict=True)},
+        }
+        outputs = interpret(self.defined.tensorrt, self.defined.definition.network, self.defined.constants, feed)
+        for (_, after), cache in zip(self._names, self._caches, strict=True):
+            cache[:slots] = outputs[after]
+        return outputs["logits"]
+
+
+def runners(defined, model):
+    sizes = {"batch": MAX_BATCH_SIZE, "length": MAX_SEQUENCE_LENGTH, "width": MAX_PREFILL_LENGTH}
+    return Network(defined), Rig(model, **sizes, dtype=defined.definition.cache.dtype, attention=defined.options.attention)
+
+
+def tokens_of(model):
+    """Return the tokens of every slot ``[B, 24]``, one of them golden, and padding, random and not 0."""
+    ids, logits = golden(model)
+    random = np.random.default_rng(1)
+    tokens, padding = (random.integers(0, len(logits[5]), (MAX_BATCH_SIZE, n)) for n in (len(ids), MAX_PREFILL_LENGTH))
+    tokens[GOLDEN_SLOT] = ids
+    return tokens, padding
+
+
+def run(runner, tokens, padding):
+    """Run :data:`STEPS`; return the logits ``[A, vocab]`` of each step."""
+    logits, lengths = [], np.zeros(MAX_BATCH_SIZE, int)
+    for new in STEPS:
+        slots = len(new)
+        ids = padding[:slots, : max(new)].copy()
+        for slot, count in enumerate(new):
+            ids[slot, :count] = tokens[slot, lengths[slot] : lengths[slot] + count]
+        logits.append(runner.step(ids, lengths[:slots].tolist(), [max(count - 1, 0) for count in new]))
+        lengths[:slots] += new
+    return logits
+
+
+def total(slot):
+    """Tokens that a slot holds after :data:`STEPS`."""
+    return sum(new[slot] for new in STEPS if slot < len(new))
+
+
+def assert_near(actual, expected, tolerance):
+    assert np.isfinite(expected.astype(np.float32)).all()
+    np.testing.assert_allclose(actual.astype(np.float32), expected.astype(np.float32), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("attention", ["native", "mask"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_computes_what_hugging_face_and_the_reference_engine_do(define, model, dtype, attention):
+    network, reference = runners(define(model, dtype=dtype, attention=attention), model)
+    logits = run(network, *tokens_of(model))
+    lengths = np.cumsum([new[GOLDEN_SLOT] for new in STEPS])
+    expected = np.array([golden(model)[1][length] for length in lengths])
+    assert_near(np.array([step[GOLDEN_SLOT] for step in logits]), expected, GOLDEN_TOLERANCE[dtype])
+    for step, expected in zip(logits, run(reference, *tokens_of(model)), strict=True):
+        assert step.dtype == np.float32
+        assert_near(step, expected, LOGITS_TOLERANCE[dtype])
+    for cache, expected in zip(network.caches(), reference.caches(), strict=True):  # the rows of padding tokens are in it
+        assert_near(cache, expected, ROWS_TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("attention", ["native", "mask"])
+@pytest.mark.parametrize("model", MODELS)
+def test_reads_any_history_and_writes_up_to_the_last_row(define, model, attention):
+    """The first slot ends at row S, the second one has no history."""
+    network, reference = runners(define(model, attention=attention), model)
+    random = np.random.default_rng(3)
+    for ours, theirs in zip(network.caches(), reference.caches(), strict=True):
+        ours[...] = theirs[...] = random.normal(size=ours.shape)
+    before = [cache.copy() for cache in network.caches()]
+    starts = [MAX_SEQUENCE_LENGTH - MAX_PREFILL_LENGTH, 0, 13]
+    ids, last = tokens_of(model)[1], [10, 0, 6]
+    assert_near(network.step(ids, starts, last), reference.step(ids, starts, last), LOGITS_TOLERANCE["float32"])
+    written = (np.arange(MAX_SEQUENCE_LENGTH) - np.array(starts)[:, None]) // MAX_PREFILL_LENGTH == 0
+    for cache, expected, old in zip(network.caches(), reference.caches(), before, strict=True):
+        assert_near(cache, expected, ROWS_TOLERANCE["float32"])
+        changed = (cache != old).any(axis=(1, 3))
+        np.testing.assert_array_equal(changed, written)
+
+
+@pytest.mark.parametrize(
+    ("attention", "dead"), [("native", np.nan), ("native", np.inf), ("native", LARGE), ("mask", LARGE), ("mask", -LARGE)]
+)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_dead_rows_change_no_bit(define, dtype, attention, dead):
+    model = "qwen3-sharded"
+    defined = define(model, dtype=dtype, attention=attention)
+    clean, poisoned = Network(defined), Network(defined)
+    for cache in poisoned.caches():
+        cache[...] = dead
+    for step, expected in zip(run(poisoned, *tokens_of(model)), run(clean, *tokens_of(model)), strict=True):
+        np.testing.assert_array_equal(step, expected)
+    for after, expected in zip(poisoned.caches(), clean.caches(), strict=True):
+        for slot in range(MAX_BATCH_SIZE):
+            np.testing.assert_array_equal(after[slot, :, : total(slot)], expected[slot, :, : total(slot)])
+        never = after[:, :, MAX_SEQUENCE_LENGTH - 1]  # no step comes so far
+        assert never.tobytes() == np.full_like(never, dead).tobytes()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_norms_and_rotations_are_in_float32_and_queries_are_rounded_after_their_scale(define, dtype):
+    defined = define("qwen3-sharded", dtype=dtype)
+    tensorrt, network = defined.tensorrt, defined.definition.network
+    layers = [network.get_layer(index) for index in range(network.num_layers)]
+    made_by = {layer.get_output(0).name: layer for layer in layers}
+    kinds = {}
+    for layer in layers:
+        kinds.setdefault(layer_kind(tensorrt, layer), []).append(layer)
+    for layer in (*kinds["REDUCE"], *kinds["UNARY"], *kinds["ROTARY_EMBEDDING"]):
+        assert tensorrt.dtype_name(layer.get_input(0).dtype) == "float32", layer.name
+    for layer in kinds["ATTENTION_INPUT"]:
+        cast = made_by[layer.get_input(0).name]
+        scale = made_by[cast.get_input(0).name]
+        assert [layer_kind(tensorrt, each) for each in (cast, scale)] == ["CAST", "ELEMENTWISE"]
+        assert [tensorrt.dtype_name(scale.get_input(side).dtype) for side in (0, 1)] == ["float32", "float32"]
+        assert layer_kind(tensorrt, made_by[scale.get_input(0).name]) == "ROTARY_EMBEDDING"

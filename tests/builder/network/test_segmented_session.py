@@ -1,0 +1,80 @@
+"""A session on ``SegmentedEngine``: segments by the interpreter of networks, operations by their NumPy twins, in host memory."""
+
+import ctypes
+
+import numpy as np
+import pytest
+
+from tests.helpers.engine_files import make_engine_folder, segment_plans
+from tests.helpers.fake_tensorrt import FakeSegment, FakeStream, FakeTensorRT
+from tests.trt.test_tensorrt_engine import install
+from trt_kvcache import InferenceSession, KVCacheManager, SamplingParams
+from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.engine.protocol import TensorMode
+from trt_kvcache.memory.host import HostMemory, HostStream
+from trt_kvcache.ops.segments import SegmentStep, shape_at
+from trt_kvcache.trt.segmented_engine import SegmentedEngine
+
+from .conftest import GOLDEN, SIZES
+from .interpreter import interpret
+from .test_segments import Segments
+
+pytestmark = pytest.mark.trt
+
+
+class AddressedStream(FakeStream, HostStream):
+    """A stream of host memory with an address."""
+
+
+class AddressedMemory(HostMemory):
+    def create_stream(self):
+        return AddressedStream(0x77)
+
+
+def array_at(address, shape, dtype):
+    dtype = numpy_dtype(dtype)
+    buffer = (ctypes.c_uint8 * (int(np.prod(shape)) * dtype.itemsize)).from_address(address)
+    return np.frombuffer(buffer, dtype).reshape(shape)
+
+
+def interpreter_of(segments, definition):
+    def run(context):
+        ids = context.shapes["hidden_0"] if "hidden_0" in context.shapes else context.shapes[definition.tensors[0].name]
+        arrays = {
+            spec.name: array_at(context.addresses[spec.name], shape_at(spec.shape, *ids[:2]), spec.dtype) for spec in definition.tensors
+        }
+        feed = {spec.name: arrays[spec.name] for spec in definition.tensors if spec.mode is TensorMode.INPUT}
+        assert {name: array.shape for name, array in feed.items()}.items() >= context.shapes.items()
+        for name, output in interpret(segments.tensorrt, definition.network, segments.arrays, feed).items():
+            arrays[name][...] = output
+
+    return run
+
+
+@pytest.mark.parametrize("model", ["qwen2-tied", "llama-linear"])
+def test_a_session_cannot_tell(rtx, tmp_path, monkeypatch, model):
+    segments = Segments(rtx, tmp_path, model, "float16")
+    folder = make_engine_folder(GOLDEN / model, tmp_path / "engine", segmented=True)
+    config = folder.config
+    fake = FakeTensorRT(config.tensors, config.profiles)
+    install(fake, monkeypatch, tmp_path / "caches")
+    steps = [step for step in config.segments.steps if isinstance(step, SegmentStep)]
+    for plan, step, definition in zip(segment_plans(config.model.num_layers), steps, segments.definitions, strict=True):
+        fake.segments[plan] = FakeSegment(fake, step.tensors[0].name, step.tensors)
+        fake.segments[plan].run = interpreter_of(segments, definition)
+    memory = AddressedMemory()
+    engine = SegmentedEngine._of_folder(
+        folder, memory, "auto", config.names, constants=folder.read_constants(), cuda_graphs=False
+    )  # SegmentedEngine.open wants a GPU
+    prompts = [[5, 9, 3, 30, 11, 2, 7, 40, 1, 12, 13, 14, 15], [8], [21, 22, 4]]
+    sampling = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 9, 3)]
+    with (
+        InferenceSession(engine, KVCacheManager(config.cache, memory=memory), names=config.names) as ours,
+        InferenceSession.from_model(GOLDEN / model, engine="reference", attention="plugin", dtype="float16", **SIZES) as reference,
+    ):
+        np.testing.assert_allclose(ours.prefill(prompts), reference.prefill(prompts), rtol=0, atol=0.03)
+        for tokens in ([3, 4, 5], [6, 7, 8]):
+            np.testing.assert_allclose(ours.decode(tokens), reference.decode(tokens), rtol=0, atol=0.03)
+        both = [[event.token for event in session.generate(prompts, sampling)] for session in (ours, reference)]
+        assert len(both[0]) == 18
+        assert both[0] == both[1]

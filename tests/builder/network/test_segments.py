@@ -1,0 +1,142 @@
+"""Segments: what their networks declare, and what they compute, joined by the NumPy twins of the operations."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.helpers.small_model import write_model
+from tests.reference.rig import MODELS, golden
+from trt_kvcache.builder import build_engine as builder
+from trt_kvcache.builder.build_engine import define_constants, define_decoder, define_segments, serialize
+from trt_kvcache.builder.network import operations
+from trt_kvcache.builder.network.graph import Graph
+from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.checkpoint.weight_file import WeightFile
+from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.engine.names import DEFAULT_NAMES
+from trt_kvcache.engine.protocol import TensorMode
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.ops.custom_op import run_on_host
+from trt_kvcache.ops.segments import COS_SIN, EMBEDDING, SegmentStep, decoder_constants, decoder_steps
+from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.plugin import AttentionFields
+from trt_kvcache.trt.plugin.versions import PLUGIN_VERSION
+
+from .conftest import MAX_BATCH_SIZE, MAX_SEQUENCE_LENGTH, SIZES, declared, recording
+from .interpreter import interpret
+from .test_network_values import GOLDEN_SLOT, GOLDEN_TOLERANCE, STEPS, assert_near, run, runners, tokens_of
+
+pytestmark = pytest.mark.trt
+
+
+class Segments:
+    """The segments of a golden model, and combined caches; driven as ``test_network_values.Network`` is."""
+
+    def __init__(self, rtx, folder, model, dtype):
+        self.tensorrt, self.options = rtx, BuildOptions(**SIZES, dtype=dtype, attention="plugin")
+        with recording(rtx, model) as (checkpoint, self.arrays, messages):
+            self.definitions = define_segments(checkpoint, self.options, rtx, messages)
+            self.model, self.cache = checkpoint.config, self.definitions[0].cache
+            constants = define_constants(checkpoint, self.cache)
+        (folder / "constants").write_bytes(constants)
+        file = WeightFile(folder / "constants")
+        self.values = {spec.name: file.array(spec.name) for spec in decoder_constants(self.model, self.cache)}
+        layer = self.cache.layers[0]
+        shape = (MAX_BATCH_SIZE, 2, layer.num_kv_heads, MAX_SEQUENCE_LENGTH, layer.head_dim)
+        self.combined = [np.zeros(shape, numpy_dtype(self.cache.dtype)) for _ in self.cache.layers]
+
+    def caches(self):
+        return [cache[:, side] for cache in self.combined for side in (0, 1)]
+
+    def step(self, ids, start, last):
+        slots = len(ids)
+        known = self.values | {
+            "input_ids": ids.astype(np.int32),
+            "kvcache_start_index": np.array(start, np.int32),
+            "last_token_ids": np.array(last, np.int32)[:, None],
+        }
+        pairs = [DEFAULT_NAMES.combined_pair(layer) for layer in range(len(self.combined))]
+        known |= {before: cache[:slots] for (before, _), cache in zip(pairs, self.combined, strict=True)}
+        networks = iter(self.definitions)
+        for step in decoder_steps(self.model, self.cache, DEFAULT_NAMES):
+            if isinstance(step, SegmentStep):
+                feed = {spec.name: known[spec.name] for spec in step.tensors if spec.mode is TensorMode.INPUT}
+                known |= interpret(self.tensorrt, next(networks).network, self.arrays, feed)
+            else:
+                known |= dict(zip(step.outputs, run_on_host(step.make(), *(known[name] for name in step.inputs)), strict=True))
+        for (_, after), cache in zip(pairs, self.combined, strict=True):
+            cache[:slots] = known[after]
+        return known["logits"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("model", MODELS)
+def test_compute_what_hugging_face_and_the_native_network_do(rtx, define, tmp_path, model, dtype):
+    segments = Segments(rtx, tmp_path, model, dtype)
+    for cache in segments.combined:
+        cache[...] = np.nan
+    logits = run(segments, *tokens_of(model))
+    lengths = np.cumsum([new[GOLDEN_SLOT] for new in STEPS])
+    assert_near(np.array([step[GOLDEN_SLOT] for step in logits]), np.array([golden(model)[1][n] for n in lengths]), GOLDEN_TOLERANCE[dtype])
+    native = runners(define(model, dtype=dtype), model)[0]
+    for step, expected in zip(logits, run(native, *tokens_of(model)), strict=True):
+        assert_near(step, expected, {"float32": 1e-5, "float16": 0.03}[dtype])
+    for cache, expected in zip(segments.caches(), native.caches(), strict=True):
+        live = np.isfinite(cache)
+        assert live.sum() >= sum(new[GOLDEN_SLOT] for new in STEPS)
+        assert_near(cache[live], expected[live], {"float32": 1e-5, "float16": 0.02}[dtype])
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype"), [("llama-llama3-bias", "bfloat16"), ("qwen2-tied", "float16"), ("qwen3-sharded", "float32"), ("llama", "float16")]
+)
+def test_build_with_the_tensors_that_are_declared(rtx, tmp_path, model, dtype):
+    segments = Segments(rtx, tmp_path, model, dtype)
+    for definition in segments.definitions:
+        tensors = declared(rtx, definition.network)
+        assert tensors == {spec.name: (spec.mode, spec.dtype, spec.shape) for spec in definition.tensors}
+        with rtx.log.collect(ignore_missing_driver=True) as messages:
+            config = builder.make_config(definition, segments.options, rtx, messages)
+            assert config.get_flag(rtx.module.BuilderFlag.REQUIRE_USER_ALLOCATION)  # so that it can be captured
+            assert serialize(definition, segments.options, rtx, messages, lambda done: None).nbytes > 10_000
+    assert (EMBEDDING in tensors, COS_SIN in tensors) == (model == "qwen2-tied", False)  # of the last one
+
+
+def test_full_tensorrt_gets_plugin_layers_in_one_network(rtx, define, monkeypatch, tmp_path):
+    """Full TensorRT is played by TensorRT for RTX, the plugin's layer by two others. Nothing here has met full TensorRT."""
+    layers, fields, original = [], [], Graph.layer
+
+    def layer(graph, name, kind, *arguments):
+        if kind != "plugin_v3":
+            return original(graph, name, kind, *arguments)
+        inputs, shape_inputs, plugin = arguments
+        layers.append(([(rtx.dtype_name(one.dtype), tuple(one.shape)) for one in inputs], shape_inputs, plugin))
+        both = [original(graph, f"{name}/{side}", "identity", inputs[side]) for side in (0, 3)]
+        return SimpleNamespace(name=name, get_output=lambda index: both[index].get_output(0))
+
+    def create(name, given, phase):
+        fields.append(AttentionFields.parse(given))
+        return name, phase.name
+
+    creators = {("KVCacheAttention", PLUGIN_VERSION, "trt_kvcache"): SimpleNamespace(create_plugin=create)}
+    registry = SimpleNamespace(get_creator=lambda *key: creators[key])
+    module = SimpleNamespace(**{**vars(rtx.module), "get_plugin_registry": lambda: registry})
+    full = TensorRT(module=module, flavour="tensorrt", version="10.3.0", log=rtx.log)
+    with pytest.raises(ConfigError, match=r"expected native or mask in one network, got plugin: tensorrt_rtx .* has no plugin layers"):
+        define("llama", attention="plugin")
+    monkeypatch.setattr(builder, "can_add_plugins", lambda tensorrt: True)
+    monkeypatch.setattr(Graph, "layer", layer)
+    monkeypatch.setattr(operations, "register", lambda tensorrt: None)
+    model = write_model(tmp_path / "model", head_dim=64, num_hidden_layers=2)
+    with Checkpoint.open(model) as checkpoint, rtx.log.collect(ignore_missing_driver=True) as messages:
+        definition = define_decoder(checkpoint, BuildOptions(**SIZES, dtype="float16", attention="plugin"), full, messages)
+        monkeypatch.setattr(builder, "allow_aliasing", lambda tensorrt, config: layers.append("aliasing is allowed"))
+        builder.make_config(definition, BuildOptions(**SIZES), full, messages)
+    assert layers.pop() == "aliasing is allowed"
+    heads = [("float16", (-1, -1, count, 64)) for count in (4, 2, 2)]
+    inputs = [*heads, ("float16", (-1, 2, 2, 38, 64)), ("int32", (-1,)), ("float32", (38, 2, 32))]
+    assert layers == [(inputs, [], (f"model.layers.{index}.self_attn/attend", "BUILD")) for index in (0, 1)]
+    assert fields == [AttentionFields(num_heads=4, num_kv_heads=2, head_dim=64, rotary_dim=64)] * 2
+    assert declared(rtx, definition.network).keys() == {spec.name for spec in definition.tensors}

@@ -1,0 +1,123 @@
+"""Cached decoding is full recomputation: real models in NumPy, for every way of cutting a sequence into enqueues.
+
+Each model is a golden folder; the full pass is one prefill of the whole sequence into an empty cache that nothing else is in.
+That it is the one of transformers: reference/test_golden.py.
+"""
+
+from functools import cache
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+
+from tests.helpers.fakes import poison
+from tests.paths import GOLDEN
+from trt_kvcache import InferenceSession, SamplingParams
+
+FAMILIES = sorted(path.parent.name for path in GOLDEN.glob("*/golden.safetensors"))
+
+#: fp32 logits of a few units; the order of BLAS sums depends on the shapes of an enqueue, nothing else may.
+TOLERANCE = 1e-5
+
+S = 24
+
+
+def open_model(name, *, slots=1, limit=S, width=5, attention="native"):
+    sizes = {"max_batch_size": slots, "max_sequence_length": limit, "max_prefill_length": width}
+    return InferenceSession.from_model(GOLDEN / name, engine="reference", dtype="float32", attention=attention, **sizes)
+
+
+#: Opened once: what one test leaves in the cache is stale for the next.
+opened = cache(open_model)
+
+
+@cache
+def tokens_of(name):
+    """Return the golden sequence, S tokens."""
+    return tuple(load_file(GOLDEN / name / "golden.safetensors")["input_ids"].tolist())
+
+
+@cache
+def full_pass(name, tokens):
+    """Return the logits of one full pass, in one enqueue."""
+    return opened(name, width=S).prefill([tokens])[0]
+
+
+def check(name, tokens, logits):
+    expected = full_pass(name, tuple(tokens))
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE)
+    assert logits.argmax() == expected.argmax()
+
+
+def splits(length):
+    """Every way to write ``length`` as a sum, in order."""
+    if not length:
+        yield []
+    for first in range(1, length + 1):
+        yield from ([first, *rest] for rest in splits(length - first))
+
+
+@pytest.mark.parametrize("attention", ["native", "mask", "plugin"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_split_of_a_short_sequence(name, attention):
+    tokens = tokens_of(name)[:7]
+    session = opened(name, attention=attention)
+    for parts in splits(len(tokens)):
+        done = 0
+        for part in parts:
+            piece = tokens[done : done + part]
+            logits = session.prefill([piece]) if not done else session.decode(piece) if part == 1 else session.append([piece])
+            done += part
+            check(name, tokens[:done], logits[0])
+    assert session.tokens(0) == tokens
+
+
+@pytest.mark.parametrize(("attention", "value"), [("native", np.nan), ("mask", 1e30), ("plugin", np.nan)])
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=15)
+@given(data=st.data())
+def test_ragged_batches_over_poisoned_rows(name, attention, value, data):
+    """Rows of different length, cut at random, on a cache whose dead rows hold what must not be read."""
+    slots = 3
+    session = opened(name, slots=slots, attention=attention)
+    whole = tokens_of(name)
+    rows = [whole[start:] for start in data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=slots))]
+    done = [0] * len(rows)
+    for step in range(data.draw(st.integers(1, 6))):
+        poison(session.cache, value)
+        left = [len(row) - count for row, count in zip(rows, done, strict=True)]
+        decodes = step > 0 and min(left) > 0 and data.draw(st.booleans())
+        parts = [1 if decodes else data.draw(st.integers(int(not step), most)) for most in left]
+        new = [row[count : count + part] for row, count, part in zip(rows, done, parts, strict=True)]
+        logits = session.decode([token for (token,) in new]) if decodes else session.append(new) if step else session.prefill(new)
+        done = [count + part for count, part in zip(done, parts, strict=True)]
+        for row, count, part, found in zip(rows, done, parts, logits, strict=True):
+            if part:
+                check(name, row[:count], found)
+    poison(session.cache, value)
+
+
+@pytest.mark.parametrize("attention", ["native", "plugin"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_is_full_one_has_ended_and_the_others_go_on(name, attention):
+    whole = tokens_of(name)
+    prompts = [whole[: S - 2], whole[:5], whole[3:6], whole[7:15]]
+    params = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (9, 2, 12, 12)]
+    session = opened(name, slots=4, attention=attention)
+    poison(session.cache)
+    tokens = [[] for _ in prompts]
+    for event in session.generate(prompts, params):
+        tokens[event.index].append(event.token)
+        poison(session.cache)
+    for prompt, one, found in zip(prompts, params, tokens, strict=True):
+        assert found == [event.token for event in opened(name).generate([prompt], one)]
+    assert [len(found) for found in tokens] == [3, 2, 12, 12]
+    # The next turn goes on from what each slot has kept.
+    turn = [whole[:2], whole[2:5]]
+    session.rewind(0, S - 6)
+    kept = [session.tokens(slot) + session.pending_tokens(slot) for slot in range(2)]
+    logits = session.append([*turn, [], []])
+    for slot in range(2):
+        check(name, (*kept[slot], *turn[slot]), logits[slot])

@@ -1,0 +1,119 @@
+"""The custom operations, plainly and in a CUDA graph, beside their NumPy twins."""
+
+import itertools
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from trt_kvcache.errors import DTypeError, ShapeError
+from trt_kvcache.memory.host import HostMemory
+from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.ops import attention as attention_op
+from trt_kvcache.ops.attention import AttentionOp
+from trt_kvcache.ops.custom_op import TensorType, run_on_host
+from trt_kvcache.ops.embedding import EmbeddingOp
+from trt_kvcache.ops.segments import OperationStep
+from trt_kvcache.trt.cuda_graphs import StepGraphs
+from trt_kvcache.trt.memory_plan import place
+from trt_kvcache.trt.plugin import AttentionFields
+from trt_kvcache.trt.tensorrt_engine import stream_handle
+
+RANDOM = np.random.default_rng(2)
+B, H, GROUP, S, D = 3, 2, 3, 21, 64
+
+
+def normal(*shape, dtype=np.float16):
+    return RANDOM.normal(size=shape).astype(dtype)
+
+
+def attention_inputs(width, rotary_dim=D):
+    angles = RANDOM.uniform(0, 6, (S, rotary_dim // 2))
+    heads = (normal(B, width, count, D) for count in (H * GROUP, H, H))
+    cos_sin = np.stack([np.cos(angles), np.sin(angles)], 1).astype(np.float32)
+    return [*heads, normal(B, 2, H, S, D), np.array([0, 5, S - width], np.int32), cos_sin]
+
+
+def embedding_inputs(dtype, hidden):
+    ids = np.array([[0, 36, 4, 4, -1], [37, 2**31 - 1, 9, 1, 2]], np.int32)
+    return [normal(37, hidden, dtype=dtype), ids]
+
+
+ATTENTION = AttentionOp(num_heads=H * GROUP, num_kv_heads=H, head_dim=D)
+SCORES = {"scale": 0.3, "window": 7, "softcap": 5.0}
+PARTLY, UNTURNED = (AttentionOp(num_heads=H * GROUP, num_kv_heads=H, head_dim=D, rotary_dim=size, **SCORES) for size in (32, 0))
+
+
+@pytest.mark.parametrize(
+    ("op", "inputs"),
+    [
+        (ATTENTION, attention_inputs(1)),
+        (ATTENTION, attention_inputs(4)),
+        (PARTLY, attention_inputs(4, 32)),
+        (UNTURNED, attention_inputs(1)[:5]),
+        (EmbeddingOp(), embedding_inputs(np.float16, 40)),
+        (EmbeddingOp(), embedding_inputs(ml_dtypes.bfloat16, 3)),
+        (EmbeddingOp(), embedding_inputs(np.float32, 1032)),
+    ],
+)
+def test_the_same_as_the_twin_plainly_and_in_a_graph(memory, stream, op, inputs):
+    twin = run_on_host(op, *inputs)
+    tensors = [memory.to_device(array, stream=stream) for array in inputs]
+    types = [TensorType(one.shape, one.dtype) for one in tensors]
+    first = [
+        memory.to_device(np.full(one.shape, 7, twin[index].dtype), stream=stream) if one.alias is None else tensors[one.alias]
+        for index, one in enumerate(op.outputs(types))
+    ]
+    nbytes = op.workspace_nbytes(types)
+    workspace = DeviceTensor(memory.allocate(nbytes, zeroed=True, stream=stream), shape=(nbytes,), dtype="uint8")
+    graphs, ran = StepGraphs(memory), []
+
+    def work(stream):
+        ran.append(1 if memory.is_host else stream_handle(stream))
+        op.enqueue(tensors, first, workspace, stream)
+
+    for _ in range(3):
+        memory.zero(first[0], stream=stream)
+        graphs.run("step", stream, work, lambda stream: True)
+        memory.synchronize(stream)
+        for actual, expected in zip(first, twin, strict=True):
+            tolerance = 0 if op.name == "embedding" else 4e-3
+            np.testing.assert_allclose(actual.numpy().astype(np.float32), expected.astype(np.float32), rtol=0, atol=tolerance)
+    assert len(ran) == (3 if memory.is_host else 2)  # then its graph ran
+    assert len(set(ran)) == 1  # a graph builder has the address of its stream
+    graphs.close()
+
+
+def test_attention_passes_its_attributes_on(monkeypatch):
+    calls, real = [], attention_op.backend_of(HostMemory()).attend
+    spy = SimpleNamespace(attend=lambda call, *rest: calls.append(call) or real(call, *rest))
+    monkeypatch.setattr(attention_op, "backend_of", lambda memory: spy)
+    for op, rotary_dim, inputs in ((PARTLY, 32, attention_inputs(4, 32)), (UNTURNED, 0, attention_inputs(1)[:5])):
+        run_on_host(op, *inputs)
+        assert {name: getattr(calls[-1], name) for name in (*SCORES, "rotary_dim")} == SCORES | {"rotary_dim": rotary_dim}
+        assert op.fields() == AttentionFields(**op.attributes)
+        assert (op.fields().rotary_dim, op.fields().factor) == (rotary_dim, SCORES["scale"])
+
+
+def test_what_fits_and_what_does_not():
+    q, _, _, cache, *_ = types = [TensorType(array.shape, str(array.dtype)) for array in attention_inputs(4)]
+    assert ATTENTION.outputs(types) == (TensorType(q.shape, "float16"), TensorType(cache.shape, "float16", alias=3))
+    for index, wrong, error in ((1, q, ShapeError), (4, TensorType((B,), "int64"), DTypeError)):
+        with pytest.raises(error, match="attention: expected "):
+            ATTENTION.outputs([*types[:index], wrong, *types[index + 1 :]])
+    with pytest.raises(DTypeError, match="embedding: expected int32 ids, got int64"):
+        EmbeddingOp().outputs([TensorType((4, 2), "float16"), TensorType((1, 1), "int64")])
+
+
+def test_bytes_are_shared_by_what_never_lives_together():
+    names = "abcdef"
+    steps = [OperationStep(operation="x", attributes={}, inputs=(a,), outputs=(b,)) for a, b in itertools.pairwise(names)]
+    sizes = dict(zip(names, (300, 200, 512, 100, 256, 1), strict=True))
+    offsets, nbytes = place(steps, sizes)
+    for one, other in itertools.pairwise(names):
+        ends = [offsets[name] + sizes[name] for name in (one, other)]
+        assert ends[0] <= offsets[other] or ends[1] <= offsets[one]
+    assert all(offset % 256 == 0 for offset in offsets.values())
+    assert nbytes == 512 + 200  # that of the widest step
+    assert place((), {}) == ({}, 0)

@@ -1,0 +1,32 @@
+"""What ``inspect`` reads from an engine folder, without TensorRT and without a GPU."""
+
+import sys
+
+from tests.helpers.engine_files import PLAN, make_engine_folder
+from tests.helpers.small_model import write_model
+from trt_kvcache.builder.network.decomposable import AttentionChoice
+from trt_kvcache.engine_folder.inspection import inspect_engine
+
+
+def test_inspection(tmp_path, monkeypatch):
+    for name in ("tensorrt", "tensorrt_rtx", "cuda"):
+        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
+    model = write_model(tmp_path / "model", num_hidden_layers=2)
+    choices = (
+        AttentionChoice(layer=0, variant="native", decomposable=False),
+        AttentionChoice(layer=1, variant="native", decomposable=True, reason="because"),
+    )
+    make_engine_folder(model, tmp_path / "engine", attention=choices, compute_capabilities=("8.9",))
+    found = inspect_engine(tmp_path / "engine")
+    assert found.path == tmp_path / "engine"
+    assert (found.tensorrt_flavour, found.tensorrt_version, found.compute_capabilities) == ("tensorrt_rtx", "1.7.1", ("8.9",))
+    assert (found.dtype, found.model.family, found.cache.max_batch_size) == ("float16", "llama", 3)
+    assert [spec.name for spec in found.tensors if spec.alias] == [f"present_{kind}_cache_{layer}" for layer in (0, 1) for kind in "kv"]
+    assert [(profile.name, profile.max_width) for profile in found.profiles] == [("prefill", 11), ("decode", 1)]
+    assert found.decomposable_layers == (choices[1],)
+    assert found.plan_nbytes == len(PLAN)
+    assert found.checkpoint.path == str(model)
+    # K and V of one layer: 3 slots x 2 heads x 38 tokens x 24 x 2 bytes = 10 944, padded to 11 008 each.
+    assert found.memory.bytes_per_layer == (22016, 22016)
+    assert found.memory.nbytes == found.cache.nbytes == 44032
+    assert found.memory.bytes_per_sequence == 2 * 2 * 2 * 38 * 24 * 2

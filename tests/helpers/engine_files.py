@@ -1,0 +1,54 @@
+"""Engine folders without TensorRT: a real configuration around bytes that stand for a plan."""
+
+from trt_kvcache.builder.build_engine import define_constants
+from trt_kvcache.builder.network.decomposable import AttentionChoice
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
+from trt_kvcache.engine.names import DEFAULT_NAMES
+from trt_kvcache.engine_folder.config import CheckpointRecord, EngineConfig
+from trt_kvcache.engine_folder.folder import write_engine_folder
+from trt_kvcache.ops.segments import decoder_steps
+from trt_kvcache.ops.segments_record import FileRecord, SegmentsRecord, with_padding
+
+PLAN = b"these bytes stand for an engine"
+
+
+def make_config(checkpoint, *, plan=PLAN, embedded=False, **changes):
+    model = checkpoint.config
+    segmented = changes.pop("segmented", False)
+    variant = "plugin" if segmented else "native"
+    cache = cache_config(model, max_batch_size=3, max_sequence_length=38, dtype="float16", attention=variant)
+    values = {
+        "model": model,
+        "cache": cache,
+        "names": DEFAULT_NAMES,
+        "tensors": decoder_tensors(model, cache, DEFAULT_NAMES),
+        "profiles": decoder_profiles(max_batch_size=3, max_prefill_length=11),
+        "attention": tuple(AttentionChoice(layer=layer, variant=variant, decomposable=False) for layer in range(model.num_layers)),
+        "tensorrt_flavour": "tensorrt_rtx",
+        "tensorrt_version": "1.7.1",
+        "compute_capabilities": None,
+        "plan": FileRecord.of([plan]),
+        "checkpoint": CheckpointRecord(
+            path=str(checkpoint.path), fingerprint=checkpoint.fingerprint(), nbytes=checkpoint.nbytes, embedded=embedded
+        ),
+    }
+    if segmented and changes.get("segments", True):
+        steps = decoder_steps(model, cache, DEFAULT_NAMES)
+        plans = segment_plans(model.num_layers)
+        record = FileRecord.of([define_constants(checkpoint, cache)])
+        values["segments"] = SegmentsRecord(steps=steps, plans=tuple(map(len, plans)), constants=record)
+        values["plan"] = FileRecord.of(with_padding(plans))
+    return EngineConfig(**{**values, **changes})
+
+
+def segment_plans(layers):
+    return [b"segment %d" % index + b"." * index for index in range(layers + 1)]
+
+
+def make_engine_folder(model, target, *, plan=PLAN, embedded=False, **changes):
+    with Checkpoint.open(model) as checkpoint:
+        config = make_config(checkpoint, plan=plan, embedded=embedded, **changes)
+        constants = define_constants(checkpoint, config.cache) if config.segments else None
+        plans = with_padding(segment_plans(config.model.num_layers)) if config.segments else [plan]
+        return write_engine_folder(target, config=config, plans=plans, checkpoint=checkpoint, constants=constants)

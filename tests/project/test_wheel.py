@@ -1,0 +1,24 @@
+"""What a wheel installs: one top-level name, with the CUDA sources inside it."""
+
+import shutil
+import subprocess
+import sys
+import zipfile
+
+from tests.paths import ROOT
+
+
+def test_the_wheel_has_one_top_level_name(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    for name in ("trt_kvcache", "plugins", "engines"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "-w", str(tmp_path), str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"trt_kvcache"}
+    assert {"trt_kvcache/_plugins/lengths.cu", "trt_kvcache/py.typed", "trt_kvcache/builder/network/decoder.py"} <= set(names)

@@ -1,0 +1,239 @@
+"""``submit`` and ``step``: requests come and go at random, and each gets the tokens that it gets alone."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.helpers.fakes import kv_config, poison, recorded
+from tests.session.test_session_order import ERRORS, LineTracer, before_or_after, calls_of, decode_calls, journal, lengths
+from trt_kvcache import InferenceSession, KVLayout, PromptCache, SamplingParams
+from trt_kvcache.engine.protocol import EngineProfile
+from trt_kvcache.errors import BindingError, CapacityError, ClosedError, RangeError, ShapeError
+
+S = 16
+
+
+def make(*, tokenizer=None, profiles=None, reuse=0, combined=False, **kv):
+    layout = KVLayout.COMBINED if combined else KVLayout.SEPARATE
+    engine, cache = recorded(kv_config(**kv, layout=layout), profiles=profiles, combined=combined)
+    return InferenceSession(engine, cache, tokenizer=tokenizer, prompt_cache=PromptCache(cache, max_bytes=reuse))
+
+
+def outcome(handle):
+    return handle.tokens, handle.text, handle.finish_reason
+
+
+def alone(session, prompt, params):
+    """What ``generate`` makes of a prompt, in a session of its own."""
+    events = list(session.generate([prompt], params))
+    return tuple(event.token for event in events), "".join(event.text for event in events), events[-1].finish_reason
+
+
+def drain(session):
+    while moved := session.step():
+        assert [handle.index for handle in moved] == sorted(handle.index for handle in moved)
+
+
+def sampled(count, seed=0):
+    return SamplingParams(max_new_tokens=count, temperature=1.5, seed=seed)
+
+
+def random_params(random):
+    return SamplingParams(max_new_tokens=int(random.integers(1, 9)), temperature=random.choice([0.0, 1.5]), seed=int(random.integers(9)))
+
+
+@given(st.integers(0, 2**32), st.integers(1, 4), st.sampled_from([S, 7]), st.booleans(), st.booleans(), st.sampled_from([0, 1 << 12]))
+def test_random_arrivals_and_cancels(seed, slots, limit, combined, one_profile, reuse):
+    random = np.random.default_rng(seed)
+    profile = EngineProfile(name="any", min_batch=1, max_batch=slots, min_width=1, max_width=4)
+    session = make(slots=slots, limit=limit, combined=combined, profiles=[profile] if one_profile else None, reuse=reuse)
+    handles, asked, cancelled = [], [], set()
+    program = [*random.choice(["submit", "step", "cancel", "prefill"], 30, p=[0.4, 0.5, 0.06, 0.04]), *["step"] * 20]
+    for what in program:
+        if what == "submit":
+            asked.append((random.integers(0, 3, random.integers(1, limit + 1)), random_params(random)))
+            handles.append(session.submit(*asked[-1]))
+        elif what == "cancel" and handles:
+            cancelled |= {handle.index for handle in random.choice(handles, 1) if handle.cancel()}
+        elif what == "prefill":
+            session.prefill([[1, 2]])  # somebody else takes the slots
+        elif what == "step":
+            counts = [len(handle.tokens) for handle in handles]
+            moved = session.step()
+            poison(session.cache)
+            assert moved or all(handle.finished for handle in handles)
+            assert all(len(handle.tokens) - count in (0, 1) for handle, count in zip(handles, counts, strict=True))
+            states = [handle.state for handle in handles if handle.state != "finished"]
+            assert "queued" not in states or set(states[states.index("queued") :]) == {"queued"}, "first in, first out"
+    drain(session)
+    lonely = make(limit=limit)
+    for handle, (prompt, params) in zip(handles, asked, strict=True):
+        tokens, text, reason = alone(lonely, prompt, params)
+        if handle.index in cancelled:
+            assert (handle.tokens, handle.finish_reason) == (tokens[: len(handle.tokens)], "cancelled")
+        else:
+            assert outcome(handle) == (tokens, text, reason)
+
+
+@pytest.mark.parametrize("limit", [S, 7])
+def test_the_others_go_on_while_a_long_prompt_comes_in(limit):
+    session = make(slots=2, limit=limit)
+    first = session.submit([1], max_new_tokens=5)
+    session.step()
+    second = session.submit(range(limit), max_new_tokens=2)
+    third = session.submit([3], max_new_tokens=1)
+    seen = []
+    while moved := session.step():
+        seen.append(([handle.index for handle in moved], first.state, second.state, third.state))
+    assert seen[0] == ([0, 1], "decoding", "prefilling", "queued")
+    starts = [step.start for step in session.engine.steps if len(step.input_ids[0]) > 1]
+    assert starts == ([[0], [4], [8], [12]] if limit == S else [[1, 0], [2, 4]])
+    assert outcome(second) == alone(make(limit=limit), range(limit), SamplingParams())
+    assert [handle.finish_reason for handle in (first, second, third)] == ["length"] * 3
+
+
+@pytest.mark.parametrize("steps", range(7))
+def test_cancel(steps):
+    session = make(slots=2)
+    kept, handle = session.submit([1], max_new_tokens=6), session.submit([2] * 9, max_new_tokens=4)
+    for _ in range(steps):
+        session.step()
+    state, tokens = handle.state, handle.tokens
+    assert (state, len(tokens)) == (["queued", "prefilling", "prefilling", *["decoding"] * 3, "finished"][steps], max(0, steps - 2))
+    assert handle.cancel() is (steps < 6)
+    assert handle.cancel() is False
+    drain(session)
+    assert (handle.state, handle.tokens, handle.finish_reason) == ("finished", tokens, "length" if steps == 6 else "cancelled")
+    assert outcome(kept) == alone(make(), [1], SamplingParams(max_new_tokens=6))
+    assert session.cache.active_batch_size == 0
+
+
+class TestCalls:
+    def test_a_decode_step_after_a_decode_step(self):
+        session = make(slots=3)
+        handles = [session.submit([1, token], sampled(9, token)) for token in (2, 3)]
+        session.step()
+        session.step()
+        stream, moved = session._steps.stream, []
+        assert calls_of(session, lambda: moved.extend(session.step())) == decode_calls(stream)
+        assert (moved, session._sequences.samplers) == (handles, [(2, 3), (3, 3)])
+        assert [session.pending_tokens(slot) for slot in (0, 1)] == [handle.tokens[-1:] for handle in handles]
+
+    def test_a_new_prompt_runs_from_its_slot_over_views_that_are_made_once(self):
+        session = make(slots=3)
+        session.submit([1, 1], max_new_tokens=12)
+        session.step()
+        for _ in range(3):
+            for token in (2, 3):  # in slot 1, then in slot 2; they end together
+                session.submit([token] * 2, max_new_tokens=5 - token)
+                session.step()
+            session.step()
+            assert [session.tokens(slot)[0] for slot in range(3)] == [1, 2, 3]
+        steps = [step for step in session.engine.steps if step.profile == "prefill"]
+        assert [(step.input_ids, step.start) for step in steps] == [([[token] * 2], [0]) for token in (1, *[2, 3] * 3)]
+        for name in ("k_cache_0", "v_cache_1"):
+            assert steps[0].bound[name].ptr < steps[1].bound[name].ptr < steps[2].bound[name].ptr
+            assert len({id(step.bound[name]) for step in steps}) == 3
+        assert session.cache.lengths.tensor.ptr not in [step.bound["kvcache_start_index"].ptr for step in steps[1:]]
+
+
+def in_the_middle(tokenizer):
+    """The next step drops slot 0, moves slot 2 there, admits one, runs a chunk of two prompts, and decodes one or two tokens."""
+    session = make(slots=3, tokenizer=tokenizer)
+    handles = [session.submit([1, 2], sampled(2)), session.submit([3, 4, 5, 6, 7, 8, 9], sampled(3, 1)), session.submit([4], sampled(5, 2))]
+    handles.append(session.submit([6, 7, 8], sampled(4, 8)))
+    session.step()
+    session.step()
+    assert [handle.state for handle in handles] == ["finished", "decoding", "decoding", "queued"]
+    return session, handles
+
+
+def seen(handles):
+    return [(*outcome(handle), handle.state, handle.sampler) for handle in handles]
+
+
+class TestFailures:
+    @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
+    @before_or_after
+    def test_a_failure_of_any_call_leaves_everything_and_the_step_can_be_repeated(self, tokenizer, after, error):
+        calm, calm_handles = in_the_middle(tokenizer)
+        enqueued = len(calm.engine.steps)
+        calm.step()
+        enqueued = len(calm.engine.steps) - enqueued
+        expected = seen(calm_handles)
+        drain(calm)
+        for index in range(100):
+            session, handles = in_the_middle(tokenizer)
+            before = seen(handles)
+            journal(session).fail_at(index, error, after=after)
+            try:
+                session.step()
+            except type(error):
+                assert seen(handles) == before
+                held = [session.tokens(slot) for slot in range(len(lengths(session)))]
+                assert {(*handle.prompt, *handle.tokens[:-1]) for handle in handles[1:3]} <= set(held)
+                count = len(session.engine.steps)
+                session.step()
+                assert len(session.engine.steps) - count == enqueued, "nothing is run that had been run"
+            assert seen(handles) == expected
+            if not journal(session).failed:
+                break
+            poison(session.cache)
+            drain(session)
+            assert seen(handles) == seen(calm_handles)
+        assert index > 10
+
+    def test_ctrl_c_at_any_line_of_these_modules(self, tokenizer):
+        calm, calm_handles = in_the_middle(tokenizer)
+        mine = ("session/batch.py", "request")
+        visits = {line: count for line, count in LineTracer(calm.step).visits.items() if any(part in line[0] for part in mine)}
+        drain(calm)
+        assert len(visits) > 100
+        for number, (line, count) in enumerate(visits.items()):  # at its first visit, at the last of the next
+            session, handles = in_the_middle(tokenizer)
+            with pytest.raises(KeyboardInterrupt):
+                LineTracer(session.step, at=(line, range(count)[-(number % 2)]))
+            drain(session)
+            assert seen(handles) == seen(calm_handles), line
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options", "kind", "text"),
+    [
+        ([], {}, ShapeError, "prompts[0]: expected at least one token, got none."),
+        ([1] * 17, {}, CapacityError, "prompt 0 has 17 tokens; that exceeds max_sequence_length=16. Nothing was changed."),
+        ([1], {"max_new_tokens": 0}, RangeError, "SamplingParams.max_new_tokens: expected"),
+    ],
+)
+def test_what_is_refused(prompt, options, kind, text):
+    session = make()
+    with pytest.raises(kind) as error:
+        session.submit(prompt, **options)
+    assert str(error.value).startswith(text)
+    assert (session.step(), session.submit([1]).index) == ([], 0)
+
+
+def test_an_engine_that_takes_whole_batches_only():
+    session = make(profiles=[EngineProfile(name="fixed", min_batch=3, max_batch=3, min_width=1, max_width=4)])
+    with pytest.raises(BindingError, match="no optimisation profile takes 1 slots of 1 new tokens"):
+        session.submit([1])
+
+
+def test_others_on_the_same_session():
+    session = make()
+    events = session.generate([[1, 2]], max_new_tokens=5)
+    next(events)
+    assert session.step() == []
+    next(events)
+    handle = session.submit([3], max_new_tokens=2)
+    assert session.step() == [handle]
+    with pytest.raises(ClosedError, match="another call has changed the sequences"):
+        next(events)
+    session._cache.commit_sequence_length(1, stream=session._steps.stream)
+    with pytest.raises(RangeError, match="cache lengths: expected"):
+        session.step()
+    session.close()
+    for call in (session.step, lambda: session.submit([1])):
+        with pytest.raises(ClosedError, match="this InferenceSession is closed"):
+            call()

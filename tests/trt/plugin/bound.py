@@ -1,0 +1,68 @@
+"""A plugin with tensors that are somebody else's, and what the twin in NumPy makes of them."""
+
+from types import SimpleNamespace
+
+import numpy as np
+
+from tests.kernels.attention import TOLERANCE, inputs, make_workspace
+from tests.trt.plugin.stand_in import DataType, tensorrt
+from trt_kvcache import DeviceTensor, HostMemory
+from trt_kvcache.kernels import attend
+from trt_kvcache.ops.attention_shapes import workspace_nbytes
+from trt_kvcache.trt.plugin import AttentionFields, plugin_class
+
+_TYPES = {"float16": DataType.HALF, "bfloat16": DataType.BF16, "float32": DataType.FLOAT, "int32": DataType.INT32}
+
+
+class Bound:
+    """A plugin with its tensors, on the device and on the host. Behind ``out`` there is one slot more, which stays as it is."""
+
+    def __init__(self, case, memory, stream):
+        self.case, self.host = case, inputs(case, 1)
+        rotary = case.head_dim if case.rotary_dim is None else case.rotary_dim
+        self.fields = AttentionFields(
+            num_heads=case.kv_heads * case.group, num_kv_heads=case.kv_heads, head_dim=case.head_dim, scale=case.scale or 0.0,
+            window=case.window, softcap=case.softcap, rotary_dim=rotary,
+        )  # fmt: skip
+        slots, *rest = self.host["q"].shape
+        self.memory, self.stream, self.handle = memory, stream, int(stream.__cuda_stream__()[1])
+        self.tensors = {name: memory.to_device(np.ascontiguousarray(array), stream=stream) for name, array in self.host.items()}
+        self.out = memory.to_device(np.zeros((slots + 1, *rest), self.host["q"].dtype), stream=stream)
+        self.workspace = memory.to_device(np.empty(workspace_nbytes(self.fields, case.width), np.uint8), stream=stream)
+        self.fill()
+        self.plugin = plugin_class(tensorrt())(self.fields)
+
+    def fill(self):
+        """Leave in the workspace, and in ``out``, what another layer might: all bits are ones."""
+        for tensor in (self.workspace, self.out):
+            ones = DeviceTensor(tensor.allocation, shape=(tensor.nbytes,), dtype="uint8")
+            self.memory.upload(ones, np.full(ones.shape, 0xFF, np.uint8), stream=self.stream)
+        self.memory.synchronize(self.stream)
+
+    @property
+    def descs(self):
+        return [SimpleNamespace(dims=tensor.shape, type=_TYPES[tensor.dtype]) for tensor in self.tensors.values()]
+
+    def enqueue(self, **changed):
+        inputs = [tensor.ptr for tensor in self.tensors.values()]
+        outputs = [self.out.ptr, changed.get("cache", self.tensors["cache"].ptr)]
+        self.plugin.enqueue(self.descs, [], inputs, outputs, self.workspace.ptr, self.handle)
+
+    def twin(self):
+        """Return out and the cache as the kernels' twin leaves them."""
+        memory, case = HostMemory(), self.case
+        stream = memory.create_stream()
+        tensors = {name: memory.to_device(np.array(array, order="C"), stream=stream) for name, array in self.host.items()}
+        tensors["out"] = out = memory.to_device(np.empty(self.out.shape, self.host["q"].dtype)[1:], stream=stream)
+        options = {"scale": case.scale, "window": case.window, "softcap": case.softcap}
+        attend(**tensors, workspace=make_workspace(case, memory, stream), **options, stream=stream)
+        return out.numpy().astype(np.float64), tensors["cache"].numpy()
+
+    def check(self, dtype):
+        self.memory.synchronize(self.stream)
+        expected, cache = self.twin()
+        *out, behind = self.out.numpy().astype(np.float64)
+        assert np.isnan(behind).all()
+        error, size = (np.abs(x).max(axis=(1, 3)) for x in (np.array(out) - expected, expected))
+        assert (error <= 2 * TOLERANCE[dtype] * size).all()  # both are rounded
+        assert self.tensors["cache"].numpy().tobytes() == cache.tobytes()

@@ -1,0 +1,111 @@
+"""The decode step ahead of time: with a stand-in for ``tensorrt.plugin``, NVRTC, and the kernel on the emulated device."""
+
+import inspect
+import re
+import sys
+import typing
+from dataclasses import asdict
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.trt.plugin.stand_in import DataType, tensorrt
+from trt_kvcache.errors import CudaError, KVCacheError
+from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
+from trt_kvcache.ops.attention_fields import FIELD_TYPES
+from trt_kvcache.trt.plugin import AttentionFields, aot, register_decode
+
+FIELDS = AttentionFields(num_heads=22, num_kv_heads=2, head_dim=80, softcap=30.5, window=7, rotary_dim=20)
+SHAPES = {"q": (3, 1, 22, 80), "k": (3, 1, 2, 80), "v": (3, 1, 2, 80), "cache": (3, 2, 2, 9, 80), "lengths": (3,), "cos_sin": (9, 2, 10)}
+
+
+def test_launch_and_macros():
+    for head_dim in HEAD_DIMS:  # no more than what need not be asked for
+        warps, stages, nbytes = aot.tiles(head_dim)
+        assert warps in (1, 2, 4)
+        assert stages >= 2
+        assert nbytes <= 48 * 1024
+    assert aot.blocks(FIELDS) == 4  # 8 and 3 of 11 query heads, of each K/V head
+    macros = aot.macros(FIELDS, "bfloat16")
+    fixed = {"ELEMENT": "BFloat16", "HEAD_DIM": "80", "GROUP": "11", "KV_HEADS": "2", "ROTARY_DIM": "20", "WINDOW": "7"}
+    assert macros == macros | fixed
+    assert [float(macros[name]) for name in ("FACTOR", "INNER")] == pytest.approx([30.5 / np.log(2), 80**-0.5 / 30.5])
+
+
+def test_ptx():
+    ptx = aot.compile_ptx(FIELDS, "float16", "sm_86")
+    entry = ptx[ptx.index(".entry attention_decode_aot(") :].partition(")")[0]
+    parameters = [line.split()[1] for line in entry.splitlines()[1:] if line.strip()]
+    assert ".target sm_86" in ptx
+    assert ptx.count(".entry") == 1
+    assert [kind.split(".")[1][1:] for kind in parameters] == ["64"] * 6 + ["32"] + ["64"] * 2
+    with pytest.raises(CudaError, match=r"^NVRTC: attention_decode_aot for sm_1: NVRTC_ERROR_\w+\. .*gpu-architecture"):
+        aot.compile_ptx(FIELDS, "float16", "sm_1")
+
+
+class Described:
+    """A ``TensorDesc``."""
+
+    def __init__(self, shape, dtype):
+        self.shape_expr = [SimpleNamespace(is_constant=size is not None, constant_value=size) for size in shape]
+        self.dtype = dtype
+        self.like, self.aliased = lambda: ("like", self), lambda: ("aliased", self)
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """What is registered with a stand-in for ``tensorrt.plugin``: how it is described, and the kernel."""
+    made = {}
+    module = SimpleNamespace(TensorDesc=Described, KernelLaunchParams=SimpleNamespace, SymIntExprs=lambda count: [None] * count)
+    module.SymInt32 = lambda size: ("SymInt32", size)
+    for name in ("register", "aot_impl"):
+        setattr(module, name, lambda plugin, name=name: lambda function: made.setdefault(name, (plugin, function))[1])
+    monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "tensorrt.plugin", module)
+    monkeypatch.setattr(aot, "compile_ptx", lambda *what: what)
+    implement = register_decode(tensorrt(), arch="sm_87")
+    assert made["aot_impl"] == ("trt_kvcache::KVCacheAttentionDecode", implement)
+    assert made["register"][0] == "trt_kvcache::KVCacheAttentionDecode"
+    return made["register"][1], implement
+
+
+@pytest.fixture
+def tensors():
+    dtypes = {"lengths": DataType.INT32, "cos_sin": DataType.FLOAT}
+    return {name: Described(shape, dtypes.get(name, DataType.HALF)) for name, shape in SHAPES.items()}
+
+
+def test_signatures(registered):
+    describe, implement = map(inspect.signature, registered)
+    kinds = {name: int if FIELD_TYPES[name] == "INT32" else float for name in asdict(FIELDS)}
+    assert {name: one.annotation for name, one in describe.parameters.items()} == dict.fromkeys(SHAPES, Described) | kinds
+    assert list(implement.parameters) == [*describe.parameters, "outputs", "tactic"]
+    assert typing.get_args(describe.return_annotation) == (Described, Described)
+    assert typing.get_origin(implement.return_annotation) is tuple
+    assert typing.get_args(typing.get_args(implement.return_annotation)[1]) == (str, bytes)
+
+
+def test_what_tensorrt_is_told(registered, tensors):
+    describe, implement = registered
+    assert describe(*tensors.values(), **asdict(FIELDS)) == (("like", tensors["q"]), ("aliased", tensors["cache"]))
+    name, ptx, launch, integers = implement(*tensors.values(), *asdict(FIELDS).values(), [], 0)
+    assert (name, ptx) == ("attention_decode_aot", (FIELDS, "float16", "sm_87"))
+    warps, _, shared = aot.tiles(80)
+    sizes = {"grid_x": 1, "grid_y": 4, "grid_z": tensors["q"].shape_expr[0], "block_x": 32 * warps, "block_y": 1, "block_z": 1}
+    assert vars(launch) == sizes | {"shared_mem": shared}
+    assert integers == [("SymInt32", tensors["cache"].shape_expr[3])]
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({name: ((3, None, *SHAPES[name][2:]), DataType.HALF) for name in "qkv"}, f"{aot.PLUGIN_ID}: expected q of shape [B, 1, "),
+        ({"k": ((3, 1, 4, 80), DataType.HALF)}, "k: expected [3, 1, 2, 80], got [3, 1, 4, 80]."),
+        ({"lengths": ((3,), DataType.FLOAT)}, "lengths: expected int32, got float32."),
+    ],
+)
+def test_refused(registered, tensors, changed, said):
+    tensors |= {name: Described(*what) for name, what in changed.items()}
+    with pytest.raises(KVCacheError, match=f"^{re.escape(said)}"):
+        registered[1](*tensors.values(), *asdict(FIELDS).values(), [], 0)

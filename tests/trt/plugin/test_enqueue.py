@@ -1,0 +1,102 @@
+"""Enqueue, with addresses and a stream that are somebody else's, against the twin in NumPy."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.kernels.attention import DECODE_CASES, PREFILL_CASES
+from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, need_cuda_memory, needs_standin
+from tests.trt.plugin.bound import Bound
+from trt_kvcache.errors import BindingError, CapacityError, KVCacheError
+from trt_kvcache.ops import attention_step as step
+from trt_kvcache.ops.attention_shapes import MOST_MULTIPROCESSORS
+
+need_cuda_memory()
+
+_CASES = {name: DECODE_CASES[name] for name in ("groups", "one head", "some take no part", "window", "softcap and scale")} | {
+    "chunks": replace(PREFILL_CASES["ragged"], layout="combined", packed=False)
+}
+
+
+@pytest.mark.parametrize("name", list(_CASES))
+def test_as_the_twin(memory, stream, name):
+    bound = Bound(_CASES[name], memory, stream)
+    for _ in range(2):
+        bound.fill()
+        bound.enqueue()
+        bound.check(_CASES[name].dtype)
+
+
+def test_new_shapes_and_addresses(memory, stream):
+    """A plugin that has run is told of other shapes, and is handed other addresses without being told."""
+    first, second = (Bound(_CASES["groups"], memory, stream) for _ in range(2))
+    larger = Bound(replace(_CASES["groups"], lengths=(4, 0, 9)), memory, stream)
+    first.enqueue()
+    second.plugin = larger.plugin = first.plugin
+    second.enqueue()
+    second.check("float16")
+    first.plugin.on_shape_change(larger.descs, [])
+    larger.enqueue()
+    larger.check("float16")
+    for call, rest in ((first.plugin.on_shape_change, ()), (first.plugin.enqueue, ([], [0, 0], 0, 0))):  # refused, and not run as before
+        with pytest.raises(KVCacheError, match=r"^q: "):
+            call(larger.descs[::-1], [], *rest)
+
+
+@pytest.mark.parametrize("name", ["groups", "chunks"])
+def test_in_a_graph(memory, stream, name):
+    bound = Bound(_CASES[name], memory, stream)
+    bound.enqueue()
+    builder = stream.create_graph_builder()
+    builder.begin_building()
+    bound.enqueue()
+    graph = builder.end_building().complete()
+    bound.out.numpy()  # waits for all streams
+    for _ in range(2):
+        bound.fill()
+        graph.launch(stream)
+        bound.check(_CASES[name].dtype)
+
+
+def test_the_default_stream(memory, stream):
+    bound = Bound(_CASES["groups"], memory, stream)
+    memory.synchronize(stream)
+    bound.handle = 0
+    bound.enqueue()
+    bound.out.numpy()  # waits for all streams
+    bound.check("float16")
+
+
+def test_a_cache_that_is_not_aliased(memory, stream):
+    bound = Bound(_CASES["groups"], memory, stream)
+    with pytest.raises(BindingError, match=r"^cache: expected the output at the address of the input 0x\w+, got 0x100\. Build with allow_"):
+        bound.enqueue(cache=0x100)
+    assert bound.tensors["cache"].numpy().tobytes() == bound.host["cache"].tobytes()
+
+
+@needs_standin
+@pytest.mark.parametrize(
+    ("name", "calls"), [("groups", {"cuMemsetD8Async": 1, "cuLaunchKernelEx": 1}), ("chunks", {"cuLaunchKernelEx": 2})]
+)
+def test_neither_waits_nor_allocates(memory, stream, name, calls):
+    bound = Bound(_CASES[name], memory, stream)
+    bound.enqueue()
+    standin = StandIn()
+    bound.enqueue()
+    made = standin.take_calls()
+    assert not {*made} & (WAITS | ALLOCATIONS)
+    assert {call: made.count(call) for call in made if "Launch" in call or "Memset" in call} == calls
+
+
+def test_more_multiprocessors_than_the_workspace_is_for(memory, stream, monkeypatch):
+    bound = Bound(_CASES["groups"], memory, stream)
+    monkeypatch.setattr(memory, "multiprocessor_count", MOST_MULTIPROCESSORS + 1)
+    monkeypatch.setattr("trt_kvcache.trt.plugin.plugin.current_memory", lambda: memory)
+    with pytest.raises(CapacityError, match=r"^cuda:0: expected at most 256 multiprocessors, got 257\.$"):
+        bound.enqueue()
+
+
+def test_the_memory_is_that_of_the_device(memory):
+    memory.make_current()
+    assert step.current_memory() is step.current_memory()
+    assert step.current_memory().device == memory.device

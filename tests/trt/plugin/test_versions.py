@@ -1,0 +1,55 @@
+"""The version of the plugin, and versions of TensorRT."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from tests.trt.plugin.stand_in import tensorrt
+from trt_kvcache.errors import EngineError
+from trt_kvcache.trt.plugin import allow_aliasing, can_add_plugins, plugin_class
+from trt_kvcache.trt.plugin.versions import PLUGIN_VERSION, abi_digest, ahead_of_time_module, constant_of
+
+#: Of every version that was given out. A change of inputs, outputs or fields takes a new version, never a new digest.
+DIGESTS = {"1": "0009ac9ee71b24c7"}
+
+
+def test_the_version_changes_with_the_abi():
+    assert DIGESTS[PLUGIN_VERSION] == abi_digest()
+
+
+def test_too_old():
+    old = tensorrt()
+    del old.module.IPluginV3OneBuildV2
+    with pytest.raises(
+        EngineError, match=r"^KVCacheAttention: expected TensorRT 10\.3 or newer, got tensorrt 10\.3\.0, which has no IPlu.*V2\.$"
+    ):
+        plugin_class(old)
+
+
+def test_networks():
+    assert can_add_plugins(tensorrt(INetworkDefinition=SimpleNamespace(add_plugin_v3=None)))
+    assert not can_add_plugins(tensorrt(INetworkDefinition=SimpleNamespace()))
+
+
+def test_aliasing_is_allowed_where_there_is_a_switch():
+    switched = []
+    config = SimpleNamespace(set_preview_feature=lambda *what: switched.append(what))
+    for features in ({}, {"ALIASED_PLUGIN_IO_10_03": "it"}):
+        allow_aliasing(tensorrt(PreviewFeature=SimpleNamespace(**features)), config)
+        assert switched == [(one, True) for one in features.values()]
+
+
+def test_no_plugins_ahead_of_time(monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorrt.plugin", None)
+    with pytest.raises(EngineError, match=r"^tensorrt\.plugin: expected full TensorRT with plugins compiled ahead of time, got ten"):
+        ahead_of_time_module(tensorrt())
+    monkeypatch.setitem(sys.modules, "tensorrt", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "tensorrt.plugin", SimpleNamespace(register=None))
+    with pytest.raises(EngineError, match=r"tensorrt 10\.3\.0 has no aot_impl"):
+        ahead_of_time_module(tensorrt())
+
+
+@pytest.mark.parametrize(("size", "value"), [((True, 3), 3), ((True, lambda: 4), 4), ((False, 5), None)])
+def test_constants_in_either_form(size, value):
+    assert constant_of(SimpleNamespace(is_constant=size[0], constant_value=size[1])) == value

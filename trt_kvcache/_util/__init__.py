@@ -1,0 +1,1 @@
+"""Small things that every room uses, and that know nothing of caches."""

@@ -1,0 +1,1 @@
+"""Building TensorRT engines from a checkpoint."""

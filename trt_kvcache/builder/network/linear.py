@@ -1,0 +1,43 @@
+"""``x W^T + b``, with the weight as Hugging Face stores it: ``[out, in]``."""
+
+from typing import Any
+
+from trt_kvcache.builder.network.graph import Graph
+from trt_kvcache.builder.network.weights import Weights
+
+
+def matmul_transposed(graph: Graph, name: str, x: Any, weight: Any) -> Any:
+    """Return ``x weight^T``.
+
+    Parameters
+    ----------
+    x : ITensor ``[..., in]``
+    weight : ITensor ``[..., out, in]``
+        Of the rank of ``x``.
+
+    Returns
+    -------
+    ITensor ``[..., out]``
+    """
+    plain, transposed = graph.trt.MatrixOperation.NONE, graph.trt.MatrixOperation.TRANSPOSE
+    return graph.op(name, "matrix_multiply", x, plain, weight, transposed)
+
+
+def linear(graph: Graph, x: Any, weights: Weights, module: str, *, bias: bool) -> Any:
+    """Apply the linear layer whose weights are ``<module>.weight`` and, if ``bias``, ``<module>.bias``.
+
+    Parameters
+    ----------
+    x : ITensor ``[B, s, in]``
+    module : str
+        Such as ``model.layers.0.mlp.up_proj``.
+
+    Returns
+    -------
+    ITensor ``[B, s, out]``
+    """
+    weight = graph.constant(f"{module}.weight", weights(f"{module}.weight")[None])
+    y = matmul_transposed(graph, f"{module}/matmul", x, weight)
+    if not bias:
+        return y
+    return graph.elementwise(f"{module}/add_bias", y, "SUM", graph.constant(f"{module}.bias", weights(f"{module}.bias")[None, None]))

@@ -1,0 +1,48 @@
+"""Rotary position embedding: tables once per network, one TensorRT layer per rotation."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.builder.network.graph import Graph
+from trt_kvcache.checkpoint import ModelConfig, rope_table
+
+
+@dataclass(frozen=True)
+class RopeTables:
+    """Cosines and sines of every position, float32 ``[S, D / 2]``. Scaling (linear, llama3) is in them."""
+
+    cos: Any
+    sin: Any
+
+
+def rope_tables(graph: Graph, model: ModelConfig, *, length: int) -> RopeTables:
+    """Add the tables for positions ``0 .. length - 1``."""
+    cos, sin = rope_table(model.rope, model.head_dim, length)
+    return RopeTables(graph.constant("rope/cos", cos), graph.constant("rope/sin", sin))
+
+
+def cos_sin(model: ModelConfig, *, length: int) -> np.ndarray[Any, Any]:
+    """Return both tables in one array, as our own attention takes them: float32 ``[S, 2, D / 2]``."""
+    return np.stack(rope_table(model.rope, model.head_dim, length), axis=1)
+
+
+def rotate(graph: Graph, name: str, x: Any, tables: RopeTables, position_ids: Any) -> Any:
+    """Rotate the pairs ``(d, d + D / 2)`` of each row by its position.
+
+    Parameters
+    ----------
+    x : ITensor ``[B, H, s, D]``
+    position_ids : ITensor ``[B, s]``, int32
+
+    Returns
+    -------
+    ITensor ``[B, H, s, D]``, float32
+        Left wide, so that the caller rounds once.
+    """
+    wide = graph.cast(f"{name}/to_float32", x, "float32")
+    interleaved, rotary_dim = False, 0  # rotary_dim 0 rotates all of D
+    layer = graph.layer(f"{name}/rotate", "rotary_embedding", wide, tables.cos, tables.sin, interleaved, rotary_dim)
+    layer.set_input(3, position_ids)
+    return graph.result(layer)

@@ -1,0 +1,261 @@
+"""Cache configurations: frozen, keyword-only, checked when made.
+
+``KVCacheConfig`` describes per-layer heads (seed 000), ``CacheConfig`` the one-buffer cache of equal layers (seed 001).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache._util.checks import int_in_range, one_of
+from trt_kvcache._util.stored import read_stored
+from trt_kvcache.cache.layout import KVLayerStorage, KVLayout, kv_layer_storage
+from trt_kvcache.cache.mamba_config import MambaCacheConfig
+from trt_kvcache.dtypes import KV_DTYPES, SCALED_KV_DTYPES
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.memory.shapes import MAX_DIMENSION, ROW_GRANULE, align_up, dense_nbytes, row_nbytes
+
+# Scales are stored as float32: below the smallest normal one or above the largest they would become 0 or infinite.
+_SCALE_MIN, _SCALE_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVLayerConfig:
+    """K/V heads of one attention layer (seed 000, ``KVLayerConfig``).
+
+    Raises ConfigError: a field is out of range.
+
+    Parameters
+    ----------
+    num_kv_heads
+        Key-value heads, H.
+    head_dim
+        Elements of one row, D. ``D * itemsize`` must be a multiple of 16 bytes.
+    k_scale, v_scale
+        For ``float8_e4m3fn`` and ``int8``: real value = stored value * scale. Finite and above 0, as float32. Other dtypes have no
+        use for it.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("num_kv_heads", "head_dim"):
+            object.__setattr__(self, name, int_in_range(f"KVLayerConfig.{name}", getattr(self, name), 1, error=ConfigError))
+        for name in ("k_scale", "v_scale"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float | np.floating) or not _SCALE_MIN <= value <= _SCALE_MAX:
+                raise ConfigError(f"KVLayerConfig.{name}: expected a finite float32 above 0, got {value!r}.")
+            object.__setattr__(self, name, float(value))
+
+
+def _check_common(config: KVCacheConfig | CacheConfig) -> None:
+    owner = type(config).__name__
+    for name in ("max_batch_size", "max_sequence_length"):
+        object.__setattr__(config, name, int_in_range(f"{owner}.{name}", getattr(config, name), 1, MAX_DIMENSION, error=ConfigError))
+    one_of(f"{owner}.dtype", config.dtype, KV_DTYPES)
+    if not isinstance(config.layout, KVLayout):
+        raise ConfigError(f"{owner}.layout: expected KVLayout.COMBINED or KVLayout.SEPARATE, got {config.layout!r}.")
+
+
+def _check_row(owner: str, index: int, layer: KVLayerConfig, dtype: str) -> None:
+    row = row_nbytes(layer.head_dim, dtype)
+    if row % ROW_GRANULE:
+        raise ConfigError(
+            f"{owner}: layer {index} has rows of {row} bytes (head_dim {layer.head_dim} in {dtype}); "
+            f"expected a multiple of {ROW_GRANULE} bytes."
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVCacheConfig:
+    """K/V cache with a head configuration per layer (seed 000, ``KVCacheManager::Config``).
+
+    Raises ConfigError: a field is out of range, or a row (``head_dim`` times the item size) is not a multiple of 16 bytes.
+
+    Parameters
+    ----------
+    layers : sequence of KVLayerConfig
+        One per attention layer, kept as a tuple.
+    max_batch_size
+        Slots, B.
+    max_sequence_length
+        Tokens a slot can hold, S.
+    dtype
+        ``"float16"``, ``"bfloat16"``, ``"float32"``, or (storage only) ``"float8_e4m3fn"``, ``"int8"``.
+    """
+
+    layers: Sequence[KVLayerConfig]
+    max_batch_size: int
+    max_sequence_length: int
+    dtype: str = "float16"
+    layout: KVLayout = KVLayout.SEPARATE
+
+    def __post_init__(self) -> None:
+        if isinstance(self.layers, KVLayerConfig | str | bytes):
+            raise ConfigError(f"KVCacheConfig.layers: expected a sequence of KVLayerConfig, got {type(self.layers).__name__}.")
+        try:
+            layers = tuple(self.layers)
+        except TypeError:
+            raise ConfigError(f"KVCacheConfig.layers: expected a sequence of KVLayerConfig, got {self.layers!r}.") from None
+        object.__setattr__(self, "layers", layers)
+        if not layers:
+            raise ConfigError("KVCacheConfig.layers: expected at least one layer, got none.")
+        _check_common(self)
+        for index, layer in enumerate(layers):
+            if not isinstance(layer, KVLayerConfig):
+                raise ConfigError(f"KVCacheConfig.layers[{index}]: expected a KVLayerConfig, got {type(layer).__name__}.")
+            _check_row("KVCacheConfig", index, layer, self.dtype)
+
+    @property
+    def num_layers(self) -> int:
+        """Attention layers, L."""
+        return len(self.layers)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all layers have the same ``num_kv_heads`` and ``head_dim``."""
+        return len({(layer.num_kv_heads, layer.head_dim) for layer in self.layers}) == 1
+
+    @cached_property
+    def storages(self) -> tuple[KVLayerStorage, ...]:
+        """Where each layer's K and V lie inside its allocation."""
+        return tuple(
+            kv_layer_storage(
+                max_batch_size=self.max_batch_size,
+                num_kv_heads=layer.num_kv_heads,
+                max_sequence_length=self.max_sequence_length,
+                head_dim=layer.head_dim,
+                dtype=self.dtype,
+                layout=self.layout,
+            )
+            for layer in self.layers
+        )
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether the dtype carries a k and a v scale per layer."""
+        return self.dtype in SCALED_KV_DTYPES
+
+    @property
+    def scales_nbytes(self) -> int:
+        """Bytes of the float32 ``[L, 2]`` scales as allocated; 0 for a dtype without."""
+        return align_up(dense_nbytes((self.num_layers, 2), "float32")) if self.has_scales else 0
+
+    @property
+    def nbytes(self) -> int:
+        """K/V bytes as allocated: padding and scales included. Known before anything is allocated."""
+        return sum(storage.nbytes for storage in self.storages) + self.scales_nbytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values that :meth:`from_dict` reads back."""
+        return {**asdict(self), "layers": [asdict(layer) for layer in self.layers], "layout": self.layout.value}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> KVCacheConfig:
+        """Read what :meth:`to_dict` wrote. Raises :class:`ConfigError` for a missing, unknown or wrong field."""
+        return read_stored(cls, data, layers=lambda layers: tuple(KVLayerConfig(**layer) for layer in layers), layout=KVLayout)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheConfig:
+    """K/V cache of equal layers in one buffer (seed 001, ``LinearKVCache::CacheConfig``).
+
+    Raises ConfigError: a field is out of range, or a row is not a multiple of 16 bytes.
+
+    Parameters
+    ----------
+    num_attention_layers
+        L.
+    max_batch_size, max_sequence_length, num_kv_heads, head_dim
+        B, S, H, D.
+    layout
+        COMBINED makes the buffer ``[L, B, 2, H, S, D]``, SEPARATE ``[L, 2, B, H, S, D]``.
+    k_scale, v_scale
+        As in :class:`KVLayerConfig`, the same for all layers.
+    num_mamba_layers
+        Recurrent layers. The fields below describe their states, and mean nothing without one.
+    mamba_num_heads, mamba_head_dim, ssm_state_size, conv_dim, conv_kernel
+        A layer's recurrent state is ``[B, mamba_num_heads, mamba_head_dim, ssm_state_size]``, its conv state
+        ``[B, conv_dim, conv_kernel]``.
+    ping_pong
+        As in :class:`~trt_kvcache.cache.mamba_config.MambaCacheConfig`.
+    """
+
+    num_attention_layers: int
+    max_batch_size: int
+    max_sequence_length: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str = "float16"
+    layout: KVLayout = KVLayout.SEPARATE
+    k_scale: float = 1.0
+    v_scale: float = 1.0
+    num_mamba_layers: int = 0
+    mamba_num_heads: int = 0
+    mamba_head_dim: int = 0
+    ssm_state_size: int = 0
+    conv_dim: int = 0
+    conv_kernel: int = 0
+    recurrent_dtype: str = "float32"
+    conv_dtype: str = "float16"
+    ping_pong: bool = False
+
+    def __post_init__(self) -> None:
+        number = int_in_range("CacheConfig.num_attention_layers", self.num_attention_layers, 1, error=ConfigError)
+        object.__setattr__(self, "num_attention_layers", number)
+        _check_common(self)
+        _check_row("CacheConfig", 0, self._layer, self.dtype)
+        number = int_in_range("CacheConfig.num_mamba_layers", self.num_mamba_layers, 0, error=ConfigError)
+        object.__setattr__(self, "num_mamba_layers", number)
+        _ = self.mamba  # whose own fields are checked when it is made
+
+    @property
+    def _layer(self) -> KVLayerConfig:
+        return KVLayerConfig(num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, k_scale=self.k_scale, v_scale=self.v_scale)
+
+    @cached_property
+    def kv(self) -> KVCacheConfig:
+        """The same cache described layer by layer."""
+        return KVCacheConfig(
+            layers=(self._layer,) * self.num_attention_layers,
+            max_batch_size=self.max_batch_size,
+            max_sequence_length=self.max_sequence_length,
+            dtype=self.dtype,
+            layout=self.layout,
+        )
+
+    @cached_property
+    def mamba(self) -> MambaCacheConfig | None:
+        """The recurrent layers; None without one."""
+        if not self.num_mamba_layers:
+            return None
+        return MambaCacheConfig(
+            num_layers=self.num_mamba_layers,
+            max_batch_size=self.max_batch_size,
+            num_heads=self.mamba_num_heads,
+            head_dim=self.mamba_head_dim,
+            state_size=self.ssm_state_size,
+            conv_dim=self.conv_dim,
+            conv_kernel=self.conv_kernel,
+            recurrent_dtype=self.recurrent_dtype,
+            conv_dtype=self.conv_dtype,
+            ping_pong=self.ping_pong,
+        )
+
+    @property
+    def num_layers(self) -> int:
+        """Attention layers, L."""
+        return self.num_attention_layers
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes as allocated: K, V and states, padding and scales included."""
+        return self.kv.nbytes + (0 if self.mamba is None else self.mamba.nbytes)

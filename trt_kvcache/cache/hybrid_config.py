@@ -1,0 +1,117 @@
+"""``HybridCacheConfig``: which decoder layers are attention and which are recurrent, and a cache for each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import Any
+
+from trt_kvcache._util.stored import read_stored
+from trt_kvcache.cache.config import KVCacheConfig
+from trt_kvcache.cache.mamba_config import MambaCacheConfig
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.memory.shapes import MAX_DIMENSION
+
+
+class LayerType(Enum):
+    """What a decoder layer keeps between enqueues (seed 003, ``HybridCacheManager::LayerType``)."""
+
+    #: Keys and values.
+    ATTENTION = "attention"
+    #: A recurrent state and a conv state.
+    MAMBA = "mamba"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HybridCacheConfig:
+    """Cache of a decoder whose layers are of two kinds (seed 003, ``HybridCacheManager::Config``).
+
+    Raises ConfigError: a part is missing or too many, its number of layers does not fit ``layer_types``, or the batch sizes differ.
+
+    Parameters
+    ----------
+    layer_types : sequence of LayerType
+        One per decoder layer, kept as a tuple.
+    kv
+        The attention layers, in their order. None where there are none.
+    mamba
+        The Mamba layers, in their order. None where there are none.
+    """
+
+    layer_types: tuple[LayerType, ...]
+    kv: KVCacheConfig | None = None
+    mamba: MambaCacheConfig | None = None
+
+    def __post_init__(self) -> None:
+        types = self.layer_types
+        if isinstance(types, str | bytes) or not hasattr(types, "__iter__"):
+            raise ConfigError(f"HybridCacheConfig.layer_types: expected a sequence of LayerType, got {types!r}.")
+        types = tuple(types)
+        object.__setattr__(self, "layer_types", types)
+        for index, layer_type in enumerate(types):
+            if not isinstance(layer_type, LayerType):
+                raise ConfigError(f"HybridCacheConfig.layer_types[{index}]: expected a LayerType, got {layer_type!r}.")
+        if not types:
+            raise ConfigError("HybridCacheConfig.layer_types: expected at least one layer, got none.")
+        self._check_part("kv", KVCacheConfig, LayerType.ATTENTION)
+        self._check_part("mamba", MambaCacheConfig, LayerType.MAMBA)
+        if self.kv is not None and self.mamba is not None and self.kv.max_batch_size != self.mamba.max_batch_size:
+            raise ConfigError(
+                f"HybridCacheConfig: max_batch_size differs: kv has {self.kv.max_batch_size}, mamba has {self.mamba.max_batch_size}."
+            )
+
+    def _check_part(self, name: str, kind: type[KVCacheConfig] | type[MambaCacheConfig], layer_type: LayerType) -> None:
+        part = getattr(self, name)
+        if part is not None and not isinstance(part, kind):
+            raise ConfigError(f"HybridCacheConfig.{name}: expected a {kind.__name__} or None, got {type(part).__name__}.")
+        expected, got = self.layer_types.count(layer_type), 0 if part is None else part.num_layers
+        if expected != got:
+            raise ConfigError(f"HybridCacheConfig.{name}: layer_types has {expected} {layer_type.value} layers, {name} describes {got}.")
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers of both kinds."""
+        return len(self.layer_types)
+
+    @property
+    def max_batch_size(self) -> int:
+        """Slots, B."""
+        part = self.kv or self.mamba
+        assert part is not None  # there is a layer, and so the part that describes it
+        return part.max_batch_size
+
+    @property
+    def max_sequence_length(self) -> int:
+        """Tokens a slot can hold, S. States have no limit of their own: without attention layers it is the largest int32."""
+        return MAX_DIMENSION if self.kv is None else self.kv.max_sequence_length
+
+    @cached_property
+    def indices_in_kind(self) -> tuple[int, ...]:
+        """For each decoder layer its index among the layers of the same kind."""
+        return tuple(self.layer_types[:index].count(layer_type) for index, layer_type in enumerate(self.layer_types))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of K, V and states as allocated. Known before anything is allocated."""
+        return sum(part.nbytes for part in (self.kv, self.mamba) if part is not None)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values that :meth:`from_dict` reads back."""
+        return {
+            "layer_types": [layer_type.value for layer_type in self.layer_types],
+            "kv": None if self.kv is None else self.kv.to_dict(),
+            "mamba": None if self.mamba is None else self.mamba.to_dict(),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> HybridCacheConfig:
+        """Read what :meth:`to_dict` wrote. Raises :class:`ConfigError` for a missing, unknown or wrong field."""
+        return read_stored(
+            cls,
+            data,
+            layer_types=lambda types: [LayerType(value) for value in types],
+            kv=lambda kv: None if kv is None else KVCacheConfig.from_dict(kv),
+            mamba=lambda mamba: None if mamba is None else MambaCacheConfig.from_dict(mamba),
+        )

@@ -1,0 +1,141 @@
+"""Shapes, strides, offsets and sizes of storage: pure functions, and the only place that multiplies dimensions.
+
+Notation: B = max_batch_size, H = num_kv_heads, S = max_sequence_length, D = head_dim.
+
+    COMBINED  [B, 2, H, S, D]   slot 0: K | V   slot 1: K | V ...
+    SEPARATE  [2, B, H, S, D]   K: slot 0 | slot 1 ...   V: slot 0 | slot 1 ...
+
+One layer is described by two strides, so every view of either layout is the same formula: element ``(slot, kv, h, s, d)``
+lies at ``slot * slot_stride + kv * kv_stride + (h * S + s) * D + d``.
+"""
+
+from dataclasses import dataclass
+from enum import Enum
+
+from trt_kvcache.dtypes import itemsize
+from trt_kvcache.memory.shapes import align_up, dense_nbytes
+
+
+class KVLayout(Enum):
+    """How K and V of a layer lie in memory. See :mod:`trt_kvcache.cache.layout`."""
+
+    #: ``[B, 2, H, S, D]``: the attention plugin binds the combined view.
+    COMBINED = "combined"
+    #: ``[2, B, H, S, D]``: TensorRT's KVCacheUpdate and attention layers bind K and V, each dense.
+    SEPARATE = "separate"
+
+
+@dataclass(frozen=True)
+class KVLayerStorage:
+    """Where K and V of one layer lie inside that layer's bytes. Strides and offsets count elements.
+
+    Parameters
+    ----------
+    slot_stride, kv_stride
+        Elements from one slot to the next, and from K to V.
+    nbytes
+        Bytes of the layer, padded to :data:`~trt_kvcache.memory.shapes.ALIGNMENT`.
+    """
+
+    max_batch_size: int
+    num_kv_heads: int
+    max_sequence_length: int
+    head_dim: int
+    dtype: str
+    layout: KVLayout
+    slot_stride: int
+    kv_stride: int
+    nbytes: int
+
+    @property
+    def head_strides(self) -> tuple[int, int, int]:
+        """Strides of ``[H, S, D]``."""
+        return (self.max_sequence_length * self.head_dim, self.head_dim, 1)
+
+    @property
+    def head_shape(self) -> tuple[int, int, int]:
+        """The shape ``[H, S, D]``."""
+        return (self.num_kv_heads, self.max_sequence_length, self.head_dim)
+
+    @property
+    def combined_shape(self) -> tuple[int, ...]:
+        """The shape ``[B, 2, H, S, D]``."""
+        return (self.max_batch_size, 2, *self.head_shape)
+
+    @property
+    def combined_strides(self) -> tuple[int, ...]:
+        """Strides of ``[B, 2, H, S, D]`` over this storage."""
+        return (self.slot_stride, self.kv_stride, *self.head_strides)
+
+    @property
+    def separate_shape(self) -> tuple[int, ...]:
+        """The shape ``[B, H, S, D]`` of K, and of V."""
+        return (self.max_batch_size, *self.head_shape)
+
+    @property
+    def separate_strides(self) -> tuple[int, ...]:
+        """Strides of ``[B, H, S, D]`` over this storage; V starts ``kv_stride`` elements after K."""
+        return (self.slot_stride, *self.head_strides)
+
+
+def kv_layer_storage(
+    *, max_batch_size: int, num_kv_heads: int, max_sequence_length: int, head_dim: int, dtype: str, layout: KVLayout
+) -> KVLayerStorage:
+    """Lay out one layer: K, V (SEPARATE) and the layer as a whole start at multiples of ``ALIGNMENT`` bytes."""
+    slot_kv = num_kv_heads * max_sequence_length * head_dim
+    size = itemsize(dtype)
+    if layout is KVLayout.COMBINED:
+        slot_stride, kv_stride = 2 * slot_kv, slot_kv
+        nbytes = align_up(max_batch_size * slot_stride * size)
+    else:
+        padded = align_up(max_batch_size * slot_kv * size)
+        slot_stride, kv_stride = slot_kv, padded // size
+        nbytes = 2 * padded
+    return KVLayerStorage(
+        max_batch_size,
+        num_kv_heads,
+        max_sequence_length,
+        head_dim,
+        dtype,
+        layout,
+        slot_stride=slot_stride,
+        kv_stride=kv_stride,
+        nbytes=nbytes,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateStorage:
+    """Where the states of one kind lie in one buffer: a dense tensor ``[B, ...]`` per layer, one layer after another.
+
+    Parameters
+    ----------
+    num_layers
+        Recurrent layers.
+    shape : tuple of int
+        Of one layer: B, then the state of one slot.
+    """
+
+    num_layers: int
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def slot_shape(self) -> tuple[int, ...]:
+        """The shape of the state of one slot in one layer."""
+        return self.shape[1:]
+
+    @property
+    def slot_nbytes(self) -> int:
+        """Bytes of the states of one slot over all layers, without padding."""
+        return self.num_layers * dense_nbytes(self.slot_shape, self.dtype)
+
+    @property
+    def layer_nbytes(self) -> int:
+        """Bytes from one layer to the next, a multiple of :data:`~trt_kvcache.memory.shapes.ALIGNMENT`."""
+        return align_up(dense_nbytes(self.shape, self.dtype))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer."""
+        return self.num_layers * self.layer_nbytes

@@ -1,0 +1,179 @@
+"""``RecurrentCache``: the operations on recurrent and conv states. Seeds 001 and 003 have them under different names."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from trt_kvcache._util.checks import int_in_range, layer_index, slot_index
+from trt_kvcache.cache.mamba_config import MambaCacheConfig
+from trt_kvcache.cache.recurrent_states import RecurrentStates, StateKind
+from trt_kvcache.cache.slot_cache import SlotCache
+from trt_kvcache.errors import RangeError, ShapeError
+from trt_kvcache.memory.capturing import refuse_capture
+from trt_kvcache.memory.tensor import DeviceTensor
+
+
+class RecurrentCache(SlotCache):
+    """States of recurrent layers, of which there may be none. Not thread-safe.
+
+    An enqueue reads the current states and writes the next ones. Without ``ping_pong`` they are the same. With it they are two
+    buffers: after an enqueue over all active slots call :meth:`swap`, after one over some of them :meth:`copy_back`.
+    Everything else acts on the current states. A CUDA graph holds the addresses of one :attr:`parity`.
+    """
+
+    _states: RecurrentStates | None = None
+
+    def _allocate_states(self, config: MambaCacheConfig | None, stream: Any) -> None:
+        if config is not None:
+            self._states = RecurrentStates(
+                config, self._memory, allocate=lambda nbytes: self._allocate(nbytes, stream), own=self._own, stream=stream
+            )
+            self._contents.append(self._states)
+
+    @property
+    def num_recurrent_layers(self) -> int:
+        """Recurrent layers."""
+        return 0 if self._states is None else self._states.num_layers
+
+    def get_recurrent_state(self, recurrent_layer_idx: int) -> DeviceTensor:
+        """Return the current recurrent state of one layer: what the next enqueue reads.
+
+        ``recurrent_layer_idx`` counts recurrent layers, from 0.
+
+        Returns
+        -------
+        DeviceTensor ``[B, num_heads, head_dim, state_size]``, dense
+        """
+        return self._state(StateKind.RECURRENT, recurrent_layer_idx)
+
+    def get_conv_state(self, recurrent_layer_idx: int) -> DeviceTensor:
+        """Return the current conv state of one layer ``[B, conv_dim, conv_kernel]``: as :meth:`get_recurrent_state`."""
+        return self._state(StateKind.CONV, recurrent_layer_idx)
+
+    def get_next_recurrent_state(self, recurrent_layer_idx: int) -> DeviceTensor:
+        """Return the recurrent state of one layer that the next enqueue writes: without ``ping_pong`` the current one."""
+        return self._state(StateKind.RECURRENT, recurrent_layer_idx, following=True)
+
+    def get_next_conv_state(self, recurrent_layer_idx: int) -> DeviceTensor:
+        """Return the conv state of one layer that the next enqueue writes: without ``ping_pong`` the current one."""
+        return self._state(StateKind.CONV, recurrent_layer_idx, following=True)
+
+    def _state(self, kind: StateKind, recurrent_layer_idx: int, *, following: bool = False) -> DeviceTensor:
+        self._check_open()
+        index = layer_index(recurrent_layer_idx, self.num_recurrent_layers, name="recurrent_layer_idx")
+        assert self._states is not None  # it has this layer
+        return (self._states.next if following else self._states.current)(kind).layers[index]
+
+    @property
+    def parity(self) -> int:
+        """Which of the two buffers of ``ping_pong`` is current, 0 or 1; always 0 without."""
+        return 0 if self._states is None else self._states.parity
+
+    def swap(self) -> None:
+        """Make the next states current, after an enqueue over *all* active slots. Without ``ping_pong`` nothing changes.
+
+        The host swaps two addresses; nothing is ordered on a stream. Raises :class:`ClosedError`.
+        """
+        self._check_open()
+        if self._states is not None:
+            self._states.swap()
+
+    def copy_back(self, slot: int, count: int, *, stream: Any) -> None:
+        """Make the next states of ``count`` slots from ``slot`` on current, after an enqueue over them that was not over all.
+
+        Parameters
+        ----------
+        slot, count
+            Active slots.
+        stream : cuda.core.Stream or GraphBuilder
+            The copies are ordered on it, one launch per kind; the call neither waits nor allocates, and can be captured. Without
+            ``ping_pong`` nothing is copied.
+        """
+        self._check_open()
+        first = slot_index(slot, self.active_batch_size, of="active slots")
+        number = int_in_range("count", count, 0)
+        if first + number > self.active_batch_size:
+            raise RangeError(f"count: expected at most {self.active_batch_size - first} active slots from slot {first} on, got {number}.")
+        self._memory.check_stream(stream)
+        if self._states is not None:
+            self._states.copy_back(first, number, stream=stream)
+
+    def keep_states(self, slot: int, *, stream: Any) -> None:
+        """Make the current states of a slot that leaves the active batch the next ones too: then no :meth:`swap` leaves them behind.
+
+        Parameters
+        ----------
+        stream : cuda.core.Stream
+            The copies are ordered on it, one launch per kind; the call neither waits nor allocates. Without ``ping_pong`` nothing
+            is copied.
+        """
+        self._check_open()
+        index = slot_index(slot, self.max_batch_size)
+        refuse_capture(self._memory, "keep_states", stream, because="what is replayed later keeps nothing now")
+        if self._states is not None:
+            self._states.keep(index, stream=stream)
+
+    def clear_mamba_states(self, *, stream: Any) -> None:
+        """Zero the current states of all layers and slots, as after a warm-up. Lengths stay. The call neither waits nor allocates.
+
+        ``clearMambaStates`` of seed 001.
+        """
+        self._check_open()
+        self._memory.check_stream(stream)
+        if self._states is not None:
+            self._states.clear(stream=stream)
+
+    def capture_recurrent_states(self, slot: int, *, stream: Any) -> list[DeviceTensor]:
+        """Copy the current recurrent states of a slot into new tensors.
+
+        ``captureRecurrentStates`` of seed 003, ``captureSSMStates`` of seed 001.
+
+        Raises CapacityError.
+
+        Parameters
+        ----------
+        stream : cuda.core.Stream
+            The copies are ordered on it, in one launch.
+
+        Returns
+        -------
+        list of DeviceTensor ``[num_heads, head_dim, state_size]``
+            One per recurrent layer, dense. They share one allocation.
+        """
+        return self._capture(StateKind.RECURRENT, slot, stream)
+
+    def capture_conv_states(self, slot: int, *, stream: Any) -> list[DeviceTensor]:
+        """Copy the current conv states of a slot into new tensors ``[conv_dim, conv_kernel]``: as :meth:`capture_recurrent_states`."""
+        return self._capture(StateKind.CONV, slot, stream)
+
+    def restore_recurrent_states(self, saved: Sequence[DeviceTensor], slot: int, *, stream: Any) -> None:
+        """Copy captured recurrent states into the current ones of a slot. Lengths stay as they are.
+
+        Raises LayoutError.
+
+        Parameters
+        ----------
+        saved : sequence of DeviceTensor ``[num_heads, head_dim, state_size]``
+            What ``capture_recurrent_states`` returned.
+        stream : cuda.core.Stream
+            The copies are ordered on it, in one launch; the call neither waits nor allocates. The tensors must stay until it is done.
+        """
+        self._restore(StateKind.RECURRENT, saved, slot, stream)
+
+    def restore_conv_states(self, saved: Sequence[DeviceTensor], slot: int, *, stream: Any) -> None:
+        """Copy captured conv states ``[conv_dim, conv_kernel]`` into a slot: as :meth:`restore_recurrent_states`."""
+        self._restore(StateKind.CONV, saved, slot, stream)
+
+    def _capture(self, kind: StateKind, slot: int, stream: Any) -> list[DeviceTensor]:
+        self._check_open()
+        index = slot_index(slot, self.max_batch_size)
+        refuse_capture(self._memory, f"capture_{kind.value}_states", stream)
+        return [] if self._states is None else self._states.capture(kind, index, stream=stream)
+
+    def _restore(self, kind: StateKind, saved: Sequence[DeviceTensor], slot: int, stream: Any) -> None:
+        self._check_open()
+        index = slot_index(slot, self.max_batch_size)
+        refuse_capture(self._memory, f"restore_{kind.value}_states", stream)
+        if self._states is not None:
+            self._states.restore(kind, saved, index, stream=stream)
+        elif saved:
+            raise ShapeError(f"saved: expected no tensor, as there is no recurrent layer, got {len(saved)}.")

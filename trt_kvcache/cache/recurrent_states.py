@@ -1,0 +1,154 @@
+"""``RecurrentStates``: the recurrent and conv states of all recurrent layers, in one buffer of each kind, or in two."""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from typing import Any
+
+from trt_kvcache.cache.layout import StateStorage
+from trt_kvcache.cache.mamba_config import MambaCacheConfig
+from trt_kvcache.kernels import AnyCompactionPlan, StateInfos, compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
+from trt_kvcache.memory.base import Allocation, Memory
+from trt_kvcache.memory.packing import allocate_tensors, check_saved
+from trt_kvcache.memory.tensor import DeviceTensor
+
+
+class StateKind(Enum):
+    """The two states that a Mamba layer keeps."""
+
+    RECURRENT = "recurrent"
+    CONV = "conv"
+
+
+class StateBuffer:
+    """One buffer of one kind: a dense tensor ``[B, ...]`` per recurrent layer, in one allocation.
+
+    ``allocation``: Of ``storage.nbytes``; stays its maker's to close.
+    ``stream``: cuda.core.Stream. The array of infos for the kernels is made on it.
+    """
+
+    def __init__(self, storage: StateStorage, allocation: Allocation, *, stream: Any) -> None:
+        self._whole = DeviceTensor(allocation, shape=(storage.nbytes,), dtype="uint8")
+        #: The states of each layer.
+        self.layers = tuple(
+            DeviceTensor(allocation, shape=storage.shape, dtype=storage.dtype, offset=index * storage.layer_nbytes)
+            for index in range(storage.num_layers)
+        )
+        #: What the kernels take.
+        self.infos = StateInfos(self.layers, stream=stream)
+
+    def zero(self, *, stream: Any) -> None:
+        """Zero the states of all slots."""
+        self._whole.memory.zero(self._whole, stream=stream)
+
+    def close(self) -> None:
+        """Release the infos. Idempotent."""
+        self.infos.close()
+
+
+class RecurrentStates:
+    """States of all recurrent layers, moved, zeroed, captured and restored: :class:`~trt_kvcache.cache.slot_contents.SlotContents`.
+
+    Of the two buffers of ``ping_pong``, ``parity`` (0 or 1) says which is current: what the next enqueue reads. Everything
+    here acts on the current one.
+
+    ``allocate``: callable. ``allocate(nbytes)`` returns zeroed bytes, which the caller closes.
+    ``own``: callable. ``own(buffer)`` returns a buffer, which the caller closes.
+    ``stream``: cuda.core.Stream.
+    """
+
+    is_recurrent = True
+
+    def __init__(
+        self,
+        config: MambaCacheConfig,
+        memory: Memory,
+        *,
+        allocate: Callable[[int], Allocation],
+        own: Callable[[StateBuffer], StateBuffer],
+        stream: Any,
+    ) -> None:
+        self._memory = memory
+        self._storages = {StateKind.RECURRENT: config.recurrent_storage, StateKind.CONV: config.conv_storage}
+        self._buffers = {
+            kind: [own(StateBuffer(storage, allocate(storage.nbytes), stream=stream)) for _ in range(config.num_buffers)]
+            for kind, storage in self._storages.items()
+        }
+        self._num_buffers = config.num_buffers
+        #: Recurrent layers.
+        self.num_layers = config.num_layers
+        #: Which buffer is current.
+        self.parity = 0
+
+    def current(self, kind: StateKind) -> StateBuffer:
+        """Return the states that the next enqueue reads."""
+        return self._buffers[kind][self.parity]
+
+    def next(self, kind: StateKind) -> StateBuffer:
+        """Return the states that the next enqueue writes: the current ones without ``ping_pong``."""
+        return self._buffers[kind][self._next_parity]
+
+    @property
+    def _next_parity(self) -> int:
+        return (self.parity + 1) % self._num_buffers
+
+    def swap(self) -> None:
+        """Make the next states current. With one buffer nothing changes."""
+        self.parity = self._next_parity
+
+    def copy_back(self, slot: int, count: int, *, stream: Any) -> None:
+        """Copy the states of ``count`` slots from ``slot`` on from next to current, in one launch per kind."""
+        if self._num_buffers > 1:
+            for kind in StateKind:
+                copy_rows(self.current(kind).infos, self.next(kind).infos, slot, count=count, stream=stream)
+
+    def clear(self, *, stream: Any) -> None:
+        """Zero the current states of all slots."""
+        for kind in StateKind:
+            self.current(kind).zero(stream=stream)
+
+    def resize(self, lengths: Sequence[int], *, stream: Any) -> None:
+        """Do nothing: states stay where they are, and whoever wants those of a slot that leaves calls :meth:`keep`."""
+
+    def keep(self, slot: int, *, stream: Any) -> None:
+        """Copy the current states of a slot to the next ones, in one launch per kind."""
+        if self._num_buffers > 1:
+            for kind in StateKind:
+                copy_rows(self.next(kind).infos, self.current(kind).infos, slot, stream=stream)
+
+    def start_anew(self, slots: Sequence[int], *, stream: Any) -> None:
+        """Zero the current states of some slots, in one launch per kind and run of neighbours."""
+        for kind in StateKind:
+            for slot, count in _runs(slots):
+                zero_rows(self.current(kind).infos, slot, count=count, stream=stream)
+
+    def compact(self, plan: AnyCompactionPlan, *, stream: Any) -> None:
+        """Move the current states of slots, in one launch per kind."""
+        for kind in StateKind:
+            compact_rows(self.current(kind).infos, plan, stream=stream)
+
+    def capture(self, kind: StateKind, slot: int, *, stream: Any) -> list[DeviceTensor]:
+        """Copy the current states of a slot into new tensors ``[...]``, one per layer, in one launch."""
+        storage = self._storages[kind]
+        saved = allocate_tensors(self._memory, _saved_shapes(storage), storage.dtype, stream=stream)
+        save_rows(self.current(kind).infos, saved, slot, stream=stream)
+        return saved
+
+    def restore(self, kind: StateKind, saved: Sequence[DeviceTensor], slot: int, *, stream: Any) -> None:
+        """Copy captured states into the current ones of a slot, in one launch, after all checks."""
+        storage = self._storages[kind]
+        check_saved(saved, _saved_shapes(storage), storage.dtype, self._memory, per="recurrent layer")
+        instantiate_rows(self.current(kind).infos, saved, slot, stream=stream)
+
+
+def _saved_shapes(storage: StateStorage) -> list[tuple[int, ...]]:
+    return [storage.slot_shape] * storage.num_layers
+
+
+def _runs(slots: Sequence[int]) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for slot in slots:
+        if runs and sum(runs[-1]) == slot:
+            runs[-1] = (runs[-1][0], runs[-1][1] + 1)
+        else:
+            runs.append((slot, 1))
+    return runs

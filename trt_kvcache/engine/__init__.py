@@ -1,0 +1,1 @@
+"""What an engine is to a session: its protocol, the names of its tensors, bindings."""

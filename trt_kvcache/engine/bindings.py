@@ -1,0 +1,256 @@
+"""``BindingPlan``: which view each engine tensor is bound to, every mismatch an error before the first enqueue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from trt_kvcache.cache.kv_cache_base import KVCacheBase
+from trt_kvcache.cache.layout import KVLayout
+from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
+from trt_kvcache.engine.protocol import Engine, TensorMode, TensorSpec
+from trt_kvcache.errors import BindingError, LayoutError, PlaceError
+from trt_kvcache.memory.shapes import ALIGNMENT, dense_nbytes
+from trt_kvcache.memory.tensor import DeviceTensor
+
+if TYPE_CHECKING:
+    from trt_kvcache.engine.step_buffers import StepBuffers
+
+_LAYER_DIMENSIONS = ("num_kv_heads", "max_sequence_length", "head_dim")
+_CACHE_DIMENSIONS = {4: ("max_batch_size", *_LAYER_DIMENSIONS), 5: ("max_batch_size", "the number of sides", *_LAYER_DIMENSIONS)}
+_INDEX_DTYPES = ("int32", "int64")
+_LOGITS_DTYPES = ("float32", "float16", "bfloat16")
+
+
+class BindingPlan:
+    """The bindings of one engine to one cache.
+
+    Raises BindingError: a tensor is missing, is not known, or differs in mode, shape, dtype or alias; the engine takes fewer slots than the
+    cache has. LayoutError: a view is not dense, or not aligned to 256 bytes. PlaceError: engine and cache are in different memories.
+
+    Parameters
+    ----------
+    engine
+        Built by this package or not: what it must have is said by ``names``.
+    cache : KVCacheManager or LinearKVCache
+        In the engine's memory, in the layout that the engine has (either one for B = 1): COMBINED where K and V of a layer are one
+        tensor, else SEPARATE.
+    names
+        What the engine calls its tensors.
+    """
+
+    def __init__(self, engine: Engine, cache: KVCacheBase, *, names: TensorNames = DEFAULT_NAMES) -> None:
+        if engine.memory is not cache.memory:
+            raise PlaceError(f"engine and cache: expected one memory, got an engine on {engine.memory.device} and a cache on another.")
+        self.engine = engine
+        self.cache = cache
+        self.names = names
+        specs = engine.tensors
+        self._pairs = [pair for layer in range(cache.num_layers) for pair in _layer_views(specs, cache, layer, names)]
+        for input_name, output_name, view in self._pairs:
+            _check_cache_input(_spec(specs, input_name, TensorMode.INPUT), view)
+            _check_cache_output(_spec(specs, output_name, TensorMode.OUTPUT), input_name, view)
+            _check_address(input_name, view)
+        self.input_ids = _check_step_tensor(_spec(specs, names.input_ids, TensorMode.INPUT), _INDEX_DTYPES, "B s")
+        self.start_index = _check_step_tensor(_spec(specs, names.kvcache_start_index, TensorMode.INPUT), ("int32",), "B")
+        self.last_token_ids = _check_step_tensor(_spec(specs, names.last_token_ids, TensorMode.INPUT), _INDEX_DTYPES, "B 1")
+        self.logits = _check_step_tensor(_spec(specs, names.logits, TensorMode.OUTPUT), _LOGITS_DTYPES, "B vocab", "B 1 vocab")
+        _check_nothing_left(specs, self._known_names())
+        _check_batch(engine, cache)
+        self._slot_nbytes = sorted({dense_nbytes(view.shape[1:], view.dtype) for _, _, view in self._pairs})
+        self._views: dict[int, list[tuple[str, DeviceTensor]]] = {}
+        self._first_slot: dict[int, int] = {}
+        self._shape: dict[int, tuple[int, int]] = {}
+        self._profile_of: dict[tuple[int, int], int] = {}
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.logits.shape[-1]
+
+    @property
+    def max_width(self) -> int:
+        """Most new tokens per slot that one enqueue of all slots takes."""
+        return max(p.max_width for p in self.engine.profiles if p.max_batch >= self.cache.kv_config.max_batch_size)
+
+    def can_start_at(self, slot: int) -> bool:
+        """Tell whether a view that starts at ``slot`` is aligned, and so can be bound."""
+        return all(slot * nbytes % ALIGNMENT == 0 for nbytes in self._slot_nbytes)
+
+    def prepare(self, first_slot: int, count: int, width: int, buffers: StepBuffers) -> None:
+        """Choose the profile for an enqueue, and bind and set what differs from its last one.
+
+        Addresses are bound once per profile and first slot, shapes are set when the batch or the width changes: a decode
+        step after a decode step does neither.
+
+        Raises BindingError: no profile takes this batch and width. Nothing was enqueued. LayoutError: a view that starts at ``first_slot``
+        is not aligned.
+
+        Parameters
+        ----------
+        first_slot, count
+            The contiguous run of slots.
+        width
+            New tokens per slot, padded.
+        buffers
+            Where tokens, start index and logits are.
+        """
+        profile = self.profile_for(count, width)
+        self.engine.use_profile(profile)
+        if self._first_slot.get(profile) != first_slot:
+            self._first_slot.pop(profile, None)
+            self._bind(first_slot, buffers)
+            self._first_slot[profile] = first_slot
+        before = self._shape.get(profile)
+        if before != (count, width):
+            self._shape.pop(profile, None)
+            self._set_shapes(count, width, batch_changed=before is None or before[0] != count)
+            self._shape[profile] = (count, width)
+
+    def profile_for(self, count: int, width: int) -> int:
+        """Return the narrowest profile that takes ``count`` slots of ``width`` new tokens. Raises :class:`BindingError`."""
+        profile = self._profile_of.get((count, width))
+        if profile is None:
+            fitting = [index for index, profile in enumerate(self.engine.profiles) if profile.accepts(count, width)]
+            if not fitting:
+                raise BindingError(f"no optimisation profile takes {count} slots of {width} new tokens. {_offer(self.engine)}")
+            profile = min(fitting, key=lambda index: self.engine.profiles[index].max_width)
+            self._profile_of[count, width] = profile
+        return profile
+
+    def _bind(self, first_slot: int, buffers: StepBuffers) -> None:
+        if first_slot and not self.can_start_at(first_slot):
+            raise LayoutError(
+                f"slot {first_slot}: cache tensors have {self._slot_nbytes} bytes per slot, so a view that starts there is not aligned to "
+                f"{ALIGNMENT} bytes. Choose max_sequence_length so that H * S * D * itemsize (for K and V in one, twice that) is a "
+                f"multiple of {ALIGNMENT}."
+            )
+        bind = self.engine.bind
+        for name, view in self._views_from(first_slot):
+            bind(name, view)
+        bind(self.names.input_ids, buffers.input_ids)
+        bind(self.names.last_token_ids, buffers.last_token_ids)
+        bind(self.names.kvcache_start_index, buffers.start_index if first_slot else self.cache.lengths.tensor)
+        bind(self.names.logits, buffers.logits)
+
+    def _views_from(self, first_slot: int) -> list[tuple[str, DeviceTensor]]:
+        """Return the cache views of a run of slots by name; they are made once for each slot that a run starts at."""
+        views = self._views.get(first_slot)
+        if views is None:
+            parts = [(names, view[first_slot:]) for *names, view in self._pairs]
+            views = self._views[first_slot] = [(name, part) for names, part in parts for name in names]
+        return views
+
+    def _set_shapes(self, count: int, width: int, *, batch_changed: bool) -> None:
+        set_shape = self.engine.set_input_shape
+        set_shape(self.names.input_ids, (count, width))
+        if batch_changed:
+            set_shape(self.names.last_token_ids, (count, 1))
+            set_shape(self.names.kvcache_start_index, (count,))
+            for input_name, _, view in self._pairs:
+                set_shape(input_name, (count, *view.shape[1:]))
+
+    def _known_names(self) -> set[str]:
+        steps = {self.names.input_ids, self.names.last_token_ids, self.names.kvcache_start_index, self.names.logits}
+        return steps.union(*((input_name, output_name) for input_name, output_name, _ in self._pairs))
+
+
+def _layer_views(
+    specs: Mapping[str, TensorSpec], cache: KVCacheBase, layer: int, names: TensorNames
+) -> Iterator[tuple[str, str, DeviceTensor]]:
+    """Yield input, output and view for each tensor that the engine has of a layer: one of K and V, or one of each."""
+    combined = names.combined_pair(layer)[0] in specs
+    views = (cache.get_combined_kv_cache(layer),) if combined else cache.get_separate_kv_cache(layer)
+    for pair, view in zip(names.layer_pairs(layer, combined=combined), views, strict=True):
+        yield *pair, view
+
+
+def _spec(specs: Mapping[str, TensorSpec], name: str, mode: TensorMode) -> TensorSpec:
+    spec = specs.get(name)
+    if spec is None:
+        known = ", ".join(f"`{other}`" for other in specs)
+        raise BindingError(f"`{name}`: expected an {mode.value} of this name, the engine has {known}. Give its names as TensorNames.")
+    if spec.mode is not mode:
+        raise BindingError(f"`{name}`: expected an {mode.value}, the engine has an {spec.mode.value} of this name.")
+    return spec
+
+
+def _fits(expected: Sequence[int], got: Sequence[int]) -> bool:
+    return len(expected) == len(got) and all(size in (-1, actual) for size, actual in zip(expected, got, strict=True))
+
+
+def _check_cache_input(spec: TensorSpec, view: DeviceTensor) -> None:
+    if spec.dtype != view.dtype or not _fits(spec.shape, view.shape):
+        raise BindingError(_cache_mismatch(spec, view))
+
+
+def _check_cache_output(spec: TensorSpec, input_name: str, view: DeviceTensor) -> None:
+    if spec.alias != input_name:
+        aliases = f"shares memory with `{spec.alias}`" if spec.alias else "has memory of its own"
+        raise BindingError(f"`{spec.name}`: expected an output in place of `{input_name}`, the engine's {aliases}.")
+    if spec.dtype != view.dtype or not _fits(spec.shape, view.shape):
+        raise BindingError(_cache_mismatch(spec, view))
+
+
+def _cache_mismatch(spec: TensorSpec, view: DeviceTensor) -> str:
+    differences = []
+    if spec.dtype != view.dtype:
+        differences.append(f"dtype differs (engine {spec.dtype}, cache {view.dtype})")
+    if len(spec.shape) == len(view.shape):
+        differences += [
+            f"{what} differs (engine {size}, cache {actual})"
+            for what, size, actual in zip(_CACHE_DIMENSIONS[view.ndim], spec.shape, view.shape, strict=True)
+            if size not in (-1, actual)
+        ]
+    else:
+        differences.append("the number of dimensions differs")
+    return f"`{spec.name}` expects {spec.dtype} {spec.shape}, cache has {view.dtype} {view.shape}: {'; '.join(differences)}."
+
+
+def _check_address(name: str, view: DeviceTensor) -> None:
+    if not view.is_contiguous:
+        raise LayoutError(
+            f"`{name}`: a view of shape {view.shape} with strides {view.strides} is not dense, and TensorRT binds dense tensors only. "
+            f"Make the cache with {KVLayout.COMBINED if view.ndim == 5 else KVLayout.SEPARATE}."
+        )
+    if view.ptr % ALIGNMENT:
+        raise LayoutError(f"`{name}`: expected an address that is a multiple of {ALIGNMENT}, got {view.ptr:#x}.")
+
+
+def _check_step_tensor(spec: TensorSpec, dtypes: Sequence[str], *shapes: str) -> TensorSpec:
+    if spec.dtype not in dtypes:
+        raise BindingError(f"`{spec.name}`: expected {' or '.join(dtypes)}, the engine has {spec.dtype}.")
+    if not any(_has_shape(spec, shape.split()) for shape in shapes):
+        expected = " or ".join(f"({', '.join(shape.split())})" for shape in shapes)
+        raise BindingError(f"`{spec.name}`: expected shape {expected}, the engine has {spec.shape}.")
+    return spec
+
+
+def _has_shape(spec: TensorSpec, shape: Sequence[str]) -> bool:
+    """Compare with the names of the dimensions: ``vocab`` is fixed by the engine, ``1`` may be left to run time."""
+    return len(spec.shape) == len(shape) and all(
+        size > 0 if name == "vocab" else size in (1, -1) if name == "1" else True for name, size in zip(shape, spec.shape, strict=True)
+    )
+
+
+def _check_nothing_left(names_of_engine: Iterable[str], known: set[str]) -> None:
+    left = [name for name in names_of_engine if name not in known]
+    if left:
+        names = ", ".join(f"`{name}`" for name in left)
+        raise BindingError(
+            f"{names}: the engine has tensors that nothing is bound to. More layers than the cache, or another kind of engine?"
+        )
+
+
+def _offer(engine: Engine) -> str:
+    profiles = (f"{p.name}: batch {p.min_batch}-{p.max_batch}, width {p.min_width}-{p.max_width}" for p in engine.profiles)
+    return f"The engine has {'; '.join(profiles)}."
+
+
+def _check_batch(engine: Engine, cache: KVCacheBase) -> None:
+    slots = cache.kv_config.max_batch_size
+    largest = max((profile.max_batch for profile in engine.profiles), default=0)
+    if largest < slots:
+        raise BindingError(f"max_batch_size: the engine takes {largest} slots, the cache has {slots}. Make the cache with {largest}.")
+    if not any(profile.accepts(slots, 1) for profile in engine.profiles):
+        raise BindingError(f"no optimisation profile takes a decode step: {slots} slots of 1 new token. {_offer(engine)}")

@@ -1,0 +1,239 @@
+"""``EngineFolder``: an engine on disk, with all that is needed to run it.
+
+    engine.plan          what TensorRT deserialises; of an engine in segments, all plans one after another
+    constants.safetensors   only then: tensors that are bound once, such as the embedding table
+    config.json          EngineConfig
+    tokenizer.json ...   what the checkpoint had beside its weights
+    checkpoint/          a copy of the checkpoint, only if it was embedded
+
+It appears complete or not at all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache._util.new_folder import new_folder
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.checkpoint.checkpoint import COMPANION_FILES
+from trt_kvcache.checkpoint.weight_file import WeightFile
+from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.errors import CheckpointError, ConfigError, EngineError
+from trt_kvcache.ops.segments import decoder_constants
+from trt_kvcache.ops.segments_record import FileRecord
+
+PLAN_FILE = "engine.plan"
+CONFIG_FILE = "config.json"
+CONSTANTS_FILE = "constants.safetensors"
+CHECKPOINT_FOLDER = "checkpoint"
+
+_KNOWN_ENTRIES = frozenset({PLAN_FILE, CONFIG_FILE, CONSTANTS_FILE, CHECKPOINT_FOLDER, *COMPANION_FILES})
+
+
+def is_engine_folder(path: str | os.PathLike[str]) -> bool:
+    """Tell whether a folder holds an engine: one with an ``engine.plan``."""
+    return (Path(path) / PLAN_FILE).is_file()
+
+
+@dataclass(frozen=True)
+class EngineFolder:
+    """An engine folder that was read and checked; made by :meth:`open`.
+
+    Parameters
+    ----------
+    path : Path
+    config : EngineConfig
+    """
+
+    path: Path
+    config: EngineConfig
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> EngineFolder:
+        """Read and check a folder. Needs neither TensorRT nor a GPU, and does not read the plan.
+
+        Raises
+        ------
+        EngineError
+            A file is missing or is not JSON, the format is newer than this package, the configuration disagrees with itself,
+            or the plan has another size than recorded.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise EngineError(f"{folder}: expected an engine folder, got {'a file' if folder.exists() else 'nothing there'}.")
+        for name in (PLAN_FILE, CONFIG_FILE):
+            if not (folder / name).is_file():
+                raise EngineError(f"{folder}: expected an engine folder, but it has no {name}. `trt-kvcache build` makes one.")
+        config_path = folder / CONFIG_FILE
+        try:
+            data = json.loads(config_path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise EngineError(f"{config_path}: cannot be read as JSON: {error}.") from error
+        if not isinstance(data, dict):
+            raise EngineError(f"{config_path}: expected a JSON object, got {type(data).__name__}.")
+        try:
+            config = EngineConfig.from_dict(data)
+        except EngineError as error:
+            raise EngineError(f"{config_path}: {error}") from error
+        files = {PLAN_FILE: config.plan} | ({} if config.segments is None else {CONSTANTS_FILE: config.segments.constants})
+        for name, record in files.items():
+            found = (folder / name).stat().st_size if (folder / name).is_file() else 0
+            if found != record.nbytes:
+                raise EngineError(f"{folder / name}: expected {record.nbytes} bytes by {CONFIG_FILE}, got {found}. Build it anew.")
+        return cls(folder, config)
+
+    @property
+    def plan_path(self) -> Path:
+        """The serialised engine."""
+        return self.path / PLAN_FILE
+
+    @property
+    def checkpoint_path(self) -> Path:
+        """Where an embedded checkpoint is."""
+        return self.path / CHECKPOINT_FOLDER
+
+    def read_plan(self) -> mmap.mmap:
+        """Return the serialised engine as a read-only memory map, after comparing it with its recorded hash.
+
+        Raises
+        ------
+        EngineError
+            It was changed since the build.
+        """
+        return _read_file(self.plan_path, self.config.plan)
+
+    def read_constants(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the tensors of an engine in segments that are bound once, by name, as read-only arrays.
+
+        Raises
+        ------
+        EngineError
+            They were changed since the build, or are not those of the model.
+        """
+        assert self.config.segments is not None
+        path = self.path / CONSTANTS_FILE
+        _read_file(path, self.config.segments.constants).close()
+        file, constants = WeightFile(path), {}
+        for spec in decoder_constants(self.config.model, self.config.cache):
+            stored = file.tensors.get(spec.name)
+            if stored is None or (stored.dtype, stored.shape) != (spec.dtype, spec.shape):
+                raise EngineError(f"{path}: expected `{spec.name}` {spec.dtype} {spec.shape}, got {stored}. Build it anew.")
+            constants[spec.name] = file.array(spec.name)
+        return constants
+
+    def open_checkpoint(self, progress: Callable[[int, int], object] | None = None) -> Checkpoint:
+        """Open the checkpoint that the engine was built from: the copy in the folder if there is one, else where it was.
+
+        Parameters
+        ----------
+        progress : callable, optional
+            Called as ``progress(done_bytes, total_bytes)`` while the weights are hashed.
+
+        Raises
+        ------
+        CheckpointError
+            It is in neither place, is damaged, or is not the one that the engine was built from.
+        """
+        record = self.config.checkpoint
+        places = (self.checkpoint_path, Path(record.path))
+        place = next((place for place in places if place.is_dir()), None)
+        if place is None:
+            raise CheckpointError(
+                f"{self.path}: the checkpoint of this engine is gone: it is neither at {places[1]}, where it was at the build, "
+                f"nor at {places[0]}. Put it back, or build with embedded weights."
+            )
+        checkpoint = Checkpoint.open(place)
+        try:
+            found = checkpoint.fingerprint(progress)
+            if found != record.fingerprint:
+                raise CheckpointError(
+                    f"{place}: this checkpoint was changed since engine {self.path} was built from it (fingerprint {found[:12]}..., "
+                    f"recorded {record.fingerprint[:12]}...). Build the engine anew."
+                )
+        except BaseException:
+            checkpoint.close()
+            raise
+        return checkpoint
+
+
+def _read_file(path: Path, record: FileRecord) -> mmap.mmap:
+    """Return a file as a read-only memory map, after comparing it with its recorded hash. Raises :class:`EngineError`."""
+    with path.open("rb") as file:
+        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    found = hashlib.sha256(content).hexdigest()
+    if found != record.sha256:
+        content.close()
+        raise EngineError(
+            f"{path}: it was changed since the build (SHA-256 {found[:12]}..., recorded {record.sha256[:12]}...). Build it anew."
+        )
+    return content
+
+
+def check_target(engine_path: Path, model_path: Path) -> None:
+    """Check that an engine folder can be made at ``engine_path``, before the work of building it.
+
+    Raises
+    ------
+    ConfigError
+        Something else is there, it would take the place of the model itself, or the place cannot be written to.
+    """
+    if engine_path.exists() and not engine_path.is_dir():
+        raise ConfigError(f"engine path {engine_path}: expected a folder to make or an engine folder to replace, got a file.")
+    if engine_path.is_dir():
+        entries = {entry.name for entry in engine_path.iterdir()}
+        other = sorted(entries if PLAN_FILE not in entries else entries - _KNOWN_ENTRIES)
+        if other:
+            raise ConfigError(
+                f"engine path {engine_path}: expected a folder to make or an engine folder to replace, but it holds {', '.join(other[:3])}"
+                f"{', ...' if len(other) > 3 else ''}. Choose another path."
+            )
+        if engine_path.resolve() in (model_path.resolve(), *model_path.resolve().parents):
+            raise ConfigError(f"engine path {engine_path}: the model {model_path} is in it and would be replaced. Choose another path.")
+    parent = next(place for place in engine_path.absolute().parents if place.exists())
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise ConfigError(f"engine path {engine_path}: nothing can be written to {parent}. Choose another path.")
+
+
+def write_engine_folder(
+    target: Path, *, config: EngineConfig, plans: Sequence[Any], checkpoint: Checkpoint, constants: bytes | None = None
+) -> EngineFolder:
+    """Write an engine folder, which appears complete or not at all; one that is there is replaced.
+
+    Parameters
+    ----------
+    config : EngineConfig
+        ``config.checkpoint.embedded`` says whether to copy the checkpoint.
+    plans : sequence of buffers
+        The file of plans, in parts: the serialised engine, written from where it lies.
+    checkpoint : Checkpoint
+        Where tokenizer files and embedded weights are copied from.
+    constants : bytes, optional
+        A safetensors file.
+    """
+    with new_folder(target) as folder:
+        with (folder / PLAN_FILE).open("wb") as plan_file:
+            for plan in plans:
+                plan_file.write(memoryview(plan))
+        if constants is not None:
+            (folder / CONSTANTS_FILE).write_bytes(constants)
+        for name in COMPANION_FILES:
+            if (checkpoint.path / name).is_file():
+                shutil.copyfile(checkpoint.path / name, folder / name)
+        if config.checkpoint.embedded:
+            copy = folder / CHECKPOINT_FOLDER
+            copy.mkdir()
+            for file in checkpoint.files:
+                shutil.copyfile(file, copy / file.name)
+        text = json.dumps(config.to_dict(), indent=2, ensure_ascii=False) + "\n"
+        (folder / CONFIG_FILE).write_text(text, encoding="utf-8")
+    return EngineFolder(target, config)

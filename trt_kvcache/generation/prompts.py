@@ -1,0 +1,73 @@
+"""Prompts: text or token ids, checked and turned into token ids."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from trt_kvcache._util.checks import int_in_range
+from trt_kvcache.checkpoint import Tokenizer
+from trt_kvcache.errors import ConfigError, ShapeError
+
+#: A prompt: token ids, or text where there is a tokenizer.
+Prompt = str | Sequence[int]
+
+_SEQUENCE = (Sequence, np.ndarray)
+
+
+class PromptReader:
+    """Reads prompts for one model.
+
+    Parameters
+    ----------
+    tokenizer : Tokenizer or None
+        Without one, text is refused.
+    vocab_size : int
+        Token ids are from 0 to ``vocab_size - 1``.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+
+    def rows(self, prompts: Sequence[Prompt], *, add_special_tokens: bool = True) -> list[list[int]]:
+        """Return the token ids of each prompt.
+
+        Parameters
+        ----------
+        prompts : sequence of prompts
+        add_special_tokens : bool
+            Put the tokens that begin a text before text; not for what goes on.
+
+        Raises
+        ------
+        ShapeError, RangeError, ConfigError
+            Not a sequence of prompts, a token out of range, or text without a tokenizer.
+        """
+        if isinstance(prompts, str) or not isinstance(prompts, _SEQUENCE):
+            raise ShapeError(f"prompts: expected a sequence of prompts, got {type(prompts).__name__}.")
+        return [self._row(f"prompts[{index}]", prompt, add_special_tokens) for index, prompt in enumerate(prompts)]
+
+    def _row(self, what: str, prompt: Prompt, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, str):
+            if self._tokenizer is None:
+                raise ConfigError(f"{what}: expected token ids, got text. The model folder has no tokenizer.json.")
+            prompt = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        return self.tokens(what, prompt)
+
+    def tokens(self, what: str, tokens: Sequence[int]) -> list[int]:
+        """Return token ids as a list of int. Raises :class:`ShapeError` or :class:`RangeError`, naming ``what``."""
+        if isinstance(tokens, str) or not isinstance(tokens, _SEQUENCE):
+            raise ShapeError(f"{what}: expected a sequence of token ids, got {type(tokens).__name__}.")
+        limit = self._vocab_size
+        if all(type(token) is int and 0 <= token < limit for token in tokens):
+            return list(tokens)
+        return [int_in_range(f"{what}[{index}]", token, 0, limit - 1) for index, token in enumerate(tokens)]
+
+
+def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+    """Return one prompt as a sequence of one, and a sequence of prompts as it is."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, _SEQUENCE) and len(prompts) and not isinstance(prompts[0], _SEQUENCE):
+        return [prompts]  # type: ignore[list-item]
+    return prompts  # type: ignore[return-value]

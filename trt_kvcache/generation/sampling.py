@@ -1,0 +1,194 @@
+"""Choosing the next token from logits, on the host: greedy, temperature, top-k, top-p, min-p, one seed per request."""
+
+import math
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache._util.checks import int_in_range
+from trt_kvcache.errors import EngineError, RangeError, ShapeError
+
+_SEED_BITS = 63
+
+# Philox makes four numbers at a time.
+_NUMBERS_PER_BLOCK = 4
+
+# Tokens among which a nucleus (top-p) is looked for first.
+_NUCLEUS_GUESS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of one request are chosen, and when it ends.
+
+    Raises RangeError: a field is out of range.
+
+    Parameters
+    ----------
+    max_new_tokens
+        Ends the request with reason ``"length"``.
+    temperature
+        Logits are divided by it. 0 is greedy: always the most likely token, ties to the lowest id.
+    top_k
+        Keep the k most likely tokens; 0 keeps all.
+    top_p
+        Keep the most likely tokens until their probabilities sum to p, ``0 < p <= 1``.
+    min_p
+        Drop tokens less likely than p times the most likely one, ``0 <= p < 1``.
+    seed
+        The same seed, prompt and model give the same tokens, whatever runs beside. Without, each request draws its own.
+    counter
+        Tokens that were chosen with the seed before, where a request goes on: see ``SamplerState``.
+    stop_token_ids : sequence of int
+        Tokens that end the request, beside the model's own end tokens.
+    stop : sequence of str
+        Texts that end the request; they are not part of the output.
+    ignore_eos
+        Go on past the model's own end tokens.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    counter: int = 0
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        int_in_range("SamplingParams.max_new_tokens", self.max_new_tokens, 1)
+        int_in_range("SamplingParams.top_k", self.top_k, 0)
+        int_in_range("SamplingParams.counter", self.counter, 0)
+        _check_number("temperature", self.temperature, "a finite number, at least 0", lambda value: 0 <= value < math.inf)
+        _check_number("top_p", self.top_p, "0 < top_p <= 1", lambda value: 0 < value <= 1)
+        _check_number("min_p", self.min_p, "0 <= min_p < 1", lambda value: 0 <= value < 1)
+        if self.seed is not None:
+            int_in_range("SamplingParams.seed", self.seed, 0, 2**_SEED_BITS - 1)
+        object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
+        object.__setattr__(self, "stop", _stop_texts(self.stop))
+
+
+def _check_number(name: str, value: Any, expected: str, good: Callable[[float], bool]) -> None:
+    if isinstance(value, bool) or not isinstance(value, Real) or not good(float(value)):
+        raise RangeError(f"SamplingParams.{name}: expected {expected}, got {value!r}.")
+
+
+def _token_ids(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, Iterable):
+        raise RangeError(f"SamplingParams.stop_token_ids: expected a sequence of token ids, got {values!r}.")
+    return tuple(int_in_range("SamplingParams.stop_token_ids", value, 0) for value in values)
+
+
+def _stop_texts(values: Any) -> tuple[str, ...]:
+    texts = tuple(values) if isinstance(values, Iterable) and not isinstance(values, str) else (values,)
+    for text in texts:
+        if not isinstance(text, str) or not text:
+            raise RangeError(f"SamplingParams.stop: expected texts that are not empty, got {text!r}.")
+    return texts
+
+
+def with_options(params: SamplingParams, options: dict[str, Any]) -> SamplingParams:
+    """Return ``params`` with some fields replaced. Raises :class:`RangeError` for a field that is not one, or out of range."""
+    known = {field.name for field in fields(SamplingParams)}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise RangeError(f"generate: unknown option {', '.join(unknown)}. Expected {', '.join(sorted(known))}.")
+    return replace(params, **options)
+
+
+def params_for(
+    count: int, defaults: SamplingParams, params: SamplingParams | Sequence[SamplingParams] | None, options: dict[str, Any]
+) -> list[SamplingParams]:
+    """Return the SamplingParams of each of ``count`` prompts: ``params``, or ``defaults`` with ``options``.
+
+    Raises RangeError or ShapeError: both were given, or not one per prompt.
+    """
+    if params is None:
+        return [with_options(defaults, options)] * count
+    if options:
+        raise RangeError(f"generate: expected params or options, got both ({', '.join(options)}).")
+    each = list(params) if isinstance(params, Sequence) else [params] * count
+    if len(each) != count or not all(isinstance(one, SamplingParams) for one in each):
+        raise ShapeError(f"params: expected SamplingParams, or {count} of them, one per prompt.")
+    return each
+
+
+class Sampler:
+    """Chooses the tokens of one request. Its randomness depends on the seed and on how many tokens it chose, on nothing else.
+
+    One number of a Philox generator is used per token, so seed and ``counter`` are the whole state.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self._params = params
+        #: The seed in use: the request's, or one drawn for it.
+        self.seed = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed
+        #: Tokens chosen so far.
+        self.counter = params.counter
+        blocks, rest = divmod(self.counter, _NUMBERS_PER_BLOCK)
+        self._generator = np.random.Generator(np.random.Philox(key=self.seed).advance(blocks))
+        self._generator.random(rest)
+
+    def choose(self, logits: np.ndarray[Any, Any]) -> int:
+        """Return the next token.
+
+        Raises EngineError: a logit is NaN, or no logit is finite.
+
+        Parameters
+        ----------
+        logits : ndarray (vocab,) float32
+            Not changed.
+        """
+        best = int(np.argmax(logits))  # NaN counts as the largest
+        if not np.isfinite(logits[best]):
+            raise EngineError(f"logits: expected finite numbers, got {logits[best]} for token {best}. The engine or its cache is damaged.")
+        self.counter += 1
+        if self._params.temperature == 0:
+            return best
+        uniform = self._generator.random()
+        tokens, weights = self._distribution(logits)
+        sums = np.cumsum(weights)
+        place = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
+        return int(tokens[min(place, len(tokens) - 1)])
+
+    def _distribution(self, logits: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+        """Return the tokens that are left and their weights: probabilities, but for one factor. The most likely weighs 1."""
+        params = self._params
+        below = logits.max() - logits.astype(np.float64)
+        tokens = _most_likely(below, params.top_k or below.size)
+        below = below[tokens]
+        with np.errstate(over="ignore"):  # a tiny temperature leaves nothing but the most likely token
+            weights = np.exp(-below / params.temperature)
+        if params.top_p < 1:
+            kept = _nucleus(below, weights, params.top_p)
+            tokens, weights = tokens[kept], weights[kept]
+        likely = weights >= params.min_p
+        return tokens[likely], weights[likely]
+
+
+def _most_likely(below: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
+    """Return the ``count`` most likely tokens, by id; of those that tie, the first. ``below`` says how far each is from the top."""
+    if count >= below.size:
+        return np.arange(below.size)
+    edge = np.partition(below, count - 1)[count - 1]
+    sure, tied = np.flatnonzero(below < edge), np.flatnonzero(below == edge)
+    return np.sort(np.concatenate((sure, tied[: count - sure.size])))
+
+
+def _nucleus(below: np.ndarray[Any, Any], weights: np.ndarray[Any, Any], top_p: float) -> np.ndarray[Any, Any]:
+    """Return the most likely tokens, as many as it takes to sum to ``top_p`` of the weight of all.
+    Sorting a whole vocabulary takes long, and the nucleus is small as a rule: look for it among a few first.
+    """
+    wanted = top_p * weights.sum()
+    kept = _most_likely(below, _NUCLEUS_GUESS)
+    if weights[kept].sum() < wanted:
+        kept = np.arange(below.size)
+    kept = kept[np.argsort(below[kept], kind="stable")]
+    return kept[: int(np.searchsorted(np.cumsum(weights[kept]), wanted)) + 1]

@@ -1,0 +1,1 @@
+"""Bytes and views of them: host memory, GPU memory, tensors, copies."""

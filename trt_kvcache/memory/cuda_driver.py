@@ -1,0 +1,88 @@
+"""The CUDA driver through cuda-python: whether it can be used, and its errors as ours.
+
+Nothing of cuda-python is imported before a function is called.
+"""
+
+from typing import Any
+
+from trt_kvcache._util.checks import int_in_range
+from trt_kvcache.errors import CapacityError, CudaError
+
+
+def find_gpu(device: int = 0) -> str | None:
+    """Tell whether a GPU can be used from here.
+
+    Parameters
+    ----------
+    device : int
+        Its number, from 0, as the driver counts (``CUDA_VISIBLE_DEVICES`` applies).
+
+    Returns
+    -------
+    str or None
+        None when it can be used, else why it cannot, in one line.
+    """
+    device = int_in_range("device", device, 0)
+    try:
+        import cuda.core  # noqa: F401
+        from cuda.bindings import driver
+        from cuda.pathfinder import DynamicLibNotFoundError
+    except ImportError as error:
+        return f"cuda-python is not installed ({error}). Install trt-kvcache[cuda]."
+    try:
+        (status,) = driver.cuInit(0)
+    except DynamicLibNotFoundError:
+        return "there is no NVIDIA driver on this machine (libcuda was not found)."
+    if status:
+        return f"the CUDA driver does not start: {status.name}."
+    needed, has = driver.CUDA_VERSION // 1000, check(driver.cuDriverGetVersion()) // 1000
+    if has < needed:
+        return f"the NVIDIA driver serves CUDA {has}, cuda-bindings needs CUDA {needed}. Update the driver, or install cuda-core[cu{has}]."
+    count = check(driver.cuDeviceGetCount())
+    if device >= count:
+        return f"there is no GPU {device}: the driver counts {count}, from 0."
+    return None
+
+
+def check(result: tuple[Any, ...]) -> Any:
+    """Return what a function of ``cuda.bindings.driver`` returned beside its status.
+
+    Raises
+    ------
+    CudaError
+        The status is an error.
+    """
+    if result[0]:
+        raise CudaError(f"the CUDA driver refused a call: {_describe(result[0])}.")
+    return result[1] if len(result) > 1 else None
+
+
+def _describe(status: Any) -> str:
+    from cuda.bindings import driver
+
+    error, text = driver.cuGetErrorString(status)
+    return status.name if error else f"{status.name} ({text.decode()})"
+
+
+def cuda_core_error() -> type[Exception]:
+    """Return the class that cuda.core raises when the driver or NVRTC refused a call. It has no public name there."""
+    from cuda.core._utils.cuda_utils import CUDAError
+
+    return CUDAError  # type: ignore[no-any-return]
+
+
+def allocation_error(error: Exception, device: str, nbytes: int) -> CudaError | CapacityError:
+    """Return what to raise for an error of cuda.core at an allocation.
+
+    Parameters
+    ----------
+    error : Exception
+        Of the class :func:`cuda_core_error`.
+    device : str
+        Where the allocation was to be, for the message.
+    nbytes : int
+        What was asked for.
+    """
+    if str(error).startswith("CUDA_ERROR_OUT_OF_MEMORY"):
+        return CapacityError(f"{device}: {nbytes} bytes could not be allocated. Nothing was changed.")
+    return CudaError(f"{device}: allocating {nbytes} bytes failed: {error}")

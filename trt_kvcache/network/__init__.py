@@ -1,8 +1,0 @@
-"""A decoder as TensorRT layers, by TensorRT's network API: one module per idea."""
-
-from trt_kvcache.network.decoder import ATTENTION_VARIANTS, add_decoder, add_segments
-from trt_kvcache.network.decomposable import AttentionChoice
-from trt_kvcache.network.graph import Graph
-from trt_kvcache.network.weights import Weights
-
-__all__ = ["ATTENTION_VARIANTS", "AttentionChoice", "Graph", "Weights", "add_decoder", "add_segments"]

@@ -1,0 +1,1 @@
+"""Operations of ours that run between the segments of an engine."""

@@ -1,0 +1,1 @@
+"""Comparisons of two paths through Polygraphy."""

@@ -1,0 +1,54 @@
+"""The part of a cache that is read as data, as host arrays: the first ``length`` rows of each active slot."""
+
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.cache.kv_cache_base import KVCacheBase
+from trt_kvcache.engine.names import DEFAULT_NAMES
+from trt_kvcache.memory.tensor import DeviceTensor
+
+#: The lengths, among the arrays of :func:`live_rows`.
+LENGTHS = "kvcache_lengths"
+
+
+def rows_names(layer: int) -> tuple[str, str]:
+    """Return what K and V of one attention layer are called among the arrays of :func:`live_rows`."""
+    return DEFAULT_NAMES.k_cache.format(i=layer), DEFAULT_NAMES.v_cache.format(i=layer)
+
+
+def live_rows(cache: KVCacheBase) -> dict[str, np.ndarray[Any, Any]]:
+    """Copy the live rows of a cache to the host.
+
+    Waits for the work that was given to the device before the call.
+
+    Raises LengthsUnknown: the host does not know the lengths exactly. ClosedError: the cache is closed.
+
+    ``cache``: KVCacheManager or LinearKVCache. Of either layout.
+
+    Returns
+    -------
+    dict of str to ndarray
+        ``k_cache_{i}``, ``v_cache_{i}``: float32 ``[A, H, n, D]``, where n is the longest length; rows past a slot's own length
+        are 0, whatever the cache holds there. ``kvcache_lengths``: int32 ``[A]``.
+    """
+    lengths = np.array(cache.host_kv_cache_lengths, np.int32)
+    dead = np.arange(lengths.max(initial=0)) >= lengths[:, np.newaxis]
+    rows: dict[str, np.ndarray[Any, Any]] = {}
+    for layer in range(cache.num_layers):
+        for name, view in zip(rows_names(layer), cache.get_separate_kv_cache(layer), strict=True):
+            rows[name] = _read(view, dead)
+    rows[LENGTHS] = lengths
+    return rows
+
+
+def _read(view: DeviceTensor, dead: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the rows of a ``[B, H, S, D]`` view that ``dead`` ``[A, n]`` spans, with the dead ones set to 0."""
+    slots, longest = dead.shape
+    _, heads, _, head_dim = view.shape
+    part = DeviceTensor(
+        view.allocation, shape=(slots, heads, longest, head_dim), dtype=view.dtype, strides=view.strides, offset=view.offset
+    )
+    rows = part.numpy().astype(np.float32)
+    rows.swapaxes(1, 2)[dead] = 0
+    return rows

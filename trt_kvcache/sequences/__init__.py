@@ -1,0 +1,1 @@
+"""What one slot holds, kept elsewhere: sequence handles, the prompt cache, snapshots."""

@@ -1,0 +1,1 @@
+"""Prefill, decode and generation on one cache and one engine."""

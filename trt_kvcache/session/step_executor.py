@@ -1,0 +1,94 @@
+"""``StepExecutor``: one enqueue over a run of slots, then the commit of what it wrote, on one stream."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.cache.kv_cache_base import KVCacheBase
+from trt_kvcache.engine.bindings import BindingPlan
+from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
+from trt_kvcache.engine.protocol import Engine
+from trt_kvcache.engine.step_buffers import StepBuffers
+from trt_kvcache.session.chunks import Chunk, plan_chunks
+
+
+class StepExecutor:
+    """Feeds tokens to an engine and commits their lengths.
+
+    Per step, on one stream: the enqueue reads the lengths, then the commit adds to them. A decode step neither allocates
+    device memory nor waits, and does nothing per layer. If a step raises, what it wrote lies beyond the committed lengths;
+    the lengths are for the caller to put back.
+
+    ``cache``: KVCacheManager or LinearKVCache.
+    """
+
+    def __init__(self, engine: Engine, cache: KVCacheBase, *, names: TensorNames = DEFAULT_NAMES) -> None:
+        self.engine = engine
+        self.cache = cache
+        self.plan = BindingPlan(engine, cache, names=names)
+        self.stream = cache.memory.create_stream()
+        self._buffers = StepBuffers(
+            cache.memory,
+            max_batch_size=cache.kv_config.max_batch_size,
+            max_width=self.plan.max_width,
+            vocab_size=self.plan.vocab_size,
+            index_dtypes=(self.plan.input_ids.dtype, self.plan.last_token_ids.dtype),
+            logits_dtype=self.plan.logits.dtype,
+        )
+
+    def plan_prefill(self, lengths: Sequence[int], counts: Sequence[int]) -> list[Chunk]:
+        """Cut new tokens into enqueues that the engine takes.
+
+        ``lengths``, ``counts``: sequence of int (A,). Tokens that each slot holds, and new ones; ``length + count <= S``.
+
+        Raises LayoutError: a slot cannot be reached by an aligned view. BindingError: no profile takes one of the enqueues.
+        """
+        chunks = plan_chunks(
+            lengths,
+            counts,
+            max_width=self.plan.max_width,
+            max_sequence_length=self.cache.kv_config.max_sequence_length,
+            can_start_at=self.plan.can_start_at,
+        )
+        for chunk in chunks:
+            self.plan.profile_for(chunk.count, chunk.width)
+        return chunks
+
+    def decode(self, tokens: Sequence[int], increment: int | Sequence[int] = 1) -> None:
+        """Enqueue one token for every active slot and commit.
+
+        ``tokens``: sequence of int (A,).
+        ``increment``: int, or sequence of int (A,). 0 for a slot that rides along: its row lands beyond its length and stays uncounted.
+        """
+        self._buffers.write_one_token_each(tokens, stream=self.stream)
+        self.plan.prepare(0, len(tokens), 1, self._buffers)
+        self.engine.enqueue(self.stream)
+        self.cache.commit_sequence_length(increment, stream=self.stream)
+
+    def prefill(self, chunk: Chunk, rows: Sequence[Sequence[int]]) -> None:
+        """Enqueue the new tokens of a run of slots and commit.
+
+        ``rows``: sequence of sequences of int (chunk.count,). New tokens of each slot of the run, as many as ``chunk.takes`` says; padded
+        here.
+        """
+        if chunk.first:
+            self._buffers.write_start_index(self.cache.host_kv_cache_lengths[chunk.first : chunk.end], stream=self.stream)
+        self._buffers.write_rows(rows, chunk.width, stream=self.stream)
+        self.plan.prepare(chunk.first, chunk.count, chunk.width, self._buffers)
+        self.engine.enqueue(self.stream)
+        after = self.cache.active_batch_size - chunk.end
+        self.cache.commit_sequence_length([0] * chunk.first + [*chunk.takes] + [0] * after, stream=self.stream)
+
+    def logits(self, count: int) -> np.ndarray[Any, Any]:
+        """Return the logits of the last enqueue, float32 ``[count, vocab]``. Waits; the array is overwritten by the next call."""
+        logits = self._buffers.read_logits(count, stream=self.stream)
+        return logits if logits.dtype == np.float32 else logits.astype(np.float32)
+
+    def synchronize(self) -> None:
+        """Wait until everything that was enqueued is done."""
+        self.cache.memory.synchronize(self.stream)
+
+    def close(self) -> None:
+        """Release the buffers. Idempotent."""
+        self._buffers.close()

@@ -1,0 +1,1 @@
+"""Running TensorRT engines, full TensorRT and TensorRT for RTX alike."""

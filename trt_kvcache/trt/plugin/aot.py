@@ -1,0 +1,162 @@
+"""The decode step as a plugin that is compiled ahead of time: an engine of full TensorRT carries the kernel as PTX and needs no Python.
+
+That interface knows no workspace, so a head is not split over blocks: it is for many slots, or short caches. Its fields are in
+the machine code, not in the engine. Nothing here has met full TensorRT yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from inspect import Parameter, Signature
+from types import GenericAlias
+from typing import Any
+
+from trt_kvcache.errors import CudaError, ShapeError
+from trt_kvcache.kernels.attention_call import score_factors
+from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, ELEMENTS, decode_nbytes, decode_tiles
+from trt_kvcache.kernels.sources import CXX_STANDARD, source_folder
+from trt_kvcache.ops.attention_fields import FIELD_TYPES, AttentionFields
+from trt_kvcache.ops.attention_shapes import INPUTS, check_dtypes, check_shapes, input_names
+from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, ahead_of_time_module, constant_of
+
+#: How ``tensorrt.plugin`` finds it, and the kernel in the PTX.
+PLUGIN_ID, KERNEL = f"{PLUGIN_NAMESPACE}::{PLUGIN_NAME}Decode", "attention_decode_aot"
+
+#: The inputs; ``cos_sin`` is always there, and not read where ``rotary_dim`` is 0.
+INPUT_NAMES = tuple(name for name in INPUTS if name != "new_lengths")
+
+#: Dynamic shared memory that a launch may have without being asked for more, which this interface cannot.
+_SHARED_NBYTES = 48 * 1024
+_ROWS, _WARP = DECODE_ROWS[0], 32
+
+#: The sizes of tiles that depend on shared memory are our own, the others those of this.
+_LIKE = "sm_80"
+
+
+def blocks(fields: AttentionFields) -> int:
+    """Return the blocks along y of a launch: 8 query heads of a K/V head each. Along z there is one for each slot."""
+    return fields.num_kv_heads * -(-fields.group // _ROWS)
+
+
+def tiles(head_dim: int) -> tuple[int, int, int]:
+    """Return the warps of a block, the stages of a warp's ring, and the bytes of shared memory."""
+    tokens = decode_tiles(head_dim, _LIKE)["TOKENS"]
+    sizes = [(warps, stages, decode_nbytes(head_dim, _ROWS, warps, stages, tokens)) for warps in (4, 2, 1) for stages in (4, 3, 2)]
+    return next(one for one in sizes if one[2] <= _SHARED_NBYTES)
+
+
+def macros(fields: AttentionFields, dtype: str) -> dict[str, str]:
+    """Return what ``plugins/attention_aot.cuh`` is compiled with."""
+    warps, stages, _ = tiles(fields.head_dim)
+    sizes = {**decode_tiles(fields.head_dim, _LIKE), "HEAD_DIM": fields.head_dim, "WARPS": warps, "STAGES": stages, "BLOCKS": 1}
+    numbers = {"GROUP": fields.group, "KV_HEADS": fields.num_kv_heads, "ROTARY_DIM": fields.rotary_dim, "WINDOW": fields.window}
+    doubles = dict(zip(("FACTOR", "INNER"), score_factors(fields.factor, fields.softcap), strict=True))
+    return {"ELEMENT": ELEMENTS[dtype], **{name: repr(value) for name, value in (sizes | numbers | doubles).items()}}
+
+
+def compile_ptx(fields: AttentionFields, dtype: str, arch: str) -> str:
+    """Compile the kernel with NVRTC. Needs no GPU.
+
+    Parameters
+    ----------
+    fields : AttentionFields
+    dtype : str
+        ``"float16"`` or ``"bfloat16"``.
+    arch : str
+        Such as ``"sm_90"``; the PTX runs on it and on later ones.
+
+    Raises
+    ------
+    CudaError
+        NVRTC is not installed, or refused; the text holds what it logged.
+    """
+    try:
+        from cuda.bindings import nvrtc
+    except ImportError as error:
+        raise CudaError(f"cuda-python is not installed ({error}). Install trt-kvcache[cuda].") from None
+
+    def take(result: tuple[Any, ...]) -> Any:
+        if result[0]:
+            raise CudaError(f"NVRTC: {KERNEL} for {arch}: {result[0].name}. {log()}")
+        return result[1] if len(result) > 1 else None
+
+    def log() -> str:
+        text = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
+        nvrtc.nvrtcGetProgramLog(program, text)
+        return str(text.strip(b"\0 "), "utf-8", "replace")
+
+    _, program = nvrtc.nvrtcCreateProgram(b'#include "attention_aot.cuh"\n', f"{KERNEL}.cu".encode(), 0, [], [])
+    try:
+        options = [f"--std={CXX_STANDARD}", f"--gpu-architecture={arch.replace('sm_', 'compute_')}", f"--include-path={source_folder()}"]
+        options += ["--device-as-default-execution-space", *(f"-D{name}={value}" for name, value in macros(fields, dtype).items())]
+        take(nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options]))
+        ptx = b" " * take(nvrtc.nvrtcGetPTXSize(program))
+        take(nvrtc.nvrtcGetPTX(program, ptx))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return str(ptx.rstrip(b"\0"), "ascii")
+
+
+def register_decode(tensorrt: TensorRT, *, arch: str) -> Any:
+    """Make the plugin known to ``tensorrt.plugin``, as ``trt_kvcache::KVCacheAttentionDecode``.
+
+    ``tensorrt.plugin.op.trt_kvcache.KVCacheAttentionDecode(q, k, v, cache, lengths, cos_sin, **dataclasses.asdict(fields))`` is what
+    ``INetworkDefinition.add_plugin`` then takes, with ``aot=True``; s is 1. Build with
+    :func:`~trt_kvcache.trt.plugin.allow_aliasing`.
+
+    Parameters
+    ----------
+    tensorrt : TensorRT
+        Full TensorRT.
+    arch : str
+        What the PTX is compiled for, such as ``"sm_90"``.
+
+    Returns
+    -------
+    callable
+        What TensorRT calls to have the kernel.
+
+    Raises
+    ------
+    EngineError
+        This TensorRT knows no plugins compiled ahead of time.
+    """
+    trtp = ahead_of_time_module(tensorrt)
+
+    def describe(*tensors: Any, **fields: Any) -> Any:
+        described = dict(zip(INPUT_NAMES, tensors, strict=True))
+        return described["q"].like(), described["cache"].aliased()
+
+    def implement(*arguments: Any) -> Any:
+        given = dict(zip((*INPUT_NAMES, *FIELD_TYPES, "outputs", "tactic"), arguments, strict=True))
+        q, cache = given["q"], given["cache"]
+        dtype = check_dtypes({name: tensorrt.dtype_name(given[name].dtype) for name in INPUT_NAMES})
+        fields = AttentionFields(**{name: given[name] for name in FIELD_TYPES})
+        names = input_names(fields, len(INPUT_NAMES) - (not fields.rotary_dim))
+        sizes = check_shapes(fields, {name: [constant_of(size) for size in given[name].shape_expr] for name in names})
+        if sizes["s"] != 1:
+            raise ShapeError(f"{PLUGIN_ID}: expected q of shape [B, 1, num_heads, head_dim]. What has more new tokens needs {PLUGIN_NAME}.")
+        warps, _, shared = tiles(fields.head_dim)
+        launch, integers = trtp.KernelLaunchParams(), trtp.SymIntExprs(1)
+        launch.grid_x, launch.grid_y, launch.grid_z = 1, blocks(fields), q.shape_expr[0]
+        launch.block_x, launch.block_y, launch.block_z = _WARP * warps, 1, 1
+        launch.shared_mem = shared
+        integers[0] = trtp.SymInt32(cache.shape_expr[3])
+        return KERNEL, compile_ptx(fields, dtype, arch), launch, integers
+
+    # TensorRT looks at the signatures: names, and classes of its own.
+    tensors = dict.fromkeys(INPUT_NAMES, trtp.TensorDesc)
+    kinds = {name: float if kind.startswith("FLOAT") else int for name, kind in FIELD_TYPES.items()}
+    kernel = (str | bytes, str | bytes, trtp.KernelLaunchParams, trtp.SymIntExprs)
+    _sign(describe, tensors | kinds, (trtp.TensorDesc,) * 2)
+    _sign(implement, {**tensors, **kinds, "outputs": Parameter.empty, "tactic": int}, kernel)
+    trtp.register(PLUGIN_ID)(describe)
+    return trtp.aot_impl(PLUGIN_ID)(implement)
+
+
+def _sign(function: Any, parameters: Mapping[str, Any], returns: tuple[Any, ...]) -> None:
+    kind, result = Parameter.POSITIONAL_OR_KEYWORD, GenericAlias(tuple, returns)
+    function.__signature__ = Signature(
+        [Parameter(name, kind, annotation=what) for name, what in parameters.items()], return_annotation=result
+    )

@@ -1,0 +1,50 @@
+"""The plugin's creator, through which TensorRT makes it again when it reads an engine."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.errors import EngineError
+from trt_kvcache.ops.attention_fields import FIELD_TYPES, AttentionFields
+from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.plugin.plugin import plugin_class
+from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION
+
+
+@cache
+def register(tensorrt: TensorRT) -> Any:
+    """Make the plugin known to TensorRT, once: before a network has it, and before an engine that has it is read.
+
+    Returns
+    -------
+    IPluginCreatorV3One
+        The creator.
+
+    Raises
+    ------
+    EngineError
+        TensorRT has no plugins with aliased outputs, or has a creator of the same name and version already.
+    """
+    make = plugin_class(tensorrt)
+    trt = tensorrt.module
+
+    class KVCacheAttentionCreator(trt.IPluginCreatorV3One):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            trt.IPluginCreatorV3One.__init__(self)
+            self.name, self.plugin_version, self.plugin_namespace = PLUGIN_NAME, PLUGIN_VERSION, PLUGIN_NAMESPACE
+            empty = np.empty(0)
+            kinds = trt.PluginFieldType
+            self.field_names = trt.PluginFieldCollection(
+                [trt.PluginField(name, empty, getattr(kinds, kind)) for name, kind in FIELD_TYPES.items()]
+            )
+
+        def create_plugin(self, name: str, fields: Any, phase: Any) -> Any:
+            return make(AttentionFields.parse(fields))
+
+    creator = KVCacheAttentionCreator()
+    if not trt.get_plugin_registry().register_creator(creator, PLUGIN_NAMESPACE):
+        raise EngineError(f"{PLUGIN_NAME} {PLUGIN_VERSION}: {tensorrt} has a creator of this name and version that is not ours.")
+    return creator

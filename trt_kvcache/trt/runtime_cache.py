@@ -1,0 +1,78 @@
+"""Kernels that TensorRT for RTX compiled on this machine, kept in the user's cache folder.
+
+TensorRT for RTX finishes an engine at run time, for the GPU at hand. What it compiled can be saved, which makes the next start
+fast. A file serves one plan on one GPU with one driver and one TensorRT; all of them are part of its name.
+"""
+
+import hashlib
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from trt_kvcache._util.new_file import new_file
+from trt_kvcache._util.user_cache import user_cache_folder
+
+_DIGEST_NBYTES = hashlib.sha256().digest_size
+
+
+def gpu_identity(device: str) -> tuple[str, ...]:
+    """Return name, UUID and compute capability of a GPU, and the version of its driver.
+
+    Parameters
+    ----------
+    device : str
+        Such as ``"cuda:0"``.
+    """
+    from cuda.bindings import driver
+    from cuda.core import Device
+
+    gpu = Device(int(device.partition(":")[2]))
+    _, version = driver.cuDriverGetVersion()
+    capability = gpu.compute_capability
+    return (str(gpu.name), str(gpu.uuid), f"{capability.major}.{capability.minor}", str(version))
+
+
+class RuntimeCacheFile:
+    """One file: SHA-256 of what follows, then what TensorRT serialised.
+
+    Parameters
+    ----------
+    key : sequence of str
+        Everything that what was compiled depends on.
+    folder : Path, optional
+        :func:`user_cache_folder` if left out.
+    """
+
+    def __init__(self, key: Sequence[str], *, folder: Path | None = None) -> None:
+        name = hashlib.sha256("\0".join(key).encode()).hexdigest()
+        self.path = (folder or user_cache_folder()) / f"{name[:32]}.rtxcache"
+
+    def read(self) -> bytes | None:
+        """Return what was saved; None where nothing was, or where the file is damaged (with a warning)."""
+        try:
+            content = self.path.read_bytes()
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self.warn(f"cannot be read ({error})")
+            return None
+        digest, blob = content[:_DIGEST_NBYTES], content[_DIGEST_NBYTES:]
+        if hashlib.sha256(blob).digest() != digest:
+            self.warn("is damaged")
+            return None
+        return blob
+
+    def write(self, blob: bytes) -> None:
+        """Save ``blob``: the file appears complete or not at all. A failure is a warning, the engine does not need it."""
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with new_file(self.path) as file:
+                file.write(hashlib.sha256(blob).digest() + blob)
+        except OSError as error:
+            self.warn(f"cannot be written ({error})")
+
+    def warn(self, what: str) -> None:
+        """Say that the file is not used, and that nothing is lost but time."""
+        warnings.warn(
+            f"TensorRT-RTX runtime cache {self.path}: it {what}; kernels are compiled again at each start.", RuntimeWarning, stacklevel=3
+        )
