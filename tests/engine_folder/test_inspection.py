@@ -4,7 +4,7 @@ import sys
 
 from tests.helpers.engine_files import PLAN, make_engine_folder
 from tests.helpers.small_model import write_model
-from trt_kvcache.builder.network.decomposable import AttentionChoice
+from trt_kvcache.engine.attention_variants import AttentionChoice
 from trt_kvcache.engine_folder.inspection import inspect_engine
 
 

@@ -1,8 +1,8 @@
 """Engine folders without TensorRT: a real configuration around bytes that stand for a plan."""
 
 from trt_kvcache.builder.build_engine import define_constants
-from trt_kvcache.builder.network.decomposable import AttentionChoice
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine.attention_variants import AttentionChoice
 from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine_folder.config import CheckpointRecord, EngineConfig

@@ -11,12 +11,13 @@ from typing import Any
 
 from safetensors.numpy import save
 
-from trt_kvcache.builder.network import AttentionChoice, Graph, Weights, add_decoder, add_segments
+from trt_kvcache.builder.network import Graph, Weights, add_decoder, add_segments
 from trt_kvcache.builder.network.rope import cos_sin
 from trt_kvcache.builder.options import BuildOptions, known_compute_capabilities
 from trt_kvcache.builder.progress import BuildProgress, make_monitor
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.checkpoint import Checkpoint, ModelConfig, Tokenizer
+from trt_kvcache.engine.attention_variants import AttentionChoice
 from trt_kvcache.engine.decoder_tensors import MIN_BATCH_SIZE, decoder_profiles, decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec

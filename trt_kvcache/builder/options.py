@@ -7,14 +7,15 @@ for the rest its messages name none of these options. So everything that is know
 from dataclasses import dataclass
 
 from trt_kvcache._util.checks import int_in_range, one_of
-from trt_kvcache.builder.network import ATTENTION_VARIANTS
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS
 from trt_kvcache.engine.decoder_tensors import cache_config
+from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.kernels.attention_tiles import ELEMENTS, HEAD_DIMS, MAX_GROUP
-from trt_kvcache.trt.module import FLAVOURS, TensorRT
+from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.versions import check_plugins
 
 #: Head dims for which TensorRT has attention kernels: multiples of the step.

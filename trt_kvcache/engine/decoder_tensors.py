@@ -3,16 +3,12 @@
 from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
 from trt_kvcache.cache.layout import KVLayout
 from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.engine.attention_variants import cache_layout
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 
 #: Slots in the smallest enqueue of every profile.
 MIN_BATCH_SIZE = 1
-
-
-def cache_layout(attention: str) -> KVLayout:
-    """Return the layout that an attention variant works on: K and V of a slot together for the plugin, apart for the others."""
-    return KVLayout.COMBINED if attention == "plugin" else KVLayout.SEPARATE
 
 
 def cache_config(

@@ -8,16 +8,16 @@ from typing import Any, TypeVar, get_type_hints
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache._version import __version__
-from trt_kvcache.builder.network import ATTENTION_VARIANTS, AttentionChoice
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, AttentionChoice
 from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
+from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.errors import EngineError, KVCacheError
 from trt_kvcache.ops.segments import decoder_steps, serves
 from trt_kvcache.ops.segments_record import FileRecord, SegmentsRecord, tensor_from_dict
-from trt_kvcache.trt.module import FLAVOURS
 
 _Record = TypeVar("_Record")
 

@@ -4,10 +4,10 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from trt_kvcache.builder.network.decomposable import AttentionChoice
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory
 from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.engine.attention_variants import AttentionChoice
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.config import CheckpointRecord
 from trt_kvcache.engine_folder.folder import EngineFolder

@@ -12,9 +12,9 @@ from polygraphy.tools.args.base import BaseArgs, BaseRunnerArgs
 from polygraphy.tools.script import make_invocable
 
 from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.reference import Attention
 from trt_kvcache.session.opening import EngineChoice
-from trt_kvcache.trt.module import FLAVOURS
 
 
 def get_arg_groups() -> list[Any]:

@@ -13,7 +13,8 @@ from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.model_config import ModelConfig
 from trt_kvcache.checkpoint.rope import rope_table
 from trt_kvcache.dtypes import MODEL_DTYPES
-from trt_kvcache.engine.decoder_tensors import cache_layout, decoder_profiles, decoder_tensors
+from trt_kvcache.engine.attention_variants import cache_layout
+from trt_kvcache.engine.decoder_tensors import decoder_profiles, decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.errors import ClosedError, ConfigError, EngineError, PlaceError, RangeError

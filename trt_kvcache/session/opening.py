@@ -17,6 +17,7 @@ from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, ModelConfig, 
 from trt_kvcache.checkpoint.generation import GENERATION_FILE
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.decoder_tensors import cache_config
+from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.engine_folder.folder import EngineFolder
@@ -26,7 +27,6 @@ from trt_kvcache.memory.cuda import CudaMemory, find_gpu
 from trt_kvcache.memory.host import HostMemory
 from trt_kvcache.reference import Attention, ReferenceEngine
 from trt_kvcache.sequences.snapshot_records import ModelIdentity
-from trt_kvcache.trt.module import FLAVOURS
 from trt_kvcache.trt.module import load as load_tensorrt
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine

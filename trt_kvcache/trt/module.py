@@ -10,11 +10,9 @@ from functools import cache
 from typing import Any
 
 from trt_kvcache._util.checks import one_of
+from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import DTypeError, EngineError, KVCacheError
 from trt_kvcache.trt.log import TensorRTLog
-
-#: What ``flavour`` may be.
-FLAVOURS = ("auto", "tensorrt", "tensorrt_rtx")
 
 _PIP_HINT = {
     "tensorrt": "pip install 'trt-kvcache[tensorrt]' (from NVIDIA's package index), or the TensorRT of the machine",

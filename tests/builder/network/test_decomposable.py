@@ -5,9 +5,10 @@ import pytest
 from tests.helpers.small_model import write_model
 from trt_kvcache.builder.build_engine import define_decoder, serialize
 from trt_kvcache.builder.network import decoder
-from trt_kvcache.builder.network.decomposable import AttentionChoice, choose
+from trt_kvcache.builder.network.decomposable import choose
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine.attention_variants import AttentionChoice
 from trt_kvcache.errors import BuildError
 
 FUSED = {"dtype": "float16", "num_attention_heads": 4, "head_dim": 24, "min_batch_size": 1, "max_sequence_length": 24552}

@@ -1,8 +1,7 @@
 """A decoder as TensorRT layers, by TensorRT's network API: one module per idea."""
 
-from trt_kvcache.builder.network.decoder import ATTENTION_VARIANTS, add_decoder, add_segments
-from trt_kvcache.builder.network.decomposable import AttentionChoice
+from trt_kvcache.builder.network.decoder import add_decoder, add_segments
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.weights import Weights
 
-__all__ = ["ATTENTION_VARIANTS", "AttentionChoice", "Graph", "Weights", "add_decoder", "add_segments"]
+__all__ = ["Graph", "Weights", "add_decoder", "add_segments"]

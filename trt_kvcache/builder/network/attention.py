@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trt_kvcache.builder.network.decomposable import AttentionChoice
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.kv_update import update_cache
 from trt_kvcache.builder.network.linear import linear
@@ -14,6 +13,7 @@ from trt_kvcache.builder.network.rms_norm import rms_norm
 from trt_kvcache.builder.network.rope import rotate
 from trt_kvcache.builder.network.weights import Weights
 from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.engine.attention_variants import AttentionChoice
 from trt_kvcache.engine.names import TensorNames
 
 

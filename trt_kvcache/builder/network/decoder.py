@@ -7,19 +7,17 @@ from trt_kvcache.builder.network import head
 from trt_kvcache.builder.network.attention import AttentionContext
 from trt_kvcache.builder.network.causal_mask import causal_mask
 from trt_kvcache.builder.network.decoder_layer import decoder_layer
-from trt_kvcache.builder.network.decomposable import AttentionChoice, choose
+from trt_kvcache.builder.network.decomposable import choose
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.lengths import step_lengths
 from trt_kvcache.builder.network.operations import PluginLayers, SegmentCuts
 from trt_kvcache.builder.network.rope import cos_sin, rope_tables
 from trt_kvcache.builder.network.weights import Weights
 from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.engine.attention_variants import AttentionChoice
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.ops.segments import COS_SIN, EMBEDDING, hidden_name
 from trt_kvcache.trt.plugin import AttentionFields
-
-#: The variants of attention: TensorRT's own causal mask with key lengths, an explicit mask, or our plugin over the combined cache.
-ATTENTION_VARIANTS = ("native", "mask", "plugin")
 
 
 def add_decoder(
@@ -43,7 +41,7 @@ def add_decoder(
     max_sequence_length : int
         S: static in the caches, and the length of the RoPE tables.
     attention : str
-        One of :data:`ATTENTION_VARIANTS`.
+        One of :data:`~trt_kvcache.engine.attention_variants.ATTENTION_VARIANTS`.
     min_batch_size : int
         Smallest batch of any profile.
     names : TensorNames

@@ -4,34 +4,13 @@ TensorRT refuses to build such a layer otherwise. The choice is made here, by na
 shown: decomposed attention writes its scores to memory and is slower.
 """
 
-from dataclasses import dataclass
+from trt_kvcache.engine.attention_variants import AttentionChoice
 
 #: The fused kernel for one new token per slot wants this many (slot, query head) pairs at the smallest batch ...
 FUSED_DECODE_MIN_QUERY_HEADS = 4
 
 #: ... and holds one float32 score per key, and the query, in 96 KiB of shared memory: ``S + D`` is at most this.
 FUSED_DECODE_MAX_SCORES = 24576
-
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionChoice:
-    """How the attention of one layer is built.
-
-    Parameters
-    ----------
-    layer : int
-    variant : str
-        ``"native"`` (causal from the lower right, with key lengths), ``"mask"`` (explicit mask) or ``"plugin"`` (our own).
-    decomposable : bool
-        Whether TensorRT may use plain layers instead of a fused kernel.
-    reason : str
-        Why; empty where it is fused.
-    """
-
-    layer: int
-    variant: str
-    decomposable: bool
-    reason: str = ""
 
 
 def choose(
