@@ -8,7 +8,7 @@ from tests.helpers.hybrid_model import HybridModel, hybrid_cache
 from tests.helpers.small_model import write_model
 from trt_kvcache import HostMemory, InferenceSession, KVLayout
 
-#: The contract: equal bits only where enqueue shapes and slots are equal.
+#: Of the largest logit. Bits are equal only where the shapes of enqueues and the slots are equal.
 TOLERANCE = 1e-5
 PROMPTS = [[3, 17, 5, 29, 11], [8, 1], [30, 4, 4, 19], [9, 21, 6, 2, 13, 7, 7]]
 NEXT, LATER = [12, 25, 31, 1], [6, 18, 2, 33]
@@ -56,7 +56,7 @@ def make(request, folder):
 
 
 def check(got, expected):
-    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max())
     assert got.argmax(axis=1).tolist() == expected.argmax(axis=1).tolist()
 
 
