@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.checks import int_in_range, one_of
-from trt_kvcache._util.stored import read_stored
+from trt_kvcache._util.serialization import read_stored
 from trt_kvcache.cache.layout import KVLayerStorage, KVLayout, kv_layer_storage
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.dtypes import KV_DTYPES, SCALED_KV_DTYPES

@@ -8,7 +8,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from trt_kvcache._util.stored import read_stored
+from trt_kvcache._util.serialization import read_stored
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.errors import ConfigError

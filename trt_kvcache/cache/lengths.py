@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.checks import as_int, int_in_range, slot_index
-from trt_kvcache._util.uncopyable import Uncopyable
+from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.cache.slot_contents import SlotContents
 from trt_kvcache.errors import (
     CapacityError,
@@ -25,7 +25,7 @@ from trt_kvcache.errors import (
 from trt_kvcache.kernels import AnyCompactionPlan, CompactionPlan, compact_length_tensor, increment_length_tensor, store_length_values
 from trt_kvcache.kernels.layer_views import check_memory
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.capturing import refuse_capture
+from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.shapes import MAX_DIMENSION, align_up, dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 

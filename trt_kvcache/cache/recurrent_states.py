@@ -8,7 +8,7 @@ from trt_kvcache.cache.layout import StateStorage
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.kernels import AnyCompactionPlan, StateInfos, compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
 from trt_kvcache.memory.base import Allocation, Memory
-from trt_kvcache.memory.packing import allocate_tensors, check_saved
+from trt_kvcache.memory.saved_tensors import allocate_tensors, check_saved
 from trt_kvcache.memory.tensor import DeviceTensor
 
 

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from trt_kvcache._util.uncopyable import Uncopyable
+from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.cache.lengths import Lengths
 from trt_kvcache.cache.slot_contents import SlotContents
 from trt_kvcache.errors import ClosedError, ConfigError, PlaceError

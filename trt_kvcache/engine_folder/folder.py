@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache._util.new_folder import new_folder
+from trt_kvcache._util.atomic_folder import new_folder
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.checkpoint import COMPANION_FILES
 from trt_kvcache.checkpoint.weight_file import WeightFile

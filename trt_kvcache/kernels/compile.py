@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trt_kvcache._util.new_file import new_file
+from trt_kvcache._util.atomic_file import new_file
 from trt_kvcache._util.user_cache import user_cache_folder
 from trt_kvcache.errors import CudaError
 from trt_kvcache.kernels.attention_tiles import macros_of

@@ -10,7 +10,7 @@ from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.cache.slot_cache import Closing
 from trt_kvcache.errors import CapacityError, ClosedError, ShapeError
 from trt_kvcache.generation.token_ids import TokenArray, common_prefix, reusable_tokens, token_array
-from trt_kvcache.memory.capturing import refuse_capture
+from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.sequences.slot_copy import HostSlotCopy, SlotCopy, check_capture
 from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
 

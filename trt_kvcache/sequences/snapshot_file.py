@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache._util.atomic_file import new_file
 from trt_kvcache._util.background_hash import DIGEST_NBYTES, BackgroundHash
-from trt_kvcache._util.new_file import new_file
 from trt_kvcache.dtypes import dtype_name, itemsize, numpy_dtype
 from trt_kvcache.errors import SnapshotError
 

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from trt_kvcache._util.new_file import new_file
+from trt_kvcache._util.atomic_file import new_file
 from trt_kvcache._util.user_cache import user_cache_folder
 
 _DIGEST_NBYTES = hashlib.sha256().digest_size

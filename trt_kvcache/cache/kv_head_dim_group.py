@@ -15,7 +15,7 @@ from trt_kvcache.kernels import (
 )
 from trt_kvcache.kernels.layer_views import SAVED_NDIM
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.packing import allocate_tensors, check_saved
+from trt_kvcache.memory.saved_tensors import allocate_tensors, check_saved
 from trt_kvcache.memory.tensor import DeviceTensor
 
 
