@@ -75,7 +75,7 @@ class KVRows:
     def resize(self, lengths: Sequence[int], *, stream: Any) -> None:
         """Do nothing: rows stay where they are."""
 
-    def start_anew(self, slots: Sequence[int], *, stream: Any) -> None:
+    def reset_slots(self, slots: Sequence[int], *, stream: Any) -> None:
         """Do nothing: rows past a slot's length are never read as data."""
 
     def compact(self, plan: AnyCompactionPlan, *, stream: Any) -> None:

@@ -115,7 +115,7 @@ class RecurrentStates:
             for kind in StateKind:
                 copy_rows(self.next(kind).infos, self.current(kind).infos, slot, stream=stream)
 
-    def start_anew(self, slots: Sequence[int], *, stream: Any) -> None:
+    def reset_slots(self, slots: Sequence[int], *, stream: Any) -> None:
         """Zero the current states of some slots, in one launch per kind and run of neighbours."""
         for kind in StateKind:
             for slot, count in _runs(slots):

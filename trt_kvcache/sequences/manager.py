@@ -11,7 +11,7 @@ from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
 from trt_kvcache.cache.kv_cache_base import KVCacheBase
 from trt_kvcache.cache.kv_cache_manager import KVCacheManager
 from trt_kvcache.cache.linear_kv_cache import LinearKVCache
-from trt_kvcache.cache.slot_cache import Closing
+from trt_kvcache.cache.slot_cache import Closable
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CapacityError, ConfigError, DTypeError, RangeError, ShapeError
 from trt_kvcache.memory.graph_capture import refuse_capture
@@ -24,7 +24,7 @@ from trt_kvcache.sequences.table import SequenceEntry, SequenceTable
 LayerArrays = Array | list[Array]
 
 
-class SequenceCacheManager(Closing):
+class SequenceCacheManager(Closable):
     """Sequences by handle, over the slots of a cache that an engine may be running on. Not thread-safe.
 
     ``KVCacheManager`` of TinyLLM (seed 002).
