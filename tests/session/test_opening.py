@@ -17,7 +17,7 @@ from trt_kvcache import InferenceSession as Session
 from trt_kvcache import SamplingParams
 from trt_kvcache.builder.build_engine import build_engine
 from trt_kvcache.errors import BuildError, CheckpointError, ConfigError, CudaError, EngineError
-from trt_kvcache.memory.host import HostMemory
+from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.reference import ReferenceEngine
 from trt_kvcache.session import opening
 from trt_kvcache.session.opening import EngineFallbackWarning

@@ -15,7 +15,7 @@ from tests.helpers.small_model import write_model
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, ClosedError, EngineError, PlaceError
-from trt_kvcache.memory.host import HostMemory
+from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.ops.segments import shape_at
 from trt_kvcache.trt import execution as plan_execution
 from trt_kvcache.trt import tensorrt_engine

@@ -11,8 +11,8 @@ from trt_kvcache.kernels.attention_call import AttentionCall
 from trt_kvcache.kernels.attention_workspace import MOST_BLOCKS, AttentionWorkspace, partials_shape
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.cuda import CudaMemory
 from trt_kvcache.memory.cuda_driver import check
+from trt_kvcache.memory.cuda_memory import CudaMemory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.attention_fields import AttentionFields
