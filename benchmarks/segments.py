@@ -34,7 +34,7 @@ from trt_kvcache.kernels.attention_call import AttentionCall
 from trt_kvcache.memory.cuda_memory import find_gpu
 from trt_kvcache.memory.host_memory import HostAllocation, HostStream
 from trt_kvcache.ops.segments import SegmentStep, decoder_constants, decoder_steps, shape_at
-from trt_kvcache.trt.execution import PlanExecution
+from trt_kvcache.trt.loaded_plan import PlanExecution
 from trt_kvcache.trt.log import Messages
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
 from trt_kvcache.trt.tensors import ProfileRanges
