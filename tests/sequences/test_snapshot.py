@@ -14,9 +14,9 @@ from tests.helpers.cache_cases import SEQUENCE_KINDS, Image, Unchanged, cache_ho
 from trt_kvcache import HostMemory, HybridCacheConfig, HybridCacheManager, KVCacheManager, KVLayout, LayerType
 from trt_kvcache.checkpoint import RopeConfig
 from trt_kvcache.errors import CapacityError, ConfigError, RangeError, ShapeError, SlotError, SnapshotError
+from trt_kvcache.sequences.model_identity import ModelIdentity, SamplerState
 from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.sequences.snapshot import Snapshot, load_snapshot, save_snapshot
-from trt_kvcache.sequences.snapshot_records import ModelIdentity, SamplerState
 from trt_kvcache.session.resuming import read_snapshots
 
 MODEL = ModelIdentity(fingerprint="5f" * 32, rope=RopeConfig(kind="linear", theta=5e5, factor=4.0).to_dict())

@@ -15,11 +15,11 @@ from trt_kvcache._version import __version__
 from trt_kvcache.dtypes import dtype_name
 from trt_kvcache.errors import CapacityError, KVCacheError, SnapshotError
 from trt_kvcache.generation.token_ids import reusable_tokens, token_array
+from trt_kvcache.sequences.model_identity import ModelIdentity, SamplerState, check_record
 from trt_kvcache.sequences.prompt_cache import PromptCache, PromptEntry
 from trt_kvcache.sequences.slot_copy import HostSlotCopy
 from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
 from trt_kvcache.sequences.snapshot_file import SnapshotFile
-from trt_kvcache.sequences.snapshot_records import ModelIdentity, SamplerState, check_record
 
 _TOKENS, _PENDING = "tokens", "pending_tokens"
 

@@ -1,4 +1,4 @@
-"""``SlotSwapper``: brings sequences into slots, and others out of them to the host, with all that a slot holds."""
+"""``SequenceSwapper``: brings sequences into slots, and others out of them to the host, with all that a slot holds."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 from trt_kvcache.cache.estimate import MemoryEstimate
 from trt_kvcache.cache.lengths import Lengths
 from trt_kvcache.errors import CapacityError
+from trt_kvcache.sequences.sequence_table import SequenceEntry, SequenceTable
 from trt_kvcache.sequences.slot_storage import SavedSlot, SlotStorage
-from trt_kvcache.sequences.table import SequenceEntry, SequenceTable
 
 
-class SlotSwapper:
+class SequenceSwapper:
     """Moves the sequences of a table between slots and the host. Copies are ordered on ``stream``, and waited for.
 
     Before anything moves, everything that moves has been copied to the host: what fails by then has changed nothing, and

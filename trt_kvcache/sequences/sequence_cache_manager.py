@@ -16,9 +16,9 @@ from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CapacityError, ConfigError, DTypeError, RangeError, ShapeError
 from trt_kvcache.memory.capturing import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.sequences.sequence_swapper import SequenceSwapper
+from trt_kvcache.sequences.sequence_table import SequenceEntry, SequenceTable
 from trt_kvcache.sequences.slot_storage import Array, SlotStorage
-from trt_kvcache.sequences.swapping import SlotSwapper
-from trt_kvcache.sequences.table import SequenceEntry, SequenceTable
 
 #: K or V of a sequence: ``[L, H, n, D]`` where layers are equal, else ``[H_i, n, D_i]`` of each attention layer.
 LayerArrays = Array | list[Array]
@@ -80,7 +80,7 @@ class SequenceCacheManager(Closing):
         self._storage = SlotStorage(cache)
         self._table = SequenceTable(cache.lengths, self._storage.keep_states)
         threshold = float(swap_threshold) if enable_swapping else None
-        self._swapper = SlotSwapper(self._table, self._storage, cache.lengths, estimate_memory(cache.config), threshold=threshold)
+        self._swapper = SequenceSwapper(self._table, self._storage, cache.lengths, estimate_memory(cache.config), threshold=threshold)
         self._lengths.attach(self._table)
         self._closed = False
 
