@@ -9,7 +9,7 @@ from trt_kvcache._util.checks import as_int
 from trt_kvcache.cache.lengths import Lengths
 from trt_kvcache.errors import SequenceError
 from trt_kvcache.kernels import AnyCompactionPlan, CompactionPlan
-from trt_kvcache.sequences.slot_storage import SavedSlot
+from trt_kvcache.sequences.slot_copy import SlotCopy
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class SequenceEntry:
     length: int = 0
     exact: bool = True
     pinned: bool = False
-    saved: SavedSlot | None = None
+    saved: SlotCopy | None = None
 
 
 class SequenceTable:
