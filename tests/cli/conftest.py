@@ -16,7 +16,6 @@ import pytest
 
 from tests.helpers.engine_files import make_engine_folder
 from tests.paths import ROOT
-
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.cli import main
 from trt_kvcache.errors import CudaError
