@@ -12,7 +12,7 @@ import pytest
 from tests.helpers.engine_files import make_engine_folder, segment_plans
 from tests.helpers.fake_tensorrt import FakeGpuMemory, FakeSegment, FakeStream, FakeTensorRT
 from tests.helpers.small_model import write_model
-from tests.trt.test_tensorrt_engine import BATCH, PREFILL, VOCAB, S, enqueue, install, make_ready, refuses, set_shapes, tensor
+from tests.helpers.tensorrt_engines import BATCH, PREFILL, VOCAB, S, enqueue, install, make_ready, refuses, set_shapes, tensor
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BindingError, ClosedError, ConfigError, CudaError, EngineError, PlaceError
 from trt_kvcache.memory.cuda_driver import cuda_core_error
