@@ -1,20 +1,17 @@
 """Sessions whose K and V are one tensor per layer do what those with two do, token by token, over dead rows of NaN."""
 
-import numpy as np
 import pytest
 
 from tests.helpers.fakes import cache_rows, kv_config, poison, recorded
+from tests.helpers.tolerance import assert_close
 from tests.paths import GOLDEN, SHIPPED
 from trt_kvcache import InferenceSession, KVLayout, SamplingParams
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.session import opening
+from trt_kvcache.session import open_model
 
 FAMILIES = sorted(path.parent for path in GOLDEN.glob("*/golden.safetensors"))
 TEXTS = ["Alice was beginning", "The rabbit-hole went straight on", "Down, down"]
 IDS = [[5, 9, 3, 17, 2, 30, 11], [8, 1], [12, 4, 40, 6]]
-
-#: Of the largest logit: the two variants sum in another order.
-TOLERANCE = 1e-5
 
 
 def open_both(folder, **options):
@@ -57,7 +54,7 @@ def test_logits_after_a_generation(folder):
             events_of(session, IDS, [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (20, 3, 9)])
         slots = len(native.cache.host_kv_cache_lengths)
         expected, logits = (session.append([[7, 8], [], []][:slots])[0] for session in (native, plugin))
-        np.testing.assert_allclose(logits, expected, rtol=0, atol=TOLERANCE * np.abs(expected).max())
+        assert_close(logits, expected)
 
 
 def test_requests_in_a_queue():
@@ -122,13 +119,13 @@ def test_an_engine_of_ones_own(limit):
 @pytest.fixture
 def tensorrt_without_gpu(monkeypatch):
     """As if TensorRT were there, so that only the model decides."""
-    monkeypatch.setattr(opening, "why_no_tensorrt", lambda *_: None)
-    monkeypatch.setattr(opening, "CudaMemory", lambda *_, **__: None)
+    monkeypatch.setattr(open_model, "why_no_tensorrt", lambda *_: None)
+    monkeypatch.setattr(open_model, "CudaMemory", lambda *_, **__: None)
 
 
 @pytest.mark.usefixtures("tensorrt_without_gpu")
 def test_a_head_dim_that_no_kernel_serves_falls_back_to_the_reference_engine():
-    with pytest.warns(opening.EngineFallbackWarning, match="head_dim: expected one of 64, 80, 96, 128, 256"):
+    with pytest.warns(open_model.EngineFallbackWarning, match="head_dim: expected one of 64, 80, 96, 128, 256"):
         InferenceSession.from_model(SHIPPED, attention="plugin").close()
 
 

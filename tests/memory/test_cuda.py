@@ -12,7 +12,7 @@ from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, need_cuda_memory, ne
 from trt_kvcache import DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig
 from trt_kvcache.errors import CapacityError, CaptureError, CudaError, PlaceError, ShapeError
 from trt_kvcache.kernels import increment_length_tensor, store_length_values
-from trt_kvcache.memory.cuda import find_gpu
+from trt_kvcache.memory.cuda_memory import find_gpu
 
 need_cuda_memory()
 

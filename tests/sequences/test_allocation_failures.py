@@ -8,8 +8,8 @@ import pytest
 from tests.helpers.cache_cases import FailingMemory, cache_holding
 from trt_kvcache import PromptCache, SequenceCacheManager
 from trt_kvcache.errors import CapacityError
+from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.snapshot import Snapshot
-from trt_kvcache.sequences.snapshot_records import ModelIdentity
 
 MODEL = ModelIdentity(fingerprint="model")
 

@@ -168,7 +168,7 @@ def test_host_arrays_are_waited_for():
     for other in [sequences.create_sequence() for _ in range(B)]:
         sequences.pin(other)
         assert not memory.late
-    assert raw([[*sequences._table.find(seq).saved.rows]]) == [expected[i] for i in (0, 3, 1, 4, 2, 5)]
+    assert raw([sequences._table.find(seq).saved.arrays]) == [expected[i] for i in (0, 3, 1, 4, 2, 5)]
     sequences.unpin(other)
     assert (sequences.pin(seq), memory.late) == (4, [])
 

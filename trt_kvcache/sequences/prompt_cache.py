@@ -2,20 +2,17 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range, one_of
-from trt_kvcache.cache.slot_cache import Closing
+from trt_kvcache.cache.slot_cache import Closable
 from trt_kvcache.errors import CapacityError, ClosedError, ShapeError
 from trt_kvcache.generation.token_ids import TokenArray, common_prefix, reusable_tokens, token_array
-from trt_kvcache.memory.capturing import refuse_capture
-from trt_kvcache.sequences.slot_copy import HostSlotCopy, SlotCopy, check_capture
+from trt_kvcache.memory.graph_capture import refuse_capture
+from trt_kvcache.sequences.slot_copy import Place, SlotCopy, check_capture
 from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
-
-#: Where the copies are: in the memory of the cache, or on the host (page-locked for a device).
-Place = Literal["cache", "host"]
 
 Tokens = Sequence[int] | npt.NDArray[Any]
 
@@ -50,7 +47,7 @@ class PromptMatch:
     length: int
 
 
-class PromptCache(Closing):
+class PromptCache(Closable):
     """Copies of sequences, the least recently used one dropped first. Not thread-safe.
 
     Tokens are compared one by one. At least one token of a prompt is never taken from here, so that there are logits.
@@ -77,8 +74,8 @@ class PromptCache(Closing):
         self._cache: AnyCache = cache
         self._max_bytes = int_in_range("PromptCache.max_bytes", max_bytes, 0)
         one_of("PromptCache.place", place, get_args(Place))
-        self._on_host = place == "host"
-        self._copies: dict[PromptEntry, SlotCopy | HostSlotCopy] = {}
+        self._place: Place = place
+        self._copies: dict[PromptEntry, SlotCopy] = {}
         self._hits = self._misses = self._reused_tokens = 0
         self._closed = False
 
@@ -146,10 +143,9 @@ class PromptCache(Closing):
             return None
         array = self._tokens(tokens)
         check_capture(self._cache, slot, len(array), stream=stream)
-        kind = HostSlotCopy if self._on_host else SlotCopy
-        return self._keep(array, lambda: kind.capture(self._cache, slot, len(array), stream=stream))
+        return self._keep(array, lambda: SlotCopy.capture(self._cache, slot, len(array), place=self._place, stream=stream))
 
-    def insert_copy(self, tokens: Tokens, copy: HostSlotCopy, *, stream: Any) -> PromptEntry | None:
+    def insert_copy(self, tokens: Tokens, copy: SlotCopy, *, stream: Any) -> PromptEntry | None:
         """Take in a sequence that is on the host: as :meth:`insert`.
 
         Parameters
@@ -168,9 +164,8 @@ class PromptCache(Closing):
         difference = self._format.difference(copy.slot_format)
         if difference is not None:
             raise ShapeError(f"copy: {difference}. It was made of another cache.")
-        memory = self._cache.memory
-        refuse_capture(memory, "inserting a copy", stream)
-        return self._keep(array, lambda: copy if self._on_host else SlotCopy.of_host(copy, memory, stream=stream))
+        refuse_capture(self._cache.memory, "inserting a copy", stream)
+        return self._keep(array, lambda: copy if self._place == "host" else copy.to_cache(self._cache, stream=stream))
 
     def _tokens(self, tokens: Tokens) -> TokenArray:
         array = token_array("tokens", tokens)
@@ -178,7 +173,7 @@ class PromptCache(Closing):
             raise ShapeError("tokens: expected at least one, got none.")
         return array
 
-    def _keep(self, tokens: TokenArray, make_copy: Callable[[], SlotCopy | HostSlotCopy]) -> PromptEntry | None:
+    def _keep(self, tokens: TokenArray, make_copy: Callable[[], SlotCopy]) -> PromptEntry | None:
         for entry in self.entries:
             if self._covers(entry.tokens, tokens):
                 self._touch(entry)
@@ -252,14 +247,14 @@ class PromptCache(Closing):
         self._hits += 1
         self._reused_tokens += match.length
 
-    def copy_to_host(self, entry: PromptEntry, *, stream: Any) -> HostSlotCopy:
+    def copy_to_host(self, entry: PromptEntry, *, stream: Any) -> SlotCopy:
         """Return the copy of an entry on the host, where it is already for ``place="host"``. Waits for the device."""
         self._check_open()
         copy = self._copy(entry)
         refuse_capture(self._cache.memory, "copying an entry to the host", stream)
-        return copy if isinstance(copy, HostSlotCopy) else copy.to_host()
+        return copy.to_host(self._cache, stream=stream)
 
-    def _copy(self, entry: PromptEntry) -> SlotCopy | HostSlotCopy:
+    def _copy(self, entry: PromptEntry) -> SlotCopy:
         if entry not in self._copies:
             raise ClosedError("this entry is not held here: it was dropped since it was found, or found in another PromptCache. Call find.")
         return self._copies[entry]
@@ -274,7 +269,7 @@ class PromptCache(Closing):
         self.clear()
 
 
-def _or_none(make_copy: Callable[[], SlotCopy | HostSlotCopy]) -> SlotCopy | HostSlotCopy | None:
+def _or_none(make_copy: Callable[[], SlotCopy]) -> SlotCopy | None:
     try:
         return make_copy()
     except CapacityError:

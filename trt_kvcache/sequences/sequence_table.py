@@ -9,7 +9,7 @@ from trt_kvcache._util.checks import as_int
 from trt_kvcache.cache.lengths import Lengths
 from trt_kvcache.errors import SequenceError
 from trt_kvcache.kernels import AnyCompactionPlan, CompactionPlan
-from trt_kvcache.sequences.slot_storage import SavedSlot
+from trt_kvcache.sequences.slot_copy import SlotCopy
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class SequenceEntry:
     length: int = 0
     exact: bool = True
     pinned: bool = False
-    saved: SavedSlot | None = None
+    saved: SlotCopy | None = None
 
 
 class SequenceTable:
@@ -141,7 +141,7 @@ class SequenceTable:
             elif before <= slot < after and (not entry.pinned if lengths[slot] else entry.length):
                 self._take(entry)
 
-    def start_anew(self, slots: Sequence[int], *, stream: Any) -> None:
+    def reset_slots(self, slots: Sequence[int], *, stream: Any) -> None:
         """Do nothing: slots in the active batch hold what its lengths say."""
 
     def compact(self, plan: AnyCompactionPlan, *, stream: Any) -> None:

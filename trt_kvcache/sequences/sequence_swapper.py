@@ -1,38 +1,33 @@
-"""``SlotSwapper``: brings sequences into slots, and others out of them to the host, with all that a slot holds."""
+"""``SequenceSwapper``: brings sequences into slots, and others out of them to the host, with all that a slot holds."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from trt_kvcache.cache.estimate import MemoryEstimate
 from trt_kvcache.cache.lengths import Lengths
 from trt_kvcache.errors import CapacityError
-from trt_kvcache.sequences.slot_storage import SavedSlot, SlotStorage
-from trt_kvcache.sequences.table import SequenceEntry, SequenceTable
+from trt_kvcache.sequences.sequence_table import SequenceEntry, SequenceTable
+from trt_kvcache.sequences.slot_copy import SlotCopy
+from trt_kvcache.sequences.slot_transfer import SlotTransfer
 
 
-class SlotSwapper:
+class SequenceSwapper:
     """Moves the sequences of a table between slots and the host. Copies are ordered on ``stream``, and waited for.
 
     Before anything moves, everything that moves has been copied to the host: what fails by then has changed nothing, and
     later failures leave sequences on the host.
 
-    ``storage``: Of the same cache.
+    ``transfer``: Of the same cache.
     ``lengths``: Of the same cache.
-    ``estimate``: Of the same cache.
     ``threshold``: Share of the capacity past which sequences are swapped out; None for no swapping.
     """
 
-    def __init__(
-        self, table: SequenceTable, storage: SlotStorage, lengths: Lengths, estimate: MemoryEstimate, *, threshold: float | None
-    ) -> None:
+    def __init__(self, table: SequenceTable, transfer: SlotTransfer, lengths: Lengths, *, threshold: float | None) -> None:
         self._table = table
-        self._storage = storage
+        self._transfer = transfer
         self._lengths = lengths
         self._threshold = threshold
-        self._bytes_per_token = estimate.bytes_per_token
-        self._bytes_of_states = estimate.bytes_per_sequence - estimate.bytes_per_token * lengths.max_sequence_length
         #: Bytes of tokens and states in the slots when all are full.
-        self.capacity = lengths.max_batch_size * estimate.bytes_per_sequence
+        self.capacity = lengths.max_batch_size * self._live_nbytes(lengths.max_sequence_length)
 
     @property
     def enabled(self) -> bool:
@@ -46,7 +41,7 @@ class SlotSwapper:
         return sum(self._live_nbytes(length) for length in (*self._lengths.upper_bounds, *waiting))
 
     def _live_nbytes(self, length: int) -> int:
-        return length * self._bytes_per_token + (self._bytes_of_states if length else 0)
+        return self._transfer.slot_format.live_nbytes(length)
 
     def bring_in(self, entry: SequenceEntry, new_tokens: int, *, stream: Any) -> int:
         """Return the slot of a sequence, brought into one if it has none, with room made for tokens that it will get.
@@ -131,15 +126,16 @@ class SlotSwapper:
         for entry, contents in zip(entries, saved, strict=True):
             entry.slot, entry.saved = None, contents
 
-    def _save(self, entry: SequenceEntry, stream: Any) -> SavedSlot | None:
+    def _save(self, entry: SequenceEntry, stream: Any) -> SlotCopy | None:
         length = self._table.length(entry)
         if entry.slot is None or not length:
             return entry.saved
-        return self._storage.save(entry.slot, length, stream=stream)
+        return SlotCopy(self._transfer.slot_format, length, self._transfer.download(entry.slot, length, stream=stream))
 
     def _place(self, entry: SequenceEntry, slot: int, stream: Any) -> None:
         if entry.saved is not None:
-            self._storage.restore(entry.saved, slot, waiting=slot >= self._lengths.active_batch_size, stream=stream)
+            waiting = slot >= self._lengths.active_batch_size
+            self._transfer.upload(entry.saved.arrays, slot, entry.saved.length, both_buffers=waiting, stream=stream)
             self._lengths.memory.synchronize(stream)
         entry.slot, entry.saved = slot, None
         if self._table.is_active(entry):

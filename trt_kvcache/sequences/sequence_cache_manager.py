@@ -6,25 +6,22 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.checks import as_int, int_in_range, slot_index
-from trt_kvcache.cache.estimate import estimate_memory
-from trt_kvcache.cache.hybrid import HybridCacheManager
-from trt_kvcache.cache.kv_cache_base import KVCacheBase
-from trt_kvcache.cache.linear import LinearKVCache
-from trt_kvcache.cache.manager import KVCacheManager
-from trt_kvcache.cache.slot_cache import Closing
+from trt_kvcache.cache.slot_cache import Closable
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CapacityError, ConfigError, DTypeError, RangeError, ShapeError
-from trt_kvcache.memory.capturing import refuse_capture
+from trt_kvcache.memory.base import Array
+from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.sequences.slot_storage import Array, SlotStorage
-from trt_kvcache.sequences.swapping import SlotSwapper
-from trt_kvcache.sequences.table import SequenceEntry, SequenceTable
+from trt_kvcache.sequences.sequence_swapper import SequenceSwapper
+from trt_kvcache.sequences.sequence_table import SequenceEntry, SequenceTable
+from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
+from trt_kvcache.sequences.slot_transfer import SlotTransfer
 
 #: K or V of a sequence: ``[L, H, n, D]`` where layers are equal, else ``[H_i, n, D_i]`` of each attention layer.
 LayerArrays = Array | list[Array]
 
 
-class SequenceCacheManager(Closing):
+class SequenceCacheManager(Closable):
     """Sequences by handle, over the slots of a cache that an engine may be running on. Not thread-safe.
 
     ``KVCacheManager`` of TinyLLM (seed 002).
@@ -61,31 +58,26 @@ class SequenceCacheManager(Closing):
         Swap already where more than this share of ``memory_capacity`` would be in use; above 0, at most 1.
     """
 
-    def __init__(
-        self, cache: KVCacheManager | LinearKVCache | HybridCacheManager, *, enable_swapping: bool = False, swap_threshold: float = 0.85
-    ) -> None:
-        if not isinstance(cache, KVCacheBase | HybridCacheManager):
-            raise ConfigError(
-                f"SequenceCacheManager: expected a KVCacheManager, LinearKVCache or HybridCacheManager, got {type(cache).__name__}."
-            )
+    def __init__(self, cache: AnyCache, *, enable_swapping: bool = False, swap_threshold: float = 0.85) -> None:
+        SlotFormat.of(cache, name="SequenceCacheManager")
         if not isinstance(enable_swapping, bool):
             raise ConfigError(f"enable_swapping: expected True or False, got {enable_swapping!r}.")
         if isinstance(swap_threshold, bool) or not isinstance(swap_threshold, int | float) or not 0 < swap_threshold <= 1:
             raise ConfigError(f"swap_threshold: expected a number above 0 and at most 1, got {swap_threshold!r}.")
         if any(isinstance(contents, SequenceTable) for contents in cache.lengths.contents()):
             raise ConfigError("SequenceCacheManager: expected a cache without one, got one that is under another. Close that before.")
-        self._cache: KVCacheBase | HybridCacheManager = cache
+        self._cache: AnyCache = cache
         self._memory = cache.memory
         self._lengths = cache.lengths
-        self._storage = SlotStorage(cache)
-        self._table = SequenceTable(cache.lengths, self._storage.keep_states)
+        self._transfer = SlotTransfer(cache)
+        self._table = SequenceTable(cache.lengths, self._transfer.copy_to_both_buffers)
         threshold = float(swap_threshold) if enable_swapping else None
-        self._swapper = SlotSwapper(self._table, self._storage, cache.lengths, estimate_memory(cache.config), threshold=threshold)
+        self._swapper = SequenceSwapper(self._table, self._transfer, cache.lengths, threshold=threshold)
         self._lengths.attach(self._table)
         self._closed = False
 
     @property
-    def cache(self) -> KVCacheBase | HybridCacheManager:
+    def cache(self) -> AnyCache:
         """The cache whose slots these are."""
         return self._cache
 
@@ -113,7 +105,7 @@ class SequenceCacheManager(Closing):
     @property
     def memory_swapped(self) -> int:
         """Bytes of tokens and states of swapped sequences, in host memory."""
-        return sum(entry.saved.nbytes for entry in self._table if entry.saved is not None)
+        return sum(array.nbytes for entry in self._table if entry.saved is not None for array in entry.saved.arrays)
 
     @property
     def memory_capacity(self) -> int:
@@ -196,7 +188,7 @@ class SequenceCacheManager(Closing):
                 "Nothing was changed."
             )
         slot = self._swapper.bring_in(entry, count, stream=stream)
-        self._storage.write_rows(rows, slot, length, stream=stream)
+        self._transfer.upload_rows(rows, slot, length, stream=stream)
         if self._table.is_active(entry):
             self._lengths.commit([count if other == slot else 0 for other in range(self._lengths.active_batch_size)], stream=stream)
         entry.length = length + count
@@ -220,14 +212,14 @@ class SequenceCacheManager(Closing):
         kv = self._cache.kv_config
         if kv is None:
             return [], []
-        shapes, dtype = self._storage.row_shapes(length), numpy_dtype(kv.dtype)
+        shapes, dtype = [shape[1:] for shape in self._transfer.slot_format.kv_shapes(length)], numpy_dtype(kv.dtype)
         keys: LayerArrays
         values: LayerArrays
         if kv.is_uniform:
             keys, values = (np.empty((kv.num_layers, *shapes[0]), dtype) for _ in range(2))
         else:
-            keys, values = ([np.empty(shape, dtype) for shape in shapes[which::2]] for which in (0, 1))
-        self._storage.read_rows([array for pair in zip(keys, values, strict=True) for array in pair], slot, stream=stream)
+            keys, values = ([np.empty(shape, dtype) for shape in shapes] for _ in range(2))
+        self._transfer.download_rows([array for pair in zip(keys, values, strict=True) for array in pair], slot, stream=stream)
         self._memory.synchronize(stream)
         return keys, values
 
@@ -253,13 +245,13 @@ class SequenceCacheManager(Closing):
         pair = [self._layers_of(name, given, kv.num_layers) for name, given in (("keys", keys), ("values", values))]
         count = pair[0][0].shape[1] if pair[0][0].ndim == 3 else 0
         rows = []
-        for layer, shape in enumerate(self._storage.row_shapes(count)[::2]):
+        for layer, shape in enumerate(self._transfer.slot_format.kv_shapes(count)):
             for name, arrays in zip(("keys", "values"), pair, strict=True):
                 array, what = arrays[layer], f"{name}[{layer}]"
                 if array.dtype != numpy_dtype(kv.dtype):
                     raise DTypeError(f"{what}: expected {kv.dtype}, which the cache stores, got {array.dtype}.")
-                if array.shape != shape:
-                    raise ShapeError(f"{what}: expected [num_kv_heads, n, head_dim] = {shape}, got {array.shape}.")
+                if array.shape != shape[1:]:
+                    raise ShapeError(f"{what}: expected [num_kv_heads, n, head_dim] = {shape[1:]}, got {array.shape}.")
                 rows.append(np.ascontiguousarray(array))
         return rows, count
 
@@ -304,7 +296,7 @@ class SequenceCacheManager(Closing):
             self._swapper.move(entry, place, stream=stream)
         entry.pinned = True
         if not length:
-            self._storage.zero_states(place, stream=stream)
+            self._transfer.zero_states(place, stream=stream)
         return place
 
     def unpin(self, seq: int, *, stream: Any) -> None:
@@ -323,7 +315,7 @@ class SequenceCacheManager(Closing):
     def _begin(self, what: str, seq: int, stream: Any, *, of_states: bool = True) -> SequenceEntry:
         self._check_open()
         entry = self._table.find(seq)
-        if self._storage.is_recurrent and not of_states:
+        if self._transfer.slot_format.has_states and not of_states:
             raise ConfigError(
                 f"{what}: the cache has recurrent layers, and their states follow an engine only. Pin the sequence, and run it."
             )
