@@ -4,7 +4,7 @@ import sys
 
 from tests.helpers.engine_files import PLAN, make_engine_folder
 from tests.helpers.small_model import write_model
-from trt_kvcache.engine.attention_variants import AttentionChoice
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.inspection import inspect_engine
 
 
@@ -13,8 +13,8 @@ def test_inspection(tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, name, None)  # importing it fails
     model = write_model(tmp_path / "model", num_hidden_layers=2)
     choices = (
-        AttentionChoice(layer=0, variant="native", decomposable=False),
-        AttentionChoice(layer=1, variant="native", decomposable=True, reason="because"),
+        AttentionLayerConfig(layer=0, variant="native", decomposable=False),
+        AttentionLayerConfig(layer=1, variant="native", decomposable=True, reason="because"),
     )
     make_engine_folder(model, tmp_path / "engine", attention=choices, compute_capabilities=("8.9",))
     found = inspect_engine(tmp_path / "engine")

@@ -191,7 +191,7 @@ def test_an_engine_is_built_for_the_session(model, gpu, engine):
 @pytest.mark.trt
 def test_an_engine_in_segments(gpu, patch, tmp_path):
     def refuse(folder, *, memory, flavour, cuda_graphs):
-        raise EngineError(f"{len(folder.config.segments.steps)} steps, {cuda_graphs}")
+        raise EngineError(f"{len(folder.config.segments.stages)} steps, {cuda_graphs}")
 
     patch("SegmentedEngine", SimpleNamespace(open=refuse))
     model = write_model(tmp_path / "model", head_dim=64)

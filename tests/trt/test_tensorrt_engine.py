@@ -12,11 +12,11 @@ import pytest
 from tests.helpers.engine_files import PLAN, make_engine_folder
 from tests.helpers.fake_tensorrt import FakeGpuMemory, FakeStream, FakeTensorRT
 from tests.helpers.small_model import write_model
+from trt_kvcache.engine.decoder_tensors import shape_at
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, ClosedError, EngineError, PlaceError
 from trt_kvcache.memory.host import HostMemory
-from trt_kvcache.ops.segments import shape_at
 from trt_kvcache.trt import loaded_plan, tensorrt_engine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 

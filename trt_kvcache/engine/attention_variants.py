@@ -14,7 +14,7 @@ def cache_layout(attention: str) -> KVLayout:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionChoice:
+class AttentionLayerConfig:
     """How the attention of one layer is built.
 
     Parameters

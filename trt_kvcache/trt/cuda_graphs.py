@@ -1,4 +1,4 @@
-"""``StepGraphs``: CUDA graphs of whole steps, captured when a step comes back."""
+"""``CudaGraphCache``: CUDA graphs of whole steps, captured when a step comes back."""
 
 import warnings
 from collections import OrderedDict
@@ -10,10 +10,10 @@ from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.cuda_driver import cuda_core_error
 
 #: Graphs kept at most, and keys without one: that which was not replayed for longest goes.
-MOST_GRAPHS = 64
+MAX_GRAPHS = 64
 
 
-class StepGraphs:
+class CudaGraphCache:
     """Runs work on a stream, as a CUDA graph from the second time on.
 
     The first time it runs plainly, so that whatever is loaded or compiled once is not captured. A graph holds addresses: all
@@ -88,7 +88,7 @@ class StepGraphs:
                 warnings.warn(f"a step could not be captured in a CUDA graph and runs without one: {error}", RuntimeWarning, stacklevel=2)
             return None
         self._graphs[key] = graph
-        if len(self._graphs) > MOST_GRAPHS:
+        if len(self._graphs) > MAX_GRAPHS:
             self._memory.synchronize(stream)  # it may run
             self._graphs.popitem(last=False)[1].close()
         return graph
@@ -96,7 +96,7 @@ class StepGraphs:
     def _note(self, key: Hashable, may_capture: bool) -> None:
         self._plain[key] = may_capture
         self._plain.move_to_end(key)
-        if len(self._plain) > MOST_GRAPHS:
+        if len(self._plain) > MAX_GRAPHS:
             self._plain.popitem(last=False)
 
     def close(self) -> None:

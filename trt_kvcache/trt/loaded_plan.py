@@ -1,4 +1,4 @@
-"""``PlanExecution``: one serialised TensorRT engine, deserialised, with an execution context per profile."""
+"""``LoadedPlan``: one serialised TensorRT engine, deserialised, with an execution context per profile."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -12,7 +12,7 @@ from trt_kvcache.trt.runtime_cache import RuntimeCacheFile, gpu_identity
 from trt_kvcache.trt.tensors import read_ranges, read_tensors
 
 
-class PlanExecution:
+class LoadedPlan:
     """Contexts over activation memory of somebody else: those of several plans may share it, if they run on one stream.
 
     Parameters

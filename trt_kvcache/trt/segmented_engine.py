@@ -14,7 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from trt_kvcache.engine.decoder_tensors import shape_at
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
+from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BindingError, EngineError, PlaceError
 from trt_kvcache.kernels.attention_tiles import FIRST_ARCH, arch_number
@@ -22,10 +24,10 @@ from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.custom_op import CustomOp, TensorType
-from trt_kvcache.ops.segments import OperationStep, SegmentStep, decoder_constants, intermediates, shape_at
-from trt_kvcache.trt.cuda_graphs import StepGraphs
-from trt_kvcache.trt.loaded_plan import PlanExecution
-from trt_kvcache.trt.memory_plan import place
+from trt_kvcache.ops.segments import CustomOpNode, Segment, intermediate_tensors
+from trt_kvcache.trt.cuda_graphs import CudaGraphCache
+from trt_kvcache.trt.loaded_plan import LoadedPlan
+from trt_kvcache.trt.memory_plan import assign_offsets
 from trt_kvcache.trt.tensorrt_engine import ProfileBindings, TensorRTEngine, stream_handle
 from trt_kvcache.trt.tensors import ProfileRanges, compare_tensors
 
@@ -59,8 +61,8 @@ class SegmentedEngine(TensorRTEngine):
 
     def __init__(self, *arguments: Any, constants: Mapping[str, np.ndarray[Any, Any]], cuda_graphs: bool, **options: Any) -> None:
         self._constants = constants
-        self._graphs = StepGraphs(options["memory"]) if cuda_graphs else None
-        self._executions: list[PlanExecution] = []
+        self._graphs = CudaGraphCache(options["memory"]) if cuda_graphs else None
+        self._executions: list[LoadedPlan] = []
         self._shapes: dict[int, dict[str, tuple[int, ...]]] = {}
         self._warm: set[int] = set()  # profiles that ran plainly since a shape changed: TensorRT has prepared what it needs
         self._programs: dict[int, _Program] = {}
@@ -101,10 +103,10 @@ class SegmentedEngine(TensorRTEngine):
         config = self.config
         assert config is not None
         assert config.segments is not None
-        self._steps = config.segments.steps
+        self._steps = config.segments.stages
         self._tensors = {spec.name: spec for spec in config.tensors}
         self._profiles = config.profiles
-        segments = [step for step in self._steps if isinstance(step, SegmentStep)]
+        segments = [step for step in self._steps if isinstance(step, Segment)]
         self._ranges = [_ranges(config.tensors, profile) for profile in config.profiles]
         built_by = f" built with {config.tensorrt_flavour} {config.tensorrt_version}"
         with memoryview(plan) as whole:
@@ -114,8 +116,8 @@ class SegmentedEngine(TensorRTEngine):
                 _compare(self._executions[-1], step, config.profiles)
         constants = decoder_constants(config.model, config.cache)
         self._constant_specs = {spec.name: spec for spec in constants}
-        self._made = intermediates(self._steps, (*config.tensors, *constants))
-        self._executions_of: dict[str, list[PlanExecution]] = {}
+        self._made = intermediate_tensors(self._steps, (*config.tensors, *constants))
+        self._executions_of: dict[str, list[LoadedPlan]] = {}
         for execution in self._executions:
             for name in execution.tensors:
                 self._executions_of.setdefault(name, []).append(execution)
@@ -139,15 +141,15 @@ class SegmentedEngine(TensorRTEngine):
             self._bound_once[name] = self._memory.to_device(array, stream=stream)
             self._resources.callback(self._bound_once[name].allocation.close)
         sizes = {name: max(dense_nbytes(shape_at(spec.shape, *size), spec.dtype) for size in largest) for name, spec in self._made.items()}
-        self._offsets, nbytes = place(self._steps, sizes)
+        self._offsets, nbytes = assign_offsets(self._steps, sizes)
         self._exchange = self._allocate(nbytes, stream)
         known = {**self._tensors, **self._made, **self._constant_specs}
         self._operations: dict[int, CustomOp] = {}
         made: dict[tuple[str, ...], CustomOp] = {}
         workspaces: dict[str, int] = {}
         for index, step in enumerate(self._steps):
-            if isinstance(step, OperationStep):
-                op = made.setdefault((step.operation, repr(sorted(step.attributes.items()))), step.make())
+            if isinstance(step, CustomOpNode):
+                op = made.setdefault((step.operation, repr(sorted(step.attributes.items()))), step.create_op())
                 self._operations[index] = op
                 for size in largest:
                     types = [TensorType(shape_at(known[name].shape, *size), known[name].dtype) for name in step.inputs]
@@ -211,7 +213,7 @@ class SegmentedEngine(TensorRTEngine):
         parts: list[_Part] = []
         executions = iter(self._executions)
         for index, step in enumerate(self._steps):
-            if isinstance(step, SegmentStep):
+            if isinstance(step, Segment):
                 parts.append(partial(_enqueue_segment, next(executions), active.index))
             else:
                 op = self._operations[index]
@@ -236,7 +238,7 @@ class SegmentedEngine(TensorRTEngine):
             self._warm.add(active.index)
 
 
-def _enqueue_segment(execution: PlanExecution, profile: int, stream: Any, handle: int) -> None:
+def _enqueue_segment(execution: LoadedPlan, profile: int, stream: Any, handle: int) -> None:
     execution.enqueue(profile, handle)
 
 
@@ -253,7 +255,7 @@ def _ranges(tensors: Sequence[TensorSpec], profile: EngineProfile) -> ProfileRan
     return ProfileRanges({name: (low[name], high[name]) for name in low})
 
 
-def _compare(execution: PlanExecution, step: SegmentStep, profiles: Sequence[EngineProfile]) -> None:
+def _compare(execution: LoadedPlan, step: Segment, profiles: Sequence[EngineProfile]) -> None:
     """Compare a deserialised segment with what was built. Raises :class:`EngineError`."""
     compare_tensors(execution.tensors, step.tensors)
     expected = [_ranges(step.tensors, profile) for profile in profiles]

@@ -25,7 +25,7 @@ from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BindingError, ClosedError, EngineError, PlaceError
 from trt_kvcache.memory.base import Allocation, Memory
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.trt.loaded_plan import PlanExecution
+from trt_kvcache.trt.loaded_plan import LoadedPlan
 from trt_kvcache.trt.module import TensorRT, load
 from trt_kvcache.trt.plugin import register
 from trt_kvcache.trt.tensors import ProfileRanges, compare_profiles, compare_tensors, read_profiles
@@ -159,10 +159,8 @@ class TensorRTEngine:
         activations = self._allocate(nbytes, stream)
         self._execution.start(activations.ptr, nbytes, plan_sha256=plan_sha256, stream=stream)
 
-    def _make_execution(self, plan: Any, built_by: str) -> PlanExecution:
-        return PlanExecution(
-            self._tensorrt, plan, memory=self._memory, messages=self._messages, resources=self._resources, built_by=built_by
-        )
+    def _make_execution(self, plan: Any, built_by: str) -> LoadedPlan:
+        return LoadedPlan(self._tensorrt, plan, memory=self._memory, messages=self._messages, resources=self._resources, built_by=built_by)
 
     def _allocate(self, nbytes: int, stream: Any, *, zeroed: bool = False) -> Allocation:
         """Allocate what lives as long as the engine."""

@@ -10,9 +10,10 @@ from tests.helpers.fake_tensorrt import FakeSegment, FakeStream, FakeTensorRT
 from tests.trt.test_tensorrt_engine import install
 from trt_kvcache import InferenceSession, KVCacheManager, SamplingParams
 from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.engine.decoder_tensors import shape_at
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.memory.host import HostMemory, HostStream
-from trt_kvcache.ops.segments import SegmentStep, shape_at
+from trt_kvcache.ops.segments import Segment
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
 
 from .conftest import GOLDEN, SIZES
@@ -58,7 +59,7 @@ def test_a_session_cannot_tell(rtx, tmp_path, monkeypatch, model):
     config = folder.config
     fake = FakeTensorRT(config.tensors, config.profiles)
     install(fake, monkeypatch, tmp_path / "caches")
-    steps = [step for step in config.segments.steps if isinstance(step, SegmentStep)]
+    steps = [step for step in config.segments.stages if isinstance(step, Segment)]
     for plan, step, definition in zip(segment_plans(config.model.num_layers), steps, segments.definitions, strict=True):
         fake.segments[plan] = FakeSegment(fake, step.tensors[0].name, step.tensors)
         fake.segments[plan].run = interpreter_of(segments, definition)
