@@ -66,37 +66,26 @@ class HostStandIn(HostMemory):
         return stream
 
 
-class NullExecution(LoadedPlan):
+class NullPlan(LoadedPlan):
     """A segment that does nothing, by the calls of a real one."""
 
-    def __init__(self, step: Segment, profiles: Any, messages: Messages) -> None:
+    def __init__(self, segment: Segment, profiles: Any, messages: Messages) -> None:
         self._messages = messages
-        self.tensors = {spec.name: spec for spec in step.tensors}
+        self.tensors = {spec.name: spec for spec in segment.tensors}
         sizes = [((p.min_batch, p.min_width), (p.max_batch, p.max_width)) for p in profiles]
-        inputs = [spec for spec in step.tensors if spec.mode is TensorMode.INPUT]
+        inputs = [spec for spec in segment.tensors if spec.mode is TensorMode.INPUT]
         self.ranges = [ProfileRanges({one.name: (shape_at(one.shape, *a), shape_at(one.shape, *b)) for one in inputs}) for a, b in sizes]
         calls = ("set_tensor_address", "set_input_shape", "execute_async_v3", "is_stream_capturable")
         context = SimpleNamespace(**dict.fromkeys(calls, nothing))
         self._contexts, self._tensorrt = [context] * len(profiles), SimpleNamespace(is_rtx=True)  # type: ignore[assignment]
 
-    activation_nbytes = 256  # type: ignore[assignment]
+    context_memory_nbytes = 256  # type: ignore[assignment]
 
-    def start(self, *arguments: Any, **options: Any) -> None:
+    def create_contexts(self, *arguments: Any, **options: Any) -> None:
         """Do nothing."""
 
 
-class NullSegments(SegmentedEngine):
-    """An engine whose segments do nothing."""
-
-    def _make_execution(self, plan: Any, built_by: str) -> LoadedPlan:
-        config = self.config
-        assert config is not None
-        assert config.segments is not None
-        segments = [step for step in config.segments.stages if isinstance(step, Segment)]
-        return NullExecution(segments[len(self._executions)], config.profiles, self._messages)
-
-
-def open_engine(layers: int, memory: Any, *, cuda_graphs: bool) -> tuple[NullSegments, Any]:
+def open_engine(layers: int, memory: Any, *, cuda_graphs: bool) -> tuple[SegmentedEngine, Any]:
     """Return an engine that is bound and shaped for decode steps, and a stream."""
     model = ModelConfig.from_dict(
         {
@@ -111,13 +100,18 @@ def open_engine(layers: int, memory: Any, *, cuda_graphs: bool) -> tuple[NullSeg
     config = SimpleNamespace(
         model=model, cache=cache, names=DEFAULT_NAMES, tensors=tensors, tensorrt_flavour="none", tensorrt_version="",
         profiles=decoder_profiles(max_batch_size=BATCH, max_prefill_length=16), segments=SimpleNamespace(stages=stages, spans=spans),
+        plan=SimpleNamespace(sha256=""),
     )  # fmt: skip
     log = SimpleNamespace(collect=lambda: contextlib.nullcontext(Messages(ignore_missing_driver=False)))
     constants = {spec.name: np.zeros(spec.shape, numpy_dtype(spec.dtype)) for spec in decoder_constants(model, cache)}
-    engine = NullSegments(
-        SimpleNamespace(log=log, is_rtx=True), b"", memory=memory, names=DEFAULT_NAMES, config=config, plan_sha256="",
-        constants=constants, cuda_graphs=cuda_graphs,
-    )  # fmt: skip
+    segments = iter([stage for stage in stages if isinstance(stage, Segment)])
+    with mock.patch(
+        "trt_kvcache.trt.segmented_engine.LoadedPlan",
+        new=lambda *_, resources, **options: NullPlan(next(segments), config.profiles, resources.messages),
+    ):
+        engine = SegmentedEngine(
+            SimpleNamespace(log=log, is_rtx=True), b"", memory=memory, config=config, constants=constants, cuda_graphs=cuda_graphs
+        )  # type: ignore[arg-type]
     stream, bound = memory.create_stream(), {}
     engine.use_profile(1)
     for spec in tensors:

@@ -16,9 +16,9 @@ from trt_kvcache.ops.custom_op import TensorType, run_on_host
 from trt_kvcache.ops.embedding_op import EmbeddingOp
 from trt_kvcache.ops.segments import CustomOpNode
 from trt_kvcache.trt.cuda_graphs import CudaGraphCache
+from trt_kvcache.trt.engine_bindings import stream_handle
 from trt_kvcache.trt.memory_plan import assign_offsets
 from trt_kvcache.trt.plugin import AttentionAttributes
-from trt_kvcache.trt.tensorrt_engine import stream_handle
 
 RANDOM = np.random.default_rng(2)
 B, H, GROUP, S, D = 3, 2, 3, 21, 64

@@ -17,7 +17,7 @@ from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, ClosedError, EngineError, PlaceError
 from trt_kvcache.memory.host import HostMemory
-from trt_kvcache.trt import loaded_plan, tensorrt_engine
+from trt_kvcache.trt import engine_sources, loaded_plan, tensorrt_engine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 
 H, S, D, VOCAB, BATCH, PREFILL = 2, 38, 24, 37, 3, 11
@@ -38,7 +38,8 @@ def memory():
 def install(fake, monkeypatch, caches, flavour="tensorrt_rtx"):
     """Make ``load`` give this TensorRT; return the list of flavours that it is asked for."""
     loaded, asked = fake.tensorrt(flavour), []
-    monkeypatch.setattr(tensorrt_engine, "load", lambda wanted: asked.append(wanted) or loaded)
+    for module in (engine_sources, tensorrt_engine):
+        monkeypatch.setattr(module, "load", lambda wanted: asked.append(wanted) or loaded)
     monkeypatch.setattr(loaded_plan, "gpu_identity", lambda device: IDENTITY)
     monkeypatch.setenv("XDG_CACHE_HOME", str(caches))
     return asked

@@ -48,8 +48,7 @@ def test_what_is_chosen_builds_and_what_is_decomposable_would_be_refused_otherwi
 ):
     build(rtx, tmp_path / "model", heads, length, dtype, attention)
     if (heads, length, dtype) != (4, 24552, "float16"):
-        monkeypatch.setattr(
-            decoder, "choose", lambda layer, variant, **_: AttentionLayerConfig(layer=layer, variant=variant, decomposable=False)
-        )
+        fused = lambda layer, variant, **_: AttentionLayerConfig(layer=layer, variant=variant, decomposable=False)  # noqa: E731
+        monkeypatch.setattr(decoder, "attention_layer_config", fused)
         with pytest.raises(BuildError, match=r"the engine could not be built. TensorRT says: .*not supported by a dedicated kernel"):
             build(rtx, tmp_path / "again", heads, length, dtype, attention)

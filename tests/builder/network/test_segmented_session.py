@@ -64,9 +64,8 @@ def test_a_session_cannot_tell(rtx, tmp_path, monkeypatch, model):
         fake.segments[plan] = FakeSegment(fake, step.tensors[0].name, step.tensors)
         fake.segments[plan].run = interpreter_of(segments, definition)
     memory = AddressedMemory()
-    engine = SegmentedEngine._of_folder(
-        folder, memory, "auto", config.names, constants=folder.read_constants(), cuda_graphs=False
-    )  # SegmentedEngine.open wants a GPU
+    with folder.read_plan() as plan:  # SegmentedEngine.open wants a GPU
+        engine = SegmentedEngine(fake.loaded, plan, memory=memory, config=config, constants=folder.read_constants(), cuda_graphs=False)
     prompts = [[5, 9, 3, 30, 11, 2, 7, 40, 1, 12, 13, 14, 15], [8], [21, 22, 4]]
     sampling = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 9, 3)]
     with (
