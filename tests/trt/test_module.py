@@ -7,9 +7,12 @@ from types import ModuleType
 
 import pytest
 
+from trt_kvcache.engine.attention_variants import attention_variant
 from trt_kvcache.errors import BuildError, EngineError
 from trt_kvcache.trt import module as trt_module
 from trt_kvcache.trt.module import load
+
+NATIVE = attention_variant("native")
 
 
 class FakeLogger:
@@ -67,7 +70,7 @@ def test_full_tensorrt_comes_first(installed):
     found = load()
     assert (found.module, found.flavour, found.version, found.is_rtx) == (full, "tensorrt", "10.16.1", False)
     found = load("tensorrt_rtx")
-    assert (found.module, found.flavour, found.is_rtx, found.has_native_attention) == (rtx, "tensorrt_rtx", True, True)
+    assert (found.module, found.flavour, found.is_rtx, found.supports(NATIVE)) == (rtx, "tensorrt_rtx", True, True)
     assert load("tensorrt_rtx") is found  # one logger per module
 
 
@@ -89,7 +92,7 @@ def test_full_tensorrt_that_cannot_be_used_gives_way(installed, full, message):
 def test_what_versions_have(installed, version, has):
     installed(tensorrt=fake_module(version))
     found = load("tensorrt")
-    assert f"{found.has_kv_update:d}{found.has_native_attention:d}" == has
+    assert f"{found.supports(attention_variant('mask')):d}{found.supports(NATIVE):d}" == has
 
 
 def test_auto_prefers_what_serves_all_attentions(installed):

@@ -13,7 +13,7 @@ from trt_kvcache.builder.network.rms_norm import rms_norm
 from trt_kvcache.builder.network.rope import rotate
 from trt_kvcache.builder.network.weights import Weights
 from trt_kvcache.checkpoint import ModelConfig
-from trt_kvcache.engine.attention_variants import AttentionLayerConfig
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig, attention_variant
 from trt_kvcache.engine.names import TensorNames
 
 
@@ -121,7 +121,7 @@ def _attention_layer(graph: Graph, name: str, q: Any, keys: Any, values: Any, *,
     """Add the bare layer. It is causal or masked, never both: TensorRT would drop the mask."""
     trt = graph.trt
     softmax = trt.AttentionNormalizationOp.SOFTMAX
-    if not graph.tensorrt.has_native_attention:  # knows a causal mask at the upper left only, which is not what is meant here
+    if not graph.tensorrt.supports(attention_variant("native")):  # its causal mask is aligned to the upper left only
         return graph.layer(name, "attention", q, keys, values, softmax, False)
     kind = trt.CausalMaskKind.LOWER_RIGHT if is_causal else trt.CausalMaskKind.NONE
     return graph.layer(name, "attention_v2", q, keys, values, softmax, kind)
