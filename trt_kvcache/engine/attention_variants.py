@@ -52,7 +52,7 @@ class AttentionVariant:
 
 
 _NATIVE = AttentionVariant(
-    name="native", layout=KVLayout.SEPARATE, first_tensorrt=(10, 16), needs="causal attention over a cache"
+    name="native", layout=KVLayout.SEPARATE, first_tensorrt=(11, 0), needs="causal attention over a cache"
 )  # INetworkDefinition.add_attention_v2, CausalMaskKind.LOWER_RIGHT, IAttention.key_value_lengths
 _MASK = AttentionVariant(
     name="mask", layout=KVLayout.SEPARATE, first_tensorrt=(10, 15), needs="KVCacheUpdate"

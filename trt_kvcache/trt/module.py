@@ -108,8 +108,8 @@ def load(flavour: str = "auto", *, error: type[KVCacheError] = EngineError) -> T
     Parameters
     ----------
     flavour : str
-        ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``. The latter is full TensorRT if it is installed, has KVCacheUpdate and can start
-        (it needs a GPU); else TensorRT for RTX; else an older full TensorRT, which serves plugin attention.
+        ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``. The latter is full TensorRT if it is installed, can start (it needs a GPU) and
+        has native attention; else TensorRT for RTX; else an older full TensorRT, which serves masked or plugin attention.
     error : type
         The exception to raise.
 
@@ -128,7 +128,7 @@ def load(flavour: str = "auto", *, error: type[KVCacheError] = EngineError) -> T
         found = _import(candidate)
         if isinstance(found, str):
             failures.append(f"{candidate}: {found}")
-        elif found.supports(attention_variant("mask")):
+        elif found.supports(attention_variant("native")):
             return found
         else:
             older.append(found)
