@@ -6,9 +6,9 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from trt_kvcache._util.uncopyable import Uncopyable
+from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.cache.config import KVCacheConfig
-from trt_kvcache.cache.kv_rows import KVHeadDimGroup
+from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup
 from trt_kvcache.cache.lengths import Lengths
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.cache.recurrent_states import RecurrentStates
@@ -23,10 +23,10 @@ class _Closable(Protocol):
 
 
 _Owned = TypeVar("_Owned", bound=_Closable)
-_Self = TypeVar("_Self", bound="Closing")
+_Self = TypeVar("_Self", bound="Closable")
 
 
-class Closing(Uncopyable, ABC):
+class Closable(Uncopyable, ABC):
     """What is used until it is closed, or until the cache that it is over is; a context manager."""
 
     _closed: bool
@@ -49,7 +49,7 @@ class Closing(Uncopyable, ABC):
         self.close()
 
 
-class SlotCache(Closing):
+class SlotCache(Closable):
     """Slots that hold something, and how many tokens each holds. Not thread-safe.
 
     All memory is allocated, as zeros, by the constructor, which waits for that. Addresses never change.

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.checks import as_int, int_in_range, slot_index
-from trt_kvcache.cache.slot_cache import Closing
+from trt_kvcache.cache.slot_cache import Closable
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CapacityError, ConfigError, DTypeError, RangeError, ShapeError
 from trt_kvcache.memory.base import Array
-from trt_kvcache.memory.capturing import refuse_capture
+from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.sequences.sequence_swapper import SequenceSwapper
 from trt_kvcache.sequences.sequence_table import SequenceEntry, SequenceTable
@@ -21,7 +21,7 @@ from trt_kvcache.sequences.slot_transfer import SlotTransfer
 LayerArrays = Array | list[Array]
 
 
-class SequenceCacheManager(Closing):
+class SequenceCacheManager(Closable):
     """Sequences by handle, over the slots of a cache that an engine may be running on. Not thread-safe.
 
     ``KVCacheManager`` of TinyLLM (seed 002).

@@ -11,7 +11,7 @@ import numpy as np
 from trt_kvcache._util.checks import int_in_range, slot_index
 from trt_kvcache.errors import RangeError
 from trt_kvcache.memory.base import Array
-from trt_kvcache.memory.capturing import refuse_capture
+from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
 from trt_kvcache.sequences.slot_transfer import SavedTensors, SlotTransfer

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from trt_kvcache.cache.config import KVCacheConfig
-from trt_kvcache.cache.hybrid import HybridCacheManager
+from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
 from trt_kvcache.cache.kv_cache_base import KVCacheBase
 from trt_kvcache.cache.layout import StateStorage
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
