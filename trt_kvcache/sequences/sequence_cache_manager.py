@@ -187,7 +187,7 @@ class SequenceCacheManager(Closable):
                 f"sequence {entry.id} holds {length} tokens; appending {count} more exceeds max_sequence_length={longest}. "
                 "Nothing was changed."
             )
-        slot = self._swapper.bring_in(entry, count, stream=stream)
+        slot = self._swapper.swap_in(entry, count, stream=stream)
         self._transfer.upload_rows(rows, slot, length, stream=stream)
         if self._table.is_active(entry):
             self._lengths.commit([count if other == slot else 0 for other in range(self._lengths.active_batch_size)], stream=stream)
@@ -208,7 +208,7 @@ class SequenceCacheManager(Closable):
         """
         entry = self._begin("get", seq, stream)
         length = self._table.length(entry)
-        slot = self._swapper.bring_in(entry, 0, stream=stream)
+        slot = self._swapper.swap_in(entry, 0, stream=stream)
         kv = self._cache.kv_config
         if kv is None:
             return [], []
@@ -233,7 +233,7 @@ class SequenceCacheManager(Closable):
         length, wanted = self._table.length(entry), as_int("new_length", new_length)
         if not 0 <= wanted <= length:
             raise RangeError(f"truncate: sequence {entry.id} holds {length} tokens; expected 0 to {length}, got {wanted}.")
-        slot = self._swapper.bring_in(entry, 0, stream=stream)
+        slot = self._swapper.swap_in(entry, 0, stream=stream)
         if self._table.is_active(entry):
             self._lengths.rewind(slot, wanted, stream=stream)
         entry.length = wanted
@@ -290,7 +290,7 @@ class SequenceCacheManager(Closable):
         entry = self._begin("pin", seq, stream)
         length = self._table.length(entry)
         if slot is None:
-            place = self._swapper.bring_in(entry, 0, stream=stream)
+            place = self._swapper.swap_in(entry, 0, stream=stream)
         else:
             place = slot_index(slot, self._cache.max_batch_size)
             self._swapper.move(entry, place, stream=stream)
@@ -308,8 +308,8 @@ class SequenceCacheManager(Closable):
         entry = self._begin("unpin", seq, stream)
         self._table.length(entry)
         if self._table.is_active(entry):
-            self._swapper.leave(entry, stream=stream)
-        self._table.use(entry)
+            self._swapper.leave_active_slot(entry, stream=stream)
+        self._table.mark_used(entry)
         entry.pinned = False
 
     def _begin(self, what: str, seq: int, stream: Any, *, of_states: bool = True) -> SequenceEntry:
