@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from trt_kvcache.cache.mamba_config import MambaCacheConfig
     from trt_kvcache.engine.bindings import BindingPlan
     from trt_kvcache.engine.names import TensorNames
+    from trt_kvcache.generation.sampler_state import SamplerState
     from trt_kvcache.generation.sampling import SamplingParams
     from trt_kvcache.memory.cuda_memory import CudaMemory
     from trt_kvcache.memory.host_memory import HostMemory
     from trt_kvcache.memory.tensor import DeviceTensor
-    from trt_kvcache.sequences.model_identity import ModelIdentity, SamplerState
+    from trt_kvcache.sequences.model_identity import ModelIdentity
     from trt_kvcache.sequences.prompt_cache import PromptCache
     from trt_kvcache.sequences.sequence_cache_manager import SequenceCacheManager
     from trt_kvcache.sequences.snapshot import Snapshot, load_snapshot, save_snapshot
@@ -57,7 +58,7 @@ _MODULE_OF = {
     "MambaCacheManager": "cache.mamba_cache_manager",
     "ModelIdentity": "sequences.model_identity",
     "PromptCache": "sequences.prompt_cache",
-    "SamplerState": "sequences.model_identity",
+    "SamplerState": "generation.sampler_state",
     "SamplingParams": "generation.sampling",
     "SequenceCacheManager": "sequences.sequence_cache_manager",
     "Snapshot": "sequences.snapshot",

@@ -96,7 +96,7 @@ def handles(sequences):
     """Everything that an operation could change in the table."""
     table = sequences._table
     entries = [(e.id, e.slot, e.length, e.pinned, e.saved and [a.tobytes() for a in e.saved.arrays]) for e in table]
-    return entries, set(table._taken), sequences.memory_used, sequences.memory_swapped
+    return entries, sequences.memory_used, sequences.memory_swapped
 
 
 def three_swaps(memory, stream):

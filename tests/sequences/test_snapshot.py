@@ -18,7 +18,8 @@ from tests.paths import ROOT
 from trt_kvcache import HostMemory, HybridCacheConfig, HybridCacheManager, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, LayerType
 from trt_kvcache.checkpoint import RopeConfig
 from trt_kvcache.errors import CapacityError, ConfigError, RangeError, ShapeError, SlotError, SnapshotError
-from trt_kvcache.sequences.model_identity import ModelIdentity, SamplerState
+from trt_kvcache.generation.sampler_state import SamplerState
+from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.sequences.snapshot import Snapshot, load_snapshot, save_snapshot
 from trt_kvcache.session.resume_snapshots import read_snapshots

@@ -424,7 +424,7 @@ of_model = partial(InferenceSession.from_model, engine="reference")
 @pytest.mark.trt
 def test_an_engine_in_segments(gpu, monkeypatch, tmp_path):
     def refuse(folder, *, memory, flavour, cuda_graphs):
-        raise EngineError(f"{len(folder.config.segments.steps)} steps, {cuda_graphs}")
+        raise EngineError(f"{len(folder.config.segments.stages)} steps, {cuda_graphs}")
 
     monkeypatch.setattr(opening, "SegmentedEngine", SimpleNamespace(open=refuse))
     model = write_model(tmp_path / "model", head_dim=64)

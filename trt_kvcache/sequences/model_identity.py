@@ -1,33 +1,43 @@
-"""What a snapshot says beside its tensors: which model, and how the next token is chosen."""
+"""``ModelIdentity``: what a snapshot says of the model whose K, V and states it holds."""
 
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trt_kvcache._util.checks import as_int
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.generation.sampling import SamplingParams
 
 
-def check_record(what: str, record: Any, kind: type) -> None:
-    """Raise :class:`ConfigError` unless ``record`` is a ``kind``."""
-    if not isinstance(record, kind):
-        raise ConfigError(f"{what}: expected a {kind.__name__}, got {record!r}.")
+def check_type(name: str, value: object, expected: type) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is an ``expected``; the message calls it ``name``."""
+    if not isinstance(value, expected):
+        raise ConfigError(f"{name}: expected a {expected.__name__}, got {value!r}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelIdentity:
-    """Which model the K, V and states are of.
+    """Which model the K, V and states of a snapshot belong to.
 
-    Raises ConfigError: no fingerprint, or a ``rope`` that is no mapping of JSON values.
+    A snapshot is restored only for a model of equal identity.
 
     Parameters
     ----------
-    fingerprint
-        :meth:`trt_kvcache.checkpoint.Checkpoint.fingerprint`, or anything else that differs where models differ.
+    fingerprint : str
+        :meth:`trt_kvcache.checkpoint.Checkpoint.fingerprint`, or any other text that differs between different models.
     rope : mapping of str to JSON values, optional
-        :meth:`trt_kvcache.checkpoint.RopeConfig.to_dict`. Keys are stored rotated by it.
+        :meth:`trt_kvcache.checkpoint.RopeConfig.to_dict`: the RoPE that was applied to the cached keys.
+
+    Raises
+    ------
+    ConfigError
+        ``fingerprint`` is not a text or empty, or ``rope`` is not a mapping of JSON values.
+
+    Examples
+    --------
+    >>> from trt_kvcache import ModelIdentity
+    >>> saved_with = ModelIdentity(fingerprint="5f3a", rope={"rope_type": "default", "rope_theta": 10000.0})
+    >>> saved_with == ModelIdentity(fingerprint="5f3a", rope={"rope_type": "default", "rope_theta": 500000.0})
+    False
     """
 
     fingerprint: str
@@ -37,30 +47,9 @@ class ModelIdentity:
         if not isinstance(self.fingerprint, str) or not self.fingerprint:
             raise ConfigError(f"ModelIdentity.fingerprint: expected a text, got {self.fingerprint!r}.")
         if self.rope is not None:
-            check_record("ModelIdentity.rope", self.rope, Mapping)
+            check_type("ModelIdentity.rope", self.rope, Mapping)
             try:
                 rope = json.loads(json.dumps(dict(self.rope), allow_nan=False))
             except (TypeError, ValueError, RecursionError) as error:
                 raise ConfigError(f"ModelIdentity.rope: expected JSON values, got {self.rope!r} ({error}).") from None
             object.__setattr__(self, "rope", rope)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SamplerState:
-    """The whole state of a :class:`~trt_kvcache.generation.sampling.Sampler`.
-
-    Raises RangeError: out of the range that :class:`~trt_kvcache.generation.sampling.SamplingParams` takes.
-
-    Parameters
-    ----------
-    counter
-        Tokens chosen so far.
-    """
-
-    seed: int
-    counter: int
-
-    def __post_init__(self) -> None:
-        for name in ("seed", "counter"):
-            object.__setattr__(self, name, as_int(f"SamplerState.{name}", getattr(self, name)))
-        SamplingParams(seed=self.seed, counter=self.counter)

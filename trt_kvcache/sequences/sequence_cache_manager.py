@@ -1,4 +1,4 @@
-"""``SequenceCacheManager`` (seed 002): sequences by handle, over the slots of another manager, swapped to the host where slots run out."""
+"""``SequenceCacheManager`` (seed 002): sequences by handle, over the slots of a cache; they are swapped to the host when slots run out."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -24,42 +24,83 @@ LayerArrays = Array | list[Array]
 class SequenceCacheManager(Closable):
     """Sequences by handle, over the slots of a cache that an engine may be running on. Not thread-safe.
 
+    Parameters
+    ----------
+    cache : KVCacheManager, LinearKVCache or HybridCacheManager
+        The cache whose slots hold the sequences. The caller closes it. Only one ``SequenceCacheManager`` may use it at a time.
+    enable_swapping : bool
+        Whether sequences are swapped out to the host (page-locked memory for a device) when slots run out. They are swapped in again
+        when they are used.
+    swap_threshold : float
+        With swapping, the share of :attr:`memory_capacity` that may be in use before sequences are swapped out; above 0, at most 1.
+
+    Raises
+    ------
+    ConfigError
+        An argument does not fit, or another ``SequenceCacheManager`` uses the cache.
+
+    Notes
+    -----
     ``KVCacheManager`` of TinyLLM (seed 002).
 
-    A sequence waits in a slot that is not active, the last such slot first; its tokens are counted here. Active slots belong
-    to whoever made them active. Those without a sequence are never used, and a sequence in an active slot is pinned: its length
-    is what the cache's lengths say. So a sequence is run like this::
+    Everything is ordered on the ``stream`` of a call, a ``cuda.core.Stream``. Calls that copy from or to the host wait for it: arrays
+    may be changed or read as soon as the call returns.
+
+    A sequence waits in a slot that is not active, the highest one first, and its tokens are counted here. Active slots belong to
+    whoever made them active: this class never uses them by itself. A sequence in an active slot cannot be moved, and its length is
+    what the cache's lengths say. To run an engine on a sequence::
 
         cache.set_active_batch_size(1, stream=stream)
         sequences.pin(seq, slot=0, stream=stream)        # its tokens and states are in slot 0, its length is committed
         ...                                              # enqueue, commit
-        sequences.unpin(seq, stream=stream)              # out of the active slot again
+        sequences.unpin(seq, stream=stream)              # it leaves the active slot
 
-    A sequence follows its slot through ``compact_batch``, and keeps its tokens and states where its slot leaves the active batch.
-    Its tokens are lost, and every use of it but its destruction raises :class:`SequenceError`, if its slot is overwritten there, or
-    if somebody makes its slot active again: with length 0 unless it is empty, or with a length that was reset unless it is pinned
-    (then it is run on with so many tokens). With a device mapping the host cannot follow, and loses all sequences in active slots
-    that way; before a captured one is replayed, unpin them.
+    A sequence follows its slot through ``compact_batch``, and keeps its tokens and states when its slot leaves the active batch. It is
+    lost, and everything but destroying it raises :class:`SequenceError`, if
 
-    ``stream`` is a cuda.core.Stream, on which everything is ordered. What is copied from or to the host is waited for: arrays may be
-    changed or read as soon as a call returns.
+    - a compaction overwrites its slot,
+    - a compaction with a mapping on the device drops any slot while the sequence is in an active one, because the host does not know
+      which slots were moved (unpin sequences before a captured one is replayed),
+    - somebody makes its slot active with length 0, unless the sequence is empty,
+    - somebody makes its slot active with a length that was reset, unless the sequence is pinned: then it continues with that length.
 
-    Wrong arguments, capturing streams and closed objects raise as :mod:`trt_kvcache.errors` says.
+    Examples
+    --------
+    Two layers of two heads; three tokens are appended, read back and shortened:
 
-    Raises ConfigError: an argument does not fit.
+    >>> import numpy as np
+    >>> from trt_kvcache import HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, SequenceCacheManager
+    >>> memory = HostMemory()
+    >>> stream = memory.create_stream()
+    >>> layers = [KVLayerConfig(num_kv_heads=2, head_dim=8)] * 2
+    >>> cache = KVCacheManager(KVCacheConfig(layers=layers, max_batch_size=2, max_sequence_length=16), memory=memory)
+    >>> sequences = SequenceCacheManager(cache, enable_swapping=True)
+    >>> seq = sequences.create_sequence()
+    >>> keys = np.arange(2 * 2 * 3 * 8).reshape(2, 2, 3, 8).astype(np.float16)
+    >>> sequences.append(seq, keys, -keys, stream=stream)
+    >>> stored_keys, stored_values = sequences.get(seq, stream=stream)
+    >>> stored_keys.shape, bool((stored_keys == keys).all()), bool((stored_values == -keys).all())
+    ((2, 2, 3, 8), True, True)
+    >>> sequences.truncate(seq, 2, stream=stream)
+    >>> sequences.length(seq)
+    2
 
-    Parameters
-    ----------
-    cache : KVCacheManager, LinearKVCache or HybridCacheManager
-        Whose memory is shared. It stays the caller's to close, and is under one ``SequenceCacheManager`` at a time.
-    enable_swapping
-        Let sequences move to host memory (page-locked for a device) where slots run out, and come back when they are used.
-    swap_threshold
-        Swap already where more than this share of ``memory_capacity`` would be in use; above 0, at most 1.
+    With swapping there may be more sequences than slots. The least recently used one is swapped out, and comes back unchanged:
+
+    >>> others = [sequences.create_sequence() for _ in range(2)]
+    >>> for other in others:
+    ...     sequences.append(other, keys, keys, stream=stream)
+    >>> sequences.num_sequences, cache.max_batch_size, sequences.memory_swapped
+    (3, 2, 256)
+    >>> stored_keys, _ = sequences.get(seq, stream=stream)
+    >>> bool((stored_keys == keys[:, :, :2]).all())
+    True
+    >>> sequences.destroy_all_sequences()
+    >>> cache.close()
     """
 
     def __init__(self, cache: AnyCache, *, enable_swapping: bool = False, swap_threshold: float = 0.85) -> None:
-        SlotFormat.of(cache, name="SequenceCacheManager")
+        SlotFormat.of(cache, name="SequenceCacheManager")  # or it raises
         if not isinstance(enable_swapping, bool):
             raise ConfigError(f"enable_swapping: expected True or False, got {enable_swapping!r}.")
         if isinstance(swap_threshold, bool) or not isinstance(swap_threshold, int | float) or not 0 < swap_threshold <= 1:
@@ -83,39 +124,49 @@ class SequenceCacheManager(Closable):
 
     @property
     def dtype(self) -> str | None:
-        """What :meth:`append` takes and :meth:`get` returns: the cache's K/V dtype. None without attention layers."""
+        """The dtype of K and V, which :meth:`append` takes and :meth:`get` returns. None without attention layers."""
         kv = self._cache.kv_config
         return None if kv is None else kv.dtype
 
     @property
     def num_sequences(self) -> int:
-        """Sequences, swapped ones included."""
+        """Number of sequences, including those that are swapped out."""
         return len(self._table)
 
     @property
     def max_sequences(self) -> int | None:
-        """The most sequences that there can be: B. None with swapping: as many as the host has room for."""
+        """The most sequences that there can be: B. None with swapping, when only the host's memory limits them."""
         return None if self._swapper.enabled else self._cache.max_batch_size
 
     @property
     def memory_used(self) -> int:
-        """Bytes of live tokens and states in the slots: of sequences, and of active slots without one (upper bounds)."""
+        """Bytes of live tokens and states in the slots: of sequences, and of active slots without one (upper bounds there)."""
         return self._swapper.used
 
     @property
     def memory_swapped(self) -> int:
-        """Bytes of tokens and states of swapped sequences, in host memory."""
+        """Bytes on the host of the sequences that are swapped out."""
         return sum(array.nbytes for entry in self._table if entry.saved is not None for array in entry.saved.arrays)
 
     @property
     def memory_capacity(self) -> int:
-        """What ``memory_used`` is when every slot is full: the cache's bytes without padding and scales."""
+        """The ``memory_used`` of a cache whose slots are all full: its bytes without padding and scales."""
         return self._swapper.capacity
 
     def create_sequence(self) -> int:
-        """Return the id of a new, empty sequence. Ids are never used again; slots are.
+        """Create an empty sequence.
 
-        Raises CapacityError: no slot is free and, with swapping, none can be made free.
+        Returns
+        -------
+        int
+            Its id. Ids are never used again; slots are.
+
+        Raises
+        ------
+        CapacityError
+            No slot is free and, with swapping, none can be made free.
+        ClosedError
+            This object or its cache is closed.
         """
         self._check_open()
         free = self._table.free_slots()
@@ -123,9 +174,21 @@ class SequenceCacheManager(Closable):
         return self._table.add(free[0] if free else None).id
 
     def reserve(self, num_sequences: int) -> None:
-        """Return if ``num_sequences`` more can be created now. Nothing is changed: the memory has been there from the start.
+        """Check that more sequences can be created. Nothing is allocated: the cache did that when it was constructed.
 
-        Raises CapacityError: they cannot.
+        Parameters
+        ----------
+        num_sequences : int
+            How many more, 0 or more.
+
+        Raises
+        ------
+        CapacityError
+            There are not enough free slots and, with swapping, none can be made free.
+        RangeError
+            ``num_sequences`` is negative or not an integer.
+        ClosedError
+            This object or its cache is closed.
         """
         self._check_open()
         self._check_free("reserve", int_in_range("num_sequences", num_sequences, 0), self._table.free_slots())
@@ -137,24 +200,55 @@ class SequenceCacheManager(Closable):
             raise CapacityError(f"{what}: expected {wanted} free slots, got {len(free)} of {self._cache.max_batch_size}. {hint}")
 
     def destroy_sequence(self, seq: int) -> None:
-        """Forget a sequence. Its slot is free, unless it is active: then it is its runner's.
+        """Destroy a sequence. Its slot becomes free, unless it is active: then it still belongs to whoever made it active.
 
-        Raises :class:`SequenceError` for an unknown or destroyed one, and :class:`ClosedError`.
+        Parameters
+        ----------
+        seq : int
+            The id.
+
+        Raises
+        ------
+        SequenceError
+            The id is unknown, or the sequence was destroyed before.
+        ClosedError
+            This object or its cache is closed.
         """
         self._check_open()
         self._table.remove(seq)
 
     def destroy_all_sequences(self) -> None:
-        """Forget all sequences. Raises :class:`ClosedError`."""
+        """Destroy all sequences.
+
+        Raises
+        ------
+        ClosedError
+            This object or its cache is closed.
+        """
         self._check_open()
         self._table.clear()
 
     def length(self, seq: int) -> int:
-        """Return the tokens of a sequence.
+        """Return the number of tokens of a sequence.
 
-        Waits for the device where the sequence was in an active slot that is not active any more, and only the device knew then.
+        Parameters
+        ----------
+        seq : int
+            The id.
 
-        Raises LengthsUnknown: the sequence is in an active slot, and only the device knows. Call the cache's ``sync_lengths``.
+        Returns
+        -------
+        int
+            Tokens. Waits for the device if only the device knew the length when the slot of the sequence left the active batch.
+
+        Raises
+        ------
+        SequenceError
+            The sequence is unknown, destroyed or lost.
+        LengthsUnknown
+            The sequence is in an active slot, and only the device knows its length. Call ``sync_lengths`` of the cache.
+        ClosedError
+            This object or its cache is closed.
         """
         self._check_open()
         return self._table.length(self._table.find(seq))
@@ -167,19 +261,35 @@ class SequenceCacheManager(Closable):
         *,
         stream: Any,
     ) -> None:
-        """Add the K and V of new tokens to a sequence.
-
-        Raises CapacityError: the sequence would exceed ``max_sequence_length``; or it is swapped out, and no slot is free or can be made
-        free; or the host has no room for what must make way. ConfigError: the cache has recurrent layers, whose states only an engine can
-        advance. LengthsUnknown.
+        """Append the K and V of new tokens to a sequence.
 
         Parameters
         ----------
-        keys, values : array ``[L, H, n, D]``, or sequence of arrays ``[H_i, n, D_i]``
-            In the dtype of the cache (:attr:`dtype`): stored values, without scales. One array only where all layers have equal
-            heads. Device tensors are read to the host first.
+        seq : int
+            The id. The sequence is swapped in if it is swapped out.
+        keys, values : ndarray or DeviceTensor ``[L, H, n, D]``, or sequence of them ``[H_i, n, D_i]``
+            Of each attention layer, in the dtype of the cache (:attr:`dtype`): stored values, without scales. One array can be given
+            only if all layers have equal heads. Tensors on the device are read to the host first.
+        stream : cuda.core.Stream
+            The copies are ordered on it; the call waits.
+
+        Raises
+        ------
+        CapacityError
+            The sequence would exceed ``max_sequence_length``; or it is swapped out and no slot can be made free; or the host has no
+            room for a sequence that must be swapped out.
+        ShapeError, DTypeError
+            ``keys`` or ``values`` do not fit.
+        ConfigError
+            The cache has recurrent layers. Only an engine can advance their states.
+        SequenceError
+            The sequence is unknown, destroyed or lost.
+        LengthsUnknown
+            The sequence is in an active slot, and only the device knows its length.
+        PlaceError, CaptureError, ClosedError
+            The stream is of another memory or captured in a CUDA graph, or something is closed.
         """
-        entry = self._begin("append", seq, stream, of_states=False)
+        entry = self._begin("append", seq, stream, needs_no_states=True)
         rows, count = self._new_rows(keys, values)
         length, longest = self._table.length(entry), self._lengths.max_sequence_length
         if length + count > longest:
@@ -187,7 +297,7 @@ class SequenceCacheManager(Closable):
                 f"sequence {entry.id} holds {length} tokens; appending {count} more exceeds max_sequence_length={longest}. "
                 "Nothing was changed."
             )
-        slot = self._swapper.bring_in(entry, count, stream=stream)
+        slot = self._swapper.swap_in(entry, count, stream=stream)
         self._transfer.upload_rows(rows, slot, length, stream=stream)
         if self._table.is_active(entry):
             self._lengths.commit([count if other == slot else 0 for other in range(self._lengths.active_batch_size)], stream=stream)
@@ -195,20 +305,35 @@ class SequenceCacheManager(Closable):
         self._memory.synchronize(stream)
 
     def get(self, seq: int, *, stream: Any) -> tuple[LayerArrays, LayerArrays]:
-        """Return copies of the K and V of a sequence on the host.
+        """Copy K and V of a sequence to the host.
 
-        Raises CapacityError: it is swapped out, and no slot is free or can be made free; or the host has no room for what must make way.
-        LengthsUnknown.
+        Parameters
+        ----------
+        seq : int
+            The id. The sequence is swapped in if it is swapped out.
+        stream : cuda.core.Stream
+            The copies are ordered on it; the call waits.
 
         Returns
         -------
         keys, values : ndarray ``[L, H, n, D]``, or list of ndarray ``[H_i, n, D_i]``
             In the dtype of the cache (:attr:`dtype`; ml_dtypes has those that NumPy lacks): stored values, without scales. One array
-            if all attention layers have equal heads, else one per attention layer.
+            if all attention layers have equal heads, otherwise one per attention layer; empty lists without attention layers.
+
+        Raises
+        ------
+        CapacityError
+            The sequence is swapped out and no slot can be made free; or the host has no room for a sequence that must be swapped out.
+        SequenceError
+            The sequence is unknown, destroyed or lost.
+        LengthsUnknown
+            The sequence is in an active slot, and only the device knows its length.
+        PlaceError, CaptureError, ClosedError
+            The stream is of another memory or captured in a CUDA graph, or something is closed.
         """
         entry = self._begin("get", seq, stream)
         length = self._table.length(entry)
-        slot = self._swapper.bring_in(entry, 0, stream=stream)
+        slot = self._swapper.swap_in(entry, 0, stream=stream)
         kv = self._cache.kv_config
         if kv is None:
             return [], []
@@ -224,16 +349,37 @@ class SequenceCacheManager(Closable):
         return keys, values
 
     def truncate(self, seq: int, new_length: int, *, stream: Any) -> None:
-        """Shorten a sequence to its first ``new_length`` tokens.
+        """Shorten a sequence to its first tokens.
 
-        Raises RangeError: ``new_length`` is negative, or beyond the present length. Nothing was changed. ConfigError: the cache has
-        recurrent layers, whose states cannot go back. CapacityError: As for :meth:`get`. LengthsUnknown.
+        Parameters
+        ----------
+        seq : int
+            The id. The sequence is swapped in if it is swapped out.
+        new_length : int
+            Tokens to keep, from 0 to the present length.
+        stream : cuda.core.Stream
+            What is copied or written is ordered on it.
+
+        Raises
+        ------
+        RangeError
+            ``new_length`` is negative or beyond the present length. Nothing was changed.
+        ConfigError
+            The cache has recurrent layers. Their states cannot go back to an earlier token.
+        CapacityError
+            As for :meth:`get`.
+        SequenceError
+            The sequence is unknown, destroyed or lost.
+        LengthsUnknown
+            The sequence is in an active slot, and only the device knows its length.
+        PlaceError, CaptureError, ClosedError
+            The stream is of another memory or captured in a CUDA graph, or something is closed.
         """
-        entry = self._begin("truncate", seq, stream, of_states=False)
+        entry = self._begin("truncate", seq, stream, needs_no_states=True)
         length, wanted = self._table.length(entry), as_int("new_length", new_length)
         if not 0 <= wanted <= length:
             raise RangeError(f"truncate: sequence {entry.id} holds {length} tokens; expected 0 to {length}, got {wanted}.")
-        slot = self._swapper.bring_in(entry, 0, stream=stream)
+        slot = self._swapper.swap_in(entry, 0, stream=stream)
         if self._table.is_active(entry):
             self._lengths.rewind(slot, wanted, stream=stream)
         entry.length = wanted
@@ -272,50 +418,83 @@ class SequenceCacheManager(Closable):
     def pin(self, seq: int, *, slot: int | None = None, stream: Any) -> int:
         """Keep a sequence in a slot, until it is unpinned or destroyed.
 
-        Raises CapacityError: ``slot`` is another's; or there is none for this sequence, or for the one that must make way; or the host has
-        no room for it. LengthsUnknown. Nothing was changed.
-
         Parameters
         ----------
-        slot
-            Where to; any slot, or the one that it is in, if left out. A sequence that waits there makes way: it goes to the slot
-            that this one leaves, to a free one, or (with swapping) to the host. An active slot must be empty; there the length of
-            the sequence is committed.
+        seq : int
+            The id. The sequence is swapped in if it is swapped out.
+        slot : int, optional
+            The slot to move it to; without one it stays where it is. A sequence that waits in that slot moves to the slot that this
+            one leaves, to a free one, or (with swapping) to the host. An active slot must be empty; there the length of the sequence
+            is committed.
+        stream : cuda.core.Stream
+            Everything is ordered on it; the call waits if a sequence is moved.
 
         Returns
         -------
         int
-            The slot that it is in. Its states are zero if it has no tokens.
+            The slot that it is in. If the sequence is empty, its states there are zero.
+
+        Raises
+        ------
+        CapacityError
+            ``slot`` is in use; or there is no slot for this sequence, or for the one that has to leave ``slot``; or the host has no
+            room. Nothing was changed.
+        SlotError
+            ``slot`` is out of range.
+        SequenceError
+            The sequence is unknown, destroyed or lost.
+        LengthsUnknown
+            The sequence is in an active slot, and only the device knows its length.
+        PlaceError, CaptureError, ClosedError
+            The stream is of another memory or captured in a CUDA graph, or something is closed.
         """
         entry = self._begin("pin", seq, stream)
         length = self._table.length(entry)
         if slot is None:
-            place = self._swapper.bring_in(entry, 0, stream=stream)
+            slot = self._swapper.swap_in(entry, 0, stream=stream)
         else:
-            place = slot_index(slot, self._cache.max_batch_size)
-            self._swapper.move(entry, place, stream=stream)
+            slot = slot_index(slot, self._cache.max_batch_size)
+            self._swapper.move(entry, slot, stream=stream)
         entry.pinned = True
         if not length:
-            self._transfer.zero_states(place, stream=stream)
-        return place
+            self._transfer.zero_states(slot, stream=stream)
+        return slot
 
     def unpin(self, seq: int, *, stream: Any) -> None:
-        """Let a sequence be moved again. From an active slot it moves at once, and what is in that slot stays its runner's.
+        """Let a sequence be moved again.
 
-        Raises CapacityError: it is in an active slot, and there is no free one nor, with swapping, room on the host. LengthsUnknown.
-        Nothing was changed.
+        It leaves an active slot at once. What that slot holds stays there, and belongs to whoever made the slot active.
+
+        Parameters
+        ----------
+        seq : int
+            The id.
+        stream : cuda.core.Stream
+            Everything is ordered on it; the call waits if the sequence is moved.
+
+        Raises
+        ------
+        CapacityError
+            The sequence is in an active slot, no slot is free and, with swapping, the host has no room. Nothing was changed.
+        SequenceError
+            The sequence is unknown, destroyed or lost.
+        LengthsUnknown
+            The sequence is in an active slot, and only the device knows its length.
+        PlaceError, CaptureError, ClosedError
+            The stream is of another memory or captured in a CUDA graph, or something is closed.
         """
         entry = self._begin("unpin", seq, stream)
         self._table.length(entry)
         if self._table.is_active(entry):
-            self._swapper.leave(entry, stream=stream)
-        self._table.use(entry)
+            self._swapper.leave_active_slot(entry, stream=stream)
+        self._table.mark_used(entry)
         entry.pinned = False
 
-    def _begin(self, what: str, seq: int, stream: Any, *, of_states: bool = True) -> SequenceEntry:
+    def _begin(self, what: str, seq: int, stream: Any, *, needs_no_states: bool = False) -> SequenceEntry:
+        """Return the sequence that an operation is about, after the checks that all operations have in common."""
         self._check_open()
         entry = self._table.find(seq)
-        if self._transfer.slot_format.has_states and not of_states:
+        if self._transfer.slot_format.has_states and needs_no_states:
             raise ConfigError(
                 f"{what}: the cache has recurrent layers, and their states follow an engine only. Pin the sequence, and run it."
             )
@@ -323,7 +502,7 @@ class SequenceCacheManager(Closable):
         return entry
 
     def close(self) -> None:
-        """Forget all sequences and what they hold on the host. The cache stays open. Idempotent."""
+        """Destroy all sequences and release their copies on the host. The cache stays open. Idempotent."""
         self._closed = True
         self._lengths.detach(self._table)
         self._table.clear()

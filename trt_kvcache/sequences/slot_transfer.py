@@ -11,6 +11,7 @@ from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.dtypes import itemsize, numpy_dtype
 from trt_kvcache.kernels import KVLayerInfos, instantiate_kv_cache_batched, instantiate_rows, save_kv_cache_batched, save_rows
 from trt_kvcache.memory.base import Array
+from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.saved_tensors import allocate_tensors
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -225,8 +226,14 @@ class SlotTransfer:
             Any slot.
         stream : cuda.core.Stream
             The copies are ordered on it, one launch per kind of state; without ping-pong states nothing is copied.
+
+        Raises
+        ------
+        CaptureError
+            The stream is captured in a CUDA graph, and there are ping-pong states.
         """
-        if self._states is not None:
+        if self._states is not None and self._has_two_buffers:
+            refuse_capture(self._memory, "keep_states", stream, because="what is replayed later keeps nothing now")
             self._states.keep(slot, stream=stream)
 
     def zero_states(self, slot: int, *, stream: Any) -> None:

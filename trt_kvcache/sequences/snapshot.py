@@ -14,8 +14,9 @@ import numpy.typing as npt
 from trt_kvcache._version import __version__
 from trt_kvcache.dtypes import dtype_name
 from trt_kvcache.errors import CapacityError, KVCacheError, SnapshotError
+from trt_kvcache.generation.sampler_state import SamplerState
 from trt_kvcache.generation.token_ids import reusable_tokens, token_array
-from trt_kvcache.sequences.model_identity import ModelIdentity, SamplerState, check_record
+from trt_kvcache.sequences.model_identity import ModelIdentity, check_type
 from trt_kvcache.sequences.prompt_cache import PromptCache, PromptEntry
 from trt_kvcache.sequences.slot_copy import SlotCopy
 from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
@@ -75,9 +76,9 @@ class Snapshot:
         pending : sequence of int
         stream : cuda.core.Stream
         """
-        check_record("model", model, ModelIdentity)
+        check_type("model", model, ModelIdentity)
         if sampler is not None:
-            check_record("sampler", sampler, SamplerState)
+            check_type("sampler", sampler, SamplerState)
         held, following = token_array(_TOKENS, tokens), token_array(_PENDING, pending)
         return cls(
             tokens=tuple(held.tolist()),
@@ -90,7 +91,7 @@ class Snapshot:
     @classmethod
     def of_entry(cls, prompts: PromptCache, entry: PromptEntry, *, model: ModelIdentity, stream: Any) -> Snapshot:
         """Copy an entry of a prompt cache to the host: as :meth:`of_slot`, with nothing pending."""
-        check_record("model", model, ModelIdentity)
+        check_type("model", model, ModelIdentity)
         return cls(
             tokens=tuple(entry.tokens.tolist()), pending=(), sampler=None, model=model, contents=prompts.copy_to_host(entry, stream=stream)
         )
@@ -149,7 +150,7 @@ class Snapshot:
 
         Raises SnapshotError, ConfigError.
         """
-        check_record("model", model, ModelIdentity)
+        check_type("model", model, ModelIdentity)
         if model.fingerprint != self.model.fingerprint:
             raise SnapshotError(
                 f"snapshot: fingerprint: expected that of the model, {_short(model.fingerprint)}, got {_short(self.model.fingerprint)}. "

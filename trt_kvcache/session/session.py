@@ -20,9 +20,10 @@ from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.errors import ClosedError, ConfigError, RangeError, ShapeError
 from trt_kvcache.generation.prompts import Prompt, PromptReader, as_prompts
 from trt_kvcache.generation.request import GeneratedToken, Request
+from trt_kvcache.generation.sampler_state import SamplerState
 from trt_kvcache.generation.sampling import SamplingParams, params_for
 from trt_kvcache.generation.token_ids import common_prefix
-from trt_kvcache.sequences.model_identity import ModelIdentity, SamplerState
+from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.sequences.snapshot import Snapshot
 from trt_kvcache.session import open_model
