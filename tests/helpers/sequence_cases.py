@@ -55,7 +55,8 @@ class Sequences(On):
 
     @property
     def slots(self):
-        return [entry.slot for entry in sorted(self._table, key=lambda entry: entry.id)]
+        """The slot of each sequence, in the order of their ids; None for those on the host."""
+        return [slot for _, slot in sorted(slots_of(self).items())]
 
     def refuses(self, error, text, call, *arguments, **keywords):
         before = handles(self)
@@ -90,6 +91,11 @@ def raw(pair):
 def joined(*parts, count=None):
     """The (first) tokens of several appends."""
     return [[np.concatenate(layers, axis=1)[:, :count] for layers in zip(*arrays, strict=True)] for arrays in zip(*parts, strict=True)]
+
+
+def slots_of(sequences):
+    """Which sequence is in which slot; None for those on the host. No other test looks into the table."""
+    return {entry.id: entry.slot for entry in sequences._table}
 
 
 def handles(sequences):
