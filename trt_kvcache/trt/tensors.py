@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
-from trt_kvcache.engine_folder.config import describe
 from trt_kvcache.errors import BindingError, EngineError
 from trt_kvcache.trt.module import TensorRT
 
@@ -68,7 +67,9 @@ def compare_tensors(found: Mapping[str, TensorSpec], recorded: Sequence[TensorSp
         raise EngineError(f"the engine's tensors are not those of its config.json: {different} is only in one of them.")
     for spec in recorded:
         if found[spec.name] != spec:
-            raise EngineError(f"the engine is not what its config.json says: expected {describe(spec)}, got {describe(found[spec.name])}.")
+            raise EngineError(
+                f"the engine is not what its config.json says: expected {spec.describe()}, got {found[spec.name].describe()}."
+            )
 
 
 def compare_profiles(found: Sequence[EngineProfile], recorded: Sequence[EngineProfile]) -> None:
