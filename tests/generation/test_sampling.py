@@ -71,7 +71,7 @@ def test_only_the_tokens_of_the_definition_are_left(logits, **options):
 @pytest.mark.parametrize("top_k", [0, 3, 6, 7])
 @pytest.mark.parametrize("top_p", [0.01, 0.6, 0.9999])
 def test_a_nucleus_that_is_larger_than_guessed(monkeypatch, top_k, top_p):
-    monkeypatch.setattr(sampling, "_NUCLEUS_GUESS", 2)
+    monkeypatch.setattr(sampling, "_NUCLEUS_CANDIDATES", 2)
     assert_distribution(SamplingParams(temperature=1.7, top_k=top_k, top_p=top_p, seed=1), LOGITS)
 
 

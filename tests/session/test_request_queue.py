@@ -117,7 +117,7 @@ class TestCalls:
         session.step()
         stream, moved = session._steps.stream, []
         assert calls_of(session, lambda: moved.extend(session.step())) == decode_calls(stream)
-        assert (moved, session._sequences.samplers) == (handles, [(2, 3), (3, 3)])
+        assert (moved, [session._batch[slot].sampler for slot in (0, 1)]) == (handles, [(2, 3), (3, 3)])
         assert [session.pending_tokens(slot) for slot in (0, 1)] == [handle.tokens[-1:] for handle in handles]
 
     def test_a_new_prompt_runs_from_its_slot_over_views_that_are_made_once(self):

@@ -122,7 +122,7 @@ def in_the_middle():
     session = make()
     session.prefill([[1, 2, 3], [4, 5], [6]])
     session.decode([7, 7, 7])
-    session._sequences.pending[1] = [20]
+    session._batch.record_token(1, 20, None)
     return session
 
 
