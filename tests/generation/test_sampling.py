@@ -90,7 +90,7 @@ class TestChoice:
     @pytest.mark.parametrize("top_k", [0, 3, 6, 7])
     @pytest.mark.parametrize("top_p", [0.01, 0.3, 0.6, 0.9, 0.9999])
     def test_a_nucleus_that_is_larger_than_guessed(self, monkeypatch, guess, top_k, top_p):
-        monkeypatch.setattr(sampling, "_NUCLEUS_GUESS", guess)
+        monkeypatch.setattr(sampling, "_NUCLEUS_CANDIDATES", guess)
         assert_distribution(SamplingParams(temperature=1.7, top_k=top_k, top_p=top_p, seed=1), LOGITS)
 
     def test_greedy_takes_the_lowest_of_the_most_likely(self):
@@ -166,6 +166,13 @@ class TestSeed:
             other.choose(-LOGITS)
         assert one.counter == other.counter == 5
         assert [one.choose(LOGITS) for _ in range(20)] == [other.choose(LOGITS) for _ in range(20)]
+
+
+@pytest.mark.parametrize("top_k", [0, 3, 6, 7])
+@pytest.mark.parametrize("top_p", [0.01, 0.6, 0.9999])
+def test_a_nucleus_that_is_larger_than_guessed(monkeypatch, top_k, top_p):
+    monkeypatch.setattr(sampling, "_NUCLEUS_CANDIDATES", 2)
+    assert_distribution(SamplingParams(temperature=1.7, top_k=top_k, top_p=top_p, seed=1), LOGITS)
 
 
 class TestParams:

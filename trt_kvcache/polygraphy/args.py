@@ -14,7 +14,7 @@ from polygraphy.tools.script import make_invocable
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.reference import Attention
-from trt_kvcache.session.open_model import EngineChoice
+from trt_kvcache.session.session_options import EngineChoice
 
 
 def get_arg_groups() -> list[Any]:
