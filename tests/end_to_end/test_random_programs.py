@@ -256,7 +256,7 @@ class Beside:
         return self.tokens[slot][: self.lengths[slot]], self.states[0][slot]
 
     def waiting_in(self, slot):
-        entry = self.seqs._table.at(slot) if self.seqs else None
+        entry = self.seqs._table.in_slot(slot) if self.seqs else None
         return None if entry is None else entry.id
 
     def lose(self, seq):
