@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.checks import as_int, int_in_range, slot_index
+from trt_kvcache._util.lifetime import Closable
 from trt_kvcache.cache.estimate import estimate_memory
 from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
 from trt_kvcache.cache.kv_cache_base import KVCacheBase
 from trt_kvcache.cache.kv_cache_manager import KVCacheManager
 from trt_kvcache.cache.linear_kv_cache import LinearKVCache
-from trt_kvcache.cache.slot_cache import Closable
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CapacityError, ConfigError, DTypeError, RangeError, ShapeError
 from trt_kvcache.memory.graph_capture import refuse_capture
@@ -74,6 +74,7 @@ class SequenceCacheManager(Closable):
             raise ConfigError(f"swap_threshold: expected a number above 0 and at most 1, got {swap_threshold!r}.")
         if any(isinstance(contents, SequenceTable) for contents in cache.lengths.contents()):
             raise ConfigError("SequenceCacheManager: expected a cache without one, got one that is under another. Close that before.")
+        super().__init__(cache=cache)
         self._cache: KVCacheBase | HybridCacheManager = cache
         self._memory = cache.memory
         self._lengths = cache.lengths
@@ -82,7 +83,6 @@ class SequenceCacheManager(Closable):
         threshold = float(swap_threshold) if enable_swapping else None
         self._swapper = SlotSwapper(self._table, self._storage, cache.lengths, estimate_memory(cache.config), threshold=threshold)
         self._lengths.attach(self._table)
-        self._closed = False
 
     @property
     def cache(self) -> KVCacheBase | HybridCacheManager:
@@ -332,6 +332,8 @@ class SequenceCacheManager(Closable):
 
     def close(self) -> None:
         """Forget all sequences and what they hold on the host. The cache stays open. Idempotent."""
-        self._closed = True
+        super().close()
+
+    def _release(self) -> None:
         self._lengths.detach(self._table)
         self._table.clear()
