@@ -9,7 +9,6 @@ from trt_kvcache.cache.hybrid_config import HybridCacheConfig, LayerType
 from trt_kvcache.cache.kv_cache_manager import KVCacheManager
 from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup
 from trt_kvcache.cache.mamba_cache_manager import MambaCacheManager
-from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.cache.recurrent_cache import RecurrentCache
 from trt_kvcache.errors import ConfigError, LayerIndexError, ShapeError
 from trt_kvcache.memory.base import Memory
@@ -79,11 +78,6 @@ class HybridCacheManager(RecurrentCache):
     def kv_config(self) -> KVCacheConfig | None:
         """The attention layers, in their order; None if there are none."""
         return self._config.kv
-
-    @property
-    def mamba_config(self) -> MambaCacheConfig | None:
-        """The Mamba layers, in their order; None if there are none."""
-        return self._config.mamba
 
     @property
     def layer_types(self) -> tuple[LayerType, ...]:

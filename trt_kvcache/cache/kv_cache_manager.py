@@ -60,8 +60,3 @@ class KVCacheManager(KVCacheBase):
     def config(self) -> KVCacheConfig:
         """The configuration it was made with."""
         return self._kv
-
-    @property
-    def mamba_config(self) -> None:
-        """None: there are no recurrent layers."""
-        return None

@@ -5,7 +5,6 @@ from trt_kvcache.cache.kv_cache_base import KVCacheBase
 from trt_kvcache.cache.kv_layers import LayerPlace
 from trt_kvcache.cache.layout import KVLayout
 from trt_kvcache.cache.lengths import Lengths
-from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.cache.recurrent_cache import RecurrentCache
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import ConfigError
@@ -64,11 +63,6 @@ class LinearKVCache(KVCacheBase, RecurrentCache):
     def config(self) -> CacheConfig:
         """The configuration it was made with."""
         return self._config
-
-    @property
-    def mamba_config(self) -> MambaCacheConfig | None:
-        """The recurrent layers; None without one."""
-        return self._config.mamba
 
     @property
     def nbytes(self) -> int:

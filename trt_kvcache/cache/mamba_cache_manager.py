@@ -3,7 +3,6 @@
 from trt_kvcache.cache.lengths import Lengths
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.cache.recurrent_cache import RecurrentCache
-from trt_kvcache.cache.recurrent_states import RecurrentStates
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.shapes import MAX_DIMENSION
@@ -60,16 +59,6 @@ class MambaCacheManager(RecurrentCache):
         return self._config
 
     @property
-    def kv_config(self) -> None:
-        """None: there are no attention layers."""
-        return None
-
-    @property
-    def mamba_config(self) -> MambaCacheConfig:
-        """The recurrent layers: its configuration."""
-        return self._config
-
-    @property
     def num_layers(self) -> int:
         """Recurrent layers."""
         return self._config.num_layers
@@ -78,11 +67,5 @@ class MambaCacheManager(RecurrentCache):
     def nbytes(self) -> int:
         """Bytes of states as allocated, padding and both buffers of ``ping_pong`` included; lengths and infos are not counted."""
         return self._config.nbytes
-
-    @property
-    def states(self) -> RecurrentStates:
-        """The states behind the operations, for a cache that is composed of this manager and others."""
-        assert self._states is not None  # there is at least one layer
-        return self._states
 
     clear = RecurrentCache.clear_mamba_states

@@ -1,6 +1,5 @@
 """``SlotCache``: what all managers have in common. Lengths, the active batch, compaction, and the life of their memory."""
 
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,8 +8,10 @@ import numpy as np
 
 from trt_kvcache._util.lifetime import Closable
 from trt_kvcache.cache.config import KVCacheConfig
+from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup
 from trt_kvcache.cache.lengths import Lengths
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
+from trt_kvcache.cache.recurrent_states import RecurrentStates
 from trt_kvcache.cache.resources import Resources
 from trt_kvcache.cache.slot_contents import SlotContents
 from trt_kvcache.errors import ConfigError, PlaceError
@@ -82,19 +83,29 @@ class SlotCache(Closable):
         return self._memory
 
     @property
-    @abstractmethod
-    def kv_config(self) -> KVCacheConfig | None:
-        """The attention layers, in their order; None if the cache has none."""
-
-    @property
-    @abstractmethod
-    def mamba_config(self) -> MambaCacheConfig | None:
-        """The recurrent layers, in their order; None if the cache has none."""
-
-    @property
     def lengths(self) -> Lengths:
         """The lengths tensor, the mirror on the host, and the active batch size."""
         return self._lengths
+
+    @property
+    def kv_config(self) -> KVCacheConfig | None:
+        """The attention layers, in their order; None if the cache has none."""
+        return None
+
+    @property
+    def kv_head_dim_groups(self) -> tuple[KVHeadDimGroup, ...]:
+        """The attention layers by head dim, as kernels take them; empty if the cache has none."""
+        return ()
+
+    @property
+    def mamba_config(self) -> MambaCacheConfig | None:
+        """The recurrent layers, in their order; None if the cache has none."""
+        return None
+
+    @property
+    def states(self) -> RecurrentStates | None:
+        """The states of the recurrent layers; None if the cache has none."""
+        return None
 
     @property
     def max_batch_size(self) -> int:

@@ -1,0 +1,55 @@
+"""Going on with saved sequences: snapshots read and checked before a session changes anything."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from trt_kvcache.errors import CapacityError, ShapeError
+from trt_kvcache.generation.sampling import SamplingParams
+from trt_kvcache.sequences.model_identity import ModelIdentity
+from trt_kvcache.sequences.slot_format import AnyCache
+from trt_kvcache.sequences.snapshot import Snapshot
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def read_snapshots(paths: Paths, cache: AnyCache, model: ModelIdentity) -> list[Snapshot]:
+    """Read snapshots that are to fill the first slots of a cache.
+
+    Raises SnapshotError: a file is no snapshot, damaged, of another model, or of another cache. ShapeError or CapacityError: not paths, no
+    file, more files than slots, or more tokens than a slot takes.
+    """
+    each = [paths] if isinstance(paths, str | os.PathLike) else paths
+    if not isinstance(each, Sequence) or not all(isinstance(path, str | os.PathLike) for path in each):
+        raise ShapeError(f"snapshots: expected a path or a sequence of paths, got {paths!r}.")
+    if not 1 <= len(each) <= cache.max_batch_size:
+        raise ShapeError(f"snapshots: expected 1 to max_batch_size={cache.max_batch_size} files, got {len(each)}.")
+    longest = cache.lengths.max_sequence_length
+    snapshots = []
+    for path in each:
+        snapshot = Snapshot.read(path)
+        snapshot.check_fits(cache, model)
+        if len(snapshot.tokens) > longest:
+            held = len(snapshot.tokens)
+            raise CapacityError(f"{os.fspath(path)}: it holds {held} tokens, max_sequence_length is {longest}. Nothing was changed.")
+        snapshots.append(snapshot)
+    return snapshots
+
+
+def next_tokens(snapshot: Snapshot) -> tuple[int, list[int]]:
+    """Return how many tokens of a snapshot to keep, and the ones to run so that there are logits to go on from.
+
+    Raises ShapeError: it is empty, or only recurrent states know what comes after its tokens.
+    """
+    if snapshot.pending:
+        return len(snapshot.tokens), list(snapshot.pending)
+    if not snapshot.tokens or snapshot.slot_format.has_states:
+        raise ShapeError("snapshot: expected pending tokens to go on from, got none. Save it after a token was generated.")
+    return len(snapshot.tokens) - 1, [snapshot.tokens[-1]]
+
+
+def resumed_params(params: SamplingParams, snapshot: Snapshot) -> SamplingParams:
+    """Return ``params`` that go on with the snapshot's random numbers, unless they have a seed of their own."""
+    if snapshot.sampler is None or params.seed is not None:
+        return params
+    return replace(params, seed=snapshot.sampler.seed, counter=snapshot.sampler.counter)
