@@ -15,51 +15,52 @@ if TYPE_CHECKING:
     from trt_kvcache.builder.build_engine import build_engine
     from trt_kvcache.cache.config import CacheConfig, KVCacheConfig, KVLayerConfig
     from trt_kvcache.cache.estimate import estimate_memory, largest_batch, longest_sequence
-    from trt_kvcache.cache.hybrid import HybridCacheManager
+    from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
     from trt_kvcache.cache.hybrid_config import HybridCacheConfig, LayerType
-    from trt_kvcache.cache.kv_rows import KVHeadDimGroup
+    from trt_kvcache.cache.kv_cache_manager import KVCacheManager
+    from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup
     from trt_kvcache.cache.layout import KVLayout
     from trt_kvcache.cache.lengths import Lengths
-    from trt_kvcache.cache.linear import LinearKVCache
-    from trt_kvcache.cache.mamba import MambaCacheManager
+    from trt_kvcache.cache.linear_kv_cache import LinearKVCache
+    from trt_kvcache.cache.mamba_cache_manager import MambaCacheManager
     from trt_kvcache.cache.mamba_config import MambaCacheConfig
-    from trt_kvcache.cache.manager import KVCacheManager
     from trt_kvcache.engine.bindings import BindingPlan
     from trt_kvcache.engine.names import TensorNames
+    from trt_kvcache.generation.sampler_state import SamplerState
     from trt_kvcache.generation.sampling import SamplingParams
-    from trt_kvcache.memory.cuda import CudaMemory
-    from trt_kvcache.memory.host import HostMemory
+    from trt_kvcache.memory.cuda_memory import CudaMemory
+    from trt_kvcache.memory.host_memory import HostMemory
     from trt_kvcache.memory.tensor import DeviceTensor
-    from trt_kvcache.sequences.manager import SequenceCacheManager
+    from trt_kvcache.sequences.model_identity import ModelIdentity
     from trt_kvcache.sequences.prompt_cache import PromptCache
+    from trt_kvcache.sequences.sequence_cache_manager import SequenceCacheManager
     from trt_kvcache.sequences.snapshot import Snapshot, load_snapshot, save_snapshot
-    from trt_kvcache.sequences.snapshot_records import ModelIdentity, SamplerState
     from trt_kvcache.session.session import InferenceSession
 
 _MODULE_OF = {
     "BindingPlan": "engine.bindings",
     "CacheConfig": "cache.config",
-    "CudaMemory": "memory.cuda",
+    "CudaMemory": "memory.cuda_memory",
     "DeviceTensor": "memory.tensor",
-    "HostMemory": "memory.host",
+    "HostMemory": "memory.host_memory",
     "HybridCacheConfig": "cache.hybrid_config",
-    "HybridCacheManager": "cache.hybrid",
+    "HybridCacheManager": "cache.hybrid_cache_manager",
     "InferenceSession": "session.session",
     "KVCacheConfig": "cache.config",
-    "KVCacheManager": "cache.manager",
-    "KVHeadDimGroup": "cache.kv_rows",
+    "KVCacheManager": "cache.kv_cache_manager",
+    "KVHeadDimGroup": "cache.kv_head_dim_group",
     "KVLayerConfig": "cache.config",
     "KVLayout": "cache.layout",
     "LayerType": "cache.hybrid_config",
     "Lengths": "cache.lengths",
-    "LinearKVCache": "cache.linear",
+    "LinearKVCache": "cache.linear_kv_cache",
     "MambaCacheConfig": "cache.mamba_config",
-    "MambaCacheManager": "cache.mamba",
-    "ModelIdentity": "sequences.snapshot_records",
+    "MambaCacheManager": "cache.mamba_cache_manager",
+    "ModelIdentity": "sequences.model_identity",
     "PromptCache": "sequences.prompt_cache",
-    "SamplerState": "sequences.snapshot_records",
+    "SamplerState": "generation.sampler_state",
     "SamplingParams": "generation.sampling",
-    "SequenceCacheManager": "sequences.manager",
+    "SequenceCacheManager": "sequences.sequence_cache_manager",
     "Snapshot": "sequences.snapshot",
     "TensorNames": "engine.names",
     "build_engine": "builder.build_engine",

@@ -8,7 +8,7 @@ from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.cache.recurrent_states import RecurrentStates, StateKind
 from trt_kvcache.cache.slot_cache import SlotCache
 from trt_kvcache.errors import RangeError, ShapeError
-from trt_kvcache.memory.capturing import refuse_capture
+from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
 
 
@@ -28,6 +28,16 @@ class RecurrentCache(SlotCache):
                 config, self._memory, allocate=lambda nbytes: self._allocate(nbytes, stream), own=self._own, stream=stream
             )
             self._contents.append(self._states)
+
+    @property
+    def mamba_config(self) -> MambaCacheConfig | None:
+        """The recurrent layers, in their order; None without any."""
+        return None if self._states is None else self._states.config
+
+    @property
+    def states(self) -> RecurrentStates | None:
+        """The states of the recurrent layers; None without any."""
+        return self._states
 
     @property
     def num_recurrent_layers(self) -> int:

@@ -41,7 +41,7 @@ class SamplingParams:
         The same seed, prompt and model give the same tokens, whatever else is in the batch. Without a seed, each request draws its own.
     counter : int
         How many tokens were already chosen with the seed, for a request that continues an earlier one: see
-        :class:`~trt_kvcache.sequences.snapshot_records.SamplerState`.
+        :class:`~trt_kvcache.generation.sampler_state.SamplerState`.
     stop_token_ids : sequence of int
         Tokens that end the request, in addition to the model's own end tokens.
     stop : sequence of str

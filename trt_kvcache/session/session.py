@@ -13,17 +13,18 @@ import numpy as np
 from trt_kvcache._util.checks import slot_index
 from trt_kvcache.builder.build_engine import Progress
 from trt_kvcache.cache.kv_cache_base import KVCacheBase
-from trt_kvcache.cache.picture import draw_cache
+from trt_kvcache.cache.plot import draw_cache
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.errors import ClosedError, ConfigError, RangeError, ShapeError
 from trt_kvcache.generation.prompts import Prompt, PromptReader, as_prompts
 from trt_kvcache.generation.request import GeneratedToken, Request
+from trt_kvcache.generation.sampler_state import SamplerState
 from trt_kvcache.generation.sampling import SamplingParams, params_for
+from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.sequences.snapshot import Snapshot
-from trt_kvcache.sequences.snapshot_records import ModelIdentity, SamplerState
 from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.generate_tokens import generate_tokens
 from trt_kvcache.session.open_model import SessionParts, open_engine_folder, open_model
@@ -62,7 +63,7 @@ class InferenceSession:
     prompt_cache : PromptCache, optional
         Over ``cache``: of a prompt that begins like an earlier one, only the rest is run. Closed with the session. Off if left out.
     identity : callable, optional
-        Returns the :class:`~trt_kvcache.sequences.snapshot_records.ModelIdentity` that snapshots carry. Without one, the session
+        Returns the :class:`~trt_kvcache.sequences.model_identity.ModelIdentity` that snapshots carry. Without one, the session
         neither writes nor reads snapshots.
     on_close : callable, optional
         Called once by ``close``, after engine and cache are closed.

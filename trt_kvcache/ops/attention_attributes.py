@@ -1,0 +1,121 @@
+"""``AttentionAttributes``: what a plugin is made with, checked, and as TensorRT's plugin fields."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache._util.checks import int_in_range
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.kernels.attention_tiles import HEAD_DIMS, LEAST_FACTOR, MAX_GROUP, MOST_FACTOR
+
+#: The type of each field. Others are taken where nothing is lost: INT64, FLOAT32.
+ATTRIBUTE_TYPES = {
+    "num_heads": "INT32",
+    "num_kv_heads": "INT32",
+    "head_dim": "INT32",
+    "scale": "FLOAT64",
+    "window": "INT32",
+    "softcap": "FLOAT64",
+    "rotary_dim": "INT32",
+}
+_TAKEN = {"INT32": ("INT32", "INT64"), "FLOAT64": ("FLOAT32", "FLOAT64")}
+_ROTARY_STEP = 4
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionAttributes:
+    """The fields of a plugin.
+
+    Parameters
+    ----------
+    num_heads, num_kv_heads : int
+        Query heads, 1 to 16 times the K/V heads.
+    head_dim : int
+        64, 80, 96, 128 or 256.
+    scale : float
+        Of q k, 1e-6 to 1e6; 0 for ``1 / sqrt(head_dim)``.
+    window : int
+        Tokens that a token attends to, with itself; 0 for all.
+    softcap : float
+        Scores become ``softcap * tanh(score / softcap)``, 1e-6 to 1e6; 0 for no softcap.
+    rotary_dim : int
+        Elements of a row that are turned, a multiple of 4; 0 for none.
+
+    Raises
+    ------
+    ConfigError
+        A field is out of range.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float = 0.0
+    window: int = 0
+    softcap: float = 0.0
+    rotary_dim: int = 0
+
+    def __post_init__(self) -> None:
+        for name, kind in ATTRIBUTE_TYPES.items():
+            value = getattr(self, name)
+            if kind == "INT32":
+                value = int_in_range(name, value, 0, _INT32_MAX, error=ConfigError)
+            elif isinstance(value, bool) or not isinstance(value, Real) or (value and not LEAST_FACTOR <= float(value) <= MOST_FACTOR):
+                raise ConfigError(f"{name}: expected 0, or {LEAST_FACTOR} to {MOST_FACTOR}, got {value!r}.")
+            object.__setattr__(self, name, value if kind == "INT32" else float(value))
+        most = MAX_GROUP * self.num_kv_heads
+        if not self.num_kv_heads or self.num_heads % self.num_kv_heads or not self.num_kv_heads <= self.num_heads <= most:
+            raise ConfigError(
+                f"num_heads: expected 1 to {MAX_GROUP} times num_kv_heads, got {self.num_heads} over {self.num_kv_heads} K/V heads."
+            )
+        if self.head_dim not in HEAD_DIMS:
+            raise ConfigError(f"head_dim: expected one of {', '.join(map(str, HEAD_DIMS))}, got {self.head_dim}.")
+        if self.rotary_dim % _ROTARY_STEP or self.rotary_dim > self.head_dim:
+            raise ConfigError(f"rotary_dim: expected a multiple of {_ROTARY_STEP} from 0 to {self.head_dim}, got {self.rotary_dim}.")
+
+    @property
+    def group(self) -> int:
+        """Query heads for each K/V head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def score_scale(self) -> float:
+        """What q k is multiplied with."""
+        return self.scale or 1 / math.sqrt(self.head_dim)
+
+    def plugin_field_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return each field as an array (1,) of its type. A plugin field of TensorRT points into it: keep it alive."""
+        dtypes = {"INT32": np.int32, "FLOAT64": np.float64}
+        return {name: np.array([value], dtypes[ATTRIBUTE_TYPES[name]]) for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_plugin_fields(cls, fields: Iterable[Any]) -> AttentionAttributes:
+        """Return what plugin fields of TensorRT (``name``, ``type``, ``data``) say.
+
+        Raises
+        ------
+        ConfigError
+            A field is unknown, of another type, there twice, missing or out of range.
+        """
+        values: dict[str, Any] = {}
+        for field in fields:
+            name, kind = str(field.name), field.type.name
+            if name not in ATTRIBUTE_TYPES or name in values:
+                what = "is there twice" if name in values else "is unknown"
+                raise ConfigError(f"field {name!r} {what}. Expected {', '.join(ATTRIBUTE_TYPES)}, each once.")
+            data = np.asarray(field.data)
+            if kind not in _TAKEN[ATTRIBUTE_TYPES[name]] or data.size != 1:
+                expected = " or ".join(_TAKEN[ATTRIBUTE_TYPES[name]])
+                raise ConfigError(f"field {name!r}: expected one value of type {expected}, got {data.size} of type {kind}.")
+            values[name] = data.reshape(-1)[0].item()
+        missing = [name for name in ("num_heads", "num_kv_heads", "head_dim") if name not in values]
+        if missing:
+            raise ConfigError(f"fields: expected {', '.join(missing)} too, got {', '.join(values) or 'none'}.")
+        return cls(**values)
