@@ -32,8 +32,8 @@ from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants, decoder_stages
 from trt_kvcache.kernels.attention_call import AttentionCall
-from trt_kvcache.memory.cuda import find_gpu
-from trt_kvcache.memory.host import HostAllocation, HostStream
+from trt_kvcache.memory.cuda_memory import find_gpu
+from trt_kvcache.memory.host_memory import HostAllocation, HostStream
 from trt_kvcache.ops.segments import Segment
 from trt_kvcache.trt.loaded_plan import LoadedPlan
 from trt_kvcache.trt.log import Messages

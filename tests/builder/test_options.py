@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.small_model import SMALL
-from tests.trt.test_module import fake_module
+from tests.helpers.tensorrt_modules import fake_module
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.errors import ConfigError

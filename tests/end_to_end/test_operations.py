@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trt_kvcache.errors import DTypeError, ShapeError
-from trt_kvcache.memory.host import HostMemory
+from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops import attention_op
 from trt_kvcache.ops.attention_op import AttentionOp

@@ -12,13 +12,13 @@ import pytest
 from tests.helpers.engine_files import make_engine_folder, segment_plans
 from tests.helpers.fake_tensorrt import FakeGpuMemory, FakeSegment, FakeStream, FakeTensorRT
 from tests.helpers.small_model import write_model
-from tests.trt.test_tensorrt_engine import BATCH, PREFILL, VOCAB, S, enqueue, install, make_ready, refuses, set_shapes, tensor
+from tests.helpers.tensorrt_engines import BATCH, PREFILL, VOCAB, S, enqueue, install, make_ready, refuses, set_shapes, tensor
 from trt_kvcache.engine.decoder_tensors import shape_at
 from trt_kvcache.engine_folder.decoder_segments import EMBEDDING
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BindingError, ClosedError, ConfigError, CudaError, EngineError, PlaceError
 from trt_kvcache.memory.cuda_driver import cuda_core_error
-from trt_kvcache.memory.host import HostMemory
+from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.ops import registry
 from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.embedding_op import EmbeddingOp

@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache._util.new_folder import new_folder
+from trt_kvcache._util.atomic_folder import atomic_folder
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.checkpoint import COMPANION_FILES
 from trt_kvcache.checkpoint.weight_file import WeightFile
@@ -268,7 +268,7 @@ def write_engine_folder(
     -------
     EngineFolder
     """
-    with new_folder(target) as folder:
+    with atomic_folder(target) as folder:
         with (folder / PLAN_FILE).open("wb") as plan_file:
             for plan in plans:
                 plan_file.write(memoryview(plan))

@@ -7,12 +7,12 @@ import pytest
 
 from tests.helpers.engine_files import make_engine_folder, segment_plans
 from tests.helpers.fake_tensorrt import FakeSegment, FakeStream, FakeTensorRT
-from tests.trt.test_tensorrt_engine import install
+from tests.helpers.tensorrt_engines import install
 from trt_kvcache import InferenceSession, KVCacheManager, SamplingParams
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.decoder_tensors import shape_at
 from trt_kvcache.engine.protocol import TensorMode
-from trt_kvcache.memory.host import HostMemory, HostStream
+from trt_kvcache.memory.host_memory import HostMemory, HostStream
 from trt_kvcache.ops.segments import Segment
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
 

@@ -9,8 +9,8 @@ from typing import Any
 from trt_kvcache.errors import BindingError, CapacityError
 from trt_kvcache.kernels.attention_call import AttentionCall
 from trt_kvcache.kernels.backend import backend_of
-from trt_kvcache.memory.cuda import CudaMemory
 from trt_kvcache.memory.cuda_driver import check
+from trt_kvcache.memory.cuda_memory import CudaMemory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
