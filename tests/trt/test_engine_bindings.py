@@ -148,6 +148,9 @@ def test_views_of_one_allocation_are_looked_at_once(bindings, tensors):
         bindings.active.set(f"view {index}", type("View", (), {"allocation": allocation})())
     bindings.active.require_open()
     assert Counting.looks == 1
+    bindings.active.set("another", type("View", (), {"allocation": Counting()})())
+    bindings.active.require_open()
+    assert Counting.looks == 3
 
 
 @pytest.mark.parametrize("index", [-1, 2])
