@@ -1,0 +1,232 @@
+"""The API reference: one page for each public name, written from the lists of names of the package.
+
+Public is what ``trt_kvcache.__all__`` names, and what the ``__all__`` of a subpackage (``trt_kvcache.kernels``) names besides. The
+subpackage in which a name is defined decides on which page of ``docs/reference`` it is listed (:data:`AREAS`), so a new public name
+has its entry without anybody writing one, and a new subpackage without a page fails the build.
+
+``{public-names}`` in a page makes the table of an area and links the pages, which ``write_pages`` writes into
+``docs/reference/generated`` before Sphinx reads its sources. ``resolve`` lets docstrings name things as code does: by a bare name
+(``KVCacheManager``) or by the module of the definition.
+"""
+
+from __future__ import annotations
+
+import builtins
+import enum
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.errors import ExtensionError
+from sphinx.util.docutils import SphinxDirective
+from sphinx.util.nodes import make_refnode
+
+import trt_kvcache
+
+#: Pages of ``docs/reference``, each with the subpackages and modules of ``trt_kvcache`` whose public names it lists.
+AREAS = {
+    "cache": ("cache",),
+    "memory": ("memory", "dtypes"),
+    "sequences": ("sequences",),
+    "sessions": ("session",),
+    "generation": ("generation",),
+    "engines": ("engine", "engine_folder", "trt", "builder", "reference"),
+    "operations": ("ops",),
+    "kernels": ("kernels",),
+    "checkpoints": ("checkpoint",),
+    "polygraphy": ("polygraphy",),
+    "errors": ("errors",),
+}
+
+#: Subpackages without public names: the command line has a page of its own, the rest is internal.
+INTERNAL = {"_util", "cli"}
+
+#: Names of other projects in references: shown as text, since nothing is fetched while the site is built.
+ELSEWHERE = {
+    "collections",
+    "cuda",
+    "ml_dtypes",
+    "np",
+    "numpy",
+    "os",
+    "pathlib",
+    "polygraphy",
+    "tensorrt",
+    "tensorrt_rtx",
+    "torch",
+    "typing",
+}
+
+#: Base classes whose members are not repeated on the page of a public class.
+_FOREIGN_BASES = "object, tuple, dict, str, int, Enum, Exception, BaseException, UserWarning, Protocol, Generic"
+
+
+@dataclass(frozen=True)
+class PublicName:
+    """One public name: where it is imported from, and what it is."""
+
+    module: str
+    name: str
+    room: str
+    value: Any
+
+    @property
+    def full(self) -> str:
+        """The name as users import it."""
+        return f"{self.module}.{self.name}"
+
+    @property
+    def page(self) -> str:
+        """Its page, seen from ``docs/reference``."""
+        return f"generated/{self.full}"
+
+    @property
+    def summary(self) -> str:
+        """The first line of its docstring."""
+        documented = callable(self.value) or inspect.isclass(self.value)
+        return (inspect.getdoc(self.value) or "").partition("\n")[0] if documented else ""
+
+
+def rooms() -> list[str]:
+    """Return the subpackages and modules directly in ``trt_kvcache``."""
+    root = Path(trt_kvcache.__file__).parent
+    there = (path.stem for path in root.iterdir() if path.suffix == ".py" or (path / "__init__.py").is_file())
+    return sorted(name for name in there if name not in {"__init__", "__main__", "_version"})
+
+
+@cache
+def public_names() -> tuple[PublicName, ...]:
+    """Return every public name, those of ``trt_kvcache`` itself first; a name that is in two lists is documented once."""
+    found: dict[str, PublicName] = {}
+    for name in trt_kvcache.__all__:
+        if not name.startswith("__"):
+            room = trt_kvcache._MODULE_OF[name].partition(".")[0]
+            found[name] = PublicName("trt_kvcache", name, room, getattr(trt_kvcache, name))
+    for room in rooms():
+        if room in INTERNAL:
+            continue
+        module = import_module(f"trt_kvcache.{room}")
+        for name in getattr(module, "__all__", ()):
+            if name not in found:
+                found[name] = PublicName(module.__name__, name, room, getattr(module, name))
+    return tuple(found.values())
+
+
+def names_of(area: str) -> list[PublicName]:
+    """Return the public names that a page of ``docs/reference`` lists: classes, then functions, then the rest, by name."""
+
+    def order(one: PublicName) -> tuple[int, str]:
+        return (0 if inspect.isclass(one.value) else 1 if callable(one.value) else 2, one.name.lower())
+
+    return sorted((one for one in public_names() if one.room in AREAS[area]), key=order)
+
+
+def missing_areas() -> list[str]:
+    """Return the subpackages that are neither on a page nor internal."""
+    listed = {room for names in AREAS.values() for room in names}
+    return [room for room in rooms() if room not in listed | INTERNAL]
+
+
+def page_text(one: PublicName) -> str:
+    """Return the page of one name, in reStructuredText."""
+    lines = [one.name, "=" * len(one.name), "", f".. currentmodule:: {one.module}", ""]
+    if inspect.isclass(one.value):
+        lines += [f".. autoclass:: {one.name}", "   :members:", f"   :inherited-members: {_FOREIGN_BASES}"]
+        if issubclass(one.value, enum.Enum):
+            lines.append("   :undoc-members:")
+        if issubclass(one.value, Exception):
+            lines.append("   :show-inheritance:")
+    elif callable(one.value):
+        lines.append(f".. autofunction:: {one.name}")
+    else:
+        lines.append(f".. autodata:: {one.name}")
+    return "\n".join([*lines, ""])
+
+
+def write_pages(app: Sphinx) -> None:
+    """Write a page for each public name; pages of names that are gone are removed."""
+    if missing := missing_areas():
+        raise ExtensionError(f"docs/_ext/public_api.py: no page of the reference lists {', '.join(missing)}. Add them to AREAS.")
+    folder = Path(app.srcdir) / "reference" / "generated"
+    folder.mkdir(parents=True, exist_ok=True)
+    wanted = {folder / f"{one.full}.rst": page_text(one) for one in public_names()}
+    for stale in set(folder.glob("*.rst")) - set(wanted):
+        stale.unlink()
+    for path, text in wanted.items():
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+
+
+class PublicNames(SphinxDirective):
+    """``{public-names} AREA``: a table of the public names of an area, and their pages in the table of contents."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Return the table, and a toctree that is not shown."""
+        area = self.arguments[0]
+        if area not in AREAS:
+            raise self.error(f"public-names: expected one of {', '.join(AREAS)}, got {area}")
+        names = names_of(area)
+        if not names:
+            return []
+        rows = [f"* - {{py:obj}}`~{one.full}`\n  - {one.summary.replace('``', '`')}" for one in names]
+        pages = [f"{one.name} <{one.page}>" for one in names]
+        text = ["```{list-table}", ":widths: 35 65", "", *rows, "```", "", "```{toctree}", ":hidden:", "", *pages, "```", ""]
+        return self.parse_text_to_nodes("\n".join(text))
+
+
+def _shortened(target: str) -> Iterator[str]:
+    """Yield what a dotted reference may mean: the documented name of its public part, with what stands behind it."""
+    parts = target.split(".")
+    known = {one.name: one.full for one in public_names()}
+    for index, part in enumerate(parts):
+        if part in known:
+            yield ".".join([known[part], *parts[index + 1 :]])
+
+
+def _area_of(module: str) -> str | None:
+    """Return the page that lists the names of ``trt_kvcache.ROOM``, or None for another module."""
+    rooms_of = {f"trt_kvcache.{room}": area for area, names in AREAS.items() for room in names}
+    return rooms_of.get(module)
+
+
+def resolve(app: Sphinx, env: BuildEnvironment, node: Any, contnode: nodes.Node) -> nodes.Node | None:
+    """Resolve a reference to a name of the package by where it is documented; names of other projects become text."""
+    if node.get("refdomain") != "py":
+        return None
+    target = node["reftarget"].removeprefix("~")
+    domain = env.get_domain("py")
+    if node["reftype"] == "mod" and (area := _area_of(target)):
+        return make_refnode(app.builder, node["refdoc"], f"reference/{area}", "", contnode)
+    for name in _shortened(target):
+        found = domain.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, contnode)
+        if found is not None:
+            return found
+    first = target.partition(".")[0]
+    return contnode if first in ELSEWHERE or hasattr(builtins, first) else None
+
+
+def check_entries(app: Sphinx, env: BuildEnvironment) -> list[str]:
+    """Fail where a public name has no entry in the reference."""
+    documented = env.get_domain("py").objects
+    missing = [one.full for one in public_names() if one.full not in documented]
+    if missing:
+        raise ExtensionError(f"the reference has no entry for {', '.join(missing)}.")
+    return []
+
+
+def setup(app: Sphinx) -> dict[str, bool]:
+    """Connect it to Sphinx."""
+    app.add_directive("public-names", PublicNames)
+    app.connect("builder-inited", write_pages)
+    app.connect("missing-reference", resolve)
+    app.connect("env-updated", check_entries)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
