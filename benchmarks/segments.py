@@ -31,10 +31,10 @@ from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, d
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.kernels.attention_call import AttentionCall
-from trt_kvcache.memory.cuda import find_gpu
-from trt_kvcache.memory.host import HostAllocation, HostStream
+from trt_kvcache.memory.cuda_memory import find_gpu
+from trt_kvcache.memory.host_memory import HostAllocation, HostStream
 from trt_kvcache.ops.segments import SegmentStep, decoder_constants, decoder_steps, shape_at
-from trt_kvcache.trt.execution import PlanExecution
+from trt_kvcache.trt.loaded_plan import PlanExecution
 from trt_kvcache.trt.log import Messages
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
 from trt_kvcache.trt.tensors import ProfileRanges

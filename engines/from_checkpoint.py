@@ -2,8 +2,8 @@
 
 import os
 
-from trt_kvcache.builder.recipe import Recipe
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.polygraphy.network_script import Recipe
 
 
 def _variable(name: str, default: str | None = None) -> str:

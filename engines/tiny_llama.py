@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trt_kvcache.builder.recipe import Recipe
+from trt_kvcache.polygraphy.network_script import Recipe
 
 _RECIPE = Recipe(
     Path(__file__).resolve().parents[1] / "examples" / "tiny-llama",

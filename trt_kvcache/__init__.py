@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from trt_kvcache.builder.build_engine import build_engine
     from trt_kvcache.cache.config import CacheConfig, KVCacheConfig, KVLayerConfig
     from trt_kvcache.cache.estimate import estimate_memory, largest_batch, longest_sequence
-    from trt_kvcache.cache.hybrid import HybridCacheManager
+    from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
     from trt_kvcache.cache.hybrid_config import HybridCacheConfig, LayerType
-    from trt_kvcache.cache.kv_rows import KVHeadDimGroup
+    from trt_kvcache.cache.kv_cache_manager import KVCacheManager
+    from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup
     from trt_kvcache.cache.layout import KVLayout
     from trt_kvcache.cache.lengths import Lengths
-    from trt_kvcache.cache.linear import LinearKVCache
-    from trt_kvcache.cache.mamba import MambaCacheManager
+    from trt_kvcache.cache.linear_kv_cache import LinearKVCache
+    from trt_kvcache.cache.mamba_cache_manager import MambaCacheManager
     from trt_kvcache.cache.mamba_config import MambaCacheConfig
-    from trt_kvcache.cache.manager import KVCacheManager
     from trt_kvcache.engine.bindings import BindingPlan
     from trt_kvcache.engine.names import TensorNames
     from trt_kvcache.generation.sampling import SamplingParams
-    from trt_kvcache.memory.cuda import CudaMemory
-    from trt_kvcache.memory.host import HostMemory
+    from trt_kvcache.memory.cuda_memory import CudaMemory
+    from trt_kvcache.memory.host_memory import HostMemory
     from trt_kvcache.memory.tensor import DeviceTensor
     from trt_kvcache.sequences.manager import SequenceCacheManager
     from trt_kvcache.sequences.prompt_cache import PromptCache
@@ -39,22 +39,22 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "BindingPlan": "engine.bindings",
     "CacheConfig": "cache.config",
-    "CudaMemory": "memory.cuda",
+    "CudaMemory": "memory.cuda_memory",
     "DeviceTensor": "memory.tensor",
-    "HostMemory": "memory.host",
+    "HostMemory": "memory.host_memory",
     "HybridCacheConfig": "cache.hybrid_config",
-    "HybridCacheManager": "cache.hybrid",
+    "HybridCacheManager": "cache.hybrid_cache_manager",
     "InferenceSession": "session.session",
     "KVCacheConfig": "cache.config",
-    "KVCacheManager": "cache.manager",
-    "KVHeadDimGroup": "cache.kv_rows",
+    "KVCacheManager": "cache.kv_cache_manager",
+    "KVHeadDimGroup": "cache.kv_head_dim_group",
     "KVLayerConfig": "cache.config",
     "KVLayout": "cache.layout",
     "LayerType": "cache.hybrid_config",
     "Lengths": "cache.lengths",
-    "LinearKVCache": "cache.linear",
+    "LinearKVCache": "cache.linear_kv_cache",
     "MambaCacheConfig": "cache.mamba_config",
-    "MambaCacheManager": "cache.mamba",
+    "MambaCacheManager": "cache.mamba_cache_manager",
     "ModelIdentity": "sequences.snapshot_records",
     "PromptCache": "sequences.prompt_cache",
     "SamplerState": "sequences.snapshot_records",

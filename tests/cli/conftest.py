@@ -13,7 +13,7 @@ from tests.paths import ROOT
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.cli import main
 from trt_kvcache.errors import CudaError
-from trt_kvcache.session import opening
+from trt_kvcache.session import open_model
 
 SHIPPED = ROOT / "examples" / "tiny-llama"
 GOLDEN = ROOT / "tests" / "golden"
@@ -56,8 +56,8 @@ def without_gpu(monkeypatch):
     def refuse(device, **_):
         raise CudaError(f"CudaMemory: {NO_GPU}.")
 
-    monkeypatch.setattr(opening, "find_gpu", lambda device: f"{NO_GPU}.")
-    monkeypatch.setattr(opening, "CudaMemory", refuse)
+    monkeypatch.setattr(open_model, "find_gpu", lambda device: f"{NO_GPU}.")
+    monkeypatch.setattr(open_model, "CudaMemory", refuse)
 
 
 @pytest.fixture

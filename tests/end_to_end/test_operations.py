@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 
 from trt_kvcache.errors import DTypeError, ShapeError
-from trt_kvcache.memory.host import HostMemory
+from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.ops import attention as attention_op
-from trt_kvcache.ops.attention import AttentionOp
+from trt_kvcache.ops import attention_op
+from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.custom_op import TensorType, run_on_host
-from trt_kvcache.ops.embedding import EmbeddingOp
+from trt_kvcache.ops.embedding_op import EmbeddingOp
 from trt_kvcache.ops.segments import OperationStep
 from trt_kvcache.trt.cuda_graphs import StepGraphs
 from trt_kvcache.trt.memory_plan import place

@@ -9,7 +9,7 @@ from tests.helpers.fakes import poison
 from tests.paths import SHIPPED
 from trt_kvcache import InferenceSession, KVLayout
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.session import opening
+from trt_kvcache.session import open_model
 
 TEXTS = ["Alice was beginning", "The rabbit-hole went straight on", "Down, down"]
 
@@ -34,9 +34,9 @@ def test_queue_prompt_cache_and_turns():
 
 
 def test_a_head_dim_that_no_kernel_serves_falls_back(monkeypatch):
-    monkeypatch.setattr(opening, "why_no_tensorrt", lambda *_: None)
-    monkeypatch.setattr(opening, "CudaMemory", lambda *_, **__: None)
-    with pytest.warns(opening.EngineFallbackWarning, match="head_dim: expected one of 64, 80, 96, 128, 256"):
+    monkeypatch.setattr(open_model, "why_no_tensorrt", lambda *_: None)
+    monkeypatch.setattr(open_model, "CudaMemory", lambda *_, **__: None)
+    with pytest.warns(open_model.EngineFallbackWarning, match="head_dim: expected one of 64, 80, 96, 128, 256"):
         InferenceSession.from_model(SHIPPED, attention="plugin").close()
     with pytest.raises(ConfigError, match="head_dim"):
         InferenceSession.from_model(SHIPPED, attention="plugin", engine="tensorrt")

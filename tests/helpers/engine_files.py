@@ -7,8 +7,8 @@ from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, d
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine_folder.config import CheckpointRecord, EngineConfig
 from trt_kvcache.engine_folder.folder import write_engine_folder
+from trt_kvcache.engine_folder.records import FileRecord, SegmentsRecord, with_padding
 from trt_kvcache.ops.segments import decoder_steps
-from trt_kvcache.ops.segments_record import FileRecord, SegmentsRecord, with_padding
 
 PLAN = b"these bytes stand for an engine"
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 from tests.trt.test_module import FakeLogger
 from trt_kvcache.engine.protocol import TensorMode
-from trt_kvcache.memory.host import HostMemory
+from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.ops.segments import shape_at
 from trt_kvcache.trt.log import TensorRTLog
 from trt_kvcache.trt.module import TensorRT

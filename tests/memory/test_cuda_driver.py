@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from trt_kvcache.errors import CudaError, RangeError
-from trt_kvcache.memory.cuda import CudaMemory, find_gpu
+from trt_kvcache.memory.cuda_memory import CudaMemory, find_gpu
 
 
 @pytest.fixture
@@ -66,5 +66,5 @@ def test_no_cuda_python(monkeypatch):
 
 
 def test_nothing_is_imported_before():
-    program = "import sys, trt_kvcache.memory.cuda; print(sorted(name for name in sys.modules if name.partition('.')[0] == 'cuda'))"
+    program = "import sys, trt_kvcache.memory.cuda_memory; print(sorted(name for name in sys.modules if name.partition('.')[0] == 'cuda'))"
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"

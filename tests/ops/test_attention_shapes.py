@@ -3,7 +3,7 @@
 import pytest
 
 from trt_kvcache.errors import DTypeError, ShapeError
-from trt_kvcache.ops.attention_fields import AttentionFields
+from trt_kvcache.ops.attention_attributes import AttentionFields
 from trt_kvcache.ops.attention_shapes import check_dtypes, check_shapes, input_names, workspace_nbytes
 
 FIELDS = AttentionFields(num_heads=6, num_kv_heads=2, head_dim=80, rotary_dim=20)

@@ -6,7 +6,7 @@ from trt_kvcache.errors import CapacityError, ConfigError, RangeError, ShapeErro
 from trt_kvcache.polygraphy.compare import TOLERANCES, compare_paths
 from trt_kvcache.polygraphy.comparison import comparison_lines
 from trt_kvcache.polygraphy.runner import RecomputeRunner, SessionRunner
-from trt_kvcache.session.source import SessionSource
+from trt_kvcache.session.session_source import SessionSource
 
 
 def source(model="qwen3-sharded", dtype="float32", **options):  # 2 layers, 2 KV heads of 24, vocabulary of 79

@@ -17,7 +17,7 @@ from trt_kvcache.errors import CapacityError, ConfigError, RangeError, ShapeErro
 from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.sequences.snapshot import Snapshot, load_snapshot, save_snapshot
 from trt_kvcache.sequences.snapshot_records import ModelIdentity, SamplerState
-from trt_kvcache.session.resuming import read_snapshots
+from trt_kvcache.session.resume_snapshots import read_snapshots
 
 MODEL = ModelIdentity(fingerprint="5f" * 32, rope=RopeConfig(kind="linear", theta=5e5, factor=4.0).to_dict())
 SAMPLER = SamplerState(seed=(1 << 63) - 1, counter=12)

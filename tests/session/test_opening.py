@@ -17,11 +17,11 @@ from trt_kvcache import InferenceSession as Session
 from trt_kvcache import SamplingParams
 from trt_kvcache.builder.build_engine import build_engine
 from trt_kvcache.errors import BuildError, CheckpointError, ConfigError, CudaError, EngineError
-from trt_kvcache.memory.host import HostMemory
+from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.reference import ReferenceEngine
-from trt_kvcache.session import opening
-from trt_kvcache.session.opening import EngineFallbackWarning
-from trt_kvcache.session.source import SessionSource
+from trt_kvcache.session import open_model
+from trt_kvcache.session.open_model import EngineFallbackWarning
+from trt_kvcache.session.session_source import SessionSource
 
 NO_GPU = "there is no GPU here"
 SIZES = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11}  # of the engine folder
@@ -39,7 +39,7 @@ def folder(model, tmp_path_factory):
 
 @pytest.fixture
 def patch(monkeypatch):
-    return partial(monkeypatch.setattr, opening)
+    return partial(monkeypatch.setattr, open_model)
 
 
 @pytest.fixture(params=["open", "from_model"])
@@ -227,7 +227,7 @@ def test_what_is_refused(model, memories, options, text):
 
 @pytest.mark.parametrize("part", ["KVCacheManager", "SessionParts.arguments"])
 def test_a_session_that_fails_leaves_nothing(model, memories, monkeypatch, closed, part):
-    monkeypatch.setattr(f"trt_kvcache.session.opening.{part}", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(f"trt_kvcache.session.open_model.{part}", lambda *_, **__: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         of_model(model)
     assert len(closed) == 1

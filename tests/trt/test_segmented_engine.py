@@ -16,10 +16,10 @@ from tests.trt.test_tensorrt_engine import BATCH, PREFILL, VOCAB, S, enqueue, in
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BindingError, ClosedError, ConfigError, CudaError, EngineError, PlaceError
 from trt_kvcache.memory.cuda_driver import cuda_core_error
-from trt_kvcache.memory.host import HostMemory
+from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.ops import segments
-from trt_kvcache.ops.attention import AttentionOp
-from trt_kvcache.ops.embedding import EmbeddingOp
+from trt_kvcache.ops.attention_op import AttentionOp
+from trt_kvcache.ops.embedding_op import EmbeddingOp
 from trt_kvcache.ops.segments import EMBEDDING, SegmentStep, register_operation, shape_at
 from trt_kvcache.trt.cuda_graphs import MOST_GRAPHS, StepGraphs
 from trt_kvcache.trt.segmented_engine import SegmentedEngine

@@ -15,10 +15,9 @@ from tests.helpers.small_model import write_model
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, ClosedError, EngineError, PlaceError
-from trt_kvcache.memory.host import HostMemory
+from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.ops.segments import shape_at
-from trt_kvcache.trt import execution as plan_execution
-from trt_kvcache.trt import tensorrt_engine
+from trt_kvcache.trt import loaded_plan, tensorrt_engine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 
 H, S, D, VOCAB, BATCH, PREFILL = 2, 38, 24, 37, 3, 11
@@ -40,7 +39,7 @@ def install(fake, monkeypatch, caches, flavour="tensorrt_rtx"):
     """Make ``load`` give this TensorRT; return the list of flavours that it is asked for."""
     loaded, asked = fake.tensorrt(flavour), []
     monkeypatch.setattr(tensorrt_engine, "load", lambda wanted: asked.append(wanted) or loaded)
-    monkeypatch.setattr(plan_execution, "gpu_identity", lambda device: IDENTITY)
+    monkeypatch.setattr(loaded_plan, "gpu_identity", lambda device: IDENTITY)
     monkeypatch.setenv("XDG_CACHE_HOME", str(caches))
     return asked
 
@@ -129,8 +128,8 @@ def test_opening_makes_contexts_over_one_memory(opens, fake, folder, memory):
 
 
 def test_folder_object_path_plan_file_and_bytes(opens, folder, monkeypatch):
-    keys, real = [], plan_execution.RuntimeCacheFile
-    monkeypatch.setattr(plan_execution, "RuntimeCacheFile", lambda key: keys.append(key) or real(key))
+    keys, real = [], loaded_plan.RuntimeCacheFile
+    monkeypatch.setattr(loaded_plan, "RuntimeCacheFile", lambda key: keys.append(key) or real(key))
     for source in (folder, str(folder.path), folder.plan_path, PLAN):
         with opens(source) as engine:
             assert len(engine.tensors) == 8

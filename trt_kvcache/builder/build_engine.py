@@ -23,9 +23,9 @@ from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.engine_folder.config import CheckpointRecord, EngineConfig
 from trt_kvcache.engine_folder.folder import check_target, write_engine_folder
+from trt_kvcache.engine_folder.records import FileRecord, SegmentsRecord, with_padding
 from trt_kvcache.errors import BuildError, ConfigError
 from trt_kvcache.ops.segments import COS_SIN, EMBEDDING, SegmentStep, decoder_steps, shape_at
-from trt_kvcache.ops.segments_record import FileRecord, SegmentsRecord, with_padding
 from trt_kvcache.trt.log import Messages
 from trt_kvcache.trt.module import TensorRT, load
 from trt_kvcache.trt.plugin import allow_aliasing, can_add_plugins

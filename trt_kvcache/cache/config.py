@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.checks import int_in_range, one_of
-from trt_kvcache._util.stored import read_stored
+from trt_kvcache._util.serialization import config_from_dict
 from trt_kvcache.cache.layout import KVLayerStorage, KVLayout, kv_layer_storage
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.dtypes import KV_DTYPES, SCALED_KV_DTYPES
@@ -161,7 +161,7 @@ class KVCacheConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> KVCacheConfig:
         """Read what :meth:`to_dict` wrote. Raises :class:`ConfigError` for a missing, unknown or wrong field."""
-        return read_stored(cls, data, layers=lambda layers: tuple(KVLayerConfig(**layer) for layer in layers), layout=KVLayout)
+        return config_from_dict(cls, data, layers=lambda layers: tuple(KVLayerConfig(**layer) for layer in layers), layout=KVLayout)
 
 
 @dataclass(frozen=True, kw_only=True)

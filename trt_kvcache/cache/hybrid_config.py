@@ -8,7 +8,7 @@ from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from trt_kvcache._util.stored import read_stored
+from trt_kvcache._util.serialization import config_from_dict
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.errors import ConfigError
@@ -108,7 +108,7 @@ class HybridCacheConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> HybridCacheConfig:
         """Read what :meth:`to_dict` wrote. Raises :class:`ConfigError` for a missing, unknown or wrong field."""
-        return read_stored(
+        return config_from_dict(
             cls,
             data,
             layer_types=lambda types: [LayerType(value) for value in types],

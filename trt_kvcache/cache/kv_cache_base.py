@@ -8,14 +8,14 @@ import numpy as np
 
 from trt_kvcache._util.checks import int_in_range, layer_index, slot_index
 from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
-from trt_kvcache.cache.kv_rows import KVHeadDimGroup, KVRows
+from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup, KVRows
 from trt_kvcache.cache.layout import KVLayerStorage
 from trt_kvcache.cache.lengths import Lengths
 from trt_kvcache.cache.slot_cache import SlotCache
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.kernels import KVLayerInfos
 from trt_kvcache.memory.base import Allocation, Memory
-from trt_kvcache.memory.capturing import refuse_capture
+from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.checks import as_int, int_in_range, slot_index
-from trt_kvcache._util.uncopyable import Uncopyable
+from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.cache.slot_contents import SlotContents
 from trt_kvcache.errors import (
     CapacityError,
@@ -25,7 +25,7 @@ from trt_kvcache.errors import (
 from trt_kvcache.kernels import AnyCompactionPlan, CompactionPlan, compact_length_tensor, increment_length_tensor, store_length_values
 from trt_kvcache.kernels.layer_views import check_memory
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.capturing import refuse_capture
+from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.shapes import MAX_DIMENSION, align_up, dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -190,9 +190,9 @@ class Lengths(Uncopyable):
             for contents in self.contents():
                 contents.resize(lengths, stream=stream)
 
-    def _start_anew(self, slots: Sequence[int], stream: Any) -> None:
+    def _reset_slots(self, slots: Sequence[int], stream: Any) -> None:
         for contents in self.contents() if slots else ():
-            contents.start_anew(slots, stream=stream)
+            contents.reset_slots(slots, stream=stream)
 
     def reset(self, reuse_lengths: Any, *, stream: Any) -> None:
         """Make ``len(reuse_lengths)`` slots active, with these lengths: as ``SlotCache.reset_for_new_sequences``."""
@@ -208,7 +208,7 @@ class Lengths(Uncopyable):
         active = self._active_tensor if len(values) == len(self._active_tensor) else self._tensor[: len(values)]
         store_length_values(active, values, accumulate=False, stream=stream)
         if self._attached:
-            self._start_anew([slot for slot, length in enumerate(values) if not length], stream)
+            self._reset_slots([slot for slot, length in enumerate(values) if not length], stream)
         self._active_tensor = active
         self._bounds = values
         self._exact = [True] * len(values)
@@ -289,7 +289,7 @@ class Lengths(Uncopyable):
         self._resize(bounds, stream)
         if count > active:
             store_length_values(self._tensor[active:count], [0] * (count - active), accumulate=False, stream=stream)
-            self._start_anew(range(active, count), stream)
+            self._reset_slots(range(active, count), stream)
         self._active_tensor = self._tensor[:count]
         self._bounds = bounds
         self._exact = self._exact[:count] + [True] * (count - active)
@@ -299,7 +299,7 @@ class Lengths(Uncopyable):
         self._check_open()
         index = slot_index(slot, len(self._bounds), of="active slots")
         self._store_one(index, 0, "clear_slot", stream)
-        self._start_anew([index], stream)
+        self._reset_slots([index], stream)
 
     def rewind(self, slot: int, length: int, *, stream: Any) -> None:
         """Shorten an active slot to ``length`` tokens: as :meth:`~trt_kvcache.cache.slot_cache.SlotCache.rewind`."""

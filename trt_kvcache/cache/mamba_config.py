@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from trt_kvcache._util.checks import int_in_range, one_of
-from trt_kvcache._util.stored import read_stored
+from trt_kvcache._util.serialization import config_from_dict
 from trt_kvcache.cache.layout import StateStorage
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import ConfigError
@@ -106,4 +106,4 @@ class MambaCacheConfig:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> MambaCacheConfig:
         """Read what :meth:`to_dict` wrote. Raises :class:`ConfigError` for a missing, unknown or wrong field."""
-        return read_stored(cls, data)
+        return config_from_dict(cls, data)

@@ -8,7 +8,7 @@ from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.cache.recurrent_states import RecurrentStates, StateKind
 from trt_kvcache.cache.slot_cache import SlotCache
 from trt_kvcache.errors import RangeError, ShapeError
-from trt_kvcache.memory.capturing import refuse_capture
+from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
 
 

@@ -8,7 +8,7 @@ from trt_kvcache.cache.layout import StateStorage
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.kernels import AnyCompactionPlan, StateInfos, compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
 from trt_kvcache.memory.base import Allocation, Memory
-from trt_kvcache.memory.packing import allocate_tensors, check_saved
+from trt_kvcache.memory.saved_tensors import allocate_tensors, check_saved
 from trt_kvcache.memory.tensor import DeviceTensor
 
 
@@ -115,7 +115,7 @@ class RecurrentStates:
             for kind in StateKind:
                 copy_rows(self.next(kind).infos, self.current(kind).infos, slot, stream=stream)
 
-    def start_anew(self, slots: Sequence[int], *, stream: Any) -> None:
+    def reset_slots(self, slots: Sequence[int], *, stream: Any) -> None:
         """Zero the current states of some slots, in one launch per kind and run of neighbours."""
         for kind in StateKind:
             for slot, count in _runs(slots):

@@ -6,7 +6,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from trt_kvcache._util.uncopyable import Uncopyable
+from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.cache.lengths import Lengths
 from trt_kvcache.cache.slot_contents import SlotContents
 from trt_kvcache.errors import ClosedError, ConfigError, PlaceError
@@ -19,10 +19,10 @@ class _Closable(Protocol):
 
 
 _Owned = TypeVar("_Owned", bound=_Closable)
-_Self = TypeVar("_Self", bound="Closing")
+_Self = TypeVar("_Self", bound="Closable")
 
 
-class Closing(Uncopyable, ABC):
+class Closable(Uncopyable, ABC):
     """What is used until it is closed, or until the cache that it is over is; a context manager."""
 
     _closed: bool
@@ -45,7 +45,7 @@ class Closing(Uncopyable, ABC):
         self.close()
 
 
-class SlotCache(Closing):
+class SlotCache(Closable):
     """Slots that hold something, and how many tokens each holds. Not thread-safe.
 
     All memory is allocated, as zeros, by the constructor, which waits for that. Addresses never change.

@@ -25,5 +25,5 @@ class SlotContents(Protocol):
         :class:`~trt_kvcache.cache.lengths.Lengths` has the old ones still. New ones of length 0 start anew after this.
         """
 
-    def start_anew(self, slots: Sequence[int], *, stream: Any) -> None:
+    def reset_slots(self, slots: Sequence[int], *, stream: Any) -> None:
         """Make slots what they are for a sequence without a token."""

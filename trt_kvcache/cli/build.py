@@ -8,11 +8,11 @@ import typer
 from trt_kvcache.builder.build_engine import build_engine
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.cli.console import count, progress_bar, say, size
-from trt_kvcache.cli.opening import DTYPE_HELP, MAX_SEQUENCE_LENGTH_HELP, DTypeName, FlavourName
+from trt_kvcache.cli.session_flags import DTYPE_HELP, MAX_SEQUENCE_LENGTH_HELP, DTypeName, FlavourName
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import CheckpointError
 from trt_kvcache.reference import Attention
-from trt_kvcache.session.opening import DEFAULT_MAX_PREFILL_LENGTH, DEFAULT_MAX_SEQUENCE_LENGTH
+from trt_kvcache.session.open_model import DEFAULT_MAX_PREFILL_LENGTH, DEFAULT_MAX_SEQUENCE_LENGTH
 
 
 def build(

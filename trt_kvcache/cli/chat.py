@@ -4,9 +4,9 @@ import sys
 from typing import Any
 
 from trt_kvcache.checkpoint.tokenizer import TOKENIZER_FILE
-from trt_kvcache.cli import opening
+from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.console import complain, messages, note, put
-from trt_kvcache.cli.sampling import MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
+from trt_kvcache.cli.sampling_flags import MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
 from trt_kvcache.cli.session_notes import note_statistics, warn_of_full_cache
 from trt_kvcache.errors import CapacityError, ConfigError, KVCacheError
 from trt_kvcache.generation.prompts import Prompt
@@ -16,7 +16,7 @@ _HELP = "/undo takes the last turn back, /reset starts anew, /stats shows times 
 
 
 def chat(
-    folder: opening.Folder,
+    folder: session_flags.Folder,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -24,12 +24,12 @@ def chat(
     min_p: MinP = None,
     seed: Seed = None,
     stop: Stop = None,
-    engine: opening.EngineOption = "auto",
-    flavour: opening.FlavourOption = "auto",
-    cuda_graphs: opening.CudaGraphs = True,
-    max_sequence_length: opening.MaxSequenceLength = None,
-    dtype: opening.DTypeOption = None,
-    attention: opening.AttentionOption = None,
+    engine: session_flags.EngineOption = "auto",
+    flavour: session_flags.FlavourOption = "auto",
+    cuda_graphs: session_flags.CudaGraphs = True,
+    max_sequence_length: session_flags.MaxSequenceLength = None,
+    dtype: session_flags.DTypeOption = None,
+    attention: session_flags.AttentionOption = None,
 ) -> None:
     """Talk to a model. A model without a chat template continues your text instead.
 
@@ -38,8 +38,8 @@ def chat(
     options = sampling_options(locals())
     if folder.is_dir() and not (folder / TOKENIZER_FILE).is_file():
         raise ConfigError(f"{folder}: chat needs a {TOKENIZER_FILE}. `trt-kvcache generate --prompt-ids` works on token ids.")
-    source = opening.session_source(locals(), slots=1)
-    with opening.open_session(source) as session:
+    source = session_flags.session_source(locals(), slots=1)
+    with session_flags.open_session(source) as session:
         Conversation(session, options).run()
 
 

@@ -7,31 +7,31 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli import opening
+from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.console import messages, say, warn
 from trt_kvcache.cli.interrupt import held_interrupts
-from trt_kvcache.cli.prompts import PromptIds, Prompts, read_prompts
+from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
-from trt_kvcache.session.opening import why_no_tensorrt
-from trt_kvcache.session.source import SessionSource
+from trt_kvcache.session.open_model import why_no_tensorrt
+from trt_kvcache.session.session_source import SessionSource
 
 DIFFERS = 3
 
 
 def compare(
-    folder: opening.Folder,
+    folder: session_flags.Folder,
     prompt: Prompts = None,
     prompt_ids: PromptIds = None,
     steps: Annotated[int, typer.Option(min=0, help="Decode steps after the prefill.")] = 16,
     tolerance: Annotated[
         float | None, typer.Option(help="Largest difference, relative to the largest value of the slot and head; by dtype if left out.")
     ] = None,
-    engine: opening.EngineOption = "auto",
-    flavour: opening.FlavourOption = "auto",
-    max_sequence_length: opening.MaxSequenceLength = None,
-    dtype: opening.DTypeOption = None,
-    attention: opening.AttentionOption = None,
+    engine: session_flags.EngineOption = "auto",
+    flavour: session_flags.FlavourOption = "auto",
+    max_sequence_length: session_flags.MaxSequenceLength = None,
+    dtype: session_flags.DTypeOption = None,
+    attention: session_flags.AttentionOption = None,
 ) -> None:
     """Compare ways to run a model on the same tokens: reference engine, full recomputation, and TensorRT where a GPU is.
 
@@ -47,7 +47,7 @@ def compare(
     if tolerance is not None and not tolerance >= 0:
         raise typer.BadParameter(f"expected 0 or more, got {tolerance}.", param_hint="--tolerance")
 
-    reference = opening.session_source(locals(), slots=len(prompts), engine="reference")
+    reference = session_flags.session_source(locals(), slots=len(prompts), engine="reference")
     sources = {"": reference}
     paths = [SessionRunner(reference, "reference"), RecomputeRunner(reference, "full recomputation")]
     if attention is None:
@@ -59,7 +59,7 @@ def compare(
             refusals = (BuildError, CudaError, EngineError) if engine == "auto" else ()
             for place, (name, source) in enumerate(sources.items()):
                 try:
-                    session = opened.enter_context(opening.open_session(replace(source, engine="tensorrt")))
+                    session = opened.enter_context(session_flags.open_session(replace(source, engine="tensorrt")))
                 except refusals as error:
                     warn(f"comparing without {name}TensorRT: {error}")
                     break

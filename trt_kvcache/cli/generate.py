@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli import opening
+from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.console import put
-from trt_kvcache.cli.prompts import PromptIds, Prompts, read_prompts
-from trt_kvcache.cli.sampling import IgnoreEos, MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
+from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
+from trt_kvcache.cli.sampling_flags import IgnoreEos, MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
 from trt_kvcache.cli.session_notes import Statistics, note_statistics, warn_of_full_cache
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.prompts import Prompt
@@ -18,7 +18,7 @@ from trt_kvcache.session.session import InferenceSession
 
 
 def generate(
-    folder: opening.Folder,
+    folder: session_flags.Folder,
     prompt: Prompts = None,
     prompt_ids: PromptIds = None,
     resume: Annotated[
@@ -36,13 +36,13 @@ def generate(
     seed: Seed = None,
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
-    engine: opening.EngineOption = "auto",
-    flavour: opening.FlavourOption = "auto",
-    cuda_graphs: opening.CudaGraphs = True,
-    max_batch_size: opening.MaxBatchSize = None,
-    max_sequence_length: opening.MaxSequenceLength = None,
-    dtype: opening.DTypeOption = None,
-    attention: opening.AttentionOption = None,
+    engine: session_flags.EngineOption = "auto",
+    flavour: session_flags.FlavourOption = "auto",
+    cuda_graphs: session_flags.CudaGraphs = True,
+    max_batch_size: session_flags.MaxBatchSize = None,
+    max_sequence_length: session_flags.MaxSequenceLength = None,
+    dtype: session_flags.DTypeOption = None,
+    attention: session_flags.AttentionOption = None,
 ) -> None:
     """Continue prompts. One prompt is written as it comes, several one after another."""
     if resume and (prompt or prompt_ids):
@@ -52,8 +52,8 @@ def generate(
     if save_snapshot is not None and count != 1:
         raise ConfigError(f"--save-snapshot: expected with one prompt, got {count}.")
     options = sampling_options(locals())
-    source = opening.session_source(locals(), slots=count)
-    with opening.open_session(source) as session:
+    source = session_flags.session_source(locals(), slots=count)
+    with session_flags.open_session(source) as session:
         events = session.resume(resume, **options) if resume else session.generate(prompts, **options)
         starts = prompts or [""] * count
         if count == 1:

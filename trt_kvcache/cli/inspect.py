@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cache.picture import draw_cache
+from trt_kvcache.cache.plot import draw_cache
 from trt_kvcache.cli.console import count, results, say, size, span, table
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.engine_folder.inspection import EngineInspection, inspect_engine
+from trt_kvcache.engine_folder.records import SegmentsRecord
 from trt_kvcache.ops.segments import SegmentStep
-from trt_kvcache.ops.segments_record import SegmentsRecord
 
 
 def inspect(

@@ -9,11 +9,11 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from trt_kvcache.cli import opening
+from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.console import count, messages, say
 from trt_kvcache.cli.interrupt import held_interrupts
 from trt_kvcache.cli.prompt_file import FilePrompt, read_prompt_file
-from trt_kvcache.cli.sampling import IgnoreEos, MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
+from trt_kvcache.cli.sampling_flags import IgnoreEos, MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
 from trt_kvcache.cli.session_notes import Statistics, note_statistics
 from trt_kvcache.errors import KVCacheError
 from trt_kvcache.generation.sampling import with_options
@@ -24,7 +24,7 @@ _MOST_SLOTS = 8
 
 
 def serve_file(
-    folder: opening.Folder,
+    folder: session_flags.Folder,
     prompts: Annotated[
         Path,
         typer.Argument(
@@ -45,23 +45,23 @@ def serve_file(
     seed: Seed = None,
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
-    engine: opening.EngineOption = "auto",
-    flavour: opening.FlavourOption = "auto",
-    cuda_graphs: opening.CudaGraphs = True,
+    engine: session_flags.EngineOption = "auto",
+    flavour: session_flags.FlavourOption = "auto",
+    cuda_graphs: session_flags.CudaGraphs = True,
     max_batch_size: Annotated[
         int | None, typer.Option(min=1, help=f"Slots of the cache, for a model folder; up to {_MOST_SLOTS} if left out.")
     ] = None,
-    max_sequence_length: opening.MaxSequenceLength = None,
-    dtype: opening.DTypeOption = None,
-    attention: opening.AttentionOption = None,
+    max_sequence_length: session_flags.MaxSequenceLength = None,
+    dtype: session_flags.DTypeOption = None,
+    attention: session_flags.AttentionOption = None,
 ) -> None:
     """Continue all prompts of a file: as one ends, the next takes its slot. Answers are written as they end, each with its index."""
     options = sampling_options(locals())
     wanted = read_prompt_file(prompts)
     if output.exists() and output.samefile(prompts):
         raise typer.BadParameter(f"expected another file than the prompts, got {output}.", param_hint="--output")
-    source = opening.session_source(locals(), slots=min(len(wanted), _MOST_SLOTS), prompt_cache_bytes=prompt_cache << 20)
-    with opening.open_session(source) as session:
+    source = session_flags.session_source(locals(), slots=min(len(wanted), _MOST_SLOTS), prompt_cache_bytes=prompt_cache << 20)
+    with session_flags.open_session(source) as session:
         left = [_submit(session, prompt, options) for prompt in wanted]
         with output.open("w", encoding="utf-8") as file:
             try:

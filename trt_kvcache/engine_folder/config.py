@@ -15,9 +15,9 @@ from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, d
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
+from trt_kvcache.engine_folder.records import FileRecord, SegmentsRecord, tensor_from_dict
 from trt_kvcache.errors import EngineError, KVCacheError
 from trt_kvcache.ops.segments import decoder_steps, serves
-from trt_kvcache.ops.segments_record import FileRecord, SegmentsRecord, tensor_from_dict
 
 _Record = TypeVar("_Record")
 

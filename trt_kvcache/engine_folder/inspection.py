@@ -11,7 +11,7 @@ from trt_kvcache.engine.attention_variants import AttentionChoice
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.config import CheckpointRecord
 from trt_kvcache.engine_folder.folder import EngineFolder
-from trt_kvcache.ops.segments_record import SegmentsRecord
+from trt_kvcache.engine_folder.records import SegmentsRecord
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ from trt_kvcache.errors import DTypeError, ShapeError
 from trt_kvcache.kernels.attention_tiles import ELEMENTS
 from trt_kvcache.kernels.attention_workspace import MOST_BLOCKS, partials_shape
 from trt_kvcache.memory.shapes import dense_nbytes
-from trt_kvcache.ops.attention_fields import AttentionFields
+from trt_kvcache.ops.attention_attributes import AttentionFields
 
 #: Shape and dtype of each input, in order: a number, a field, or a name for what the shapes say. "q": float16 or bfloat16, as q.
 #: ``cos_sin`` is there where ``rotary_dim`` is not 0; ``new_lengths`` may be left out.

@@ -11,9 +11,9 @@ from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import TensorMode, TensorSpec
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.ops.attention import AttentionOp
+from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.custom_op import CustomOp, TensorType
-from trt_kvcache.ops.embedding import EmbeddingOp
+from trt_kvcache.ops.embedding_op import EmbeddingOp
 
 #: Tensors that are bound once: stored in one file of the engine folder, whatever reads them.
 EMBEDDING, COS_SIN = "model.embed_tokens.weight", "rope.cos_sin"

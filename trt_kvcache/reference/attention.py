@@ -13,7 +13,7 @@ import numpy.typing as npt
 from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.kernels.attention_call import AttentionCall
 from trt_kvcache.kernels.host import attention as twin
-from trt_kvcache.memory.host import HostMemory
+from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.reference.weights import Float32
 

@@ -7,14 +7,14 @@ import numpy as np
 
 from trt_kvcache._util.checks import as_int, int_in_range, slot_index
 from trt_kvcache.cache.estimate import estimate_memory
-from trt_kvcache.cache.hybrid import HybridCacheManager
+from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
 from trt_kvcache.cache.kv_cache_base import KVCacheBase
-from trt_kvcache.cache.linear import LinearKVCache
-from trt_kvcache.cache.manager import KVCacheManager
-from trt_kvcache.cache.slot_cache import Closing
+from trt_kvcache.cache.kv_cache_manager import KVCacheManager
+from trt_kvcache.cache.linear_kv_cache import LinearKVCache
+from trt_kvcache.cache.slot_cache import Closable
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CapacityError, ConfigError, DTypeError, RangeError, ShapeError
-from trt_kvcache.memory.capturing import refuse_capture
+from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.sequences.slot_storage import Array, SlotStorage
 from trt_kvcache.sequences.swapping import SlotSwapper
@@ -24,7 +24,7 @@ from trt_kvcache.sequences.table import SequenceEntry, SequenceTable
 LayerArrays = Array | list[Array]
 
 
-class SequenceCacheManager(Closing):
+class SequenceCacheManager(Closable):
     """Sequences by handle, over the slots of a cache that an engine may be running on. Not thread-safe.
 
     ``KVCacheManager`` of TinyLLM (seed 002).

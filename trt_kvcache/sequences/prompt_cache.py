@@ -7,10 +7,10 @@ from typing import Any, Literal, get_args
 import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range, one_of
-from trt_kvcache.cache.slot_cache import Closing
+from trt_kvcache.cache.slot_cache import Closable
 from trt_kvcache.errors import CapacityError, ClosedError, ShapeError
 from trt_kvcache.generation.token_ids import TokenArray, common_prefix, reusable_tokens, token_array
-from trt_kvcache.memory.capturing import refuse_capture
+from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.sequences.slot_copy import HostSlotCopy, SlotCopy, check_capture
 from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
 
@@ -50,7 +50,7 @@ class PromptMatch:
     length: int
 
 
-class PromptCache(Closing):
+class PromptCache(Closable):
     """Copies of sequences, the least recently used one dropped first. Not thread-safe.
 
     Tokens are compared one by one. At least one token of a prompt is never taken from here, so that there are logits.

@@ -12,8 +12,8 @@ from trt_kvcache._util.checks import int_in_range, slot_index
 from trt_kvcache.errors import RangeError
 from trt_kvcache.kernels import KVLayerInfos, instantiate_kv_cache_batched
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.capturing import refuse_capture
-from trt_kvcache.memory.packing import allocate_tensors
+from trt_kvcache.memory.graph_capture import refuse_capture
+from trt_kvcache.memory.saved_tensors import allocate_tensors
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat, SlotPart
 from trt_kvcache.sequences.slot_storage import SavedSlot, SlotStorage

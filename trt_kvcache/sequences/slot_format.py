@@ -8,10 +8,10 @@ from enum import Enum
 from typing import Any
 
 from trt_kvcache.cache.config import KVCacheConfig
-from trt_kvcache.cache.hybrid import HybridCacheManager
+from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
 from trt_kvcache.cache.kv_cache_base import KVCacheBase
 from trt_kvcache.cache.layout import StateStorage
-from trt_kvcache.cache.linear import LinearKVCache
+from trt_kvcache.cache.linear_kv_cache import LinearKVCache
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import align_up, dense_nbytes

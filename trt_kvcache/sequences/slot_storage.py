@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache.cache.hybrid import HybridCacheManager
+from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
 from trt_kvcache.cache.kv_cache_base import KVCacheBase
 from trt_kvcache.cache.recurrent_cache import RecurrentCache
 from trt_kvcache.dtypes import numpy_dtype

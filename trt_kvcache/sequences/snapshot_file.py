@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache._util.atomic_file import atomic_file
 from trt_kvcache._util.background_hash import DIGEST_NBYTES, BackgroundHash
-from trt_kvcache._util.new_file import new_file
 from trt_kvcache.dtypes import dtype_name, itemsize, numpy_dtype
 from trt_kvcache.errors import SnapshotError
 
@@ -65,7 +65,7 @@ class SnapshotFile:
         header = json.dumps(self._header(arrays), separators=(",", ":")).encode()
         header += b" " * (-len(header) % _LENGTH_NBYTES)
         start: list[bytes | memoryview] = [len(header).to_bytes(_LENGTH_NBYTES, "little"), header]
-        with new_file(path) as file, BackgroundHash() as sha256:
+        with atomic_file(path) as file, BackgroundHash() as sha256:
             for chunk in start + [_bytes(array) for array in arrays.values()]:
                 sha256.update(chunk)
                 file.write(chunk)

@@ -141,7 +141,7 @@ class SequenceTable:
             elif before <= slot < after and (not entry.pinned if lengths[slot] else entry.length):
                 self._take(entry)
 
-    def start_anew(self, slots: Sequence[int], *, stream: Any) -> None:
+    def reset_slots(self, slots: Sequence[int], *, stream: Any) -> None:
         """Do nothing: slots in the active batch hold what its lengths say."""
 
     def compact(self, plan: AnyCompactionPlan, *, stream: Any) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from trt_kvcache._util.checks import slot_index
 from trt_kvcache.builder.build_engine import Progress
 from trt_kvcache.cache.kv_cache_base import KVCacheBase
-from trt_kvcache.cache.picture import draw_cache
+from trt_kvcache.cache.plot import draw_cache
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
@@ -25,13 +25,13 @@ from trt_kvcache.generation.token_ids import common_prefix
 from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.sequences.snapshot import Snapshot
 from trt_kvcache.sequences.snapshot_records import ModelIdentity, SamplerState
-from trt_kvcache.session import opening
+from trt_kvcache.session import open_model
 from trt_kvcache.session.batch import ActiveSequences
 from trt_kvcache.session.chunks import Chunk
-from trt_kvcache.session.generate import generate_tokens
+from trt_kvcache.session.generate_tokens import generate_tokens
 from trt_kvcache.session.request_handle import RequestHandle
 from trt_kvcache.session.request_queue import RequestQueue
-from trt_kvcache.session.resuming import Paths, next_tokens, read_snapshots, resumed_params
+from trt_kvcache.session.resume_snapshots import Paths, next_tokens, read_snapshots, resumed_params
 from trt_kvcache.session.slot_checks import SlotChecks
 from trt_kvcache.session.statistics import SessionStatistics
 from trt_kvcache.session.step_executor import StepExecutor
@@ -106,7 +106,7 @@ class InferenceSession:
         cls,
         folder: str | Path,
         *,
-        engine: opening.EngineChoice = "auto",
+        engine: open_model.EngineChoice = "auto",
         flavour: str = "auto",
         device: int = 0,
         prompt_cache_bytes: int = 0,
@@ -137,7 +137,7 @@ class InferenceSession:
         ConfigError, CheckpointError, EngineError, CudaError
             The folder is damaged or newer, its checkpoint is gone or changed, or the engine cannot run.
         """
-        parts = opening.open_engine_folder(
+        parts = open_model.open_engine_folder(
             folder, engine=engine, flavour=flavour, device=device, keep_bytes=prompt_cache_bytes, cuda_graphs=cuda_graphs, progress=progress
         )
         return cls._of(parts, prompt_cache_bytes)
@@ -147,7 +147,7 @@ class InferenceSession:
         cls,
         folder: str | Path,
         *,
-        engine: opening.EngineChoice = "auto",
+        engine: open_model.EngineChoice = "auto",
         max_batch_size: int = 1,
         max_sequence_length: int | None = None,
         max_prefill_length: int | None = None,
@@ -183,7 +183,7 @@ class InferenceSession:
         ------
         ConfigError, CheckpointError, BuildError, EngineError, CudaError
         """
-        parts = opening.open_model(
+        parts = open_model.open_model(
             folder,
             engine=engine,
             max_batch_size=max_batch_size,
@@ -200,7 +200,7 @@ class InferenceSession:
         return cls._of(parts, prompt_cache_bytes)
 
     @classmethod
-    def _of(cls, parts: opening.SessionParts, prompt_cache_bytes: int) -> InferenceSession:
+    def _of(cls, parts: open_model.SessionParts, prompt_cache_bytes: int) -> InferenceSession:
         try:
             return cls(**parts.arguments(), prompt_cache=PromptCache(parts.cache, max_bytes=prompt_cache_bytes))
         except BaseException:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from trt_kvcache._util.new_file import new_file
+from trt_kvcache._util.atomic_file import atomic_file
 from trt_kvcache._util.user_cache import user_cache_folder
 
 _DIGEST_NBYTES = hashlib.sha256().digest_size
@@ -66,7 +66,7 @@ class RuntimeCacheFile:
         """Save ``blob``: the file appears complete or not at all. A failure is a warning, the engine does not need it."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with new_file(self.path) as file:
+            with atomic_file(self.path) as file:
                 file.write(hashlib.sha256(blob).digest() + blob)
         except OSError as error:
             self.warn(f"cannot be written ({error})")

@@ -24,7 +24,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.custom_op import CustomOp, TensorType
 from trt_kvcache.ops.segments import OperationStep, SegmentStep, decoder_constants, intermediates, shape_at
 from trt_kvcache.trt.cuda_graphs import StepGraphs
-from trt_kvcache.trt.execution import PlanExecution
+from trt_kvcache.trt.loaded_plan import PlanExecution
 from trt_kvcache.trt.memory_plan import place
 from trt_kvcache.trt.tensorrt_engine import ProfileBindings, TensorRTEngine, stream_handle
 from trt_kvcache.trt.tensors import ProfileRanges, compare_tensors

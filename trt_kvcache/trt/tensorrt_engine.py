@@ -25,7 +25,7 @@ from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BindingError, ClosedError, EngineError, PlaceError
 from trt_kvcache.memory.base import Allocation, Memory
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.trt.execution import PlanExecution
+from trt_kvcache.trt.loaded_plan import PlanExecution
 from trt_kvcache.trt.module import TensorRT, load
 from trt_kvcache.trt.plugin import register
 from trt_kvcache.trt.tensors import ProfileRanges, compare_profiles, compare_tensors, read_profiles

@@ -11,7 +11,7 @@ from tests.trt.test_tensorrt_engine import install
 from trt_kvcache import InferenceSession, KVCacheManager, SamplingParams
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.protocol import TensorMode
-from trt_kvcache.memory.host import HostMemory, HostStream
+from trt_kvcache.memory.host_memory import HostMemory, HostStream
 from trt_kvcache.ops.segments import SegmentStep, shape_at
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
 

@@ -1,4 +1,4 @@
-"""Segments: what their networks declare, and what they compute, joined by the NumPy twins of the operations."""
+"""Segments: what their networks declare, and what they compute, joined by the NumPy twins of the attention_lowering."""
 
 from types import SimpleNamespace
 
@@ -9,7 +9,7 @@ from tests.helpers.small_model import write_model
 from tests.reference.rig import MODELS, golden
 from trt_kvcache.builder import build_engine as builder
 from trt_kvcache.builder.build_engine import define_constants, define_decoder, define_segments, serialize
-from trt_kvcache.builder.network import operations
+from trt_kvcache.builder.network import attention_lowering
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.checkpoint import Checkpoint
@@ -128,7 +128,7 @@ def test_full_tensorrt_gets_plugin_layers_in_one_network(rtx, define, monkeypatc
         define("llama", attention="plugin")
     monkeypatch.setattr(builder, "can_add_plugins", lambda tensorrt: True)
     monkeypatch.setattr(Graph, "layer", layer)
-    monkeypatch.setattr(operations, "register", lambda tensorrt: None)
+    monkeypatch.setattr(attention_lowering, "register", lambda tensorrt: None)
     model = write_model(tmp_path / "model", head_dim=64, num_hidden_layers=2)
     with Checkpoint.open(model) as checkpoint, rtx.log.collect(ignore_missing_driver=True) as messages:
         definition = define_decoder(checkpoint, BuildOptions(**SIZES, dtype="float16", attention="plugin"), full, messages)

@@ -13,7 +13,7 @@ import pytest
 from tests.trt.plugin.stand_in import DataType, tensorrt
 from trt_kvcache.errors import CudaError, KVCacheError
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
-from trt_kvcache.ops.attention_fields import FIELD_TYPES
+from trt_kvcache.ops.attention_attributes import FIELD_TYPES
 from trt_kvcache.trt.plugin import AttentionFields, aot, register_decode
 
 FIELDS = AttentionFields(num_heads=22, num_kv_heads=2, head_dim=80, softcap=30.5, window=7, rotary_dim=20)

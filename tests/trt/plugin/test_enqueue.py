@@ -8,8 +8,8 @@ from tests.kernels.attention import DECODE_CASES, PREFILL_CASES
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, need_cuda_memory, needs_standin
 from tests.trt.plugin.bound import Bound
 from trt_kvcache.errors import BindingError, CapacityError, KVCacheError
-from trt_kvcache.ops import attention_step as step
 from trt_kvcache.ops.attention_shapes import MOST_MULTIPROCESSORS
+from trt_kvcache.trt.plugin import enqueue as step
 
 need_cuda_memory()
 

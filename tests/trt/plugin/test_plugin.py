@@ -7,7 +7,7 @@ import pytest
 from tests.ops.test_attention_shapes import FIELDS, NAMES, SHAPES
 from tests.trt.plugin.stand_in import Size, tensorrt
 from trt_kvcache.errors import ConfigError, DTypeError, EngineError, KVCacheError, ShapeError
-from trt_kvcache.ops.attention_fields import FIELD_TYPES
+from trt_kvcache.ops.attention_attributes import FIELD_TYPES
 from trt_kvcache.ops.attention_shapes import workspace_nbytes
 from trt_kvcache.trt.module import load
 from trt_kvcache.trt.plugin import AttentionFields, plugin_class, register

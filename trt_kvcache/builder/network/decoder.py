@@ -4,14 +4,14 @@ from collections.abc import Callable
 from typing import Any
 
 from trt_kvcache.builder.network import head
-from trt_kvcache.builder.network.attention import AttentionContext
+from trt_kvcache.builder.network.attention_lowering import PluginLayers, SegmentCuts
 from trt_kvcache.builder.network.causal_mask import causal_mask
 from trt_kvcache.builder.network.decoder_layer import decoder_layer
 from trt_kvcache.builder.network.decomposable import choose
 from trt_kvcache.builder.network.graph import Graph
-from trt_kvcache.builder.network.lengths import step_lengths
-from trt_kvcache.builder.network.operations import PluginLayers, SegmentCuts
 from trt_kvcache.builder.network.rope import cos_sin, rope_tables
+from trt_kvcache.builder.network.self_attention import AttentionContext
+from trt_kvcache.builder.network.step_lengths import step_lengths
 from trt_kvcache.builder.network.weights import Weights
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.engine.attention_variants import AttentionChoice

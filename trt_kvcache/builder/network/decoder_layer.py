@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from trt_kvcache.builder.network.attention import AttentionContext, self_attention
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.mlp import mlp
 from trt_kvcache.builder.network.rms_norm import rms_norm
+from trt_kvcache.builder.network.self_attention import AttentionContext, self_attention
 from trt_kvcache.builder.network.weights import Weights
 from trt_kvcache.engine.attention_variants import AttentionChoice
 

@@ -3,7 +3,7 @@
 Importing this needs no TensorRT. No engine of full TensorRT has run it yet.
 """
 
-from trt_kvcache.ops.attention_fields import AttentionFields
+from trt_kvcache.ops.attention_attributes import AttentionFields
 from trt_kvcache.trt.plugin.aot import register_decode
 from trt_kvcache.trt.plugin.creator import register
 from trt_kvcache.trt.plugin.plugin import plugin_class

@@ -15,7 +15,7 @@ from trt_kvcache.errors import CudaError, ShapeError
 from trt_kvcache.kernels.attention_call import score_factors
 from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, ELEMENTS, decode_nbytes, decode_tiles
 from trt_kvcache.kernels.sources import CXX_STANDARD, source_folder
-from trt_kvcache.ops.attention_fields import FIELD_TYPES, AttentionFields
+from trt_kvcache.ops.attention_attributes import FIELD_TYPES, AttentionFields
 from trt_kvcache.ops.attention_shapes import INPUTS, check_dtypes, check_shapes, input_names
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, ahead_of_time_module, constant_of

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.errors import EngineError
-from trt_kvcache.ops.attention_fields import FIELD_TYPES, AttentionFields
+from trt_kvcache.ops.attention_attributes import FIELD_TYPES, AttentionFields
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.plugin import plugin_class
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION

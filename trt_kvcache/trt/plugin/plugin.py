@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from trt_kvcache.ops.attention_fields import FIELD_TYPES, AttentionFields
+from trt_kvcache.ops.attention_attributes import FIELD_TYPES, AttentionFields
 from trt_kvcache.ops.attention_shapes import INPUTS, OUTPUTS, check_dtypes, check_shapes, input_names, workspace_nbytes
-from trt_kvcache.ops.attention_step import AttentionStep, current_memory
 from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.plugin.enqueue import AttentionStep, current_memory
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION, check_plugins
 
 _INPUT_NAMES = tuple(INPUTS)

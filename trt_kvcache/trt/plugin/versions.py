@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 from trt_kvcache.errors import EngineError
-from trt_kvcache.ops.attention_fields import FIELD_TYPES
+from trt_kvcache.ops.attention_attributes import FIELD_TYPES
 from trt_kvcache.ops.attention_shapes import INPUTS, OUTPUTS
 from trt_kvcache.trt.module import TensorRT
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trt_kvcache.builder.network.attention_lowering import AttentionOperation
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.kv_update import update_cache
 from trt_kvcache.builder.network.linear import linear
-from trt_kvcache.builder.network.operations import AttentionOperation
 from trt_kvcache.builder.network.rms_norm import rms_norm
 from trt_kvcache.builder.network.rope import rotate
 from trt_kvcache.builder.network.weights import Weights
@@ -54,7 +54,7 @@ def self_attention(
     -------
     ITensor ``[B, s, hidden]``
     residual : ITensor
-        What was given, or its like in the network that goes on: see :class:`~trt_kvcache.builder.network.operations.AttentionOperation`.
+        What was given, or the same values in the next network: see ``AttentionOperation``.
     """
     model = context.model
     counts = {"q": model.num_attention_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}

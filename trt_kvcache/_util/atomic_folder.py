@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
+def atomic_folder(target: Path) -> Iterator[Path]:
     """Yield an empty folder beside ``target``, which takes its place when the block ends.
 
     A folder that is there is replaced then. If the block raises, nothing is left of the new one, and the old one is as it

@@ -7,7 +7,7 @@ from typing import Any
 from trt_kvcache.builder.build_engine import Progress
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.session.opening import EngineChoice
+from trt_kvcache.session.open_model import EngineChoice
 from trt_kvcache.session.session import InferenceSession
 
 _COMMON_OPTIONS = ("engine", "flavour", "device", "prompt_cache_bytes", "cuda_graphs")

@@ -6,13 +6,13 @@ from typing import Any
 from trt_kvcache._util.checks import int_in_range, layer_index, slot_index
 from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
 from trt_kvcache.cache.hybrid_config import HybridCacheConfig, LayerType
-from trt_kvcache.cache.kv_rows import KVHeadDimGroup
-from trt_kvcache.cache.mamba import MambaCacheManager
-from trt_kvcache.cache.manager import KVCacheManager
+from trt_kvcache.cache.kv_cache_manager import KVCacheManager
+from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup
+from trt_kvcache.cache.mamba_cache_manager import MambaCacheManager
 from trt_kvcache.cache.recurrent_cache import RecurrentCache
 from trt_kvcache.errors import ConfigError, LayerIndexError, ShapeError
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.capturing import refuse_capture
+from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
 
 

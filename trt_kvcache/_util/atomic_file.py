@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 
 @contextmanager
-def new_file(target: Path) -> Iterator[BinaryIO]:
+def atomic_file(target: Path) -> Iterator[BinaryIO]:
     """Yield an empty file beside ``target``, which takes its place when the block ends and the bytes are on disk.
 
     A file that is there is replaced then. If the block raises, nothing is left of the new one, and the old one is as it was.

@@ -8,9 +8,9 @@ import typer
 from trt_kvcache.cli.console import progress_bar
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.reference import Attention
-from trt_kvcache.session.opening import DEFAULT_MAX_SEQUENCE_LENGTH, EngineChoice
+from trt_kvcache.session.open_model import DEFAULT_MAX_SEQUENCE_LENGTH, EngineChoice
 from trt_kvcache.session.session import InferenceSession
-from trt_kvcache.session.source import SessionSource
+from trt_kvcache.session.session_source import SessionSource
 
 DTYPE_HELP = "float16, bfloat16 or float32: of weights, K and V. The checkpoint's if left out."
 MAX_SEQUENCE_LENGTH_HELP = f"Tokens a slot can hold; the model's, at most {DEFAULT_MAX_SEQUENCE_LENGTH}, if left out."

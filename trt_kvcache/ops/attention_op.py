@@ -11,10 +11,10 @@ from trt_kvcache.kernels.attention_call import AttentionCall
 from trt_kvcache.kernels.attention_tiles import ELEMENTS, HEAD_DIMS
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.ops.attention_fields import AttentionFields
+from trt_kvcache.ops.attention_attributes import AttentionFields
 from trt_kvcache.ops.attention_shapes import MOST_MULTIPROCESSORS, workspace_nbytes
-from trt_kvcache.ops.attention_step import BorrowedWorkspace
 from trt_kvcache.ops.custom_op import TensorType
+from trt_kvcache.ops.unowned_workspace import BorrowedWorkspace
 
 _CACHE = 3
 

@@ -8,7 +8,7 @@ from trt_kvcache.errors import ConfigError
 T = TypeVar("T")
 
 
-def read_stored(kind: type[T], data: Mapping[str, Any], **readers: Callable[[Any], Any]) -> T:
+def config_from_dict(kind: type[T], data: Mapping[str, Any], **readers: Callable[[Any], Any]) -> T:
     """Make a configuration of its stored form.
 
     ``kind``: type. The configuration's class.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.ops.attention_fields import FIELD_TYPES
+from trt_kvcache.ops.attention_attributes import FIELD_TYPES
 from trt_kvcache.trt.plugin import AttentionFields
 
 Kind = enum.Enum("Kind", "INT32 INT64 FLOAT32 FLOAT64 CHAR")

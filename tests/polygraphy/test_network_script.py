@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests.paths import ROOT
-from trt_kvcache.builder import recipe as recipe_module
-from trt_kvcache.builder.recipe import Recipe
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.errors import BuildError
+from trt_kvcache.polygraphy import network_script as recipe_module
+from trt_kvcache.polygraphy.network_script import Recipe
 from trt_kvcache.trt.module import load
 
 ENGINES = ROOT / "engines"

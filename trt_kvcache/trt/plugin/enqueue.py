@@ -8,40 +8,14 @@ from typing import Any
 
 from trt_kvcache.errors import BindingError, CapacityError
 from trt_kvcache.kernels.attention_call import AttentionCall
-from trt_kvcache.kernels.attention_workspace import MOST_BLOCKS, AttentionWorkspace, partials_shape
 from trt_kvcache.kernels.backend import backend_of
-from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.cuda import CudaMemory
 from trt_kvcache.memory.cuda_driver import check
+from trt_kvcache.memory.cuda_memory import CudaMemory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.ops.attention_fields import AttentionFields
-from trt_kvcache.ops.attention_shapes import INPUTS, MOST_MULTIPROCESSORS, workspace_nbytes
-
-
-class BorrowedBytes:
-    """Bytes of somebody else (an :class:`~trt_kvcache.memory.base.Allocation` that owns nothing); ``ptr`` is set before each use."""
-
-    closed = False
-
-    def __init__(self, memory: Memory, nbytes: int) -> None:
-        self.memory = memory
-        self.nbytes = nbytes
-        #: Address of the first byte.
-        self.ptr = 0
-
-    def close(self) -> None:
-        """Do nothing: the owner frees them."""
-
-
-class BorrowedWorkspace(AttentionWorkspace):
-    """A workspace that is somebody else's."""
-
-    def __init__(self, fields: AttentionFields, memory: CudaMemory) -> None:
-        self.blocks = MOST_BLOCKS * memory.multiprocessor_count
-        #: The bytes.
-        self.bytes = BorrowedBytes(memory, workspace_nbytes(fields, 1))
-        self.partials = DeviceTensor(self.bytes, shape=partials_shape(self.blocks, fields.group, fields.head_dim), dtype="float32")
+from trt_kvcache.ops.attention_attributes import AttentionFields
+from trt_kvcache.ops.attention_shapes import INPUTS, MOST_MULTIPROCESSORS
+from trt_kvcache.ops.unowned_workspace import BorrowedBytes, BorrowedWorkspace
 
 
 class AttentionStep:

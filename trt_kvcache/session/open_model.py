@@ -12,7 +12,7 @@ from typing import Any, Literal, cast, get_args
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.builder.build_engine import Progress, build_engine
 from trt_kvcache.cache.config import KVCacheConfig
-from trt_kvcache.cache.manager import KVCacheManager
+from trt_kvcache.cache.kv_cache_manager import KVCacheManager
 from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, ModelConfig, Tokenizer
 from trt_kvcache.checkpoint.generation import GENERATION_FILE
 from trt_kvcache.dtypes import MODEL_DTYPES
@@ -23,8 +23,8 @@ from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
 from trt_kvcache.generation.sampling import SamplingParams
-from trt_kvcache.memory.cuda import CudaMemory, find_gpu
-from trt_kvcache.memory.host import HostMemory
+from trt_kvcache.memory.cuda_memory import CudaMemory, find_gpu
+from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.reference import Attention, ReferenceEngine
 from trt_kvcache.sequences.snapshot_records import ModelIdentity
 from trt_kvcache.trt.module import load as load_tensorrt

@@ -15,7 +15,7 @@ from trt_kvcache.kernels import (
 )
 from trt_kvcache.kernels.layer_views import SAVED_NDIM
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.packing import allocate_tensors, check_saved
+from trt_kvcache.memory.saved_tensors import allocate_tensors, check_saved
 from trt_kvcache.memory.tensor import DeviceTensor
 
 
@@ -75,7 +75,7 @@ class KVRows:
     def resize(self, lengths: Sequence[int], *, stream: Any) -> None:
         """Do nothing: rows stay where they are."""
 
-    def start_anew(self, slots: Sequence[int], *, stream: Any) -> None:
+    def reset_slots(self, slots: Sequence[int], *, stream: Any) -> None:
         """Do nothing: rows past a slot's length are never read as data."""
 
     def compact(self, plan: AnyCompactionPlan, *, stream: Any) -> None:

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.engine.names import TensorNames
-from trt_kvcache.ops.attention_fields import FIELD_TYPES
+from trt_kvcache.ops.attention_attributes import FIELD_TYPES
 from trt_kvcache.ops.segments import attention_names, hidden_name
 from trt_kvcache.trt.plugin import AttentionFields, register
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION
