@@ -14,6 +14,7 @@ from __future__ import annotations
 import builtins
 import enum
 import inspect
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -22,9 +23,11 @@ from pathlib import Path
 from typing import Any
 
 from docutils import nodes
+from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.environment import BuildEnvironment
 from sphinx.errors import ExtensionError
+from sphinx.transforms import SphinxTransform
 from sphinx.util.docutils import SphinxDirective
 from sphinx.util.nodes import make_refnode
 
@@ -214,6 +217,43 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: Any, contnode: nodes.Node)
     return contnode if first in ELSEWHERE or hasattr(builtins, first) else None
 
 
+def _is_cpp(literal: nodes.literal) -> bool:
+    """Tell whether a literal stands in the first column of a table whose heading begins with C++: it names something else."""
+    entry = literal.parent
+    while entry is not None and not isinstance(entry, nodes.entry):
+        entry = entry.parent
+    if entry is None or entry.parent.index(entry) > 0:
+        return False
+    heading = next(iter(entry.parent.parent.parent.findall(nodes.thead)), None)
+    return heading is not None and heading.astext().startswith("C++")
+
+
+class LinkNames(SphinxTransform):
+    """Turn ``KVCacheManager`` and ``KVCacheManager.compact_batch`` in pages into links, so that pages are plain Markdown elsewhere.
+
+    Only public names and what stands behind their first dot are linked; a member that does not exist fails the build as any
+    other broken reference does.
+    """
+
+    default_priority = 500
+
+    def apply(self, **kwargs: Any) -> None:
+        """Link the literals of one page."""
+        if self.env.docname.startswith("reference/generated/"):
+            return  # docstrings say what they refer to
+        known = {one.name for one in public_names()}
+        for literal in list(self.document.findall(nodes.literal)):
+            target = literal.astext().removesuffix("()")
+            is_name = re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)?", target) and target.partition(".")[0] in known
+            inside = isinstance(literal.parent, nodes.title | nodes.reference | addnodes.pending_xref)
+            if is_name and not inside and not _is_cpp(literal):
+                options = {"refdomain": "py", "reftype": "obj", "reftarget": target, "refdoc": self.env.docname, "refwarn": True}
+                reference = addnodes.pending_xref("", **options)
+                reference.source, reference.line = literal.source, literal.line
+                literal.replace_self(reference)
+                reference += literal
+
+
 def check_entries(app: Sphinx, env: BuildEnvironment) -> list[str]:
     """Fail where a public name has no entry in the reference."""
     documented = env.get_domain("py").objects
@@ -226,6 +266,7 @@ def check_entries(app: Sphinx, env: BuildEnvironment) -> list[str]:
 def setup(app: Sphinx) -> dict[str, bool]:
     """Connect it to Sphinx."""
     app.add_directive("public-names", PublicNames)
+    app.add_transform(LinkNames)
     app.connect("builder-inited", write_pages)
     app.connect("missing-reference", resolve)
     app.connect("env-updated", check_entries)
