@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trt_kvcache.kernels.attention_workspace import MOST_BLOCKS, AttentionWorkspace, partials_shape
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.cuda import CudaMemory
+from trt_kvcache.memory.cuda_memory import CudaMemory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.attention_attributes import AttentionFields
 from trt_kvcache.ops.attention_shapes import workspace_nbytes
