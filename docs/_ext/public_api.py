@@ -93,7 +93,7 @@ class PublicName:
     @property
     def summary(self) -> str:
         """The first line of its docstring."""
-        documented = callable(self.value) or inspect.isclass(self.value)
+        documented = inspect.isroutine(self.value) or inspect.isclass(self.value)
         return (inspect.getdoc(self.value) or "").partition("\n")[0] if documented else ""
 
 
@@ -126,7 +126,7 @@ def names_of(area: str) -> list[PublicName]:
     """Return the public names that a page of ``docs/reference`` lists: classes, then functions, then the rest, by name."""
 
     def order(one: PublicName) -> tuple[int, str]:
-        return (0 if inspect.isclass(one.value) else 1 if callable(one.value) else 2, one.name.lower())
+        return (0 if inspect.isclass(one.value) else 1 if inspect.isroutine(one.value) else 2, one.name.lower())
 
     return sorted((one for one in public_names() if one.room in AREAS[area]), key=order)
 
@@ -146,7 +146,7 @@ def page_text(one: PublicName) -> str:
             lines.append("   :undoc-members:")
         if issubclass(one.value, Exception):
             lines.append("   :show-inheritance:")
-    elif callable(one.value):
+    elif inspect.isroutine(one.value):
         lines.append(f".. autofunction:: {one.name}")
     else:
         lines.append(f".. autodata:: {one.name}")
