@@ -26,14 +26,15 @@ if TYPE_CHECKING:
     from trt_kvcache.cache.mamba_config import MambaCacheConfig
     from trt_kvcache.engine.bindings import BindingPlan
     from trt_kvcache.engine.names import TensorNames
+    from trt_kvcache.generation.sampler_state import SamplerState
     from trt_kvcache.generation.sampling import SamplingParams
     from trt_kvcache.memory.cuda_memory import CudaMemory
     from trt_kvcache.memory.host_memory import HostMemory
     from trt_kvcache.memory.tensor import DeviceTensor
-    from trt_kvcache.sequences.manager import SequenceCacheManager
+    from trt_kvcache.sequences.model_identity import ModelIdentity
     from trt_kvcache.sequences.prompt_cache import PromptCache
+    from trt_kvcache.sequences.sequence_cache_manager import SequenceCacheManager
     from trt_kvcache.sequences.snapshot import Snapshot, load_snapshot, save_snapshot
-    from trt_kvcache.sequences.snapshot_records import ModelIdentity, SamplerState
     from trt_kvcache.session.session import InferenceSession
 
 _MODULE_OF = {
@@ -55,11 +56,11 @@ _MODULE_OF = {
     "LinearKVCache": "cache.linear_kv_cache",
     "MambaCacheConfig": "cache.mamba_config",
     "MambaCacheManager": "cache.mamba_cache_manager",
-    "ModelIdentity": "sequences.snapshot_records",
+    "ModelIdentity": "sequences.model_identity",
     "PromptCache": "sequences.prompt_cache",
-    "SamplerState": "sequences.snapshot_records",
+    "SamplerState": "generation.sampler_state",
     "SamplingParams": "generation.sampling",
-    "SequenceCacheManager": "sequences.manager",
+    "SequenceCacheManager": "sequences.sequence_cache_manager",
     "Snapshot": "sequences.snapshot",
     "TensorNames": "engine.names",
     "build_engine": "builder.build_engine",

@@ -89,7 +89,10 @@ def test_profiles_that_tensorrt_was_given(monkeypatch, model, tmp_path):
 
 
 @pytest.mark.trt
-@pytest.mark.parametrize(("version", "attention", "kind"), [("10.16.0", "native", "attention_v2"), ("10.15.1", "mask", "attention")])
+@pytest.mark.parametrize(
+    ("version", "attention", "kind"),
+    [("11.0.0", "native", "attention_v2"), ("11.0.0", "mask", "attention_v2"), ("10.16.1", "mask", "attention")],
+)
 def test_network_for_full_tensorrt(monkeypatch, model, tmp_path, version, attention, kind):
     rtx = load("tensorrt_rtx")
     flags, kinds, layer = [], [], Graph.layer

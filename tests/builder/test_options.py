@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.small_model import SMALL
-from tests.trt.test_module import fake_module
+from tests.helpers.tensorrt_modules import fake_module
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.errors import ConfigError
@@ -76,7 +76,9 @@ def test_what_full_tensorrt_cannot_do():
     with pytest.raises(ConfigError, match=r"attention: expected mask, got native: TensorRT 10\.15\.2 has no causal attention over a cache"):
         options().check_tensorrt(full_tensorrt("10.15.2"))
     options(attention="mask").check_tensorrt(full_tensorrt("10.15.2"))
-    options().check_tensorrt(full_tensorrt("10.16.0"))
+    with pytest.raises(ConfigError, match=r"got native: TensorRT 10\.16\.1 has no causal attention over a cache \(11\.0 has\)\.$"):
+        options().check_tensorrt(full_tensorrt("10.16.1"))
+    options().check_tensorrt(full_tensorrt("11.0.0"))
     with pytest.raises(ConfigError, match=r"attention: KVCacheAttention: expected TensorRT 10\.3 or newer, got tensorrt 8\.6\.1"):
         options(attention="plugin").check_tensorrt(full_tensorrt("8.6.1"))
     with pytest.raises(ConfigError, match="compute_capabilities: full TensorRT builds for the GPU it runs on"):

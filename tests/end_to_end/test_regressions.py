@@ -10,8 +10,8 @@ from tests.helpers.cache_cases import KINDS, FailingMemory, cache_holding, make_
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from trt_kvcache import PromptCache
 from trt_kvcache.errors import CapacityError, CaptureError
+from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.snapshot import Snapshot
-from trt_kvcache.sequences.snapshot_records import ModelIdentity
 
 MODEL = ModelIdentity(fingerprint="model")
 

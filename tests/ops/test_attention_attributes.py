@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.ops.attention_attributes import FIELD_TYPES
-from trt_kvcache.trt.plugin import AttentionFields
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES
+from trt_kvcache.trt.plugin import AttentionAttributes
 
 Kind = enum.Enum("Kind", "INT32 INT64 FLOAT32 FLOAT64 CHAR")
 LEAST = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 80}
@@ -19,18 +19,18 @@ def field(name, kind, *values):
 
 
 def test_round_trip():
-    fields = AttentionFields(**LEAST, scale=0.1, window=33, softcap=30.5, rotary_dim=20)
-    stored = fields.arrays()
-    assert {name: array.dtype.name.upper() for name, array in stored.items()} == FIELD_TYPES
-    assert AttentionFields.parse(field(name, FIELD_TYPES[name], *array) for name, array in stored.items()) == fields
+    fields = AttentionAttributes(**LEAST, scale=0.1, window=33, softcap=30.5, rotary_dim=20)
+    stored = fields.plugin_field_arrays()
+    assert {name: array.dtype.name.upper() for name, array in stored.items()} == ATTRIBUTE_TYPES
+    assert AttentionAttributes.from_plugin_fields(field(name, ATTRIBUTE_TYPES[name], *array) for name, array in stored.items()) == fields
 
 
 def test_what_may_be_left_out():
-    fields = AttentionFields.parse(field(name, "INT64", value) for name, value in LEAST.items())
+    fields = AttentionAttributes.from_plugin_fields(field(name, "INT64", value) for name, value in LEAST.items())
     assert (fields.scale, fields.window, fields.softcap, fields.rotary_dim) == (0, 0, 0, 0)
-    assert (fields.group, fields.factor) == (3, 80**-0.5)
-    taken = AttentionFields(**LEAST, scale=np.float32(0.25), window=np.int64(3))
-    assert repr((taken.factor, taken.window)) == "(0.25, 3)"
+    assert (fields.group, fields.score_scale) == (3, 80**-0.5)
+    taken = AttentionAttributes(**LEAST, scale=np.float32(0.25), window=np.int64(3))
+    assert repr((taken.score_scale, taken.window)) == "(0.25, 3)"
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_what_may_be_left_out():
 )
 def test_refused(fields, said):
     with pytest.raises(ConfigError) as caught:
-        AttentionFields.parse(fields)
+        AttentionAttributes.from_plugin_fields(fields)
     assert str(caught.value).startswith(said)
 
 
@@ -71,5 +71,5 @@ def test_refused(fields, said):
 )
 def test_out_of_range(changed, said):
     with pytest.raises(ConfigError) as caught:
-        AttentionFields(**LEAST | changed)
+        AttentionAttributes(**LEAST | changed)
     assert str(caught.value) == said

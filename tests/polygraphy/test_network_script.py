@@ -12,7 +12,7 @@ from tests.paths import ROOT
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.errors import BuildError
 from trt_kvcache.polygraphy import network_script as recipe_module
-from trt_kvcache.polygraphy.network_script import Recipe
+from trt_kvcache.polygraphy.network_script import NetworkScript
 from trt_kvcache.trt.module import load
 
 ENGINES = ROOT / "engines"
@@ -61,7 +61,7 @@ def test_a_wrong_environment_is_named(tmp_path):
 @pytest.mark.trt
 def test_the_configuration_is_that_of_the_builder(monkeypatch):
     monkeypatch.setattr(recipe_module.polygraphy_config, "USE_TENSORRT_RTX", True)
-    recipe = Recipe(MODEL, **SIZES)
+    recipe = NetworkScript(MODEL, **SIZES)
     builder, network = recipe.load_network()
     config = recipe.load_config(builder, network)
     assert config.num_optimization_profiles == 2

@@ -22,7 +22,7 @@ from tests.helpers.cache_cases import (
     on_device,
 )
 from tests.helpers.hybrid_model import HybridModel, hybrid_cache
-from tests.sequences.test_manager import On
+from tests.sequences.test_sequence_cache_manager import On
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from trt_kvcache import HostMemory, KVLayerConfig
 from trt_kvcache.errors import (

@@ -14,9 +14,10 @@ from tests.helpers.cache_cases import SEQUENCE_KINDS, Image, Unchanged, cache_ho
 from trt_kvcache import HostMemory, HybridCacheConfig, HybridCacheManager, KVCacheManager, KVLayout, LayerType
 from trt_kvcache.checkpoint import RopeConfig
 from trt_kvcache.errors import CapacityError, ConfigError, RangeError, ShapeError, SlotError, SnapshotError
+from trt_kvcache.generation.sampler_state import SamplerState
+from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.sequences.snapshot import Snapshot, load_snapshot, save_snapshot
-from trt_kvcache.sequences.snapshot_records import ModelIdentity, SamplerState
 from trt_kvcache.session.resume_snapshots import read_snapshots
 
 MODEL = ModelIdentity(fingerprint="5f" * 32, rope=RopeConfig(kind="linear", theta=5e5, factor=4.0).to_dict())
@@ -108,14 +109,14 @@ def test_what_a_prompt_shares_is_restored(path, memory, stream, kind, reused):
 
 def test_any_reader_can_look_at_it(path):
     with host_cache("hybrid", 5) as cache:
-        saved = save(path, cache, pending=[1], sampler=SAMPLER).contents.saved
+        saved = save(path, cache, pending=[1], sampler=SAMPLER).contents
     counts = {"k_cache": 3, "v_cache": 3, "recurrent_state": 2, "conv_state": 2}
-    arrays = dict(zip([f"{name}_{index}" for index in range(3) for name in ("k_cache", "v_cache")], saved.rows, strict=True))
+    arrays = dict(zip([f"{name}_{index}" for index in range(3) for name in ("k_cache", "v_cache")], saved.arrays[:6], strict=True))
     with safe_open(path, framework="numpy") as file:
         names = {f"{name}_{index}" for name, count in counts.items() for index in range(count)}
         assert set(file.keys()) == {"tokens", "pending_tokens", "sha256", *names}
         assert file.get_tensor("tokens").tolist() == TOKENS
-        for name, array in (*arrays.items(), ("recurrent_state_1", saved.states[1])):
+        for name, array in (*arrays.items(), ("recurrent_state_1", saved.arrays[7])):
             found = file.get_tensor(name)
             assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
         metadata = file.metadata()

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from tests.trt.test_module import FakeLogger, fake_module
+from tests.helpers.tensorrt_modules import FakeLogger, fake_module
 from trt_kvcache.errors import BuildError, EngineError
 from trt_kvcache.trt.log import TensorRTLog
 

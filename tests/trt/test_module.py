@@ -7,9 +7,12 @@ from types import ModuleType
 
 import pytest
 
+from trt_kvcache.engine.attention_variants import attention_variant
 from trt_kvcache.errors import BuildError, EngineError
 from trt_kvcache.trt import module as trt_module
 from trt_kvcache.trt.module import load
+
+NATIVE = attention_variant("native")
 
 
 class FakeLogger:
@@ -62,12 +65,12 @@ def test_neither_is_there(installed):
 
 
 def test_full_tensorrt_comes_first(installed):
-    full, rtx = fake_module("10.16.1"), fake_module("1.7.1")
+    full, rtx = fake_module("11.0.0"), fake_module("1.7.1")
     installed(tensorrt=full, tensorrt_rtx=rtx)
     found = load()
-    assert (found.module, found.flavour, found.version, found.is_rtx) == (full, "tensorrt", "10.16.1", False)
+    assert (found.module, found.flavour, found.version, found.is_rtx) == (full, "tensorrt", "11.0.0", False)
     found = load("tensorrt_rtx")
-    assert (found.module, found.flavour, found.is_rtx, found.has_native_attention) == (rtx, "tensorrt_rtx", True, True)
+    assert (found.module, found.flavour, found.is_rtx, found.supports(NATIVE)) == (rtx, "tensorrt_rtx", True, True)
     assert load("tensorrt_rtx") is found  # one logger per module
 
 
@@ -75,7 +78,7 @@ def test_full_tensorrt_comes_first(installed):
     ("full", "message"),
     [
         (fake_module("11.4.0", start=False), r"tensorrt: cannot start here: CUDA initialization failure with error: 35\."),
-        (fake_module("10.2.0.34"), r"tensorrt: version 10\.2\.0\.34 is too old\. Expected 10\.16 or newer, or 10\.3 for plugin"),
+        (fake_module("10.2.0.34"), r"tensorrt: version 10\.2\.0\.34 is too old\. Expected 11\.0 or newer, or 10\.3 for plugin"),
     ],
 )
 def test_full_tensorrt_that_cannot_be_used_gives_way(installed, full, message):
@@ -85,19 +88,22 @@ def test_full_tensorrt_that_cannot_be_used_gives_way(installed, full, message):
         load("tensorrt")
 
 
-@pytest.mark.parametrize(("version", "has"), [("10.16.0", "11"), ("10.15.1.29", "10"), ("10.14.1", "00"), ("10.3.0", "00")])
+@pytest.mark.parametrize(
+    ("version", "has"), [("11.0.0", "11"), ("10.16.1.11", "10"), ("10.15.1.29", "10"), ("10.14.1", "00"), ("10.3.0", "00")]
+)
 def test_what_versions_have(installed, version, has):
     installed(tensorrt=fake_module(version))
     found = load("tensorrt")
-    assert f"{found.has_kv_update:d}{found.has_native_attention:d}" == has
+    assert f"{found.supports(attention_variant('mask')):d}{found.supports(NATIVE):d}" == has
 
 
-def test_auto_prefers_what_serves_all_attentions(installed):
-    installed(tensorrt=fake_module("10.3.0"))
-    assert str(load()) == "tensorrt 10.3.0"
+@pytest.mark.parametrize("version", ["10.3.0", "10.16.1"])
+def test_auto_prefers_what_serves_all_attentions(installed, version):
+    installed(tensorrt=fake_module(version))
+    assert str(load()) == f"tensorrt {version}"
     trt_module._import.cache_clear()
     installed(tensorrt_rtx=fake_module("1.7.1"))
     assert [load(flavour).flavour for flavour in ("auto", "tensorrt")] == ["tensorrt_rtx", "tensorrt"]
     trt_module._import.cache_clear()
-    installed(tensorrt=fake_module("10.16.1"))
+    installed(tensorrt=fake_module("11.0.0"))
     assert load().flavour == "tensorrt"

@@ -30,6 +30,16 @@ class RecurrentCache(SlotCache):
             self._contents.append(self._states)
 
     @property
+    def mamba_config(self) -> MambaCacheConfig | None:
+        """The recurrent layers, in their order; None without any."""
+        return None if self._states is None else self._states.config
+
+    @property
+    def states(self) -> RecurrentStates | None:
+        """The states of the recurrent layers; None without any."""
+        return self._states
+
+    @property
     def num_recurrent_layers(self) -> int:
         """Recurrent layers."""
         return 0 if self._states is None else self._states.num_layers

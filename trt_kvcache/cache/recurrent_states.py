@@ -74,6 +74,8 @@ class RecurrentStates:
             for kind, storage in self._storages.items()
         }
         self._num_buffers = config.num_buffers
+        #: The layers whose states these are.
+        self.config = config
         #: Recurrent layers.
         self.num_layers = config.num_layers
         #: Which buffer is current.

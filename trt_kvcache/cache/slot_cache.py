@@ -7,7 +7,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 from trt_kvcache._util.lifetime import Uncopyable
+from trt_kvcache.cache.config import KVCacheConfig
+from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup
 from trt_kvcache.cache.lengths import Lengths
+from trt_kvcache.cache.mamba_config import MambaCacheConfig
+from trt_kvcache.cache.recurrent_states import RecurrentStates
 from trt_kvcache.cache.slot_contents import SlotContents
 from trt_kvcache.errors import ClosedError, ConfigError, PlaceError
 from trt_kvcache.memory.base import Allocation, Memory
@@ -121,6 +125,26 @@ class SlotCache(Closable):
     def lengths(self) -> Lengths:
         """Device lengths, host mirror and active batch size."""
         return self._lengths
+
+    @property
+    def kv_config(self) -> KVCacheConfig | None:
+        """The attention layers, in their order; None without any."""
+        return None
+
+    @property
+    def kv_head_dim_groups(self) -> tuple[KVHeadDimGroup, ...]:
+        """The attention layers by head dim, as kernels take them; empty without any."""
+        return ()
+
+    @property
+    def mamba_config(self) -> MambaCacheConfig | None:
+        """The recurrent layers, in their order; None without any."""
+        return None
+
+    @property
+    def states(self) -> RecurrentStates | None:
+        """The states of the recurrent layers; None without any."""
+        return None
 
     @property
     def max_batch_size(self) -> int:

@@ -28,9 +28,9 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.checkpoint import COMPANION_FILES
 from trt_kvcache.checkpoint.weight_file import WeightFile
 from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.engine_folder.records import FileRecord
 from trt_kvcache.errors import CheckpointError, ConfigError, EngineError
-from trt_kvcache.ops.segments import decoder_constants
 
 PLAN_FILE = "engine.plan"
 CONFIG_FILE = "config.json"

@@ -1,4 +1,4 @@
-"""``AttentionFields``: what a plugin is made with, checked, and as TensorRT's plugin fields."""
+"""``AttentionAttributes``: what a plugin is made with, checked, and as TensorRT's plugin fields."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS, LEAST_FACTOR, MAX_GROUP, MOST_FACTOR
 
 #: The type of each field. Others are taken where nothing is lost: INT64, FLOAT32.
-FIELD_TYPES = {
+ATTRIBUTE_TYPES = {
     "num_heads": "INT32",
     "num_kv_heads": "INT32",
     "head_dim": "INT32",
@@ -30,7 +30,7 @@ _INT32_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionFields:
+class AttentionAttributes:
     """The fields of a plugin.
 
     Parameters
@@ -63,7 +63,7 @@ class AttentionFields:
     rotary_dim: int = 0
 
     def __post_init__(self) -> None:
-        for name, kind in FIELD_TYPES.items():
+        for name, kind in ATTRIBUTE_TYPES.items():
             value = getattr(self, name)
             if kind == "INT32":
                 value = int_in_range(name, value, 0, _INT32_MAX, error=ConfigError)
@@ -86,17 +86,17 @@ class AttentionFields:
         return self.num_heads // self.num_kv_heads
 
     @property
-    def factor(self) -> float:
+    def score_scale(self) -> float:
         """What q k is multiplied with."""
         return self.scale or 1 / math.sqrt(self.head_dim)
 
-    def arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+    def plugin_field_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
         """Return each field as an array (1,) of its type. A plugin field of TensorRT points into it: keep it alive."""
         dtypes = {"INT32": np.int32, "FLOAT64": np.float64}
-        return {name: np.array([value], dtypes[FIELD_TYPES[name]]) for name, value in asdict(self).items()}
+        return {name: np.array([value], dtypes[ATTRIBUTE_TYPES[name]]) for name, value in asdict(self).items()}
 
     @classmethod
-    def parse(cls, fields: Iterable[Any]) -> AttentionFields:
+    def from_plugin_fields(cls, fields: Iterable[Any]) -> AttentionAttributes:
         """Return what plugin fields of TensorRT (``name``, ``type``, ``data``) say.
 
         Raises
@@ -107,12 +107,12 @@ class AttentionFields:
         values: dict[str, Any] = {}
         for field in fields:
             name, kind = str(field.name), field.type.name
-            if name not in FIELD_TYPES or name in values:
+            if name not in ATTRIBUTE_TYPES or name in values:
                 what = "is there twice" if name in values else "is unknown"
-                raise ConfigError(f"field {name!r} {what}. Expected {', '.join(FIELD_TYPES)}, each once.")
+                raise ConfigError(f"field {name!r} {what}. Expected {', '.join(ATTRIBUTE_TYPES)}, each once.")
             data = np.asarray(field.data)
-            if kind not in _TAKEN[FIELD_TYPES[name]] or data.size != 1:
-                expected = " or ".join(_TAKEN[FIELD_TYPES[name]])
+            if kind not in _TAKEN[ATTRIBUTE_TYPES[name]] or data.size != 1:
+                expected = " or ".join(_TAKEN[ATTRIBUTE_TYPES[name]])
                 raise ConfigError(f"field {name!r}: expected one value of type {expected}, got {data.size} of type {kind}.")
             values[name] = data.reshape(-1)[0].item()
         missing = [name for name in ("num_heads", "num_kv_heads", "head_dim") if name not in values]

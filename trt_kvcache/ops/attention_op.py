@@ -11,10 +11,10 @@ from trt_kvcache.kernels.attention_call import AttentionCall
 from trt_kvcache.kernels.attention_tiles import ELEMENTS, HEAD_DIMS
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.ops.attention_attributes import AttentionFields
-from trt_kvcache.ops.attention_shapes import MOST_MULTIPROCESSORS, workspace_nbytes
+from trt_kvcache.ops.attention_attributes import AttentionAttributes
+from trt_kvcache.ops.attention_shapes import MAX_MULTIPROCESSORS, workspace_nbytes
 from trt_kvcache.ops.custom_op import TensorType
-from trt_kvcache.ops.unowned_workspace import BorrowedWorkspace
+from trt_kvcache.ops.unowned_workspace import UnownedWorkspace
 
 _CACHE = 3
 
@@ -25,7 +25,7 @@ class AttentionOp:
     Inputs: q ``[B, s, num_heads, D]``, k and v ``[B, s, num_kv_heads, D]``, cache ``[B, 2, num_kv_heads, S, D]``, lengths int32
     ``[B]``, cos_sin float32 ``[S, 2, rotary_dim / 2]`` (none where that is 0). Outputs: attended ``[B, s, num_heads, D]``, and the
     cache in its place. NumPy serves any head dim and dtype, the kernels those of
-    :class:`~trt_kvcache.trt.plugin.AttentionFields`.
+    :class:`~trt_kvcache.trt.plugin.AttentionAttributes`.
 
     Parameters
     ----------
@@ -48,11 +48,11 @@ class AttentionOp:
             "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
             "scale": scale, **self._scores, "rotary_dim": self._rotary_dim,
         }  # fmt: skip
-        self._workspace: BorrowedWorkspace | None = None
+        self._workspace: UnownedWorkspace | None = None
 
-    def fields(self) -> AttentionFields:
+    def kernel_attributes(self) -> AttentionAttributes:
         """Return its parameters as the fields of the plugin. Raises ConfigError where the kernels do not serve them."""
-        return AttentionFields(**self.attributes)  # type: ignore[arg-type]  # each as it was given
+        return AttentionAttributes(**self.attributes)  # type: ignore[arg-type]  # each as it was given
 
     def outputs(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
         """See :class:`~trt_kvcache.ops.custom_op.CustomOp`."""
@@ -72,7 +72,7 @@ class AttentionOp:
     def workspace_nbytes(self, inputs: Sequence[TensorType]) -> int:
         """See :class:`~trt_kvcache.ops.custom_op.CustomOp`. None where NumPy alone serves."""
         served = inputs[0].dtype in ELEMENTS and self._head_dim in HEAD_DIMS
-        return workspace_nbytes(self.fields(), 1) if served else 0
+        return workspace_nbytes(self.kernel_attributes(), 1) if served else 0
 
     def enqueue(self, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor], workspace: DeviceTensor, stream: Any) -> None:
         """Launch it: one launch for a decode step, else two."""
@@ -84,12 +84,12 @@ class AttentionOp:
         borrowed = None if cache.memory.is_host else self._borrow(workspace)
         backend_of(cache.memory).attend(call, borrowed, stream)  # type: ignore[arg-type]  # NumPy looks at none
 
-    def _borrow(self, workspace: DeviceTensor) -> BorrowedWorkspace:
+    def _borrow(self, workspace: DeviceTensor) -> UnownedWorkspace:
         """Return it as the kernel's; made again when it is another one than before."""
         if self._workspace is None or self._workspace.bytes.ptr != workspace.ptr:
             memory: Any = workspace.memory  # of a GPU
-            if memory.multiprocessor_count > MOST_MULTIPROCESSORS:
-                raise CapacityError(f"{memory.device}: expected at most {MOST_MULTIPROCESSORS} multiprocessors, it has more.")
-            self._workspace = BorrowedWorkspace(self.fields(), memory)
+            if memory.multiprocessor_count > MAX_MULTIPROCESSORS:
+                raise CapacityError(f"{memory.device}: expected at most {MAX_MULTIPROCESSORS} multiprocessors, it has more.")
+            self._workspace = UnownedWorkspace(self.kernel_attributes(), memory)
             self._workspace.bytes.ptr = workspace.ptr
         return self._workspace

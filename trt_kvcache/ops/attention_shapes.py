@@ -8,7 +8,7 @@ from trt_kvcache.errors import DTypeError, ShapeError
 from trt_kvcache.kernels.attention_tiles import ELEMENTS
 from trt_kvcache.kernels.attention_workspace import MOST_BLOCKS, partials_shape
 from trt_kvcache.memory.shapes import dense_nbytes
-from trt_kvcache.ops.attention_attributes import AttentionFields
+from trt_kvcache.ops.attention_attributes import AttentionAttributes
 
 #: Shape and dtype of each input, in order: a number, a field, or a name for what the shapes say. "q": float16 or bfloat16, as q.
 #: ``cos_sin`` is there where ``rotary_dim`` is not 0; ``new_lengths`` may be left out.
@@ -25,12 +25,12 @@ INPUTS: dict[str, tuple[tuple[int | str, ...], str]] = {
 OUTPUTS = {"out": ("q", False), "cache": ("cache", True)}
 
 #: Multiprocessors of a GPU at most: the workspace is sized for as many, so that an engine may move to another GPU.
-MOST_MULTIPROCESSORS = 256
+MAX_MULTIPROCESSORS = 256
 
 Sizes = Sequence["int | None"]
 
 
-def input_names(fields: AttentionFields, count: int) -> tuple[str, ...]:
+def input_names(fields: AttentionAttributes, count: int) -> tuple[str, ...]:
     """Return the names of ``count`` inputs. Raises ShapeError for another number than these fields have."""
     names = tuple(name for name in INPUTS if name != "cos_sin" or fields.rotary_dim)
     if count not in (len(names), len(names) - 1):
@@ -38,12 +38,12 @@ def input_names(fields: AttentionFields, count: int) -> tuple[str, ...]:
     return names[:count]
 
 
-def check_shapes(fields: AttentionFields, shapes: Mapping[str, Sizes]) -> dict[str, int | None]:
+def check_shapes(fields: AttentionAttributes, shapes: Mapping[str, Sizes]) -> dict[str, int | None]:
     """Check the shapes of the inputs, as far as they are known.
 
     Parameters
     ----------
-    fields : AttentionFields
+    fields : AttentionAttributes
     shapes : mapping of str to sequence of int or None
         By name; None for a size that is not known yet.
 
@@ -90,7 +90,7 @@ def check_dtypes(dtypes: Mapping[str, str]) -> str:
     return dtypes["q"]
 
 
-def workspace_nbytes(fields: AttentionFields, width: int) -> int:
+def workspace_nbytes(fields: AttentionAttributes, width: int) -> int:
     """Return the bytes of workspace for at least ``width`` new tokens of each slot. Only a decode step needs any."""
-    partials = partials_shape(MOST_BLOCKS * MOST_MULTIPROCESSORS, fields.group, fields.head_dim)
+    partials = partials_shape(MOST_BLOCKS * MAX_MULTIPROCESSORS, fields.group, fields.head_dim)
     return dense_nbytes(partials, "float32") if width == 1 else 0

@@ -6,11 +6,11 @@ from trt_kvcache.kernels.attention_workspace import MOST_BLOCKS, AttentionWorksp
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.cuda_memory import CudaMemory
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.ops.attention_attributes import AttentionFields
+from trt_kvcache.ops.attention_attributes import AttentionAttributes
 from trt_kvcache.ops.attention_shapes import workspace_nbytes
 
 
-class BorrowedBytes:
+class UnownedAllocation:
     """Bytes of somebody else (an :class:`~trt_kvcache.memory.base.Allocation` that owns nothing); ``ptr`` is set before each use."""
 
     closed = False
@@ -25,11 +25,11 @@ class BorrowedBytes:
         """Do nothing: the owner frees them."""
 
 
-class BorrowedWorkspace(AttentionWorkspace):
+class UnownedWorkspace(AttentionWorkspace):
     """A workspace that is somebody else's."""
 
-    def __init__(self, fields: AttentionFields, memory: CudaMemory) -> None:
+    def __init__(self, fields: AttentionAttributes, memory: CudaMemory) -> None:
         self.blocks = MOST_BLOCKS * memory.multiprocessor_count
         #: The bytes.
-        self.bytes = BorrowedBytes(memory, workspace_nbytes(fields, 1))
+        self.bytes = UnownedAllocation(memory, workspace_nbytes(fields, 1))
         self.partials = DeviceTensor(self.bytes, shape=partials_shape(self.blocks, fields.group, fields.head_dim), dtype="float32")

@@ -1,4 +1,4 @@
-"""``Recipe``: a decoder as a Polygraphy network script (``polygraphy convert SCRIPT.py --model-type trt-network-script``).
+"""``NetworkScript``: a decoder as a Polygraphy network script (``polygraphy convert SCRIPT.py --model-type trt-network-script``).
 
 A script makes one at its top level and names its two methods; see ``engines/``.
 """
@@ -9,8 +9,9 @@ from typing import Any
 
 from polygraphy import config as polygraphy_config
 
-from trt_kvcache.builder.build_engine import DecoderDefinition, define_decoder, make_config
+from trt_kvcache.builder.definition import DecoderDefinition, define_decoder
 from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.serialization import make_config
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.errors import BuildError
 from trt_kvcache.trt.module import TensorRT, load
@@ -20,7 +21,7 @@ from trt_kvcache.trt.module import TensorRT, load
 _DEFINED: list[tuple[Checkpoint, DecoderDefinition]] = []
 
 
-class Recipe:
+class NetworkScript:
     """Builds the network of a Hugging Face folder for Polygraphy's tools.
 
     Parameters

@@ -14,12 +14,13 @@ import numpy.typing as npt
 from trt_kvcache._version import __version__
 from trt_kvcache.dtypes import dtype_name
 from trt_kvcache.errors import CapacityError, KVCacheError, SnapshotError
+from trt_kvcache.generation.sampler_state import SamplerState
 from trt_kvcache.generation.token_ids import reusable_tokens, token_array
+from trt_kvcache.sequences.model_identity import ModelIdentity, check_type
 from trt_kvcache.sequences.prompt_cache import PromptCache, PromptEntry
-from trt_kvcache.sequences.slot_copy import HostSlotCopy
+from trt_kvcache.sequences.slot_copy import SlotCopy
 from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
 from trt_kvcache.sequences.snapshot_file import SnapshotFile
-from trt_kvcache.sequences.snapshot_records import ModelIdentity, SamplerState, check_record
 
 _TOKENS, _PENDING = "tokens", "pending_tokens"
 
@@ -42,7 +43,7 @@ class Snapshot:
     pending: tuple[int, ...]
     sampler: SamplerState | None
     model: ModelIdentity
-    contents: HostSlotCopy
+    contents: SlotCopy
 
     @property
     def slot_format(self) -> SlotFormat:
@@ -75,22 +76,22 @@ class Snapshot:
         pending : sequence of int
         stream : cuda.core.Stream
         """
-        check_record("model", model, ModelIdentity)
+        check_type("model", model, ModelIdentity)
         if sampler is not None:
-            check_record("sampler", sampler, SamplerState)
+            check_type("sampler", sampler, SamplerState)
         held, following = token_array(_TOKENS, tokens), token_array(_PENDING, pending)
         return cls(
             tokens=tuple(held.tolist()),
             pending=tuple(following.tolist()),
             sampler=sampler,
             model=model,
-            contents=HostSlotCopy.capture(cache, slot, len(held), stream=stream),
+            contents=SlotCopy.capture(cache, slot, len(held), place="host", stream=stream),
         )
 
     @classmethod
     def of_entry(cls, prompts: PromptCache, entry: PromptEntry, *, model: ModelIdentity, stream: Any) -> Snapshot:
         """Copy an entry of a prompt cache to the host: as :meth:`of_slot`, with nothing pending."""
-        check_record("model", model, ModelIdentity)
+        check_type("model", model, ModelIdentity)
         return cls(
             tokens=tuple(entry.tokens.tolist()), pending=(), sampler=None, model=model, contents=prompts.copy_to_host(entry, stream=stream)
         )
@@ -106,10 +107,9 @@ class Snapshot:
             "slot": self.slot_format.to_dict(),
             "sampler": None if self.sampler is None else asdict(self.sampler),
         }
-        saved = self.contents.saved
-        names = self.slot_format.host_tensors(len(self.tokens))
+        names = self.slot_format.tensors(len(self.tokens))
         arrays: dict[str, npt.NDArray[Any]] = {_TOKENS: np.array(self.tokens, np.int32), _PENDING: np.array(self.pending, np.int32)}
-        arrays.update(zip(names, [*saved.rows, *saved.states], strict=True))
+        arrays.update(zip(names, self.contents.arrays, strict=True))
         SnapshotFile(description, arrays).write(Path(path))
 
     @classmethod
@@ -131,7 +131,7 @@ class Snapshot:
         slot_format = SlotFormat.from_dict(description["slot"])
         if slot_format.num_layers > len(arrays):
             raise SnapshotError(f"expected the tensors of {slot_format.num_layers} layers, got {len(arrays)} tensors")
-        expected = slot_format.host_tensors(len(tokens))
+        expected = slot_format.tensors(len(tokens))
         found = {name: (array.shape, dtype_name(array.dtype)) for name, array in arrays.items()}
         if found != expected:
             name = next(name for name in [*expected, *found] if found.get(name) != expected.get(name))
@@ -142,7 +142,7 @@ class Snapshot:
             pending=tuple(pending.tolist()),
             sampler=None if sampler is None else SamplerState(**sampler),
             model=ModelIdentity(**description["model"]),
-            contents=HostSlotCopy.of_arrays(slot_format, len(tokens), [arrays[name] for name in expected]),
+            contents=SlotCopy(slot_format, len(tokens), tuple(arrays[name] for name in expected)),
         )
 
     def check_fits(self, cache: AnyCache, model: ModelIdentity) -> None:
@@ -150,7 +150,7 @@ class Snapshot:
 
         Raises SnapshotError, ConfigError.
         """
-        check_record("model", model, ModelIdentity)
+        check_type("model", model, ModelIdentity)
         if model.fingerprint != self.model.fingerprint:
             raise SnapshotError(
                 f"snapshot: fingerprint: expected that of the model, {_short(model.fingerprint)}, got {_short(self.model.fingerprint)}. "

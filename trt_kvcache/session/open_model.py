@@ -26,7 +26,7 @@ from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.memory.cuda_memory import CudaMemory, find_gpu
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.reference import Attention, ReferenceEngine
-from trt_kvcache.sequences.snapshot_records import ModelIdentity
+from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.trt.module import load as load_tensorrt
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine

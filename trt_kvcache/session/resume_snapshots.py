@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from trt_kvcache.errors import CapacityError, ShapeError
 from trt_kvcache.generation.sampling import SamplingParams
+from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.slot_format import AnyCache
 from trt_kvcache.sequences.snapshot import Snapshot
-from trt_kvcache.sequences.snapshot_records import ModelIdentity
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 

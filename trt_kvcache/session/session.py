@@ -20,11 +20,12 @@ from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.errors import ClosedError, ConfigError, RangeError, ShapeError
 from trt_kvcache.generation.prompts import Prompt, PromptReader, as_prompts
 from trt_kvcache.generation.request import GeneratedToken, Request
+from trt_kvcache.generation.sampler_state import SamplerState
 from trt_kvcache.generation.sampling import SamplingParams, params_for
 from trt_kvcache.generation.token_ids import common_prefix
+from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.sequences.snapshot import Snapshot
-from trt_kvcache.sequences.snapshot_records import ModelIdentity, SamplerState
 from trt_kvcache.session import open_model
 from trt_kvcache.session.batch import ActiveSequences
 from trt_kvcache.session.chunks import Chunk
@@ -57,7 +58,7 @@ class InferenceSession:
     prompt_cache : PromptCache, optional
         Over ``cache``: prompts that begin like earlier ones are not run from their start. Closed with the session.
     identity : callable, optional
-        Returns the :class:`~trt_kvcache.sequences.snapshot_records.ModelIdentity` that snapshots carry. Without one there are none.
+        Returns the :class:`~trt_kvcache.sequences.model_identity.ModelIdentity` that snapshots carry. Without one there are none.
     on_close : callable, optional
         Called once by ``close``, after engine and cache are closed.
 

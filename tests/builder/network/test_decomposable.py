@@ -3,12 +3,13 @@
 import pytest
 
 from tests.helpers.small_model import write_model
-from trt_kvcache.builder.build_engine import define_decoder, serialize
+from trt_kvcache.builder.definition import define_decoder
 from trt_kvcache.builder.network import decoder
-from trt_kvcache.builder.network.decomposable import choose
+from trt_kvcache.builder.network.decomposable import attention_layer_config
 from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.serialization import serialize
 from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.engine.attention_variants import AttentionChoice
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.errors import BuildError
 
 FUSED = {"dtype": "float16", "num_attention_heads": 4, "head_dim": 24, "min_batch_size": 1, "max_sequence_length": 24552}
@@ -23,8 +24,8 @@ FUSED = {"dtype": "float16", "num_attention_heads": 4, "head_dim": 24, "min_batc
     ],
 )
 def test_decomposable_beyond_them(change, reason):
-    assert choose(3, "mask", **FUSED) == AttentionChoice(layer=3, variant="mask", decomposable=False, reason="")
-    choice = choose(0, "native", **{**FUSED, **change})
+    assert attention_layer_config(3, "mask", **FUSED) == AttentionLayerConfig(layer=3, variant="mask", decomposable=False, reason="")
+    choice = attention_layer_config(0, "native", **{**FUSED, **change})
     assert choice.decomposable
     assert choice.reason == reason
 
@@ -47,8 +48,7 @@ def test_what_is_chosen_builds_and_what_is_decomposable_would_be_refused_otherwi
 ):
     build(rtx, tmp_path / "model", heads, length, dtype, attention)
     if (heads, length, dtype) != (4, 24552, "float16"):
-        monkeypatch.setattr(
-            decoder, "choose", lambda layer, variant, **_: AttentionChoice(layer=layer, variant=variant, decomposable=False)
-        )
+        fused = lambda layer, variant, **_: AttentionLayerConfig(layer=layer, variant=variant, decomposable=False)  # noqa: E731
+        monkeypatch.setattr(decoder, "attention_layer_config", fused)
         with pytest.raises(BuildError, match=r"the engine could not be built. TensorRT says: .*not supported by a dedicated kernel"):
             build(rtx, tmp_path / "again", heads, length, dtype, attention)

@@ -5,13 +5,13 @@ from typing import Any, Protocol
 
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.engine.names import TensorNames
-from trt_kvcache.ops.attention_attributes import FIELD_TYPES
-from trt_kvcache.ops.segments import attention_names, hidden_name
-from trt_kvcache.trt.plugin import AttentionFields, register
+from trt_kvcache.engine_folder.decoder_segments import attention_tensor_names, hidden_state_name
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES
+from trt_kvcache.trt.plugin import AttentionAttributes, register
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION
 
 
-class AttentionOperation(Protocol):
+class AttentionLowering(Protocol):
     """Attention as an operation of this package."""
 
     def attend(self, graph: Graph, layer: int, qkv: Sequence[Any], residual: Any) -> tuple[Any, Any]:
@@ -34,33 +34,35 @@ class AttentionOperation(Protocol):
         """
 
 
-class PluginLayers:
+class PluginLayerLowering:
     """Adds ``KVCacheAttention`` layers, and the combined caches as inputs and outputs of the network (full TensorRT).
 
     Parameters
     ----------
-    fields : AttentionFields
+    fields : AttentionAttributes
     names : TensorNames
     max_sequence_length : int
     start_index : ITensor ``[B]``, int32
     cos_sin : ITensor ``[S, 2, D / 2]``, float32
     """
 
-    def __init__(self, fields: AttentionFields, names: TensorNames, *, max_sequence_length: int, start_index: Any, cos_sin: Any) -> None:
+    def __init__(
+        self, fields: AttentionAttributes, names: TensorNames, *, max_sequence_length: int, start_index: Any, cos_sin: Any
+    ) -> None:
         self._fields = fields
         self._names = names
         self._shape = (-1, 2, fields.num_kv_heads, max_sequence_length, fields.head_dim)
         self._lengths = start_index
         self._cos_sin = cos_sin
-        self._arrays = fields.arrays()  # plugin fields point into them
+        self._arrays = fields.plugin_field_arrays()  # plugin fields point into them
 
     def attend(self, graph: Graph, layer: int, qkv: Sequence[Any], residual: Any) -> tuple[Any, Any]:
-        """See :class:`AttentionOperation`."""
+        """See :class:`AttentionLowering`."""
         trt = graph.trt
         register(graph.tensorrt)
         creator = trt.get_plugin_registry().get_creator(PLUGIN_NAME, PLUGIN_VERSION, PLUGIN_NAMESPACE)
         kinds = trt.PluginFieldType
-        fields = [trt.PluginField(name, array, getattr(kinds, FIELD_TYPES[name])) for name, array in self._arrays.items()]
+        fields = [trt.PluginField(name, array, getattr(kinds, ATTRIBUTE_TYPES[name])) for name, array in self._arrays.items()]
         name = f"model.layers.{layer}.self_attn/attend"
         plugin = creator.create_plugin(name, trt.PluginFieldCollection(fields), trt.TensorRTPhase.BUILD)
         before, after = self._names.combined_pair(layer)
@@ -71,7 +73,7 @@ class PluginLayers:
         return attended, residual
 
 
-class SegmentCuts:
+class SegmentCutLowering:
     """Ends the network at each attention and begins the next one behind it (TensorRT for RTX has no plugin layers).
 
     Parameters
@@ -84,13 +86,15 @@ class SegmentCuts:
         self._begin = begin
 
     def attend(self, graph: Graph, layer: int, qkv: Sequence[Any], residual: Any) -> tuple[Any, Any]:
-        """See :class:`AttentionOperation`."""
-        *names, attended = attention_names(layer)
+        """See :class:`AttentionLowering`."""
+        *names, attended = attention_tensor_names(layer)
         for tensor, name in zip(qkv, names, strict=True):
             graph.output(tensor, name)
-        if residual.name != hidden_name(layer):  # the first one is an input of its segment: it is there already
-            graph.output(residual, hidden_name(layer))
+        if residual.name != hidden_state_name(layer):  # the first one is an input of its segment: it is there already
+            graph.output(residual, hidden_state_name(layer))
         shapes = [tuple(tensor.shape) for tensor in (residual, qkv[0])]
         graph.network = self._begin()
-        after, result = (graph.input(name, graph.dtype, shape) for name, shape in zip((hidden_name(layer), attended), shapes, strict=True))
+        after, result = (
+            graph.input(name, graph.dtype, shape) for name, shape in zip((hidden_state_name(layer), attended), shapes, strict=True)
+        )
         return result, after

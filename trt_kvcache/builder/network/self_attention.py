@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trt_kvcache.builder.network.attention_lowering import AttentionOperation
+from trt_kvcache.builder.network.attention_lowering import AttentionLowering
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.kv_update import update_cache
 from trt_kvcache.builder.network.linear import linear
@@ -13,12 +13,12 @@ from trt_kvcache.builder.network.rms_norm import rms_norm
 from trt_kvcache.builder.network.rope import rotate
 from trt_kvcache.builder.network.weights import Weights
 from trt_kvcache.checkpoint import ModelConfig
-from trt_kvcache.engine.attention_variants import AttentionChoice
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig, attention_variant
 from trt_kvcache.engine.names import TensorNames
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionContext:
+class DecoderContext:
     """What all attention layers of a network share.
 
     Parameters
@@ -32,7 +32,7 @@ class AttentionContext:
         Neither for the ``plugin`` variant.
     mask : ITensor ``[B, 1, s, S]`` bool, or None
         Only for the ``mask`` variant.
-    operation : AttentionOperation, or None
+    operation : AttentionLowering, or None
         Only for the ``plugin`` variant.
     """
 
@@ -42,11 +42,11 @@ class AttentionContext:
     lengths: Any = None
     tables: Any = None
     mask: Any = None
-    operation: AttentionOperation | None = None
+    operation: AttentionLowering | None = None
 
 
 def self_attention(
-    graph: Graph, x: Any, weights: Weights, module: str, context: AttentionContext, choice: AttentionChoice, *, residual: Any
+    graph: Graph, x: Any, weights: Weights, module: str, context: DecoderContext, choice: AttentionLayerConfig, *, residual: Any
 ) -> tuple[Any, Any]:
     """Apply the attention ``module`` to ``x`` ``[B, s, hidden]``.
 
@@ -54,7 +54,7 @@ def self_attention(
     -------
     ITensor ``[B, s, hidden]``
     residual : ITensor
-        What was given, or the same values in the next network: see ``AttentionOperation``.
+        What was given, or the same values in the next network: see ``AttentionLowering``.
     """
     model = context.model
     counts = {"q": model.num_attention_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}
@@ -69,7 +69,7 @@ def self_attention(
     return linear(graph, merged, weights, f"{module}.o_proj", bias=model.o_bias), residual
 
 
-def _heads(graph: Graph, x: Any, weights: Weights, module: str, side: str, heads: int, context: AttentionContext) -> Any:
+def _heads(graph: Graph, x: Any, weights: Weights, module: str, side: str, heads: int, context: DecoderContext) -> Any:
     """Project ``[B, s, hidden]``, split it into ``[B, heads, s, D]``, or ``[B, s, heads, D]`` for an operation, and norm it."""
     model, name = context.model, f"{module}.{side}_proj"
     y = linear(graph, x, weights, name, bias=model.qkv_bias)
@@ -78,7 +78,7 @@ def _heads(graph: Graph, x: Any, weights: Weights, module: str, side: str, heads
     return rms_norm(graph, y, weights, f"{module}.{side}_norm", epsilon=model.rms_norm_eps) if model.qk_norm and side != "v" else y
 
 
-def _attend_natively(graph: Graph, qkv: Sequence[Any], module: str, context: AttentionContext, choice: AttentionChoice) -> Any:
+def _attend_natively(graph: Graph, qkv: Sequence[Any], module: str, context: DecoderContext, choice: AttentionLayerConfig) -> Any:
     """Rotate, write the new rows, attend: ``[B, heads, s, D]`` to ``[B, Hq, s, D]``."""
     model, lengths = context.model, context.lengths
     q, k, v = qkv
@@ -101,7 +101,7 @@ def _scale(graph: Graph, name: str, q: Any, head_dim: int) -> Any:
     return graph.cast(f"{name}/to_{graph.dtype}", graph.elementwise(f"{name}/scale", q, "PROD", factor), graph.dtype)
 
 
-def _attend(graph: Graph, name: str, q: Any, keys: Any, values: Any, context: AttentionContext, choice: AttentionChoice) -> Any:
+def _attend(graph: Graph, name: str, q: Any, keys: Any, values: Any, context: DecoderContext, choice: AttentionLayerConfig) -> Any:
     """Add the attention layer: queries ``[B, Hq, s, D]``, keys and values ``[B, H, S, D]``; returns ``[B, Hq, s, D]``.
 
     Native: row ``i`` of slot ``b`` sees the keys ``j <= key_lengths[b] - s + i``. Mask: the keys that the mask shows it;
@@ -121,7 +121,7 @@ def _attention_layer(graph: Graph, name: str, q: Any, keys: Any, values: Any, *,
     """Add the bare layer. It is causal or masked, never both: TensorRT would drop the mask."""
     trt = graph.trt
     softmax = trt.AttentionNormalizationOp.SOFTMAX
-    if not graph.tensorrt.has_native_attention:  # knows a causal mask at the upper left only, which is not what is meant here
+    if not graph.tensorrt.supports(attention_variant("native")):  # its causal mask is aligned to the upper left only
         return graph.layer(name, "attention", q, keys, values, softmax, False)
     kind = trt.CausalMaskKind.LOWER_RIGHT if is_causal else trt.CausalMaskKind.NONE
     return graph.layer(name, "attention_v2", q, keys, values, softmax, kind)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.errors import EngineError
-from trt_kvcache.ops.attention_attributes import FIELD_TYPES, AttentionFields
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, AttentionAttributes
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.plugin import plugin_class
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION
@@ -38,11 +38,11 @@ def register(tensorrt: TensorRT) -> Any:
             empty = np.empty(0)
             kinds = trt.PluginFieldType
             self.field_names = trt.PluginFieldCollection(
-                [trt.PluginField(name, empty, getattr(kinds, kind)) for name, kind in FIELD_TYPES.items()]
+                [trt.PluginField(name, empty, getattr(kinds, kind)) for name, kind in ATTRIBUTE_TYPES.items()]
             )
 
         def create_plugin(self, name: str, fields: Any, phase: Any) -> Any:
-            return make(AttentionFields.parse(fields))
+            return make(AttentionAttributes.from_plugin_fields(fields))
 
     creator = KVCacheAttentionCreator()
     if not trt.get_plugin_registry().register_creator(creator, PLUGIN_NAMESPACE):

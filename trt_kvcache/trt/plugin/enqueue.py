@@ -1,4 +1,4 @@
-"""``AttentionStep``: the launches of one enqueue, over memory that is TensorRT's."""
+"""``PluginEnqueue``: the launches of one enqueue, over memory that is TensorRT's."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from trt_kvcache.memory.cuda_driver import check
 from trt_kvcache.memory.cuda_memory import CudaMemory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.ops.attention_attributes import AttentionFields
-from trt_kvcache.ops.attention_shapes import INPUTS, MOST_MULTIPROCESSORS
-from trt_kvcache.ops.unowned_workspace import BorrowedBytes, BorrowedWorkspace
+from trt_kvcache.ops.attention_attributes import AttentionAttributes
+from trt_kvcache.ops.attention_shapes import INPUTS, MAX_MULTIPROCESSORS
+from trt_kvcache.ops.unowned_workspace import UnownedAllocation, UnownedWorkspace
 
 
-class AttentionStep:
+class PluginEnqueue:
     """Launches for inputs of these shapes, which were checked. Made once for them; then :meth:`run` allocates nothing.
 
     Parameters
     ----------
-    fields : AttentionFields
+    fields : AttentionAttributes
     dtype : str
         Of q.
     shapes : mapping of str to sequence of int
@@ -37,32 +37,32 @@ class AttentionStep:
         The GPU has more multiprocessors than the workspace is made for.
     """
 
-    def __init__(self, fields: AttentionFields, dtype: str, shapes: Mapping[str, Sequence[int]], memory: CudaMemory) -> None:
-        if memory.multiprocessor_count > MOST_MULTIPROCESSORS:
+    def __init__(self, fields: AttentionAttributes, dtype: str, shapes: Mapping[str, Sequence[int]], memory: CudaMemory) -> None:
+        if memory.multiprocessor_count > MAX_MULTIPROCESSORS:
             raise CapacityError(
-                f"{memory.device}: expected at most {MOST_MULTIPROCESSORS} multiprocessors, got {memory.multiprocessor_count}."
+                f"{memory.device}: expected at most {MAX_MULTIPROCESSORS} multiprocessors, got {memory.multiprocessor_count}."
             )
         self._memory = memory
-        self._bytes: list[BorrowedBytes] = []
+        self._bytes: list[UnownedAllocation] = []
         tensors: dict[str, Any] = {
             name: self._tensor(shape, dtype if INPUTS[name][1] == "q" else INPUTS[name][1]) for name, shape in shapes.items()
         }
         q = tensors["q"]
-        self._out = BorrowedBytes(memory, q.nbytes)
+        self._out = UnownedAllocation(memory, q.nbytes)
         self._cache = tuple(shapes).index("cache")
-        self._workspace = BorrowedWorkspace(fields, memory)
+        self._workspace = UnownedWorkspace(fields, memory)
         #: Whether each slot has one new token.
         self.decodes = q.shape[1] == 1
         self._call = AttentionCall(
             **{"new_lengths": None, "cos_sin": None} | tensors,
             out=DeviceTensor(self._out, shape=q.shape, dtype=dtype),
-            scale=fields.factor,
+            scale=fields.score_scale,
             window=fields.window,
             softcap=fields.softcap,
         )
 
     def _tensor(self, shape: Sequence[int], dtype: str) -> DeviceTensor:
-        self._bytes.append(BorrowedBytes(self._memory, dense_nbytes(shape, dtype)))
+        self._bytes.append(UnownedAllocation(self._memory, dense_nbytes(shape, dtype)))
         return DeviceTensor(self._bytes[-1], shape=shape, dtype=dtype)
 
     def run(self, inputs: Sequence[int], outputs: Sequence[int], workspace: int, stream: int) -> None:

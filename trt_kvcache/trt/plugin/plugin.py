@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
-from trt_kvcache.ops.attention_attributes import FIELD_TYPES, AttentionFields
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, AttentionAttributes
 from trt_kvcache.ops.attention_shapes import INPUTS, OUTPUTS, check_dtypes, check_shapes, input_names, workspace_nbytes
 from trt_kvcache.trt.module import TensorRT
-from trt_kvcache.trt.plugin.enqueue import AttentionStep, current_memory
+from trt_kvcache.trt.plugin.enqueue import PluginEnqueue, current_memory
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION, check_plugins
 
 _INPUT_NAMES = tuple(INPUTS)
@@ -34,14 +34,14 @@ def plugin_class(tensorrt: TensorRT) -> Any:
     class KVCacheAttention(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.IPluginV3OneRuntime):  # type: ignore[misc, name-defined]
         """RoPE, append and attention over the combined cache. What TensorRT calls, in the words of its documentation."""
 
-        def __init__(self, fields: AttentionFields) -> None:
+        def __init__(self, fields: AttentionAttributes) -> None:
             for base in (trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.IPluginV3OneRuntime):
                 base.__init__(self)
             self.plugin_name, self.plugin_version, self.plugin_namespace = PLUGIN_NAME, PLUGIN_VERSION, PLUGIN_NAMESPACE
             self.num_outputs = len(OUTPUTS)
             self.fields = fields
-            self._arrays = fields.arrays()  # plugin fields point into them
-            self._step: AttentionStep | None = None
+            self._arrays = fields.plugin_field_arrays()  # plugin fields point into them
+            self._step: PluginEnqueue | None = None
 
         # --- core ---
 
@@ -111,7 +111,7 @@ def plugin_class(tensorrt: TensorRT) -> Any:
             stream: int,
         ) -> None:
             if self._step is None:
-                self._step = AttentionStep(self.fields, *self._read(input_desc), current_memory())
+                self._step = PluginEnqueue(self.fields, *self._read(input_desc), current_memory())
             self._step.run(inputs, outputs, workspace, stream)
 
         def attach_to_context(self, context: Any) -> KVCacheAttention:
@@ -123,7 +123,7 @@ def plugin_class(tensorrt: TensorRT) -> Any:
         def get_fields_to_serialize(self) -> Any:
             kinds = trt.PluginFieldType
             return trt.PluginFieldCollection(
-                [trt.PluginField(name, array, getattr(kinds, FIELD_TYPES[name])) for name, array in self._arrays.items()]
+                [trt.PluginField(name, array, getattr(kinds, ATTRIBUTE_TYPES[name])) for name, array in self._arrays.items()]
             )
 
     return KVCacheAttention

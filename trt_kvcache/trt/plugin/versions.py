@@ -7,7 +7,7 @@ import importlib
 from typing import Any
 
 from trt_kvcache.errors import EngineError
-from trt_kvcache.ops.attention_attributes import FIELD_TYPES
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES
 from trt_kvcache.ops.attention_shapes import INPUTS, OUTPUTS
 from trt_kvcache.trt.module import TensorRT
 
@@ -20,7 +20,7 @@ _NEEDED_AHEAD_OF_TIME = ("register", "aot_impl", "KernelLaunchParams", "SymIntEx
 
 def abi_digest() -> str:
     """Return a digest of the inputs, outputs and fields."""
-    return hashlib.sha256(repr((INPUTS, OUTPUTS, FIELD_TYPES)).encode()).hexdigest()[:16]
+    return hashlib.sha256(repr((INPUTS, OUTPUTS, ATTRIBUTE_TYPES)).encode()).hexdigest()[:16]
 
 
 def check_plugins(tensorrt: TensorRT) -> None:

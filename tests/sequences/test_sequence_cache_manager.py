@@ -119,8 +119,8 @@ def raw(pair):
 
 def handles(seqs):
     table = seqs._table
-    entries = [(e.id, e.slot, e.length, e.pinned, e.saved and [a.tobytes() for a in (*e.saved.rows, *e.saved.states)]) for e in table]
-    return entries, set(table._taken), seqs.memory_used, seqs.memory_swapped
+    entries = [(e.id, e.slot, e.length, e.pinned, e.saved and [a.tobytes() for a in e.saved.arrays]) for e in table]
+    return entries, set(table._lost_ids), seqs.memory_used, seqs.memory_swapped
 
 
 def test_what_append_takes(make, memory, stream):
