@@ -51,6 +51,16 @@ AREAS = {
 #: Subpackages without public names: the command line has a page of its own, the rest is internal.
 INTERNAL = {"_util", "cli"}
 
+#: Classes that are not exported and yet have a page, because docstrings send readers there: what managers, memories and builds share.
+DESCRIBED = {
+    "SlotCache": "trt_kvcache.cache.slot_cache",
+    "KVCacheBase": "trt_kvcache.cache.kv_cache_base",
+    "RecurrentCache": "trt_kvcache.cache.recurrent_cache",
+    "Memory": "trt_kvcache.memory.base",
+    "Allocation": "trt_kvcache.memory.base",
+    "BuildOptions": "trt_kvcache.builder.options",
+}
+
 #: Names of other projects in references: shown as text, since nothing is fetched while the site is built.
 ELSEWHERE = {
     "collections",
@@ -79,6 +89,7 @@ class PublicName:
     name: str
     room: str
     value: Any
+    exported: bool = True
 
     @property
     def full(self) -> str:
@@ -106,7 +117,7 @@ def rooms() -> list[str]:
 
 @cache
 def public_names() -> tuple[PublicName, ...]:
-    """Return every public name, those of ``trt_kvcache`` itself first; a name that is in two lists is documented once."""
+    """Return every name that has a page, those of ``trt_kvcache`` itself first; a name that is in two lists is documented once."""
     found: dict[str, PublicName] = {}
     for name in trt_kvcache.__all__:
         if not name.startswith("__"):
@@ -119,14 +130,17 @@ def public_names() -> tuple[PublicName, ...]:
         for name in getattr(module, "__all__", ()):
             if name not in found:
                 found[name] = PublicName(module.__name__, name, room, getattr(module, name))
+    for name, module in DESCRIBED.items():
+        if name not in found:
+            found[name] = PublicName(module, name, module.split(".")[1], getattr(import_module(module), name), exported=False)
     return tuple(found.values())
 
 
 def names_of(area: str) -> list[PublicName]:
-    """Return the public names that a page of ``docs/reference`` lists: classes, then functions, then the rest, by name."""
+    """Return the names that a page of ``docs/reference`` lists: classes, functions, the rest, what is not exported; each by name."""
 
-    def order(one: PublicName) -> tuple[int, str]:
-        return (0 if inspect.isclass(one.value) else 1 if inspect.isroutine(one.value) else 2, one.name.lower())
+    def order(one: PublicName) -> tuple[bool, int, str]:
+        return (not one.exported, 0 if inspect.isclass(one.value) else 1 if inspect.isroutine(one.value) else 2, one.name.lower())
 
     return sorted((one for one in public_names() if one.room in AREAS[area]), key=order)
 
@@ -167,6 +181,11 @@ def write_pages(app: Sphinx) -> None:
             path.write_text(text, encoding="utf-8")
 
 
+def _summary_cell(one: PublicName) -> str:
+    """Return the summary of a name as Markdown."""
+    return f"{'' if one.exported else '*Not exported.* '}{one.summary.replace('``', '`')}"
+
+
 class PublicNames(SphinxDirective):
     """``{public-names} AREA``: a table of the public names of an area, and their pages in the table of contents."""
 
@@ -180,25 +199,34 @@ class PublicNames(SphinxDirective):
         names = names_of(area)
         if not names:
             return []
-        rows = [f"* - {{py:obj}}`~{one.full}`\n  - {one.summary.replace('``', '`')}" for one in names]
+        rows = [f"* - {{py:obj}}`~{one.full}`\n  - {_summary_cell(one)}" for one in names]
         pages = [f"{one.name} <{one.page}>" for one in names]
         text = ["```{list-table}", ":widths: 35 65", "", *rows, "```", "", "```{toctree}", ":hidden:", "", *pages, "```", ""]
         return self.parse_text_to_nodes("\n".join(text))
 
 
-def _shortened(target: str) -> Iterator[str]:
-    """Yield what a dotted reference may mean: the documented name of its public part, with what stands behind it."""
+def _documented_names(target: str) -> Iterator[str]:
+    """Yield the documented names that a dotted reference may mean: its public part, with what stands behind it.
+
+    A field of a dataclass or named tuple is described with its class, so the class is what its name leads to.
+    """
     parts = target.split(".")
-    known = {one.name: one.full for one in public_names()}
+    known = {one.name: one for one in public_names()}
     for index, part in enumerate(parts):
-        if part in known:
-            yield ".".join([known[part], *parts[index + 1 :]])
+        if part not in known:
+            continue
+        member = parts[index + 1 :]
+        yield ".".join([known[part].full, *member])
+        fields = (*getattr(known[part].value, "__dataclass_fields__", ()), *getattr(known[part].value, "_fields", ()))
+        if len(member) == 1 and member[0] in fields:
+            yield known[part].full
 
 
 def _area_of(module: str) -> str | None:
-    """Return the page that lists the names of ``trt_kvcache.ROOM``, or None for another module."""
-    rooms_of = {f"trt_kvcache.{room}": area for area, names in AREAS.items() for room in names}
-    return rooms_of.get(module)
+    """Return the page that lists the names of ``trt_kvcache.ROOM`` and the modules in it, or None for another module."""
+    parts = module.split(".")
+    areas = {room: area for area, names in AREAS.items() for room in names}
+    return areas.get(parts[1]) if parts[0] == "trt_kvcache" and len(parts) > 1 else None
 
 
 def resolve(app: Sphinx, env: BuildEnvironment, node: Any, contnode: nodes.Node) -> nodes.Node | None:
@@ -209,7 +237,7 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: Any, contnode: nodes.Node)
     domain = env.get_domain("py")
     if node["reftype"] == "mod" and (area := _area_of(target)):
         return make_refnode(app.builder, node["refdoc"], f"reference/{area}", "", contnode)
-    for name in _shortened(target):
+    for name in _documented_names(target):
         found = domain.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, contnode)
         if found is not None:
             return found
