@@ -182,8 +182,14 @@ def write_pages(app: Sphinx) -> None:
 
 
 def _summary_cell(one: PublicName) -> str:
-    """Return the summary of a name as Markdown."""
-    return f"{'' if one.exported else '*Not exported.* '}{one.summary.replace('``', '`')}"
+    """Return the summary of a name as Markdown, with literals in place of roles."""
+    text = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", one.summary).replace("``", "`")
+    return f"{'' if one.exported else '*Not exported.* '}{text}"
+
+
+def outdated_pages(app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]) -> list[str]:
+    """Have the pages with tables read anew in each build: what they list is in the package, not in them."""
+    return [f"reference/{area}" for area in AREAS]
 
 
 class PublicNames(SphinxDirective):
@@ -296,6 +302,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("public-names", PublicNames)
     app.add_transform(LinkNames)
     app.connect("builder-inited", write_pages)
+    app.connect("env-get-outdated", outdated_pages)
     app.connect("missing-reference", resolve)
     app.connect("env-updated", check_entries)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
