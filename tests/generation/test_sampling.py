@@ -167,13 +167,6 @@ class TestSeed:
         assert [one.choose(LOGITS) for _ in range(20)] == [other.choose(LOGITS) for _ in range(20)]
 
 
-@pytest.mark.parametrize("top_k", [0, 3, 6, 7])
-@pytest.mark.parametrize("top_p", [0.01, 0.6, 0.9999])
-def test_a_nucleus_that_is_larger_than_guessed(monkeypatch, top_k, top_p):
-    monkeypatch.setattr(sampling, "_NUCLEUS_CANDIDATES", 2)
-    assert_distribution(SamplingParams(temperature=1.7, top_k=top_k, top_p=top_p, seed=1), LOGITS)
-
-
 class TestParams:
     def test_defaults_are_greedy(self):
         params = SamplingParams()

@@ -16,6 +16,10 @@ from trt_kvcache.session.session_source import SessionSource
 DTYPE_HELP = "Data type of weights, K and V: float16, bfloat16 or float32. Default: the checkpoint's."
 MAX_SEQUENCE_LENGTH_HELP = f"Tokens that a slot can hold. Default: the model's limit, at most {DEFAULT_MAX_SEQUENCE_LENGTH}."
 
+ATTENTION_HELP = (
+    "native: TensorRT's causal attention. mask: with an explicit mask (avoids a defect of 11.x). plugin: this package's kernels."
+)
+
 _PANEL, _MODEL_PANEL = "Engine", "For a model folder (an engine folder has them from its build)"
 
 
@@ -29,10 +33,7 @@ EngineOption = Annotated[
     EngineChoice,
     typer.Option(
         "--engine",
-        help=(
-            "auto uses TensorRT if a supported GPU is present; otherwise prints a warning and falls back to the NumPy reference engine. "
-            "tensorrt never falls back."
-        ),
+        help="auto uses TensorRT if a supported GPU is present; otherwise prints a warning and falls back to the NumPy reference engine.",
         rich_help_panel=_PANEL,
     ),
 ]
@@ -43,10 +44,6 @@ CudaGraphs = Annotated[bool, typer.Option(help="Capture decode steps of an engin
 MaxBatchSize = Annotated[int | None, typer.Option(min=1, help="Slots of the cache. Default: one per prompt.", rich_help_panel=_MODEL_PANEL)]
 MaxSequenceLength = Annotated[int | None, typer.Option(min=1, help=MAX_SEQUENCE_LENGTH_HELP, rich_help_panel=_MODEL_PANEL)]
 DTypeOption = Annotated[DTypeName | None, typer.Option("--dtype", metavar="DTYPE", help=DTYPE_HELP, rich_help_panel=_MODEL_PANEL)]
-ATTENTION_HELP = (
-    "native: TensorRT's causal attention (default). mask: the same with an explicit mask, which never reads stale cache rows, as native "
-    "does in TensorRT 11.x because of a defect. plugin: this package's own kernels (head dims 64, 80, 96, 128, 256)."
-)
 AttentionOption = Annotated[Attention | None, typer.Option("--attention", help=ATTENTION_HELP, rich_help_panel=_MODEL_PANEL)]
 
 

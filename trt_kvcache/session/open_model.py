@@ -101,9 +101,11 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
     folder = EngineFolder.open(Path(path))
     config = folder.config
     built_for = config.tensorrt_flavour if options.flavour == "auto" else options.flavour
-    parts = _on_tensorrt(lambda: _tensorrt_parts(folder, _cuda_memory(options), options), (EngineError, CudaError), options, built_for)
-    if parts is not None:
-        return parts
+    if _tries_tensorrt(options, built_for):
+        try:
+            return _tensorrt_parts(folder, _cuda_memory(options), options)
+        except (EngineError, CudaError) as error:
+            _fall_back(options, error)
     with folder.open_checkpoint(_bytes_progress(progress, CHECKING)) as checkpoint:
         running = ReferenceEngine(
             checkpoint,
@@ -147,13 +149,13 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
         cache = _cache_config(model, options, attention)
         width = options.max_prefill_length or min(cache.max_sequence_length, DEFAULT_MAX_PREFILL_LENGTH)
 
-        def built() -> SessionParts:
-            memory = _cuda_memory(options)  # without a GPU, nothing is built
-            return _built_parts(checkpoint.path, cache, memory, options, max_prefill_length=width, attention=attention, progress=progress)
-
-        parts = _on_tensorrt(built, (BuildError, ConfigError, EngineError, CudaError), options, options.flavour)
-        if parts is not None:
-            return parts
+        if _tries_tensorrt(options, options.flavour):
+            build_options = {"max_prefill_length": width, "attention": attention, "progress": progress}
+            try:
+                memory = _cuda_memory(options)  # first: without a GPU, nothing is built
+                return _built_parts(checkpoint.path, cache, memory, options, **build_options)
+            except (BuildError, ConfigError, EngineError, CudaError) as error:
+                _fall_back(options, error)
         running = ReferenceEngine(
             checkpoint,
             kv=cache,
@@ -189,22 +191,25 @@ def why_no_tensorrt(flavour: str, device: int = 0) -> str | None:
     return reason
 
 
-def _on_tensorrt(
-    make: Callable[[], SessionParts], refusals: tuple[type[Exception], ...], options: SessionOptions, flavour: str
-) -> SessionParts | None:
-    """Return what ``make`` opens, or None if the reference engine is to run: with a warning, unless it was asked for."""
-    if options.engine == "reference":
-        return None
-    reason = why_no_tensorrt(flavour, options.device) if options.engine == "auto" else None
-    if reason is None:
-        try:
-            return make()
-        except refusals as error:
-            if options.engine == "tensorrt":
-                raise
-            reason = str(error)
+def _tries_tensorrt(options: SessionOptions, flavour: str) -> bool:
+    """Tell whether to open an engine on TensorRT. If ``auto`` finds that it cannot run here, warn with the reason."""
+    if options.engine != "auto":
+        return options.engine == "tensorrt"
+    reason = why_no_tensorrt(flavour, options.device)
+    if reason is not None:
+        _warn_of_fallback(reason)
+    return reason is None
+
+
+def _fall_back(options: SessionOptions, error: Exception) -> None:
+    """Warn that the reference engine runs because TensorRT failed; raise the error instead if TensorRT was asked for."""
+    if options.engine == "tensorrt":
+        raise error
+    _warn_of_fallback(str(error))
+
+
+def _warn_of_fallback(reason: str) -> None:
     warn_caller(f"running the NumPy reference engine: {reason}", EngineFallbackWarning)
-    return None
 
 
 def _cache_config(model: ModelConfig, options: SessionOptions, attention: Attention) -> KVCacheConfig:

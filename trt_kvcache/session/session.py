@@ -154,10 +154,10 @@ class InferenceSession:
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
-        >>> InferenceSession.open("examples/tiny-llama")
+        >>> InferenceSession.open("examples/tiny-llama")  # doctest: +ELLIPSIS
         Traceback (most recent call last):
             ...
-        trt_kvcache.errors.EngineError: examples/tiny-llama: expected an engine folder
+        trt_kvcache.errors.EngineError: examples/tiny-llama: expected an engine folder, but it has no engine.plan...
         """
         return cls._of(open_engine_folder(folder, SessionOptions(**options), progress=progress))
 

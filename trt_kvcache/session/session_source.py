@@ -73,5 +73,8 @@ class SessionSource:
         ConfigError, CheckpointError, BuildError, EngineError, CudaError
             As ``InferenceSession.open`` and ``InferenceSession.from_model``.
         """
-        opens = InferenceSession.open if is_engine_folder(os.fspath(self.folder)) else InferenceSession.from_model
-        return opens(self.folder, progress=progress, **vars(self.options))
+        folder = os.fspath(self.folder)
+        given = {name: value for name, value in vars(self.options).items() if value is not None}
+        if is_engine_folder(folder):
+            return InferenceSession.open(folder, progress=progress, **given)
+        return InferenceSession.from_model(folder, progress=progress, **given)
