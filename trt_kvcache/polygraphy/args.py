@@ -6,8 +6,7 @@ session, and so a cache, of its own.
 
 from typing import Any, get_args
 
-from polygraphy.tools.args import ModelArgs
-from polygraphy.tools.args import util as args_util
+from polygraphy.tools.args import ModelArgs, util as args_util
 from polygraphy.tools.args.base import BaseArgs, BaseRunnerArgs
 from polygraphy.tools.script import make_invocable
 

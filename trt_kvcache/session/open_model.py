@@ -4,8 +4,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
-from functools import cache as cached
-from functools import partial
+from functools import cache as cached, partial
 from os import PathLike
 from pathlib import Path
 from typing import Any, cast
