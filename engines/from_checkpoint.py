@@ -2,8 +2,7 @@
 
 import os
 
-from trt_kvcache.errors import ConfigError
-from trt_kvcache.polygraphy.network_script import NetworkScript
+from trt_kvcache import ConfigError, NetworkScript
 
 
 def _variable(name: str, default: str | None = None) -> str:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from trt_kvcache.polygraphy.network_script import NetworkScript
+from trt_kvcache import NetworkScript
 
 _RECIPE = NetworkScript(
     Path(__file__).resolve().parents[1] / "examples" / "tiny-llama",

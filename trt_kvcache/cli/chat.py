@@ -6,7 +6,7 @@ from typing import Any
 from trt_kvcache.checkpoint.tokenizer import TOKENIZER_FILE
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.console import complain, messages, note, put
-from trt_kvcache.cli.sampling_flags import MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
+from trt_kvcache.cli.sampling_flags import MaxNewTokens, MinP, SamplingFlags, Seed, Stop, Temperature, TopK, TopP
 from trt_kvcache.cli.session_notes import note_statistics, warn_of_full_cache
 from trt_kvcache.errors import CapacityError, ConfigError, KVCacheError
 from trt_kvcache.generation.prompts import Prompt
@@ -35,11 +35,27 @@ def chat(
 
     Only what is new in a turn is run: what the cache holds of the conversation is kept.
     """
-    options = sampling_options(locals())
+    options = SamplingFlags(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=stop,
+    ).options()
     if folder.is_dir() and not (folder / TOKENIZER_FILE).is_file():
         raise ConfigError(f"{folder}: chat needs a {TOKENIZER_FILE}. `trt-kvcache generate --prompt-ids` works on token ids.")
-    source = session_flags.session_source(locals(), slots=1)
-    with session_flags.open_session(source) as session:
+    flags = session_flags.SessionFlags(
+        folder=folder,
+        engine=engine,
+        flavour=flavour,
+        cuda_graphs=cuda_graphs,
+        max_sequence_length=max_sequence_length,
+        dtype=dtype,
+        attention=attention,
+    )
+    with session_flags.open_session(flags.source(slots=1)) as session:
         Conversation(session, options).run()
 
 

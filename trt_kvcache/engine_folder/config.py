@@ -203,7 +203,7 @@ def _check_consistency(config: EngineConfig) -> None:
         raise EngineError(f"tensors: expected {len(wanted_tensors)} by model and kv_cache, got {len(config.tensors)}.")
     for wanted_spec, spec in zip(wanted_tensors, config.tensors, strict=True):
         if wanted_spec != spec:
-            raise EngineError(f"tensor `{spec.name}`: expected {describe(wanted_spec)} by model and kv_cache, got {describe(spec)}.")
+            raise EngineError(f"tensor `{spec.name}`: expected {wanted_spec.describe()} by model and kv_cache, got {spec.describe()}.")
     _check_segments(config)
 
 
@@ -251,9 +251,3 @@ def _check_profiles(config: EngineConfig) -> None:
             if got[name] != value:
                 source = " by kv_cache" if name == "max_batch" else ""
                 raise EngineError(f"profile {wanted['name']}: expected {name} {value}{source}, got {got[name]}.")
-
-
-def describe(spec: TensorSpec) -> str:
-    """Return a tensor in words, for messages."""
-    alias = f" in place of `{spec.alias}`" if spec.alias else ""
-    return f"{spec.mode.value} `{spec.name}` {spec.dtype} {spec.shape}{alias}"
