@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from trt_kvcache.builder.recipe import Recipe
+from trt_kvcache import NetworkScript
 
-_RECIPE = Recipe(
+_RECIPE = NetworkScript(
     Path(__file__).resolve().parents[1] / "examples" / "tiny-llama",
     max_batch_size=4,
     max_sequence_length=256,

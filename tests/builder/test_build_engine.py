@@ -16,7 +16,7 @@ import pytest
 
 from tests.helpers.small_model import write_model
 from tests.paths import GOLDEN, SHIPPED
-from trt_kvcache.builder import build_engine as builder
+from trt_kvcache.builder import build_engine as builder, serialization
 from trt_kvcache.builder.build_engine import BuildReport, build_engine
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.checkpoint import Checkpoint
@@ -72,53 +72,21 @@ def test_every_family_and_dtype_builds(built: Any, family: str, dtype: str, atte
 
 @pytest.mark.trt
 def test_profiles_that_tensorrt_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    shapes: list[dict[str, Any]] = []
-    original = builder._add_profile
-
-    def recording(definition: Any, config: Any, profile: Any, messages: Any) -> None:
-        made: dict[str, Any] = {}
-        shapes.append(made)
-        create = definition.builder.create_optimization_profile
-
-        class Recorder:
-            def __init__(self) -> None:
-                self.profile = create()
-
-            def set_shape(self, name: str, *sizes: Any) -> None:
-                self.profile.set_shape(name, *sizes)
-                made[name] = sizes
-
-            def __bool__(self) -> bool:
-                return bool(self.profile)
-
-        class Builder:
-            create_optimization_profile = staticmethod(Recorder)
-
-        class Config:
-            @staticmethod
-            def add_optimization_profile(recorder: Recorder) -> int:
-                index = config.add_optimization_profile(recorder.profile)
-                assert index == len(shapes) - 1
-                return int(index)
-
-        class Definition:
-            builder = Builder
-            tensors, names = definition.tensors, definition.names
-
-        original(Definition, Config, profile, messages)
-
-    monkeypatch.setattr(builder, "_add_profile", recording)
+    profile, seen = load("tensorrt_rtx").module.IOptimizationProfile, []
+    real = profile.set_shape
+    monkeypatch.setattr(profile, "set_shape", lambda self, *given: seen.append((self, *given)) or real(self, *given))
     build_engine(write_model(tmp_path / "model"), tmp_path / "engine", **SIZES)
     cache = ((1, 2, 38, 24), (3, 2, 38, 24), (3, 2, 38, 24))
     common = {"kvcache_start_index": ((1,), (3,), (3,)), "last_token_ids": ((1, 1), (3, 1), (3, 1)), "k_cache_0": cache, "v_cache_0": cache}
-    assert shapes == [
-        {"input_ids": ((1, 1), (3, 11), (3, 11)), **common},
-        {"input_ids": ((1, 1), (3, 1), (3, 1)), **common},
-    ]
+    shapes = [{name: tuple(given) for by, name, *given in seen if by is each} for each in dict.fromkeys(by for by, *_ in seen)]
+    assert shapes == [{"input_ids": ((1, 1), (3, width), (3, width)), **common} for width in (11, 1)]
 
 
 @pytest.mark.trt
-@pytest.mark.parametrize(("version", "attention", "kind"), [("10.16.0", "native", "attention_v2"), ("10.15.1", "mask", "attention")])
+@pytest.mark.parametrize(
+    ("version", "attention", "kind"),
+    [("11.0.0", "native", "attention_v2"), ("11.0.0", "mask", "attention_v2"), ("10.16.1", "mask", "attention")],
+)
 def test_network_for_full_tensorrt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, attention: str, kind: str) -> None:
     """TensorRT for RTX under the name of full TensorRT: the same network API, asked for strong types and, if old, without v2."""
     rtx = load("tensorrt_rtx")
@@ -235,10 +203,11 @@ def test_rebuild_replaces_an_engine_folder(tmp_path: Path) -> None:
 @pytest.mark.trt
 def test_error_of_tensorrt_has_its_text_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, place = write_model(tmp_path / "model", num_attention_heads=2), tmp_path / "place"
-    from trt_kvcache.builder.network import decoder
-    from trt_kvcache.builder.network.decomposable import AttentionChoice
 
-    monkeypatch.setattr(decoder, "choose", lambda layer, variant, **_: AttentionChoice(layer=layer, variant=variant, decomposable=False))
+    def fused(layer: int, variant: str, **_: Any) -> AttentionLayerConfig:
+        return AttentionLayerConfig(layer=layer, variant=variant, decomposable=False)
+
+    monkeypatch.setattr(decoder, "attention_layer_config", fused)
     with pytest.raises(BuildError, match=r"the engine could not be built. TensorRT says: .*not supported by a dedicated kernel") as raised:
         build_engine(model, place / "engine", **SIZES)
     assert "cudaError" not in str(raised.value)
@@ -261,8 +230,8 @@ def test_error_in_the_network_names_the_layer_and_not_the_missing_gpu(tmp_path: 
 
 @pytest.mark.trt
 def test_profile_that_tensorrt_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = builder.input_shape
-    monkeypatch.setattr(builder, "input_shape", lambda spec, names, batch, width: tuple(-size for size in real(spec, names, batch, width)))
+    real = serialization.shape_at
+    monkeypatch.setattr(serialization, "shape_at", lambda shape, batch, width: tuple(-size for size in real(shape, batch, width)))
     with pytest.raises(BuildError, match=r"optimisation profile prefill: TensorRT refused it. TensorRT says: "):
         build_engine(write_model(tmp_path / "model"), tmp_path / "engine", **SIZES)
     assert os.listdir(tmp_path) == ["model"]
@@ -317,7 +286,7 @@ def test_model_refused_before_a_network(tmp_path: Path, monkeypatch: pytest.Monk
     def unreachable(*arguments: Any, **options: Any) -> None:
         raise AssertionError("a network was made")
 
-    monkeypatch.setattr(builder, "Graph", unreachable)
+    monkeypatch.setattr(definition, "Graph", unreachable)
     model = write_model(tmp_path / "model", **change)
     with pytest.raises(ConfigError, match=message):
         build_engine(model, tmp_path / "engine", **SIZES)

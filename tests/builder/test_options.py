@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -94,11 +95,16 @@ def test_cache_of_a_model() -> None:
     assert BuildOptions(**GOOD).cache_for(MODEL).dtype == "float16"  # the checkpoint's
 
 
-def test_native_attention_needs_a_newer_tensorrt() -> None:
-    with pytest.raises(ConfigError, match=r"attention: expected mask, got native: TensorRT 10\.15\.2 has no causal attention over a cache"):
-        BuildOptions(**GOOD).check_tensorrt(full_tensorrt("10.15.2"))
+@pytest.mark.parametrize("version", ["10.15.2", "10.16.1"])
+def test_native_attention_needs_a_newer_tensorrt(version: str) -> None:
+    message = f"attention: expected mask, got native: TensorRT {version} has no causal attention over a cache (11.0 has)."
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        BuildOptions(**GOOD).check_tensorrt(full_tensorrt(version))
+
+
+def test_versions_that_have_what_the_options_ask_for() -> None:
     BuildOptions(**GOOD, attention="mask").check_tensorrt(full_tensorrt("10.15.2"))
-    BuildOptions(**GOOD).check_tensorrt(full_tensorrt("10.16.0"))
+    BuildOptions(**GOOD).check_tensorrt(full_tensorrt("11.0.0"))
 
 
 def test_full_tensorrt_builds_for_the_gpu_at_hand() -> None:

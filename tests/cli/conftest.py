@@ -6,8 +6,9 @@ import io
 import json
 import re
 import shutil
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tests.paths import ROOT
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.cli import main
 from trt_kvcache.errors import CudaError
-from trt_kvcache.session import opening
+from trt_kvcache.session import open_model
 
 SHIPPED = ROOT / "examples" / "tiny-llama"
 GOLDEN = ROOT / "tests" / "golden"
@@ -67,13 +68,21 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return run_here
 
 
+@pytest.fixture(autouse=True)
+def ctrl_c_arrives() -> Iterator[None]:
+    """Have Ctrl-C raise KeyboardInterrupt, also where a shell that runs the tests in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.fixture
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(device: int, **_: object) -> None:
         raise CudaError(f"CudaMemory: {NO_GPU}.")
 
-    monkeypatch.setattr(opening, "find_gpu", lambda device: f"{NO_GPU}.")
-    monkeypatch.setattr(opening, "CudaMemory", refuse)
+    monkeypatch.setattr(open_model, "find_gpu", lambda device: f"{NO_GPU}.")
+    monkeypatch.setattr(open_model, "CudaMemory", refuse)
 
 
 @pytest.fixture

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.engine_files import make_engine_folder
-from trt_kvcache.builder.network.decomposable import AttentionChoice
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.cli.console import size
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 
 from .conftest import CACHE_NBYTES, CONFIG, SHIPPED, TOKEN_NBYTES, Run
 
@@ -47,8 +47,8 @@ def test_profiles(run: Run, engine: Path):
 
 def test_attention_names_the_layers_that_are_decomposable_and_why(run: Run, model: Path, tmp_path: Path):
     choices = (
-        AttentionChoice(layer=0, variant="native", decomposable=False),
-        AttentionChoice(layer=1, variant="native", decomposable=True, reason="float32 has no fused kernel"),
+        AttentionLayerConfig(layer=0, variant="native", decomposable=False),
+        AttentionLayerConfig(layer=1, variant="native", decomposable=True, reason="float32 has no fused kernel"),
     )
     engine = make_engine_folder(model, tmp_path / "engine", attention=choices).path
     expected = [["0", "native", "no"], ["1", "native", "yes: float32 has no fused kernel"]]

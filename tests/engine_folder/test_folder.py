@@ -14,8 +14,8 @@ import pytest
 
 from tests.helpers.engine_files import PLAN, make_config, make_engine_folder
 from tests.helpers.small_model import write_model
-from trt_kvcache.builder.network.decomposable import AttentionChoice
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.config import EngineConfig
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CheckpointError, EngineError
@@ -51,8 +51,8 @@ def test_written_and_read_back(folder: EngineFolder) -> None:
 
 def test_every_kind_of_value_survives(model: Path, tmp_path: Path) -> None:
     choices = (
-        AttentionChoice(layer=0, variant="mask", decomposable=True, reason="no fused kernel"),
-        AttentionChoice(layer=1, variant="mask", decomposable=False),
+        AttentionLayerConfig(layer=0, variant="mask", decomposable=True, reason="no fused kernel"),
+        AttentionLayerConfig(layer=1, variant="mask", decomposable=False),
     )
     written = make_engine_folder(model, tmp_path / "engine", attention=choices, compute_capabilities=("8.6", "12.0"), embedded=True).config
     read = EngineFolder.open(tmp_path / "engine").config

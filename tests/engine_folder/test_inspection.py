@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.engine_files import PLAN, make_engine_folder
 from tests.helpers.small_model import write_model
-from trt_kvcache.builder.network.decomposable import AttentionChoice
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.inspection import inspect_engine
 from trt_kvcache.errors import EngineError
 
@@ -18,8 +18,8 @@ from trt_kvcache.errors import EngineError
 def test_inspection(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", num_hidden_layers=2)
     choices = (
-        AttentionChoice(layer=0, variant="native", decomposable=False),
-        AttentionChoice(layer=1, variant="native", decomposable=True, reason="because"),
+        AttentionLayerConfig(layer=0, variant="native", decomposable=False),
+        AttentionLayerConfig(layer=1, variant="native", decomposable=True, reason="because"),
     )
     make_engine_folder(model, tmp_path / "engine", attention=choices, compute_capabilities=("8.9",))
     found = inspect_engine(tmp_path / "engine")

@@ -7,9 +7,9 @@ import enum
 from types import SimpleNamespace
 
 from tests.helpers.tensorrt_modules import FakeLogger
+from trt_kvcache.engine.decoder_tensors import shape_at
 from trt_kvcache.engine.protocol import TensorMode
-from trt_kvcache.memory.host import HostMemory
-from trt_kvcache.ops.segments import shape_at
+from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.trt.log import TensorRTLog
 from trt_kvcache.trt.module import TensorRT
 

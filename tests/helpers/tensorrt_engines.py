@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from tests.helpers.fake_tensorrt import FakeStream
+from trt_kvcache.engine.decoder_tensors import shape_at
 from trt_kvcache.engine.protocol import TensorMode
-from trt_kvcache.ops.segments import shape_at
-from trt_kvcache.trt import execution, tensorrt_engine
+from trt_kvcache.trt import engine_sources, loaded_plan, tensorrt_engine
 
 # The engine of ``small_model``: H=2, S=38, D=24, 37 tokens, B=3, prefill up to 11.
 H, S, D, VOCAB, BATCH, PREFILL = 2, 38, 24, 37, 3, 11
@@ -17,8 +17,9 @@ IDENTITY = ("GPU", "uuid", "8.9", "13000")
 def install(fake, monkeypatch, caches, flavour="tensorrt_rtx"):
     """Make ``load`` give this TensorRT; return the list of flavours that it is asked for."""
     loaded, asked = fake.tensorrt(flavour), []
-    monkeypatch.setattr(tensorrt_engine, "load", lambda wanted: asked.append(wanted) or loaded)
-    monkeypatch.setattr(execution, "gpu_identity", lambda device: IDENTITY)
+    for module in (engine_sources, tensorrt_engine):
+        monkeypatch.setattr(module, "load", lambda wanted: asked.append(wanted) or loaded)
+    monkeypatch.setattr(loaded_plan, "gpu_identity", lambda device: IDENTITY)
     monkeypatch.setenv("XDG_CACHE_HOME", str(caches))
     return asked
 

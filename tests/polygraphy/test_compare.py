@@ -13,7 +13,7 @@ from trt_kvcache.polygraphy.comparison import Comparison, comparison_lines
 from trt_kvcache.polygraphy.difference import Difference
 from trt_kvcache.polygraphy.runner import RecomputeRunner, SessionRunner
 from trt_kvcache.session.session import InferenceSession
-from trt_kvcache.session.source import SessionSource
+from trt_kvcache.session.session_source import SessionSource
 
 MODEL = GOLDEN / "qwen3-sharded"  # 2 layers, 2 KV heads of 24, vocabulary of 79
 SIZES: dict[str, Any] = {"max_batch_size": 3, "max_sequence_length": 16, "max_prefill_length": 8}

@@ -17,7 +17,7 @@ from trt_kvcache.polygraphy.feeds import greedy_feeds, make_feed
 from trt_kvcache.polygraphy.live_rows import live_rows
 from trt_kvcache.polygraphy.runner import RecomputeRunner, ReferenceRunner, SessionRunner
 from trt_kvcache.session.session import InferenceSession
-from trt_kvcache.session.source import SessionSource
+from trt_kvcache.session.session_source import SessionSource
 
 MODEL = GOLDEN / "qwen3-sharded"  # 2 layers, 2 KV heads of 24, vocabulary of 79
 SIZES: dict[str, Any] = {"max_batch_size": 3, "max_sequence_length": 16, "max_prefill_length": 5, "dtype": "float32"}

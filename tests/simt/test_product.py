@@ -13,7 +13,7 @@ import pytest
 from tests.kernels.attention import DECODE_CASES, GRID, PREFILL_CASES
 from tests.simt import run
 from tests.simt.standin import need_compiler
-from trt_kvcache.kernels.attention_tiles import attention_names, macros_of
+from trt_kvcache.kernels.attention_tiles import attention_tensor_names, macros_of
 from trt_kvcache.kernels.sources import cubin_name, source_folder, source_names
 
 need_compiler()
@@ -55,7 +55,7 @@ def test_nothing_is_found_in_attention(sanitizer, tests, cases):
 
 @pytest.mark.slow
 def test_grid_of_attention():
-    forms = [name.partition("-")[2] for name in attention_names("attention_decode")]
+    forms = [name.partition("-")[2] for name in attention_tensor_names("attention_decode")]
     result = run_tests(run.build_cubins("none", forms), "none", f"tests/kernels/{ATTENTION}.py", "-m", "device", "-k", "test_grid")
     assert count_passed(result) == len(GRID)
 

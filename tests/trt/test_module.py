@@ -11,9 +11,12 @@ from typing import Any
 import pytest
 
 from tests.helpers.tensorrt_modules import fake_module
+from trt_kvcache.engine.attention_variants import attention_variant
 from trt_kvcache.errors import BuildError, DTypeError, EngineError
 from trt_kvcache.trt import module as trt_module
 from trt_kvcache.trt.module import load
+
+NATIVE = attention_variant("native")
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +56,10 @@ def test_unknown_flavour(installed: Any) -> None:
 
 
 def test_full_tensorrt_comes_first(installed: Any) -> None:
-    full, rtx = fake_module("10.16.1"), fake_module("1.7.1")
+    full, rtx = fake_module("11.0.0"), fake_module("1.7.1")
     installed(tensorrt=full, tensorrt_rtx=rtx)
     found = load()
-    assert (found.module, found.flavour, found.version, found.is_rtx) == (full, "tensorrt", "10.16.1", False)
+    assert (found.module, found.flavour, found.version, found.is_rtx) == (full, "tensorrt", "11.0.0", False)
     found = load("tensorrt_rtx")
     assert (found.module, found.flavour, found.is_rtx) == (rtx, "tensorrt_rtx", True)
     assert load("tensorrt_rtx") is found  # one logger per module
@@ -72,36 +75,38 @@ def test_full_tensorrt_that_cannot_start_gives_way(installed: Any) -> None:
 def test_full_tensorrt_that_is_too_old_gives_way(installed: Any) -> None:
     installed(tensorrt=fake_module("10.2.0.34"), tensorrt_rtx=fake_module("1.7.1"))
     assert load().flavour == "tensorrt_rtx"
-    with pytest.raises(EngineError, match=r"tensorrt: version 10\.2\.0\.34 is too old\. Expected 10\.16 or newer, or 10\.3 for plugin"):
+    with pytest.raises(EngineError, match=r"tensorrt: version 10\.2\.0\.34 is too old\. Expected 11\.0 or newer, or 10\.3 for plugin"):
         load("tensorrt")
 
 
-@pytest.mark.parametrize(("version", "native"), [("10.15.0", False), ("10.16.0", True), ("11.0.0", True), ("10.15.1.29", False)])
+@pytest.mark.parametrize(("version", "native"), [("10.15.1.29", False), ("10.16.1.11", False), ("11.0.0", True), ("11.4.0", True)])
 def test_native_attention_by_version(installed: Any, version: str, native: bool) -> None:
     installed(tensorrt=fake_module(version))
-    assert load("tensorrt").has_native_attention is native
+    assert load("tensorrt").supports(NATIVE) is native
 
 
 @pytest.mark.parametrize(("version", "has"), [("10.16.0", True), ("10.15.1.29", True), ("10.14.1", False), ("10.3.0", False)])
-def test_kv_update_by_version(installed: Any, version: str, has: bool) -> None:
+def test_masked_attention_by_version(installed: Any, version: str, has: bool) -> None:
     installed(tensorrt=fake_module(version))
-    assert load("tensorrt").has_kv_update is has
+    assert load("tensorrt").supports(attention_variant("mask")) is has
 
 
-def test_auto_takes_an_old_full_tensorrt_where_there_is_nothing_else(installed: Any) -> None:
-    installed(tensorrt=fake_module("10.3.0"))
-    assert str(load()) == "tensorrt 10.3.0"
+@pytest.mark.parametrize("version", ["10.3.0", "10.16.1"])
+def test_auto_takes_an_older_full_tensorrt_where_there_is_nothing_else(installed: Any, version: str) -> None:
+    installed(tensorrt=fake_module(version))
+    assert str(load()) == f"tensorrt {version}"
 
 
-def test_auto_prefers_rtx_to_a_full_tensorrt_without_the_cache_layer(installed: Any) -> None:
-    installed(tensorrt=fake_module("10.3.0"), tensorrt_rtx=fake_module("1.7.1"))
+@pytest.mark.parametrize("version", ["10.3.0", "10.16.1"])
+def test_auto_prefers_rtx_to_a_full_tensorrt_without_native_attention(installed: Any, version: str) -> None:
+    installed(tensorrt=fake_module(version), tensorrt_rtx=fake_module("1.7.1"))
     assert load().flavour == "tensorrt_rtx"
     assert load("tensorrt").flavour == "tensorrt"
 
 
 def test_native_attention_in_rtx(installed: Any) -> None:
     installed(tensorrt_rtx=fake_module("1.7.1"))
-    assert load().has_native_attention
+    assert load().supports(NATIVE)
 
 
 def test_module_that_is_not_tensorrt(installed: Any) -> None:

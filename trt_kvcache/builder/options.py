@@ -10,7 +10,7 @@ from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.dtypes import MODEL_DTYPES
-from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS
+from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant
 from trt_kvcache.engine.decoder_tensors import cache_config
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError, EngineError
@@ -124,14 +124,13 @@ class BuildOptions:
 
     def check_tensorrt(self, tensorrt: TensorRT) -> None:
         """Check that this TensorRT can do what is asked for. Raises :class:`ConfigError`."""
-        if self.attention != "plugin" and not tensorrt.has_kv_update:
-            raise ConfigError(
-                f"attention: expected plugin, got {self.attention}: TensorRT {tensorrt.version} has no KVCacheUpdate (10.15 has)."
-            )
-        if self.attention == "native" and not tensorrt.has_native_attention:
-            raise ConfigError(
-                f"attention: expected mask, got native: TensorRT {tensorrt.version} has no causal attention over a cache (10.16 has)."
-            )
+        for name, served in (("mask", "plugin"), ("native", "mask")):  # native needs what mask needs, and more
+            variant = attention_variant(name)
+            if self.attention in ("native", name) and not tensorrt.supports(variant):
+                raise ConfigError(
+                    f"attention: expected {served}, got {self.attention}: TensorRT {tensorrt.version} has no {variant.needs} "
+                    f"({variant.first_release} has)."
+                )
         if self.attention == "plugin" and not tensorrt.is_rtx:
             try:
                 check_plugins(tensorrt)

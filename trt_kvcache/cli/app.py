@@ -22,7 +22,7 @@ from trt_kvcache.cli.inspect import inspect
 from trt_kvcache.cli.memory import memory
 from trt_kvcache.cli.serve_file import serve_file
 from trt_kvcache.errors import KVCacheError
-from trt_kvcache.session.opening import EngineFallbackWarning
+from trt_kvcache.session.open_model import EngineFallbackWarning
 
 NAME = "trt-kvcache"
 

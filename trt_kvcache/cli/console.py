@@ -9,8 +9,7 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from rich.table import Table
 from rich.text import Text
 
-from trt_kvcache.builder.build_engine import BUILDING
-from trt_kvcache.builder.build_engine import Progress as ProgressCallback
+from trt_kvcache.builder.build_engine import BUILDING, Progress as ProgressCallback
 from trt_kvcache.cli.interrupt import held_interrupts
 
 _WIDTH_OF_A_PIPE = 160

@@ -10,42 +10,21 @@ from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache._version import __version__
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.checkpoint import ModelConfig
-from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, AttentionChoice
+from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, AttentionLayerConfig
 from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
+from trt_kvcache.engine_folder.decoder_segments import decoder_stages
+from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, tensor_from_dict
 from trt_kvcache.errors import EngineError, KVCacheError
-from trt_kvcache.ops.segments import decoder_steps, serves
-from trt_kvcache.ops.segments_record import FileRecord, SegmentsRecord, tensor_from_dict
+from trt_kvcache.ops.segments import can_replace
 
 _Record = TypeVar("_Record")
 
 #: Format of ``config.json`` that this package writes; it reads this one and older ones.
 FORMAT = 2
 _FIRST_WITH_SEGMENTS = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class CheckpointRecord:
-    """The checkpoint an engine was built from.
-
-    Parameters
-    ----------
-    path : str
-        Absolute.
-    fingerprint : str
-        :meth:`trt_kvcache.checkpoint.Checkpoint.fingerprint`.
-    nbytes : int
-        Bytes of its weights.
-    embedded : bool
-        Whether the folder holds a copy.
-    """
-
-    path: str
-    fingerprint: str
-    nbytes: int
-    embedded: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +42,7 @@ class EngineConfig:
         Inputs, then outputs.
     profiles : tuple of EngineProfile
         For prefill, then for decode: :func:`trt_kvcache.engine.decoder_tensors.decoder_profiles`.
-    attention : tuple of AttentionChoice
+    attention : tuple of AttentionLayerConfig
         Per layer.
     tensorrt_flavour, tensorrt_version : str
     compute_capabilities : tuple of str, or None
@@ -82,7 +61,7 @@ class EngineConfig:
     names: TensorNames
     tensors: tuple[TensorSpec, ...]
     profiles: tuple[EngineProfile, ...]
-    attention: tuple[AttentionChoice, ...]
+    attention: tuple[AttentionLayerConfig, ...]
     tensorrt_flavour: str
     tensorrt_version: str
     compute_capabilities: tuple[str, ...] | None
@@ -142,7 +121,7 @@ class EngineConfig:
                 names=TensorNames(**data["names"]),
                 tensors=tuple(map(tensor_from_dict, data["tensors"])),
                 profiles=_records(EngineProfile, "profiles", data["profiles"]),
-                attention=_records(AttentionChoice, "attention", data["attention"], low=0),
+                attention=_records(AttentionLayerConfig, "attention", data["attention"], low=0),
                 tensorrt_flavour=_typed("tensorrt.flavour", data["tensorrt"]["flavour"], str),
                 tensorrt_version=_typed("tensorrt.version", data["tensorrt"]["version"], str),
                 compute_capabilities=None if capabilities is None else _texts("compute_capabilities", capabilities),
@@ -224,7 +203,7 @@ def _check_consistency(config: EngineConfig) -> None:
         raise EngineError(f"tensors: expected {len(wanted_tensors)} by model and kv_cache, got {len(config.tensors)}.")
     for wanted_spec, spec in zip(wanted_tensors, config.tensors, strict=True):
         if wanted_spec != spec:
-            raise EngineError(f"tensor `{spec.name}`: expected {describe(wanted_spec)} by model and kv_cache, got {describe(spec)}.")
+            raise EngineError(f"tensor `{spec.name}`: expected {wanted_spec.describe()} by model and kv_cache, got {spec.describe()}.")
     _check_segments(config)
 
 
@@ -239,11 +218,11 @@ def _check_segments(config: EngineConfig) -> None:
         )
     if config.segments is None:
         return
-    expected = decoder_steps(config.model, config.cache, config.names)
-    if len(expected) != len(config.segments.steps):
-        raise EngineError(f"segments.steps: expected {len(expected)} by model and kv_cache, got {len(config.segments.steps)}.")
-    for index, (wanted, got) in enumerate(zip(expected, config.segments.steps, strict=True)):
-        if not serves(got, wanted):
+    expected = decoder_stages(config.model, config.cache, config.names)
+    if len(expected) != len(config.segments.stages):
+        raise EngineError(f"segments.steps: expected {len(expected)} by model and kv_cache, got {len(config.segments.stages)}.")
+    for index, (wanted, got) in enumerate(zip(expected, config.segments.stages, strict=True)):
+        if not can_replace(got, wanted):
             raise EngineError(f"segments.steps[{index}]: expected {wanted} by model and kv_cache, got {got}.")
     _, end = config.segments.spans[-1]
     if end != config.plan.nbytes:
@@ -272,9 +251,3 @@ def _check_profiles(config: EngineConfig) -> None:
             if got[name] != value:
                 source = " by kv_cache" if name == "max_batch" else ""
                 raise EngineError(f"profile {wanted['name']}: expected {name} {value}{source}, got {got[name]}.")
-
-
-def describe(spec: TensorSpec) -> str:
-    """Return a tensor in words, for messages."""
-    alias = f" in place of `{spec.alias}`" if spec.alias else ""
-    return f"{spec.mode.value} `{spec.name}` {spec.dtype} {spec.shape}{alias}"

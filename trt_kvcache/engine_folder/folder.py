@@ -23,14 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache._util.new_folder import new_folder
+from trt_kvcache._util.atomic_folder import atomic_folder
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.checkpoint import COMPANION_FILES
 from trt_kvcache.checkpoint.weight_file import WeightFile
 from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.decoder_segments import decoder_constants
+from trt_kvcache.engine_folder.records import FileRecord
 from trt_kvcache.errors import CheckpointError, ConfigError, EngineError
-from trt_kvcache.ops.segments import decoder_constants
-from trt_kvcache.ops.segments_record import FileRecord
 
 PLAN_FILE = "engine.plan"
 CONFIG_FILE = "config.json"
@@ -220,7 +220,7 @@ def write_engine_folder(
     constants : bytes, optional
         A safetensors file.
     """
-    with new_folder(target) as folder:
+    with atomic_folder(target) as folder:
         with (folder / PLAN_FILE).open("wb") as plan_file:
             for plan in plans:
                 plan_file.write(memoryview(plan))

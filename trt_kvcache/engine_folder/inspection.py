@@ -7,11 +7,10 @@ from pathlib import Path
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory
 from trt_kvcache.checkpoint import ModelConfig
-from trt_kvcache.engine.attention_variants import AttentionChoice
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
-from trt_kvcache.engine_folder.config import CheckpointRecord
 from trt_kvcache.engine_folder.folder import EngineFolder
-from trt_kvcache.ops.segments_record import SegmentsRecord
+from trt_kvcache.engine_folder.records import CheckpointRecord, SegmentsRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,7 @@ class EngineInspection:
     tensors : tuple of TensorSpec
         With shapes, dtypes, modes and aliases.
     profiles : tuple of EngineProfile
-    attention : tuple of AttentionChoice
+    attention : tuple of AttentionLayerConfig
         Per layer: variant, whether it was made decomposable, and why.
     plan_nbytes : int
         Of the serialised engine, or of those of all segments.
@@ -53,14 +52,14 @@ class EngineInspection:
     cache: KVCacheConfig
     tensors: tuple[TensorSpec, ...]
     profiles: tuple[EngineProfile, ...]
-    attention: tuple[AttentionChoice, ...]
+    attention: tuple[AttentionLayerConfig, ...]
     plan_nbytes: int
     memory: MemoryEstimate
     checkpoint: CheckpointRecord
     segments: SegmentsRecord | None
 
     @property
-    def decomposable_layers(self) -> tuple[AttentionChoice, ...]:
+    def decomposable_layers(self) -> tuple[AttentionLayerConfig, ...]:
         """The layers whose attention may run as plain layers instead of a fused kernel."""
         return tuple(choice for choice in self.attention if choice.decomposable)
 

@@ -101,7 +101,7 @@ def prefill_form(head_dim: int, arch: str, *, short: bool) -> tuple[int, int, in
 _TILES = {"attention_decode": decode_tiles, "attention_prefill": prefill_tiles}
 
 
-def attention_names(source: str) -> list[str]:
+def attention_tensor_names(source: str) -> list[str]:
     """Return what one source is compiled to: a name for each dtype and head dim; itself alone where it is no attention kernel."""
     if source not in _TILES:
         return [source]

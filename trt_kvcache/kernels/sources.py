@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 from trt_kvcache.errors import CudaError
-from trt_kvcache.kernels.attention_tiles import attention_names, macros_of
+from trt_kvcache.kernels.attention_tiles import attention_tensor_names, macros_of
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -30,7 +30,7 @@ def source_folder() -> Path:
 
 def source_names() -> list[str]:
     """Return the names of all that is compiled: of each CUDA source without ``.cu``, attention once for each dtype and head dim."""
-    return sorted(name for path in source_folder().glob("*.cu") for name in attention_names(path.stem))
+    return sorted(name for path in source_folder().glob("*.cu") for name in attention_tensor_names(path.stem))
 
 
 def source_path(name: str) -> Path:

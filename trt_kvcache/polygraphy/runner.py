@@ -21,7 +21,7 @@ from trt_kvcache.errors import ClosedError, ShapeError
 from trt_kvcache.polygraphy.feeds import FEED_INPUTS, INPUT_IDS, complete_feed, read_feed
 from trt_kvcache.polygraphy.live_rows import live_rows
 from trt_kvcache.session.session import InferenceSession
-from trt_kvcache.session.source import SessionSource
+from trt_kvcache.session.session_source import SessionSource
 
 Arrays = np.ndarray[Any, Any]
 
@@ -160,7 +160,7 @@ class ReferenceRunner(SessionRunner):
     name : str, optional
     live_rows : bool
     **options
-        See :class:`~trt_kvcache.session.source.SessionSource`.
+        See :class:`~trt_kvcache.session.session_source.SessionSource`.
     """
 
     _PREFIX = "kvcache-reference"

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.helpers.small_model import write_model
-from trt_kvcache.builder.build_engine import define_decoder, serialize
+from trt_kvcache.builder.definition import define_decoder
 from trt_kvcache.builder.network import decoder
-from trt_kvcache.builder.network.decomposable import AttentionChoice, choose
+from trt_kvcache.builder.network.decomposable import attention_layer_config
 from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.serialization import serialize
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.errors import BuildError
 from trt_kvcache.trt.module import TensorRT
 
@@ -19,8 +22,8 @@ FUSED = {"dtype": "float16", "num_attention_heads": 4, "head_dim": 24, "min_batc
 
 
 def test_fused_at_the_limits() -> None:
-    assert choose(3, "mask", **FUSED) == AttentionChoice(layer=3, variant="mask", decomposable=False, reason="")
-    assert not choose(0, "native", **{**FUSED, "num_attention_heads": 2, "min_batch_size": 2}).decomposable
+    assert attention_layer_config(3, "mask", **FUSED) == AttentionLayerConfig(layer=3, variant="mask", decomposable=False, reason="")
+    assert not attention_layer_config(0, "native", **{**FUSED, "num_attention_heads": 2, "min_batch_size": 2}).decomposable
 
 
 @pytest.mark.parametrize(
@@ -32,7 +35,7 @@ def test_fused_at_the_limits() -> None:
     ],
 )
 def test_decomposable_beyond_them(change: dict, reason: str) -> None:
-    choice = choose(0, "native", **{**FUSED, **change})
+    choice = attention_layer_config(0, "native", **{**FUSED, **change})
     assert choice.decomposable
     assert choice.reason == reason
 
@@ -60,7 +63,10 @@ def test_what_is_chosen_builds(rtx: TensorRT, tmp_path: Path, heads: int, length
 def test_what_is_made_decomposable_would_be_refused_otherwise(
     rtx: TensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, heads: int, length: int, dtype: str, attention: str
 ) -> None:
-    monkeypatch.setattr(decoder, "choose", lambda layer, variant, **_: AttentionChoice(layer=layer, variant=variant, decomposable=False))
+    def fused(layer: int, variant: str, **_: Any) -> AttentionLayerConfig:
+        return AttentionLayerConfig(layer=layer, variant=variant, decomposable=False)
+
+    monkeypatch.setattr(decoder, "attention_layer_config", fused)
     changes = {"num_attention_heads": heads, "num_key_value_heads": 1, "max_position_embeddings": 1 << 15, "torch_dtype": dtype}
     with pytest.raises(BuildError, match=r"the engine could not be built. TensorRT says: .*not supported by a dedicated kernel"):
         build(rtx, write_model(tmp_path / "model", **changes), length, attention)

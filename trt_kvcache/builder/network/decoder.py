@@ -4,20 +4,20 @@ from collections.abc import Callable
 from typing import Any
 
 from trt_kvcache.builder.network import head
-from trt_kvcache.builder.network.attention import AttentionContext
+from trt_kvcache.builder.network.attention_lowering import PluginLayerLowering, SegmentCutLowering
 from trt_kvcache.builder.network.causal_mask import causal_mask
 from trt_kvcache.builder.network.decoder_layer import decoder_layer
-from trt_kvcache.builder.network.decomposable import choose
+from trt_kvcache.builder.network.decomposable import attention_layer_config
 from trt_kvcache.builder.network.graph import Graph
-from trt_kvcache.builder.network.lengths import step_lengths
-from trt_kvcache.builder.network.operations import PluginLayers, SegmentCuts
 from trt_kvcache.builder.network.rope import cos_sin, rope_tables
+from trt_kvcache.builder.network.self_attention import DecoderContext
+from trt_kvcache.builder.network.step_lengths import step_lengths
 from trt_kvcache.builder.network.weights import Weights
 from trt_kvcache.checkpoint import ModelConfig
-from trt_kvcache.engine.attention_variants import AttentionChoice
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
-from trt_kvcache.ops.segments import COS_SIN, EMBEDDING, hidden_name
-from trt_kvcache.trt.plugin import AttentionFields
+from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING, hidden_state_name
+from trt_kvcache.trt.plugin import AttentionAttributes
 
 
 def add_decoder(
@@ -29,7 +29,7 @@ def add_decoder(
     attention: str = "native",
     min_batch_size: int = 1,
     names: TensorNames = DEFAULT_NAMES,
-) -> tuple[AttentionChoice, ...]:
+) -> tuple[AttentionLayerConfig, ...]:
     """Fill an empty network with a decoder.
 
     Parameters
@@ -48,7 +48,7 @@ def add_decoder(
 
     Returns
     -------
-    tuple of AttentionChoice
+    tuple of AttentionLayerConfig
         How each layer's attention was built.
 
     Raises
@@ -63,17 +63,19 @@ def add_decoder(
     context: dict[str, Any]
     if attention == "plugin":
         heads = {"num_heads": model.num_attention_heads, "num_kv_heads": model.num_kv_heads}
-        fields = AttentionFields(**heads, head_dim=model.head_dim, rotary_dim=model.head_dim)
+        fields = AttentionAttributes(**heads, head_dim=model.head_dim, rotary_dim=model.head_dim)
         angles = graph.constant(COS_SIN, cos_sin(model, length=max_sequence_length))
-        layers = PluginLayers(fields, names, max_sequence_length=max_sequence_length, start_index=start_index, cos_sin=angles)
+        layers = PluginLayerLowering(fields, names, max_sequence_length=max_sequence_length, start_index=start_index, cos_sin=angles)
         context = {"operation": layers}
     else:
         lengths = step_lengths(graph, input_ids=input_ids, start_index=start_index)
         context = {"lengths": lengths, "tables": rope_tables(graph, model, length=max_sequence_length)}
         if attention == "mask":
             context["mask"] = causal_mask(graph, position_ids=lengths.position_ids, max_sequence_length=max_sequence_length)
-    shared = AttentionContext(model=model, names=names, max_sequence_length=max_sequence_length, **context)
-    choices = choose_all(model, attention, dtype=graph.dtype, min_batch_size=min_batch_size, max_sequence_length=max_sequence_length)
+    shared = DecoderContext(model=model, names=names, max_sequence_length=max_sequence_length, **context)
+    choices = attention_layer_configs(
+        model, attention, dtype=graph.dtype, min_batch_size=min_batch_size, max_sequence_length=max_sequence_length
+    )
     table = head.embedding_table(graph, weights)
     x = head.embed(graph, table, input_ids)
     for choice in choices:
@@ -91,8 +93,8 @@ def add_segments(
     *,
     max_sequence_length: int,
     names: TensorNames = DEFAULT_NAMES,
-) -> tuple[AttentionChoice, ...]:
-    """Fill one network after another with the segments of a decoder: :func:`trt_kvcache.ops.segments.decoder_steps` says what each has.
+) -> tuple[AttentionLayerConfig, ...]:
+    """Fill one network after another with the segments of a decoder: ``decoder_stages`` says what each has.
 
     Parameters
     ----------
@@ -108,9 +110,9 @@ def add_segments(
     BuildError
         TensorRT refused a layer, which is named.
     """
-    shared = AttentionContext(model=model, names=names, max_sequence_length=max_sequence_length, operation=SegmentCuts(begin))
-    choices = choose_all(model, "plugin", dtype=graph.dtype, min_batch_size=1, max_sequence_length=max_sequence_length)
-    x = graph.input(hidden_name(0), graph.dtype, (-1, -1, model.hidden_size))
+    shared = DecoderContext(model=model, names=names, max_sequence_length=max_sequence_length, operation=SegmentCutLowering(begin))
+    choices = attention_layer_configs(model, "plugin", dtype=graph.dtype, min_batch_size=1, max_sequence_length=max_sequence_length)
+    x = graph.input(hidden_state_name(0), graph.dtype, (-1, -1, model.hidden_size))
     for choice in choices:
         x = decoder_layer(graph, x, weights, shared, choice)
     x = head.last_token(graph, x, graph.input(names.last_token_ids, "int32", (-1, 1)))
@@ -120,12 +122,12 @@ def add_segments(
     return choices
 
 
-def choose_all(
+def attention_layer_configs(
     model: ModelConfig, attention: str, *, dtype: str, min_batch_size: int, max_sequence_length: int
-) -> tuple[AttentionChoice, ...]:
-    """Choose for every layer: see :func:`~trt_kvcache.builder.network.decomposable.choose`."""
+) -> tuple[AttentionLayerConfig, ...]:
+    """Choose for every layer: see :func:`~trt_kvcache.builder.network.decomposable.attention_layer_config`."""
     return tuple(
-        choose(
+        attention_layer_config(
             layer,
             attention,
             dtype=dtype,

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-from trt_kvcache.builder.network.attention import AttentionContext, self_attention
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.mlp import mlp
 from trt_kvcache.builder.network.rms_norm import rms_norm
+from trt_kvcache.builder.network.self_attention import DecoderContext, self_attention
 from trt_kvcache.builder.network.weights import Weights
-from trt_kvcache.engine.attention_variants import AttentionChoice
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 
 
-def decoder_layer(graph: Graph, x: Any, weights: Weights, context: AttentionContext, choice: AttentionChoice) -> Any:
+def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContext, choice: AttentionLayerConfig) -> Any:
     """Apply layer ``choice.layer`` to ``x`` ``[B, s, hidden]``; the shape stays."""
     module, epsilon = f"model.layers.{choice.layer}", context.model.rms_norm_eps
     normed = rms_norm(graph, x, weights, f"{module}.input_layernorm", epsilon=epsilon)

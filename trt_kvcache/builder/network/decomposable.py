@@ -4,7 +4,7 @@ TensorRT refuses to build such a layer otherwise. The choice is made here, by na
 shown: decomposed attention writes its scores to memory and is slower.
 """
 
-from trt_kvcache.engine.attention_variants import AttentionChoice
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 
 #: The fused kernel for one new token per slot wants this many (slot, query head) pairs at the smallest batch ...
 FUSED_DECODE_MIN_QUERY_HEADS = 4
@@ -13,13 +13,13 @@ FUSED_DECODE_MIN_QUERY_HEADS = 4
 FUSED_DECODE_MAX_SCORES = 24576
 
 
-def choose(
+def attention_layer_config(
     layer: int, variant: str, *, dtype: str, num_attention_heads: int, head_dim: int, min_batch_size: int, max_sequence_length: int
-) -> AttentionChoice:
+) -> AttentionLayerConfig:
     """Choose for one layer. The limits were found by building with TensorRT for RTX 1.7 and hold for both variants of TensorRT."""
     reason = ""
     if variant == "plugin":
-        return AttentionChoice(layer=layer, variant=variant, decomposable=False)
+        return AttentionLayerConfig(layer=layer, variant=variant, decomposable=False)
     if dtype == "float32":
         reason = "no fused attention in float32"
     elif min_batch_size * num_attention_heads < FUSED_DECODE_MIN_QUERY_HEADS:
@@ -32,4 +32,4 @@ def choose(
             f"no fused decode attention for max_sequence_length + head_dim above {FUSED_DECODE_MAX_SCORES} "
             f"({max_sequence_length} + {head_dim})"
         )
-    return AttentionChoice(layer=layer, variant=variant, decomposable=bool(reason), reason=reason)
+    return AttentionLayerConfig(layer=layer, variant=variant, decomposable=bool(reason), reason=reason)

@@ -6,8 +6,8 @@ from typing import Any
 from trt_kvcache.errors import CudaError
 from trt_kvcache.kernels.compile import cubin
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.cuda import CudaMemory
 from trt_kvcache.memory.cuda_driver import check, cuda_core_error
+from trt_kvcache.memory.cuda_memory import CudaMemory
 
 #: Threads of a block, in every kernel, and units that a thread has in flight: see ``plugins/units.cuh``.
 THREADS_PER_BLOCK, UNITS_IN_FLIGHT = 256, 4

@@ -1,0 +1,31 @@
+"""Reading back the plain values that a configuration's ``to_dict`` wrote."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from trt_kvcache.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def config_from_dict(kind: type[T], data: Mapping[str, Any], **readers: Callable[[Any], Any]) -> T:
+    """Make a configuration of its stored form.
+
+    ``kind``: type. The configuration's class.
+    ``data``: mapping. Field names and values.
+    ``**readers``: For the fields whose stored value is not the value itself: what turns one into the other.
+
+    Raises ConfigError: a field is missing, unknown or wrong.
+    """
+    name = kind.__name__
+    try:
+        values = dict(data)
+        for field, reader in readers.items():
+            values[field] = reader(values[field])
+        return kind(**values)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{name}: the stored form has a missing or unknown field ({error}).") from None
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{name}: {error}.") from None
