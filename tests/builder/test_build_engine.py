@@ -16,10 +16,12 @@ import pytest
 
 from tests.helpers.small_model import write_model
 from tests.paths import GOLDEN, SHIPPED
-from trt_kvcache.builder import build_engine as builder, serialization
+from trt_kvcache.builder import build_engine as builder, definition, serialization
 from trt_kvcache.builder.build_engine import BuildReport, build_engine
+from trt_kvcache.builder.network import decoder
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BuildError, CheckpointError, ConfigError, EngineError
 from trt_kvcache.trt.module import TensorRT, load
