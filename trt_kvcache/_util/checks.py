@@ -19,7 +19,7 @@ def as_int(what: str, value: Any, *, error: type[KVCacheError] = RangeError) -> 
 
 def int_in_range(what: str, value: Any, low: int, high: int | None = None, *, error: type[KVCacheError] = RangeError) -> int:
     """Return ``value`` as an int with ``low <= value <= high`` (no upper bound if ``high`` is None), else raise ``error``."""
-    number = as_int(what, value, error=error)
+    number = value if type(value) is int else as_int(what, value, error=error)
     if number < low or (high is not None and number > high):
         expected = f"at least {low}" if high is None else f"an integer from {low} to {high}"
         raise error(f"{what}: expected {expected}, got {number}.")

@@ -122,19 +122,11 @@ class OwnedBytes(Generic[_Counter, _Owner]):
     """Bytes of an owner, counted until they are closed: an :class:`Allocation` but for the address."""
 
     def __init__(self, memory: _Counter, owner: _Owner, nbytes: int) -> None:
-        self._memory = memory
+        #: The memory that made it.
+        self.memory = memory
+        #: Size in bytes, as asked for.
+        self.nbytes = nbytes
         self._storage: _Owner | None = owner
-        self._nbytes = nbytes
-
-    @property
-    def memory(self) -> _Counter:
-        """The memory that made it."""
-        return self._memory
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes, as asked for."""
-        return self._nbytes
 
     @property
     def closed(self) -> bool:
@@ -152,7 +144,7 @@ class OwnedBytes(Generic[_Counter, _Owner]):
         """Let go of the bytes: with no DLPack consumer they are freed, after a wait for a device, else by the last one. Idempotent."""
         if self._storage is not None:
             self._storage = None
-            self._memory.count_live(-self._nbytes)
+            self.memory.count_live(-self.nbytes)
 
     def __del__(self) -> None:
         self.close()
