@@ -5,8 +5,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from trt_kvcache import (
     CacheConfig,
@@ -22,24 +21,12 @@ from trt_kvcache import (
 from trt_kvcache.errors import ConfigError
 
 LAYER = KVLayerConfig(num_kv_heads=2, head_dim=16)
-
-
 KV = {"layers": [LAYER], "max_batch_size": 3, "max_sequence_length": 7}
-
-
 LINEAR = {"num_attention_layers": 4, "max_batch_size": 3, "max_sequence_length": 7, "num_kv_heads": 2, "head_dim": 16}
-
-
 MAMBA = {"num_layers": 2, "max_batch_size": 3, "num_heads": 2, "head_dim": 3, "state_size": 5, "conv_dim": 7, "conv_kernel": 4}
-
-
 #: The same states in a CacheConfig.
 LINEAR_STATES = {"num_mamba_layers": 2, "mamba_num_heads": 2, "mamba_head_dim": 3, "ssm_state_size": 5, "conv_dim": 7, "conv_kernel": 4}
-
-
 INT32_MAX = 2147483647
-
-
 #: Bytes of the array that kernels read: five words for a K/V layer, three for a state.
 KV_INFO, STATE_INFO = 40, 24
 
@@ -119,7 +106,6 @@ def test_bytes_by_hand(dtype, layout, layers, layer_nbytes, scales_nbytes):
 
 
 LAYERS = st.builds(KVLayerConfig, num_kv_heads=st.integers(1, 4), head_dim=st.sampled_from([16, 32, 80]))
-
 
 KV_CONFIGS = st.builds(
     KVCacheConfig,
@@ -221,11 +207,9 @@ DTYPES = [
     for value in ("float64", "int32", "", None, np.float16)
 ]
 
-
 LAYOUTS = [
     (value, f"layout: expected KVLayout.COMBINED or KVLayout.SEPARATE, got {value!r}.") for value in ("combined", "SEPARATE", None, 0)
 ]
-
 
 BAD = [
     *[(KVLayerConfig, dataclasses.asdict(LAYER), "num_kv_heads", *bad) for bad in _integers("KVLayerConfig.num_kv_heads", None)],
@@ -286,7 +270,6 @@ def test_the_smallest_rows_are_served(dtype, head_dim):
 
 
 STORED = KVCacheConfig(**KV).to_dict()
-
 
 BAD_STORED = [
     ({key: value for key, value in STORED.items() if key != "layers"}, "a missing or unknown field ('layers')"),

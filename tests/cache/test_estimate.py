@@ -3,8 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from trt_kvcache import (
     CacheConfig,
@@ -22,11 +21,9 @@ from trt_kvcache.errors import CapacityError, RangeError
 
 GIB = 2**30
 
-
 LLAMA_7B = KVCacheConfig(
     layers=[KVLayerConfig(num_kv_heads=32, head_dim=128)] * 32, max_batch_size=4, max_sequence_length=2048, dtype="float16"
 )
-
 
 MIXED = KVCacheConfig(
     layers=[KVLayerConfig(num_kv_heads=2, head_dim=16), KVLayerConfig(num_kv_heads=1, head_dim=48)],
@@ -35,15 +32,11 @@ MIXED = KVCacheConfig(
     dtype="int8",
 )
 
-
 MAMBA = MambaCacheConfig(
     num_layers=3, max_batch_size=3, num_heads=2, head_dim=3, state_size=5, conv_dim=7, conv_kernel=4, conv_dtype="float16"
 )
 
-
 HYBRID = HybridCacheConfig(layer_types=[LayerType.ATTENTION] * 2 + [LayerType.MAMBA] * 3, kv=MIXED, mamba=MAMBA)
-
-
 LINEAR = CacheConfig(num_attention_layers=5, max_batch_size=3, max_sequence_length=7, num_kv_heads=2, head_dim=16, dtype="float16")
 
 
@@ -143,7 +136,6 @@ CONFIGS = st.one_of(
         layout=st.sampled_from(KVLayout),
     ),
 )
-
 
 BUDGETS = st.one_of(st.integers(0, 1 << 14), st.integers(0, 1 << 40))
 

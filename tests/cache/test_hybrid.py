@@ -105,8 +105,6 @@ def test_layers_are_routed_by_their_absolute_index(memory, ping_pong):
 
 
 ATTENTION_GETTERS = ["get_combined_kv_cache", "get_separate_kv_cache", "get_layer_config"]
-
-
 MAMBA_GETTERS = ["get_recurrent_state", "get_conv_state", "get_next_recurrent_state", "get_next_conv_state"]
 
 

@@ -24,15 +24,9 @@ from trt_kvcache.errors import (
 )
 
 LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
-
-
 KINDS = pytest.mark.parametrize("kind", [KVCacheManager, LinearKVCache], ids=lambda kind: kind.__name__)
-
-
 # B=3, S=7; layers of (H, D)
 HEADS = [(2, 16), (1, 32), (4, 48)]
-
-
 B, S = 3, 7
 
 
@@ -62,13 +56,11 @@ COMBINED_TABLE = """
   160 slot 0 K head 2      400 slot 0 V head 2      640 slot 1 K head 2      880 slot 1 V head 2
 """  # 960 bytes, padded to 1024
 
-
 SEPARATE_TABLE = """
     0 slot 0 K head 0      240 slot 1 K head 0      512 slot 0 V head 0      752 slot 1 V head 0
    80 slot 0 K head 1      320 slot 1 K head 1      592 slot 0 V head 1      832 slot 1 V head 1
   160 slot 0 K head 2      400 slot 1 K head 2      672 slot 0 V head 2      912 slot 1 V head 2
 """  # K ends at 480 and V starts at 512; V ends at 992, padded to 1024
-
 
 TABLES = {KVLayout.COMBINED: COMBINED_TABLE, KVLayout.SEPARATE: SEPARATE_TABLE}
 

@@ -35,14 +35,8 @@ from trt_kvcache.errors import (
 from trt_kvcache.memory.tensor import DeviceTensor
 
 LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
-
-
 OTHER = {KVLayout.COMBINED: KVLayout.SEPARATE, KVLayout.SEPARATE: KVLayout.COMBINED}
-
-
 KV_KINDS = pytest.mark.parametrize("kind", ["manager", "linear", "hybrid"])
-
-
 RECURRENT, CONV = ("capture_recurrent_states", "restore_recurrent_states"), ("capture_conv_states", "restore_conv_states")
 
 
@@ -221,7 +215,6 @@ SLOTS = [
     (-1, "slot -1: expected 0 <= slot < 5 (batch slots). Slots never wrap."),
     (1.0, "slot: expected an integer, got 1.0."),
 ]
-
 
 LENGTHS = [
     (8, "sequence_length: expected an integer from 0 to 7, got 8."),

@@ -403,8 +403,6 @@ class TestCapture:
 
 
 INT32 = "expected int32 values on the host, got"
-
-
 #: Called on lengths [3, 4] of B=4, S=10: what, error, text.
 BAD = [
     ("reset", ([1] * 5,), RangeError, "reuse_lengths: expected at most max_batch_size=4 lengths, got 5."),

@@ -9,8 +9,6 @@ from trt_kvcache import CacheConfig, KVCacheConfig, KVCacheManager, KVLayerConfi
 from trt_kvcache.errors import ClosedError, LayerIndexError, ShapeError
 
 LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
-
-
 FIELDS = {"num_attention_layers": 4, "max_batch_size": 3, "max_sequence_length": 7, "num_kv_heads": 2, "head_dim": 16}
 
 

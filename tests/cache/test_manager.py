@@ -15,12 +15,8 @@ from trt_kvcache.errors import (
 )
 
 LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
-
-
 # B=3, S=7; layers of (H, D)
 HEADS = [(2, 16), (1, 32), (4, 48)]
-
-
 B, S = 3, 7
 
 

@@ -14,8 +14,6 @@ from trt_kvcache.errors import (
 )
 
 WITH_STATES = pytest.mark.parametrize("kind", ["linear", "mamba", "hybrid"])
-
-
 PING_PONG = pytest.mark.parametrize("ping_pong", [False, True])
 
 

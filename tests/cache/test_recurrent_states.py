@@ -17,8 +17,6 @@ from trt_kvcache.errors import (
 )
 
 STATE_KINDS = pytest.mark.parametrize("kind", ["linear", "mamba", "hybrid"])
-
-
 RECURRENT, CONV = ("capture_recurrent_states", "restore_recurrent_states"), ("capture_conv_states", "restore_conv_states")
 
 

@@ -39,15 +39,9 @@ from trt_kvcache.errors import (
 )
 
 LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
-
-
 KINDS = pytest.mark.parametrize("kind", [KVCacheManager, LinearKVCache], ids=lambda kind: kind.__name__)
-
-
 # B=3, S=7; layers of (H, D)
 HEADS = [(2, 16), (1, 32), (4, 48)]
-
-
 B, S = 3, 7
 
 

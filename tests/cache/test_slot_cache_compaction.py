@@ -6,8 +6,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.helpers.cache_cases import KINDS, CapturingMemory, Image, Unchanged, fill_all, kv_config, make_cache, mamba_config, state_of
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
@@ -15,14 +14,8 @@ from trt_kvcache import HostMemory, KVCacheManager, KVLayout, Lengths, MambaCach
 from trt_kvcache.errors import CaptureError, ClosedError, DTypeError, LengthsUnknown, MappingError, PlaceError, RangeError, ShapeError
 
 ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
-
-
 LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
-
-
 SHARED_MEMORY = settings(settings.default, suppress_health_check=[HealthCheck.function_scoped_fixture])
-
-
 # lengths, mapping, lengths afterwards. A slot of seven tokens is full.
 MAPPINGS = [
     ([3, 5, 0, 7], [0, -1, 1, 2], [3, 0, 7]),
@@ -197,8 +190,6 @@ def test_where_the_host_knows_a_bound_that_many_tokens_move(memory, stream):
 
 
 TEXT = "batch_mapping: expected"
-
-
 #: On three active slots: mapping, old, new, error, text.
 BAD = [
     ([0, 1], 2, 2, MappingError, "compact_batch: expected old_batch=3, the active batch size, got 2."),

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.cache_cases import S, make_cache, next_states_of, on_device, rows_of, states_of, whole
-from tests.sequences.test_sequence_cache_manager import On
+from tests.helpers.sequence_cases import On
 from trt_kvcache import HostMemory, KVLayout, SequenceCacheManager
 from trt_kvcache.dtypes import itemsize, numpy_dtype
 from trt_kvcache.errors import CapacityError, ConfigError, LengthsUnknown, SequenceError
@@ -256,7 +256,7 @@ class Beside:
         return self.tokens[slot][: self.lengths[slot]], self.states[0][slot]
 
     def waiting_in(self, slot):
-        entry = self.seqs._table.at(slot) if self.seqs else None
+        entry = self.seqs._table.in_slot(slot) if self.seqs else None
         return None if entry is None else entry.id
 
     def lose(self, seq):

@@ -21,8 +21,7 @@ from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BindingError, ClosedError, EngineError, LayoutError, PlaceError
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.trt import loaded_plan as execution
-from trt_kvcache.trt import tensorrt_engine
+from trt_kvcache.trt import loaded_plan as execution, tensorrt_engine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 
 
