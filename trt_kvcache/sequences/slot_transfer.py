@@ -131,6 +131,33 @@ class SlotTransfer:
             for kind, tensors in saved.states.items():
                 instantiate_rows(self._states.current(kind).infos, tensors, slot, stream=stream)
 
+    def host_arrays(self, length: int) -> tuple[Array, ...]:
+        """Allocate the host arrays of a copy.
+
+        Parameters
+        ----------
+        length : int
+            Tokens.
+
+        Returns
+        -------
+        tuple of ndarray
+            The tensors of :meth:`SlotFormat.tensors`, one behind the other in one array of page-locked memory for a device.
+
+        Raises
+        ------
+        CapacityError
+            The host has no room.
+        """
+        tensors = self.slot_format.tensors(length).values()
+        sizes = [dense_nbytes(shape, dtype) for shape, dtype in tensors]
+        buffer = self._memory.staging((sum(sizes),), "uint8")
+        arrays, end = [], 0
+        for (shape, dtype), size in zip(tensors, sizes, strict=True):
+            start, end = end, end + size
+            arrays.append(buffer[start:end].view(numpy_dtype(dtype)).reshape(shape))
+        return tuple(arrays)
+
     def download(self, slot: int, length: int, *, stream: Any) -> tuple[Array, ...]:
         """Copy the first tokens and the current states of a slot directly to the host.
 
@@ -274,33 +301,6 @@ class SlotTransfer:
             return []
         buffer = self._states.next if following else self._states.current
         return [layer[slot : slot + 1] for kind in StateKind for layer in buffer(kind).layers]
-
-    def host_arrays(self, length: int) -> tuple[Array, ...]:
-        """Allocate the host arrays of a copy.
-
-        Parameters
-        ----------
-        length : int
-            Tokens.
-
-        Returns
-        -------
-        tuple of ndarray
-            The tensors of :meth:`SlotFormat.tensors`, one behind the other in one array of page-locked memory for a device.
-
-        Raises
-        ------
-        CapacityError
-            The host has no room.
-        """
-        tensors = self.slot_format.tensors(length).values()
-        sizes = [dense_nbytes(shape, dtype) for shape, dtype in tensors]
-        buffer = self._memory.staging((sum(sizes),), "uint8")
-        arrays, end = [], 0
-        for (shape, dtype), size in zip(tensors, sizes, strict=True):
-            start, end = end, end + size
-            arrays.append(buffer[start:end].view(numpy_dtype(dtype)).reshape(shape))
-        return tuple(arrays)
 
 
 def _head_rows(layer: DeviceTensor, slot: int, k_or_v: int, first: int, count: int) -> list[DeviceTensor]:
