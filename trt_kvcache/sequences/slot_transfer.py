@@ -18,7 +18,7 @@ from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
 
 
 class SavedTensors(NamedTuple):
-    """The contents of a slot as the kernels save them, in one allocation of the cache's memory."""
+    """The contents of a slot as the kernels save them, in the memory of the cache."""
 
     #: ``[2, H_i, n, D_i]`` of each attention layer: K, then V.
     kv: list[DeviceTensor]
@@ -64,7 +64,8 @@ class SlotTransfer:
         Returns
         -------
         SavedTensors
-            In one allocation of the cache's memory, which is released with the last tensor. Their bytes are not set.
+            In the memory of the cache, in one allocation for K and V and one for each kind of state, each of which is released with
+            the last of its tensors. Their bytes are not set.
 
         Raises
         ------
