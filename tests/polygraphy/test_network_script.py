@@ -1,4 +1,4 @@
-"""The recipes in ``engines/``, run by the real ``polygraphy convert`` where TensorRT for RTX is."""
+"""The network scripts in ``engines/``, run by the real ``polygraphy convert`` where TensorRT for RTX is."""
 
 import os
 import re
@@ -11,7 +11,7 @@ import pytest
 from tests.paths import ROOT
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.errors import BuildError
-from trt_kvcache.polygraphy import network_script as recipe_module
+from trt_kvcache.polygraphy import network_script
 from trt_kvcache.polygraphy.network_script import NetworkScript
 from trt_kvcache.trt.module import load
 
@@ -60,13 +60,13 @@ def test_a_wrong_environment_is_named(tmp_path):
 
 @pytest.mark.trt
 def test_the_configuration_is_that_of_the_builder(monkeypatch):
-    monkeypatch.setattr(recipe_module.polygraphy_config, "USE_TENSORRT_RTX", True)
-    recipe = NetworkScript(MODEL, **SIZES)
-    builder, network = recipe.load_network()
-    config = recipe.load_config(builder, network)
+    monkeypatch.setattr(network_script.polygraphy_config, "USE_TENSORRT_RTX", True)
+    script = NetworkScript(MODEL, **SIZES)
+    builder, network = script.load_network()
+    config = script.load_config(builder, network)
     assert config.num_optimization_profiles == 2
     tf32 = load("tensorrt_rtx").module.BuilderFlag.TF32
     assert builder.create_builder_config().get_flag(tf32), "TensorRT's default, which would round float32 to 10 bits"
     assert not config.get_flag(tf32)
-    with pytest.raises(BuildError, match="load_config: expected the network that load_network of a recipe returned"):
-        recipe.load_config(None, object())
+    with pytest.raises(BuildError, match="load_config: expected the network that load_network of a NetworkScript returned"):
+        script.load_config(None, object())

@@ -11,7 +11,6 @@ from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.dtypes import itemsize, numpy_dtype
 from trt_kvcache.kernels import KVLayerInfos, instantiate_kv_cache_batched, instantiate_rows, save_kv_cache_batched, save_rows
 from trt_kvcache.memory.base import Array
-from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.saved_tensors import allocate_tensors
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -47,6 +46,7 @@ class SlotTransfer:
     def __init__(self, cache: AnyCache) -> None:
         #: What the slots hold.
         self.slot_format = SlotFormat.of(cache)
+        self._cache = cache
         self._memory = cache.memory
         self._groups = cache.kv_head_dim_groups
         self._states = cache.states
@@ -232,9 +232,8 @@ class SlotTransfer:
         CaptureError
             The stream is captured in a CUDA graph, and there are ping-pong states.
         """
-        if self._states is not None and self._has_two_buffers:
-            refuse_capture(self._memory, "keep_states", stream, because="what is replayed later keeps nothing now")
-            self._states.keep(slot, stream=stream)
+        if self._has_two_buffers:
+            self._cache.keep_states(slot, stream=stream)
 
     def zero_states(self, slot: int, *, stream: Any) -> None:
         """Set the current states of a slot to zero.
