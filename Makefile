@@ -57,6 +57,12 @@ test-trt: $(READY)  ## Build engines with TensorRT for RTX (no GPU needed)
 test-gpu: $(READY)  ## Run everything that runs on an NVIDIA GPU; a missing GPU is a failure
 	TRT_KVCACHE_REQUIRE_GPU=1 TRT_KVCACHE_TEST_DEVICE=gpu $(BIN)/pytest -m "gpu or device"
 
+.PHONY: docs
+docs: $(READY)  ## Build the documentation into build/docs; a warning is a failure
+	@$(BIN)/python docs/images/draw.py --check
+	@$(BIN)/sphinx-build --builder html --fail-on-warning --keep-going --nitpicky --jobs auto --quiet docs build/docs
+	@echo "build/docs/index.html"
+
 .PHONY: plugins
 plugins: $(READY)  ## Compile the CUDA sources ahead of time into build/plugins
 	$(BIN)/python -m trt_kvcache.kernels.compile

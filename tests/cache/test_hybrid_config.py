@@ -5,8 +5,7 @@ import json
 from random import Random
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from trt_kvcache import (
     CacheConfig,

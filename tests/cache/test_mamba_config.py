@@ -4,8 +4,7 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from trt_kvcache import HostMemory, MambaCacheConfig, MambaCacheManager, estimate_memory
 from trt_kvcache.errors import ConfigError

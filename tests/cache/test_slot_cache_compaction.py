@@ -6,8 +6,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from tests.helpers.cache_cases import KINDS, CapturingMemory, Image, Unchanged, fill_all, kv_config, make_cache, mamba_config, state_of
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin

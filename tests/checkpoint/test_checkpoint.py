@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.checkpoint import checkpoint as checkpoint_module
+from trt_kvcache.checkpoint import Checkpoint, checkpoint as checkpoint_module
 from trt_kvcache.errors import CheckpointError, ClosedError
 
 CopyOf = Callable[[str], Path]

@@ -159,12 +159,12 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         raise ConfigError("enough seen")
 
     def open_session(source: SessionSource) -> Any:
-        if source.attention == "plugin" and source.folder == MODEL:
+        if source.options.attention == "plugin" and source.folder == MODEL:
             raise ConfigError(NOT_64)
         return nullcontext(source)
 
-    monkeypatch.setattr("trt_kvcache.polygraphy.runner.SessionRunner", lambda source, name: f"{name} {source.attention}")
-    monkeypatch.setattr("trt_kvcache.polygraphy.runner.RecomputeRunner", lambda source, name: f"{name} {source.attention}")
+    monkeypatch.setattr("trt_kvcache.polygraphy.runner.SessionRunner", lambda source, name: f"{name} {source.options.attention}")
+    monkeypatch.setattr("trt_kvcache.polygraphy.runner.RecomputeRunner", lambda source, name: f"{name} {source.options.attention}")
     monkeypatch.setattr("trt_kvcache.polygraphy.compare.compare_paths", note)
     monkeypatch.setattr("trt_kvcache.cli.session_flags.open_session", open_session)
     monkeypatch.setattr(compare_module, "why_no_tensorrt", lambda flavour: None)

@@ -21,7 +21,7 @@ class Llama:
         self.session = InferenceSession.from_model(folder, engine="reference", dtype="float32", **sizes)
         self.cache = self.session.cache
         self.stream = self.cache.memory.create_stream()
-        self.prefill, self.decode, self.compact = self.session.prefill, self.session.decode, self.session._sequences.compact
+        self.prefill, self.decode, self.compact = self.session.prefill, self.session.decode, self.session._batch.compact
 
 
 class Hybrid:

@@ -7,8 +7,7 @@ from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from trt_kvcache.errors import EngineError, RangeError
 from trt_kvcache.generation import sampling
@@ -90,7 +89,7 @@ class TestChoice:
     @pytest.mark.parametrize("top_k", [0, 3, 6, 7])
     @pytest.mark.parametrize("top_p", [0.01, 0.3, 0.6, 0.9, 0.9999])
     def test_a_nucleus_that_is_larger_than_guessed(self, monkeypatch, guess, top_k, top_p):
-        monkeypatch.setattr(sampling, "_NUCLEUS_GUESS", guess)
+        monkeypatch.setattr(sampling, "_NUCLEUS_CANDIDATES", guess)
         assert_distribution(SamplingParams(temperature=1.7, top_k=top_k, top_p=top_p, seed=1), LOGITS)
 
     def test_greedy_takes_the_lowest_of_the_most_likely(self):

@@ -4,8 +4,7 @@ import gc
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 from trt_kvcache import DeviceTensor
 from trt_kvcache.errors import DTypeError, LayoutError, ShapeError

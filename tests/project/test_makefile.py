@@ -19,6 +19,7 @@ TARGETS = (
     "test-slow",
     "test-trt",
     "test-gpu",
+    "docs",
     "plugins",
     "engines",
     "bench",

@@ -6,8 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.helpers.cache_cases import SEQUENCE_KINDS, CapturingMemory, Image, Unchanged, cache_holding, fill_all, make_cache
 from tests.helpers.hybrid_model import VOCAB, HybridModel, hybrid_cache

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from trt_kvcache.errors import LayoutError
 from trt_kvcache.session.chunks import Chunk, plan_chunks

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from tests.helpers.fakes import VOCAB, kv_config, poison, recorded
 from tests.helpers.interrupts import ERRORS, LineTracer, before_or_after, calls_of, count_calls, decode_calls, journal, lengths

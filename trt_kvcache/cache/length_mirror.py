@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from operator import add
 from typing import Any, NamedTuple
 
@@ -169,12 +169,12 @@ class LengthMirror(NamedTuple):
             raise MappingError(f"compact_batch: expected old_batch={len(self.upper_bounds)}, the active batch size, got {number}.")
         return number
 
-    def after_compaction(self, mapping: Sequence[int], new_batch: int) -> LengthMirror:
+    def after_compaction(self, mapping: Iterable[int], new_batch: int) -> LengthMirror:
         """Return the mirror after the slots were moved.
 
         Parameters
         ----------
-        mapping : sequence of int (A,)
+        mapping : iterable of int (A,)
             New slot of each old slot, or -1. It was checked: its survivors fill ``0..new_batch-1``.
         new_batch : int
             Active slots afterwards.

@@ -1,59 +1,79 @@
 """``LinearKVCache`` (seed 001): all attention layers in one buffer, and the states of recurrent layers."""
 
-from typing import Any
-
 from trt_kvcache.cache.config import CacheConfig
 from trt_kvcache.cache.kv_cache_base import KVCacheBase
+from trt_kvcache.cache.kv_layers import LayerPlace
 from trt_kvcache.cache.layout import KVLayout
 from trt_kvcache.cache.lengths import Lengths
 from trt_kvcache.cache.recurrent_cache import RecurrentCache
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.memory.base import Allocation, Memory
+from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
 
 
 class LinearKVCache(KVCacheBase, RecurrentCache):
     """K/V cache of equal layers in one allocation, with the states of recurrent layers if there are any. Not thread-safe.
 
-    ``LinearKVCache`` of TensorRT Edge-LLM (seed 001). The buffer is ``[L, B, 2, H, S, D]`` in the COMBINED layout and
-    ``[L, 2, B, H, S, D]`` in the SEPARATE one; K, V and layers start at multiples of 256 bytes. Layers of each kind are counted
-    for themselves; the seed's "SSM state" is the recurrent state.
+    Parameters
+    ----------
+    config : CacheConfig
+        The layers of both kinds, sizes, dtypes and layout.
+    memory : Memory
+        Where it is allocated: ``HostMemory`` or ``CudaMemory``. The constructor waits for that.
+    lengths : Lengths, optional
+        Lengths that are shared with other managers. Without, it makes its own.
 
-    Memory, shared lengths and errors: see :class:`~trt_kvcache.cache.slot_cache.SlotCache`.
+    Raises
+    ------
+    ConfigError, PlaceError
+        ``config`` is of another class, or ``lengths`` have other sizes or are in another memory.
+    CapacityError
+        An allocation failed. Those made before were released.
+
+    Notes
+    -----
+    ``LinearKVCache`` of TensorRT Edge-LLM (seed 001). The buffer is ``[L, B, 2, H, S, D]`` in the COMBINED layout and
+    ``[L, 2, B, H, S, D]`` in the SEPARATE one; K, V and layers start at multiples of 256 bytes. Layers of each kind have their
+    own indices from 0; the seed's "SSM state" is the recurrent state. What all managers can do is described at
+    :class:`~trt_kvcache.cache.slot_cache.SlotCache`.
+
+    Examples
+    --------
+    >>> from trt_kvcache import CacheConfig, HostMemory, LinearKVCache
+    >>> config = CacheConfig(num_attention_layers=2, max_batch_size=4, max_sequence_length=256, num_kv_heads=2, head_dim=64)
+    >>> with LinearKVCache(config, memory=HostMemory()) as cache:
+    ...     cache.kv_cache_buffer
+    DeviceTensor((2, 2, 4, 2, 256, 64), float16, cpu)
     """
 
     def __init__(self, config: CacheConfig, *, memory: Memory, lengths: Lengths | None = None) -> None:
         if not isinstance(config, CacheConfig):
             raise ConfigError(f"LinearKVCache: expected a CacheConfig, got {type(config).__name__}.")
-        self._config = config
         super().__init__(config.kv, memory=memory, lengths=lengths)
+        self._config = config
+        layer_nbytes = config.kv.storages[0].nbytes
+        with self._allocating() as stream:
+            self._buffer = self._resources.allocate(self.num_layers * layer_nbytes, stream=stream)
+            self._set_layers([LayerPlace(self._buffer, index * layer_nbytes) for index in range(self.num_layers)], stream)
+            if config.mamba is not None:
+                self._set_states(config.mamba, stream)
 
     @property
     def config(self) -> CacheConfig:
         """The configuration it was made with."""
         return self._config
 
-    def _allocate_layers(self, stream: Any) -> list[tuple[Allocation, int]]:
-        layer_nbytes = self._kv.storages[0].nbytes
-        buffer = self._allocate(self.num_layers * layer_nbytes, stream)
-        return [(buffer, index * layer_nbytes) for index in range(self.num_layers)]
-
-    def _allocate_contents(self, stream: Any) -> None:
-        super()._allocate_contents(stream)
-        self._allocate_states(self._config.mamba, stream)
-
     @property
     def nbytes(self) -> int:
-        """Bytes of K, V and states as allocated, padding and scales included; lengths and infos for kernels are not in it."""
+        """Bytes of K, V and states as allocated, padding and scales included; lengths and infos for kernels are not counted."""
         return self._config.nbytes
 
     @property
     def kv_cache_buffer(self) -> DeviceTensor:
-        """The whole buffer: ``[L, B, 2, H, S, D]`` (COMBINED) or ``[L, 2, B, H, S, D]`` (SEPARATE), outer strides padded."""
+        """The whole buffer: ``[L, B, 2, H, S, D]`` (COMBINED) or ``[L, 2, B, H, S, D]`` (SEPARATE), with padded outer strides."""
         self._check_open()
         storage = self._kv.storages[0]
-        buffer, _ = self._layers[0]
         layer_stride = storage.nbytes // itemsize(storage.dtype)
         outer = {
             KVLayout.COMBINED: ((storage.max_batch_size, storage.slot_stride), (2, storage.kv_stride)),
@@ -61,7 +81,7 @@ class LinearKVCache(KVCacheBase, RecurrentCache):
         }[storage.layout]
         sizes, strides = zip(*outer, strict=True)
         return DeviceTensor(
-            buffer,
+            self._buffer,
             shape=(self.num_layers, *sizes, *storage.head_shape),
             dtype=storage.dtype,
             strides=(layer_stride, *strides, *storage.head_strides),

@@ -7,14 +7,29 @@ import typer
 
 from trt_kvcache.generation.prompts import Prompt
 
-Prompts = Annotated[list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be repeated.")]
+Prompts = Annotated[list[str] | None, typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt. Can be given several times.")]
 PromptIds = Annotated[
-    list[str] | None, typer.Option(metavar="1,2,3", help="A prompt as token ids, also for a model without a tokenizer; may be repeated.")
+    list[str] | None, typer.Option(metavar="1,2,3", help="A prompt as token ids, which needs no tokenizer. Can be given several times.")
 ]
 
 
 def read_prompts(texts: Sequence[str] | None, ids: Sequence[str] | None) -> list[Prompt]:
-    """Return all prompts that were given, texts first. Wrong usage if there are none, or if one is not what it should be."""
+    """Return all prompts that were given, texts first.
+
+    Parameters
+    ----------
+    texts, ids : sequence of str, or None
+        Values of ``--prompt`` and of ``--prompt-ids``.
+
+    Returns
+    -------
+    list of prompts
+
+    Raises
+    ------
+    typer.BadParameter
+        There is none, a text is not UTF-8, or token ids are not integers: wrong usage.
+    """
     prompts: list[Prompt] = [*(_text(text) for text in texts or ()), *(_token_ids(text) for text in ids or ())]
     if not prompts:
         raise typer.BadParameter("expected --prompt or --prompt-ids, got neither.")

@@ -1,19 +1,24 @@
 """The options that say what is run and how, which several commands share, and the session they open."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
 
 from trt_kvcache.cli.console import progress_bar
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.reference import Attention
-from trt_kvcache.session.open_model import DEFAULT_MAX_SEQUENCE_LENGTH, EngineChoice
 from trt_kvcache.session.session import InferenceSession
+from trt_kvcache.session.session_options import DEFAULT_MAX_SEQUENCE_LENGTH, EngineChoice
 from trt_kvcache.session.session_source import SessionSource
 
-DTYPE_HELP = "float16, bfloat16 or float32: of weights, K and V. The checkpoint's if left out."
-MAX_SEQUENCE_LENGTH_HELP = f"Tokens a slot can hold; the model's, at most {DEFAULT_MAX_SEQUENCE_LENGTH}, if left out."
+DTYPE_HELP = "Data type of weights, K and V: float16, bfloat16 or float32. Default: the checkpoint's."
+MAX_SEQUENCE_LENGTH_HELP = f"Tokens that a slot can hold. Default: the model's limit, at most {DEFAULT_MAX_SEQUENCE_LENGTH}."
+
+ATTENTION_HELP = (
+    "native: TensorRT's causal attention. mask: with an explicit mask (avoids a defect of 11.x). plugin: this package's kernels."
+)
 
 _PANEL, _MODEL_PANEL = "Engine", "For a model folder (an engine folder has them from its build)"
 
@@ -27,43 +32,67 @@ Folder = Annotated[
 EngineOption = Annotated[
     EngineChoice,
     typer.Option(
-        "--engine", help="auto takes TensorRT where a GPU is, else the NumPy reference engine, with a warning.", rich_help_panel=_PANEL
+        "--engine",
+        help="auto uses TensorRT if a supported GPU is present; otherwise prints a warning and falls back to the NumPy reference engine.",
+        rich_help_panel=_PANEL,
     ),
 ]
-FlavourOption = Annotated[FlavourName, typer.Option("--flavour", help="Which TensorRT, where both are installed.", rich_help_panel=_PANEL)]
-CudaGraphs = Annotated[bool, typer.Option(help="Decode steps of an engine in segments become CUDA graphs.", rich_help_panel=_PANEL)]
-MaxBatchSize = Annotated[
-    int | None, typer.Option(min=1, help="Slots of the cache; one per prompt if left out.", rich_help_panel=_MODEL_PANEL)
+FlavourOption = Annotated[
+    FlavourName, typer.Option("--flavour", help="Which TensorRT to use if both are installed.", rich_help_panel=_PANEL)
 ]
+CudaGraphs = Annotated[bool, typer.Option(help="Capture decode steps of an engine in segments as CUDA graphs.", rich_help_panel=_PANEL)]
+MaxBatchSize = Annotated[int | None, typer.Option(min=1, help="Slots of the cache. Default: one per prompt.", rich_help_panel=_MODEL_PANEL)]
 MaxSequenceLength = Annotated[int | None, typer.Option(min=1, help=MAX_SEQUENCE_LENGTH_HELP, rich_help_panel=_MODEL_PANEL)]
 DTypeOption = Annotated[DTypeName | None, typer.Option("--dtype", metavar="DTYPE", help=DTYPE_HELP, rich_help_panel=_MODEL_PANEL)]
-AttentionOption = Annotated[
-    Attention | None,
-    typer.Option(
-        "--attention",
-        help="native if left out; mask reads no stale row (a defect of TensorRT 11.x); plugin is our own (head dims 64, 80, 96, 128, 256).",
-        rich_help_panel=_MODEL_PANEL,
-    ),
-]
+AttentionOption = Annotated[Attention | None, typer.Option("--attention", help=ATTENTION_HELP, rich_help_panel=_MODEL_PANEL)]
 
 
-def session_source(given: dict[str, Any], *, slots: int, **instead: Any) -> SessionSource:
-    """Return where the session of a command comes from.
+@dataclass(frozen=True, kw_only=True)
+class SessionFlags:
+    """The options of a command line that say which session to open.
 
     Parameters
     ----------
-    given : dict
-        The parameters of the command by name: those that a :class:`SessionSource` has are passed on.
-    slots : int
-        How many are needed: for a model folder without ``max_batch_size``.
-    instead
-        What holds in place of the parameters.
+    folder : Path
+        An engine folder or a Hugging Face folder.
+    engine, flavour, cuda_graphs, prompt_cache_bytes, max_batch_size, max_sequence_length, dtype, attention
+        Fields of :class:`~trt_kvcache.session.session_options.SessionOptions`; None if not given.
     """
-    fields = SessionSource.__dataclass_fields__
-    options = {name: value for name, value in given.items() if name in fields} | instead
-    if not is_engine_folder(options["folder"]):
-        options["max_batch_size"] = options.get("max_batch_size") or slots
-    return SessionSource(**options)
+
+    folder: Path
+    engine: EngineChoice
+    flavour: FlavourName
+    cuda_graphs: bool = True
+    prompt_cache_bytes: int = 0
+    max_batch_size: int | None = None
+    max_sequence_length: int | None
+    dtype: DTypeName | None
+    attention: Attention | None
+
+    def source(self, *, slots: int) -> SessionSource:
+        """Return where the session comes from.
+
+        Parameters
+        ----------
+        slots : int
+            How many slots the command needs: the batch size for a model folder if none was given.
+
+        Returns
+        -------
+        SessionSource
+        """
+        max_batch_size = self.max_batch_size if is_engine_folder(self.folder) else self.max_batch_size or slots
+        return SessionSource(
+            self.folder,
+            engine=self.engine,
+            flavour=self.flavour,
+            cuda_graphs=self.cuda_graphs,
+            prompt_cache_bytes=self.prompt_cache_bytes,
+            max_batch_size=max_batch_size,
+            max_sequence_length=self.max_sequence_length,
+            dtype=self.dtype,
+            attention=self.attention,
+        )
 
 
 def open_session(source: SessionSource) -> InferenceSession:

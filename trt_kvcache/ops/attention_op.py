@@ -1,4 +1,4 @@
-"""Attention over the combined cache as a custom operation: RoPE, append and attention of the new tokens."""
+"""Attention over a combined cache as a custom operation: RoPE, append to the cache, causal attention of the new tokens."""
 
 from __future__ import annotations
 
@@ -16,22 +16,58 @@ from trt_kvcache.ops.attention_shapes import MAX_MULTIPROCESSORS, workspace_nbyt
 from trt_kvcache.ops.custom_op import TensorType
 from trt_kvcache.ops.unowned_workspace import UnownedWorkspace
 
+#: Index of the cache among the inputs.
 _CACHE = 3
 
 
 class AttentionOp:
-    """:func:`trt_kvcache.kernels.attend` without ``new_lengths``: all tokens of a step are appended.
+    """Apply RoPE to q and k, append k and v to the cache, and compute causal attention for the new tokens.
 
-    Inputs: q ``[B, s, num_heads, D]``, k and v ``[B, s, num_kv_heads, D]``, cache ``[B, 2, num_kv_heads, S, D]``, lengths int32
-    ``[B]``, cos_sin float32 ``[S, 2, rotary_dim / 2]`` (none where that is 0). Outputs: attended ``[B, s, num_heads, D]``, and the
-    cache in its place. NumPy serves any head dim and dtype, the kernels those of
-    :class:`~trt_kvcache.trt.plugin.AttentionAttributes`.
+    Implements :class:`~trt_kvcache.ops.custom_op.CustomOp`. All ``s`` new tokens of a slot are appended, padding included.
+
+    Inputs, in order, for B slots of s new tokens:
+
+    - q ``[B, s, num_heads, D]``, k and v ``[B, s, num_kv_heads, D]`` before RoPE, in one dtype;
+    - cache ``[B, 2, num_kv_heads, S, D]`` in that dtype;
+    - lengths ``[B]`` int32: tokens in the cache before the step;
+    - cos_sin ``[S, 2, rotary_dim / 2]`` float32; not there if ``rotary_dim`` is 0.
+
+    Outputs: the result ``[B, s, num_heads, D]``, and the cache, in place.
 
     Parameters
     ----------
-    num_heads, num_kv_heads, head_dim : int
-    scale, window, softcap, rotary_dim : optional
-        As for the plugin; ``rotary_dim`` is ``head_dim`` if left out.
+    num_heads, num_kv_heads : int
+        Query heads, and K/V heads that they share.
+    head_dim : int
+        D.
+    scale : float
+        Factor of the scores q k; 0 for ``1 / sqrt(head_dim)``.
+    window : int
+        Tokens that a token attends to, itself included; 0 for all.
+    softcap : float
+        Scores become ``softcap * tanh(score / softcap)``; 0 for no softcap.
+    rotary_dim : int, optional
+        Elements of a row that RoPE is applied to; 0 for none. All of ``head_dim`` if left out.
+
+    Notes
+    -----
+    :func:`trt_kvcache.kernels.attend` without ``new_lengths``. On the host, NumPy computes any head dimension and dtype; the CUDA kernels
+    serve those of :class:`~trt_kvcache.ops.attention_attributes.AttentionAttributes`.
+
+    Examples
+    --------
+    One slot with three tokens in the cache attends to them and to its new token. All keys are equal, so the result is the mean of the
+    values, which are 3, 3, 3 and 7.
+
+    >>> import numpy as np
+    >>> from trt_kvcache.ops.custom_op import run_on_host
+    >>> op = AttentionOp(num_heads=1, num_kv_heads=1, head_dim=2, rotary_dim=0)
+    >>> q, k, v = np.ones((1, 1, 1, 2), "float32"), np.ones((1, 1, 1, 2), "float32"), np.full((1, 1, 1, 2), 7, "float32")
+    >>> cache = np.ones((1, 2, 1, 8, 2), "float32")
+    >>> cache[:, 1] = 3
+    >>> result, cache = run_on_host(op, q, k, v, cache, np.array([3], "int32"))
+    >>> result[0, 0, 0].tolist(), cache[0, 1, 0, :5, 0].tolist()
+    ([4.0, 4.0], [3.0, 3.0, 3.0, 7.0, 3.0])
     """
 
     name = "attention"
@@ -51,11 +87,11 @@ class AttentionOp:
         self._workspace: UnownedWorkspace | None = None
 
     def kernel_attributes(self) -> AttentionAttributes:
-        """Return its parameters as the fields of the plugin. Raises ConfigError where the kernels do not serve them."""
+        """Return the attributes, checked against what the CUDA kernels serve. Raises ConfigError where they do not."""
         return AttentionAttributes(**self.attributes)  # type: ignore[arg-type]  # each as it was given
 
     def outputs(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        """See :class:`~trt_kvcache.ops.custom_op.CustomOp`."""
+        """See :meth:`CustomOp.outputs <trt_kvcache.ops.custom_op.CustomOp.outputs>`."""
         shapes = [one.shape for one in inputs]
         batch, width = shapes[0][:2]
         tokens, head_dim = shapes[_CACHE][3], self._head_dim
@@ -70,24 +106,27 @@ class AttentionOp:
         return TensorType(q, dtypes[0]), TensorType(cache, dtypes[0], alias=_CACHE)
 
     def workspace_nbytes(self, inputs: Sequence[TensorType]) -> int:
-        """See :class:`~trt_kvcache.ops.custom_op.CustomOp`. None where NumPy alone serves."""
+        """See :meth:`CustomOp.workspace_nbytes <trt_kvcache.ops.custom_op.CustomOp.workspace_nbytes>`.
+
+        0 where only NumPy serves the inputs.
+        """
         served = inputs[0].dtype in ELEMENTS and self._head_dim in HEAD_DIMS
         return workspace_nbytes(self.kernel_attributes(), 1) if served else 0
 
     def enqueue(self, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor], workspace: DeviceTensor, stream: Any) -> None:
-        """Launch it: one launch for a decode step, else two."""
+        """See :meth:`CustomOp.enqueue <trt_kvcache.ops.custom_op.CustomOp.enqueue>`. One launch for a decode step, else two."""
         q, k, v, cache, lengths, *angles = inputs
         call = AttentionCall(
             q=q, k=k, v=v, cache=cache, lengths=lengths, new_lengths=None, cos_sin=angles[0] if angles else None,
             out=outputs[0], scale=self._scale or 1 / math.sqrt(self._head_dim), **self._scores,
         )  # fmt: skip
-        borrowed = None if cache.memory.is_host else self._borrow(workspace)
-        backend_of(cache.memory).attend(call, borrowed, stream)  # type: ignore[arg-type]  # NumPy looks at none
+        kernel_workspace = None if cache.memory.is_host else self._kernel_workspace(workspace)
+        backend_of(cache.memory).attend(call, kernel_workspace, stream)  # type: ignore[arg-type]  # NumPy needs none
 
-    def _borrow(self, workspace: DeviceTensor) -> UnownedWorkspace:
-        """Return it as the kernel's; made again when it is another one than before."""
+    def _kernel_workspace(self, workspace: DeviceTensor) -> UnownedWorkspace:
+        """Return the bytes as a workspace of the kernels. It is made again only when the address has changed."""
         if self._workspace is None or self._workspace.bytes.ptr != workspace.ptr:
-            memory: Any = workspace.memory  # of a GPU
+            memory: Any = workspace.memory  # that of a GPU
             if memory.multiprocessor_count > MAX_MULTIPROCESSORS:
                 raise CapacityError(f"{memory.device}: expected at most {MAX_MULTIPROCESSORS} multiprocessors, it has more.")
             self._workspace = UnownedWorkspace(self.kernel_attributes(), memory)

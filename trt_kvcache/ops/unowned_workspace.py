@@ -1,4 +1,4 @@
-"""A workspace of the attention kernels over memory that somebody else owns, such as TensorRT."""
+"""A workspace for the attention kernels in memory that somebody else owns, such as TensorRT."""
 
 from __future__ import annotations
 
@@ -11,25 +11,49 @@ from trt_kvcache.ops.attention_shapes import workspace_nbytes
 
 
 class UnownedAllocation:
-    """Bytes of somebody else (an :class:`~trt_kvcache.memory.base.Allocation` that owns nothing); ``ptr`` is set before each use."""
+    """Memory of somebody else (implements :class:`~trt_kvcache.memory.base.Allocation`). Set ``ptr`` before each use.
+
+    Parameters
+    ----------
+    memory : Memory
+        Where it is.
+    nbytes : int
+        Size in bytes.
+
+    Attributes
+    ----------
+    ptr : int
+        Device address of the first byte.
+    """
 
     closed = False
 
     def __init__(self, memory: Memory, nbytes: int) -> None:
         self.memory = memory
         self.nbytes = nbytes
-        #: Address of the first byte.
         self.ptr = 0
 
     def close(self) -> None:
-        """Do nothing: the owner frees them."""
+        """Do nothing: the owner frees the memory."""
 
 
 class UnownedWorkspace(AttentionWorkspace):
-    """A workspace that is somebody else's."""
+    """A workspace in memory of somebody else. Set ``bytes.ptr`` before each use.
 
-    def __init__(self, fields: AttentionAttributes, memory: CudaMemory) -> None:
+    Parameters
+    ----------
+    attributes : AttentionAttributes
+        Of the attention that uses it.
+    memory : CudaMemory
+        The device.
+
+    Attributes
+    ----------
+    bytes : UnownedAllocation
+        The memory, of :func:`~trt_kvcache.ops.attention_shapes.workspace_nbytes`.
+    """
+
+    def __init__(self, attributes: AttentionAttributes, memory: CudaMemory) -> None:
         self.blocks = MOST_BLOCKS * memory.multiprocessor_count
-        #: The bytes.
-        self.bytes = UnownedAllocation(memory, workspace_nbytes(fields, 1))
-        self.partials = DeviceTensor(self.bytes, shape=partials_shape(self.blocks, fields.group, fields.head_dim), dtype="float32")
+        self.bytes = UnownedAllocation(memory, workspace_nbytes(attributes, 1))
+        self.partials = DeviceTensor(self.bytes, shape=partials_shape(self.blocks, attributes.group, attributes.head_dim), dtype="float32")

@@ -6,15 +6,14 @@ session, and so a cache, of its own.
 
 from typing import Any, get_args
 
-from polygraphy.tools.args import ModelArgs
-from polygraphy.tools.args import util as args_util
+from polygraphy.tools.args import ModelArgs, util as args_util
 from polygraphy.tools.args.base import BaseArgs, BaseRunnerArgs
 from polygraphy.tools.script import make_invocable
 
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.reference import Attention
-from trt_kvcache.session.open_model import EngineChoice
+from trt_kvcache.session.session_options import EngineChoice
 
 
 def get_arg_groups() -> list[Any]:

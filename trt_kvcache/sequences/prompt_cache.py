@@ -7,7 +7,7 @@ from typing import Any, get_args
 import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range, one_of
-from trt_kvcache.cache.slot_cache import Closable
+from trt_kvcache._util.lifetime import Closable
 from trt_kvcache.errors import CapacityError, ClosedError, ShapeError
 from trt_kvcache.generation.token_ids import TokenArray, common_prefix, reusable_tokens, token_array
 from trt_kvcache.memory.graph_capture import refuse_capture
@@ -107,13 +107,13 @@ class PromptCache(Closable):
 
     def __init__(self, cache: AnyCache, *, max_bytes: int = 0, place: Place = "cache") -> None:
         self._format = SlotFormat.of(cache)
+        super().__init__(cache=cache)
         self._cache: AnyCache = cache
         self._max_bytes = int_in_range("PromptCache.max_bytes", max_bytes, 0)
         one_of("PromptCache.place", place, get_args(Place))
         self._place: Place = place
         self._copies: dict[PromptEntry, SlotCopy] = {}
         self._hits = self._misses = self._reused_tokens = 0
-        self._closed = False
 
     @property
     def cache(self) -> AnyCache:
@@ -366,7 +366,9 @@ class PromptCache(Closable):
 
     def close(self) -> None:
         """Drop all entries and refuse new ones. The cache stays open. Idempotent."""
-        self._closed = True
+        super().close()
+
+    def _release(self) -> None:
         self.clear()
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.checks import as_int, int_in_range, slot_index
-from trt_kvcache.cache.slot_cache import Closable
+from trt_kvcache._util.lifetime import Closable
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CapacityError, ConfigError, DTypeError, RangeError, ShapeError
 from trt_kvcache.memory.base import Array
@@ -107,6 +107,7 @@ class SequenceCacheManager(Closable):
             raise ConfigError(f"swap_threshold: expected a number above 0 and at most 1, got {swap_threshold!r}.")
         if any(isinstance(contents, SequenceTable) for contents in cache.lengths.contents()):
             raise ConfigError("SequenceCacheManager: expected a cache without one, got one that is under another. Close that before.")
+        super().__init__(cache=cache)
         self._cache: AnyCache = cache
         self._memory = cache.memory
         self._lengths = cache.lengths
@@ -115,7 +116,6 @@ class SequenceCacheManager(Closable):
         threshold = float(swap_threshold) if enable_swapping else None
         self._swapper = SequenceSwapper(self._table, self._transfer, cache.lengths, threshold=threshold)
         self._lengths.attach(self._table)
-        self._closed = False
 
     @property
     def cache(self) -> AnyCache:
@@ -503,6 +503,8 @@ class SequenceCacheManager(Closable):
 
     def close(self) -> None:
         """Destroy all sequences and release their copies on the host. The cache stays open. Idempotent."""
-        self._closed = True
+        super().close()
+
+    def _release(self) -> None:
         self._lengths.detach(self._table)
         self._table.clear()

@@ -1,22 +1,23 @@
 """``SessionSource``: a session to be opened later, from an engine folder or from a Hugging Face folder."""
 
+from __future__ import annotations
+
 import os
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from trt_kvcache.builder.build_engine import Progress
 from trt_kvcache.engine_folder.folder import is_engine_folder
-from trt_kvcache.errors import ConfigError
-from trt_kvcache.session.open_model import EngineChoice
 from trt_kvcache.session.session import InferenceSession
+from trt_kvcache.session.session_options import SessionOptions
 
-_COMMON_OPTIONS = ("engine", "flavour", "device", "prompt_cache_bytes", "cuda_graphs")
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-#: Options that an engine folder has settled.
-_MODEL_OPTIONS = ("max_batch_size", "max_sequence_length", "max_prefill_length", "dtype", "attention")
+    from trt_kvcache.session.session_options import ModelOptions
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class SessionSource:
     """Where a session comes from. Each call opens a new one, which the caller closes.
 
@@ -24,23 +25,33 @@ class SessionSource:
     ----------
     folder : path
         A folder with ``engine.plan`` is an engine folder, any other a Hugging Face folder.
-    engine, flavour, device, prompt_cache_bytes, cuda_graphs
-        See ``InferenceSession.open``.
-    max_batch_size, max_sequence_length, max_prefill_length, dtype, attention : optional
-        See ``InferenceSession.from_model``. For a Hugging Face folder only.
+    **options
+        Fields of :class:`~trt_kvcache.session.session_options.SessionOptions`.
+
+    Raises
+    ------
+    ConfigError, RangeError
+        An option is out of range.
+
+    Examples
+    --------
+    >>> from trt_kvcache.session.session_source import SessionSource
+    >>> source = SessionSource("examples/tiny-llama", engine="reference", max_batch_size=2)
+    >>> with source() as session:
+    ...     session.prefill([[5, 6, 7]]).shape
+    (1, 320)
     """
 
     folder: str | os.PathLike[str]
-    engine: EngineChoice = "auto"
-    max_batch_size: int | None = None
-    max_sequence_length: int | None = None
-    max_prefill_length: int | None = None
-    dtype: str | None = None
-    attention: str | None = None
-    flavour: str = "auto"
-    device: int = 0
-    prompt_cache_bytes: int = 0
-    cuda_graphs: bool = True
+    options: SessionOptions
+
+    def __init__(self, folder: str | os.PathLike[str], **options: Unpack[ModelOptions]) -> None:
+        object.__setattr__(self, "folder", folder)
+        object.__setattr__(self, "options", SessionOptions(**options))
+
+    def replace(self, folder: str | os.PathLike[str] | None = None, **options: Unpack[ModelOptions]) -> SessionSource:
+        """Return a source with another folder, if one is given, and some options replaced."""
+        return SessionSource(self.folder if folder is None else folder, **vars(replace(self.options, **options)))
 
     def __call__(self, progress: Progress | None = None) -> InferenceSession:
         """Open a session.
@@ -50,20 +61,20 @@ class SessionSource:
         progress : callable, optional
             Called as ``progress(stage, fraction)`` during long work.
 
+        Returns
+        -------
+        InferenceSession
+            The caller's to close.
+
         Raises
         ------
         ConfigError
-            Options that an engine folder has settled were given with one.
+            An option was given that an engine folder has fixed at its build.
         ConfigError, CheckpointError, BuildError, EngineError, CudaError
-            As ``InferenceSession.open`` and ``from_model``.
+            As ``InferenceSession.open`` and ``InferenceSession.from_model``.
         """
-        given = {name: getattr(self, name) for name in _MODEL_OPTIONS if getattr(self, name) is not None}
-        common: dict[str, Any] = {name: getattr(self, name) for name in _COMMON_OPTIONS} | {"progress": progress}
         folder = os.fspath(self.folder)
-        if not is_engine_folder(folder):
-            return InferenceSession.from_model(folder, **common, **given)
-        if given:
-            raise ConfigError(
-                f"{', '.join(given)}: expected with a Hugging Face folder only; {folder} is an engine folder, built with its own."
-            )
-        return InferenceSession.open(folder, **common)
+        given = {name: value for name, value in vars(self.options).items() if value is not None}
+        if is_engine_folder(folder):
+            return InferenceSession.open(folder, progress=progress, **given)
+        return InferenceSession.from_model(folder, progress=progress, **given)

@@ -7,8 +7,7 @@ import pytest
 
 from tests.helpers.small_model import write_model
 from tests.reference.rig import MODELS, golden
-from trt_kvcache.builder import definition as network_definition
-from trt_kvcache.builder import serialization
+from trt_kvcache.builder import definition as network_definition, serialization
 from trt_kvcache.builder.definition import define_constants, define_decoder, define_segments
 from trt_kvcache.builder.network import attention_lowering
 from trt_kvcache.builder.network.graph import Graph

@@ -61,7 +61,7 @@ class TestWithTensorRT:
         assert plugin.num_outputs == 2
         for copy in (plugin.clone(), plugin.attach_to_context(None)):
             assert copy is not plugin
-            assert copy.fields == FIELDS
+            assert copy.attributes == FIELDS
         assert plugin.set_tactic(0) is None
 
     def test_aliases(self, plugin):
@@ -125,7 +125,7 @@ class TestWithTensorRT:
         gc.collect()
         made = creator.create_plugin("again", serialized, trt.TensorRTPhase.RUNTIME)
         assert isinstance(made, plugin_class(rtx))
-        assert made.fields == fields
+        assert made.attributes == fields
         wrong = trt.PluginFieldCollection([field for field in serialized if field.name != "head_dim"])
         with pytest.raises(ConfigError, match=r"^fields: expected head_dim too"):
             creator.create_plugin("again", wrong, trt.TensorRTPhase.BUILD)

@@ -1,4 +1,4 @@
-"""The plugin's creator, through which TensorRT makes it again when it reads an engine."""
+"""The creator of the plugin, with which TensorRT makes the plugin when it deserialises an engine."""
 
 from __future__ import annotations
 
@@ -16,19 +16,27 @@ from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGI
 
 @cache
 def register(tensorrt: TensorRT) -> Any:
-    """Make the plugin known to TensorRT, once: before a network has it, and before an engine that has it is read.
+    """Register the plugin with TensorRT's plugin registry: before a network uses it, and before an engine that has it is opened.
+
+    Parameters
+    ----------
+    tensorrt : TensorRT
 
     Returns
     -------
     IPluginCreatorV3One
-        The creator.
+        The creator; the same one at every call.
 
     Raises
     ------
     EngineError
-        TensorRT has no plugins with aliased outputs, or has a creator of the same name and version already.
+        This TensorRT has no plugins with aliased outputs, or has a creator of the same name and version already.
+
+    Notes
+    -----
+    ``IPluginRegistry.register_creator``.
     """
-    make = plugin_class(tensorrt)
+    plugin = plugin_class(tensorrt)
     trt = tensorrt.module
 
     class KVCacheAttentionCreator(trt.IPluginCreatorV3One):  # type: ignore[misc, name-defined]
@@ -42,7 +50,7 @@ def register(tensorrt: TensorRT) -> Any:
             )
 
         def create_plugin(self, name: str, fields: Any, phase: Any) -> Any:
-            return make(AttentionAttributes.from_plugin_fields(fields))
+            return plugin(AttentionAttributes.from_plugin_fields(fields))
 
     creator = KVCacheAttentionCreator()
     if not trt.get_plugin_registry().register_creator(creator, PLUGIN_NAMESPACE):

@@ -1,4 +1,4 @@
-"""``PluginEnqueue``: the launches of one enqueue, over memory that is TensorRT's."""
+"""``PluginEnqueue``: the kernel launches of one enqueue of the plugin, at addresses that TensorRT gives."""
 
 from __future__ import annotations
 
@@ -19,17 +19,22 @@ from trt_kvcache.ops.unowned_workspace import UnownedAllocation, UnownedWorkspac
 
 
 class PluginEnqueue:
-    """Launches for inputs of these shapes, which were checked. Made once for them; then :meth:`run` allocates nothing.
+    """Launches the kernels for inputs of certain shapes. Made when the shapes change; :meth:`run` then allocates nothing.
 
     Parameters
     ----------
-    fields : AttentionAttributes
+    attributes : AttentionAttributes
     dtype : str
-        Of q.
+        Dtype of q.
     shapes : mapping of str to sequence of int
-        Of the inputs, in order.
+        Shapes of the inputs by name, in the order of the plugin; checked.
     memory : CudaMemory
-        Of the device.
+        The device.
+
+    Attributes
+    ----------
+    is_decode : bool
+        Whether each slot has one new token.
 
     Raises
     ------
@@ -37,50 +42,50 @@ class PluginEnqueue:
         The GPU has more multiprocessors than the workspace is made for.
     """
 
-    def __init__(self, fields: AttentionAttributes, dtype: str, shapes: Mapping[str, Sequence[int]], memory: CudaMemory) -> None:
+    def __init__(self, attributes: AttentionAttributes, dtype: str, shapes: Mapping[str, Sequence[int]], memory: CudaMemory) -> None:
         if memory.multiprocessor_count > MAX_MULTIPROCESSORS:
             raise CapacityError(
                 f"{memory.device}: expected at most {MAX_MULTIPROCESSORS} multiprocessors, got {memory.multiprocessor_count}."
             )
         self._memory = memory
-        self._bytes: list[UnownedAllocation] = []
+        self._inputs: list[UnownedAllocation] = []
         tensors: dict[str, Any] = {
             name: self._tensor(shape, dtype if INPUTS[name][1] == "q" else INPUTS[name][1]) for name, shape in shapes.items()
         }
         q = tensors["q"]
         self._out = UnownedAllocation(memory, q.nbytes)
         self._cache = tuple(shapes).index("cache")
-        self._workspace = UnownedWorkspace(fields, memory)
-        #: Whether each slot has one new token.
-        self.decodes = q.shape[1] == 1
+        self._workspace = UnownedWorkspace(attributes, memory)
+        self.is_decode = q.shape[1] == 1
         self._call = AttentionCall(
             **{"new_lengths": None, "cos_sin": None} | tensors,
             out=DeviceTensor(self._out, shape=q.shape, dtype=dtype),
-            scale=fields.score_scale,
-            window=fields.window,
-            softcap=fields.softcap,
+            scale=attributes.score_scale,
+            window=attributes.window,
+            softcap=attributes.softcap,
         )
 
     def _tensor(self, shape: Sequence[int], dtype: str) -> DeviceTensor:
-        self._bytes.append(UnownedAllocation(self._memory, dense_nbytes(shape, dtype)))
-        return DeviceTensor(self._bytes[-1], shape=shape, dtype=dtype)
+        """Return a tensor whose address is set at each run."""
+        self._inputs.append(UnownedAllocation(self._memory, dense_nbytes(shape, dtype)))
+        return DeviceTensor(self._inputs[-1], shape=shape, dtype=dtype)
 
     def run(self, inputs: Sequence[int], outputs: Sequence[int], workspace: int, stream: int) -> None:
-        """Launch the kernels on a stream.
+        """Launch the kernels; does not wait.
 
         Parameters
         ----------
         inputs, outputs : sequence of int
-            Addresses on the device.
+            Device addresses, in the order of the plugin.
         workspace : int
-            Address of ``workspace_nbytes``; what is there means nothing before and after.
+            Device address of the workspace. Its contents are not used, and are undefined afterwards.
         stream : int
-            Address of the CUstream.
+            The ``cudaStream_t``.
 
         Raises
         ------
         BindingError
-            The cache that comes out is not the one that goes in. Nothing was launched.
+            The output of the cache is not at the address of its input. Nothing was launched.
         CudaError
             A kernel could not be loaded or launched.
         """
@@ -89,18 +94,19 @@ class PluginEnqueue:
                 f"cache: expected the output at the address of the input {inputs[self._cache]:#x}, got {outputs[1]:#x}. "
                 "Build with allow_aliasing, and bind both to one address."
             )
-        for place, ptr in zip(self._bytes, inputs, strict=True):
-            place.ptr = ptr
+        for allocation, address in zip(self._inputs, inputs, strict=True):
+            allocation.ptr = address
         self._out.ptr = outputs[0]
         self._workspace.bytes.ptr = workspace
         if not self._call.q.shape[0]:
             return
-        if self.decodes:
+        if self.is_decode:
             _zero(self._workspace.partials.ptr, self._workspace.zeroed_nbytes, stream)
         backend_of(self._memory).attend(self._call, self._workspace, _stream(stream))
 
 
 def _zero(ptr: int, nbytes: int, stream: int) -> None:
+    """Fill device memory with zeros, ordered on a stream."""
     from cuda.bindings import driver
 
     check(driver.cuMemsetD8Async(ptr, 0, nbytes, stream))
@@ -108,14 +114,24 @@ def _zero(ptr: int, nbytes: int, stream: int) -> None:
 
 @lru_cache(maxsize=64)
 def _stream(handle: int) -> Any:
-    """Return a stream of somebody else as one of cuda.core, which neither owns nor closes it."""
+    """Return a ``cudaStream_t`` as a stream of cuda.core, which does not own it."""
     from cuda.core import Stream
 
     return Stream.from_handle(handle)
 
 
 def current_memory() -> CudaMemory:
-    """Return the memory of the device that is current in this thread: TensorRT makes its own so. Raises CudaError."""
+    """Return the memory of the device that is current in this thread; TensorRT makes the engine's device current.
+
+    Returns
+    -------
+    CudaMemory
+
+    Raises
+    ------
+    CudaError
+        No device is current.
+    """
     from cuda.bindings import driver
 
     return _memory_of(int(check(driver.cuCtxGetDevice())))
@@ -123,4 +139,5 @@ def current_memory() -> CudaMemory:
 
 @cache
 def _memory_of(device: int) -> CudaMemory:
+    """Return the memory of a device; one object per device."""
     return CudaMemory(device)
