@@ -104,7 +104,7 @@ WRONG = [
 
 
 def test_refused_and_numbers_of_numpy():
-    """Beside the mappings that tests/end_to_end/test_bad_inputs.py has."""
+    """Beside the mappings that tests/cache/test_slot_cache_compaction.py has."""
     memories = [HostMemory(), HostMemory()]
     good, other = (memory.to_device(np.zeros(2, np.int32), stream=memory.create_stream()) for memory in memories)
     wide = memories[0].to_device(np.zeros(2, np.int64), stream=memories[0].create_stream())
