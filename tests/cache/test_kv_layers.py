@@ -3,7 +3,6 @@
 That they are refused on a closed cache, without a stream and in a capture: test_slot_cache_refusals.py.
 """
 
-import gc
 from dataclasses import replace
 
 import numpy as np
@@ -61,7 +60,6 @@ class TestCapture:
     def test_changes_nothing(self, memory, stream, kind):
         with cache_holding(kind, memory, stream, 5) as cache, Unchanged(cache):
             cache.capture_kv_cache(0, 3, stream=stream)
-            gc.collect()
 
     @KINDS
     def test_outlives_its_cache(self, memory, stream, kind):
@@ -80,7 +78,6 @@ class TestCapture:
             last = cache.capture_kv_cache(0, 3, stream=stream)[-1]
             assert memory.live_nbytes > before
             del last
-            gc.collect()
             assert memory.live_nbytes == before
 
     @KINDS

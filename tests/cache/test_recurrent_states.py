@@ -3,8 +3,6 @@
 That they are refused on a closed cache, without a stream and in a capture: test_slot_cache_refusals.py.
 """
 
-import gc
-
 import numpy as np
 import pytest
 
@@ -69,7 +67,6 @@ class TestCapture:
     def test_changes_nothing(self, memory, stream, kind, part, ping_pong):
         with cache_holding(kind, memory, stream, 1, ping_pong=ping_pong) as cache, Unchanged(cache):
             capture(cache, part, 0, stream)
-            gc.collect()
 
     @KINDS
     @PARTS

@@ -121,9 +121,13 @@ class TestCudaGraph:
             yield cache
 
     @pytest.fixture
-    def captured(self, cache, memory, stream):
+    def new(self, memory, stream):
+        """Increments that a graph reads at each replay."""
+        return on_device(memory, [1, 2], stream)
+
+    @pytest.fixture
+    def captured(self, cache, new, memory, stream):
         """A graph of two commits, one of a number and one of a tensor, over slots of 1 and 0 tokens."""
-        new = on_device(memory, [1, 2], stream)
         cache.reset_for_new_sequences([0, 0], stream=stream)
         cache.commit_sequence_length(new, max_increment=2, stream=stream)  # loads the kernel
         cache.reset_for_new_sequences([1, 0], stream=stream)
@@ -259,7 +263,6 @@ class TestLife:
         expected = [view.numpy().tobytes() for view in views]
         owners = {id(view.allocation): view.allocation.nbytes for view in views}
         del cache
-        gc.collect()
         assert memory.live_nbytes - before == sum(owners.values())
         assert [view.numpy().tobytes() for view in views] == expected
 
@@ -269,10 +272,8 @@ class TestLife:
         cache = make_cache(kind, memory)
         view = (rows_of(cache) or states_of(cache))[0][1:2]
         del cache
-        gc.collect()
         assert memory.live_nbytes > before
         del view
-        gc.collect()
         assert memory.live_nbytes == before
 
     @WITH_ROWS
