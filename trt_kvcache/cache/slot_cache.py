@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from trt_kvcache._util.checks import slot_index
 from trt_kvcache._util.lifetime import Closable
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup
@@ -286,6 +287,20 @@ class SlotCache(Closable):
         """
         self._check_open()
         self._lengths.rewind(slot, length, stream=stream)
+
+    def keep_states(self, slot: int, *, stream: Any) -> None:
+        """Copy the current states of a slot that leaves the active batch to the next ones: a cache without states has nothing to do.
+
+        Parameters
+        ----------
+        slot : int
+            Any slot, active or not.
+        stream : cuda.core.Stream
+            The copies are ordered on it.
+        """
+        self._check_open()
+        slot_index(slot, self.max_batch_size)
+        self._memory.check_stream(stream)
 
     def compact_batch(
         self, batch_mapping: Sequence[int] | np.ndarray[Any, Any] | DeviceTensor, old_batch: int, new_batch: int, *, stream: Any
