@@ -18,7 +18,7 @@ from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING, hidden_state_name
-from trt_kvcache.trt.plugin import AttentionAttributes
+from trt_kvcache.ops.attention_attributes import AttentionAttributes
 
 
 def add_decoder(
