@@ -59,6 +59,7 @@ DESCRIBED = {
     "Memory": "trt_kvcache.memory.base",
     "Allocation": "trt_kvcache.memory.base",
     "BuildOptions": "trt_kvcache.builder.options",
+    "SessionSource": "trt_kvcache.session.session_source",
 }
 
 #: Names of other projects in references: shown as text, since nothing is fetched while the site is built.

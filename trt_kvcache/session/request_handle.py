@@ -132,7 +132,7 @@ class RequestHandle:
         self._stage = stage
 
     def choose(self, logits: np.ndarray[Any, Any], *, full: bool) -> None:
-        """Choose the next token: see :meth:`~trt_kvcache.generation.request.Request.choose`."""
+        """Choose the next token: see ``Request.choose``."""
         self._text += self._request.choose(logits, full=full).text
 
     def savepoint(self) -> HandleSavepoint:
