@@ -53,7 +53,7 @@ class HostMemory:
         return HostStream()
 
     def check_stream(self, stream: Any) -> None:
-        """Raise :class:`PlaceError` if ``stream`` is not a :class:`HostStream`."""
+        """Raise :class:`PlaceError` if ``stream`` is not a ``HostStream``."""
         if not isinstance(stream, HostStream):
             raise PlaceError(f"stream: expected one made by HostMemory.create_stream(), got {type(stream).__name__}.")
 
