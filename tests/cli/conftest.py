@@ -6,8 +6,9 @@ import io
 import json
 import re
 import shutil
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,14 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
         return Outcome(code, _COLOUR.sub("", written.out), _COLOUR.sub("", written.err))
 
     return run_here
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_arrives() -> Iterator[None]:
+    """Have Ctrl-C raise KeyboardInterrupt, also where a shell that runs the tests in the background has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

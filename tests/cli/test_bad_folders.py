@@ -136,7 +136,7 @@ def test_an_engine_whose_checkpoint_was_changed(run: Run, engine: Path, model: P
 
 @pytest.mark.trt
 def test_a_plan_that_was_changed(run: Run, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(opening, "CudaMemory", lambda device: FakeGpuMemory())
+    monkeypatch.setattr(opening, "CudaMemory", lambda device, **_: FakeGpuMemory())
     plan = bytearray((engine / "engine.plan").read_bytes())
     plan[5] ^= 1
     (engine / "engine.plan").write_bytes(plan)

@@ -250,7 +250,7 @@ def _check_cache_output(spec: TensorSpec, input_name: str, view: DeviceTensor) -
     """Raise BindingError where a cache output does not share memory with its input, or differs from the view."""
     if spec.alias != input_name:
         aliases = f"shares memory with `{spec.alias}`" if spec.alias else "has memory of its own"
-        raise BindingError(f"`{spec.name}`: expected an output in place of `{input_name}`, the engine's {aliases}.")
+        raise BindingError(f"`{spec.name}`: expected an output that shares memory with `{input_name}`, the engine's {aliases}.")
     if spec.dtype != view.dtype or not _fits(spec.shape, view.shape):
         raise BindingError(_cache_mismatch(spec, view))
 

@@ -46,7 +46,7 @@ class TensorSpec:
 
     >>> present = TensorSpec.output("present_k_cache_0", (-1, 2, 256, 64), "float16", alias="k_cache_0")
     >>> print(present.describe())
-    output `present_k_cache_0` float16 (-1, 2, 256, 64) in place of `k_cache_0`
+    output `present_k_cache_0` float16 (-1, 2, 256, 64) sharing memory with `k_cache_0`
     """
 
     name: str
@@ -67,7 +67,7 @@ class TensorSpec:
 
     def describe(self) -> str:
         """Return the tensor in words, for messages."""
-        alias = f" in place of `{self.alias}`" if self.alias else ""
+        alias = f" sharing memory with `{self.alias}`" if self.alias else ""
         return f"{self.mode.value} `{self.name}` {self.dtype} {self.shape}{alias}"
 
 

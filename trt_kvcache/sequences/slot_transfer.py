@@ -18,7 +18,7 @@ from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
 
 
 class SavedTensors(NamedTuple):
-    """The contents of a slot as the kernels save them, in one allocation of the cache's memory."""
+    """The contents of a slot as the kernels save them, in the memory of the cache."""
 
     #: ``[2, H_i, n, D_i]`` of each attention layer: K, then V.
     kv: list[DeviceTensor]
@@ -64,7 +64,8 @@ class SlotTransfer:
         Returns
         -------
         SavedTensors
-            In one allocation of the cache's memory, which is released with the last tensor. Their bytes are not set.
+            In the memory of the cache, in one allocation for K and V and one for each kind of state, each of which is released with
+            the last of its tensors. Their bytes are not set.
 
         Raises
         ------
@@ -130,6 +131,33 @@ class SlotTransfer:
         if self._states is not None:
             for kind, tensors in saved.states.items():
                 instantiate_rows(self._states.current(kind).infos, tensors, slot, stream=stream)
+
+    def host_arrays(self, length: int) -> tuple[Array, ...]:
+        """Allocate the host arrays of a copy.
+
+        Parameters
+        ----------
+        length : int
+            Tokens.
+
+        Returns
+        -------
+        tuple of ndarray
+            The tensors of :meth:`SlotFormat.tensors`, one behind the other in one array of page-locked memory for a device.
+
+        Raises
+        ------
+        CapacityError
+            The host has no room.
+        """
+        tensors = self.slot_format.tensors(length).values()
+        sizes = [dense_nbytes(shape, dtype) for shape, dtype in tensors]
+        buffer = self._memory.staging((sum(sizes),), "uint8")
+        arrays, end = [], 0
+        for (shape, dtype), size in zip(tensors, sizes, strict=True):
+            start, end = end, end + size
+            arrays.append(buffer[start:end].view(numpy_dtype(dtype)).reshape(shape))
+        return tuple(arrays)
 
     def download(self, slot: int, length: int, *, stream: Any) -> tuple[Array, ...]:
         """Copy the first tokens and the current states of a slot directly to the host.
@@ -274,33 +302,6 @@ class SlotTransfer:
             return []
         buffer = self._states.next if following else self._states.current
         return [layer[slot : slot + 1] for kind in StateKind for layer in buffer(kind).layers]
-
-    def host_arrays(self, length: int) -> tuple[Array, ...]:
-        """Allocate the host arrays of a copy.
-
-        Parameters
-        ----------
-        length : int
-            Tokens.
-
-        Returns
-        -------
-        tuple of ndarray
-            The tensors of :meth:`SlotFormat.tensors`, one behind the other in one array of page-locked memory for a device.
-
-        Raises
-        ------
-        CapacityError
-            The host has no room.
-        """
-        tensors = self.slot_format.tensors(length).values()
-        sizes = [dense_nbytes(shape, dtype) for shape, dtype in tensors]
-        buffer = self._memory.staging((sum(sizes),), "uint8")
-        arrays, end = [], 0
-        for (shape, dtype), size in zip(tensors, sizes, strict=True):
-            start, end = end, end + size
-            arrays.append(buffer[start:end].view(numpy_dtype(dtype)).reshape(shape))
-        return tuple(arrays)
 
 
 def _head_rows(layer: DeviceTensor, slot: int, k_or_v: int, first: int, count: int) -> list[DeviceTensor]:
