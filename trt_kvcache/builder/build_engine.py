@@ -103,7 +103,8 @@ def build_engine(
         GPUs to build for, such as ``("8.6", "12.0")``; for TensorRT for RTX only. All that it knows if left out. Full TensorRT builds for
         the GPU that it runs on.
     progress : callable, optional
-        Called as ``progress(stage, fraction)``; ``fraction`` is None while it is not known. An exception that it raises stops the build and is raised by this function.
+        Called as ``progress(stage, fraction)``; ``fraction`` is None while it is not known. An exception that it raises
+        stops the build and is raised by this function.
 
     Returns
     -------
