@@ -192,9 +192,7 @@ def test_attention_that_does_not_support_the_model_is_left_out_with_a_warning(ru
 
 
 @pytest.mark.parametrize(("built", "other"), [("native", "plugin"), ("plugin", "native")])
-def test_an_engine_folder_is_compared_with_the_other_attention(
-    run: Run, compared: list[str], tmp_path: Path, built: str, other: str
-):
+def test_an_engine_folder_is_compared_with_the_other_attention(run: Run, compared: list[str], tmp_path: Path, built: str, other: str):
     folder = make_engine_folder(write_model(tmp_path / "wide", head_dim=64), tmp_path / "engine", segmented=built == "plugin").path
     assert run("compare", folder, *PROMPTS).err == "error: enough seen\n"
     paths = ["TensorRT None", f"{other} TensorRT {other}", "reference None", "full recomputation None"]

@@ -100,7 +100,9 @@ def test_tensors_come_from_the_engine_inputs_first(fake: FakeTensorRT, folder: E
         assert tuple(engine.profiles) == folder.config.profiles
 
 
-def test_an_engine_can_be_opened_from_a_folder_a_path_a_plan_file_or_bytes(fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory) -> None:
+def test_an_engine_can_be_opened_from_a_folder_a_path_a_plan_file_or_bytes(
+    fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory
+) -> None:
     for source in (folder, folder.path, str(folder.path), folder.plan_path, PLAN):
         with TensorRTEngine.open(source, memory=memory) as engine:
             assert len(engine.tensors) == 8
