@@ -44,7 +44,7 @@ def test_there_is_no_workspace() -> None:
         (
             TensorType((3,), "int32"),
             ShapeError,
-            r"embedding: expected a table \[vocab, hidden\] and ids \[B, s\], got \(7, 5\) and \(3,\)\.",
+            r"expected a table \[vocab, hidden\] and ids \[B, s\], got \(7, 5\) and \(3,\)\.",
         ),
         (TensorType((2, 3), "int64"), DTypeError, r"expected int32 ids, got int64\."),
     ],

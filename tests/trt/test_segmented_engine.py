@@ -3,58 +3,30 @@
 import itertools
 import json
 import shutil
-from contextlib import nullcontext
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests.helpers.engine_files import make_engine_folder, segment_plans
-from tests.helpers.fake_tensorrt import FakeGpuMemory, FakeSegment, FakeStream, FakeTensorRT
+from tests.helpers.fake_tensorrt import FakeGpuMemory, FakeSegment, FakeTensorRT
+from tests.helpers.graph_stream import GraphStream
 from tests.helpers.small_model import write_model
 from tests.helpers.tensorrt_engines import BATCH, PREFILL, VOCAB, S, enqueue, install, make_ready, refuses, set_shapes, tensor
 from trt_kvcache.engine.decoder_tensors import shape_at
 from trt_kvcache.engine_folder.decoder_segments import EMBEDDING
 from trt_kvcache.engine_folder.folder import EngineFolder
-from trt_kvcache.errors import BindingError, ClosedError, ConfigError, CudaError, EngineError, PlaceError
-from trt_kvcache.memory.cuda_driver import cuda_core_error
+from trt_kvcache.errors import BindingError, ClosedError, ConfigError, EngineError, PlaceError
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.ops import registry
 from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.embedding_op import EmbeddingOp
 from trt_kvcache.ops.registry import register_operation
 from trt_kvcache.ops.segments import Segment
-from trt_kvcache.trt.cuda_graphs import MAX_GRAPHS, CudaGraphCache
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 
 LAYERS, D = 2, 64
 ORDER = ["embedding", "0", "attention", "1", "attention", "2"]
-
-
-class GraphStream(FakeStream):
-    """A stream that captures: a graph notes that it was launched. It is its own graph builder."""
-
-    def __init__(self, handle, calls):
-        super().__init__(handle)
-        self.calls, self.graphs = calls, 0
-
-    def create_graph_builder(self):
-        self.graphs += 1
-        return self
-
-    def begin_building(self, mode):
-        assert mode == "thread_local"
-
-    def end_building(self):
-        return self
-
-    def complete(self):
-        number, note = self.graphs, self.calls.append
-        return SimpleNamespace(launch=lambda stream: note(("graph", number, stream.handle)), close=lambda: note(("graph.close", number)))
-
-    def close(self):
-        self.calls.append(("captured",))
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
@@ -204,53 +176,6 @@ def test_decode_is_captured_once(opens, fake, memory):
     names = [call[0] for call in fake.calls]
     assert names.count("graph.close") == 3
     assert names.index("graph.close") < names.index("cache.serialize")
-
-
-def test_graphs_are_bounded(memory):
-    calls = []
-    stream, graphs = GraphStream(1, calls), CudaGraphCache(memory)
-
-    def run(key, work=lambda stream: calls.append("plain"), stream=stream):
-        return graphs.run(key, stream, work, lambda stream: True)
-
-    for key in range(MAX_GRAPHS + 1):
-        assert run(key)
-        assert stream.synced == 0
-        assert not run(key)
-    assert (stream.synced, [call for call in calls if call[0] == "graph.close"]) == (1, [("graph.close", 1)])  # after a wait
-    for key in range(2 * MAX_GRAPHS):  # those that never come back push none out
-        run(("once", key))
-    assert not run(5)
-    memory.is_capturing = lambda stream: True
-    assert not run(5)
-    assert not run(5, stream=FakeStream(2))  # no stream of ours
-    assert calls[-2:] == ["plain"] * 2
-
-
-def test_a_failing_capture_is_warned_of_once(memory):
-    calls = []
-    stream, graphs = GraphStream(1, calls), CudaGraphCache(memory)
-
-    def run(key):
-        return graphs.run(key, stream, lambda stream: None, lambda stream: True)
-
-    def raises(kind):
-        def refuse(*args):
-            raise kind("LOST")
-
-        return refuse
-
-    for kind in (RuntimeError, cuda_core_error()):
-        stream.end_building = raises(kind)
-        assert run(kind)
-        with nullcontext() if calls else pytest.warns(RuntimeWarning, match="runs without one: LOST"):
-            assert run(kind)
-        assert run(kind)
-    assert calls == [("captured",)] * 2
-    del stream.end_building
-    run("x")
-    stream.complete = lambda: SimpleNamespace(launch=raises(cuda_core_error()))
-    refuses(CudaError, "the CUDA graph of a step cannot be launched: LOST", run, "x")
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3], ids=["eager", "to be captured", "replayed"])
