@@ -19,7 +19,7 @@ def _number(name: str, default: str) -> int:
     return int(value)
 
 
-_RECIPE = NetworkScript(
+_SCRIPT = NetworkScript(
     _variable("TRT_KVCACHE_MODEL"),
     max_batch_size=_number("TRT_KVCACHE_MAX_BATCH_SIZE", "4"),
     max_sequence_length=_number("TRT_KVCACHE_MAX_SEQUENCE_LENGTH", "1024"),
@@ -28,5 +28,5 @@ _RECIPE = NetworkScript(
     attention=_variable("TRT_KVCACHE_ATTENTION", "native"),
 )
 
-load_network = _RECIPE.load_network
-load_config = _RECIPE.load_config
+load_network = _SCRIPT.load_network
+load_config = _SCRIPT.load_config

@@ -100,7 +100,7 @@ def test_undo_removes_the_last_turn(run: Run, type_lines: TypeLines, turns: list
 
 def test_reset_starts_a_new_conversation(run: Run, type_lines: TypeLines, turns: list[Turn]):
     type_lines(ASKED, "/reset", NEXT)
-    assert run(*CHAT).err == "The conversation starts anew.\n"
+    assert run(*CHAT).err == "A new conversation begins.\n"
     assert [turn.prompt for turn in turns] == [ASKED, NEXT]
 
 
@@ -112,14 +112,16 @@ def test_quit_ends(run: Run, type_lines: TypeLines, command: str):
 
 def test_an_unknown_command_shows_the_known_ones(run: Run, type_lines: TypeLines):
     type_lines("/what")
-    assert run(*CHAT).err.startswith("/undo takes the last turn back, /reset starts anew, /stats shows times and bytes, /quit ends")
+    assert run(*CHAT).err.startswith(
+        "/undo removes the last turn, /reset begins a new conversation, /stats shows times and bytes, /quit ends"
+    )
 
 
 def test_a_terminal_gets_help_and_a_prompt(run: Run, type_lines: TypeLines):
     type_lines(ASKED, terminal=True)
     done = run(*CHAT)
     assert done.code == 0
-    assert done.err.startswith("/undo takes")
+    assert done.err.startswith("/undo removes")
     assert done.err.endswith("> > \n"), "the end of input leaves the shell a line of its own"
     assert done.out.startswith(ANSWERED)
 

@@ -1,6 +1,5 @@
 """The custom operations, plainly and in a CUDA graph, beside their NumPy twins."""
 
-import itertools
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -14,10 +13,8 @@ from trt_kvcache.ops import attention_op
 from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.custom_op import TensorType, run_on_host
 from trt_kvcache.ops.embedding_op import EmbeddingOp
-from trt_kvcache.ops.segments import CustomOpNode
 from trt_kvcache.trt.cuda_graphs import CudaGraphCache
 from trt_kvcache.trt.engine_bindings import stream_handle
-from trt_kvcache.trt.memory_plan import assign_offsets
 from trt_kvcache.trt.plugin import AttentionAttributes
 
 RANDOM = np.random.default_rng(2)
@@ -104,16 +101,3 @@ def test_what_fits_and_what_does_not():
             ATTENTION.outputs([*types[:index], wrong, *types[index + 1 :]])
     with pytest.raises(DTypeError, match="embedding: expected int32 ids, got int64"):
         EmbeddingOp().outputs([TensorType((4, 2), "float16"), TensorType((1, 1), "int64")])
-
-
-def test_bytes_are_shared_by_what_never_lives_together():
-    names = "abcdef"
-    steps = [CustomOpNode(operation="x", attributes={}, inputs=(a,), outputs=(b,)) for a, b in itertools.pairwise(names)]
-    sizes = dict(zip(names, (300, 200, 512, 100, 256, 1), strict=True))
-    offsets, nbytes = assign_offsets(steps, sizes)
-    for one, other in itertools.pairwise(names):
-        ends = [offsets[name] + sizes[name] for name in (one, other)]
-        assert ends[0] <= offsets[other] or ends[1] <= offsets[one]
-    assert all(offset % 256 == 0 for offset in offsets.values())
-    assert nbytes == 512 + 200  # that of the widest step
-    assert assign_offsets((), {}) == ({}, 0)

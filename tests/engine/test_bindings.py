@@ -170,7 +170,8 @@ class TestCacheTensors:
     def test_an_output_that_is_not_in_place(self, engine, cache, alias, has):
         engine.tensors["present_k_cache_0"] = replace(engine.tensors["present_k_cache_0"], alias=alias)
         assert (
-            refuse(engine, cache, BindingError) == f"`present_k_cache_0`: expected an output in place of `k_cache_0`, the engine's {has}."
+            refuse(engine, cache, BindingError)
+            == f"`present_k_cache_0`: expected an output that shares memory with `k_cache_0`, the engine's {has}."
         )
 
 

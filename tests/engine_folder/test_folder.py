@@ -130,7 +130,7 @@ def with_config(change: Callable[[dict[str, Any]], object]) -> Callable[[EngineF
         (with_config(lambda data: data["tensors"].pop()), r"tensors: expected 12 by model and kv_cache, got 11"),
         (
             with_config(lambda data: data["tensors"][7].update(alias="v_cache_0")),
-            r"tensor `present_k_cache_0`: expected output .* in place of `k_cache_0` by model and kv_cache, got .* in place of `v_cache_0`",
+            r"tensor `present_k_cache_0`: expected output .* with `k_cache_0` by model and kv_cache, got .* with `v_cache_0`",
         ),
         (
             lambda folder: folder.plan_path.write_bytes(PLAN[:-1]),

@@ -168,3 +168,39 @@ class TestStopText:
         elif request.finish_reason == "length":
             assert out == whole
         assert not any(stop in out for stop in stops)
+
+
+class TestRollback:
+    """A request returns to a savepoint, and chooses and says the same from there on."""
+
+    @pytest.mark.parametrize("before", range(5))
+    def test_tokens_text_and_random_numbers_are_as_at_the_savepoint(self, tokenizer, before):
+        logits = np.random.default_rng(3).normal(size=(12, tokenizer.vocab_size)).astype(np.float32)
+        options = {"temperature": 1.0, "seed": 5, "stop": ("zz",)}
+        calm = [request.choose(row, full=False) for request in [request_for(tokenizer, **options)] for row in logits]
+        request = request_for(tokenizer, **options)
+        for row in logits[:before]:
+            request.choose(row, full=False)
+        savepoint = request.savepoint()
+        for row in logits[before : before + 3][::-1]:
+            request.choose(row, full=False)
+        request.rollback(savepoint)
+        assert (request.tokens, request.sampler) == ([event.token for event in calm[:before]], (5, before))
+        assert [request.choose(row, full=False) for row in logits[before:]] == calm[before:]
+
+    def test_text_that_was_held_back_is_held_back_again(self, tokenizer):
+        request = request_for(tokenizer, stop=("END",))
+        say(request, ids_of(tokenizer, "aEN"))
+        savepoint = request.savepoint()
+        assert said(say(request, ids_of(tokenizer, "D"))) == ("", "stop")
+        request.rollback(savepoint)
+        assert (request.finished, request.finish_reason) == (False, None)
+        assert said(say(request, ids_of(tokenizer, "x"))) == ("ENx", None)
+
+    def test_nothing_is_decoded_again(self, tokenizer, monkeypatch):
+        request = request_for(tokenizer)
+        say(request, ids_of(tokenizer, "some text"))
+        savepoint = request.savepoint()
+        say(request, ids_of(tokenizer, "more"))
+        monkeypatch.setattr(type(tokenizer), "decode", lambda *_: pytest.fail("it decodes"))
+        request.rollback(savepoint)

@@ -1,60 +1,54 @@
-"""The names under which engine folders find custom operations."""
-
-from __future__ import annotations
-
-from collections.abc import Iterator
+"""Operations by the names that engine folders use."""
 
 import pytest
 
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.ops import registry
 from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.embedding_op import EmbeddingOp
-from trt_kvcache.ops.registry import OPERATIONS, create_operation, is_user_operation, register_operation, unregister_operation
+from trt_kvcache.ops.registry import create_operation, is_user_operation, register_operation, unregister_operation
 
 HEADS = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
 
 
-@pytest.fixture
-def registered() -> Iterator[None]:
-    """An operation of a user, called ``mine``."""
-    register_operation("mine", AttentionOp)
-    yield
-    unregister_operation("mine")
+@pytest.fixture(autouse=True)
+def own_registry(monkeypatch):
+    monkeypatch.setattr(registry, "OPERATIONS", dict(registry.OPERATIONS))
 
 
-def test_the_operations_of_this_package_are_there() -> None:
-    assert isinstance(create_operation("attention", HEADS), AttentionOp)
-    assert isinstance(create_operation("embedding", {}), EmbeddingOp)
-    assert not is_user_operation("attention")
+@pytest.mark.parametrize(("kind", "attributes", "expected"), [("attention", HEADS, AttentionOp), ("embedding", {}, EmbeddingOp)])
+def test_operations_of_this_package(kind, attributes, expected):
+    op = create_operation(kind, attributes)
+    assert type(op) is expected
+    assert attributes.items() <= op.attributes.items()
+    assert not is_user_operation(kind)
 
 
-@pytest.mark.usefixtures("registered")
-def test_an_operation_is_created_with_its_attributes() -> None:
-    op = create_operation("mine", {**HEADS, "window": 5})
-    assert isinstance(op, AttentionOp)
-    assert op.attributes["window"] == 5
-    assert is_user_operation("mine")
+def test_a_registered_operation_is_created_with_its_attributes():
+    register_operation("windowed", AttentionOp)
+    assert create_operation("windowed", {**HEADS, "window": 5}).attributes["window"] == 5
+    assert is_user_operation("windowed")
 
 
-@pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("name", ["mine", "attention"])
-def test_a_name_that_is_taken_is_refused(name: str) -> None:
-    before = dict(OPERATIONS)
-    with pytest.raises(ConfigError, match=rf"^kind: expected another name than attention, embedding, mine, got '{name}'\.$"):
-        register_operation(name, EmbeddingOp)
-    assert before == OPERATIONS
+@pytest.mark.parametrize("kind", ["attention", "windowed"])
+def test_a_name_is_registered_once(kind):
+    register_operation("windowed", AttentionOp)
+    before = dict(registry.OPERATIONS)
+    with pytest.raises(ConfigError, match=f"^kind: expected another name than attention, embedding, windowed, got '{kind}'"):
+        register_operation(kind, EmbeddingOp)
+    assert before == registry.OPERATIONS
 
 
-def test_an_operation_can_be_unregistered() -> None:
-    register_operation("short-lived", EmbeddingOp)
-    unregister_operation("short-lived")
-    assert not is_user_operation("short-lived")
+def test_an_unregistered_name_is_free_again():
+    register_operation("windowed", AttentionOp)
+    unregister_operation("windowed")
     with pytest.raises(KeyError):
-        create_operation("short-lived", {})
+        create_operation("windowed", HEADS)
+    register_operation("windowed", AttentionOp)
 
 
-@pytest.mark.parametrize("name", ["attention", "unknown"])
-def test_only_registered_names_can_be_unregistered(name: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^kind: expected a name that was registered, got '{name}'\.$"):
-        unregister_operation(name)
-    assert "attention" in OPERATIONS
+@pytest.mark.parametrize("kind", ["attention", "embedding", "unknown"])
+def test_only_registered_names_can_be_unregistered(kind):
+    with pytest.raises(ConfigError, match=rf"^kind: expected a name that was registered, got '{kind}'\.$"):
+        unregister_operation(kind)
+    assert set(registry.OPERATIONS) == {"attention", "embedding"}

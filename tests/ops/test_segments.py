@@ -1,74 +1,61 @@
-"""Stages of an engine: what connects them, and which may replace which."""
+"""Stages of an engine: which may replace which, and which tensors lie between them."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 
 from trt_kvcache.engine.protocol import TensorSpec
+from trt_kvcache.ops import registry
 from trt_kvcache.ops.embedding_op import EmbeddingOp
-from trt_kvcache.ops.registry import register_operation, unregister_operation
+from trt_kvcache.ops.registry import register_operation
 from trt_kvcache.ops.segments import CustomOpNode, Segment, can_replace, intermediate_tensors
 
-TABLE = TensorSpec.input("table", (7, 5), "float16")
-IDS = TensorSpec.input("ids", (-1, -1), "int32")
-LOGITS = TensorSpec.output("logits", (-1, 7), "float32")
-NODE = CustomOpNode(operation="embedding", attributes={}, inputs=("table", "ids"), outputs=("hidden",))
-SEGMENT = Segment(tensors=(TensorSpec.input("hidden", (-1, -1, 5), "float16"), TensorSpec.output("next", (-1, 5), "float16")))
-HEAD = Segment(tensors=(TensorSpec.input("next", (-1, 5), "float16"), LOGITS))
+EMBED = CustomOpNode(operation="embedding", attributes={}, inputs=("table", "ids"), outputs=("hidden",))
+HEAD = Segment(tensors=(TensorSpec.input("hidden", (-1, -1, 8), "float16"), TensorSpec.output("logits", (-1, 5), "float32")))
+EXTERNAL = (
+    TensorSpec.input("table", (5, 8), "float16"),
+    TensorSpec.input("ids", (-1, -1), "int32"),
+    TensorSpec.output("logits", (-1, 5), "float32"),
+)
 
 
 @pytest.fixture
-def mine() -> Iterator[CustomOpNode]:
-    """A node of a registered operation with the tensors of the embedding."""
-    register_operation("mine", EmbeddingOp)
-    yield replace(NODE, operation="mine")
-    unregister_operation("mine")
+def registered(monkeypatch):
+    monkeypatch.setattr(registry, "OPERATIONS", dict(registry.OPERATIONS))
+    register_operation("other", EmbeddingOp)
 
 
-def test_a_node_creates_its_operation() -> None:
-    assert isinstance(NODE.create_op(), EmbeddingOp)
+def test_intermediate_tensors_are_those_that_nobody_binds():
+    assert intermediate_tensors([EMBED, HEAD], EXTERNAL) == {"hidden": TensorSpec.output("hidden", (-1, -1, 8), "float16")}
 
 
-def test_a_node_of_an_unknown_operation_cannot() -> None:
-    with pytest.raises(KeyError):
-        replace(NODE, operation="nowhere").create_op()
+def test_outputs_of_segments_are_intermediate_too():
+    first = Segment(tensors=(TensorSpec.input("ids", (-1, -1), "int32"), TensorSpec.output("hidden", (-1, -1, 8), "float16")))
+    assert list(intermediate_tensors([first, HEAD], EXTERNAL)) == ["hidden"]
 
 
-def test_what_a_stage_writes_and_a_later_one_reads_is_intermediate() -> None:
-    found = intermediate_tensors([NODE, SEGMENT, HEAD], [TABLE, IDS, LOGITS])
-    assert found == {
-        "hidden": TensorSpec.output("hidden", (-1, -1, 5), "float16"),
-        "next": TensorSpec.output("next", (-1, 5), "float16"),
-    }
+def test_a_tensor_that_no_stage_writes():
+    with pytest.raises(KeyError, match="nowhere"):
+        intermediate_tensors([replace(EMBED, inputs=("table", "nowhere"))], EXTERNAL)
 
 
-def test_a_tensor_that_nothing_writes_is_refused() -> None:
-    with pytest.raises(KeyError, match="ids"):
-        intermediate_tensors([NODE], [TABLE])
+@pytest.mark.parametrize("stage", [EMBED, HEAD])
+def test_a_stage_replaces_itself(stage):
+    assert can_replace(stage, replace(stage))
 
 
-def test_a_stage_can_replace_an_equal_one() -> None:
-    assert can_replace(NODE, replace(NODE))
-    assert can_replace(SEGMENT, Segment(tensors=SEGMENT.tensors))
+def test_a_registered_operation_replaces_one_with_the_same_tensors(registered):
+    other = replace(EMBED, operation="other", attributes={"count": 3})
+    assert can_replace(other, EMBED)
+    assert not can_replace(replace(other, inputs=("ids", "table")), EMBED)
+    assert not can_replace(replace(other, outputs=("x",)), EMBED)
+    assert not can_replace(other, HEAD)
 
 
-def test_a_registered_operation_can_replace_one_with_the_same_tensors(mine: CustomOpNode) -> None:
-    assert can_replace(replace(mine, attributes={"factor": 2}), NODE)
+def test_an_operation_that_is_not_registered_replaces_nothing():
+    assert not can_replace(replace(EMBED, operation="other"), EMBED)
 
 
-def test_an_operation_of_this_package_replaces_only_its_equal(mine: CustomOpNode) -> None:
-    assert not can_replace(NODE, mine)
-    assert not can_replace(replace(NODE, attributes={"factor": 2}), NODE)
-
-
-def test_an_operation_with_other_tensors_replaces_nothing(mine: CustomOpNode) -> None:
-    assert not can_replace(replace(mine, outputs=("other",)), NODE)
-    assert not can_replace(replace(mine, inputs=("ids", "table")), NODE)
-
-
-def test_a_segment_and_an_operation_do_not_replace_each_other(mine: CustomOpNode) -> None:
-    assert not can_replace(SEGMENT, NODE)
-    assert not can_replace(mine, SEGMENT)
+def test_other_attributes_of_an_operation_of_this_package_replace_nothing():
+    assert not can_replace(replace(EMBED, attributes={"count": 3}), EMBED)
+    assert not can_replace(EMBED, HEAD)

@@ -1,4 +1,4 @@
-"""The recipes in ``engines/``, run by the real ``polygraphy convert`` where TensorRT for RTX is."""
+"""The network scripts in ``engines/``, run by the real ``polygraphy convert`` where TensorRT for RTX is."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from tests.paths import ROOT
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.errors import BuildError, CheckpointError, ConfigError
-from trt_kvcache.polygraphy import network_script as recipe_module
+from trt_kvcache.polygraphy import network_script
 from trt_kvcache.polygraphy.network_script import NetworkScript
 from trt_kvcache.trt.module import load
 
@@ -96,12 +96,12 @@ def test_a_wrong_environment_is_named(tmp_path: Path, variables: dict[str, str],
 
 
 @pytest.mark.trt
-def test_the_weights_outlive_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe_module.polygraphy_config, "USE_TENSORRT_RTX", True)
-    before = len(recipe_module._DEFINED)
+def test_the_weights_outlive_the_script(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_script.polygraphy_config, "USE_TENSORRT_RTX", True)
+    before = len(network_script._DEFINED)
     builder, network = NetworkScript(MODEL, **SIZES).load_network()
     gc.collect()
-    checkpoint, definition = recipe_module._DEFINED[before]
+    checkpoint, definition = network_script._DEFINED[before]
     assert (definition.builder, definition.network) == (builder, network)
     assert checkpoint.tensor("model.norm.weight").any()
     assert [network.get_input(index).name for index in range(3)] == ["input_ids", "kvcache_start_index", "last_token_ids"]
@@ -109,7 +109,7 @@ def test_the_weights_outlive_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.trt
 def test_options_are_checked_at_once_and_the_folder_when_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(recipe_module.polygraphy_config, "USE_TENSORRT_RTX", True)
+    monkeypatch.setattr(network_script.polygraphy_config, "USE_TENSORRT_RTX", True)
     with pytest.raises(ConfigError, match="max_prefill_length"):
         NetworkScript(MODEL, max_batch_size=1, max_sequence_length=8, max_prefill_length=9)
     with pytest.raises(CheckpointError):
@@ -118,34 +118,34 @@ def test_options_are_checked_at_once_and_the_folder_when_it_is_read(monkeypatch:
 
 @pytest.mark.trt
 def test_the_configuration_is_that_of_the_builder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe_module.polygraphy_config, "USE_TENSORRT_RTX", True)
-    recipe = NetworkScript(MODEL, **SIZES)
-    builder, network = recipe.load_network()
+    monkeypatch.setattr(network_script.polygraphy_config, "USE_TENSORRT_RTX", True)
+    script = NetworkScript(MODEL, **SIZES)
+    builder, network = script.load_network()
     asked: list[Any] = []
-    real = recipe_module.make_config
-    monkeypatch.setattr(recipe_module, "make_config", lambda *arguments: asked.append(arguments) or real(*arguments))
-    config = recipe.load_config(builder, network)
+    real = network_script.make_config
+    monkeypatch.setattr(network_script, "make_config", lambda *arguments: asked.append(arguments) or real(*arguments))
+    config = script.load_config(builder, network)
     assert config.num_optimization_profiles == 2
     tf32 = load("tensorrt_rtx").module.BuilderFlag.TF32
     assert builder.create_builder_config().get_flag(tf32), "TensorRT's default, which would round float32 to 10 bits"
     assert not config.get_flag(tf32)
     ((definition, options, _, _),) = asked
     assert definition.network is network
-    assert options is recipe.options
+    assert options is script.options
 
 
 def test_a_network_of_another_script_is_refused() -> None:
-    with pytest.raises(BuildError, match="load_config: expected the network that load_network of a recipe returned"):
+    with pytest.raises(BuildError, match="load_config: expected the network that load_network of a NetworkScript returned"):
         NetworkScript(MODEL, **SIZES).load_config(None, object())
 
 
 @pytest.mark.trt
 def test_full_tensorrt_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recipe_module.polygraphy_config, "USE_TENSORRT_RTX", False)
+    monkeypatch.setattr(network_script.polygraphy_config, "USE_TENSORRT_RTX", False)
 
     def not_here(flavour: str, *, error: type[Exception]) -> Any:
         raise error(f"TensorRT cannot be used. {flavour}: not installed.")
 
-    monkeypatch.setattr(recipe_module, "load", not_here)
+    monkeypatch.setattr(network_script, "load", not_here)
     with pytest.raises(BuildError, match=r"tensorrt: not installed\. Set POLYGRAPHY_USE_TENSORRT_RTX=1"):
         NetworkScript(MODEL, **SIZES).load_network()

@@ -181,8 +181,12 @@ class TestWhatAnEngineMayNotBe:
     @pytest.mark.parametrize(
         ("name", "change", "message"),
         [
-            ("present_k_cache_0", {"alias": None}, r"expected output `present_k_cache_0` .* in place of `k_cache_0`, got output .*24\)\.$"),
-            ("present_v_cache_0", {"alias": "k_cache_0"}, r"in place of `v_cache_0`, got .* in place of `k_cache_0`"),
+            (
+                "present_k_cache_0",
+                {"alias": None},
+                r"expected output `present_k_cache_0` .* sharing memory with `k_cache_0`, got output .*24\)\.$",
+            ),
+            ("present_v_cache_0", {"alias": "k_cache_0"}, r"sharing memory with `v_cache_0`, got .* sharing memory with `k_cache_0`"),
             ("k_cache_0", {"shape": (-1, 2, 40, 24)}, r"expected input `k_cache_0` float16 \(-1, 2, 38, 24\), got .*\(-1, 2, 40, 24\)"),
             ("logits", {"dtype": "float16"}, r"expected output `logits` float32 .*, got output `logits` float16"),
         ],

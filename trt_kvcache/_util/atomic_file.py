@@ -1,4 +1,4 @@
-"""Write a file that appears complete or not at all."""
+"""A file that appears complete or not at all."""
 
 import errno
 import os
@@ -11,10 +11,25 @@ from typing import BinaryIO
 
 @contextmanager
 def atomic_file(target: Path) -> Iterator[BinaryIO]:
-    """Yield an empty file beside ``target``, which takes its place when the block ends and the bytes are on disk.
+    """Yield an empty file that becomes ``target`` when the block ends and its bytes are on disk.
 
-    A file that is there is replaced then. If the block raises, nothing is left of the new one, and the old one is as it was.
-    Raises OSError where no file can be written, or ``target`` is a folder.
+    The file is written beside ``target`` under another name. If ``target`` exists, it is replaced at the end. If the block raises,
+    the new file is removed and the old one is as it was.
+
+    Parameters
+    ----------
+    target : Path
+        Where the file is to be.
+
+    Yields
+    ------
+    BinaryIO
+        The file, open for writing.
+
+    Raises
+    ------
+    OSError
+        No file can be written there, or ``target`` is a folder.
     """
     if target.is_dir():
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))

@@ -1,4 +1,4 @@
-"""Make a folder that appears complete or not at all."""
+"""A folder that appears complete or not at all."""
 
 import os
 import shutil
@@ -10,22 +10,37 @@ from pathlib import Path
 
 @contextmanager
 def atomic_folder(target: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``target``, which takes its place when the block ends.
+    """Yield an empty folder that becomes ``target`` when the block ends.
 
-    A folder that is there is replaced then. If the block raises, nothing is left of the new one, and the old one is as it
-    was.
+    The folder is made beside ``target`` under another name. If ``target`` exists, it is replaced at the end. If the block raises,
+    the new folder is removed and the old one is as it was.
+
+    Parameters
+    ----------
+    target : Path
+        Where the folder is to be. Its parents are made.
+
+    Yields
+    ------
+    Path
+        The folder to fill.
+
+    Raises
+    ------
+    OSError
+        No folder can be made there.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = _sibling(target, "new")
     temporary.mkdir()
     try:
         yield temporary
-        _put_in_place(temporary, target)
+        _replace(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _put_in_place(folder: Path, target: Path) -> None:
+def _replace(folder: Path, target: Path) -> None:
     if not target.exists():
         os.rename(folder, target)
         return

@@ -1,4 +1,4 @@
-"""Reading back the plain values that a configuration's ``to_dict`` wrote."""
+"""Configurations read back from the plain values that their ``to_dict`` returned."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -9,13 +9,26 @@ T = TypeVar("T")
 
 
 def config_from_dict(kind: type[T], data: Mapping[str, Any], **readers: Callable[[Any], Any]) -> T:
-    """Make a configuration of its stored form.
+    """Return a configuration made from its stored form.
 
-    ``kind``: type. The configuration's class.
-    ``data``: mapping. Field names and values.
-    ``**readers``: For the fields whose stored value is not the value itself: what turns one into the other.
+    Parameters
+    ----------
+    kind : type
+        The class of the configuration.
+    data : mapping
+        Names and stored values of its fields.
+    **readers : callable
+        For fields that are stored in another form: a function from the stored value to the value of the field.
 
-    Raises ConfigError: a field is missing, unknown or wrong.
+    Returns
+    -------
+    object
+        Of class ``kind``.
+
+    Raises
+    ------
+    ConfigError
+        A field is missing, unknown or wrong.
     """
     name = kind.__name__
     try:

@@ -1,4 +1,4 @@
-"""From a checkpoint to an engine folder."""
+"""``build_engine``: from a Hugging Face checkpoint to an engine folder."""
 
 import os
 import sys
@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trt_kvcache.builder.definition import DecoderDefinition, define_constants, define_decoder, define_segments
 from trt_kvcache.builder.options import BuildOptions
@@ -18,35 +19,34 @@ from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.folder import check_target, write_engine_folder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
 from trt_kvcache.errors import BuildError
-from trt_kvcache.trt.log import Messages
-from trt_kvcache.trt.module import TensorRT, load
+from trt_kvcache.trt.module import load
 from trt_kvcache.trt.plugin import can_add_plugins
 
-#: Called as ``progress(stage, done)``: what is being done, and the fraction of it that is done (None: not known).
+#: Called as ``progress(stage, done)`` with what is being done, and the fraction of it that is done (None where that is not known).
 Progress = Callable[[str, float | None], object]
 
+#: Values of ``stage``.
 READING, DEFINING, BUILDING, WRITING = "read checkpoint", "define network", "build engine", "write engine folder"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildReport:
-    """What a build made and took.
+    """What a build produced, and what it took.
 
     Parameters
     ----------
     path : Path
         The engine folder.
     tensorrt : str
-        Flavour and version.
+        Flavour and version of TensorRT.
     seconds : float
         Wall time of the whole build.
     peak_memory_nbytes : int or None
-        Most memory that this process has held so far (its peak resident set, of its whole life); None where the system does
-        not say.
+        Peak resident set of this process since it started, in bytes; None where the system does not say.
     plan_nbytes, weights_nbytes : int
-        Of the serialised engine, and of the checkpoint's weights.
+        Size of the serialised engine, and of the checkpoint's weights, in bytes.
     attention : tuple of AttentionLayerConfig
-        Per layer.
+        How the attention of each layer was built.
     warnings : tuple of str
         What TensorRT warned of.
     """
@@ -82,13 +82,29 @@ def build_engine(
     model_path : path
         The checkpoint.
     engine_path : path
-        The engine folder to make. An engine folder that is there is replaced, once the new one is complete.
-    max_batch_size, max_sequence_length, max_prefill_length, dtype, attention, flavour, compute_capabilities
-        See :class:`~trt_kvcache.builder.options.BuildOptions`.
+        The engine folder to make. An engine folder of this name is replaced once the new one is complete.
+    max_batch_size : int
+        Slots, B.
+    max_sequence_length : int
+        Tokens that a slot can hold, S.
+    max_prefill_length : int
+        Most new tokens per slot in one enqueue; at most S. Longer prompts are prefilled in chunks.
+    dtype : str, optional
+        What the engine computes in, and its cache holds: ``"float16"``, ``"bfloat16"`` or ``"float32"``. That of the checkpoint if left
+        out.
+    attention : str
+        ``"native"``, ``"mask"`` or ``"plugin"``: see :mod:`trt_kvcache.engine.attention_variants`.
+    flavour : str
+        ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``: see ``trt_kvcache.trt.module.load``.
     embed_weights : bool
-        Copy the checkpoint into the engine folder, so that the reference engine and ``compare`` work where it is not.
+        Whether to copy the checkpoint into the engine folder, so that the reference engine and ``compare`` work where the checkpoint is
+        not.
+    compute_capabilities : sequence of str, optional
+        GPUs to build for, such as ``("8.6", "12.0")``; for TensorRT for RTX only. All that it knows if left out. Full TensorRT builds for
+        the GPU that it runs on.
     progress : callable, optional
-        See :data:`Progress`. What it raises ends the build and comes out of this call.
+        Called as ``progress(stage, fraction)``; ``fraction`` is None while it is not known. An exception that it raises
+        stops the build and is raised by this function.
 
     Returns
     -------
@@ -97,11 +113,25 @@ def build_engine(
     Raises
     ------
     ConfigError
-        The options cannot be served. Nothing was made.
+        The options cannot be served. Nothing was written.
     CheckpointError
-        The checkpoint is damaged or not supported. Nothing was made.
+        The checkpoint is damaged or not supported. Nothing was written.
     BuildError
         TensorRT is not there, or refused something. Nothing is left on disk.
+
+    Notes
+    -----
+    The network is made with ``INetworkDefinition`` and built with ``IBuilder.build_serialized_network``. TensorRT for RTX builds without
+    a GPU.
+
+    Examples
+    --------
+    >>> from trt_kvcache import build_engine
+    >>> report = build_engine(
+    ...     "examples/tiny-llama", "tiny-engine", max_batch_size=4, max_sequence_length=256, max_prefill_length=64, flavour="tensorrt_rtx"
+    ... )  # doctest: +SKIP
+    >>> report.attention[0].variant  # doctest: +SKIP
+    'native'
     """
     started = time.perf_counter()
     report = progress or (lambda stage, done: None)
@@ -120,24 +150,24 @@ def build_engine(
     options.check_tensorrt(tensorrt)
     with Checkpoint.open(Path(model_path)) as checkpoint, tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
         options.check_kernels(checkpoint.config)
-        Tokenizer.open(checkpoint.path)  # a damaged one is named before the work, not by the first prompt
+        Tokenizer.open(checkpoint.path)  # a damaged tokenizer is reported before the work, not by the first prompt
         report(DEFINING, None)
-        segmented = options.attention == "plugin" and not can_add_plugins(tensorrt)
-        definitions = (define_segments if segmented else _define_one)(checkpoint, options, tensorrt, messages)
+        in_segments = options.attention == "plugin" and not can_add_plugins(tensorrt)
+        definitions: tuple[DecoderDefinition, ...]
+        if in_segments:
+            definitions = define_segments(checkpoint, options, tensorrt, messages)
+        else:
+            definitions = (define_decoder(checkpoint, options, tensorrt, messages),)
         definition = definitions[0]
         plans = []
         for index, part in enumerate(definitions):
             report(BUILDING, index / len(definitions))
-            share = _share(report, index, len(definitions))
-            plans.append(serialize(part, options, tensorrt, messages, share))
+            plans.append(serialize(part, options, tensorrt, messages, _progress_of_part(report, index, len(definitions))))
         report(BUILDING, 1.0)
         fingerprint = checkpoint.fingerprint(lambda done, total: report(READING, done / total))
         report(WRITING, None)
-        constants, segments, chunks = None, None, with_padding(plans)
-        if segmented:
-            constants = define_constants(checkpoint, definition.cache)
-            steps = decoder_stages(checkpoint.config, definition.cache, definition.names)
-            segments = SegmentsRecord(stages=steps, plans=tuple(plan.nbytes for plan in plans), constants=FileRecord.of([constants]))
+        constants = define_constants(checkpoint, definition.cache) if in_segments else None
+        chunks = with_padding(plans)
         config = EngineConfig(
             model=checkpoint.config,
             cache=definition.cache,
@@ -152,7 +182,7 @@ def build_engine(
             checkpoint=CheckpointRecord(
                 path=os.path.abspath(model_path), fingerprint=fingerprint, nbytes=checkpoint.nbytes, embedded=embed_weights
             ),
-            segments=segments,
+            segments=None if constants is None else _segments_record(checkpoint, definition, plans, constants),
         )
         write_engine_folder(target, config=config, plans=chunks, checkpoint=checkpoint, constants=constants)
         return BuildReport(
@@ -167,21 +197,24 @@ def build_engine(
         )
 
 
-def _define_one(checkpoint: Checkpoint, options: BuildOptions, tensorrt: TensorRT, messages: Messages) -> tuple[DecoderDefinition]:
-    return (define_decoder(checkpoint, options, tensorrt, messages),)
+def _segments_record(checkpoint: Checkpoint, definition: DecoderDefinition, plans: Sequence[Any], constants: bytes) -> SegmentsRecord:
+    """Return what ``config.json`` records of an engine in segments."""
+    stages = decoder_stages(checkpoint.config, definition.cache, definition.names)
+    return SegmentsRecord(stages=stages, plans=tuple(plan.nbytes for plan in plans), constants=FileRecord.of([constants]))
 
 
-def _share(report: Progress, index: int, count: int) -> Callable[[float], object]:
-    """Return what reports the progress of one part of a build as that of the whole."""
+def _progress_of_part(report: Progress, index: int, count: int) -> Callable[[float], object]:
+    """Return a callable that reports the progress of one network of a build as that of the whole."""
     return lambda done: report(BUILDING, (index + done) / count)
 
 
 def _as_tuple(compute_capabilities: Sequence[str]) -> tuple[str, ...]:
+    """Return a tuple; a string is one capability."""
     return (compute_capabilities,) if isinstance(compute_capabilities, str) else tuple(compute_capabilities)
 
 
 def peak_memory_nbytes() -> int | None:
-    """Return the peak resident set of this process in bytes, or None where the system does not say."""
+    """Return the peak resident set of this process since it started, in bytes; None where the system does not say."""
     try:
         import resource
     except ImportError:  # Windows

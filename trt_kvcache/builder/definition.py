@@ -1,4 +1,4 @@
-"""Networks of a checkpoint that TensorRT can build: one of the whole decoder, or one for each segment."""
+"""The TensorRT networks of a checkpoint: one of the whole decoder, or one for each segment."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,19 +27,28 @@ from trt_kvcache.trt.plugin import can_add_plugins
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class DecoderDefinition:
-    """A decoder, or a segment of one, as a TensorRT network, not built yet. Keep it until the build is done: it owns the weights.
+    """A decoder, or a segment of one, as a TensorRT network that is not built yet.
+
+    Keep it until the build is done: TensorRT points at weights that it owns.
 
     Parameters
     ----------
     builder : IBuilder
+        What made the network.
     network : INetworkDefinition
+        What TensorRT builds.
     graph : Graph
         Owner of the arrays that ``network`` points at.
     cache : KVCacheConfig
+        The cache that the engine will run on.
     names : TensorNames
+        Names of the whole engine's inputs and outputs.
     tensors : tuple of TensorSpec
+        Inputs and outputs of this network.
     profiles : tuple of EngineProfile
+        Optimisation profiles to build with.
     attention : tuple of AttentionLayerConfig
+        How the attention of each layer of the decoder is built.
     """
 
     builder: Any
@@ -55,17 +64,42 @@ class DecoderDefinition:
 def define_decoder(
     checkpoint: Checkpoint, options: BuildOptions, tensorrt: TensorRT, messages: Messages, names: TensorNames = DEFAULT_NAMES
 ) -> DecoderDefinition:
-    """Make the network of a checkpoint. Raises :class:`ConfigError` before it starts, :class:`BuildError` at a layer."""
+    """Make the network of a checkpoint.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Open; its weights are read.
+    options : BuildOptions
+        Options of the build.
+    tensorrt : TensorRT
+        The imported TensorRT.
+    messages : Messages
+        An open collection of TensorRT's log.
+    names : TensorNames
+        Names of the inputs and outputs.
+
+    Returns
+    -------
+    DecoderDefinition
+
+    Raises
+    ------
+    ConfigError
+        The options do not fit the model, or plugin attention is asked for where networks have no plugin layers.
+    BuildError
+        TensorRT refused a layer, which is named.
+    """
     model = checkpoint.config
     cache = options.cache_for(model)
     if options.attention == "plugin" and not can_add_plugins(tensorrt):
         raise ConfigError(
             f"attention: expected native or mask in one network, got plugin: {tensorrt} has no plugin layers. Build segments."
         )
-    builder, begin = _networks(model, tensorrt, messages)
-    network = begin()
+    builder, create_network = _network_factory(model, tensorrt, messages)
+    network = create_network()
     graph = Graph(tensorrt, network, messages, dtype=cache.dtype)
-    choices = add_decoder(
+    attention = add_decoder(
         graph,
         Weights(checkpoint, cache.dtype),
         model,
@@ -82,47 +116,79 @@ def define_decoder(
         names=names,
         tensors=decoder_tensors(model, cache, names),
         profiles=decoder_profiles(max_batch_size=cache.max_batch_size, max_prefill_length=options.max_prefill_length),
-        attention=choices,
+        attention=attention,
     )
 
 
 def define_segments(
     checkpoint: Checkpoint, options: BuildOptions, tensorrt: TensorRT, messages: Messages, names: TensorNames = DEFAULT_NAMES
 ) -> tuple[DecoderDefinition, ...]:
-    """Make the networks of a checkpoint's segments, each with the tensors of that segment. Raises as :func:`define_decoder`."""
+    """Make the networks of a checkpoint's segments.
+
+    Parameters
+    ----------
+    checkpoint, options, tensorrt, messages, names
+        As for :func:`define_decoder`.
+
+    Returns
+    -------
+    tuple of DecoderDefinition
+        One for each segment, in order; each with the tensors of its segment.
+
+    Raises
+    ------
+    ConfigError
+        The options do not fit the model.
+    BuildError
+        TensorRT refused a layer, which is named.
+    """
     model = checkpoint.config
     cache = options.cache_for(model)
-    builder, begin = _networks(model, tensorrt, messages)
-    networks = [begin()]
+    builder, create_network = _network_factory(model, tensorrt, messages)
+    networks = [create_network()]
 
-    def begin_next() -> Any:
-        networks.append(begin())
+    def create_next() -> Any:
+        networks.append(create_network())
         return networks[-1]
 
     graph = Graph(tensorrt, networks[0], messages, dtype=cache.dtype)
-    choices = add_segments(
-        graph, Weights(checkpoint, cache.dtype), model, begin_next, max_sequence_length=cache.max_sequence_length, names=names
+    attention = add_segments(
+        graph, Weights(checkpoint, cache.dtype), model, create_next, max_sequence_length=cache.max_sequence_length, names=names
     )
-    segments = [step for step in decoder_stages(model, cache, names) if isinstance(step, Segment)]
+    segments = [stage for stage in decoder_stages(model, cache, names) if isinstance(stage, Segment)]
     profiles = decoder_profiles(max_batch_size=cache.max_batch_size, max_prefill_length=options.max_prefill_length)
-    make = partial(DecoderDefinition, builder=builder, graph=graph, cache=cache, names=names, profiles=profiles, attention=choices)
+    make = partial(DecoderDefinition, builder=builder, graph=graph, cache=cache, names=names, profiles=profiles, attention=attention)
     return tuple(make(network=network, tensors=segment.tensors) for network, segment in zip(networks, segments, strict=True))
 
 
 def define_constants(checkpoint: Checkpoint, cache: KVCacheConfig) -> bytes:
-    """Return the safetensors file of what segments and operations read besides: the embedding table, and the angles of RoPE."""
+    """Return the constants of an engine in segments.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        The open checkpoint.
+    cache : KVCacheConfig
+        The cache that the engine will run on.
+
+    Returns
+    -------
+    bytes
+        A safetensors file with the embedding table and the cosines and sines of RoPE: see
+        :func:`~trt_kvcache.engine_folder.decoder_segments.decoder_constants`.
+    """
     table = Weights(checkpoint, cache.dtype)(EMBEDDING)
     return save({EMBEDDING: table, COS_SIN: cos_sin(checkpoint.config, length=cache.max_sequence_length)})
 
 
-def _networks(model: ModelConfig, tensorrt: TensorRT, messages: Messages) -> tuple[Any, Callable[[], Any]]:
-    """Return a builder, and what makes an empty network of it."""
+def _network_factory(model: ModelConfig, tensorrt: TensorRT, messages: Messages) -> tuple[Any, Callable[[], Any]]:
+    """Return an ``IBuilder``, and a function that makes an empty network with it."""
     builder = require(tensorrt.module.Builder, messages, "TensorRT cannot start a builder", tensorrt.log.logger)
     flags = 0 if tensorrt.is_rtx else 1 << int(tensorrt.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED)  # RTX always is
 
-    def begin() -> Any:
+    def create_network() -> Any:
         network = require(builder.create_network, messages, "TensorRT cannot make a network", flags)
         network.name = model.family
         return network
 
-    return builder, begin
+    return builder, create_network

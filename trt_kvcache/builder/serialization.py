@@ -1,4 +1,4 @@
-"""From a network to a serialised engine: builder configuration, optimisation profiles, the build itself."""
+"""From a network to a serialised engine: builder configuration, optimisation profiles, and the build."""
 
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +16,23 @@ from trt_kvcache.trt.plugin import allow_aliasing, can_add_plugins
 
 
 def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: TensorRT, messages: Messages) -> Any:
-    """Return the ``IBuilderConfig`` of a definition: its profiles, its GPUs, and float32 that is float32.
+    """Return the builder configuration of a network: optimisation profiles, GPUs, and flags.
+
+    Parameters
+    ----------
+    definition : DecoderDefinition
+        The network to build.
+    options : BuildOptions
+        ``compute_capabilities`` are used.
+    tensorrt : TensorRT
+        The imported TensorRT.
+    messages : Messages
+        An open collection of TensorRT's log.
+
+    Returns
+    -------
+    IBuilderConfig
+        TF32 is off, so that float32 is computed in float32.
 
     Raises
     ------
@@ -36,16 +52,29 @@ def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: 
         allow_aliasing(tensorrt, config)
     elif definition.attention[0].variant == "plugin":
         flag = getattr(tensorrt.module.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)
-        if flag is not None:  # else a capture may refuse what TensorRT allocates in an enqueue
+        if flag is not None:  # else TensorRT may allocate in an enqueue, which a capture refuses
             config.set_flag(flag)
-    config.clear_flag(tensorrt.module.BuilderFlag.TF32)  # on by default; it keeps 10 bits of a float32's fraction
+    config.clear_flag(tensorrt.module.BuilderFlag.TF32)  # on by default; it rounds float32 to 10 bits of fraction
     return config
 
 
 def serialize(
     definition: DecoderDefinition, options: BuildOptions, tensorrt: TensorRT, messages: Messages, progress: Callable[[float], object]
 ) -> Any:
-    """Build a defined network.
+    """Build a network.
+
+    Parameters
+    ----------
+    definition : DecoderDefinition
+        The network to build.
+    options : BuildOptions
+        Options of the build.
+    tensorrt : TensorRT
+        The imported TensorRT.
+    messages : Messages
+        An open collection of TensorRT's log.
+    progress : callable
+        Called with the fraction that is done. An exception that it raises stops the build and is raised by this function.
 
     Returns
     -------
@@ -58,11 +87,11 @@ def serialize(
         TensorRT refused a profile or the network; the text is what it logged.
     """
     config = make_config(definition, options, tensorrt, messages)
-    watcher = BuildProgress(progress)
-    config.progress_monitor = make_monitor(tensorrt.module, watcher)
+    build_progress = BuildProgress(progress)
+    config.progress_monitor = make_monitor(tensorrt.module, build_progress)
     plan = definition.builder.build_serialized_network(definition.network, config)
-    if watcher.interruption is not None:
-        raise watcher.interruption
+    if build_progress.interruption is not None:
+        raise build_progress.interruption
     if plan is None:
         messages.fail(BuildError, "the engine could not be built")
     messages.check(BuildError, "the engine could not be built")
@@ -70,16 +99,16 @@ def serialize(
 
 
 def _add_profile(definition: DecoderDefinition, config: Any, profile: EngineProfile, messages: Messages) -> None:
-    """Add one optimisation profile, tuned for its largest enqueue."""
+    """Add an optimisation profile that is tuned for its largest enqueue (``kOPT`` is ``kMAX``)."""
     smallest, largest = (profile.min_batch, profile.min_width), (profile.max_batch, profile.max_width)
-    made = definition.builder.create_optimization_profile()
+    trt_profile = definition.builder.create_optimization_profile()
     for spec in definition.tensors:
         if spec.mode is TensorMode.INPUT:
             low, high = (shape_at(spec.shape, *size) for size in (smallest, largest))
             try:
-                made.set_shape(spec.name, low, high, high)
+                trt_profile.set_shape(spec.name, low, high, high)
             except (RuntimeError, ValueError) as error:
                 messages.add(f"`{spec.name}`: {error}", is_error=True)
                 messages.fail(BuildError, f"optimisation profile {profile.name}: TensorRT refused it")
-    if not made or config.add_optimization_profile(made) < 0:
+    if not trt_profile or config.add_optimization_profile(trt_profile) < 0:
         messages.fail(BuildError, f"optimisation profile {profile.name}: TensorRT refused it")

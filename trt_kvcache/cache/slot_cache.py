@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from trt_kvcache._util.checks import slot_index
 from trt_kvcache._util.lifetime import Closable
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup
@@ -181,7 +182,7 @@ class SlotCache(Closable):
             Given with a device tensor, and only then: an upper bound of its values, which the host does not know.
         stream : cuda.core.Stream or GraphBuilder
             The launch is ordered on it. A number and a device tensor can be captured in a CUDA graph. The mirror then stays as it
-            is; whoever replays the graph calls ``lengths.replayed`` first.
+            is; call ``lengths.replayed`` before each replay of the graph.
 
         Raises
         ------
@@ -230,7 +231,7 @@ class SlotCache(Closable):
         Raises
         ------
         RangeError
-            There are not so many slots.
+            ``new_active_batch_size`` is not from 0 to B.
         CaptureError
             The stream is capturing, and slots are added.
 
@@ -287,6 +288,20 @@ class SlotCache(Closable):
         self._check_open()
         self._lengths.rewind(slot, length, stream=stream)
 
+    def keep_states(self, slot: int, *, stream: Any) -> None:
+        """Copy the current states of a slot that leaves the active batch to the next ones: a cache without states has nothing to do.
+
+        Parameters
+        ----------
+        slot : int
+            Any slot, active or not.
+        stream : cuda.core.Stream
+            The copies are ordered on it.
+        """
+        self._check_open()
+        slot_index(slot, self.max_batch_size)
+        self._memory.check_stream(stream)
+
     def compact_batch(
         self, batch_mapping: Sequence[int] | np.ndarray[Any, Any] | DeviceTensor, old_batch: int, new_batch: int, *, stream: Any
     ) -> None:
@@ -303,7 +318,7 @@ class SlotCache(Closable):
             Active slots before and after; ``old_batch`` is the active batch size, ``0 <= new_batch <= old_batch``.
         stream : cuda.core.Stream or GraphBuilder
             The moves are ordered on it, one launch per head-dim group or kind of state. With a device mapping they can be captured
-            in a CUDA graph; whoever replays it calls ``lengths.replayed_compaction`` first.
+            in a CUDA graph; call ``lengths.replayed_compaction`` before each replay.
 
         Raises
         ------

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trt_kvcache._util.checks import one_of
-from trt_kvcache.checkpoint.fields import Fields
+from trt_kvcache.checkpoint.config_fields import Fields
 from trt_kvcache.checkpoint.rope import ROPE_KINDS, RopeConfig
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import ConfigError

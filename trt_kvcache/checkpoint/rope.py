@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache._util.checks import one_of
-from trt_kvcache.checkpoint.fields import Fields
+from trt_kvcache.checkpoint.config_fields import Fields
 from trt_kvcache.errors import ConfigError
 
 ROPE_KINDS = ("default", "linear", "llama3")

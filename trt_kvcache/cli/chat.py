@@ -12,7 +12,7 @@ from trt_kvcache.errors import CapacityError, ConfigError, KVCacheError
 from trt_kvcache.generation.prompts import Prompt
 from trt_kvcache.session.session import InferenceSession
 
-_HELP = "/undo takes the last turn back, /reset starts anew, /stats shows times and bytes, /quit ends; Ctrl-C stops an answer."
+_HELP = "/undo removes the last turn, /reset begins a new conversation, /stats shows times and bytes, /quit ends; Ctrl-C stops an answer."
 
 
 def chat(
@@ -33,7 +33,7 @@ def chat(
 ) -> None:
     """Talk to a model. A model without a chat template continues your text instead.
 
-    Only what is new in a turn is run: what the cache holds of the conversation is kept.
+    In each turn only what is new is run: the cache keeps the conversation so far.
     """
     options = SamplingFlags(
         max_new_tokens=max_new_tokens,
@@ -60,7 +60,15 @@ def chat(
 
 
 class Conversation:
-    """The turns of a chat on slot 0 of a session."""
+    """The turns of a chat, on slot 0 of a session.
+
+    Parameters
+    ----------
+    session : InferenceSession
+        With a tokenizer. Stays its owner's to close.
+    options : dict
+        Sampling options of each answer.
+    """
 
     def __init__(self, session: InferenceSession, options: dict[str, Any]) -> None:
         self._session = session
@@ -90,7 +98,7 @@ class Conversation:
     def _command(self, line: str) -> None:
         if line == "/reset":
             self._turns.clear()
-            note("The conversation starts anew.")
+            note("A new conversation begins.")
         elif line == "/undo":
             note(f"Taken back: {self._turns.pop()[0]}" if self._turns else "There is no turn to take back.")
         elif line == "/stats":
@@ -99,7 +107,7 @@ class Conversation:
             note(_HELP)
 
     def _answer(self, line: str) -> None:
-        """Write the answer to a line as it comes; if it fails, or is stopped before its first word, there was no such turn."""
+        """Print the answer to a line as it is generated. If it fails, or is stopped before its first word, the turn is not kept."""
         answer: list[str] = []
         stopped = False
         try:
@@ -121,7 +129,7 @@ class Conversation:
         warn_of_full_cache(self._session)
 
     def _prompt(self, line: str) -> Prompt:
-        """Return the whole conversation, which the session compares with what its cache holds."""
+        """Return the whole conversation; the session runs what its cache does not hold yet."""
         tokenizer = self._session.tokenizer
         assert tokenizer is not None
         if not tokenizer.has_chat_template:

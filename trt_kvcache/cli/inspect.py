@@ -16,7 +16,7 @@ from trt_kvcache.ops.segments import Segment
 
 def inspect(
     engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="An engine folder.")],
-    plot: Annotated[Path | None, typer.Option(help="Write a picture of its cache there, slots by tokens and bytes by layer (SVG).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw its cache into this file (SVG): slots by tokens, and bytes by layer.")] = None,
 ) -> None:
     """Show an engine folder: tensors, aliases, profiles, sizes, attention. Needs neither TensorRT nor a GPU."""
     found = inspect_engine(engine)

@@ -106,7 +106,7 @@ def _submit(session: InferenceSession, prompt: FilePrompt, options: dict[str, An
 
 
 def _serve(session: InferenceSession, left: list[RequestHandle], file: TextIO, show: Callable[[int, int], None]) -> None:
-    """Run until nothing is left; what has ended is written, whatever else happens."""
+    """Run until all requests have ended. Those that have ended are written even if the run fails."""
     total, tokens = len(left), 0
     try:
         while moved := session.step():

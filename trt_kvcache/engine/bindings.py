@@ -106,7 +106,18 @@ class BindingPlan:
         return max(p.max_width for p in self.engine.profiles if p.max_batch >= self.cache.kv_config.max_batch_size)
 
     def can_start_at(self, slot: int) -> bool:
-        """Return whether a view that starts at ``slot`` is aligned to 256 bytes, and so can be bound."""
+        """Return whether an enqueue may start at a slot.
+
+        Parameters
+        ----------
+        slot : int
+            Index of the first slot.
+
+        Returns
+        -------
+        bool
+            Whether the views of all caches from that slot on are aligned to 256 bytes.
+        """
         return all(slot * nbytes % ALIGNMENT == 0 for nbytes in self._slot_nbytes)
 
     def prepare(self, first_slot: int, count: int, width: int, buffers: StepBuffers) -> None:
@@ -250,7 +261,7 @@ def _check_cache_output(spec: TensorSpec, input_name: str, view: DeviceTensor) -
     """Raise BindingError where a cache output does not share memory with its input, or differs from the view."""
     if spec.alias != input_name:
         aliases = f"shares memory with `{spec.alias}`" if spec.alias else "has memory of its own"
-        raise BindingError(f"`{spec.name}`: expected an output in place of `{input_name}`, the engine's {aliases}.")
+        raise BindingError(f"`{spec.name}`: expected an output that shares memory with `{input_name}`, the engine's {aliases}.")
     if spec.dtype != view.dtype or not _fits(spec.shape, view.shape):
         raise BindingError(_cache_mismatch(spec, view))
 

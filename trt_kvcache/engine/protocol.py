@@ -46,7 +46,7 @@ class TensorSpec:
 
     >>> present = TensorSpec.output("present_k_cache_0", (-1, 2, 256, 64), "float16", alias="k_cache_0")
     >>> print(present.describe())
-    output `present_k_cache_0` float16 (-1, 2, 256, 64) in place of `k_cache_0`
+    output `present_k_cache_0` float16 (-1, 2, 256, 64) sharing memory with `k_cache_0`
     """
 
     name: str
@@ -57,17 +57,47 @@ class TensorSpec:
 
     @classmethod
     def input(cls, name: str, shape: tuple[int, ...], dtype: str) -> TensorSpec:
-        """Return an input; the parameters are those of the class."""
+        """Return the specification of an input.
+
+        Parameters
+        ----------
+        name : str
+            Its name in the engine.
+        shape : tuple of int
+            ``-1`` for sizes that are known at run time only.
+        dtype : str
+            As in :mod:`trt_kvcache.dtypes`.
+
+        Returns
+        -------
+        TensorSpec
+        """
         return cls(name=name, shape=shape, dtype=dtype, mode=TensorMode.INPUT)
 
     @classmethod
     def output(cls, name: str, shape: tuple[int, ...], dtype: str, *, alias: str | None = None) -> TensorSpec:
-        """Return an output; the parameters are those of the class."""
+        """Return the specification of an output.
+
+        Parameters
+        ----------
+        name : str
+            Its name in the engine.
+        shape : tuple of int
+            ``-1`` for sizes that are known at run time only.
+        dtype : str
+            As in :mod:`trt_kvcache.dtypes`.
+        alias : str, optional
+            The input whose memory it shares.
+
+        Returns
+        -------
+        TensorSpec
+        """
         return cls(name=name, shape=shape, dtype=dtype, mode=TensorMode.OUTPUT, alias=alias)
 
     def describe(self) -> str:
         """Return the tensor in words, for messages."""
-        alias = f" in place of `{self.alias}`" if self.alias else ""
+        alias = f" sharing memory with `{self.alias}`" if self.alias else ""
         return f"{self.mode.value} `{self.name}` {self.dtype} {self.shape}{alias}"
 
 
@@ -98,7 +128,19 @@ class EngineProfile:
     max_width: int
 
     def accepts(self, batch: int, width: int) -> bool:
-        """Return whether an enqueue of ``batch`` slots by ``width`` new tokens per slot fits."""
+        """Return whether an enqueue fits the profile.
+
+        Parameters
+        ----------
+        batch : int
+            Slots.
+        width : int
+            New tokens per slot, padding included.
+
+        Returns
+        -------
+        bool
+        """
         return self.min_batch <= batch <= self.max_batch and self.min_width <= width <= self.max_width
 
 
@@ -163,6 +205,7 @@ class Engine(Protocol):
         name : str
             An input of the engine.
         shape : sequence of int
+            Its new shape, within the optimisation profile.
 
         Raises
         ------

@@ -12,10 +12,11 @@ import numpy as np
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.dtypes import dtype_name, numpy_dtype
 from trt_kvcache.errors import CaptureError, CudaError, PlaceError, RangeError, ShapeError
-from trt_kvcache.memory.base import Array, OwnedBytes, check_copy
+from trt_kvcache.memory.base import Array, check_copy
 from trt_kvcache.memory.cuda_buffer import CudaBuffer, bytes_of
 from trt_kvcache.memory.cuda_driver import check, find_gpu
 from trt_kvcache.memory.dlpack import device_capsule
+from trt_kvcache.memory.owned_bytes import OwnedBytes
 from trt_kvcache.memory.shapes import ALIGNMENT, dense_nbytes, span_elements
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -32,26 +33,42 @@ class CudaAllocation(OwnedBytes["CudaMemory", CudaBuffer]):
 
     @property
     def ptr(self) -> int:
-        """Address of the first byte. Raises :class:`ClosedError` after ``close``."""
+        """Address of the first byte. Raises :class:`~trt_kvcache.errors.ClosedError` after ``close``."""
         return self.storage.ptr
 
 
 class CudaMemory:
-    """Caches in the memory of one NVIDIA GPU: see :class:`trt_kvcache.memory.base.Memory`.
-
-    A stream-ordered pool of its own where the device has pools, plain allocation otherwise. Streams are
-    ``cuda.core.Stream``; a ``cuda.core.graph.GraphBuilder`` goes where the operation can be captured. Every operation makes
-    the device current in the calling thread.
-
-    Raises CudaError: there is no such GPU, no driver, or no cuda-python; the text says which.
+    """Caches in the memory of one NVIDIA GPU: see :class:`~trt_kvcache.memory.base.Memory`.
 
     Parameters
     ----------
-    device
+    device : int
         Number of the GPU, from 0, as the driver counts.
-    keep_bytes
-        Most freed bytes that the pool keeps for later allocations instead of giving them back to the system: captures that
-        come and go, as in a prompt cache, then cost no mapping of memory. Without a pool it does nothing.
+    keep_bytes : int
+        Freed bytes that the pool may keep for later allocations instead of giving them back to the system. Captures that come and
+        go, as in a prompt cache, then map no memory. Without a pool it does nothing.
+
+    Raises
+    ------
+    CudaError
+        There is no such GPU, no driver, or no cuda-python; the text says which.
+    RangeError
+        An argument is negative.
+
+    Notes
+    -----
+    Memory comes from a stream-ordered pool of its own if the device has pools, else from plain allocations. Streams are
+    ``cuda.core.Stream``; a ``cuda.core.graph.GraphBuilder`` is accepted where the operation can be captured. Every operation makes
+    the device current in the calling thread.
+
+    Examples
+    --------
+    >>> from trt_kvcache import CacheConfig, CudaMemory, LinearKVCache
+    >>> memory = CudaMemory(device=0)  # doctest: +SKIP
+    >>> stream = memory.create_stream()  # doctest: +SKIP
+    >>> config = CacheConfig(num_attention_layers=2, max_batch_size=4, max_sequence_length=256, num_kv_heads=2, head_dim=64)
+    >>> cache = LinearKVCache(config, memory=memory)  # doctest: +SKIP
+    >>> cache.reset_for_new_sequences([0, 5], stream=stream)  # doctest: +SKIP
     """
 
     is_host = False
@@ -98,12 +115,29 @@ class CudaMemory:
         self._gpu.set_current()
 
     def create_stream(self) -> Any:
-        """Return a new ``cuda.core.Stream`` of this device."""
+        """Return a new stream of this memory.
+
+        Returns
+        -------
+        cuda.core.Stream
+            A new stream of this device.
+        """
         self.make_current()
         return self._gpu.create_stream()
 
     def check_stream(self, stream: Any) -> None:
-        """Raise :class:`PlaceError` if ``stream`` is not an open ``Stream`` or ``GraphBuilder`` of this device."""
+        """Check that a stream belongs to this memory.
+
+        Parameters
+        ----------
+        stream : object
+            What a caller gave.
+
+        Raises
+        ------
+        PlaceError
+            It is not an open ``Stream`` or ``GraphBuilder`` of this device.
+        """
         checked = self._last_checked()
         if checked is None or stream is not checked:
             self._check_kind_and_device(stream)
@@ -121,23 +155,68 @@ class CudaMemory:
             raise PlaceError(f"stream: expected one of {self.device}, got one of cuda:{index}.")
 
     def is_capturing(self, stream: Any) -> bool:
-        """See :class:`~trt_kvcache.memory.base.Memory`."""
+        """Whether work that is ordered on a stream is captured in a CUDA graph instead of run.
+
+        Parameters
+        ----------
+        stream : cuda.core.Stream or GraphBuilder
+            The stream.
+
+        Raises
+        ------
+        PlaceError
+            The stream is not one of this memory.
+        """
         self.check_stream(stream)
         status = check(self._driver.cuStreamIsCapturing(_handle(stream)))
         return bool(status != self._driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
     def synchronize(self, stream: Any) -> None:
-        """Wait until everything ordered on ``stream`` is done. Raises :class:`CudaError` if it went wrong."""
+        """Wait until everything that was ordered on a stream is done.
+
+        Parameters
+        ----------
+        stream : cuda.core.Stream
+            The stream.
+
+        Raises
+        ------
+        PlaceError
+            The stream is not one of this memory.
+        CudaError
+            Some of that work failed.
+        """
         self.check_stream(stream)
         self.make_current()
         check(self._driver.cuStreamSynchronize(_handle(stream)))
         if self._in_flight:
-            self._forget_what_is_done()
+            self._drop_finished_copies()
 
     def allocate(self, nbytes: int, *, zeroed: bool = False, stream: Any) -> CudaAllocation:
-        """Allocate ``nbytes`` aligned to 256 bytes, on ``stream``.
+        """Allocate bytes, aligned to 256.
 
-        Raises CapacityError: the device has no room. CaptureError: the stream is capturing: the memory would be the graph's.
+        Parameters
+        ----------
+        nbytes : int
+            Bytes, 0 or more.
+        zeroed : bool
+            Whether to set them to zero.
+        stream : cuda.core.Stream
+            The allocation is ordered on it.
+
+        Returns
+        -------
+        CudaAllocation
+            The bytes. They are freed when it is closed and the last DLPack consumer is gone.
+
+        Raises
+        ------
+        CapacityError
+            The memory has no room.
+        CaptureError
+            The stream is capturing: the memory would belong to the graph.
+        RangeError, PlaceError
+            ``nbytes`` is negative, or the stream is not one of this memory.
         """
         nbytes = int_in_range("nbytes", nbytes, 0)
         if self.is_capturing(stream):
@@ -152,17 +231,32 @@ class CudaMemory:
         return CudaAllocation(self, buffer, nbytes)
 
     def count_live(self, nbytes: int) -> None:
-        """Add to ``live_nbytes``, and let the pool hold that and what it keeps: what it holds beyond goes back at the next wait."""
+        """Add to ``live_nbytes``, and let the pool hold that and ``keep_bytes`` more. What exceeds it is released at the next wait."""
         self.live_nbytes += nbytes
         if self._kept_nbytes:
-            most = self._driver.cuuint64_t(self.live_nbytes + self._kept_nbytes)
+            limit = self._driver.cuuint64_t(self.live_nbytes + self._kept_nbytes)
             release_threshold = self._driver.CUmemPool_attribute.CU_MEMPOOL_ATTR_RELEASE_THRESHOLD
-            check(self._driver.cuMemPoolSetAttribute(int(self._resource.handle), release_threshold, most))
+            check(self._driver.cuMemPoolSetAttribute(int(self._resource.handle), release_threshold, limit))
 
     def staging(self, shape: Sequence[int], dtype: str) -> Array:
-        """Return a zeroed page-locked array: copies from and to it do not wait. Freed with its last view.
+        """Return a zeroed host array that ``upload`` and ``download`` can use without a wait.
 
-        Raises CapacityError: the system gives no more page-locked memory.
+        Parameters
+        ----------
+        shape : sequence of int
+            Its shape.
+        dtype : str
+            A name of :mod:`trt_kvcache.dtypes`.
+
+        Returns
+        -------
+        ndarray
+            In page-locked memory, which is freed with its last view.
+
+        Raises
+        ------
+        CapacityError
+            The system gives no more page-locked memory.
         """
         nbytes = dense_nbytes(shape, dtype)
         self.make_current()
@@ -172,21 +266,57 @@ class CudaMemory:
         return array.view(numpy_dtype(dtype)).reshape(tuple(shape))
 
     def to_device(self, array: Any, *, stream: Any) -> DeviceTensor:
-        """See :class:`~trt_kvcache.memory.base.Memory`."""
+        """Copy a host array into a new tensor in this memory. This allocates.
+
+        Parameters
+        ----------
+        array : array_like
+            Of any shape, with a dtype of :mod:`trt_kvcache.dtypes`. It may be changed as soon as the call returns.
+        stream : cuda.core.Stream
+            The copy is ordered on it.
+
+        Returns
+        -------
+        DeviceTensor
+            Contiguous, of the shape and dtype of the array.
+
+        Raises
+        ------
+        CapacityError
+            The memory has no room.
+        DTypeError, PlaceError
+            The dtype is unknown, or the stream is not one of this memory.
+        """
         source = np.array(array, order="C")  # ours alone
         dtype = dtype_name(source.dtype)
         tensor = DeviceTensor(self.allocate(source.nbytes, stream=stream), shape=source.shape, dtype=dtype)
         self.upload(tensor, source, stream=stream)
-        self._forget_what_is_done()
+        self._drop_finished_copies()
         self._in_flight.append((_stream_of(stream).record(), source))
         return tensor
 
-    def _forget_what_is_done(self) -> None:
+    def _drop_finished_copies(self) -> None:
         """Drop the host arrays that ``to_device`` made and whose copies are done."""
         self._in_flight = [(event, array) for event, array in self._in_flight if not event.is_done]
 
     def upload(self, destination: DeviceTensor, source: Array, *, stream: Any) -> None:
-        """See :class:`~trt_kvcache.memory.base.Memory`. Does not wait if ``source`` is of :meth:`staging`."""
+        """Copy a host array into a tensor of this memory.
+
+        Parameters
+        ----------
+        destination : DeviceTensor
+            Contiguous.
+        source : ndarray
+            Contiguous, of the same shape and dtype. It must not change until the copy is done.
+            If it is of :meth:`staging` the call does not wait.
+        stream : cuda.core.Stream
+            The copy is ordered on it.
+
+        Raises
+        ------
+        PlaceError, ShapeError, DTypeError
+            The tensor and the array do not fit, or are not contiguous. Nothing was copied.
+        """
         self.check_stream(stream)
         check_copy("upload", destination, source, self)
         if source.nbytes:
@@ -194,7 +324,23 @@ class CudaMemory:
             check(self._driver.cuMemcpyHtoDAsync(destination.ptr, _address(source), source.nbytes, _handle(stream)))
 
     def download(self, destination: Array, source: DeviceTensor, *, stream: Any) -> None:
-        """See :class:`~trt_kvcache.memory.base.Memory`. Does not wait if ``destination`` is of :meth:`staging`."""
+        """Copy a tensor of this memory into a host array.
+
+        Parameters
+        ----------
+        destination : ndarray
+            Contiguous, of the same shape and dtype. The values are there after ``synchronize``.
+            If it is of :meth:`staging` the call does not wait.
+        source : DeviceTensor
+            Contiguous.
+        stream : cuda.core.Stream
+            The copy is ordered on it.
+
+        Raises
+        ------
+        PlaceError, ShapeError, DTypeError
+            The tensor and the array do not fit, or are not contiguous. Nothing was copied.
+        """
         self.check_stream(stream)
         check_copy("download", source, destination, self)
         if destination.nbytes:
@@ -202,9 +348,22 @@ class CudaMemory:
             check(self._driver.cuMemcpyDtoHAsync(_address(destination), source.ptr, destination.nbytes, _handle(stream)))
 
     def zero(self, tensor: DeviceTensor, *, stream: Any) -> None:
-        """See :class:`~trt_kvcache.memory.base.Memory`."""
+        """Set the bytes of a tensor to zero.
+
+        Parameters
+        ----------
+        tensor : DeviceTensor
+            Contiguous, of this memory.
+        stream : cuda.core.Stream or GraphBuilder
+            The write is ordered on it.
+
+        Raises
+        ------
+        PlaceError, ShapeError
+            The tensor is of another memory, or is not contiguous.
+        """
         self.check_stream(stream)
-        self._check_mine("zero", tensor)
+        self._check_own_tensor("zero", tensor)
         if not tensor.is_contiguous:
             raise ShapeError(f"zero: expected a dense tensor, got {tensor!r}.")
         self.make_current()
@@ -215,8 +374,28 @@ class CudaMemory:
             check(self._driver.cuMemsetD8Async(ptr, 0, nbytes, _handle(stream)))
 
     def read(self, tensor: DeviceTensor) -> Array:
-        """See :class:`~trt_kvcache.memory.base.Memory`. Of a view that is not dense, all from its first to its last element is copied."""
-        self._check_mine("read", tensor)
+        """Return a copy of a view on the host. Waits for all work given to the device before the call.
+
+        Parameters
+        ----------
+        tensor : DeviceTensor
+            Any view of this memory.
+
+        Returns
+        -------
+        ndarray
+            Of the same shape and dtype.
+
+        Raises
+        ------
+        PlaceError, ClosedError
+            The tensor is of another memory, or its owner is closed.
+
+        Notes
+        -----
+        Of a view that is not contiguous, everything from its first to its last element is copied.
+        """
+        self._check_own_tensor("read", tensor)
         ptr, dtype = tensor.ptr, numpy_dtype(tensor.dtype)
         span = np.empty(span_elements(tensor.shape, tensor.strides), dtype)
         self.make_current()
@@ -231,17 +410,31 @@ class CudaMemory:
     def dlpack(self, tensor: DeviceTensor, **kwargs: Any) -> Any:
         """Return a DLPack capsule of any view and dtype that shares the memory and keeps it alive.
 
-        Raises BufferError: a copy, or another device, was asked for: use ``.numpy()``.
-
         Parameters
         ----------
-        stream : int or None
-            Of the ``__dlpack__`` protocol: the consumer's stream. Which streams wrote the bytes is not known here, so the
-            call waits for the device, unless it is -1: then nothing is ordered.
-        max_version, dl_device, copy
+        tensor : DeviceTensor
+            Any view of this memory.
+        stream : int, optional
+            Of the ``__dlpack__`` protocol: the consumer's stream. Which streams wrote the bytes is not known here, so the call waits
+            for the device. With -1 it does not wait.
+        max_version, dl_device, copy :
             Of the ``__dlpack__`` protocol.
+
+        Returns
+        -------
+        capsule
+            For one consumer.
+
+        Raises
+        ------
+        BufferError
+            A copy, or another device, was asked for: use ``.numpy()``.
+        RangeError
+            ``stream`` is 0, which the protocol leaves ambiguous.
+        PlaceError, ClosedError
+            The tensor is of another memory, or its owner is closed.
         """
-        self._check_mine("dlpack", tensor)
+        self._check_own_tensor("dlpack", tensor)
         stream, target = kwargs.pop("stream", None), kwargs.pop("dl_device", None)
         if target is not None and tuple(target) != self.dlpack_device:
             raise BufferError(f"DLPack: expected device {self.dlpack_device}, got {tuple(target)}. Use .numpy(), which copies to the host.")
@@ -254,7 +447,7 @@ class CudaMemory:
             check(self._driver.cuCtxSynchronize())
         return device_capsule(tensor, owner, **kwargs)
 
-    def _check_mine(self, what: str, tensor: DeviceTensor) -> None:
+    def _check_own_tensor(self, what: str, tensor: DeviceTensor) -> None:
         if tensor.memory is not self:
             raise PlaceError(f"{what}: expected a tensor of this {self.device}, got one of {tensor.memory.device}.")
 

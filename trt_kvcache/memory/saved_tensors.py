@@ -1,4 +1,4 @@
-"""Several tensors in one allocation, and the check of tensors that come back."""
+"""The tensors of a captured slot: allocated together, and checked when they are restored."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,9 +10,28 @@ from trt_kvcache.memory.tensor import DeviceTensor
 
 
 def allocate_tensors(memory: Memory, shapes: Sequence[tuple[int, ...]], dtype: str, *, stream: Any) -> list[DeviceTensor]:
-    """Return dense tensors that share one allocation, each at a multiple of 256 bytes. Their bytes are not set.
+    """Return contiguous tensors that share one allocation, each at a multiple of 256 bytes. Their bytes are not set.
 
-    The allocation goes when the last of them goes. Raises :class:`CapacityError` where there is no room.
+    Parameters
+    ----------
+    memory : Memory
+        Where they are allocated.
+    shapes : sequence of tuple of int
+        One per tensor.
+    dtype : str
+        Of all of them.
+    stream : cuda.core.Stream
+        The allocation is ordered on it.
+
+    Returns
+    -------
+    list of DeviceTensor
+        The allocation is freed when nothing refers to any of them.
+
+    Raises
+    ------
+    CapacityError
+        The memory has no room.
     """
     starts = [0]
     for shape in shapes:
@@ -22,13 +41,29 @@ def allocate_tensors(memory: Memory, shapes: Sequence[tuple[int, ...]], dtype: s
 
 
 def check_saved(saved: Sequence[DeviceTensor], shapes: Sequence[tuple[int, ...]], dtype: str, memory: Memory, *, per: str) -> None:
-    """Check tensors that were captured: as many as ``shapes``, and each dense, open, of its shape, ``dtype`` and ``memory``.
+    """Check tensors that a caller wants to restore.
 
-    ``saved``: sequence of DeviceTensor.
-    ``shapes``: sequence of tuple of int.
-    ``per``: What there is one of each for, for messages.
+    Parameters
+    ----------
+    saved : sequence of DeviceTensor
+        What the caller gave.
+    shapes : sequence of tuple of int
+        The shape of each.
+    dtype : str
+        The dtype of all.
+    memory : Memory
+        Where they are.
+    per : str
+        What there is one tensor for, such as ``"attention layer"``, for messages.
 
-    Raises ShapeError, DTypeError, PlaceError, LayoutError, ClosedError.
+    Raises
+    ------
+    ShapeError, DTypeError, PlaceError
+        Their number, or a tensor, is not as expected.
+    LayoutError
+        A tensor is not contiguous.
+    ClosedError
+        The memory of a tensor is closed.
     """
     if isinstance(saved, DeviceTensor) or not isinstance(saved, Sequence):
         raise ShapeError(f"saved: expected a sequence of tensors, one per {per}, got {type(saved).__name__}.")

@@ -1,6 +1,6 @@
 """``NetworkScript``: a decoder as a Polygraphy network script (``polygraphy convert SCRIPT.py --model-type trt-network-script``).
 
-A script makes one at its top level and names its two methods; see ``engines/``.
+A script creates one at its top level and gives its two methods the names that Polygraphy looks for; see ``engines/``.
 """
 
 import os
@@ -16,18 +16,18 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.errors import BuildError
 from trt_kvcache.trt.module import TensorRT, load
 
-#: TensorRT points at the weights until the build is done, and Polygraphy lets go of everything but builder and network. So
-#: what was defined stays for the life of the process.
+#: TensorRT points at the weights until the build is done, but Polygraphy keeps builder and network only. So everything that was
+#: defined is kept for the life of the process.
 _DEFINED: list[tuple[Checkpoint, DecoderDefinition]] = []
 
 
 class NetworkScript:
-    """Builds the network of a Hugging Face folder for Polygraphy's tools.
+    """Makes the network of a Hugging Face folder for Polygraphy's tools.
 
     Parameters
     ----------
     model : path
-        The folder. Read when the network is asked for.
+        The folder. It is read when the network is asked for.
     max_batch_size, max_sequence_length, max_prefill_length, dtype, attention
         See :class:`~trt_kvcache.builder.options.BuildOptions`.
 
@@ -38,7 +38,14 @@ class NetworkScript:
 
     Notes
     -----
-    TensorRT is the one that Polygraphy uses: TensorRT for RTX under ``POLYGRAPHY_USE_TENSORRT_RTX=1``, else full TensorRT.
+    The TensorRT that Polygraphy uses is taken: TensorRT for RTX under ``POLYGRAPHY_USE_TENSORRT_RTX=1``, else full TensorRT.
+
+    Examples
+    --------
+    A network script, as in ``engines/tiny_llama.py``:
+
+    >>> script = NetworkScript("examples/tiny-llama", max_batch_size=4, max_sequence_length=256, max_prefill_length=64)
+    >>> load_network, load_config = script.load_network, script.load_config
     """
 
     def __init__(
@@ -61,12 +68,17 @@ class NetworkScript:
         )
 
     def load_network(self) -> tuple[Any, Any]:
-        """Return the builder and the network, as ``polygraphy ... --model-type trt-network-script`` wants them.
+        """Make the network: what Polygraphy calls with ``--model-type trt-network-script``.
+
+        Returns
+        -------
+        builder : IBuilder
+        network : INetworkDefinition
 
         Raises
         ------
         ConfigError, CheckpointError, BuildError
-            The checkpoint cannot be read, or built with these options.
+            The checkpoint cannot be read, or cannot be built with these options.
         """
         tensorrt = _polygraphys_tensorrt()
         self.options.check_tensorrt(tensorrt)
@@ -77,22 +89,35 @@ class NetworkScript:
         return definition.builder, definition.network
 
     def load_config(self, builder: Any, network: Any) -> Any:
-        """Return the builder configuration of a network of this process, as ``--trt-config-script`` wants it.
+        """Make the builder configuration of a network: what Polygraphy calls with ``--trt-config-script``.
+
+        Parameters
+        ----------
+        builder : IBuilder
+        network : INetworkDefinition
+            What :meth:`load_network` of a network script returned in this process.
+
+        Returns
+        -------
+        IBuilderConfig
 
         Raises
         ------
         BuildError
-            The network was not made by a recipe, or TensorRT refused a profile.
+            The network was not made by a network script, or TensorRT refused a profile.
         """
         definition = next((made for _, made in _DEFINED if made.network is network), None)
         if definition is None:
-            raise BuildError("load_config: expected the network that load_network of a recipe returned. Use both functions of one script.")
+            raise BuildError(
+                "load_config: expected the network that load_network of a NetworkScript returned. Use both functions of one script."
+            )
         tensorrt = _polygraphys_tensorrt()
         with tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
             return make_config(definition, self.options, tensorrt, messages)
 
 
 def _polygraphys_tensorrt() -> TensorRT:
+    """Return the TensorRT that Polygraphy uses. Raises BuildError where it is not there."""
     if polygraphy_config.USE_TENSORRT_RTX:
         return load("tensorrt_rtx", error=BuildError)
     try:

@@ -43,7 +43,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
     Feed: see :mod:`trt_kvcache.polygraphy.feeds`. The first inference after activation starts new sequences, whatever ``reset`` says.
 
     Outputs: ``logits`` float32 ``[B, vocab]`` at the last token of each slot (those of an earlier inference for a slot that
-    got nothing), and with ``live_rows`` the arrays of :func:`trt_kvcache.polygraphy.live_rows.live_rows`. All are on the host, and not
+    got nothing), and with ``live_rows`` the arrays of ``live_rows`` (``trt_kvcache/polygraphy/live_rows.py``). All are on the host, and not
     overwritten later. ``inference_time`` is that of prefill or decode, in seconds; reading the rows is not in it.
 
     Errors are those of the session, which leave it as before the step.

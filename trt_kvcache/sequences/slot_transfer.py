@@ -11,7 +11,6 @@ from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.dtypes import itemsize, numpy_dtype
 from trt_kvcache.kernels import KVLayerInfos, instantiate_kv_cache_batched, instantiate_rows, save_kv_cache_batched, save_rows
 from trt_kvcache.memory.base import Array
-from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.saved_tensors import allocate_tensors
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -19,7 +18,7 @@ from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
 
 
 class SavedTensors(NamedTuple):
-    """The contents of a slot as the kernels save them, in one allocation of the cache's memory."""
+    """The contents of a slot as the kernels save them, in the memory of the cache."""
 
     #: ``[2, H_i, n, D_i]`` of each attention layer: K, then V.
     kv: list[DeviceTensor]
@@ -47,6 +46,7 @@ class SlotTransfer:
     def __init__(self, cache: AnyCache) -> None:
         #: What the slots hold.
         self.slot_format = SlotFormat.of(cache)
+        self._cache = cache
         self._memory = cache.memory
         self._groups = cache.kv_head_dim_groups
         self._states = cache.states
@@ -64,7 +64,8 @@ class SlotTransfer:
         Returns
         -------
         SavedTensors
-            In one allocation of the cache's memory, which is released with the last tensor. Their bytes are not set.
+            In the memory of the cache, in one allocation for K and V and one for each kind of state, each of which is released with
+            the last of its tensors. Their bytes are not set.
 
         Raises
         ------
@@ -130,6 +131,33 @@ class SlotTransfer:
         if self._states is not None:
             for kind, tensors in saved.states.items():
                 instantiate_rows(self._states.current(kind).infos, tensors, slot, stream=stream)
+
+    def host_arrays(self, length: int) -> tuple[Array, ...]:
+        """Allocate the host arrays of a copy.
+
+        Parameters
+        ----------
+        length : int
+            Tokens.
+
+        Returns
+        -------
+        tuple of ndarray
+            The tensors of :meth:`SlotFormat.tensors`, one behind the other in one array of page-locked memory for a device.
+
+        Raises
+        ------
+        CapacityError
+            The host has no room.
+        """
+        tensors = self.slot_format.tensors(length).values()
+        sizes = [dense_nbytes(shape, dtype) for shape, dtype in tensors]
+        buffer = self._memory.staging((sum(sizes),), "uint8")
+        arrays, end = [], 0
+        for (shape, dtype), size in zip(tensors, sizes, strict=True):
+            start, end = end, end + size
+            arrays.append(buffer[start:end].view(numpy_dtype(dtype)).reshape(shape))
+        return tuple(arrays)
 
     def download(self, slot: int, length: int, *, stream: Any) -> tuple[Array, ...]:
         """Copy the first tokens and the current states of a slot directly to the host.
@@ -232,9 +260,8 @@ class SlotTransfer:
         CaptureError
             The stream is captured in a CUDA graph, and there are ping-pong states.
         """
-        if self._states is not None and self._has_two_buffers:
-            refuse_capture(self._memory, "keep_states", stream, because="what is replayed later keeps nothing now")
-            self._states.keep(slot, stream=stream)
+        if self._has_two_buffers:
+            self._cache.keep_states(slot, stream=stream)
 
     def zero_states(self, slot: int, *, stream: Any) -> None:
         """Set the current states of a slot to zero.
@@ -275,33 +302,6 @@ class SlotTransfer:
             return []
         buffer = self._states.next if following else self._states.current
         return [layer[slot : slot + 1] for kind in StateKind for layer in buffer(kind).layers]
-
-    def host_arrays(self, length: int) -> tuple[Array, ...]:
-        """Allocate the host arrays of a copy.
-
-        Parameters
-        ----------
-        length : int
-            Tokens.
-
-        Returns
-        -------
-        tuple of ndarray
-            The tensors of :meth:`SlotFormat.tensors`, one behind the other in one array of page-locked memory for a device.
-
-        Raises
-        ------
-        CapacityError
-            The host has no room.
-        """
-        tensors = self.slot_format.tensors(length).values()
-        sizes = [dense_nbytes(shape, dtype) for shape, dtype in tensors]
-        buffer = self._memory.staging((sum(sizes),), "uint8")
-        arrays, end = [], 0
-        for (shape, dtype), size in zip(tensors, sizes, strict=True):
-            start, end = end, end + size
-            arrays.append(buffer[start:end].view(numpy_dtype(dtype)).reshape(shape))
-        return tuple(arrays)
 
 
 def _head_rows(layer: DeviceTensor, slot: int, k_or_v: int, first: int, count: int) -> list[DeviceTensor]:

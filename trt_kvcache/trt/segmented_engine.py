@@ -73,7 +73,7 @@ class SegmentedEngine:
     config : EngineConfig
         ``config.json`` of its engine folder.
     constants : mapping of str to ndarray
-        :meth:`~trt_kvcache.engine_folder.folder.EngineFolder.read_constants`.
+        ``EngineFolder.read_constants``.
     cuda_graphs : bool
         Whether decode steps become CUDA graphs: see :meth:`open`.
 
@@ -143,6 +143,7 @@ class SegmentedEngine:
         Parameters
         ----------
         source : path or EngineFolder
+            The engine folder.
         memory : CudaMemory
             The GPU to run on.
         flavour : str
@@ -219,6 +220,7 @@ class SegmentedEngine:
         Parameters
         ----------
         index : int
+            Index into :attr:`profiles`.
 
         Raises
         ------
@@ -252,6 +254,7 @@ class SegmentedEngine:
         name : str
             An input of the whole engine. The shape of the token ids gives those of the intermediate tensors.
         shape : sequence of int
+            Its new shape, within the optimisation profile.
 
         Raises
         ------
@@ -267,7 +270,7 @@ class SegmentedEngine:
     def enqueue(self, stream: Any) -> None:
         """Enqueue one step on ``stream`` in the profile in use, eagerly or as a CUDA graph.
 
-        Does not wait, except when the cache of graphs is full: see :class:`~trt_kvcache.trt.cuda_graphs.CudaGraphCache`.
+        Does not wait, except when the cache of graphs is full: see ``CudaGraphCache``.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""From token ids to the first hidden state, and from the last hidden state to logits."""
+"""Both ends of a decoder: from token ids to the first hidden state, and from the last hidden state to logits."""
 
 from typing import Any
 
@@ -7,32 +7,68 @@ from trt_kvcache.builder.network.linear import matmul_transposed
 from trt_kvcache.builder.network.rms_norm import rms_norm
 from trt_kvcache.builder.network.weights import Weights
 from trt_kvcache.checkpoint import ModelConfig
-
-_EMBEDDING = "model.embed_tokens.weight"
+from trt_kvcache.engine_folder.decoder_segments import EMBEDDING
 
 
 def embedding_table(graph: Graph, weights: Weights) -> Any:
-    """Add the embedding table, ``[vocab, hidden]``."""
-    return graph.constant(_EMBEDDING, weights(_EMBEDDING))
+    """Add the embedding table as a constant.
+
+    Parameters
+    ----------
+    graph : Graph
+        The network under construction.
+    weights : Weights
+        Of the model.
+
+    Returns
+    -------
+    ITensor [vocab, hidden]
+    """
+    return graph.constant(EMBEDDING, weights(EMBEDDING))
 
 
 def embed(graph: Graph, table: Any, input_ids: Any) -> Any:
-    """Look up ``input_ids`` ``[B, s]``; the result is ``[B, s, hidden]``."""
+    """Look up the rows of token ids.
+
+    Parameters
+    ----------
+    graph : Graph
+        The network under construction.
+    table : ITensor [vocab, hidden]
+        The embedding table.
+    input_ids : ITensor [B, s] int32
+        Token ids.
+
+    Returns
+    -------
+    ITensor [B, s, hidden]
+
+    Notes
+    -----
+    ``INetworkDefinition.add_gather``.
+    """
     return graph.op("model.embed_tokens", "gather", table, input_ids, 0)
 
 
 def last_token(graph: Graph, x: Any, last_token_ids: Any) -> Any:
-    """Pick one token of each slot.
+    """Select one token of each slot.
 
     Parameters
     ----------
-    x : ITensor ``[B, s, hidden]``
-    last_token_ids : ITensor ``[B, 1]``, int32
+    graph : Graph
+        The network under construction.
+    x : ITensor [B, s, hidden]
+        The last hidden state of all new tokens.
+    last_token_ids : ITensor [B, 1] int32
         Index among the ``s`` new tokens.
 
     Returns
     -------
-    ITensor ``[B, hidden]``
+    ITensor [B, hidden]
+
+    Notes
+    -----
+    ``INetworkDefinition.add_gather_v2`` with ``GatherMode.ND``.
     """
     layer = graph.layer("last_token", "gather_v2", x, last_token_ids, graph.trt.GatherMode.ND)
     layer.num_elementwise_dims = 1  # the batch
@@ -40,17 +76,25 @@ def last_token(graph: Graph, x: Any, last_token_ids: Any) -> Any:
 
 
 def logits(graph: Graph, x: Any, weights: Weights, model: ModelConfig, table: Any) -> Any:
-    """Apply the final norm and the LM head, which is the embedding table again where they are tied.
+    """Apply the final norm and the LM head.
 
     Parameters
     ----------
-    x : ITensor ``[B, hidden]``
-    table : ITensor ``[vocab, hidden]``
+    graph : Graph
+        The network under construction.
+    x : ITensor [B, hidden]
+        The last hidden state of one token per slot.
+    weights : Weights
+        Weights of the model.
+    model : ModelConfig
+        Configuration of the model.
+    table : ITensor [vocab, hidden] or None
+        The embedding table, which is the LM head where they are tied; not used otherwise.
 
     Returns
     -------
-    ITensor ``[B, vocab]``, float32
+    ITensor [B, vocab] float32
     """
     normed = rms_norm(graph, x, weights, "model.norm", epsilon=model.rms_norm_eps)
-    head = table if model.tie_word_embeddings else graph.constant("lm_head.weight", weights("lm_head.weight"))
-    return graph.cast("lm_head/to_float32", matmul_transposed(graph, "lm_head/matmul", normed, head), "float32")
+    lm_head = table if model.tie_word_embeddings else graph.constant("lm_head.weight", weights("lm_head.weight"))
+    return graph.cast("lm_head/to_float32", matmul_transposed(graph, "lm_head/matmul", normed, lm_head), "float32")

@@ -1,4 +1,4 @@
-"""What a step knows of its lengths, derived in the network from ``kvcache_start_index`` and the shape of ``input_ids``."""
+"""Positions and key lengths of a step, computed in the network from ``kvcache_start_index`` and the shape of ``input_ids``."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,15 +10,15 @@ from trt_kvcache.builder.network.graph import Graph
 
 @dataclass(frozen=True)
 class StepLengths:
-    """Lengths of one step of ``B`` slots by ``s`` new tokens (the padded width), all int32.
+    """Lengths of a step of B slots by s new tokens per slot, padding included; all int32.
 
     Parameters
     ----------
-    start_index : ITensor ``[B]``
+    start_index : ITensor [B]
         Tokens in the cache before the step.
-    position_ids : ITensor ``[B, s]``
+    position_ids : ITensor [B, s]
         ``start + arange(s)``: the position of each new token.
-    key_lengths : ITensor ``[B]``
+    key_lengths : ITensor [B]
         ``start + s``: keys in the cache after the step, those of padding tokens included.
     """
 
@@ -28,13 +28,20 @@ class StepLengths:
 
 
 def step_lengths(graph: Graph, *, input_ids: Any, start_index: Any) -> StepLengths:
-    """Derive the lengths of a step.
+    """Add the computation of a step's lengths to a network.
 
     Parameters
     ----------
-    input_ids : ITensor ``[B, s]``
+    graph : Graph
+        The network under construction.
+    input_ids : ITensor [B, s]
         Only its shape is read.
-    start_index : ITensor ``[B]``, int32
+    start_index : ITensor [B] int32
+        Tokens in the cache before the step.
+
+    Returns
+    -------
+    StepLengths
     """
     shape = graph.op("lengths/shape", "shape", input_ids)
     layer = graph.layer("lengths/arange", "fill", (1,), graph.trt.FillOperation.LINSPACE, graph.tensorrt.data_type("int32"))

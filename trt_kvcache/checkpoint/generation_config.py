@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache.checkpoint.fields import Fields
+from trt_kvcache.checkpoint.config_fields import Fields
 from trt_kvcache.checkpoint.json_file import read_json_if_present
 from trt_kvcache.errors import CheckpointError, ConfigError
 
