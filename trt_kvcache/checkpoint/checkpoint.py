@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.model_config import ModelConfig
+from trt_kvcache.checkpoint.safetensors_file import WeightFile
 from trt_kvcache.checkpoint.tensor_shapes import EMBEDDING, HEAD, tensor_shapes
-from trt_kvcache.checkpoint.weight_file import WeightFile
 from trt_kvcache.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, open_weight_files
 from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from trt_kvcache.checkpoint.json_file import read_json
-from trt_kvcache.checkpoint.weight_file import WeightFile
+from trt_kvcache.checkpoint.safetensors_file import WeightFile
 from trt_kvcache.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"

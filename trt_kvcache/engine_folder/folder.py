@@ -26,7 +26,7 @@ import numpy as np
 from trt_kvcache._util.atomic_folder import atomic_folder
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.checkpoint import COMPANION_FILES
-from trt_kvcache.checkpoint.weight_file import WeightFile
+from trt_kvcache.checkpoint.safetensors_file import WeightFile
 from trt_kvcache.engine_folder.config import EngineConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.engine_folder.records import FileRecord

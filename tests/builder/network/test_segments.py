@@ -14,7 +14,7 @@ from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.serialization import make_config, serialize
 from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.checkpoint.weight_file import WeightFile
+from trt_kvcache.checkpoint.safetensors_file import WeightFile
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
