@@ -15,7 +15,7 @@ from tests.paths import GOLDEN, SHIPPED
 from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, EngineError, ShapeError
 from trt_kvcache.polygraphy.feeds import greedy_feeds, make_feed
 from trt_kvcache.polygraphy.live_rows import live_rows
-from trt_kvcache.polygraphy.runner import RecomputeRunner, ReferenceRunner, SessionRunner
+from trt_kvcache.polygraphy.runners import RecomputeRunner, ReferenceRunner, SessionRunner
 from trt_kvcache.session.session import InferenceSession
 from trt_kvcache.session.session_source import SessionSource
 
