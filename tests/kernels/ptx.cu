@@ -1,7 +1,7 @@
 // Each wrapper of plugins/ptx.cuh alone, in one warp: what it is given, and what it makes of it.
 
-#include "../../plugins/ptx.cuh"
-#include "../../plugins/shared.cuh"
+#include "attention/ptx.cuh"
+#include "shared.cuh"
 
 // `sums` [32, 4] += a [32, 4] * b [32, 2], as the lanes hold them.
 extern "C" __global__ void multiply(float* sums, const unsigned* a, const unsigned* b, long long bfloat16) {

@@ -9,7 +9,7 @@ from trt_kvcache.kernels.arguments import STEP_COUNTS
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, UNITS_IN_FLIGHT
 from trt_kvcache.kernels.steps import REGISTER
 
-TEXT = "".join(path.read_text() for path in sorted(sources.source_folder().glob("*.cu*")))
+TEXT = "".join(path.read_text() for path in sorted(sources.source_folder().rglob("*.cu*")))
 
 
 def test_numbers_of_both_sides():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from tests.kernels.attention import DECODE_CASES, GRID, PREFILL_CASES
 from tests.simt import run
 from tests.simt.standin import need_compiler
 from trt_kvcache.kernels.attention_tiles import attention_names, macros_of
-from trt_kvcache.kernels.sources import cubin_name, source_folder, source_names
+from trt_kvcache.kernels.sources import cubin_name, source_folder, source_names, source_path
 
 need_compiler()
 run.use_tiles()
@@ -71,7 +72,7 @@ def test_tiles_of_smaller_gpus(arch):
 
 RACE, OVERRUN, BYTES, MISALIGNED = "WARNING: ThreadSanitizer: data race", "heap-buffer-overflow", "bytes differ", "misaligned address"
 DECODE, PREFILL = (f"{ATTENTION}.py::{test}" for test in ("test_decode", "test_prefill"))
-DECODING, PREFILLING, TOGETHER = "attention_decode.cu", "attention_prefill.cu", "attention_together.cuh"
+DECODING, PREFILLING, TOGETHER = (f"attention/{name}" for name in ("decode.cu", "prefill.cu", "split_kv_reduce.cuh"))
 ADDING = "\n#pragma unroll 1\n            for (int x = threadIdx.x; x < (to"
 COMPACT, UNIT, ONE_MORE = "test_compaction.py", "(sizeof(Unit)), apart", "(sizeof(Unit)) + 1, apart"
 
@@ -151,17 +152,18 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", list(MISTAKES))
 def test_mistake(tmp_path, mistake):
     file, right, wrong, sanitizer, tests, said = MISTAKES[mistake]
-    for source in source_folder().glob("*.cu*"):
-        text = source.read_text()
-        assert (right in text) or source.name != file
-        (tmp_path / source.name).write_text(text.replace(right, wrong) if source.name == file else text)
+    sources = tmp_path / "plugins"
+    shutil.copytree(source_folder(), sources)
+    text = (sources / file).read_text()
+    assert right in text
+    (sources / file).write_text(text.replace(right, wrong))
     cubins = tmp_path / "cubins"
     cubins.mkdir()
     forms = run.FORMS if file.startswith("attention") else ()
     for name in (name for name in source_names() if run.is_chosen(name, forms)):
-        source, cubin = name.partition("-")[0], cubin_name(name, run.ARCH)
-        if source == Path(file).stem or file.endswith(".cuh"):
-            run.build_kernels(tmp_path / f"{source}.cu", cubins / cubin, sanitizer, macros=macros_of(name, run.ARCH))
+        source, cubin = source_path(name).relative_to(source_folder()), cubin_name(name, run.ARCH)
+        if source == Path(file) or file.endswith(".cuh"):
+            run.build_kernels(sources / source, cubins / cubin, sanitizer, macros=macros_of(name, run.ARCH), include=sources)
         else:
             (cubins / cubin).symlink_to(run.build_cubins(sanitizer, forms) / cubin)
     result = run_tests(cubins, sanitizer, f"tests/kernels/{tests}")

@@ -47,7 +47,7 @@ def tiles(head_dim: int) -> tuple[int, int, int]:
 
 
 def macros(fields: AttentionFields, dtype: str) -> dict[str, str]:
-    """Return what ``plugins/attention_aot.cuh`` is compiled with."""
+    """Return what ``plugins/attention/decode_aot.cuh`` is compiled with."""
     warps, stages, _ = tiles(fields.head_dim)
     sizes = {**decode_tiles(fields.head_dim, _LIKE), "HEAD_DIM": fields.head_dim, "WARPS": warps, "STAGES": stages, "BLOCKS": 1}
     numbers = {"GROUP": fields.group, "KV_HEADS": fields.num_kv_heads, "ROTARY_DIM": fields.rotary_dim, "WINDOW": fields.window}
@@ -86,7 +86,7 @@ def compile_ptx(fields: AttentionFields, dtype: str, arch: str) -> str:
         nvrtc.nvrtcGetProgramLog(program, text)
         return str(text.strip(b"\0 "), "utf-8", "replace")
 
-    _, program = nvrtc.nvrtcCreateProgram(b'#include "attention_aot.cuh"\n', f"{KERNEL}.cu".encode(), 0, [], [])
+    _, program = nvrtc.nvrtcCreateProgram(b'#include "attention/decode_aot.cuh"\n', f"{KERNEL}.cu".encode(), 0, [], [])
     try:
         options = [f"--std={CXX_STANDARD}", f"--gpu-architecture={arch.replace('sm_', 'compute_')}", f"--include-path={source_folder()}"]
         options += ["--device-as-default-execution-space", *(f"-D{name}={value}" for name, value in macros(fields, dtype).items())]

@@ -4,7 +4,7 @@
 #pragma once
 
 #define NO_DECODE_KERNELS
-#include "attention_decode.cu"
+#include "attention/decode.cu"
 
 extern "C" __global__ void __launch_bounds__(kBlock) attention_decode_aot(const unsigned char* q, const unsigned char* k, const unsigned char* v,
                                                                           const unsigned char*, const int* lengths, const float* cos_sin,

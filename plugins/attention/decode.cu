@@ -4,11 +4,11 @@
 // kTokens tokens of one head of one slot, for one warp. If heads have about the same length, each block has an equal part of one
 // head (its first tiles, known without lengths, and a part of the rest), or some heads; else all tiles of all heads and slots stand in
 // one line, and each block takes an equal part of it. Lengths are read here, so the launch depends on shapes alone. Blocks that have
-// parts of one head put them together, each some columns of all (attention_together.cuh); in the line the one that has the end does.
+// parts of one head put them together, each some columns of all (split_kv_reduce.cuh); in the line the one that has the end does.
 // Each warp has a ring of tiles in shared memory, filled ahead and over the end of a head, q and the angles too. The new token is in no
 // tile: the warp that begins with it has it in registers.
 
-#include "attention_together.cuh"
+#include "attention/split_kv_reduce.cuh"
 
 constexpr int kWarps = WARPS, kStages = STAGES, kTokens = TOKENS;
 constexpr int kBlock = 32 * kWarps, kTileBytes = kTokens * kRowBytes;

@@ -2,7 +2,7 @@
 // which numbers, and chooses them by the shared memory of the GPU.
 #pragma once
 
-#include "ptx.cuh"
+#include "attention/ptx.cuh"
 #include "shared.cuh"
 
 using Element = ELEMENT;  // Float16 or BFloat16

@@ -4,7 +4,7 @@
 // filled ahead. Scores and probabilities stay in registers. Blocks of the last tokens, which see most keys, come first. Where blocks
 // are few, the short form, with fewer rows, has more of them.
 
-#include "attention.cuh"
+#include "attention/common.cuh"
 
 constexpr int kAppendBlock = 256;
 constexpr float kFar = 8;  // a power of 2: see where it is used

@@ -1,7 +1,7 @@
 // How results of several parts of a head are put together: those of warps, and those of blocks that wait for each other.
 #pragma once
 
-#include "attention.cuh"
+#include "attention/common.cuh"
 
 // Partial results are of units of 16 columns of a row: 4 pieces of 16 bytes with values, as a lane has them (piece i: columns 2 * i,
 // 2 * i + 1, 2 * i + 8 and 2 * i + 9), and one with their maximum and sum.
