@@ -3,7 +3,7 @@
 #pragma once
 
 #include "arguments.cuh"
-#include "shared.cuh"
+#include "shared_memory.cuh"
 #include "units.cuh"
 
 // In the place of a slot: the thread's register. kernels/steps.py has the same number.

@@ -72,8 +72,10 @@ def test_tiles_of_smaller_gpus(arch):
 
 RACE, OVERRUN, BYTES, MISALIGNED = "WARNING: ThreadSanitizer: data race", "heap-buffer-overflow", "bytes differ", "misaligned address"
 DECODE, PREFILL = (f"{ATTENTION}.py::{test}" for test in ("test_decode", "test_prefill"))
-DECODING, PREFILLING, TOGETHER = (f"attention/{name}" for name in ("decode.cu", "prefill.cu", "split_kv_reduce.cuh"))
-ADDING = "\n#pragma unroll 1\n            for (int x = threadIdx.x; x < (to"
+DECODING, PIPELINE, SCHEDULE, PREFILLING, REDUCE, SOFTMAX = (
+    f"attention/{name}"
+    for name in ("decode.cuh", "kv_pipeline.cuh", "schedule.cuh", "prefill.cu", "split_kv_reduce.cuh", "softmax_state.cuh")
+)
 COMPACT, UNIT, ONE_MORE = "test_compaction.py", "(sizeof(Unit)), apart", "(sizeof(Unit)) + 1, apart"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -98,52 +100,82 @@ MISTAKES = {
     "a register for all columns": ("compaction.cuh", "held[i] = units[i]", "held[0] = units[i]", "none", COMPACT, BYTES),
     "stale tokens move too": ("compaction.cuh", "extent(step.tokens), units", "end, units", "none", COMPACT, BYTES),
     "one layout's stride": ("kv.cu", "slot * layer.slot_stride", "slot * 2 * layer.kv_stride", "none", "test_kv_moves.py", BYTES),
-    "fresh rows that the others are not waited for": (
+    "the new token is read before all have written it": (
         DECODING,
-        "            __syncthreads();\n            const SharedAddress rows",
-        "            const SharedAddress rows",
+        "    __syncthreads();\n}\n\n// A fragments",
+        "}\n\n// A fragments",
         "thread",
         DECODE,
         RACE,
     ),
-    "rows that do not live": (DECODING, "place.position - place.token(warp)", "kTokens", "none", DECODE, "isnan"),
-    "one window too wide": (PREFILLING, "behind >= span", "behind > span", "none", PREFILL, "error <="),
-    "keys of nobody": (
+    "rows behind the new token": (PIPELINE, "at.position - at.first_token(warp)", "kTileTokens", "none", DECODE, "isnan"),
+    "a decode window that is one token too wide": (SCHEDULE, "(params.window - 1)", "params.window", "none", DECODE, "assert"),
+    "a prefill window that is one token too wide": (PREFILLING, "distance >= span", "distance > span", "none", PREFILL, "error <="),
+    "keys behind the last one": (
         PREFILLING,
-        "const bool lives = tile * kKeys + row < keys_end;",
-        "const bool lives = true;",
+        "const bool is_live = tile * kTileKeys + row < block.keys_end;",
+        "const bool is_live = true;",
         "none",
         PREFILL,
         "isnan",
     ),
-    "a part that is forgotten": (TOGETHER, "pieces, others, factor", "pieces, others - 1, factor", "none", DECODE, "assert"),
-    "units that there is no room for": (TOGETHER, "from = to)", "from = end)", "none", DECODE, "assert"),
-    "a block that waits for itself": (TOGETHER, "(other >= number)", "0", "none", DECODE, "waits for"),
-    "all put the same together": (TOGETHER, "? number * share : 0", "? 0 : 0", "none", DECODE, "waits for"),
-    "a workspace that is not left as it was": (TOGETHER, "take_back(places[i]);", "", "none", DECODE, "assert"),
-    "parts that are yet to come": (TOGETHER, f"__syncthreads();{ADDING}", ADDING, "thread", DECODE, RACE),
+    "a partial result is left out": (REDUCE, "vectors, others, factor", "vectors, others - 1, factor", "none", DECODE, "assert"),
+    "strips that there is no room for are left out": (REDUCE, "first = last)", "first = end)", "none", DECODE, "assert"),
+    "a block waits for itself": (REDUCE, "(other >= rank)", "0", "none", DECODE, "waits for"),
+    "all blocks merge the same strips": (REDUCE, "? rank * strips_per_block : 0", "? 0 : 0", "none", DECODE, "waits for"),
+    "a workspace that is not left as it was": (REDUCE, "reset_vector(addresses[i]);", "", "none", DECODE, "assert"),
+    "partial results are merged before they are there": (
+        REDUCE,
+        "others);\n            __syncthreads();",
+        "others);",
+        "thread",
+        DECODE,
+        RACE,
+    ),
     "copies that are not waited for": (
-        DECODING,
-        "wait_for_copies<3 * kStages - 5>",
-        "wait_for_copies<3 * kStages>",
+        PIPELINE,
+        "kGroupsYoungerThanKeys = kPrefilledGroups - 2",
+        "kGroupsYoungerThanKeys = kPrefilledGroups + 3",
         "none",
         DECODE,
         "isnan",
     ),
-    "a new token that is forgotten": (DECODING, "if (warp == kWarps - 1 &&", "if (false &&", "none", DECODE, "assert"),
-    "keys that were guessed wrong": (DECODING, "== 0 && part.even;", "== 0;", "none", DECODE, "assert"),
-    "keys behind the cache": (DECODING, "lives ? call.max_tokens - (tile + warp) * kTokens", "lives ? kTokens", "address", DECODE, OVERRUN),
-    "tiles of nobody": (DECODING, "max(number - (parts - more), 0)", "0", "none", DECODE, "assert"),
-    "a slot that is full": (DECODING, "length < call.max_tokens", "length <= call.max_tokens", "none", DECODE, "assert"),
+    "values are waited for as keys are": (
+        PIPELINE,
+        "kGroupsYoungerThanValues = kPrefilledGroups - 3 + 2",
+        "kGroupsYoungerThanValues = kPrefilledGroups - 2 + 2",
+        "none",
+        DECODE,
+        "isnan",
+    ),
+    "a new token that is left out": (DECODING, "if (warp == kWarps - 1 &&", "if (false &&", "none", DECODE, "assert"),
+    "speculative keys that are the wrong ones": (DECODING, "== 0 && work.is_even_split;", "== 0;", "none", DECODE, "assert"),
+    "speculative keys behind the cache": (
+        PIPELINE,
+        "start.is_certain ? params.max_sequence_length - (start.tile + warp) * kTileTokens",
+        "start.is_certain ? kTileTokens",
+        "address",
+        DECODE,
+        OVERRUN,
+    ),
+    "tiles that no block has": (SCHEDULE, "max(split - (splits - remainder), 0)", "0", "none", DECODE, "assert"),
+    "a slot that is full": (
+        SCHEDULE,
+        "length < params.max_sequence_length",
+        "length <= params.max_sequence_length",
+        "none",
+        DECODE,
+        "assert",
+    ),
     "a tile that is still read": (
         PREFILLING,
-        "__syncthreads();\n        if (tile + kStages - 1",
+        "__syncthreads();\n            if (tile + kStages - 1",
         "if (tile + kStages - 1",
         "thread",
         PREFILL,
         RACE,
     ),
-    "sums of an older maximum": (PREFILLING, "sums[m][i] *= less;", "", "none", PREFILL, "error <="),
+    "a sum relative to an older maximum": (SOFTMAX, "sums[i] *= scale;", "", "none", PREFILL, "error <="),
     "the first layer's heads": ("kv.cu", "head(layers)", "head(layers - blockIdx.z)", "address", "test_kv_moves.py", OVERRUN),
 }
 

@@ -58,13 +58,21 @@ def decode_tiles(head_dim: int, arch: str) -> dict[str, int]:
         if fitting:
             break
     crossing = _CROSSING.get(arch, _CROSSING["sm_90"])
-    return {"WARPS": warps, "STAGES": fitting[-1], "TOKENS": tokens, "BLOCKS": 1, "LEAST": 8, "CROSSING": crossing, "CHAINS": 2}
+    return {
+        "WARPS": warps,
+        "STAGES": fitting[-1],
+        "TILE_TOKENS": tokens,
+        "BLOCKS_PER_SM": 1,
+        "MIN_TILES_PER_BLOCK": 8,
+        "STREAMK_COST_TILES": crossing,
+        "QK_ACCUMULATORS": 2,
+    }
 
 
 def decode_shared_nbytes(head_dim: int, rows: int, arch: str) -> int:
     """Return the bytes of shared memory of a decode block."""
     tiles = decode_tiles(head_dim, arch)
-    return decode_nbytes(head_dim, rows, tiles["WARPS"], tiles["STAGES"], tiles["TOKENS"])
+    return decode_nbytes(head_dim, rows, tiles["WARPS"], tiles["STAGES"], tiles["TILE_TOKENS"])
 
 
 @cache
@@ -82,7 +90,7 @@ def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
     else:
         keys = 64 if large else 32
         form, short = (8, 1, 128, 1) if large and head_dim > 64 else (4, 2, keys, 2), (4, 1, keys, 2)
-    names = ("WARPS", "MATRICES", "KEYS", "BLOCKS")
+    names = ("WARPS", "ROW_TILES", "TILE_KEYS", "BLOCKS_PER_SM")
     return {
         **dict(zip(names, form, strict=True)),
         **{f"SHORT_{name}": value for name, value in zip(names, short, strict=True)},
@@ -93,7 +101,7 @@ def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
 def prefill_form(head_dim: int, arch: str, *, short: bool) -> tuple[int, int, int]:
     """Return the rows of a prefill block, its warps, and its bytes of shared memory."""
     tiles, prefix = prefill_tiles(head_dim, arch), "SHORT_" if short else ""
-    warps, matrices, keys = (tiles[prefix + name] for name in ("WARPS", "MATRICES", "KEYS"))
+    warps, matrices, keys = (tiles[prefix + name] for name in ("WARPS", "ROW_TILES", "TILE_KEYS"))
     rows = 16 * warps * matrices
     return rows, warps, (rows + 2 * tiles["STAGES"] * keys) * row_nbytes(head_dim, "float16")
 

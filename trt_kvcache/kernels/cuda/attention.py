@@ -61,7 +61,9 @@ def _decode(call: AttentionCall, workspace: AttentionWorkspace, stream: Any) -> 
     rows = next(rows for rows in DECODE_ROWS if call.group <= rows)
     tiles = decode_tiles(head_dim, memory.arch)
     heads = slots * kv_heads
-    blocks = min(memory.multiprocessor_count * tiles["BLOCKS"], heads * -(-tokens // (tiles["TOKENS"] * tiles["LEAST"])))
+    blocks = min(
+        memory.multiprocessor_count * tiles["BLOCKS_PER_SM"], heads * -(-tokens // (tiles["TILE_TOKENS"] * tiles["MIN_TILES_PER_BLOCK"]))
+    )
     arguments = (
         *(call.lengths.ptr, _address(call.new_lengths), tokens, call.window),
         *(slots, kv_heads, blocks // heads, -(-heads // blocks), call.group),
