@@ -30,7 +30,7 @@ from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
-from trt_kvcache.kernels.attention_call import AttentionCall
+from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.memory.cuda import find_gpu
 from trt_kvcache.memory.host import HostAllocation, HostStream
 from trt_kvcache.ops.segments import SegmentStep, decoder_constants, decoder_steps, shape_at
@@ -47,7 +47,7 @@ def nothing(*arguments: Any, **options: Any) -> bool:
     return True
 
 
-def memory_of(call: AttentionCall) -> Any:
+def memory_of(call: AttentionParams) -> Any:
     """Return the memory of a call, whatever it is."""
     return call.cache.memory
 

@@ -7,7 +7,7 @@ from tests.kernels.layers import check
 from tests.kernels.scene import Scene
 from tests.simt.standin import StandIn, need_cuda_memory, needs_standin
 from trt_kvcache import HostMemory
-from trt_kvcache.kernels import MAX_SAVED, CompactionPlan, increment_length_tensor, store_length_values
+from trt_kvcache.kernels import MAX_SAVED_TENSORS, CompactionPlan, increment_length_tensor, store_length_values
 
 need_cuda_memory()
 
@@ -65,7 +65,7 @@ def test_launches_of_a_call(memory, stream, name, given, expected):
 @needs_standin
 @pytest.mark.parametrize(("name", "expected"), [("batched", 2), ("rows", 2), ("compact", 1), ("compact_rows", 1), ("zero", 1)])
 def test_launches_of_many_layers(memory, stream, name, expected):
-    for call in Scene(memory, stream, pairs=MAX_SAVED // 2 + 1).calls(name, {}):
+    for call in Scene(memory, stream, pairs=MAX_SAVED_TENSORS // 2 + 1).calls(name, {}):
         assert launches(call) == expected
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trt_kvcache.kernels.attention_tiles import macros_of
+from trt_kvcache.kernels.source_variants import variant_macros
 from trt_kvcache.kernels.sources import CXX_STANDARD, source_folder, source_names, source_path
 
 ARCH = "sm_87"
@@ -34,7 +34,7 @@ def test_compiles(nvrtc, name):
         f"--include-path={source_folder()}",
         "--device-as-default-execution-space",
     ]
-    options += [f"-D{macro}={value}" for macro, value in macros_of(name, ARCH).items()]
+    options += [f"-D{macro}={value}" for macro, value in variant_macros(name, ARCH).items()]
     failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*(option.encode() for option in options)))
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)

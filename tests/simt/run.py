@@ -107,7 +107,7 @@ def use_tiles() -> str:
 
     arch = os.environ.get("SIMT_TILES", ARCH)
     attention_tiles._SHARED_NBYTES[ARCH] = attention_tiles.shared_limit(arch)
-    attention_tiles._CROSSING[ARCH] = 0
+    attention_tiles._STREAMK_COST_TILES[ARCH] = 0
     attention_tiles.decode_tiles.cache_clear()
     return arch
 
@@ -120,14 +120,14 @@ def is_chosen(name: str, forms: Sequence[str] = FORMS) -> bool:
 def build_cubins(sanitizer: str = "none", forms: Sequence[str] = FORMS) -> Path:
     """Return the folder with the kernels of plugins/, compiled for the emulator: those of attention in these forms."""
     from trt_kvcache.kernels import attention_tiles
-    from trt_kvcache.kernels.attention_tiles import macros_of
+    from trt_kvcache.kernels.source_variants import variant_macros
     from trt_kvcache.kernels.sources import cubin_name, source_files, source_folder, source_names, source_path
 
     tiles, sizes = use_tiles(), Path(attention_tiles.__file__)
 
     def make(folder: Path) -> None:
         def build(name: str) -> None:
-            build_kernels(source_path(name), folder / cubin_name(name, ARCH), sanitizer, macros=macros_of(name, ARCH))
+            build_kernels(source_path(name), folder / cubin_name(name, ARCH), sanitizer, macros=variant_macros(name, ARCH))
 
         build_device()
         with ThreadPoolExecutor() as pool:

@@ -14,7 +14,7 @@ import pytest
 from tests.kernels.attention import DECODE_CASES, GRID, PREFILL_CASES
 from tests.simt import run
 from tests.simt.standin import need_compiler
-from trt_kvcache.kernels.attention_tiles import attention_names, macros_of
+from trt_kvcache.kernels.source_variants import variant_macros, variant_names
 from trt_kvcache.kernels.sources import cubin_name, source_folder, source_names, source_path
 
 need_compiler()
@@ -56,7 +56,7 @@ def test_nothing_is_found_in_attention(sanitizer, tests, cases):
 
 @pytest.mark.slow
 def test_grid_of_attention():
-    forms = [name.partition("-")[2] for name in attention_names("attention_decode")]
+    forms = [name.partition("-")[2] for name in variant_names("attention_decode")]
     result = run_tests(run.build_cubins("none", forms), "none", f"tests/kernels/{ATTENTION}.py", "-m", "device", "-k", "test_grid")
     assert count_passed(result) == len(GRID)
 
@@ -76,13 +76,13 @@ DECODING, PIPELINE, SCHEDULE, PREFILLING, REDUCE, SOFTMAX = (
     f"attention/{name}"
     for name in ("decode.cuh", "kv_pipeline.cuh", "schedule.cuh", "prefill.cu", "split_kv_reduce.cuh", "softmax_state.cuh")
 )
-COMPACT, UNIT, ONE_MORE = "test_compaction.py", "(sizeof(Unit)), apart", "(sizeof(Unit)) + 1, apart"
+COMPACT, COUNT, ONE_MORE = "test_compaction.py", "(sizeof(Vector)), stride", "(sizeof(Vector)) + 1, stride"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
 MISTAKES = {
-    "steps are read before they are there": ("compaction.cuh", "__syncthreads();", "", "thread", f"{COMPACT}::test_every_byte", RACE),
+    "moves are read before they are there": ("compaction.cuh", "__syncthreads();", "", "thread", f"{COMPACT}::test_every_byte", RACE),
     "blocks share columns": (
-        "units.cuh",
+        "vector_copy.cuh",
         "static_cast<long long>(blockIdx.x) * kInFlight * blockDim.x + threadIdx.x",
         "threadIdx.x",
         "thread",
@@ -91,15 +91,15 @@ MISTAKES = {
     ),
     "lengths are written while others read": ("lengths.cu", "    __syncthreads();\n    if", "    if", "thread", COMPACT, RACE),
     "lengths by a mapping are too": ("lengths.cu", "        __syncthreads();\n", "", "thread", f"{COMPACT}::test_every_byte", RACE),
-    "one unit too many": ("units.cuh", UNIT, ONE_MORE, "address", "test_cuda.py", OVERRUN),
-    "one unit too many, inside": ("units.cuh", UNIT, ONE_MORE, "none", "test_kv_moves.py", BYTES),
-    "an address that is not looked at": ("rows.cu", "address(data) | ", "", "address", "test_rows.py", MISALIGNED),
-    "only one side is looked at": ("rows.cu", "| of.grain()", "", "address", "test_rows.py", MISALIGNED),
-    "nor where it is saved": ("rows.cu", "| saved,", ",", "address", "test_rows.py", MISALIGNED),
-    "columns of short slots only": ("compaction.cuh", "extent(steps.longest)", "extent(1)", "none", COMPACT, BYTES),
-    "a register for all columns": ("compaction.cuh", "held[i] = units[i]", "held[0] = units[i]", "none", COMPACT, BYTES),
-    "stale tokens move too": ("compaction.cuh", "extent(step.tokens), units", "end, units", "none", COMPACT, BYTES),
-    "one layout's stride": ("kv.cu", "slot * layer.slot_stride", "slot * 2 * layer.kv_stride", "none", "test_kv_moves.py", BYTES),
+    "one vector too many": ("vector_copy.cuh", COUNT, ONE_MORE, "address", "test_cuda.py", OVERRUN),
+    "one vector too many, inside": ("vector_copy.cuh", COUNT, ONE_MORE, "none", "test_kv_copies.py", BYTES),
+    "an address that is not looked at": ("states.cu", "address_of(data) | ", "", "address", "test_state_rows.py", MISALIGNED),
+    "only one side is looked at": ("states.cu", "| source.alignment()", "", "address", "test_state_rows.py", MISALIGNED),
+    "nor where it is saved": ("states.cu", "| saved,", ",", "address", "test_state_rows.py", MISALIGNED),
+    "columns of short slots only": ("compaction.cuh", "extent(moves.max_tokens)", "extent(1)", "none", COMPACT, BYTES),
+    "a register for all columns": ("compaction.cuh", "held[i] = vectors[i]", "held[0] = vectors[i]", "none", COMPACT, BYTES),
+    "stale tokens move too": ("compaction.cuh", "extent(move.tokens), vectors", "end, vectors", "none", COMPACT, BYTES),
+    "one layout's stride": ("kv.cu", "slot * layer.slot_stride", "slot * 2 * layer.kv_stride", "none", "test_kv_copies.py", BYTES),
     "the new token is read before all have written it": (
         DECODING,
         "    __syncthreads();\n}\n\n// A fragments",
@@ -176,7 +176,7 @@ MISTAKES = {
         RACE,
     ),
     "a sum relative to an older maximum": (SOFTMAX, "sums[i] *= scale;", "", "none", PREFILL, "error <="),
-    "the first layer's heads": ("kv.cu", "head(layers)", "head(layers - blockIdx.z)", "address", "test_kv_moves.py", OVERRUN),
+    "the first layer's heads": ("kv.cu", "head(layers)", "head(layers - blockIdx.z)", "address", "test_kv_copies.py", OVERRUN),
 }
 
 
@@ -195,7 +195,7 @@ def test_mistake(tmp_path, mistake):
     for name in (name for name in source_names() if run.is_chosen(name, forms)):
         source, cubin = source_path(name).relative_to(source_folder()), cubin_name(name, run.ARCH)
         if source == Path(file) or file.endswith(".cuh"):
-            run.build_kernels(sources / source, cubins / cubin, sanitizer, macros=macros_of(name, run.ARCH), include=sources)
+            run.build_kernels(sources / source, cubins / cubin, sanitizer, macros=variant_macros(name, run.ARCH), include=sources)
         else:
             (cubins / cubin).symlink_to(run.build_cubins(sanitizer, forms) / cubin)
     result = run_tests(cubins, sanitizer, f"tests/kernels/{tests}")

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 from trt_kvcache.errors import CudaError
-from trt_kvcache.kernels.attention_tiles import attention_names, macros_of
+from trt_kvcache.kernels.source_variants import variant_macros, variant_names
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
@@ -50,7 +50,7 @@ def source_names() -> list[str]:
         One name per CUDA source, such as ``"lengths"``; for the attention kernels one per dtype and head dim, such as
         ``"attention_decode-float16-128"``.
     """
-    return sorted(name for source in _sources() for name in attention_names(source))
+    return sorted(name for source in _sources() for name in variant_names(source))
 
 
 def source_path(name: str) -> Path:
@@ -77,5 +77,5 @@ def cubin_name(name: str, arch: str) -> str:
     arch : str
         Such as ``"sm_90"``.
     """
-    digest = hashlib.sha256(f"{_digest()}{macros_of(name, arch)}".encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{_digest()}{variant_macros(name, arch)}".encode()).hexdigest()[:16]
     return f"{name}-{digest}.{arch}.cubin"

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from trt_kvcache.errors import CapacityError, DTypeError, ShapeError
-from trt_kvcache.kernels.attention_call import AttentionCall
-from trt_kvcache.kernels.attention_tiles import ELEMENTS, HEAD_DIMS
+from trt_kvcache.kernels.attention_params import AttentionParams
+from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.attention_fields import AttentionFields
@@ -71,13 +71,13 @@ class AttentionOp:
 
     def workspace_nbytes(self, inputs: Sequence[TensorType]) -> int:
         """See :class:`~trt_kvcache.ops.custom_op.CustomOp`. None where NumPy alone serves."""
-        served = inputs[0].dtype in ELEMENTS and self._head_dim in HEAD_DIMS
+        served = inputs[0].dtype in ELEMENT_TYPES and self._head_dim in HEAD_DIMS
         return workspace_nbytes(self.fields(), 1) if served else 0
 
     def enqueue(self, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor], workspace: DeviceTensor, stream: Any) -> None:
         """Launch it: one launch for a decode step, else two."""
         q, k, v, cache, lengths, *angles = inputs
-        call = AttentionCall(
+        call = AttentionParams(
             q=q, k=k, v=v, cache=cache, lengths=lengths, new_lengths=None, cos_sin=angles[0] if angles else None,
             out=outputs[0], scale=self._scale or 1 / math.sqrt(self._head_dim), **self._scores,
         )  # fmt: skip

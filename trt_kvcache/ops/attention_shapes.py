@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from trt_kvcache.errors import DTypeError, ShapeError
-from trt_kvcache.kernels.attention_tiles import ELEMENTS
-from trt_kvcache.kernels.attention_workspace import MOST_BLOCKS, partials_shape
+from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES
+from trt_kvcache.kernels.attention_workspace import MAX_BLOCKS_PER_SM, partials_shape
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.ops.attention_fields import AttentionFields
 
@@ -82,8 +82,8 @@ def check_shapes(fields: AttentionFields, shapes: Mapping[str, Sizes]) -> dict[s
 def check_dtypes(dtypes: Mapping[str, str]) -> str:
     """Return the dtype of q. Raises DTypeError where it is not one of the kernels', or an input is not what goes with it."""
     for name, dtype in dtypes.items():
-        if name == "q" and dtype not in ELEMENTS:
-            raise DTypeError(f"q: expected {' or '.join(ELEMENTS)}, got {dtype}.")
+        if name == "q" and dtype not in ELEMENT_TYPES:
+            raise DTypeError(f"q: expected {' or '.join(ELEMENT_TYPES)}, got {dtype}.")
         expected = dtypes["q"] if INPUTS[name][1] == "q" else INPUTS[name][1]
         if dtype != expected:
             raise DTypeError(f"{name}: expected {expected}, got {dtype}.")
@@ -92,5 +92,5 @@ def check_dtypes(dtypes: Mapping[str, str]) -> str:
 
 def workspace_nbytes(fields: AttentionFields, width: int) -> int:
     """Return the bytes of workspace for at least ``width`` new tokens of each slot. Only a decode step needs any."""
-    partials = partials_shape(MOST_BLOCKS * MOST_MULTIPROCESSORS, fields.group, fields.head_dim)
+    partials = partials_shape(MAX_BLOCKS_PER_SM * MOST_MULTIPROCESSORS, fields.group, fields.head_dim)
     return dense_nbytes(partials, "float32") if width == 1 else 0

@@ -7,8 +7,8 @@ from functools import cache, lru_cache
 from typing import Any
 
 from trt_kvcache.errors import BindingError, CapacityError
-from trt_kvcache.kernels.attention_call import AttentionCall
-from trt_kvcache.kernels.attention_workspace import MOST_BLOCKS, AttentionWorkspace, partials_shape
+from trt_kvcache.kernels.attention_params import AttentionParams
+from trt_kvcache.kernels.attention_workspace import MAX_BLOCKS_PER_SM, AttentionWorkspace, partials_shape
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.cuda import CudaMemory
@@ -38,7 +38,7 @@ class BorrowedWorkspace(AttentionWorkspace):
     """A workspace that is somebody else's."""
 
     def __init__(self, fields: AttentionFields, memory: CudaMemory) -> None:
-        self.blocks = MOST_BLOCKS * memory.multiprocessor_count
+        self.blocks = MAX_BLOCKS_PER_SM * memory.multiprocessor_count
         #: The bytes.
         self.bytes = BorrowedBytes(memory, workspace_nbytes(fields, 1))
         self.partials = DeviceTensor(self.bytes, shape=partials_shape(self.blocks, fields.group, fields.head_dim), dtype="float32")
@@ -79,7 +79,7 @@ class AttentionStep:
         self._workspace = BorrowedWorkspace(fields, memory)
         #: Whether each slot has one new token.
         self.decodes = q.shape[1] == 1
-        self._call = AttentionCall(
+        self._call = AttentionParams(
             **{"new_lengths": None, "cos_sin": None} | tensors,
             out=DeviceTensor(self._out, shape=q.shape, dtype=dtype),
             scale=fields.factor,

@@ -148,7 +148,7 @@ class SequenceTable:
         """Follow the slots. A sequence whose slot was overwritten is gone, as are active ones where only the device knows."""
         if isinstance(plan, CompactionPlan):
             origins = {slot: slot for slot in range(plan.old_batch)}
-            for step in chain.from_iterable(plan.step_lists):
+            for step in chain.from_iterable(plan.move_lists):
                 origins[step.destination] = origins[step.source]
             places = {origin: slot for slot, origin in origins.items() if slot == origin < plan.old_batch}
             places |= {origin: slot for slot, origin in origins.items() if slot != origin and slot < plan.old_batch}

@@ -17,7 +17,7 @@ import numpy as np
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BindingError, EngineError, PlaceError
-from trt_kvcache.kernels.attention_tiles import FIRST_ARCH, arch_number
+from trt_kvcache.kernels.attention_tiles import MIN_ARCH, arch_number
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -89,7 +89,7 @@ class SegmentedEngine(TensorRTEngine):
         if memory.is_host:
             raise PlaceError(f"SegmentedEngine: expected the memory of a GPU (CudaMemory), got memory on {memory.device}.")
         arch: str = memory.arch  # type: ignore[attr-defined]  # a GPU has one
-        if arch_number(arch) < FIRST_ARCH:
+        if arch_number(arch) < MIN_ARCH:
             raise EngineError(f"SegmentedEngine: expected a GPU of compute capability 8.0 or more, which our kernels need, got {arch}.")
         folder = source if isinstance(source, EngineFolder) else EngineFolder.open(source)
         if folder.config.segments is None:

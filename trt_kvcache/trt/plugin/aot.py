@@ -12,8 +12,8 @@ from types import GenericAlias
 from typing import Any
 
 from trt_kvcache.errors import CudaError, ShapeError
-from trt_kvcache.kernels.attention_call import score_factors
-from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, ELEMENTS, decode_nbytes, decode_tiles
+from trt_kvcache.kernels.attention_params import score_factors
+from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, ELEMENT_TYPES, decode_block_nbytes, decode_tiles
 from trt_kvcache.kernels.sources import CXX_STANDARD, source_folder
 from trt_kvcache.ops.attention_fields import FIELD_TYPES, AttentionFields
 from trt_kvcache.ops.attention_shapes import INPUTS, check_dtypes, check_shapes, input_names
@@ -42,7 +42,7 @@ def blocks(fields: AttentionFields) -> int:
 def tiles(head_dim: int) -> tuple[int, int, int]:
     """Return the warps of a block, the stages of a warp's ring, and the bytes of shared memory."""
     tokens = decode_tiles(head_dim, _LIKE)["TILE_TOKENS"]
-    sizes = [(warps, stages, decode_nbytes(head_dim, _ROWS, warps, stages, tokens)) for warps in (4, 2, 1) for stages in (4, 3, 2)]
+    sizes = [(warps, stages, decode_block_nbytes(head_dim, _ROWS, warps, stages, tokens)) for warps in (4, 2, 1) for stages in (4, 3, 2)]
     return next(one for one in sizes if one[2] <= _SHARED_NBYTES)
 
 
@@ -52,7 +52,7 @@ def macros(fields: AttentionFields, dtype: str) -> dict[str, str]:
     sizes = {**decode_tiles(fields.head_dim, _LIKE), "HEAD_DIM": fields.head_dim, "WARPS": warps, "STAGES": stages, "BLOCKS_PER_SM": 1}
     numbers = {"GROUP_SIZE": fields.group, "NUM_KV_HEADS": fields.num_kv_heads, "ROTARY_DIM": fields.rotary_dim, "WINDOW": fields.window}
     doubles = dict(zip(("FACTOR", "INVERSE_SOFTCAP"), score_factors(fields.factor, fields.softcap), strict=True))
-    return {"ELEMENT": ELEMENTS[dtype], **{name: repr(value) for name, value in (sizes | numbers | doubles).items()}}
+    return {"ELEMENT": ELEMENT_TYPES[dtype], **{name: repr(value) for name, value in (sizes | numbers | doubles).items()}}
 
 
 def compile_ptx(fields: AttentionFields, dtype: str, arch: str) -> str:

@@ -1,4 +1,4 @@
-"""Steps of a compaction, without any memory: every mapping of up to 5 slots, and large ones in many lists."""
+"""Moves of a compaction, without any memory: every mapping of up to 5 slots, and large ones in many lists."""
 
 from itertools import permutations, product
 
@@ -7,9 +7,9 @@ import pytest
 
 from trt_kvcache import HostMemory
 from trt_kvcache.errors import KVCacheError
-from trt_kvcache.kernels import MAX_STEPS, CompactionPlan, DeviceCompactionPlan
-from trt_kvcache.kernels.arguments import MAX_SLOTS, STEP_COUNTS
-from trt_kvcache.kernels.steps import REGISTER, Step, make_steps
+from trt_kvcache.kernels import MAX_MOVES, CompactionPlan, DeviceCompactionPlan
+from trt_kvcache.kernels.compaction_moves import REGISTER, CompactionMove, plan_moves
+from trt_kvcache.kernels.launch_limits import MAX_SLOTS, MOVE_CAPACITIES
 
 LENGTHS = (13, 10, 0, 12, 11)
 
@@ -34,15 +34,15 @@ def moved(mapping):
 
 
 def check_lists(mapping, lists, lengths, most):
-    """Do steps over slots that hold the number of the slot that their content is from."""
+    """Carry out moves over slots that hold the number of the slot that their content is from."""
     slots = {slot: slot for slot in range(len(mapping))}
-    for steps in lists:
-        assert 1 <= len(steps) <= most
+    for moves in lists:
+        assert 1 <= len(moves) <= most
         slots.pop(REGISTER, None)  # nothing is left in it
-        for step in steps:
-            assert step.source != step.destination
-            assert step.tokens == lengths[slots[step.source]]
-            slots[step.destination] = slots[step.source]
+        for move in moves:
+            assert move.source != move.destination
+            assert move.tokens == lengths[slots[move.source]]
+            slots[move.destination] = slots[move.source]
     assert {new: slots[new] for new in moved(mapping)} == moved(mapping)
     for slot in set(range(len(mapping))) - set(moved(mapping)):
         assert slots[slot] == slot  # what stays, and what nobody comes to, is not written
@@ -54,11 +54,11 @@ def test_every_mapping(old):
     assert len(mappings) == [1, 2, 5, 16, 65, 326][old]
     for mapping in mappings:
         plan = plan_of(mapping, LENGTHS[:old])
-        check_lists(mapping, plan.step_lists, LENGTHS, MAX_STEPS)
+        check_lists(mapping, plan.move_lists, LENGTHS, MAX_MOVES)
         assert plan.is_identity == (not moved(mapping))
-        assert plan.longest == max((LENGTHS[slot] for slot in moved(mapping).values()), default=0)
+        assert plan.max_tokens == max((LENGTHS[slot] for slot in moved(mapping).values()), default=0)
         for most in (3, 4):
-            check_lists(mapping, make_steps(mapping, LENGTHS, most), LENGTHS, most)
+            check_lists(mapping, plan_moves(mapping, LENGTHS, most), LENGTHS, most)
 
 
 def large_mappings():
@@ -68,28 +68,28 @@ def large_mappings():
     return [[*range(1, 300), 0], shuffled, [new if new < 321 else -1 for new in shuffled], thinned]
 
 
-def unpacked(arguments):
-    assert len(arguments.packed) == arguments.form
-    assert not any(arguments.packed[arguments.count :])
-    assert all(0 <= packed < 2**63 for packed in arguments.packed)
-    return [Step(packed >> 47, packed >> 31 & 0xFFFF, packed & 0x7FFFFFFF) for packed in arguments.packed[: arguments.count]]
+def unpacked(launch):
+    assert len(launch.packed) == launch.capacity
+    assert not any(launch.packed[launch.count :])
+    assert all(0 <= packed < 2**63 for packed in launch.packed)
+    return [CompactionMove(packed >> 47, packed >> 31 & 0xFFFF, packed & 0x7FFFFFFF) for packed in launch.packed[: launch.count]]
 
 
 @pytest.mark.parametrize("mapping", [*every_mapping(4), *large_mappings()], ids=str)
-def test_arguments(mapping):
+def test_packed_launches(mapping):
     lengths = np.random.default_rng(7).integers(0, 2**31, len(mapping)).tolist()
-    for most in STEP_COUNTS:
-        check_lists(mapping, make_steps(mapping, lengths, most), lengths, most)
+    for most in MOVE_CAPACITIES:
+        check_lists(mapping, plan_moves(mapping, lengths, most), lengths, most)
     plan = plan_of(mapping, lengths)
-    assert [unpacked(arguments) for arguments in plan.step_arguments] == [list(steps) for steps in plan.step_lists]
-    for arguments, steps in zip(plan.step_arguments, plan.step_lists, strict=True):
-        assert arguments.longest == max(step.tokens for step in steps)
-        assert arguments.form == min(form for form in STEP_COUNTS if form >= len(steps))
+    assert [unpacked(launch) for launch in plan.launches] == [list(moves) for moves in plan.move_lists]
+    for launch, moves in zip(plan.launches, plan.move_lists, strict=True):
+        assert launch.max_tokens == max(move.tokens for move in moves)
+        assert launch.capacity == min(capacity for capacity in MOVE_CAPACITIES if capacity >= len(moves))
     slots = dict(enumerate(range(len(mapping))))
-    for arguments in plan.direct_step_arguments:  # all of a launch at once: read before written, and no register
-        steps = unpacked(arguments)
-        assert len({step.destination for step in steps}) == len(steps)
-        slots.update({step.destination: slots[step.source] for step in steps})
+    for launch in plan.simultaneous_launches:  # all of a launch at once: read before written, and no register
+        moves = unpacked(launch)
+        assert len({move.destination for move in moves}) == len(moves)
+        slots.update({move.destination: slots[move.source] for move in moves})
     assert {new: slots[new] for new in moved(mapping)} == moved(mapping)
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.kernels.layers import LAYOUTS, check, make_layer, make_saved, saved_tensor
 from trt_kvcache import KVLayout
 from trt_kvcache.kernels import (
-    MAX_SAVED,
+    MAX_SAVED_TENSORS,
     KVLayerInfos,
     instantiate_kv_cache_batched,
     instantiate_kv_cache_layer_from_tensor,
@@ -53,7 +53,7 @@ def test_every_byte(memory, stream, layout, case, save, batched):
     check(cache + saved)
 
 
-@pytest.mark.parametrize("layers", [MAX_SAVED - 1, MAX_SAVED, MAX_SAVED + 1, 2 * MAX_SAVED + 3])
+@pytest.mark.parametrize("layers", [MAX_SAVED_TENSORS - 1, MAX_SAVED_TENSORS, MAX_SAVED_TENSORS + 1, 2 * MAX_SAVED_TENSORS + 3])
 def test_more_layers_than_a_launch_carries(memory, stream, layers):
     cache = [make_layer(memory, stream, KVLayout.SEPARATE, (2, 1 + index % 2, 3, 8), "float16", index) for index in range(layers)]
     saved = [make_saved(memory, stream, (1 + index % 2, 2, 8), "float16", 500 + index) for index in range(layers)]
@@ -68,7 +68,7 @@ def test_more_layers_than_a_launch_carries(memory, stream, layers):
 
 
 def test_large_copies_are_done_by_threads_that_have_ended(monkeypatch):
-    monkeypatch.setattr(host_layers, "_LEAST_NBYTES", 1)
+    monkeypatch.setattr(host_layers, "_MIN_PARALLEL_NBYTES", 1)
     done = []
     host_layers.for_each_layer(lambda layer: done.append((layer, threading.current_thread().name)), range(9), 1)
     assert sorted(layer for layer, _ in done) == list(range(9))

@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 
 from trt_kvcache import DeviceTensor
-from trt_kvcache.kernels import MAX_SAVED, CompactionPlan, StateInfos, compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
+from trt_kvcache.kernels import (
+    MAX_SAVED_TENSORS,
+    CompactionPlan,
+    StateInfos,
+    compact_rows,
+    copy_rows,
+    instantiate_rows,
+    save_rows,
+    zero_rows,
+)
 
 B = 4
 
@@ -100,7 +109,7 @@ def test_compact(make, stream, mapping):
 
 
 def test_more_layers_than_a_launch_carries_and_a_slice_of_slots(memory, stream):
-    content = np.random.default_rng(1).integers(1, 100, (2, MAX_SAVED + 2, 4, 3), np.int8)
+    content = np.random.default_rng(1).integers(1, 100, (2, MAX_SAVED_TENSORS + 2, 4, 3), np.int8)
     states = [memory.to_device(array, stream=stream) for array in content[0]]
     saved = [memory.to_device(array[0], stream=stream) for array in content[1]]
     infos = StateInfos([state[1:3] for state in states], stream=stream)
