@@ -32,14 +32,21 @@ __device__ __forceinline__ void start_with_new_token(SoftmaxState<kRows>& state,
 #pragma unroll
         for (int d = 0; d < kRowChunks; d++) {
             const float2 x = unpack(Element{}, *reinterpret_cast<const unsigned*>(rows + swizzled_offset(lane / 4 + 8 * i, d) + lane % 4 * 4));
-            const float2 y = unpack(Element{}, key[4 * d + lane % 4]), z = unpack(Element{}, value[4 * d + lane % 4]);
+            const float2 y = unpack(Element{}, key[4 * d + lane % 4]);
             product += x.x * y.x + x.y * y.y;
-            state.output[d][2 * i] = z.x;
-            state.output[d][2 * i + 1] = z.y;
         }
         product = quad_sum(product);
         state.maxima[i] = score.has_softcap() ? score.softcap(product) : product;
         state.sums[i] = lane % 4 ? 0.0f : 1.0f;  // the probability is 1; one lane of the quad counts it
+    }
+#pragma unroll
+    for (int d = 0; d < kRowChunks; d++) {
+        const float2 x = unpack(Element{}, value[4 * d + lane % 4]);
+#pragma unroll
+        for (int i = 0; i < kRows / 8; i++) {
+            state.output[d][2 * i] = x.x;
+            state.output[d][2 * i + 1] = x.y;
+        }
     }
 }
 

@@ -113,9 +113,7 @@ struct Prefill {
         }
     }
 
-    static __device__ __forceinline__ void compute_scores(Scores& scores, const LdmatrixAddress& queries, SharedAddress keys) {
-        const int lane = threadIdx.x % 32;
-        const LdmatrixAddress key_tile(keys, lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    static __device__ __forceinline__ void compute_scores(Scores& scores, const LdmatrixAddress& queries, const LdmatrixAddress& key_tile) {
 #pragma unroll
         for (int d = 0; d < kHeadDim / 16; d++) {
             unsigned a[kRowTiles][4];
@@ -189,9 +187,7 @@ struct Prefill {
         }
     }
 
-    static __device__ __forceinline__ void accumulate_output(SoftmaxState<16> (&state)[kRowTiles], const Scores& probabilities, SharedAddress values) {
-        const int lane = threadIdx.x % 32;
-        const LdmatrixAddress value_tile(values, lane % 16, lane / 16);
+    static __device__ __forceinline__ void accumulate_output(SoftmaxState<16> (&state)[kRowTiles], const Scores& probabilities, const LdmatrixAddress& value_tile) {
 #pragma unroll
         for (int j = 0; j < kTileKeys / 16; j++) {
             unsigned a[kRowTiles][4];
@@ -298,12 +294,13 @@ struct Prefill {
                                         && first_key + kTileKeys > warp_position - block.span + 1;
             if (!warp_sees_keys) continue;
             const SharedAddress tiles = shared_address(ring + (tile - block.first_tile) % kStages * 2 * kTileBytes);
+            const LdmatrixAddress key_tile(tiles, lane % 8 + lane / 16 * 8, lane / 8 % 2), value_tile(tiles + kTileBytes, lane % 16, lane / 16);
             Scores scores = {};
-            compute_scores(scores, query_rows, tiles);
+            compute_scores(scores, query_rows, key_tile);
             apply_softcap(scores, score);
             apply_mask(scores, warp_position, first_key, block.span);
             update_softmax(state, scores, score.factor);
-            accumulate_output(state, scores, tiles + kTileBytes);
+            accumulate_output(state, scores, value_tile);
         }
         cp_async_wait_group<0>();
         store_output(state, queries + warp * kWarpRows * kRowBytes, out, out_stride, params.width, block);
