@@ -4,6 +4,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 FAST := not trt and not gpu and not slow
+JOBS ?= auto
+SUMS := tests/end_to_end tests/reference tests/session tests/kernels
 
 .DEFAULT_GOAL := help
 
@@ -21,22 +23,45 @@ check: $(READY)  ## Lint and type-check
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# The second half runs after a failure of the first too, and the target fails if either does.
 .PHONY: test
 test: $(READY)  ## Run the tests that need neither TensorRT nor a GPU
-	$(BIN)/pytest -m "$(FAST)"
-	$(BIN)/python tests/simt/run.py -m "device and $(FAST)"
+	@status=0; \
+	$(BIN)/pytest -n $(JOBS) -m "$(FAST)" || status=1; \
+	$(BIN)/python tests/simt/run.py -n $(JOBS) -m "device and $(FAST)" || status=1; \
+	exit $$status
+
+# OpenBLAS picks its kernels by the CPU; these are those of a CPU without AVX-512, and of one without AVX2.
+.PHONY: test-cpus
+test-cpus: $(READY)  ## Run the tests that compare floating-point sums as on other CPUs
+	OPENBLAS_CORETYPE=Haswell $(BIN)/pytest -q -n $(JOBS) -m "$(FAST)" $(SUMS)
+	OPENBLAS_CORETYPE=Nehalem $(BIN)/pytest -q -n $(JOBS) -m "$(FAST)" $(SUMS)
+
+.PHONY: coverage
+coverage: $(READY)  ## Measure branch coverage: host tests, then those on the emulated device and with TensorRT for RTX
+	@rm -f .coverage
+	$(BIN)/pytest -q -n $(JOBS) -m "$(FAST)" --cov --cov-report=
+	$(BIN)/python tests/simt/run.py -q -n $(JOBS) -m "device and $(FAST)" --cov --cov-append --cov-report=
+	$(BIN)/pytest -q -n $(JOBS) -m "trt and not gpu" --cov --cov-append --cov-report=
+	$(BIN)/coverage report --fail-under=92
 
 .PHONY: test-slow
 test-slow: $(READY)  ## Run the tests that take minutes
-	$(BIN)/pytest -m "slow and not trt and not gpu"
+	$(BIN)/pytest -n $(JOBS) -m "slow and not trt and not gpu"
 
 .PHONY: test-trt
 test-trt: $(READY)  ## Build engines with TensorRT for RTX (no GPU needed)
-	$(BIN)/pytest -m "trt and not gpu"
+	$(BIN)/pytest -n $(JOBS) -m "trt and not gpu"
 
 .PHONY: test-gpu
 test-gpu: $(READY)  ## Run everything that runs on an NVIDIA GPU; a missing GPU is a failure
 	TRT_KVCACHE_REQUIRE_GPU=1 TRT_KVCACHE_TEST_DEVICE=gpu $(BIN)/pytest -m "gpu or device"
+
+.PHONY: docs
+docs: $(READY)  ## Build the documentation into build/docs; a warning is a failure
+	@$(BIN)/python docs/images/draw.py --check
+	@$(BIN)/sphinx-build --builder html --fail-on-warning --keep-going --nitpicky --jobs auto --quiet docs build/docs
+	@echo "build/docs/index.html"
 
 .PHONY: plugins
 plugins: $(READY)  ## Compile the CUDA sources ahead of time into build/plugins
@@ -61,8 +86,8 @@ clean:  ## Remove everything that was made, the environment too
 	rm -rf .venv build dist out .pytest_cache .mypy_cache .ruff_cache .hypothesis *.egg-info
 
 $(READY): pyproject.toml
-	@test -d .venv || { echo "making .venv"; $(PYTHON) -m venv .venv; }
-	@echo "installing into .venv"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[dev,rtx,cuda]"
+	@test -d .venv || { echo "Creating a virtual environment in .venv"; $(PYTHON) -m venv .venv; }
+	@echo "Installing trt_kvcache and what it needs into .venv (TensorRT for RTX and CUDA are large: this can take some minutes)"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[dev,rtx,cuda]"
 	@touch $(READY)

@@ -18,8 +18,10 @@ from pathlib import Path
 from environment import describe_environment, write_result
 from random_model import QWEN2_0_5B, write_random_model
 
-from trt_kvcache.builder.build_engine import build_engine, define_decoder, peak_memory_nbytes, serialize
+from trt_kvcache.builder.build_engine import build_engine, peak_memory_nbytes
+from trt_kvcache.builder.definition import define_decoder
 from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.serialization import serialize
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.trt.module import load

@@ -29,7 +29,7 @@ from random_model import QWEN2_0_5B, write_random_model
 
 from trt_kvcache import InferenceSession, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, Lengths, build_engine
 from trt_kvcache.errors import CaptureError, KVCacheError
-from trt_kvcache.memory.cuda import CudaMemory, find_gpu
+from trt_kvcache.memory.cuda_memory import CudaMemory, find_gpu
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "examples" / "tiny-llama"

@@ -27,14 +27,15 @@ from environment import describe_environment
 from trt_kvcache import CudaMemory, HostMemory
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.dtypes import numpy_dtype
-from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
+from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors, shape_at
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
+from trt_kvcache.engine_folder.decoder_segments import decoder_constants, decoder_stages
 from trt_kvcache.kernels.attention_params import AttentionParams
-from trt_kvcache.memory.cuda import find_gpu
-from trt_kvcache.memory.host import HostAllocation, HostStream
-from trt_kvcache.ops.segments import SegmentStep, decoder_constants, decoder_steps, shape_at
-from trt_kvcache.trt.execution import PlanExecution
+from trt_kvcache.memory.cuda_memory import find_gpu
+from trt_kvcache.memory.host_memory import HostAllocation, HostStream
+from trt_kvcache.ops.segments import Segment
+from trt_kvcache.trt.loaded_plan import LoadedPlan
 from trt_kvcache.trt.log import Messages
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
 from trt_kvcache.trt.tensors import ProfileRanges
@@ -65,37 +66,26 @@ class HostStandIn(HostMemory):
         return stream
 
 
-class NullExecution(PlanExecution):
+class NullPlan(LoadedPlan):
     """A segment that does nothing, by the calls of a real one."""
 
-    def __init__(self, step: SegmentStep, profiles: Any, messages: Messages) -> None:
+    def __init__(self, segment: Segment, profiles: Any, messages: Messages) -> None:
         self._messages = messages
-        self.tensors = {spec.name: spec for spec in step.tensors}
+        self.tensors = {spec.name: spec for spec in segment.tensors}
         sizes = [((p.min_batch, p.min_width), (p.max_batch, p.max_width)) for p in profiles]
-        inputs = [spec for spec in step.tensors if spec.mode is TensorMode.INPUT]
+        inputs = [spec for spec in segment.tensors if spec.mode is TensorMode.INPUT]
         self.ranges = [ProfileRanges({one.name: (shape_at(one.shape, *a), shape_at(one.shape, *b)) for one in inputs}) for a, b in sizes]
         calls = ("set_tensor_address", "set_input_shape", "execute_async_v3", "is_stream_capturable")
         context = SimpleNamespace(**dict.fromkeys(calls, nothing))
         self._contexts, self._tensorrt = [context] * len(profiles), SimpleNamespace(is_rtx=True)  # type: ignore[assignment]
 
-    activation_nbytes = 256  # type: ignore[assignment]
+    context_memory_nbytes = 256  # type: ignore[assignment]
 
-    def start(self, *arguments: Any, **options: Any) -> None:
+    def create_contexts(self, *arguments: Any, **options: Any) -> None:
         """Do nothing."""
 
 
-class NullSegments(SegmentedEngine):
-    """An engine whose segments do nothing."""
-
-    def _make_execution(self, plan: Any, built_by: str) -> PlanExecution:
-        config = self.config
-        assert config is not None
-        assert config.segments is not None
-        segments = [step for step in config.segments.steps if isinstance(step, SegmentStep)]
-        return NullExecution(segments[len(self._executions)], config.profiles, self._messages)
-
-
-def open_engine(layers: int, memory: Any, *, cuda_graphs: bool) -> tuple[NullSegments, Any]:
+def open_engine(layers: int, memory: Any, *, cuda_graphs: bool) -> tuple[SegmentedEngine, Any]:
     """Return an engine that is bound and shaped for decode steps, and a stream."""
     model = ModelConfig.from_dict(
         {
@@ -105,18 +95,23 @@ def open_engine(layers: int, memory: Any, *, cuda_graphs: bool) -> tuple[NullSeg
         }
     )
     cache = cache_config(model, max_batch_size=BATCH, max_sequence_length=64, dtype="float16", attention="plugin")
-    steps, tensors = decoder_steps(model, cache, DEFAULT_NAMES), decoder_tensors(model, cache, DEFAULT_NAMES)
+    stages, tensors = decoder_stages(model, cache, DEFAULT_NAMES), decoder_tensors(model, cache, DEFAULT_NAMES)
     spans = [(0, 0)] * (layers + 1)
     config = SimpleNamespace(
         model=model, cache=cache, names=DEFAULT_NAMES, tensors=tensors, tensorrt_flavour="none", tensorrt_version="",
-        profiles=decoder_profiles(max_batch_size=BATCH, max_prefill_length=16), segments=SimpleNamespace(steps=steps, spans=spans),
+        profiles=decoder_profiles(max_batch_size=BATCH, max_prefill_length=16), segments=SimpleNamespace(stages=stages, spans=spans),
+        plan=SimpleNamespace(sha256=""),
     )  # fmt: skip
     log = SimpleNamespace(collect=lambda: contextlib.nullcontext(Messages(ignore_missing_driver=False)))
     constants = {spec.name: np.zeros(spec.shape, numpy_dtype(spec.dtype)) for spec in decoder_constants(model, cache)}
-    engine = NullSegments(
-        SimpleNamespace(log=log, is_rtx=True), b"", memory=memory, names=DEFAULT_NAMES, config=config, plan_sha256="",
-        constants=constants, cuda_graphs=cuda_graphs,
-    )  # fmt: skip
+    segments = iter([stage for stage in stages if isinstance(stage, Segment)])
+    with mock.patch(
+        "trt_kvcache.trt.segmented_engine.LoadedPlan",
+        new=lambda *_, resources, **options: NullPlan(next(segments), config.profiles, resources.messages),
+    ):
+        engine = SegmentedEngine(
+            SimpleNamespace(log=log, is_rtx=True), b"", memory=memory, config=config, constants=constants, cuda_graphs=cuda_graphs
+        )  # type: ignore[arg-type]
     stream, bound = memory.create_stream(), {}
     engine.use_profile(1)
     for spec in tensors:

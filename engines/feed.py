@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from trt_kvcache.polygraphy.feeds import Feed, greedy_feeds
-from trt_kvcache.polygraphy.runner import ReferenceRunner
+from trt_kvcache import ReferenceRunner, greedy_feeds
+from trt_kvcache.polygraphy.feeds import Feed
 
 _MODEL = os.environ.get("TRT_KVCACHE_MODEL", str(Path(__file__).resolve().parents[1] / "examples" / "tiny-llama"))
 _PROMPTS = os.environ.get("TRT_KVCACHE_PROMPTS", "The|He said that").split("|")

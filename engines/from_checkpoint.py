@@ -2,8 +2,7 @@
 
 import os
 
-from trt_kvcache.builder.recipe import Recipe
-from trt_kvcache.errors import ConfigError
+from trt_kvcache import ConfigError, NetworkScript
 
 
 def _variable(name: str, default: str | None = None) -> str:
@@ -20,7 +19,7 @@ def _number(name: str, default: str) -> int:
     return int(value)
 
 
-_RECIPE = Recipe(
+_SCRIPT = NetworkScript(
     _variable("TRT_KVCACHE_MODEL"),
     max_batch_size=_number("TRT_KVCACHE_MAX_BATCH_SIZE", "4"),
     max_sequence_length=_number("TRT_KVCACHE_MAX_SEQUENCE_LENGTH", "1024"),
@@ -29,5 +28,5 @@ _RECIPE = Recipe(
     attention=_variable("TRT_KVCACHE_ATTENTION", "native"),
 )
 
-load_network = _RECIPE.load_network
-load_config = _RECIPE.load_config
+load_network = _SCRIPT.load_network
+load_config = _SCRIPT.load_config

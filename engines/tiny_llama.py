@@ -2,14 +2,14 @@
 
 from pathlib import Path
 
-from trt_kvcache.builder.recipe import Recipe
+from trt_kvcache import NetworkScript
 
-_RECIPE = Recipe(
+_SCRIPT = NetworkScript(
     Path(__file__).resolve().parents[1] / "examples" / "tiny-llama",
     max_batch_size=4,
     max_sequence_length=256,
     max_prefill_length=64,
 )
 
-load_network = _RECIPE.load_network
-load_config = _RECIPE.load_config
+load_network = _SCRIPT.load_network
+load_config = _SCRIPT.load_config

@@ -20,8 +20,19 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache import DeviceTensor, HostMemory, InferenceSession, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, TensorNames
-from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
+from trt_kvcache import (
+    DeviceTensor,
+    EngineProfile,
+    HostMemory,
+    InferenceSession,
+    KVCacheConfig,
+    KVCacheManager,
+    KVLayerConfig,
+    KVLayout,
+    TensorMode,
+    TensorNames,
+    TensorSpec,
+)
 
 VOCAB = 32
 

@@ -10,8 +10,8 @@ import shlex
 import sys
 from pathlib import Path
 
+from trt_kvcache import EngineError
 from trt_kvcache.cli import main
-from trt_kvcache.errors import EngineError
 from trt_kvcache.trt.module import load
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -1,7 +1,7 @@
 """The KV cache layer for TensorRT, in Python.
 
 Each name is imported when it is first used, so importing the package takes milliseconds. The cache needs NumPy and ml_dtypes
-only; CUDA, TensorRT and Hugging Face folders come with the names that need them.
+only; CUDA, TensorRT, Polygraphy and Hugging Face folders come with the names that need them.
 """
 
 from __future__ import annotations
@@ -9,101 +9,177 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from trt_kvcache._version import __version__
+from trt_kvcache._version import __version__ as __version__
 
-if TYPE_CHECKING:
-    from trt_kvcache.builder.build_engine import build_engine
-    from trt_kvcache.cache.config import CacheConfig, KVCacheConfig, KVLayerConfig
-    from trt_kvcache.cache.estimate import estimate_memory, largest_batch, longest_sequence
-    from trt_kvcache.cache.hybrid import HybridCacheManager
-    from trt_kvcache.cache.hybrid_config import HybridCacheConfig, LayerType
-    from trt_kvcache.cache.kv_rows import KVHeadDimGroup
-    from trt_kvcache.cache.layout import KVLayout
-    from trt_kvcache.cache.lengths import Lengths
-    from trt_kvcache.cache.linear import LinearKVCache
-    from trt_kvcache.cache.mamba import MambaCacheManager
-    from trt_kvcache.cache.mamba_config import MambaCacheConfig
-    from trt_kvcache.cache.manager import KVCacheManager
-    from trt_kvcache.engine.bindings import BindingPlan
-    from trt_kvcache.engine.names import TensorNames
-    from trt_kvcache.generation.sampling import SamplingParams
-    from trt_kvcache.memory.cuda import CudaMemory
-    from trt_kvcache.memory.host import HostMemory
-    from trt_kvcache.memory.tensor import DeviceTensor
-    from trt_kvcache.sequences.manager import SequenceCacheManager
-    from trt_kvcache.sequences.prompt_cache import PromptCache
-    from trt_kvcache.sequences.snapshot import Snapshot, load_snapshot, save_snapshot
-    from trt_kvcache.sequences.snapshot_records import ModelIdentity, SamplerState
-    from trt_kvcache.session.session import InferenceSession
+if TYPE_CHECKING:  # for type checkers and editors: the same names as below
+    from trt_kvcache.builder.build_engine import BuildReport as BuildReport, build_engine as build_engine
+    from trt_kvcache.cache.config import CacheConfig as CacheConfig, KVCacheConfig as KVCacheConfig, KVLayerConfig as KVLayerConfig
+    from trt_kvcache.cache.estimate import (
+        estimate_memory as estimate_memory,
+        largest_batch as largest_batch,
+        longest_sequence as longest_sequence,
+    )
+    from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager as HybridCacheManager
+    from trt_kvcache.cache.hybrid_config import HybridCacheConfig as HybridCacheConfig, LayerType as LayerType
+    from trt_kvcache.cache.kv_cache_manager import KVCacheManager as KVCacheManager
+    from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup as KVHeadDimGroup
+    from trt_kvcache.cache.layout import KVLayout as KVLayout
+    from trt_kvcache.cache.lengths import Lengths as Lengths
+    from trt_kvcache.cache.linear_kv_cache import LinearKVCache as LinearKVCache
+    from trt_kvcache.cache.mamba_cache_manager import MambaCacheManager as MambaCacheManager
+    from trt_kvcache.cache.mamba_config import MambaCacheConfig as MambaCacheConfig
+    from trt_kvcache.checkpoint import Checkpoint as Checkpoint, ModelConfig as ModelConfig, Tokenizer as Tokenizer
+    from trt_kvcache.engine.bindings import BindingPlan as BindingPlan
+    from trt_kvcache.engine.names import TensorNames as TensorNames
+    from trt_kvcache.engine.protocol import (
+        Engine as Engine,
+        EngineProfile as EngineProfile,
+        TensorMode as TensorMode,
+        TensorSpec as TensorSpec,
+    )
+    from trt_kvcache.engine_folder.inspection import EngineInspection as EngineInspection, inspect_engine as inspect_engine
+    from trt_kvcache.errors import (
+        BindingError as BindingError,
+        BuildError as BuildError,
+        CapacityError as CapacityError,
+        CaptureError as CaptureError,
+        CheckpointError as CheckpointError,
+        ClosedError as ClosedError,
+        ConfigError as ConfigError,
+        CudaError as CudaError,
+        DTypeError as DTypeError,
+        EngineError as EngineError,
+        KVCacheError as KVCacheError,
+        LayerIndexError as LayerIndexError,
+        LayoutError as LayoutError,
+        LengthsUnknown as LengthsUnknown,
+        MappingError as MappingError,
+        PlaceError as PlaceError,
+        RangeError as RangeError,
+        SequenceError as SequenceError,
+        ShapeError as ShapeError,
+        SlotError as SlotError,
+        SnapshotError as SnapshotError,
+    )
+    from trt_kvcache.generation.request import GeneratedToken as GeneratedToken
+    from trt_kvcache.generation.sampler_state import SamplerState as SamplerState
+    from trt_kvcache.generation.sampling import SamplingParams as SamplingParams
+    from trt_kvcache.memory.cuda_memory import CudaMemory as CudaMemory
+    from trt_kvcache.memory.host_memory import HostMemory as HostMemory
+    from trt_kvcache.memory.tensor import DeviceTensor as DeviceTensor
+    from trt_kvcache.ops.custom_op import CustomOp as CustomOp, TensorType as TensorType, run_on_host as run_on_host
+    from trt_kvcache.ops.embedding_op import EmbeddingOp as EmbeddingOp
+    from trt_kvcache.ops.registry import register_operation as register_operation, unregister_operation as unregister_operation
+    from trt_kvcache.polygraphy.compare import compare_paths as compare_paths
+    from trt_kvcache.polygraphy.feeds import greedy_feeds as greedy_feeds, make_feed as make_feed
+    from trt_kvcache.polygraphy.network_script import NetworkScript as NetworkScript
+    from trt_kvcache.polygraphy.runner import (
+        RecomputeRunner as RecomputeRunner,
+        ReferenceRunner as ReferenceRunner,
+        SessionRunner as SessionRunner,
+    )
+    from trt_kvcache.reference import ReferenceEngine as ReferenceEngine
+    from trt_kvcache.sequences.model_identity import ModelIdentity as ModelIdentity
+    from trt_kvcache.sequences.prompt_cache import PromptCache as PromptCache, PromptEntry as PromptEntry, PromptMatch as PromptMatch
+    from trt_kvcache.sequences.sequence_cache_manager import SequenceCacheManager as SequenceCacheManager
+    from trt_kvcache.sequences.snapshot import Snapshot as Snapshot, load_snapshot as load_snapshot, save_snapshot as save_snapshot
+    from trt_kvcache.session.open_model import EngineFallbackWarning as EngineFallbackWarning
+    from trt_kvcache.session.request_handle import RequestHandle as RequestHandle
+    from trt_kvcache.session.session import InferenceSession as InferenceSession
+    from trt_kvcache.session.session_options import SessionOptions as SessionOptions
+    from trt_kvcache.session.statistics import SessionStatistics as SessionStatistics
+    from trt_kvcache.trt.segmented_engine import SegmentedEngine as SegmentedEngine
+    from trt_kvcache.trt.tensorrt_engine import TensorRTEngine as TensorRTEngine
 
 _MODULE_OF = {
+    "BindingError": "errors",
     "BindingPlan": "engine.bindings",
+    "BuildError": "errors",
+    "BuildReport": "builder.build_engine",
     "CacheConfig": "cache.config",
-    "CudaMemory": "memory.cuda",
+    "CapacityError": "errors",
+    "CaptureError": "errors",
+    "Checkpoint": "checkpoint",
+    "CheckpointError": "errors",
+    "ClosedError": "errors",
+    "ConfigError": "errors",
+    "CudaError": "errors",
+    "CudaMemory": "memory.cuda_memory",
+    "CustomOp": "ops.custom_op",
+    "DTypeError": "errors",
     "DeviceTensor": "memory.tensor",
-    "HostMemory": "memory.host",
+    "EmbeddingOp": "ops.embedding_op",
+    "Engine": "engine.protocol",
+    "EngineError": "errors",
+    "EngineFallbackWarning": "session.open_model",
+    "EngineInspection": "engine_folder.inspection",
+    "EngineProfile": "engine.protocol",
+    "GeneratedToken": "generation.request",
+    "HostMemory": "memory.host_memory",
     "HybridCacheConfig": "cache.hybrid_config",
-    "HybridCacheManager": "cache.hybrid",
+    "HybridCacheManager": "cache.hybrid_cache_manager",
     "InferenceSession": "session.session",
     "KVCacheConfig": "cache.config",
-    "KVCacheManager": "cache.manager",
-    "KVHeadDimGroup": "cache.kv_rows",
+    "KVCacheError": "errors",
+    "KVCacheManager": "cache.kv_cache_manager",
+    "KVHeadDimGroup": "cache.kv_head_dim_group",
     "KVLayerConfig": "cache.config",
     "KVLayout": "cache.layout",
+    "LayerIndexError": "errors",
     "LayerType": "cache.hybrid_config",
+    "LayoutError": "errors",
     "Lengths": "cache.lengths",
-    "LinearKVCache": "cache.linear",
+    "LengthsUnknown": "errors",
+    "LinearKVCache": "cache.linear_kv_cache",
     "MambaCacheConfig": "cache.mamba_config",
-    "MambaCacheManager": "cache.mamba",
-    "ModelIdentity": "sequences.snapshot_records",
+    "MambaCacheManager": "cache.mamba_cache_manager",
+    "MappingError": "errors",
+    "ModelConfig": "checkpoint",
+    "ModelIdentity": "sequences.model_identity",
+    "NetworkScript": "polygraphy.network_script",
+    "PlaceError": "errors",
     "PromptCache": "sequences.prompt_cache",
-    "SamplerState": "sequences.snapshot_records",
+    "PromptEntry": "sequences.prompt_cache",
+    "PromptMatch": "sequences.prompt_cache",
+    "RangeError": "errors",
+    "RecomputeRunner": "polygraphy.runner",
+    "ReferenceEngine": "reference",
+    "ReferenceRunner": "polygraphy.runner",
+    "RequestHandle": "session.request_handle",
+    "SamplerState": "generation.sampler_state",
     "SamplingParams": "generation.sampling",
-    "SequenceCacheManager": "sequences.manager",
+    "SegmentedEngine": "trt.segmented_engine",
+    "SequenceCacheManager": "sequences.sequence_cache_manager",
+    "SequenceError": "errors",
+    "SessionOptions": "session.session_options",
+    "SessionRunner": "polygraphy.runner",
+    "SessionStatistics": "session.statistics",
+    "ShapeError": "errors",
+    "SlotError": "errors",
     "Snapshot": "sequences.snapshot",
+    "SnapshotError": "errors",
+    "TensorMode": "engine.protocol",
     "TensorNames": "engine.names",
+    "TensorRTEngine": "trt.tensorrt_engine",
+    "TensorSpec": "engine.protocol",
+    "TensorType": "ops.custom_op",
+    "Tokenizer": "checkpoint",
     "build_engine": "builder.build_engine",
+    "compare_paths": "polygraphy.compare",
     "estimate_memory": "cache.estimate",
+    "greedy_feeds": "polygraphy.feeds",
+    "inspect_engine": "engine_folder.inspection",
     "largest_batch": "cache.estimate",
     "load_snapshot": "sequences.snapshot",
     "longest_sequence": "cache.estimate",
+    "make_feed": "polygraphy.feeds",
+    "register_operation": "ops.registry",
+    "run_on_host": "ops.custom_op",
     "save_snapshot": "sequences.snapshot",
+    "unregister_operation": "ops.registry",
 }
 
-__all__ = [
-    "BindingPlan",
-    "CacheConfig",
-    "CudaMemory",
-    "DeviceTensor",
-    "HostMemory",
-    "HybridCacheConfig",
-    "HybridCacheManager",
-    "InferenceSession",
-    "KVCacheConfig",
-    "KVCacheManager",
-    "KVHeadDimGroup",
-    "KVLayerConfig",
-    "KVLayout",
-    "LayerType",
-    "Lengths",
-    "LinearKVCache",
-    "MambaCacheConfig",
-    "MambaCacheManager",
-    "ModelIdentity",
-    "PromptCache",
-    "SamplerState",
-    "SamplingParams",
-    "SequenceCacheManager",
-    "Snapshot",
-    "TensorNames",
-    "__version__",
-    "build_engine",
-    "estimate_memory",
-    "largest_batch",
-    "load_snapshot",
-    "longest_sequence",
-    "save_snapshot",
-]
+__all__ = ["__version__", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> Any:

@@ -15,7 +15,17 @@ from trt_kvcache.errors import DTypeError
 
 @dataclass(frozen=True)
 class DType:
-    """One row of the table: name, NumPy dtype, and DLPack type code (bits follow from the size)."""
+    """One row of the table.
+
+    Parameters
+    ----------
+    name : str
+        Our name.
+    numpy : numpy.dtype
+        Of NumPy or ml_dtypes.
+    dlpack_code : int
+        ``DLDataTypeCode``; the bits follow from the size.
+    """
 
     name: str
     numpy: np.dtype[Any]
@@ -39,7 +49,7 @@ _TABLE = {
 }
 _NAME_OF_NUMPY = {row.numpy: row.name for row in _TABLE.values()}
 
-#: What K and V can be stored as. The last two hold ``stored * scale`` and are storage only.
+#: What K and V can be stored as. The last two stand for ``stored * scale``; no kernel computes in them.
 KV_DTYPES = ("float16", "bfloat16", "float32", "float8_e4m3fn", "int8")
 
 #: The K/V dtypes that carry a scale per layer.
@@ -57,22 +67,22 @@ def _row(name: str) -> DType:
 
 
 def itemsize(name: str) -> int:
-    """Return the bytes of one element. Raises :class:`DTypeError` for an unknown name."""
+    """Return the bytes of one element, or raise :class:`~trt_kvcache.errors.DTypeError` for an unknown name."""
     return _row(name).numpy.itemsize
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the NumPy (or ml_dtypes) dtype of a name. Raises :class:`DTypeError` for an unknown name."""
+    """Return the NumPy (or ml_dtypes) dtype of a name, or raise :class:`~trt_kvcache.errors.DTypeError` for an unknown one."""
     return _row(name).numpy
 
 
 def dlpack_code(name: str) -> int:
-    """Return the DLPack type code of a name. Raises :class:`DTypeError` for an unknown name."""
+    """Return the DLPack type code of a name, or raise :class:`~trt_kvcache.errors.DTypeError` for an unknown one."""
     return _row(name).dlpack_code
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return our name of a NumPy dtype. Raises :class:`DTypeError` for a dtype that the table does not have."""
+    """Return our name of a NumPy dtype, or raise :class:`~trt_kvcache.errors.DTypeError` for one that the table does not have."""
     name = _NAME_OF_NUMPY.get(np.dtype(dtype))
     if name is None:
         raise DTypeError(f"dtype: expected one of {', '.join(_TABLE)}, got NumPy dtype {np.dtype(dtype)}.")

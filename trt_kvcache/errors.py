@@ -1,12 +1,22 @@
-"""The exception tree: one root, and each error is also the builtin that a caller would expect.
+"""The exceptions of this package. They have one root, and each is also the builtin exception that a caller would expect.
 
-Every message names the object, what was expected, what came, and (where there is one) a hint. An error is raised before
+Every message names the object, what was expected, what was given, and a hint if there is one. An error is raised before
 anything has changed, unless its message says otherwise.
 
 A wrong argument raises the error of its kind (:class:`RangeError`, :class:`ShapeError`, :class:`DTypeError`, :class:`PlaceError`,
-:class:`SlotError`, :class:`LayerIndexError`, :class:`SequenceError`, :class:`MappingError`), a call that cannot be captured
-:class:`CaptureError` while its stream is, and everything :class:`ClosedError` once it, or what it stands on, is closed. Docstrings name
-what is raised besides.
+:class:`SlotError`, :class:`LayerIndexError`, :class:`SequenceError`, :class:`MappingError`). A call that cannot be captured in a
+CUDA graph raises :class:`CaptureError` while its stream is capturing. Everything raises :class:`ClosedError` once it, or the cache
+that it works on, is closed.
+
+Examples
+--------
+>>> from trt_kvcache import KVLayerConfig
+>>> from trt_kvcache.errors import KVCacheError
+>>> try:
+...     KVLayerConfig(num_kv_heads=0, head_dim=64)
+... except KVCacheError as error:
+...     print(error, isinstance(error, ValueError))
+KVLayerConfig.num_kv_heads: expected at least 1, got 0. True
 """
 
 
@@ -35,7 +45,7 @@ class PlaceError(KVCacheError, ValueError):
 
 
 class LayoutError(KVCacheError, ValueError):
-    """A view that is not dense, or not aligned, where TensorRT needs it to be."""
+    """A view that is not contiguous, or not aligned, although TensorRT requires it."""
 
 
 class MappingError(KVCacheError, ValueError):
@@ -66,7 +76,7 @@ class SequenceError(KVCacheError, KeyError):
 
 
 class CapacityError(KVCacheError, RuntimeError):
-    """The cache has no room for what was asked."""
+    """The cache or the memory has no room for what was asked."""
 
 
 class BindingError(KVCacheError, RuntimeError):

@@ -1,50 +1,379 @@
 """Engine folders of every family and dtype, built with TensorRT for RTX on the CPU; refusals that leave nothing behind."""
 
+from __future__ import annotations
+
+import json
 import os
+import shutil
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.helpers.small_model import write_model
 from tests.paths import GOLDEN, SHIPPED
-from trt_kvcache.builder import build_engine as builder
-from trt_kvcache.builder.build_engine import build_engine
-from trt_kvcache.builder.network import rope
+from trt_kvcache.builder import build_engine as builder, definition, serialization
+from trt_kvcache.builder.build_engine import BuildReport, build_engine
+from trt_kvcache.builder.network import decoder
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
-from trt_kvcache.errors import BuildError, ConfigError
+from trt_kvcache.errors import BuildError, CheckpointError, ConfigError, EngineError
 from trt_kvcache.trt.module import TensorRT, load
 
 TOKENIZER = (SHIPPED / "tokenizer.json").read_text(encoding="utf-8")
-FAMILIES = ("llama", "llama-llama3-bias", "qwen2-tied", "qwen3-sharded")
-SIZES = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11, "flavour": "tensorrt_rtx"}
+FAMILIES = {"llama": "llama", "llama, biases, llama3 RoPE": "llama-llama3-bias", "qwen2, tied": "qwen2-tied", "qwen3": "qwen3-sharded"}
+SIZES: dict[str, Any] = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11, "flavour": "tensorrt_rtx"}
 
 
-@pytest.fixture
-def model(tmp_path):
-    return write_model(tmp_path / "model")
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """Return ``built(family, dtype, attention)``: the folder and the report of a build, made once."""
+
+    @cache
+    def build(family: str, dtype: str, attention: str) -> tuple[Path, BuildReport]:
+        path = tmp_path_factory.mktemp("engines") / "engine"
+        return path, build_engine(GOLDEN / FAMILIES[family], path, **SIZES, dtype=dtype, attention=attention)
+
+    yield build
+    build.cache_clear()
 
 
-def contents(folder):
-    return {file.name: file.read_bytes() for file in folder.iterdir()}
+COMBINATIONS = [(family, dtype, "native") for family in FAMILIES for dtype in ("float16", "bfloat16", "float32")] + [
+    ("llama", "float32", "mask"),
+    ("llama, biases, llama3 RoPE", "float16", "mask"),
+    ("qwen2, tied", "bfloat16", "mask"),
+    ("qwen3", "float16", "mask"),
+]
 
 
 @pytest.mark.trt
-@pytest.mark.parametrize(
-    ("family", "dtype", "attention"),
-    [(family, dtype, "native") for family in FAMILIES for dtype in ("float16", "bfloat16", "float32")] + [("llama", "float16", "mask")],
-)
-def test_every_family_and_dtype_builds(tmp_path, family, dtype, attention):
-    report = build_engine(GOLDEN / family, tmp_path / "engine", **SIZES, dtype=dtype, attention=attention)
-    folder = EngineFolder.open(tmp_path / "engine")
+@pytest.mark.parametrize(("family", "dtype", "attention"), COMBINATIONS)
+def test_every_family_and_dtype_builds(built: Any, family: str, dtype: str, attention: str) -> None:
+    path, report = built(family, dtype, attention)
+    folder = EngineFolder.open(path)
     config = folder.config
     assert (config.dtype, config.attention_variant, config.max_prefill_length) == (dtype, attention, 11)
     assert (config.tensorrt_flavour, config.tensorrt_version) == ("tensorrt_rtx", load("tensorrt_rtx").version)
     assert len(folder.read_plan()) == report.plan_nbytes > 100_000
-    with Checkpoint.open(GOLDEN / family) as checkpoint:
-        assert (config.model, config.checkpoint.fingerprint) == (checkpoint.config, checkpoint.fingerprint())
+    assert report.attention == config.attention
+    assert report.warnings == ()
+    assert report.seconds > 0
+    assert report.weights_nbytes == config.checkpoint.nbytes > 10_000
+    assert report.peak_memory_nbytes is None or report.peak_memory_nbytes > report.plan_nbytes
+    with Checkpoint.open(GOLDEN / FAMILIES[family]) as checkpoint:
+        assert config.model == checkpoint.config
+        assert config.checkpoint.fingerprint == checkpoint.fingerprint()
+    assert config.checkpoint.path == str(GOLDEN / FAMILIES[family])
+
+
+@pytest.mark.trt
+def test_profiles_that_tensorrt_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    profile, seen = load("tensorrt_rtx").module.IOptimizationProfile, []
+    real = profile.set_shape
+    monkeypatch.setattr(profile, "set_shape", lambda self, *given: seen.append((self, *given)) or real(self, *given))
+    build_engine(write_model(tmp_path / "model"), tmp_path / "engine", **SIZES)
+    cache = ((1, 2, 38, 24), (3, 2, 38, 24), (3, 2, 38, 24))
+    common = {"kvcache_start_index": ((1,), (3,), (3,)), "last_token_ids": ((1, 1), (3, 1), (3, 1)), "k_cache_0": cache, "v_cache_0": cache}
+    shapes = [{name: tuple(given) for by, name, *given in seen if by is each} for each in dict.fromkeys(by for by, *_ in seen)]
+    assert shapes == [{"input_ids": ((1, 1), (3, width), (3, width)), **common} for width in (11, 1)]
+
+
+@pytest.mark.trt
+@pytest.mark.parametrize(
+    ("version", "attention", "kind"),
+    [("11.0.0", "native", "attention_v2"), ("11.0.0", "mask", "attention_v2"), ("10.16.1", "mask", "attention")],
+)
+def test_network_for_full_tensorrt(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, version: str, attention: str, kind: str) -> None:
+    """TensorRT for RTX under the name of full TensorRT: the same network API, asked for strong types and, if old, without v2."""
+    rtx = load("tensorrt_rtx")
+    flags, kinds = [], []
+
+    class Builder:
+        def __init__(self, logger: Any) -> None:
+            self.real = rtx.module.Builder(logger)
+
+        def create_network(self, given: int) -> Any:
+            flags.append(given)
+            return self.real.create_network(given)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.real, name)
+
+    module = SimpleNamespace(**{**vars(rtx.module), "Builder": Builder})
+    full = TensorRT(module=module, flavour="tensorrt", version=version, log=rtx.log)
+    real = Graph.layer
+
+    def recording(graph: Graph, name: str, kind: str, *arguments: Any) -> Any:
+        kinds.append(kind)
+        return real(graph, name, kind, *arguments)
+
+    monkeypatch.setattr(Graph, "layer", recording)
+    monkeypatch.setattr(builder, "load", lambda flavour, *, error: full)
+    build_engine(write_model(tmp_path / "model"), tmp_path / "engine", **{**SIZES, "flavour": "tensorrt", "attention": attention})
+    assert flags == [1 << int(rtx.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED)]
+    assert [each for each in kinds if each.startswith("attention")] == [kind]
+    assert EngineFolder.open(tmp_path / "engine").config.tensorrt_flavour == "tensorrt"
+
+
+@pytest.mark.trt
+def test_built_for_named_gpus(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    build_engine(model, tmp_path / "all", **SIZES)
+    build_engine(model, tmp_path / "one", **SIZES, compute_capabilities=["12.0"])
+    everywhere, one = EngineFolder.open(tmp_path / "all").config, EngineFolder.open(tmp_path / "one").config
+    assert everywhere.compute_capabilities is None
+    assert one.compute_capabilities == ("12.0",)
+    assert one.plan.sha256 != everywhere.plan.sha256
+
+
+@pytest.mark.trt
+def test_progress_names_the_stages_in_order(tmp_path: Path) -> None:
+    calls: list[tuple[str, float | None]] = []
+    build_engine(write_model(tmp_path / "model"), tmp_path / "engine", **SIZES, progress=lambda stage, done: calls.append((stage, done)))
+    assert list(dict.fromkeys(stage for stage, _ in calls)) == ["define network", "build engine", "read checkpoint", "write engine folder"]
+    fractions = [done for stage, done in calls if stage == "build engine"]
+    assert len(fractions) > 20
+    assert fractions == sorted(fractions)  # type: ignore[type-var]
+    assert (fractions[0], fractions[-1]) == (0.0, 1.0)
+
+
+@pytest.mark.trt
+@pytest.mark.parametrize("stage", ["define network", "build engine", "read checkpoint", "write engine folder"])
+@pytest.mark.parametrize("existing", [False, True])
+def test_interruption_leaves_nothing_and_harms_nothing(tmp_path: Path, stage: str, existing: bool) -> None:
+    model, place = write_model(tmp_path / "model"), tmp_path / "place"
+    place.mkdir()
+    before = {}
+    if existing:
+        build_engine(model, place / "engine", **SIZES)
+        before = {file.name: file.read_bytes() for file in (place / "engine").iterdir()}
+
+    def interrupt(now: str, done: float | None) -> None:
+        if now == stage and (done or 0) >= (0.5 if stage == "build engine" else 0):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_engine(model, place / "engine", **{**SIZES, "max_batch_size": 2}, progress=interrupt)
+    assert os.listdir(place) == (["engine"] if existing else [])
+    if existing:
+        assert {file.name: file.read_bytes() for file in (place / "engine").iterdir()} == before
+        EngineFolder.open(place / "engine").read_plan().close()
+
+
+@pytest.mark.trt
+def test_failure_while_writing_leaves_nothing_and_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, place = write_model(tmp_path / "model"), tmp_path / "place"
+    (model / "tokenizer.json").write_text(TOKENIZER)
+    build_engine(model, place / "engine", **SIZES)
+    before = {file.name: file.read_bytes() for file in (place / "engine").iterdir()}
+    for breaking in ("copyfile", "rename"):
+        with monkeypatch.context() as patch:
+            calls = []
+
+            def fail(*arguments: Any, breaking: str = breaking, calls: list[Any] = calls, real: Any = os.rename) -> None:
+                calls.append(arguments)
+                if breaking == "copyfile" or len(calls) == 2:  # the second rename puts the new folder in place
+                    raise OSError(28, "No space left on device")
+                real(*arguments)
+
+            patch.setattr(shutil if breaking == "copyfile" else os, breaking, fail)
+            with pytest.raises(OSError, match="No space left on device"):
+                build_engine(model, place / "engine", **{**SIZES, "max_batch_size": 2})
+            assert calls
+        assert os.listdir(place) == ["engine"]
+        assert {file.name: file.read_bytes() for file in (place / "engine").iterdir()} == before
+
+
+@pytest.mark.trt
+def test_rebuild_replaces_an_engine_folder(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    build_engine(model, tmp_path / "engine", **SIZES, embed_weights=True)
+    assert EngineFolder.open(tmp_path / "engine").checkpoint_path.is_dir()
+    build_engine(model, tmp_path / "engine", **{**SIZES, "max_batch_size": 2})
+    folder = EngineFolder.open(tmp_path / "engine")
+    assert folder.config.cache.max_batch_size == 2
+    assert not folder.checkpoint_path.exists()
+    assert sorted(os.listdir(tmp_path)) == ["engine", "model"]
+
+
+@pytest.mark.trt
+def test_error_of_tensorrt_has_its_text_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, place = write_model(tmp_path / "model", num_attention_heads=2), tmp_path / "place"
+
+    def fused(layer: int, variant: str, **_: Any) -> AttentionLayerConfig:
+        return AttentionLayerConfig(layer=layer, variant=variant, decomposable=False)
+
+    monkeypatch.setattr(decoder, "attention_layer_config", fused)
+    with pytest.raises(BuildError, match=r"the engine could not be built. TensorRT says: .*not supported by a dedicated kernel") as raised:
+        build_engine(model, place / "engine", **SIZES)
+    assert "cudaError" not in str(raised.value)
+    assert not place.exists()
+
+
+@pytest.mark.trt
+def test_error_in_the_network_names_the_layer_and_not_the_missing_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trt_kvcache.builder.network import rope
+
+    real = rope.rope_table
+    monkeypatch.setattr(rope, "rope_table", lambda *arguments: tuple(table[:, 1:] for table in real(*arguments)))
+    with pytest.raises(
+        BuildError, match=r"layer `model\.layers\.0\.self_attn/q/rotate`: its inputs do not fit\. TensorRT says: "
+    ) as raised:
+        build_engine(write_model(tmp_path / "model"), tmp_path / "engine", **SIZES)
+    assert "cudaError" not in str(raised.value)
+    assert os.listdir(tmp_path) == ["model"]
+
+
+@pytest.mark.trt
+def test_profile_that_tensorrt_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = serialization.shape_at
+    monkeypatch.setattr(serialization, "shape_at", lambda shape, batch, width: tuple(-size for size in real(shape, batch, width)))
+    with pytest.raises(BuildError, match=r"optimisation profile prefill: TensorRT refused it. TensorRT says: "):
+        build_engine(write_model(tmp_path / "model"), tmp_path / "engine", **SIZES)
+    assert os.listdir(tmp_path) == ["model"]
+
+
+@pytest.mark.trt
+def test_weights_too_large_for_float16(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", torch_dtype="float32", scale=1e5)
+    with pytest.raises(BuildError, match=r"weight `model\.embed_tokens\.weight`: it holds float32 values that float16 cannot hold"):
+        build_engine(model, tmp_path / "engine", **SIZES, dtype="float16")
+    assert os.listdir(tmp_path) == ["model"]
+
+
+@pytest.fixture
+def no_tensorrt(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make any use of TensorRT fail: what is refused here is refused before."""
+
+    def unreachable(*arguments: Any, **options: Any) -> TensorRT:
+        raise AssertionError("TensorRT was reached")
+
+    monkeypatch.setattr(builder, "load", unreachable)
+    monkeypatch.setattr(builder, "define_decoder", unreachable)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_prefill_length": 39}, r"max_prefill_length: expected at most max_sequence_length=38, got 39"),
+        ({"max_batch_size": 0}, r"max_batch_size: expected at least 1, got 0"),
+        ({"dtype": "float8_e4m3fn"}, r"dtype: expected one of float16, bfloat16, float32, got 'float8_e4m3fn'"),
+        ({"attention": "both"}, r"attention: expected one of native, mask, plugin, got 'both'"),
+        ({"compute_capabilities": []}, r"compute_capabilities: expected a sequence"),
+    ],
+)
+def test_options_refused_before_anything(no_tensorrt: None, tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    model = write_model(tmp_path / "model")
+    with pytest.raises(ConfigError, match=message):
+        build_engine(model, tmp_path / "new" / "engine", **{**SIZES, **change})
+    assert os.listdir(tmp_path) == ["model"]
+
+
+@pytest.mark.trt
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"head_dim": 20}, r"head_dim: expected a multiple of 8 from 16 to 256, the model has 20\. .* the reference engine runs it"),
+        ({"head_dim": 264}, r"head_dim: expected a multiple of 8 from 16 to 256, the model has 264"),
+        ({"max_position_embeddings": 37}, r"max_sequence_length: expected at most 37, the positions that the model was made for"),
+    ],
+)
+def test_model_refused_before_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str) -> None:
+    def unreachable(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a network was made")
+
+    monkeypatch.setattr(definition, "Graph", unreachable)
+    model = write_model(tmp_path / "model", **change)
+    with pytest.raises(ConfigError, match=message):
+        build_engine(model, tmp_path / "engine", **SIZES)
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_place_that_holds_something_else(no_tensorrt: None, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (notes / "thesis.txt").write_text("mine")
+    with pytest.raises(
+        ConfigError, match=r"engine path .*notes: expected a folder to make or an engine folder to replace, but it holds thesis\.txt"
+    ):
+        build_engine(model, notes, **SIZES)
+    (notes / "engine.plan").write_bytes(b"plan")  # an engine folder with something of the user's in it
+    with pytest.raises(ConfigError, match=r"but it holds thesis\.txt\. Choose another path"):
+        build_engine(model, notes, **SIZES)
+    with pytest.raises(ConfigError, match=r"but it holds config\.json, model\.safetensors"):
+        build_engine(model, model, **SIZES)
+    with pytest.raises(ConfigError, match=r"thesis\.txt: expected a folder to make or an engine folder to replace, got a file"):
+        build_engine(model, notes / "thesis.txt", **SIZES)
+    with pytest.raises(ConfigError, match=r"engine path .*: nothing can be written to .*thesis\.txt"):
+        build_engine(model, notes / "thesis.txt" / "engine", **SIZES)
+    assert (notes / "thesis.txt").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == ["model", "notes"]
+
+
+def test_model_inside_the_folder_to_replace(no_tensorrt: None, tmp_path: Path) -> None:
+    write_model(tmp_path / "engine" / "checkpoint")
+    (tmp_path / "engine" / "engine.plan").write_bytes(b"plan")
+    with pytest.raises(ConfigError, match=r"the model .*checkpoint is in it and would be replaced"):
+        build_engine(tmp_path / "engine" / "checkpoint", tmp_path / "engine", **SIZES)
+    assert (tmp_path / "engine" / "checkpoint" / "model.safetensors").is_file()
+
+
+@pytest.mark.trt
+def test_damaged_checkpoint(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    with (model / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        build_engine(model, tmp_path / "engine", **SIZES)
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_tensorrt_is_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trt_kvcache.trt import module as trt_module
+
+    monkeypatch.setattr(trt_module, "_import", lambda flavour: "not installed; pip install 'trt-kvcache[rtx]'.")
+    with pytest.raises(BuildError, match=r"TensorRT cannot be used\. .*pip install 'trt-kvcache\[rtx\]'"):
+        build_engine(write_model(tmp_path / "model"), tmp_path / "engine", **SIZES)
+    assert os.listdir(tmp_path) == ["model"]
+
+
+@pytest.mark.trt
+def test_what_is_copied_beside_the_plan(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    companions = {
+        "tokenizer.json": TOKENIZER,
+        "tokenizer_config.json": '{"a": 1}',
+        "chat_template.jinja": "{{ x }}",
+        "generation_config.json": "{}",
+    }
+    for name, text in {**companions, "README.md": "not copied"}.items():
+        (model / name).write_text(text)
+    build_engine(model, tmp_path / "engine", **SIZES, embed_weights=True)
+    engine = tmp_path / "engine"
+    assert sorted(os.listdir(engine)) == sorted([*companions, "engine.plan", "config.json", "checkpoint"])
+    assert {name: (engine / name).read_text() for name in companions} == companions
+    assert (engine / "checkpoint" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    assert not (engine / "checkpoint" / "README.md").exists()
+    data = json.loads((engine / "config.json").read_text())
+    assert data["checkpoint"]["embedded"] is True
+    with pytest.raises(EngineError):
+        EngineFolder.open(model)
+
+
+@pytest.mark.trt
+def test_a_damaged_tokenizer_is_named_before_the_build(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    (model / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: expected a tokenizer"):
+        build_engine(model, tmp_path / "engine", **SIZES)
+    assert not (tmp_path / "engine").exists()
 
 
 @pytest.mark.trt
@@ -74,131 +403,3 @@ def test_models_that_our_kernels_do_not_serve(tmp_path, changes, options, messag
         build_engine(write_model(tmp_path / "model", **changes), tmp_path / "engine", **SIZES, attention="plugin", **options)
     assert str(raised.value).startswith(message)
     assert not (tmp_path / "engine").exists()
-
-
-@pytest.mark.trt
-def test_profiles_that_tensorrt_was_given(monkeypatch, model, tmp_path):
-    profile, seen = load("tensorrt_rtx").module.IOptimizationProfile, []
-    real = profile.set_shape
-    monkeypatch.setattr(profile, "set_shape", lambda self, *given: seen.append((self, *given)) or real(self, *given))
-    build_engine(model, tmp_path / "engine", **SIZES)
-    cache = ((1, 2, 38, 24), (3, 2, 38, 24), (3, 2, 38, 24))
-    common = {"kvcache_start_index": ((1,), (3,), (3,)), "last_token_ids": ((1, 1), (3, 1), (3, 1)), "k_cache_0": cache, "v_cache_0": cache}
-    shapes = [{name: tuple(given) for by, name, *given in seen if by is each} for each in dict.fromkeys(by for by, *_ in seen)]
-    assert shapes == [{"input_ids": ((1, 1), (3, width), (3, width)), **common} for width in (11, 1)]
-
-
-@pytest.mark.trt
-@pytest.mark.parametrize(("version", "attention", "kind"), [("10.16.0", "native", "attention_v2"), ("10.15.1", "mask", "attention")])
-def test_network_for_full_tensorrt(monkeypatch, model, tmp_path, version, attention, kind):
-    rtx = load("tensorrt_rtx")
-    flags, kinds, layer = [], [], Graph.layer
-
-    class Builder:
-        def __init__(self, logger):
-            self.real = rtx.module.Builder(logger)
-
-        def create_network(self, given):
-            flags.append(given)
-            return self.real.create_network(given)
-
-        def __getattr__(self, name):
-            return getattr(self.real, name)
-
-    full = TensorRT(module=SimpleNamespace(**{**vars(rtx.module), "Builder": Builder}), flavour="tensorrt", version=version, log=rtx.log)
-    monkeypatch.setattr(Graph, "layer", lambda graph, name, kind, *rest: kinds.append(kind) or layer(graph, name, kind, *rest))
-    monkeypatch.setattr(builder, "load", lambda flavour, *, error: full)
-    build_engine(model, tmp_path / "engine", **{**SIZES, "flavour": "tensorrt", "attention": attention})
-    assert flags == [1 << int(rtx.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED)]
-    assert [each for each in kinds if each.startswith("attention")] == [kind]
-    assert EngineFolder.open(tmp_path / "engine").config.tensorrt_flavour == "tensorrt"
-
-
-STAGES = ["define network", "build engine", "read checkpoint", "write engine folder"]
-
-
-@pytest.mark.trt
-@pytest.mark.parametrize("stage", STAGES)
-def test_interruption_leaves_nothing_and_harms_nothing(model, tmp_path, stage):
-    engine, seen = tmp_path / "place" / "engine", []
-    build_engine(model, engine, **SIZES)
-    before = contents(engine)
-
-    def interrupt(now, done):
-        seen.append(now)
-        if now == stage and (done or 0) >= (0.5 if stage == "build engine" else 0):
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        build_engine(model, engine, **{**SIZES, "max_batch_size": 2}, progress=interrupt)
-    assert list(dict.fromkeys(seen)) == STAGES[: STAGES.index(stage) + 1]
-    assert os.listdir(engine.parent) == ["engine"]
-    assert contents(engine) == before
-
-
-@pytest.mark.trt
-def test_failure_while_writing_harms_nothing(model, tmp_path, monkeypatch):
-    place, calls, real = tmp_path / "place", [], os.rename
-    build_engine(model, place / "engine", **SIZES)
-    before = contents(place / "engine")
-
-    def fail(*arguments, **options):
-        calls.append(arguments)
-        if len(calls) == 2:  # the one that puts the new folder in place
-            raise OSError(28, "No space left on device")
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(os, "rename", fail)
-    with pytest.raises(OSError, match="No space left on device"):
-        build_engine(model, place / "engine", **{**SIZES, "max_batch_size": 2})
-    assert os.listdir(place) == ["engine"]
-    assert contents(place / "engine") == before
-
-
-@pytest.mark.trt
-def test_what_is_copied_beside_the_plan_and_replaced_by_a_rebuild(model, tmp_path):
-    companions = {"tokenizer.json": TOKENIZER, "chat_template.jinja": "{{ x }}", "generation_config.json": "{}"}
-    for name, text in companions.items():
-        (model / name).write_text(text)
-    engine = tmp_path / "engine"
-    build_engine(model, engine, **SIZES, embed_weights=True)
-    assert sorted(os.listdir(engine)) == sorted([*companions, "engine.plan", "config.json", "checkpoint"])
-    assert {name: (engine / name).read_text() for name in companions} == companions
-    assert (engine / "checkpoint" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
-    build_engine(model, engine, **{**SIZES, "max_batch_size": 2}, compute_capabilities=["12.0"])
-    folder = EngineFolder.open(engine)
-    assert (folder.config.cache.max_batch_size, folder.config.compute_capabilities) == (2, ("12.0",))
-    assert not folder.checkpoint_path.exists()
-    assert sorted(os.listdir(tmp_path)) == ["engine", "model"]
-
-
-@pytest.mark.trt
-def test_a_layer_that_tensorrt_refuses_is_named(model, tmp_path, monkeypatch):
-    real = rope.rope_table
-    monkeypatch.setattr(rope, "rope_table", lambda *arguments: tuple(table[:, 1:] for table in real(*arguments)))
-    with pytest.raises(BuildError, match=r"layer `model\.layers\.0\.self_attn/q/rotate`: its inputs do not fit\. TensorRT says: "):
-        build_engine(model, tmp_path / "new" / "engine", **SIZES)
-    assert os.listdir(tmp_path) == ["model"]
-
-
-def test_place_that_holds_something_else(monkeypatch, model, tmp_path):
-    monkeypatch.setattr(builder, "load", lambda *_, **__: pytest.fail("TensorRT was reached"))
-    notes = tmp_path / "notes"
-    notes.mkdir()
-    (notes / "thesis.txt").write_text("mine")
-    inside = write_model(tmp_path / "engine" / "checkpoint")
-    for folder in (tmp_path / "engine", mixed := tmp_path / "mixed"):
-        folder.mkdir(exist_ok=True)
-        (folder / "engine.plan").write_bytes(b"plan")
-    (mixed / "mine.txt").touch()
-    for source, place, message in (
-        (model, notes, r"engine path .*notes: expected a folder to make or an engine folder to replace, but it holds thesis\.txt"),
-        (model, mixed, r"but it holds mine\.txt\. Choose another path"),
-        (model, notes / "thesis.txt", r"thesis\.txt: expected a folder to make or an engine folder to replace, got a file"),
-        (model, notes / "thesis.txt" / "engine", r"engine path .*: nothing can be written to .*thesis\.txt"),
-        (inside, tmp_path / "engine", r"the model .*checkpoint is in it and would be replaced"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            build_engine(source, place, **SIZES)
-    assert (notes / "thesis.txt").read_text() == "mine"
-    assert (inside / "model.safetensors").is_file()

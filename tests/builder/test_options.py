@@ -1,83 +1,126 @@
 """Options that cannot be served are refused before anything is made."""
 
+from __future__ import annotations
+
+import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.helpers.small_model import SMALL
-from tests.trt.test_module import fake_module
+from tests.helpers.tensorrt_modules import fake_module
 from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig, KVLayout
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.trt.log import TensorRTLog
-from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.module import TensorRT, load
 
+GOOD: dict[str, Any] = {"max_batch_size": 3, "max_sequence_length": 40, "max_prefill_length": 11}
 MODEL = ModelConfig.from_dict(SMALL)
 
 
-def options(**changes):
-    return BuildOptions(**{"max_batch_size": 3, "max_sequence_length": 40, "max_prefill_length": 11, **changes})
-
-
-def full_tensorrt(version):
+def full_tensorrt(version: str) -> TensorRT:
     module = fake_module(version)
     return TensorRT(module=module, flavour="tensorrt", version=version, log=TensorRTLog(module))
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "message"),
+    ("change", "message"),
     [
-        *((name, 0, "expected at least 1, got 0.") for name in ("max_batch_size", "max_sequence_length", "max_prefill_length")),
-        ("max_batch_size", True, "expected an integer, got True."),
-        ("max_sequence_length", "40", "expected an integer, got '40'."),
+        ({"max_batch_size": 0}, "max_batch_size: expected at least 1, got 0."),
+        ({"max_batch_size": -2}, "max_batch_size: expected at least 1, got -2."),
+        ({"max_sequence_length": 0}, "max_sequence_length: expected at least 1, got 0."),
+        ({"max_prefill_length": 0}, "max_prefill_length: expected at least 1, got 0."),
+        ({"max_prefill_length": 2.5}, "max_prefill_length: expected an integer, got 2.5."),
+        ({"max_batch_size": True}, "max_batch_size: expected an integer, got True."),
+        ({"max_sequence_length": "40"}, "max_sequence_length: expected an integer, got '40'."),
         (
-            "max_prefill_length",
-            41,
-            "expected at most max_sequence_length=40, got 41. Longer prompts are prefilled in chunks of this length.",
+            {"max_prefill_length": 41},
+            "max_prefill_length: expected at most max_sequence_length=40, got 41. Longer prompts are prefilled in chunks of this length.",
         ),
-        ("dtype", "int8", "expected one of float16, bfloat16, float32, got 'int8'."),
-        ("attention", "causal", "expected one of native, mask, plugin, got 'causal'."),
-        ("flavour", "rtx", "expected one of auto, tensorrt, tensorrt_rtx, got 'rtx'."),
-        *(("compute_capabilities", value, f'expected a sequence such as ("8.6", "12.0"), got {value!r}.') for value in ("8.6", (), (8.6,))),
-        ("compute_capabilities", ("8.6", "8.6"), "expected each one once, got 8.6, 8.6."),
+        ({"dtype": "float64"}, "dtype: expected one of float16, bfloat16, float32, got 'float64'."),
+        ({"dtype": "int8"}, "dtype: expected one of float16, bfloat16, float32, got 'int8'."),
+        ({"attention": "causal"}, "attention: expected one of native, mask, plugin, got 'causal'."),
+        ({"attention": ["native", "mask"]}, "attention: expected one of native, mask, plugin, got ['native', 'mask']."),
+        ({"flavour": "rtx"}, "flavour: expected one of auto, tensorrt, tensorrt_rtx, got 'rtx'."),
+        ({"compute_capabilities": ()}, 'compute_capabilities: expected a sequence such as ("8.6", "12.0"), got ().'),
+        ({"compute_capabilities": "8.6"}, 'compute_capabilities: expected a sequence such as ("8.6", "12.0"), got \'8.6\'.'),
+        ({"compute_capabilities": (8.6,)}, 'compute_capabilities: expected a sequence such as ("8.6", "12.0"), got (8.6,).'),
+        ({"compute_capabilities": ("8.6", "8.6")}, "compute_capabilities: expected each one once, got 8.6, 8.6."),
     ],
 )
-def test_refused_at_once(name, value, message):
+def test_refused_at_once(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        options(**{name: value})
-    assert str(raised.value) == f"{name}: {message}"
+        BuildOptions(**{**GOOD, **change})
+    assert str(raised.value) == message
 
 
-@pytest.mark.parametrize(
-    ("changes", "head_dim", "message"),
-    [
-        *(
-            ({}, n, rf"^head_dim: expected a multiple of 8 from 16 to 256, the model has {n}\. .* the reference engine runs it")
-            for n in (8, 20, 264)
-        ),
-        (
-            {"max_sequence_length": 65},
-            24,
-            r"max_sequence_length: expected at most 64, the positions that the model was made for .*, got 65",
-        ),
-        (
-            {"dtype": "bfloat16", "compute_capabilities": ("8.6", "7.5")},
-            24,
-            r"dtype: GPUs of compute capability 7\.5 have no bfloat16\. Build with dtype float16\.",
-        ),
-    ],
-)
-def test_models_that_cannot_be_served(changes, head_dim, message):
-    with pytest.raises(ConfigError, match=message):
-        options(**changes).cache_for(replace(MODEL, head_dim=head_dim))
+@pytest.mark.parametrize("head_dim", [8, 20, 34, 264, 512])
+def test_head_dim_without_attention_kernels(head_dim: int) -> None:
+    with pytest.raises(ConfigError, match=rf"^head_dim: expected a multiple of 8 from 16 to 256, the model has {head_dim}\."):
+        BuildOptions(**GOOD).cache_for(replace(MODEL, head_dim=head_dim))
 
 
-def test_what_full_tensorrt_cannot_do():
-    with pytest.raises(ConfigError, match=r"attention: expected mask, got native: TensorRT 10\.15\.2 has no causal attention over a cache"):
-        options().check_tensorrt(full_tensorrt("10.15.2"))
-    options(attention="mask").check_tensorrt(full_tensorrt("10.15.2"))
-    options().check_tensorrt(full_tensorrt("10.16.0"))
-    with pytest.raises(ConfigError, match=r"attention: KVCacheAttention: expected TensorRT 10\.3 or newer, got tensorrt 8\.6\.1"):
-        options(attention="plugin").check_tensorrt(full_tensorrt("8.6.1"))
+@pytest.mark.parametrize("head_dim", [16, 24, 256])
+def test_head_dim_with_them(head_dim: int) -> None:
+    assert BuildOptions(**GOOD).cache_for(replace(MODEL, head_dim=head_dim)).layers[0].head_dim == head_dim
+
+
+def test_longer_than_the_model_was_made_for() -> None:
+    options = BuildOptions(**{**GOOD, "max_sequence_length": 65})
+    with pytest.raises(
+        ConfigError, match=r"max_sequence_length: expected at most 64, the positions that the model was made for .*, got 65"
+    ):
+        options.cache_for(MODEL)
+    assert BuildOptions(**{**GOOD, "max_sequence_length": 64}).cache_for(MODEL).max_sequence_length == 64
+
+
+def test_bfloat16_where_the_gpu_has_none() -> None:
+    options = BuildOptions(**GOOD, dtype="bfloat16", compute_capabilities=("8.6", "7.5"))
+    with pytest.raises(ConfigError, match=r"dtype: GPUs of compute capability 7\.5 have no bfloat16\. Build with dtype float16\."):
+        options.cache_for(MODEL)
+
+
+def test_cache_of_a_model() -> None:
+    cache = BuildOptions(**GOOD, dtype="bfloat16").cache_for(replace(MODEL, num_layers=2))
+    assert cache == KVCacheConfig(
+        layers=(KVLayerConfig(num_kv_heads=2, head_dim=24),) * 2,
+        max_batch_size=3,
+        max_sequence_length=40,
+        dtype="bfloat16",
+        layout=KVLayout.SEPARATE,
+    )
+    assert BuildOptions(**GOOD).cache_for(MODEL).dtype == "float16"  # the checkpoint's
+
+
+@pytest.mark.parametrize("version", ["10.15.2", "10.16.1"])
+def test_native_attention_needs_a_newer_tensorrt(version: str) -> None:
+    message = f"attention: expected mask, got native: TensorRT {version} has no causal attention over a cache (11.0 has)."
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        BuildOptions(**GOOD).check_tensorrt(full_tensorrt(version))
+
+
+def test_versions_that_have_what_the_options_ask_for() -> None:
+    BuildOptions(**GOOD, attention="mask").check_tensorrt(full_tensorrt("10.15.2"))
+    BuildOptions(**GOOD).check_tensorrt(full_tensorrt("11.0.0"))
+
+
+def test_full_tensorrt_builds_for_the_gpu_at_hand() -> None:
     with pytest.raises(ConfigError, match="compute_capabilities: full TensorRT builds for the GPU it runs on"):
-        options(compute_capabilities=("8.6",)).check_tensorrt(full_tensorrt("11.4.0"))
+        BuildOptions(**GOOD, compute_capabilities=("8.6",)).check_tensorrt(full_tensorrt("11.4.0"))
+
+
+@pytest.mark.trt
+def test_compute_capabilities_that_rtx_knows() -> None:
+    rtx = load("tensorrt_rtx")
+    BuildOptions(**GOOD, compute_capabilities=("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")).check_tensorrt(rtx)
+    for unknown in ("9.0", "86", "8"):
+        with pytest.raises(ConfigError, match=rf"compute_capabilities: expected some of 7\.5, 8\.0, .*, got '{unknown}'"):
+            BuildOptions(**GOOD, compute_capabilities=("8.6", unknown)).check_tensorrt(rtx)
+
+
+def test_plugin_attention_needs_tensorrt_10_3() -> None:
+    with pytest.raises(ConfigError, match=r"attention: KVCacheAttention: expected TensorRT 10\.3 or newer, got tensorrt 8\.6\.1"):
+        BuildOptions(**GOOD, attention="plugin").check_tensorrt(full_tensorrt("8.6.1"))

@@ -1,12 +1,14 @@
 """One growing number from TensorRT's nested phases."""
 
+from __future__ import annotations
+
 import pytest
 
 from trt_kvcache.builder.progress import BuildProgress
 
 
-def test_nested_phases_count_inside_the_step_of_their_parent():
-    seen = []
+def test_nested_phases_count_inside_the_step_of_their_parent() -> None:
+    seen: list[float] = []
     progress = BuildProgress(seen.append)
     progress.start("build", None, 4)
     progress.step("build", 0)
@@ -18,18 +20,36 @@ def test_nested_phases_count_inside_the_step_of_their_parent():
     progress.step("inner", 1)
     progress.finish("inner")
     progress.step("build", 1)
-    progress.start("second", None, 8)  # another outermost phase
-    progress.step("second", 0)  # never goes back
-    progress.step("second", 5)
     progress.step("build", 3)
-    assert seen == [0.25, 0.375, 0.4375, 0.5, 0.75, 1.0]
+    assert seen == [0.25, 0.375, 0.4375, 0.5, 1.0]
+
+
+def test_never_goes_back() -> None:
+    seen: list[float] = []
+    progress = BuildProgress(seen.append)
+    progress.start("first", None, 2)
+    progress.step("first", 0)
+    progress.start("second", None, 4)  # another outermost phase
+    progress.step("second", 0)
+    progress.step("second", 2)
+    assert seen == [0.5, 0.75]
+
+
+def test_unknown_phases_and_zero_steps_do_no_harm() -> None:
+    seen: list[float] = []
+    progress = BuildProgress(seen.append)
+    assert progress.step("never started", 3)
+    progress.finish("never started")
+    progress.start("empty", None, 0)
+    progress.step("empty", 0)
+    assert seen == [1.0]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), ValueError("no terminal")])
-def test_what_the_callback_raises_stops_the_build_and_is_kept(error):
+def test_what_the_callback_raises_stops_the_build_and_is_kept(error: BaseException) -> None:
     calls = []
 
-    def report(fraction):
+    def report(fraction: float) -> None:
         calls.append(fraction)
         raise error
 

@@ -1,117 +1,296 @@
+"""``KVLayerConfig``, ``KVCacheConfig`` and ``CacheConfig``: what they hold, how many bytes, and which fields they refuse."""
+
 import dataclasses
 import json
 
+import numpy as np
 import pytest
+from hypothesis import given, strategies as st
 
-from tests.helpers.cache_cases import ATTENTION, LAYER_TYPES, MAMBA, B, S, hybrid_config, kv_config, linear_config, mamba_config
 from trt_kvcache import (
     CacheConfig,
     HostMemory,
-    HybridCacheConfig,
-    HybridCacheManager,
     KVCacheConfig,
     KVCacheManager,
     KVLayerConfig,
     KVLayout,
     LinearKVCache,
     MambaCacheConfig,
-    MambaCacheManager,
     estimate_memory,
 )
 from trt_kvcache.errors import ConfigError
 
 LAYER = KVLayerConfig(num_kv_heads=2, head_dim=16)
-GOOD = {type(config): config for config in (LAYER, kv_config(), linear_config(), mamba_config(), hybrid_config())}
-MANAGERS = dict(zip([*GOOD][1:], (KVCacheManager, LinearKVCache, MambaCacheManager, HybridCacheManager), strict=True))
-CONFIGS = [
-    *(kv_config(dtype=dtype, layout=layout) for dtype in ("float16", "int8") for layout in KVLayout),
-    linear_config(),
-    linear_config(num_mamba_layers=0, layout=KVLayout.COMBINED, dtype="float8_e4m3fn"),
-    mamba_config(recurrent_dtype="bfloat16", conv_dtype="float32", ping_pong=True),
-    hybrid_config(),
-]
+KV = {"layers": [LAYER], "max_batch_size": 3, "max_sequence_length": 7}
+LINEAR = {"num_attention_layers": 4, "max_batch_size": 3, "max_sequence_length": 7, "num_kv_heads": 2, "head_dim": 16}
+MAMBA = {"num_layers": 2, "max_batch_size": 3, "num_heads": 2, "head_dim": 3, "state_size": 5, "conv_dim": 7, "conv_kernel": 4}
+#: The same states in a CacheConfig.
+LINEAR_STATES = {"num_mamba_layers": 2, "mamba_num_heads": 2, "mamba_head_dim": 3, "ssm_state_size": 5, "conv_dim": 7, "conv_kernel": 4}
+INT32_MAX = 2147483647
+#: Bytes of the array that kernels read: five words for a K/V layer, three for a state.
+KV_INFO, STATE_INFO = 40, 24
+
+
+def test_defaults():
+    kv = KVCacheConfig(**KV)
+    assert (kv.dtype, kv.layout) == ("float16", KVLayout.SEPARATE)
+    assert (LAYER.k_scale, LAYER.v_scale) == (1.0, 1.0)
+    linear = CacheConfig(**LINEAR)
+    assert (linear.dtype, linear.layout, linear.num_mamba_layers, linear.mamba) == ("float16", KVLayout.SEPARATE, 0, None)
+
+
+CONFIGS = [LAYER, KVCacheConfig(**KV), CacheConfig(**LINEAR)]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
-def test_bytes_are_what_its_manager_allocates_and_its_stored_form_is_read_back(config):
-    kind = type(config)
-    kv = config if kind is KVCacheConfig else getattr(config, "kv", None)
-    mamba = config if kind is MambaCacheConfig else getattr(config, "mamba", None)
-    memory = HostMemory()
-    with MANAGERS[kind](config, memory=memory) as cache:
-        # Of the array that kernels read, five words for a K/V layer, three for a state.
-        infos = (40 * kv.num_layers if kv else 0) + (24 * 2 * mamba.num_layers * mamba.num_buffers if mamba else 0)
-        assert memory.live_nbytes == config.nbytes + cache.lengths.nbytes + infos
-        assert cache.nbytes == config.nbytes == estimate_memory(config).nbytes == sum(part.nbytes for part in (kv, mamba) if part)
-    assert memory.live_nbytes == 0
-    if kind is not CacheConfig:
-        assert kind.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+def test_frozen_keyword_only_and_equal_by_value(config):
+    field = dataclasses.fields(config)[0].name
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(config, field, getattr(config, field))
+    with pytest.raises(TypeError):
+        type(config)(getattr(config, field))
+    twin = dataclasses.replace(config)
+    assert (twin, hash(twin)) == (config, hash(config))
+    other = dataclasses.fields(config)[1].name
+    assert dataclasses.replace(config, **{other: 32}) != config
 
 
-def test_defaults_stored_forms_and_a_hybrid_of_one_kind():
-    layer = {"num_kv_heads": 2, "head_dim": 16, "k_scale": 1.0, "v_scale": 1.0}
-    assert (dataclasses.asdict(LAYER), linear_config().mamba) == (layer, mamba_config())
-    kv, mamba = kv_config([(2, 16)]).to_dict(), mamba_config().to_dict()
-    assert kv == {"layers": [layer], "max_batch_size": B, "max_sequence_length": S, "dtype": "float16", "layout": "separate"}
-    assert (mamba["recurrent_dtype"], mamba["conv_dtype"], mamba["ping_pong"]) == ("float32", "float16", False)
-    config = hybrid_config()
-    assert (config.num_layers, config.max_batch_size, config.max_sequence_length, config.indices_in_kind) == (5, B, S, (0, 0, 1, 1, 2))
-    types = ["mamba", "attention", "attention", "mamba", "attention"]
-    assert config.to_dict() == {"layer_types": types, "kv": kv_config().to_dict(), "mamba": mamba}
-    for part, layers, longest in ((mamba_config(), [MAMBA] * 2, 2**31 - 1), (kv_config(), [ATTENTION] * 3, S)):
-        alone = hybrid_config(layers)
-        assert (alone.max_batch_size, alone.max_sequence_length, alone.nbytes) == (B, longest, part.nbytes)
+def test_layers_are_kept_as_a_tuple_whatever_sequence_came():
+    layers = [LAYER, KVLayerConfig(num_kv_heads=1, head_dim=32)]
+    kv = KVCacheConfig(layers=layers, max_batch_size=3, max_sequence_length=7)
+    layers.append(LAYER)
+    assert kv.layers == (LAYER, KVLayerConfig(num_kv_heads=1, head_dim=32))
+    assert kv.num_layers == 2
+    assert KVCacheConfig(**{**KV, "layers": iter([LAYER, LAYER])}).num_layers == 2
 
 
-BAD = []
+def test_is_uniform_looks_at_heads_and_head_dim():
+    def uniform(*layers):
+        return KVCacheConfig(layers=layers, max_batch_size=3, max_sequence_length=7).is_uniform
+
+    assert uniform(LAYER)
+    assert uniform(LAYER, dataclasses.replace(LAYER, k_scale=2.0))
+    assert not uniform(LAYER, dataclasses.replace(LAYER, num_kv_heads=1))
+    assert not uniform(LAYER, dataclasses.replace(LAYER, head_dim=32))
 
 
-def refuse(kind, names, *wrong, owner=None):
-    for name in names.split():
-        BAD.extend((kind, name, value, f"{(owner or kind).__name__}.{name}: expected {text}") for value, text in wrong)
+def test_numbers_come_as_plain_python_numbers():
+    layer = KVLayerConfig(num_kv_heads=np.int64(2), head_dim=np.int32(16), k_scale=np.float32(0.5), v_scale=2)
+    kv = KVCacheConfig(layers=[layer], max_batch_size=np.int8(3), max_sequence_length=np.uint16(7))
+    values = (layer.num_kv_heads, layer.head_dim, layer.k_scale, layer.v_scale, kv.max_batch_size, kv.max_sequence_length)
+    assert values == (2, 16, 0.5, 2.0, 3, 7)
+    assert [type(value) for value in values] == [int, int, float, float, int, int]
 
 
-NO_INTEGERS = [(value, f"an integer, got {value!r}.") for value in (2.0, True)]
-ABOVE_0 = [*NO_INTEGERS, (0, "at least 1, got 0.")]
-INT32 = [*NO_INTEGERS, *((value, f"an integer from 1 to 2147483647, got {value}.") for value in (0, 2**31))]
-SCALE = [(value, f"a finite float32 above 0, got {value!r}.") for value in (0, float("nan"), 1e300, 1e-60, True, "1.0")]
-DTYPE = [("float64", "one of float16, bfloat16, float32, float8_e4m3fn, int8, got 'float64'.")]
-LAYOUT = [("combined", "KVLayout.COMBINED or KVLayout.SEPARATE, got 'combined'.")]
-for kind in (KVLayerConfig, CacheConfig):
-    refuse(kind, "num_kv_heads head_dim", *ABOVE_0, owner=KVLayerConfig)
-    refuse(kind, "k_scale v_scale", *SCALE, owner=KVLayerConfig)
-for kind in (KVCacheConfig, CacheConfig):
-    refuse(kind, "max_batch_size max_sequence_length", *INT32)
-    refuse(kind, "dtype", *DTYPE)
-    refuse(kind, "layout", *LAYOUT)
-refuse(KVCacheConfig, "layers", ([], "at least one layer, got none."), (LAYER, "a sequence of KVLayerConfig, got KVLayerConfig."))
-refuse(CacheConfig, "num_attention_layers", *ABOVE_0)
-refuse(CacheConfig, "num_mamba_layers", (-1, "at least 0, got -1."))
-refuse(MambaCacheConfig, "max_batch_size", *INT32)
-refuse(MambaCacheConfig, "num_layers num_heads head_dim state_size conv_dim conv_kernel", *ABOVE_0)
-refuse(MambaCacheConfig, "recurrent_dtype conv_dtype", ("int8", "one of float16, bfloat16, float32, got 'int8'."))
-refuse(MambaCacheConfig, "ping_pong", (1, "True or False, got 1."))
-refuse(HybridCacheConfig, "layer_types", ([], "at least one layer, got none."), ("MAM", "a sequence of LayerType, got 'MAM'."))
-HYBRID = "HybridCacheConfig"
-BAD += [
-    (KVCacheConfig, "layers", [LAYER, (2, 16)], "KVCacheConfig.layers[1]: expected a KVLayerConfig, got tuple."),
-    (HybridCacheConfig, "layer_types", [*LAYER_TYPES[:2], "x"], f"{HYBRID}.layer_types[2]: expected a LayerType, got 'x'."),
-    (HybridCacheConfig, "layer_types", [*LAYER_TYPES, ATTENTION], f"{HYBRID}.kv: layer_types has 4 attention layers, kv describes 3."),
-    (HybridCacheConfig, "kv", None, f"{HYBRID}.kv: layer_types has 3 attention layers, kv describes 0."),
-    (HybridCacheConfig, "mamba", mamba_config(max_batch_size=4), f"{HYBRID}: max_batch_size differs: kv has 5, mamba has 4."),
+# B=3, S=7. Sizes by hand: see test_layout.py for one layer of (2, 16).
+NBYTES = [
+    # dtype, layout, layers (heads, head_dim), bytes of K/V, bytes of scales
+    ("float16", KVLayout.COMBINED, [(2, 16)], [2816], 0),
+    ("float16", KVLayout.SEPARATE, [(2, 16)], [3072], 0),
+    ("float16", KVLayout.SEPARATE, [(2, 16), (1, 32), (3, 8)], [3072, 3072, 2 * 1024], 0),
+    ("bfloat16", KVLayout.COMBINED, [(2, 16), (3, 8)], [2816, 2048], 0),
+    ("float32", KVLayout.COMBINED, [(2, 16)], [5376], 0),
+    ("float8_e4m3fn", KVLayout.SEPARATE, [(2, 16)], [1536], 256),
+    ("int8", KVLayout.COMBINED, [(2, 16)] * 33, [1536] * 33, 512),  # 33 * 2 * 4 = 264 -> 512
 ]
 
 
-@pytest.mark.parametrize(("kind", "name", "value", "text"), BAD)
-def test_a_field_out_of_range(kind, name, value, text):
+@pytest.mark.parametrize(("dtype", "layout", "layers", "layer_nbytes", "scales_nbytes"), NBYTES)
+def test_bytes_by_hand(dtype, layout, layers, layer_nbytes, scales_nbytes):
+    layers = [KVLayerConfig(num_kv_heads=heads, head_dim=head_dim) for heads, head_dim in layers]
+    kv = KVCacheConfig(layers=layers, max_batch_size=3, max_sequence_length=7, dtype=dtype, layout=layout)
+    assert [storage.nbytes for storage in kv.storages] == layer_nbytes
+    assert kv.scales_nbytes == scales_nbytes
+    assert kv.has_scales is (scales_nbytes > 0)
+    assert kv.nbytes == sum(layer_nbytes) + scales_nbytes
+
+
+LAYERS = st.builds(KVLayerConfig, num_kv_heads=st.integers(1, 4), head_dim=st.sampled_from([16, 32, 80]))
+
+KV_CONFIGS = st.builds(
+    KVCacheConfig,
+    layers=st.lists(LAYERS, min_size=1, max_size=4),
+    max_batch_size=st.integers(1, 5),
+    max_sequence_length=st.integers(1, 40),
+    dtype=st.sampled_from(["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"]),
+    layout=st.sampled_from(KVLayout),
+)
+
+
+@given(KV_CONFIGS)
+def test_bytes_are_what_a_manager_allocates(kv):
+    memory = HostMemory()
+    with KVCacheManager(kv, memory=memory) as cache:
+        assert memory.live_nbytes == kv.nbytes + cache.lengths.nbytes + KV_INFO * kv.num_layers
+        assert cache.nbytes == kv.nbytes == estimate_memory(kv).nbytes
+    assert memory.live_nbytes == 0
+
+
+@given(KV_CONFIGS, st.integers(1, 4))
+def test_bytes_are_what_a_linear_cache_allocates(kv, layers):
+    config = CacheConfig(
+        num_attention_layers=layers,
+        max_batch_size=kv.max_batch_size,
+        max_sequence_length=kv.max_sequence_length,
+        num_kv_heads=kv.layers[0].num_kv_heads,
+        head_dim=kv.layers[0].head_dim,
+        dtype=kv.dtype,
+        layout=kv.layout,
+        **LINEAR_STATES,
+    )
+    memory = HostMemory()
+    with LinearKVCache(config, memory=memory) as cache:
+        infos = KV_INFO * layers + STATE_INFO * 2 * 2
+        assert memory.live_nbytes == config.nbytes + cache.lengths.nbytes + infos
+        assert config.nbytes == config.kv.nbytes + config.mamba.nbytes
+        assert cache.nbytes == config.nbytes == estimate_memory(config).nbytes
+    assert memory.live_nbytes == 0
+
+
+@given(KV_CONFIGS)
+def test_a_stored_config_is_read_back(kv):
+    assert KVCacheConfig.from_dict(json.loads(json.dumps(kv.to_dict()))) == kv
+
+
+def test_the_stored_form():
+    kv = KVCacheConfig(
+        layers=[LAYER, KVLayerConfig(num_kv_heads=1, head_dim=32, k_scale=0.5, v_scale=0.25)],
+        max_batch_size=3,
+        max_sequence_length=7,
+        dtype="int8",
+        layout=KVLayout.COMBINED,
+    )
+    assert kv.to_dict() == {
+        "layers": [
+            {"num_kv_heads": 2, "head_dim": 16, "k_scale": 1.0, "v_scale": 1.0},
+            {"num_kv_heads": 1, "head_dim": 32, "k_scale": 0.5, "v_scale": 0.25},
+        ],
+        "max_batch_size": 3,
+        "max_sequence_length": 7,
+        "dtype": "int8",
+        "layout": "combined",
+    }
+
+
+def test_a_linear_config_describes_its_recurrent_layers():
+    assert CacheConfig(**LINEAR, **LINEAR_STATES).mamba == MambaCacheConfig(**MAMBA)
+
+
+def test_a_linear_config_layer_by_layer():
+    config = CacheConfig(**LINEAR, dtype="int8", k_scale=0.5, v_scale=0.25, layout=KVLayout.COMBINED)
+    assert config.num_layers == 4
+    assert config.kv == KVCacheConfig(
+        layers=[KVLayerConfig(num_kv_heads=2, head_dim=16, k_scale=0.5, v_scale=0.25)] * 4,
+        max_batch_size=3,
+        max_sequence_length=7,
+        dtype="int8",
+        layout=KVLayout.COMBINED,
+    )
+    assert config.nbytes == 4 * 1536 + 256
+
+
+def _integers(name, high):
+    low = "at least 1" if high is None else f"an integer from 1 to {high}"
+    wrong = [(0, f"{low}, got 0"), (-1, f"{low}, got -1"), (2.0, "an integer, got 2.0"), (True, "an integer, got True")]
+    wrong += [("2", "an integer, got '2'"), (None, "an integer, got None")]
+    wrong += [] if high is None else [(high + 1, f"{low}, got {high + 1}")]
+    return [(value, f"{name}: expected {text}.") for value, text in wrong]
+
+
+def _scales(name):
+    wrong = [0, 0.0, -1.0, float("nan"), float("inf"), 1e300, 10**400, 1e-60, True, "1.0", None]
+    return [(value, f"{name}: expected a finite float32 above 0, got {value!r}.") for value in wrong]
+
+
+DTYPES = [
+    (value, f"dtype: expected one of float16, bfloat16, float32, float8_e4m3fn, int8, got {value!r}.")
+    for value in ("float64", "int32", "", None, np.float16)
+]
+
+LAYOUTS = [
+    (value, f"layout: expected KVLayout.COMBINED or KVLayout.SEPARATE, got {value!r}.") for value in ("combined", "SEPARATE", None, 0)
+]
+
+BAD = [
+    *[(KVLayerConfig, dataclasses.asdict(LAYER), "num_kv_heads", *bad) for bad in _integers("KVLayerConfig.num_kv_heads", None)],
+    *[(KVLayerConfig, dataclasses.asdict(LAYER), "head_dim", *bad) for bad in _integers("KVLayerConfig.head_dim", None)],
+    *[(KVLayerConfig, dataclasses.asdict(LAYER), "k_scale", *bad) for bad in _scales("KVLayerConfig.k_scale")],
+    *[(KVLayerConfig, dataclasses.asdict(LAYER), "v_scale", *bad) for bad in _scales("KVLayerConfig.v_scale")],
+    *[(KVCacheConfig, KV, "max_batch_size", *bad) for bad in _integers("KVCacheConfig.max_batch_size", INT32_MAX)],
+    *[(KVCacheConfig, KV, "max_sequence_length", *bad) for bad in _integers("KVCacheConfig.max_sequence_length", INT32_MAX)],
+    *[(KVCacheConfig, KV, "dtype", value, f"KVCacheConfig.{text}") for value, text in DTYPES],
+    *[(KVCacheConfig, KV, "layout", value, f"KVCacheConfig.{text}") for value, text in LAYOUTS],
+    (KVCacheConfig, KV, "layers", [], "KVCacheConfig.layers: expected at least one layer, got none."),
+    (KVCacheConfig, KV, "layers", LAYER, "KVCacheConfig.layers: expected a sequence of KVLayerConfig, got KVLayerConfig."),
+    (KVCacheConfig, KV, "layers", "ab", "KVCacheConfig.layers: expected a sequence of KVLayerConfig, got str."),
+    (KVCacheConfig, KV, "layers", 3, "KVCacheConfig.layers: expected a sequence of KVLayerConfig, got 3."),
+    (KVCacheConfig, KV, "layers", [LAYER, (2, 16)], "KVCacheConfig.layers[1]: expected a KVLayerConfig, got tuple."),
+    *[(CacheConfig, LINEAR, "num_attention_layers", *bad) for bad in _integers("CacheConfig.num_attention_layers", None)],
+    *[(CacheConfig, LINEAR, "max_batch_size", *bad) for bad in _integers("CacheConfig.max_batch_size", INT32_MAX)],
+    *[(CacheConfig, LINEAR, "max_sequence_length", *bad) for bad in _integers("CacheConfig.max_sequence_length", INT32_MAX)],
+    *[(CacheConfig, LINEAR, "num_kv_heads", *bad) for bad in _integers("KVLayerConfig.num_kv_heads", None)],
+    *[(CacheConfig, LINEAR, "head_dim", *bad) for bad in _integers("KVLayerConfig.head_dim", None)],
+    *[(CacheConfig, LINEAR, "k_scale", *bad) for bad in _scales("KVLayerConfig.k_scale")],
+    *[(CacheConfig, LINEAR, "v_scale", *bad) for bad in _scales("KVLayerConfig.v_scale")],
+    *[(CacheConfig, LINEAR, "dtype", value, f"CacheConfig.{text}") for value, text in DTYPES],
+    *[(CacheConfig, LINEAR, "layout", value, f"CacheConfig.{text}") for value, text in LAYOUTS],
+    (CacheConfig, LINEAR, "num_mamba_layers", -1, "CacheConfig.num_mamba_layers: expected at least 0, got -1."),
+    (CacheConfig, LINEAR, "num_mamba_layers", 1.0, "CacheConfig.num_mamba_layers: expected an integer, got 1.0."),
+    (CacheConfig, LINEAR, "num_mamba_layers", 2, "MambaCacheConfig.num_heads: expected at least 1, got 0."),
+    (CacheConfig, {**LINEAR, **LINEAR_STATES}, "conv_kernel", 0, "MambaCacheConfig.conv_kernel: expected at least 1, got 0."),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields", "name", "value", "text"), BAD, ids=[f"{b[0].__name__}.{b[2]}={b[3]!r:.12}" for b in BAD])
+def test_a_field_out_of_range(kind, fields, name, value, text):
     with pytest.raises(ConfigError) as caught:
-        dataclasses.replace(GOOD[kind], **{name: value})
+        kind(**{**fields, name: value})
     assert str(caught.value) == text
 
 
-@pytest.mark.parametrize(("dtype", "head_dim", "row"), [("float16", 12, 24), ("float32", 7, 28), ("float8_e4m3fn", 24, 24)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "row"),
+    [("float16", 12, 24), ("bfloat16", 4, 8), ("float32", 2, 8), ("float32", 7, 28), ("int8", 8, 8), ("float8_e4m3fn", 24, 24)],
+)
 def test_a_row_is_a_multiple_of_16_bytes(dtype, head_dim, row):
+    text = f"layer {{}} has rows of {row} bytes (head_dim {head_dim} in {dtype}); expected a multiple of 16 bytes."
     with pytest.raises(ConfigError) as caught:
-        kv_config([(2, 16), (1, head_dim)], dtype=dtype)
-    text = f"KVCacheConfig: layer 1 has rows of {row} bytes (head_dim {head_dim} in {dtype}); expected a multiple of 16 bytes."
-    assert str(caught.value) == text
+        KVCacheConfig(**{**KV, "layers": [LAYER, KVLayerConfig(num_kv_heads=1, head_dim=head_dim)]}, dtype=dtype)
+    assert str(caught.value) == "KVCacheConfig: " + text.format(1)
+    with pytest.raises(ConfigError) as caught:
+        CacheConfig(**{**LINEAR, "head_dim": head_dim}, dtype=dtype)
+    assert str(caught.value) == "CacheConfig: " + text.format(0)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"), [("float16", 8), ("bfloat16", 24), ("float32", 4), ("float32", 12), ("int8", 16), ("float8_e4m3fn", 48)]
+)
+def test_the_smallest_rows_are_served(dtype, head_dim):
+    assert KVCacheConfig(**{**KV, "layers": [KVLayerConfig(num_kv_heads=1, head_dim=head_dim)]}, dtype=dtype).num_layers == 1
+
+
+STORED = KVCacheConfig(**KV).to_dict()
+
+BAD_STORED = [
+    ({key: value for key, value in STORED.items() if key != "layers"}, "a missing or unknown field ('layers')"),
+    ({key: value for key, value in STORED.items() if key != "max_batch_size"}, "a missing or unknown field"),
+    ({**STORED, "sliding_window": 4}, "sliding_window"),
+    ({**STORED, "layers": [{"num_kv_heads": 2}]}, "head_dim"),
+    ({**STORED, "layers": [{**STORED["layers"][0], "rank": 4}]}, "rank"),
+    ({**STORED, "layers": [3]}, "a missing or unknown field"),
+    ({**STORED, "layers": 3}, "a missing or unknown field"),
+    ({**STORED, "layout": "paged"}, "'paged' is not a valid KVLayout"),
+    ({**STORED, "max_batch_size": 0}, "KVCacheConfig.max_batch_size: expected an integer from 1 to 2147483647, got 0."),
+    ([], "a missing or unknown field"),
+    (None, "a missing or unknown field"),
+    ([1, 2], "KVCacheConfig"),
+    (["ab"], "KVCacheConfig"),
+]
+
+
+@pytest.mark.parametrize(("data", "text"), BAD_STORED, ids=range(len(BAD_STORED)))
+def test_a_stored_config_that_is_damaged(data, text):
+    with pytest.raises(ConfigError) as caught:
+        KVCacheConfig.from_dict(data)
+    assert text in str(caught.value)
+    assert str(caught.value).startswith("KVCacheConfig")

@@ -1,20 +1,43 @@
+"""Bytes of a cache before it is allocated, and the inverse questions."""
+
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from tests.helpers.cache_cases import ATTENTION, MAMBA, kv_config, linear_config, mamba_config
-from trt_kvcache import HybridCacheConfig, KVCacheConfig, KVLayerConfig, KVLayout, estimate_memory, largest_batch, longest_sequence
+from trt_kvcache import (
+    CacheConfig,
+    HybridCacheConfig,
+    KVCacheConfig,
+    KVLayerConfig,
+    KVLayout,
+    LayerType,
+    MambaCacheConfig,
+    estimate_memory,
+    largest_batch,
+    longest_sequence,
+)
 from trt_kvcache.errors import CapacityError, RangeError
 
-GIB, INT32_MAX = 2**30, 2147483647
-LLAMA_7B = kv_config([(32, 128)] * 32, max_batch_size=4, max_sequence_length=2048)
-MIXED = kv_config([(2, 16), (1, 48)], max_batch_size=3, dtype="int8")
-STATES = mamba_config(num_layers=3, max_batch_size=3, conv_kernel=4)
-HYBRID = HybridCacheConfig(layer_types=[ATTENTION] * 2 + [MAMBA] * 3, kv=MIXED, mamba=STATES)
-STATES_ALONE = HybridCacheConfig(layer_types=[MAMBA] * 3, mamba=STATES)
-LINEAR = linear_config(num_attention_layers=5, num_mamba_layers=0, max_batch_size=3)
+GIB = 2**30
+
+LLAMA_7B = KVCacheConfig(
+    layers=[KVLayerConfig(num_kv_heads=32, head_dim=128)] * 32, max_batch_size=4, max_sequence_length=2048, dtype="float16"
+)
+
+MIXED = KVCacheConfig(
+    layers=[KVLayerConfig(num_kv_heads=2, head_dim=16), KVLayerConfig(num_kv_heads=1, head_dim=48)],
+    max_batch_size=3,
+    max_sequence_length=7,
+    dtype="int8",
+)
+
+MAMBA = MambaCacheConfig(
+    num_layers=3, max_batch_size=3, num_heads=2, head_dim=3, state_size=5, conv_dim=7, conv_kernel=4, conv_dtype="float16"
+)
+
+HYBRID = HybridCacheConfig(layer_types=[LayerType.ATTENTION] * 2 + [LayerType.MAMBA] * 3, kv=MIXED, mamba=MAMBA)
+LINEAR = CacheConfig(num_attention_layers=5, max_batch_size=3, max_sequence_length=7, num_kv_heads=2, head_dim=16, dtype="float16")
 
 
 def test_llama_7b_takes_one_gib_a_sequence():
@@ -37,64 +60,136 @@ def test_padding_and_scales_count_in_the_total_and_not_in_a_sequence():
     assert estimate.nbytes == 1536 + 2048 + 256 == MIXED.nbytes
 
 
-def test_states_and_a_linear_cache():
+def test_a_linear_cache():
+    estimate = estimate_memory(LINEAR)
+    assert estimate.bytes_per_layer == (3072,) * 5
+    assert (estimate.bytes_per_token, estimate.bytes_per_sequence, estimate.nbytes) == (5 * 128, 5 * 128 * 7, 5 * 3072)
+
+
+def test_states():
     # A slot of a layer: 30 floats and 28 halves, 176 bytes; a layer: 360 -> 512 and 168 -> 256 bytes.
-    estimate = estimate_memory(STATES)
+    estimate = estimate_memory(MAMBA)
+    assert (estimate.bytes_per_token, estimate.bytes_per_layer, estimate.scales_nbytes) == (0, (), 0)
     assert (estimate.bytes_per_sequence, estimate.states_nbytes, estimate.nbytes) == (3 * 176, 3 * 768, 3 * 768)
-    assert estimate_memory(replace(STATES, ping_pong=True)).nbytes == 2 * 3 * 768
+    assert estimate_memory(replace(MAMBA, ping_pong=True)).nbytes == 2 * 3 * 768
     hybrid, kv = estimate_memory(HYBRID), estimate_memory(MIXED)
+    assert (hybrid.bytes_per_token, hybrid.bytes_per_layer, hybrid.scales_nbytes) == (kv.bytes_per_token, kv.bytes_per_layer, 256)
     assert hybrid.bytes_per_sequence == kv.bytes_per_sequence + 3 * 176
     assert (hybrid.states_nbytes, hybrid.nbytes) == (3 * 768, kv.nbytes + 3 * 768)
-    assert estimate_memory(LINEAR).bytes_per_layer == (3072,) * 5
+    linear = replace(
+        LINEAR, num_mamba_layers=3, mamba_num_heads=2, mamba_head_dim=3, ssm_state_size=5, conv_dim=7, conv_kernel=4, ping_pong=True
+    )
+    assert (estimate_memory(linear).nbytes, estimate_memory(linear).states_nbytes) == (5 * 3072 + 6 * 768, 6 * 768)
 
 
 def test_the_inverses_of_states_by_hand():
-    assert largest_batch(STATES, 3 * 768) == 4  # 4 * 120 = 480 bytes, 4 * 56 = 224 bytes
-    assert largest_batch(STATES, 3 * (768 + 512)) == 6
-    assert longest_sequence(STATES, 3 * 768) == longest_sequence(STATES_ALONE, 3 * 768) == INT32_MAX  # states do not grow
-    assert longest_sequence(HYBRID, 3 * 768 + MIXED.nbytes) == longest_sequence(MIXED, MIXED.nbytes)
-    assert largest_batch(HYBRID, 3 * 768 + MIXED.nbytes) == 3
-
-
-COMMON = {"max_batch_size": st.integers(1, 9), "max_sequence_length": st.integers(1, 300), "layout": st.sampled_from(KVLayout)}
-HEADS = {"num_kv_heads": st.integers(1, 8), "head_dim": st.sampled_from([16, 32, 80])}
-LAYERS = st.lists(st.builds(KVLayerConfig, **HEADS), min_size=1, max_size=3)
-CONFIGS = st.builds(KVCacheConfig, layers=LAYERS, dtype=st.sampled_from(["float16", "float32", "int8"]), **COMMON)
-INVERSES = pytest.mark.parametrize(("inverse", "field"), [(longest_sequence, "max_sequence_length"), (largest_batch, "max_batch_size")])
-
-
-@INVERSES
-@given(config=CONFIGS, budget=st.one_of(st.integers(0, 1 << 14), st.integers(0, 1 << 40)))
-def test_what_an_inverse_says_fits_and_one_more_does_not(inverse, field, config, budget):
-    assert inverse(config, config.nbytes) >= getattr(config, field)
-    if replace(config, **{field: 1}).nbytes > budget:
-        with pytest.raises(CapacityError):
-            inverse(config, budget)
-        return
-    most = inverse(config, budget)
-    assert replace(config, **{field: most}).nbytes <= budget
-    assert most == INT32_MAX or replace(config, **{field: most + 1}).nbytes > budget
-
-
-def test_a_budget_below_zero():
-    with pytest.raises(RangeError, match=r"^nbytes: expected at least 0, got -1\.$"):
-        largest_batch(LINEAR, -1)
-
-
-TOKEN = "do not hold one token for each of 3 slots. Lower max_batch_size."
-SLOT = "do not hold one slot of 7 tokens. Lower max_sequence_length."
-
-
-@pytest.mark.parametrize(
-    ("inverse", "config", "nbytes", "text"),
-    [
-        (longest_sequence, LINEAR, 100, TOKEN),
-        (longest_sequence, STATES, 3 * 768 - 1, TOKEN),
-        (largest_batch, LINEAR, 0, SLOT),
-        (largest_batch, STATES, 100, "do not hold the states of one slot."),
-    ],
-)
-def test_a_budget_that_holds_nothing(inverse, config, nbytes, text):
+    assert largest_batch(MAMBA, 3 * 768) == 4  # 4 * 120 = 480 bytes, 4 * 56 = 224 bytes
+    assert largest_batch(MAMBA, 3 * (768 + 256)) == 4  # 5 * 120 -> 768, 5 * 56 -> 512
+    assert largest_batch(MAMBA, 3 * (768 + 512)) == 6
+    assert longest_sequence(MAMBA, 3 * 768) == 2147483647  # states do not grow with the sequence
+    alone = HybridCacheConfig(layer_types=[LayerType.MAMBA] * 3, mamba=MAMBA)
+    assert (longest_sequence(alone, 3 * 768), largest_batch(alone, 3 * 768)) == (2147483647, 4)
+    budget = 3 * 768 + MIXED.nbytes
+    assert longest_sequence(HYBRID, budget) == longest_sequence(MIXED, MIXED.nbytes)
+    assert largest_batch(HYBRID, budget) == 3
+    for config in (MAMBA, alone):
+        with pytest.raises(CapacityError) as caught:
+            longest_sequence(config, 3 * 768 - 1)
+        assert str(caught.value) == "2303 bytes do not hold one token for each of 3 slots. Lower max_batch_size."
+        with pytest.raises(CapacityError) as caught:
+            largest_batch(config, 100)
+        assert str(caught.value) == "100 bytes do not hold the states of one slot."
     with pytest.raises(CapacityError) as caught:
-        inverse(config, nbytes)
-    assert str(caught.value) == f"{nbytes} bytes {text}"
+        largest_batch(HYBRID, 100)
+    assert str(caught.value) == "100 bytes do not hold one slot of 7 tokens. Lower max_sequence_length."
+
+
+def test_the_inverses_by_hand():
+    # One int8 layer of one row of 16 bytes a token: 2 * align_up(B * 16 * S) + 256 bytes of scales.
+    kv = KVCacheConfig(layers=[KVLayerConfig(num_kv_heads=1, head_dim=16)], max_batch_size=2, max_sequence_length=4, dtype="int8")
+    assert longest_sequence(kv, 768) == 8
+    assert longest_sequence(kv, 1279) == 8
+    assert longest_sequence(kv, 1280) == 16
+    assert largest_batch(kv, 768) == 4
+    assert largest_batch(kv, 1280) == 8
+
+
+CONFIGS = st.one_of(
+    st.builds(
+        KVCacheConfig,
+        layers=st.lists(
+            st.builds(KVLayerConfig, num_kv_heads=st.integers(1, 8), head_dim=st.sampled_from([16, 32, 80])), min_size=1, max_size=3
+        ),
+        max_batch_size=st.integers(1, 9),
+        max_sequence_length=st.integers(1, 300),
+        dtype=st.sampled_from(["float16", "float32", "int8"]),
+        layout=st.sampled_from(KVLayout),
+    ),
+    st.builds(
+        CacheConfig,
+        num_attention_layers=st.integers(1, 40),
+        max_batch_size=st.integers(1, 9),
+        max_sequence_length=st.integers(1, 300),
+        num_kv_heads=st.integers(1, 8),
+        head_dim=st.sampled_from([16, 32, 80]),
+        dtype=st.sampled_from(["bfloat16", "float8_e4m3fn"]),
+        layout=st.sampled_from(KVLayout),
+    ),
+)
+
+BUDGETS = st.one_of(st.integers(0, 1 << 14), st.integers(0, 1 << 40))
+
+
+@given(CONFIGS, BUDGETS)
+def test_the_longest_sequence_fits_and_one_token_more_does_not(config, budget):
+    if replace(config, max_sequence_length=1).nbytes > budget:
+        with pytest.raises(CapacityError):
+            longest_sequence(config, budget)
+        return
+    length = longest_sequence(config, budget)
+    assert replace(config, max_sequence_length=length).nbytes <= budget
+    if length < 2**31 - 1:
+        assert replace(config, max_sequence_length=length + 1).nbytes > budget
+
+
+@given(CONFIGS, BUDGETS)
+def test_the_largest_batch_fits_and_one_slot_more_does_not(config, budget):
+    if replace(config, max_batch_size=1).nbytes > budget:
+        with pytest.raises(CapacityError):
+            largest_batch(config, budget)
+        return
+    batch = largest_batch(config, budget)
+    assert replace(config, max_batch_size=batch).nbytes <= budget
+    if batch < 2**31 - 1:
+        assert replace(config, max_batch_size=batch + 1).nbytes > budget
+
+
+@given(CONFIGS)
+def test_the_bytes_of_a_config_hold_at_least_that_config(config):
+    assert longest_sequence(config, config.nbytes) >= config.max_sequence_length
+    assert largest_batch(config, config.nbytes) >= config.max_batch_size
+
+
+def test_a_budget_beyond_all_lengths_ends_at_int32():
+    assert longest_sequence(LINEAR, 1 << 80) == 2147483647
+    assert largest_batch(LINEAR, 1 << 80) == 2147483647
+
+
+def test_a_budget_that_holds_nothing():
+    with pytest.raises(CapacityError) as caught:
+        longest_sequence(LINEAR, 100)
+    assert str(caught.value) == "100 bytes do not hold one token for each of 3 slots. Lower max_batch_size."
+    with pytest.raises(CapacityError) as caught:
+        largest_batch(LINEAR, 0)
+    assert str(caught.value) == "0 bytes do not hold one slot of 7 tokens. Lower max_sequence_length."
+
+
+@pytest.mark.parametrize("function", [longest_sequence, largest_batch])
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [(-1, "expected at least 0, got -1"), (1e9, "expected an integer, got 1000000000.0"), ("8GiB", "expected an integer, got '8GiB'")],
+)
+def test_a_budget_is_a_number_of_bytes(function, nbytes, text):
+    with pytest.raises(RangeError) as caught:
+        function(LINEAR, nbytes)
+    assert str(caught.value) == f"nbytes: {text}."

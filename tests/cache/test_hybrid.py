@@ -1,51 +1,125 @@
-"""``HybridCacheManager``: routing, shared slots, groups by head dim. Moves of bytes are in test_compaction, _capture, _mamba."""
+"""``HybridCacheManager``: routing, shared slots, groups by head dim, one kind of layer alone."""
 
+import numpy as np
 import pytest
 
 from tests.helpers.cache_cases import (
+    ATTENTION,
     HEADS,
     LAYER_TYPES,
+    MAMBA,
     Image,
     Unchanged,
     fill_all,
     hybrid_config,
     kv_config,
     make_cache,
-    rows_of,
-    states_of,
+    mamba_config,
 )
-from trt_kvcache import HybridCacheManager, KVLayout
-from trt_kvcache.errors import ClosedError, ConfigError, ShapeError, SlotError
+from trt_kvcache import (
+    HybridCacheConfig,
+    HybridCacheManager,
+    KVCacheConfig,
+    KVHeadDimGroup,
+    KVLayerConfig,
+    KVLayout,
+    LayerType,
+    MambaCacheConfig,
+    estimate_memory,
+)
+from trt_kvcache.errors import ClosedError, ConfigError, LayerIndexError, PlaceError, RangeError, ShapeError, SlotError
+from trt_kvcache.kernels import KVLayerInfos, save_kv_cache_batched
+
+
+def test_how_it_looks(memory):
+    stream = memory.create_stream()
+    kv = KVCacheConfig(
+        layers=[KVLayerConfig(num_kv_heads=2, head_dim=64), KVLayerConfig(num_kv_heads=1, head_dim=128)],
+        max_batch_size=4,
+        max_sequence_length=256,
+        dtype="float16",
+        layout=KVLayout.COMBINED,
+    )
+    mamba = MambaCacheConfig(
+        num_layers=1,
+        max_batch_size=4,
+        num_heads=8,
+        head_dim=16,
+        state_size=32,
+        conv_dim=64,
+        conv_kernel=4,
+        recurrent_dtype="float32",
+        conv_dtype="float16",
+    )
+    cache = HybridCacheManager(
+        HybridCacheConfig(layer_types=[LayerType.ATTENTION, LayerType.MAMBA, LayerType.ATTENTION], kv=kv, mamba=mamba), memory=memory
+    )
+    cache.reset_for_new_sequences([0, 5, 0], stream=stream)
+    view = cache.get_combined_kv_cache(2)
+    assert (view.shape, view.is_contiguous) == ((4, 2, 1, 256, 128), True)
+    assert cache.get_recurrent_state(1).shape == (4, 8, 16, 32)
+    cache.commit_sequence_length(7, stream=stream)
+    cache.compact_batch([0, -1, 1], 3, 2, stream=stream)
+    assert cache.kv_cache_lengths.numpy().tolist() == [7, 7]
+    assert cache.host_kv_cache_lengths == (7, 7)
+    saved = cache.capture_kv_cache(0, 7, stream=stream)
+    cache.restore_kv_cache(saved, 1, stream=stream)
+    lengths = memory.to_device(np.array([3, 1], np.int32), stream=stream)
+    cache.commit_sequence_length(lengths, max_increment=3, stream=stream)
+    cache.set_active_batch_size(1, stream=stream)
+    cache.clear_slot(0, stream=stream)
+    assert estimate_memory(cache.config).nbytes == cache.config.nbytes == cache.nbytes == kv.nbytes + mamba.nbytes
+    cache.close()
 
 
 def test_what_it_says_about_itself(memory):
     config = hybrid_config()
+    before = memory.live_nbytes
     with HybridCacheManager(config, memory=memory) as cache:
-        assert (cache.config, cache.kv_config, cache.layer_types) == (config, config.kv, tuple(LAYER_TYPES))
+        assert cache.config is config
+        assert (cache.kv_config, cache.layer_types) == (config.kv, tuple(LAYER_TYPES))
         assert (cache.num_layers, cache.num_recurrent_layers, cache.max_batch_size, cache.memory) == (5, 2, 5, memory)
         assert (cache.lengths.max_batch_size, cache.lengths.max_sequence_length) == (5, 7)
         assert cache.kv_cache_manager.lengths is cache.mamba_cache_manager.lengths is cache.lengths
+        infos = 3 * 5 * 8 + 2 * 2 * 3 * 8  # for the kernels: layers, words, bytes (and kinds)
+        assert memory.live_nbytes - before == cache.nbytes + cache.lengths.nbytes + infos
         assert (cache.active_batch_size, cache.host_kv_cache_lengths, cache.kv_cache_all_empty, cache.parity) == (0, (), True, 0)
-        parts = cache.kv_cache_manager, cache.mamba_cache_manager
-        tensors = [*rows_of(cache), *states_of(cache), cache.lengths.tensor]
-    cache.close()
-    assert [memory.live_nbytes, parts[0].closed, parts[1].closed] == [0, True, True]
-    for tensor in tensors:
-        with pytest.raises(ClosedError):
-            _ = tensor.ptr
+    assert memory.live_nbytes == before
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
 def test_layers_are_routed_by_their_absolute_index(memory, ping_pong):
     with make_cache("hybrid", memory, ping_pong=ping_pong) as cache:
         kv, mamba = cache.kv_cache_manager, cache.mamba_cache_manager
+        assert LAYER_TYPES == [MAMBA, ATTENTION, ATTENTION, MAMBA, ATTENTION]
         for layer, inner in ((1, 0), (2, 1), (4, 2)):
             assert cache.get_combined_kv_cache(layer).ptr == kv.get_combined_kv_cache(inner).ptr
             assert cache.get_combined_kv_cache(layer).shape == (5, 2, HEADS[inner][0], 7, HEADS[inner][1])
-        for name in ("get_recurrent_state", "get_conv_state", "get_next_recurrent_state", "get_next_conv_state"):
-            assert [getattr(cache, name)(layer).ptr for layer in (0, 3)] == [getattr(mamba, name)(inner).ptr for inner in (0, 1)]
+            assert [view.ptr for view in cache.get_separate_kv_cache(layer)] == [view.ptr for view in kv.get_separate_kv_cache(inner)]
+            assert cache.get_layer_config(layer) == kv.get_layer_config(inner)
+        for layer, inner in ((0, 0), (3, 1)):
+            for name in ("get_recurrent_state", "get_conv_state", "get_next_recurrent_state", "get_next_conv_state"):
+                assert getattr(cache, name)(layer).ptr == getattr(mamba, name)(inner).ptr
         cache.swap()
         assert (cache.parity, mamba.parity) == ((1, 1) if ping_pong else (0, 0))
+
+
+ATTENTION_GETTERS = ["get_combined_kv_cache", "get_separate_kv_cache", "get_layer_config"]
+MAMBA_GETTERS = ["get_recurrent_state", "get_conv_state", "get_next_recurrent_state", "get_next_conv_state"]
+
+
+@pytest.mark.parametrize("name", ATTENTION_GETTERS + MAMBA_GETTERS)
+def test_a_layer_of_another_kind_or_out_of_range(memory, name):
+    wanted, other = ("attention", "mamba") if name in ATTENTION_GETTERS else ("mamba", "attention")
+    wrong = {index: f"expected a layer of kind {wanted}, got {other}." for index, kind in enumerate(LAYER_TYPES) if kind.value == other}
+    wrong |= dict.fromkeys((5, -1), "expected 0 <= layer_idx < 5. Indices never wrap.")
+    with make_cache("hybrid", memory) as cache:
+        for index, text in wrong.items():
+            with pytest.raises(LayerIndexError) as caught:
+                getattr(cache, name)(index)
+            assert str(caught.value) == f"layer_idx {index}: {text}"
+        with pytest.raises(LayerIndexError, match=r"^layer_idx: expected an integer, got 1\.0\.$"):
+            getattr(cache, name)(1.0)
 
 
 @pytest.mark.parametrize("asked", ["kv_cache_manager", "mamba_cache_manager", "lengths"])
@@ -56,75 +130,138 @@ def test_slots_are_one_whichever_manager_is_asked(memory, stream, asked):
         compact = inner.compact if asked == "lengths" else inner.compact_batch
         fill_all(cache, stream)
         expected = Image(cache)
-
-        reset([3, 0, 2], stream=stream)
         expected.zero_states(1)
+        reset([3, 0, 2], stream=stream)
         expected.check(cache)
-        compact([-1, 1, 0], 3, 2, stream=stream)
         expected.compact([-1, 1, 0], [3, 0, 2])
+        compact([-1, 1, 0], 3, 2, stream=stream)
         expected.check(cache)
-        inner.clear_slot(0, stream=stream)
         expected.zero_states(0)
+        inner.clear_slot(0, stream=stream)
         expected.check(cache)
-        inner.set_active_batch_size(4, stream=stream)
         expected.zero_states(2, 3)
+        inner.set_active_batch_size(4, stream=stream)
         expected.check(cache)
-        with Unchanged(cache), pytest.raises(ConfigError, match=r"^rewind: recurrent states cannot go back"):
+        with Unchanged(cache), pytest.raises(ConfigError, match="cannot go back"):
             inner.rewind(1, 0, stream=stream)
         assert cache.host_kv_cache_lengths == (0, 0, 0, 0)
 
 
-def test_groups_are_one_for_each_head_dim_and_what_kernels_take(memory, stream):
-    with make_cache("hybrid", memory, layout=KVLayout.COMBINED) as cache:
-        fill_all(cache, stream)
-        groups = cache.kv_head_dim_groups
-        assert [(g.head_dim, g.num_layers, g.max_kv_heads, g.attn_layer_indices) for g in groups] == [(16, 2, 3, (0, 2)), (48, 1, 1, (1,))]
-        for group in groups:
-            layers = [cache.get_combined_kv_cache([1, 2, 4][index]) for index in group.attn_layer_indices]
-            array = group.device_layer_infos
-            assert (array.memory, array.shape, array.dtype) == (memory, (group.num_layers, 5), "int64")
-            assert [info.data for info in group.layer_infos.host] == array.numpy()[:, 0].tolist() == [layer.ptr for layer in layers]
-            assert [info.num_kv_heads for info in group.layer_infos.host] == [layer.shape[2] for layer in layers]
-        assert [group.layer_infos for group in cache.kv_cache_manager.kv_head_dim_groups] == [group.layer_infos for group in groups]
-    with pytest.raises(ClosedError):
-        _ = groups[0].device_layer_infos
+class TestGroups:
+    def test_one_for_each_head_dim(self, memory):
+        with make_cache("hybrid", memory) as cache:
+            groups = cache.kv_head_dim_groups
+            assert all(isinstance(group, KVHeadDimGroup) for group in groups)
+            assert [(g.head_dim, g.num_layers, g.max_kv_heads, g.attn_layer_indices) for g in groups] == [
+                (16, 2, 3, (0, 2)),
+                (48, 1, 1, (1,)),
+            ]
+            for group in groups:
+                layers = [cache.get_combined_kv_cache([1, 2, 4][index]) for index in group.attn_layer_indices]
+                array = group.device_layer_infos
+                assert (array.memory, array.shape, array.dtype) == (memory, (group.num_layers, 5), "int64")
+                assert [info.data for info in group.layer_infos.host] == array.numpy()[:, 0].tolist() == [layer.ptr for layer in layers]
+                assert [info.num_kv_heads for info in group.layer_infos.host] == [layer.shape[2] for layer in layers]
+            assert [group.device_layer_infos.ptr for group in cache.kv_cache_manager.kv_head_dim_groups] == [
+                group.device_layer_infos.ptr for group in groups
+            ]
+        with pytest.raises(ClosedError):
+            _ = cache.kv_head_dim_groups
+        with pytest.raises(ClosedError):
+            _ = groups[0].device_layer_infos
+
+    def test_one_for_a_uniform_model(self, memory):
+        kv = kv_config([(2, 16)] * 3)
+        for cache in (
+            HybridCacheManager(HybridCacheConfig(layer_types=LAYER_TYPES, kv=kv, mamba=mamba_config()), memory=memory),
+            make_cache("linear", memory),
+        ):
+            with cache:
+                (group,) = cache.kv_head_dim_groups
+                assert (group.head_dim, group.max_kv_heads, group.num_layers) == (16, 2, len(group.attn_layer_indices))
+
+    def test_a_kernel_takes_one(self, memory, stream):
+        with make_cache("hybrid", memory, layout=KVLayout.COMBINED) as cache:
+            fill_all(cache, stream)
+            group = cache.kv_head_dim_groups[0]
+            saved = [memory.to_device(np.zeros((2, h, 3, 16), np.float16), stream=stream) for h in (2, 3)]
+            save_kv_cache_batched(group.layer_infos, KVLayerInfos(saved, stream=stream), 4, 3, stream=stream)
+            for tensor, layer in zip(saved, (1, 4), strict=True):
+                expected = cache.get_combined_kv_cache(layer).numpy()[4, :, :, :3]
+                assert tensor.numpy().tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
-NO_TENSOR = "saved: expected no tensor, as there is no"
+class TestOneKindOfLayer:
+    def test_attention_alone(self, memory, stream):
+        config = HybridCacheConfig(layer_types=[ATTENTION] * 3, kv=kv_config())
+        with HybridCacheManager(config, memory=memory) as cache:
+            assert (cache.mamba_cache_manager, cache.num_recurrent_layers, cache.parity) == (None, 0, 0)
+            assert config.nbytes == cache.nbytes == kv_config().nbytes
+            cache.reset_for_new_sequences([3, 5], stream=stream)
+            with Unchanged(cache):
+                cache.swap()
+                cache.copy_back(0, 2, stream=stream)
+                cache.clear_mamba_states(stream=stream)
+                assert cache.capture_recurrent_states(0, stream=stream) == cache.capture_conv_states(0, stream=stream) == []
+                cache.restore_recurrent_states([], 0, stream=stream)
+                cache.restore_conv_states((), 0, stream=stream)
+                tensor = memory.to_device(np.zeros((2, 3, 5), np.float32), stream=stream)
+                with pytest.raises(ShapeError, match=r"^saved: expected no tensor, as there is no recurrent layer, got 1\.$"):
+                    cache.restore_conv_states([tensor], 0, stream=stream)
+                del tensor
+                with pytest.raises(SlotError):
+                    cache.capture_conv_states(5, stream=stream)
+                with pytest.raises(PlaceError):
+                    cache.clear_mamba_states(stream=None)
+            cache.rewind(1, 2, stream=stream)
+            assert cache.host_kv_cache_lengths == (3, 2)
+            with pytest.raises(LayerIndexError, match=r"^layer_idx 0: expected a layer of kind mamba, got attention\.$"):
+                cache.get_recurrent_state(0)
+
+    def test_mamba_alone(self, memory, stream):
+        config = HybridCacheConfig(layer_types=[MAMBA] * 2, mamba=mamba_config())
+        with HybridCacheManager(config, memory=memory) as cache:
+            assert (cache.kv_cache_manager, cache.kv_config, cache.kv_head_dim_groups) == (None, None, ())
+            assert cache.lengths.max_sequence_length == 2**31 - 1
+            cache.reset_for_new_sequences([3, 0], stream=stream)
+            fill_all(cache, stream)
+            expected = Image(cache)
+            expected.compact([1, 0], [3, 0])
+            cache.compact_batch([1, 0], 2, 2, stream=stream)
+            expected.check(cache)
+            with Unchanged(cache):
+                assert cache.capture_kv_cache(0, 3, stream=stream) == []
+                cache.restore_kv_cache([], 0, stream=stream)
+                tensor = memory.to_device(np.zeros((2, 2, 3, 16), np.float16), stream=stream)
+                with pytest.raises(ShapeError, match=r"^saved: expected no tensor, as there is no attention layer, got 1\.$"):
+                    cache.restore_kv_cache([tensor], 0, stream=stream)
+                del tensor
+                for call, error in (
+                    (lambda: cache.restore_kv_cache([], 5, stream=stream), SlotError),
+                    (lambda: cache.capture_kv_cache(-1, 3, stream=stream), SlotError),
+                    (lambda: cache.capture_kv_cache(0, -1, stream=stream), RangeError),
+                    (lambda: cache.capture_kv_cache(0, 3, stream=None), PlaceError),
+                    (lambda: cache.restore_kv_cache([], 0, stream=None), PlaceError),
+                ):
+                    with pytest.raises(error):
+                        call()
 
 
-def test_attention_alone(memory, stream):
-    with make_cache("attention", memory) as cache:
-        assert (cache.mamba_cache_manager, cache.num_recurrent_layers, cache.parity) == (None, 0, 0)
-        assert cache.config.nbytes == cache.nbytes == kv_config().nbytes
-        cache.reset_for_new_sequences([3, 5], stream=stream)
-        with Unchanged(cache):
-            cache.swap()
-            cache.copy_back(0, 2, stream=stream)
-            cache.clear_mamba_states(stream=stream)
-            assert cache.capture_recurrent_states(0, stream=stream) == cache.capture_conv_states(0, stream=stream) == []
-            cache.restore_recurrent_states([], 0, stream=stream)
-            with pytest.raises(ShapeError, match=f"^{NO_TENSOR} recurrent layer, got 1"):
-                cache.restore_conv_states([cache.lengths.tensor], 0, stream=stream)
-        cache.rewind(1, 2, stream=stream)
-        assert cache.host_kv_cache_lengths == (3, 2)
+def test_scales(memory):
+    layers = [KVLayerConfig(num_kv_heads=h, head_dim=d, k_scale=0.5, v_scale=h) for h, d in HEADS]
+    config = HybridCacheConfig(layer_types=LAYER_TYPES, kv=kv_config(layers=layers, dtype="float8_e4m3fn"), mamba=mamba_config())
+    with HybridCacheManager(config, memory=memory) as cache:
+        assert cache.kv_scales.numpy().tolist() == [[0.5, 2.0], [0.5, 1.0], [0.5, 3.0]]
+        assert cache.kv_scales.ptr == cache.kv_cache_manager.kv_scales.ptr
+    for other in (
+        make_cache("hybrid", memory),
+        HybridCacheManager(HybridCacheConfig(layer_types=[MAMBA] * 2, mamba=mamba_config()), memory=memory),
+    ):
+        assert other.kv_scales is None
+        other.close()
 
 
-def test_mamba_alone(memory, stream):
-    with make_cache("states", memory) as cache:
-        assert (cache.kv_cache_manager, cache.kv_config, cache.kv_head_dim_groups, cache.kv_scales) == (None, None, (), None)
-        assert cache.lengths.max_sequence_length == 2**31 - 1
-        cache.reset_for_new_sequences([3, 0], stream=stream)
-        fill_all(cache, stream)
-        expected = Image(cache)
-        expected.compact([1, 0], [3, 0])
-        cache.compact_batch([1, 0], 2, 2, stream=stream)
-        expected.check(cache)
-        capture, restore = cache.capture_kv_cache, cache.restore_kv_cache
-        with Unchanged(cache):
-            assert capture(0, 3, stream=stream) == []
-            restore([], 0, stream=stream)
-            with pytest.raises(ShapeError, match=f"^{NO_TENSOR} attention layer, got 1"):
-                restore([cache.lengths.tensor], 0, stream=stream)
-            with pytest.raises(SlotError, match="slot 5"):
-                restore([], 5, stream=stream)
+@pytest.mark.parametrize("config", [None, kv_config(), mamba_config()], ids=["None", "kv", "mamba"])
+def test_of_something_else_than_its_configuration(memory, config):
+    with pytest.raises(ConfigError, match=r"^HybridCacheManager: expected a HybridCacheConfig, got "):
+        HybridCacheManager(config, memory=memory)

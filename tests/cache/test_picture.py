@@ -7,7 +7,7 @@ import pytest
 from tests.helpers.cache_cases import kv_config
 from tests.helpers.small_model import write_model
 from trt_kvcache import InferenceSession
-from trt_kvcache.cache.picture import COLOURS, LAYER_COLOUR, draw_cache
+from trt_kvcache.cache.plot import COLOURS, LAYER_COLOUR, draw_cache
 from trt_kvcache.errors import RangeError, ShapeError
 
 RECT, TEXT = "{http://www.w3.org/2000/svg}rect", "{http://www.w3.org/2000/svg}text"

@@ -1,4 +1,9 @@
+"""Folders to open, break and open again."""
+
+from __future__ import annotations
+
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -7,8 +12,10 @@ from tests.paths import GOLDEN
 
 
 @pytest.fixture
-def copy_of(tmp_path):
-    def copy(name):
+def copy_of(tmp_path: Path) -> Callable[[str], Path]:
+    """Copy a golden folder to where a test may change it."""
+
+    def copy(name: str) -> Path:
         return Path(shutil.copytree(GOLDEN / name, tmp_path / name))
 
     return copy

@@ -1,131 +1,345 @@
+from __future__ import annotations
+
 import gc
 import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.checkpoint import checkpoint as checkpoint_module
+from trt_kvcache.checkpoint import Checkpoint, checkpoint as checkpoint_module
 from trt_kvcache.errors import CheckpointError, ClosedError
 
-Q_PROJ, HEAD, EMBEDDING = "model.layers.1.self_attn.q_proj.weight", "lm_head.weight", "model.embed_tokens.weight"
-Q_BIAS, NORM = "model.layers.0.self_attn.q_proj.bias", "model.layers.0.input_layernorm.weight"
-SINGLE, INDEX, SHARD = "model.safetensors", "model.safetensors.index.json", "model-00002-of-00003.safetensors"
+CopyOf = Callable[[str], Path]
+Tensors = dict[str, np.ndarray[Any, Any]]
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
 
 
-def config(**changes):
-    def edit(folder):
-        data = json.loads((folder / "config.json").read_text()) | changes
-        (folder / "config.json").write_text(json.dumps({name: value for name, value in data.items() if value is not ...}))
-
-    return edit
+def edit_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    data = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({name: value for name, value in data.items() if value is not ...}))
 
 
-def tensors(change, file=SINGLE):
-    def edit(folder):
-        stored = load_file(folder / file)
-        change(stored)
-        save_file(stored, folder / file)
-
-    return edit
+def edit_tensors(folder: Path, edit: Callable[[Tensors], object], file: str = "model.safetensors") -> None:
+    tensors = load_file(folder / file)
+    edit(tensors)
+    save_file(tensors, folder / file)
 
 
-def put(name, make):
-    return tensors(lambda stored: stored.update({name: np.ascontiguousarray(make(stored))}))
+def unshard(folder: Path) -> None:
+    """Merge the shards of a folder into one file."""
+    tensors: Tensors = {}
+    for shard in sorted(folder.glob("model-*.safetensors")):
+        tensors |= load_file(shard)
+        shard.unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    save_file(tensors, folder / "model.safetensors")
 
 
-def content(file, data):
-    def edit(folder):
-        path = folder / file
-        new = data(path.read_bytes()) if callable(data) else data
-        path.unlink()
-        if new is not None:
-            path.write_bytes(new)
-
-    return edit
-
-
-def fingerprint(folder):
-    with Checkpoint.open(folder) as checkpoint:
-        return checkpoint.fingerprint()
+def refused(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        Checkpoint.open(folder)
+    return str(error.value)
 
 
 @pytest.mark.parametrize(
     ("name", "dtype", "numpy_dtype"),
-    [("llama", "float32", np.float32), ("llama-bfloat16-old", "bfloat16", ml_dtypes.bfloat16), ("qwen3-sharded", "float16", np.float16)],
+    [
+        ("llama", "float32", np.float32),
+        ("llama-linear", "float16", np.float16),
+        ("llama-bfloat16-old", "bfloat16", ml_dtypes.bfloat16),
+        ("qwen3-sharded", "float16", np.float16),
+    ],
 )
-def test_tensors_are_read_only_views_of_the_files_that_outlive_the_checkpoint(copy_of, name, dtype, numpy_dtype):
+def test_tensors_are_those_of_the_files(copy_of: CopyOf, name: str, dtype: str, numpy_dtype: Any) -> None:
     folder = copy_of(name)
-    stored = {key: array for file in folder.glob("model*.safetensors") for key, array in load_file(file).items()}
+    stored: Tensors = {}
+    for file in folder.glob("model*.safetensors"):
+        stored |= load_file(file)
     with Checkpoint.open(folder) as checkpoint:
-        assert (checkpoint.path, checkpoint.config.dtype) == (folder, dtype)
+        assert checkpoint.path == folder
+        assert checkpoint.config.dtype == dtype
         assert set(checkpoint.tensor_names) == set(stored)
         assert checkpoint.nbytes == sum(array.nbytes for array in stored.values())
-        arrays = {key: checkpoint.tensor(key) for key in stored}
-        with pytest.raises(CheckpointError, match=r"tensor of the model, got 'lm_head\.bias'"):
-            checkpoint.tensor("lm_head.bias")
+        for tensor_name, expected in stored.items():
+            array = checkpoint.tensor(tensor_name)
+            assert array.dtype == np.dtype(numpy_dtype)
+            np.testing.assert_array_equal(array, expected)
+
+
+def test_tensors_are_read_only_views_that_outlive_the_checkpoint(copy_of: CopyOf) -> None:
+    checkpoint = Checkpoint.open(copy_of("llama"))
+    array = checkpoint.tensor(Q_PROJ)
+    expected = array.copy()
+    assert not array.flags.owndata
+    with pytest.raises(ValueError, match="read-only"):
+        array[0, 0] = 0
     checkpoint.close()
-    with pytest.raises(ClosedError, match=rf"checkpoint .*{name} is closed"):
-        checkpoint.tensor(Q_PROJ)
+    checkpoint.close()
     del checkpoint
     gc.collect()
-    for key, array in arrays.items():
-        assert (array.dtype, array.flags.owndata, array.flags.writeable) == (np.dtype(numpy_dtype), False, False)
-        np.testing.assert_array_equal(array, stored[key])
+    np.testing.assert_array_equal(array, expected)
 
 
-def test_fingerprint_sees_one_bit_every_tensor_and_every_config_field(copy_of):
+def test_closed_checkpoint_says_so(copy_of: CopyOf) -> None:
+    checkpoint = Checkpoint.open(copy_of("llama"))
+    checkpoint.close()
+    with pytest.raises(ClosedError, match=r"checkpoint .*llama is closed"):
+        checkpoint.tensor(Q_PROJ)
+
+
+def test_unknown_tensor(copy_of: CopyOf) -> None:
+    with Checkpoint.open(copy_of("llama")) as checkpoint, pytest.raises(CheckpointError, match=r"tensor of the model, got 'lm_head\.bias'"):
+        checkpoint.tensor("lm_head.bias")
+
+
+def test_a_file_whose_tensors_are_not_aligned(copy_of: CopyOf) -> None:
+    """Old writers did not pad the header; the arrays are usable all the same."""
     folder = copy_of("llama")
-    seen = {fingerprint(folder)}
-    flip = content(SINGLE, lambda data: data[:-1] + bytes([data[-1] ^ 1]))
-    theta = config(rope_parameters={"rope_type": "default", "rope_theta": 10001.0})
-    for edit in (config(rms_norm_eps=2e-5), theta, flip, put("model.norm.weight", lambda t: t[NORM])):
-        edit(folder)
-        seen.add(fingerprint(folder))
-    assert len(seen) == 5
+    file = folder / "model.safetensors"
+    expected = load_file(file)[Q_PROJ]
+    content = file.read_bytes()
+    header_bytes = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + header_bytes].rstrip(b" ")
+    header += b" " * (1 + len(header) % 2 - 2 * (len(header) % 2))  # an odd length
+    assert len(header) % 2 == 1
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + header_bytes :])
+    with Checkpoint.open(folder) as checkpoint:
+        array = checkpoint.tensor(Q_PROJ)
+        assert array.flags.aligned
+        assert not array.flags.writeable
+        np.testing.assert_array_equal(array, expected)
 
 
-def test_fingerprint_does_not_see_shards_spelling_or_how_much_is_read_at_once(copy_of, monkeypatch):
+def test_files_are_what_a_copy_needs(copy_of: CopyOf) -> None:
+    folder = copy_of("qwen3-sharded")
+    for name in ("generation_config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    (folder / "README.md").write_text("not needed")
+    with Checkpoint.open(folder) as checkpoint:
+        assert [file.relative_to(folder).as_posix() for file in checkpoint.files] == [
+            "config.json",
+            "model.safetensors.index.json",
+            "model-00001-of-00003.safetensors",
+            "model-00002-of-00003.safetensors",
+            "model-00003-of-00003.safetensors",
+            "generation_config.json",
+            "tokenizer.json",
+        ]
+
+
+def fingerprint(folder: Path) -> str:
+    with Checkpoint.open(folder) as checkpoint:
+        return checkpoint.fingerprint()
+
+
+def test_fingerprint_does_not_see_shards_or_spelling(copy_of: CopyOf) -> None:
     folder = copy_of("qwen3-sharded")
     before = fingerprint(folder)
-    stored = {}
-    for shard in folder.glob("model-*.safetensors"):
-        stored |= load_file(shard)
-        shard.unlink()
-    (folder / INDEX).unlink()
-    save_file(stored, folder / SINGLE)
-    config(rope_parameters=..., rope_theta=10000.0, dtype=..., torch_dtype="float16", transformers_version="4.40.0")(folder)
-    assert fingerprint(folder) == before
-    config(torch_dtype=...)(folder)  # it comes from the weights
-    monkeypatch.setattr(checkpoint_module, "_HASH_CHUNK_BYTES", 100)
+    unshard(folder)
+    edit_config(folder, rope_parameters=..., rope_theta=10000.0, dtype=..., torch_dtype="float16", transformers_version="4.40.0")
     assert fingerprint(folder) == before
     assert len(before) == 64
 
 
+def test_fingerprint_sees_one_bit_and_every_config_field(copy_of: CopyOf) -> None:
+    folder = copy_of("llama")
+    seen = {fingerprint(folder)}
+    edit_config(folder, rms_norm_eps=2e-5)
+    seen.add(fingerprint(folder))
+    edit_config(folder, rope_parameters={"rope_type": "default", "rope_theta": 10001.0})
+    seen.add(fingerprint(folder))
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    for position in (-1, 8 + int.from_bytes(content[:8], "little")):  # the last byte, and the first one of a tensor
+        content[position] ^= 1
+        file.write_bytes(content)
+        seen.add(fingerprint(folder))
+    edit_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": tensors["model.layers.0.input_layernorm.weight"]}))
+    seen.add(fingerprint(folder))
+    assert len(seen) == 6
+
+
+def test_fingerprint_does_not_depend_on_how_much_is_read_at_once(copy_of: CopyOf, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = copy_of("llama")
+    before = fingerprint(folder)
+    monkeypatch.setattr(checkpoint_module, "_HASH_CHUNK_BYTES", 100)
+    assert fingerprint(folder) == before
+
+
+def test_fingerprint_reports_progress(copy_of: CopyOf) -> None:
+    reports: list[tuple[int, int]] = []
+    with Checkpoint.open(copy_of("llama")) as checkpoint:
+        checkpoint.fingerprint(lambda done, total: reports.append((done, total)))
+        assert reports == sorted(reports)
+        assert reports[-1] == (checkpoint.nbytes, checkpoint.nbytes)
+        assert len(reports) >= len(checkpoint.tensor_names)
+
+
+def test_dtype_that_the_config_does_not_name_comes_from_the_weights(copy_of: CopyOf) -> None:
+    folder = copy_of("llama-linear")
+    edit_config(folder, dtype=...)
+    with Checkpoint.open(folder) as checkpoint:
+        assert checkpoint.config.dtype == "float16"
+
+
+def test_old_buffers_and_an_equal_tied_head_are_ignored(copy_of: CopyOf) -> None:
+    folder = copy_of("qwen2-tied")
+
+    def add(tensors: Tensors) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"]
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(8, np.float32)
+
+    before = fingerprint(folder)
+    edit_tensors(folder, add)
+    assert fingerprint(folder) == before
+    with Checkpoint.open(folder) as checkpoint:
+        assert "lm_head.weight" not in checkpoint.tensor_names
+
+
+def test_a_tied_head_of_its_own_is_refused(copy_of: CopyOf) -> None:
+    folder = copy_of("qwen2-tied")
+    edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": -tensors["model.embed_tokens.weight"]}))
+    assert "config.json says `tie_word_embeddings`, but lm_head.weight differs from model.embed_tokens.weight" in refused(folder)
+
+
+def test_untied_without_a_head_gets_a_hint(copy_of: CopyOf) -> None:
+    folder = copy_of("qwen2-tied")
+    edit_config(folder, tie_word_embeddings=False)
+    message = refused(folder)
+    assert "1 tensor(s) of a qwen2 model are missing: lm_head.weight" in message
+    assert "tie_word_embeddings: true" in message
+
+
 @pytest.mark.parametrize(
-    ("name", "damage", "message"),
+    ("edit", "message"),
     [
-        ("qwen2-tied", put(HEAD, lambda t: -t[EMBEDDING]), f"says `tie_word_embeddings`, but {HEAD} differs from {EMBEDDING}"),
-        ("llama", tensors(lambda t: t.pop(Q_PROJ)), f"1 tensor(s) of a llama model are missing: {Q_PROJ}."),
-        ("qwen2-tied", config(tie_word_embeddings=False), f"1 tensor(s) of a qwen2 model are missing: {HEAD}*tie_word_embeddings: true"),
-        ("llama", put(Q_PROJ, lambda t: t[Q_PROJ][:-1]), f"expected {Q_PROJ} of shape (32, 32) by config.json, got (31, 32)"),
-        ("llama", put(Q_BIAS, lambda t: t[NORM]), f"1 tensor(s) that a llama model by config.json does not use: {Q_BIAS}. Leaving"),
-        ("llama", config(dtype="bfloat16"), "if all are float32, config.json must say so"),
-        ("llama", content("config.json", b"{"), "{folder}/config.json: expected JSON, got a syntax error"),
-        ("qwen3-sharded", content(SHARD, None), f"{{folder}}/{SHARD}: expected a shard that {INDEX} names, got nothing there"),
-        ("llama", content(SINGLE, b""), f"{{folder}}/{SINGLE}: expected a whole safetensors file, got 0 bytes*may be truncated"),
-        ("llama", content(SINGLE, None), f"{{folder}}: expected {SINGLE}, or shards with {INDEX}, got neither*converted to safetensors"),
-        ("qwen3-sharded", tensors(dict.popitem, SHARD), f"{{folder}}/{SHARD}: {INDEX} places 'model.*' there, but the file has no such"),
-        ("qwen3-sharded", content(INDEX, b'{"weight_map": null}'), "expected an object `weight_map`"),
-        ("qwen3-sharded", content(INDEX, b'{"weight_map": {"a": "../a.safetensors"}}'), "got '../a.safetensors'"),
+        (lambda t: t.pop(Q_PROJ), f"1 tensor(s) of a llama model are missing: {Q_PROJ}."),
+        (lambda t: t.update({Q_PROJ: t[Q_PROJ][:-1]}), f"expected {Q_PROJ} of shape (32, 32) by config.json, got (31, 32)"),
+        (
+            lambda t: t.update({"model.layers.0.mlp.down_proj.weight": t["model.layers.0.mlp.down_proj.weight"].T.copy()}),
+            "expected model.layers.0.mlp.down_proj.weight of shape (32, 40) by config.json, got (40, 32)",
+        ),
+        (lambda t: t.update({Q_PROJ: t[Q_PROJ].astype(np.float16)}), f"expected every tensor in float32, got {Q_PROJ} in float16"),
+        (lambda t: t.update({Q_PROJ: t[Q_PROJ].astype(np.int8)}), f"expected every tensor in float32, got {Q_PROJ} in I8"),
+        (
+            lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}),
+            "1 tensor(s) that a llama model by config.json does not use: model.layers.0.self_attn.q_proj.bias",
+        ),
+        (
+            lambda t: t.update({"model.layers.2.input_layernorm.weight": np.ones(32, np.float32)}),
+            "does not use: model.layers.2.input_layernorm.weight. Leaving them out would run another model.",
+        ),
     ],
 )
-def test_what_is_refused(copy_of, name, damage, message):
-    folder = copy_of(name)
-    damage(folder)
-    with pytest.raises(CheckpointError) as error:
-        Checkpoint.open(folder)
-    for part in message.replace("{folder}", str(folder)).split("*"):
-        assert part in str(error.value)
+def test_tensors_that_do_not_fit_the_config(copy_of: CopyOf, edit: Callable[[Tensors], object], message: str) -> None:
+    folder = copy_of("llama")
+    edit_tensors(folder, edit)
+    assert message in refused(folder)
+
+
+def test_a_config_dtype_that_is_not_that_of_the_weights(copy_of: CopyOf) -> None:
+    folder = copy_of("llama")
+    edit_config(folder, dtype="bfloat16")
+    assert "if all are float32, config.json must say so" in refused(folder)
+
+
+def test_many_missing_tensors_are_not_all_listed(copy_of: CopyOf) -> None:
+    folder = copy_of("llama")
+    edit_config(folder, num_hidden_layers=3)
+    message = refused(folder)
+    assert "9 tensor(s) of a llama model are missing: model.layers.2.input_layernorm.weight, " in message
+    assert message.endswith("model.layers.2.self_attn.k_proj.weight, ....")
+
+
+def test_an_unsupported_model_is_refused_with_its_file(copy_of: CopyOf) -> None:
+    folder = copy_of("llama")
+    edit_config(folder, model_type="mixtral")
+    assert f"{folder / 'config.json'}: model_type: 'mixtral' is not supported. Supported:" in refused(folder)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, -1])
+def test_truncated_weights(copy_of: CopyOf, keep: int) -> None:
+    folder = copy_of("llama")
+    file = folder / "model.safetensors"
+    content = file.read_bytes()[:keep]
+    file.write_bytes(content)
+    message = refused(folder)
+    assert f"{file}: expected a whole safetensors file, got {len(content)} bytes" in message
+    assert "It may be truncated" in message
+
+
+def test_missing_shard(copy_of: CopyOf) -> None:
+    folder = copy_of("qwen3-sharded")
+    shard = folder / "model-00002-of-00003.safetensors"
+    shard.unlink()
+    assert f"{shard}: expected a shard that model.safetensors.index.json names, got nothing there" in refused(folder)
+
+
+def test_shards_of_different_checkpoints(copy_of: CopyOf) -> None:
+    folder = copy_of("qwen3-sharded")
+    shard = "model-00002-of-00003.safetensors"
+    edit_tensors(folder, lambda tensors: tensors.update(stray=np.ones(3, np.float16)), shard)
+    assert f"{folder / shard}: holds 'stray', which model.safetensors.index.json does not place there" in refused(folder)
+
+
+def test_index_that_promises_what_a_shard_does_not_hold(copy_of: CopyOf) -> None:
+    folder = copy_of("qwen3-sharded")
+    shard = "model-00002-of-00003.safetensors"
+    name = next(iter(load_file(folder / shard)))
+    edit_tensors(folder, lambda tensors: tensors.pop(name), shard)
+    assert f"{folder / shard}: model.safetensors.index.json places '{name}' there, but the file has no such tensor" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("weight_map", "message"),
+    [
+        (None, "expected an object `weight_map`"),
+        ({"a": 3}, "expected an object `weight_map`"),
+        ({"a": "../a.safetensors"}, "got '../a.safetensors'"),
+    ],
+)
+def test_index_that_makes_no_sense(copy_of: CopyOf, weight_map: Any, message: str) -> None:
+    folder = copy_of("qwen3-sharded")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    assert message in refused(folder)
+
+
+def test_weights_in_another_format(copy_of: CopyOf) -> None:
+    folder = copy_of("llama")
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    message = refused(folder)
+    assert f"{folder}: expected model.safetensors, or shards with model.safetensors.index.json, got neither" in message
+    assert "must be converted to safetensors" in message
+
+
+def test_weights_that_cannot_be_read(copy_of: CopyOf) -> None:
+    folder = copy_of("qwen3-sharded")
+    index = folder / "model.safetensors.index.json"
+    index.write_bytes(b"\xff\xfe")
+    assert f"{index}: cannot be read" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "expected JSON, got a syntax error"), ("[1]", "expected a JSON object, got list"), (None, "expected a file, got nothing there")],
+)
+def test_config_file_missing_or_damaged(copy_of: CopyOf, text: str | None, message: str) -> None:
+    folder = copy_of("llama")
+    path = folder / "config.json"
+    path.unlink()
+    if text is not None:
+        path.write_text(text)
+    assert f"{path}: {message}" in refused(folder)
+
+
+def test_not_a_folder(tmp_path: Path) -> None:
+    assert "expected a model folder, got nothing there" in refused(tmp_path / "nowhere")
+    (tmp_path / "file").write_text("")
+    assert "expected a model folder, got a file" in refused(tmp_path / "file")

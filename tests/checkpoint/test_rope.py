@@ -1,4 +1,7 @@
+from __future__ import annotations
+
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -6,65 +9,134 @@ import pytest
 from trt_kvcache.checkpoint import RopeConfig, rope_table
 from trt_kvcache.errors import ConfigError
 
-RAMP = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
-LLAMA3 = {"rope_type": "llama3", "rope_theta": 300.0, **RAMP}
-LINEAR = {"type": "linear", "factor": 2.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 300.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 
-def default(theta):
-    return RopeConfig(kind="default", theta=theta)
-
-
-def read(**config):
+def read(**config: Any) -> RopeConfig:
     return RopeConfig.from_dict(config, max_position_embeddings=128)
 
 
-def test_default_table_by_hand():
+def test_default_table_by_hand() -> None:
+    cos, sin = rope_table(RopeConfig(kind="default", theta=100.0), head_dim=4, length=3)
     angles = np.array([[0.0, 0.0], [1.0, 0.1], [2.0, 0.2]])
-    for table, function in zip(rope_table(default(100.0), head_dim=4, length=3), (np.cos, np.sin), strict=True):
-        assert table.dtype == np.float32
-        np.testing.assert_array_equal(table, function(angles).astype(np.float32))
+    assert cos.dtype == sin.dtype == np.float32
+    np.testing.assert_array_equal(cos, np.cos(angles).astype(np.float32))
+    np.testing.assert_array_equal(sin, np.sin(angles).astype(np.float32))
 
 
-def test_a_long_table_is_precise():
-    cos, _ = rope_table(default(500000.0), head_dim=128, length=131072)  # in float32 the angle itself would be off by 0.004
-    assert cos[-1, 1] == pytest.approx(math.cos(131071 * 500000.0 ** (-2 / 128)), abs=1e-6)
+def test_linear_divides_positions() -> None:
+    scaled = rope_table(RopeConfig(kind="linear", theta=100.0, factor=2.0), head_dim=6, length=9)
+    plain = rope_table(RopeConfig(kind="default", theta=100.0), head_dim=6, length=5)
+    for side in (0, 1):
+        np.testing.assert_allclose(scaled[side][::2], plain[side], atol=1e-6)
 
 
-def test_llama3_keeps_short_wavelengths_divides_long_ones_and_mixes_between():
+def test_llama3_keeps_short_wavelengths_divides_long_ones_and_mixes_between() -> None:
     # With theta 4**4 and head_dim 8 the wavelengths are 2 pi times 1, 4, 16, 64.
-    rope = RopeConfig(kind="llama3", theta=256.0, **{**RAMP, "factor": 10.0, "original_max_position_embeddings": 64})
+    rope = RopeConfig(
+        kind="llama3", theta=256.0, factor=10.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64
+    )
     _, sin = rope_table(rope, head_dim=8, length=2)
     turns = 64 / (2 * math.pi * 4)  # of the second frequency over the original context
     mixed = (turns - 1) / 3 * 0.25 + (4 - turns) / 3 * 0.025
     np.testing.assert_allclose(np.arcsin(sin[1]), [1.0, mixed, 1 / 160, 1 / 640], rtol=1e-5)
 
 
+def test_a_long_table_is_precise() -> None:
+    """In float32 the angle itself would be off by 0.004 there."""
+    position = 131071
+    cos, _ = rope_table(RopeConfig(kind="default", theta=500000.0), head_dim=128, length=position + 1)
+    assert cos[position, 1] == pytest.approx(math.cos(position * 500000.0 ** (-2 / 128)), abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("config", "expected"),
     [
-        ({}, default(10000.0)),
-        ({"rope_parameters": {"rope_theta": 8.0}, "rope_theta": 7.0}, default(8.0)),
-        ({"rope_theta": 7.0, "rope_scaling": LINEAR}, RopeConfig(kind="linear", theta=7.0, factor=2.0)),
-        ({"rope_parameters": LLAMA3}, RopeConfig(kind="llama3", theta=300.0, **RAMP)),
+        ({}, RopeConfig(kind="default", theta=10000.0)),
+        ({"rope_theta": 7.0}, RopeConfig(kind="default", theta=7.0)),
+        ({"rope_theta": 7, "rope_scaling": None}, RopeConfig(kind="default", theta=7.0)),
+        ({"rope_parameters": {"rope_theta": 8.0}, "rope_theta": 7.0}, RopeConfig(kind="default", theta=8.0)),
+        ({"rope_theta": 7.0, "rope_scaling": {"type": "linear", "factor": 2}}, RopeConfig(kind="linear", theta=7.0, factor=2.0)),
+        (
+            {"rope_scaling": {"rope_type": "linear", "type": "linear", "factor": 2.0}},
+            RopeConfig(kind="linear", theta=10000.0, factor=2.0),
+        ),
+        (
+            {"rope_parameters": LLAMA3},
+            RopeConfig(
+                kind="llama3",
+                theta=300.0,
+                factor=8.0,
+                low_freq_factor=1.0,
+                high_freq_factor=4.0,
+                original_max_position_embeddings=16,
+            ),
+        ),
     ],
 )
-def test_spellings_and_back(config, expected):
+def test_spellings(config: dict[str, Any], expected: RopeConfig) -> None:
     assert read(**config) == expected
-    assert read(rope_parameters=expected.to_dict()) == expected
+
+
+@pytest.mark.parametrize(("top", "expected"), [({}, 128), ({"original_max_position_embeddings": 32}, 32)])
+def test_llama3_context_length_may_be_elsewhere(top: dict[str, Any], expected: int) -> None:
+    scaling = {name: value for name, value in LLAMA3.items() if name != "original_max_position_embeddings"}
+    assert read(rope_parameters=scaling, **top).original_max_position_embeddings == expected
+
+
+@pytest.mark.parametrize(
+    "rope", [RopeConfig(kind="default", theta=9.0), RopeConfig(kind="linear", theta=9.0, factor=3.0), read(rope_scaling=LLAMA3)]
+)
+def test_to_dict_is_read_back(rope: RopeConfig) -> None:
+    assert read(rope_parameters=rope.to_dict()) == rope
+
+
+@pytest.mark.parametrize("kind", ["yarn", "dynamic", "longrope", "mrope", "proportional"])
+def test_other_scalings_are_refused_by_name(kind: str) -> None:
+    with pytest.raises(ConfigError, match=f"rope_scaling: RoPE scaling '{kind}' is not supported. Supported: default, linear, llama3."):
+        read(rope_scaling={"type": kind, "factor": 2.0})
 
 
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"rope_scaling": {"type": "yarn"}}, "rope_scaling: RoPE scaling 'yarn' is not supported. Supported: default, linear, llama3."),
+        ({"rope_scaling": {"type": "linear"}}, r"rope_scaling\.factor: expected a value, got none"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, r"rope_scaling\.factor: expected a finite number > 0, got '2'"),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "default", "factor": 2.0}},
+            "rope_scaling: expected `rope_type` and `type` to agree",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 1.0}}, "rope_scaling: expected only .*, got mscale as well"),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": {"factor": 3.0}}, "expected one of them, got both"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1.0}}}, "got one per layer type: full_attention"),
-        ({"rope_parameters": LLAMA3, "original_max_position_embeddings": 17}, "expected one value, got 17 and, in rope_parameters, 16"),
-        ({"rope_scaling": {**LINEAR, "rope_type": "default"}}, "rope_scaling: expected `rope_type` and `type` to agree"),
-        ({"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor: expected more than low_freq_factor=1.0, got 1.0"),
+        ({"rope_parameters": 3}, "rope_parameters: expected an object, got 3"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1 .*, got 0.5"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, r"rope_parameters\.partial_rotary_factor: expected 1 .*, got 0.25"),
+        ({"rope_theta": -1}, "rope_theta: expected a finite number > 0, got -1"),
+        ({"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}}, "high_freq_factor: expected more than low_freq_factor=1.0, got 1.0"),
+        ({"rope_parameters": LLAMA3, "original_max_position_embeddings": 17}, "expected one value, got 17 and, in rope_parameters, 16"),
     ],
 )
-def test_what_makes_no_sense_is_refused(config, message):
+def test_what_makes_no_sense_is_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(**config)
+
+
+@pytest.mark.parametrize(("head_dim", "length"), [(5, 3), (0, 3), (4, -1)])
+def test_a_table_needs_an_even_head_and_a_length(head_dim: int, length: int) -> None:
+    with pytest.raises(ConfigError, match="rope_table: expected"):
+        rope_table(RopeConfig(kind="default", theta=10.0), head_dim, length)
+
+
+def test_config_checks_itself() -> None:
+    with pytest.raises(ConfigError, match=r"RopeConfig\.kind: expected one of default, linear, llama3, got 'yarn'"):
+        RopeConfig(kind="yarn", theta=1.0)
+    with pytest.raises(ConfigError, match=r"RopeConfig\.theta: expected a finite number > 0, got 0.0"):
+        RopeConfig(kind="default", theta=0.0)

@@ -1,61 +1,125 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from trt_kvcache.checkpoint import StreamDecoder
+from trt_kvcache.checkpoint import StreamDecoder, Tokenizer
 
-from .tokenizer_folders import EOS, byte_fallback_folder, byte_level_folder, opened
+from .tokenizer_folders import EOS, byte_fallback_folder, byte_level_folder
 
+MAKERS: dict[str, Callable[[Path], Path]] = {"byte-level": byte_level_folder, "byte-fallback": byte_fallback_folder}
+
+# What the normalizer of a tokenizer, or an incomplete character, would look the same as.
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\ufffd▁"), max_size=12)
 
 
-@pytest.fixture(scope="module", params=[byte_level_folder, byte_fallback_folder])
-def tokenizer(request, tmp_path_factory):
-    return opened(request.param(tmp_path_factory.mktemp("tokenizer")))
+def opened(folder: Path) -> Tokenizer:
+    tokenizer = Tokenizer.open(folder)
+    assert tokenizer is not None
+    return tokenizer
 
 
-@pytest.fixture
-def encode(tokenizer):
-    return lambda text: tokenizer.encode(text, add_special_tokens=False)
+@pytest.fixture(scope="module", params=list(MAKERS))
+def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return opened(MAKERS[request.param](tmp_path_factory.mktemp(request.param)))
 
 
-def stream(tokenizer, ids, context=()):
-    decoder = StreamDecoder(tokenizer, context)
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return opened(byte_level_folder(tmp_path_factory.mktemp("bytes")))
+
+
+def stream(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
+    decoder = StreamDecoder(tokenizer)
     return [decoder.push(token) for token in ids] + [decoder.flush()]
 
 
+@pytest.mark.parametrize("text", ["漢字かな", "🙂👩‍🚀🇪🇺", "the é the 漢 the", "naïve 🙂 the"])
+def test_characters_come_whole_and_as_soon_as_they_are_complete(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert len(ids) > len(text.replace("the", "x"))  # some characters are split over tokens
+    parts = stream(tokenizer, ids)
+    assert "".join(parts) == text
+    assert parts[-1] == ""
+    assert not any("\ufffd" in part for part in parts)
+    assert max(len(part) for part in parts) <= len(" the")
+
+
 @given(TEXTS)
-def test_any_text_comes_through(tokenizer, text):
+def test_any_text_comes_through(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     parts = stream(tokenizer, ids)
-    assert ("".join(parts), parts[-1]) == (tokenizer.decode(ids), "")
-    assert not any("\ufffd" in part or len(part) > len(" the") for part in parts)  # each comes as soon as it is complete
+    assert "".join(parts) == tokenizer.decode(ids)
+    assert parts[-1] == ""
+    assert not any("\ufffd" in part for part in parts)
 
 
-def test_flush_begins_anew(tokenizer, encode):
-    decoder, ids = StreamDecoder(tokenizer), encode("漢")
+@given(st.lists(st.integers(0, 255), max_size=12))
+def test_bytes_that_are_no_text_come_as_decode_shows_them(byte_level: Tokenizer, ids: list[int]) -> None:
+    assert "".join(stream(byte_level, ids)) == byte_level.decode(ids)
+
+
+def test_incomplete_character_at_the_end_is_flushed(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a漢", add_special_tokens=False)[:-1]
+    parts = stream(tokenizer, ids)
+    assert "".join(parts[:-1]).strip() == "a"
+    assert set(parts[-1]) == {"\ufffd"}
+
+
+def test_a_stray_byte_is_handed_out_once_it_is_certain(tokenizer: Tokenizer) -> None:
+    first_byte = tokenizer.encode("a漢", add_special_tokens=False)[-3]
+    letter = tokenizer.encode("a", add_special_tokens=False)[-1]
+    assert stream(tokenizer, [letter, first_byte, letter]) == ["a", "", "\ufffda", ""]
+
+
+def test_a_stray_byte_after_a_split_character_takes_nothing_back(tokenizer: Tokenizer) -> None:
+    """Byte fallback decodes a run of bytes as a whole: one that is wrong makes those before it look wrong too."""
+    character = tokenizer.encode("漢", add_special_tokens=False)[-3:]
+    the = tokenizer.encode("the the", add_special_tokens=False)[-1]
+    parts = stream(tokenizer, [*character, character[0], the])
+    assert parts[:4] == ["", "", "漢", ""]
+    assert parts[4].lstrip("\ufffd") == " the"
+    assert parts[4].startswith("\ufffd")
+
+
+def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode(f"a{EOS}a", add_special_tokens=False)
+    assert EOS in tokenizer.decode(ids, skip_special_tokens=False)
+    assert EOS not in "".join(stream(tokenizer, ids))
+
+
+def test_flush_begins_anew(tokenizer: Tokenizer) -> None:
+    decoder = StreamDecoder(tokenizer)
+    ids = tokenizer.encode("漢", add_special_tokens=False)
     decoder.push(ids[-3])
     assert decoder.flush() == "\ufffd"
-    assert ("".join(decoder.push(token) for token in ids), decoder.flush()) == ("漢", "")
+    assert "".join(decoder.push(token) for token in ids) == "漢"
+    assert decoder.flush() == ""
 
 
-def test_a_stray_byte_after_a_split_character_takes_nothing_back(tokenizer, encode):
-    character = encode("漢")[-3:]
-    parts = stream(tokenizer, [*character, character[0], encode("the the")[-1]])
-    assert parts[:4] == ["", "", "漢", ""]
-    assert parts[4].startswith("\ufffd")
-    assert parts[4].lstrip("\ufffd") == " the"
+def test_context_keeps_the_space_before_the_first_word(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("the the", add_special_tokens=False)
+    decoder = StreamDecoder(tokenizer, ids[:-1])
+    assert decoder.push(ids[-1]) == " the"
 
 
-def test_context_keeps_the_space_before_the_first_word(tokenizer, encode):
-    *context, last = encode("the the")
-    assert stream(tokenizer, [last], context) == [" the", ""]
+def test_cost_of_a_step_does_not_grow(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = 0
+    decode = tokenizer.decode
 
+    def counting(ids: list[int]) -> str:
+        nonlocal longest
+        longest = max(longest, len(ids))
+        return decode(ids)
 
-def test_cost_of_a_step_does_not_grow(tokenizer, encode, monkeypatch):
-    lengths, decode = [], tokenizer.decode
-    monkeypatch.setattr(tokenizer, "decode", lambda ids: lengths.append(len(ids)) or decode(ids))
-    the, stray, special = encode("the 漢 " * 50), encode("a漢")[-3], encode(EOS)[-1]
+    monkeypatch.setattr(tokenizer, "decode", counting)
+    the, stray = tokenizer.encode("the 漢 " * 50, add_special_tokens=False), tokenizer.encode("a漢", add_special_tokens=False)[-3]
+    special = tokenizer.encode(EOS, add_special_tokens=False)[-1]
     for context, ids in (([], the), (the, the), (the, [special] * 60 + the), ([], [stray] * 60)):
-        assert "".join(stream(tokenizer, ids, context)).strip() == decode(ids).strip()
-    assert max(lengths) <= 20
+        decoder = StreamDecoder(tokenizer, context)
+        text = "".join([decoder.push(token) for token in ids] + [decoder.flush()])
+        assert text.strip() == decode(ids).strip()
+    assert longest <= 20

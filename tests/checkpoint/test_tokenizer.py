@@ -1,3 +1,7 @@
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 
 from trt_kvcache.checkpoint import Tokenizer
@@ -6,58 +10,118 @@ from trt_kvcache.errors import CheckpointError, ConfigError
 from .tokenizer_folders import BOS, EOS, byte_fallback_folder, byte_level_folder, opened
 
 TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}{{ raise_exception('no system role here') }}{% endif %}"
+    "{{ bos_token }}{% for message in messages %}\n"
+    "  {% if message.role == 'system' %}\n"
+    "    {{- raise_exception('no system role here') }}\n"
+    "  {% endif %}\n"
     "[{{ message.role }}]{{ message.content | trim }}{{ eos_token }}\n"
     "{% endfor %}\n"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+
+
+def test_no_tokenizer(tmp_path: Path) -> None:
+    assert Tokenizer.open(tmp_path) is None
+
+
+@pytest.mark.parametrize("make", [byte_level_folder, byte_fallback_folder])
+def test_round_trip(tmp_path: Path, make: object) -> None:
+    tokenizer = opened(make(tmp_path))  # type: ignore[operator]
+    text = "the tea: 漢字 👩‍🚀"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert tokenizer.decode(ids) == text
+    assert max(ids) < tokenizer.vocab_size
+
+
+def test_special_tokens_around_a_text_and_left_out_of_it(tmp_path: Path) -> None:
+    tokenizer = opened(byte_level_folder(tmp_path))
+    plain = tokenizer.encode("the", add_special_tokens=False)
+    assert tokenizer.encode("the") == [tokenizer.encode(BOS, add_special_tokens=False)[0], *plain]
+    assert tokenizer.decode(tokenizer.encode("the")) == "the"
+    assert tokenizer.decode(tokenizer.encode("the"), skip_special_tokens=False) == f"{BOS}the"
+
+
+@pytest.mark.parametrize("eos", [EOS, {"content": EOS, "special": True}])
+def test_end_token(tmp_path: Path, eos: object) -> None:
+    tokenizer = opened(byte_level_folder(tmp_path, eos_token=eos, pad_token=None))
+    assert tokenizer.eos_token_ids == tuple(tokenizer.encode(EOS, add_special_tokens=False))
+    assert tokenizer.special_tokens == {"eos_token": EOS}
+
+
+def test_no_end_token(tmp_path: Path) -> None:
+    assert opened(byte_level_folder(tmp_path)).eos_token_ids == ()
+    assert opened(byte_level_folder(tmp_path, eos_token="<nowhere>")).eos_token_ids == ()
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    folder = byte_level_folder(tmp_path, eos_token=EOS)
+    (folder / "tokenizer_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: expected JSON"):
+        Tokenizer.open(folder)
+    (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text()[:100])
+    (folder / "tokenizer_config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: expected a tokenizer, got an error: .* The file may be truncated"):
+        Tokenizer.open(folder)
+
+
 MESSAGES = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "yes"}]
 RENDERED = "<s>[user]hi</s>\n[assistant]yes</s>\n"
 
 
-@pytest.mark.parametrize("make", [byte_level_folder, byte_fallback_folder])
-def test_round_trip_and_special_tokens(tmp_path, make):
-    tokenizer = opened(make(tmp_path))
-    text = "the tea: 漢字 👩‍🚀"
-    plain, bos = tokenizer.encode(text, add_special_tokens=False), tokenizer.encode(BOS, add_special_tokens=False)[-1]
-    assert tokenizer.encode(text) == [bos, *plain]
-    assert tokenizer.decode(plain) == tokenizer.decode([bos, *plain]) == text
-    assert tokenizer.decode([bos, *plain], skip_special_tokens=False).startswith(BOS)
-    assert max(plain) < bos < tokenizer.vocab_size
-
-
 @pytest.mark.parametrize("template", [TEMPLATE, [{"name": "tool", "template": "x"}, {"name": "default", "template": TEMPLATE}]])
-def test_chat_template(tmp_path, template):
+def test_chat_template(tmp_path: Path, template: object) -> None:
     tokenizer = opened(byte_level_folder(tmp_path, bos_token=BOS, eos_token=EOS, chat_template=template))
     assert tokenizer.has_chat_template
     assert tokenizer.apply_chat_template(MESSAGES) == RENDERED + "[assistant]"
     assert tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=False) == RENDERED
 
 
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        ({"chat_template": TEMPLATE}, r"tokenizer_config\.json: the chat template refuses these messages: no system role here"),
-        ({"chat_template": "{{ messages.__class__.__mro__ }}"}, r"access to attribute '__class__' .* is unsafe"),
-        ({}, r"expected a chat template in tokenizer_config\.json or chat_template\.jinja, got none"),
-    ],
-)
-def test_messages_that_are_refused(tmp_path, config, message):
-    tokenizer = opened(byte_level_folder(tmp_path, **config))
-    assert tokenizer.has_chat_template == ("got none" not in message)
-    with pytest.raises(ConfigError, match=message):
+def test_template_file_wins(tmp_path: Path) -> None:
+    folder = byte_level_folder(tmp_path, chat_template="from the config")
+    (folder / "chat_template.jinja").write_text("from the file")
+    assert opened(folder).apply_chat_template(MESSAGES) == "from the file"
+
+
+def test_what_templates_may_use(tmp_path: Path) -> None:
+    template = (
+        "{% for message in messages %}{% if loop.index == 2 %}{% break %}{% endif %}"
+        "{% generation %}{{ message | tojson }}{% endgeneration %}{% endfor %}{{ strftime_now('%Y')[:2] }}"
+        "{{ tools is none and documents is none }}"
+    )
+    tokenizer = opened(byte_level_folder(tmp_path, chat_template=template))
+    assert tokenizer.apply_chat_template([{"content": "<é>"}, {"content": "no"}]) == '{"content": "<é>"}20True'
+
+
+def test_template_that_refuses_the_messages(tmp_path: Path) -> None:
+    tokenizer = opened(byte_level_folder(tmp_path, chat_template=TEMPLATE))
+    with pytest.raises(ConfigError, match=r"tokenizer_config\.json: the chat template refuses these messages: no system role here"):
         tokenizer.apply_chat_template([{"role": "system", "content": ""}])
 
 
+def test_template_that_fails(tmp_path: Path) -> None:
+    tokenizer = opened(byte_level_folder(tmp_path, chat_template="{{ messages | length // 0 }}"))
+    with pytest.raises(ConfigError, match=r"refuses these messages: .*by zero"):
+        tokenizer.apply_chat_template(MESSAGES)
+
+
+def test_template_cannot_reach_python(tmp_path: Path) -> None:
+    tokenizer = opened(byte_level_folder(tmp_path, chat_template="{{ messages.__class__.__mro__ }}"))
+    with pytest.raises(ConfigError, match=r"access to attribute '__class__' .* is unsafe"):
+        tokenizer.apply_chat_template(MESSAGES)
+
+
 @pytest.mark.parametrize(
-    ("file", "text", "message"),
-    [
-        ("tokenizer_config.json", "{", "expected JSON"),
-        ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "the chat template cannot be read"),
-        ("tokenizer.json", '{"version": "1.0"', "expected a tokenizer, got an error: .* The file may be truncated"),
-    ],
+    ("template", "message"), [("{% if %}", "the chat template cannot be read"), (3, "chat_template: expected a text .*, got int")]
 )
-def test_files_that_are_refused(tmp_path, file, text, message):
-    (byte_level_folder(tmp_path) / file).write_text(text)
-    with pytest.raises(CheckpointError, match=f"{file}: {message}"):
-        Tokenizer.open(tmp_path)
+def test_template_that_is_none(tmp_path: Path, template: object, message: str) -> None:
+    folder = byte_level_folder(tmp_path, chat_template=template)
+    with pytest.raises(CheckpointError, match=rf"tokenizer_config\.json: {message}"):
+        Tokenizer.open(folder)
+
+
+@pytest.mark.parametrize("config", [{}, {"chat_template": [{"name": "tool", "template": "x"}]}])
+def test_no_chat_template(tmp_path: Path, config: dict[str, object]) -> None:
+    tokenizer = opened(byte_level_folder(tmp_path, **config))
+    assert not tokenizer.has_chat_template
+    with pytest.raises(ConfigError, match=r"expected a chat template in tokenizer_config\.json or chat_template\.jinja, got none"):
+        tokenizer.apply_chat_template(MESSAGES)

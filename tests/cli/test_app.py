@@ -1,35 +1,87 @@
+from __future__ import annotations
+
+import io
 import os
+import shlex
+import signal
 import subprocess
 import sys
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from trt_kvcache import __version__
+from trt_kvcache.cli import main
 from trt_kvcache.errors import ClosedError
 from trt_kvcache.session.session import InferenceSession
 
-from .conftest import SHIPPED
+from .conftest import GOLDEN, SHIPPED, Run
 
-COMMANDS = ("build", "generate", "chat", "serve-file", "compare", "memory", "inspect")
+COMMANDS = ("build", "generate", "chat", "compare", "memory", "inspect")
 PROGRAM = "import sys; from trt_kvcache.cli import main; sys.exit(main(sys.argv[1:]))"
-REFERENCE = ("--engine", "reference")
-CODES = "0 done, 1 failed, 2 wrong usage, 3 compare found a difference, 130 Ctrl-C"
 
 
-def test_help_names_every_command_and_the_exit_codes(run):
-    assert run("--version").out == f"trt-kvcache {__version__}\n"
+def test_help_names_every_command_and_the_exit_codes(run: Run):
     for option in ("--help", "-h"):
         done = run(option)
-        assert (done.code, CODES in " ".join(done.out.split())) == (0, True)
+        assert done.code == 0
         assert all(f" {command} " in done.out for command in COMMANDS)
+        assert "0 done, 1 failed, 2 wrong usage, 3 compare found a difference, 130 Ctrl-C" in " ".join(done.out.split())
+
+
+def test_no_command_shows_the_help(run: Run):
+    done = run()
+    assert done.code in (0, 2), "the one in click before 8.2, the other since"
+    assert "Usage: trt-kvcache " in done.out + done.err
+    assert " generate " in done.out + done.err
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_option_has_a_help_text(run: Run, command: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    done = run(command, "--help")
+    assert done.code == 0
+    rows = [line.strip("│ ").split("  ") for line in done.out.splitlines() if line.startswith("│") and "--" in line]
+    assert len(rows) >= 1
+    for row in rows:
+        assert row[-1].strip().endswith((".", "]")), row
+
+
+def test_version(run: Run):
+    assert run("--version").out == f"trt-kvcache {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["bogus"], "No such command 'bogus'."),
+        (["--bogus"], "No such option: --bogus"),
+        (["generate", SHIPPED, "--bogus"], "No such option: --bogus"),
+        (["generate"], "Missing argument 'ENGINE|MODEL'."),
+        (["build", SHIPPED], "Missing option '--output' / '-o'."),
+        (["generate", SHIPPED, "-p", "A", "--engine", "gpu"], "'gpu' is not one of 'auto', 'reference', 'tensorrt'."),
+    ],
+    ids=str,
+)
+def test_wrong_usage_is_exit_code_2(run: Run, arguments: list[str], complaint: str):
+    done = run(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert complaint in done.complaint
 
 
 @pytest.mark.parametrize(
     ("raised", "code", "complaint"),
-    [(ClosedError("this [red]thing is closed."), 1, "error: this [red]thing is closed."), (KeyboardInterrupt(), 130, "interrupted")],
+    [
+        (ClosedError("this [red]thing is closed."), 1, "error: this [red]thing is closed."),
+        (PermissionError(13, "Permission denied", "/a/folder"), 1, "error: [Errno 13] Permission denied: '/a/folder'"),
+        (MemoryError("Unable to allocate 3 TiB"), 1, "error: out of memory. Unable to allocate 3 TiB"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+    ids=lambda value: type(value).__name__,
 )
-def test_what_a_command_raises_is_one_line(run, monkeypatch, raised, code, complaint):
-    def fail(config):
+def test_what_a_command_raises_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch, raised: BaseException, code: int, complaint: str):
+    def fail(config: object) -> None:
         raise raised
 
     monkeypatch.setattr("trt_kvcache.cli.memory.estimate_memory", fail)
@@ -37,28 +89,104 @@ def test_what_a_command_raises_is_one_line(run, monkeypatch, raised, code, compl
     assert (done.code, done.out, done.err) == (code, "", f"{complaint}\n")
 
 
-@pytest.mark.parametrize("command", [("generate", "-p", "A"), ("chat",), ("serve-file", SHIPPED / "config.json", "-o", os.devnull)])
-def test_cuda_graphs_are_a_switch(run, monkeypatch, command):
-    def refuse(folder, **options):
-        raise ClosedError(f"{options['cuda_graphs']}")
-
-    monkeypatch.setattr(InferenceSession, "from_model", refuse)
-    for switches, wanted in ([], True), (["--no-cuda-graphs"], False):
-        assert run(command[0], SHIPPED, *command[1:], *switches).err == f"error: {wanted}\n"
+def test_a_bug_of_ours_is_not_hidden(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("trt_kvcache.cli.memory.estimate_memory", lambda config: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run("memory", SHIPPED)
 
 
-@pytest.mark.parametrize(("module", "arguments"), [("rich", ["--help"]), ("tokenizers", ["generate", SHIPPED, "-p", "Alice"])])
-def test_a_missing_dependency_is_one_line(module, arguments):
-    command = [sys.executable, "-c", f"import sys; sys.modules[{module!r}] = None\n{PROGRAM}", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert done.stderr.startswith(f"error: {module}")
-    assert done.stderr.endswith(" is not installed. Run: pip install 'trt-kvcache[models]'\n")
+def test_ctrl_c_while_the_command_line_is_being_imported(run: Run, monkeypatch: pytest.MonkeyPatch):
+    class Importing(ModuleType):
+        """Does to an exception that comes from nowhere what the import of an extension module does."""
+
+        def __getattr__(self, name: str) -> object:
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                raise ImportError("initialization failed") from None
+            return lambda arguments: 0
+
+    monkeypatch.setitem(sys.modules, "trt_kvcache.cli.app", Importing("app"))
+    done = run("memory")
+    assert (done.code, done.err) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    ("module", "extra", "arguments"),
+    [
+        ("rich", "models", ["--help"]),
+        ("tokenizers", "models", ["generate", str(SHIPPED), "-p", "Alice"]),
+        ("polygraphy", "polygraphy", ["compare", str(SHIPPED), "-p", "Alice"]),
+    ],
+)
+def test_a_missing_dependency_is_one_line(module: str, extra: str, arguments: list[str]):
+    done = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.modules[{module!r}] = None\n{PROGRAM}", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    lines = done.stderr.splitlines()
+    assert (done.returncode, done.stdout, len(lines)) == (1, "", 1)
+    assert lines[0].startswith(f"error: {module}")
+    assert lines[0].endswith(f" is not installed. Run: pip install 'trt-kvcache[{extra}]'")
 
 
 def test_a_reader_that_has_had_enough_is_no_error():
-    command = [sys.executable, "-c", PROGRAM, "generate", SHIPPED, *REFERENCE, "-p", "Alice", "--max-new-tokens", "300"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    arguments = ["generate", SHIPPED, "--engine", "reference", "-p", "Alice", "--max-new-tokens", "300"]
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        assert process.stdout.read(5) == b"Alice"
         process.stdout.close()
         assert process.stderr.read() == b""
     assert process.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "out", "err"),
+    [
+        (["generate", str(SHIPPED), "--engine", "reference", "-p", "Café", "--max-new-tokens", "1"], 0, "Caf?", "ReferenceEngine on cpu"),
+        (["memory", str(SHIPPED)], 0, "| 0-1 ", ""),
+        (["memory", "né"], 1, "", "error: n\\xe9: expected an engine or model folder"),
+        (["--help"], 0, "--version", ""),
+    ],
+)
+def test_a_terminal_that_knows_ascii_only(monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, out: str, err: str):
+    written = []
+    for name in ("stdout", "stderr"):
+        written.append(io.BytesIO())
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(written[-1], encoding="ascii", write_through=True))
+    assert main(arguments) == code
+    assert out in written[0].getvalue().decode()
+    assert err in written[1].getvalue().decode()
+
+
+@pytest.mark.parametrize(
+    ("closed", "arguments", "out"),
+    [("0<&-", ["chat", "--engine", "reference"], ""), ("1>&-", ["memory"], ""), ("2>&-", ["memory"], "0-1")],
+)
+def test_a_closed_stream_is_no_error(closed: str, arguments: list[str], out: str):
+    command = shlex.join([sys.executable, "-c", PROGRAM, *arguments, str(SHIPPED)])
+    done = subprocess.run(f"{command} {closed}", shell=True, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert out in done.stdout
+
+
+def test_names_are_not_markup(run: Run, tmp_path: Path):
+    folder = tmp_path / "[red]a[bold] :cat:"
+    folder.symlink_to(GOLDEN / "llama")
+    assert run("inspect", folder).err.startswith(f"error: {folder}: expected an engine folder")
+
+
+@pytest.mark.parametrize("command", [("generate", "-p", "A"), ("chat",), ("serve-file", SHIPPED / "config.json", "-o", os.devnull)])
+@pytest.mark.parametrize(("switches", "expected"), [([], True), (["--no-cuda-graphs"], False)], ids=["on", "off"])
+def test_cuda_graphs_are_a_switch(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: tuple[object, ...], switches: list[str], expected: bool
+):
+    def refuse(folder: object, **options: object) -> None:
+        raise ClosedError(f"{options['cuda_graphs']}")
+
+    monkeypatch.setattr(InferenceSession, "from_model", refuse)
+    assert run(command[0], SHIPPED, *command[1:], *switches).err == f"error: {expected}\n"

@@ -1,65 +1,148 @@
+"""Folders that are missing something, damaged or changed: every command that reads them says so in one line."""
+
+from __future__ import annotations
+
 import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-from .conftest import change_json
+from tests.helpers.fake_tensorrt import FakeGpuMemory
+from trt_kvcache.session import open_model as opening
 
-RUNNING, READING_MODELS = ["generate", "chat", "compare"], ["generate", "chat", "compare", "build"]
-PROMPTED = ["generate", "compare"]
-WEIGHTS = "model.safetensors"
+from .conftest import CONFIG, GOLDEN, Run, change_json
 
-
-def change(file, edit):
-    """Return a function that changes the bytes of a file in a folder."""
-    return lambda folder: (folder / file).write_bytes(edit((folder / file).read_bytes()))
-
-
-def half(content):
-    return content[: len(content) // 2]
-
-
-def config(**values):
-    return lambda folder: change_json(folder / "config.json", lambda data: data.update(values))
+READING_A_MODEL = {
+    "generate": ["--engine", "reference", "--prompt-ids", "1"],
+    "chat": ["--engine", "reference"],
+    "compare": ["--engine", "reference", "--prompt-ids", "1"],
+    "build": ["-o", "{tmp_path}/new-engine"],
+}
+READING_AN_ENGINE = {**{name: READING_A_MODEL[name] for name in ("generate", "chat", "compare")}, "memory": [], "inspect": []}
+READING_ITS_CHECKPOINT = {name: READING_A_MODEL[name] for name in ("generate", "chat", "compare")}
 
 
-def check(run, folder, commands, complaint, tmp_path):
-    for command in commands:
+def check(run: Run, folder: Path, commands: dict[str, list[str]], complaint: str, tmp_path: Path) -> None:
+    for command, options in commands.items():
         before = sorted(tmp_path.iterdir())
-        options = ["-o", tmp_path / "new"] if command == "build" else ["--prompt-ids", "1"] if command in PROMPTED else []
-        done = run(command, folder, *options, *(["--engine", "reference"] if command in RUNNING else []))
+        done = run(command, folder, *(option.format(tmp_path=tmp_path) for option in options))
         assert (done.code, done.out, done.err.count("\n")) == (1, "", 1), command
         assert done.err.startswith("error: "), command
         assert complaint in done.err, command
         assert sorted(tmp_path.iterdir()) == before, command
 
 
-@pytest.mark.parametrize(
-    ("damage", "commands", "complaint"),
-    [
-        (change(WEIGHTS, half), READING_MODELS, "model.safetensors: expected a whole safetensors file, got "),
-        (shutil.rmtree, READING_MODELS, "model: expected a model folder, got nothing there."),
-    ],
-)
-def test_a_damaged_model(run, model, tmp_path, damage, commands, complaint):
-    damage(model)
-    check(run, model, commands, complaint, tmp_path)
+def truncate(file: Path) -> None:
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2])
 
 
 @pytest.mark.parametrize(
     ("damage", "complaint"),
     [
-        (config(format=3), "format: this package reads up to 2, got 3. A newer trt-kvcache built the engine: upgrade."),
-        (change("engine.plan", half), "engine.plan: expected 31 bytes by config.json, got 15. Build it anew."),
+        (lambda model: truncate(model / "model.safetensors"), "model.safetensors: expected a whole safetensors file, got "),
+        (lambda model: (model / "model.safetensors").write_bytes(b""), "expected a whole safetensors file, got 0 bytes"),
+        (lambda model: (model / "model.safetensors").unlink(), "model.safetensors"),
+        (lambda model: (model / "config.json").unlink(), "config.json: expected a file, got nothing there."),
+        (lambda model: (model / "config.json").write_bytes(b"\xff{"), "config.json: cannot be read: 'utf-8' codec"),
+        (lambda model: (model / "config.json").write_text("[]"), "config.json: expected a JSON object, got list."),
+        (lambda model: change_json(model / "config.json", lambda config: config.update(vocab_size=767)), "model.embed_tokens.weight"),
+        (lambda model: change_json(model / "config.json", lambda config: config.update(model_type="gpt2", architectures=None)), "gpt2"),
     ],
+    ids=["truncated", "empty weights", "no weights", "no config", "not UTF-8", "not an object", "other shapes", "other family"],
 )
-def test_a_damaged_engine_folder(run, engine, tmp_path, damage, complaint):
+def test_a_damaged_model(run: Run, model: Path, tmp_path: Path, damage: Callable[[Path], object], complaint: str):
+    damage(model)
+    check(run, model, READING_A_MODEL, complaint, tmp_path)
+
+
+def test_a_missing_shard(run: Run, tmp_path: Path):
+    folder = Path(shutil.copytree(GOLDEN / "qwen3-sharded", tmp_path / "model"))
+    shutil.copy(GOLDEN / "llama" / "config.json", folder / "tokenizer.json")  # chat asks for one first
+    (folder / "model-00002-of-00003.safetensors").unlink()
+    complaint = "model-00002-of-00003.safetensors: expected a shard that model.safetensors.index.json names, got nothing there."
+    check(run, folder, READING_A_MODEL, complaint, tmp_path)
+
+
+def test_a_damaged_tokenizer(run: Run, model: Path, tmp_path: Path):
+    truncate(model / "tokenizer.json")
+    check(run, model, READING_ITS_CHECKPOINT, "tokenizer.json: expected a tokenizer, got an error", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "got"), [(lambda path: None, "nothing there"), (lambda path: path.touch(), "a file")], ids=["nothing", "file"]
+)
+def test_no_folder_at_all(run: Run, tmp_path: Path, make: Callable[[Path], object], got: str):
+    make(tmp_path / "model")
+    check(run, tmp_path / "model", READING_A_MODEL, f"model: expected a model folder, got {got}.", tmp_path)
+
+
+def test_an_unreadable_folder(run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """As far as a test can tell that may be run by root, who can read everything."""
+
+    def refuse(self: Path, *arguments: object, **options: object) -> bool:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "is_file", refuse)
+    check(run, model, READING_A_MODEL, "Permission denied", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (
+            lambda engine: change_json(engine / "config.json", lambda config: config.update(format=3)),
+            "format: this package reads up to 2, got 3. A newer trt-kvcache built the engine: upgrade.",
+        ),
+        (
+            lambda engine: change_json(engine / "config.json", lambda config: config["kv_cache"]["layers"][1].update(num_kv_heads=3)),
+            "kv_cache.layers: expected",
+        ),
+        (
+            lambda engine: change_json(engine / "config.json", lambda config: config["kv_cache"].update(max_sequence_length=39)),
+            f"tensor `k_cache_0`: expected input `k_cache_0` float16 (-1, {CONFIG.num_kv_heads}, 39, {CONFIG.head_dim}) by model",
+        ),
+        (
+            lambda engine: change_json(engine / "config.json", lambda config: config["kv_cache"].update(max_batch_size=4)),
+            "profile prefill: expected max_batch 4 by kv_cache, got 3.",
+        ),
+        (lambda engine: truncate(engine / "config.json"), "config.json: cannot be read as JSON"),
+        (lambda engine: (engine / "config.json").unlink(), "expected an engine folder, but it has no config.json."),
+        (lambda engine: truncate(engine / "engine.plan"), "engine.plan: expected 31 bytes by config.json, got 15. Build it anew."),
+    ],
+    ids=["newer format", "other heads", "other length", "other batch", "truncated config", "no config", "truncated plan"],
+)
+def test_a_damaged_engine_folder(run: Run, engine: Path, tmp_path: Path, damage: Callable[[Path], object], complaint: str):
     damage(engine)
-    check(run, engine, [*RUNNING, "memory", "inspect"], complaint, tmp_path)
+    check(run, engine, READING_AN_ENGINE, complaint, tmp_path)
 
 
-def test_an_engine_whose_checkpoint_was_changed_or_is_gone(run, engine, model, tmp_path):
-    change(WEIGHTS, lambda content: content[:-1] + bytes([content[-1] ^ 1]))(model)
-    check(run, engine, RUNNING, f"{model}: this checkpoint was changed since engine {engine} was built from it", tmp_path)
+def test_an_engine_whose_checkpoint_is_gone(run: Run, engine: Path, model: Path, tmp_path: Path):
     model.rename(tmp_path / "elsewhere")
-    check(run, engine, RUNNING, f"is neither at {model}, where it was at the build, nor at {engine}/checkpoint.", tmp_path)
+    check(
+        run, engine, READING_ITS_CHECKPOINT, f"it is neither at {model}, where it was at the build, nor at {engine}/checkpoint.", tmp_path
+    )
     assert run("inspect", engine).code == run("memory", engine).code == 0
+
+
+def test_an_engine_whose_checkpoint_was_changed(run: Run, engine: Path, model: Path, tmp_path: Path):
+    weights = bytearray((model / "model.safetensors").read_bytes())
+    weights[-3] ^= 1
+    (model / "model.safetensors").write_bytes(weights)
+    complaint = f"{model}: this checkpoint was changed since engine {engine} was built from it"
+    check(run, engine, READING_ITS_CHECKPOINT, complaint, tmp_path)
+
+
+@pytest.mark.trt
+def test_a_plan_that_was_changed(run: Run, engine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(opening, "CudaMemory", lambda device, **_: FakeGpuMemory())
+    plan = bytearray((engine / "engine.plan").read_bytes())
+    plan[5] ^= 1
+    (engine / "engine.plan").write_bytes(plan)
+    commands = {"generate": ["--engine", "tensorrt", "--prompt-ids", "1"], "compare": ["--engine", "tensorrt", "--prompt-ids", "1"]}
+    check(run, engine, commands, "engine.plan: it was changed since the build", tmp_path)
+
+
+def test_an_engine_folder_is_no_model(run: Run, engine: Path, tmp_path: Path):
+    check(run, engine, {"build": READING_A_MODEL["build"]}, "expected a Hugging Face folder, got an engine folder.", tmp_path)

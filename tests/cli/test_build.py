@@ -1,16 +1,27 @@
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from trt_kvcache.builder.build_engine import BUILDING
 from trt_kvcache.cli import build as build_module
 from trt_kvcache.errors import BuildError
 
-from .conftest import SHIPPED
+from .conftest import GOLDEN, SHIPPED, Run
+from .test_inspect import rows
 
 
 @pytest.fixture
-def asked(monkeypatch):
-    seen = {}
+def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the builder is asked for; it refuses everything."""
+    seen: dict[str, Any] = {}
 
-    def refuse(model, target, **options):
+    def refuse(model: Path, target: Path, **options: Any) -> None:
         seen.update(options, model=model, target=target)
         raise BuildError("the engine could not be built. TensorRT says: no")
 
@@ -18,42 +29,135 @@ def asked(monkeypatch):
     return seen
 
 
-SIZES = ["--max-batch-size", 3, "--max-sequence-length", 99, "--max-prefill-length", 17, "--dtype", "float32", "--embed-weights"]
-OTHER = ["--attention", "mask", "--flavour", "tensorrt_rtx", "--compute-capability", "8.6", "--compute-capability", "12.0"]
-NAMES = [
-    "max_batch_size",
-    "max_sequence_length",
-    "max_prefill_length",
-    "dtype",
-    "embed_weights",
-    "attention",
-    "flavour",
-    "compute_capabilities",
-]
+def test_defaults_come_from_the_model(run: Run, asked: dict[str, Any], tmp_path: Path):
+    done = run("build", SHIPPED, "-o", tmp_path / "engine")
+    assert (done.code, done.out, done.err) == (1, "", "error: the engine could not be built. TensorRT says: no\n")
+    assert callable(asked.pop("progress"))
+    assert asked == {
+        "model": SHIPPED,
+        "target": tmp_path / "engine",
+        "max_batch_size": 1,
+        "max_sequence_length": 512,
+        "max_prefill_length": 512,
+        "dtype": None,
+        "attention": "native",
+        "flavour": "auto",
+        "embed_weights": False,
+        "compute_capabilities": None,
+    }
+
+
+def test_options_reach_the_builder(run: Run, asked: dict[str, Any], tmp_path: Path):
+    sizes = ["--max-batch-size", 3, "--max-sequence-length", 99, "--max-prefill-length", 17]
+    kinds = ["--dtype", "float32", "--attention", "mask", "--flavour", "tensorrt_rtx", "--embed-weights"]
+    run("build", SHIPPED, "--output", tmp_path, *sizes, *kinds, "--compute-capability", "8.6", "--compute-capability", "12.0")
+    assert (asked["max_batch_size"], asked["max_sequence_length"], asked["max_prefill_length"]) == (3, 99, 17)
+    assert (asked["dtype"], asked["attention"], asked["flavour"], asked["embed_weights"]) == ("float32", "mask", "tensorrt_rtx", True)
+    assert asked["compute_capabilities"] == ["8.6", "12.0"]
+
+
+def test_the_prefill_is_no_longer_than_the_sequence(run: Run, asked: dict[str, Any], tmp_path: Path):
+    run("build", SHIPPED, "-o", tmp_path, "--max-sequence-length", 40)
+    assert (asked["max_sequence_length"], asked["max_prefill_length"]) == (40, 40)
 
 
 @pytest.mark.parametrize(
-    ("options", "expected"),
+    ("target", "complaint"),
     [
-        ([], (1, 512, 512, None, False, "native", "auto", None)),
-        (SIZES + OTHER, (3, 99, 17, "float32", True, "mask", "tensorrt_rtx", ["8.6", "12.0"])),
-        (["--max-sequence-length", 40], (1, 40, 40, None, False, "native", "auto", None)),
+        ("file", "expected a folder to make or an engine folder to replace, got a file."),
+        ("file/engine", "nothing can be written to"),
+        ("full", "but it holds notes.txt. Choose another path."),
     ],
 )
-def test_options_reach_the_builder(run, asked, tmp_path, options, expected):
-    done = run("build", SHIPPED, "-o", tmp_path / "engine", *options)
-    assert (done.code, done.out, done.err) == (1, "", "error: the engine could not be built. TensorRT says: no\n")
-    assert callable(asked.pop("progress"))
-    assert asked == {**dict(zip(NAMES, expected, strict=True)), "model": SHIPPED, "target": tmp_path / "engine"}
+def test_a_target_that_cannot_be_made(run: Run, tmp_path: Path, target: str, complaint: str):
+    (tmp_path / "file").touch()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "notes.txt").touch()
+    done = run("build", SHIPPED, "-o", tmp_path / target)
+    assert (done.code, done.out) == (1, "")
+    assert complaint in done.err
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "full", "notes.txt"]
+
+
+def test_the_model_itself_is_no_target(run: Run, model: Path):
+    before = sorted(model.iterdir())
+    done = run("build", model, "-o", model)
+    assert done.code == 1
+    assert sorted(model.iterdir()) == before
+
+
+def test_sizes_below_one_are_wrong_usage(run: Run, tmp_path: Path):
+    for option in ("--max-batch-size", "--max-sequence-length", "--max-prefill-length"):
+        assert run("build", SHIPPED, "-o", tmp_path / "engine", option, 0).code == 2
 
 
 @pytest.mark.trt
 class TestWithTensorRT:
-    def test_an_engine_folder_is_made_and_runs(self, run, tmp_path):
+    def test_an_engine_folder_is_made_and_runs(self, run: Run, tmp_path: Path):
         target = tmp_path / "[red]new folder[/]" / "engine"
         done = run("build", SHIPPED, "-o", target, "--max-batch-size", 2)
-        assert (done.code, done.err, done.out.count("\n")) == (0, "", 1)
+        assert (done.code, done.err) == (0, "")
         assert done.out.startswith(f"{target}: ")
         assert " by tensorrt_rtx 1." in done.out
+        assert done.out.count("\n") == 1
         generated = run("generate", target, "--engine", "reference", "-p", "The rabbit-hole went straight", "--max-new-tokens", 9)
         assert generated.out.startswith("The rabbit-hole went straight on like a tunnel")
+
+    def test_what_was_built_is_what_inspect_and_memory_show(self, run: Run, built_engine: Path):
+        shown = run("inspect", built_engine).out
+        assert "cache: 2 slots of 64 tokens, float16, separate" in shown
+        assert rows(shown, "Optimisation profiles") == [["0", "prefill", "1-2", "1-64"], ["1", "decode", "1-2", "1"]]
+        assert rows(shown, "Sizes")[0][1] == str((built_engine / "engine.plan").stat().st_size)
+        assert "2 slots of 64 tokens, float16, separate" in run("memory", built_engine).out
+
+    def test_decomposable_attention_is_said_and_explained(self, run: Run, tmp_path: Path):
+        done = run("build", GOLDEN / "llama", "-o", tmp_path / "engine", "--dtype", "float32")
+        assert done.code == 0
+        layers = len(rows(run("inspect", tmp_path / "engine").out, "Attention"))
+        assert layers >= 1
+        assert "is decomposable; `trt-kvcache inspect " in done.out
+        for row in rows(run("inspect", tmp_path / "engine").out, "Attention"):
+            assert row[2].startswith("yes: ")
+            assert "float32" in row[2]
+
+    def test_an_engine_folder_is_replaced(self, run: Run, built_engine: Path):
+        assert run("build", SHIPPED, "-o", built_engine, "--max-sequence-length", 32).code == 0
+        assert "1 slot of 32 tokens" in run("memory", built_engine).out
+        assert [path.name for path in built_engine.parent.iterdir()] == [built_engine.name]
+
+    @pytest.mark.parametrize(
+        ("arguments", "complaint"),
+        [
+            (["--compute-capability", "9.9"], "9.9"),
+            (["--max-sequence-length", 1024], "512"),
+            (["--max-sequence-length", 8, "--max-prefill-length", 9], "max_prefill_length"),
+            (["--max-batch-size", 10**12], "max_batch_size"),
+        ],
+        ids=str,
+    )
+    def test_what_cannot_be_built(self, run: Run, tmp_path: Path, arguments: list[object], complaint: str):
+        done = run("build", SHIPPED, "-o", tmp_path / "engine", *arguments)
+        assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
+        assert complaint in done.err
+        assert list(tmp_path.iterdir()) == []
+
+    def test_ctrl_c_inside_tensorrt_leaves_nothing(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        progress_bar, reported = build_module.progress_bar, []
+
+        @contextmanager
+        def interrupted_in_the_middle() -> Iterator[Any]:
+            with progress_bar() as progress:
+
+                def report(stage: str, done: float | None) -> None:
+                    progress(stage, done)
+                    reported.append(stage)
+                    if reported.count(BUILDING) == 3:
+                        signal.raise_signal(signal.SIGINT)
+
+                yield report
+
+        monkeypatch.setattr(build_module, "progress_bar", interrupted_in_the_middle)
+        done = run("build", SHIPPED, "-o", tmp_path / "engine")
+        assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
+        assert reported.count(BUILDING) == 3, "the next report ended the build"
+        assert list(tmp_path.iterdir()) == []

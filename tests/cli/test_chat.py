@@ -1,25 +1,47 @@
-from types import SimpleNamespace
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from trt_kvcache.checkpoint import Tokenizer
+from trt_kvcache.cli import chat as chat_module
 from trt_kvcache.session.session import InferenceSession
 
-from .conftest import SHIPPED, change_json
+from .conftest import GOLDEN, NO_GPU, SHIPPED, Run, change_json
 
+TypeLines = Callable[..., None]
+
+CHAT = ("chat", SHIPPED, "--engine", "reference", "--max-new-tokens", 12)
 ASKED, ANSWERED = "The rabbit-hole went straight", " on like a tunnel for some"
 NEXT = "Alice was beginning"
-HELP = "/undo takes the last turn back, /reset starts anew, /stats shows times and bytes, /quit ends"
-TEMPLATE = "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}<assistant>"
+BEGIN = 0  # the token that the shipped model puts before each text
+TEMPLATE = (
+    "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}{% endfor %}{% if add_generation_prompt %}<assistant>"
+    "{% endif %}"
+)
+
+
+@dataclass
+class Turn:
+    """What the session was given: a prompt, and whether to reuse what the cache holds; and what it answered."""
+
+    prompt: Any
+    reuse: bool
+    answer: str = ""
 
 
 @pytest.fixture
-def turns(monkeypatch):
-    seen = []
+def turns(monkeypatch: pytest.MonkeyPatch) -> list[Turn]:
+    """The turns of a chat, as the session saw them."""
+    seen: list[Turn] = []
     generate = InferenceSession.generate
 
-    def note(self, prompt, *, reuse, **options):
-        seen.append(SimpleNamespace(prompt=prompt, reuse=reuse, answer=""))
+    def note(self: InferenceSession, prompt: Any, *, reuse: bool, **options: Any) -> Iterator[Any]:
+        seen.append(Turn(prompt, reuse))
         for event in generate(self, prompt, reuse=reuse, **options):
             seen[-1].answer += event.text
             yield event
@@ -28,55 +50,183 @@ def turns(monkeypatch):
     return seen
 
 
-@pytest.fixture
-def chat(run, type_lines):
-
-    def chat_here(*lines, folder=SHIPPED):
-        type_lines(*lines)
-        return run("chat", folder, "--engine", "reference", "--max-new-tokens", 12)
-
-    return chat_here
-
-
-def test_a_pipe_gets_answers_only_and_without_a_template_the_text_goes_on(chat, turns):
-    done = chat(ASKED, "", "  ", NEXT)
+def test_a_pipe_gets_answers_only(run: Run, type_lines: TypeLines, turns: list[Turn]):
+    type_lines(ASKED, "", "  ", NEXT)
+    done = run(*CHAT)
     assert (done.code, done.err) == (0, "")
     assert done.out == f"{turns[0].answer}\n{turns[1].answer}\n"
     assert turns[0].answer.startswith(ANSWERED)
+
+
+def test_without_a_template_the_text_goes_on(run: Run, type_lines: TypeLines, turns: list[Turn]):
+    type_lines(ASKED, NEXT)
+    run(*CHAT)
     assert [turn.prompt for turn in turns] == [ASKED, f"{ASKED}{turns[0].answer}\n{NEXT}"]
     assert [turn.reuse for turn in turns] == [False, True]
 
 
-def test_with_a_template_the_messages_go_through_it(chat, turns, model):
+def test_with_a_template_the_messages_go_through_it(run: Run, type_lines: TypeLines, turns: list[Turn], model: Path):
     change_json(model / "tokenizer_config.json", lambda config: config.update(chat_template=TEMPLATE))
-    chat(ASKED, NEXT, folder=model)
-    texts = [f"<user>{ASKED}<assistant>", f"<user>{ASKED}<assistant>{turns[0].answer}<user>{NEXT}<assistant>"]
     tokenizer = Tokenizer.open(model)
+    assert tokenizer is not None
+    type_lines(ASKED, NEXT)
+    run("chat", model, *CHAT[2:])
+    texts = [f"<user>{ASKED}<assistant>", f"<user>{ASKED}<assistant>{turns[0].answer}<user>{NEXT}<assistant>"]
     assert [turn.prompt for turn in turns] == [tokenizer.encode(text, add_special_tokens=False) for text in texts]
     assert [turn.reuse for turn in turns] == [False, True]
+    assert turns[0].prompt[0] != BEGIN, "the template writes the special tokens itself"
 
 
-def test_commands(chat, turns):
-    done = chat(ASKED, NEXT, "/undo", "Alice", "/undo", "/undo", "/undo", "/what", ASKED, "/reset", NEXT, "/quit", "more")
-    assert [turn.prompt for turn in turns[2:]] == [f"{ASKED}{turns[0].answer}\nAlice", ASKED, NEXT]
+@pytest.mark.parametrize("template", [None, TEMPLATE], ids=["no template", "template"])
+def test_only_what_is_new_is_run(run: Run, type_lines: TypeLines, model: Path, template: str | None):
+    if template:
+        change_json(model / "tokenizer_config.json", lambda config: config.update(chat_template=template))
+    type_lines(ASKED, "/stats", NEXT, "/stats")
+    before, after = run("chat", model, *CHAT[2:]).err.splitlines()
+    assert "in the cache" not in before
+    run_first, run_in_all = (int(line.split("prefill ")[1].split()[0]) for line in (before, after))
+    reused = int(after.split("tokens (")[1].split()[0])
+    assert reused >= run_first, "the first turn stays in the cache"
+    assert run_in_all - run_first < 25, "the second turn alone is run"
+
+
+def test_undo_takes_the_last_turn_back(run: Run, type_lines: TypeLines, turns: list[Turn]):
+    type_lines(ASKED, NEXT, "/undo", "Alice", "/undo", "/undo", "/undo")
+    done = run(*CHAT)
+    assert turns[2].prompt == f"{ASKED}{turns[0].answer}\nAlice"
     expected = [f"Taken back: {NEXT}", "Taken back: Alice", f"Taken back: {ASKED}", "There is no turn to take back."]
-    assert done.err.splitlines()[:4] == expected
-    assert HELP in done.err
-    assert done.err.endswith("The conversation starts anew.\n")
+    assert done.err.splitlines() == expected
 
 
-def test_ctrl_c_stops_the_answer_only(chat, monkeypatch):
-    generate = InferenceSession.generate
+def test_reset_begins_a_new_conversation(run: Run, type_lines: TypeLines, turns: list[Turn]):
+    type_lines(ASKED, "/reset", NEXT)
+    assert run(*CHAT).err == "A new conversation begins.\n"
+    assert [turn.prompt for turn in turns] == [ASKED, NEXT]
 
-    def generate_a_little(*arguments, **options):
-        answer = generate(*arguments, **options)
-        for _ in range(3):
-            yield next(answer)
-        raise KeyboardInterrupt
 
-    monkeypatch.setattr(InferenceSession, "generate", generate_a_little)
-    done = chat(ASKED, "/stats", "/undo")
-    assert (done.code, done.out) == (0, " on like\n")
-    stopped, statistics, undo = done.err.splitlines()
-    assert (stopped, undo) == ("(stopped)", f"Taken back: {ASKED}")
-    assert "decode 2 tokens" in statistics
+@pytest.mark.parametrize("command", ["/quit", "/exit"])
+def test_quit_ends(run: Run, type_lines: TypeLines, command: str):
+    type_lines(ASKED, command, NEXT)
+    assert run(*CHAT).out.count("\n") == 1
+
+
+def test_an_unknown_command_shows_the_known_ones(run: Run, type_lines: TypeLines):
+    type_lines("/what")
+    assert run(*CHAT).err.startswith(
+        "/undo removes the last turn, /reset begins a new conversation, /stats shows times and bytes, /quit ends"
+    )
+
+
+def test_a_terminal_gets_help_and_a_prompt(run: Run, type_lines: TypeLines):
+    type_lines(ASKED, terminal=True)
+    done = run(*CHAT)
+    assert done.code == 0
+    assert done.err.startswith("/undo removes")
+    assert done.err.endswith("> > \n"), "the end of input leaves the shell a line of its own"
+    assert done.out.startswith(ANSWERED)
+
+
+class TestCtrlC:
+    @pytest.fixture
+    def interrupt_after(self, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+        """Return a function that has Ctrl-C come after so many pieces of the first answer."""
+
+        def plan(pieces: int) -> None:
+            generate, used = InferenceSession.generate, False
+
+            def generate_a_little(self: InferenceSession, *arguments: Any, **options: Any) -> Iterator[Any]:
+                nonlocal used
+                events = generate(self, *arguments, **options)
+                if used:
+                    yield from events
+                used = True
+                for _ in range(pieces):
+                    yield next(events)
+                raise KeyboardInterrupt
+
+            monkeypatch.setattr(InferenceSession, "generate", generate_a_little)
+
+        return plan
+
+    def test_stops_the_answer_only(self, run: Run, type_lines: TypeLines, interrupt_after: Callable[[int], None]):
+        interrupt_after(3)
+        type_lines(ASKED, "/stats", "/undo")
+        done = run(*CHAT)
+        assert (done.code, done.out) == (0, " on like\n")
+        stopped, statistics, undo = done.err.splitlines()
+        assert stopped == "(stopped)"
+        assert "decode 2 tokens" in statistics
+        assert undo == f"Taken back: {ASKED}"
+
+    def test_before_the_first_word_leaves_no_turn(self, run: Run, type_lines: TypeLines, interrupt_after: Callable[[int], None]):
+        interrupt_after(0)
+        type_lines(ASKED, "/undo")
+        assert run(*CHAT).err.splitlines() == ["(stopped)", "There is no turn to take back."]
+
+    def test_where_a_line_is_awaited_ends_the_chat(self, run: Run, monkeypatch: pytest.MonkeyPatch, type_lines: TypeLines):
+        def interrupt(self: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(chat_module.Conversation, "_read", interrupt)
+        type_lines()
+        done = run(*CHAT)
+        assert (done.code, done.err) == (130, "interrupted\n")
+
+
+class TestAFullCache:
+    def test_ends_an_answer_with_a_warning(self, run: Run, type_lines: TypeLines):
+        type_lines(ASKED)
+        done = run(*CHAT, "--max-sequence-length", 16)
+        assert done.code == 0
+        assert done.err == "warning: the cache is full: max_sequence_length=16 ended the text of slot 0.\n"
+
+    def test_fails_the_next_turn_of_a_pipe(self, run: Run, type_lines: TypeLines):
+        type_lines(ASKED, NEXT)
+        done = run(*CHAT, "--max-sequence-length", 16)
+        assert done.code == 1
+        assert done.err.splitlines()[-1].startswith("error: prompt 0 has ")
+
+    def test_leaves_somebody_at_a_terminal_the_choice(self, run: Run, type_lines: TypeLines):
+        type_lines(ASKED, NEXT, "/undo", NEXT, terminal=True)
+        done = run(*CHAT, "--max-sequence-length", 16)
+        assert done.code == 0
+        assert "exceeds max_sequence_length=16. Nothing was changed. /undo and /reset make room." in done.err
+        assert f"Taken back: {ASKED}" in done.err, "the turn that failed was none"
+        assert done.out.splitlines()[1].startswith(" to get very")
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_template_that_refuses(run: Run, type_lines: TypeLines, model: Path, terminal: bool):
+    change_json(model / "tokenizer_config.json", lambda config: config.update(chat_template="{{ raise_exception('no user here') }}"))
+    type_lines(ASKED, terminal=terminal)
+    done = run("chat", model, *CHAT[2:])
+    assert (done.code, done.out) == (0 if terminal else 1, "")
+    assert "the chat template refuses these messages: no user here\n" in done.err, "and no advice that does not help"
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(InferenceSession, "from_model", lambda *arguments, **options: pytest.fail("loaded"))
+    done = run("chat", GOLDEN / "llama")
+    assert done.code == 1
+    assert done.err.startswith(f"error: {GOLDEN / 'llama'}: chat needs a tokenizer.json.")
+
+
+@pytest.mark.usefixtures("without_gpu")
+def test_auto_warns_once(run: Run, type_lines: TypeLines):
+    type_lines(ASKED, NEXT)
+    assert run("chat", SHIPPED, "--max-new-tokens", 3).err == f"warning: running the NumPy reference engine: {NO_GPU}.\n"
+
+
+def test_what_is_not_utf8_on_its_way_in_is_no_error(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "lines").write_bytes(b"Alice \xff\xfe\n")
+    with (tmp_path / "lines").open(encoding="utf-8") as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        done = run(*CHAT)
+    assert done.code == 0
+    assert done.out.strip()
+
+
+def test_wrong_usage(run: Run):
+    done = run("chat", "no/such/folder", "--top-p", 2)
+    assert done.code == 2
+    assert "Invalid value for --top-p: expected 0 < top_p <= 1, got 2.0." in done.complaint

@@ -1,77 +1,257 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from trt_kvcache.cli import generate as generate_module
 from trt_kvcache.cli.console import size
 from trt_kvcache.session.session import InferenceSession
 
-from .conftest import CACHE_NBYTES, NO_GPU, SHIPPED, TOKEN_NBYTES
+from .conftest import CACHE_NBYTES, CONFIG, GOLDEN, NO_GPU, SHIPPED, TOKEN_NBYTES, Run
 
+REFERENCE = ("--engine", "reference")
 PROMPT = "The rabbit-hole went straight"
 CONTINUED = f"{PROMPT} on like a tunnel for some way, and then dipped suddenly down"
 
 
-@pytest.fixture
-def generate(run):
-    def generate_here(*arguments, folder=SHIPPED):
-        return run("generate", folder, "--engine", "reference", *arguments)
-
-    return generate_here
-
-
-@pytest.fixture
-def seen(monkeypatch):
-    asked = {}
-
-    def note(name, result):
-        def noted(first, *more, **options):
-            asked[name] = options
-            return result(first)
-
-        return noted
-
-    monkeypatch.setattr(InferenceSession, "generate", note("generate", lambda session: iter(())))
-    opened = InferenceSession.from_model
-    monkeypatch.setattr(InferenceSession, "from_model", note("from_model", lambda folder: opened(folder, engine="reference")))
-    return asked
-
-
-def test_one_prompt_is_continued_with_statistics_as_one_line_on_stderr(generate):
-    done = generate("--prompt", PROMPT, "--max-new-tokens", 7)
+def test_one_prompt_is_continued(run: Run):
+    done = run("generate", SHIPPED, *REFERENCE, "--prompt", PROMPT, "--max-new-tokens", 40)
     assert done.code == 0
-    assert CONTINUED.startswith(done.out.removesuffix("\n"))
-    assert done.out.startswith(f"{PROMPT} on like a")
-    assert (done.out.count("\n"), done.err.count("\n")) == (1, 1)
+    assert done.out.startswith(CONTINUED)
+    assert done.out.count("\n") == 1, "text only, and a line end"
+
+
+def test_statistics_are_one_line_on_stderr(run: Run):
+    done = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--max-new-tokens", 7)
+    assert done.err.count("\n") == 1
     assert done.err.startswith("ReferenceEngine on cpu: prefill 13 tokens in ")
     assert "; decode 6 tokens, " in done.err
     assert done.err.endswith(f"; cache {size(19 * TOKEN_NBYTES)} live of {size(512 * TOKEN_NBYTES)}\n")
-    assert generate("-p", PROMPT, "--max-new-tokens", 7, "--no-stats").err == ""
+    assert run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--max-new-tokens", 7, "--no-stats").err == ""
 
 
-def test_options_reach_the_session(generate, seen):
+def test_text_is_written_as_it_comes(run: Run, monkeypatch: pytest.MonkeyPatch):
+    pieces: list[str] = []
+    monkeypatch.setattr(generate_module, "put", pieces.append)
+    run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--max-new-tokens", 5)
+    assert pieces[0] == PROMPT
+    assert pieces[-1] == "\n"
+    assert len(pieces) == 7
+
+
+def test_several_prompts_are_written_one_after_another(run: Run):
+    done = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "-p", "Alice was beginning", "--prompt-ids", "0 5,9", "--max-new-tokens", 14)
+    lines = done.out.splitlines()
+    assert done.code == 0
+    assert len(lines) == 3
+    assert lines[0] == f"[0] {CONTINUED[: len(lines[0]) - 4]}"
+    assert lines[1].startswith("[1] Alice was beginning to get very tired")
+    assert lines[2].startswith("[2] 0 5 9")
+
+
+def test_a_model_without_a_tokenizer_works_on_token_ids(run: Run):
+    done = run("generate", GOLDEN / "llama", *REFERENCE, "--prompt-ids", "5,7,11", "--max-new-tokens", 4, "--ignore-eos")
+    assert done.code == 0
+    numbers = [int(part) for part in done.out.split()]
+    assert numbers[:3] == [5, 7, 11]
+    assert len(numbers) == 7
+
+
+def test_text_needs_a_tokenizer(run: Run):
+    done = run("generate", GOLDEN / "llama", *REFERENCE, "-p", "Alice")
+    assert (done.code, done.out) == (1, "")
+    assert done.err == "error: prompts[0]: expected token ids, got text. The model folder has no tokenizer.json.\n"
+
+
+def test_options_reach_the_sampler(run: Run, monkeypatch: pytest.MonkeyPatch):
+    seen: dict[str, Any] = {}
+
+    def note(self: InferenceSession, prompts: Any, **options: Any) -> Any:
+        seen.update(options)
+        return iter(())
+
+    monkeypatch.setattr(InferenceSession, "generate", note)
     options = ["--max-new-tokens", 3, "--temperature", 0.5, "--top-k", 4, "--top-p", 0.75, "--min-p", 0.125]
-    sizes = ["--max-batch-size", 3, "--max-sequence-length", 99, "--dtype", "float32", "--attention", "mask", "--flavour", "tensorrt_rtx"]
-    generate("-p", "A", *options, "--seed", 6, "--stop", ".", "--stop", "!", "--ignore-eos", *sizes)
-    opened = {"max_batch_size": 3, "max_sequence_length": 99, "dtype": "float32", "attention": "mask", "flavour": "tensorrt_rtx"}
-    assert seen["from_model"].items() >= {**opened, "engine": "reference", "device": 0}.items()
+    options += ["--seed", 6, "--stop", ".", "--stop", "!", "--ignore-eos"]
+    run("generate", SHIPPED, *REFERENCE, "-p", "A", *options)
     expected = {"max_new_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.75, "min_p": 0.125, "seed": 6, "stop": (".", "!")}
-    assert seen["generate"] == {**expected, "ignore_eos": True}
-    generate("-p", "A")
-    assert seen["generate"] == {"max_new_tokens": 128}, "the model's own defaults hold for what was not given"
+    assert seen == {**expected, "ignore_eos": True}
+    seen.clear()
+    run("generate", SHIPPED, *REFERENCE, "-p", "A")
+    assert seen == {"max_new_tokens": 128}, "the model's own defaults hold for what was not given"
+
+
+#: What holds for options that are not given.
+OFF = {"cuda_graphs": True, "prompt_cache_bytes": 0}
+
+
+def test_options_reach_the_session(run: Run, monkeypatch: pytest.MonkeyPatch):
+    seen: dict[str, Any] = {}
+
+    def note(folder: Path, **options: Any) -> Any:
+        seen.update(options, folder=folder)
+        raise OSError("that is enough")
+
+    monkeypatch.setattr(InferenceSession, "from_model", note)
+    sizes = ["--max-batch-size", 3, "--max-sequence-length", 99, "--dtype", "float32", "--attention", "mask", "--flavour", "tensorrt_rtx"]
+    run("generate", SHIPPED, *REFERENCE, "-p", "A", *sizes)
+    assert callable(seen.pop("progress"))
+    expected = {"max_batch_size": 3, "max_sequence_length": 99, "dtype": "float32", "attention": "mask", "flavour": "tensorrt_rtx"}
+    assert seen == {**expected, "engine": "reference", "device": 0, "folder": str(SHIPPED), **OFF}
+    seen.clear()
+    run("generate", SHIPPED, "-p", "A", "-p", "B")
+    assert callable(seen.pop("progress"))
+    assert seen == {"max_batch_size": 2, "engine": "auto", "flavour": "auto", "device": 0, "folder": str(SHIPPED), **OFF}
+
+
+def test_a_saved_sequence_goes_on(run: Run, tmp_path: Path):
+    saved = tmp_path / "one.kv"
+    first = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--max-new-tokens", 4, "--save-snapshot", saved)
+    assert (first.out + run("generate", SHIPPED, *REFERENCE, "--resume", saved, "--max-new-tokens", 3).out).replace("\n", "") in CONTINUED
+
+
+def test_prompts_and_resume_are_refused_together(run: Run, tmp_path: Path):
+    done = run("generate", SHIPPED, *REFERENCE, "--resume", tmp_path / "one.kv", "--prompt", "x")
+    assert (done.code != 0, done.out) == (True, "")
+    assert "expected prompts or --resume, got both" in done.err
+
+
+def test_a_snapshot_is_of_one_prompt(run: Run, tmp_path: Path):
+    done = run("generate", SHIPPED, *REFERENCE, "-p", "a", "-p", "b", "--save-snapshot", tmp_path / "one.kv")
+    assert (done.code != 0, done.out) == (True, "")
+    assert "--save-snapshot: expected with one prompt, got 2" in done.err
+
+
+def test_the_same_seed_gives_the_same_text(run: Run):
+    def text(seed: int) -> str:
+        return run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--temperature", 1.5, "--seed", seed, "--max-new-tokens", 20).out
+
+    assert text(1) == text(1) != text(2)
+
+
+def test_a_stop_text_ends_the_output(run: Run):
+    assert run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--stop", " for some").out == f"{PROMPT} on like a tunnel\n"
+
+
+def test_a_full_cache_ends_the_text_with_a_warning(run: Run):
+    done = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "-p", "Alice", "--max-sequence-length", 16, "--max-new-tokens", 8)
+    assert done.code == 0
+    assert done.err.splitlines()[0] == "warning: the cache is full: max_sequence_length=16 ended the text of slot 0."
+    assert done.out.splitlines()[0].startswith(f"[0] {PROMPT} on")
+    assert "warning" not in run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--max-sequence-length", 16, "--max-new-tokens", 3).err
+
+
+def test_a_prompt_longer_than_the_cache(run: Run):
+    done = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--max-sequence-length", 11)
+    assert (done.code, done.out) == (1, "")
+    assert done.err == "error: prompt 0 has 13 tokens; that exceeds max_sequence_length=11. Nothing was changed.\n"
+
+
+def test_ctrl_c_keeps_what_was_written(run: Run, monkeypatch: pytest.MonkeyPatch):
+    class Interrupted:
+        def __init__(self, events: Any) -> None:
+            self.events = events
+            self.left = 3
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                raise KeyboardInterrupt
+            return next(self.events)
+
+    generate = InferenceSession.generate
+    monkeypatch.setattr(InferenceSession, "generate", lambda *arguments, **options: Interrupted(generate(*arguments, **options)))
+    done = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT)
+    assert (done.code, done.err) == (130, "interrupted\n")
+    assert done.out == f"{PROMPT} on like\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "expected --prompt or --prompt-ids, got neither."),
+        (["--prompt-ids", ""], "Invalid value for --prompt-ids: expected integers such as 1,2,3, got ''."),
+        (["--prompt-ids", "1,a"], "Invalid value for --prompt-ids: expected integers such as 1,2,3, got '1,a'."),
+        (["--prompt", "\udcff"], "Invalid value for --prompt: expected UTF-8, got '\\udcff'."),
+        (["-p", "A", "--max-new-tokens", 0], "Invalid value for '--max-new-tokens'"),
+        (["-p", "A", "--max-new-tokens", "x"], "Invalid value for '--max-new-tokens'"),
+        (["-p", "A", "--temperature", "nan"], "Invalid value for --temperature: expected a finite number, at least 0, got nan."),
+        (["-p", "A", "--temperature", "-1"], "Invalid value for --temperature: expected a finite number, at least 0, got -1.0."),
+        (["-p", "A", "--top-p", 0], "Invalid value for --top-p: expected 0 < top_p <= 1, got 0.0."),
+        (["-p", "A", "--min-p", 1], "Invalid value for --min-p: expected 0 <= min_p < 1, got 1.0."),
+        (["-p", "A", "--top-k", -1], "Invalid value for '--top-k'"),
+        (["-p", "A", "--seed", 2**63], "Invalid value for --seed: expected an integer from 0 to 9223372036854775807"),
+        (["-p", "A", "--stop", ""], "Invalid value for --stop: expected texts that are not empty, got ''."),
+    ],
+    ids=str,
+)
+def test_wrong_usage_before_the_model_is_opened(run: Run, arguments: list[object], complaint: str):
+    done = run("generate", "no/such/folder", *arguments)
+    assert (done.code, done.out) == (2, "")
+    assert complaint in done.complaint
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--prompt-ids", f"1,{CONFIG.vocab_size}"], f"prompts[0][1]: expected an integer from 0 to {CONFIG.vocab_size - 1}, got "),
+        (["--prompt-ids", "-1"], f"prompts[0][0]: expected an integer from 0 to {CONFIG.vocab_size - 1}, got -1."),
+        (["-p", "A", "-p", "B", "--max-batch-size", 1], "prompts: expected 1 to max_batch_size=1 of them, got 2."),
+        (["-p", "A", "--max-sequence-length", 513], "max_sequence_length: expected at most 512"),
+        (["-p", "A", "--max-batch-size", 2 * 10**9], "bytes could not be allocated."),
+        (["-p", "A", "--max-batch-size", 10**30], "max_batch_size: expected an integer from 1 to 2147483647"),
+    ],
+    ids=str,
+)
+def test_what_the_model_or_the_machine_cannot_do(run: Run, arguments: list[object], complaint: str):
+    done = run("generate", SHIPPED, *REFERENCE, *arguments)
+    assert (done.code, done.out) == (1, "")
+    assert complaint in done.err
+    assert done.err.count("\n") == 1
+
+
+def test_an_empty_prompt_is_the_begin_token_alone(run: Run):
+    done = run("generate", SHIPPED, *REFERENCE, "-p", "", "--max-new-tokens", 5)
+    assert done.code == 0
+    assert done.out.strip()
+    assert "prefill 1 tokens" in done.err
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_auto_warns_once_on_every_run_and_says_why(run, engine):
-    for folder, nbytes in ((SHIPPED, 512 * TOKEN_NBYTES), (engine, CACHE_NBYTES)):  # although Python shows a warning of one place once
-        done = run("generate", folder, "-p", PROMPT, "--max-new-tokens", 4)
+class TestEngines:
+    def test_auto_warns_once_and_says_why(self, run: Run):
+        for _ in range(2):  # on every run, although Python shows a warning of one place once
+            done = run("generate", SHIPPED, "-p", PROMPT, "--max-new-tokens", 4)
+            assert done.code == 0
+            assert done.out.startswith(CONTINUED[: len(done.out) - 1])
+            assert done.err.count("warning:") == 1
+            assert done.err.startswith(f"warning: running the NumPy reference engine: {NO_GPU}.\n")
+
+    def test_the_reference_engine_by_name_does_not_warn(self, run: Run):
+        assert "warning" not in run("generate", SHIPPED, *REFERENCE, "-p", "A", "--max-new-tokens", 4).err
+
+    def test_tensorrt_by_name_fails_without_a_gpu(self, run: Run, engine: Path):
+        done = run("generate", engine, "--engine", "tensorrt", "-p", "A")
+        assert (done.code, done.out) == (1, "")
+        assert done.err == f"error: CudaMemory: {NO_GPU}.\n"
+
+    def test_an_engine_folder_runs_on_the_reference_engine(self, run: Run, engine: Path):
+        done = run("generate", engine, "-p", PROMPT, "--max-new-tokens", 7)
         assert done.code == 0
         assert CONTINUED.startswith(done.out.rstrip("\n"))
-        warning, statistics = done.err.splitlines()
-        assert warning == f"warning: running the NumPy reference engine: {NO_GPU}."
-        assert statistics.endswith(f" of {size(nbytes)}")
+        assert done.err.splitlines()[1].endswith(f" of {size(CACHE_NBYTES)}")
 
 
-def test_a_saved_sequence_goes_on(generate, tmp_path):
-    saved, refused = tmp_path / "one.kv", ("--resume", tmp_path / "one.kv", "--prompt", "x")
-    first = generate("-p", PROMPT, "--max-new-tokens", 4, "--save-snapshot", saved)
-    assert (first.out + generate("--resume", saved, "--max-new-tokens", 3).out).replace("\n", "") in CONTINUED
-    assert "expected prompts or --resume, got both" in generate(*refused).err
-    assert "--save-snapshot: expected with one prompt, got 2" in generate("-p", "a", "-p", "b", "--save-snapshot", saved).err
+@pytest.mark.parametrize(
+    "option", [("--max-batch-size", 2), ("--max-sequence-length", 9), ("--dtype", "float16"), ("--attention", "mask")], ids=str
+)
+def test_what_an_engine_folder_has_settled(run: Run, engine: Path, option: tuple[str, object]):
+    done = run("generate", engine, *REFERENCE, "-p", "A", *option)
+    assert (done.code, done.out) == (1, "")
+    name = option[0].removeprefix("--").replace("-", "_")
+    assert done.err == f"error: {name}: expected with a Hugging Face folder only; {engine} is an engine folder, built with its own.\n"

@@ -1,22 +1,109 @@
-from .conftest import CACHE_NBYTES, CONFIG
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.helpers.engine_files import make_engine_folder
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.cli.console import size
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
+
+from .conftest import CACHE_NBYTES, CONFIG, SHIPPED, TOKEN_NBYTES, Run
 
 
-def rows(out, title):
-    lines = out.split(f"\n{title} ")[1].split("\n└")[0].splitlines()
-    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+def rows(out: str, title: str) -> list[list[str]]:
+    """Return the cells of a table, row by row."""
+    lines = out.split(f"\n{title} ")[1].splitlines()[1:]
+    end = next(index for index, line in enumerate(lines) if line.startswith("└"))
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines[:end] if line.startswith("│")]
 
 
-def test_what_is_shown(run, engine):
+def test_head(run: Run, engine: Path):
     done = run("inspect", engine)
     assert (done.code, done.err) == (0, "")
-    shown = done.out
-    path, model, cache, built_by = shown.splitlines()[:4]
-    assert (path, model) == (str(engine), f"model: llama, {CONFIG.num_layers} layers, computed in float16")
+    path, model, cache, built_by, built_from = done.out.splitlines()[:5]
+    assert path == str(engine)
+    assert model == f"model: llama, {CONFIG.num_layers} layers, computed in float16"
     assert cache == "cache: 3 slots of 38 tokens, float16, separate"
     assert built_by == "built by: tensorrt_rtx 1.7.1; compute capabilities: not restricted"
-    tensors = rows(shown, "Tensors")
-    assert tensors[0] == ["input_ids", "input", "int32", "[?, ?]", ""]
-    assert tensors[8] == ["present_v_cache_0", "output", "float16", f"[?, {CONFIG.num_kv_heads}, 38, {CONFIG.head_dim}]", "v_cache_0"]
-    assert rows(shown, "Optimisation profiles") == [["0", "prefill", "1-3", "1-11"], ["1", "decode", "1-3", "1"]]
-    assert rows(shown, "Attention") == [["0-1", "native", "no"]]
-    assert ["cache of 3 slots", str(CACHE_NBYTES)] in [row[:2] for row in rows(shown, "Sizes")]
+    assert built_from.startswith(f"built from: {engine.parent / 'model'}, fingerprint ")
+
+
+def test_tensors_and_aliases(run: Run, engine: Path):
+    found = rows(run("inspect", engine).out, "Tensors")
+    assert [row[0] for row in found] == [
+        *("input_ids", "kvcache_start_index", "last_token_ids", "k_cache_0", "v_cache_0", "k_cache_1", "v_cache_1"),
+        *("present_k_cache_0", "present_v_cache_0", "present_k_cache_1", "present_v_cache_1", "logits"),
+    ]
+    assert found[0] == ["input_ids", "input", "int32", "[?, ?]", ""]
+    assert found[8] == ["present_v_cache_0", "output", "float16", f"[?, {CONFIG.num_kv_heads}, 38, {CONFIG.head_dim}]", "v_cache_0"]
+    assert found[-1] == ["logits", "output", "float32", f"[?, {CONFIG.vocab_size}]", ""]
+
+
+def test_profiles(run: Run, engine: Path):
+    assert rows(run("inspect", engine).out, "Optimisation profiles") == [["0", "prefill", "1-3", "1-11"], ["1", "decode", "1-3", "1"]]
+
+
+def test_attention_names_the_layers_that_are_decomposable_and_why(run: Run, model: Path, tmp_path: Path):
+    choices = (
+        AttentionLayerConfig(layer=0, variant="native", decomposable=False),
+        AttentionLayerConfig(layer=1, variant="native", decomposable=True, reason="float32 has no fused kernel"),
+    )
+    engine = make_engine_folder(model, tmp_path / "engine", attention=choices).path
+    expected = [["0", "native", "no"], ["1", "native", "yes: float32 has no fused kernel"]]
+    assert rows(run("inspect", engine).out, "Attention") == expected
+
+
+def test_layers_with_the_same_attention_share_a_row(run: Run, engine: Path):
+    assert rows(run("inspect", engine).out, "Attention") == [["0-1", "native", "no"]]
+
+
+def test_sizes(run: Run, engine: Path):
+    with Checkpoint.open(SHIPPED) as checkpoint:
+        weights = checkpoint.nbytes
+    expected = {
+        "engine.plan": 31,
+        "weights of the checkpoint": weights,
+        "K and V of one token": TOKEN_NBYTES,
+        "K and V of one sequence of 38": 38 * TOKEN_NBYTES,
+        "K and V of one layer": CACHE_NBYTES // CONFIG.num_layers,
+        "cache of 3 slots": CACHE_NBYTES,
+    }
+    assert rows(run("inspect", engine).out, "Sizes") == [[what, str(nbytes), size(nbytes)] for what, nbytes in expected.items()]
+
+
+def test_the_targets_of_a_build_and_an_embedded_checkpoint(run: Run, model: Path, tmp_path: Path):
+    engine = make_engine_folder(model, tmp_path / "engine", embedded=True, compute_capabilities=("8.6", "12.0")).path
+    done = run("inspect", engine)
+    assert "compute capabilities: 8.6, 12.0" in done.out
+    assert f"built from: {model} (embedded), fingerprint " in done.out
+
+
+@pytest.mark.parametrize(
+    ("folder", "complaint"),
+    [
+        (SHIPPED, "expected an engine folder, but it has no engine.plan. `trt-kvcache build` makes one."),
+        (SHIPPED / "config.json", "expected an engine folder, got a file."),
+        (SHIPPED / "nothing", "expected an engine folder, got nothing there."),
+    ],
+    ids=["model folder", "file", "nothing"],
+)
+def test_what_is_no_engine_folder(run: Run, folder: Path, complaint: str):
+    done = run("inspect", folder)
+    assert (done.code, done.out, done.err) == (1, "", f"error: {folder}: {complaint}\n")
+
+
+def test_segments_and_operations(run: Run, model: Path, tmp_path: Path):
+    folder = make_engine_folder(model, tmp_path / "engine", segmented=True)
+    out = run("inspect", folder.path).out
+    steps = rows(out, "Segments and operations")
+    assert [row[0] for row in steps] == ["embedding", "segment 0", "attention", "segment 1", "attention", "segment 2"]
+    assert steps[2][2] == "attended_0, present_key_values_0"
+    assert [row[3] for row in steps] == ["", "9", "", "10", "", "11"]
+    assert rows(out, "Sizes")[1][:2] == ["constants.safetensors", str(folder.config.segments.constants.nbytes)]
+
+
+def test_a_picture_of_its_cache(run: Run, engine: Path, tmp_path: Path):
+    assert run("inspect", engine, "--plot", tmp_path / "cache.svg").code == 0
+    assert "slot 2 (not active)" in (tmp_path / "cache.svg").read_text()

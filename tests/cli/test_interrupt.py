@@ -1,28 +1,133 @@
+from __future__ import annotations
+
 import signal
-from contextlib import contextmanager
+import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
-from trt_kvcache.builder.build_engine import BUILDING
+from trt_kvcache.builder.build_engine import BUILDING, WRITING
 from trt_kvcache.cli.console import progress_bar
+from trt_kvcache.cli.interrupt import held_interrupts
+
+Reached = list[str]
 
 
-def ctrl_c():
+def ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-@contextmanager
-def interrupted():
-    reached = []
+def reached_before_the_interrupt(work: Callable[[Reached], None]) -> Reached:
+    """Run ``work``, which must end with ``KeyboardInterrupt``; return what it noted until then."""
+    reached: Reached = []
     with pytest.raises(KeyboardInterrupt):
-        yield reached
-    assert reached == ["held"]
+        work(reached)
+    return reached
 
 
-def test_progress_holds_it():
-    with interrupted() as reached, progress_bar() as report:
-        report(BUILDING, 0.1)
-        ctrl_c()
-        reached.append("held")
-        report(BUILDING, 0.2)
-        reached.append("too far")
+def test_one_is_held_until_it_is_asked_for():
+    def work(reached: Reached) -> None:
+        with held_interrupts() as interrupts:
+            interrupts.check()
+            ctrl_c()
+            reached.append("held")
+            interrupts.check()
+            reached.append("too far")
+
+    assert reached_before_the_interrupt(work) == ["held"]
+
+
+def test_one_is_raised_at_the_end_even_if_something_else_went_wrong():
+    def work(reached: Reached) -> None:
+        with held_interrupts():
+            ctrl_c()
+            reached.append("held")
+            raise ImportError("initialization failed")
+
+    assert reached_before_the_interrupt(work) == ["held"]
+
+
+def test_a_second_one_is_raised_at_once():
+    def work(reached: Reached) -> None:
+        with held_interrupts():
+            ctrl_c()
+            reached.append("held")
+            ctrl_c()
+            reached.append("too far")
+
+    assert reached_before_the_interrupt(work) == ["held"]
+
+
+def test_one_is_raised_at_once_where_nothing_is_held():
+    def work(reached: Reached) -> None:
+        with held_interrupts() as interrupts:
+            interrupts.hold = False
+            ctrl_c()
+            reached.append("too far")
+
+    assert reached_before_the_interrupt(work) == []
+
+
+def test_the_handler_from_before_is_back_afterwards():
+    before = signal.getsignal(signal.SIGINT)
+    with held_interrupts():
+        assert signal.getsignal(signal.SIGINT) is not before
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_an_ignored_signal_stays_ignored():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with held_interrupts() as interrupts:
+            ctrl_c()
+            interrupts.check()
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_in_another_thread_nothing_is_held():
+    done = []
+
+    def work() -> None:
+        with held_interrupts() as interrupts:
+            interrupts.check()
+            done.append(True)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert done == [True]
+
+
+def test_progress_holds_it_while_tensorrt_builds():
+    def work(reached: Reached) -> None:
+        with progress_bar() as report:
+            report(BUILDING, 0.1)
+            ctrl_c()
+            reached.append("inside TensorRT")
+            report(BUILDING, 0.2)
+            reached.append("too far")
+
+    assert reached_before_the_interrupt(work) == ["inside TensorRT"]
+
+
+def test_progress_holds_it_before_the_first_stage():
+    def work(reached: Reached) -> None:
+        with progress_bar():
+            ctrl_c()
+            reached.append("TensorRT is being imported")
+
+    assert reached_before_the_interrupt(work) == ["TensorRT is being imported"]
+
+
+@pytest.mark.parametrize("stage", [(BUILDING, 1.0), (WRITING, None)])
+def test_progress_does_not_hold_it_elsewhere(stage: Any):
+    def work(reached: Reached) -> None:
+        with progress_bar() as report:
+            report(BUILDING, 0.1)
+            report(*stage)
+            ctrl_c()
+            reached.append("too far")
+
+    assert reached_before_the_interrupt(work) == []

@@ -1,33 +1,111 @@
+from __future__ import annotations
+
+from pathlib import Path
+
 import pytest
 
-from .conftest import SHIPPED, TOKEN_NBYTES
+from tests.helpers.small_model import write_model
+
+from .conftest import CONFIG, GOLDEN, SHIPPED, TOKEN_NBYTES, Run
 
 LLAMA_7B = ("--layers", 32, "--kv-heads", 32, "--head-dim", 128, "--max-sequence-length", 2048)
-WITH_GIB = """\
-1 slot of 2048 tokens, float16, separate
-per token:    524288 B (512.0 KiB)
-per sequence: 1073741824 B (1.0 GiB)
-in all:       1073741824 B (1.0 GiB)
-in 4 GiB (4294967296 B):
-  longest sequence with 1 slot: 8192 tokens
-  largest batch of 2048 tokens: 4 slots
-"""
+
+
+def test_llama_7b_takes_a_gibibyte_per_sequence(run: Run):
+    done = run("memory", *LLAMA_7B, "--gib", 4)
+    assert (done.code, done.err) == (0, "")
+    lines = done.out.splitlines()
+    assert "│ 0-31   │ 32       │ 128      │        33554432 │ 32.0 MiB │" in lines
+    assert lines[-7:] == [
+        "1 slot of 2048 tokens, float16, separate",
+        "per token:    524288 B (512.0 KiB)",
+        "per sequence: 1073741824 B (1.0 GiB)",
+        "in all:       1073741824 B (1.0 GiB)",
+        "in 4 GiB (4294967296 B):",
+        "  longest sequence with 1 slot: 8192 tokens",
+        "  largest batch of 2048 tokens: 4 slots",
+    ]
+
+
+def test_slots_and_dtype_count(run: Run):
+    done = run("memory", *LLAMA_7B, "--max-batch-size", 3, "--dtype", "float32")
+    assert "per sequence: 2147483648 B (2.0 GiB)" in done.out
+    assert "in all:       6442450944 B (6.0 GiB)" in done.out
+
+
+def test_scales_count(run: Run):
+    done = run("memory", *LLAMA_7B, "--dtype", "float8_e4m3fn")
+    assert "per sequence: 536870912 B (512.0 MiB)" in done.out
+    assert "scales:       256 B" in done.out
+    assert "in all:       536871168 B" in done.out
+
+
+def test_a_model_folder(run: Run):
+    done = run("memory", SHIPPED, "--gib", 0.5)
+    assert f"1 slot of {CONFIG.max_position_embeddings} tokens, float16, separate" in done.out
+    assert f"per token:    {TOKEN_NBYTES} B" in done.out
+    assert f"longest sequence with 1 slot: {2**29 // TOKEN_NBYTES} tokens" in done.out
+
+
+def test_a_model_folder_with_other_sizes(run: Run, tmp_path: Path):
+    model = write_model(tmp_path / "model", head_dim=32)  # 1 layer, 2 KV heads
+    done = run("memory", model, "--max-batch-size", 3, "--max-sequence-length", 40, "--dtype", "int8")
+    assert "3 slots of 40 tokens, int8, separate" in done.out
+    assert "per sequence: 5120 B (5.0 KiB)" in done.out
+
+
+def test_an_engine_folder(run: Run, engine: Path):
+    assert "3 slots of 38 tokens, float16, separate" in run("memory", engine).out
+    assert "5 slots of 38 tokens, float16, separate" in run("memory", engine, "--max-batch-size", 5).out
+
+
+def test_only_the_configuration_is_read(run: Run, model: Path):
+    (model / "model.safetensors").unlink()
+    assert run("memory", model).code == 0
+
+
+def test_nothing_fits(run: Run):
+    done = run("memory", SHIPPED, "--max-batch-size", 3, "--gib", 1e-7)
+    assert done.code == 0
+    assert done.out.splitlines()[-3:] == [
+        "in 1e-07 GiB (107 B):",
+        "  longest sequence with 3 slots: not even 1 token fits",
+        "  largest batch of 512 tokens: not even 1 slot fits",
+    ]
 
 
 @pytest.mark.parametrize(
-    ("arguments", "shown"),
+    ("arguments", "complaint"),
     [
-        ((*LLAMA_7B, "--gib", 4), ["│ 0-31   │ 32       │ 128      │        33554432 │ 32.0 MiB │", WITH_GIB]),
-        ((SHIPPED, "--gib", 0.5), [f"per token:    {TOKEN_NBYTES} B", f"longest sequence with 1 slot: {2**29 // TOKEN_NBYTES} tokens"]),
+        ([], "expected a folder, or --layers, --kv-heads, --head-dim and --max-sequence-length."),
+        (LLAMA_7B[:-2], "expected a folder, or --layers, --kv-heads, --head-dim and --max-sequence-length."),
+        ([SHIPPED, "--layers", 3], "expected a folder, or --layers, --kv-heads and --head-dim, got both."),
+        ([SHIPPED, "--gib", "nan"], "Invalid value for --gib: expected 0 to 1e+09, got nan."),
+        ([SHIPPED, "--gib", "inf"], "Invalid value for --gib: expected 0 to 1e+09, got inf."),
+        ([SHIPPED, "--gib", -1], "Invalid value for --gib: expected 0 to 1e+09, got -1.0."),
+        ([SHIPPED, "--dtype", "int4"], "'int4' is not one of"),
+        (["--layers", 10**9], "Invalid value for '--layers'"),
     ],
+    ids=str,
 )
-def test_what_is_shown(run, arguments, shown):
+def test_wrong_usage(run: Run, arguments: list[object], complaint: str):
     done = run("memory", *arguments)
-    assert (done.code, done.err) == (0, "")
-    for text in shown:
-        assert text in done.out
+    assert (done.code, done.out) == (2, "")
+    assert complaint in done.complaint
 
 
-def test_an_engine_folder(run, engine):
-    assert "3 slots of 38 tokens, float16, separate" in run("memory", engine).out
-    assert "5 slots of 38 tokens, float16, separate" in run("memory", engine, "--max-batch-size", 5).out
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--layers", 2, "--kv-heads", 2, "--head-dim", 5, "--max-sequence-length", 9], "expected a multiple of 16 bytes."),
+        ([SHIPPED, "--max-sequence-length", 10**30], "max_sequence_length: expected an integer from 1 to 2147483647"),
+        ([GOLDEN / "nothing"], f"{GOLDEN / 'nothing'}: expected an engine or model folder, got nothing there."),
+        ([SHIPPED / "config.json"], "config.json: expected an engine or model folder, got a file."),
+        ([GOLDEN], f"{GOLDEN / 'config.json'}: expected a file, got nothing there. A Hugging Face model folder has one."),
+    ],
+    ids=str,
+)
+def test_what_is_no_cache(run: Run, arguments: list[object], complaint: str):
+    done = run("memory", *arguments)
+    assert (done.code, done.out) == (1, "")
+    assert complaint in done.err

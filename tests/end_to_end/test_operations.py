@@ -1,6 +1,5 @@
 """The custom operations, plainly and in a CUDA graph, beside their NumPy twins."""
 
-import itertools
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -8,17 +7,15 @@ import numpy as np
 import pytest
 
 from trt_kvcache.errors import DTypeError, ShapeError
-from trt_kvcache.memory.host import HostMemory
+from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.ops import attention as attention_op
-from trt_kvcache.ops.attention import AttentionOp
+from trt_kvcache.ops import attention_op
+from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.custom_op import TensorType, run_on_host
-from trt_kvcache.ops.embedding import EmbeddingOp
-from trt_kvcache.ops.segments import OperationStep
-from trt_kvcache.trt.cuda_graphs import StepGraphs
-from trt_kvcache.trt.memory_plan import place
-from trt_kvcache.trt.plugin import AttentionFields
-from trt_kvcache.trt.tensorrt_engine import stream_handle
+from trt_kvcache.ops.embedding_op import EmbeddingOp
+from trt_kvcache.trt.cuda_graphs import CudaGraphCache
+from trt_kvcache.trt.engine_bindings import stream_handle
+from trt_kvcache.trt.plugin import AttentionAttributes
 
 RANDOM = np.random.default_rng(2)
 B, H, GROUP, S, D = 3, 2, 3, 21, 64
@@ -67,7 +64,7 @@ def test_the_same_as_the_twin_plainly_and_in_a_graph(memory, stream, op, inputs)
     ]
     nbytes = op.workspace_nbytes(types)
     workspace = DeviceTensor(memory.allocate(nbytes, zeroed=True, stream=stream), shape=(nbytes,), dtype="uint8")
-    graphs, ran = StepGraphs(memory), []
+    graphs, ran = CudaGraphCache(memory), []
 
     def work(stream):
         ran.append(1 if memory.is_host else stream_handle(stream))
@@ -92,8 +89,8 @@ def test_attention_passes_its_attributes_on(monkeypatch):
     for op, rotary_dim, inputs in ((PARTLY, 32, attention_inputs(4, 32)), (UNTURNED, 0, attention_inputs(1)[:5])):
         run_on_host(op, *inputs)
         assert {name: getattr(calls[-1], name) for name in (*SCORES, "rotary_dim")} == SCORES | {"rotary_dim": rotary_dim}
-        assert op.fields() == AttentionFields(**op.attributes)
-        assert (op.fields().rotary_dim, op.fields().factor) == (rotary_dim, SCORES["scale"])
+        assert op.kernel_attributes() == AttentionAttributes(**op.attributes)
+        assert (op.kernel_attributes().rotary_dim, op.kernel_attributes().score_scale) == (rotary_dim, SCORES["scale"])
 
 
 def test_what_fits_and_what_does_not():
@@ -104,16 +101,3 @@ def test_what_fits_and_what_does_not():
             ATTENTION.outputs([*types[:index], wrong, *types[index + 1 :]])
     with pytest.raises(DTypeError, match="embedding: expected int32 ids, got int64"):
         EmbeddingOp().outputs([TensorType((4, 2), "float16"), TensorType((1, 1), "int64")])
-
-
-def test_bytes_are_shared_by_what_never_lives_together():
-    names = "abcdef"
-    steps = [OperationStep(operation="x", attributes={}, inputs=(a,), outputs=(b,)) for a, b in itertools.pairwise(names)]
-    sizes = dict(zip(names, (300, 200, 512, 100, 256, 1), strict=True))
-    offsets, nbytes = place(steps, sizes)
-    for one, other in itertools.pairwise(names):
-        ends = [offsets[name] + sizes[name] for name in (one, other)]
-        assert ends[0] <= offsets[other] or ends[1] <= offsets[one]
-    assert all(offset % 256 == 0 for offset in offsets.values())
-    assert nbytes == 512 + 200  # that of the widest step
-    assert place((), {}) == ({}, 0)

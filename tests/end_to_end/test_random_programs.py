@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 
 from tests.helpers.cache_cases import S, make_cache, next_states_of, on_device, rows_of, states_of, whole
-from tests.sequences.test_manager import On
+from tests.helpers.sequence_cases import On
 from trt_kvcache import HostMemory, KVLayout, SequenceCacheManager
 from trt_kvcache.dtypes import itemsize, numpy_dtype
 from trt_kvcache.errors import CapacityError, ConfigError, LengthsUnknown, SequenceError
+from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.snapshot import load_snapshot, save_snapshot
-from trt_kvcache.sequences.snapshot_records import ModelIdentity
 
 PROGRAMS = {"host": 300, "emulated": 60, "gpu": 300}[os.environ.get("TRT_KVCACHE_TEST_DEVICE", "host")]
 
@@ -256,7 +256,7 @@ class Beside:
         return self.tokens[slot][: self.lengths[slot]], self.states[0][slot]
 
     def waiting_in(self, slot):
-        entry = self.seqs._table.at(slot) if self.seqs else None
+        entry = self.seqs._table.in_slot(slot) if self.seqs else None
         return None if entry is None else entry.id
 
     def lose(self, seq):

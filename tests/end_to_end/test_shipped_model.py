@@ -72,20 +72,37 @@ def test_the_end_of_the_text_ends_the_generation(session):
     assert (prompt + "".join(event.text for event in [*before, last])).strip() == TEXT[TEXT.index(prompt) :].strip()
 
 
-def test_the_folder_is_small_and_complete():
+def test_the_measures_see_unknown_words():
+    assert share_known(words("Alice and Xerxes, Bartleby")) == pytest.approx(0.5)
+
+
+def test_the_measures_see_loops():
+    assert share_distinct(words("the cat sat " * 10)) == pytest.approx(3 / 28)
+    assert share_distinct(words(TEXT)[:WORDS]) > 0.9
+
+
+def test_the_folder_is_small():
     files = {path.name: path.stat().st_size for path in FOLDER.iterdir() if path.is_file()}
     assert sum(files.values()) <= 85 * 2**10, files
+
+
+def test_the_folder_is_complete():
+    files = {path.name for path in FOLDER.iterdir() if path.is_file()}
     of_the_model = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
-    assert {*files} == {"README.md", "text.txt", "train.py", *of_the_model}
+    assert files == {"README.md", "text.txt", "train.py", *of_the_model}
 
 
-def test_weights_are_float16_and_tied_and_the_configuration_is_spelled_as_transformers_5_writes_it():
+def test_weights_are_float16_and_tied():
     with safe_open(FOLDER / "model.safetensors", framework="numpy") as weights:
         assert weights.metadata() == {"format": "pt"}
         assert {weights.get_slice(name).get_dtype() for name in weights.keys()} == {"F16"}  # noqa: SIM118 - not iterable itself
         assert "lm_head.weight" not in weights.keys()  # noqa: SIM118
+    assert json.loads((FOLDER / "config.json").read_text())["tie_word_embeddings"] is True
+
+
+def test_the_configuration_is_spelled_as_transformers_5_writes_it():
     config = json.loads((FOLDER / "config.json").read_text())
-    assert (config["architectures"], config["dtype"], config["tie_word_embeddings"]) == (["LlamaForCausalLM"], "float16", True)
+    assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "float16")
     assert config["rope_parameters"] == {"rope_theta": 10000.0, "rope_type": "default"}
     assert not {"torch_dtype", "rope_theta", "rope_scaling"} & set(config)
     assert json.loads((FOLDER / "generation_config.json").read_text())["eos_token_id"] == config["eos_token_id"]

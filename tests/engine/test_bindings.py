@@ -1,14 +1,27 @@
 """``BindingPlan``: every mismatch is an error with its text, before anything is bound; what is bound and set, and when."""
 
+from __future__ import annotations
+
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.helpers.fakes import VOCAB, Journal, RecordingCache, RecordingEngine, RecordingMemory, kv_config, recorded, two_profiles
-from trt_kvcache import BindingPlan, HostMemory, KVCacheManager, KVLayout
+from trt_kvcache import (
+    BindingPlan,
+    CacheConfig,
+    HostMemory,
+    KVCacheConfig,
+    KVCacheManager,
+    KVLayerConfig,
+    KVLayout,
+    LinearKVCache,
+    TensorNames,
+)
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.engine.step_buffers import StepBuffers
-from trt_kvcache.errors import BindingError, ClosedError, LayoutError, PlaceError
+from trt_kvcache.errors import BindingError, ClosedError, KVCacheError, LayoutError, PlaceError
 
 # Dimensions all different: B=3, H=1 and 2, S=16, D=8; two layers.
 KV = kv_config(head_dim=8)
@@ -30,14 +43,404 @@ def engine(memory):
     return RecordingEngine(KV, memory)
 
 
-def refuse(engine, cache, kind=BindingError):
+def refuse(engine: RecordingEngine, cache: Any, kind: type[KVCacheError] = BindingError, **options: Any) -> str:
     """Make a plan that must fail, before anything was bound or allocated; return the text."""
     engine.memory.journal.take()
     before = cache.memory.live_nbytes
     with pytest.raises(kind) as error:
-        BindingPlan(engine, cache)
-    assert (engine.memory.journal.take(), cache.memory.live_nbytes) == ([], before)
+        BindingPlan(engine, cache, **options)
+    assert engine.memory.journal.take() == []
+    assert cache.memory.live_nbytes == before
     return str(error.value)
+
+
+def test_engine_and_cache_that_fit(engine, cache):
+    plan = BindingPlan(engine, cache)
+    assert plan.vocab_size == VOCAB
+    assert plan.max_width == 4
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "input_ids",
+            "last_token_ids",
+            "kvcache_start_index",
+            "logits",
+            "k_cache_1",
+            "present_k_cache_0",
+            "v_cache_0",
+            "present_v_cache_1",
+        ],
+    )
+    def test_a_missing_tensor(self, engine, cache, name):
+        mode = engine.tensors.pop(name).mode.value
+        known = ", ".join(f"`{other}`" for other in engine.tensors)
+        assert refuse(engine, cache, BindingError) == (
+            f"`{name}`: expected an {mode} of this name, the engine has {known}. Give its names as TensorNames."
+        )
+
+    def test_a_tensor_too_many(self, engine, cache):
+        engine.tensors["position_ids"] = TensorSpec(name="position_ids", shape=(-1, -1), dtype="int32", mode=TensorMode.INPUT)
+        engine.tensors["hidden"] = TensorSpec(name="hidden", shape=(-1, 8), dtype="float32", mode=TensorMode.OUTPUT)
+        assert refuse(engine, cache, BindingError) == (
+            "`position_ids`, `hidden`: the engine has tensors that nothing is bound to. "
+            "More layers than the cache, or another kind of engine?"
+        )
+
+    def test_an_engine_with_more_layers(self, memory, cache):
+        text = refuse(RecordingEngine(kv_config(head_dim=8, layers=3), memory), cache, BindingError)
+        assert text.startswith("`k_cache_2`, `v_cache_2`, `present_k_cache_2`, `present_v_cache_2`: the engine has tensors that")
+
+    def test_an_engine_with_fewer_layers(self, memory, cache):
+        text = refuse(RecordingEngine(kv_config(head_dim=8, layers=1), memory), cache, BindingError)
+        assert text.startswith("`k_cache_1`: expected an input of this name, the engine has `input_ids`, ")
+
+    @pytest.mark.parametrize(
+        ("name", "has"), [("input_ids", "output"), ("v_cache_0", "output"), ("logits", "input"), ("present_k_cache_1", "input")]
+    )
+    def test_the_wrong_mode(self, engine, cache, name, has):
+        expected = "input" if has == "output" else "output"
+        engine.tensors[name] = replace(engine.tensors[name], mode=TensorMode(has))
+        assert refuse(engine, cache, BindingError) == f"`{name}`: expected an {expected}, the engine has an {has} of this name."
+
+    def test_an_engine_with_other_names(self, memory, cache):
+        names = TensorNames(
+            input_ids="tokens",
+            kvcache_start_index="past",
+            last_token_ids="which",
+            logits="scores",
+            k_cache="k{i}",
+            v_cache="v{i}",
+            present_k_cache="k{i}_out",
+            present_v_cache="v{i}_out",
+        )
+        engine = RecordingEngine(KV, memory, names=names)
+        assert BindingPlan(engine, cache, names=names).vocab_size == VOCAB
+        assert "`k_cache_0`: expected an input of this name, the engine has `tokens`, `past`, " in refuse(engine, cache, BindingError)
+
+
+class TestCacheTensors:
+    @pytest.mark.parametrize("name", ["k_cache_1", "v_cache_1", "present_k_cache_1", "present_v_cache_1"])
+    @pytest.mark.parametrize(
+        ("changes", "engine_has", "differences"),
+        [
+            ({"dtype": "float16"}, "float16 (-1, 2, 16, 8)", "dtype differs (engine float16, cache float32)"),
+            ({"shape": (4, 2, 16, 8)}, "float32 (4, 2, 16, 8)", "max_batch_size differs (engine 4, cache 3)"),
+            ({"shape": (-1, 5, 16, 8)}, "float32 (-1, 5, 16, 8)", "num_kv_heads differs (engine 5, cache 2)"),
+            ({"shape": (-1, 2, 32, 8)}, "float32 (-1, 2, 32, 8)", "max_sequence_length differs (engine 32, cache 16)"),
+            ({"shape": (-1, 2, 16, 64)}, "float32 (-1, 2, 16, 64)", "head_dim differs (engine 64, cache 8)"),
+            (
+                {"shape": (-1, 16, 2, 8)},
+                "float32 (-1, 16, 2, 8)",
+                "num_kv_heads differs (engine 16, cache 2); max_sequence_length differs (engine 2, cache 16)",
+            ),
+            ({"shape": (-1, 2, 16)}, "float32 (-1, 2, 16)", "the number of dimensions differs"),
+            (
+                {"dtype": "int8", "shape": (6, 16, 8)},
+                "int8 (6, 16, 8)",
+                "dtype differs (engine int8, cache float32); the number of dimensions differs",
+            ),
+        ],
+    )
+    def test_each_difference_is_named(self, engine, cache, name, changes, engine_has, differences):
+        engine.tensors[name] = replace(engine.tensors[name], **changes)
+        assert refuse(engine, cache, BindingError) == f"`{name}` expects {engine_has}, cache has float32 (3, 2, 16, 8): {differences}."
+
+    def test_the_example_of_the_documentation(self, memory):
+        layers = [KVLayerConfig(num_kv_heads=8, head_dim=64)]
+        built = KVCacheConfig(layers=layers, max_batch_size=2, max_sequence_length=1024, dtype="float16", layout=KVLayout.SEPARATE)
+        with RecordingCache(replace(built, max_sequence_length=512), memory=memory) as cache:
+            assert refuse(RecordingEngine(built, memory), cache, BindingError) == (
+                "`k_cache_0` expects float16 (-1, 8, 1024, 64), cache has float16 (2, 8, 512, 64): "
+                "max_sequence_length differs (engine 1024, cache 512)."
+            )
+
+    def test_a_fixed_batch_of_the_right_size(self, engine, cache):
+        for name, spec in engine.tensors.items():
+            if "cache_" in name and len(spec.shape) == 4:
+                engine.tensors[name] = replace(spec, shape=(3, *spec.shape[1:]))
+        BindingPlan(engine, cache)
+
+    @pytest.mark.parametrize(
+        ("alias", "has"),
+        [(None, "has memory of its own"), ("v_cache_0", "shares memory with `v_cache_0`"), ("k_cache_1", "shares memory with `k_cache_1`")],
+    )
+    def test_an_output_that_is_not_in_place(self, engine, cache, alias, has):
+        engine.tensors["present_k_cache_0"] = replace(engine.tensors["present_k_cache_0"], alias=alias)
+        assert (
+            refuse(engine, cache, BindingError)
+            == f"`present_k_cache_0`: expected an output that shares memory with `k_cache_0`, the engine's {has}."
+        )
+
+
+class TestStepTensors:
+    @pytest.mark.parametrize("name", ["input_ids", "last_token_ids"])
+    @pytest.mark.parametrize("dtype", ["int32", "int64"])
+    def test_either_index_dtype(self, engine, cache, name, dtype):
+        engine.tensors[name] = replace(engine.tensors[name], dtype=dtype)
+        assert getattr(BindingPlan(engine, cache), name).dtype == dtype
+
+    @pytest.mark.parametrize(
+        ("name", "dtype", "expected"),
+        [
+            ("input_ids", "float32", "int32 or int64"),
+            ("last_token_ids", "int8", "int32 or int64"),
+            ("kvcache_start_index", "int64", "int32"),
+            ("logits", "int32", "float32 or float16 or bfloat16"),
+        ],
+    )
+    def test_the_wrong_dtype(self, engine, cache, name, dtype, expected):
+        engine.tensors[name] = replace(engine.tensors[name], dtype=dtype)
+        assert refuse(engine, cache, BindingError) == f"`{name}`: expected {expected}, the engine has {dtype}."
+
+    @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+    @pytest.mark.parametrize("shape", [(-1, VOCAB), (3, VOCAB), (-1, 1, VOCAB), (-1, -1, VOCAB)])
+    def test_logits_of_one_token(self, engine, cache, dtype, shape):
+        engine.tensors["logits"] = replace(engine.tensors["logits"], dtype=dtype, shape=shape)
+        assert BindingPlan(engine, cache).vocab_size == VOCAB
+
+    @pytest.mark.parametrize(
+        ("name", "shape", "expected"),
+        [
+            ("input_ids", (-1,), "(B, s)"),
+            ("input_ids", (-1, -1, 1), "(B, s)"),
+            ("kvcache_start_index", (-1, 1), "(B)"),
+            ("last_token_ids", (-1,), "(B, 1)"),
+            ("last_token_ids", (-1, 2), "(B, 1)"),
+            ("logits", (VOCAB,), "(B, vocab) or (B, 1, vocab)"),
+            ("logits", (-1, 4, VOCAB), "(B, vocab) or (B, 1, vocab)"),
+            ("logits", (-1, -1), "(B, vocab) or (B, 1, vocab)"),
+            ("logits", (-1, 1, 0), "(B, vocab) or (B, 1, vocab)"),
+        ],
+    )
+    def test_the_wrong_shape(self, engine, cache, name, shape, expected):
+        engine.tensors[name] = replace(engine.tensors[name], shape=shape)
+        assert refuse(engine, cache, BindingError) == f"`{name}`: expected shape {expected}, the engine has {shape}."
+
+
+class TestMemoryAndLayout:
+    def test_another_memory(self, engine):
+        with KVCacheManager(KV, memory=HostMemory()) as cache:
+            assert refuse(engine, cache, PlaceError) == (
+                "engine and cache: expected one memory, got an engine on cpu and a cache on another."
+            )
+
+    def test_a_combined_cache_is_not_dense(self, memory, engine):
+        with RecordingCache(kv_config(head_dim=8, layout=KVLayout.COMBINED), memory=memory) as cache:
+            assert refuse(engine, cache, LayoutError) == (
+                "`k_cache_0`: a view of shape (3, 1, 16, 8) with strides (256, 128, 8, 1) is not dense, "
+                "and TensorRT binds dense tensors only. Make the cache with KVLayout.SEPARATE."
+            )
+
+    def test_a_combined_cache_of_one_slot_is_dense(self, memory):
+        kv = kv_config(head_dim=8, slots=1, layout=KVLayout.COMBINED)
+        with RecordingCache(kv, memory=memory) as cache:
+            BindingPlan(RecordingEngine(kv, memory), cache)
+
+    def test_a_combined_cache_of_one_slot_whose_v_is_not_aligned(self, memory):
+        kv = kv_config(head_dim=8, slots=1, limit=7, layout=KVLayout.COMBINED)
+        with RecordingCache(kv, memory=memory) as cache:
+            address = cache.get_separate_kv_cache(0)[1].ptr
+            assert refuse(RecordingEngine(kv, memory), cache, LayoutError) == (
+                f"`v_cache_0`: expected an address that is a multiple of 256, got {address:#x}."
+            )
+
+    def test_a_linear_cache(self, memory):
+        config = CacheConfig(
+            num_attention_layers=2,
+            max_batch_size=3,
+            max_sequence_length=7,
+            num_kv_heads=2,
+            head_dim=8,
+            dtype="float32",
+            layout=KVLayout.SEPARATE,
+        )
+        with LinearKVCache(config, memory=memory) as cache:
+            BindingPlan(RecordingEngine(cache.kv_config, memory), cache)
+
+    def test_a_closed_cache(self, memory, engine, cache):
+        cache.close()
+        assert refuse(engine, cache, ClosedError) == "this RecordingCache is closed."
+
+
+class TestProfiles:
+    def test_fewer_slots_than_the_cache(self, memory, cache):
+        engine = RecordingEngine(KV, memory, profiles=two_profiles(2, 4))
+        assert refuse(engine, cache, BindingError) == "max_batch_size: the engine takes 2 slots, the cache has 3. Make the cache with 2."
+
+    def test_an_engine_without_profiles(self, memory, cache):
+        engine = RecordingEngine(KV, memory, profiles=[])
+        assert refuse(engine, cache, BindingError) == "max_batch_size: the engine takes 0 slots, the cache has 3. Make the cache with 0."
+
+    def test_nothing_takes_a_decode_step(self, memory, cache):
+        profiles = [
+            EngineProfile(name="prefill", min_batch=1, max_batch=3, min_width=2, max_width=4),
+            EngineProfile(name="decode", min_batch=1, max_batch=2, min_width=1, max_width=1),
+        ]
+        assert refuse(RecordingEngine(KV, memory, profiles=profiles), cache, BindingError) == (
+            "no optimisation profile takes a decode step: 3 slots of 1 new token. "
+            "The engine has prefill: batch 1-3, width 2-4; decode: batch 1-2, width 1-1."
+        )
+
+    def test_a_width_of_few_slots_is_not_counted(self, memory, cache):
+        wide = EngineProfile(name="wide", min_batch=1, max_batch=1, min_width=1, max_width=9)
+        assert BindingPlan(RecordingEngine(KV, memory, profiles=[wide, *two_profiles(3, 4)]), cache).max_width == 4
+
+    def test_the_narrowest_profile_that_fits(self, engine, cache):
+        plan = BindingPlan(engine, cache)
+        assert [engine.profiles[plan.profile_for(count, width)].name for count, width in [(3, 1), (1, 1), (3, 2), (2, 4)]] == [
+            "decode",
+            "decode",
+            "prefill",
+            "prefill",
+        ]
+
+    @pytest.mark.parametrize(("count", "width"), [(3, 5), (4, 1)])
+    def test_nothing_takes_the_enqueue(self, engine, cache, count, width):
+        with pytest.raises(BindingError) as error:
+            BindingPlan(engine, cache).profile_for(count, width)
+        assert str(error.value) == (
+            f"no optimisation profile takes {count} slots of {width} new tokens. "
+            "The engine has prefill: batch 1-3, width 1-4; decode: batch 1-3, width 1-1."
+        )
+
+
+class TestPrepare:
+    @pytest.fixture
+    def plan(self, engine, cache):
+        return BindingPlan(engine, cache)
+
+    @pytest.fixture
+    def buffers(self, memory, plan):
+        buffers = StepBuffers(
+            memory, max_batch_size=3, max_width=4, vocab_size=VOCAB, index_dtypes=("int32", "int32"), logits_dtype="float32"
+        )
+        memory.journal.take()
+        yield buffers
+        buffers.close()
+
+    def test_everything_is_bound_and_set_the_first_time(self, plan, cache, buffers, memory):
+        plan.prepare(0, 2, 4, buffers)
+        calls = memory.journal.take()
+        views = [cache.get_separate_kv_cache(layer) for layer in (0, 1)]
+        assert calls[0] == ("use_profile", 0)
+        assert set(calls[1:]) == {
+            *(("bind", f"{side}_cache_{layer}", view.ptr) for layer in (0, 1) for side, view in zip("kv", views[layer], strict=True)),
+            *(
+                ("bind", f"present_{side}_cache_{layer}", view.ptr)
+                for layer in (0, 1)
+                for side, view in zip("kv", views[layer], strict=True)
+            ),
+            ("bind", "input_ids", buffers.input_ids.ptr),
+            ("bind", "last_token_ids", buffers.last_token_ids.ptr),
+            ("bind", "kvcache_start_index", cache.lengths.tensor.ptr),
+            ("bind", "logits", buffers.logits.ptr),
+            ("set_input_shape", "input_ids", (2, 4)),
+            ("set_input_shape", "last_token_ids", (2, 1)),
+            ("set_input_shape", "kvcache_start_index", (2,)),
+            *(("set_input_shape", f"{side}_cache_{layer}", (2, 1 + layer, 16, 8)) for layer in (0, 1) for side in "kv"),
+        }
+        assert len(calls) == 1 + 12 + 7
+
+    def test_the_same_again_only_chooses_the_profile(self, plan, buffers, memory):
+        plan.prepare(0, 2, 1, buffers)
+        memory.journal.take()
+        plan.prepare(0, 2, 1, buffers)
+        assert memory.journal.take() == [("use_profile", 1)]
+
+    def test_another_width_sets_one_shape(self, plan, buffers, memory):
+        plan.prepare(0, 2, 4, buffers)
+        memory.journal.take()
+        plan.prepare(0, 2, 3, buffers)
+        assert memory.journal.take() == [("use_profile", 0), ("set_input_shape", "input_ids", (2, 3))]
+
+    def test_another_batch_sets_the_shapes_and_binds_nothing(self, plan, buffers, memory):
+        plan.prepare(0, 2, 4, buffers)
+        memory.journal.take()
+        plan.prepare(0, 3, 4, buffers)
+        calls = memory.journal.take()
+        assert {call[0] for call in calls[1:]} == {"set_input_shape"}
+        assert len(calls) == 1 + 7
+
+    def test_a_prefill_between_leaves_the_decode_step_as_it_was(self, plan, buffers, memory):
+        plan.prepare(0, 2, 1, buffers)
+        plan.prepare(0, 3, 4, buffers)
+        memory.journal.take()
+        plan.prepare(0, 2, 1, buffers)
+        assert memory.journal.take() == [("use_profile", 1)]
+
+    def test_a_run_of_slots_binds_views_that_start_there_and_its_own_start_index(self, plan, cache, buffers, memory):
+        plan.prepare(1, 2, 4, buffers)
+        bound = {call[1]: call[2] for call in memory.journal.take() if call[0] == "bind"}
+        assert bound["kvcache_start_index"] == buffers.start_index.ptr != cache.lengths.tensor.ptr
+        for layer in (0, 1):
+            for side, view in zip("kv", cache.get_separate_kv_cache(layer), strict=True):
+                assert bound[f"{side}_cache_{layer}"] == bound[f"present_{side}_cache_{layer}"] == view.ptr + (1 + layer) * 16 * 8 * 4
+        plan.prepare(0, 2, 4, buffers)
+        bound = {call[1]: call[2] for call in memory.journal.take() if call[0] == "bind"}
+        assert bound["kvcache_start_index"] == cache.lengths.tensor.ptr
+        assert bound["v_cache_1"] == cache.get_separate_kv_cache(1)[1].ptr
+
+    @pytest.mark.parametrize("then", [(0, 2, 4), (1, 1, 3)], ids=["back", "again"])
+    @pytest.mark.parametrize("failing", range(1, 20))
+    def test_after_a_failure_everything_is_bound_and_set_that_was_not(self, plan, buffers, memory, failing, then):
+        def in_force(calls):
+            return {call[:2]: call[2] for call in calls if call[0] in ("bind", "set_input_shape")}
+
+        plan.prepare(0, 2, 4, buffers)
+        before = in_force(memory.journal.take())
+        plan.prepare(1, 1, 3, buffers)
+        wanted = before if then == (0, 2, 4) else {**before, **in_force(memory.journal.take())}
+        plan.prepare(0, 2, 4, buffers)
+        memory.journal.take()
+        memory.journal.fail_at(failing, KeyboardInterrupt(), after=failing % 2 == 0)
+        with pytest.raises(KeyboardInterrupt):
+            plan.prepare(1, 1, 3, buffers)
+        plan.prepare(*then, buffers)
+        assert {**before, **in_force(memory.journal.take())} == wanted
+
+    def test_a_profile_that_is_not_there_changes_nothing(self, plan, buffers, memory):
+        with pytest.raises(BindingError):
+            plan.prepare(0, 3, 5, buffers)
+        assert memory.journal.take() == []
+
+
+class TestAlignment:
+    # 2 heads * 7 * 8 * 4 bytes = 448, and half of that: every fourth or eighth slot is aligned.
+    @pytest.fixture
+    def unaligned(self, memory):
+        kv = kv_config(head_dim=8, slots=9, limit=7)
+        with RecordingCache(kv, memory=memory) as cache:
+            yield RecordingEngine(kv, memory), cache
+
+    def test_which_slots_a_view_can_start_at(self, unaligned):
+        plan = BindingPlan(*unaligned)
+        assert [slot for slot in range(9) if plan.can_start_at(slot)] == [0, 8]
+
+    def test_every_slot_can_where_the_bytes_of_a_slot_are_a_multiple_of_256(self, engine, cache):
+        plan = BindingPlan(engine, cache)
+        assert all(plan.can_start_at(slot) for slot in range(3))
+
+    def test_a_view_that_is_not_aligned_is_refused_and_nothing_bound(self, unaligned, memory):
+        engine, cache = unaligned
+        plan = BindingPlan(engine, cache)
+        buffers = StepBuffers(
+            memory, max_batch_size=9, max_width=4, vocab_size=VOCAB, index_dtypes=("int32", "int32"), logits_dtype="float32"
+        )
+        memory.journal.take()
+        with pytest.raises(LayoutError) as error:
+            plan.prepare(3, 2, 4, buffers)
+        assert str(error.value) == (
+            "slot 3: cache tensors have [224, 448] bytes per slot, so a view that starts there is not aligned to 256 bytes. "
+            "Choose max_sequence_length so that H * S * D * itemsize (for K and V in one, twice that) is a multiple of 256."
+        )
+        assert memory.journal.take() == [("use_profile", 0)]
+        plan.prepare(8, 1, 4, buffers)
+        bound = {call[1]: call[2] for call in memory.journal.take() if call[0] == "bind"}
+        assert bound["k_cache_1"] == cache.get_separate_kv_cache(1)[0].ptr + 8 * 448
+        buffers.close()
 
 
 def change(engine, name, **changes):
@@ -45,124 +448,8 @@ def change(engine, name, **changes):
     return spec
 
 
-@pytest.mark.parametrize("name", ["input_ids", "last_token_ids", "kvcache_start_index", "logits", "v_cache_1", "present_k_cache_0"])
-def test_a_missing_tensor_or_a_wrong_mode(engine, cache, name):
-    spec = engine.tensors[name]
-    has = "output" if spec.mode is TensorMode.INPUT else "input"
-    change(engine, name, mode=TensorMode(has))
-    assert refuse(engine, cache) == f"`{name}`: expected an {spec.mode.value}, the engine has an {has} of this name."
-    del engine.tensors[name]
-    known = ", ".join(f"`{other}`" for other in engine.tensors)
-    assert refuse(engine, cache) == (
-        f"`{name}`: expected an {spec.mode.value} of this name, the engine has {known}. Give its names as TensorNames."
-    )
-
-
-def test_tensors_too_many(memory, cache, engine):
-    engine.tensors["position_ids"] = TensorSpec.input("position_ids", (-1, -1), "int32")
-    engine.tensors["hidden"] = TensorSpec.output("hidden", (-1, 8), "float32")
-    left = "the engine has tensors that nothing is bound to. More layers than the cache, or another kind of engine?"
-    assert refuse(engine, cache) == f"`position_ids`, `hidden`: {left}"
-    text = refuse(RecordingEngine(kv_config(head_dim=8, layers=3), memory), cache)
-    assert text == f"`k_cache_2`, `v_cache_2`, `present_k_cache_2`, `present_v_cache_2`: {left}"
-
-
-IN_PLACE = ": expected an output in place of `k_cache_0`, the engine's"
-DIFFERENCES = [
-    ({"dtype": "float16"}, "dtype differs (engine float16, cache float32)"),
-    ({"shape": (4, 2, 16, 8)}, "max_batch_size differs (engine 4, cache 3)"),
-    ({"shape": (-1, 2, 16, 64)}, "head_dim differs (engine 64, cache 8)"),
-    ({"shape": (-1, 16, 2, 8)}, "num_kv_heads differs (engine 16, cache 2); max_sequence_length differs (engine 2, cache 16)"),
-    ({"dtype": "int8", "shape": (6, 16, 8)}, "dtype differs (engine int8, cache float32); the number of dimensions differs"),
-]
-
-
-TENSORS = [
-    *(
-        (name, changes, f" expects {{0.dtype}} {{0.shape}}, cache has float32 (3, 2, 16, 8): {differences}")
-        for name in ("k_cache_1", "v_cache_1", "present_k_cache_1", "present_v_cache_1")
-        for changes, differences in DIFFERENCES
-    ),
-    *(
-        (name, {what: got}, f": expected {want}, the engine has {got}")
-        for name, what, got, want in (
-            ("input_ids", "dtype", "float32", "int32 or int64"),
-            ("kvcache_start_index", "dtype", "int64", "int32"),
-            ("logits", "dtype", "int32", "float32 or float16 or bfloat16"),
-            ("input_ids", "shape", (-1,), "shape (B, s)"),
-            ("kvcache_start_index", "shape", (-1, 1), "shape (B)"),
-            ("last_token_ids", "shape", (-1, 2), "shape (B, 1)"),
-            *(("logits", "shape", got, "shape (B, vocab) or (B, 1, vocab)") for got in ((-1, 4, VOCAB), (-1, -1))),
-        )
-    ),
-    ("present_k_cache_0", {"alias": None}, f"{IN_PLACE} has memory of its own"),
-    *(("present_k_cache_0", {"alias": of}, f"{IN_PLACE} shares memory with `{of}`") for of in ("v_cache_0", "k_cache_1")),
-]
-
-
-@pytest.mark.parametrize(("name", "changes", "text"), TENSORS)
-def test_a_tensor_that_differs(engine, cache, name, changes, text):
-    spec = change(engine, name, **changes)
-    assert refuse(engine, cache) == f"`{name}`{text.format(spec)}."
-
-
-@pytest.mark.parametrize("shape", [(-1, VOCAB), (3, VOCAB), (-1, 1, VOCAB), (-1, -1, VOCAB)])
-@pytest.mark.parametrize("dtypes", [("int32", "int64", "float32"), ("int64", "int32", "float16"), ("int32", "int32", "bfloat16")])
-def test_dtypes_and_shapes_that_fit(engine, cache, dtypes, shape):
-    for name, spec in engine.tensors.items():
-        if "cache_" in name and len(spec.shape) == 4:
-            change(engine, name, shape=(3, *spec.shape[1:]))
-    for name, dtype in zip(("input_ids", "last_token_ids", "logits"), dtypes, strict=True):
-        change(engine, name, dtype=dtype)
-    change(engine, "logits", shape=shape)
-    plan = BindingPlan(engine, cache)
-    assert (plan.input_ids.dtype, plan.last_token_ids.dtype, plan.logits.dtype) == dtypes
-    assert plan.vocab_size == VOCAB
-
-
-def test_caches_that_cannot_be_bound(engine, cache):
-    with KVCacheManager(KV, memory=HostMemory()) as other:
-        text = refuse(engine, other, PlaceError)
-        assert text == "engine and cache: expected one memory, got an engine on cpu and a cache on another."
-    cache.close()
-    assert refuse(engine, cache, ClosedError) == "this RecordingCache is closed."
-    assert refuse(*recorded(replace(KV, layout=KVLayout.COMBINED)), LayoutError) == (
-        "`k_cache_0`: a view of shape (3, 1, 16, 8) with strides (256, 128, 8, 1) is not dense, "
-        "and TensorRT binds dense tensors only. Make the cache with KVLayout.SEPARATE."
-    )
-    one = replace(KV, layout=KVLayout.COMBINED, max_batch_size=1)
-    BindingPlan(*recorded(one))
-    engine, cache = recorded(replace(one, max_sequence_length=7))
-    address = cache.get_separate_kv_cache(0)[1].ptr
-    assert refuse(engine, cache, LayoutError) == f"`v_cache_0`: expected an address that is a multiple of 256, got {address:#x}."
-
-
-def profile(name, max_batch, min_width, max_width):
-    return EngineProfile(name=name, min_batch=1, max_batch=max_batch, min_width=min_width, max_width=max_width)
-
-
-@pytest.mark.parametrize(
-    ("profiles", "text"),
-    [
-        (two_profiles(2, 4), "max_batch_size: the engine takes 2 slots, the cache has 3. Make the cache with 2."),
-        (
-            [profile("prefill", 3, 2, 4), profile("decode", 2, 1, 1)],
-            "no optimisation profile takes a decode step: 3 slots of 1 new token. "
-            "The engine has prefill: batch 1-3, width 2-4; decode: batch 1-2, width 1-1.",
-        ),
-    ],
-)
-def test_profiles_that_do_not_fit(memory, cache, profiles, text):
-    assert refuse(RecordingEngine(KV, memory, profiles=profiles), cache) == text
-
-
-def test_the_narrowest_profile_that_fits(memory, cache):
-    plan = BindingPlan(RecordingEngine(KV, memory, profiles=[profile("wide", 1, 1, 9), *two_profiles(3, 4)]), cache)
-    assert plan.max_width == 4
-    assert [plan.profile_for(count, width) for count, width in [(3, 1), (1, 1), (3, 2), (2, 4), (1, 5)]] == [2, 2, 1, 1, 0]
-    for count, width in [(3, 5), (4, 1)]:
-        with pytest.raises(BindingError, match=rf"^no optimisation profile takes {count} slots of {width} new tokens\. The engine has"):
-            plan.profile_for(count, width)
+def in_force(calls):
+    return {call[:2]: call[2] for call in calls if call[0] in ("bind", "set_input_shape")}
 
 
 class Prepared:
@@ -179,76 +466,6 @@ class Prepared:
     def __call__(self, first_slot, count, width):
         self.plan.prepare(first_slot, count, width, self.buffers)
         return self.journal.take()
-
-
-@pytest.fixture
-def prepare(engine, cache):
-    return Prepared(engine, cache)
-
-
-def in_force(calls):
-    return {call[:2]: call[2] for call in calls if call[0] in ("bind", "set_input_shape")}
-
-
-@pytest.mark.parametrize("first", [0, 1], ids=["all slots", "a run with its own start index"])
-def test_everything_is_set_the_first_time(prepare, cache, first):
-    calls = prepare(first, 2, 4)
-    buffers = prepare.buffers
-    bound = {name: getattr(buffers, name).ptr for name in ("input_ids", "last_token_ids", "logits")}
-    bound["kvcache_start_index"] = (buffers.start_index if first else cache.lengths.tensor).ptr
-    shapes = {"input_ids": (2, 4), "last_token_ids": (2, 1), "kvcache_start_index": (2,)}
-    for layer in (0, 1):
-        for side, view in zip("kv", cache.get_separate_kv_cache(layer), strict=True):
-            address = view.ptr + first * (1 + layer) * 16 * 8 * 4
-            bound[f"{side}_cache_{layer}"] = bound[f"present_{side}_cache_{layer}"] = address
-            shapes[f"{side}_cache_{layer}"] = (2, 1 + layer, 16, 8)
-    want = {("bind", name): bound[name] for name in bound} | {("set_input_shape", name): shapes[name] for name in shapes}
-    assert calls[0] == ("use_profile", 0)
-    assert in_force(calls) == want
-    assert len(calls) == 1 + len(want)
-    back = in_force(prepare(1 - first, 2, 4))
-    assert len(back) == 12  # all is bound again, no shape is set
-    assert back["bind", "kvcache_start_index"] == (cache.lengths.tensor if first else buffers.start_index).ptr
-
-
-def test_afterwards_only_what_differs_is_set(prepare):
-    prepare(0, 2, 1)
-    assert prepare(0, 2, 1) == [("use_profile", 1)]
-    prepare(0, 2, 4)
-    assert prepare(0, 2, 3) == [("use_profile", 0), ("set_input_shape", "input_ids", (2, 3))]
-    calls = prepare(0, 3, 3)
-    assert [call[0] for call in calls] == ["use_profile"] + ["set_input_shape"] * 7
-    assert prepare(0, 2, 1) == [("use_profile", 1)]  # a prefill between leaves the decode step as it was
-    with pytest.raises(BindingError):
-        prepare(0, 3, 5)
-    assert prepare.journal.take() == []
-
-
-@pytest.mark.parametrize("then", [(0, 2, 4), (1, 1, 3)], ids=["back", "again"])
-@pytest.mark.parametrize("failing", range(1, 20))
-def test_after_a_failure_what_was_not_set_is(prepare, failing, then):
-    before = in_force(prepare(0, 2, 4))
-    wanted = {**before, **in_force(prepare(1, 1, 3))} if then == (1, 1, 3) else before
-    prepare(0, 2, 4)
-    prepare.journal.fail_at(failing, KeyboardInterrupt(), after=failing % 2 == 0)
-    with pytest.raises(KeyboardInterrupt):
-        prepare(1, 1, 3)
-    assert {**before, **in_force(prepare(*then))} == wanted
-
-
-@pytest.mark.parametrize(("combined", "fitting", "sizes"), [(False, [0, 8], [224, 448]), (True, [0, 4, 8], [448, 896])])
-def test_slots_that_a_view_can_start_at(engine, cache, combined, fitting, sizes):
-    assert all(BindingPlan(engine, cache).can_start_at(slot) for slot in range(3))
-    # 2 heads * 7 * 8 * 4 bytes = 448, and half of that: every fourth or eighth slot is aligned; K and V in one: every second or fourth.
-    layout = KVLayout.COMBINED if combined else KVLayout.SEPARATE
-    engine, cache = recorded(kv_config(head_dim=8, slots=9, limit=7, layout=layout), combined=combined)
-    prepare = Prepared(engine, cache)
-    assert [slot for slot in range(9) if prepare.plan.can_start_at(slot)] == fitting
-    with pytest.raises(LayoutError) as error:
-        prepare(3, 2, 4)
-    assert str(error.value).startswith(f"slot 3: cache tensors have {sizes} bytes per slot, so a view that starts there is not aligned")
-    name = "past_key_values_1" if combined else "k_cache_1"
-    assert in_force(prepare(8, 1, 4))["bind", name] == cache.get_separate_kv_cache(1)[0].ptr + 8 * sizes[1]
 
 
 def test_an_engine_whose_k_and_v_are_one_tensor():

@@ -1,3 +1,5 @@
+from __future__ import annotations
+
 import dataclasses
 
 import pytest
@@ -5,44 +7,68 @@ import pytest
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.errors import ConfigError
 
-FIELDS = [field.name for field in dataclasses.fields(TensorNames)]
-PER_LAYER = ("k_cache", "v_cache", "present_k_cache", "present_v_cache")
-
 
 def test_the_names_are_those_of_edge_llm():
-    single = ("input_ids", "kvcache_start_index", "last_token_ids", "logits")
-    combined = {"kv_cache": "past_key_values_{i}", "present_kv_cache": "present_key_values_{i}"}
-    separate = {name: f"{name}_{{i}}" for name in PER_LAYER}
-    assert dataclasses.asdict(DEFAULT_NAMES) == {**{name: name for name in single}, **separate, **combined}
+    assert dataclasses.asdict(DEFAULT_NAMES) == {
+        "input_ids": "input_ids",
+        "kvcache_start_index": "kvcache_start_index",
+        "last_token_ids": "last_token_ids",
+        "logits": "logits",
+        "k_cache": "k_cache_{i}",
+        "v_cache": "v_cache_{i}",
+        "present_k_cache": "present_k_cache_{i}",
+        "present_v_cache": "present_v_cache_{i}",
+        "kv_cache": "past_key_values_{i}",
+        "present_kv_cache": "present_key_values_{i}",
+    }
 
 
 def test_pairs_of_a_layer():
+    assert DEFAULT_NAMES.cache_pairs(0) == (("k_cache_0", "present_k_cache_0"), ("v_cache_0", "present_v_cache_0"))
     assert DEFAULT_NAMES.cache_pairs(11) == (("k_cache_11", "present_k_cache_11"), ("v_cache_11", "present_v_cache_11"))
+
+
+def test_the_pair_of_a_layer_whose_k_and_v_are_one_tensor():
+    assert DEFAULT_NAMES.combined_pair(2) == ("past_key_values_2", "present_key_values_2")
+
+
+def test_pairs_by_the_layout_of_the_cache():
+    assert DEFAULT_NAMES.layer_pairs(2, combined=False) == DEFAULT_NAMES.cache_pairs(2)
+    assert DEFAULT_NAMES.layer_pairs(2, combined=True) == (DEFAULT_NAMES.combined_pair(2),)
+
+
+def test_an_engine_with_other_names():
     names = TensorNames(k_cache="past.{i}.key", v_cache="past.{i}.value", present_k_cache="new.{i}.key", present_v_cache="new.{i}.value")
     assert names.cache_pairs(2) == (("past.2.key", "new.2.key"), ("past.2.value", "new.2.value"))
     assert names.logits == "logits"
-    assert names.combined_pair(2) == ("past_key_values_2", "present_key_values_2")
-    assert [names.layer_pairs(2, combined=each) for each in (False, True)] == [names.cache_pairs(2), (names.combined_pair(2),)]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        *(
-            ({field: value}, f".{field}: expected a non-empty string, got {value!r}.")
-            for field in FIELDS
-            for value in ("", None, 3, b"logits")
-        ),
-        *(
-            ({field: value}, f".{field}: expected a name with {{i}} for the layer index, got {value!r}.")
-            for field in (*PER_LAYER, "kv_cache", "present_kv_cache")
-            for value in ("k_cache", "k_cache_{layer}", "{i}_{layer}", "{i}_{", "{i.x}")
-        ),
-        ({"v_cache": "k_cache_{i}"}, ": k_cache and v_cache are both 'k_cache_{i}'. Tensors of an engine have names of their own."),
-        ({"input_ids": "x", "logits": "x"}, ": input_ids and logits are both 'x'. Tensors of an engine have names of their own."),
-    ],
-)
-def test_what_is_refused(changes, message):
+def test_frozen_and_keyword_only():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        DEFAULT_NAMES.logits = "scores"
+    with pytest.raises(TypeError):
+        TensorNames("tokens")
+
+
+@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(TensorNames)])
+@pytest.mark.parametrize("value", ["", None, 3, b"logits"])
+def test_a_name_is_a_non_empty_string(field, value):
     with pytest.raises(ConfigError) as caught:
-        TensorNames(**changes)
-    assert str(caught.value) == f"TensorNames{message}"
+        TensorNames(**{field: value})
+    assert str(caught.value) == f"TensorNames.{field}: expected a non-empty string, got {value!r}."
+
+
+@pytest.mark.parametrize("field", ["k_cache", "v_cache", "present_k_cache", "present_v_cache", "kv_cache", "present_kv_cache"])
+@pytest.mark.parametrize("value", ["k_cache", "k_cache_{layer}", "{i}_{layer}", "{i}_{", "{i.x}"])
+def test_a_name_per_layer_holds_the_layer_and_nothing_else(field, value):
+    with pytest.raises(ConfigError) as caught:
+        TensorNames(**{field: value})
+    assert str(caught.value) == f"TensorNames.{field}: expected a name with {{i}} for the layer index, got {value!r}."
+
+
+def test_two_tensors_of_one_name_are_refused():
+    with pytest.raises(ConfigError) as caught:
+        TensorNames(v_cache="k_cache_{i}")
+    assert str(caught.value) == "TensorNames: k_cache and v_cache are both 'k_cache_{i}'. Tensors of an engine have names of their own."
+    with pytest.raises(ConfigError, match=r"^TensorNames: input_ids and logits are both 'x'\."):
+        TensorNames(input_ids="x", logits="x")

@@ -1,20 +1,25 @@
 """What ``inspect`` reads from an engine folder, without TensorRT and without a GPU."""
 
+from __future__ import annotations
+
+import subprocess
 import sys
+from pathlib import Path
+
+import pytest
 
 from tests.helpers.engine_files import PLAN, make_engine_folder
 from tests.helpers.small_model import write_model
-from trt_kvcache.engine.attention_variants import AttentionChoice
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.inspection import inspect_engine
+from trt_kvcache.errors import EngineError
 
 
-def test_inspection(tmp_path, monkeypatch):
-    for name in ("tensorrt", "tensorrt_rtx", "cuda"):
-        monkeypatch.setitem(sys.modules, name, None)  # importing it fails
+def test_inspection(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", num_hidden_layers=2)
     choices = (
-        AttentionChoice(layer=0, variant="native", decomposable=False),
-        AttentionChoice(layer=1, variant="native", decomposable=True, reason="because"),
+        AttentionLayerConfig(layer=0, variant="native", decomposable=False),
+        AttentionLayerConfig(layer=1, variant="native", decomposable=True, reason="because"),
     )
     make_engine_folder(model, tmp_path / "engine", attention=choices, compute_capabilities=("8.9",))
     found = inspect_engine(tmp_path / "engine")
@@ -30,3 +35,17 @@ def test_inspection(tmp_path, monkeypatch):
     assert found.memory.bytes_per_layer == (22016, 22016)
     assert found.memory.nbytes == found.cache.nbytes == 44032
     assert found.memory.bytes_per_sequence == 2 * 2 * 2 * 38 * 24 * 2
+
+
+def test_not_an_engine_folder(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="expected an engine folder"):
+        inspect_engine(tmp_path)
+
+
+def test_needs_neither_tensorrt_nor_cuda(tmp_path: Path) -> None:
+    make_engine_folder(write_model(tmp_path / "model"), tmp_path / "engine")
+    code = (
+        "import sys; sys.modules.update({'tensorrt': None, 'tensorrt_rtx': None, 'cuda': None});"
+        f"from trt_kvcache.engine_folder.inspection import inspect_engine; print(inspect_engine({str(tmp_path / 'engine')!r}).dtype)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "float16"

@@ -1,15 +1,27 @@
 """``Request``: which token, which text, and when and why it ends."""
 
+from __future__ import annotations
+
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from tests.checkpoint.tokenizer_folders import EOS, byte_fallback_folder
+from tests.checkpoint.tokenizer_folders import EOS, byte_fallback_folder, byte_level_folder
 from trt_kvcache.checkpoint import Tokenizer
-from trt_kvcache.errors import EngineError
+from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.generation.request import GeneratedToken, Request
 from trt_kvcache.generation.sampling import SamplingParams
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return Tokenizer.open(byte_level_folder(tmp_path_factory.mktemp("tokenizer")))
+
+
+def logits_for(token: int, vocab: int = 300) -> np.ndarray:
+    logits = np.zeros(vocab, np.float32)
+    logits[token] = 1
+    return logits
 
 
 def request_for(tokenizer=None, *, eos=(), prompt=(1, 2), index=0, **options):
@@ -20,8 +32,9 @@ def say(request, tokens, *, full_at=None):
     """Let a request choose these tokens until it ends; return what it handed out."""
     events = []
     for place, token in enumerate(tokens):
-        if not request.finished:
-            events.append(request.choose(np.eye(1, 300, token, dtype=np.float32)[0], full=place == full_at))
+        if request.finished:
+            break
+        events.append(request.choose(logits_for(token), full=place == full_at))
     return events
 
 
@@ -33,88 +46,161 @@ def said(events):
     return "".join(event.text for event in events), events[-1].finish_reason
 
 
-def test_each_token_is_handed_out_and_a_step_that_fails_leaves_it_as_it_was():
-    request = request_for(index=2)
-    with pytest.raises(EngineError):
-        request.choose(np.full(300, np.nan, np.float32), full=False)
-    assert (request.tokens, request.finished) == ([], False)
-    assert say(request, [5, 9]) == [GeneratedToken(2, 5, "", None), GeneratedToken(2, 9, "", None)]
-    assert (request.tokens, request.finished, request.finish_reason, request.index) == ([5, 9], False, None, 2)
+class TestTokens:
+    def test_each_is_handed_out(self):
+        request = request_for(index=2)
+        assert say(request, [5, 9]) == [GeneratedToken(2, 5, "", None), GeneratedToken(2, 9, "", None)]
+        assert (request.tokens, request.finished, request.finish_reason, request.index) == ([5, 9], False, None, 2)
+
+    def test_an_end_token_of_the_model(self):
+        request = request_for(eos={7, 9})
+        assert [event.finish_reason for event in say(request, [5, 9, 6])] == [None, "stop"]
+        assert (request.tokens, request.finished) == ([5, 9], True)
+
+    def test_going_on_past_it(self):
+        assert [event.finish_reason for event in say(request_for(eos=[9], ignore_eos=True, max_new_tokens=3), [5, 9, 6])] == [
+            None,
+            None,
+            "length",
+        ]
+
+    def test_a_stop_token_of_the_request(self):
+        assert [event.finish_reason for event in say(request_for(eos=[9], ignore_eos=True, stop_token_ids=[6]), [5, 9, 6])] == [
+            None,
+            None,
+            "stop",
+        ]
+
+    def test_enough_tokens(self):
+        assert [event.finish_reason for event in say(request_for(max_new_tokens=2), [5, 6, 7])] == [None, "length"]
+        assert [event.finish_reason for event in say(request_for(max_new_tokens=1), [5, 6, 7])] == ["length"]
+
+    def test_a_full_slot(self):
+        assert [event.finish_reason for event in say(request_for(), [5, 6, 7], full_at=1)] == [None, "length"]
+
+    def test_a_stop_token_is_the_reason_where_there_are_two(self):
+        assert say(request_for(eos=[6], max_new_tokens=2), [5, 6], full_at=1)[-1].finish_reason == "stop"
+
+    def test_a_step_that_fails_leaves_it_as_it_was(self):
+        request = request_for()
+        with pytest.raises(EngineError):
+            request.choose(np.full(300, np.nan, np.float32), full=False)
+        assert (request.tokens, request.finished) == ([], False)
 
 
-@pytest.mark.parametrize(
-    ("options", "full_at", "reasons"),
-    [
-        ({"eos": {7, 9}}, None, [None, "stop"]),
-        ({"eos": [9], "ignore_eos": True, "max_new_tokens": 3}, None, [None, None, "length"]),
-        ({"max_new_tokens": 1}, None, ["length"]),
-        ({}, 1, [None, "length"]),
-        ({"eos": [9], "max_new_tokens": 2}, 1, [None, "stop"]),
-    ],
-    ids=["end token", "ignored", "enough tokens", "full slot", "a stop token goes before"],
-)
-def test_why_it_ends(options, full_at, reasons):
-    request = request_for(**options)
-    assert [event.finish_reason for event in say(request, [5, 9, 6], full_at=full_at)] == reasons
-    assert (request.tokens, request.finished) == ([5, 9, 6][: len(reasons)], True)
+class TestText:
+    def test_the_text_of_the_tokens(self, tokenizer):
+        events = say(request_for(tokenizer), ids_of(tokenizer, "see the sea"))
+        assert said(events) == ("see the sea", None)
+        assert all(event.text for event in events)
+
+    def test_the_space_before_the_first_word_is_kept(self, tmp_path):
+        # This kind of tokenizer drops the space in front of a text.
+        tokenizer = Tokenizer.open(byte_fallback_folder(tmp_path))
+        prompt, word = ids_of(tokenizer, "tea"), ids_of(tokenizer, "the")
+        assert tokenizer.decode(word) == "the"
+        assert said(say(request_for(tokenizer, prompt=prompt), word))[0] == " the"
+
+    def test_whole_characters_only(self, tokenizer):
+        tokens = ids_of(tokenizer, "aé漢👩b")
+        texts = [event.text for event in say(request_for(tokenizer), tokens)]
+        assert len(texts) == 1 + 2 + 3 + 4 + 1
+        assert texts == ["a", "", "é", "", "", "漢", "", "", "", "👩", "b"]
+
+    def test_a_character_that_is_never_complete(self, tokenizer):
+        tokens = ids_of(tokenizer, "a漢")[:-1]
+        assert said(say(request_for(tokenizer, max_new_tokens=3), tokens)) == ("a\ufffd", "length")
+
+    def test_the_end_token_is_no_text(self, tokenizer):
+        (eos,) = ids_of(tokenizer, EOS)
+        assert said(say(request_for(tokenizer, eos=[eos]), [*ids_of(tokenizer, "sea"), eos])) == ("sea", "stop")
+
+    def test_a_stop_token_is_no_text_even_if_it_has_one(self, tokenizer):
+        *tokens, stop = ids_of(tokenizer, "sea.")
+        assert said(say(request_for(tokenizer, stop_token_ids=[stop]), [*tokens, stop])) == ("sea", "stop")
+
+    def test_without_a_tokenizer_there_is_none(self):
+        assert {event.text for event in say(request_for(), [5, 6, 7])} == {""}
 
 
-def test_the_space_before_the_first_word_is_kept(tmp_path):
-    # This kind of tokenizer drops the space in front of a text.
-    tokenizer = Tokenizer.open(byte_fallback_folder(tmp_path))
-    prompt, word = ids_of(tokenizer, "tea"), ids_of(tokenizer, "the")
-    assert tokenizer.decode(word) == "the"
-    assert said(say(request_for(tokenizer, prompt=prompt), word))[0] == " the"
+class TestStopText:
+    def test_it_ends_the_request_and_is_not_handed_out(self, tokenizer):
+        events = say(request_for(tokenizer, stop=["</END>"]), ids_of(tokenizer, "sea</END>more"))
+        assert said(events) == ("sea", "stop")
+        assert [event.text for event in events] == ["s", "e", "a", *[""] * 6]
+
+    def test_text_that_only_looked_like_it_comes_with_the_next(self, tokenizer):
+        events = say(request_for(tokenizer, stop="</END>"), ids_of(tokenizer, "a</x"))
+        assert [event.text for event in events] == ["a", "", "", "</x"]
+
+    @pytest.mark.parametrize(("options", "reason"), [({"max_new_tokens": 3}, "length"), ({"stop_token_ids": [0]}, "stop")])
+    def test_what_was_held_back_comes_at_the_end(self, tokenizer, options, reason):
+        events = say(request_for(tokenizer, stop=["</END>"], **options), [*ids_of(tokenizer, "a</"), 0])
+        assert said(events) == ("a</", reason)
+
+    def test_a_stop_text_is_the_reason_where_the_tokens_run_out_too(self, tokenizer):
+        assert said(say(request_for(tokenizer, stop=["a"], max_new_tokens=3), ids_of(tokenizer, "sea"))) == ("se", "stop")
+
+    def test_a_stop_text_of_several_bytes_per_character(self, tokenizer):
+        assert said(say(request_for(tokenizer, stop=["字"]), ids_of(tokenizer, "漢字!"))) == ("漢", "stop")
+
+    def test_a_stop_text_across_a_character_that_is_not_complete(self, tokenizer):
+        # The last character never becomes one, and the stop text is in what is let go at the end.
+        tokens = ids_of(tokenizer, "a漢")[:-1]
+        assert said(say(request_for(tokenizer, stop=["a\ufffd"], max_new_tokens=3), tokens)) == ("", "stop")
+
+    def test_it_needs_a_tokenizer(self):
+        with pytest.raises(ConfigError) as error:
+            request_for(stop=["x"])
+        assert str(error.value) == "stop texts: expected a model folder with tokenizer.json, got none. Use stop_token_ids."
+
+    @given(
+        text=st.text("ab é", max_size=20), stops=st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2), length=st.integers(1, 24)
+    )
+    def test_all_in_all_it_is_the_text_up_to_the_stop(self, tokenizer, text, stops, length):
+        tokens = ids_of(tokenizer, text)[:length]
+        request = request_for(tokenizer, stop=stops, max_new_tokens=length)
+        events = say(request, tokens)
+        out = "".join(event.text for event in events)
+        whole = tokenizer.decode(tokens)
+        if request.finish_reason == "stop":
+            assert any(whole.startswith(out + stop) for stop in stops)
+        elif request.finish_reason == "length":
+            assert out == whole
+        assert not any(stop in out for stop in stops)
 
 
-@pytest.mark.parametrize(
-    ("stop", "text", "pieces"),
-    [
-        ((), "aé漢👩b", ["a", "", "é", "", "", "漢", "", "", "", "👩", "b"]),
-        ("</END>", "sea</END>more", ["s", "e", "a", *[""] * 6]),
-        ("</END>", "a</x", ["a", "", "", "</x"]),
-        ("字", "漢字!", ["", "", "漢", "", "", ""]),
-    ],
-    ids=["whole characters only", "a stop text is not handed out", "what only looked like it comes with the next", "several bytes"],
-)
-def test_the_text_in_pieces(tokenizer, stop, text, pieces):
-    events = say(request_for(tokenizer, stop=stop), ids_of(tokenizer, text))
-    assert [event.text for event in events] == pieces
-    assert events[-1].finish_reason == ("stop" if stop and stop in text else None)
+class TestRollback:
+    """A request returns to a savepoint, and chooses and says the same from there on."""
 
+    @pytest.mark.parametrize("before", range(5))
+    def test_tokens_text_and_random_numbers_are_as_at_the_savepoint(self, tokenizer, before):
+        logits = np.random.default_rng(3).normal(size=(12, tokenizer.vocab_size)).astype(np.float32)
+        options = {"temperature": 1.0, "seed": 5, "stop": ("zz",)}
+        calm = [request.choose(row, full=False) for request in [request_for(tokenizer, **options)] for row in logits]
+        request = request_for(tokenizer, **options)
+        for row in logits[:before]:
+            request.choose(row, full=False)
+        savepoint = request.savepoint()
+        for row in logits[before : before + 3][::-1]:
+            request.choose(row, full=False)
+        request.rollback(savepoint)
+        assert (request.tokens, request.sampler) == ([event.token for event in calm[:before]], (5, before))
+        assert [request.choose(row, full=False) for row in logits[before:]] == calm[before:]
 
-@pytest.mark.parametrize(
-    ("options", "text", "last", "expected"),
-    [
-        ({"eos": "last"}, "sea", EOS, ("sea", "stop")),
-        ({"stop_token_ids": "last"}, "sea", ".", ("sea", "stop")),
-        ({"max_new_tokens": 3, "stop": "</END>"}, "a<", "/", ("a</", "length")),
-        ({"max_new_tokens": 3, "stop": "a"}, "se", "a", ("se", "stop")),
-        ({"max_new_tokens": 3}, "a", "漢", ("a\ufffd", "length")),
-        ({"max_new_tokens": 3, "stop": "a\ufffd"}, "a", "漢", ("", "stop")),
-    ],
-    ids=[
-        "an end token is no text",
-        "a stop token is no text even if it has one",
-        "what was held back comes with the last token",
-        "a stop text is the reason where the tokens run out too",
-        "a character that is never complete",
-        "a stop text across one",
-    ],
-)
-def test_the_text_at_the_end(tokenizer, options, text, last, expected):
-    tokens = ids_of(tokenizer, text) + ids_of(tokenizer, last)
-    options = {name: [tokens[-1]] if value == "last" else value for name, value in options.items()}
-    assert said(say(request_for(tokenizer, **options), tokens)) == expected
+    def test_text_that_was_held_back_is_held_back_again(self, tokenizer):
+        request = request_for(tokenizer, stop=("END",))
+        say(request, ids_of(tokenizer, "aEN"))
+        savepoint = request.savepoint()
+        assert said(say(request, ids_of(tokenizer, "D"))) == ("", "stop")
+        request.rollback(savepoint)
+        assert (request.finished, request.finish_reason) == (False, None)
+        assert said(say(request, ids_of(tokenizer, "x"))) == ("ENx", None)
 
-
-@given(text=st.text("ab é", max_size=20), stops=st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2), length=st.integers(1, 24))
-def test_all_in_all_it_is_the_text_up_to_the_stop(tokenizer, text, stops, length):
-    tokens = ids_of(tokenizer, text)[:length]
-    request = request_for(tokenizer, stop=stops, max_new_tokens=length)
-    out, whole = "".join(event.text for event in say(request, tokens)), tokenizer.decode(tokens)
-    if request.finish_reason == "stop":
-        assert any(whole.startswith(out + stop) for stop in stops)
-    elif request.finish_reason == "length":
-        assert out == whole
-    assert not any(stop in out for stop in stops)
+    def test_nothing_is_decoded_again(self, tokenizer, monkeypatch):
+        request = request_for(tokenizer)
+        say(request, ids_of(tokenizer, "some text"))
+        savepoint = request.savepoint()
+        say(request, ids_of(tokenizer, "more"))
+        monkeypatch.setattr(type(tokenizer), "decode", lambda *_: pytest.fail("it decodes"))
+        request.rollback(savepoint)

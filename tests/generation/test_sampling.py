@@ -1,18 +1,20 @@
 """Sampling against the plain definition, and what makes a request's randomness its own."""
 
+from __future__ import annotations
+
 import math
+from dataclasses import FrozenInstanceError
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from trt_kvcache.errors import EngineError, RangeError
 from trt_kvcache.generation import sampling
 from trt_kvcache.generation.sampling import Sampler, SamplingParams
 
 
-def naive_distribution(logits, params):
+def naive_distribution(logits: np.ndarray, params: SamplingParams) -> dict[int, float]:
     """The tokens that may be chosen and their probabilities, filter after filter, by the definitions."""
     order = sorted(range(len(logits)), key=lambda token: (-logits[token], token))
     if params.top_k:
@@ -29,12 +31,12 @@ def naive_distribution(logits, params):
     return {token: weights[token] / total for token in kept}
 
 
-def chosen(count, logits, sampler=None, **options):
-    sampler = sampler or Sampler(SamplingParams(**options))
-    return [sampler.choose(logits) for _ in range(count)]
+def frequencies(logits: np.ndarray, params: SamplingParams, draws: int) -> np.ndarray:
+    sampler = Sampler(params)
+    return np.bincount([sampler.choose(logits) for _ in range(draws)], minlength=len(logits)) / draws
 
 
-def assert_distribution(params, logits):
+def assert_distribution(params: SamplingParams, logits: np.ndarray) -> None:
     tokens, weights = Sampler(params)._distribution(logits)
     found = dict(zip(tokens.tolist(), (weights / weights.sum()).tolist(), strict=True))
     assert found == pytest.approx(naive_distribution(logits, params), rel=1e-12)
@@ -43,95 +45,175 @@ def assert_distribution(params, logits):
 LOGITS = np.array([1.0, 3.0, 2.5, -1.0, 3.0, 0.0, 2.0, -8.0], np.float32)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [*({"temperature": 0.4}, {"top_k": 3}, {"top_p": 0.75}, {"min_p": 0.3}), {"temperature": 1.5, "top_k": 5, "top_p": 0.8, "min_p": 0.1}],
-)
-def test_frequencies_are_those_of_the_definition(options):
-    options = {"temperature": 1.0, "seed": 5, **options}
-    expected, draws, logits = naive_distribution(LOGITS, SamplingParams(**options)), 4000, LOGITS.copy()
-    found = np.bincount(chosen(draws, logits, **options), minlength=len(LOGITS)) / draws
-    assert set(np.flatnonzero(found)) <= set(expected)
-    for token, probability in expected.items():
-        assert abs(found[token] - probability) < 5 * math.sqrt(probability * (1 - probability) / draws) + 1e-12
-    np.testing.assert_array_equal(logits, LOGITS)  # not changed
+class TestChoice:
+    @pytest.mark.parametrize(
+        "options",
+        [
+            {"temperature": 1.0},
+            {"temperature": 0.4},
+            {"temperature": 3.0},
+            {"temperature": 1.0, "top_k": 3},
+            {"temperature": 1.0, "top_k": 1},
+            {"temperature": 1.0, "top_k": 8},
+            {"temperature": 1.0, "top_k": 100},
+            {"temperature": 1.0, "top_p": 0.75},
+            {"temperature": 2.0, "top_p": 0.4},
+            {"temperature": 1.0, "top_p": 1e-9},
+            {"temperature": 1.0, "min_p": 0.3},
+            {"temperature": 2.0, "min_p": 0.9},
+            {"temperature": 1.5, "top_k": 5, "top_p": 0.8, "min_p": 0.1},
+        ],
+    )
+    def test_frequencies_are_those_of_the_definition(self, options):
+        params = SamplingParams(seed=5, **options)
+        draws = 4000
+        expected = naive_distribution(LOGITS, params)
+        found = frequencies(LOGITS, params, draws)
+        assert set(np.flatnonzero(found)) <= set(expected)
+        for token, probability in expected.items():
+            assert abs(found[token] - probability) < 5 * math.sqrt(probability * (1 - probability) / draws) + 1e-12
+
+    @given(
+        logits=st.lists(st.integers(-4, 4), min_size=1, max_size=9),
+        temperature=st.sampled_from([0.5, 1.0, 2.0]),
+        top_k=st.integers(0, 10),
+        top_p=st.sampled_from([0.05, 0.31, 0.77, 1.0]),
+        min_p=st.sampled_from([0.0, 0.07, 0.6]),
+    )
+    def test_only_the_tokens_of_the_definition_are_left(self, logits, temperature, top_k, top_p, min_p):
+        params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=1)
+        array = np.array(logits, np.float32)
+        assert_distribution(params, array)
+
+    @pytest.mark.parametrize("guess", [1, 2, 5])
+    @pytest.mark.parametrize("top_k", [0, 3, 6, 7])
+    @pytest.mark.parametrize("top_p", [0.01, 0.3, 0.6, 0.9, 0.9999])
+    def test_a_nucleus_that_is_larger_than_guessed(self, monkeypatch, guess, top_k, top_p):
+        monkeypatch.setattr(sampling, "_NUCLEUS_CANDIDATES", guess)
+        assert_distribution(SamplingParams(temperature=1.7, top_k=top_k, top_p=top_p, seed=1), LOGITS)
+
+    def test_greedy_takes_the_lowest_of_the_most_likely(self):
+        assert Sampler(SamplingParams()).choose(LOGITS) == 1
+
+    def test_greedy_does_not_need_a_seed(self):
+        assert {Sampler(SamplingParams(seed=seed, top_k=3)).choose(LOGITS) for seed in range(9)} == {1}
+
+    def test_top_k_1_is_greedy_at_any_temperature(self):
+        assert {Sampler(SamplingParams(temperature=9.0, top_k=1, seed=seed)).choose(LOGITS) for seed in range(9)} == {1}
+
+    @pytest.mark.parametrize("temperature", [1e-3, 1e-300, 5e-324])
+    def test_the_smallest_temperature_leaves_the_most_likely(self, temperature):
+        found = frequencies(LOGITS, SamplingParams(temperature=temperature, seed=1), 200)
+        assert found[1] + found[4] == 1
+        assert 0.3 < found[1] < 0.7
+
+    def test_a_token_of_no_likelihood_is_never_chosen(self):
+        logits = np.array([-np.inf, 0, -np.inf, 0], np.float32)
+        found = frequencies(logits, SamplingParams(temperature=100.0, seed=1), 200)
+        assert set(np.flatnonzero(found)) == {1, 3}
+
+    def test_logits_are_not_changed(self):
+        logits = LOGITS.copy()
+        Sampler(SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1)).choose(logits)
+        np.testing.assert_array_equal(logits, LOGITS)
+
+    def test_large_logits_do_not_overflow(self):
+        logits = np.array([3e38, 3e38, -3e38], np.float32)
+        assert set(np.flatnonzero(frequencies(logits, SamplingParams(temperature=0.01, seed=1), 50))) == {0, 1}
+
+    @pytest.mark.parametrize(("bad", "token"), [(np.nan, 5), (np.inf, 5)])
+    @pytest.mark.parametrize("temperature", [0.0, 1.0])
+    def test_logits_that_are_not_finite(self, bad, token, temperature):
+        logits = LOGITS.copy()
+        logits[token] = bad
+        sampler = Sampler(SamplingParams(temperature=temperature, seed=3))
+        with pytest.raises(EngineError) as error:
+            sampler.choose(logits)
+        assert str(error.value) == f"logits: expected finite numbers, got {bad} for token 5. The engine or its cache is damaged."
+        assert sampler.counter == 0
+        assert sampler.choose(LOGITS) == Sampler(SamplingParams(temperature=temperature, seed=3)).choose(LOGITS)
+
+    def test_no_token_is_left(self):
+        with pytest.raises(EngineError, match=r"^logits: expected finite numbers, got -inf for token 0\."):
+            Sampler(SamplingParams()).choose(np.full(4, -np.inf, np.float32))
 
 
-@given(
-    logits=st.lists(st.integers(-4, 4), min_size=1, max_size=9),
-    temperature=st.sampled_from([0.5, 1.0, 2.0]),
-    top_k=st.integers(0, 10),
-    top_p=st.sampled_from([0.05, 0.31, 0.77, 1.0]),
-    min_p=st.sampled_from([0.0, 0.07, 0.6]),
-)
-def test_only_the_tokens_of_the_definition_are_left(logits, **options):
-    assert_distribution(SamplingParams(seed=1, **options), np.array(logits, np.float32))
+class TestSeed:
+    def test_one_seed_gives_one_sequence(self):
+        def chosen(seed):
+            sampler = Sampler(SamplingParams(temperature=2.0, seed=seed))
+            return [sampler.choose(LOGITS) for _ in range(40)]
+
+        assert chosen(7) == chosen(7) != chosen(8)
+
+    def test_without_a_seed_each_draws_its_own(self):
+        params = SamplingParams(temperature=2.0)
+        samplers = [Sampler(params) for _ in range(4)]
+        assert len({sampler.seed for sampler in samplers}) == 4
+        assert len({tuple(sampler.choose(LOGITS) for _ in range(40)) for sampler in samplers}) == 4
+
+    def test_the_seed_that_was_drawn_gives_the_same_again(self):
+        sampler = Sampler(SamplingParams(temperature=2.0))
+        again = Sampler(SamplingParams(temperature=2.0, seed=sampler.seed))
+        assert [sampler.choose(LOGITS) for _ in range(40)] == [again.choose(LOGITS) for _ in range(40)]
+
+    def test_one_number_per_token_whatever_the_logits(self):
+        # Two requests of one seed whose logits differed for a while choose the same from then on.
+        one, other = (Sampler(SamplingParams(temperature=1.0, seed=4)) for _ in range(2))
+        for _ in range(5):
+            one.choose(LOGITS)
+            other.choose(-LOGITS)
+        assert one.counter == other.counter == 5
+        assert [one.choose(LOGITS) for _ in range(20)] == [other.choose(LOGITS) for _ in range(20)]
 
 
-@pytest.mark.parametrize("top_k", [0, 3, 6, 7])
-@pytest.mark.parametrize("top_p", [0.01, 0.6, 0.9999])
-def test_a_nucleus_that_is_larger_than_guessed(monkeypatch, top_k, top_p):
-    monkeypatch.setattr(sampling, "_NUCLEUS_GUESS", 2)
-    assert_distribution(SamplingParams(temperature=1.7, top_k=top_k, top_p=top_p, seed=1), LOGITS)
+class TestParams:
+    def test_defaults_are_greedy(self):
+        params = SamplingParams()
+        assert (params.temperature, params.top_k, params.top_p, params.min_p) == (0.0, 0, 1.0, 0.0)
+        assert (params.max_new_tokens, params.seed, params.stop, params.stop_token_ids) == (128, None, (), ())
 
-
-def test_greedy_takes_the_lowest_of_the_most_likely_and_so_does_top_k_1():
-    assert set(chosen(5, LOGITS, top_k=3) + chosen(5, LOGITS, temperature=9.0, top_k=1, seed=3)) == {1}
-
-
-@pytest.mark.parametrize(
-    ("temperature", "logits", "left"),
-    [(5e-324, LOGITS, {1, 4}), (100.0, [-np.inf, 0, -np.inf, 0], {1, 3}), (0.01, [3e38, 3e38, -3e38], {0, 1})],
-)
-def test_extreme_numbers(temperature, logits, left):
-    found = chosen(200, np.array(logits, np.float32), temperature=temperature, seed=1)
-    assert set(found) == left
-    assert 60 < found.count(min(left)) < 140
-
-
-@pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_logits_that_are_not_finite(bad, temperature):
-    logits = LOGITS.copy()
-    logits[5] = bad
-    sampler = Sampler(SamplingParams(temperature=temperature, seed=3))
-    with pytest.raises(EngineError) as error:
-        sampler.choose(logits)
-    assert str(error.value) == f"logits: expected finite numbers, got {bad} for token 5. The engine or its cache is damaged."
-    assert sampler.counter == 0
-    assert chosen(1, LOGITS, sampler) == chosen(1, LOGITS, temperature=temperature, seed=3)
-
-
-def test_one_seed_gives_one_sequence_and_without_each_draws_its_own():
-    assert chosen(40, LOGITS, temperature=2.0, seed=7) == chosen(40, LOGITS, temperature=2.0, seed=7)
-    samplers = [Sampler(SamplingParams(temperature=2.0, seed=seed)) for seed in (7, 8, None, None)]
-    found = [chosen(40, LOGITS, sampler) for sampler in samplers]
-    assert len({tuple(one) for one in found}) == len({sampler.seed for sampler in samplers}) == 4
-    assert chosen(40, LOGITS, temperature=2.0, seed=samplers[2].seed) == found[2]
-
-
-@pytest.mark.parametrize(
-    ("field", "expected", "values"),
-    [
-        ("max_new_tokens", "at least 1", [0]),
-        ("max_new_tokens", "an integer", [2.5]),
-        ("temperature", "a finite number, at least 0", [-0.1, math.nan, "hot"]),
-        ("top_k", "at least 0", [-1]),
-        ("top_p", "0 < top_p <= 1", [0, 1.01]),
-        ("min_p", "0 <= min_p < 1", [-0.2, 1]),
-        ("seed", f"an integer from 0 to {2**63 - 1}", [-1, 2**63]),
-        ("stop_token_ids", "a sequence of token ids", [3]),
-        ("stop", "texts that are not empty", ["", 3]),
-    ],
-)
-def test_fields_out_of_range(field, expected, values):
-    for value in values:
+    @pytest.mark.parametrize(
+        ("options", "text"),
+        [
+            ({"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0."),
+            ({"max_new_tokens": 2.5}, "max_new_tokens: expected an integer, got 2.5."),
+            ({"max_new_tokens": True}, "max_new_tokens: expected an integer, got True."),
+            ({"temperature": -0.1}, "temperature: expected a finite number, at least 0, got -0.1."),
+            ({"temperature": math.inf}, "temperature: expected a finite number, at least 0, got inf."),
+            ({"temperature": math.nan}, "temperature: expected a finite number, at least 0, got nan."),
+            ({"temperature": "hot"}, "temperature: expected a finite number, at least 0, got 'hot'."),
+            ({"temperature": None}, "temperature: expected a finite number, at least 0, got None."),
+            ({"top_k": -1}, "top_k: expected at least 0, got -1."),
+            ({"top_p": 0}, "top_p: expected 0 < top_p <= 1, got 0."),
+            ({"top_p": 1.01}, "top_p: expected 0 < top_p <= 1, got 1.01."),
+            ({"top_p": math.nan}, "top_p: expected 0 < top_p <= 1, got nan."),
+            ({"min_p": -0.2}, "min_p: expected 0 <= min_p < 1, got -0.2."),
+            ({"min_p": 1}, "min_p: expected 0 <= min_p < 1, got 1."),
+            ({"seed": -1}, f"seed: expected an integer from 0 to {2**63 - 1}, got -1."),
+            ({"seed": 2**63}, f"seed: expected an integer from 0 to {2**63 - 1}, got {2**63}."),
+            ({"stop_token_ids": (3, -1)}, "stop_token_ids: expected at least 0, got -1."),
+            ({"stop_token_ids": 3}, "stop_token_ids: expected a sequence of token ids, got 3."),
+            ({"stop": ""}, "stop: expected texts that are not empty, got ''."),
+            ({"stop": ["a", ""]}, "stop: expected texts that are not empty, got ''."),
+            ({"stop": [3]}, "stop: expected texts that are not empty, got 3."),
+            ({"stop": 3}, "stop: expected texts that are not empty, got 3."),
+        ],
+    )
+    def test_out_of_range(self, options, text):
         with pytest.raises(RangeError) as error:
-            SamplingParams(**{field: value})
-        assert str(error.value) == f"SamplingParams.{field}: expected {expected}, got {value!r}."
+            SamplingParams(**options)
+        assert str(error.value) == f"SamplingParams.{text}"
 
+    def test_one_stop_text_is_not_taken_apart(self):
+        assert SamplingParams(stop="END").stop == ("END",)
+        assert SamplingParams(stop=["a", "b"], stop_token_ids=[np.int64(3)]).stop == ("a", "b")
 
-def test_what_becomes_of_texts_and_numbers_of_numpy():
-    assert (SamplingParams(stop="END").stop, SamplingParams(stop=["a", "b"]).stop) == (("END",), ("a", "b"))
-    params = SamplingParams(top_k=np.int32(3), seed=np.int64(9), stop_token_ids=np.array([4, 5]))
-    assert (params.top_k, params.stop_token_ids, Sampler(params).seed) == (3, (4, 5), 9)
+    def test_numbers_of_numpy(self):
+        params = SamplingParams(temperature=np.float32(0.5), top_k=np.int32(3), seed=np.int64(9), stop_token_ids=np.array([4, 5]))
+        assert (params.top_k, params.stop_token_ids) == (3, (4, 5))
+        assert Sampler(params).seed == 9
+
+    def test_they_do_not_change(self):
+        with pytest.raises(FrozenInstanceError):
+            SamplingParams().temperature = 1.0

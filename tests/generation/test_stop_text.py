@@ -1,12 +1,16 @@
 """``StopText``: what comes out is the text up to the first stop text, however it came in pieces, and as early as can be."""
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings, strategies as st
 
 from trt_kvcache.generation.stop_text import StopText
 
 
-def naive(text, stops):
+def naive(text: str, stops: Sequence[str]) -> tuple[str, bool]:
     """Read character by character; the first stop text that is complete ends it, the longest if several are at once."""
     for end in range(1, len(text) + 1):
         ending = [stop for stop in stops if text[:end].endswith(stop)]
@@ -15,14 +19,55 @@ def naive(text, stops):
     return text, False
 
 
+TEXTS = st.text("ab\n", max_size=8)
+STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
+
+
 @settings(max_examples=500)
-@given(pieces=st.lists(st.text("ab\n", max_size=8), max_size=6), stops=st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3))
-def test_pieces_do_not_matter_and_only_what_could_still_become_a_stop_text_is_held_back(pieces, stops):
+@given(pieces=st.lists(TEXTS, max_size=6), stops=STOPS)
+def test_the_pieces_do_not_matter(pieces, stops):
+    stream = StopText(stops)
+    out = "".join(stream.push(piece) for piece in pieces) + stream.flush()
+    assert (out, stream.stopped) == naive("".join(pieces), stops)
+
+
+@settings(max_examples=500)
+@given(pieces=st.lists(TEXTS, max_size=6), stops=STOPS)
+def test_what_is_held_back_could_still_become_a_stop_text_and_nothing_else_is(pieces, stops):
     stream, told, taken = StopText(stops), "", ""
     for piece in pieces:
         told += stream.push(piece)
         taken += piece
-        if not stream.stopped:
-            ends = [taken[start:] for start in range(len(taken) + 1)]
-            assert taken == told + next(end for end in ends if not end or any(stop.startswith(end) for stop in stops))
-    assert (told + stream.flush(), stream.stopped) == naive("".join(pieces), stops)
+        if stream.stopped:
+            return
+        held = taken[len(told) :]
+        assert taken.startswith(told)
+        assert held == max(
+            (taken[start:] for start in range(len(taken)) if any(s.startswith(taken[start:]) for s in stops)), key=len, default=""
+        )
+
+
+def test_text_without_stop_texts_goes_straight_through():
+    stream = StopText(())
+    assert (stream.push("one "), stream.push("two"), stream.flush(), stream.stopped) == ("one ", "two", "", False)
+
+
+def test_a_stop_text_over_several_pieces():
+    stream = StopText(["\n\nUser:"])
+    assert [stream.push(piece) for piece in ["Hello", "\n", "\nUs", "er: hi"]] == ["Hello", "", "", ""]
+    assert stream.stopped
+    assert (stream.push("more"), stream.flush()) == ("", "")
+
+
+def test_what_turns_out_to_be_none_comes_late():
+    stream = StopText(["</s>"])
+    assert [stream.push(piece) for piece in ["a</", "b>", "</"]] == ["a", "</b>", ""]
+    assert (stream.flush(), stream.stopped) == ("</", False)
+    assert stream.flush() == ""
+
+
+@pytest.mark.parametrize("pieces", [["abcd"], ["abc", "d"], ["a", "b", "c", "d"]])
+def test_of_two_the_one_that_is_complete_first(pieces):
+    stream = StopText(["abcd", "bc"])
+    assert "".join(map(stream.push, pieces)) == "a"
+    assert stream.stopped

@@ -1,14 +1,14 @@
 """Engine folders without TensorRT: a real configuration around bytes that stand for a plan."""
 
-from trt_kvcache.builder.build_engine import define_constants
+from trt_kvcache.builder.definition import define_constants
 from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.engine.attention_variants import AttentionChoice
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES
-from trt_kvcache.engine_folder.config import CheckpointRecord, EngineConfig
+from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.folder import write_engine_folder
-from trt_kvcache.ops.segments import decoder_steps
-from trt_kvcache.ops.segments_record import FileRecord, SegmentsRecord, with_padding
+from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
 
 PLAN = b"these bytes stand for an engine"
 
@@ -24,7 +24,7 @@ def make_config(checkpoint, *, plan=PLAN, embedded=False, **changes):
         "names": DEFAULT_NAMES,
         "tensors": decoder_tensors(model, cache, DEFAULT_NAMES),
         "profiles": decoder_profiles(max_batch_size=3, max_prefill_length=11),
-        "attention": tuple(AttentionChoice(layer=layer, variant=variant, decomposable=False) for layer in range(model.num_layers)),
+        "attention": tuple(AttentionLayerConfig(layer=layer, variant=variant, decomposable=False) for layer in range(model.num_layers)),
         "tensorrt_flavour": "tensorrt_rtx",
         "tensorrt_version": "1.7.1",
         "compute_capabilities": None,
@@ -34,10 +34,10 @@ def make_config(checkpoint, *, plan=PLAN, embedded=False, **changes):
         ),
     }
     if segmented and changes.get("segments", True):
-        steps = decoder_steps(model, cache, DEFAULT_NAMES)
+        steps = decoder_stages(model, cache, DEFAULT_NAMES)
         plans = segment_plans(model.num_layers)
         record = FileRecord.of([define_constants(checkpoint, cache)])
-        values["segments"] = SegmentsRecord(steps=steps, plans=tuple(map(len, plans)), constants=record)
+        values["segments"] = SegmentsRecord(stages=steps, plans=tuple(map(len, plans)), constants=record)
         values["plan"] = FileRecord.of(with_padding(plans))
     return EngineConfig(**{**values, **changes})
 

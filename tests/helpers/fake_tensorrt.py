@@ -6,10 +6,10 @@ It knows what the documentation says: shapes and addresses belong to a context, 
 import enum
 from types import SimpleNamespace
 
-from tests.trt.test_module import FakeLogger
+from tests.helpers.tensorrt_modules import FakeLogger
+from trt_kvcache.engine.decoder_tensors import shape_at
 from trt_kvcache.engine.protocol import TensorMode
-from trt_kvcache.memory.host import HostMemory
-from trt_kvcache.ops.segments import shape_at
+from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.trt.log import TensorRTLog
 from trt_kvcache.trt.module import TensorRT
 
@@ -61,6 +61,7 @@ class FakeTensorRT:
         self.errors = {}  # what to log, by call
         self.refuse = set()  # calls that return False or None
         self.cache_content = b"compiled"
+        self.cache_refuses = False  # whether a runtime cache says that it cannot read its file
         self.host_tensors = set()
         self.contexts = []
         self.logger = None
@@ -182,7 +183,10 @@ class _RuntimeConfig(_Part):
 
 class _RuntimeCache(_Part):
     def deserialize(self, blob):
-        return self.fake.record("cache.deserialize", blob)
+        self.fake.record("cache.deserialize", blob)
+        if self.fake.cache_refuses:
+            self.fake.logger.log(FakeLogger.Severity.ERROR, "cache of another driver")
+        return not self.fake.cache_refuses
 
     def serialize(self):
         self.fake.record("cache.serialize")

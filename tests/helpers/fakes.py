@@ -112,11 +112,17 @@ class RecordingMemory(HostMemory):
     def __init__(self, journal):
         super().__init__()
         self.journal = journal
+        self.allocations = []
+
+    def allocate(self, nbytes, *, zeroed=False, stream):
+        """Keep what is allocated, so that a test sees what was given back."""
+        with self.journal.call("allocate", nbytes):
+            self.allocations.append(super().allocate(nbytes, zeroed=zeroed, stream=stream))
+            return self.allocations[-1]
 
     upload = _noted(HostMemory.upload, "upload", lambda destination, source, *, stream: (destination.shape, stream))
     download = _noted(HostMemory.download, "download", lambda destination, source, *, stream: (source.shape, stream))
     synchronize = _noted(HostMemory.synchronize, "synchronize", lambda stream: (stream,))
-    allocate = _noted(HostMemory.allocate, "allocate", lambda nbytes, **_: (nbytes,))
     staging = _noted(HostMemory.staging, "staging", lambda shape, dtype: (tuple(shape),))
 
 
@@ -129,7 +135,7 @@ class RecordingCache(KVCacheManager):
 
 
 #: What one enqueue read.
-Step = namedtuple("Step", "profile input_ids start last bound")
+Step = namedtuple("Step", "profile input_ids start last bound shapes")
 
 
 class RecordingEngine:
@@ -186,7 +192,14 @@ class RecordingEngine:
         assert (start + width <= self._kv.max_sequence_length).all(), "a row would be written past the end of its slot"
         assert ((last >= 0) & (last < width)).all()
         self.steps.append(
-            Step(self.profiles[self._profile].name, ids.tolist(), start.tolist(), last.tolist(), dict(self._bound[self._profile]))
+            Step(
+                self.profiles[self._profile].name,
+                ids.tolist(),
+                start.tolist(),
+                last.tolist(),
+                dict(self._bound[self._profile]),
+                dict(shapes),
+            )
         )
         logits = self._array(names.logits, (slots, VOCAB))
         for layer in range(self._kv.num_layers):

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from trt_kvcache import CudaMemory, DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
 from trt_kvcache.kernels import AttentionWorkspace, attend
 from trt_kvcache.memory.shapes import dense_nbytes
-from trt_kvcache.trt.tensorrt_engine import stream_handle
+from trt_kvcache.trt.engine_bindings import stream_handle
 
 NAME = "trt_kvcache"
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, VOCAB = 3, 6, 2, 64, 96, 211

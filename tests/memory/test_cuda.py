@@ -1,4 +1,4 @@
-"""``CudaMemory``: what tests/memory/test_host.py does not ask of every memory."""
+"""``CudaMemory``: what tests/memory/test_base.py does not ask of every memory."""
 
 import gc
 import subprocess
@@ -8,9 +8,11 @@ import threading
 import numpy as np
 import pytest
 
-from tests.simt.standin import StandIn, need_cuda_memory, needs_standin
-from trt_kvcache import HostMemory
-from trt_kvcache.errors import CapacityError, CaptureError, CudaError, PlaceError
+from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, need_cuda_memory, needs_standin
+from trt_kvcache import DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig
+from trt_kvcache.errors import CapacityError, CaptureError, CudaError, PlaceError, ShapeError
+from trt_kvcache.kernels import increment_length_tensor, store_length_values
+from trt_kvcache.memory.cuda_memory import find_gpu
 
 need_cuda_memory()
 
@@ -24,48 +26,112 @@ def tensor_of(memory, values, stream, dtype=np.int32):
     return memory.to_device(np.array(values, dtype), stream=stream)
 
 
-def test_tensors_that_are_refused(memory, stream):
-    host = HostMemory()
-    foreign = host.to_device(np.ones(3, np.int32), stream=host.create_stream())
-    calls = {"zero": lambda tensor: memory.zero(tensor, stream=stream), "read": memory.read, "dlpack": memory.dlpack}
-    for name, call in calls.items():
-        with pytest.raises(PlaceError, match=rf"^{name}: expected a tensor of this cuda:0, got one of cpu\.$"):
-            call(foreign)
-    assert foreign.numpy().tolist() == [1, 1, 1]
+class TestPlace:
+    def test_where_it_is(self, memory):
+        assert (memory.device, memory.is_host, memory.dlpack_device) == ("cuda:0", False, (2, 0))
+        assert memory.arch.startswith("sm_")
+        assert find_gpu(0) is None
+
+    def test_another_thread_may_use_it(self, memory, stream):
+        tensor, results = tensor_of(memory, [1, 2, 3], stream), []
+
+        def work():
+            own = memory.create_stream()
+            increment_length_tensor(tensor, 4, stream=own)
+            memory.synchronize(own)
+            results.append(tensor.numpy().tolist())
+            results.append(memory.staging((2,), "int32").tolist())
+            memory.allocate(16, zeroed=True, stream=own).close()
+
+        memory.synchronize(stream)
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert results == [[5, 6, 7], [0, 0]]
+
+    def test_tensors_of_another_memory(self, memory, stream):
+        host = HostMemory()
+        foreign = host.to_device(np.ones(3, np.int32), stream=host.create_stream())
+        for name, call in {
+            "zero": lambda: memory.zero(foreign, stream=stream),
+            "read": lambda: memory.read(foreign),
+            "dlpack": lambda: memory.dlpack(foreign),
+        }.items():
+            with pytest.raises(PlaceError, match=rf"^{name}: expected a tensor of this cuda:0, got one of cpu\.$"):
+                call()
+        assert foreign.numpy().tolist() == [1, 1, 1]
+
+    def test_zero_of_what_is_not_dense(self, memory, stream):
+        whole = tensor_of(memory, np.ones((2, 6)), stream)
+        view = DeviceTensor(whole.allocation, shape=(2, 3), strides=(6, 1), dtype="int32")
+        with pytest.raises(
+            ShapeError, match=r"^zero: expected a dense tensor, got DeviceTensor\(\(2, 3\), int32, strides=\(6, 1\), cuda:0\)\.$"
+        ):
+            memory.zero(view, stream=stream)
+        assert whole.numpy().tolist() == [[1] * 6] * 2
 
 
-def test_streams(memory, stream):
-    from cuda.core import Stream
+class TestStreams:
+    def test_kinds(self, memory, stream):
+        from cuda.core import Stream
 
-    assert isinstance(stream, Stream)
-    memory.check_stream(stream)
-    memory.check_stream(stream.create_graph_builder())
-    with pytest.raises(PlaceError, match=r"^stream: expected a cuda\.core Stream or GraphBuilder of cuda:0, got HostStream\.$"):
-        memory.check_stream(HostMemory().create_stream())
-    for closed in (stream, memory.create_stream()):  # one that was used before, and one that was not
-        closed.close()
+        assert isinstance(stream, Stream)
+        memory.check_stream(stream)
+        memory.check_stream(stream.create_graph_builder())
+        with pytest.raises(PlaceError, match=r"^stream: expected a cuda\.core Stream or GraphBuilder of cuda:0, got HostStream\.$"):
+            memory.check_stream(HostMemory().create_stream())
+
+    @pytest.mark.parametrize("used_before", [False, True])
+    def test_closed(self, memory, used_before):
+        stream = memory.create_stream()
+        if used_before:
+            memory.check_stream(stream)
+        stream.close()
         with pytest.raises(PlaceError, match=r"^stream: expected an open one of cuda:0, got a closed Stream\.$"):
-            memory.check_stream(closed)
+            memory.check_stream(stream)
 
+    def test_another_device(self, memory, monkeypatch):
+        stream = memory.create_stream()
+        monkeypatch.setattr(memory, "_index", 1)
+        with pytest.raises(PlaceError, match=r"^stream: expected one of cuda:1, got one of cuda:0\.$"):
+            memory.check_stream(stream)
 
-def test_capturing(memory, stream):
-    builder = stream.create_graph_builder()
-    assert not memory.is_capturing(builder)
-    builder.begin_building()
-    assert memory.is_capturing(builder)
-    assert memory.is_capturing(stream)
-    message = r"^cuda:0: memory cannot be allocated while the stream is captured\. Allocate before\.$"
-    for call in (lambda: memory.allocate(16, stream=builder), lambda: memory.to_device([1], stream=builder)):
-        with pytest.raises(CaptureError, match=message):
-            call()
-    builder.end_building()
-    assert not memory.is_capturing(builder)
-    assert memory.live_nbytes == 0
+    def test_capturing(self, memory, stream):
+        builder = stream.create_graph_builder()
+        assert not memory.is_capturing(builder)
+        builder.begin_building()
+        assert memory.is_capturing(builder)
+        assert memory.is_capturing(stream)
+        message = r"^cuda:0: memory cannot be allocated while the stream is captured\. Allocate before\.$"
+        for call in (lambda: memory.allocate(16, stream=builder), lambda: memory.to_device([1], stream=builder)):
+            with pytest.raises(CaptureError, match=message):
+                call()
+        builder.end_building()
+        assert not memory.is_capturing(builder)
+        assert memory.live_nbytes == 0
+
+    def test_captured_increments_are_replayed(self, memory, stream):
+        lengths, increments = tensor_of(memory, [1, 2, 3], stream), tensor_of(memory, [10, 20, 30], stream)
+        increment_length_tensor(lengths, 0, stream=stream)
+        memory.synchronize(stream)
+        builder = stream.create_graph_builder()
+        builder.begin_building()
+        increment_length_tensor(lengths, 5, stream=builder)
+        increment_length_tensor(lengths, increments, stream=builder)
+        graph = builder.end_building().complete()
+        assert lengths.numpy().tolist() == [1, 2, 3]
+        graph.launch(stream)
+        graph.launch(stream)
+        assert lengths.numpy().tolist() == [31, 52, 73]
 
 
 @needs_standin
 class TestOrder:
-    """The stand-in driver does what a stream was given when the host waits."""
+    """The stand-in driver does what a stream was given when the host waits, and writes down every call."""
+
+    def test_fresh_memory_is_poison(self, memory, stream):
+        allocation = memory.allocate(4, stream=stream)
+        assert DeviceTensor(allocation, shape=(4,), dtype="uint8").numpy().tolist() == [255] * 4
 
     def test_upload_and_download_do_not_wait(self, memory, stream, standin):
         tensor = tensor_of(memory, [0, 0], stream)
@@ -79,6 +145,26 @@ class TestOrder:
         assert target.tolist() == [0, 0]
         memory.synchronize(stream)
         assert target.tolist() == [3, 4]
+
+    def test_a_step_neither_waits_nor_allocates(self, memory, stream, standin):
+        lengths, increments = tensor_of(memory, np.zeros(40), stream), tensor_of(memory, np.ones(40), stream)
+        for _ in range(2):  # the first round loads the kernels
+            standin.take_calls()
+            increment_length_tensor(lengths, 2, stream=stream)
+            increment_length_tensor(lengths, increments, stream=stream)
+            store_length_values(lengths, list(range(40)), accumulate=True, stream=stream)
+            memory.zero(increments, stream=stream)
+            memory.is_capturing(stream)
+            calls = standin.take_calls()
+        assert calls == ["cuLaunchKernelEx"] * 5 + ["cuMemsetD8Async", "cuStreamIsCapturing"]
+        assert not (WAITS | ALLOCATIONS) & set(calls)
+        assert lengths.numpy().tolist() == [2 * (2 + i) + 1 for i in range(40)]
+
+    def test_read_waits_for_every_stream(self, memory, stream):
+        tensor = tensor_of(memory, [1, 2], stream)
+        memory.synchronize(stream)
+        increment_length_tensor(tensor, 5, stream=memory.create_stream())
+        assert tensor.numpy().tolist() == [6, 7]
 
     def test_memory_goes_back_after_the_device_is_done(self, memory, stream, standin):
         tensor = tensor_of(memory, [1, 2], stream)
@@ -124,23 +210,47 @@ class TestOrder:
         assert standin.page_locked_nbytes == 0
         assert standin.take_calls()[0] == "cuCtxSynchronize"
 
+    def test_host_copies_are_dropped_when_they_were_read(self, memory, stream):
+        tensors = [tensor_of(memory, [i], stream) for i in range(3)]
+        assert len(memory._in_flight) == 3
+        memory.synchronize(stream)
+        assert memory._in_flight == []
+        assert [int(tensor.numpy()[0]) for tensor in tensors] == [0, 1, 2]
+
 
 @needs_standin
-def test_no_room(memory, stream, standin):
-    standin.fail_allocation(1)
-    with pytest.raises(CapacityError, match=r"^cuda:0: 1000 bytes could not be allocated\. Nothing was changed\.$"):
-        memory.allocate(1000, stream=stream)
-    standin.fail_allocation(1)
-    with pytest.raises(CapacityError, match=r"^page-locked host memory: 12 bytes could not be allocated\. Nothing was changed\.$"):
-        memory.staging((3,), "int32")
-    assert (memory.live_nbytes, standin.device_nbytes, standin.page_locked_nbytes) == (0, 0, 0)
+class TestNoRoom:
+    def test_message_and_nothing_changed(self, memory, stream, standin):
+        standin.fail_allocation(1)
+        with pytest.raises(CapacityError, match=r"^cuda:0: 1000 bytes could not be allocated\. Nothing was changed\.$"):
+            memory.allocate(1000, stream=stream)
+        standin.fail_allocation(1)
+        with pytest.raises(CapacityError, match=r"^page-locked host memory: 12 bytes could not be allocated\. Nothing was changed\.$"):
+            memory.staging((3,), "int32")
+        assert (memory.live_nbytes, standin.device_nbytes, standin.page_locked_nbytes) == (0, 0, 0)
+
+    @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
+    def test_a_cache_releases_what_it_had(self, memory, standin, n):
+        layers = [KVLayerConfig(num_kv_heads=heads, head_dim=16) for heads in (1, 2, 3)]
+        config = KVCacheConfig(layers=layers, max_batch_size=3, max_sequence_length=7, dtype="float16")
+        standin.fail_allocation(n)
+        with pytest.raises(CapacityError):
+            KVCacheManager(config, memory=memory)
+        gc.collect()
+        assert (memory.live_nbytes, standin.device_nbytes) == (0, 0)
+        standin.fail_allocation(0)
+        with KVCacheManager(config, memory=memory) as cache:
+            (group,) = cache.kv_head_dim_groups
+            infos = group.device_layer_infos.nbytes
+            assert standin.device_nbytes == memory.live_nbytes == cache.nbytes + cache.lengths.nbytes + infos
+        assert (memory.live_nbytes, standin.device_nbytes) == (0, 0)
 
 
 @needs_standin
 def test_a_device_without_pools():
     program = """
 import ctypes
-from tests.simt.standin import StandIn
+from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, need_cuda_memory, needs_standin
 ctypes.CDLL("libcuda.so.1").standin_take_pools_away()
 import numpy
 from trt_kvcache import CudaMemory, DeviceTensor

@@ -3,10 +3,10 @@
 import pytest
 
 from trt_kvcache.errors import DTypeError, ShapeError
-from trt_kvcache.ops.attention_fields import AttentionFields
+from trt_kvcache.ops.attention_attributes import AttentionAttributes
 from trt_kvcache.ops.attention_shapes import check_dtypes, check_shapes, input_names, workspace_nbytes
 
-FIELDS = AttentionFields(num_heads=6, num_kv_heads=2, head_dim=80, rotary_dim=20)
+FIELDS = AttentionAttributes(num_heads=6, num_kv_heads=2, head_dim=80, rotary_dim=20)
 SHAPES = {
     "q": (3, 4, 6, 80),
     "k": (3, 4, 2, 80),
@@ -20,7 +20,7 @@ NAMES = tuple(SHAPES)
 
 
 def test_names():
-    plain = AttentionFields(num_heads=6, num_kv_heads=2, head_dim=80)
+    plain = AttentionAttributes(num_heads=6, num_kv_heads=2, head_dim=80)
     without = NAMES[:5] + NAMES[6:]
     assert [input_names(FIELDS, 7), input_names(FIELDS, 6)] == [NAMES, NAMES[:6]]
     assert [input_names(plain, 6), input_names(plain, 5)] == [without, without[:5]]

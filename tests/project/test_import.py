@@ -1,11 +1,14 @@
 """``import trt_kvcache`` needs NumPy and ml_dtypes, and nothing else. Each test asks a fresh interpreter."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import trt_kvcache
+from trt_kvcache import errors
 
 NAMES = """
     CacheConfig CudaMemory DeviceTensor HostMemory InferenceSession KVCacheConfig KVCacheManager KVLayerConfig KVLayout Lengths
@@ -63,8 +66,20 @@ def test_only_numpy_and_ml_dtypes_are_needed(program, use, printed):
 def test_the_names_of_the_package():
     names = trt_kvcache.__all__
     assert set(NAMES.split()) <= set(names)
-    assert dir(trt_kvcache) == names
+    assert dir(trt_kvcache) == sorted(names)
     assert len(set(names)) == len(names)
     assert None not in [getattr(trt_kvcache, name) for name in names]
     with pytest.raises(AttributeError, match=r"^module 'trt_kvcache' has no attribute 'KVCache'$"):
         trt_kvcache.KVCache  # noqa: B018
+
+
+def test_type_checkers_see_the_names_that_are_imported_lazily():
+    tree = ast.parse(Path(trt_kvcache.__file__).read_text(encoding="utf-8"))
+    (block,) = (node for node in tree.body if isinstance(node, ast.If))
+    seen = {alias.asname: f"{node.module}.{alias.name}" for node in block.body for alias in node.names}
+    assert seen == {name: f"trt_kvcache.{module}.{name}" for name, module in trt_kvcache._MODULE_OF.items()}
+
+
+def test_every_error_is_a_name_of_the_package():
+    raised = {name for name, value in vars(errors).items() if isinstance(value, type) and issubclass(value, errors.KVCacheError)}
+    assert raised <= set(trt_kvcache.__all__)

@@ -9,7 +9,22 @@ import pytest
 
 from tests.paths import ROOT
 
-TARGETS = ("help", "demo", "check", "test", "test-slow", "test-trt", "test-gpu", "plugins", "engines", "bench", "clean")
+TARGETS = (
+    "help",
+    "demo",
+    "check",
+    "test",
+    "test-cpus",
+    "coverage",
+    "test-slow",
+    "test-trt",
+    "test-gpu",
+    "docs",
+    "plugins",
+    "engines",
+    "bench",
+    "clean",
+)
 CHOSEN = {
     "test": '-m "not trt and not gpu and not slow"',
     "test-trt": '-m "trt and not gpu"',

@@ -13,7 +13,7 @@ def test_the_wheel_has_one_top_level_name(tmp_path):
     source.mkdir()
     for name in ("trt_kvcache", "plugins", "engines"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", "-w", str(tmp_path), str(source)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -1,5 +1,9 @@
+from __future__ import annotations
+
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -7,7 +11,6 @@ import pytest
 from ml_dtypes import bfloat16
 from safetensors.numpy import load_file, save_file
 
-from tests.helpers.fakes import engine_tensors
 from trt_kvcache import HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.names import TensorNames
@@ -15,32 +18,48 @@ from trt_kvcache.engine.protocol import TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, ClosedError, ConfigError, EngineError, LayoutError, PlaceError, RangeError
 from trt_kvcache.reference import ReferenceEngine
 
-from .rig import DECODE, GOLDEN, PREFILL, Rig, random_ids
+from .rig import DECODE, GOLDEN, PREFILL, SAME_LOGITS, Rig, random_ids
+
+MODEL = "llama-llama3-bias"
+VOCAB, HEADS, HEAD_DIM = 67, 2, 16
+DTYPES = pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 
 equal = np.testing.assert_array_equal
-MODEL = "llama-llama3-bias"
-DTYPES = pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-VOCAB, HEADS, HEAD_DIM = 67, 2, 16
 
 # Finite in every dtype, and large beside any key or value of the models.
 LARGE = 1e4
 
 
-def runs(rig, logits):
-    rig.engine.enqueue(rig.stream)
-    equal(rig.logits[:1].numpy(), logits)
+# --- what it is ---
 
 
-def test_tensors_and_profiles_are_those_of_tensorrt():
+def test_tensors_are_those_of_the_tensorrt_engine() -> None:
     rig = Rig(MODEL, length=29, dtype="float16")
-    specs = {**engine_tensors(rig.kv), "logits": TensorSpec.output("logits", (-1, VOCAB), "float32")}
-    assert (dict(rig.engine.tensors), specs["v_cache_1"].shape) == (specs, (-1, HEADS, 29, HEAD_DIM))
-    key = TensorSpec.output("present_k_cache_1", (-1, HEADS, 29, HEAD_DIM), "float16", alias="k_cache_1")
-    assert (specs[key.name], key.name in rig.engine.tensors) == (key, True)
-    assert [spec.mode for spec in rig.engine.tensors.values()] == [TensorMode.INPUT] * 7 + [TensorMode.OUTPUT] * 5
+    shape = (-1, HEADS, 29, HEAD_DIM)
+    specs = [
+        TensorSpec(name="input_ids", shape=(-1, -1), dtype="int32", mode=TensorMode.INPUT),
+        TensorSpec(name="kvcache_start_index", shape=(-1,), dtype="int32", mode=TensorMode.INPUT),
+        TensorSpec(name="last_token_ids", shape=(-1, 1), dtype="int32", mode=TensorMode.INPUT),
+        TensorSpec(name="logits", shape=(-1, VOCAB), dtype="float32", mode=TensorMode.OUTPUT),
+    ]
+    for layer in (0, 1):
+        for kind in ("k", "v"):
+            name = f"{kind}_cache_{layer}"
+            specs.append(TensorSpec(name=name, shape=shape, dtype="float16", mode=TensorMode.INPUT))
+            specs.append(TensorSpec(name=f"present_{name}", shape=shape, dtype="float16", mode=TensorMode.OUTPUT, alias=name))
+    assert dict(rig.engine.tensors) == {spec.name: spec for spec in specs}
+    modes = [spec.mode for spec in rig.engine.tensors.values()]
+    assert modes == sorted(modes, key=lambda mode: mode is TensorMode.OUTPUT)
     assert rig.engine.memory is rig.memory
-    found = [(each.name, each.min_batch, each.max_batch, each.min_width, each.max_width) for each in rig.engine.profiles]
-    assert found == [("prefill", 1, 3, 1, 24), ("decode", 1, 3, 1, 1)]
+
+
+def test_profiles() -> None:
+    prefill, decode = Rig(MODEL, batch=3, width=24).engine.profiles
+    assert (prefill.name, prefill.min_batch, prefill.max_batch, prefill.min_width, prefill.max_width) == ("prefill", 1, 3, 1, 24)
+    assert (decode.name, decode.min_batch, decode.max_batch, decode.min_width, decode.max_width) == ("decode", 1, 3, 1, 1)
+
+
+# --- what a step writes ---
 
 
 @pytest.mark.parametrize("attention", ["native", "mask", "plugin"])
@@ -59,24 +78,37 @@ def test_a_step_writes_its_rows_and_no_other_byte(dtype, attention):
         assert (np.abs(new[written].astype(np.float32)) < 100).all()
 
 
-@pytest.mark.parametrize(("model", "dtype"), [("qwen2-tied", "float16"), ("llama-bfloat16-old", "bfloat16")])
-def test_stored_rows_are_rounded_once(model, dtype):
+def test_padding_rows_are_written_as_the_native_layer_does() -> None:
+    """What a slot's padding leaves in the cache are the rows of the padding tokens, not nothing."""
+    padded, alone = Rig(MODEL), Rig(MODEL)
+    ids = random_ids(VOCAB, 2, 6)
+    padded.step(ids, [3, 0], [1, 5])
+    alone.step(ids[:1], [3], [5])
+    for with_neighbour, expected in zip(padded.caches(), alone.caches(), strict=True):
+        np.testing.assert_allclose(with_neighbour[0, :, 3:9], expected[0, :, 3:9], rtol=0, atol=SAME_LOGITS)
+        assert np.abs(expected[0, :, 5:9]).min(axis=-1).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_stored_rows_are_rounded_once(dtype: str) -> None:
     """Layer 0 does not depend on the cache: its rows are those of the float32 engine, rounded."""
+    model = {"float16": "qwen2-tied", "bfloat16": "llama-bfloat16-old"}[dtype]
+    ids = random_ids(59, 1, 9)
     exact, rounded = Rig(model), Rig(model, dtype=dtype)
-    for rig in (exact, rounded):
-        rig.step(random_ids(59, 1, 9), [0])
+    exact.step(ids, [0])
+    rounded.step(ids, [0])
     for wide, narrow in zip(exact.caches()[:2], rounded.caches()[:2], strict=True):
-        equal(wide[0, :, :9].astype(narrow.dtype), narrow[0, :, :9])
+        np.testing.assert_array_equal(wide[0, :, :9].astype(narrow.dtype), narrow[0, :, :9])
 
 
-def test_weights_are_rounded_to_the_cache(tmp_path):
+def test_weights_are_rounded_to_the_dtype_of_the_cache(tmp_path: Path) -> None:
     """A checkpoint whose float32 weights bfloat16 can hold gives the same logits as the one that it was rounded from."""
     rounded = shutil.copytree(GOLDEN / "llama", tmp_path / "rounded")
     tensors = load_file(rounded / "model.safetensors")
     save_file({name: array.astype(bfloat16).astype(np.float32) for name, array in tensors.items()}, rounded / "model.safetensors")
     ids, widths = random_ids(61, 9), [8, 1]
     logits = Rig(rounded, dtype="bfloat16").run(ids, widths)
-    equal(logits, Rig("llama", dtype="bfloat16").run(ids, widths))
+    np.testing.assert_array_equal(logits, Rig("llama", dtype="bfloat16").run(ids, widths))
     assert np.abs(logits - Rig("llama").run(ids, widths)).max() > 1e-3
 
 
@@ -96,6 +128,9 @@ def test_a_call_can_begin_at_any_slot(attention):
         assert (written[:2] == LARGE).all()
 
 
+# --- what a step reads ---
+
+
 @pytest.mark.parametrize(
     ("attention", "dead"),
     [(which, value) for which in ("native", "plugin") for value in (np.nan, np.inf, LARGE)] + [("mask", LARGE), ("mask", -LARGE)],
@@ -108,131 +143,221 @@ def test_dead_rows_change_no_bit(attention, dead, dtype):
     equal(poisoned.run(ids, widths), clean.run(ids, widths))
 
 
-# Ragged batches and full slots: tests/end_to_end/test_equivalence.py.
+def test_the_mask_variant_shows_nan_in_dead_rows() -> None:
+    """As on a device, where a weight of 0 times NaN is NaN."""
+    rig = Rig(MODEL, attention="mask")
+    rig.poison(np.nan)
+    assert np.isnan(rig.step(random_ids(VOCAB, 1, 5), [0])).all()
 
 
-def test_each_profile_keeps_its_own():
-    rig, ids = Rig(MODEL), random_ids(VOCAB, 1, 7)
-    want = rig.step(ids, [0])
+def test_live_rows_are_read_from_the_bound_memory() -> None:
+    """Not from a copy inside the engine."""
+    ids = random_ids(VOCAB, 9)
+    rig = Rig(MODEL)
+    before = rig.run(ids, [8, 1])[-1]
+    rig.caches()[1][0, 0, 4] += 1.0
+    assert np.abs(rig.step(ids[8:], [8]) - before).max() > 1e-3
+
+
+def test_two_variants_agree() -> None:
+    ids, widths = random_ids(VOCAB, 20), [12, 1, 6, 1]
+    native, mask = Rig(MODEL, attention="native"), Rig(MODEL, attention="mask")
+    np.testing.assert_allclose(mask.run(ids, widths), native.run(ids, widths), rtol=0, atol=SAME_LOGITS)
+
+
+def test_a_larger_capacity_changes_nothing() -> None:
+    ids, widths = random_ids(VOCAB, 20), [12, 1, 6, 1]
+    np.testing.assert_array_equal(Rig(MODEL, length=29).run(ids, widths), Rig(MODEL, length=83).run(ids, widths))
+
+
+def test_a_ragged_batch_equals_each_row_alone() -> None:
+    """Right-padded prefill of 3, 9 and 5 tokens, then two decode steps."""
+    prompts = [random_ids(VOCAB, size, seed=size) for size in (3, 9, 5)]
+    following = random_ids(VOCAB, 2, 3)
+    padded = np.stack([np.pad(prompt, (0, 9 - len(prompt))) for prompt in prompts])
+    rig = Rig(MODEL)
+    lengths = np.array([3, 9, 5])
+    batched = [rig.step(padded, [0, 0, 0], lengths - 1)]
+    for step, tokens in enumerate(following):
+        batched.append(rig.step(tokens[:, None], lengths + step, profile=DECODE))
+    for slot, prompt in enumerate(prompts):
+        alone = Rig(MODEL).run([*prompt, *following[:, slot]], [len(prompt), 1, 1])
+        np.testing.assert_allclose(np.array(batched)[:, slot], alone, rtol=0, atol=SAME_LOGITS)
+
+
+def test_a_full_slot_goes_up_to_the_last_row() -> None:
+    ids = random_ids(VOCAB, 29)
+    np.testing.assert_allclose(Rig(MODEL).run(ids, [24, 4, 1])[-1], Rig(MODEL, length=41).run(ids, [20, 9])[-1], rtol=0, atol=SAME_LOGITS)
+
+
+# --- refusals ---
+
+
+def runs(rig, logits):
+    rig.engine.enqueue(rig.stream)
+    equal(rig.logits[:1].numpy(), logits)
+
+
+def state(rig: Rig) -> list[bytes]:
+    return [array.tobytes() for array in rig.caches()] + [rig.logits.numpy().tobytes()]
+
+
+def test_each_profile_keeps_its_own_bindings_and_shapes() -> None:
+    rig = Rig(MODEL)
+    ids = random_ids(VOCAB, 1, 7)
+    expected = rig.step(ids, [0])
     rig.step(ids[:, :1], [7], profile=DECODE)
     rig.engine.use_profile(PREFILL)
-    runs(rig, want)
+    rig.engine.enqueue(rig.stream)
+    np.testing.assert_array_equal(rig.logits[:1].numpy(), expected)
 
 
-def zeros(*shape, dtype=np.float32):
-    return lambda rig: rig.to_memory(np.zeros(shape, dtype))
+def misaligned(rig: Rig) -> None:
+    rig.engine.bind("k_cache_0", rig.to_memory(np.zeros(10000, np.float32))[4:])
 
 
-def combined(rig):
-    return KVCacheManager(replace(rig.kv, layout=KVLayout.COMBINED), memory=rig.memory).get_separate_kv_cache(0)[1]
+def combined(rig: Rig) -> None:
+    cache = KVCacheManager(replace(rig.kv, layout=KVLayout.COMBINED), memory=rig.memory)
+    rig.engine.bind("v_cache_0", cache.get_separate_kv_cache(0)[1])
 
 
-def bind(name, view):
-    return lambda rig: rig.engine.bind(name, view(rig))
-
-
-def shape(name, *sizes):
-    return lambda rig: rig.engine.set_input_shape(name, sizes)
-
-
-def profile(index):
-    return lambda rig: rig.engine.use_profile(index)
-
-
-WITHIN = r"expected a shape within \[1\.\.3,"
-IDS = rf"`input_ids`: {WITHIN} 1\.\.24\] \(profile 'prefill'\), got"
-
-
-CALLS = [
-    (bind("k_cache_2", zeros(1)), "`k_cache_2`: the engine has no such tensor. It has input_ids, ", BindingError),
-    (
-        bind("k_cache_0", zeros(3, 2, dtype=np.float16)),
-        r"`k_cache_0` expects float32 \(-1, 2, 29, 16\), got float16 \(3, 2\)",
-        BindingError,
-    ),
-    (bind("logits", lambda _: Rig(MODEL).logits), r"`logits`: expected a tensor in the engine's memory \(cpu\), got", BindingError),
-    (
-        bind("k_cache_0", lambda rig: zeros(10000)(rig)[4:]),
-        "`k_cache_0`: expected an address that is a multiple of 256, got 0x",
-        LayoutError,
-    ),
-    (bind("v_cache_0", combined), "`v_cache_0`: expected a dense view, got shape .* with strides", LayoutError),
-    (shape("logits", 1, 67), "`logits`: expected an input, got an output", BindingError),
-    (shape("nothing", 1), "`nothing`: the engine has no such tensor", BindingError),
-    (shape("input_ids", 4, 5), rf"{IDS} \[4, 5\]", BindingError),
-    (shape("input_ids", 1, 25), rf"{IDS} \[1, 25\]", BindingError),
-    (shape("input_ids", 1), rf"{IDS} \[1\]", BindingError),
-    (shape("k_cache_1", 1, 2, 28, 16), rf"`k_cache_1`: {WITHIN} 2, 29, 16\] .*, got \[1, 2, 28, 16\]", BindingError),
-    (profile(2), "profile: expected an integer from 0 to 1, got 2", RangeError),
-]
-
-
-@pytest.mark.parametrize(("act", "message", "error"), CALLS)
-def test_what_is_refused_changes_nothing(act, message, error):
-    rig, ids = Rig(MODEL), random_ids(VOCAB, 1, 5)
+@pytest.mark.parametrize(
+    ("act", "error", "message"),
+    [
+        (
+            lambda rig: rig.engine.bind("k_cache_2", rig.logits),
+            BindingError,
+            "`k_cache_2`: the engine has no such tensor. It has input_ids, ",
+        ),
+        (
+            lambda rig: rig.engine.bind("k_cache_0", rig.to_memory(np.zeros((3, 2, 29, 16), np.float16))),
+            BindingError,
+            r"`k_cache_0` expects float32 \(-1, 2, 29, 16\), got float16 \(3, 2, 29, 16\)",
+        ),
+        (
+            lambda rig: rig.engine.bind("logits", Rig(MODEL).logits),
+            BindingError,
+            r"`logits`: expected a tensor in the engine's memory \(cpu\), got DeviceTensor",
+        ),
+        (misaligned, LayoutError, "`k_cache_0`: expected an address that is a multiple of 256, got 0x"),
+        (combined, LayoutError, "`v_cache_0`: expected a dense view, got shape .* with strides"),
+        (lambda rig: rig.engine.set_input_shape("logits", (1, 67)), BindingError, "`logits`: expected an input, got an output"),
+        (lambda rig: rig.engine.set_input_shape("nothing", (1,)), BindingError, "`nothing`: the engine has no such tensor"),
+        (
+            lambda rig: rig.engine.set_input_shape("input_ids", (4, 5)),
+            BindingError,
+            r"`input_ids`: expected a shape within \[1\.\.3, 1\.\.24\] \(profile 'prefill'\), got \[4, 5\]",
+        ),
+        (lambda rig: rig.engine.set_input_shape("input_ids", (1, 25)), BindingError, r"got \[1, 25\]"),
+        (lambda rig: rig.engine.set_input_shape("input_ids", (0, 1)), BindingError, r"got \[0, 1\]"),
+        (lambda rig: rig.engine.set_input_shape("input_ids", (1,)), BindingError, r"got \[1\]"),
+        (
+            lambda rig: rig.engine.set_input_shape("k_cache_1", (1, 2, 28, 16)),
+            BindingError,
+            r"`k_cache_1`: expected a shape within \[1\.\.3, 2, 29, 16\] .*, got \[1, 2, 28, 16\]",
+        ),
+        (lambda rig: rig.engine.use_profile(2), RangeError, "profile: expected an integer from 0 to 1, got 2"),
+    ],
+)
+def test_wrong_bindings_are_refused_and_change_nothing(act: Callable[[Rig], None], error: type[Exception], message: str) -> None:
+    rig = Rig(MODEL)
+    ids = random_ids(VOCAB, 1, 5)
     rig.prepare(ids, [0])
     with pytest.raises(error, match=message):
         act(rig)
-    runs(rig, Rig(MODEL).step(ids, [0]))
+    rig.engine.enqueue(rig.stream)
+    np.testing.assert_array_equal(rig.logits[:1].numpy(), Rig(MODEL).step(ids, [0]))
+
+
+def test_the_decode_profile_takes_one_token() -> None:
+    rig = Rig(MODEL)
     rig.engine.use_profile(DECODE)
     with pytest.raises(BindingError, match=r"within \[1\.\.3, 1\] \(profile 'decode'\), got \[1, 2\]"):
         rig.engine.set_input_shape("input_ids", (1, 2))
 
 
-def one_slot(rig):
-    return rig.cache.get_separate_kv_cache(0)[0][:1]
+def bind_elsewhere(rig: Rig) -> None:
+    rig.engine.bind("present_v_cache_1", rig.to_memory(np.zeros((3, 2, 29, 16), np.float32)))
 
 
-def decode_shapes_only(rig):
-    rig.engine.use_profile(DECODE)
-    for name, spec in rig.engine.tensors.items():
-        if spec.mode is TensorMode.INPUT:
-            rig.engine.set_input_shape(name, [1 if size < 0 else size for size in spec.shape])
+def bind_too_small(name: str) -> Callable[[Rig], None]:
+    def act(rig: Rig) -> None:
+        view = rig.cache.get_separate_kv_cache(0)[0]
+        rig.engine.bind(name, view[:1])
+
+    return act
 
 
-def values(*step):
-    return lambda rig: rig.prepare(*step)
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda rig: rig.step([[1, 2], [3, 67]], [0, 0]), r"`input_ids`: expected values from 0 to 66, got 67 at \[1, 1\]"),
+        (lambda rig: rig.step([[-1]], [0]), r"`input_ids`: expected values from 0 to 66, got -1 at \[0, 0\]"),
+        (lambda rig: rig.step([[1, 2]], [0], [2]), r"`last_token_ids`: expected values from 0 to 1, got 2 at \[0\]"),
+        (lambda rig: rig.step([[1], [2]], [0, -1]), r"`kvcache_start_index`: expected values from 0 to 29, got -1 at \[1\]"),
+        (lambda rig: rig.step([[1]], [30]), r"`kvcache_start_index`: expected values from 0 to 29, got 30 at \[0\]"),
+    ],
+)
+def test_wrong_values_are_refused_before_anything_is_written(act: Callable[[Rig], None], message: str) -> None:
+    rig = Rig(MODEL)
+    rig.poison(3.0)
+    before = state(rig)
+    with pytest.raises(EngineError, match=message):
+        act(rig)
+    assert state(rig) == before
 
 
-STEPS = [
-    (values([[1, 2], [3, 67]], [0, 0]), r"`input_ids`: expected values from 0 to 66, got 67 at \[1, 1\]"),
-    (values([[1, 2]], [0], [2]), r"`last_token_ids`: expected values from 0 to 1, got 2 at \[0\]"),
-    (values([[1], [2]], [0, -1]), r"`kvcache_start_index`: expected values from 0 to 29, got -1 at \[1\]"),
-    (values([[1]], [30]), r"`kvcache_start_index`: expected values from 0 to 29, got 30 at \[0\]"),
-    (bind("present_v_cache_1", zeros(3, 2, 29, 16)), "`present_v_cache_1`: expected the address of `v_cache_1`, 0x.* bind both"),
-    (bind("k_cache_0", one_slot), r"`k_cache_0`: a step of shape \(2, 2, 29, 16\) needs more than the 3712 bytes bound"),
-    (bind("present_k_cache_0", one_slot), r"`present_k_cache_0`: a step of shape \(2, 2, 29, 16\) needs more than the 3712 bytes"),
-    (bind("logits", zeros(1, 67)), "`logits`: a step of shape"),
-    (shape("v_cache_1", 1, 2, 29, 16), "`v_cache_1`: expected 2 slots as `input_ids` has, got"),
-    (decode_shapes_only, "`input_ids`: nothing is bound for profile 'decode'"),
-    (profile(DECODE), "`input_ids`: no shape was set for profile 'decode'"),
-]
-
-
-@pytest.mark.parametrize(("act", "message"), STEPS)
-def test_a_refused_step_writes_nothing(act, message):
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (bind_elsewhere, "`present_v_cache_1`: expected the address of `v_cache_1`, 0x.* bind both to one view"),
+        (bind_too_small("k_cache_0"), r"`k_cache_0`: a step of shape \(2, 2, 29, 16\) needs more than the 3712 bytes bound"),
+        (bind_too_small("present_k_cache_0"), r"`present_k_cache_0`: a step of shape \(2, 2, 29, 16\) needs more than the 3712 bytes"),
+        (
+            lambda rig: rig.engine.set_input_shape("v_cache_1", (1, 2, 29, 16)),
+            r"`v_cache_1`: expected 2 slots as `input_ids` has, got shape \(1, 2, 29, 16\)",
+        ),
+        (lambda rig: rig.engine.set_input_shape("kvcache_start_index", (3,)), "`kvcache_start_index`: expected 2 slots"),
+        (lambda rig: rig.engine.bind("logits", rig.to_memory(np.zeros((1, 67), np.float32))), "`logits`: a step of shape"),
+        (lambda rig: rig.engine.use_profile(DECODE), "`input_ids`: no shape was set for profile 'decode'"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused_before_anything_is_written(act: Callable[[Rig], None], message: str) -> None:
     rig = Rig(MODEL)
     rig.poison(3.0)
     rig.prepare(random_ids(VOCAB, 2, 5), [0, 3])
-    states = ([*(array.tobytes() for array in rig.caches()), rig.logits.numpy().tobytes()] for _ in range(2))
-    before = next(states)
+    before = state(rig)
     act(rig)
     with pytest.raises(EngineError, match=message):
         rig.engine.enqueue(rig.stream)
-    assert next(states) == before
+    assert state(rig) == before
 
 
-def test_a_foreign_stream_and_a_closed_cache():
+def test_nothing_bound() -> None:
+    rig = Rig(MODEL)
+    for name, spec in rig.engine.tensors.items():
+        if spec.mode is TensorMode.INPUT:
+            rig.engine.set_input_shape(name, [1 if size < 0 else size for size in spec.shape])
+    with pytest.raises(EngineError, match="`input_ids`: nothing is bound for profile 'prefill'"):
+        rig.engine.enqueue(rig.stream)
+
+
+def test_a_foreign_stream() -> None:
     rig = Rig(MODEL)
     rig.prepare([[1]], [0])
     with pytest.raises(PlaceError):
         rig.engine.enqueue(object())
+
+
+def test_a_closed_cache() -> None:
+    rig = Rig(MODEL)
+    rig.prepare([[1]], [0])
     rig.cache.close()
     with pytest.raises(ClosedError):
         rig.engine.enqueue(rig.stream)
 
 
-def test_close_lets_go_and_is_idempotent():
+def test_close_lets_go_and_is_idempotent() -> None:
     rig = Rig(MODEL)
     rig.step([[1]], [0])
     live = rig.memory.live_nbytes
@@ -242,6 +367,9 @@ def test_close_lets_go_and_is_idempotent():
     for act in (lambda: rig.engine.enqueue(rig.stream), lambda: rig.engine.bind("logits", rig.logits), lambda: rig.engine.use_profile(0)):
         with pytest.raises(ClosedError, match="this ReferenceEngine is closed"):
             act()
+
+
+LAYER = KVLayerConfig(num_kv_heads=HEADS, head_dim=HEAD_DIM)
 
 
 def layer(heads=HEADS, head_dim=HEAD_DIM):
@@ -273,7 +401,24 @@ def test_what_does_not_fit_the_model(changes, options, error, message):
         engine(changes, **options)
 
 
-def test_other_names():
-    tensors = engine(names=TensorNames(input_ids="tokens", k_cache="past.{i}.k", present_k_cache="now.{i}.k")).tensors
-    assert {"tokens", "past.1.k", "now.0.k", "v_cache_1"} <= set(tensors)
-    assert tensors["now.0.k"].alias == "past.0.k"
+def test_other_names() -> None:
+    names = TensorNames(input_ids="tokens", k_cache="past.{i}.k", present_k_cache="now.{i}.k")
+    kv = KVCacheConfig(layers=[LAYER] * 2, max_batch_size=3, max_sequence_length=29)
+    with Checkpoint.open(GOLDEN / MODEL) as checkpoint:
+        engine = ReferenceEngine(checkpoint, kv=kv, max_prefill_length=7, names=names, memory=HostMemory())
+    assert {"tokens", "past.1.k", "now.0.k", "v_cache_1"} <= set(engine.tensors)
+    assert engine.tensors["now.0.k"].alias == "past.0.k"
+
+
+def test_the_plugin_has_one_cache_tensor_per_layer():
+    rig = Rig(MODEL, length=29, dtype="bfloat16", attention="plugin")
+    specs = [spec for spec in rig.engine.tensors.values() if len(spec.shape) > 2]
+    assert [(spec.name, spec.shape, spec.dtype, spec.alias) for spec in specs] == [
+        (name, (-1, 2, HEADS, 29, HEAD_DIM), "bfloat16", alias)
+        for name, alias in [
+            ("past_key_values_0", None),
+            ("past_key_values_1", None),
+            ("present_key_values_0", "past_key_values_0"),
+            ("present_key_values_1", "past_key_values_1"),
+        ]
+    ]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from .rig import MODELS, SAME_LOGITS, Rig, golden
+from .rig import GOLDEN, MODELS, SAME_LOGITS, Rig, golden
 
 # Both sides sum in float32, in another order; tables of angles are float64 here and float32 there. Seen: 1e-5.
 TOLERANCE = 2e-4
@@ -12,7 +12,20 @@ TOLERANCE = 2e-4
 ROUNDED = {"float16": 0.02, "bfloat16": 0.2}
 
 
-@pytest.mark.parametrize("widths", [[1] * 24, [24], [5, 1, 8, 1, 9]])
+def test_all_folders_are_tested():
+    assert sorted(path.parent.name for path in GOLDEN.glob("*/golden.safetensors")) == MODELS
+
+
+@pytest.mark.parametrize("attention", ["native", "mask", "plugin"])
+@pytest.mark.parametrize("model", MODELS)
+def test_one_full_pass(model, attention):
+    ids, expected = golden(model)
+    rig = Rig(model, attention=attention)
+    for length, logits in expected.items():
+        np.testing.assert_allclose(rig.step(ids, [0], [length - 1])[0], logits, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("widths", [[1] * 24, [24], [5, 1, 8, 1, 9], [23, 1], [8, 8, 8]])
 @pytest.mark.parametrize("model", MODELS)
 def test_any_split_into_chunks_and_decode_steps(model, widths):
     ids, expected = golden(model)

@@ -1,32 +1,26 @@
+"""The layers of a decoder in NumPy."""
+
+from __future__ import annotations
+
 import numpy as np
-import pytest
 
-from trt_kvcache.reference import attention
+from trt_kvcache.reference import model
+from trt_kvcache.reference.weights import Projection
 
 
-def normal(*shape):
+def normal(*shape: int) -> np.ndarray:
     return np.random.default_rng(7).normal(size=shape).astype(np.float32)
 
 
-def attend_one_by_one(q, keys, values, first):
-    width, query_heads, _ = q.shape
-    result = np.zeros(q.shape)
-    for token in range(width):
-        for head in range(query_heads):
-            kv_head = head * len(keys) // query_heads
-            seen = slice(0, first + token + 1)
-            weights = np.exp(keys[kv_head, seen].astype(np.float64) @ q[token, head])
-            result[token, head] = weights / weights.sum() @ values[kv_head, seen]
-    return result
+def test_rms_norm() -> None:
+    x, weight = normal(2, 3, 4), normal(4)
+    expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=-1, keepdims=True) + 0.5) * weight
+    result = model.rms_norm(x, weight, 0.5)
+    assert result.dtype == np.float32
+    np.testing.assert_allclose(result, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("block", [2, 256])
-@pytest.mark.parametrize(("width", "first", "rows"), [(5, 0, 5), (5, 3, 8), (1, 6, 7), (5, 3, 11), (3, 6, 7)])
-def test_attend(monkeypatch, block, width, first, rows):
-    monkeypatch.setattr(attention, "_QUERY_BLOCK", block)
-    q, keys, values = normal(width, 6, 4), normal(2, rows, 4), -normal(2, rows, 4)[::-1]
-    np.testing.assert_allclose(attention.attend(q, keys, values, first), attend_one_by_one(q, keys, values, first), rtol=1e-5, atol=1e-6)
-
-
-def test_softmax_of_large_scores():
-    np.testing.assert_allclose(attention.softmax(np.array([[1000.0, 1000.0, -np.inf]], np.float32)), [[0.5, 0.5, 0.0]])
+def test_project() -> None:
+    x, weight, bias = normal(2, 3, 4), normal(5, 4), normal(5)
+    np.testing.assert_allclose(model.project(Projection(weight, None), x), np.einsum("abi,oi->abo", x, weight), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(model.project(Projection(weight, bias), x), np.einsum("abi,oi->abo", x, weight) + bias, rtol=1e-5, atol=1e-6)

@@ -1,36 +1,59 @@
 """``plan_chunks``: every plan enqueues every token in order, and never writes past the end of a slot."""
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from trt_kvcache.errors import LayoutError
 from trt_kvcache.session.chunks import Chunk, plan_chunks
 
 
-def plan(lengths, remaining, *, starts=(), max_width=100, limit=100):
-    return plan_chunks(lengths, remaining, max_width=max_width, max_sequence_length=limit, can_start_at=lambda slot: slot in starts)
+def anywhere(slot: int) -> bool:
+    return True
 
 
-def run(chunks, lengths, remaining, *, starts, max_width, limit):
+def nowhere(slot: int) -> bool:
+    return False
+
+
+def even(slot: int) -> bool:
+    return slot % 2 == 0
+
+
+def run(
+    chunks: Sequence[Chunk],
+    lengths: Sequence[int],
+    remaining: Sequence[int],
+    *,
+    max_width: int,
+    limit: int,
+    can_start_at: Callable[[int], bool],
+) -> None:
     """Run a plan over rows of tokens: what is committed, what is junk, and what a slot sees are all in the open."""
-    start, taken = list(lengths), [0] * len(lengths)
+    start = list(lengths)
     # One row of cells per slot: ("old" | "new", position) or "junk"; no cell beyond the limit exists.
     cells = [[("old", place) for place in range(length)] + ["free"] * (limit - length) for length in lengths]
+    taken = [0] * len(lengths)
     for chunk in chunks:
-        assert chunk.first == 0 or chunk.first in starts
+        assert chunk.first == 0 or can_start_at(chunk.first)
         assert 1 <= chunk.width <= max_width
         assert 0 <= chunk.first < chunk.end <= len(lengths)
-        for slot, take in enumerate(chunk.takes, start=chunk.first):
-            length = start[slot]
+        for slot in range(chunk.first, chunk.end):
+            take, length = chunk.takes[slot - chunk.first], start[slot]
             assert length + chunk.width <= limit, f"slot {slot} of {chunk} writes past {limit}"
-            new = [("new", taken[slot] + place) for place in range(take)]
-            cells[slot][length : length + chunk.width] = new + ["junk"] * (chunk.width - take)
+            cells[slot][length : length + chunk.width] = ["junk"] * chunk.width
+            for place in range(take):
+                cells[slot][length + place] = ("new", taken[slot] + place)
+            assert "junk" not in cells[slot][: length + take]
             start[slot] += take
             taken[slot] += take
-            assert "junk" not in cells[slot][: start[slot]]
-    for row, end, length, count in zip(cells, start, lengths, remaining, strict=True):
-        assert row[:end] == [("old", place) for place in range(length)] + [("new", place) for place in range(count)]
+    assert taken == list(remaining)
+    for slot, length in enumerate(lengths):
+        expected = [("old", place) for place in range(length)] + [("new", place) for place in range(remaining[slot])]
+        assert cells[slot][: start[slot]] == expected
 
 
 @st.composite
@@ -43,7 +66,7 @@ def programs(draw):
     return lengths, remaining, limit, draw(st.integers(1, limit)), starts
 
 
-def reachable(lengths, remaining, limit, starts):
+def reachable(lengths: Sequence[int], remaining: Sequence[int], limit: int, starts: frozenset[int]) -> bool:
     """No waiting slot stands behind a full one with no start between: said independently of the plan."""
     for slot, count in enumerate(remaining):
         if count:
@@ -57,31 +80,91 @@ def reachable(lengths, remaining, limit, starts):
 def test_every_program_is_enqueued_in_order_and_inside_every_slot(program):
     lengths, remaining, limit, max_width, starts = program
     before = list(lengths), list(remaining)
-    options = {"starts": starts, "max_width": max_width, "limit": limit}
+
+    def plan():
+        return plan_chunks(lengths, remaining, max_width=max_width, max_sequence_length=limit, can_start_at=starts.__contains__)
+
     if reachable(lengths, remaining, limit, starts):
-        run(plan(lengths, remaining, **options), lengths, remaining, **options)
+        run(plan(), lengths, remaining, max_width=max_width, limit=limit, can_start_at=starts.__contains__)
     else:
         with pytest.raises(LayoutError):
-            plan(lengths, remaining, **options)
+            plan()
     assert (lengths, remaining) == before
 
 
-#: What can be started at (None: everywhere), lengths, remaining tokens, and the plan for 100 tokens at once into slots of 100.
-PLANS = {
-    "not aligned: all before ride along": ((), [9, 9, 9, 0], [0, 0, 0, 3], [Chunk(0, (0, 0, 0, 3))]),
-    "a slot that leaves half of the width narrows the call": (None, [0, 50], [100, 50], [Chunk(0, (50, 50)), Chunk(0, (50,))]),
-    "a full slot is left out": (None, [0, 100, 0], [3, 0, 4], [Chunk(0, (3,)), Chunk(2, (4,))]),
-    "no slot is filled before one that must wait": ((), [95, 0], [5, 12], [Chunk(0, (0, 5)), Chunk(0, (0, 5)), Chunk(0, (5, 2))]),
-}
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=8), st.integers(1, 40))
+def test_new_prompts_are_never_split(counts, max_width):
+    chunks = plan_chunks([0] * len(counts), counts, max_width=max_width, max_sequence_length=40, can_start_at=nowhere)
+    assert len(chunks) == -(-max(counts) // max_width)
+    assert all(chunk.first == 0 for chunk in chunks)
+    run(chunks, [0] * len(counts), counts, max_width=max_width, limit=40, can_start_at=nowhere)
 
 
-@pytest.mark.parametrize(("starts", "lengths", "remaining", "expected"), PLANS.values(), ids=PLANS)
-def test_plans(starts, lengths, remaining, expected):
-    assert plan(lengths, remaining, starts=range(9) if starts is None else starts) == expected
+def plan(lengths, remaining, *, max_width=100, limit=100, can_start_at=anywhere):
+    return plan_chunks(lengths, remaining, max_width=max_width, max_sequence_length=limit, can_start_at=can_start_at)
+
+
+def test_nothing_to_do():
+    assert plan([3, 4], [0, 0]) == []
+    assert plan([], []) == []
+
+
+def test_ragged_prompts_go_in_one_chunk():
+    assert plan([0, 0, 0], [5, 2, 7]) == [Chunk(0, (5, 2, 7))]
+
+
+def test_a_chunk_knows_its_width():
+    chunk = Chunk(2, (0, 3, 1))
+    assert (chunk.first, chunk.end, chunk.count, chunk.width) == (2, 5, 3, 3)
+
+
+def test_the_engine_limits_the_width():
+    assert plan([0, 0], [5, 2], max_width=3) == [Chunk(0, (3, 2)), Chunk(0, (2,))]
+
+
+def test_slots_that_have_nothing_at_either_end_stay_outside():
+    assert plan([9, 0, 0, 9], [0, 2, 3, 0]) == [Chunk(1, (2, 3))]
+
+
+def test_a_slot_between_rides_along():
+    assert plan([1, 9, 0], [2, 0, 3]) == [Chunk(0, (2, 0, 3))]
+
+
+def test_a_start_that_is_not_aligned_takes_the_slots_before_it_along():
+    assert plan([9, 9, 9, 0], [0, 0, 0, 3], can_start_at=even) == [Chunk(2, (0, 3))]
+    assert plan([9, 9, 9, 0], [0, 0, 0, 3], can_start_at=nowhere) == [Chunk(0, (0, 0, 0, 3))]
+
+
+def test_a_slot_that_leaves_at_least_half_of_the_width_narrows_the_call():
+    assert plan([0, 50], [100, 50]) == [Chunk(0, (50, 50)), Chunk(0, (50,))]
+
+
+def test_a_slot_that_leaves_less_runs_alone():
+    assert plan([0, 51, 0], [100, 49, 90]) == [Chunk(0, (100,)), Chunk(1, (49,)), Chunk(2, (90,))]
+
+
+def test_a_full_slot_is_left_out():
+    assert plan([0, 100, 0], [3, 0, 4]) == [Chunk(0, (3,)), Chunk(2, (4,))]
+
+
+def test_a_full_slot_is_left_out_where_it_could_not_be_started_at():
+    # Slot 1 is not aligned, but nothing has to start there.
+    assert plan([0, 100, 7, 0], [3, 0, 0, 4], can_start_at=even) == [Chunk(0, (3,)), Chunk(2, (0, 4))]
+
+
+def test_a_slot_is_not_filled_while_one_behind_it_waits_that_nothing_can_start_at():
+    chunks = plan([95, 0], [5, 12], can_start_at=nowhere)
+    assert chunks == [Chunk(0, (0, 5)), Chunk(0, (0, 5)), Chunk(0, (5, 2))]
+
+
+def test_a_slot_is_filled_where_the_one_behind_it_can_be_started_at():
+    assert plan([50, 0, 0], [50, 0, 90], can_start_at=even) == [Chunk(0, (50, 0, 50)), Chunk(2, (40,))]
 
 
 def test_a_slot_that_no_call_can_reach_is_refused():
     with pytest.raises(LayoutError) as error:
-        plan([0, 100, 0], [3, 0, 4])
-    text = "slot 2: slot 1 before it is full, and no view that starts between them is aligned to 256 bytes. Choose max_sequence_length"
-    assert str(error.value) == f"{text} so that H * S * D * itemsize is a multiple of 256."
+        plan([0, 100, 0], [3, 0, 4], can_start_at=nowhere)
+    assert str(error.value) == (
+        "slot 2: slot 1 before it is full, and no view that starts between them is aligned to 256 bytes. "
+        "Choose max_sequence_length so that H * S * D * itemsize is a multiple of 256."
+    )

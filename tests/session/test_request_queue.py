@@ -1,20 +1,25 @@
 """``submit`` and ``step``: requests come and go at random, and each gets the tokens that it gets alone."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
-from tests.helpers.fakes import kv_config, poison, recorded
-from tests.session.test_session_order import ERRORS, LineTracer, before_or_after, calls_of, decode_calls, journal, lengths
+from tests.helpers.fakes import VOCAB, kv_config, poison, recorded
+from tests.helpers.interrupts import ERRORS, LineTracer, before_or_after, calls_of, count_calls, decode_calls, journal, lengths
+from tests.helpers.sessions import damage_logits
+from tests.helpers.small_model import write_model
 from trt_kvcache import InferenceSession, KVLayout, PromptCache, SamplingParams
 from trt_kvcache.engine.protocol import EngineProfile
-from trt_kvcache.errors import BindingError, CapacityError, ClosedError, RangeError, ShapeError
+from trt_kvcache.errors import BindingError, CapacityError, ClosedError, ConfigError, EngineError, RangeError, ShapeError
 
 S = 16
 
 
-def make(*, tokenizer=None, profiles=None, reuse=0, combined=False, **kv):
+def make(*, tokenizer=None, profiles=None, reuse=0, combined=False, **kv: Any) -> InferenceSession:
     layout = KVLayout.COMBINED if combined else KVLayout.SEPARATE
     engine, cache = recorded(kv_config(**kv, layout=layout), profiles=profiles, combined=combined)
     return InferenceSession(engine, cache, tokenizer=tokenizer, prompt_cache=PromptCache(cache, max_bytes=reuse))
@@ -76,7 +81,26 @@ def test_random_arrivals_and_cancels(seed, slots, limit, combined, one_profile, 
             assert outcome(handle) == (tokens, text, reason)
 
 
-@pytest.mark.parametrize("limit", [S, 7])
+def test_the_reference_engine(tmp_path):
+    model = write_model(tmp_path / "model", num_hidden_layers=2)
+    options: dict[str, Any] = {"engine": "reference", "dtype": "float32", "max_sequence_length": 32, "max_prefill_length": 5}
+    prompts = [[5, 6, 7, 8, 9, 10, 11, 12], [3], [4, 5, 6], [9, 8, 7, 6, 5, 4], [1] * 30]
+    with InferenceSession.from_model(model, **options, max_batch_size=3) as session:
+        handles = [session.submit(prompt, max_new_tokens=4 + index, ignore_eos=True) for index, prompt in enumerate(prompts)]
+        drain(session)
+        assert session.cache.active_batch_size == 0
+        for index, (handle, prompt) in enumerate(zip(handles, prompts, strict=True)):
+            assert outcome(handle) == alone(session, prompt, SamplingParams(max_new_tokens=4 + index, ignore_eos=True))
+
+
+def test_one_combined_slot():
+    session = make(slots=1, combined=True)
+    handles = [session.submit([1, 2, token], max_new_tokens=3) for token in (4, 5)]
+    drain(session)
+    assert [outcome(handle) for handle in handles] == [alone(make(), [1, 2, token], SamplingParams(max_new_tokens=3)) for token in (4, 5)]
+
+
+@pytest.mark.parametrize("limit", [S, 7], ids=["aligned", "not aligned"])
 def test_the_others_go_on_while_a_long_prompt_comes_in(limit):
     session = make(slots=2, limit=limit)
     first = session.submit([1], max_new_tokens=5)
@@ -93,7 +117,17 @@ def test_the_others_go_on_while_a_long_prompt_comes_in(limit):
     assert [handle.finish_reason for handle in (first, second, third)] == ["length"] * 3
 
 
-@pytest.mark.parametrize("steps", range(7))
+def test_a_prompt_that_fills_its_slot_is_not_held_up_by_those_behind_it():
+    session = make(slots=3, limit=7)
+    full = session.submit(range(7), max_new_tokens=1)
+    others = [session.submit([1] * int(length), max_new_tokens=1) for length in "324346646544644633225324256643"]
+    for _ in range(6):
+        session.step()
+    assert full.finished
+    assert not others[-1].finished
+
+
+@pytest.mark.parametrize("steps", range(7), ids=["queued", "prefilling", "prefilling too", "one", "two", "three", "finished"])
 def test_cancel(steps):
     session = make(slots=2)
     kept, handle = session.submit([1], max_new_tokens=6), session.submit([2] * 9, max_new_tokens=4)
@@ -117,8 +151,22 @@ class TestCalls:
         session.step()
         stream, moved = session._steps.stream, []
         assert calls_of(session, lambda: moved.extend(session.step())) == decode_calls(stream)
-        assert (moved, session._sequences.samplers) == (handles, [(2, 3), (3, 3)])
+        assert moved == handles
+        assert [handle.sampler for handle in handles] == [(2, 3), (3, 3)]
         assert [session.pending_tokens(slot) for slot in (0, 1)] == [handle.tokens[-1:] for handle in handles]
+
+    def test_nothing_per_layer(self):
+        def count(layers):
+            session = make(layers=layers)
+            for prompt in ([1, 2, 3], [4, 5]):
+                session.submit(prompt)
+            session.step()
+            session.step()
+            session.engine._run = lambda: None
+            return count_calls(session.step)
+
+        count(2)  # what is done once in a process
+        assert count(2) == count(9)
 
     def test_a_new_prompt_runs_from_its_slot_over_views_that_are_made_once(self):
         session = make(slots=3)
@@ -132,15 +180,34 @@ class TestCalls:
             assert [session.tokens(slot)[0] for slot in range(3)] == [1, 2, 3]
         steps = [step for step in session.engine.steps if step.profile == "prefill"]
         assert [(step.input_ids, step.start) for step in steps] == [([[token] * 2], [0]) for token in (1, *[2, 3] * 3)]
-        for name in ("k_cache_0", "v_cache_1"):
+        names = [name for name in steps[0].bound if "cache" in name and "start" not in name]
+        assert len(names) == 8
+        for name in names:
             assert steps[0].bound[name].ptr < steps[1].bound[name].ptr < steps[2].bound[name].ptr
             assert len({id(step.bound[name]) for step in steps}) == 3
         assert session.cache.lengths.tensor.ptr not in [step.bound["kvcache_start_index"].ptr for step in steps[1:]]
 
+    def test_only_the_last_slots_move(self):
+        session = make(slots=4)
+        handles = [session.submit([token], max_new_tokens=9) for token in range(4)]
+        session.step()
+        handles[1].cancel()
+        session.step()
+        assert [session.tokens(slot)[0] for slot in range(3)] == [0, 3, 2]
 
-def in_the_middle(tokenizer):
+    def test_prompts_that_begin_alike(self):
+        session = make(slots=2, reuse=1 << 20)
+        for _ in range(2):
+            session.submit([1, 2, 3, 4, 5, 6], max_new_tokens=9)
+            session.step()
+            session.step()
+        assert [step.start for step in session.engine.steps] == [[0], [4], [5], [6, 6], [7, 6]]
+        assert session.statistics.reused_tokens == 5
+
+
+def in_the_middle(tokenizer, limit=S):
     """The next step drops slot 0, moves slot 2 there, admits one, runs a chunk of two prompts, and decodes one or two tokens."""
-    session = make(slots=3, tokenizer=tokenizer)
+    session = make(slots=3, limit=limit, tokenizer=tokenizer)
     handles = [session.submit([1, 2], sampled(2)), session.submit([3, 4, 5, 6, 7, 8, 9], sampled(3, 1)), session.submit([4], sampled(5, 2))]
     handles.append(session.submit([6, 7, 8], sampled(4, 8)))
     session.step()
@@ -156,15 +223,16 @@ def seen(handles):
 class TestFailures:
     @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
     @before_or_after
-    def test_a_failure_of_any_call_leaves_everything_and_the_step_can_be_repeated(self, tokenizer, after, error):
-        calm, calm_handles = in_the_middle(tokenizer)
+    @pytest.mark.parametrize("limit", [S, 11], ids=["aligned", "not aligned"])
+    def test_a_failure_of_any_call_leaves_everything_and_the_step_can_be_repeated(self, tokenizer, limit, after, error):
+        calm, calm_handles = in_the_middle(tokenizer, limit)
         enqueued = len(calm.engine.steps)
         calm.step()
         enqueued = len(calm.engine.steps) - enqueued
         expected = seen(calm_handles)
         drain(calm)
         for index in range(100):
-            session, handles = in_the_middle(tokenizer)
+            session, handles = in_the_middle(tokenizer, limit)
             before = seen(handles)
             journal(session).fail_at(index, error, after=after)
             try:
@@ -189,7 +257,7 @@ class TestFailures:
         mine = ("session/batch.py", "request")
         visits = {line: count for line, count in LineTracer(calm.step).visits.items() if any(part in line[0] for part in mine)}
         drain(calm)
-        assert len(visits) > 100
+        assert len(visits) > 80
         for number, (line, count) in enumerate(visits.items()):  # at its first visit, at the last of the next
             session, handles = in_the_middle(tokenizer)
             with pytest.raises(KeyboardInterrupt):
@@ -197,14 +265,34 @@ class TestFailures:
             drain(session)
             assert seen(handles) == seen(calm_handles), line
 
+    def test_logits_that_are_no_numbers(self):
+        session = make()
+        good, bad = (session.submit([token], max_new_tokens=3, temperature=1.5) for token in (1, 2))
+        seed, _ = good.sampler
+        mend = damage_logits(session, 1)
+        for _ in range(2):
+            with pytest.raises(EngineError, match="expected finite numbers"):
+                session.step()
+            assert (good.tokens, good.sampler, bad.state) == ((), (seed, 0), "queued")
+        bad.cancel()
+        mend()
+        drain(session)
+        assert outcome(good) == alone(make(), [1], sampled(3, seed))
+
 
 @pytest.mark.parametrize(
     ("prompt", "options", "kind", "text"),
     [
         ([], {}, ShapeError, "prompts[0]: expected at least one token, got none."),
+        (5, {}, ShapeError, "prompts[0]: expected a sequence of token ids, got int."),
+        ([1, VOCAB], {}, RangeError, f"prompts[0][1]: expected an integer from 0 to {VOCAB - 1}, got {VOCAB}."),
+        ("text", {}, ConfigError, "prompts[0]: expected token ids, got text. The model folder has no tokenizer.json."),
         ([1] * 17, {}, CapacityError, "prompt 0 has 17 tokens; that exceeds max_sequence_length=16. Nothing was changed."),
+        ([1], {"stop": "."}, ConfigError, "stop texts: expected a model folder with tokenizer.json, got none. Use stop_token_ids."),
         ([1], {"max_new_tokens": 0}, RangeError, "SamplingParams.max_new_tokens: expected"),
+        ([1], {"params": [SamplingParams()] * 2}, ShapeError, "params: expected SamplingParams, or 1 of them, one per prompt."),
     ],
+    ids=str,
 )
 def test_what_is_refused(prompt, options, kind, text):
     session = make()
@@ -218,6 +306,7 @@ def test_an_engine_that_takes_whole_batches_only():
     session = make(profiles=[EngineProfile(name="fixed", min_batch=3, max_batch=3, min_width=1, max_width=4)])
     with pytest.raises(BindingError, match="no optimisation profile takes 1 slots of 1 new tokens"):
         session.submit([1])
+    assert session.step() == []
 
 
 def test_others_on_the_same_session():
@@ -228,11 +317,15 @@ def test_others_on_the_same_session():
     next(events)
     handle = session.submit([3], max_new_tokens=2)
     assert session.step() == [handle]
+    assert repr(handle) == "RequestHandle(index=0, state='decoding', tokens=1)"
     with pytest.raises(ClosedError, match="another call has changed the sequences"):
         next(events)
     session._cache.commit_sequence_length(1, stream=session._steps.stream)
     with pytest.raises(RangeError, match="cache lengths: expected"):
         session.step()
+    session.prefill([[1]])
+    drain(session)
+    assert outcome(handle) == alone(make(), [3], SamplingParams(max_new_tokens=2))
     session.close()
     for call in (session.step, lambda: session.submit([1])):
         with pytest.raises(ClosedError, match="this InferenceSession is closed"):

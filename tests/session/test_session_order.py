@@ -1,41 +1,28 @@
 """What a session calls, in which order, and what is left when any one of the calls fails."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 
-import trt_kvcache
-from tests.helpers.fakes import VOCAB, cache_rows, kv_config, recorded
+from tests.helpers.fakes import kv_config, recorded
+from tests.helpers.interrupts import (
+    ERRORS,
+    LineTracer,
+    before_or_after,
+    calls_of,
+    count_calls,
+    decode_calls,
+    journal,
+    lengths,
+    names,
+    sequences,
+    state,
+)
 from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.errors import EngineError
-
-PACKAGE = str(Path(trt_kvcache.__file__).parent)
 
 
 def make(**options):
     return InferenceSession(*recorded(kv_config(**options)))
-
-
-def journal(session):
-    return session.engine.memory.journal
-
-
-def names(calls):
-    return [call[0] for call in calls]
-
-
-def calls_of(session, call):
-    journal(session).take()
-    call()
-    return journal(session).take()
-
-
-def decode_calls(stream):
-    """All that a decode step of two slots calls."""
-    enqueue = [("upload", (2, 1), stream), ("use_profile", 1), ("enqueue", stream), ("commit", 1, stream)]
-    return [*enqueue, ("download", (2, VOCAB), stream), ("synchronize", stream)]
 
 
 def at_most(*counts):
@@ -80,31 +67,47 @@ def test_a_decode_step_does_nothing_per_layer():
     def count(layers):
         session = decoding(layers=layers)
         session.engine._run = lambda: None
-        events = []
-        sys.setprofile(lambda frame, event, arg: events.append(event) if event in ("call", "c_call") else None)
-        try:
-            session.decode([8, 9])
-        finally:
-            sys.setprofile(None)
-        return len(events)
+        return count_calls(lambda: session.decode([8, 9]))
 
+    count(2)  # what is done once in a process
     assert count(2) == count(9)
 
 
-def test_close_waits_for_the_stream_closes_each_once_and_goes_on_after_one_that_fails():
-    for fails in (False, True):
-        engine, cache = recorded()
-        closed = []
-        session = InferenceSession(engine, cache, on_close=lambda: closed.append((engine.closed, cache.closed)))  # noqa: B023
-        journal(session).take()
-        if fails:
-            journal(session).fail_at(0, EngineError("the device is gone"), after=False)
-            with pytest.raises(EngineError, match="the device is gone"):
-                session.close()
+def test_chunks_are_enqueued_and_committed_one_after_another():
+    session = make()
+    calls = calls_of(session, lambda: session.prefill([[1] * 10, [2] * 5]))
+    calls = [call for call in calls if call[0] in ("enqueue", "commit", "synchronize")]
+    assert names(calls) == ["enqueue", "commit", "synchronize"] * 3
+    assert [call[1] for call in calls[1::3]] == [[4, 4], [4, 1], [2, 0]]
+
+
+def test_a_step_with_an_idle_slot_makes_the_same_calls():
+    session = make()
+    events = session.generate([[1, 2], [3]], at_most(1, 9))
+    for _ in range(3):  # two first tokens, and the second one of slot 1
+        next(events)
+    assert names(calls_of(session, lambda: next(events))) == names(decode_calls(None))
+
+
+def test_close_waits_for_the_stream_and_closes_each_once():
+    engine, cache = recorded()
+    closed = []
+    session = InferenceSession(engine, cache, on_close=lambda: closed.append((engine.closed, cache.closed)))
+    journal(session).take()
+    session.close()
+    session.close()
+    assert journal(session).take() == [("synchronize", session._steps.stream)]
+    assert (closed, engine.closed, cache.memory.live_nbytes) == ([(1, True)], 1, 0)
+
+
+def test_close_goes_on_after_one_that_fails():
+    engine, cache = recorded()
+    closed = []
+    session = InferenceSession(engine, cache, on_close=lambda: closed.append(1))
+    journal(session).fail_at(0, EngineError("the device is gone"), after=False)
+    with pytest.raises(EngineError, match="the device is gone"):
         session.close()
-        session.close()
-        assert journal(session).take() == [("synchronize", session._steps.stream)]
-        assert (closed, engine.closed, cache.memory.live_nbytes) == ([(1, True)], 1, 0)
+    assert (engine.closed, cache.closed, closed, cache.memory.live_nbytes) == (1, True, [1], 0)
 
 
 STEPS = {
@@ -112,37 +115,17 @@ STEPS = {
     "append": lambda s: s.append([[8, 9, 10, 11, 12], [], [13]]),
     "rewind": lambda s: s.rewind(0, 1),
 }
-ERRORS = {"exception": EngineError("the engine said no"), "interrupt": KeyboardInterrupt(), "exit": GeneratorExit()}
+
 each_step = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
-before_or_after = pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 
 
 def in_the_middle():
     """A session with three sequences; slot 1 has a pending token."""
     session = make()
-    session.prefill([[1, 2, 3], [4, 5], [6]])
-    session.decode([7, 7, 7])
-    session._sequences.pending[1] = [20]
+    list(session.generate([[1, 2], [4, 5, 8], [6]], max_new_tokens=1))
+    session.append([[3], [], [7]])  # slot 1 keeps the token that was generated
+    assert [len(session.pending_tokens(slot)) for slot in range(3)] == [0, 1, 0]
     return session
-
-
-def lengths(session):
-    """The lengths by tokens, which those of host and device must agree with."""
-    held = [len(session.tokens(slot)) for slot in range(session.cache.active_batch_size)]
-    assert held == list(session.cache.host_kv_cache_lengths) == session.cache.kv_cache_lengths.numpy().tolist()
-    return held
-
-
-def sequences(session):
-    """What a step that failed must leave: lengths on host and device, tokens, rows, which memory is held."""
-    slots = range(len(lengths(session)))
-    tokens = [(session.tokens(slot), session.pending_tokens(slot)) for slot in slots]
-    return tokens, cache_rows(session.cache), session.cache.memory.live_nbytes
-
-
-def state(session):
-    """The sequences, and the statistics, which may have counted a step that was interrupted between two lines."""
-    return sequences(session), session.statistics.decode_steps, session.statistics.decode_tokens
 
 
 @pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
@@ -164,30 +147,6 @@ def test_a_failure_of_any_call_leaves_everything_and_the_step_can_be_repeated(st
         if not journal(session).failed:
             break
     assert index >= (1 if expected is None else 6)
-
-
-class LineTracer:
-    """Counts the visits of every line of the package in a call, or raises KeyboardInterrupt at one of them."""
-
-    def __init__(self, call, at=None):
-        self.visits = {}
-        self._at = at
-        before = sys.gettrace()
-        sys.settrace(lambda frame, event, arg: self._line if frame.f_code.co_filename.startswith(PACKAGE) else None)
-        try:
-            call()
-        finally:
-            sys.settrace(before)
-
-    def _line(self, frame, event, arg):
-        if event == "line":
-            line = (frame.f_code.co_filename, frame.f_lineno)
-            visit = self.visits.get(line, 0)
-            self.visits[line] = visit + 1
-            if self._at == (line, visit):
-                self._at = None  # one interrupt; the clean-up after it is left alone
-                raise KeyboardInterrupt
-        return self._line
 
 
 @pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
@@ -228,10 +187,30 @@ def test_ctrl_c_at_any_line_of_a_prefill_keeps_the_chunks_that_were_run(reuse):
             seen.add(tuple(lengths(session)))
             np.testing.assert_array_equal(session.prefill(prompts, reuse=True), expected)
             assert sequences(session) == sequences(calm)
-    assert seen == ({(4, 3, 2), (3, 1, 1), (7, 2, 2)} if reuse else {(4, 3, 2), (0, 0, 0), (4, 2, 2), (7, 2, 2)})
+    assert seen == ({(4, 3, 3), (2, 1, 1), (6, 2, 2), (7, 2, 2)} if reuse else {(4, 3, 3), (0, 0, 0), (4, 2, 2), (7, 2, 2)})
 
 
-@pytest.mark.parametrize(("prompt", "room"), [([1, 2, 3, 4, 5], 3), ([1], 1)])
+@before_or_after
+def test_a_prefill_that_fails_keeps_the_chunks_that_were_run(after):
+    prompts = [[1, 2, 3, 4, 5, 6], [7, 8]]
+    expected = make().prefill(prompts)
+    for index in range(1000):
+        session = make()
+        session.prefill([[20, 21, 22], [19], [22]])
+        journal(session).fail_at(index, KeyboardInterrupt(), after=after)
+        try:
+            session.prefill(prompts)
+        except KeyboardInterrupt:
+            held = [session.tokens(slot) for slot in range(len(lengths(session)))]
+            assert held in ([(20, 21, 22), (19,), (22,)], [(), ()], [(1, 2, 3, 4), (7, 8)])
+            np.testing.assert_array_equal(session.prefill(prompts, reuse=len(held) == 2), expected)
+        assert [session.tokens(slot) for slot in (0, 1)] == [tuple(prompt) for prompt in prompts]
+        if not journal(session).failed:
+            break
+    assert index > 12
+
+
+@pytest.mark.parametrize(("prompt", "room"), [([1, 2, 3, 4, 5], 3), ([1], 1)], ids=["a full slot is idle", "an ended slot is idle"])
 @before_or_after
 def test_generate_interrupted_at_any_call(prompt, room, after):
     """After any interrupt, what was handed out is cached or pending, and going on from there gives the same tokens."""

@@ -75,6 +75,20 @@ class TestPromptCache:
         same(session.prefill([prompt], reuse=True), opened().prefill([prompt]))
         assert session.statistics.reused_tokens == expected
 
+    def test_a_finished_request_serves_the_next_turn(self, opened):
+        session = opened(prompt_cache_bytes=1 << 20)
+        answer = tokens(session.generate([LONG], max_new_tokens=5, ignore_eos=True))
+        session.prefill([[1, 2]])
+        turn = [*LONG, *answer, 33]
+        same(session.prefill([turn]), opened().prefill([turn]))
+        assert session.prompt_cache.reused_tokens == len(LONG) + 4
+
+    def test_off_unless_asked_for(self, opened):
+        session = opened()
+        session.prefill([LONG])
+        session.prefill([LONG])
+        assert (session.prompt_cache.entries, session.statistics.reused_tokens) == ((), 0)
+
     def test_another_cache_is_refused(self, opened):
         one, other = opened(), opened()
         with pytest.raises(ConfigError, match="prompt_cache: expected one over the cache of this session"):
@@ -154,9 +168,21 @@ with InferenceSession.from_model(folder, **options) as session:
         own = {**UNSEEDED, "seed": 12, "max_new_tokens": 6}
         assert tokens(session.resume(tmp_path / "one.kv", **own)) == tokens(opened().generate([prompt], **own))
 
+    def test_load_then_append(self, opened, tmp_path):
+        session, other = opened(), opened(max_batch_size=2)
+        list(session.generate([[5, 6], LONG], max_new_tokens=3, ignore_eos=True))
+        for slot in range(2):
+            session.save_snapshot(tmp_path / f"{slot}.kv", slot)
+        other.load_snapshots([tmp_path / "1.kv", tmp_path / "0.kv"])
+        assert [other.tokens(slot) for slot in range(2)] == [session.tokens(1), session.tokens(0)]
+        assert [other.pending_tokens(slot) for slot in range(2)] == [session.pending_tokens(1), session.pending_tokens(0)]
+        same(other.append([[3], [4, 5]])[::-1], session.append([[4, 5], [3]]))
+
     @pytest.mark.parametrize(
         ("options", "paths", "error", "text"),
         [
+            ({}, [], ShapeError, "snapshots: expected 1 to max_batch_size=3 files, got 0."),
+            ({}, "none.kv", SnapshotError, "none.kv"),
             ({"max_batch_size": 1}, ["a.kv", "a.kv"], ShapeError, "snapshots: expected 1 to max_batch_size=1 files, got 2."),
             ({"max_sequence_length": 11}, "a.kv", CapacityError, "it holds 12 tokens, max_sequence_length is 11. Nothing was changed."),
             ({"max_sequence_length": 12}, "b.kv", CapacityError, "slot 0 holds 12 tokens; adding 1 exceeds max_sequence_length=12."),

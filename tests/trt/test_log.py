@@ -1,36 +1,41 @@
 """What TensorRT logs, collected."""
 
+from __future__ import annotations
+
 import logging
+from typing import Any
 
 import pytest
 
-from tests.trt.test_module import FakeLogger, fake_module
+from tests.helpers.tensorrt_modules import FakeLogger, fake_module
 from trt_kvcache.errors import BuildError, EngineError
 from trt_kvcache.trt.log import TensorRTLog
 
 ERROR, WARNING, INFO = FakeLogger.Severity.ERROR, FakeLogger.Severity.WARNING, FakeLogger.Severity.INFO
+CUDA_35 = "[checkMacros.cpp::catchCudaError::250] Error Code 1: Cuda Runtime (cudaError 35: CUDA driver version is insufficient)"
 
 
 @pytest.fixture
-def log():
+def log() -> TensorRTLog:
     return TensorRTLog(fake_module("1.0"))
 
 
-def test_collects_once_from_warning_upwards(log):
+def test_collects_from_warning_upwards(log: TensorRTLog) -> None:
     with log.collect() as messages:
-        for severity, text in (
-            (ERROR, " first \n"),
-            (INFO, "chatter"),
-            (WARNING, "careful"),
-            (FakeLogger.Severity.INTERNAL_ERROR, "bug"),
-            (ERROR, "first"),
-        ):
+        for severity, text in ((ERROR, " first \n"), (INFO, "chatter"), (WARNING, "careful"), (FakeLogger.Severity.INTERNAL_ERROR, "bug")):
             log.logger.log(severity, text)
     assert messages.errors == ["first", "bug"]
     assert messages.warnings == ["careful"]
 
 
-def test_ends_with_its_block(log, caplog):
+def test_repeats_are_kept_once(log: TensorRTLog) -> None:
+    with log.collect() as messages:
+        for _ in range(3):
+            log.logger.log(ERROR, "again")
+    assert messages.errors == ["again"]
+
+
+def test_ends_with_its_block(log: TensorRTLog, caplog: pytest.LogCaptureFixture) -> None:
     with log.collect() as outer:
         with log.collect() as inner:
             log.logger.log(ERROR, "one")
@@ -43,10 +48,15 @@ def test_ends_with_its_block(log, caplog):
     assert outer.errors == ["one", "two"]
 
 
-def test_check_and_fail(log):
+def test_missing_driver_is_dropped_only_where_no_gpu_is_needed(log: TensorRTLog) -> None:
+    with log.collect() as needed, log.collect(ignore_missing_driver=True) as not_needed:
+        log.logger.log(ERROR, CUDA_35)
+    assert needed.errors == [CUDA_35]
+    assert not_needed.errors == []
+
+
+def test_check_and_fail(log: TensorRTLog) -> None:
     with log.collect() as messages:
-        with pytest.raises(BuildError, match=r"the work. TensorRT says: nothing"):
-            messages.fail(BuildError, "the work")
         log.logger.log(WARNING, "odd")
         messages.check(BuildError, "the work")  # a warning is no failure
         with pytest.raises(BuildError, match=r"^the work. TensorRT says: odd$"):
@@ -55,3 +65,19 @@ def test_check_and_fail(log):
         log.logger.log(ERROR, "worse")
         with pytest.raises(EngineError, match=r"^the work. TensorRT says: bad \| worse$"):
             messages.check(EngineError, "the work")
+
+
+def test_fail_without_a_word(log: TensorRTLog) -> None:
+    with log.collect() as messages, pytest.raises(BuildError, match=r"the work. TensorRT says: nothing"):
+        messages.fail(BuildError, "the work")
+
+
+@pytest.mark.trt
+def test_real_tensorrt_takes_the_logger() -> None:
+    from trt_kvcache.trt.module import load
+
+    rtx: Any = load("tensorrt_rtx")
+    with rtx.log.collect(ignore_missing_driver=True) as messages:
+        builder = rtx.module.Builder(rtx.log.logger)
+        assert builder.build_serialized_network(builder.create_network(0), builder.create_builder_config()) is None
+    assert any("at least one output" in text for text in messages.errors)

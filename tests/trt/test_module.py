@@ -1,47 +1,35 @@
 """Choosing and importing TensorRT. Stand-in modules; the real one in the tests marked ``trt``."""
 
-import enum
+from __future__ import annotations
+
+import subprocess
 import sys
 from functools import cache
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-from trt_kvcache.errors import BuildError, EngineError
+from tests.helpers.tensorrt_modules import fake_module
+from trt_kvcache.engine.attention_variants import attention_variant
+from trt_kvcache.errors import BuildError, DTypeError, EngineError
 from trt_kvcache.trt import module as trt_module
 from trt_kvcache.trt.module import load
 
-
-class FakeLogger:
-    Severity = enum.IntEnum("Severity", ["INTERNAL_ERROR", "ERROR", "WARNING", "INFO", "VERBOSE"], start=0)
-
-    def __init__(self):
-        pass
-
-
-def fake_module(version, *, start=True):
-    class Runtime:
-        def __init__(self, logger):
-            if not start:
-                logger.log(FakeLogger.Severity.ERROR, "CUDA initialization failure with error: 35")
-                raise TypeError("pybind11::init(): factory function returned nullptr")
-
-    module = ModuleType("tensorrt")
-    module.__version__, module.ILogger, module.Runtime = version, FakeLogger, Runtime
-    return module
+NATIVE = attention_variant("native")
 
 
 @pytest.fixture(autouse=True)
-def forget_imports(monkeypatch):
+def forget_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Import anew in each test, and leave alone what others have imported: TensorRT keeps its first logger."""
     monkeypatch.setattr(trt_module, "_import", cache(trt_module._import.__wrapped__))
 
 
 @pytest.fixture
-def installed(monkeypatch):
+def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return a function that says what ``import tensorrt`` and ``import tensorrt_rtx`` give; None: not installed."""
 
-    def install(**modules):
+    def install(**modules: ModuleType | None) -> None:
         for name, module in modules.items():
             monkeypatch.setitem(sys.modules, name, module)
 
@@ -49,55 +37,107 @@ def installed(monkeypatch):
     return install
 
 
-def test_neither_is_there(installed):
+def test_neither_is_there(installed: Any) -> None:
     with pytest.raises(EngineError) as raised:
         load()
     text = str(raised.value)
     assert text.startswith("TensorRT cannot be used. tensorrt: not installed; pip install 'trt-kvcache[tensorrt]'")
     assert "tensorrt_rtx: not installed; pip install 'trt-kvcache[rtx]'." in text
+
+
+def test_error_type_is_the_callers(installed: Any) -> None:
     with pytest.raises(BuildError):
         load("tensorrt_rtx", error=BuildError)
+
+
+def test_unknown_flavour(installed: Any) -> None:
     with pytest.raises(EngineError, match="TensorRT flavour: expected one of auto, tensorrt, tensorrt_rtx, got 'trt'"):
         load("trt")
 
 
-def test_full_tensorrt_comes_first(installed):
-    full, rtx = fake_module("10.16.1"), fake_module("1.7.1")
+def test_full_tensorrt_comes_first(installed: Any) -> None:
+    full, rtx = fake_module("11.0.0"), fake_module("1.7.1")
     installed(tensorrt=full, tensorrt_rtx=rtx)
     found = load()
-    assert (found.module, found.flavour, found.version, found.is_rtx) == (full, "tensorrt", "10.16.1", False)
+    assert (found.module, found.flavour, found.version, found.is_rtx) == (full, "tensorrt", "11.0.0", False)
     found = load("tensorrt_rtx")
-    assert (found.module, found.flavour, found.is_rtx, found.has_native_attention) == (rtx, "tensorrt_rtx", True, True)
+    assert (found.module, found.flavour, found.is_rtx) == (rtx, "tensorrt_rtx", True)
     assert load("tensorrt_rtx") is found  # one logger per module
 
 
-@pytest.mark.parametrize(
-    ("full", "message"),
-    [
-        (fake_module("11.4.0", start=False), r"tensorrt: cannot start here: CUDA initialization failure with error: 35\."),
-        (fake_module("10.2.0.34"), r"tensorrt: version 10\.2\.0\.34 is too old\. Expected 10\.16 or newer, or 10\.3 for plugin"),
-    ],
-)
-def test_full_tensorrt_that_cannot_be_used_gives_way(installed, full, message):
-    installed(tensorrt=full, tensorrt_rtx=fake_module("1.7.1"))
+def test_full_tensorrt_that_cannot_start_gives_way(installed: Any) -> None:
+    installed(tensorrt=fake_module("11.4.0", start=False), tensorrt_rtx=fake_module("1.7.1"))
     assert load().flavour == "tensorrt_rtx"
-    with pytest.raises(EngineError, match=message):
+    with pytest.raises(EngineError, match=r"tensorrt: cannot start here: CUDA initialization failure with error: 35\."):
         load("tensorrt")
 
 
-@pytest.mark.parametrize(("version", "has"), [("10.16.0", "11"), ("10.15.1.29", "10"), ("10.14.1", "00"), ("10.3.0", "00")])
-def test_what_versions_have(installed, version, has):
+def test_full_tensorrt_that_is_too_old_gives_way(installed: Any) -> None:
+    installed(tensorrt=fake_module("10.2.0.34"), tensorrt_rtx=fake_module("1.7.1"))
+    assert load().flavour == "tensorrt_rtx"
+    with pytest.raises(EngineError, match=r"tensorrt: version 10\.2\.0\.34 is too old\. Expected 11\.0 or newer, or 10\.3 for plugin"):
+        load("tensorrt")
+
+
+@pytest.mark.parametrize(("version", "native"), [("10.15.1.29", False), ("10.16.1.11", False), ("11.0.0", True), ("11.4.0", True)])
+def test_native_attention_by_version(installed: Any, version: str, native: bool) -> None:
     installed(tensorrt=fake_module(version))
-    found = load("tensorrt")
-    assert f"{found.has_kv_update:d}{found.has_native_attention:d}" == has
+    assert load("tensorrt").supports(NATIVE) is native
 
 
-def test_auto_prefers_what_serves_all_attentions(installed):
-    installed(tensorrt=fake_module("10.3.0"))
-    assert str(load()) == "tensorrt 10.3.0"
-    trt_module._import.cache_clear()
+@pytest.mark.parametrize(("version", "has"), [("10.16.0", True), ("10.15.1.29", True), ("10.14.1", False), ("10.3.0", False)])
+def test_masked_attention_by_version(installed: Any, version: str, has: bool) -> None:
+    installed(tensorrt=fake_module(version))
+    assert load("tensorrt").supports(attention_variant("mask")) is has
+
+
+@pytest.mark.parametrize("version", ["10.3.0", "10.16.1"])
+def test_auto_takes_an_older_full_tensorrt_where_there_is_nothing_else(installed: Any, version: str) -> None:
+    installed(tensorrt=fake_module(version))
+    assert str(load()) == f"tensorrt {version}"
+
+
+@pytest.mark.parametrize("version", ["10.3.0", "10.16.1"])
+def test_auto_prefers_rtx_to_a_full_tensorrt_without_native_attention(installed: Any, version: str) -> None:
+    installed(tensorrt=fake_module(version), tensorrt_rtx=fake_module("1.7.1"))
+    assert load().flavour == "tensorrt_rtx"
+    assert load("tensorrt").flavour == "tensorrt"
+
+
+def test_native_attention_in_rtx(installed: Any) -> None:
     installed(tensorrt_rtx=fake_module("1.7.1"))
-    assert [load(flavour).flavour for flavour in ("auto", "tensorrt")] == ["tensorrt_rtx", "tensorrt"]
-    trt_module._import.cache_clear()
-    installed(tensorrt=fake_module("10.16.1"))
-    assert load().flavour == "tensorrt"
+    assert load().supports(NATIVE)
+
+
+def test_module_that_is_not_tensorrt(installed: Any) -> None:
+    installed(tensorrt_rtx=ModuleType("tensorrt_rtx"))
+    with pytest.raises(EngineError, match="tensorrt_rtx: the module of that name is not TensorRT"):
+        load("tensorrt_rtx")
+
+
+def test_module_whose_libraries_are_missing(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> Any:
+        raise OSError("libnvinfer.so.11: cannot open shared object file")
+
+    monkeypatch.setattr(trt_module.importlib, "import_module", broken)
+    with pytest.raises(EngineError, match=r"cannot be imported \(libnvinfer\.so\.11: cannot open shared object file\)"):
+        load("tensorrt")
+
+
+@pytest.mark.trt
+def test_dtypes_there_and_back() -> None:
+    rtx = load("tensorrt_rtx")
+    for name in ("float16", "bfloat16", "float32", "float8_e4m3fn", "int8", "uint8", "int32", "int64"):
+        assert rtx.dtype_name(rtx.data_type(name)) == name
+    assert rtx.data_type("bfloat16") == rtx.module.bfloat16
+    assert rtx.dtype_name(rtx.module.DataType.BOOL) == "bool"
+    with pytest.raises(DTypeError, match=r"expected one of float16, .*got 'float64'"):
+        rtx.data_type("float64")
+
+
+def test_nothing_imports_tensorrt_or_cuda_before_it_is_asked_for() -> None:
+    code = (
+        "import sys, trt_kvcache.builder.build_engine, trt_kvcache.trt.tensorrt_engine, trt_kvcache.engine_folder.inspection;"
+        "print([name for name in sys.modules if name.split('.')[0] in ('tensorrt', 'tensorrt_rtx', 'cuda')])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "[]"

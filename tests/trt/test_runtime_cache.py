@@ -1,6 +1,9 @@
 """The file that keeps what TensorRT for RTX compiled."""
 
+from __future__ import annotations
+
 import os
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +12,7 @@ from trt_kvcache.trt.runtime_cache import RuntimeCacheFile
 KEY = ("sha of the plan", "GPU", "uuid", "8.9", "13000", "tensorrt_rtx", "1.7.1")
 
 
-def test_written_and_read_back(tmp_path):
+def test_written_and_read_back(tmp_path: Path) -> None:
     file = RuntimeCacheFile(KEY, folder=tmp_path / "made" / "here")
     assert file.read() is None
     file.write(b"kernels")
@@ -19,7 +22,7 @@ def test_written_and_read_back(tmp_path):
     assert os.listdir(file.path.parent) == [file.path.name]
 
 
-def test_every_part_of_the_key_makes_another_file(tmp_path):
+def test_every_part_of_the_key_makes_another_file(tmp_path: Path) -> None:
     paths = {RuntimeCacheFile(KEY, folder=tmp_path).path}
     for index in range(len(KEY)):
         paths.add(RuntimeCacheFile((*KEY[:index], KEY[index] + "x", *KEY[index + 1 :]), folder=tmp_path).path)
@@ -28,7 +31,7 @@ def test_every_part_of_the_key_makes_another_file(tmp_path):
 
 
 @pytest.mark.parametrize("damage", ["flipped", "truncated", "empty"])
-def test_damaged_file_is_ignored_with_a_warning(tmp_path, damage):
+def test_damaged_file_is_ignored_with_a_warning(tmp_path: Path, damage: str) -> None:
     file = RuntimeCacheFile(KEY, folder=tmp_path)
     file.write(b"kernels")
     content = bytearray(file.path.read_bytes())
@@ -38,11 +41,20 @@ def test_damaged_file_is_ignored_with_a_warning(tmp_path, damage):
         assert file.read() is None
 
 
-def test_failure_while_writing_keeps_the_old_file(tmp_path, monkeypatch):
+def test_place_that_cannot_be_written_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    file = RuntimeCacheFile(KEY, folder=tmp_path / "file")
+    with pytest.warns(RuntimeWarning, match="it cannot be written"):
+        file.write(b"kernels")
+    with pytest.warns(RuntimeWarning, match="it cannot be read"):
+        assert file.read() is None
+
+
+def test_failure_while_writing_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = RuntimeCacheFile(KEY, folder=tmp_path)
     file.write(b"old")
 
-    def full(source, target):
+    def full(source: object, target: object) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full)

@@ -12,16 +12,19 @@ import pytest
 from tests.helpers.engine_files import make_engine_folder, segment_plans
 from tests.helpers.fake_tensorrt import FakeGpuMemory, FakeSegment, FakeStream, FakeTensorRT
 from tests.helpers.small_model import write_model
-from tests.trt.test_tensorrt_engine import BATCH, PREFILL, VOCAB, S, enqueue, install, make_ready, refuses, set_shapes, tensor
+from tests.helpers.tensorrt_engines import BATCH, PREFILL, VOCAB, S, enqueue, install, make_ready, refuses, set_shapes, tensor
+from trt_kvcache.engine.decoder_tensors import shape_at
+from trt_kvcache.engine_folder.decoder_segments import EMBEDDING
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BindingError, ClosedError, ConfigError, CudaError, EngineError, PlaceError
 from trt_kvcache.memory.cuda_driver import cuda_core_error
-from trt_kvcache.memory.host import HostMemory
-from trt_kvcache.ops import segments
-from trt_kvcache.ops.attention import AttentionOp
-from trt_kvcache.ops.embedding import EmbeddingOp
-from trt_kvcache.ops.segments import EMBEDDING, SegmentStep, register_operation, shape_at
-from trt_kvcache.trt.cuda_graphs import MOST_GRAPHS, StepGraphs
+from trt_kvcache.memory.host_memory import HostMemory
+from trt_kvcache.ops import registry
+from trt_kvcache.ops.attention_op import AttentionOp
+from trt_kvcache.ops.embedding_op import EmbeddingOp
+from trt_kvcache.ops.registry import register_operation
+from trt_kvcache.ops.segments import Segment
+from trt_kvcache.trt.cuda_graphs import MAX_GRAPHS, CudaGraphCache
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 
@@ -66,7 +69,7 @@ def fake(folder, monkeypatch, tmp_path):
     config = folder.config
     made = FakeTensorRT(config.tensors, config.profiles, lambda spec, batch, width: shape_at(spec.shape, batch, width))
     install(made, monkeypatch, tmp_path / "caches")
-    steps = [step for step in config.segments.steps if isinstance(step, SegmentStep)]
+    steps = [step for step in config.segments.stages if isinstance(step, Segment)]
     for index, (plan, step) in enumerate(zip(segment_plans(LAYERS), steps, strict=True)):
         made.segments[plan] = FakeSegment(made, index, step.tensors)
         made.segments[plan].activations = (3000, 7000 if index == 1 else 5000)
@@ -147,8 +150,8 @@ def test_no_two_live_tensors_share_bytes(opens, fake, folder, memory):
     with opens(cuda_graphs=False) as engine:
         make_ready(engine, memory, BATCH, PREFILL)
         addresses = {call[3]: call[4] for call in fake.calls if call[0] == "set_tensor_address" and call[2] == 0}
-        for step in folder.config.segments.steps:
-            if isinstance(step, SegmentStep):
+        for step in folder.config.segments.stages:
+            if isinstance(step, Segment):
                 spans = sorted(
                     (addresses[one.name], addresses[one.name] + int(np.prod(shape_at(one.shape, BATCH, PREFILL))) * 2)
                     for one in step.tensors
@@ -205,17 +208,17 @@ def test_decode_is_captured_once(opens, fake, memory):
 
 def test_graphs_are_bounded(memory):
     calls = []
-    stream, graphs = GraphStream(1, calls), StepGraphs(memory)
+    stream, graphs = GraphStream(1, calls), CudaGraphCache(memory)
 
     def run(key, work=lambda stream: calls.append("plain"), stream=stream):
         return graphs.run(key, stream, work, lambda stream: True)
 
-    for key in range(MOST_GRAPHS + 1):
+    for key in range(MAX_GRAPHS + 1):
         assert run(key)
         assert stream.synced == 0
         assert not run(key)
     assert (stream.synced, [call for call in calls if call[0] == "graph.close"]) == (1, [("graph.close", 1)])  # after a wait
-    for key in range(2 * MOST_GRAPHS):  # those that never come back push none out
+    for key in range(2 * MAX_GRAPHS):  # those that never come back push none out
         run(("once", key))
     assert not run(5)
     memory.is_capturing = lambda stream: True
@@ -226,7 +229,7 @@ def test_graphs_are_bounded(memory):
 
 def test_a_failing_capture_is_warned_of_once(memory):
     calls = []
-    stream, graphs = GraphStream(1, calls), StepGraphs(memory)
+    stream, graphs = GraphStream(1, calls), CudaGraphCache(memory)
 
     def run(key):
         return graphs.run(key, stream, lambda stream: None, lambda stream: True)
@@ -291,7 +294,7 @@ class Halved(EmbeddingOp):
 
 
 def test_an_operation_of_ones_own(fake, folder, memory, monkeypatch, tmp_path):
-    monkeypatch.setattr(segments, "OPERATIONS", dict(segments.OPERATIONS))
+    monkeypatch.setattr(registry, "OPERATIONS", dict(registry.OPERATIONS))
     shutil.copytree(folder.path, tmp_path / "own")
     config = tmp_path / "own" / "config.json"
     data = json.loads(config.read_text())
@@ -369,7 +372,7 @@ def test_folder(folder, tmp_path):
     for place, values, message in (
         ("", {"segments": None}, "segments: expected some of tensorrt_rtx and plugin attention, got none"),
         ("segments", {"steps": steps[:-1]}, "segments.steps: expected 6 by model and kv_cache, got 5"),
-        ("segments steps 2", {"inputs": []}, r"segments.steps\[2\]: expected OperationStep"),
+        ("segments steps 2", {"inputs": []}, r"segments.steps\[2\]: expected CustomOpNode"),
         ("segments steps 2 attributes", {"num_heads": 8}, r"segments.steps\[2\]: expected"),
         ("segments steps 1", {"plan_nbytes": 0}, "segment 0: plan_nbytes: expected at least 1, got 0"),
         ("segments steps 5", {"plan_nbytes": 7}, "plan.nbytes: expected 8199 by segments, got "),

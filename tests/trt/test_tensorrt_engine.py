@@ -1,110 +1,74 @@
 """``TensorRTEngine`` against a stand-in that records its calls; no GPU runs here."""
 
+from __future__ import annotations
+
 import gc
-import hashlib
 import os
 import weakref
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.helpers.engine_files import PLAN, make_engine_folder
 from tests.helpers.fake_tensorrt import FakeGpuMemory, FakeStream, FakeTensorRT
 from tests.helpers.small_model import write_model
+from tests.helpers.tensorrt_engines import BATCH, IDENTITY, PREFILL, VOCAB, D, H, S, install, set_shapes, tensor
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
-from trt_kvcache.errors import BindingError, ClosedError, EngineError, PlaceError
-from trt_kvcache.memory.host import HostMemory
-from trt_kvcache.ops.segments import shape_at
-from trt_kvcache.trt import execution as plan_execution
-from trt_kvcache.trt import tensorrt_engine
+from trt_kvcache.engine_folder.folder import EngineFolder
+from trt_kvcache.errors import BindingError, ClosedError, EngineError, LayoutError, PlaceError
+from trt_kvcache.memory.host_memory import HostMemory
+from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.trt import loaded_plan as execution, tensorrt_engine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
-
-H, S, D, VOCAB, BATCH, PREFILL = 2, 38, 24, 37, 3, 11
-IDENTITY = ("GPU", "uuid", "8.9", "13000")
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory: pytest.TempPathFactory) -> EngineFolder:
     base = tmp_path_factory.mktemp("engine")
     return make_engine_folder(write_model(base / "model"), base / "engine")
 
 
 @pytest.fixture
-def memory():
+def memory() -> FakeGpuMemory:
     return FakeGpuMemory()
 
 
-def install(fake, monkeypatch, caches, flavour="tensorrt_rtx"):
-    """Make ``load`` give this TensorRT; return the list of flavours that it is asked for."""
-    loaded, asked = fake.tensorrt(flavour), []
-    monkeypatch.setattr(tensorrt_engine, "load", lambda wanted: asked.append(wanted) or loaded)
-    monkeypatch.setattr(plan_execution, "gpu_identity", lambda device: IDENTITY)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(caches))
-    return asked
-
-
 @pytest.fixture
-def caches(tmp_path):
-    return tmp_path / "caches"  # of runtime caches
-
-
-@pytest.fixture
-def fake(folder, monkeypatch, caches):
+def fake(folder: EngineFolder, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeTensorRT:
+    """A TensorRT for RTX that knows the engine of the folder."""
     config = folder.config
-    made = FakeTensorRT(config.tensors, config.profiles, plan=PLAN)
-    made.asked = install(made, monkeypatch, caches)
-    return made
+    module = FakeTensorRT(list(config.tensors), list(config.profiles), plan=PLAN)
+    install(module, monkeypatch, tmp_path / "caches")
+    return module
 
 
-@pytest.fixture
-def opens(fake, folder, memory):
-    return lambda source=folder, **options: TensorRTEngine.open(source, memory=memory, **options)
-
-
-@pytest.fixture
-def engine(opens, fake):
-    with opens() as engine:
-        fake.calls.clear()
-        yield engine
-
-
-def refuses(error, message, call, *args, **options):
-    with pytest.raises(error, match=message):
-        call(*args, **options)
-
-
-def tensor(memory, shape, dtype):
-    return memory.to_device(np.zeros(shape, dtype), stream=memory.streams[0])
-
-
-def make_ready(engine, memory, batch=BATCH, width=1):
-    """Bind what a step needs in the profile in use, and set the shapes; return what is bound."""
-    bound = {}
-    for spec in engine.tensors.values():
-        bound[spec.name] = bound[spec.alias] if spec.alias else tensor(memory, shape_at(spec.shape, BATCH, PREFILL), spec.dtype)
-        engine.bind(spec.name, bound[spec.name])
-    set_shapes(engine, batch, width)
+def bind_all(engine: TensorRTEngine, memory: FakeGpuMemory) -> dict[str, DeviceTensor]:
+    """Bind everything that a decode or prefill of three slots needs, in the profile in use."""
+    bound = {
+        "input_ids": tensor(memory, (BATCH * PREFILL,), "int32"),
+        "kvcache_start_index": tensor(memory, (BATCH,), "int32"),
+        "last_token_ids": tensor(memory, (BATCH, 1), "int32"),
+        "k_cache_0": tensor(memory, (BATCH, H, S, D), "float16"),
+        "v_cache_0": tensor(memory, (BATCH, H, S, D), "float16"),
+        "logits": tensor(memory, (BATCH, VOCAB), "float32"),
+    }
+    bound |= {"present_k_cache_0": bound["k_cache_0"], "present_v_cache_0": bound["v_cache_0"]}
+    for name, each in bound.items():
+        engine.bind(name, each)
     return bound
 
 
-def enqueue(engine):
-    engine.enqueue(FakeStream(0x77))
+def names_of(fake: FakeTensorRT) -> list[str]:
+    return [call[0] for call in fake.calls]
 
 
-def set_shapes(engine, batch, width=1):
-    for spec in engine.tensors.values():
-        if spec.mode is TensorMode.INPUT:
-            engine.set_input_shape(spec.name, shape_at(spec.shape, batch, width))
-
-
-def names_of(fake):
-    return [name for name, *_ in fake.calls]
-
-
-def test_opening_makes_contexts_over_one_memory(opens, fake, folder, memory):
-    with opens(folder.path) as engine:
+def test_opening_makes_a_context_per_profile_over_one_memory_of_ours(
+    fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory
+) -> None:
+    with TensorRTEngine.open(folder.path, memory=memory) as engine:
         assert [call for call in fake.calls if call[0] != "create_execution_context"] == [
             ("Runtime",),
             ("deserialize_cuda_engine", PLAN),
@@ -118,309 +82,496 @@ def test_opening_makes_contexts_over_one_memory(opens, fake, folder, memory):
             ("set_device_memory", 5000),
         ]
         assert [context.profile for context in fake.contexts] == [0, 1]
-        assert len({context.memory for context in fake.contexts}) == 1  # the larger of both, shared
+        (first, second) = (context.memory for context in fake.contexts)
+        assert first == second  # the larger of both, shared
         assert memory.live_nbytes == 5000
         assert memory.streams[0].synced == 1
-        assert (engine.memory, engine.config, engine.names) == (memory, folder.config, DEFAULT_NAMES)
-        assert dict(engine.tensors) == {spec.name: spec for spec in folder.config.tensors}
-        assert [spec.mode for spec in engine.tensors.values()] == [TensorMode.INPUT] * 5 + [TensorMode.OUTPUT] * 3
-        assert tuple(engine.profiles) == folder.config.profiles
+        assert engine.memory is memory
+        assert engine.config == folder.config
+        assert engine.names == DEFAULT_NAMES
     assert memory.live_nbytes == 0
 
 
-def test_folder_object_path_plan_file_and_bytes(opens, folder, monkeypatch):
-    keys, real = [], plan_execution.RuntimeCacheFile
-    monkeypatch.setattr(plan_execution, "RuntimeCacheFile", lambda key: keys.append(key) or real(key))
-    for source in (folder, str(folder.path), folder.plan_path, PLAN):
-        with opens(source) as engine:
+def test_tensors_come_from_the_engine_inputs_first(fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory) -> None:
+    with TensorRTEngine.open(folder.path, memory=memory) as engine:
+        assert dict(engine.tensors) == {spec.name: spec for spec in folder.config.tensors}
+        modes = [spec.mode for spec in engine.tensors.values()]
+        assert modes == [TensorMode.INPUT] * 5 + [TensorMode.OUTPUT] * 3
+        assert tuple(engine.profiles) == folder.config.profiles
+
+
+def test_folder_object_path_plan_file_and_bytes(fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory) -> None:
+    for source in (folder, folder.path, str(folder.path), folder.plan_path, PLAN):
+        with TensorRTEngine.open(source, memory=memory) as engine:
             assert len(engine.tensors) == 8
             assert (engine.config is None) is (source in (folder.plan_path, PLAN))
             assert [profile.name for profile in engine.profiles] == ["prefill", "decode"]
-    assert keys == [(hashlib.sha256(PLAN).hexdigest(), *IDENTITY, "tensorrt_rtx", "1.7.1")] * 4  # of runtime caches
 
 
-def test_flavour_is_that_of_the_folder(opens, fake):
-    opens().close()
-    opens(PLAN).close()
-    opens(PLAN, flavour="tensorrt").close()
-    assert fake.asked == ["tensorrt_rtx", "auto", "tensorrt"]
-    refuses(EngineError, r"engine: expected flavour tensorrt_rtx, which built this engine, got tensorrt\.", opens, flavour="tensorrt")
+def test_flavour_is_that_of_the_folder(
+    folder: EngineFolder, fake: FakeTensorRT, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = install(fake, monkeypatch, tmp_path / "caches")
+    TensorRTEngine.open(folder, memory=memory).close()
+    TensorRTEngine.open(PLAN, memory=memory).close()
+    TensorRTEngine.open(PLAN, memory=memory, flavour="tensorrt").close()
+    assert asked == ["tensorrt_rtx", "auto", "tensorrt"]
+    with pytest.raises(EngineError, match=r"engine: expected flavour tensorrt_rtx, which built this engine, got tensorrt\."):
+        TensorRTEngine.open(folder, memory=memory, flavour="tensorrt")
 
 
-def test_full_tensorrt_has_no_runtime_cache(opens, fake, monkeypatch, caches):
-    install(fake, monkeypatch, caches, "tensorrt")
-    with opens(PLAN):
+def test_full_tensorrt_has_no_runtime_cache(
+    folder: EngineFolder, fake: FakeTensorRT, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    install(fake, monkeypatch, tmp_path / "caches", "tensorrt")
+    with TensorRTEngine.open(PLAN, memory=memory):
         strategies = [call[1] for call in fake.calls if call[0] == "create_execution_context"]
         assert strategies == [fake.module.ExecutionContextAllocationStrategy.USER_MANAGED] * 2
     assert not {"create_runtime_config", "cache.serialize"} & set(names_of(fake))
-    assert not caches.exists()
+    assert not (tmp_path / "caches").exists()
 
 
-def test_full_tensorrt_knows_the_plugin_first(tmp_path, memory, monkeypatch, caches):
+def test_full_tensorrt_registers_the_plugin_before_it_reads_an_engine_that_has_it(
+    tmp_path: Path, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     changes = {"segments": None, "tensorrt_flavour": "tensorrt"}
     folder = make_engine_folder(write_model(tmp_path / "model"), tmp_path / "engine", segmented=True, **changes)
     fake = FakeTensorRT(folder.config.tensors, folder.config.profiles, plan=PLAN)
-    install(fake, monkeypatch, caches, "tensorrt")
+    install(fake, monkeypatch, tmp_path / "caches", "tensorrt")
     monkeypatch.setattr(tensorrt_engine, "register", lambda tensorrt: fake.calls.append(("register", tensorrt)))
     with TensorRTEngine.open(folder, memory=memory) as engine:
         assert fake.calls[0] == ("register", fake.loaded)
         assert engine.tensors["present_key_values_0"].alias == "past_key_values_0"
 
 
-def test_sources_and_places_that_cannot_be(opens, fake, folder, tmp_path):
-    refuses(PlaceError, r"expected the memory of a GPU \(CudaMemory\), got memory on cpu", TensorRTEngine.open, folder, memory=HostMemory())
+def test_host_memory_is_refused(fake: FakeTensorRT, folder: EngineFolder) -> None:
+    with pytest.raises(PlaceError, match=r"expected the memory of a GPU \(CudaMemory\), got memory on cpu"):
+        TensorRTEngine.open(folder, memory=HostMemory())
+    assert fake.calls == []
+
+
+def test_file_that_cannot_be_read(fake: FakeTensorRT, memory: FakeGpuMemory, tmp_path: Path) -> None:
     (tmp_path / "empty.plan").write_bytes(b"")
     for name in ("nowhere.plan", "empty.plan"):
-        refuses(EngineError, rf"{name}: expected an engine folder or a serialised engine, cannot read it", opens, tmp_path / name)
-    assert fake.calls == []
+        with pytest.raises(EngineError, match=rf"{name}: expected an engine folder or a serialised engine, cannot read it"):
+            TensorRTEngine.open(tmp_path / name, memory=memory)
 
 
-def spec_with(name, **change):
-    return lambda fake: fake.specs.update({name: replace(fake.specs[name], **change)})
+class TestWhatAnEngineMayNotBe:
+    def refused(
+        self, folder: EngineFolder, memory: FakeGpuMemory, fake: FakeTensorRT, message: str, source: Any = None, **options: Any
+    ) -> None:
+        with pytest.raises(EngineError, match=message):
+            TensorRTEngine.open(source or folder, memory=memory, **options)
+        assert memory.live_nbytes == 0
+        assert "execute_async_v3" not in names_of(fake)
+
+    def test_refused_by_tensorrt(self, folder: EngineFolder, memory: FakeGpuMemory, fake: FakeTensorRT) -> None:
+        fake.refuse.add("deserialize_cuda_engine")
+        fake.errors["deserialize_cuda_engine"] = "serialized with another version"
+        self.refused(
+            folder,
+            memory,
+            fake,
+            r"tensorrt_rtx 1\.7\.1 refuses this engine built with tensorrt_rtx 1\.7\.1\. TensorRT says: serialized with another version",
+        )
+
+    @pytest.mark.parametrize(
+        ("name", "change", "message"),
+        [
+            (
+                "present_k_cache_0",
+                {"alias": None},
+                r"expected output `present_k_cache_0` .* sharing memory with `k_cache_0`, got output .*24\)\.$",
+            ),
+            ("present_v_cache_0", {"alias": "k_cache_0"}, r"sharing memory with `v_cache_0`, got .* sharing memory with `k_cache_0`"),
+            ("k_cache_0", {"shape": (-1, 2, 40, 24)}, r"expected input `k_cache_0` float16 \(-1, 2, 38, 24\), got .*\(-1, 2, 40, 24\)"),
+            ("logits", {"dtype": "float16"}, r"expected output `logits` float32 .*, got output `logits` float16"),
+        ],
+    )
+    def test_not_what_its_config_says(
+        self, folder: EngineFolder, memory: FakeGpuMemory, fake: FakeTensorRT, name: str, change: dict[str, Any], message: str
+    ) -> None:
+        fake.specs[name] = replace(fake.specs[name], **change)
+        self.refused(folder, memory, fake, message)
+
+    def test_other_tensors_than_its_config_says(self, folder: EngineFolder, memory: FakeGpuMemory, fake: FakeTensorRT) -> None:
+        fake.specs["position_ids"] = TensorSpec(name="position_ids", shape=(-1,), dtype="int32", mode=TensorMode.INPUT)
+        self.refused(folder, memory, fake, "the engine's tensors are not those of its config.json: `position_ids` is only in one of them")
+
+    def test_other_profiles_than_its_config_says(self, folder: EngineFolder, memory: FakeGpuMemory, fake: FakeTensorRT) -> None:
+        fake.profiles[0] = replace(fake.profiles[0], max_width=12)
+        self.refused(folder, memory, fake, r"expected profiles \[\(1, 3, 1, 11\), \(1, 3, 1, 1\)\] \(batch, width\), got \[\(1, 3, 1, 12\)")
+
+    def test_tensor_on_the_host(self, folder: EngineFolder, memory: FakeGpuMemory, fake: FakeTensorRT) -> None:
+        fake.host_tensors.add("kvcache_start_index")
+        self.refused(folder, memory, fake, "`kvcache_start_index`: expected a tensor in GPU memory, the engine has it on the host")
+
+    def test_without_the_token_ids(self, folder: EngineFolder, memory: FakeGpuMemory, fake: FakeTensorRT) -> None:
+        names = TensorNames(input_ids="tokens")
+        self.refused(
+            folder,
+            memory,
+            fake,
+            r"`tokens`: the engine has no such input, it has `input_ids`, .* Give its names as TensorNames",
+            PLAN,
+            names=names,
+        )
+
+    def test_token_ids_of_one_dimension(self, folder: EngineFolder, memory: FakeGpuMemory, fake: FakeTensorRT) -> None:
+        names = TensorNames(input_ids="kvcache_start_index", kvcache_start_index="start")
+        self.refused(folder, memory, fake, r"`kvcache_start_index`: expected two dimensions .*, the engine has 1", PLAN, names=names)
+
+    @pytest.mark.parametrize(
+        ("call", "message"),
+        [
+            ("create_execution_context", "the execution context was refused. TensorRT says: out of memory"),
+            ("set_optimization_profile_async", "profile 0 was refused. TensorRT says: out of memory"),
+            ("set_runtime_cache", "the runtime cache was refused"),
+            ("create_runtime_config", "the runtime configuration was refused"),
+        ],
+    )
+    def test_call_that_fails(self, folder: EngineFolder, memory: FakeGpuMemory, fake: FakeTensorRT, call: str, message: str) -> None:
+        fake.refuse.add(call)
+        fake.errors[call] = "out of memory"
+        self.refused(folder, memory, fake, message)
+
+    @pytest.mark.parametrize("call", ["create_execution_context", "set_device_memory", "set_execution_context_allocation_strategy"])
+    def test_error_that_is_only_logged(self, folder: EngineFolder, memory: FakeGpuMemory, fake: FakeTensorRT, call: str) -> None:
+        fake.errors[call] = "quietly wrong"
+        self.refused(folder, memory, fake, "TensorRT says: quietly wrong")
+
+    def test_missing_driver_is_the_reason_here(self, folder: EngineFolder, memory: FakeGpuMemory, fake: FakeTensorRT) -> None:
+        fake.refuse.add("deserialize_cuda_engine")
+        fake.errors["deserialize_cuda_engine"] = "cudaError 35: CUDA driver version is insufficient"
+        self.refused(folder, memory, fake, "TensorRT says: cudaError 35: CUDA driver version is insufficient")
 
 
-def failing(call, *, refuse=True, text="out of memory"):
-    def prepare(fake):
-        fake.errors[call] = text
-        fake.refuse |= {call} if refuse else set()
+class TestStep:
+    @pytest.fixture
+    def engine(self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory) -> Any:
+        with TensorRTEngine.open(folder, memory=memory) as engine:
+            fake.calls.clear()
+            yield engine
 
-    return prepare
+    def test_order_of_calls(self, engine: TensorRTEngine, fake: FakeTensorRT, memory: FakeGpuMemory) -> None:
+        stream = FakeStream(0x77)
+        engine.use_profile(1)
+        bound = bind_all(engine, memory)
+        assert fake.calls == [("set_tensor_address", 1, name, each.ptr) for name, each in bound.items()]
+        fake.calls.clear()
+        set_shapes(engine, 2, 1)
+        assert fake.calls == [
+            ("set_input_shape", 1, "input_ids", (2, 1)),
+            ("set_input_shape", 1, "k_cache_0", (2, H, S, D)),
+            ("set_input_shape", 1, "kvcache_start_index", (2,)),
+            ("set_input_shape", 1, "last_token_ids", (2, 1)),
+            ("set_input_shape", 1, "v_cache_0", (2, H, S, D)),
+        ]
+        fake.calls.clear()
+        for _ in range(3):
+            engine.enqueue(stream)
+        assert fake.calls == [("execute_async_v3", 1, 0x77)] * 3
+        assert stream.synced == 0  # a step does not wait
 
+    def test_profiles_keep_their_bindings_and_shapes(self, engine: TensorRTEngine, fake: FakeTensorRT, memory: FakeGpuMemory) -> None:
+        stream = FakeStream(0x77)
+        for profile, width in ((0, 5), (1, 1)):
+            engine.use_profile(profile)
+            bind_all(engine, memory)
+            set_shapes(engine, 3, width)
+            engine.enqueue(stream)
+        fake.calls.clear()
+        for profile in (0, 1, 0):
+            engine.use_profile(profile)
+            engine.enqueue(stream)
+        assert fake.calls == [("execute_async_v3", profile, 0x77) for profile in (0, 1, 0)]
+        assert fake.contexts[0].shapes["input_ids"] == (3, 5)
 
-REFUSED = [
-    (
-        failing("deserialize_cuda_engine", text="cudaError 35: CUDA driver"),  # the reason, and not left out
-        r"tensorrt_rtx 1\.7\.1 refuses this engine built with tensorrt_rtx 1\.7\.1\. TensorRT says: cudaError 35: CUDA",
-    ),
-    (spec_with("present_k_cache_0", alias=None), r"expected output `present_k_cache_0` .* in place of `k_cache_0`, got output .*24\)\.$"),
-    (spec_with("present_v_cache_0", alias="k_cache_0"), r"in place of `v_cache_0`, got .* in place of `k_cache_0`"),
-    (spec_with("k_cache_0", shape=(-1, 2, 40, 24)), r"expected input `k_cache_0` float16 \(-1, 2, 38, 24\), got .*\(-1, 2, 40, 24\)"),
-    (spec_with("logits", dtype="float16"), r"expected output `logits` float32 .*, got output `logits` float16"),
-    (
-        lambda fake: fake.specs.update(position_ids=TensorSpec.input("position_ids", (-1,), "int32")),
-        "the engine's tensors are not those of its config.json: `position_ids` is only in one of them",
-    ),
-    (
-        lambda fake: fake.profiles.insert(0, replace(fake.profiles.pop(0), max_width=12)),
-        r"expected profiles \[\(1, 3, 1, 11\), \(1, 3, 1, 1\)\] \(batch, width\), got \[\(1, 3, 1, 12\)",
-    ),
-    (
-        lambda fake: fake.host_tensors.add("kvcache_start_index"),
-        "`kvcache_start_index`: expected a tensor in GPU memory, the engine has it on the host",
-    ),
-    (failing("create_execution_context"), "the execution context was refused. TensorRT says: out of memory"),
-    (failing("set_optimization_profile_async"), "profile 0 was refused. TensorRT says: out of memory"),
-    (failing("set_runtime_cache"), "the runtime cache was refused"),
-    (failing("create_runtime_config"), "the runtime configuration was refused"),
-    (failing("set_device_memory", refuse=False), "TensorRT says: out of memory"),  # only logged
-]
+    def test_bound_tensors_are_kept_alive_and_let_go(self, engine: TensorRTEngine, fake: FakeTensorRT, memory: FakeGpuMemory) -> None:
+        logits = tensor(memory, (BATCH, VOCAB), "float32")
+        alive = weakref.ref(logits.allocation)
+        engine.bind("logits", logits)
+        del logits
+        gc.collect()
+        assert alive() is not None
+        engine.close()
+        gc.collect()
+        assert alive() is None
 
+    def test_refused_bindings_change_nothing(self, engine: TensorRTEngine, fake: FakeTensorRT, memory: FakeGpuMemory) -> None:
+        logits = tensor(memory, (BATCH, VOCAB), "float32")
+        wide = tensor(memory, (BATCH, 2, VOCAB), "float32")
+        strided = DeviceTensor(wide.allocation, shape=(BATCH, VOCAB), dtype="float32", strides=(2 * VOCAB, 1))
+        shifted = DeviceTensor(wide.allocation, shape=(BATCH, VOCAB), dtype="float32", offset=16)
+        other = FakeGpuMemory()
+        other.create_stream()
+        for name, each, error, message in (
+            ("logit", logits, BindingError, "`logit`: the engine has no such tensor, it has `input_ids`, "),
+            ("logits", tensor(memory, (3, 37), "float16"), BindingError, r"`logits` expects float32 \(-1, 37\), got float16 \(3, 37\)\."),
+            ("logits", tensor(other, (3, 37), "float32"), BindingError, r"`logits`: expected a tensor in the engine's memory \(cuda:0\)"),
+            ("logits", strided, LayoutError, r"`logits`: expected a dense view, got shape \(3, 37\) with strides \(74, 1\)"),
+            ("logits", shifted, LayoutError, "`logits`: expected an address that is a multiple of 256, got 0x"),
+        ):
+            with pytest.raises(error, match=message):
+                engine.bind(name, each)
+        assert fake.calls == []
 
-@pytest.mark.parametrize(("prepare", "message"), REFUSED)
-def test_a_refused_engine_leaves_nothing(opens, fake, memory, prepare, message):
-    prepare(fake)
-    refuses(EngineError, message, opens)
-    assert memory.live_nbytes == 0
+    def test_address_that_tensorrt_refuses(self, engine: TensorRTEngine, fake: FakeTensorRT, memory: FakeGpuMemory) -> None:
+        fake.refuse.add("set_tensor_address")
+        fake.errors["set_tensor_address"] = "bad address"
+        with pytest.raises(EngineError, match=r"the address of `logits` was refused. TensorRT says: bad address"):
+            engine.bind("logits", tensor(memory, (BATCH, VOCAB), "float32"))
 
+    def test_shapes_outside_the_profile(self, engine: TensorRTEngine, fake: FakeTensorRT) -> None:
+        engine.use_profile(0)
+        for name, shape in (
+            ("input_ids", (3, 12)),
+            ("input_ids", (4, 11)),
+            ("input_ids", (0, 1)),
+            ("input_ids", (3,)),
+            ("k_cache_0", (3, H, S - 1, D)),
+            ("last_token_ids", (3, 2)),
+        ):
+            with pytest.raises(BindingError, match=rf"`{name}`: expected a shape from \(1,.*\) to \(3,.*\) in this profile, got "):
+                engine.set_input_shape(name, shape)
+        engine.use_profile(1)
+        with pytest.raises(BindingError, match=r"`input_ids`: expected a shape from \(1, 1\) to \(3, 1\) in this profile, got \(3, 2\)"):
+            engine.set_input_shape("input_ids", (3, 2))
+        with pytest.raises(BindingError, match="`logits`: expected an input, it is an output"):
+            engine.set_input_shape("logits", (3, VOCAB))
+        with pytest.raises(BindingError, match="`position_ids`: the engine has no such tensor"):
+            engine.set_input_shape("position_ids", (3, 1))
+        assert fake.calls == []
 
-def test_a_plan_without_token_ids_is_refused(opens, memory):
-    with pytest.raises(EngineError, match=r"`tokens`: the engine has no such input, it has `input_ids`, .* Give its names as TensorNames"):
-        opens(PLAN, names=TensorNames(input_ids="tokens"))
-    with pytest.raises(EngineError, match=r"`kvcache_start_index`: expected two dimensions .*, the engine has 1"):
-        opens(PLAN, names=TensorNames(input_ids="kvcache_start_index", kvcache_start_index="start"))
-    assert memory.live_nbytes == 0
+    def test_profile_that_is_not_there(self, engine: TensorRTEngine) -> None:
+        for index in (2, -1):
+            with pytest.raises(BindingError, match=rf"profile {index}: expected 0 <= index < 2"):
+                engine.use_profile(index)
 
-
-def test_order_of_calls(engine, fake, memory):
-    stream = FakeStream(0x77)
-    engine.use_profile(1)
-    bound = make_ready(engine, memory, 2)
-    for _ in range(3):
+    def test_enqueue_with_something_missing(self, engine: TensorRTEngine, fake: FakeTensorRT, memory: FakeGpuMemory) -> None:
+        stream = FakeStream(0x77)
+        engine.use_profile(0)
+        with pytest.raises(BindingError, match="`input_ids`: it is not bound in this profile"):
+            engine.enqueue(stream)
+        bound = bind_all(engine, memory)
+        with pytest.raises(BindingError, match=r"`input_ids`: its shape \(-1, -1\) is not known"):
+            engine.enqueue(stream)
+        set_shapes(engine, 3, 11)
+        engine.bind("input_ids", tensor(memory, (3 * 11 - 1,), "int32"))
+        with pytest.raises(BindingError, match=r"`input_ids`: shape \(3, 11\) takes 132 bytes, what is bound has 128"):
+            engine.enqueue(stream)
+        engine.bind("input_ids", bound["input_ids"])
+        engine.bind("logits", tensor(memory, (2, VOCAB), "float32"))
+        with pytest.raises(BindingError, match=r"`logits`: shape \(3, 37\) takes 444 bytes, what is bound has 296"):
+            engine.enqueue(stream)
+        engine.bind("logits", bound["logits"])
+        engine.bind("present_v_cache_0", bound["k_cache_0"])
+        with pytest.raises(BindingError, match="`present_v_cache_0`: expected the address of `v_cache_0`, whose memory it shares"):
+            engine.enqueue(stream)
+        assert "execute_async_v3" not in names_of(fake)
+        engine.bind("present_v_cache_0", bound["v_cache_0"])
         engine.enqueue(stream)
-    caches, ids = (2, H, S, D), (2, 1)
-    shapes = {"input_ids": ids, "k_cache_0": caches, "kvcache_start_index": (2,), "last_token_ids": ids, "v_cache_0": caches}
-    assert fake.calls == [
-        *(("set_tensor_address", 1, name, each.ptr) for name, each in bound.items()),
-        *(("set_input_shape", 1, *given) for given in shapes.items()),
-        *[("execute_async_v3", 1, 0x77)] * 3,
-    ]
-    assert stream.synced == 0  # a step does not wait
+        assert names_of(fake)[-1] == "execute_async_v3"
 
+    def test_enqueue_checks_again_what_has_changed(self, engine: TensorRTEngine, fake: FakeTensorRT, memory: FakeGpuMemory) -> None:
+        stream = FakeStream(0x77)
+        engine.use_profile(0)
+        bind_all(engine, memory)
+        set_shapes(engine, 3, 1)
+        engine.enqueue(stream)
+        engine.bind("input_ids", tensor(memory, (3,), "int32"))
+        engine.enqueue(stream)
+        engine.set_input_shape("input_ids", (3, 2))
+        with pytest.raises(BindingError, match=r"`input_ids`: shape \(3, 2\) takes 24 bytes, what is bound has 12"):
+            engine.enqueue(stream)
+        engine.set_input_shape("input_ids", (3, 1))
+        engine.enqueue(stream)
+        engine.bind("logits", tensor(memory, (2, VOCAB), "float32"))
+        with pytest.raises(BindingError, match=r"`logits`: shape \(3, 37\)"):
+            engine.enqueue(stream)
+        assert names_of(fake).count("execute_async_v3") == 3
 
-def test_profiles_keep_their_bindings_and_shapes(engine, fake, memory):
-    for profile, width in ((0, 5), (1, 1)):
-        engine.use_profile(profile)
-        make_ready(engine, memory, 3, width)
-    fake.calls.clear()
-    for profile in (0, 1, 0):
-        engine.use_profile(profile)
-        enqueue(engine)
-    assert fake.calls == [("execute_async_v3", profile, 0x77) for profile in (0, 1, 0)]
-    assert fake.contexts[0].shapes["input_ids"] == (3, 5)
+    def test_enqueue_that_fails(self, engine: TensorRTEngine, fake: FakeTensorRT, memory: FakeGpuMemory) -> None:
+        stream = FakeStream(0x77)
+        bind_all(engine, memory)
+        set_shapes(engine, 3, 1)
+        fake.errors["execute_async_v3"] = "illegal memory access"
+        with pytest.raises(EngineError, match=r"^the step failed. TensorRT says: illegal memory access$"):
+            engine.enqueue(stream)  # although it returned True
+        fake.errors.clear()
+        fake.refuse.add("execute_async_v3")
+        with pytest.raises(EngineError, match=r"^the step failed. TensorRT says: nothing$"):
+            engine.enqueue(stream)
+        fake.refuse.clear()
+        engine.enqueue(stream)  # an old error is not raised again
 
+    def test_stream_of_the_host(self, engine: TensorRTEngine, fake: FakeTensorRT, memory: FakeGpuMemory) -> None:
+        bind_all(engine, memory)
+        set_shapes(engine, 3, 1)
+        with pytest.raises(PlaceError, match="stream: expected a CUDA stream or graph builder, got HostStream"):
+            engine.enqueue(HostMemory().create_stream())
 
-def test_bound_tensors_are_kept_alive_and_let_go(engine, memory):
-    logits = tensor(memory, (BATCH, VOCAB), "float32")
-    alive = weakref.ref(logits.allocation)
-    engine.bind("logits", logits)
-    del logits
-    gc.collect()
-    assert alive() is not None
-    engine.close()
-    gc.collect()
-    assert alive() is None
-
-
-def test_refused_bindings_change_nothing(engine, fake, memory):
-    logits = tensor(memory, (BATCH, VOCAB), "float32")
-    refuses(BindingError, "`logit`: the engine has no such tensor, it has `input_ids`, ", engine.bind, "logit", logits)
-    with pytest.raises(BindingError, match=r"`logits` expects float32 \(-1, 37\), got float16 \(3, 37\)\."):
-        engine.bind("logits", tensor(memory, (3, 37), "float16"))
-    assert fake.calls == []
-    fake.refuse.add("set_tensor_address")
-    fake.errors["set_tensor_address"] = "bad address"
-    refuses(EngineError, r"the address of `logits` was refused. TensorRT says: bad address", engine.bind, "logits", logits)
-
-
-@pytest.mark.parametrize(
-    ("profile", "name", "shape", "message"),
-    [
-        *(
-            (0, name, shape, rf"`{name}`: expected a shape from \(1,.*\) to \(3,.*\) in this profile, got ")
-            for name, shape in (*(("input_ids", wrong) for wrong in ((3, 12), (4, 11), (0, 1), (3,))), ("k_cache_0", (3, H, S - 1, D)))
-        ),
-        (1, "input_ids", (3, 2), r"`input_ids`: expected a shape from \(1, 1\) to \(3, 1\) in this profile, got \(3, 2\)"),
-        (1, "logits", (3, VOCAB), "`logits`: expected an input, it is an output"),
-        (1, "position_ids", (3, 1), "`position_ids`: the engine has no such tensor"),
-    ],
-)
-def test_shapes_outside_the_profile(engine, fake, profile, name, shape, message):
-    engine.use_profile(profile)
-    for index in (2, -1):
-        refuses(BindingError, rf"profile {index}: expected 0 <= index < 2", engine.use_profile, index)
-    refuses(BindingError, message, engine.set_input_shape, name, shape)
-    assert fake.calls == []
-
-
-def test_enqueue_checks_what_is_bound(engine, fake, memory):
-    refuses(BindingError, "`input_ids`: it is not bound in this profile", enqueue, engine)
-    ids = tensor(memory, (3 * 11 - 1,), "int32")
-    engine.bind("input_ids", ids)
-    refuses(BindingError, r"`input_ids`: its shape \(-1, -1\) is not known", enqueue, engine)
-    bound = make_ready(engine, memory, 3, 11)
-    for name, other, message in (
-        ("input_ids", ids, r"`input_ids`: shape \(3, 11\) takes 132 bytes, what is bound has 128"),
-        ("logits", tensor(memory, (2, VOCAB), "float32"), r"`logits`: shape \(3, 37\) takes 444 bytes, what is bound has 296"),
-        ("present_v_cache_0", bound["k_cache_0"], "`present_v_cache_0`: expected the address of `v_cache_0`, whose memory it shares"),
-    ):
-        enqueue(engine)
-        engine.bind(name, other)
-        refuses(BindingError, message, enqueue, engine)
-        engine.bind(name, bound[name])
-    engine.bind("input_ids", tensor(memory, (3,), "int32"))
-    engine.set_input_shape("input_ids", (3, 1))
-    enqueue(engine)
-    engine.set_input_shape("input_ids", (3, 2))
-    refuses(BindingError, r"`input_ids`: shape \(3, 2\) takes 24 bytes, what is bound has 12", enqueue, engine)
-    assert names_of(fake).count("execute_async_v3") == 4
-
-
-def test_enqueue_that_fails(engine, fake, memory):
-    make_ready(engine, memory)
-    fake.errors["execute_async_v3"] = "illegal memory access"
-    with pytest.raises(EngineError, match=r"^the step failed. TensorRT says: illegal memory access$"):
-        enqueue(engine)  # although it returned True
-    fake.errors.clear()
-    fake.refuse.add("execute_async_v3")
-    refuses(EngineError, r"^the step failed. TensorRT says: nothing$", enqueue, engine)
-    fake.refuse.clear()
-    enqueue(engine)  # an old error is not raised again
-    refuses(PlaceError, "stream: expected a CUDA stream or graph builder, got HostStream", engine.enqueue, HostMemory().create_stream())
-
-
-def test_close(engine, memory):
-    stream = FakeStream(0x77)
-    bound = make_ready(engine, memory)
-    engine.enqueue(stream)
-    for _ in range(2):
+    def test_close(self, engine: TensorRTEngine, fake: FakeTensorRT, memory: FakeGpuMemory) -> None:
+        stream = FakeStream(0x77)
+        bound = bind_all(engine, memory)
+        set_shapes(engine, 3, 1)
+        engine.enqueue(stream)
         engine.close()
         assert stream.synced == 1
-    for action, args in (
-        (engine.enqueue, (stream,)),
-        (engine.bind, ("logits", bound["logits"])),
-        (engine.set_input_shape, ("input_ids", (3, 1))),
-        (engine.use_profile, (0,)),
-    ):
-        refuses(ClosedError, "this TensorRTEngine is closed", action, *args)
-
-
-def test_wait_that_fails_still_lets_go(engine, memory, monkeypatch):
-    make_ready(engine, memory)
-    enqueue(engine)
-    before = memory.live_nbytes
-
-    def broken(stream):
-        raise RuntimeError("sticky CUDA error")
-
-    monkeypatch.setattr(memory, "synchronize", broken)
-    refuses(RuntimeError, "sticky CUDA error", engine.close)
-    assert memory.live_nbytes <= before - 5000
-
-
-def test_runtime_cache_is_saved_and_loaded(opens, fake, memory, caches):
-    fake.cache_content, content = None, fake.cache_content
-    engine = opens()
-    with pytest.warns(RuntimeWarning, match="runtime cache .*: it could not be serialised by TensorRT"):
         engine.close()
-    assert memory.live_nbytes == 0
-    fake.cache_content = content
-    engine = opens()
-    assert "cache.deserialize" not in names_of(fake)
-    assert not caches.exists()
-    engine.close()
-    (file,) = (caches / "trt_kvcache").iterdir()
-    assert file.read_bytes().endswith(b"compiled")
-    before = file.stat()
-    fake.calls.clear()
-    opens().close()
-    assert ("cache.deserialize", b"compiled") in fake.calls
-    names = names_of(fake)
-    assert names.index("cache.deserialize") < names.index("set_runtime_cache") < names.index("create_execution_context")
-    assert file.stat().st_mtime_ns == before.st_mtime_ns  # nothing new was compiled
-    fake.refuse.add("cache.deserialize")
-    with pytest.warns(RuntimeWarning, match="runtime cache .* it was refused by TensorRT"):
-        engine = opens()
-    engine.close()
-    assert file.stat().st_ino != before.st_ino  # and it was replaced
+        assert stream.synced == 1
+        for action in (
+            lambda: engine.enqueue(stream),
+            lambda: engine.bind("logits", bound["logits"]),
+            lambda: engine.set_input_shape("input_ids", (3, 1)),
+            lambda: engine.use_profile(0),
+        ):
+            with pytest.raises(ClosedError, match="this TensorRTEngine is closed"):
+                action()
+
+    def test_wait_that_fails_still_lets_go(
+        self, engine: TensorRTEngine, memory: FakeGpuMemory, fake: FakeTensorRT, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        bind_all(engine, memory)
+        set_shapes(engine, 3, 1)
+        engine.enqueue(FakeStream(0x77))
+        before = memory.live_nbytes
+
+        def broken(stream: Any) -> None:
+            raise RuntimeError("sticky CUDA error")
+
+        monkeypatch.setattr(memory, "synchronize", broken)
+        with pytest.raises(RuntimeError, match="sticky CUDA error"):
+            engine.close()
+        assert memory.live_nbytes <= before - 5000
 
 
-def test_engine_that_this_package_did_not_build(memory, monkeypatch, caches):
+class TestRuntimeCache:
+    def cache_files(self, tmp_path: Path) -> list[Path]:
+        return sorted((tmp_path / "caches" / "trt_kvcache").iterdir())
+
+    def test_saved_at_close_while_the_contexts_live_and_loaded_at_open(
+        self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory, tmp_path: Path
+    ) -> None:
+        engine = TensorRTEngine.open(folder, memory=memory)
+        assert "cache.deserialize" not in names_of(fake)
+        assert not (tmp_path / "caches").exists()
+        engine.close()
+        (file,) = self.cache_files(tmp_path)
+        assert file.read_bytes().endswith(b"compiled")
+        before = file.stat().st_mtime_ns
+        fake.calls.clear()
+        TensorRTEngine.open(folder, memory=memory).close()
+        assert ("cache.deserialize", b"compiled") in fake.calls
+        names = names_of(fake)
+        assert names.index("cache.deserialize") < names.index("set_runtime_cache") < names.index("create_execution_context")
+        assert file.stat().st_mtime_ns == before  # nothing new was compiled
+
+    def test_keyed_by_plan_gpu_driver_and_version(
+        self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        TensorRTEngine.open(folder, memory=memory).close()
+        TensorRTEngine.open(PLAN, memory=memory).close()  # the same plan
+        assert len(self.cache_files(tmp_path)) == 1
+        for change in range(4):
+            identity = list(IDENTITY)
+            identity[change] += "1"
+            with monkeypatch.context() as patch:
+                patch.setattr(execution, "gpu_identity", lambda device, identity=identity: tuple(identity))
+                TensorRTEngine.open(folder, memory=memory).close()
+            assert len(self.cache_files(tmp_path)) == 2 + change
+        fake.plan = b"another plan"
+        TensorRTEngine.open(b"another plan", memory=memory).close()
+        assert len(self.cache_files(tmp_path)) == 6
+
+    def test_damaged_file_is_ignored(self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory, tmp_path: Path) -> None:
+        TensorRTEngine.open(folder, memory=memory).close()
+        (file,) = self.cache_files(tmp_path)
+        file.write_bytes(b"rubbish")
+        fake.calls.clear()
+        with pytest.warns(RuntimeWarning, match="runtime cache .* it is damaged"):
+            engine = TensorRTEngine.open(folder, memory=memory)
+        assert "cache.deserialize" not in names_of(fake)
+        engine.close()
+        assert file.read_bytes().endswith(b"compiled")
+
+    def test_file_that_tensorrt_refuses_is_ignored_and_replaced(
+        self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory, tmp_path: Path
+    ) -> None:
+        TensorRTEngine.open(folder, memory=memory).close()
+        (file,) = self.cache_files(tmp_path)
+        inode = file.stat().st_ino
+        fake.cache_refuses = True
+        with pytest.warns(RuntimeWarning, match="runtime cache .* it was refused by TensorRT"):
+            engine = TensorRTEngine.open(folder, memory=memory)
+        engine.close()
+        assert file.stat().st_ino != inode
+
+    def test_nothing_serialised_is_nothing_saved(
+        self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory, tmp_path: Path
+    ) -> None:
+        fake.cache_content = None
+        engine = TensorRTEngine.open(folder, memory=memory)
+        with pytest.warns(RuntimeWarning, match="runtime cache .*: it could not be serialised by TensorRT"):
+            engine.close()
+        assert not (tmp_path / "caches").exists()
+        assert memory.live_nbytes == 0
+
+    def test_place_that_cannot_be_written(
+        self, fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (tmp_path / "file").write_text("in the way")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        with pytest.warns(RuntimeWarning, match="it cannot be read"):
+            engine = TensorRTEngine.open(folder, memory=memory)
+        with pytest.warns(RuntimeWarning, match="it cannot be written"):
+            engine.close()
+        assert memory.live_nbytes == 0
+
+
+def test_engine_that_this_package_did_not_build(memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """One profile, other names, int64 ids, float16 logits, static batch of the logits' input: read from the engine itself."""
     names = TensorNames(
         input_ids="ids", kvcache_start_index="past", k_cache="pk.{i}", present_k_cache="nk.{i}", v_cache="pv.{i}", present_v_cache="nv.{i}"
     )
     kv = (-1, 2, 16, 8)
-    tensors = {"ids": ((-1, -1), "int64"), "past": ((-1,), "int32"), "table": ((16, 4), "float32"), "pk.0": (kv, "bfloat16")}
-    specs = [TensorSpec.input(name, shape, dtype) for name, (shape, dtype) in tensors.items()]
-    specs.append(TensorSpec.output("nk.0", kv, "bfloat16", alias="pk.0"))
-    specs.append(TensorSpec.output("logits", (-1, 9), "float16"))
-    profile = EngineProfile(name="", min_batch=2, max_batch=5, min_width=1, max_width=7)
-    install(FakeTensorRT(specs, [profile]), monkeypatch, caches)
+    specs = [
+        TensorSpec(name="ids", shape=(-1, -1), dtype="int64", mode=TensorMode.INPUT),
+        TensorSpec(name="past", shape=(-1,), dtype="int32", mode=TensorMode.INPUT),
+        TensorSpec(name="table", shape=(16, 4), dtype="float32", mode=TensorMode.INPUT),
+        TensorSpec(name="pk.0", shape=kv, dtype="bfloat16", mode=TensorMode.INPUT),
+        TensorSpec(name="nk.0", shape=kv, dtype="bfloat16", mode=TensorMode.OUTPUT, alias="pk.0"),
+        TensorSpec(name="logits", shape=(-1, 9), dtype="float16", mode=TensorMode.OUTPUT),
+    ]
+    fake = FakeTensorRT(
+        specs,
+        [EngineProfile(name="", min_batch=2, max_batch=5, min_width=1, max_width=7)],
+    )
+    install(fake, monkeypatch, tmp_path / "caches")
     with TensorRTEngine.open(b"plan", memory=memory, names=names) as engine:
         assert engine.names is names
         assert set(engine.tensors.values()) == set(specs)
-        assert list(engine.profiles) == [replace(profile, name="prefill")]
+        assert list(engine.profiles) == [EngineProfile(name="prefill", min_batch=2, max_batch=5, min_width=1, max_width=7)]
         engine.set_input_shape("table", (16, 4))
-        refuses(BindingError, r"`table`: expected a shape from \(16, 4\) to \(16, 4\)", engine.set_input_shape, "table", (15, 4))
-        refuses(BindingError, r"`ids`: expected a shape from \(2, 1\) to \(5, 7\)", engine.set_input_shape, "ids", (1, 1))
+        with pytest.raises(BindingError, match=r"`table`: expected a shape from \(16, 4\) to \(16, 4\)"):
+            engine.set_input_shape("table", (15, 4))
+        with pytest.raises(BindingError, match=r"`ids`: expected a shape from \(2, 1\) to \(5, 7\)"):
+            engine.set_input_shape("ids", (1, 1))
 
 
 @pytest.mark.trt
-def test_real_tensorrt_without_a_gpu_says_why(tmp_path, memory):
+def test_real_tensorrt_without_a_gpu_says_why(tmp_path: Path, memory: FakeGpuMemory) -> None:
     from trt_kvcache.builder.build_engine import build_engine
 
-    sizes = {"max_batch_size": 2, "max_sequence_length": 30, "max_prefill_length": 5}
-    build_engine(write_model(tmp_path / "model"), tmp_path / "engine", **sizes, flavour="tensorrt_rtx")
+    build_engine(
+        write_model(tmp_path / "model"),
+        tmp_path / "engine",
+        max_batch_size=2,
+        max_sequence_length=30,
+        max_prefill_length=5,
+        flavour="tensorrt_rtx",
+    )
     with pytest.raises(EngineError, match=r"tensorrt_rtx .* (cannot start|refuses this engine).* TensorRT says: .*[Cc][Uu][Dd][Aa]"):
         TensorRTEngine.open(tmp_path / "engine", memory=memory)
     assert memory.live_nbytes == 0

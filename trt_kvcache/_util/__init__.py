@@ -1,1 +1,1 @@
-"""Small things that every room uses, and that know nothing of caches."""
+"""Helpers that every package uses and that know nothing of caches: checks, files, the life of objects."""

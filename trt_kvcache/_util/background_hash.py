@@ -10,18 +10,29 @@ DIGEST_NBYTES = hashlib.sha256().digest_size
 
 
 class BackgroundHash:
-    """SHA-256 of chunks, in order, in a thread of its own: a disk and a hash are about as fast. A context manager."""
+    """SHA-256 of chunks, in their order, computed in a thread of its own. A context manager.
+
+    A disk and the hash are about equally fast, so doing both at once halves the time.
+
+    Examples
+    --------
+    >>> with BackgroundHash() as digest:
+    ...     digest.update(b"a key, ")
+    ...     digest.update(b"a value")
+    ...     digest.digest().hex()[:16]
+    '39eec1bf73f0ea18'
+    """
 
     def __init__(self) -> None:
         self._sha256 = hashlib.sha256()
         self._thread = ThreadPoolExecutor(1)
 
     def update(self, chunk: bytes | memoryview) -> None:
-        """Hash a chunk, which must not change until :meth:`digest` returns."""
+        """Add a chunk of bytes, which must not change until :meth:`digest` returns."""
         self._thread.submit(self._sha256.update, chunk)
 
     def digest(self) -> bytes:
-        """Wait for all chunks, and return their hash."""
+        """Wait until all chunks are hashed, and return the 32 bytes of the hash."""
         return self._thread.submit(self._sha256.digest).result()
 
     def __enter__(self) -> BackgroundHash:

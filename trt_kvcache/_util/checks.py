@@ -1,4 +1,4 @@
-"""Checks of plain arguments, with the message form of :mod:`trt_kvcache.errors`."""
+"""Checks of plain arguments. Messages have the form of :mod:`trt_kvcache.errors`."""
 
 import operator
 from collections.abc import Collection
@@ -8,7 +8,22 @@ from trt_kvcache.errors import ConfigError, KVCacheError, LayerIndexError, Range
 
 
 def as_int(what: str, value: Any, *, error: type[KVCacheError] = RangeError) -> int:
-    """Return ``value`` as an int; a bool, float or anything that is not an integer raises ``error``."""
+    """Return an integer as an int.
+
+    Parameters
+    ----------
+    what : str
+        What the value is, for the message.
+    value : object
+        What a caller gave.
+    error : type
+        The class to raise.
+
+    Raises
+    ------
+    error
+        The value is a bool, a float, or anything else that is not an integer.
+    """
     if isinstance(value, bool):
         raise error(f"{what}: expected an integer, got {value!r}.")
     try:
@@ -18,8 +33,25 @@ def as_int(what: str, value: Any, *, error: type[KVCacheError] = RangeError) -> 
 
 
 def int_in_range(what: str, value: Any, low: int, high: int | None = None, *, error: type[KVCacheError] = RangeError) -> int:
-    """Return ``value`` as an int with ``low <= value <= high`` (no upper bound if ``high`` is None), else raise ``error``."""
-    number = as_int(what, value, error=error)
+    """Return an integer of a range as an int.
+
+    Parameters
+    ----------
+    what : str
+        What the value is, for the message.
+    value : object
+        What a caller gave.
+    low, high : int
+        The smallest and largest value; None for no largest one.
+    error : type
+        The class to raise.
+
+    Raises
+    ------
+    error
+        The value is not an integer, or not in the range.
+    """
+    number = value if type(value) is int else as_int(what, value, error=error)
     if number < low or (high is not None and number > high):
         expected = f"at least {low}" if high is None else f"an integer from {low} to {high}"
         raise error(f"{what}: expected {expected}, got {number}.")
@@ -27,13 +59,45 @@ def int_in_range(what: str, value: Any, low: int, high: int | None = None, *, er
 
 
 def one_of(what: str, value: Any, known: Collection[str], *, error: type[KVCacheError] = ConfigError) -> None:
-    """Raise ``error`` unless ``value`` is one of ``known``."""
+    """Check that a value is one of the known names.
+
+    Parameters
+    ----------
+    what : str
+        What the value is, for the message.
+    value : object
+        What a caller gave.
+    known : collection of str
+        The names.
+    error : type
+        The class to raise.
+
+    Raises
+    ------
+    error
+        It is not.
+    """
     if value not in known:
         raise error(f"{what}: expected one of {', '.join(known)}, got {value!r}.")
 
 
 def slot_index(slot: Any, count: int, *, of: str = "batch slots") -> int:
-    """Return ``slot`` if ``0 <= slot < count``, else raise :class:`SlotError`."""
+    """Return a slot as an int.
+
+    Parameters
+    ----------
+    slot : object
+        What a caller gave.
+    count : int
+        How many slots there are.
+    of : str
+        What they are, for the message.
+
+    Raises
+    ------
+    SlotError
+        It is not an integer, or not ``0 <= slot < count``.
+    """
     number = as_int("slot", slot, error=SlotError)
     if not 0 <= number < count:
         raise SlotError(f"slot {number}: expected 0 <= slot < {count} ({of}). Slots never wrap.")
@@ -41,7 +105,22 @@ def slot_index(slot: Any, count: int, *, of: str = "batch slots") -> int:
 
 
 def layer_index(index: Any, count: int, *, name: str = "attn_layer_idx") -> int:
-    """Return ``index`` if ``0 <= index < count``, else raise :class:`LayerIndexError`."""
+    """Return a layer index as an int.
+
+    Parameters
+    ----------
+    index : object
+        What a caller gave.
+    count : int
+        How many layers there are.
+    name : str
+        Name of the argument, for the message.
+
+    Raises
+    ------
+    LayerIndexError
+        It is not an integer, or not ``0 <= index < count``.
+    """
     number = as_int(name, index, error=LayerIndexError)
     if not 0 <= number < count:
         raise LayerIndexError(f"{name} {number}: expected 0 <= {name} < {count}. Indices never wrap.")

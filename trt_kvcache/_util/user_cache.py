@@ -1,4 +1,4 @@
-"""Where this package keeps what can be made again: compiled kernels, and what TensorRT for RTX compiled."""
+"""The folder for files that can be made again: compiled kernels, and what TensorRT for RTX compiled."""
 
 import os
 import sys
@@ -6,7 +6,13 @@ from pathlib import Path
 
 
 def user_cache_folder() -> Path:
-    """Return the folder of this package among the user's caches. ``XDG_CACHE_HOME`` decides where it is set."""
+    """Return the folder of this package among the user's caches.
+
+    Returns
+    -------
+    Path
+        In ``XDG_CACHE_HOME`` if that is set, else where the operating system keeps caches. It may not exist yet.
+    """
     given = os.environ.get("XDG_CACHE_HOME")
     if given:
         return Path(given) / "trt_kvcache"

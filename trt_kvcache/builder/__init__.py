@@ -1,1 +1,1 @@
-"""Building TensorRT engines from a checkpoint."""
+"""Building TensorRT engines from a Hugging Face checkpoint."""

@@ -1,60 +1,52 @@
-"""From a checkpoint to an engine folder."""
+"""``build_engine``: from a Hugging Face checkpoint to an engine folder."""
 
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from safetensors.numpy import save
-
-from trt_kvcache.builder.network import Graph, Weights, add_decoder, add_segments
-from trt_kvcache.builder.network.rope import cos_sin
-from trt_kvcache.builder.options import BuildOptions, known_compute_capabilities
-from trt_kvcache.builder.progress import BuildProgress, make_monitor
-from trt_kvcache.cache.config import KVCacheConfig
-from trt_kvcache.checkpoint import Checkpoint, ModelConfig, Tokenizer
-from trt_kvcache.engine.attention_variants import AttentionChoice
-from trt_kvcache.engine.decoder_tensors import MIN_BATCH_SIZE, decoder_profiles, decoder_tensors
-from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
-from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
-from trt_kvcache.engine_folder.config import CheckpointRecord, EngineConfig
+from trt_kvcache.builder.definition import DecoderDefinition, define_constants, define_decoder, define_segments
+from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.serialization import serialize
+from trt_kvcache.checkpoint import Checkpoint, Tokenizer
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
+from trt_kvcache.engine.decoder_tensors import decoder_tensors
+from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.folder import check_target, write_engine_folder
-from trt_kvcache.errors import BuildError, ConfigError
-from trt_kvcache.ops.segments import COS_SIN, EMBEDDING, SegmentStep, decoder_steps, shape_at
-from trt_kvcache.ops.segments_record import FileRecord, SegmentsRecord, with_padding
-from trt_kvcache.trt.log import Messages
-from trt_kvcache.trt.module import TensorRT, load
-from trt_kvcache.trt.plugin import allow_aliasing, can_add_plugins
+from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
+from trt_kvcache.errors import BuildError
+from trt_kvcache.trt.module import load
+from trt_kvcache.trt.plugin import can_add_plugins
 
-#: Called as ``progress(stage, done)``: what is being done, and the fraction of it that is done (None: not known).
+#: Called as ``progress(stage, done)`` with what is being done, and the fraction of it that is done (None where that is not known).
 Progress = Callable[[str, float | None], object]
 
+#: Values of ``stage``.
 READING, DEFINING, BUILDING, WRITING = "read checkpoint", "define network", "build engine", "write engine folder"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BuildReport:
-    """What a build made and took.
+    """What a build produced, and what it took.
 
     Parameters
     ----------
     path : Path
         The engine folder.
     tensorrt : str
-        Flavour and version.
+        Flavour and version of TensorRT.
     seconds : float
         Wall time of the whole build.
     peak_memory_nbytes : int or None
-        Most memory that this process has held so far (its peak resident set, of its whole life); None where the system does
-        not say.
+        Peak resident set of this process since it started, in bytes; None where the system does not say.
     plan_nbytes, weights_nbytes : int
-        Of the serialised engine, and of the checkpoint's weights.
-    attention : tuple of AttentionChoice
-        Per layer.
+        Size of the serialised engine, and of the checkpoint's weights, in bytes.
+    attention : tuple of AttentionLayerConfig
+        How the attention of each layer was built.
     warnings : tuple of str
         What TensorRT warned of.
     """
@@ -65,35 +57,8 @@ class BuildReport:
     peak_memory_nbytes: int | None
     plan_nbytes: int
     weights_nbytes: int
-    attention: tuple[AttentionChoice, ...]
+    attention: tuple[AttentionLayerConfig, ...]
     warnings: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class DecoderDefinition:
-    """A decoder, or a segment of one, as a TensorRT network, not built yet. Keep it until the build is done: it owns the weights.
-
-    Parameters
-    ----------
-    builder : IBuilder
-    network : INetworkDefinition
-    graph : Graph
-        Owner of the arrays that ``network`` points at.
-    cache : KVCacheConfig
-    names : TensorNames
-    tensors : tuple of TensorSpec
-    profiles : tuple of EngineProfile
-    attention : tuple of AttentionChoice
-    """
-
-    builder: Any
-    network: Any
-    graph: Graph
-    cache: KVCacheConfig
-    names: TensorNames
-    tensors: tuple[TensorSpec, ...]
-    profiles: tuple[EngineProfile, ...]
-    attention: tuple[AttentionChoice, ...]
 
 
 def build_engine(
@@ -117,13 +82,28 @@ def build_engine(
     model_path : path
         The checkpoint.
     engine_path : path
-        The engine folder to make. An engine folder that is there is replaced, once the new one is complete.
-    max_batch_size, max_sequence_length, max_prefill_length, dtype, attention, flavour, compute_capabilities
-        See :class:`~trt_kvcache.builder.options.BuildOptions`.
+        The engine folder to make. An engine folder of this name is replaced once the new one is complete.
+    max_batch_size : int
+        Slots, B.
+    max_sequence_length : int
+        Tokens that a slot can hold, S.
+    max_prefill_length : int
+        Most new tokens per slot in one enqueue; at most S. Longer prompts are prefilled in chunks.
+    dtype : str, optional
+        What the engine computes in, and its cache holds: ``"float16"``, ``"bfloat16"`` or ``"float32"``. That of the checkpoint if left
+        out.
+    attention : str
+        ``"native"``, ``"mask"`` or ``"plugin"``: see :mod:`trt_kvcache.engine.attention_variants`.
+    flavour : str
+        ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``: see :func:`trt_kvcache.trt.module.load`.
     embed_weights : bool
-        Copy the checkpoint into the engine folder, so that the reference engine and ``compare`` work where it is not.
+        Whether to copy the checkpoint into the engine folder, so that the reference engine and ``compare`` work where the checkpoint is
+        not.
+    compute_capabilities : sequence of str, optional
+        GPUs to build for, such as ``("8.6", "12.0")``; for TensorRT for RTX only. All that it knows if left out. Full TensorRT builds for
+        the GPU that it runs on.
     progress : callable, optional
-        See :data:`Progress`. What it raises ends the build and comes out of this call.
+        See :data:`Progress`. An exception that it raises stops the build and is raised by this function.
 
     Returns
     -------
@@ -132,11 +112,25 @@ def build_engine(
     Raises
     ------
     ConfigError
-        The options cannot be served. Nothing was made.
+        The options cannot be served. Nothing was written.
     CheckpointError
-        The checkpoint is damaged or not supported. Nothing was made.
+        The checkpoint is damaged or not supported. Nothing was written.
     BuildError
         TensorRT is not there, or refused something. Nothing is left on disk.
+
+    Notes
+    -----
+    The network is made with ``INetworkDefinition`` and built with ``IBuilder.build_serialized_network``. TensorRT for RTX builds without
+    a GPU.
+
+    Examples
+    --------
+    >>> from trt_kvcache import build_engine
+    >>> report = build_engine(
+    ...     "examples/tiny-llama", "tiny-engine", max_batch_size=4, max_sequence_length=256, max_prefill_length=64, flavour="tensorrt_rtx"
+    ... )  # doctest: +SKIP
+    >>> report.attention[0].variant  # doctest: +SKIP
+    'native'
     """
     started = time.perf_counter()
     report = progress or (lambda stage, done: None)
@@ -155,24 +149,24 @@ def build_engine(
     options.check_tensorrt(tensorrt)
     with Checkpoint.open(Path(model_path)) as checkpoint, tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
         options.check_kernels(checkpoint.config)
-        Tokenizer.open(checkpoint.path)  # a damaged one is named before the work, not by the first prompt
+        Tokenizer.open(checkpoint.path)  # a damaged tokenizer is reported before the work, not by the first prompt
         report(DEFINING, None)
-        segmented = options.attention == "plugin" and not can_add_plugins(tensorrt)
-        definitions = (define_segments if segmented else _define_one)(checkpoint, options, tensorrt, messages)
+        in_segments = options.attention == "plugin" and not can_add_plugins(tensorrt)
+        definitions: tuple[DecoderDefinition, ...]
+        if in_segments:
+            definitions = define_segments(checkpoint, options, tensorrt, messages)
+        else:
+            definitions = (define_decoder(checkpoint, options, tensorrt, messages),)
         definition = definitions[0]
         plans = []
         for index, part in enumerate(definitions):
             report(BUILDING, index / len(definitions))
-            share = _share(report, index, len(definitions))
-            plans.append(serialize(part, options, tensorrt, messages, share))
+            plans.append(serialize(part, options, tensorrt, messages, _progress_of_part(report, index, len(definitions))))
         report(BUILDING, 1.0)
         fingerprint = checkpoint.fingerprint(lambda done, total: report(READING, done / total))
         report(WRITING, None)
-        constants, segments, chunks = None, None, with_padding(plans)
-        if segmented:
-            constants = define_constants(checkpoint, definition.cache)
-            steps = decoder_steps(checkpoint.config, definition.cache, definition.names)
-            segments = SegmentsRecord(steps=steps, plans=tuple(plan.nbytes for plan in plans), constants=FileRecord.of([constants]))
+        constants = define_constants(checkpoint, definition.cache) if in_segments else None
+        chunks = with_padding(plans)
         config = EngineConfig(
             model=checkpoint.config,
             cache=definition.cache,
@@ -187,7 +181,7 @@ def build_engine(
             checkpoint=CheckpointRecord(
                 path=os.path.abspath(model_path), fingerprint=fingerprint, nbytes=checkpoint.nbytes, embedded=embed_weights
             ),
-            segments=segments,
+            segments=None if constants is None else _segments_record(checkpoint, definition, plans, constants),
         )
         write_engine_folder(target, config=config, plans=chunks, checkpoint=checkpoint, constants=constants)
         return BuildReport(
@@ -202,178 +196,24 @@ def build_engine(
         )
 
 
-def define_decoder(
-    checkpoint: Checkpoint, options: BuildOptions, tensorrt: TensorRT, messages: Messages, names: TensorNames = DEFAULT_NAMES
-) -> DecoderDefinition:
-    """Make the network of a checkpoint. Raises :class:`ConfigError` before it starts, :class:`BuildError` at a layer."""
-    model = checkpoint.config
-    cache = options.cache_for(model)
-    if options.attention == "plugin" and not can_add_plugins(tensorrt):
-        raise ConfigError(
-            f"attention: expected native or mask in one network, got plugin: {tensorrt} has no plugin layers. Build segments."
-        )
-    builder, begin = _networks(model, tensorrt, messages)
-    network = begin()
-    graph = Graph(tensorrt, network, messages, dtype=cache.dtype)
-    choices = add_decoder(
-        graph,
-        Weights(checkpoint, cache.dtype),
-        model,
-        max_sequence_length=cache.max_sequence_length,
-        attention=options.attention,
-        min_batch_size=MIN_BATCH_SIZE,
-        names=names,
-    )
-    return DecoderDefinition(
-        builder=builder,
-        network=network,
-        graph=graph,
-        cache=cache,
-        names=names,
-        tensors=decoder_tensors(model, cache, names),
-        profiles=decoder_profiles(max_batch_size=cache.max_batch_size, max_prefill_length=options.max_prefill_length),
-        attention=choices,
-    )
+def _segments_record(checkpoint: Checkpoint, definition: DecoderDefinition, plans: Sequence[Any], constants: bytes) -> SegmentsRecord:
+    """Return what ``config.json`` records of an engine in segments."""
+    stages = decoder_stages(checkpoint.config, definition.cache, definition.names)
+    return SegmentsRecord(stages=stages, plans=tuple(plan.nbytes for plan in plans), constants=FileRecord.of([constants]))
 
 
-def define_segments(
-    checkpoint: Checkpoint, options: BuildOptions, tensorrt: TensorRT, messages: Messages, names: TensorNames = DEFAULT_NAMES
-) -> tuple[DecoderDefinition, ...]:
-    """Make the networks of a checkpoint's segments, each with the tensors of that segment. Raises as :func:`define_decoder`."""
-    model = checkpoint.config
-    cache = options.cache_for(model)
-    builder, begin = _networks(model, tensorrt, messages)
-    networks = [begin()]
-
-    def begin_next() -> Any:
-        networks.append(begin())
-        return networks[-1]
-
-    graph = Graph(tensorrt, networks[0], messages, dtype=cache.dtype)
-    choices = add_segments(
-        graph, Weights(checkpoint, cache.dtype), model, begin_next, max_sequence_length=cache.max_sequence_length, names=names
-    )
-    segments = [step for step in decoder_steps(model, cache, names) if isinstance(step, SegmentStep)]
-    profiles = decoder_profiles(max_batch_size=cache.max_batch_size, max_prefill_length=options.max_prefill_length)
-    make = partial(DecoderDefinition, builder=builder, graph=graph, cache=cache, names=names, profiles=profiles, attention=choices)
-    return tuple(make(network=network, tensors=segment.tensors) for network, segment in zip(networks, segments, strict=True))
-
-
-def define_constants(checkpoint: Checkpoint, cache: KVCacheConfig) -> bytes:
-    """Return the safetensors file of what segments and operations read besides: the embedding table, and the angles of RoPE."""
-    table = Weights(checkpoint, cache.dtype)(EMBEDDING)
-    return save({EMBEDDING: table, COS_SIN: cos_sin(checkpoint.config, length=cache.max_sequence_length)})
-
-
-def _define_one(checkpoint: Checkpoint, options: BuildOptions, tensorrt: TensorRT, messages: Messages) -> tuple[DecoderDefinition]:
-    return (define_decoder(checkpoint, options, tensorrt, messages),)
-
-
-def _networks(model: ModelConfig, tensorrt: TensorRT, messages: Messages) -> tuple[Any, Callable[[], Any]]:
-    """Return a builder, and what makes an empty network of it."""
-    builder = _require(tensorrt.module.Builder, messages, "TensorRT cannot start a builder", tensorrt.log.logger)
-    flags = 0 if tensorrt.is_rtx else 1 << int(tensorrt.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED)  # RTX always is
-
-    def begin() -> Any:
-        network = _require(builder.create_network, messages, "TensorRT cannot make a network", flags)
-        network.name = model.family
-        return network
-
-    return builder, begin
-
-
-def _share(report: Progress, index: int, count: int) -> Callable[[float], object]:
-    """Return what reports the progress of one part of a build as that of the whole."""
+def _progress_of_part(report: Progress, index: int, count: int) -> Callable[[float], object]:
+    """Return a callable that reports the progress of one network of a build as that of the whole."""
     return lambda done: report(BUILDING, (index + done) / count)
 
 
-def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: TensorRT, messages: Messages) -> Any:
-    """Return the ``IBuilderConfig`` of a definition: its profiles, its GPUs, and float32 that is float32.
-
-    Raises
-    ------
-    BuildError
-        TensorRT refused a profile or a compute capability; the text is what it logged.
-    """
-    config = _require(definition.builder.create_builder_config, messages, "TensorRT cannot make a builder configuration")
-    for profile in definition.profiles:
-        _add_profile(definition, config, profile, messages)
-    if options.compute_capabilities is not None:
-        known = known_compute_capabilities(tensorrt)
-        config.num_compute_capabilities = len(options.compute_capabilities)
-        for index, name in enumerate(options.compute_capabilities):
-            if not config.set_compute_capability(known[name], index):
-                messages.fail(BuildError, f"compute capability {name}: TensorRT refused it")
-    if definition.attention[0].variant == "plugin" and can_add_plugins(tensorrt):
-        allow_aliasing(tensorrt, config)
-    elif definition.attention[0].variant == "plugin":
-        flag = getattr(tensorrt.module.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)
-        if flag is not None:  # else a capture may refuse what TensorRT allocates in an enqueue
-            config.set_flag(flag)
-    config.clear_flag(tensorrt.module.BuilderFlag.TF32)  # on by default; it keeps 10 bits of a float32's fraction
-    return config
-
-
-def serialize(
-    definition: DecoderDefinition, options: BuildOptions, tensorrt: TensorRT, messages: Messages, progress: Callable[[float], object]
-) -> Any:
-    """Build a defined network.
-
-    Returns
-    -------
-    IHostMemory
-        The serialised engine, as a buffer.
-
-    Raises
-    ------
-    BuildError
-        TensorRT refused a profile or the network; the text is what it logged.
-    """
-    config = make_config(definition, options, tensorrt, messages)
-    watcher = BuildProgress(progress)
-    config.progress_monitor = make_monitor(tensorrt.module, watcher)
-    plan = definition.builder.build_serialized_network(definition.network, config)
-    if watcher.interruption is not None:
-        raise watcher.interruption
-    if plan is None:
-        messages.fail(BuildError, "the engine could not be built")
-    messages.check(BuildError, "the engine could not be built")
-    return plan
-
-
-def _add_profile(definition: DecoderDefinition, config: Any, profile: EngineProfile, messages: Messages) -> None:
-    """Add one optimisation profile, tuned for its largest enqueue."""
-    smallest, largest = (profile.min_batch, profile.min_width), (profile.max_batch, profile.max_width)
-    made = definition.builder.create_optimization_profile()
-    for spec in definition.tensors:
-        if spec.mode is TensorMode.INPUT:
-            low, high = (shape_at(spec.shape, *size) for size in (smallest, largest))
-            try:
-                made.set_shape(spec.name, low, high, high)
-            except (RuntimeError, ValueError) as error:
-                messages.add(f"`{spec.name}`: {error}", is_error=True)
-                messages.fail(BuildError, f"optimisation profile {profile.name}: TensorRT refused it")
-    if not made or config.add_optimization_profile(made) < 0:
-        messages.fail(BuildError, f"optimisation profile {profile.name}: TensorRT refused it")
-
-
-def _require(make: Callable[..., Any], messages: Messages, what: str, *arguments: Any) -> Any:
-    """Call something that returns None, or raises a bare TypeError, where TensorRT cannot do it."""
-    try:
-        made = make(*arguments)
-    except (TypeError, RuntimeError):
-        made = None
-    if made is None:
-        messages.fail(BuildError, what)
-    return made
-
-
 def _as_tuple(compute_capabilities: Sequence[str]) -> tuple[str, ...]:
+    """Return a tuple; a string is one capability."""
     return (compute_capabilities,) if isinstance(compute_capabilities, str) else tuple(compute_capabilities)
 
 
 def peak_memory_nbytes() -> int | None:
-    """Return the peak resident set of this process in bytes, or None where the system does not say."""
+    """Return the peak resident set of this process since it started, in bytes; None where the system does not say."""
     try:
         import resource
     except ImportError:  # Windows

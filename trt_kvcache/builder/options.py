@@ -1,7 +1,7 @@
-"""What ``build_engine`` is asked for, checked before a file or a network is made.
+"""``BuildOptions``: the options of a build, checked before a file is written or a network is made.
 
-TensorRT accepts much that cannot work (a prefill longer than the cache is a warning, a write beyond it nothing at all), and
-for the rest its messages name none of these options. So everything that is known here is refused here.
+TensorRT accepts options that cannot work (a prefill that is longer than the cache is only a warning, a write beyond the cache not even
+that), and its messages name none of ours. So everything that is known to fail is refused here.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.dtypes import MODEL_DTYPES
-from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS
+from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant
 from trt_kvcache.engine.decoder_tensors import cache_config
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError, EngineError
@@ -18,7 +18,7 @@ from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, MAX_GR
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.versions import check_plugins
 
-#: Head dims for which TensorRT has attention kernels: multiples of the step.
+#: Head dimensions that TensorRT has attention kernels for: multiples of the step.
 HEAD_DIM_STEP, HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 16, 256
 
 _TURING = "7.5"
@@ -33,24 +33,32 @@ class BuildOptions:
     max_batch_size : int
         Slots, B.
     max_sequence_length : int
-        Tokens a slot can hold, S.
+        Tokens that a slot can hold, S.
     max_prefill_length : int
         Most new tokens per slot in one enqueue; at most S.
-    dtype : str or None
-        What the engine computes in, and its cache holds; None takes the checkpoint's.
+    dtype : str, optional
+        What the engine computes in, and its cache holds; that of the checkpoint if left out.
     attention : str
-        ``"native"``, ``"mask"`` or ``"plugin"``: our own over the combined cache, by plugin layers where TensorRT has them, else
-        between segments of the engine.
+        ``"native"``, ``"mask"`` or ``"plugin"``: see :mod:`trt_kvcache.engine.attention_variants`. The latter is built as plugin layers
+        where TensorRT has them, else between the segments of the engine.
     flavour : str
         ``"auto"``, ``"tensorrt"`` or ``"tensorrt_rtx"``.
-    compute_capabilities : tuple of str, or None
-        GPUs to build for, such as ``("8.6", "12.0")``. None: all that TensorRT for RTX knows. Full TensorRT builds for the
-        GPU it runs on.
+    compute_capabilities : tuple of str, optional
+        GPUs to build for, such as ``("8.6", "12.0")``; all that TensorRT for RTX knows if left out. Full TensorRT builds for the GPU that
+        it runs on.
 
     Raises
     ------
     ConfigError
-        A value is out of range, or two disagree.
+        A value is out of range, or two values do not fit each other.
+
+    Examples
+    --------
+    >>> from trt_kvcache.checkpoint import Checkpoint
+    >>> options = BuildOptions(max_batch_size=4, max_sequence_length=256, max_prefill_length=64, attention="plugin")
+    >>> with Checkpoint.open("examples/tiny-llama") as checkpoint:
+    ...     options.cache_for(checkpoint.config).layout.value
+    'combined'
     """
 
     max_batch_size: int
@@ -77,6 +85,7 @@ class BuildOptions:
             self._check_compute_capabilities()
 
     def _check_compute_capabilities(self) -> None:
+        """Check what is known without TensorRT. Raises ConfigError."""
         given = self.compute_capabilities
         if isinstance(given, str) or not given or not all(isinstance(one, str) for one in given):
             raise ConfigError(f'compute_capabilities: expected a sequence such as ("8.6", "12.0"), got {given!r}.')
@@ -87,12 +96,21 @@ class BuildOptions:
             raise ConfigError(f"compute_capabilities: expected 8.0 or more for plugin attention, got {_TURING}. Build with native or mask.")
 
     def cache_for(self, model: ModelConfig) -> KVCacheConfig:
-        """Return the cache of the engine, after checking that ``model`` can be built with these options.
+        """Return the configuration of the engine's cache, after checking that the model can be built with these options.
+
+        Parameters
+        ----------
+        model : ModelConfig
+
+        Returns
+        -------
+        KVCacheConfig
 
         Raises
         ------
         ConfigError
-            TensorRT has no attention for the head dim, S is beyond the model's positions, or the dtype cannot be had.
+            TensorRT has no attention kernels for the head dimension, S exceeds the positions of the model, or a GPU does not have the
+            dtype.
         """
         head_dim = model.head_dim
         if head_dim % HEAD_DIM_STEP or not HEAD_DIM_MIN <= head_dim <= HEAD_DIM_MAX:
@@ -112,7 +130,17 @@ class BuildOptions:
         return cache_config(model, **sizes, dtype=dtype, attention=self.attention)
 
     def check_kernels(self, model: ModelConfig) -> None:
-        """Check that our attention kernels serve ``model``, where it is to run on them. Raises :class:`ConfigError`."""
+        """Check that the attention kernels of this package serve a model; nothing is checked for other variants of attention.
+
+        Parameters
+        ----------
+        model : ModelConfig
+
+        Raises
+        ------
+        ConfigError
+            The kernels do not serve its dtype, head dimension or number of query heads per K/V head.
+        """
         if self.attention != "plugin":
             return
         dtype, group = self.dtype or model.dtype, model.num_attention_heads // model.num_kv_heads
@@ -123,15 +151,24 @@ class BuildOptions:
             raise ConfigError(f"num_attention_heads: expected at most {MAX_GROUP} for each K/V head for plugin attention, got {group}.")
 
     def check_tensorrt(self, tensorrt: TensorRT) -> None:
-        """Check that this TensorRT can do what is asked for. Raises :class:`ConfigError`."""
-        if self.attention != "plugin" and not tensorrt.has_kv_update:
-            raise ConfigError(
-                f"attention: expected plugin, got {self.attention}: TensorRT {tensorrt.version} has no KVCacheUpdate (10.15 has)."
-            )
-        if self.attention == "native" and not tensorrt.has_native_attention:
-            raise ConfigError(
-                f"attention: expected mask, got native: TensorRT {tensorrt.version} has no causal attention over a cache (10.16 has)."
-            )
+        """Check that a TensorRT can build with these options.
+
+        Parameters
+        ----------
+        tensorrt : TensorRT
+
+        Raises
+        ------
+        ConfigError
+            It is too old for the variant of attention, or does not know a compute capability.
+        """
+        for name, served in (("mask", "plugin"), ("native", "mask")):  # native needs what mask needs, and more
+            variant = attention_variant(name)
+            if self.attention in ("native", name) and not tensorrt.supports(variant):
+                raise ConfigError(
+                    f"attention: expected {served}, got {self.attention}: TensorRT {tensorrt.version} has no {variant.needs} "
+                    f"({variant.first_release} has)."
+                )
         if self.attention == "plugin" and not tensorrt.is_rtx:
             try:
                 check_plugins(tensorrt)
@@ -148,6 +185,17 @@ class BuildOptions:
 
 
 def known_compute_capabilities(tensorrt: TensorRT) -> dict[str, object]:
-    """Return the GPUs that TensorRT for RTX can be told to build for: ``"8.6"`` to ``ComputeCapability.SM86``, and so on."""
+    """Return the GPUs that TensorRT for RTX can build for.
+
+    Parameters
+    ----------
+    tensorrt : TensorRT
+        TensorRT for RTX.
+
+    Returns
+    -------
+    dict of str to ComputeCapability
+        By name, such as ``"8.6"`` for ``ComputeCapability.SM86``.
+    """
     members = tensorrt.module.ComputeCapability.__members__
     return {f"{name[2:-1]}.{name[-1]}": member for name, member in members.items() if name.startswith("SM")}

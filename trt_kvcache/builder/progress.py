@@ -1,4 +1,4 @@
-"""How far TensorRT is with a build, as one number."""
+"""The progress of a build as one number."""
 
 import threading
 from collections.abc import Callable
@@ -16,8 +16,8 @@ class _Phase:
 class BuildProgress:
     """Turns TensorRT's nested phases into a fraction that only grows.
 
-    Called from TensorRT's threads, where an exception would be swallowed. So one that ``report`` raises (Ctrl-C among
-    them) is kept, and the build is asked to stop.
+    TensorRT calls it from threads of its own, where an exception would be lost. An exception that ``report`` raises, such as a
+    KeyboardInterrupt, is therefore kept, and the build is asked to stop.
 
     Parameters
     ----------
@@ -27,7 +27,15 @@ class BuildProgress:
     Attributes
     ----------
     interruption : BaseException or None
-        What ``report`` raised; to be raised again after the build has returned.
+        What ``report`` raised; raise it again after the build has returned.
+
+    Examples
+    --------
+    >>> progress = BuildProgress(lambda done: print(f"{done:.0%}"))
+    >>> progress.start("build", parent=None, steps=2)
+    >>> progress.step("build", 0)
+    50%
+    True
     """
 
     def __init__(self, report: Callable[[float], object]) -> None:
@@ -38,12 +46,12 @@ class BuildProgress:
         self._lock = threading.Lock()
 
     def start(self, phase: str, parent: str | None, steps: int) -> None:
-        """Open a phase of ``steps`` steps, inside the step of its parent that is running."""
+        """Begin a phase of ``steps`` steps within the current step of its parent."""
         with self._lock:
             self._phases[phase] = _Phase(parent, max(steps, 1))
 
     def step(self, phase: str, step: int) -> bool:
-        """Note that step number ``step`` is done; return whether to go on."""
+        """Note that step number ``step`` of a phase is done. Returns whether the build should go on."""
         with self._lock:
             if phase in self._phases:
                 self._phases[phase].done = step + 1
@@ -51,12 +59,12 @@ class BuildProgress:
         return self.interruption is None
 
     def finish(self, phase: str) -> None:
-        """Close a phase."""
+        """End a phase."""
         with self._lock:
             self._phases.pop(phase, None)
 
     def _fraction(self, phase: str) -> float:
-        """Return how much of the outermost phase around ``phase`` is done."""
+        """Return the fraction of the outermost phase around ``phase`` that is done."""
         inner = 0.0
         name: str | None = phase
         while name in self._phases:
@@ -66,17 +74,31 @@ class BuildProgress:
         return inner
 
     def _show(self, fraction: float) -> None:
+        """Report a fraction that is larger than the last one."""
         if fraction <= self._shown or self.interruption is not None:
             return
         self._shown = fraction
         try:
             self._report(fraction)
-        except BaseException as error:  # noqa: BLE001  # raised again by whoever started the build
+        except BaseException as error:  # noqa: BLE001  # raised again when the build has returned
             self.interruption = error
 
 
 def make_monitor(module: Any, progress: BuildProgress) -> Any:
-    """Return an ``IProgressMonitor`` that feeds ``progress``."""
+    """Return a progress monitor for a build.
+
+    Parameters
+    ----------
+    module : module
+        ``tensorrt`` or ``tensorrt_rtx``.
+    progress : BuildProgress
+        What is told of phases and steps.
+
+    Returns
+    -------
+    IProgressMonitor
+        For ``IBuilderConfig.progress_monitor``.
+    """
 
     class Monitor(module.IProgressMonitor):  # type: ignore[misc]  # TensorRT is not imported when this is checked
         def __init__(self) -> None:

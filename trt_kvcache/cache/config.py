@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from trt_kvcache._util.checks import int_in_range, one_of
-from trt_kvcache._util.stored import read_stored
+from trt_kvcache._util.serialization import config_from_dict
 from trt_kvcache.cache.layout import KVLayerStorage, KVLayout, kv_layer_storage
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.dtypes import KV_DTYPES, SCALED_KV_DTYPES
@@ -26,19 +26,32 @@ _SCALE_MIN, _SCALE_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.flo
 
 @dataclass(frozen=True, kw_only=True)
 class KVLayerConfig:
-    """K/V heads of one attention layer (seed 000, ``KVLayerConfig``).
-
-    Raises ConfigError: a field is out of range.
+    """K/V heads of one attention layer.
 
     Parameters
     ----------
-    num_kv_heads
+    num_kv_heads : int
         Key-value heads, H.
-    head_dim
-        Elements of one row, D. ``D * itemsize`` must be a multiple of 16 bytes.
-    k_scale, v_scale
-        For ``float8_e4m3fn`` and ``int8``: real value = stored value * scale. Finite and above 0, as float32. Other dtypes have no
-        use for it.
+    head_dim : int
+        Elements of one K or V row, D. ``D * itemsize`` must be a multiple of 16 bytes.
+    k_scale, v_scale : float
+        For ``float8_e4m3fn`` and ``int8``: real value = stored value * scale. Finite and above 0, as float32. Other dtypes do not
+        use it.
+
+    Raises
+    ------
+    ConfigError
+        A field is out of range.
+
+    Notes
+    -----
+    ``KVLayerConfig`` of seed 000.
+
+    Examples
+    --------
+    >>> from trt_kvcache import KVLayerConfig
+    >>> KVLayerConfig(num_kv_heads=8, head_dim=128)
+    KVLayerConfig(num_kv_heads=8, head_dim=128, k_scale=1.0, v_scale=1.0)
     """
 
     num_kv_heads: int
@@ -76,20 +89,37 @@ def _check_row(owner: str, index: int, layer: KVLayerConfig, dtype: str) -> None
 
 @dataclass(frozen=True, kw_only=True)
 class KVCacheConfig:
-    """K/V cache with a head configuration per layer (seed 000, ``KVCacheManager::Config``).
-
-    Raises ConfigError: a field is out of range, or a row (``head_dim`` times the item size) is not a multiple of 16 bytes.
+    """K/V cache with a head configuration per layer.
 
     Parameters
     ----------
     layers : sequence of KVLayerConfig
         One per attention layer, kept as a tuple.
-    max_batch_size
+    max_batch_size : int
         Slots, B.
-    max_sequence_length
-        Tokens a slot can hold, S.
-    dtype
+    max_sequence_length : int
+        Tokens that a slot can hold, S.
+    dtype : str
         ``"float16"``, ``"bfloat16"``, ``"float32"``, or (storage only) ``"float8_e4m3fn"``, ``"int8"``.
+    layout : KVLayout
+        COMBINED makes each layer ``[B, 2, H, S, D]``, SEPARATE ``[2, B, H, S, D]``.
+
+    Raises
+    ------
+    ConfigError
+        A field is out of range, or a row (``head_dim`` times the item size) is not a multiple of 16 bytes.
+
+    Notes
+    -----
+    ``KVCacheManager::Config`` of seed 000.
+
+    Examples
+    --------
+    >>> from trt_kvcache import KVCacheConfig, KVLayerConfig
+    >>> layers = [KVLayerConfig(num_kv_heads=2, head_dim=64), KVLayerConfig(num_kv_heads=1, head_dim=128)]
+    >>> config = KVCacheConfig(layers=layers, max_batch_size=4, max_sequence_length=256, dtype="float16")
+    >>> config.is_uniform, config.nbytes
+    (False, 1048576)
     """
 
     layers: Sequence[KVLayerConfig]
@@ -146,7 +176,7 @@ class KVCacheConfig:
 
     @property
     def scales_nbytes(self) -> int:
-        """Bytes of the float32 ``[L, 2]`` scales as allocated; 0 for a dtype without."""
+        """Bytes of the float32 ``[L, 2]`` scales as allocated; 0 for a dtype without scales."""
         return align_up(dense_nbytes((self.num_layers, 2), "float32")) if self.has_scales else 0
 
     @property
@@ -154,39 +184,91 @@ class KVCacheConfig:
         """K/V bytes as allocated: padding and scales included. Known before anything is allocated."""
         return sum(storage.nbytes for storage in self.storages) + self.scales_nbytes
 
+    @property
+    def kv(self) -> KVCacheConfig:
+        """The attention layers: this configuration."""
+        return self
+
+    @property
+    def mamba(self) -> None:
+        """The recurrent layers: there are none."""
+        return None
+
+    def with_max_batch_size(self, max_batch_size: int) -> KVCacheConfig:
+        """Return this configuration with another number of slots."""
+        return replace(self, max_batch_size=max_batch_size)
+
+    def with_max_sequence_length(self, max_sequence_length: int) -> KVCacheConfig:
+        """Return this configuration with slots of another number of tokens."""
+        return replace(self, max_sequence_length=max_sequence_length)
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values that :meth:`from_dict` reads back."""
         return {**asdict(self), "layers": [asdict(layer) for layer in self.layers], "layout": self.layout.value}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> KVCacheConfig:
-        """Read what :meth:`to_dict` wrote. Raises :class:`ConfigError` for a missing, unknown or wrong field."""
-        return read_stored(cls, data, layers=lambda layers: tuple(KVLayerConfig(**layer) for layer in layers), layout=KVLayout)
+        """Return the configuration that :meth:`to_dict` wrote.
+
+        Parameters
+        ----------
+        data : mapping
+            Field names and JSON values.
+
+        Raises
+        ------
+        ConfigError
+            A field is missing, unknown or wrong.
+        """
+        return config_from_dict(cls, data, layers=lambda layers: tuple(KVLayerConfig(**layer) for layer in layers), layout=KVLayout)
 
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """K/V cache of equal layers in one buffer (seed 001, ``LinearKVCache::CacheConfig``).
-
-    Raises ConfigError: a field is out of range, or a row is not a multiple of 16 bytes.
+    """K/V cache of equal layers in one buffer, with the states of recurrent layers if there are any.
 
     Parameters
     ----------
-    num_attention_layers
-        L.
-    max_batch_size, max_sequence_length, num_kv_heads, head_dim
-        B, S, H, D.
-    layout
+    num_attention_layers : int
+        Attention layers, L.
+    max_batch_size : int
+        Slots, B.
+    max_sequence_length : int
+        Tokens that a slot can hold, S.
+    num_kv_heads, head_dim : int
+        Key-value heads, H, and elements of one K or V row, D, of every layer.
+    dtype : str
+        Of K and V, as in :class:`KVCacheConfig`.
+    layout : KVLayout
         COMBINED makes the buffer ``[L, B, 2, H, S, D]``, SEPARATE ``[L, 2, B, H, S, D]``.
-    k_scale, v_scale
+    k_scale, v_scale : float
         As in :class:`KVLayerConfig`, the same for all layers.
-    num_mamba_layers
-        Recurrent layers. The fields below describe their states, and mean nothing without one.
-    mamba_num_heads, mamba_head_dim, ssm_state_size, conv_dim, conv_kernel
-        A layer's recurrent state is ``[B, mamba_num_heads, mamba_head_dim, ssm_state_size]``, its conv state
-        ``[B, conv_dim, conv_kernel]``.
-    ping_pong
+    num_mamba_layers : int
+        Recurrent layers. The fields below describe their states, and are ignored if there are none.
+    mamba_num_heads, mamba_head_dim, ssm_state_size : int
+        The recurrent state of a layer is ``[B, mamba_num_heads, mamba_head_dim, ssm_state_size]``.
+    conv_dim, conv_kernel : int
+        The conv state of a layer is ``[B, conv_dim, conv_kernel]``.
+    recurrent_dtype, conv_dtype : str
+        ``"float16"``, ``"bfloat16"`` or ``"float32"``.
+    ping_pong : bool
         As in :class:`~trt_kvcache.cache.mamba_config.MambaCacheConfig`.
+
+    Raises
+    ------
+    ConfigError
+        A field is out of range, or a row is not a multiple of 16 bytes.
+
+    Notes
+    -----
+    ``LinearKVCache::CacheConfig`` of seed 001.
+
+    Examples
+    --------
+    >>> from trt_kvcache import CacheConfig
+    >>> config = CacheConfig(num_attention_layers=2, max_batch_size=4, max_sequence_length=256, num_kv_heads=2, head_dim=64)
+    >>> config.kv.num_layers, config.mamba, config.nbytes
+    (2, None, 1048576)
     """
 
     num_attention_layers: int
@@ -254,6 +336,14 @@ class CacheConfig:
     def num_layers(self) -> int:
         """Attention layers, L."""
         return self.num_attention_layers
+
+    def with_max_batch_size(self, max_batch_size: int) -> CacheConfig:
+        """Return this configuration with another number of slots."""
+        return replace(self, max_batch_size=max_batch_size)
+
+    def with_max_sequence_length(self, max_sequence_length: int) -> CacheConfig:
+        """Return this configuration with slots of another number of tokens."""
+        return replace(self, max_sequence_length=max_sequence_length)
 
     @property
     def nbytes(self) -> int:

@@ -1,7 +1,7 @@
 """How many bytes a cache takes, before anything is allocated, and the inverse questions."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.cache.config import CacheConfig, KVCacheConfig
@@ -19,17 +19,17 @@ class MemoryEstimate:
 
     Parameters
     ----------
-    bytes_per_token
+    bytes_per_token : int
         K and V of one token over all layers.
-    bytes_per_sequence
+    bytes_per_sequence : int
         K and V of one slot over all layers at ``max_sequence_length``, and its states, without padding.
     bytes_per_layer : tuple of int
         K and V as allocated, padding included, one entry per attention layer.
-    scales_nbytes
-        Scales as allocated; 0 for a dtype without.
-    states_nbytes
+    scales_nbytes : int
+        Scales as allocated; 0 for a dtype without scales.
+    states_nbytes : int
         Recurrent and conv states as allocated, both buffers of ``ping_pong``; 0 without recurrent layers.
-    nbytes
+    nbytes : int
         All of it as allocated: equal to ``config.nbytes``.
     """
 
@@ -41,17 +41,30 @@ class MemoryEstimate:
     nbytes: int
 
 
-def _parts(config: AnyCacheConfig) -> tuple[KVCacheConfig | None, MambaCacheConfig | None]:
-    if isinstance(config, KVCacheConfig):
-        return config, None
-    if isinstance(config, MambaCacheConfig):
-        return None, config
-    return config.kv, config.mamba
-
-
 def estimate_memory(config: AnyCacheConfig) -> MemoryEstimate:
-    """Return the bytes of a cache of this configuration."""
-    kv, mamba = _parts(config)
+    """Return the bytes of a cache of this configuration.
+
+    Parameters
+    ----------
+    config : KVCacheConfig, CacheConfig, MambaCacheConfig or HybridCacheConfig
+        The cache.
+
+    Returns
+    -------
+    MemoryEstimate
+        Its bytes by token, sequence and layer, and as allocated.
+
+    Examples
+    --------
+    LLaMA-7B at 2048 tokens in float16 takes 1 GiB per sequence:
+
+    >>> from trt_kvcache import CacheConfig, estimate_memory
+    >>> config = CacheConfig(num_attention_layers=32, max_batch_size=4, max_sequence_length=2048, num_kv_heads=32, head_dim=128)
+    >>> estimate = estimate_memory(config)
+    >>> estimate.bytes_per_token, estimate.bytes_per_sequence, estimate.nbytes == config.nbytes
+    (524288, 1073741824, True)
+    """
+    kv, mamba = config.kv, config.mamba
     per_token = per_sequence = 0
     if kv is not None:
         per_token = sum(2 * layer.num_kv_heads * row_nbytes(layer.head_dim, kv.dtype) for layer in kv.layers)
@@ -66,21 +79,78 @@ def estimate_memory(config: AnyCacheConfig) -> MemoryEstimate:
     )
 
 
-def _with_batch(config: AnyCacheConfig, max_batch_size: int) -> AnyCacheConfig:
-    if not isinstance(config, HybridCacheConfig):
-        return replace(config, max_batch_size=max_batch_size)
-    kv = None if config.kv is None else replace(config.kv, max_batch_size=max_batch_size)
-    mamba = None if config.mamba is None else replace(config.mamba, max_batch_size=max_batch_size)
-    return replace(config, kv=kv, mamba=mamba)
+def longest_sequence(config: AnyCacheConfig, nbytes: int) -> int:
+    """Return the largest ``max_sequence_length`` with which a cache of this batch size takes at most ``nbytes``.
+
+    Parameters
+    ----------
+    config : KVCacheConfig, CacheConfig, MambaCacheConfig or HybridCacheConfig
+        The cache. Its own ``max_sequence_length`` does not matter.
+    nbytes : int
+        Bytes that the cache may take as allocated.
+
+    Returns
+    -------
+    int
+        Tokens, from 1 to the largest int32; the largest int32 if the bytes do not depend on the length.
+
+    Raises
+    ------
+    CapacityError
+        Not even one token per slot fits.
+    RangeError
+        ``nbytes`` is negative.
+
+    Examples
+    --------
+    >>> from trt_kvcache import CacheConfig, longest_sequence
+    >>> config = CacheConfig(num_attention_layers=32, max_batch_size=4, max_sequence_length=1, num_kv_heads=32, head_dim=128)
+    >>> longest_sequence(config, 8 * 2**30)
+    4096
+    """
+    budget = int_in_range("nbytes", nbytes, 0)
+    length = _largest(lambda n: config.with_max_sequence_length(n).nbytes <= budget)
+    if not length:
+        raise CapacityError(f"{budget} bytes do not hold one token for each of {config.max_batch_size} slots. Lower max_batch_size.")
+    return length
 
 
-def _with_length(config: AnyCacheConfig, max_sequence_length: int) -> AnyCacheConfig:
-    """Return the configuration for other sequences. States do not depend on their length."""
-    if isinstance(config, KVCacheConfig | CacheConfig):
-        return replace(config, max_sequence_length=max_sequence_length)
-    if isinstance(config, HybridCacheConfig) and config.kv is not None:
-        return replace(config, kv=replace(config.kv, max_sequence_length=max_sequence_length))
-    return config
+def largest_batch(config: AnyCacheConfig, nbytes: int) -> int:
+    """Return the largest ``max_batch_size`` with which a cache of this sequence length takes at most ``nbytes``.
+
+    Parameters
+    ----------
+    config : KVCacheConfig, CacheConfig, MambaCacheConfig or HybridCacheConfig
+        The cache. Its own ``max_batch_size`` does not matter.
+    nbytes : int
+        Bytes that the cache may take as allocated.
+
+    Returns
+    -------
+    int
+        Slots, from 1 to the largest int32.
+
+    Raises
+    ------
+    CapacityError
+        Not even one slot fits.
+    RangeError
+        ``nbytes`` is negative.
+
+    Examples
+    --------
+    >>> from trt_kvcache import CacheConfig, largest_batch
+    >>> config = CacheConfig(num_attention_layers=32, max_batch_size=1, max_sequence_length=2048, num_kv_heads=32, head_dim=128)
+    >>> largest_batch(config, 8 * 2**30)
+    8
+    """
+    budget = int_in_range("nbytes", nbytes, 0)
+    batch = _largest(lambda n: config.with_max_batch_size(n).nbytes <= budget)
+    if not batch:
+        kv = config.kv
+        slot = "the states of one slot." if kv is None else f"one slot of {kv.max_sequence_length} tokens. Lower max_sequence_length."
+        raise CapacityError(f"{budget} bytes do not hold {slot}")
+    return batch
 
 
 def _largest(fits: Callable[[int], bool]) -> int:
@@ -90,29 +160,3 @@ def _largest(fits: Callable[[int], bool]) -> int:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)
     return low
-
-
-def longest_sequence(config: AnyCacheConfig, nbytes: int) -> int:
-    """Return the largest ``max_sequence_length`` with which a cache of this batch size takes at most ``nbytes``.
-
-    Raises :class:`CapacityError` if not even one token per slot fits.
-    """
-    budget = int_in_range("nbytes", nbytes, 0)
-    length = _largest(lambda n: _with_length(config, n).nbytes <= budget)
-    if not length:
-        raise CapacityError(f"{budget} bytes do not hold one token for each of {config.max_batch_size} slots. Lower max_batch_size.")
-    return length
-
-
-def largest_batch(config: AnyCacheConfig, nbytes: int) -> int:
-    """Return the largest ``max_batch_size`` with which a cache of this sequence length takes at most ``nbytes``.
-
-    Raises :class:`CapacityError` if not even one slot fits.
-    """
-    budget = int_in_range("nbytes", nbytes, 0)
-    batch = _largest(lambda n: _with_batch(config, n).nbytes <= budget)
-    if not batch:
-        kv, _ = _parts(config)
-        slot = "the states of one slot." if kv is None else f"one slot of {kv.max_sequence_length} tokens. Lower max_sequence_length."
-        raise CapacityError(f"{budget} bytes do not hold {slot}")
-    return batch

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import Any
 
-from trt_kvcache._util.stored import read_stored
+from trt_kvcache._util.serialization import config_from_dict
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.errors import ConfigError
@@ -16,7 +16,7 @@ from trt_kvcache.memory.shapes import MAX_DIMENSION
 
 
 class LayerType(Enum):
-    """What a decoder layer keeps between enqueues (seed 003, ``HybridCacheManager::LayerType``)."""
+    """What a decoder layer keeps between enqueues: ``HybridCacheManager::LayerType`` of seed 003."""
 
     #: Keys and values.
     ATTENTION = "attention"
@@ -26,18 +26,33 @@ class LayerType(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class HybridCacheConfig:
-    """Cache of a decoder whose layers are of two kinds (seed 003, ``HybridCacheManager::Config``).
-
-    Raises ConfigError: a part is missing or too many, its number of layers does not fit ``layer_types``, or the batch sizes differ.
+    """Cache of a decoder that has attention layers, recurrent layers, or both.
 
     Parameters
     ----------
     layer_types : sequence of LayerType
         One per decoder layer, kept as a tuple.
-    kv
-        The attention layers, in their order. None where there are none.
-    mamba
-        The Mamba layers, in their order. None where there are none.
+    kv : KVCacheConfig, optional
+        The attention layers, in their order. None if there are none.
+    mamba : MambaCacheConfig, optional
+        The Mamba layers, in their order. None if there are none.
+
+    Raises
+    ------
+    ConfigError
+        A part is missing or superfluous, its number of layers does not fit ``layer_types``, or the batch sizes differ.
+
+    Notes
+    -----
+    ``HybridCacheManager::Config`` of seed 003.
+
+    Examples
+    --------
+    >>> from trt_kvcache import HybridCacheConfig, KVCacheConfig, KVLayerConfig, LayerType
+    >>> kv = KVCacheConfig(layers=[KVLayerConfig(num_kv_heads=2, head_dim=64)] * 2, max_batch_size=4, max_sequence_length=256)
+    >>> config = HybridCacheConfig(layer_types=[LayerType.ATTENTION] * 2, kv=kv)
+    >>> config.num_layers, config.max_batch_size, config.nbytes == kv.nbytes
+    (2, 4, True)
     """
 
     layer_types: tuple[LayerType, ...]
@@ -97,6 +112,16 @@ class HybridCacheConfig:
         """Bytes of K, V and states as allocated. Known before anything is allocated."""
         return sum(part.nbytes for part in (self.kv, self.mamba) if part is not None)
 
+    def with_max_batch_size(self, max_batch_size: int) -> HybridCacheConfig:
+        """Return this configuration with another number of slots in every part."""
+        kv = None if self.kv is None else self.kv.with_max_batch_size(max_batch_size)
+        mamba = None if self.mamba is None else self.mamba.with_max_batch_size(max_batch_size)
+        return replace(self, kv=kv, mamba=mamba)
+
+    def with_max_sequence_length(self, max_sequence_length: int) -> HybridCacheConfig:
+        """Return this configuration with slots of another number of tokens. States do not depend on it."""
+        return self if self.kv is None else replace(self, kv=self.kv.with_max_sequence_length(max_sequence_length))
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values that :meth:`from_dict` reads back."""
         return {
@@ -107,8 +132,19 @@ class HybridCacheConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> HybridCacheConfig:
-        """Read what :meth:`to_dict` wrote. Raises :class:`ConfigError` for a missing, unknown or wrong field."""
-        return read_stored(
+        """Return the configuration that :meth:`to_dict` wrote.
+
+        Parameters
+        ----------
+        data : mapping
+            Field names and JSON values.
+
+        Raises
+        ------
+        ConfigError
+            A field is missing, unknown or wrong.
+        """
+        return config_from_dict(
             cls,
             data,
             layer_types=lambda types: [LayerType(value) for value in types],

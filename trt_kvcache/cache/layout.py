@@ -1,4 +1,4 @@
-"""Shapes, strides, offsets and sizes of storage: pure functions, and the only place that multiplies dimensions.
+"""Shapes, strides, offsets and sizes of storage. Only this module knows where K and V lie.
 
 Notation: B = max_batch_size, H = num_kv_heads, S = max_sequence_length, D = head_dim.
 
@@ -21,19 +21,27 @@ class KVLayout(Enum):
 
     #: ``[B, 2, H, S, D]``: the attention plugin binds the combined view.
     COMBINED = "combined"
-    #: ``[2, B, H, S, D]``: TensorRT's KVCacheUpdate and attention layers bind K and V, each dense.
+    #: ``[2, B, H, S, D]``: TensorRT's KVCacheUpdate and attention layers bind K and V, each contiguous.
     SEPARATE = "separate"
 
 
 @dataclass(frozen=True)
 class KVLayerStorage:
-    """Where K and V of one layer lie inside that layer's bytes. Strides and offsets count elements.
+    """Where K and V of one layer lie inside that layer's bytes. Strides count elements.
 
     Parameters
     ----------
-    slot_stride, kv_stride
-        Elements from one slot to the next, and from K to V.
-    nbytes
+    max_batch_size, num_kv_heads, max_sequence_length, head_dim : int
+        B, H, S, D.
+    dtype : str
+        Of K and V.
+    layout : KVLayout
+        Which of the two layouts.
+    slot_stride : int
+        Elements from one slot to the next.
+    kv_stride : int
+        Elements from K to V.
+    nbytes : int
         Bytes of the layer, padded to :data:`~trt_kvcache.memory.shapes.ALIGNMENT`.
     """
 
@@ -81,7 +89,30 @@ class KVLayerStorage:
 def kv_layer_storage(
     *, max_batch_size: int, num_kv_heads: int, max_sequence_length: int, head_dim: int, dtype: str, layout: KVLayout
 ) -> KVLayerStorage:
-    """Lay out one layer: K, V (SEPARATE) and the layer as a whole start at multiples of ``ALIGNMENT`` bytes."""
+    """Return where K and V of one layer lie. K, V (SEPARATE) and the layer start at multiples of ``ALIGNMENT`` bytes.
+
+    Parameters
+    ----------
+    max_batch_size, num_kv_heads, max_sequence_length, head_dim : int
+        B, H, S, D.
+    dtype : str
+        Of K and V.
+    layout : KVLayout
+        Which of the two layouts.
+
+    Returns
+    -------
+    KVLayerStorage
+        Strides and bytes.
+
+    Examples
+    --------
+    >>> sizes = {"max_batch_size": 4, "num_kv_heads": 2, "max_sequence_length": 256, "head_dim": 64, "dtype": "float16"}
+    >>> kv_layer_storage(**sizes, layout=KVLayout.COMBINED).combined_strides
+    (65536, 32768, 16384, 64, 1)
+    >>> kv_layer_storage(**sizes, layout=KVLayout.SEPARATE).combined_strides
+    (32768, 131072, 16384, 64, 1)
+    """
     slot_kv = num_kv_heads * max_sequence_length * head_dim
     size = itemsize(dtype)
     if layout is KVLayout.COMBINED:
@@ -106,14 +137,16 @@ def kv_layer_storage(
 
 @dataclass(frozen=True, kw_only=True)
 class StateStorage:
-    """Where the states of one kind lie in one buffer: a dense tensor ``[B, ...]`` per layer, one layer after another.
+    """Where the states of one kind lie in one buffer: a contiguous tensor ``[B, ...]`` per layer, one layer after another.
 
     Parameters
     ----------
-    num_layers
+    num_layers : int
         Recurrent layers.
     shape : tuple of int
         Of one layer: B, then the state of one slot.
+    dtype : str
+        Of the states.
     """
 
     num_layers: int

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from trt_kvcache._util.checks import int_in_range, one_of
-from trt_kvcache._util.stored import read_stored
+from trt_kvcache._util.serialization import config_from_dict
 from trt_kvcache.cache.layout import StateStorage
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 
-#: The largest value of each size, if it has one.
+#: The sizes, with the largest value of each if there is one.
 _SIZES = {
     "num_layers": None,
     "max_batch_size": MAX_DIMENSION,
@@ -31,25 +31,37 @@ _DTYPES = ("recurrent_dtype", "conv_dtype")
 class MambaCacheConfig:
     """States of equal recurrent layers.
 
-    ``MambaCacheManager::Config`` of TensorRT Edge-LLM, which seed 003 names. A slot's state may have any size.
-
-    Raises ConfigError: a field is out of range.
-
     Parameters
     ----------
-    num_layers
+    num_layers : int
         Recurrent layers.
-    max_batch_size
+    max_batch_size : int
         Slots, B.
-    num_heads, head_dim, state_size
-        The recurrent state of a layer is ``[B, num_heads, head_dim, state_size]``.
-    conv_dim, conv_kernel
-        The conv state of a layer is ``[B, conv_dim, conv_kernel]``.
-    recurrent_dtype, conv_dtype
+    num_heads, head_dim, state_size : int
+        The recurrent state of a layer is ``[B, num_heads, head_dim, state_size]``. It may have any size.
+    conv_dim, conv_kernel : int
+        The conv state of a layer is ``[B, conv_dim, conv_kernel]``. It may have any size.
+    recurrent_dtype, conv_dtype : str
         ``"float16"``, ``"bfloat16"`` or ``"float32"``.
-    ping_pong
+    ping_pong : bool
         Two buffers, of which an enqueue reads one and writes the other: for engines that cannot update states in place, as
         native TensorRT layers cannot. Both count in ``nbytes``.
+
+    Raises
+    ------
+    ConfigError
+        A field is out of range.
+
+    Notes
+    -----
+    ``MambaCacheManager::Config`` of TensorRT Edge-LLM, which seed 003 names.
+
+    Examples
+    --------
+    >>> from trt_kvcache import MambaCacheConfig
+    >>> config = MambaCacheConfig(num_layers=2, max_batch_size=4, num_heads=8, head_dim=16, state_size=32, conv_dim=64, conv_kernel=4)
+    >>> config.nbytes, config.slot_nbytes
+    (135168, 33792)
     """
 
     num_layers: int
@@ -99,11 +111,40 @@ class MambaCacheConfig:
         """Bytes of all states as allocated: padding and both buffers of ``ping_pong`` included."""
         return self.num_buffers * (self.recurrent_storage.nbytes + self.conv_storage.nbytes)
 
+    @property
+    def kv(self) -> None:
+        """The attention layers: there are none."""
+        return None
+
+    @property
+    def mamba(self) -> MambaCacheConfig:
+        """The recurrent layers: this configuration."""
+        return self
+
+    def with_max_batch_size(self, max_batch_size: int) -> MambaCacheConfig:
+        """Return this configuration with another number of slots."""
+        return replace(self, max_batch_size=max_batch_size)
+
+    def with_max_sequence_length(self, max_sequence_length: int) -> MambaCacheConfig:
+        """Return this configuration: states do not depend on the length of a sequence."""
+        return self
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values that :meth:`from_dict` reads back."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> MambaCacheConfig:
-        """Read what :meth:`to_dict` wrote. Raises :class:`ConfigError` for a missing, unknown or wrong field."""
-        return read_stored(cls, data)
+        """Return the configuration that :meth:`to_dict` wrote.
+
+        Parameters
+        ----------
+        data : mapping
+            Field names and JSON values.
+
+        Raises
+        ------
+        ConfigError
+            A field is missing, unknown or wrong.
+        """
+        return config_from_dict(cls, data)

@@ -8,26 +8,38 @@ from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.cache.recurrent_states import RecurrentStates, StateKind
 from trt_kvcache.cache.slot_cache import SlotCache
 from trt_kvcache.errors import RangeError, ShapeError
-from trt_kvcache.memory.capturing import refuse_capture
+from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
 
 
 class RecurrentCache(SlotCache):
-    """States of recurrent layers, of which there may be none. Not thread-safe.
+    """A cache with the states of recurrent layers, of which there may be none. Not thread-safe.
 
     An enqueue reads the current states and writes the next ones. Without ``ping_pong`` they are the same. With it they are two
     buffers: after an enqueue over all active slots call :meth:`swap`, after one over some of them :meth:`copy_back`.
     Everything else acts on the current states. A CUDA graph holds the addresses of one :attr:`parity`.
+
+    Notes
+    -----
+    Memory, shared lengths and errors: see :class:`~trt_kvcache.cache.slot_cache.SlotCache`. Here are operations only, and the
+    states that a constructor of a subclass has set; without states they have nothing to do.
     """
 
     _states: RecurrentStates | None = None
 
-    def _allocate_states(self, config: MambaCacheConfig | None, stream: Any) -> None:
-        if config is not None:
-            self._states = RecurrentStates(
-                config, self._memory, allocate=lambda nbytes: self._allocate(nbytes, stream), own=self._own, stream=stream
-            )
-            self._contents.append(self._states)
+    def _set_states(self, config: MambaCacheConfig, stream: Any) -> None:
+        self._states = RecurrentStates(config, self._resources, stream=stream)
+        self._contents.append(self._states)
+
+    @property
+    def mamba_config(self) -> MambaCacheConfig | None:
+        """The recurrent layers, in their order; None if the cache has none."""
+        return None if self._states is None else self._states.config
+
+    @property
+    def states(self) -> RecurrentStates | None:
+        """The states of the recurrent layers; None if the cache has none."""
+        return self._states
 
     @property
     def num_recurrent_layers(self) -> int:
@@ -35,33 +47,90 @@ class RecurrentCache(SlotCache):
         return 0 if self._states is None else self._states.num_layers
 
     def get_recurrent_state(self, recurrent_layer_idx: int) -> DeviceTensor:
-        """Return the current recurrent state of one layer: what the next enqueue reads.
+        """Return the current recurrent state of one layer, which the next enqueue reads.
 
-        ``recurrent_layer_idx`` counts recurrent layers, from 0.
+        Parameters
+        ----------
+        recurrent_layer_idx : int
+            Index among the recurrent layers, from 0.
 
         Returns
         -------
-        DeviceTensor ``[B, num_heads, head_dim, state_size]``, dense
+        DeviceTensor ``[B, num_heads, head_dim, state_size]``
+            Contiguous.
+
+        Raises
+        ------
+        LayerIndexError
+            There is no such layer.
         """
         return self._state(StateKind.RECURRENT, recurrent_layer_idx)
 
     def get_conv_state(self, recurrent_layer_idx: int) -> DeviceTensor:
-        """Return the current conv state of one layer ``[B, conv_dim, conv_kernel]``: as :meth:`get_recurrent_state`."""
+        """Return the current conv state of one layer, which the next enqueue reads.
+
+        Parameters
+        ----------
+        recurrent_layer_idx : int
+            Index among the recurrent layers, from 0.
+
+        Returns
+        -------
+        DeviceTensor ``[B, conv_dim, conv_kernel]``
+            Contiguous.
+
+        Raises
+        ------
+        LayerIndexError
+            There is no such layer.
+        """
         return self._state(StateKind.CONV, recurrent_layer_idx)
 
     def get_next_recurrent_state(self, recurrent_layer_idx: int) -> DeviceTensor:
-        """Return the recurrent state of one layer that the next enqueue writes: without ``ping_pong`` the current one."""
-        return self._state(StateKind.RECURRENT, recurrent_layer_idx, following=True)
+        """Return the recurrent state of one layer that the next enqueue writes; without ``ping_pong`` it is the current one.
+
+        Parameters
+        ----------
+        recurrent_layer_idx : int
+            Index among the recurrent layers, from 0.
+
+        Returns
+        -------
+        DeviceTensor ``[B, num_heads, head_dim, state_size]``
+            Contiguous.
+
+        Raises
+        ------
+        LayerIndexError
+            There is no such layer.
+        """
+        return self._state(StateKind.RECURRENT, recurrent_layer_idx, of_next=True)
 
     def get_next_conv_state(self, recurrent_layer_idx: int) -> DeviceTensor:
-        """Return the conv state of one layer that the next enqueue writes: without ``ping_pong`` the current one."""
-        return self._state(StateKind.CONV, recurrent_layer_idx, following=True)
+        """Return the conv state of one layer that the next enqueue writes; without ``ping_pong`` it is the current one.
 
-    def _state(self, kind: StateKind, recurrent_layer_idx: int, *, following: bool = False) -> DeviceTensor:
+        Parameters
+        ----------
+        recurrent_layer_idx : int
+            Index among the recurrent layers, from 0.
+
+        Returns
+        -------
+        DeviceTensor ``[B, conv_dim, conv_kernel]``
+            Contiguous.
+
+        Raises
+        ------
+        LayerIndexError
+            There is no such layer.
+        """
+        return self._state(StateKind.CONV, recurrent_layer_idx, of_next=True)
+
+    def _state(self, kind: StateKind, recurrent_layer_idx: int, *, of_next: bool = False) -> DeviceTensor:
         self._check_open()
         index = layer_index(recurrent_layer_idx, self.num_recurrent_layers, name="recurrent_layer_idx")
         assert self._states is not None  # it has this layer
-        return (self._states.next if following else self._states.current)(kind).layers[index]
+        return (self._states.next if of_next else self._states.current)(kind).layers[index]
 
     @property
     def parity(self) -> int:
@@ -71,22 +140,29 @@ class RecurrentCache(SlotCache):
     def swap(self) -> None:
         """Make the next states current, after an enqueue over *all* active slots. Without ``ping_pong`` nothing changes.
 
-        The host swaps two addresses; nothing is ordered on a stream. Raises :class:`ClosedError`.
+        The host swaps two addresses; nothing is ordered on a stream.
         """
         self._check_open()
         if self._states is not None:
             self._states.swap()
 
     def copy_back(self, slot: int, count: int, *, stream: Any) -> None:
-        """Make the next states of ``count`` slots from ``slot`` on current, after an enqueue over them that was not over all.
+        """Make the next states of some active slots current, after an enqueue over these slots alone.
 
         Parameters
         ----------
-        slot, count
-            Active slots.
+        slot : int
+            The first of the slots.
+        count : int
+            How many slots, from ``slot`` on. All of them are active.
         stream : cuda.core.Stream or GraphBuilder
             The copies are ordered on it, one launch per kind; the call neither waits nor allocates, and can be captured. Without
             ``ping_pong`` nothing is copied.
+
+        Raises
+        ------
+        SlotError, RangeError
+            The slots are not all active.
         """
         self._check_open()
         first = slot_index(slot, self.active_batch_size, of="active slots")
@@ -98,13 +174,22 @@ class RecurrentCache(SlotCache):
             self._states.copy_back(first, number, stream=stream)
 
     def keep_states(self, slot: int, *, stream: Any) -> None:
-        """Make the current states of a slot that leaves the active batch the next ones too: then no :meth:`swap` leaves them behind.
+        """Copy the current states of a slot that leaves the active batch to the next ones, so that :meth:`swap` does not lose them.
 
         Parameters
         ----------
+        slot : int
+            Any slot, active or not.
         stream : cuda.core.Stream
             The copies are ordered on it, one launch per kind; the call neither waits nor allocates. Without ``ping_pong`` nothing
             is copied.
+
+        Raises
+        ------
+        SlotError
+            There is no such slot.
+        CaptureError
+            The stream is capturing.
         """
         self._check_open()
         index = slot_index(slot, self.max_batch_size)
@@ -113,8 +198,15 @@ class RecurrentCache(SlotCache):
             self._states.keep(index, stream=stream)
 
     def clear_mamba_states(self, *, stream: Any) -> None:
-        """Zero the current states of all layers and slots, as after a warm-up. Lengths stay. The call neither waits nor allocates.
+        """Zero the current states of all layers and slots, as after a warm-up. Lengths stay as they are.
 
+        Parameters
+        ----------
+        stream : cuda.core.Stream or GraphBuilder
+            The writes are ordered on it; the call neither waits nor allocates.
+
+        Notes
+        -----
         ``clearMambaStates`` of seed 001.
         """
         self._check_open()
@@ -123,44 +215,109 @@ class RecurrentCache(SlotCache):
             self._states.clear(stream=stream)
 
     def capture_recurrent_states(self, slot: int, *, stream: Any) -> list[DeviceTensor]:
-        """Copy the current recurrent states of a slot into new tensors.
-
-        ``captureRecurrentStates`` of seed 003, ``captureSSMStates`` of seed 001.
-
-        Raises CapacityError.
+        """Copy the current recurrent states of a slot into new tensors. This allocates.
 
         Parameters
         ----------
+        slot : int
+            Any slot, active or not.
         stream : cuda.core.Stream
-            The copies are ordered on it, in one launch.
+            The copies are ordered on it, in one launch; the call does not wait.
 
         Returns
         -------
         list of DeviceTensor ``[num_heads, head_dim, state_size]``
-            One per recurrent layer, dense. They share one allocation.
+            One per recurrent layer, contiguous. They share one allocation.
+
+        Raises
+        ------
+        SlotError
+            There is no such slot.
+        CapacityError
+            The memory has no room for the copy.
+        CaptureError
+            The stream is capturing.
+
+        Notes
+        -----
+        ``captureRecurrentStates`` of seed 003, ``captureSSMStates`` of seed 001.
         """
         return self._capture(StateKind.RECURRENT, slot, stream)
 
     def capture_conv_states(self, slot: int, *, stream: Any) -> list[DeviceTensor]:
-        """Copy the current conv states of a slot into new tensors ``[conv_dim, conv_kernel]``: as :meth:`capture_recurrent_states`."""
+        """Copy the current conv states of a slot into new tensors. This allocates.
+
+        Parameters
+        ----------
+        slot : int
+            Any slot, active or not.
+        stream : cuda.core.Stream
+            The copies are ordered on it, in one launch; the call does not wait.
+
+        Returns
+        -------
+        list of DeviceTensor ``[conv_dim, conv_kernel]``
+            One per recurrent layer, contiguous. They share one allocation.
+
+        Raises
+        ------
+        SlotError
+            There is no such slot.
+        CapacityError
+            The memory has no room for the copy.
+        CaptureError
+            The stream is capturing.
+
+        Notes
+        -----
+        ``captureConvStates`` of seeds 001 and 003.
+        """
         return self._capture(StateKind.CONV, slot, stream)
 
     def restore_recurrent_states(self, saved: Sequence[DeviceTensor], slot: int, *, stream: Any) -> None:
         """Copy captured recurrent states into the current ones of a slot. Lengths stay as they are.
 
-        Raises LayoutError.
-
         Parameters
         ----------
         saved : sequence of DeviceTensor ``[num_heads, head_dim, state_size]``
-            What ``capture_recurrent_states`` returned.
+            What ``capture_recurrent_states`` returned. The tensors must stay open until the copies are done.
+        slot : int
+            Any slot, active or not.
         stream : cuda.core.Stream
-            The copies are ordered on it, in one launch; the call neither waits nor allocates. The tensors must stay until it is done.
+            The copies are ordered on it, in one launch; the call neither waits nor allocates.
+
+        Raises
+        ------
+        SlotError
+            There is no such slot.
+        ShapeError, DTypeError, PlaceError, LayoutError, ClosedError
+            The tensors do not fit the layers, are not contiguous, or are closed.
+        CaptureError
+            The stream is capturing.
         """
         self._restore(StateKind.RECURRENT, saved, slot, stream)
 
     def restore_conv_states(self, saved: Sequence[DeviceTensor], slot: int, *, stream: Any) -> None:
-        """Copy captured conv states ``[conv_dim, conv_kernel]`` into a slot: as :meth:`restore_recurrent_states`."""
+        """Copy captured conv states into the current ones of a slot. Lengths stay as they are.
+
+        Parameters
+        ----------
+        saved : sequence of DeviceTensor ``[conv_dim, conv_kernel]``
+            What ``capture_conv_states`` returned. The tensors must stay open until the copies are done.
+        slot : int
+            Any slot, active or not.
+        stream : cuda.core.Stream
+            The copies are ordered on it, in one launch; the call neither waits nor allocates.
+
+        Raises
+        ------
+        SlotError
+            There is no such slot.
+        ShapeError, DTypeError, PlaceError, LayoutError, ClosedError
+            The tensors do not fit the layers, are not contiguous, or are closed.
+        CaptureError
+            The stream is capturing.
+        """
         self._restore(StateKind.CONV, saved, slot, stream)
 
     def _capture(self, kind: StateKind, slot: int, stream: Any) -> list[DeviceTensor]:

@@ -1,14 +1,14 @@
 """``RecurrentStates``: the recurrent and conv states of all recurrent layers, in one buffer of each kind, or in two."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
 from trt_kvcache.cache.layout import StateStorage
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
+from trt_kvcache.cache.resources import Resources
 from trt_kvcache.kernels import AnyCompactionPlan, StateInfos, compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
-from trt_kvcache.memory.base import Allocation, Memory
-from trt_kvcache.memory.packing import allocate_tensors, check_saved
+from trt_kvcache.memory.saved_tensors import allocate_tensors, check_saved
 from trt_kvcache.memory.tensor import DeviceTensor
 
 
@@ -20,13 +20,20 @@ class StateKind(Enum):
 
 
 class StateBuffer:
-    """One buffer of one kind: a dense tensor ``[B, ...]`` per recurrent layer, in one allocation.
+    """One buffer of one kind: a contiguous tensor ``[B, ...]`` per recurrent layer, all in one allocation.
 
-    ``allocation``: Of ``storage.nbytes``; stays its maker's to close.
-    ``stream``: cuda.core.Stream. The array of infos for the kernels is made on it.
+    Parameters
+    ----------
+    storage : StateStorage
+        Shapes, dtype and sizes.
+    resources : Resources
+        The cache's. The buffer, as zeros, and the infos for kernels are allocated with it.
+    stream : cuda.core.Stream
+        They are written on it.
     """
 
-    def __init__(self, storage: StateStorage, allocation: Allocation, *, stream: Any) -> None:
+    def __init__(self, storage: StateStorage, resources: Resources, *, stream: Any) -> None:
+        allocation = resources.allocate(storage.nbytes, stream=stream)
         self._whole = DeviceTensor(allocation, shape=(storage.nbytes,), dtype="uint8")
         #: The states of each layer.
         self.layers = tuple(
@@ -34,46 +41,41 @@ class StateBuffer:
             for index in range(storage.num_layers)
         )
         #: What the kernels take.
-        self.infos = StateInfos(self.layers, stream=stream)
+        self.infos = resources.add(StateInfos(self.layers, stream=stream))
 
     def zero(self, *, stream: Any) -> None:
         """Zero the states of all slots."""
         self._whole.memory.zero(self._whole, stream=stream)
 
-    def close(self) -> None:
-        """Release the infos. Idempotent."""
-        self.infos.close()
-
 
 class RecurrentStates:
-    """States of all recurrent layers, moved, zeroed, captured and restored: :class:`~trt_kvcache.cache.slot_contents.SlotContents`.
+    """States of all recurrent layers, one part of a cache: :class:`~trt_kvcache.cache.slot_contents.SlotContents`.
 
     Of the two buffers of ``ping_pong``, ``parity`` (0 or 1) says which is current: what the next enqueue reads. Everything
     here acts on the current one.
 
-    ``allocate``: callable. ``allocate(nbytes)`` returns zeroed bytes, which the caller closes.
-    ``own``: callable. ``own(buffer)`` returns a buffer, which the caller closes.
-    ``stream``: cuda.core.Stream.
+    Parameters
+    ----------
+    config : MambaCacheConfig
+        The layers.
+    resources : Resources
+        The cache's, with which the buffers are allocated.
+    stream : cuda.core.Stream
+        They are zeroed on it.
     """
 
     is_recurrent = True
 
-    def __init__(
-        self,
-        config: MambaCacheConfig,
-        memory: Memory,
-        *,
-        allocate: Callable[[int], Allocation],
-        own: Callable[[StateBuffer], StateBuffer],
-        stream: Any,
-    ) -> None:
-        self._memory = memory
+    def __init__(self, config: MambaCacheConfig, resources: Resources, *, stream: Any) -> None:
+        self._memory = resources.memory
         self._storages = {StateKind.RECURRENT: config.recurrent_storage, StateKind.CONV: config.conv_storage}
         self._buffers = {
-            kind: [own(StateBuffer(storage, allocate(storage.nbytes), stream=stream)) for _ in range(config.num_buffers)]
+            kind: [StateBuffer(storage, resources, stream=stream) for _ in range(config.num_buffers)]
             for kind, storage in self._storages.items()
         }
         self._num_buffers = config.num_buffers
+        #: The layers whose states these are.
+        self.config = config
         #: Recurrent layers.
         self.num_layers = config.num_layers
         #: Which buffer is current.
@@ -84,7 +86,7 @@ class RecurrentStates:
         return self._buffers[kind][self.parity]
 
     def next(self, kind: StateKind) -> StateBuffer:
-        """Return the states that the next enqueue writes: the current ones without ``ping_pong``."""
+        """Return the states that the next enqueue writes; without ``ping_pong`` they are the current ones."""
         return self._buffers[kind][self._next_parity]
 
     @property
@@ -107,7 +109,7 @@ class RecurrentStates:
             self.current(kind).zero(stream=stream)
 
     def resize(self, lengths: Sequence[int], *, stream: Any) -> None:
-        """Do nothing: states stay where they are, and whoever wants those of a slot that leaves calls :meth:`keep`."""
+        """Do nothing: states stay where they are. The owner of a slot that leaves may call :meth:`keep` before."""
 
     def keep(self, slot: int, *, stream: Any) -> None:
         """Copy the current states of a slot to the next ones, in one launch per kind."""
@@ -115,8 +117,8 @@ class RecurrentStates:
             for kind in StateKind:
                 copy_rows(self.next(kind).infos, self.current(kind).infos, slot, stream=stream)
 
-    def start_anew(self, slots: Sequence[int], *, stream: Any) -> None:
-        """Zero the current states of some slots, in one launch per kind and run of neighbours."""
+    def reset_slots(self, slots: Sequence[int], *, stream: Any) -> None:
+        """Zero the current states of some slots, in one launch per kind and run of adjacent slots."""
         for kind in StateKind:
             for slot, count in _runs(slots):
                 zero_rows(self.current(kind).infos, slot, count=count, stream=stream)
@@ -134,7 +136,7 @@ class RecurrentStates:
         return saved
 
     def restore(self, kind: StateKind, saved: Sequence[DeviceTensor], slot: int, *, stream: Any) -> None:
-        """Copy captured states into the current ones of a slot, in one launch, after all checks."""
+        """Check captured states, then copy them into the current ones of a slot, in one launch."""
         storage = self._storages[kind]
         check_saved(saved, _saved_shapes(storage), storage.dtype, self._memory, per="recurrent layer")
         instantiate_rows(self.current(kind).infos, saved, slot, stream=stream)
@@ -145,6 +147,7 @@ def _saved_shapes(storage: StateStorage) -> list[tuple[int, ...]]:
 
 
 def _runs(slots: Sequence[int]) -> list[tuple[int, int]]:
+    """Return the runs of adjacent slots as pairs (first slot, number of slots)."""
     runs: list[tuple[int, int]] = []
     for slot in slots:
         if runs and sum(runs[-1]) == slot:

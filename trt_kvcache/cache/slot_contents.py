@@ -1,4 +1,4 @@
-"""``SlotContents``: what the slots hold beside their lengths, and what follows when those change."""
+"""``SlotContents``: the protocol of what slots hold beside their lengths, and what follows when those change."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -7,23 +7,44 @@ from trt_kvcache.kernels import AnyCompactionPlan
 
 
 class SlotContents(Protocol):
-    """K and V, or recurrent states. A :class:`~trt_kvcache.cache.lengths.Lengths` tells all that are attached to it.
+    """K and V, or recurrent states, or any bookkeeping by slot. ``Lengths.attach`` lets it follow the slots of a cache.
 
-    Calls are ordered on ``stream`` and neither wait nor allocate.
+    Calls are ordered on ``stream`` and neither wait nor allocate. The arguments were checked.
     """
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether it sums up a sequence, so that it cannot be cut back to an earlier token and must start from zero."""
+        """Whether it summarizes a whole sequence, so that it cannot be shortened and must start from zero."""
 
     def compact(self, plan: AnyCompactionPlan, *, stream: Any) -> None:
-        """Move slots. The lengths on the device are still the old ones."""
+        """Move slots. The lengths on the device are still the old ones.
 
-    def resize(self, lengths: Sequence[int], *, stream: Any) -> None:
-        """Slots leave or enter the active batch: as many as there are ``lengths`` will be active, and the new ones hold so many tokens.
-
-        :class:`~trt_kvcache.cache.lengths.Lengths` has the old ones still. New ones of length 0 start anew after this.
+        Parameters
+        ----------
+        plan : CompactionPlan or DeviceCompactionPlan
+            Which slot goes where.
+        stream : cuda.core.Stream or GraphBuilder
+            The moves are ordered on it.
         """
 
-    def start_anew(self, slots: Sequence[int], *, stream: Any) -> None:
-        """Make slots what they are for a sequence without a token."""
+    def resize(self, lengths: Sequence[int], *, stream: Any) -> None:
+        """Prepare for slots that leave the active batch or enter it. ``Lengths`` still has the old active batch size.
+
+        Parameters
+        ----------
+        lengths : sequence of int
+            Tokens that each slot of the new active batch holds. New slots of length 0 are reset after this call.
+        stream : cuda.core.Stream
+            What must be copied is ordered on it.
+        """
+
+    def reset_slots(self, slots: Sequence[int], *, stream: Any) -> None:
+        """Prepare slots for a sequence that has no token yet.
+
+        Parameters
+        ----------
+        slots : sequence of int
+            Slots, in ascending order.
+        stream : cuda.core.Stream
+            The writes are ordered on it.
+        """

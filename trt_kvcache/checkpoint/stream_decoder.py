@@ -1,5 +1,7 @@
 """Text of a growing sequence of tokens, handed out only when no later token can change it."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 from trt_kvcache.checkpoint.tokenizer import Tokenizer
@@ -58,6 +60,12 @@ class StreamDecoder:
         before, text = self._decode()
         self._window, self._told = [], 0
         return text[len(before) :]
+
+    def copy(self) -> StreamDecoder:
+        """Return a decoder in the same state, which continues on its own."""
+        other = StreamDecoder(self._tokenizer)
+        other._window, other._told = list(self._window), self._told
+        return other
 
     def _decode(self) -> tuple[str, str]:
         return self._tokenizer.decode(self._window[: self._told]), self._tokenizer.decode(self._window)

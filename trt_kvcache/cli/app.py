@@ -1,4 +1,4 @@
-"""The command line: its commands, and what becomes of errors."""
+"""The command line: its commands, and how errors are reported."""
 
 import contextlib
 import functools
@@ -22,7 +22,7 @@ from trt_kvcache.cli.inspect import inspect
 from trt_kvcache.cli.memory import memory
 from trt_kvcache.cli.serve_file import serve_file
 from trt_kvcache.errors import KVCacheError
-from trt_kvcache.session.opening import EngineFallbackWarning
+from trt_kvcache.session.open_model import EngineFallbackWarning
 
 NAME = "trt-kvcache"
 
@@ -39,7 +39,7 @@ app = typer.Typer(
 
 
 def _with_clear_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Turn what a command raises into one message and an exit code, never a traceback."""
+    """Report what a command raises as one message and an exit code, never as a traceback."""
 
     @functools.wraps(command)
     def run_command(*arguments: Any, **options: Any) -> None:
@@ -49,7 +49,7 @@ def _with_clear_errors(command: Callable[..., None]) -> Callable[..., None]:
             complain("interrupted")
             raise typer.Exit(INTERRUPTED) from None
         except BrokenPipeError:
-            raise  # whoever read our output has had enough: typer ends the command without a word
+            raise  # the reader of our output has stopped: typer ends the command without a message
         except (KVCacheError, OSError) as error:
             complain("error:", str(error))
             raise typer.Exit(FAILED) from None
@@ -72,7 +72,7 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def options(version: bool = typer.Option(False, "--version", help="Print the version.", callback=_print_version, is_eager=True)) -> None:
-    """Take the options that stand before a command."""
+    """Handle the options before the command."""
 
 
 def run(arguments: Sequence[str] | None = None) -> int:
@@ -93,7 +93,7 @@ def _show_warning(message: Warning | str, *details: Any, **more: Any) -> None:
 
 
 def _prepare_streams() -> None:
-    """Let a stream that is closed take or give nothing, and a character that it cannot carry become another one: no errors."""
+    """Replace closed streams by empty ones, and characters that a stream cannot encode by others, so that neither is an error."""
     for name, mode, handler in (("stdin", "r", "replace"), ("stdout", "w", "replace"), ("stderr", "w", "backslashreplace")):
         stream = getattr(sys, name)
         if stream is None:

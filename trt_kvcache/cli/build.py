@@ -8,35 +8,42 @@ import typer
 from trt_kvcache.builder.build_engine import build_engine
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.cli.console import count, progress_bar, say, size
-from trt_kvcache.cli.opening import DTYPE_HELP, MAX_SEQUENCE_LENGTH_HELP, DTypeName, FlavourName
+from trt_kvcache.cli.session_flags import ATTENTION_HELP, DTYPE_HELP, MAX_SEQUENCE_LENGTH_HELP, DTypeName, FlavourName
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import CheckpointError
 from trt_kvcache.reference import Attention
-from trt_kvcache.session.opening import DEFAULT_MAX_PREFILL_LENGTH, DEFAULT_MAX_SEQUENCE_LENGTH
+from trt_kvcache.session.session_options import DEFAULT_MAX_PREFILL_LENGTH, DEFAULT_MAX_SEQUENCE_LENGTH
 
 
 def build(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder: config.json and safetensors.")],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="ENGINE", help="The engine folder to make, or to replace.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="ENGINE", help="The engine folder to write. An existing one is replaced.")
+    ],
     max_batch_size: Annotated[int, typer.Option(min=1, help="Slots of the cache.")] = 1,
     max_sequence_length: Annotated[int | None, typer.Option(min=1, help=MAX_SEQUENCE_LENGTH_HELP)] = None,
     max_prefill_length: Annotated[
-        int | None, typer.Option(min=1, help=f"Most new tokens of a slot in one enqueue; at most {DEFAULT_MAX_PREFILL_LENGTH} if left out.")
+        int | None,
+        typer.Option(
+            min=1,
+            help=f"Most new tokens of a slot in one enqueue; longer prompts run in chunks. Default: at most {DEFAULT_MAX_PREFILL_LENGTH}.",
+        ),
     ] = None,
     dtype: Annotated[DTypeName | None, typer.Option(metavar="DTYPE", help=DTYPE_HELP)] = None,
     attention: Annotated[
         Attention,
-        typer.Option(
-            help="mask reads no stale row where a known defect of TensorRT 11.x does; plugin is our own (head dims 64, 80, 96, 128, 256)."
-        ),
+        typer.Option(help=ATTENTION_HELP),
     ] = "native",
-    flavour: Annotated[FlavourName, typer.Option(help="Which TensorRT; auto is full TensorRT where it works, else RTX.")] = "auto",
+    flavour: Annotated[
+        FlavourName, typer.Option(help="Which TensorRT to use. auto: full TensorRT if it works, otherwise TensorRT for RTX.")
+    ] = "auto",
     embed_weights: Annotated[bool, typer.Option("--embed-weights", help="Copy the checkpoint into the engine folder.")] = False,
     compute_capability: Annotated[
-        list[str] | None, typer.Option(metavar="X.Y", help="Build for this GPU only (TensorRT for RTX); may be repeated.")
+        list[str] | None,
+        typer.Option(metavar="X.Y", help="Build for this compute capability only (TensorRT for RTX). Can be given several times."),
     ] = None,
 ) -> None:
-    """Build a TensorRT engine from a model folder. TensorRT for RTX does it without a GPU."""
+    """Build a TensorRT engine from a model folder. TensorRT for RTX needs no GPU for it."""
     if is_engine_folder(model):
         raise CheckpointError(f"{model}: expected a Hugging Face folder, got an engine folder.")
     with Checkpoint.open(model) as checkpoint:

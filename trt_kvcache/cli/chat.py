@@ -4,19 +4,19 @@ import sys
 from typing import Any
 
 from trt_kvcache.checkpoint.tokenizer import TOKENIZER_FILE
-from trt_kvcache.cli import opening
+from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.console import complain, messages, note, put
-from trt_kvcache.cli.sampling import MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
+from trt_kvcache.cli.sampling_flags import MaxNewTokens, MinP, SamplingFlags, Seed, Stop, Temperature, TopK, TopP
 from trt_kvcache.cli.session_notes import note_statistics, warn_of_full_cache
 from trt_kvcache.errors import CapacityError, ConfigError, KVCacheError
 from trt_kvcache.generation.prompts import Prompt
 from trt_kvcache.session.session import InferenceSession
 
-_HELP = "/undo takes the last turn back, /reset starts anew, /stats shows times and bytes, /quit ends; Ctrl-C stops an answer."
+_HELP = "/undo removes the last turn, /reset begins a new conversation, /stats shows times and bytes, /quit ends; Ctrl-C stops an answer."
 
 
 def chat(
-    folder: opening.Folder,
+    folder: session_flags.Folder,
     max_new_tokens: MaxNewTokens = 256,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -24,27 +24,51 @@ def chat(
     min_p: MinP = None,
     seed: Seed = None,
     stop: Stop = None,
-    engine: opening.EngineOption = "auto",
-    flavour: opening.FlavourOption = "auto",
-    cuda_graphs: opening.CudaGraphs = True,
-    max_sequence_length: opening.MaxSequenceLength = None,
-    dtype: opening.DTypeOption = None,
-    attention: opening.AttentionOption = None,
+    engine: session_flags.EngineOption = "auto",
+    flavour: session_flags.FlavourOption = "auto",
+    cuda_graphs: session_flags.CudaGraphs = True,
+    max_sequence_length: session_flags.MaxSequenceLength = None,
+    dtype: session_flags.DTypeOption = None,
+    attention: session_flags.AttentionOption = None,
 ) -> None:
     """Talk to a model. A model without a chat template continues your text instead.
 
-    Only what is new in a turn is run: what the cache holds of the conversation is kept.
+    In each turn only what is new is run: the cache keeps the conversation so far.
     """
-    options = sampling_options(locals())
+    options = SamplingFlags(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=stop,
+    ).options()
     if folder.is_dir() and not (folder / TOKENIZER_FILE).is_file():
         raise ConfigError(f"{folder}: chat needs a {TOKENIZER_FILE}. `trt-kvcache generate --prompt-ids` works on token ids.")
-    source = opening.session_source(locals(), slots=1)
-    with opening.open_session(source) as session:
+    flags = session_flags.SessionFlags(
+        folder=folder,
+        engine=engine,
+        flavour=flavour,
+        cuda_graphs=cuda_graphs,
+        max_sequence_length=max_sequence_length,
+        dtype=dtype,
+        attention=attention,
+    )
+    with session_flags.open_session(flags.source(slots=1)) as session:
         Conversation(session, options).run()
 
 
 class Conversation:
-    """The turns of a chat on slot 0 of a session."""
+    """The turns of a chat, on slot 0 of a session.
+
+    Parameters
+    ----------
+    session : InferenceSession
+        With a tokenizer. Stays its owner's to close.
+    options : dict
+        Sampling options of each answer.
+    """
 
     def __init__(self, session: InferenceSession, options: dict[str, Any]) -> None:
         self._session = session
@@ -74,7 +98,7 @@ class Conversation:
     def _command(self, line: str) -> None:
         if line == "/reset":
             self._turns.clear()
-            note("The conversation starts anew.")
+            note("A new conversation begins.")
         elif line == "/undo":
             note(f"Taken back: {self._turns.pop()[0]}" if self._turns else "There is no turn to take back.")
         elif line == "/stats":
@@ -83,7 +107,7 @@ class Conversation:
             note(_HELP)
 
     def _answer(self, line: str) -> None:
-        """Write the answer to a line as it comes; if it fails, or is stopped before its first word, there was no such turn."""
+        """Print the answer to a line as it is generated. If it fails, or is stopped before its first word, the turn is not kept."""
         answer: list[str] = []
         stopped = False
         try:
@@ -105,7 +129,7 @@ class Conversation:
         warn_of_full_cache(self._session)
 
     def _prompt(self, line: str) -> Prompt:
-        """Return the whole conversation, which the session compares with what its cache holds."""
+        """Return the whole conversation; the session runs what its cache does not hold yet."""
         tokenizer = self._session.tokenizer
         assert tokenizer is not None
         if not tokenizer.has_chat_template:

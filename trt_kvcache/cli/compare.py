@@ -1,43 +1,43 @@
 """``trt-kvcache compare``."""
 
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli import opening
+from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.console import messages, say, warn
 from trt_kvcache.cli.interrupt import held_interrupts
-from trt_kvcache.cli.prompts import PromptIds, Prompts, read_prompts
+from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
-from trt_kvcache.session.opening import why_no_tensorrt
-from trt_kvcache.session.source import SessionSource
+from trt_kvcache.session.open_model import why_no_tensorrt
+from trt_kvcache.session.session_source import SessionSource
 
 DIFFERS = 3
 
 
 def compare(
-    folder: opening.Folder,
+    folder: session_flags.Folder,
     prompt: Prompts = None,
     prompt_ids: PromptIds = None,
     steps: Annotated[int, typer.Option(min=0, help="Decode steps after the prefill.")] = 16,
     tolerance: Annotated[
-        float | None, typer.Option(help="Largest difference, relative to the largest value of the slot and head; by dtype if left out.")
+        float | None,
+        typer.Option(help="Largest allowed difference, relative to the largest value of the slot and head. Default: depends on the dtype."),
     ] = None,
-    engine: opening.EngineOption = "auto",
-    flavour: opening.FlavourOption = "auto",
-    max_sequence_length: opening.MaxSequenceLength = None,
-    dtype: opening.DTypeOption = None,
-    attention: opening.AttentionOption = None,
+    engine: session_flags.EngineOption = "auto",
+    flavour: session_flags.FlavourOption = "auto",
+    max_sequence_length: session_flags.MaxSequenceLength = None,
+    dtype: session_flags.DTypeOption = None,
+    attention: session_flags.AttentionOption = None,
 ) -> None:
-    """Compare ways to run a model on the same tokens: reference engine, full recomputation, and TensorRT where a GPU is.
+    """Run a model in several ways on the same tokens and compare logits and live cache rows.
 
-    Attention runs as TensorRT's own and as the plugin's, beside each other, unless --attention names one. Where logits or live
-    cache rows differ, the first step, layer, slot and head are named, and the exit code is 3. For an engine folder, TensorRT builds
-    the engine with the other attention from its checkpoint.
+    The ways are the NumPy reference engine, recomputing everything at each step, and TensorRT if a supported GPU is present. Each runs
+    with TensorRT's attention and with the plugin's, unless --attention names one. At a difference, the first step, layer, slot and head
+    are named, and the exit code is 3. For an engine folder, the engine with the other attention is built from its checkpoint.
     """
     from trt_kvcache.polygraphy.compare import TOLERANCES, compare_paths
     from trt_kvcache.polygraphy.comparison import comparison_lines
@@ -47,19 +47,27 @@ def compare(
     if tolerance is not None and not tolerance >= 0:
         raise typer.BadParameter(f"expected 0 or more, got {tolerance}.", param_hint="--tolerance")
 
-    reference = opening.session_source(locals(), slots=len(prompts), engine="reference")
+    flags = session_flags.SessionFlags(
+        folder=folder,
+        engine="reference",
+        flavour=flavour,
+        max_sequence_length=max_sequence_length,
+        dtype=dtype,
+        attention=attention,
+    )
+    reference = flags.source(slots=len(prompts))
     sources = {"": reference}
     paths = [SessionRunner(reference, "reference"), RecomputeRunner(reference, "full recomputation")]
     if attention is None:
         other = _other_attention(folder, reference)
-        sources[f"{other.attention} "] = other
-        paths.append(SessionRunner(other, f"{other.attention} reference"))
+        sources[f"{other.options.attention} "] = other
+        paths.append(SessionRunner(other, f"{other.options.attention} reference"))
     with ExitStack() as opened:
         if _with_tensorrt(engine, folder, flavour):
             refusals = (BuildError, CudaError, EngineError) if engine == "auto" else ()
             for place, (name, source) in enumerate(sources.items()):
                 try:
-                    session = opened.enter_context(opening.open_session(replace(source, engine="tensorrt")))
+                    session = opened.enter_context(session_flags.open_session(source.replace(engine="tensorrt")))
                 except refusals as error:
                     warn(f"comparing without {name}TensorRT: {error}")
                     break
@@ -80,7 +88,7 @@ def compare(
 
 
 def _with_tensorrt(engine: str, folder: Path, flavour: str) -> bool:
-    """Tell whether TensorRT takes part; for ``auto`` where it cannot run, warn why not."""
+    """Tell whether TensorRT is compared too. If ``auto`` leaves it out, warn with the reason."""
     if engine != "auto":
         return engine == "tensorrt"
     built_by = EngineFolder.open(folder).config.tensorrt_flavour if is_engine_folder(folder) else "auto"
@@ -92,15 +100,14 @@ def _with_tensorrt(engine: str, folder: Path, flavour: str) -> bool:
 
 
 def _other_attention(folder: Path, reference: SessionSource) -> SessionSource:
-    """Return where the same model comes from in the same sizes, with the plugin's attention, or where an engine has that, TensorRT's."""
+    """Return a source of the same model and sizes with the other attention: the plugin's, or TensorRT's if the engine has the plugin's."""
     if not is_engine_folder(folder):
-        return replace(reference, attention="plugin")
+        return reference.replace(attention="plugin")
     engine = EngineFolder.open(folder)
     config = engine.config
-    return replace(
-        reference,
-        folder=engine.checkpoint_path if engine.checkpoint_path.is_dir() else config.checkpoint.path,
-        flavour=config.tensorrt_flavour if reference.flavour == "auto" else reference.flavour,
+    return reference.replace(
+        engine.checkpoint_path if engine.checkpoint_path.is_dir() else config.checkpoint.path,
+        flavour=config.tensorrt_flavour if reference.options.flavour == "auto" else reference.options.flavour,
         max_batch_size=config.cache.max_batch_size,
         max_sequence_length=config.cache.max_sequence_length,
         max_prefill_length=config.max_prefill_length,

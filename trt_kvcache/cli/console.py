@@ -1,4 +1,4 @@
-"""How the command line looks: where it writes, progress, tables, sizes."""
+"""Output of the command line: results and messages, progress bars, tables, sizes."""
 
 import sys
 from collections.abc import Collection, Iterator
@@ -9,20 +9,19 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 from rich.table import Table
 from rich.text import Text
 
-from trt_kvcache.builder.build_engine import BUILDING
-from trt_kvcache.builder.build_engine import Progress as ProgressCallback
+from trt_kvcache.builder.build_engine import BUILDING, Progress as ProgressCallback
 from trt_kvcache.cli.interrupt import held_interrupts
 
 _WIDTH_OF_A_PIPE = 160
 
 
 def results() -> Console:
-    """Return the console for results: what a pipe gets. Texts are printed as they are, without markup."""
+    """Return the console for results, on stdout. Texts are printed as they are, without markup."""
     return _console(stderr=False)
 
 
 def messages() -> Console:
-    """Return the console for everything else: progress, statistics, errors."""
+    """Return the console for everything else, on stderr: progress, statistics, errors."""
     return _console(stderr=True)
 
 
@@ -43,7 +42,7 @@ def put(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print something in passing, on stderr."""
+    """Print a note on stderr."""
     _print(messages(), Text(text, "dim"))
 
 
@@ -53,7 +52,7 @@ def warn(text: str) -> None:
 
 
 def complain(head: str, text: str = "") -> None:
-    """Print on stderr why a command has failed."""
+    """Print on stderr why a command failed."""
     _print(messages(), Text.assemble((head, "red"), f" {text}" if text else ""))
 
 
@@ -63,9 +62,17 @@ def _print(console: Console, text: Text) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[ProgressCallback]:
-    """Show stages of long work as bars, and nothing at all where stderr is not a terminal.
+    """Show the stages of long work as progress bars, if stderr is a terminal.
 
-    Until the first stage, and while TensorRT builds, Ctrl-C waits for the next report.
+    Yields
+    ------
+    callable
+        To be called as ``progress(stage, fraction)``.
+
+    Notes
+    -----
+    Before the first stage, and while TensorRT builds, Ctrl-C is held back until the next report: see
+    :func:`~trt_kvcache.cli.interrupt.held_interrupts`.
     """
     console = messages()
     with held_interrupts() as interrupts, _bars(console) if console.is_terminal else nullcontext(_ignore) as show:
@@ -108,7 +115,7 @@ def table(*columns: str, numbers: Collection[str] = (), title: str | None = None
 
 
 def size(nbytes: int) -> str:
-    """Return bytes as a person reads them: exact below 1 KiB, else in KiB, MiB, GiB or TiB."""
+    """Return a size in bytes as text for people: exact below 1 KiB, otherwise in KiB, MiB, GiB or TiB."""
     value, unit = float(nbytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if value < 1024:

@@ -6,10 +6,10 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli import opening
+from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.console import put
-from trt_kvcache.cli.prompts import PromptIds, Prompts, read_prompts
-from trt_kvcache.cli.sampling import IgnoreEos, MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
+from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
+from trt_kvcache.cli.sampling_flags import IgnoreEos, MaxNewTokens, MinP, SamplingFlags, Seed, Stop, Temperature, TopK, TopP
 from trt_kvcache.cli.session_notes import Statistics, note_statistics, warn_of_full_cache
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.prompts import Prompt
@@ -18,14 +18,15 @@ from trt_kvcache.session.session import InferenceSession
 
 
 def generate(
-    folder: opening.Folder,
+    folder: session_flags.Folder,
     prompt: Prompts = None,
     prompt_ids: PromptIds = None,
     resume: Annotated[
-        list[Path] | None, typer.Option(help="A file of --save-snapshot to go on from, instead of prompts; repeat for several.")
+        list[Path] | None, typer.Option(help="Continue from a file of --save-snapshot, instead of a prompt. Can be given several times.")
     ] = None,
     save_snapshot: Annotated[
-        Path | None, typer.Option(help="Write the sequence there at the end, to go on in another process. For one prompt.")
+        Path | None,
+        typer.Option(help="Write the sequence to this file at the end, to continue it in another process. For one prompt only."),
     ] = None,
     statistics: Statistics = True,
     max_new_tokens: MaxNewTokens = 128,
@@ -36,24 +37,42 @@ def generate(
     seed: Seed = None,
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
-    engine: opening.EngineOption = "auto",
-    flavour: opening.FlavourOption = "auto",
-    cuda_graphs: opening.CudaGraphs = True,
-    max_batch_size: opening.MaxBatchSize = None,
-    max_sequence_length: opening.MaxSequenceLength = None,
-    dtype: opening.DTypeOption = None,
-    attention: opening.AttentionOption = None,
+    engine: session_flags.EngineOption = "auto",
+    flavour: session_flags.FlavourOption = "auto",
+    cuda_graphs: session_flags.CudaGraphs = True,
+    max_batch_size: session_flags.MaxBatchSize = None,
+    max_sequence_length: session_flags.MaxSequenceLength = None,
+    dtype: session_flags.DTypeOption = None,
+    attention: session_flags.AttentionOption = None,
 ) -> None:
-    """Continue prompts. One prompt is written as it comes, several one after another."""
+    """Continue prompts. The text of one prompt is printed as it is generated, that of several at the end, one after another."""
     if resume and (prompt or prompt_ids):
         raise ConfigError("generate: expected prompts or --resume, got both.")
     prompts = [] if resume else read_prompts(prompt, prompt_ids)
     count = len(resume or prompts)
     if save_snapshot is not None and count != 1:
         raise ConfigError(f"--save-snapshot: expected with one prompt, got {count}.")
-    options = sampling_options(locals())
-    source = opening.session_source(locals(), slots=count)
-    with opening.open_session(source) as session:
+    options = SamplingFlags(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=stop,
+        ignore_eos=ignore_eos,
+    ).options()
+    flags = session_flags.SessionFlags(
+        folder=folder,
+        engine=engine,
+        flavour=flavour,
+        cuda_graphs=cuda_graphs,
+        max_batch_size=max_batch_size,
+        max_sequence_length=max_sequence_length,
+        dtype=dtype,
+        attention=attention,
+    )
+    with session_flags.open_session(flags.source(slots=count)) as session:
         events = session.resume(resume, **options) if resume else session.generate(prompts, **options)
         starts = prompts or [""] * count
         if count == 1:

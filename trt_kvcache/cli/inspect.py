@@ -6,17 +6,17 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cache.picture import draw_cache
+from trt_kvcache.cache.plot import draw_cache
 from trt_kvcache.cli.console import count, results, say, size, span, table
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.engine_folder.inspection import EngineInspection, inspect_engine
-from trt_kvcache.ops.segments import SegmentStep
-from trt_kvcache.ops.segments_record import SegmentsRecord
+from trt_kvcache.engine_folder.records import SegmentsRecord
+from trt_kvcache.ops.segments import Segment
 
 
 def inspect(
     engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="An engine folder.")],
-    plot: Annotated[Path | None, typer.Option(help="Write a picture of its cache there, slots by tokens and bytes by layer (SVG).")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Draw its cache into this file (SVG): slots by tokens, and bytes by layer.")] = None,
 ) -> None:
     """Show an engine folder: tensors, aliases, profiles, sizes, attention. Needs neither TensorRT nor a GPU."""
     found = inspect_engine(engine)
@@ -69,8 +69,8 @@ def _print_attention(found: EngineInspection) -> None:
 def _print_segments(segments: SegmentsRecord) -> None:
     rows = table("step", "reads", "writes", "bytes", numbers=("bytes",), title="Segments and operations")
     plans = iter(enumerate(segments.plans))
-    for step in segments.steps:
-        if isinstance(step, SegmentStep):
+    for step in segments.stages:
+        if isinstance(step, Segment):
             index, nbytes = next(plans)
             sides = [[spec.name for spec in step.tensors if spec.mode is mode] for mode in TensorMode]
             rows.add_row(f"segment {index}", *map(", ".join, sides), str(nbytes))

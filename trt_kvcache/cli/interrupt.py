@@ -1,4 +1,4 @@
-"""Ctrl-C while other people's code runs, in which it would be lost."""
+"""Ctrl-C while code of other packages runs that would lose it."""
 
 import signal
 import threading
@@ -8,7 +8,7 @@ from types import FrameType
 
 
 class Interrupts:
-    """Whether Ctrl-C is held back at the moment, and whether there was one."""
+    """Whether Ctrl-C is held back now, and whether there was one."""
 
     def __init__(self) -> None:
         #: Whether to hold the next Ctrl-C back. A second one is raised at once.
@@ -21,7 +21,7 @@ class Interrupts:
             raise KeyboardInterrupt
 
     def take(self) -> bool:
-        """Take a Ctrl-C that has just come; return whether it is held back."""
+        """Take a Ctrl-C that has just arrived, and return whether it is held back."""
         take = self.hold and not self._held
         self._held |= take
         return take
@@ -29,10 +29,16 @@ class Interrupts:
 
 @contextmanager
 def held_interrupts() -> Iterator[Interrupts]:
-    """Hold Ctrl-C back, as long as the yielded object says so; what is still held at the end is raised then, whatever else went wrong.
+    """Hold Ctrl-C back as long as the yielded object says so. One that is still held at the end is raised then.
 
-    A module that is being imported turns an exception that comes from nowhere into an ``ImportError``, and TensorRT, which
-    runs Python in callbacks only, swallows it.
+    Yields
+    ------
+    Interrupts
+        Set ``hold`` to say whether Ctrl-C is held back; call ``check`` where it may be raised.
+
+    Notes
+    -----
+    An import turns an exception from nowhere into an ``ImportError``, and TensorRT, which runs Python in callbacks only, swallows it.
     """
     interrupts = Interrupts()
     before = signal.getsignal(signal.SIGINT)

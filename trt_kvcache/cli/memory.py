@@ -18,8 +18,8 @@ from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError, CheckpointError
 
 _GIB = 2**30
-_MOST_GIB = 1e9
-_DTYPE_HELP = "float16, bfloat16, float32, float8_e4m3fn or int8: of K and V. The folder's, else float16, if left out."
+_MAX_GIB = 1e9
+_DTYPE_HELP = "Data type of K and V: float16, bfloat16, float32, float8_e4m3fn or int8. Default: the folder's, or float16."
 _PANEL = "Without a folder"
 
 
@@ -28,19 +28,19 @@ KVDTypeName = Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"]
 
 def memory(
     folder: Annotated[
-        Path | None, typer.Argument(metavar="ENGINE|MODEL", help="Take layers and heads from here; only its config.json is read.")
+        Path | None, typer.Argument(metavar="ENGINE|MODEL", help="Folder to take layers and heads from. Only its config.json is read.")
     ] = None,
     layers: Annotated[int | None, typer.Option(min=1, max=10_000, help="Attention layers.", rich_help_panel=_PANEL)] = None,
     kv_heads: Annotated[int | None, typer.Option(min=1, help="Key-value heads of each layer.", rich_help_panel=_PANEL)] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Elements of a row.", rich_help_panel=_PANEL)] = None,
-    max_batch_size: Annotated[int | None, typer.Option(min=1, help="Slots; the engine's, else 1, if left out.")] = None,
-    max_sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens a slot can hold; the folder's if left out.")] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Elements of one K or V row.", rich_help_panel=_PANEL)] = None,
+    max_batch_size: Annotated[int | None, typer.Option(min=1, help="Slots. Default: those of the engine folder, or 1.")] = None,
+    max_sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens that a slot can hold. Default: the folder's.")] = None,
     dtype: Annotated[KVDTypeName | None, typer.Option(metavar="DTYPE", help=_DTYPE_HELP)] = None,
-    gib: Annotated[float | None, typer.Option(metavar="N", help="Also say what fits into N GiB (2^30 bytes).")] = None,
+    gib: Annotated[float | None, typer.Option(metavar="N", help="Also print what fits into N GiB (2^30 bytes).")] = None,
 ) -> None:
-    """Say how many bytes a cache takes: per layer, per sequence, in all. Nothing is allocated."""
-    if gib is not None and not 0 <= gib <= _MOST_GIB:
-        raise typer.BadParameter(f"expected 0 to {_MOST_GIB:g}, got {gib}.", param_hint="--gib")
+    """Print the size of a cache in bytes: per layer, per sequence and in total. Nothing is allocated."""
+    if gib is not None and not 0 <= gib <= _MAX_GIB:
+        raise typer.BadParameter(f"expected 0 to {_MAX_GIB:g}, got {gib}.", param_hint="--gib")
     if folder is None:
         config = _config_of_numbers(layers, kv_heads, head_dim, max_sequence_length)
     elif (layers, kv_heads, head_dim) == (None, None, None):

@@ -13,9 +13,14 @@ from trt_kvcache.generation.prompts import Prompt
 class FilePrompt:
     """A prompt of a file.
 
-    ``place``: File and line, for messages.
-    ``prompt``: prompt. As it stands there; whether it is one is for the session to say.
-    ``options``: dict. Fields of SamplingParams for this prompt alone.
+    Parameters
+    ----------
+    place : str
+        File and line, for error messages.
+    prompt : prompt
+        As it is in the file; the session checks it.
+    options : dict
+        Fields of :class:`~trt_kvcache.generation.sampling.SamplingParams` for this prompt alone; not checked.
     """
 
     place: str
@@ -24,12 +29,25 @@ class FilePrompt:
 
 
 def read_prompt_file(path: Path) -> list[FilePrompt]:
-    """Return the prompts of a file; lines of white space alone are skipped.
+    """Return the prompts of a file. Lines of white space are skipped.
 
-    ``path``: ``.jsonl``: each line a text, a list of token ids, or an object with one of them as ``prompt`` beside sampling options. Any
-    other: each line is a prompt.
+    Parameters
+    ----------
+    path : Path
+        ``.jsonl``: each line is a text, a list of token ids, or an object with one of them as ``prompt`` and sampling options. Any other
+        file: each line is a prompt.
 
-    Raises ConfigError: not UTF-8, not JSON, something else on a line, or no prompt at all. OSError.
+    Returns
+    -------
+    list of FilePrompt
+        At least one.
+
+    Raises
+    ------
+    ConfigError
+        The file is not UTF-8, a line is not JSON or not a prompt, or there is no prompt.
+    OSError
+        The file cannot be read.
     """
     try:
         lines = path.read_text(encoding="utf-8-sig").split("\n")

@@ -9,32 +9,35 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from trt_kvcache.cli import opening
+from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.console import count, messages, say
 from trt_kvcache.cli.interrupt import held_interrupts
 from trt_kvcache.cli.prompt_file import FilePrompt, read_prompt_file
-from trt_kvcache.cli.sampling import IgnoreEos, MaxNewTokens, MinP, Seed, Stop, Temperature, TopK, TopP, sampling_options
+from trt_kvcache.cli.sampling_flags import IgnoreEos, MaxNewTokens, MinP, SamplingFlags, Seed, Stop, Temperature, TopK, TopP
 from trt_kvcache.cli.session_notes import Statistics, note_statistics
 from trt_kvcache.errors import KVCacheError
 from trt_kvcache.generation.sampling import with_options
 from trt_kvcache.session.request_handle import RequestHandle
 from trt_kvcache.session.session import InferenceSession
 
-_MOST_SLOTS = 8
+_MAX_SLOTS = 8
 
 
 def serve_file(
-    folder: opening.Folder,
+    folder: session_flags.Folder,
     prompts: Annotated[
         Path,
         typer.Argument(
             metavar="PROMPTS",
-            help='A text file with a prompt per line; or .jsonl: a text, a list of token ids, or {"prompt": ..., "max_new_tokens": ...}.',
+            help='A text file with one prompt per line; or .jsonl: a text, token ids, or {"prompt": ..., "max_new_tokens": ...} per line.',
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="The file to write, or to replace.")],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="The file to write. An existing one is replaced.")],
     prompt_cache: Annotated[
-        int, typer.Option(min=0, metavar="MIB", help="Keep copies of prompts in so much memory: those that begin alike are run once.")
+        int,
+        typer.Option(
+            min=0, metavar="MIB", help="Memory for copies of prompts, in MiB: what prompts have in common at their start is then run once."
+        ),
     ] = 0,
     statistics: Statistics = True,
     max_new_tokens: MaxNewTokens = 128,
@@ -45,23 +48,45 @@ def serve_file(
     seed: Seed = None,
     stop: Stop = None,
     ignore_eos: IgnoreEos = False,
-    engine: opening.EngineOption = "auto",
-    flavour: opening.FlavourOption = "auto",
-    cuda_graphs: opening.CudaGraphs = True,
+    engine: session_flags.EngineOption = "auto",
+    flavour: session_flags.FlavourOption = "auto",
+    cuda_graphs: session_flags.CudaGraphs = True,
     max_batch_size: Annotated[
-        int | None, typer.Option(min=1, help=f"Slots of the cache, for a model folder; up to {_MOST_SLOTS} if left out.")
+        int | None, typer.Option(min=1, help=f"Slots of the cache, for a model folder. Default: one per prompt, at most {_MAX_SLOTS}.")
     ] = None,
-    max_sequence_length: opening.MaxSequenceLength = None,
-    dtype: opening.DTypeOption = None,
-    attention: opening.AttentionOption = None,
+    max_sequence_length: session_flags.MaxSequenceLength = None,
+    dtype: session_flags.DTypeOption = None,
+    attention: session_flags.AttentionOption = None,
 ) -> None:
-    """Continue all prompts of a file: as one ends, the next takes its slot. Answers are written as they end, each with its index."""
-    options = sampling_options(locals())
+    """Continue all prompts of a file. As one ends, the next takes its slot.
+
+    Each answer is written when it ends, with the index of its prompt.
+    """
+    options = SamplingFlags(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        seed=seed,
+        stop=stop,
+        ignore_eos=ignore_eos,
+    ).options()
     wanted = read_prompt_file(prompts)
     if output.exists() and output.samefile(prompts):
         raise typer.BadParameter(f"expected another file than the prompts, got {output}.", param_hint="--output")
-    source = opening.session_source(locals(), slots=min(len(wanted), _MOST_SLOTS), prompt_cache_bytes=prompt_cache << 20)
-    with opening.open_session(source) as session:
+    flags = session_flags.SessionFlags(
+        folder=folder,
+        engine=engine,
+        flavour=flavour,
+        cuda_graphs=cuda_graphs,
+        prompt_cache_bytes=prompt_cache << 20,
+        max_batch_size=max_batch_size,
+        max_sequence_length=max_sequence_length,
+        dtype=dtype,
+        attention=attention,
+    )
+    with session_flags.open_session(flags.source(slots=min(len(wanted), _MAX_SLOTS))) as session:
         left = [_submit(session, prompt, options) for prompt in wanted]
         with output.open("w", encoding="utf-8") as file:
             try:
@@ -81,7 +106,7 @@ def _submit(session: InferenceSession, prompt: FilePrompt, options: dict[str, An
 
 
 def _serve(session: InferenceSession, left: list[RequestHandle], file: TextIO, show: Callable[[int, int], None]) -> None:
-    """Run until nothing is left; what has ended is written, whatever else happens."""
+    """Run until all requests have ended. Those that have ended are written even if the run fails."""
     total, tokens = len(left), 0
     try:
         while moved := session.step():

@@ -1,4 +1,4 @@
-"""What is said about a session on stderr."""
+"""What commands print about a session on stderr."""
 
 from typing import Annotated
 
@@ -7,7 +7,7 @@ import typer
 from trt_kvcache.cli.console import note, size, warn
 from trt_kvcache.session.session import InferenceSession
 
-Statistics = Annotated[bool, typer.Option("--stats/--no-stats", help="Print times and bytes at the end, on stderr.")]
+Statistics = Annotated[bool, typer.Option("--stats/--no-stats", help="Print times and bytes on stderr at the end.")]
 
 
 def note_statistics(session: InferenceSession) -> None:
@@ -22,7 +22,7 @@ def note_statistics(session: InferenceSession) -> None:
 
 
 def warn_of_full_cache(session: InferenceSession) -> None:
-    """Say which of the active slots have no room for the token that was generated last."""
+    """Warn of active slots that have no room for the token that was generated last."""
     limit = session.max_sequence_length
     active = range(session.cache.active_batch_size)
     full = [str(slot) for slot in active if len(session.tokens(slot)) + len(session.pending_tokens(slot)) > limit]

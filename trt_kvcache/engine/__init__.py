@@ -1,1 +1,1 @@
-"""What an engine is to a session: its protocol, the names of its tensors, bindings."""
+"""What a session needs to know of an engine: its protocol, the names of its tensors, bindings, attention variants."""

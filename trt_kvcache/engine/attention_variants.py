@@ -1,31 +1,115 @@
-"""The variants of attention that an engine can be built with, and which one each layer got."""
+"""The variants of attention that an engine can be built with: what each needs, and which cache it works on.
+
+======== ========================= ======== ==================================================================
+variant  full TensorRT             layout   tensors of a layer's cache
+======== ========================= ======== ==================================================================
+native   11.0: attention_v2        SEPARATE ``k_cache``, ``v_cache`` in, ``present_k_cache``, ``present_v_cache`` out
+mask     10.15: KVCacheUpdate      SEPARATE the same
+plugin   10.3: aliased plugin I/O  COMBINED ``kv_cache`` in, ``present_kv_cache`` out
+======== ========================= ======== ==================================================================
+
+TensorRT for RTX has everything that native and mask need; it has no plugin layers, so the plugin variant is built in segments there.
+"""
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from trt_kvcache.cache.layout import KVLayout
 
-#: TensorRT's own causal mask with key lengths, an explicit mask, or our plugin over the combined cache.
-ATTENTION_VARIANTS = ("native", "mask", "plugin")
+AttentionName = Literal["native", "mask", "plugin"]
 
-
-def cache_layout(attention: str) -> KVLayout:
-    """Return the layout that an attention variant works on: K and V of a slot together for the plugin, apart for the others."""
-    return KVLayout.COMBINED if attention == "plugin" else KVLayout.SEPARATE
+#: The names of the variants.
+ATTENTION_VARIANTS: tuple[AttentionName, ...] = get_args(AttentionName)
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionChoice:
+class AttentionVariant:
+    """One variant of attention.
+
+    Parameters
+    ----------
+    name : str
+        ``"native"``: TensorRT's attention layer with a causal mask that is aligned to the lower right, and key lengths.
+        ``"mask"``: TensorRT's attention layer with an explicit mask.
+        ``"plugin"``: the attention of this package, as a plugin layer or between segments.
+    layout : KVLayout
+        Layout of the cache that it works on.
+    first_tensorrt : tuple of int
+        First release of full TensorRT, ``(major, minor)``, that has what it needs.
+    needs : str
+        What that release has, for messages.
+    """
+
+    name: AttentionName
+    layout: KVLayout
+    first_tensorrt: tuple[int, int]
+    needs: str
+
+    @property
+    def first_release(self) -> str:
+        """The first release of full TensorRT as text, such as ``"10.15"``."""
+        return ".".join(map(str, self.first_tensorrt))
+
+
+_NATIVE = AttentionVariant(
+    name="native", layout=KVLayout.SEPARATE, first_tensorrt=(11, 0), needs="causal attention over a cache"
+)  # INetworkDefinition.add_attention_v2, CausalMaskKind.LOWER_RIGHT, IAttention.key_value_lengths
+_MASK = AttentionVariant(
+    name="mask", layout=KVLayout.SEPARATE, first_tensorrt=(10, 15), needs="KVCacheUpdate"
+)  # INetworkDefinition.add_kv_cache_update
+_PLUGIN = AttentionVariant(
+    name="plugin", layout=KVLayout.COMBINED, first_tensorrt=(10, 3), needs="plugins with aliased outputs"
+)  # IPluginV3OneBuildV2.get_aliased_input
+
+_VARIANTS = {variant.name: variant for variant in (_NATIVE, _MASK, _PLUGIN)}
+
+
+def attention_variant(name: str) -> AttentionVariant:
+    """Return a variant by its name.
+
+    Parameters
+    ----------
+    name : str
+        One of :data:`ATTENTION_VARIANTS`.
+
+    Returns
+    -------
+    AttentionVariant
+
+    Raises
+    ------
+    KeyError
+        There is no such variant.
+
+    Examples
+    --------
+    >>> attention_variant("mask").first_release
+    '10.15'
+    >>> attention_variant("plugin").layout.value
+    'combined'
+    """
+    return _VARIANTS[name]  # type: ignore[index]  # other names are refused by this very look-up
+
+
+def cache_layout(name: str) -> KVLayout:
+    """Return the cache layout that a variant of attention works on."""
+    return attention_variant(name).layout
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionLayerConfig:
     """How the attention of one layer is built.
 
     Parameters
     ----------
     layer : int
+        Index of the layer.
     variant : str
-        ``"native"`` (causal from the lower right, with key lengths), ``"mask"`` (explicit mask) or ``"plugin"`` (our own).
+        One of :data:`ATTENTION_VARIANTS`.
     decomposable : bool
-        Whether TensorRT may use plain layers instead of a fused kernel.
+        Whether TensorRT may use several plain layers instead of a fused kernel (``IAttention.decomposable``).
     reason : str
-        Why; empty where it is fused.
+        Why it may; empty where the kernel is fused.
     """
 
     layer: int

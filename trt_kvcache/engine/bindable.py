@@ -1,4 +1,4 @@
-"""What an engine asks of a view before it binds its address. The same for every engine."""
+"""What any engine checks before it binds the address of a tensor."""
 
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.errors import BindingError, LayoutError
@@ -8,14 +8,27 @@ from trt_kvcache.memory.tensor import DeviceTensor
 
 
 def check_bindable(spec: TensorSpec, tensor: DeviceTensor, memory: Memory) -> None:
-    """Check that ``tensor`` can be bound as ``spec`` to an engine in ``memory``.
+    """Check that ``tensor`` can be bound as ``spec`` to an engine in ``memory``. Its shape is not looked at.
+
+    Parameters
+    ----------
+    spec : TensorSpec
+        The input or output of the engine.
+    tensor : DeviceTensor
+        What is to be bound.
+    memory : Memory
+        Where the engine runs.
 
     Raises
     ------
     BindingError
-        It is in another memory, or has another dtype.
+        The tensor is in another memory, or has another dtype.
     LayoutError
-        It is not dense, or its address is not a multiple of 256.
+        The tensor is not contiguous, or its address is not a multiple of 256 bytes.
+
+    Notes
+    -----
+    ``IExecutionContext.setTensorAddress`` requires the alignment.
     """
     if tensor.memory is not memory:
         raise BindingError(f"`{spec.name}`: expected a tensor in the engine's memory ({memory.device}), got {tensor!r} in another.")

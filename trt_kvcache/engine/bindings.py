@@ -1,4 +1,4 @@
-"""``BindingPlan``: which view each engine tensor is bound to, every mismatch an error before the first enqueue."""
+"""``BindingPlan``: which view each tensor of an engine is bound to; every mismatch is an error before the first enqueue."""
 
 from __future__ import annotations
 
@@ -23,20 +23,52 @@ _LOGITS_DTYPES = ("float32", "float16", "bfloat16")
 
 
 class BindingPlan:
-    """The bindings of one engine to one cache.
-
-    Raises BindingError: a tensor is missing, is not known, or differs in mode, shape, dtype or alias; the engine takes fewer slots than the
-    cache has. LayoutError: a view is not dense, or not aligned to 256 bytes. PlaceError: engine and cache are in different memories.
+    """The bindings of one engine to one cache, checked when it is made.
 
     Parameters
     ----------
-    engine
-        Built by this package or not: what it must have is said by ``names``.
+    engine : Engine
+        Built by this package or not; it must have the tensors that ``names`` names, and no others.
     cache : KVCacheManager or LinearKVCache
-        In the engine's memory, in the layout that the engine has (either one for B = 1): COMBINED where K and V of a layer are one
-        tensor, else SEPARATE.
-    names
+        In the engine's memory, and in the layout that the engine has: COMBINED where K and V of a layer are one tensor, else SEPARATE.
+        With one slot, either layout fits.
+    names : TensorNames
         What the engine calls its tensors.
+
+    Attributes
+    ----------
+    input_ids, start_index, last_token_ids, logits : TensorSpec
+        The tensors of the engine that are not caches.
+
+    Raises
+    ------
+    BindingError
+        A tensor is missing or unknown, or differs in mode, shape, dtype or alias; the engine takes fewer slots than the cache has; or
+        no optimisation profile takes a decode step of all slots.
+    LayoutError
+        A view is not contiguous, or not aligned to 256 bytes.
+    PlaceError
+        Engine and cache are in different memories.
+
+    Notes
+    -----
+    A decode step after a decode step binds nothing and sets no shape: see :meth:`prepare`.
+
+    Examples
+    --------
+    >>> from trt_kvcache import HostMemory, KVCacheManager
+    >>> from trt_kvcache.checkpoint import Checkpoint
+    >>> from trt_kvcache.engine.decoder_tensors import cache_config
+    >>> from trt_kvcache.reference import ReferenceEngine
+    >>> memory = HostMemory()
+    >>> with Checkpoint.open("examples/tiny-llama") as checkpoint:
+    ...     config = cache_config(checkpoint.config, max_batch_size=2, max_sequence_length=64, dtype="float32")
+    ...     engine = ReferenceEngine(checkpoint, kv=config, max_prefill_length=16, memory=memory)
+    >>> plan = BindingPlan(engine, KVCacheManager(config, memory=memory))
+    >>> plan.max_width
+    16
+    >>> plan.profile_for(count=2, width=1)
+    1
     """
 
     def __init__(self, engine: Engine, cache: KVCacheBase, *, names: TensorNames = DEFAULT_NAMES) -> None:
@@ -55,7 +87,7 @@ class BindingPlan:
         self.start_index = _check_step_tensor(_spec(specs, names.kvcache_start_index, TensorMode.INPUT), ("int32",), "B")
         self.last_token_ids = _check_step_tensor(_spec(specs, names.last_token_ids, TensorMode.INPUT), _INDEX_DTYPES, "B 1")
         self.logits = _check_step_tensor(_spec(specs, names.logits, TensorMode.OUTPUT), _LOGITS_DTYPES, "B vocab", "B 1 vocab")
-        _check_nothing_left(specs, self._known_names())
+        _check_all_known(specs, self._known_names())
         _check_batch(engine, cache)
         self._slot_nbytes = sorted({dense_nbytes(view.shape[1:], view.dtype) for _, _, view in self._pairs})
         self._views: dict[int, list[tuple[str, DeviceTensor]]] = {}
@@ -70,30 +102,36 @@ class BindingPlan:
 
     @property
     def max_width(self) -> int:
-        """Most new tokens per slot that one enqueue of all slots takes."""
+        """Most new tokens per slot in one enqueue of all slots."""
         return max(p.max_width for p in self.engine.profiles if p.max_batch >= self.cache.kv_config.max_batch_size)
 
     def can_start_at(self, slot: int) -> bool:
-        """Tell whether a view that starts at ``slot`` is aligned, and so can be bound."""
+        """Return whether a view that starts at ``slot`` is aligned to 256 bytes, and so can be bound."""
         return all(slot * nbytes % ALIGNMENT == 0 for nbytes in self._slot_nbytes)
 
     def prepare(self, first_slot: int, count: int, width: int, buffers: StepBuffers) -> None:
-        """Choose the profile for an enqueue, and bind and set what differs from its last one.
+        """Choose the optimisation profile for an enqueue, and bind and set what differs from its last one.
 
-        Addresses are bound once per profile and first slot, shapes are set when the batch or the width changes: a decode
-        step after a decode step does neither.
-
-        Raises BindingError: no profile takes this batch and width. Nothing was enqueued. LayoutError: a view that starts at ``first_slot``
-        is not aligned.
+        Addresses are bound once per profile and first slot, and shapes are set when the batch or the width changes, so a decode step
+        after a decode step does neither.
 
         Parameters
         ----------
-        first_slot, count
-            The contiguous run of slots.
-        width
-            New tokens per slot, padded.
-        buffers
-            Where tokens, start index and logits are.
+        first_slot, count : int
+            The contiguous range of slots to run.
+        width : int
+            New tokens per slot, padding included.
+        buffers : StepBuffers
+            Holds the token ids, the start index and the logits.
+
+        Raises
+        ------
+        BindingError
+            No profile takes this batch and width.
+        LayoutError
+            A view that starts at ``first_slot`` is not aligned.
+        EngineError
+            The engine refuses an address or a shape.
         """
         profile = self.profile_for(count, width)
         self.engine.use_profile(profile)
@@ -108,17 +146,36 @@ class BindingPlan:
             self._shape[profile] = (count, width)
 
     def profile_for(self, count: int, width: int) -> int:
-        """Return the narrowest profile that takes ``count`` slots of ``width`` new tokens. Raises :class:`BindingError`."""
+        """Return the index of the optimisation profile for an enqueue.
+
+        Parameters
+        ----------
+        count : int
+            Slots.
+        width : int
+            New tokens per slot, padding included.
+
+        Returns
+        -------
+        int
+            The profile with the smallest maximum width that takes them.
+
+        Raises
+        ------
+        BindingError
+            No profile does.
+        """
         profile = self._profile_of.get((count, width))
         if profile is None:
             fitting = [index for index, profile in enumerate(self.engine.profiles) if profile.accepts(count, width)]
             if not fitting:
-                raise BindingError(f"no optimisation profile takes {count} slots of {width} new tokens. {_offer(self.engine)}")
+                raise BindingError(f"no optimisation profile takes {count} slots of {width} new tokens. {_profiles_in_words(self.engine)}")
             profile = min(fitting, key=lambda index: self.engine.profiles[index].max_width)
             self._profile_of[count, width] = profile
         return profile
 
     def _bind(self, first_slot: int, buffers: StepBuffers) -> None:
+        """Bind all tensors in the profile in use, the caches from ``first_slot`` on."""
         if first_slot and not self.can_start_at(first_slot):
             raise LayoutError(
                 f"slot {first_slot}: cache tensors have {self._slot_nbytes} bytes per slot, so a view that starts there is not aligned to "
@@ -134,7 +191,7 @@ class BindingPlan:
         bind(self.names.logits, buffers.logits)
 
     def _views_from(self, first_slot: int) -> list[tuple[str, DeviceTensor]]:
-        """Return the cache views of a run of slots by name; they are made once for each slot that a run starts at."""
+        """Return the cache views from a slot on, with the names that they are bound to. They are made once for each first slot."""
         views = self._views.get(first_slot)
         if views is None:
             parts = [(names, view[first_slot:]) for *names, view in self._pairs]
@@ -142,6 +199,7 @@ class BindingPlan:
         return views
 
     def _set_shapes(self, count: int, width: int, *, batch_changed: bool) -> None:
+        """Set the shapes of the inputs that depend on the width, and the others if the batch has changed."""
         set_shape = self.engine.set_input_shape
         set_shape(self.names.input_ids, (count, width))
         if batch_changed:
@@ -151,14 +209,15 @@ class BindingPlan:
                 set_shape(input_name, (count, *view.shape[1:]))
 
     def _known_names(self) -> set[str]:
-        steps = {self.names.input_ids, self.names.last_token_ids, self.names.kvcache_start_index, self.names.logits}
-        return steps.union(*((input_name, output_name) for input_name, output_name, _ in self._pairs))
+        """Return the names of all tensors that are bound."""
+        step_tensors = {self.names.input_ids, self.names.last_token_ids, self.names.kvcache_start_index, self.names.logits}
+        return step_tensors.union(*((input_name, output_name) for input_name, output_name, _ in self._pairs))
 
 
 def _layer_views(
     specs: Mapping[str, TensorSpec], cache: KVCacheBase, layer: int, names: TensorNames
 ) -> Iterator[tuple[str, str, DeviceTensor]]:
-    """Yield input, output and view for each tensor that the engine has of a layer: one of K and V, or one of each."""
+    """Yield name of the input, name of the output, and view of each cache tensor of a layer: one combined, or one of K and one of V."""
     combined = names.combined_pair(layer)[0] in specs
     views = (cache.get_combined_kv_cache(layer),) if combined else cache.get_separate_kv_cache(layer)
     for pair, view in zip(names.layer_pairs(layer, combined=combined), views, strict=True):
@@ -166,6 +225,7 @@ def _layer_views(
 
 
 def _spec(specs: Mapping[str, TensorSpec], name: str, mode: TensorMode) -> TensorSpec:
+    """Return an input or output by its name. Raises BindingError where the engine has none of this name and mode."""
     spec = specs.get(name)
     if spec is None:
         known = ", ".join(f"`{other}`" for other in specs)
@@ -176,23 +236,27 @@ def _spec(specs: Mapping[str, TensorSpec], name: str, mode: TensorMode) -> Tenso
 
 
 def _fits(expected: Sequence[int], got: Sequence[int]) -> bool:
+    """Return whether a shape is the expected one, in which -1 stands for any size."""
     return len(expected) == len(got) and all(size in (-1, actual) for size, actual in zip(expected, got, strict=True))
 
 
 def _check_cache_input(spec: TensorSpec, view: DeviceTensor) -> None:
+    """Raise BindingError where dtype or shape of a cache input differ from the view."""
     if spec.dtype != view.dtype or not _fits(spec.shape, view.shape):
         raise BindingError(_cache_mismatch(spec, view))
 
 
 def _check_cache_output(spec: TensorSpec, input_name: str, view: DeviceTensor) -> None:
+    """Raise BindingError where a cache output does not share memory with its input, or differs from the view."""
     if spec.alias != input_name:
         aliases = f"shares memory with `{spec.alias}`" if spec.alias else "has memory of its own"
-        raise BindingError(f"`{spec.name}`: expected an output in place of `{input_name}`, the engine's {aliases}.")
+        raise BindingError(f"`{spec.name}`: expected an output that shares memory with `{input_name}`, the engine's {aliases}.")
     if spec.dtype != view.dtype or not _fits(spec.shape, view.shape):
         raise BindingError(_cache_mismatch(spec, view))
 
 
 def _cache_mismatch(spec: TensorSpec, view: DeviceTensor) -> str:
+    """Return the message of a cache tensor that differs, with the dimensions that do."""
     differences = []
     if spec.dtype != view.dtype:
         differences.append(f"dtype differs (engine {spec.dtype}, cache {view.dtype})")
@@ -227,30 +291,33 @@ def _check_step_tensor(spec: TensorSpec, dtypes: Sequence[str], *shapes: str) ->
 
 
 def _has_shape(spec: TensorSpec, shape: Sequence[str]) -> bool:
-    """Compare with the names of the dimensions: ``vocab`` is fixed by the engine, ``1`` may be left to run time."""
+    """Return whether a tensor has these dimensions: ``vocab`` must be fixed in the engine, ``1`` may also be dynamic."""
     return len(spec.shape) == len(shape) and all(
         size > 0 if name == "vocab" else size in (1, -1) if name == "1" else True for name, size in zip(shape, spec.shape, strict=True)
     )
 
 
-def _check_nothing_left(names_of_engine: Iterable[str], known: set[str]) -> None:
-    left = [name for name in names_of_engine if name not in known]
-    if left:
-        names = ", ".join(f"`{name}`" for name in left)
+def _check_all_known(names_of_engine: Iterable[str], known: set[str]) -> None:
+    """Raise BindingError where the engine has tensors that nothing would be bound to."""
+    unknown = [name for name in names_of_engine if name not in known]
+    if unknown:
+        names = ", ".join(f"`{name}`" for name in unknown)
         raise BindingError(
             f"{names}: the engine has tensors that nothing is bound to. More layers than the cache, or another kind of engine?"
         )
 
 
-def _offer(engine: Engine) -> str:
+def _profiles_in_words(engine: Engine) -> str:
+    """Return which batches and widths the engine takes, for messages."""
     profiles = (f"{p.name}: batch {p.min_batch}-{p.max_batch}, width {p.min_width}-{p.max_width}" for p in engine.profiles)
     return f"The engine has {'; '.join(profiles)}."
 
 
 def _check_batch(engine: Engine, cache: KVCacheBase) -> None:
+    """Raise BindingError where the engine cannot run a decode step of all slots of the cache."""
     slots = cache.kv_config.max_batch_size
     largest = max((profile.max_batch for profile in engine.profiles), default=0)
     if largest < slots:
         raise BindingError(f"max_batch_size: the engine takes {largest} slots, the cache has {slots}. Make the cache with {largest}.")
     if not any(profile.accepts(slots, 1) for profile in engine.profiles):
-        raise BindingError(f"no optimisation profile takes a decode step: {slots} slots of 1 new token. {_offer(engine)}")
+        raise BindingError(f"no optimisation profile takes a decode step: {slots} slots of 1 new token. {_profiles_in_words(engine)}")

@@ -1,4 +1,4 @@
-"""Which TensorRT: full TensorRT, or TensorRT for RTX."""
+"""The two flavours of TensorRT: full TensorRT, and TensorRT for RTX."""
 
-#: What ``flavour`` may be.
+#: Values of ``flavour``. ``"auto"`` comes first; the others are the names of the Python modules, in the order of preference.
 FLAVOURS = ("auto", "tensorrt", "tensorrt_rtx")

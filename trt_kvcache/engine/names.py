@@ -1,7 +1,6 @@
-"""Names of engine tensors: written once, shared by the builder and the runtime.
+"""Names of engine tensors, stated once for the builder and the runtime.
 
-They are those of TensorRT Edge-LLM, so that an engine built there and one built here can be driven by the same code. An
-engine with other names is driven through a changed :class:`TensorNames`.
+The defaults are those of TensorRT Edge-LLM, so that the same code drives an engine that was built there and one that was built here.
 """
 
 from dataclasses import dataclass, fields
@@ -11,9 +10,10 @@ from trt_kvcache.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class TensorNames:
-    """What an engine calls its inputs and outputs.
+    """Names of the inputs and outputs of an engine.
 
-    The names with ``{i}`` are per layer, ``i`` counting attention layers from 0.
+    Names with ``{i}`` are per layer; ``i`` counts attention layers from 0. B is the number of slots, s the number of new tokens per
+    slot, H the number of K/V heads, S the tokens that a slot can hold, D the head dimension.
 
     Parameters
     ----------
@@ -22,17 +22,30 @@ class TensorNames:
     kvcache_start_index : str
         Input, int32 ``[B]``: tokens already in the cache, per slot.
     last_token_ids : str
-        Input, int32 or int64 ``[B, 1]``: index among the ``s`` new tokens whose logits are wanted.
+        Input, int32 or int64 ``[B, 1]``: index, among the ``s`` new tokens, of the token whose logits are wanted.
     logits : str
         Output, float32, float16 or bfloat16 ``[B, vocab]`` (or ``[B, 1, vocab]``).
     k_cache, v_cache : str
-        Inputs ``[B, H, S, D]``: the caches as they are before the step.
+        Inputs ``[B, H, S, D]``: the caches before the step.
     present_k_cache, present_v_cache : str
         Outputs of the same shape, at the same address as their inputs.
     kv_cache : str
-        Input ``[B, 2, H, S, D]``, instead of those four: K and V in one, for engines whose attention is the plugin's.
+        Input ``[B, 2, H, S, D]`` with K and V in one tensor, instead of the four above: for plugin attention.
     present_kv_cache : str
         Output of the same shape, at the same address.
+
+    Raises
+    ------
+    ConfigError
+        A name is empty or used twice, or the name of a cache lacks ``{i}``.
+
+    Examples
+    --------
+    An engine that calls its token ids ``tokens``:
+
+    >>> names = TensorNames(input_ids="tokens")
+    >>> names.cache_pairs(0)
+    (('k_cache_0', 'present_k_cache_0'), ('v_cache_0', 'present_v_cache_0'))
     """
 
     input_ids: str = "input_ids"
@@ -61,19 +74,20 @@ class TensorNames:
                 )
 
     def cache_pairs(self, layer: int) -> tuple[tuple[str, str], tuple[str, str]]:
-        """Return ``((k input, k output), (v input, v output))`` of one attention layer."""
+        """Return the names of a layer's cache with separate K and V: ``((k input, k output), (v input, v output))``."""
         return (
             (self.k_cache.format(i=layer), self.present_k_cache.format(i=layer)),
             (self.v_cache.format(i=layer), self.present_v_cache.format(i=layer)),
         )
 
     def combined_pair(self, layer: int) -> tuple[str, str]:
-        """Return ``(input, output)`` of one attention layer whose K and V are one tensor."""
+        """Return the names of a layer's cache with K and V in one tensor: ``(input, output)``."""
         return self.kv_cache.format(i=layer), self.present_kv_cache.format(i=layer)
 
     def layer_pairs(self, layer: int, *, combined: bool) -> tuple[tuple[str, str], ...]:
-        """Return :meth:`combined_pair` alone, or :meth:`cache_pairs`."""
+        """Return the names of a layer's cache, ``(input, output)`` for each tensor: one pair if ``combined``, else K and V."""
         return (self.combined_pair(layer),) if combined else self.cache_pairs(layer)
 
 
+#: The names of TensorRT Edge-LLM.
 DEFAULT_NAMES = TensorNames()

@@ -1,6 +1,7 @@
-"""The engine protocol: what a session needs of anything that runs a decoder step.
+"""The engine protocol: what a session needs of anything that runs the steps of a decoder.
 
-:class:`~trt_kvcache.trt.tensorrt_engine.TensorRTEngine` and :class:`~trt_kvcache.reference.engine.ReferenceEngine` implement it.
+:class:`~trt_kvcache.trt.tensorrt_engine.TensorRTEngine`, :class:`~trt_kvcache.trt.segmented_engine.SegmentedEngine` and
+:class:`~trt_kvcache.reference.engine.ReferenceEngine` implement it.
 """
 
 from __future__ import annotations
@@ -29,13 +30,23 @@ class TensorSpec:
     Parameters
     ----------
     name : str
+        Its name in the engine.
     shape : tuple of int
-        ``-1`` where the size is given at run time.
+        ``-1`` for sizes that are known at run time only.
     dtype : str
         As in :mod:`trt_kvcache.dtypes`.
     mode : TensorMode
+        Whether the engine reads or writes it.
     alias : str or None
-        Of an output: the input whose memory it shares. Both must be bound to one address.
+        For an output that shares memory with an input: the name of that input. Both must be bound to the same address.
+
+    Examples
+    --------
+    A cache that is updated in place, in the words of error messages:
+
+    >>> present = TensorSpec.output("present_k_cache_0", (-1, 2, 256, 64), "float16", alias="k_cache_0")
+    >>> print(present.describe())
+    output `present_k_cache_0` float16 (-1, 2, 256, 64) sharing memory with `k_cache_0`
     """
 
     name: str
@@ -46,13 +57,18 @@ class TensorSpec:
 
     @classmethod
     def input(cls, name: str, shape: tuple[int, ...], dtype: str) -> TensorSpec:
-        """Return an input."""
+        """Return an input; the parameters are those of the class."""
         return cls(name=name, shape=shape, dtype=dtype, mode=TensorMode.INPUT)
 
     @classmethod
     def output(cls, name: str, shape: tuple[int, ...], dtype: str, *, alias: str | None = None) -> TensorSpec:
-        """Return an output."""
+        """Return an output; the parameters are those of the class."""
         return cls(name=name, shape=shape, dtype=dtype, mode=TensorMode.OUTPUT, alias=alias)
+
+    def describe(self) -> str:
+        """Return the tensor in words, for messages."""
+        alias = f" sharing memory with `{self.alias}`" if self.alias else ""
+        return f"{self.mode.value} `{self.name}` {self.dtype} {self.shape}{alias}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,9 +80,15 @@ class EngineProfile:
     name : str
         ``"prefill"`` or ``"decode"`` for engines of this package.
     min_batch, max_batch : int
-        Slots in one enqueue.
+        Fewest and most slots in one enqueue.
     min_width, max_width : int
-        New tokens per slot in one enqueue (the padded width).
+        Fewest and most new tokens per slot in one enqueue, padding included.
+
+    Examples
+    --------
+    >>> decode = EngineProfile(name="decode", min_batch=1, max_batch=8, min_width=1, max_width=1)
+    >>> decode.accepts(batch=8, width=1), decode.accepts(batch=1, width=5)
+    (True, False)
     """
 
     name: str
@@ -76,15 +98,15 @@ class EngineProfile:
     max_width: int
 
     def accepts(self, batch: int, width: int) -> bool:
-        """Tell whether an enqueue of ``batch`` slots by ``width`` new tokens fits."""
+        """Return whether an enqueue of ``batch`` slots by ``width`` new tokens per slot fits."""
         return self.min_batch <= batch <= self.max_batch and self.min_width <= width <= self.max_width
 
 
 class Engine(Protocol):
-    """Something that runs one decoder step over bound memory.
+    """Something that runs a step of a decoder over memory that is bound to it. Not thread-safe.
 
-    Bindings and shapes belong to a profile: each profile keeps its own (TensorRT: one execution context per profile), so
-    a prefill in between does not disturb what a decode step has bound. Not thread-safe.
+    Addresses and shapes belong to an optimisation profile, and each profile keeps its own (in TensorRT, each has an execution context),
+    so that a prefill does not change what a decode step has bound.
     """
 
     @property
@@ -97,24 +119,70 @@ class Engine(Protocol):
 
     @property
     def memory(self) -> Memory:
-        """The memory that bound tensors must be in."""
+        """Where bound tensors must be."""
 
     def use_profile(self, index: int) -> None:
-        """Choose the profile that ``bind``, ``set_input_shape`` and ``enqueue`` act on. Costs nothing per layer."""
+        """Choose the profile that ``bind``, ``set_input_shape`` and ``enqueue`` act on.
+
+        The cost does not depend on the number of layers.
+
+        Parameters
+        ----------
+        index : int
+            Index into :attr:`profiles`.
+
+        Raises
+        ------
+        BindingError
+            There is no such profile.
+        """
 
     def bind(self, name: str, tensor: DeviceTensor) -> None:
-        """Read or write ``name`` at the address of ``tensor``, which the engine keeps alive.
+        """Bind the address of ``tensor`` in the profile in use, and keep ``tensor`` alive.
 
-        The address is bound, the shape is not: it comes from ``set_input_shape``. Raises :class:`BindingError` for an
-        unknown name, another dtype or memory, and :class:`LayoutError` for a view that is not dense or not aligned to
-        256 bytes.
+        Parameters
+        ----------
+        name : str
+            An input or output of the engine.
+        tensor : DeviceTensor
+            Contiguous, aligned to 256 bytes, in :attr:`memory`. Only its address is bound: shapes come from :meth:`set_input_shape`.
+
+        Raises
+        ------
+        BindingError
+            There is no such tensor, or it has another dtype or is in another memory.
+        LayoutError
+            The view is not contiguous, or not aligned to 256 bytes.
         """
 
     def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
-        """Set the shape of an input for the next enqueues. Raises :class:`BindingError` outside the profile."""
+        """Set the shape of an input for the next enqueues of the profile in use.
+
+        Parameters
+        ----------
+        name : str
+            An input of the engine.
+        shape : sequence of int
+
+        Raises
+        ------
+        BindingError
+            The name is not that of an input, or the shape is outside the profile.
+        """
 
     def enqueue(self, stream: Any) -> None:
-        """Run one step on ``stream``. Does not wait. Raises :class:`EngineError` with what the engine logged."""
+        """Enqueue one step on ``stream`` in the profile in use. Does not wait.
+
+        Parameters
+        ----------
+        stream : cuda.core.Stream or cuda.core.GraphBuilder
+            A stream of :attr:`memory`; for host memory a ``HostStream``.
+
+        Raises
+        ------
+        EngineError
+            The engine failed; the text is what it logged.
+        """
 
     def close(self) -> None:
-        """Release everything the engine holds; what was bound is let go. Idempotent."""
+        """Release everything that the engine holds, what was bound included. Idempotent."""

@@ -1,4 +1,4 @@
-"""``StepBuffers``: tokens going into an enqueue and logits coming out of it, allocated once."""
+"""``StepBuffers``: the inputs of an enqueue that are not caches, and its logits, allocated once."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,18 +9,50 @@ from trt_kvcache.memory.base import Allocation, Memory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
-#: The same elements in the memory of the engine and on the host.
-_Twins = tuple[DeviceTensor, np.ndarray[Any, Any]]
+#: The same elements on the device and in the host buffer that they are copied from or to.
+_DeviceAndHost = tuple[DeviceTensor, np.ndarray[Any, Any]]
 
 
 class StepBuffers:
-    """Device tensors for ``input_ids``, ``last_token_ids``, ``kvcache_start_index`` and ``logits``, each with a host twin.
+    """Device tensors for ``input_ids``, ``last_token_ids``, ``kvcache_start_index`` and ``logits``, each with a host buffer.
 
-    The host twins are page-locked where the memory is a device. A twin is filled anew only after the enqueue that read it is
-    done: callers wait once per step, when they read logits (or ``synchronize``).
+    The host buffers are page-locked if the memory is that of a GPU. A host buffer must not be written before the copy that reads it is
+    done; callers therefore wait once per step, in :meth:`read_logits`.
 
-    ``max_batch_size``, ``max_width``: Largest enqueue.
-    ``index_dtypes``: pair of str. Of ``input_ids`` and ``last_token_ids``: ``"int32"`` or ``"int64"``.
+    Parameters
+    ----------
+    memory : Memory
+        Where the engine runs.
+    max_batch_size, max_width : int
+        Slots, and new tokens per slot, of the largest enqueue.
+    vocab_size : int
+        Width of the logits.
+    index_dtypes : tuple of str
+        Dtypes of ``input_ids`` and ``last_token_ids``: ``"int32"`` or ``"int64"``.
+    logits_dtype : str
+
+    Attributes
+    ----------
+    input_ids : DeviceTensor (max_batch_size * max_width,)
+    last_token_ids : DeviceTensor (max_batch_size, 1)
+    start_index : DeviceTensor (max_batch_size,) int32
+    logits : DeviceTensor (max_batch_size, vocab_size)
+
+    Raises
+    ------
+    CapacityError
+        The memory could not be allocated.
+
+    Examples
+    --------
+    >>> from trt_kvcache import HostMemory
+    >>> memory = HostMemory()
+    >>> buffers = StepBuffers(
+    ...     memory, max_batch_size=2, max_width=4, vocab_size=8, index_dtypes=("int32", "int32"), logits_dtype="float32"
+    ... )
+    >>> buffers.write_rows([[5, 6, 7], [8]], width=3, stream=memory.create_stream())
+    >>> buffers.input_ids[:6].numpy().tolist(), buffers.last_token_ids.numpy().tolist()
+    ([5, 6, 7, 8, 0, 0], [[2], [0]])
     """
 
     def __init__(
@@ -43,8 +75,8 @@ class StepBuffers:
             self.close()
             raise
         # Views are made once per shape: a decode step makes none.
-        self._ids_views: dict[tuple[int, int], _Twins] = {}
-        self._logits_views: dict[int, _Twins] = {}
+        self._ids_views: dict[tuple[int, int], _DeviceAndHost] = {}
+        self._logits_views: dict[int, _DeviceAndHost] = {}
         self._last: list[int] = []
 
     def _tensor(self, shape: tuple[int, ...], dtype: str, stream: Any) -> DeviceTensor:
@@ -53,22 +85,41 @@ class StepBuffers:
         return DeviceTensor(allocation, shape=shape, dtype=dtype)
 
     def write_one_token_each(self, tokens: Sequence[int], *, stream: Any) -> None:
-        """Upload one new token per slot. Does not wait."""
+        """Upload one new token per slot: the inputs of a decode step.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            One for each slot of the enqueue.
+        stream : cuda.core.Stream
+            The copies are ordered on it; the call does not wait.
+        """
         ids, host_ids = self._ids_of(len(tokens), 1)
         host_ids[:, 0] = tokens
         self._memory.upload(ids, host_ids, stream=stream)
         self._write_last([0] * len(tokens), stream)
 
     def write_rows(self, rows: Sequence[Sequence[int]], width: int, *, stream: Any) -> None:
-        """Upload the new tokens of each slot, right-padded with 0 to ``width``. Does not wait."""
+        """Upload the new tokens of each slot, right-padded with 0.
+
+        Parameters
+        ----------
+        rows : sequence of sequences of int
+            The new tokens of each slot of the enqueue; a row may be empty.
+        width : int
+            Tokens per slot after padding.
+        stream : cuda.core.Stream
+            The copies are ordered on it; the call does not wait.
+        """
         ids, host_ids = self._ids_of(len(rows), width)
         host_ids[...] = 0
-        for place, row in zip(host_ids, rows, strict=True):
-            place[: len(row)] = row
+        for padded, row in zip(host_ids, rows, strict=True):
+            padded[: len(row)] = row
         self._memory.upload(ids, host_ids, stream=stream)
         self._write_last([max(len(row) - 1, 0) for row in rows], stream)
 
     def _write_last(self, last: list[int], stream: Any) -> None:
+        """Upload the indices of the tokens whose logits are wanted, unless they are those of the step before."""
         if last != self._last:
             self._last = []
             self._host_last[: len(last), 0] = last
@@ -76,14 +127,32 @@ class StepBuffers:
             self._last = last
 
     def write_start_index(self, lengths: Sequence[int], *, stream: Any) -> None:
-        """Upload the lengths of a run of slots that does not start at 0. Does not wait."""
+        """Upload the lengths of slots that do not start at slot 0; the others are read where the cache has them.
+
+        Parameters
+        ----------
+        lengths : sequence of int
+            Committed tokens of each slot of the enqueue.
+        stream : cuda.core.Stream
+            The copy is ordered on it; the call does not wait.
+        """
         self._host_start[: len(lengths)] = lengths
         self._memory.upload(self.start_index[: len(lengths)], self._host_start[: len(lengths)], stream=stream)
 
     def read_logits(self, count: int, *, stream: Any) -> np.ndarray[Any, Any]:
-        """Return the logits of the first ``count`` slots of the enqueue, ``[count, vocab]`` in the engine's dtype.
+        """Download logits. Waits for ``stream``.
 
-        Waits for ``stream``. The array is overwritten by the next call.
+        Parameters
+        ----------
+        count : int
+            Slots of the enqueue.
+        stream : cuda.core.Stream
+            The stream of the enqueue.
+
+        Returns
+        -------
+        ndarray (count, vocab_size)
+            In the engine's dtype, in a host buffer that the next call overwrites.
         """
         views = self._logits_views.get(count)
         if views is None:
@@ -92,7 +161,7 @@ class StepBuffers:
         self._memory.synchronize(stream)
         return views[1]
 
-    def _ids_of(self, count: int, width: int) -> _Twins:
+    def _ids_of(self, count: int, width: int) -> _DeviceAndHost:
         views = self._ids_views.get((count, width))
         if views is None:
             size = count * width
@@ -101,6 +170,6 @@ class StepBuffers:
         return views
 
     def close(self) -> None:
-        """Release the tensors. Idempotent."""
+        """Release the device tensors. Idempotent."""
         while self._allocations:
             self._allocations.pop().close()

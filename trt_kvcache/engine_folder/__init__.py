@@ -1,1 +1,1 @@
-"""The folder that a build writes: its files, its ``config.json``, what ``inspect`` shows."""
+"""Engine folders: what a build writes and a runtime opens, their ``config.json``, and what ``inspect`` shows of them."""

@@ -1,12 +1,12 @@
-"""``EngineFolder``: an engine on disk, with all that is needed to run it.
+"""``EngineFolder``: an engine on disk, with everything that is needed to run it.
 
-    engine.plan          what TensorRT deserialises; of an engine in segments, all plans one after another
-    constants.safetensors   only then: tensors that are bound once, such as the embedding table
-    config.json          EngineConfig
-    tokenizer.json ...   what the checkpoint had beside its weights
-    checkpoint/          a copy of the checkpoint, only if it was embedded
+    engine.plan             the serialised engine; for an engine in segments, the plans of all segments one after another
+    constants.safetensors   only for an engine in segments: its constants, such as the embedding table
+    config.json             EngineConfig
+    tokenizer.json ...      what the checkpoint has beside its weights
+    checkpoint/             a copy of the checkpoint, if it was embedded
 
-It appears complete or not at all.
+A folder appears complete or not at all.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache._util.new_folder import new_folder
+from trt_kvcache._util.atomic_folder import atomic_folder
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.checkpoint import COMPANION_FILES
 from trt_kvcache.checkpoint.weight_file import WeightFile
 from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.decoder_segments import decoder_constants
+from trt_kvcache.engine_folder.records import FileRecord
 from trt_kvcache.errors import CheckpointError, ConfigError, EngineError
-from trt_kvcache.ops.segments import decoder_constants
-from trt_kvcache.ops.segments_record import FileRecord
 
 PLAN_FILE = "engine.plan"
 CONFIG_FILE = "config.json"
@@ -41,18 +41,30 @@ _KNOWN_ENTRIES = frozenset({PLAN_FILE, CONFIG_FILE, CONSTANTS_FILE, CHECKPOINT_F
 
 
 def is_engine_folder(path: str | os.PathLike[str]) -> bool:
-    """Tell whether a folder holds an engine: one with an ``engine.plan``."""
+    """Return whether a folder holds an engine: whether it has an ``engine.plan``.
+
+    Parameters
+    ----------
+    path : path
+
+    Examples
+    --------
+    >>> is_engine_folder("examples/tiny-llama")
+    False
+    """
     return (Path(path) / PLAN_FILE).is_file()
 
 
 @dataclass(frozen=True)
 class EngineFolder:
-    """An engine folder that was read and checked; made by :meth:`open`.
+    """An engine folder that was read and checked. Made by :meth:`open`.
 
     Parameters
     ----------
     path : Path
+        The folder.
     config : EngineConfig
+        Its ``config.json``.
     """
 
     path: Path
@@ -62,11 +74,19 @@ class EngineFolder:
     def open(cls, path: str | os.PathLike[str]) -> EngineFolder:
         """Read and check a folder. Needs neither TensorRT nor a GPU, and does not read the plan.
 
+        Parameters
+        ----------
+        path : path
+
+        Returns
+        -------
+        EngineFolder
+
         Raises
         ------
         EngineError
-            A file is missing or is not JSON, the format is newer than this package, the configuration disagrees with itself,
-            or the plan has another size than recorded.
+            A file is missing or is not JSON, the format is newer than this package, fields of the configuration disagree, or a file has
+            another size than recorded.
         """
         folder = Path(path)
         if not folder.is_dir():
@@ -94,31 +114,41 @@ class EngineFolder:
 
     @property
     def plan_path(self) -> Path:
-        """The serialised engine."""
+        """The file of the serialised engine."""
         return self.path / PLAN_FILE
 
     @property
     def checkpoint_path(self) -> Path:
-        """Where an embedded checkpoint is."""
+        """The folder of the embedded checkpoint; it is there only if the checkpoint was embedded."""
         return self.path / CHECKPOINT_FOLDER
 
     def read_plan(self) -> mmap.mmap:
-        """Return the serialised engine as a read-only memory map, after comparing it with its recorded hash.
+        """Return the serialised engine, after comparing it with its recorded hash.
+
+        Returns
+        -------
+        mmap
+            A read-only memory map of the file.
 
         Raises
         ------
         EngineError
-            It was changed since the build.
+            The file was changed since the build.
         """
         return _read_file(self.plan_path, self.config.plan)
 
     def read_constants(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Return the tensors of an engine in segments that are bound once, by name, as read-only arrays.
+        """Return the constants of an engine in segments.
+
+        Returns
+        -------
+        dict of str to ndarray
+            Read-only arrays, by name.
 
         Raises
         ------
         EngineError
-            They were changed since the build, or are not those of the model.
+            The file was changed since the build, or its tensors are not those of the model.
         """
         assert self.config.segments is not None
         path = self.path / CONSTANTS_FILE
@@ -132,32 +162,37 @@ class EngineFolder:
         return constants
 
     def open_checkpoint(self, progress: Callable[[int, int], object] | None = None) -> Checkpoint:
-        """Open the checkpoint that the engine was built from: the copy in the folder if there is one, else where it was.
+        """Open the checkpoint that the engine was built from: the embedded copy if there is one, else the original.
 
         Parameters
         ----------
         progress : callable, optional
             Called as ``progress(done_bytes, total_bytes)`` while the weights are hashed.
 
+        Returns
+        -------
+        Checkpoint
+            Open; close it after use.
+
         Raises
         ------
         CheckpointError
-            It is in neither place, is damaged, or is not the one that the engine was built from.
+            It is in neither place, is damaged, or was changed since the build.
         """
         record = self.config.checkpoint
-        places = (self.checkpoint_path, Path(record.path))
-        place = next((place for place in places if place.is_dir()), None)
-        if place is None:
+        embedded, original = self.checkpoint_path, Path(record.path)
+        found_at = next((folder for folder in (embedded, original) if folder.is_dir()), None)
+        if found_at is None:
             raise CheckpointError(
-                f"{self.path}: the checkpoint of this engine is gone: it is neither at {places[1]}, where it was at the build, "
-                f"nor at {places[0]}. Put it back, or build with embedded weights."
+                f"{self.path}: the checkpoint of this engine is gone: it is neither at {original}, where it was at the build, "
+                f"nor at {embedded}. Put it back, or build with embedded weights."
             )
-        checkpoint = Checkpoint.open(place)
+        checkpoint = Checkpoint.open(found_at)
         try:
             found = checkpoint.fingerprint(progress)
             if found != record.fingerprint:
                 raise CheckpointError(
-                    f"{place}: this checkpoint was changed since engine {self.path} was built from it (fingerprint {found[:12]}..., "
+                    f"{found_at}: this checkpoint was changed since engine {self.path} was built from it (fingerprint {found[:12]}..., "
                     f"recorded {record.fingerprint[:12]}...). Build the engine anew."
                 )
         except BaseException:
@@ -167,7 +202,7 @@ class EngineFolder:
 
 
 def _read_file(path: Path, record: FileRecord) -> mmap.mmap:
-    """Return a file as a read-only memory map, after comparing it with its recorded hash. Raises :class:`EngineError`."""
+    """Return a file as a read-only memory map, after comparing it with its recorded hash. Raises EngineError."""
     with path.open("rb") as file:
         content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     found = hashlib.sha256(content).hexdigest()
@@ -180,12 +215,19 @@ def _read_file(path: Path, record: FileRecord) -> mmap.mmap:
 
 
 def check_target(engine_path: Path, model_path: Path) -> None:
-    """Check that an engine folder can be made at ``engine_path``, before the work of building it.
+    """Check that an engine folder can be made, before the work of building the engine.
+
+    Parameters
+    ----------
+    engine_path : Path
+        The folder to make; an engine folder of this name may be replaced.
+    model_path : Path
+        The checkpoint.
 
     Raises
     ------
     ConfigError
-        Something else is there, it would take the place of the model itself, or the place cannot be written to.
+        Something else is at ``engine_path``, the model is in the folder that would be replaced, or the place cannot be written to.
     """
     if engine_path.exists() and not engine_path.is_dir():
         raise ConfigError(f"engine path {engine_path}: expected a folder to make or an engine folder to replace, got a file.")
@@ -199,7 +241,7 @@ def check_target(engine_path: Path, model_path: Path) -> None:
             )
         if engine_path.resolve() in (model_path.resolve(), *model_path.resolve().parents):
             raise ConfigError(f"engine path {engine_path}: the model {model_path} is in it and would be replaced. Choose another path.")
-    parent = next(place for place in engine_path.absolute().parents if place.exists())
+    parent = next(folder for folder in engine_path.absolute().parents if folder.exists())
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
         raise ConfigError(f"engine path {engine_path}: nothing can be written to {parent}. Choose another path.")
 
@@ -207,20 +249,26 @@ def check_target(engine_path: Path, model_path: Path) -> None:
 def write_engine_folder(
     target: Path, *, config: EngineConfig, plans: Sequence[Any], checkpoint: Checkpoint, constants: bytes | None = None
 ) -> EngineFolder:
-    """Write an engine folder, which appears complete or not at all; one that is there is replaced.
+    """Write an engine folder, which appears complete or not at all. A folder of this name is replaced.
 
     Parameters
     ----------
+    target : Path
+        The folder to make.
     config : EngineConfig
-        ``config.checkpoint.embedded`` says whether to copy the checkpoint.
+        Its ``config.json``; ``config.checkpoint.embedded`` says whether to copy the checkpoint.
     plans : sequence of buffers
-        The file of plans, in parts: the serialised engine, written from where it lies.
+        What ``engine.plan`` consists of, in order.
     checkpoint : Checkpoint
         Where tokenizer files and embedded weights are copied from.
     constants : bytes, optional
-        A safetensors file.
+        The safetensors file of an engine in segments.
+
+    Returns
+    -------
+    EngineFolder
     """
-    with new_folder(target) as folder:
+    with atomic_folder(target) as folder:
         with (folder / PLAN_FILE).open("wb") as plan_file:
             for plan in plans:
                 plan_file.write(memoryview(plan))

@@ -1,4 +1,4 @@
-"""What an engine folder holds, from its ``config.json`` alone: no GPU, no TensorRT."""
+"""``inspect_engine``: what an engine folder holds, read from its ``config.json`` without TensorRT or a GPU."""
 
 import os
 from dataclasses import dataclass
@@ -7,11 +7,10 @@ from pathlib import Path
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory
 from trt_kvcache.checkpoint import ModelConfig
-from trt_kvcache.engine.attention_variants import AttentionChoice
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
-from trt_kvcache.engine_folder.config import CheckpointRecord
 from trt_kvcache.engine_folder.folder import EngineFolder
-from trt_kvcache.ops.segments_record import SegmentsRecord
+from trt_kvcache.engine_folder.records import CheckpointRecord, SegmentsRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,27 +20,31 @@ class EngineInspection:
     Parameters
     ----------
     path : Path
-        The folder.
+        The engine folder.
     tensorrt_flavour, tensorrt_version : str
-        What built it.
-    compute_capabilities : tuple of str, or None
-        GPUs it was built for; None: all that TensorRT for RTX knows, or the GPU of the build.
+        The TensorRT that built it.
+    compute_capabilities : tuple of str or None
+        GPUs that it was built for; None for all that TensorRT for RTX knows, or for the GPU of the build.
     dtype : str
         What it computes in.
     model : ModelConfig
+        Of the checkpoint.
     cache : KVCacheConfig
+        The cache that it runs on.
     tensors : tuple of TensorSpec
-        With shapes, dtypes, modes and aliases.
+        Inputs and outputs, with shapes, dtypes, modes and aliases.
     profiles : tuple of EngineProfile
-    attention : tuple of AttentionChoice
-        Per layer: variant, whether it was made decomposable, and why.
+        The optimisation profiles, by index.
+    attention : tuple of AttentionLayerConfig
+        For each layer the variant, whether it is decomposable, and why.
     plan_nbytes : int
-        Of the serialised engine, or of those of all segments.
-    segments : SegmentsRecord or None
-        Of an engine in segments: its segments and operations, in order.
+        Size in bytes of the serialised engine, or of the plans of all segments.
     memory : MemoryEstimate
-        Of the cache: per layer, per sequence, in all.
+        Of the cache: per layer, per sequence, and in total.
     checkpoint : CheckpointRecord
+        What it was built from.
+    segments : SegmentsRecord or None
+        For an engine in segments: its segments and operations, in order.
     """
 
     path: Path
@@ -53,20 +56,69 @@ class EngineInspection:
     cache: KVCacheConfig
     tensors: tuple[TensorSpec, ...]
     profiles: tuple[EngineProfile, ...]
-    attention: tuple[AttentionChoice, ...]
+    attention: tuple[AttentionLayerConfig, ...]
     plan_nbytes: int
     memory: MemoryEstimate
     checkpoint: CheckpointRecord
     segments: SegmentsRecord | None
 
     @property
-    def decomposable_layers(self) -> tuple[AttentionChoice, ...]:
-        """The layers whose attention may run as plain layers instead of a fused kernel."""
-        return tuple(choice for choice in self.attention if choice.decomposable)
+    def decomposable_layers(self) -> tuple[AttentionLayerConfig, ...]:
+        """The layers whose attention may run as several plain layers instead of a fused kernel."""
+        return tuple(layer for layer in self.attention if layer.decomposable)
 
 
 def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
-    """Read an engine folder. Raises :class:`EngineError` for what is not one, or is damaged."""
+    """Read an engine folder.
+
+    Parameters
+    ----------
+    path : path
+        The folder.
+
+    Returns
+    -------
+    EngineInspection
+
+    Raises
+    ------
+    EngineError
+        It is not an engine folder, or it is damaged.
+
+    Examples
+    --------
+    A folder is made by :func:`~trt_kvcache.builder.build_engine.build_engine`. This one has a configuration, but no real plan:
+
+    >>> import tempfile
+    >>> from trt_kvcache.checkpoint import Checkpoint
+    >>> from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
+    >>> from trt_kvcache.engine.names import DEFAULT_NAMES
+    >>> from trt_kvcache.engine_folder.config import EngineConfig
+    >>> from trt_kvcache.engine_folder.folder import write_engine_folder
+    >>> from trt_kvcache.engine_folder.records import FileRecord
+    >>> with tempfile.TemporaryDirectory() as folder, Checkpoint.open("examples/tiny-llama") as checkpoint:
+    ...     model = checkpoint.config
+    ...     cache = cache_config(model, max_batch_size=4, max_sequence_length=256, dtype="float16")
+    ...     config = EngineConfig(
+    ...         model=model,
+    ...         cache=cache,
+    ...         names=DEFAULT_NAMES,
+    ...         tensors=decoder_tensors(model, cache, DEFAULT_NAMES),
+    ...         profiles=decoder_profiles(max_batch_size=4, max_prefill_length=64),
+    ...         attention=tuple(
+    ...             AttentionLayerConfig(layer=layer, variant="native", decomposable=False) for layer in range(model.num_layers)
+    ...         ),
+    ...         tensorrt_flavour="tensorrt_rtx",
+    ...         tensorrt_version="1.7.1.116",
+    ...         compute_capabilities=("8.6",),
+    ...         plan=FileRecord.of([b"no real plan"]),
+    ...         checkpoint=CheckpointRecord(path="/models/tiny-llama", fingerprint="", nbytes=checkpoint.nbytes, embedded=False),
+    ...     )
+    ...     _ = write_engine_folder(Path(folder) / "engine", config=config, plans=[b"no real plan"], checkpoint=checkpoint)
+    ...     engine = inspect_engine(Path(folder) / "engine")
+    >>> [profile.name for profile in engine.profiles], engine.decomposable_layers, engine.plan_nbytes
+    (['prefill', 'decode'], (), 12)
+    """
     folder = EngineFolder.open(path)
     config = folder.config
     return EngineInspection(

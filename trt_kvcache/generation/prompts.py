@@ -8,14 +8,14 @@ from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ConfigError, ShapeError
 
-#: A prompt: token ids, or text where there is a tokenizer.
+#: A prompt: token ids, or text for a model with a tokenizer.
 Prompt = str | Sequence[int]
 
 _SEQUENCE = (Sequence, np.ndarray)
 
 
 class PromptReader:
-    """Reads prompts for one model.
+    """Turns the prompts for one model into token ids.
 
     Parameters
     ----------
@@ -34,14 +34,24 @@ class PromptReader:
 
         Parameters
         ----------
-        prompts : sequence of prompts
+        prompts : sequence of prompts (n,)
+            Text or token ids, mixed freely.
         add_special_tokens : bool
-            Put the tokens that begin a text before text; not for what goes on.
+            Put the special tokens that begin a text in front of text; False for text that continues another.
+
+        Returns
+        -------
+        list of list of int (n,)
+            New lists.
 
         Raises
         ------
-        ShapeError, RangeError, ConfigError
-            Not a sequence of prompts, a token out of range, or text without a tokenizer.
+        ShapeError
+            Not a sequence of prompts.
+        RangeError
+            A token id is not an integer from 0 to ``vocab_size - 1``.
+        ConfigError
+            Text without a tokenizer.
         """
         if isinstance(prompts, str) or not isinstance(prompts, _SEQUENCE):
             raise ShapeError(f"prompts: expected a sequence of prompts, got {type(prompts).__name__}.")
@@ -55,7 +65,26 @@ class PromptReader:
         return self.tokens(what, prompt)
 
     def tokens(self, what: str, tokens: Sequence[int]) -> list[int]:
-        """Return token ids as a list of int. Raises :class:`ShapeError` or :class:`RangeError`, naming ``what``."""
+        """Return checked token ids as a new list.
+
+        Parameters
+        ----------
+        what : str
+            Name of the argument, for error messages.
+        tokens : sequence of int
+            Token ids.
+
+        Returns
+        -------
+        list of int
+
+        Raises
+        ------
+        ShapeError
+            Not a sequence.
+        RangeError
+            A token id is not an integer from 0 to ``vocab_size - 1``.
+        """
         if isinstance(tokens, str) or not isinstance(tokens, _SEQUENCE):
             raise ShapeError(f"{what}: expected a sequence of token ids, got {type(tokens).__name__}.")
         limit = self._vocab_size
@@ -65,7 +94,23 @@ class PromptReader:
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
-    """Return one prompt as a sequence of one, and a sequence of prompts as it is."""
+    """Return one prompt as a sequence of one, and a sequence of prompts as it is.
+
+    Parameters
+    ----------
+    prompts : prompt, or sequence of prompts
+        Not checked here.
+
+    Returns
+    -------
+    sequence of prompts
+
+    Examples
+    --------
+    >>> from trt_kvcache.generation.prompts import as_prompts
+    >>> as_prompts("Hello"), as_prompts([1, 2]), as_prompts([[1], [2]])
+    (['Hello'], [[1, 2]], [[1], [2]])
+    """
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, _SEQUENCE) and len(prompts) and not isinstance(prompts[0], _SEQUENCE):

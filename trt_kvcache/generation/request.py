@@ -1,15 +1,15 @@
-"""``Request``: one prompt being continued. Chooses its tokens, makes its text, and knows when it ends."""
+"""``Request``: one prompt that is being continued. It chooses tokens, turns them into text, and knows when it ends."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
 from trt_kvcache.checkpoint import StreamDecoder, Tokenizer
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.generation.sampling import Sampler, SamplingParams
-from trt_kvcache.generation.stop_text import StopText
+from trt_kvcache.generation.sampling import Sampler, SamplerPosition, SamplingParams
+from trt_kvcache.generation.stop_text import StopText, StopTextSavepoint
 
 FinishReason = Literal["stop", "length"]
 
@@ -20,12 +20,24 @@ class GeneratedToken:
 
     Parameters
     ----------
-    index
+    index : int
         Which prompt, from 0.
-    text
-        What has become certain with this token: whole characters, no part of a stop text. Empty without a tokenizer.
+    token : int
+        Token id.
+    text : str
+        The text that has become certain with this token: whole characters, and nothing that could be part of a stop text. Empty without
+        a tokenizer.
     finish_reason : {"stop", "length"} or None
-        Set with the last token: a stop token or stop text, or ``max_new_tokens`` or the cache is reached.
+        Set with the last token of a request. ``"stop"``: a stop token or stop text. ``"length"``: ``max_new_tokens`` is reached, or
+        the slot is full.
+
+    Examples
+    --------
+    >>> from trt_kvcache import InferenceSession
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+    ...     *_, last = session.generate([5, 6, 7], max_new_tokens=3, ignore_eos=True)
+    >>> last.index, last.finish_reason
+    (0, 'length')
     """
 
     index: int
@@ -34,21 +46,36 @@ class GeneratedToken:
     finish_reason: FinishReason | None
 
 
+class RequestSavepoint(NamedTuple):
+    """What a :class:`Request` needs to return to an earlier state."""
+
+    num_tokens: int
+    finish_reason: FinishReason | None
+    counter: int
+    decoder: StreamDecoder | None
+    stop_text: StopTextSavepoint
+
+
 class Request:
     """One prompt and what is generated after it.
 
-    Raises ConfigError: stop texts without a tokenizer.
-
     Parameters
     ----------
-    index
-        Which prompt.
+    index : int
+        Which prompt, from 0: what its tokens are labelled with.
     prompt : sequence of int
-        Context of the text that follows.
-    tokenizer
+        Token ids; the context of the text that follows.
+    params : SamplingParams
+        How tokens are chosen, and when the request ends.
+    tokenizer : Tokenizer or None
         Without one, there is no text.
     eos_token_ids : collection of int
         The model's own end tokens.
+
+    Raises
+    ------
+    ConfigError
+        Stop texts without a tokenizer.
     """
 
     def __init__(
@@ -56,10 +83,13 @@ class Request:
     ) -> None:
         if params.stop and tokenizer is None:
             raise ConfigError("stop texts: expected a model folder with tokenizer.json, got none. Use stop_token_ids.")
+        #: Which prompt, from 0.
         self.index = index
-        #: Tokens generated so far, the stop token included.
+        #: Token ids of the prompt.
+        self.prompt = tuple(prompt)
+        #: Tokens generated so far, including the stop token.
         self.tokens: list[int] = []
-        #: Why it ended, or None while it goes on.
+        #: Why it ended, or None while it continues.
         self.finish_reason: FinishReason | None = None
         self._params = params
         self._sampler = Sampler(params)
@@ -68,9 +98,9 @@ class Request:
         self._stop_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_token_ids))
 
     @property
-    def sampler(self) -> tuple[int, int]:
+    def sampler(self) -> SamplerPosition:
         """Seed and counter of its sampler."""
-        return self._sampler.seed, self._sampler.counter
+        return self._sampler.position
 
     @property
     def finished(self) -> bool:
@@ -83,16 +113,20 @@ class Request:
         Parameters
         ----------
         logits : ndarray (vocab,) float32
-        full
-            The slot holds ``max_sequence_length`` tokens, so no token can follow this one.
+            On the host. Not changed.
+        full : bool
+            Whether the slot already holds ``max_sequence_length`` tokens, so that no token can follow this one.
+
+        Returns
+        -------
+        GeneratedToken
+
+        Raises
+        ------
+        EngineError
+            A logit is NaN, or no logit is finite. The request is unchanged.
         """
-        return self._take(self._sampler.choose(logits), full)
-
-    def replay(self, tokens: Sequence[int]) -> str:
-        """Take tokens that were chosen before, by a sampler whose counter is given now, and return their text."""
-        return "".join(self._take(token, False).text for token in tokens)
-
-    def _take(self, token: int, full: bool) -> GeneratedToken:
+        token = self._sampler.choose(logits)
         self.tokens.append(token)
         text = ""
         if token in self._stop_tokens:
@@ -107,3 +141,22 @@ class Request:
             if self._stop_text.stopped:
                 self.finish_reason = "stop"
         return GeneratedToken(self.index, token, text, self.finish_reason)
+
+    def savepoint(self) -> RequestSavepoint:
+        """Return the state now, for one :meth:`rollback`."""
+        decoder = None if self._decoder is None else self._decoder.copy()
+        return RequestSavepoint(len(self.tokens), self.finish_reason, self._sampler.counter, decoder, self._stop_text.savepoint())
+
+    def rollback(self, savepoint: RequestSavepoint) -> None:
+        """Return to the state at ``savepoint``. Tokens are not chosen or decoded again.
+
+        Parameters
+        ----------
+        savepoint : RequestSavepoint
+            Of this request. It can be used once.
+        """
+        del self.tokens[savepoint.num_tokens :]
+        self.finish_reason = savepoint.finish_reason
+        self._sampler.move_to(savepoint.counter)
+        self._decoder = savepoint.decoder
+        self._stop_text.rollback(savepoint.stop_text)

@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -14,41 +14,56 @@ from trt_kvcache.errors import EngineError, RangeError, ShapeError
 
 _SEED_BITS = 63
 
-# Philox makes four numbers at a time.
+# A Philox generator produces four numbers per block, and can skip whole blocks.
 _NUMBERS_PER_BLOCK = 4
 
-# Tokens among which a nucleus (top-p) is looked for first.
-_NUCLEUS_GUESS = 1024
+# How many of the most likely tokens are searched for the top-p nucleus before the whole vocabulary is.
+_NUCLEUS_CANDIDATES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How the tokens of one request are chosen, and when it ends.
-
-    Raises RangeError: a field is out of range.
+    """How the tokens of one request are chosen, and when the request ends.
 
     Parameters
     ----------
-    max_new_tokens
-        Ends the request with reason ``"length"``.
-    temperature
-        Logits are divided by it. 0 is greedy: always the most likely token, ties to the lowest id.
-    top_k
+    max_new_tokens : int
+        Ends the request with reason ``"length"`` after this many tokens; at least 1.
+    temperature : float
+        Logits are divided by it. 0 is greedy: always the most likely token, and of equally likely ones the lowest id.
+    top_k : int
         Keep the k most likely tokens; 0 keeps all.
-    top_p
+    top_p : float
         Keep the most likely tokens until their probabilities sum to p, ``0 < p <= 1``.
-    min_p
-        Drop tokens less likely than p times the most likely one, ``0 <= p < 1``.
-    seed
-        The same seed, prompt and model give the same tokens, whatever runs beside. Without, each request draws its own.
-    counter
-        Tokens that were chosen with the seed before, where a request goes on: see ``SamplerState``.
+    min_p : float
+        Drop tokens that are less likely than p times the most likely one, ``0 <= p < 1``.
+    seed : int, optional
+        The same seed, prompt and model give the same tokens, whatever else is in the batch. Without a seed, each request draws its own.
+    counter : int
+        How many tokens were already chosen with the seed, for a request that continues an earlier one: see
+        :class:`~trt_kvcache.generation.sampler_state.SamplerState`.
     stop_token_ids : sequence of int
-        Tokens that end the request, beside the model's own end tokens.
+        Tokens that end the request, in addition to the model's own end tokens.
     stop : sequence of str
-        Texts that end the request; they are not part of the output.
-    ignore_eos
-        Go on past the model's own end tokens.
+        Texts that end the request. They are not part of the output, and need a tokenizer.
+    ignore_eos : bool
+        Continue past the model's own end tokens.
+
+    Raises
+    ------
+    RangeError
+        A field is out of range.
+
+    Examples
+    --------
+    >>> from trt_kvcache import SamplingParams
+    >>> params = SamplingParams(temperature=0.8, top_p=0.95, seed=7, stop=["."])
+    >>> params.stop
+    ('.',)
+    >>> SamplingParams(top_p=0)
+    Traceback (most recent call last):
+        ...
+    trt_kvcache.errors.RangeError: SamplingParams.top_p: expected 0 < top_p <= 1, got 0.
     """
 
     max_new_tokens: int = 128
@@ -95,7 +110,24 @@ def _stop_texts(values: Any) -> tuple[str, ...]:
 
 
 def with_options(params: SamplingParams, options: dict[str, Any]) -> SamplingParams:
-    """Return ``params`` with some fields replaced. Raises :class:`RangeError` for a field that is not one, or out of range."""
+    """Return ``params`` with some fields replaced.
+
+    Parameters
+    ----------
+    params : SamplingParams
+        Not changed.
+    options : dict
+        New values by field name.
+
+    Returns
+    -------
+    SamplingParams
+
+    Raises
+    ------
+    RangeError
+        A name is not a field of SamplingParams, or its value is out of range.
+    """
     known = {field.name for field in fields(SamplingParams)}
     unknown = sorted(set(options) - known)
     if unknown:
@@ -106,9 +138,29 @@ def with_options(params: SamplingParams, options: dict[str, Any]) -> SamplingPar
 def params_for(
     count: int, defaults: SamplingParams, params: SamplingParams | Sequence[SamplingParams] | None, options: dict[str, Any]
 ) -> list[SamplingParams]:
-    """Return the SamplingParams of each of ``count`` prompts: ``params``, or ``defaults`` with ``options``.
+    """Return the SamplingParams of each of ``count`` prompts.
 
-    Raises RangeError or ShapeError: both were given, or not one per prompt.
+    Parameters
+    ----------
+    count : int
+        Number of prompts.
+    defaults : SamplingParams
+        Used, with ``options``, where ``params`` is None.
+    params : SamplingParams, or sequence of SamplingParams (count,), or None
+        One for all prompts, or one for each.
+    options : dict
+        Fields that replace those of ``defaults``.
+
+    Returns
+    -------
+    list of SamplingParams (count,)
+
+    Raises
+    ------
+    RangeError
+        Both ``params`` and ``options`` were given, or an option is unknown or out of range.
+    ShapeError
+        ``params`` is not one for each prompt.
     """
     if params is None:
         return [with_options(defaults, options)] * count
@@ -120,10 +172,33 @@ def params_for(
     return each
 
 
+class SamplerPosition(NamedTuple):
+    """The whole state of a :class:`Sampler`: its seed and how many tokens were chosen with it.
+
+    Parameters
+    ----------
+    seed : int
+        Key of the random number generator.
+    counter : int
+        Tokens chosen so far.
+    """
+
+    seed: int
+    counter: int
+
+
 class Sampler:
     """Chooses the tokens of one request. Its randomness depends on the seed and on how many tokens it chose, on nothing else.
 
-    One number of a Philox generator is used per token, so seed and ``counter`` are the whole state.
+    Parameters
+    ----------
+    params : SamplingParams
+        ``seed`` and ``counter`` say where the random numbers start.
+
+    Notes
+    -----
+    One number of a Philox generator (Salmon et al., 2011) is used per token. The generator is counter-based, so seed and counter are
+    the whole state, and any position can be reached without drawing the numbers before it.
     """
 
     def __init__(self, params: SamplingParams) -> None:
@@ -132,19 +207,41 @@ class Sampler:
         self.seed = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed
         #: Tokens chosen so far.
         self.counter = params.counter
-        blocks, rest = divmod(self.counter, _NUMBERS_PER_BLOCK)
-        self._generator = np.random.Generator(np.random.Philox(key=self.seed).advance(blocks))
-        self._generator.random(rest)
+        self._generator = _generator_at(self.seed, self.counter)
+
+    @property
+    def position(self) -> SamplerPosition:
+        """Seed and counter now."""
+        return SamplerPosition(self.seed, self.counter)
+
+    def move_to(self, counter: int) -> None:
+        """Continue as if ``counter`` tokens had been chosen so far.
+
+        Parameters
+        ----------
+        counter : int
+            A count of tokens, not negative.
+        """
+        self._generator = _generator_at(self.seed, counter)
+        self.counter = counter
 
     def choose(self, logits: np.ndarray[Any, Any]) -> int:
-        """Return the next token.
-
-        Raises EngineError: a logit is NaN, or no logit is finite.
+        """Choose the next token.
 
         Parameters
         ----------
         logits : ndarray (vocab,) float32
-            Not changed.
+            On the host. Not changed.
+
+        Returns
+        -------
+        int
+            Token id.
+
+        Raises
+        ------
+        EngineError
+            A logit is NaN, or no logit is finite. The sampler is unchanged.
         """
         best = int(np.argmax(logits))  # NaN counts as the largest
         if not np.isfinite(logits[best]):
@@ -159,12 +256,12 @@ class Sampler:
         return int(tokens[min(place, len(tokens) - 1)])
 
     def _distribution(self, logits: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return the tokens that are left and their weights: probabilities, but for one factor. The most likely weighs 1."""
+        """Return the tokens that are kept and their weights: probabilities times a common factor. The most likely token has weight 1."""
         params = self._params
         below = logits.max() - logits.astype(np.float64)
         tokens = _most_likely(below, params.top_k or below.size)
         below = below[tokens]
-        with np.errstate(over="ignore"):  # a tiny temperature leaves nothing but the most likely token
+        with np.errstate(over="ignore"):  # a tiny temperature leaves only the most likely token
             weights = np.exp(-below / params.temperature)
         if params.top_p < 1:
             kept = _nucleus(below, weights, params.top_p)
@@ -173,8 +270,19 @@ class Sampler:
         return tokens[likely], weights[likely]
 
 
+def _generator_at(seed: int, counter: int) -> np.random.Generator:
+    """Return the random numbers of a seed, from the one with index ``counter`` on."""
+    blocks, rest = divmod(counter, _NUMBERS_PER_BLOCK)
+    generator = np.random.Generator(np.random.Philox(key=seed).advance(blocks))
+    generator.random(rest)
+    return generator
+
+
 def _most_likely(below: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
-    """Return the ``count`` most likely tokens, by id; of those that tie, the first. ``below`` says how far each is from the top."""
+    """Return the ``count`` most likely tokens in the order of their ids; of equally likely ones the first.
+
+    ``below`` is how far the logit of each token is below the largest.
+    """
     if count >= below.size:
         return np.arange(below.size)
     edge = np.partition(below, count - 1)[count - 1]
@@ -183,11 +291,12 @@ def _most_likely(below: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any
 
 
 def _nucleus(below: np.ndarray[Any, Any], weights: np.ndarray[Any, Any], top_p: float) -> np.ndarray[Any, Any]:
-    """Return the most likely tokens, as many as it takes to sum to ``top_p`` of the weight of all.
-    Sorting a whole vocabulary takes long, and the nucleus is small as a rule: look for it among a few first.
+    """Return the smallest set of most likely tokens whose weights sum to at least ``top_p`` of all weights.
+
+    Sorting a whole vocabulary is slow and the nucleus is usually small, so a few candidates are searched first.
     """
     wanted = top_p * weights.sum()
-    kept = _most_likely(below, _NUCLEUS_GUESS)
+    kept = _most_likely(below, _NUCLEUS_CANDIDATES)
     if weights[kept].sum() < wanted:
         kept = np.arange(below.size)
     kept = kept[np.argsort(below[kept], kind="stable")]

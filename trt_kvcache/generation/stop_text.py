@@ -1,28 +1,57 @@
-"""Stop texts in a stream: what could still become one is held back until it is certain."""
+"""Stop texts in a stream: text that could still become a stop text is held back until it is certain."""
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class StopTextSavepoint(NamedTuple):
+    """What a :class:`StopText` needs to return to an earlier state."""
+
+    held: str
+    stopped: bool
 
 
 class StopText:
     """Lets text through up to the first stop text.
 
-    ``stops``: sequence of str. Not empty strings.
+    Parameters
+    ----------
+    stops : sequence of str
+        Texts to stop at, none of them empty.
+
+    Examples
+    --------
+    >>> from trt_kvcache.generation.stop_text import StopText
+    >>> filter = StopText(["END"])
+    >>> filter.push("one E"), filter.push("cho E"), filter.push("ND of it"), filter.stopped
+    ('one ', 'Echo ', '', True)
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        #: Whether a stop text was met. Nothing is let through after it.
+        #: Whether a stop text was found. Nothing is let through after it.
         self.stopped = False
 
     def push(self, text: str) -> str:
-        """Take more text and return what is certain not to be part of a stop text."""
+        """Take more text.
+
+        Parameters
+        ----------
+        text : str
+            Follows what was taken before.
+
+        Returns
+        -------
+        str
+            What is certain not to be part of a stop text; the rest is held back.
+        """
         if self.stopped:
             return ""
         self._held += text
         found = [(place + len(stop), place) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
-            _, place = min(found)  # the one that is complete first, however the text came in pieces
+            _, place = min(found)  # the one that is complete first, however the text was cut into pieces
             self.stopped = True
             certain, self._held = self._held[:place], ""
             return certain
@@ -35,7 +64,16 @@ class StopText:
         held, self._held = self._held, ""
         return held
 
+    def savepoint(self) -> StopTextSavepoint:
+        """Return the state now, for :meth:`rollback`."""
+        return StopTextSavepoint(self._held, self.stopped)
+
+    def rollback(self, savepoint: StopTextSavepoint) -> None:
+        """Return to the state at ``savepoint``."""
+        self._held, self.stopped = savepoint
+
     def _length_of_possible_start(self) -> int:
+        """Return the length of the longest end of the held text that a stop text begins with."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         for length in range(min(longest, len(self._held)), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stops):

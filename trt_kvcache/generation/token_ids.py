@@ -1,4 +1,4 @@
-"""Token ids as arrays, and how much of a prompt is already there. Compared token by token."""
+"""Token ids as arrays, and how many tokens two sequences share at their start. Compared token by token, never by hash."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,20 +10,32 @@ from trt_kvcache.errors import DTypeError, RangeError, ShapeError
 
 TokenArray = npt.NDArray[np.int32]
 
-_LARGEST = int(np.iinfo(np.int32).max)
+_MAX_TOKEN_ID = int(np.iinfo(np.int32).max)
 
 
 def token_array(what: str, tokens: Sequence[int] | npt.NDArray[Any]) -> TokenArray:
-    """Return token ids as a read-only array of their own.
+    """Return token ids as a new read-only array.
 
-    Raises ShapeError, DTypeError or RangeError: not a sequence of integers from 0 to the largest int32.
-
-    ``what``: For messages.
-    ``tokens``: sequence of int, or NumPy integer array (n,).
+    Parameters
+    ----------
+    what : str
+        Name of the argument, for error messages.
+    tokens : sequence of int, or NumPy integer array (n,)
+        Not changed.
 
     Returns
     -------
     ndarray int32 (n,)
+        On the host.
+
+    Raises
+    ------
+    ShapeError
+        Not one flat sequence.
+    DTypeError
+        Not integers.
+    RangeError
+        An id is negative or does not fit into int32.
     """
     if isinstance(tokens, str | bytes) or not isinstance(tokens, Sequence | np.ndarray):
         raise ShapeError(f"{what}: expected a sequence of token ids, got {type(tokens).__name__}.")
@@ -35,30 +47,50 @@ def token_array(what: str, tokens: Sequence[int] | npt.NDArray[Any]) -> TokenArr
         raise ShapeError(f"{what}: expected one sequence of token ids (n,), got a nested one.")
     if given.size and given.dtype.kind not in "iu":
         raise DTypeError(f"{what}: expected token ids that are integers of at most 64 bits, got {given.dtype}.")
-    if given.size and not 0 <= int(given.min()) <= int(given.max()) <= _LARGEST:
-        raise RangeError(f"{what}: expected token ids from 0 to {_LARGEST}, got {int(given.min())} to {int(given.max())}.")
+    if given.size and not 0 <= int(given.min()) <= int(given.max()) <= _MAX_TOKEN_ID:
+        raise RangeError(f"{what}: expected token ids from 0 to {_MAX_TOKEN_ID}, got {int(given.min())} to {int(given.max())}.")
     array = np.array(given, np.int32)
     array.flags.writeable = False
     return array
 
 
 def common_prefix(first: Sequence[int] | TokenArray, second: Sequence[int] | TokenArray) -> int:
-    """Return how many tokens two sequences begin with alike."""
+    """Return how many tokens two sequences share at their start.
+
+    Parameters
+    ----------
+    first, second : sequence of int, or ndarray (n,), (m,)
+
+    Returns
+    -------
+    int
+        From 0 to ``min(n, m)``.
+
+    Examples
+    --------
+    >>> from trt_kvcache.generation.token_ids import common_prefix
+    >>> common_prefix([5, 6, 7, 8], [5, 6, 9])
+    2
+    """
     count = min(len(first), len(second))
     same = np.asarray(first[:count]) == np.asarray(second[:count])
     return count if same.all() else int(np.argmin(same))
 
 
 def reusable_tokens(held: TokenArray, prompt: TokenArray, *, whole: bool) -> int:
-    """Return how many tokens of a prompt need not be run where those of ``held`` are there.
+    """Return how many tokens of a prompt need not be run if the K and V of ``held`` are available.
 
-    ``held``, ``prompt``: ndarray int32 (n,), (m,).
-    ``whole``: Only all of ``held`` or nothing: recurrent states are those after its last token, and cannot go back.
+    Parameters
+    ----------
+    held, prompt : ndarray int32 (n,), (m,)
+        Tokens that were run, and tokens that are wanted.
+    whole : bool
+        Use all of ``held`` or nothing: recurrent states are those after its last token and cannot return to an earlier one.
 
     Returns
     -------
     int
-        At most ``m - 1``: one token at least is run, for its logits.
+        At most ``m - 1``: at least one token is run, for its logits.
     """
     count = common_prefix(held, prompt[:-1])
     return 0 if whole and count < len(held) else count

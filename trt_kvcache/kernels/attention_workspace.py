@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from trt_kvcache._util.checks import int_in_range
-from trt_kvcache._util.uncopyable import Uncopyable
+from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.errors import PlaceError, ShapeError
 from trt_kvcache.kernels.layer_views import check_open
 from trt_kvcache.memory.base import Memory

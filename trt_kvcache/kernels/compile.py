@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trt_kvcache._util.new_file import new_file
+from trt_kvcache._util.atomic_file import atomic_file
 from trt_kvcache._util.user_cache import user_cache_folder
 from trt_kvcache.errors import CudaError
 from trt_kvcache.kernels.source_variants import variant_macros
@@ -101,7 +101,7 @@ def _write(path: Path, content: bytes) -> None:
     """Save ``content``: the file appears complete or not at all. Where it cannot be saved, it is compiled again next time."""
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(path) as file:
+        with atomic_file(path) as file:
             file.write(content)
 
 

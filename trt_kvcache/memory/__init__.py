@@ -1,1 +1,1 @@
-"""Bytes and views of them: host memory, GPU memory, tensors, copies."""
+"""Host and GPU memory: allocation, tensors over it, copies, streams and DLPack."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 
-from trt_kvcache.dtypes import numpy_dtype
-from trt_kvcache.errors import ClosedError, DTypeError, PlaceError, ShapeError
+from trt_kvcache.errors import DTypeError, PlaceError, ShapeError
 from trt_kvcache.memory.tensor import DeviceTensor
 
 #: Of any shape and dtype.
@@ -35,14 +34,16 @@ class Allocation(Protocol):
         """Whether ``close`` was called."""
 
     def close(self) -> None:
-        """Let go of the bytes: they are freed when the last DLPack consumer has let go too. Idempotent."""
+        """Release the bytes: they are freed when the last DLPack consumer is gone too. Closing again does nothing."""
 
 
 class Memory(Protocol):
-    """A place where caches live: allocation, copies, streams.
+    """A place where caches live: it allocates, copies, and makes streams.
 
-    Copies and fills are ordered on ``stream`` and do not wait, unless it is said. ``stream`` is keyword-only and
-    mandatory, on host memory too, so that code runs unchanged on a device.
+    Notes
+    -----
+    Copies and writes are ordered on ``stream`` and do not wait, unless they say so. ``stream`` is keyword-only and mandatory, on
+    host memory too, so that code runs unchanged on a device.
     """
 
     @property
@@ -62,97 +63,236 @@ class Memory(Protocol):
         """Bytes of all allocations that are not closed."""
 
     def create_stream(self) -> Any:
-        """Return a new stream of this memory: a ``cuda.core.Stream``, or on the host an object that does nothing."""
+        """Return a new stream of this memory.
+
+        Returns
+        -------
+        cuda.core.Stream or HostStream
+            On the host it is an object that has nothing to do.
+        """
 
     def check_stream(self, stream: Any) -> None:
-        """Raise :class:`PlaceError` if ``stream`` is not one of this memory (or a graph builder of it)."""
+        """Check that a stream belongs to this memory.
+
+        Parameters
+        ----------
+        stream : object
+            What a caller gave.
+
+        Raises
+        ------
+        PlaceError
+            It is not an open stream, or graph builder, of this memory.
+        """
 
     def is_capturing(self, stream: Any) -> bool:
-        """Tell whether what is ordered on ``stream`` now is captured in a CUDA graph instead of run."""
+        """Whether work that is ordered on a stream is captured in a CUDA graph instead of run.
+
+        Parameters
+        ----------
+        stream : cuda.core.Stream or GraphBuilder, or HostStream
+            The stream.
+
+        Raises
+        ------
+        PlaceError
+            The stream is not one of this memory.
+        """
 
     def synchronize(self, stream: Any) -> None:
-        """Wait until everything ordered on ``stream`` is done."""
+        """Wait until everything that was ordered on a stream is done.
+
+        Parameters
+        ----------
+        stream : cuda.core.Stream or HostStream
+            The stream.
+
+        Raises
+        ------
+        PlaceError
+            The stream is not one of this memory.
+        CudaError
+            Some of that work failed.
+        """
 
     def allocate(self, nbytes: int, *, zeroed: bool = False, stream: Any) -> Allocation:
-        """Allocate bytes, aligned to 256. Raises :class:`CapacityError` where there is no room."""
+        """Allocate bytes, aligned to 256.
+
+        Parameters
+        ----------
+        nbytes : int
+            Bytes, 0 or more.
+        zeroed : bool
+            Whether to set them to zero.
+        stream : cuda.core.Stream, or HostStream
+            The allocation is ordered on it.
+
+        Returns
+        -------
+        Allocation
+            The bytes. They are freed when it is closed and the last DLPack consumer is gone.
+
+        Raises
+        ------
+        CapacityError
+            The memory has no room.
+        CaptureError
+            The stream is capturing: the memory would belong to the graph.
+        RangeError, PlaceError
+            ``nbytes`` is negative, or the stream is not one of this memory.
+        """
 
     def staging(self, shape: Sequence[int], dtype: str) -> Array:
-        """Return a zeroed host array that ``upload`` and ``download`` can use without a wait (page-locked for a device)."""
+        """Return a zeroed host array that ``upload`` and ``download`` can use without a wait.
+
+        Parameters
+        ----------
+        shape : sequence of int
+            Its shape.
+        dtype : str
+            A name of :mod:`trt_kvcache.dtypes`.
+
+        Returns
+        -------
+        ndarray
+            Page-locked for a device.
+
+        Raises
+        ------
+        CapacityError
+            The system gives no more page-locked memory.
+        """
 
     def to_device(self, array: Any, *, stream: Any) -> DeviceTensor:
-        """Return a dense copy of a host array in this memory. The array may be changed as soon as the call returns."""
+        """Copy a host array into a new tensor in this memory. This allocates.
+
+        Parameters
+        ----------
+        array : array_like
+            Of any shape, with a dtype of :mod:`trt_kvcache.dtypes`. It may be changed as soon as the call returns.
+        stream : cuda.core.Stream, or HostStream
+            The copy is ordered on it.
+
+        Returns
+        -------
+        DeviceTensor
+            Contiguous, of the shape and dtype of the array.
+
+        Raises
+        ------
+        CapacityError
+            The memory has no room.
+        DTypeError, PlaceError
+            The dtype is unknown, or the stream is not one of this memory.
+        """
 
     def upload(self, destination: DeviceTensor, source: Array, *, stream: Any) -> None:
-        """Copy a dense host array of the same shape and dtype into a dense tensor. ``source`` must stay until it is done."""
+        """Copy a host array into a tensor of this memory.
+
+        Parameters
+        ----------
+        destination : DeviceTensor
+            Contiguous.
+        source : ndarray
+            Contiguous, of the same shape and dtype. It must not change until the copy is done.
+        stream : cuda.core.Stream, or HostStream
+            The copy is ordered on it.
+
+        Raises
+        ------
+        PlaceError, ShapeError, DTypeError
+            The tensor and the array do not fit, or are not contiguous. Nothing was copied.
+        """
 
     def download(self, destination: Array, source: DeviceTensor, *, stream: Any) -> None:
-        """Copy a dense tensor into a dense host array of the same shape and dtype; it is there after ``synchronize``."""
+        """Copy a tensor of this memory into a host array.
+
+        Parameters
+        ----------
+        destination : ndarray
+            Contiguous, of the same shape and dtype. The values are there after ``synchronize``.
+        source : DeviceTensor
+            Contiguous.
+        stream : cuda.core.Stream, or HostStream
+            The copy is ordered on it.
+
+        Raises
+        ------
+        PlaceError, ShapeError, DTypeError
+            The tensor and the array do not fit, or are not contiguous. Nothing was copied.
+        """
 
     def zero(self, tensor: DeviceTensor, *, stream: Any) -> None:
-        """Set the bytes of a dense tensor to zero."""
+        """Set the bytes of a tensor to zero.
+
+        Parameters
+        ----------
+        tensor : DeviceTensor
+            Contiguous, of this memory.
+        stream : cuda.core.Stream or GraphBuilder, or HostStream
+            The write is ordered on it.
+
+        Raises
+        ------
+        PlaceError, ShapeError
+            The tensor is of another memory, or is not contiguous.
+        """
 
     def read(self, tensor: DeviceTensor) -> Array:
-        """Return a copy of any view on the host, after all work given to the device before the call."""
+        """Return a copy of a view on the host. Waits for all work given to the device before the call.
+
+        Parameters
+        ----------
+        tensor : DeviceTensor
+            Any view of this memory.
+
+        Returns
+        -------
+        ndarray
+            Of the same shape and dtype.
+
+        Raises
+        ------
+        PlaceError, ClosedError
+            The tensor is of another memory, or its owner is closed.
+        """
 
     def dlpack(self, tensor: DeviceTensor, **kwargs: Any) -> Any:
-        """Return a DLPack capsule that shares the memory and keeps it alive."""
+        """Return a DLPack capsule that shares the bytes of a tensor and keeps them alive.
+
+        Parameters
+        ----------
+        tensor : DeviceTensor
+            Any view of this memory.
+        **kwargs :
+            Of the ``__dlpack__`` protocol.
+        """
 
 
 def check_copy(what: str, tensor: DeviceTensor, array: Array, memory: Memory) -> None:
-    """Check a copy between a dense tensor of ``memory`` and a dense host array; raise before a byte has moved."""
+    """Check a copy between a tensor and a host array before it starts.
+
+    Parameters
+    ----------
+    what : str
+        The operation, for messages.
+    tensor : DeviceTensor
+        Contiguous, of ``memory``.
+    array : ndarray
+        Contiguous, of the same shape and dtype.
+    memory : Memory
+        The memory that copies.
+
+    Raises
+    ------
+    PlaceError, ShapeError, DTypeError
+        The two do not fit.
+    """
     if tensor.memory is not memory:
         raise PlaceError(f"{what}: expected a tensor of {memory.device}, got one of {tensor.memory.device}.")
     if tensor.shape != array.shape:
         raise ShapeError(f"{what}: the tensor has shape {tensor.shape}, the host array {array.shape}.")
-    if numpy_dtype(tensor.dtype) != array.dtype:
+    if tensor.numpy_dtype != array.dtype:
         raise DTypeError(f"{what}: the tensor holds {tensor.dtype}, the host array {array.dtype}.")
     if not (tensor.is_contiguous and array.flags.c_contiguous):
         raise ShapeError(f"{what}: expected a dense tensor and a dense host array.")
-
-
-class _Counting(Protocol):
-    def count_live(self, nbytes: int) -> None: ...
-
-
-_Counter = TypeVar("_Counter", bound=_Counting)
-_Owner = TypeVar("_Owner")
-
-
-class OwnedBytes(Generic[_Counter, _Owner]):
-    """Bytes of an owner, counted until they are closed: an :class:`Allocation` but for the address."""
-
-    def __init__(self, memory: _Counter, owner: _Owner, nbytes: int) -> None:
-        self._memory = memory
-        self._storage: _Owner | None = owner
-        self._nbytes = nbytes
-
-    @property
-    def memory(self) -> _Counter:
-        """The memory that made it."""
-        return self._memory
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes, as asked for."""
-        return self._nbytes
-
-    @property
-    def closed(self) -> bool:
-        """Whether ``close`` was called."""
-        return self._storage is None
-
-    @property
-    def storage(self) -> _Owner:
-        """Their owner: a uint8 array, or a CudaBuffer. Raises :class:`ClosedError` after ``close``."""
-        if self._storage is None:
-            raise ClosedError("the memory behind this tensor is closed. Keep its cache open, or copy with .numpy() before.")
-        return self._storage
-
-    def close(self) -> None:
-        """Let go of the bytes: with no DLPack consumer they are freed, after a wait for a device, else by the last one. Idempotent."""
-        if self._storage is not None:
-            self._storage = None
-            self._memory.count_live(-self._nbytes)
-
-    def __del__(self) -> None:
-        self.close()

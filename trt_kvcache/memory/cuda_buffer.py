@@ -11,16 +11,30 @@ from trt_kvcache.memory.cuda_driver import allocation_error, check, cuda_core_er
 class CudaBuffer:
     """An owned allocation in GPU or page-locked memory of the current device.
 
-    It goes back when the last reference goes: of an allocation, an array or a DLPack consumer. Streams of any library may
-    still work with the bytes then, so this waits for the whole device. (A wait breaks off a capture that is under way on the
-    device: let go of memory before or after.)
+    It is freed when the last reference to it is gone: that of an allocation, an array or a DLPack consumer. Streams of any
+    library may still work with the bytes at that time, so this waits for the whole device first.
 
-    ``resource``: cuda.core.MemoryResource.
-    ``nbytes``: At least one byte is allocated, so that there always is an address.
-    ``place``: Where the bytes are, for messages.
-    ``stream``: cuda.core.Stream. The allocation is ordered on it.
+    Parameters
+    ----------
+    resource : cuda.core.MemoryResource
+        What allocates.
+    nbytes : int
+        Bytes. At least one is allocated, so that there is an address.
+    place : str
+        Where the bytes are, for messages.
+    stream : cuda.core.Stream
+        The allocation is ordered on it.
 
-    Raises CapacityError: there is no room. CudaError: the driver refused.
+    Raises
+    ------
+    CapacityError
+        The memory has no room.
+    CudaError
+        The driver refused.
+
+    Notes
+    -----
+    The wait breaks off a CUDA graph capture that is under way on the device: release memory before or after one.
     """
 
     def __init__(self, resource: Any, nbytes: int, *, place: str, stream: Any) -> None:
@@ -39,16 +53,29 @@ class CudaBuffer:
     def __del__(self) -> None:
         if self._buffer is None:
             return
-        # The thread that let go last may be any, with a context of its own. Errors have nowhere to go: the statuses are not read.
+        # Any thread may drop the last reference, and it may have another context. Nobody could handle an error: statuses are ignored.
         self._driver.cuCtxPushCurrent(self._context)
         self._driver.cuCtxSynchronize()
         self._buffer.close()
-        self._driver.cuCtxSynchronize()  # what a pool has free goes back to the system at a wait
+        self._driver.cuCtxSynchronize()  # a pool returns its free memory to the system at a wait
         self._driver.cuCtxPopCurrent()
 
 
 def bytes_of(buffer: CudaBuffer, nbytes: int) -> np.ndarray[Any, Any]:
-    """Return page-locked memory as a uint8 array (nbytes,) that keeps the buffer alive."""
+    """Return page-locked memory as an array that keeps the buffer alive.
+
+    Parameters
+    ----------
+    buffer : CudaBuffer
+        In page-locked host memory.
+    nbytes : int
+        Its bytes.
+
+    Returns
+    -------
+    ndarray (nbytes,) uint8
+        Over the same bytes.
+    """
     view = (ctypes.c_uint8 * nbytes).from_address(buffer.ptr)
     view.owner = buffer  # type: ignore[attr-defined]
     return np.ctypeslib.as_array(view)

@@ -47,6 +47,16 @@ def find_gpu(device: int = 0) -> str | None:
 def check(result: tuple[Any, ...]) -> Any:
     """Return what a function of ``cuda.bindings.driver`` returned beside its status.
 
+    Parameters
+    ----------
+    result : tuple
+        What the function returned: a status, and perhaps a value.
+
+    Returns
+    -------
+    object
+        The value; None if there is none.
+
     Raises
     ------
     CudaError
@@ -79,9 +89,14 @@ def allocation_error(error: Exception, device: str, nbytes: int) -> CudaError | 
     error : Exception
         Of the class :func:`cuda_core_error`.
     device : str
-        Where the allocation was to be, for the message.
+        Where the bytes should have been allocated, for the message.
     nbytes : int
-        What was asked for.
+        How many.
+
+    Returns
+    -------
+    CapacityError or CudaError
+        CapacityError if the memory had no room.
     """
     if str(error).startswith("CUDA_ERROR_OUT_OF_MEMORY"):
         return CapacityError(f"{device}: {nbytes} bytes could not be allocated. Nothing was changed.")

@@ -1,8 +1,7 @@
 """DLPack capsules of device memory, for every dtype.
 
-cuda.core makes the capsule, and with it the part that must be right in any thread and at any time: the deleter. It does not
-know bfloat16 and float8, so such tensors are exported as integers of the same size, and the type that the capsule names is
-then put right.
+cuda.core makes the capsule, and with it the deleter, which may be called in any thread and at any time. It does not know
+bfloat16 and float8, so tensors are exported as integers of the same size, and the dtype in the capsule is corrected afterwards.
 """
 
 import ctypes
@@ -33,7 +32,7 @@ class DLTensor(ctypes.Structure):
 
 
 class _VersionedHeader(ctypes.Structure):
-    """What stands before the DLTensor in ``DLManagedTensorVersioned``; in ``DLManagedTensor`` the DLTensor comes first."""
+    """The fields before the DLTensor in ``DLManagedTensorVersioned``; in ``DLManagedTensor`` the DLTensor comes first."""
 
     _fields_ = (
         ("major", ctypes.c_uint32),
@@ -44,12 +43,23 @@ class _VersionedHeader(ctypes.Structure):
     )
 
 
-#: The name of a capsule says which struct is in it: the DLTensor lies so many bytes from its start.
+#: By the name of a capsule, which says what struct is in it: the byte at which the DLTensor starts.
 _DLTENSOR_OFFSET = {b"dltensor": 0, b"dltensor_versioned": ctypes.sizeof(_VersionedHeader)}
 
 
 def dltensor_in(capsule: Any) -> DLTensor:
-    """Return the DLTensor inside a capsule that was not consumed yet. It must not outlive the capsule."""
+    """Return the DLTensor inside a capsule that was not consumed yet.
+
+    Parameters
+    ----------
+    capsule : capsule
+        Named ``dltensor`` or ``dltensor_versioned``.
+
+    Returns
+    -------
+    DLTensor
+        A view of the capsule's struct, which must not outlive the capsule.
+    """
     name_of = ctypes.pythonapi.PyCapsule_GetName
     name_of.argtypes, name_of.restype = [ctypes.py_object], ctypes.c_char_p
     pointer_of = ctypes.pythonapi.PyCapsule_GetPointer
@@ -61,11 +71,24 @@ def dltensor_in(capsule: Any) -> DLTensor:
 def device_capsule(tensor: DeviceTensor, owner: object, **kwargs: Any) -> Any:
     """Return a capsule over the bytes of a view in GPU memory. Nothing is copied, and nothing waits.
 
-    ``tensor``: Any shape, strides and dtype.
-    ``owner``: Kept alive until the consumer lets go.
-    ``**kwargs``: ``max_version`` and ``copy`` of the ``__dlpack__`` protocol.
+    Parameters
+    ----------
+    tensor : DeviceTensor
+        Of any shape, strides and dtype.
+    owner : object
+        Kept alive until the consumer releases the capsule.
+    **kwargs
+        ``max_version`` and ``copy`` of the ``__dlpack__`` protocol.
 
-    Raises BufferError: ``copy=True`` was asked for.
+    Returns
+    -------
+    capsule
+        For one consumer.
+
+    Raises
+    ------
+    BufferError
+        ``copy=True`` was asked for.
     """
     from cuda.core import Buffer
     from cuda.core.utils import StridedMemoryView

@@ -5,25 +5,23 @@ from collections.abc import Sequence
 
 from trt_kvcache.dtypes import itemsize
 
-#: TensorRT wants tensor addresses that are multiples of this.
+#: TensorRT requires tensor addresses that are multiples of this many bytes.
 ALIGNMENT = 256
-
 
 #: A K/V row is moved in accesses of this many bytes, so its size is a multiple of it.
 ROW_GRANULE = 16
-
 
 #: The largest ``max_batch_size`` and ``max_sequence_length``: lengths and slots are int32 on the device.
 MAX_DIMENSION = 2**31 - 1
 
 
 def align_up(nbytes: int, alignment: int = ALIGNMENT) -> int:
-    """Return ``nbytes`` rounded up to a multiple of :data:`ALIGNMENT`."""
+    """Return ``nbytes`` rounded up to a multiple of ``alignment``."""
     return -(-nbytes // alignment) * alignment
 
 
 def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a dense tensor of ``shape``."""
+    """Return the strides, in elements, of a contiguous (row-major) tensor of ``shape``."""
     strides = [1] * len(shape)
     for axis in range(len(shape) - 2, -1, -1):
         strides[axis] = strides[axis + 1] * shape[axis + 1]
@@ -31,7 +29,7 @@ def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Tell whether elements lie one after another in row-major order. Dimensions of size 1 are ignored."""
+    """Whether elements lie one after another in row-major order. Dimensions of size 1 are ignored."""
     if 0 in shape:
         return True
     expected = 1
@@ -43,14 +41,14 @@ def is_dense(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def span_elements(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the number of elements from the first to one past the last that a view of this shape touches."""
+    """Return how many elements lie from the first to the last element of a view, both included; 0 for an empty view."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
 
 
 def dense_nbytes(shape: Sequence[int], dtype: str) -> int:
-    """Return the bytes of a dense tensor of this shape."""
+    """Return the bytes of a contiguous tensor of this shape."""
     return math.prod(shape) * itemsize(dtype)
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trt_kvcache._util.checks import as_int
-from trt_kvcache.dtypes import itemsize
+from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import LayoutError, ShapeError
 from trt_kvcache.memory.shapes import dense_nbytes, is_dense, row_major_strides, span_elements
 
@@ -17,136 +17,179 @@ if TYPE_CHECKING:
 
 
 class DeviceTensor:
-    """A view of memory that some :class:`~trt_kvcache.memory.base.Allocation` owns.
+    """A view of memory, on the host or on a device, that some :class:`~trt_kvcache.memory.base.Allocation` owns.
 
-    The view keeps its owner alive. It is immutable; the bytes it shows are not.
-
-    Raises ShapeError: the view does not fit into the allocation.
+    The view keeps its owner alive. It is immutable; the bytes that it shows are not.
 
     Parameters
     ----------
-    allocation
-        The owner of the bytes, on the host or on a device.
+    allocation : Allocation
+        The owner of the bytes.
     shape : sequence of int
-    dtype
-        A name of :mod:`trt_kvcache.dtypes`.
+        Sizes of the dimensions.
+    dtype : str
+        A name of :mod:`trt_kvcache.dtypes`, such as ``"float16"``.
     strides : sequence of int, optional
-        In elements. Dense (row-major) if left out.
-    offset
+        Elements from one index to the next, per dimension. Without, the view is contiguous (row-major).
+    offset : int
         Bytes from the start of the allocation to the first element.
+
+    Raises
+    ------
+    ShapeError
+        The view does not fit into the allocation.
+    DTypeError
+        The dtype is unknown.
+
+    Examples
+    --------
+    >>> import numpy
+    >>> from trt_kvcache import HostMemory
+    >>> memory = HostMemory()
+    >>> stream = memory.create_stream()
+    >>> tensor = memory.to_device(numpy.arange(6, dtype=numpy.int32).reshape(3, 2), stream=stream)
+    >>> tensor, tensor.strides, tensor.nbytes
+    (DeviceTensor((3, 2), int32, cpu), (2, 1), 24)
+    >>> tensor[1:3].numpy()
+    array([[2, 3],
+           [4, 5]], dtype=int32)
+    >>> numpy.from_dlpack(tensor)[0, 0] = 7  # shares the bytes
+    >>> tensor.reshape(6).numpy()
+    array([7, 1, 2, 3, 4, 5], dtype=int32)
     """
 
-    __slots__ = ("_allocation", "_dtype", "_is_contiguous", "_offset", "_shape", "_strides")
+    # Plain fields, not properties: kernels and bindings read them for every tensor of a launch.
+    __slots__ = {
+        "allocation": "The owner of the bytes.",
+        "dtype": 'Name of the dtype, such as ``"float16"``.',
+        "is_contiguous": "Whether the elements lie one after another. Dimensions of size 1 are ignored.",
+        "memory": "The memory that the bytes are in.",
+        "nbytes": "Bytes of the elements: what a contiguous copy takes.",
+        "ndim": "Number of dimensions.",
+        "numpy_dtype": "The NumPy dtype of the elements, of ml_dtypes for those that NumPy lacks.",
+        "offset": "Bytes from the start of the allocation to the first element.",
+        "shape": "Sizes of the dimensions.",
+        "strides": "Elements from one index to the next, per dimension.",
+    }
+
+    allocation: Allocation
+    memory: Memory
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    numpy_dtype: np.dtype[Any]
+    ndim: int
+    nbytes: int
+    is_contiguous: bool
 
     def __init__(
         self, allocation: Allocation, *, shape: Sequence[int], dtype: str, strides: Sequence[int] | None = None, offset: int = 0
     ) -> None:
-        self._allocation = allocation
-        self._shape = tuple(int(size) for size in shape)
-        self._strides = row_major_strides(self._shape) if strides is None else tuple(int(stride) for stride in strides)
-        self._dtype = dtype
-        self._offset = offset
-        if len(self._strides) != len(self._shape) or min((*self._shape, *self._strides, offset), default=0) < 0:
-            raise ShapeError(f"DeviceTensor: shape {self._shape}, strides {self._strides}, offset {offset} do not describe a view.")
-        span = span_elements(self._shape, self._strides) * itemsize(dtype)
+        shape = tuple(int(size) for size in shape)
+        elements = row_major_strides(shape) if strides is None else tuple(int(stride) for stride in strides)
+        if len(elements) != len(shape) or min((*shape, *elements, offset), default=0) < 0:
+            raise ShapeError(f"DeviceTensor: shape {shape}, strides {elements}, offset {offset} do not describe a view.")
+        element_dtype = numpy_dtype(dtype)
+        span = span_elements(shape, elements) * element_dtype.itemsize
         end = offset + span
         if span and end > allocation.nbytes:
-            raise ShapeError(f"DeviceTensor: a view of {self._shape} {dtype} ends at byte {end} of an allocation of {allocation.nbytes}.")
-        self._is_contiguous = strides is None or is_dense(self._shape, self._strides)
+            raise ShapeError(f"DeviceTensor: a view of {shape} {dtype} ends at byte {end} of an allocation of {allocation.nbytes}.")
+        fields = (
+            ("allocation", allocation),
+            ("memory", allocation.memory),
+            ("offset", offset),
+            ("shape", shape),
+            ("strides", elements),
+            ("dtype", dtype),
+            ("numpy_dtype", element_dtype),
+            ("ndim", len(shape)),
+            ("nbytes", dense_nbytes(shape, dtype)),
+            ("is_contiguous", strides is None or is_dense(shape, elements)),
+        )
+        for name, value in fields:
+            object.__setattr__(self, name, value)
 
-    @property
-    def allocation(self) -> Allocation:
-        """The owner of the bytes."""
-        return self._allocation
-
-    @property
-    def memory(self) -> Memory:
-        """The memory that the bytes are in."""
-        return self._allocation.memory
-
-    @property
-    def offset(self) -> int:
-        """Bytes from the start of the allocation to the first element."""
-        return self._offset
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"a DeviceTensor is immutable; `{name}` cannot be set.")
 
     @property
     def ptr(self) -> int:
-        """Address of the first element. Raises :class:`ClosedError` once the owner is closed."""
-        return self._allocation.ptr + self._offset
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Sizes of the dimensions."""
-        return self._shape
-
-    @property
-    def strides(self) -> tuple[int, ...]:
-        """Elements from one index to the next, per dimension."""
-        return self._strides
-
-    @property
-    def dtype(self) -> str:
-        """Name of the dtype, such as ``"float16"``."""
-        return self._dtype
-
-    @property
-    def ndim(self) -> int:
-        """Number of dimensions."""
-        return len(self._shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the elements: what a dense copy would take."""
-        return dense_nbytes(self._shape, self._dtype)
-
-    @property
-    def is_contiguous(self) -> bool:
-        """Whether the elements lie one after another. Dimensions of size 1 are ignored."""
-        return self._is_contiguous
+        """Address of the first element. Raises :class:`~trt_kvcache.errors.ClosedError` once the owner is closed."""
+        return self.allocation.ptr + self.offset
 
     def __len__(self) -> int:
-        if not self._shape:
+        if not self.shape:
             raise TypeError("len() of a DeviceTensor without dimensions")
-        return self._shape[0]
+        return self.shape[0]
 
     def __getitem__(self, index: slice) -> DeviceTensor:
-        """Return the view ``[start:stop]`` along dimension 0. Neither wraps nor clamps: see :class:`ShapeError`."""
+        """Return the view ``[start:stop]`` along dimension 0.
+
+        Parameters
+        ----------
+        index : slice
+            ``0 <= start <= stop <= shape[0]``, with step 1. It neither wraps nor clamps.
+
+        Raises
+        ------
+        ShapeError
+            It is something else.
+        """
         if not isinstance(index, slice) or index.step not in (None, 1):
             raise ShapeError(f"DeviceTensor: expected a slice [start:stop] of dimension 0, got {index!r}.")
-        if not self._shape:
+        if not self.shape:
             raise ShapeError("DeviceTensor: a tensor without dimensions cannot be sliced.")
         start = 0 if index.start is None else as_int("DeviceTensor slice", index.start, error=ShapeError)
-        stop = self._shape[0] if index.stop is None else as_int("DeviceTensor slice", index.stop, error=ShapeError)
-        if not 0 <= start <= stop <= self._shape[0]:
-            raise ShapeError(f"DeviceTensor: expected 0 <= start <= stop <= {self._shape[0]}, got [{start}:{stop}]. Slices never wrap.")
+        stop = self.shape[0] if index.stop is None else as_int("DeviceTensor slice", index.stop, error=ShapeError)
+        if not 0 <= start <= stop <= self.shape[0]:
+            raise ShapeError(f"DeviceTensor: expected 0 <= start <= stop <= {self.shape[0]}, got [{start}:{stop}]. Slices never wrap.")
         return DeviceTensor(
-            self._allocation,
-            shape=(stop - start, *self._shape[1:]),
-            dtype=self._dtype,
-            strides=self._strides,
-            offset=self._offset + start * self._strides[0] * itemsize(self._dtype),
+            self.allocation,
+            shape=(stop - start, *self.shape[1:]),
+            dtype=self.dtype,
+            strides=self.strides,
+            offset=self.offset + start * self.strides[0] * self.numpy_dtype.itemsize,
         )
 
     def reshape(self, *shape: int) -> DeviceTensor:
-        """Return a dense view of the same elements in another shape.
+        """Return a contiguous view of the same elements in another shape.
 
-        Raises LayoutError: this view is not dense. ShapeError: the number of elements differs.
+        Parameters
+        ----------
+        *shape : int
+            The new sizes, none of them -1.
+
+        Raises
+        ------
+        LayoutError
+            This view is not contiguous.
+        ShapeError
+            The number of elements differs.
         """
         if not self.is_contiguous:
-            raise LayoutError(f"DeviceTensor.reshape: a view of shape {self._shape} with strides {self._strides} is not dense.")
-        if dense_nbytes(shape, self._dtype) != self.nbytes:
-            raise ShapeError(f"DeviceTensor.reshape: {self._shape} has other elements than {shape}.")
-        return DeviceTensor(self._allocation, shape=shape, dtype=self._dtype, offset=self._offset)
+            raise LayoutError(f"DeviceTensor.reshape: a view of shape {self.shape} with strides {self.strides} is not dense.")
+        if dense_nbytes(shape, self.dtype) != self.nbytes:
+            raise ShapeError(f"DeviceTensor.reshape: {self.shape} has other elements than {shape}.")
+        return DeviceTensor(self.allocation, shape=shape, dtype=self.dtype, offset=self.offset)
 
     def numpy(self) -> np.ndarray[Any, Any]:
-        """Return a copy on the host, of any dtype (ml_dtypes for those that NumPy lacks).
+        """Return a copy on the host. Waits for the work that was given to the device before the call.
 
-        Waits for the work that was given to the device before the call. Raises :class:`ClosedError` once the owner is closed.
+        Returns
+        -------
+        ndarray
+            Of any dtype, with ml_dtypes for those that NumPy lacks.
+
+        Raises
+        ------
+        ClosedError
+            The owner is closed.
         """
         return self.memory.read(self)
 
     def __dlpack__(self, **kwargs: Any) -> Any:
-        """Export without a copy; the consumer keeps the memory alive, past ``close()`` too."""
+        """Return a DLPack capsule over the same bytes. The consumer keeps the memory alive, even after ``close()``."""
         return self.memory.dlpack(self, **kwargs)
 
     def __dlpack_device__(self) -> tuple[int, int]:
@@ -154,5 +197,5 @@ class DeviceTensor:
         return self.memory.dlpack_device
 
     def __repr__(self) -> str:
-        dense = "" if self.is_contiguous else f", strides={self._strides}"
-        return f"DeviceTensor({self._shape}, {self._dtype}{dense}, {self.memory.device})"
+        strides = "" if self.is_contiguous else f", strides={self.strides}"
+        return f"DeviceTensor({self.shape}, {self.dtype}{strides}, {self.memory.device})"

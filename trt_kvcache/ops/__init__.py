@@ -1,1 +1,1 @@
-"""Operations of ours that run between the segments of an engine."""
+"""Custom operations that run between the segments of a TensorRT engine, and what an engine in segments consists of."""

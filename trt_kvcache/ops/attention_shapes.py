@@ -1,4 +1,4 @@
-"""Inputs and outputs of the plugin: names, shapes, dtypes, and the bytes of its workspace."""
+"""Inputs and outputs of the attention plugin: their names, shapes and dtypes, and the size of its workspace."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from trt_kvcache.errors import DTypeError, ShapeError
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES
 from trt_kvcache.kernels.attention_workspace import MAX_BLOCKS_PER_SM, partials_shape
 from trt_kvcache.memory.shapes import dense_nbytes
-from trt_kvcache.ops.attention_fields import AttentionFields
+from trt_kvcache.ops.attention_attributes import AttentionAttributes
 
-#: Shape and dtype of each input, in order: a number, a field, or a name for what the shapes say. "q": float16 or bfloat16, as q.
-#: ``cos_sin`` is there where ``rotary_dim`` is not 0; ``new_lengths`` may be left out.
+#: Shape and dtype of each input, in order. A dimension is a number, an attribute, or a symbol (B, s, S, P) for a size that the shapes
+#: give. The dtype "q" is that of q, float16 or bfloat16. ``cos_sin`` is not there if ``rotary_dim`` is 0; ``new_lengths`` is optional.
 INPUTS: dict[str, tuple[tuple[int | str, ...], str]] = {
     "q": (("B", "s", "num_heads", "head_dim"), "q"),
     "k": (("B", "s", "num_kv_heads", "head_dim"), "q"),
@@ -21,45 +21,63 @@ INPUTS: dict[str, tuple[tuple[int | str, ...], str]] = {
     "cos_sin": (("P", 2, "rotary_dim / 2"), "float32"),
     "new_lengths": (("B",), "int32"),
 }
-#: Each output, with the input that it is like, and whether it is at the same address.
+#: For each output the input that it has shape and dtype of, and whether it is at the address of that input.
 OUTPUTS = {"out": ("q", False), "cache": ("cache", True)}
 
-#: Multiprocessors of a GPU at most: the workspace is sized for as many, so that an engine may move to another GPU.
-MOST_MULTIPROCESSORS = 256
+#: Most multiprocessors of a GPU. The workspace is sized for this many, so that an engine may run on another GPU than it was built on.
+MAX_MULTIPROCESSORS = 256
 
+#: Sizes of a shape; None for one that is not known yet.
 Sizes = Sequence["int | None"]
 
 
-def input_names(fields: AttentionFields, count: int) -> tuple[str, ...]:
-    """Return the names of ``count`` inputs. Raises ShapeError for another number than these fields have."""
-    names = tuple(name for name in INPUTS if name != "cos_sin" or fields.rotary_dim)
+def input_names(attributes: AttentionAttributes, count: int) -> tuple[str, ...]:
+    """Return the names of the inputs.
+
+    Parameters
+    ----------
+    attributes : AttentionAttributes
+    count : int
+        How many inputs there are.
+
+    Returns
+    -------
+    tuple of str
+
+    Raises
+    ------
+    ShapeError
+        Attention with these attributes has another number of inputs.
+    """
+    names = tuple(name for name in INPUTS if name != "cos_sin" or attributes.rotary_dim)
     if count not in (len(names), len(names) - 1):
         raise ShapeError(f"inputs: expected {', '.join(names[:-1])} and, if wanted, {names[-1]}, got {count}.")
     return names[:count]
 
 
-def check_shapes(fields: AttentionFields, shapes: Mapping[str, Sizes]) -> dict[str, int | None]:
+def check_shapes(attributes: AttentionAttributes, shapes: Mapping[str, Sizes]) -> dict[str, int | None]:
     """Check the shapes of the inputs, as far as they are known.
 
     Parameters
     ----------
-    fields : AttentionFields
+    attributes : AttentionAttributes
     shapes : mapping of str to sequence of int or None
         By name; None for a size that is not known yet.
 
     Returns
     -------
     dict of str to int or None
-        ``B`` slots, ``s`` new tokens of each, ``S`` tokens of a slot of the cache, ``P`` positions of ``cos_sin``.
+        ``B``, the slots; ``s``, the new tokens per slot; ``S``, the tokens that a slot of the cache can hold; ``P``, the positions that
+        ``cos_sin`` has.
 
     Raises
     ------
     ShapeError
-        They do not fit the fields, or each other.
+        The shapes do not fit the attributes, or each other.
     """
     sizes: dict[str, int | None] = {}
-    fixed = {name: getattr(fields, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
-    fixed["rotary_dim / 2"] = fields.rotary_dim // 2
+    fixed = {name: getattr(attributes, name) for name in ("num_heads", "num_kv_heads", "head_dim")}
+    fixed["rotary_dim / 2"] = attributes.rotary_dim // 2
     for name, shape in shapes.items():
         pattern = INPUTS[name][0]
         known = fixed | {part: size for part, size in sizes.items() if size is not None}
@@ -80,7 +98,23 @@ def check_shapes(fields: AttentionFields, shapes: Mapping[str, Sizes]) -> dict[s
 
 
 def check_dtypes(dtypes: Mapping[str, str]) -> str:
-    """Return the dtype of q. Raises DTypeError where it is not one of the kernels', or an input is not what goes with it."""
+    """Check the dtypes of the inputs.
+
+    Parameters
+    ----------
+    dtypes : mapping of str to str
+        By name of the input.
+
+    Returns
+    -------
+    str
+        The dtype of q.
+
+    Raises
+    ------
+    DTypeError
+        The kernels do not serve the dtype of q, or another input has not the dtype that goes with it.
+    """
     for name, dtype in dtypes.items():
         if name == "q" and dtype not in ELEMENT_TYPES:
             raise DTypeError(f"q: expected {' or '.join(ELEMENT_TYPES)}, got {dtype}.")
@@ -90,7 +124,19 @@ def check_dtypes(dtypes: Mapping[str, str]) -> str:
     return dtypes["q"]
 
 
-def workspace_nbytes(fields: AttentionFields, width: int) -> int:
-    """Return the bytes of workspace for at least ``width`` new tokens of each slot. Only a decode step needs any."""
-    partials = partials_shape(MAX_BLOCKS_PER_SM * MOST_MULTIPROCESSORS, fields.group, fields.head_dim)
+def workspace_nbytes(attributes: AttentionAttributes, width: int) -> int:
+    """Return the size of the workspace. Only a decode step needs one, for the partial results of split heads.
+
+    Parameters
+    ----------
+    attributes : AttentionAttributes
+    width : int
+        Fewest new tokens per slot.
+
+    Returns
+    -------
+    int
+        Bytes.
+    """
+    partials = partials_shape(MAX_BLOCKS_PER_SM * MAX_MULTIPROCESSORS, attributes.group, attributes.head_dim)
     return dense_nbytes(partials, "float32") if width == 1 else 0

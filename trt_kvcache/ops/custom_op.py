@@ -1,15 +1,25 @@
-"""``CustomOp``: an operation that this package launches itself, between the segments of an engine."""
+"""``CustomOp``: an operation that this package launches itself, between the segments of a TensorRT engine."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from trt_kvcache.memory.host import HostMemory
+from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
 
 class TensorType(NamedTuple):
-    """Shape (``-1`` where it is given at run time) and dtype of a tensor; of an output also the input whose memory it shares."""
+    """Shape and dtype of a tensor.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        ``-1`` for sizes that are known at run time only.
+    dtype : str
+        As in :mod:`trt_kvcache.dtypes`.
+    alias : int, optional
+        For an output that shares memory with an input: the index of that input.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -17,10 +27,11 @@ class TensorType(NamedTuple):
 
 
 class CustomOp(Protocol):
-    """An operation over dense tensors: a few lines of Python around a launch.
+    """An operation over contiguous tensors: shape inference, and a launch on a stream.
 
-    TensorRT for RTX has no plugin layers, so a network that needs one is cut there, and the engine enqueues segment, operation,
-    segment. Over host memory the operation runs its NumPy twin (:func:`run_on_host`).
+    TensorRT for RTX has no plugin layers, so a network that needs one is cut there, and the engine enqueues segment, operation, segment.
+    It does for TensorRT for RTX what an ``IPluginV3`` does for full TensorRT. On host memory (``tensor.memory.is_host``) it computes the
+    same with NumPy.
     """
 
     @property
@@ -29,35 +40,98 @@ class CustomOp(Protocol):
 
     @property
     def attributes(self) -> Mapping[str, int | float]:
-        """What it is made with, as plain numbers."""
+        """The arguments that it was created with, by name; plain numbers."""
 
     def outputs(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
-        """Return the outputs for inputs of these shapes. Raises ShapeError or DTypeError where they do not fit."""
+        """Infer the outputs.
+
+        Parameters
+        ----------
+        inputs : sequence of TensorType
+            When an engine is built or opened, sizes may be ``-1``; before an enqueue all are known.
+
+        Returns
+        -------
+        tuple of TensorType
+
+        Raises
+        ------
+        ShapeError, DTypeError
+            The inputs do not fit the operation.
+        """
 
     def workspace_nbytes(self, inputs: Sequence[TensorType]) -> int:
-        """Return the bytes of workspace for inputs of these shapes.
+        """Return the size of the workspace.
 
-        The workspace is zeroed when it is made, and only operations of one name share it, one after another: what must be zero
-        before a launch must be zero after it.
+        Parameters
+        ----------
+        inputs : sequence of TensorType
+            The inputs of the largest enqueue.
+
+        Returns
+        -------
+        int
+            Bytes; 0 for none.
+
+        Notes
+        -----
+        The workspace is zeroed once, when it is allocated. Operations of one name share it and run one after another, so whatever an
+        operation needs to be zero before a launch, it must leave zero after it.
         """
 
     def enqueue(self, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor], workspace: DeviceTensor, stream: Any) -> None:
-        """Launch it on ``stream``. Neither waits nor allocates; the tensors were checked by :meth:`outputs` when they were bound."""
+        """Launch the operation; neither waits nor allocates.
+
+        Parameters
+        ----------
+        inputs, outputs : sequence of DeviceTensor
+            Contiguous, and checked by :meth:`outputs` when they were bound. Outputs with an alias are at the address of their input.
+        workspace : DeviceTensor uint8
+            At least :meth:`workspace_nbytes`.
+        stream : cuda.core.Stream or cuda.core.GraphBuilder
+            Where to launch.
+        """
 
 
 def run_on_host(op: CustomOp, *arrays: Any) -> tuple[Any, ...]:
-    """Run the NumPy twin of an operation on arrays, which stay as they are; return its outputs as new arrays."""
+    """Run an operation with NumPy, in host memory.
+
+    Parameters
+    ----------
+    op : CustomOp
+    *arrays : ndarray
+        Its inputs. They are copied, and stay as they are.
+
+    Returns
+    -------
+    tuple of ndarray
+        The outputs, as new arrays.
+
+    Raises
+    ------
+    ShapeError, DTypeError
+        The inputs do not fit the operation.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from trt_kvcache.ops.embedding_op import EmbeddingOp
+    >>> table = np.arange(6, dtype="float32").reshape(3, 2)
+    >>> (hidden,) = run_on_host(EmbeddingOp(), table, np.array([[2, 0]], "int32"))
+    >>> hidden.tolist()
+    [[[4.0, 5.0], [0.0, 1.0]]]
+    """
     memory = HostMemory()
     stream = memory.create_stream()
     inputs = [memory.to_device(array, stream=stream) for array in arrays]
     types = [TensorType(tensor.shape, tensor.dtype) for tensor in inputs]
-    made = [
-        DeviceTensor(memory.allocate(dense_nbytes(one.shape, one.dtype), stream=stream), shape=one.shape, dtype=one.dtype)
-        if one.alias is None
-        else inputs[one.alias]
-        for one in op.outputs(types)
+    outputs = [
+        DeviceTensor(memory.allocate(dense_nbytes(output.shape, output.dtype), stream=stream), shape=output.shape, dtype=output.dtype)
+        if output.alias is None
+        else inputs[output.alias]
+        for output in op.outputs(types)
     ]
     nbytes = op.workspace_nbytes(types)
     workspace = DeviceTensor(memory.allocate(nbytes, zeroed=True, stream=stream), shape=(nbytes,), dtype="uint8")
-    op.enqueue(inputs, made, workspace, stream)
-    return tuple(tensor.numpy() for tensor in made)
+    op.enqueue(inputs, outputs, workspace, stream)
+    return tuple(tensor.numpy() for tensor in outputs)

@@ -6,15 +6,14 @@ session, and so a cache, of its own.
 
 from typing import Any, get_args
 
-from polygraphy.tools.args import ModelArgs
-from polygraphy.tools.args import util as args_util
+from polygraphy.tools.args import ModelArgs, util as args_util
 from polygraphy.tools.args.base import BaseArgs, BaseRunnerArgs
 from polygraphy.tools.script import make_invocable
 
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.reference import Attention
-from trt_kvcache.session.opening import EngineChoice
+from trt_kvcache.session.session_options import EngineChoice
 
 
 def get_arg_groups() -> list[Any]:
@@ -56,7 +55,7 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
 
     def add_source_to_script(self, script: Any) -> Any:
         """Add the session's source to the script and return the name of its variable."""
-        script.add_import(imports=["SessionSource"], frm="trt_kvcache.session.source")
+        script.add_import(imports=["SessionSource"], frm="trt_kvcache.session.session_source")
         source = make_invocable("SessionSource", self.arg_groups[ModelArgs].path, engine=self.engine, **self.options)
         return script.add_loader(source, "kvcache_session_source")
 

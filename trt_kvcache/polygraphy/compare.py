@@ -55,7 +55,7 @@ def compare_paths(
     steps : int
         Decode steps after the prefill, at least 0.
     tolerances : mapping of str to float
-        See :data:`TOLERANCES`. Of two dtypes the coarser one counts.
+        See ``TOLERANCES`` in this module. Of two dtypes the coarser one counts.
     on_step : callable, optional
 
     Returns

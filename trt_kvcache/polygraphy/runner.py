@@ -21,7 +21,7 @@ from trt_kvcache.errors import ClosedError, ShapeError
 from trt_kvcache.polygraphy.feeds import FEED_INPUTS, INPUT_IDS, complete_feed, read_feed
 from trt_kvcache.polygraphy.live_rows import live_rows
 from trt_kvcache.session.session import InferenceSession
-from trt_kvcache.session.source import SessionSource
+from trt_kvcache.session.session_source import SessionSource
 
 Arrays = np.ndarray[Any, Any]
 
@@ -43,7 +43,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
     Feed: see :mod:`trt_kvcache.polygraphy.feeds`. The first inference after activation starts new sequences, whatever ``reset`` says.
 
     Outputs: ``logits`` float32 ``[B, vocab]`` at the last token of each slot (those of an earlier inference for a slot that
-    got nothing), and with ``live_rows`` the arrays of :func:`trt_kvcache.polygraphy.live_rows.live_rows`. All are on the host, and not
+    got nothing), and with ``live_rows`` the arrays of ``live_rows`` (``trt_kvcache/polygraphy/live_rows.py``). All are on the host, and not
     overwritten later. ``inference_time`` is that of prefill or decode, in seconds; reading the rows is not in it.
 
     Errors are those of the session, which leave it as before the step.
@@ -160,7 +160,7 @@ class ReferenceRunner(SessionRunner):
     name : str, optional
     live_rows : bool
     **options
-        See :class:`~trt_kvcache.session.source.SessionSource`.
+        See :class:`~trt_kvcache.session.session_source.SessionSource`.
     """
 
     _PREFIX = "kvcache-reference"

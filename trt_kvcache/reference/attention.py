@@ -5,20 +5,21 @@ H key-value heads, S rows of cache per slot, D head_dim.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache.engine.attention_variants import AttentionName
 from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.host import attention as twin
-from trt_kvcache.memory.host import HostMemory
+from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.reference.weights import Float32
 
 #: ``"native"`` reads the live rows of K and V, ``"mask"`` all rows under an additive mask, ``"plugin"`` the live rows of both in one.
-Attention = Literal["native", "mask", "plugin"]
+Attention = AttentionName
 
 #: Takes q ``[A, s, Hq, D]``, k and v ``[A, s, H, D]`` of the new tokens, neither turned nor scaled; returns ``[A, s, Hq, D]``.
 LayerAttention = Callable[[Float32, Float32, Float32], Float32]

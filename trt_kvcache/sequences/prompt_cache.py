@@ -1,22 +1,20 @@
-"""``PromptCache``: copies of sequences, so that a prompt which begins like an earlier one need not be run from its start."""
+"""``PromptCache``: copies of sequences, so that a prompt that begins like an earlier one need not be computed from its start."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range, one_of
-from trt_kvcache.cache.slot_cache import Closing
+from trt_kvcache._util.lifetime import Closable
 from trt_kvcache.errors import CapacityError, ClosedError, ShapeError
 from trt_kvcache.generation.token_ids import TokenArray, common_prefix, reusable_tokens, token_array
-from trt_kvcache.memory.capturing import refuse_capture
-from trt_kvcache.sequences.slot_copy import HostSlotCopy, SlotCopy, check_capture
+from trt_kvcache.memory.graph_capture import refuse_capture
+from trt_kvcache.sequences.slot_copy import Place, SlotCopy, check_capture
 from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
 
-#: Where the copies are: in the memory of the cache, or on the host (page-locked for a device).
-Place = Literal["cache", "host"]
-
+#: Token ids on the host, ``(n,)``.
 Tokens = Sequence[int] | npt.NDArray[Any]
 
 
@@ -27,9 +25,9 @@ class PromptEntry:
     Parameters
     ----------
     tokens : ndarray int32 (n,)
-        Read-only.
-    nbytes
-        Bytes of K, V and states, as allocated in the cache's memory.
+        Its tokens; read-only.
+    nbytes : int
+        Bytes of K, V and states, as allocated in the memory of the cache.
     """
 
     tokens: TokenArray
@@ -38,58 +36,93 @@ class PromptEntry:
 
 @dataclass(frozen=True)
 class PromptMatch:
-    """What a :class:`PromptCache` has of a prompt.
+    """What a :class:`PromptCache` holds of a prompt.
 
     Parameters
     ----------
-    length
-        Tokens at the start of the prompt that are the entry's too.
+    entry : PromptEntry
+        The entry that saves most of the prompt.
+    length : int
+        Tokens at the start of the prompt that can be taken from the entry.
     """
 
     entry: PromptEntry
     length: int
 
 
-class PromptCache(Closing):
-    """Copies of sequences, the least recently used one dropped first. Not thread-safe.
+class PromptCache(Closable):
+    """Copies of sequences, from which prompts that begin alike are restored. Not thread-safe.
 
-    Tokens are compared one by one. At least one token of a prompt is never taken from here, so that there are logits.
-
-    Recurrent states cannot go back to an earlier token. Where there are recurrent layers, an entry is used whole or not at
-    all: insert a sequence at the token counts from which others will go on, such as all but the last token of a prompt.
-
-    Wrong arguments, capturing streams and closed objects raise as :mod:`trt_kvcache.errors` says.
-
-    Raises ConfigError or RangeError: not a cache with slots, or an argument out of range.
+    The least recently used entry is dropped first.
 
     Parameters
     ----------
     cache : KVCacheManager, LinearKVCache or HybridCacheManager
-        Whose slots are copied. It stays its owner's to close.
-    max_bytes
-        Most bytes of all copies together; token ids are not counted. 0, the default, keeps nothing.
+        The cache whose slots are copied. Its owner closes it.
+    max_bytes : int
+        The most bytes of all copies together; token ids are not counted. With 0, the default, nothing is kept.
     place : {"cache", "host"}
-        Where the copies are: in the cache's memory, or on the host, page-locked for a device; then the calls wait.
+        Where the copies are: in the memory of the cache, or on the host (page-locked for a device). With ``"host"`` calls wait.
+
+    Raises
+    ------
+    ConfigError
+        ``cache`` or ``place`` is none of these.
+    RangeError
+        ``max_bytes`` is negative or not an integer.
+
+    Notes
+    -----
+    Tokens are compared one by one, never by a hash alone. At least one token of a prompt is never taken from here, because its logits
+    are needed.
+
+    Recurrent states cannot go back to an earlier token. With recurrent layers an entry is therefore used whole or not at all: insert
+    a sequence at the numbers of tokens from which others will continue, such as all but the last token of a prompt.
+
+    Examples
+    --------
+    The first four tokens of a prompt are in slot 0. A prompt that shares three of them takes those from the copy:
+
+    >>> from trt_kvcache import HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, PromptCache
+    >>> memory = HostMemory()
+    >>> stream = memory.create_stream()
+    >>> config = KVCacheConfig(layers=[KVLayerConfig(num_kv_heads=2, head_dim=8)], max_batch_size=2, max_sequence_length=16)
+    >>> cache = KVCacheManager(config, memory=memory)
+    >>> cache.reset_for_new_sequences([0, 0], stream=stream)
+    >>> cache.commit_sequence_length([4, 0], stream=stream)      # after an engine has written K and V of 4 tokens to slot 0
+    >>> prompts = PromptCache(cache, max_bytes=1 << 20)
+    >>> entry = prompts.insert([11, 12, 13, 14], 0, stream=stream)
+    >>> match = prompts.find([11, 12, 13, 99, 98])
+    >>> match.length
+    3
+    >>> prompts.restore(match, 1, stream=stream)
+    >>> cache.commit_sequence_length([0, match.length], stream=stream)
+    >>> cache.host_kv_cache_lengths, prompts.reused_tokens
+    ((4, 3), 3)
+    >>> prompts.find([50, 51]) is None, prompts.misses
+    (True, 1)
+    >>> prompts.close()
+    >>> cache.close()
     """
 
     def __init__(self, cache: AnyCache, *, max_bytes: int = 0, place: Place = "cache") -> None:
         self._format = SlotFormat.of(cache)
+        super().__init__(cache=cache)
         self._cache: AnyCache = cache
         self._max_bytes = int_in_range("PromptCache.max_bytes", max_bytes, 0)
         one_of("PromptCache.place", place, get_args(Place))
-        self._on_host = place == "host"
-        self._copies: dict[PromptEntry, SlotCopy | HostSlotCopy] = {}
+        self._place: Place = place
+        self._copies: dict[PromptEntry, SlotCopy] = {}
         self._hits = self._misses = self._reused_tokens = 0
-        self._closed = False
 
     @property
     def cache(self) -> AnyCache:
-        """Whose slots are copied."""
+        """The cache whose slots are copied."""
         return self._cache
 
     @property
     def max_bytes(self) -> int:
-        """Most bytes of all copies together; 0 if it is off."""
+        """The most bytes of all copies together; with 0 nothing is kept."""
         return self._max_bytes
 
     @property
@@ -99,17 +132,17 @@ class PromptCache(Closing):
 
     @property
     def entries(self) -> tuple[PromptEntry, ...]:
-        """What it holds, the least recently used entry first."""
+        """All entries, the least recently used one first."""
         return tuple(self._copies)
 
     @property
     def hits(self) -> int:
-        """Calls of :meth:`restore`: what :meth:`find` found but nobody used is neither a hit nor a miss."""
+        """Calls of :meth:`restore`. A match that is not restored is neither a hit nor a miss."""
         return self._hits
 
     @property
     def misses(self) -> int:
-        """Calls of :meth:`find` that found nothing. While it is off, none is counted."""
+        """Calls of :meth:`find` that found nothing. With ``max_bytes=0`` none is counted."""
         return self._misses
 
     @property
@@ -118,46 +151,70 @@ class PromptCache(Closing):
         return self._reused_tokens
 
     def insert(self, tokens: Tokens, slot: int, *, stream: Any) -> PromptEntry | None:
-        """Copy the first tokens of a slot, if it can be done within ``max_bytes``.
-
-        Without recurrent layers, an entry that the new one begins with is dropped: it serves no prompt that the new one does
-        not. The copy is made first, unless ``max_bytes`` or the memory has no room for both: then as few are dropped before as
-        make room, such entries first. If the memory still has none when the dropped ones were as large as the new one, no more
-        are dropped: those that were are lost.
-
-        Raises LengthsUnknown.
+        """Copy the first tokens of a slot, if the copy fits into ``max_bytes``.
 
         Parameters
         ----------
         tokens : sequence of int (n,)
-            The tokens whose K and V the slot begins with, at least one; with recurrent layers all that it holds.
-        slot
-            An active one.
+            The tokens with which the slot begins, at least one; with recurrent layers all that it holds.
+        slot : int
+            An active slot.
         stream : cuda.core.Stream
-            The copies are ordered on it. The call waits only if others are dropped, or for ``place="host"``.
+            The copies are ordered on it. The call waits only if entries are dropped, or for ``place="host"``.
 
         Returns
         -------
         PromptEntry or None
             The entry that holds the tokens, which may have been there before; None if there is no room for it.
+
+        Raises
+        ------
+        SlotError, ShapeError, DTypeError, RangeError
+            An argument does not fit, or the slot holds fewer tokens (with recurrent layers: not exactly these). Nothing was changed.
+        LengthsUnknown
+            Only the device knows the lengths. Nothing was changed.
+        PlaceError, CaptureError, ClosedError
+            The stream is of another memory or captured in a CUDA graph, or something is closed. Nothing was changed.
+
+        Notes
+        -----
+        Without recurrent layers, entries with which the new one begins are dropped, because the new one serves every prompt that
+        they serve.
+
+        The copy is made before anything is dropped, unless ``max_bytes`` or the memory has no room for both. Then as few entries as
+        necessary are dropped first: those with which the new one begins, then the least recently used ones. If the memory has no
+        room even after entries as large as the new one were dropped, no more are dropped, and None is returned.
         """
         self._check_open()
         if not self._max_bytes:
             return None
         array = self._tokens(tokens)
         check_capture(self._cache, slot, len(array), stream=stream)
-        kind = HostSlotCopy if self._on_host else SlotCopy
-        return self._keep(array, lambda: kind.capture(self._cache, slot, len(array), stream=stream))
+        return self._keep(array, lambda: SlotCopy.capture(self._cache, slot, len(array), place=self._place, stream=stream))
 
-    def insert_copy(self, tokens: Tokens, copy: HostSlotCopy, *, stream: Any) -> PromptEntry | None:
-        """Take in a sequence that is on the host: as :meth:`insert`.
+    def insert_copy(self, tokens: Tokens, copy: SlotCopy, *, stream: Any) -> PromptEntry | None:
+        """Insert a sequence that was copied before.
 
         Parameters
         ----------
         tokens : sequence of int (n,)
-        copy
-            Of those tokens, and of the same layers, dtypes and scales.
+            The tokens of the copy, at least one.
+        copy : SlotCopy
+            On the host, of all these tokens, from a cache of the same layers, dtypes and scales.
         stream : cuda.core.Stream
+            The copies are ordered on it, and waited for.
+
+        Returns
+        -------
+        PromptEntry or None
+            As :meth:`insert`, by the same rules.
+
+        Raises
+        ------
+        ShapeError, DTypeError, RangeError
+            ``tokens`` and ``copy`` do not fit each other, or the copy is of another format. Nothing was changed.
+        PlaceError, CaptureError, ClosedError
+            The stream is of another memory or captured in a CUDA graph, or something is closed. Nothing was changed.
         """
         self._check_open()
         if not self._max_bytes:
@@ -168,9 +225,8 @@ class PromptCache(Closing):
         difference = self._format.difference(copy.slot_format)
         if difference is not None:
             raise ShapeError(f"copy: {difference}. It was made of another cache.")
-        memory = self._cache.memory
-        refuse_capture(memory, "inserting a copy", stream)
-        return self._keep(array, lambda: copy if self._on_host else SlotCopy.of_host(copy, memory, stream=stream))
+        refuse_capture(self._cache.memory, "inserting a copy", stream)
+        return self._keep(array, lambda: copy if self._place == "host" else copy.to_cache(self._cache, stream=stream))
 
     def _tokens(self, tokens: Tokens) -> TokenArray:
         array = token_array("tokens", tokens)
@@ -178,37 +234,38 @@ class PromptCache(Closing):
             raise ShapeError("tokens: expected at least one, got none.")
         return array
 
-    def _keep(self, tokens: TokenArray, make_copy: Callable[[], SlotCopy | HostSlotCopy]) -> PromptEntry | None:
+    def _keep(self, tokens: TokenArray, make_copy: Callable[[], SlotCopy]) -> PromptEntry | None:
         for entry in self.entries:
             if self._covers(entry.tokens, tokens):
-                self._touch(entry)
+                self._mark_used(entry)
                 return entry
         new = PromptEntry(tokens, self._format.nbytes(len(tokens)))
         if new.nbytes > self._max_bytes:
             return None
         covered = {entry for entry in self._copies if self._covers(tokens, entry.tokens)}
-        going = sorted(self._copies, key=lambda entry: entry not in covered)
+        candidates = sorted(self._copies, key=lambda entry: entry not in covered)
         before = self.nbytes
         while self.nbytes + new.nbytes > self._max_bytes or (copy := _or_none(make_copy)) is None:
-            if not going or before - self.nbytes >= new.nbytes:  # more would not help either
+            if not candidates or before - self.nbytes >= new.nbytes:  # more would not help either
                 return None
-            del self._copies[going.pop(0)]
+            del self._copies[candidates.pop(0)]
         for entry in covered & self._copies.keys():
             del self._copies[entry]
         self._copies[new] = copy
         return new
 
     def _covers(self, longer: TokenArray, shorter: TokenArray) -> bool:
-        """Tell whether an entry of ``longer`` serves every prompt that one of ``shorter`` does."""
+        """Tell whether an entry of ``longer`` serves every prompt that an entry of ``shorter`` serves."""
         if self._format.has_states and len(longer) != len(shorter):
             return False
         return common_prefix(longer, shorter) == len(shorter)
 
-    def _touch(self, entry: PromptEntry) -> None:
+    def _mark_used(self, entry: PromptEntry) -> None:
+        """Make an entry the most recently used one."""
         self._copies[entry] = self._copies.pop(entry)
 
     def find(self, tokens: Tokens) -> PromptMatch | None:
-        """Look for the entry that saves most of a prompt, and make it the most recently used one.
+        """Find the entry that saves most of a prompt. It becomes the most recently used one.
 
         Parameters
         ----------
@@ -218,7 +275,15 @@ class PromptCache(Closing):
         Returns
         -------
         PromptMatch or None
-            At most ``n - 1`` tokens; with recurrent layers all tokens of an entry. None if there is none to reuse.
+            At most ``n - 1`` tokens, because one must be computed; with recurrent layers all tokens of the entry. None if no entry
+            can be used.
+
+        Raises
+        ------
+        ShapeError, DTypeError, RangeError
+            ``tokens`` are not token ids.
+        ClosedError
+            This object or its cache is closed.
         """
         self._check_open()
         if not self._max_bytes:
@@ -232,49 +297,83 @@ class PromptCache(Closing):
         if best is None:
             self._misses += 1
             return None
-        self._touch(best)
+        self._mark_used(best)
         return PromptMatch(best, most)
 
     def restore(self, match: PromptMatch, slot: int, *, stream: Any) -> None:
-        """Copy what was found to the front of a slot. Lengths stay as they are: commit ``match.length`` afterwards.
+        """Copy the tokens of a match to the front of a slot. Its length stays as it is: commit ``match.length`` afterwards.
 
         Parameters
         ----------
-        match
-            Of :meth:`find`, and not dropped since.
-        slot
-            Active or not. Resetting an active slot to length 0 zeroes its states: do that before.
+        match : PromptMatch
+            From :meth:`find`; its entry must not have been dropped since.
+        slot : int
+            Any slot, active or not. Reset it before, because a reset to length 0 zeroes the states that are restored here.
         stream : cuda.core.Stream
-            The copies are ordered on it. The call does not wait, but for ``place="host"``.
+            The copies are ordered on it. The call waits only for ``place="host"``, and allocates nothing.
+
+        Raises
+        ------
+        SlotError, RangeError
+            The slot is out of range, or it is too short for the match. Nothing was changed.
+        PlaceError, CaptureError
+            The stream is of another memory or captured in a CUDA graph. Nothing was changed.
+        ClosedError
+            The entry was dropped, or something is closed. Nothing was changed.
         """
         self._check_open()
-        self._copy(match.entry).restore(self._cache, slot, match.length, stream=stream)
+        self._copy_of(match.entry).restore(self._cache, slot, match.length, stream=stream)
         self._hits += 1
         self._reused_tokens += match.length
 
-    def copy_to_host(self, entry: PromptEntry, *, stream: Any) -> HostSlotCopy:
-        """Return the copy of an entry on the host, where it is already for ``place="host"``. Waits for the device."""
-        self._check_open()
-        copy = self._copy(entry)
-        refuse_capture(self._cache.memory, "copying an entry to the host", stream)
-        return copy if isinstance(copy, HostSlotCopy) else copy.to_host()
+    def copy_to_host(self, entry: PromptEntry, *, stream: Any) -> SlotCopy:
+        """Copy an entry to the host.
 
-    def _copy(self, entry: PromptEntry) -> SlotCopy | HostSlotCopy:
+        Parameters
+        ----------
+        entry : PromptEntry
+            Held here.
+        stream : cuda.core.Stream
+            The copies are ordered on it, and waited for.
+
+        Returns
+        -------
+        SlotCopy
+            On the host; for ``place="host"`` the one that is held here.
+
+        Raises
+        ------
+        PlaceError, CaptureError
+            The stream is of another memory or captured in a CUDA graph.
+        CapacityError
+            The host has no room.
+        ClosedError
+            The entry was dropped, or something is closed.
+        """
+        self._check_open()
+        copy = self._copy_of(entry)
+        refuse_capture(self._cache.memory, "copying an entry to the host", stream)
+        return copy.to_host(self._cache, stream=stream)
+
+    def _copy_of(self, entry: PromptEntry) -> SlotCopy:
         if entry not in self._copies:
             raise ClosedError("this entry is not held here: it was dropped since it was found, or found in another PromptCache. Call find.")
         return self._copies[entry]
 
     def clear(self) -> None:
-        """Drop all entries. The counters stay."""
+        """Drop all entries. The counters of hits, misses and reused tokens stay."""
         self._copies.clear()
 
     def close(self) -> None:
-        """Drop all entries for good. Idempotent."""
-        self._closed = True
+        """Drop all entries and refuse new ones. The cache stays open. Idempotent."""
+        super().close()
+
+    def _release(self) -> None:
         self.clear()
 
 
-def _or_none(make_copy: Callable[[], SlotCopy | HostSlotCopy]) -> SlotCopy | HostSlotCopy | None:
+def _or_none(make_copy: Callable[[], SlotCopy]) -> SlotCopy | None:
+    """Return the copy, or None if there is no room for it."""
     try:
         return make_copy()
     except CapacityError:

@@ -1,162 +1,198 @@
-"""``SlotCopy`` and ``HostSlotCopy``: a sequence taken out of its slot, in the memory of the cache or on the host."""
+"""``SlotCopy``: a sequence taken out of its slot, either in the memory of the cache or on the host."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
 from trt_kvcache._util.checks import int_in_range, slot_index
 from trt_kvcache.errors import RangeError
-from trt_kvcache.kernels import KVLayerInfos, instantiate_kv_cache_batched
-from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.capturing import refuse_capture
-from trt_kvcache.memory.packing import allocate_tensors
+from trt_kvcache.memory.base import Array
+from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat, SlotPart
-from trt_kvcache.sequences.slot_storage import SavedSlot, SlotStorage
+from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
+from trt_kvcache.sequences.slot_transfer import SavedTensors, SlotTransfer
+
+#: Where a copy is: in the memory of the cache, or on the host (page-locked for a device).
+Place = Literal["cache", "host"]
 
 
 def check_capture(cache: AnyCache, slot: int, length: int, *, stream: Any) -> None:
-    """Check that the first ``length`` tokens of a slot can be copied: see :meth:`SlotCopy.capture`."""
+    """Check the arguments of :meth:`SlotCopy.capture`, and raise what it raises but :class:`CapacityError`."""
     held = cache.host_kv_cache_lengths
     index = slot_index(slot, len(held), of="active slots")
     number = int_in_range("tokens", length, 0)
-    states = SlotFormat.of(cache).has_states
-    if number > held[index] or (states and number != held[index]):
-        expected = f"exactly as many, as its states are those after all of them, got {number}" if states else f"no more, got {number}"
+    whole = SlotFormat.of(cache).has_states
+    if number > held[index] or (whole and number != held[index]):
+        expected = f"exactly as many, as its states are those after all of them, got {number}" if whole else f"no more, got {number}"
         raise RangeError(f"tokens: slot {index} holds {held[index]}; expected {expected}.")
     refuse_capture(cache.memory, "copying a slot", stream)
 
 
-def check_restore(cache: AnyCache, slot: int, length: int, held: int, *, stream: Any) -> None:
-    """Check that ``length`` of the ``held`` tokens of a copy can be restored into a slot: see :meth:`SlotCopy.restore`."""
-    slot_index(slot, cache.max_batch_size)
-    longest = min(held, cache.lengths.max_sequence_length)
-    int_in_range("tokens to restore", length, held if SlotFormat.of(cache).has_states else 0, longest)
-    refuse_capture(cache.memory, "restoring a slot", stream)
-
-
-class SlotCopy:
-    """K and V of the first tokens of a slot, and the states after the last of them, in the memory of the cache.
-
-    Wrong arguments, capturing streams and closed objects raise as :mod:`trt_kvcache.errors` says.
-
-    ``length``: Tokens.
-    ``tensors``: mapping of SlotPart to sequence of DeviceTensor. One per layer. Their memory goes with the last reference to them.
-    """
-
-    def __init__(self, slot_format: SlotFormat, length: int, tensors: Mapping[SlotPart, Sequence[DeviceTensor]]) -> None:
-        self.slot_format = slot_format
-        self.length = length
-        self._tensors = dict(tensors)
-
-    @classmethod
-    def capture(cls, cache: AnyCache, slot: int, length: int, *, stream: Any) -> SlotCopy:
-        """Copy a slot.
-
-        ``cache``: KVCacheManager, LinearKVCache or HybridCacheManager.
-        ``slot``: An active one.
-        ``length``: Tokens, at most those that it holds; with recurrent layers exactly those.
-        ``stream``: cuda.core.Stream. The copies are ordered on it; the call does not wait.
-
-        Raises LengthsUnknown, CapacityError.
-        """
-        check_capture(cache, slot, length, stream=stream)
-        slot_format = SlotFormat.of(cache)
-        return cls(slot_format, length, {part: _capture(cache, part, slot, length, stream) for part in slot_format.parts(length)})
-
-    @classmethod
-    def of_host(cls, copy: HostSlotCopy, memory: Memory, *, stream: Any) -> SlotCopy:
-        """Copy from the host to the memory of a cache. Raises :class:`CapacityError` where there is no room."""
-        layers = len(copy.saved.rows) // 2
-        half = len(copy.saved.states) // 2
-        arrays = {
-            SlotPart.KV_CACHE: [np.stack(copy.saved.rows[2 * layer : 2 * layer + 2]) for layer in range(layers)],
-            SlotPart.RECURRENT_STATE: [array[0] for array in copy.saved.states[:half]],
-            SlotPart.CONV_STATE: [array[0] for array in copy.saved.states[half:]],
-        }
-        tensors: dict[SlotPart, Sequence[DeviceTensor]] = {}
-        for part, part_format in copy.slot_format.parts(copy.length).items():
-            tensors[part] = allocate_tensors(memory, part_format.shapes, part_format.dtype, stream=stream)
-            for tensor, array in zip(tensors[part], arrays[part], strict=True):
-                memory.upload(tensor, array, stream=stream)
-        return cls(copy.slot_format, copy.length, tensors)
-
-    def to_host(self) -> HostSlotCopy:
-        """Copy to the host. Waits for the device."""
-        pairs = [tensor.numpy() for tensor in self._tensors.get(SlotPart.KV_CACHE, ())]
-        parts = (SlotPart.RECURRENT_STATE, SlotPart.CONV_STATE)
-        states = [tensor.numpy()[np.newaxis] for part in parts for tensor in self._tensors.get(part, ())]
-        return HostSlotCopy.of_arrays(self.slot_format, self.length, [*(rows for pair in pairs for rows in pair), *states])
-
-    def restore(self, cache: AnyCache, slot: int, length: int, *, stream: Any) -> None:
-        """Copy the first ``length`` tokens to the front of a slot. Lengths stay as they are.
-
-        ``cache``: Of the memory and the :class:`SlotFormat` of the one that was copied.
-        ``slot``: Active or not.
-        ``length``: With states exactly that of this copy.
-        ``stream``: cuda.core.Stream. The copies are ordered on it; the call neither waits nor allocates.
-        """
-        check_restore(cache, slot, length, self.length, stream=stream)
-        for part, tensors in self._tensors.items():
-            _restore(cache, part, tensors, slot, length, stream)
-
-
 @dataclass(frozen=True, eq=False)
-class HostSlotCopy:
-    """The same on the host.
+class SlotCopy:
+    """K and V of the first tokens of a slot, and the states after the last of them.
 
-    ``slot_format``: Of the cache that it was taken from.
-    ``length``: Tokens.
-    ``saved``: What is copied, to be read only.
+    The prompt cache, swapping and snapshots all keep their sequences in this form.
+
+    Parameters
+    ----------
+    slot_format : SlotFormat
+        Of the cache that it was taken from.
+    length : int
+        Tokens.
+    contents : tuple of ndarray, or SavedTensors
+        On the host the tensors of :meth:`SlotFormat.tensors`, to be read only; or what the kernels saved in the memory of the
+        cache. The memory is released with the last reference to it.
     """
 
     slot_format: SlotFormat
     length: int
-    saved: SavedSlot
+    contents: tuple[Array, ...] | SavedTensors
 
     @classmethod
-    def of_arrays(cls, slot_format: SlotFormat, length: int, arrays: Sequence[np.ndarray[Any, Any]]) -> HostSlotCopy:
-        """Take the arrays of :meth:`SlotFormat.host_tensors`, in its order."""
-        rows = 0 if slot_format.kv is None else 2 * slot_format.kv.num_layers
-        return cls(slot_format, length, SavedSlot(list(arrays[:rows]), list(arrays[rows:]), sum(array.nbytes for array in arrays)))
+    def capture(cls, cache: AnyCache, slot: int, length: int, *, place: Place = "cache", stream: Any) -> SlotCopy:
+        """Copy a slot.
 
-    @classmethod
-    def capture(cls, cache: AnyCache, slot: int, length: int, *, stream: Any) -> HostSlotCopy:
-        """Copy a slot, into page-locked memory for a device: as :meth:`SlotCopy.capture`, but waits."""
+        Parameters
+        ----------
+        cache : KVCacheManager, LinearKVCache or HybridCacheManager
+            Its lengths must be known to the host.
+        slot : int
+            An active slot.
+        length : int
+            Tokens, at most those that the slot holds; with recurrent layers exactly those.
+        place : {"cache", "host"}
+            Where the copy is made: in the memory of the cache, or on the host (page-locked for a device).
+        stream : cuda.core.Stream
+            The copies are ordered on it. The call waits only for ``place="host"``.
+
+        Returns
+        -------
+        SlotCopy
+            In that place.
+
+        Raises
+        ------
+        SlotError, RangeError, LengthsUnknown, PlaceError, CaptureError, ClosedError
+            An argument does not fit.
+        CapacityError
+            There is no room for the copy.
+        """
         check_capture(cache, slot, length, stream=stream)
-        saved = SlotStorage(cache).save(slot, length, stream=stream)
+        transfer = SlotTransfer(cache)
+        if place == "cache":
+            return cls(transfer.slot_format, length, transfer.save(slot, length, stream=stream))
+        copy = cls(transfer.slot_format, length, transfer.download(slot, length, stream=stream))
         cache.memory.synchronize(stream)
-        return cls(SlotFormat.of(cache), length, saved)
+        return copy
+
+    @property
+    def place(self) -> Place:
+        """Where the copy is."""
+        return "cache" if isinstance(self.contents, SavedTensors) else "host"
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The tensors of :meth:`SlotFormat.tensors`, to be read only. The copy must be on the host."""
+        assert not isinstance(self.contents, SavedTensors)
+        return self.contents
 
     def restore(self, cache: AnyCache, slot: int, length: int, *, stream: Any) -> None:
-        """Copy the first ``length`` tokens to the front of a slot: as :meth:`SlotCopy.restore`, but waits."""
-        check_restore(cache, slot, length, self.length, stream=stream)
-        part = replace(self.saved, rows=[array[:, :length] for array in self.saved.rows])
-        SlotStorage(cache).restore(part, slot, stream=stream)
+        """Copy the first tokens, and the states, into a slot. Its length stays as it is.
+
+        Parameters
+        ----------
+        cache : KVCacheManager, LinearKVCache or HybridCacheManager
+            Of the format of this copy, which is not checked here; for ``place="cache"`` in the same memory.
+        slot : int
+            Any slot, active or not. States become its current ones.
+        length : int
+            Tokens, at most those of the copy; with recurrent layers exactly those.
+        stream : cuda.core.Stream
+            The copies are ordered on it. For ``place="cache"`` the call neither waits nor allocates, for ``place="host"`` it waits.
+
+        Raises
+        ------
+        SlotError, RangeError, PlaceError, CaptureError, ClosedError
+            An argument does not fit. Nothing was changed.
+        """
+        transfer = SlotTransfer(cache)
+        slot_index(slot, cache.max_batch_size)
+        longest = min(self.length, cache.lengths.max_sequence_length)
+        int_in_range("tokens to restore", length, self.length if transfer.slot_format.has_states else 0, longest)
+        refuse_capture(cache.memory, "restoring a slot", stream)
+        if isinstance(self.contents, SavedTensors):
+            transfer.instantiate(self.contents, slot, length, stream=stream)
+        else:
+            transfer.upload(self.contents, slot, length, stream=stream)
+            cache.memory.synchronize(stream)
+
+    def to_host(self, cache: AnyCache, *, stream: Any) -> SlotCopy:
+        """Return this copy on the host.
+
+        Parameters
+        ----------
+        cache : KVCacheManager, LinearKVCache or HybridCacheManager
+            In whose memory the copy is.
+        stream : cuda.core.Stream
+            The copies are ordered on it; the call waits.
+
+        Returns
+        -------
+        SlotCopy
+            This one if it is on the host already.
+
+        Raises
+        ------
+        CapacityError
+            The host has no room.
+        """
+        if not isinstance(self.contents, SavedTensors):
+            return self
+        copy = SlotCopy(self.slot_format, self.length, SlotTransfer(cache).host_arrays(self.length))
+        for tensor, array in self._pairs(self.contents, copy.arrays):
+            cache.memory.download(array, tensor, stream=stream)
         cache.memory.synchronize(stream)
+        return copy
 
+    def to_cache(self, cache: AnyCache, *, stream: Any) -> SlotCopy:
+        """Return this copy in the memory of a cache.
 
-def _capture(cache: Any, part: SlotPart, slot: int, length: int, stream: Any) -> Sequence[DeviceTensor]:
-    captured: Sequence[DeviceTensor]
-    if part is SlotPart.KV_CACHE:
-        captured = cache.capture_kv_cache(slot, length, stream=stream)
-    elif part is SlotPart.RECURRENT_STATE:
-        captured = cache.capture_recurrent_states(slot, stream=stream)
-    else:
-        captured = cache.capture_conv_states(slot, stream=stream)
-    return captured
+        Parameters
+        ----------
+        cache : KVCacheManager, LinearKVCache or HybridCacheManager
+            Of the format of this copy, which is not checked here.
+        stream : cuda.core.Stream
+            The copies are ordered on it; the call waits.
 
+        Returns
+        -------
+        SlotCopy
+            This one if it is in the memory of a cache already.
 
-def _restore(cache: Any, part: SlotPart, tensors: Sequence[DeviceTensor], slot: int, length: int, stream: Any) -> None:
-    if part is SlotPart.RECURRENT_STATE:
-        cache.restore_recurrent_states(tensors, slot, stream=stream)
-    elif part is SlotPart.CONV_STATE:
-        cache.restore_conv_states(tensors, slot, stream=stream)
-    elif length:
-        for group in cache.kv_head_dim_groups:  # restore_kv_cache would copy all the tokens that were captured
-            saved = KVLayerInfos([tensors[index] for index in group.attn_layer_indices], stream=stream)
-            instantiate_kv_cache_batched(group.layer_infos, saved, slot, length, stream=stream)
+        Raises
+        ------
+        CapacityError
+            The memory has no room.
+        """
+        if isinstance(self.contents, SavedTensors):
+            return self
+        saved = SlotTransfer(cache).allocate(self.length, stream=stream)
+        for tensor, array in self._pairs(saved, self.contents):
+            cache.memory.upload(tensor, array, stream=stream)
+        cache.memory.synchronize(stream)
+        return SlotCopy(self.slot_format, self.length, saved)
+
+    @staticmethod
+    def _pairs(saved: SavedTensors, arrays: Sequence[Array]) -> Iterator[tuple[DeviceTensor, Array]]:
+        """Yield the parts of what the kernels saved with the host arrays of the same contents, in equal shapes."""
+        rows, states = arrays[: 2 * len(saved.kv)], arrays[2 * len(saved.kv) :]
+        for index, array in enumerate(rows):
+            layer, k_or_v = divmod(index, 2)
+            yield saved.kv[layer][k_or_v : k_or_v + 1], array[np.newaxis]
+        for tensor, array in zip((tensor for tensors in saved.states.values() for tensor in tensors), states, strict=True):
+            yield tensor, array[0]

@@ -1,146 +1,237 @@
-"""``SlotFormat``: what the first tokens of a slot are as tensors, whatever the batch size, length and layout of the cache."""
+"""``SlotFormat``: which tensors a slot of a cache holds, whatever the batch size, sequence length and layout of the cache."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from enum import Enum
+from functools import cached_property
 from typing import Any
 
 from trt_kvcache.cache.config import KVCacheConfig
-from trt_kvcache.cache.hybrid import HybridCacheManager
+from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
 from trt_kvcache.cache.kv_cache_base import KVCacheBase
 from trt_kvcache.cache.layout import StateStorage
-from trt_kvcache.cache.linear import LinearKVCache
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
+from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import align_up, dense_nbytes
 
-#: The managers that hold whole sequences in slots. For a model of Mamba layers alone it is a ``HybridCacheManager`` too.
+#: The managers whose slots hold whole sequences. For a model of Mamba layers alone this is a ``HybridCacheManager`` too.
 AnyCache = KVCacheBase | HybridCacheManager
 
-# Sizes of a cache, which say nothing about one slot's tokens.
-_MAMBA_SIZES = ("num_layers", "max_batch_size", "ping_pong")
-
-
-class SlotPart(Enum):
-    """The kinds of tensors that hold a sequence."""
-
-    #: ``[2, H_i, n, D_i]`` per attention layer.
-    KV_CACHE = "kv_cache"
-    #: ``[num_heads, head_dim, state_size]`` per recurrent layer.
-    RECURRENT_STATE = "recurrent_state"
-    #: ``[conv_dim, conv_kernel]`` per recurrent layer.
-    CONV_STATE = "conv_state"
-
-
-@dataclass(frozen=True)
-class PartFormat:
-    """The tensors of one part, one per layer."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    dtype: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes as allocated, each tensor padded to 256."""
-        return sum(align_up(dense_nbytes(shape, self.dtype)) for shape in self.shapes)
+# Fields of a MambaCacheConfig that say nothing about the states of one slot.
+_CACHE_SIZES = ("num_layers", "max_batch_size", "ping_pong")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlotFormat:
     """The layers whose K, V and states a slot holds.
 
-    ``kv``: The attention layers.
-    ``mamba``: The recurrent layers.
+    Copies of a slot are only exchanged between caches of the same format: :meth:`difference` compares two of them.
+
+    Parameters
+    ----------
+    kv : KVCacheConfig or None
+        The attention layers: heads, head dims, dtype and scales. Its sizes and its layout do not matter here.
+    mamba : MambaCacheConfig or None
+        The recurrent layers: shapes and dtypes of their states. Its sizes do not matter here.
     """
 
     kv: KVCacheConfig | None
     mamba: MambaCacheConfig | None
 
     @classmethod
-    def of(cls, cache: AnyCache) -> SlotFormat:
-        """Return what the slots of a cache hold. Raises :class:`ConfigError` for anything else."""
-        if isinstance(cache, LinearKVCache | HybridCacheManager):
-            return cls(kv=cache.kv_config, mamba=cache.config.mamba)
-        if isinstance(cache, KVCacheBase):
-            return cls(kv=cache.kv_config, mamba=None)
-        raise ConfigError(f"cache: expected a KVCacheManager, LinearKVCache or HybridCacheManager, got {type(cache).__name__}.")
+    def of(cls, cache: AnyCache, *, name: str = "cache") -> SlotFormat:
+        """Return the format of the slots of a cache.
+
+        Parameters
+        ----------
+        cache : KVCacheManager, LinearKVCache or HybridCacheManager
+            Its slots hold whole sequences.
+        name : str
+            What the error message calls the argument.
+
+        Returns
+        -------
+        SlotFormat
+            As the configuration of the cache says.
+
+        Raises
+        ------
+        ConfigError
+            ``cache`` is none of these managers.
+        """
+        if not isinstance(cache, AnyCache):
+            raise ConfigError(f"{name}: expected a KVCacheManager, LinearKVCache or HybridCacheManager, got {type(cache).__name__}.")
+        return cls(kv=cache.kv_config, mamba=cache.mamba_config)
 
     @property
     def has_states(self) -> bool:
-        """Whether a slot sums its tokens up in states: then nothing but all of them can be reused."""
+        """Whether there are recurrent states. They sum up all tokens of a slot, so that only the whole sequence can be reused."""
         return self.mamba is not None
 
     @property
     def num_layers(self) -> int:
-        """Attention and recurrent layers."""
-        return sum(part.num_layers for part in (self.kv, self.mamba) if part is not None)
+        """Number of attention and recurrent layers."""
+        return sum(config.num_layers for config in (self.kv, self.mamba) if config is not None)
 
-    def parts(self, length: int) -> dict[SlotPart, PartFormat]:
-        """Return the tensors of the first ``length`` tokens. A part without layers is left out."""
-        parts: dict[SlotPart, PartFormat] = {}
-        if self.kv is not None:
-            shapes = tuple((2, layer.num_kv_heads, length, layer.head_dim) for layer in self.kv.layers)
-            parts[SlotPart.KV_CACHE] = PartFormat(shapes, self.kv.dtype)
-        if self.mamba is not None:
-            parts[SlotPart.RECURRENT_STATE] = _state_format(self.mamba.recurrent_storage)
-            parts[SlotPart.CONV_STATE] = _state_format(self.mamba.conv_storage)
-        return parts
+    @property
+    def kv_dtype(self) -> str:
+        """The dtype in which K and V are stored. There must be attention layers."""
+        assert self.kv is not None
+        return self.kv.dtype
 
-    def host_tensors(self, length: int) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Return shape and dtype of the same on the host, by name: K, then V, of each attention layer, then states."""
-        tensors = {}
-        for part, part_format in self.parts(length).items():
-            for index, shape in enumerate(part_format.shapes):
-                if part is SlotPart.KV_CACHE:
-                    tensors[f"k_cache_{index}"] = tensors[f"v_cache_{index}"] = (shape[1:], part_format.dtype)
-                else:
-                    tensors[f"{part.value}_{index}"] = ((1, *shape), part_format.dtype)
+    @property
+    def state_storages(self) -> dict[StateKind, StateStorage]:
+        """The recurrent and the conv states of the recurrent layers, in this order; empty without recurrent layers."""
+        if self.mamba is None:
+            return {}
+        return {StateKind.RECURRENT: self.mamba.recurrent_storage, StateKind.CONV: self.mamba.conv_storage}
+
+    def kv_shapes(self, length: int) -> list[tuple[int, int, int, int]]:
+        """Return the shape of K and V of the first tokens in each attention layer.
+
+        Parameters
+        ----------
+        length : int
+            Tokens, n.
+
+        Returns
+        -------
+        list of tuple of int
+            ``(2, H_i, n, D_i)`` of each attention layer; empty without any.
+        """
+        return [] if self.kv is None else [(2, layer.num_kv_heads, length, layer.head_dim) for layer in self.kv.layers]
+
+    def tensors(self, length: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return the tensors of the first tokens of a slot: their names, shapes and dtypes.
+
+        Parameters
+        ----------
+        length : int
+            Tokens, n.
+
+        Returns
+        -------
+        dict of str to (shape, dtype)
+            In this order: ``k_cache_0`` and ``v_cache_0`` ``[H_i, n, D_i]`` of the first attention layer, those of the others,
+            then ``recurrent_state_0``, ... ``[1, num_heads, head_dim, state_size]`` and ``conv_state_0``, ... ``[1, conv_dim,
+            conv_kernel]`` of the recurrent layers. Copies on the host and snapshot files hold exactly these.
+        """
+        tensors: dict[str, tuple[tuple[int, ...], str]] = {}
+        for index, shape in enumerate(self.kv_shapes(length)):
+            tensors[f"k_cache_{index}"] = tensors[f"v_cache_{index}"] = (shape[1:], self.kv_dtype)
+        for kind, storage in self.state_storages.items():
+            tensors.update(
+                {f"{kind.value}_state_{index}": ((1, *storage.slot_shape), storage.dtype) for index in range(storage.num_layers)}
+            )
         return tensors
 
     def nbytes(self, length: int) -> int:
-        """Return the bytes that a copy of the first ``length`` tokens takes as allocated."""
-        return sum(part.nbytes for part in self.parts(length).values())
+        """Return the bytes of a copy of the first tokens in the memory of a cache.
+
+        Parameters
+        ----------
+        length : int
+            Tokens.
+
+        Returns
+        -------
+        int
+            K and V of each attention layer, and each state, padded to a multiple of 256.
+        """
+        kv_nbytes = sum(align_up(dense_nbytes(shape, self.kv_dtype)) for shape in self.kv_shapes(length))
+        states = self.state_storages.values()
+        return kv_nbytes + sum(storage.num_layers * align_up(dense_nbytes(storage.slot_shape, storage.dtype)) for storage in states)
+
+    def live_nbytes(self, length: int) -> int:
+        """Return the bytes that a sequence uses of its slot, without padding.
+
+        Parameters
+        ----------
+        length : int
+            Tokens.
+
+        Returns
+        -------
+        int
+            K and V of the tokens, and the states in every buffer. An empty sequence uses none, as its states are zero.
+        """
+        if not length:
+            return 0
+        return length * self._token_nbytes + (0 if self.mamba is None else self.mamba.slot_nbytes)
+
+    @cached_property
+    def _token_nbytes(self) -> int:
+        return sum(dense_nbytes(shape, self.kv_dtype) for shape in self.kv_shapes(1))
 
     def difference(self, other: SlotFormat) -> str | None:
-        """Say in what ``other`` cannot take the place of this; None where the same bytes mean the same in both."""
-        mine, theirs = self._facts(), other._facts()
+        """Say why a copy of the ``other`` format cannot be used where this one is expected.
+
+        Parameters
+        ----------
+        other : SlotFormat
+            The format of the copy.
+
+        Returns
+        -------
+        str or None
+            The first property that differs, with both values; None if the same bytes mean the same in both.
+        """
+        mine, theirs = self._properties(), other._properties()
         for name, value in mine.items():
             if theirs.get(name) != value:
                 return f"{name}: expected {value}, got {theirs.get(name)}"
         return None
 
-    def _facts(self) -> dict[str, Any]:
-        """Everything that the meaning of the bytes depends on, by name. Numbers of layers come first."""
-        facts: dict[str, Any] = {
+    def _properties(self) -> dict[str, Any]:
+        """Return everything that the meaning of the bytes depends on, by name. Numbers of layers come first."""
+        properties: dict[str, Any] = {
             "attention layers": 0 if self.kv is None else self.kv.num_layers,
             "recurrent layers": 0 if self.mamba is None else self.mamba.num_layers,
         }
         if self.kv is not None:
-            facts["dtype of K and V"] = self.kv.dtype
+            properties["dtype of K and V"] = self.kv.dtype
             for index, layer in enumerate(self.kv.layers):
                 for field, value in asdict(layer).items():
                     if self.kv.has_scales or not field.endswith("_scale"):
-                        facts[f"{field} of attention layer {index}"] = value
+                        properties[f"{field} of attention layer {index}"] = value
         if self.mamba is not None:
-            facts.update(
-                {f"{field} of recurrent layers": value for field, value in asdict(self.mamba).items() if field not in _MAMBA_SIZES}
-            )
-        return facts
+            for field, value in asdict(self.mamba).items():
+                if field not in _CACHE_SIZES:
+                    properties[f"{field} of recurrent layers"] = value
+        return properties
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values that :meth:`from_dict` reads back."""
+        """Return plain JSON values that :meth:`from_dict` reads back.
+
+        Returns
+        -------
+        dict
+            ``kv`` and ``mamba``, each a dict or None.
+        """
         return {"kv": None if self.kv is None else self.kv.to_dict(), "mamba": None if self.mamba is None else self.mamba.to_dict()}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SlotFormat:
-        """Read what :meth:`to_dict` wrote. Raises :class:`ConfigError` or KeyError for a missing, unknown or wrong field."""
+        """Read what :meth:`to_dict` returned.
+
+        Parameters
+        ----------
+        data : mapping
+            ``kv`` and ``mamba``, each a mapping or None.
+
+        Returns
+        -------
+        SlotFormat
+            Equal to the one that was written.
+
+        Raises
+        ------
+        ConfigError, KeyError
+            A field is missing, unknown or wrong.
+        """
         kv, mamba = data["kv"], data["mamba"]
         return cls(
             kv=None if kv is None else KVCacheConfig.from_dict(kv), mamba=None if mamba is None else MambaCacheConfig.from_dict(mamba)
         )
-
-
-def _state_format(storage: StateStorage) -> PartFormat:
-    return PartFormat((storage.slot_shape,) * storage.num_layers, storage.dtype)

@@ -1,4 +1,4 @@
-"""``Snapshot``: a sequence with all that is needed to go on with it in another process."""
+"""``Snapshot``: a sequence with everything that another process needs to continue it."""
 
 from __future__ import annotations
 
@@ -14,39 +14,81 @@ import numpy.typing as npt
 from trt_kvcache._version import __version__
 from trt_kvcache.dtypes import dtype_name
 from trt_kvcache.errors import CapacityError, KVCacheError, SnapshotError
+from trt_kvcache.generation.sampler_state import SamplerState
 from trt_kvcache.generation.token_ids import reusable_tokens, token_array
+from trt_kvcache.sequences.model_identity import ModelIdentity, check_type
 from trt_kvcache.sequences.prompt_cache import PromptCache, PromptEntry
-from trt_kvcache.sequences.slot_copy import HostSlotCopy
+from trt_kvcache.sequences.slot_copy import SlotCopy
 from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
 from trt_kvcache.sequences.snapshot_file import SnapshotFile
-from trt_kvcache.sequences.snapshot_records import ModelIdentity, SamplerState, check_record
 
+# Names of the tensors of token ids in a file.
 _TOKENS, _PENDING = "tokens", "pending_tokens"
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Snapshot:
-    """A sequence on the host: made from a slot, a prompt-cache entry or a file, and good for any of them.
+    """A sequence on the host, with everything that another process needs to continue it.
 
-    Wrong arguments, capturing streams and closed objects raise as :mod:`trt_kvcache.errors` says.
+    It is made from a slot (:meth:`of_slot`), an entry of a prompt cache (:meth:`of_entry`) or a file (:meth:`read`), and goes to any
+    of them (:meth:`restore_slot`, :meth:`restore_entry`, :meth:`write`).
 
     Parameters
     ----------
     tokens : tuple of int
-        Whose K and V, and the states after which, are in ``contents``.
+        The tokens whose K and V are in ``contents``; its states are those after the last of them.
     pending : tuple of int
-        Tokens that come next but were not run yet, usually the last one that was generated.
+        Tokens that follow but were not computed yet, usually the last generated one.
+    sampler : SamplerState or None
+        Seed and counter of the sampler; None if the tokens were not sampled.
+    model : ModelIdentity
+        The model that computed the contents.
+    contents : SlotCopy
+        K, V and states, on the host.
+
+    Examples
+    --------
+    A slot of one cache is restored into another one, of other sizes:
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from trt_kvcache import HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, ModelIdentity, Snapshot
+    >>> memory = HostMemory()
+    >>> stream = memory.create_stream()
+    >>> layers = [KVLayerConfig(num_kv_heads=2, head_dim=8)]
+    >>> cache = KVCacheManager(KVCacheConfig(layers=layers, max_batch_size=2, max_sequence_length=16), memory=memory)
+    >>> cache.reset_for_new_sequences([0], stream=stream)
+    >>> cache.commit_sequence_length(3, stream=stream)           # after an engine has written K and V of 3 tokens
+    >>> model = ModelIdentity(fingerprint="5f3a")
+    >>> snapshot = Snapshot.of_slot(cache, 0, tokens=[11, 12, 13], pending=[14], model=model, stream=stream)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     snapshot.write(Path(folder) / "chat.safetensors")
+    ...     loaded = Snapshot.read(Path(folder) / "chat.safetensors")
+    >>> loaded.tokens, loaded.pending
+    ((11, 12, 13), (14,))
+    >>> other = KVCacheManager(KVCacheConfig(layers=layers, max_batch_size=1, max_sequence_length=8), memory=memory)
+    >>> other.reset_for_new_sequences([0], stream=stream)
+    >>> other.commit_sequence_length(loaded.restore_slot(other, 0, model=model, stream=stream), stream=stream)
+    >>> other.host_kv_cache_lengths
+    (3,)
+
+    Only what a new prompt shares with it can be used, and at least one token of the prompt is always computed:
+
+    >>> loaded.reusable([11, 12, 99]), loaded.reusable([11, 12, 13])
+    (2, 2)
+    >>> cache.close(), other.close()
+    (None, None)
     """
 
     tokens: tuple[int, ...]
     pending: tuple[int, ...]
     sampler: SamplerState | None
     model: ModelIdentity
-    contents: HostSlotCopy
+    contents: SlotCopy
 
     @property
     def slot_format(self) -> SlotFormat:
-        """What the slots of the cache hold that it was taken from."""
+        """The layers, dtypes and scales of the cache that it was taken from."""
         return self.contents.slot_format
 
     @classmethod
@@ -61,44 +103,104 @@ class Snapshot:
         sampler: SamplerState | None = None,
         stream: Any,
     ) -> Snapshot:
-        """Copy a slot to the host. Waits for ``stream``.
-
-        Raises ConfigError, LengthsUnknown, CapacityError.
+        """Copy a slot to the host.
 
         Parameters
         ----------
         cache : KVCacheManager, LinearKVCache or HybridCacheManager
-        slot
-            An active one.
+            Its lengths must be known to the host.
+        slot : int
+            An active slot.
         tokens : sequence of int (n,)
-            The tokens that it begins with; with recurrent layers all that it holds.
-        pending : sequence of int
+            The tokens with which the slot begins; with recurrent layers all that it holds.
+        model : ModelIdentity
+            The model that runs on the cache.
+        pending : sequence of int (m,)
+            Tokens that follow but were not computed yet.
+        sampler : SamplerState, optional
+            Seed and counter of the sampler of the sequence.
         stream : cuda.core.Stream
+            The copies are ordered on it; the call waits.
+
+        Returns
+        -------
+        Snapshot
+            On the host; for a device in page-locked memory.
+
+        Raises
+        ------
+        ConfigError
+            ``model``, ``sampler`` or ``cache`` is of another type.
+        SlotError, ShapeError, DTypeError, RangeError
+            The slot is not active, ``tokens`` or ``pending`` are not token ids, or the slot holds fewer tokens (with recurrent layers:
+            not exactly these).
+        LengthsUnknown
+            Only the device knows the lengths.
+        CapacityError
+            The host has no room.
+        PlaceError, CaptureError, ClosedError
+            The stream is of another memory or captured in a CUDA graph, or the cache is closed.
         """
-        check_record("model", model, ModelIdentity)
+        check_type("model", model, ModelIdentity)
         if sampler is not None:
-            check_record("sampler", sampler, SamplerState)
+            check_type("sampler", sampler, SamplerState)
         held, following = token_array(_TOKENS, tokens), token_array(_PENDING, pending)
         return cls(
             tokens=tuple(held.tolist()),
             pending=tuple(following.tolist()),
             sampler=sampler,
             model=model,
-            contents=HostSlotCopy.capture(cache, slot, len(held), stream=stream),
+            contents=SlotCopy.capture(cache, slot, len(held), place="host", stream=stream),
         )
 
     @classmethod
     def of_entry(cls, prompts: PromptCache, entry: PromptEntry, *, model: ModelIdentity, stream: Any) -> Snapshot:
-        """Copy an entry of a prompt cache to the host: as :meth:`of_slot`, with nothing pending."""
-        check_record("model", model, ModelIdentity)
+        """Copy an entry of a prompt cache to the host, without pending tokens and sampler.
+
+        Parameters
+        ----------
+        prompts : PromptCache
+            The cache of prompts.
+        entry : PromptEntry
+            Held there.
+        model : ModelIdentity
+            The model that runs on the cache.
+        stream : cuda.core.Stream
+            The copies are ordered on it; the call waits.
+
+        Returns
+        -------
+        Snapshot
+            On the host.
+
+        Raises
+        ------
+        ConfigError
+            ``model`` is of another type.
+        CapacityError
+            The host has no room.
+        ClosedError
+            The entry was dropped, or something is closed.
+        PlaceError, CaptureError
+            The stream is of another memory or captured in a CUDA graph.
+        """
+        check_type("model", model, ModelIdentity)
         return cls(
             tokens=tuple(entry.tokens.tolist()), pending=(), sampler=None, model=model, contents=prompts.copy_to_host(entry, stream=stream)
         )
 
     def write(self, path: str | os.PathLike[str]) -> None:
-        """Write a safetensors file, which appears complete or not at all. One that is there is replaced.
+        """Write a safetensors file, which appears complete or not at all.
 
-        Raises OSError: it cannot be written. A file that was there is as it was.
+        Parameters
+        ----------
+        path : path-like
+            A file that is there is replaced.
+
+        Raises
+        ------
+        OSError
+            The file cannot be written. One that was there is unchanged.
         """
         description = {
             "producer": {"name": "trt-kvcache", "version": __version__},
@@ -106,17 +208,29 @@ class Snapshot:
             "slot": self.slot_format.to_dict(),
             "sampler": None if self.sampler is None else asdict(self.sampler),
         }
-        saved = self.contents.saved
-        names = self.slot_format.host_tensors(len(self.tokens))
+        names = self.slot_format.tensors(len(self.tokens))
         arrays: dict[str, npt.NDArray[Any]] = {_TOKENS: np.array(self.tokens, np.int32), _PENDING: np.array(self.pending, np.int32)}
-        arrays.update(zip(names, [*saved.rows, *saved.states], strict=True))
+        arrays.update(zip(names, self.contents.arrays, strict=True))
         SnapshotFile(description, arrays).write(Path(path))
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Snapshot:
-        """Read a file that :meth:`write` wrote.
+        """Read a file that :meth:`write` has written.
 
-        Raises SnapshotError: it cannot be read, is no snapshot, is truncated or altered, or a newer package wrote it.
+        Parameters
+        ----------
+        path : path-like
+            The file.
+
+        Returns
+        -------
+        Snapshot
+            On the host, in memory that is not page-locked.
+
+        Raises
+        ------
+        SnapshotError
+            The file cannot be read, is not a snapshot, is truncated or altered, or was written by a newer version of this package.
         """
         stored = SnapshotFile.read(Path(path))
         try:
@@ -126,12 +240,13 @@ class Snapshot:
 
     @classmethod
     def _of_file(cls, stored: SnapshotFile) -> Snapshot:
+        """Return what the file holds, after checking that its tensors are those of its format."""
         description, arrays = stored.description, dict(stored.arrays)
         tokens, pending = (token_array(name, arrays.pop(name)) for name in (_TOKENS, _PENDING))
         slot_format = SlotFormat.from_dict(description["slot"])
         if slot_format.num_layers > len(arrays):
             raise SnapshotError(f"expected the tensors of {slot_format.num_layers} layers, got {len(arrays)} tensors")
-        expected = slot_format.host_tensors(len(tokens))
+        expected = slot_format.tensors(len(tokens))
         found = {name: (array.shape, dtype_name(array.dtype)) for name, array in arrays.items()}
         if found != expected:
             name = next(name for name in [*expected, *found] if found.get(name) != expected.get(name))
@@ -142,15 +257,27 @@ class Snapshot:
             pending=tuple(pending.tolist()),
             sampler=None if sampler is None else SamplerState(**sampler),
             model=ModelIdentity(**description["model"]),
-            contents=HostSlotCopy.of_arrays(slot_format, len(tokens), [arrays[name] for name in expected]),
+            contents=SlotCopy(slot_format, len(tokens), tuple(arrays[name] for name in expected)),
         )
 
     def check_fits(self, cache: AnyCache, model: ModelIdentity) -> None:
-        """Check that the bytes mean the same in a cache: same model, same layers, same dtypes. Sizes and layout may differ.
+        """Check that the contents mean the same in a cache. Its sizes and layout may differ.
 
-        Raises SnapshotError, ConfigError.
+        Parameters
+        ----------
+        cache : KVCacheManager, LinearKVCache or HybridCacheManager
+            Its layers, dtypes and scales are compared.
+        model : ModelIdentity
+            The model that runs on the cache.
+
+        Raises
+        ------
+        SnapshotError
+            The model, its RoPE, or the layers, dtypes or scales differ.
+        ConfigError
+            ``model`` or ``cache`` is of another type.
         """
-        check_record("model", model, ModelIdentity)
+        check_type("model", model, ModelIdentity)
         if model.fingerprint != self.model.fingerprint:
             raise SnapshotError(
                 f"snapshot: fingerprint: expected that of the model, {_short(model.fingerprint)}, got {_short(self.model.fingerprint)}. "
@@ -163,37 +290,57 @@ class Snapshot:
             raise SnapshotError(f"snapshot: {difference}. It was saved from another cache.")
 
     def reusable(self, prompt: Sequence[int]) -> int:
-        """Return how many tokens of a prompt need not be run with this snapshot: at most all but one.
+        """Return how many tokens of a prompt can be taken from this snapshot.
 
-        With recurrent layers it is all ``tokens`` or none. Raises :class:`ShapeError`, :class:`DTypeError` or
-        :class:`RangeError` for what is no prompt.
+        Parameters
+        ----------
+        prompt : sequence of int (n,)
+            The whole prompt.
+
+        Returns
+        -------
+        int
+            At most ``n - 1``, because one token must be computed; with recurrent layers all ``tokens`` of the snapshot or 0.
+
+        Raises
+        ------
+        ShapeError, DTypeError, RangeError
+            ``prompt`` are not token ids.
         """
         held = token_array(_TOKENS, self.tokens)
         return reusable_tokens(held, token_array("prompt", prompt), whole=self.slot_format.has_states)
 
     def restore_slot(self, cache: AnyCache, slot: int, *, model: ModelIdentity, prompt: Sequence[int] | None = None, stream: Any) -> int:
-        """Copy the sequence to the front of a slot. Lengths stay as they are: commit what is returned afterwards.
-
-        Raises SnapshotError: another model or other layers: see :meth:`check_fits`. CapacityError: the tokens are more than
-        ``max_sequence_length``. ConfigError.
+        """Copy the sequence to the front of a slot. Its length stays as it is: commit what is returned afterwards.
 
         Parameters
         ----------
-        cache
-            Of the same layers; sizes, layout and memory may be others.
-        slot
-            Active or not. Resetting an active slot to length 0 zeroes its states: do that before.
-        model
-            The one that runs on the cache.
-        prompt : sequence of int, optional
-            What will be continued instead of ``tokens`` and ``pending``: only what they share is restored.
+        cache : KVCacheManager, LinearKVCache or HybridCacheManager
+            Of the same layers, dtypes and scales; its sizes, layout and memory may differ.
+        slot : int
+            Any slot, active or not. Reset it before, because a reset to length 0 zeroes the states that are restored here.
+        model : ModelIdentity
+            The model that runs on the cache.
+        prompt : sequence of int (n,), optional
+            A prompt that will be continued instead of ``tokens`` and ``pending``: only what they share is restored.
         stream : cuda.core.Stream
-            Waits for it.
+            The copies are ordered on it; the call waits.
 
         Returns
         -------
         int
-            Tokens restored: all ``tokens``, or what :meth:`reusable` says of ``prompt``. With 0 nothing was changed.
+            Tokens that were restored: all ``tokens``, or :meth:`reusable` of ``prompt``. With 0 nothing was changed.
+
+        Raises
+        ------
+        SnapshotError
+            The model or the layers differ: see :meth:`check_fits`. Nothing was changed.
+        CapacityError
+            The tokens are more than ``max_sequence_length``. Nothing was changed.
+        ConfigError, SlotError, ShapeError, DTypeError, RangeError
+            An argument does not fit. Nothing was changed.
+        PlaceError, CaptureError, ClosedError
+            The stream is of another memory or captured in a CUDA graph, or the cache is closed. Nothing was changed.
         """
         self.check_fits(cache, model)
         length = len(self.tokens) if prompt is None else self.reusable(prompt)
@@ -205,14 +352,32 @@ class Snapshot:
         return length
 
     def restore_entry(self, prompts: PromptCache, *, model: ModelIdentity, stream: Any) -> PromptEntry | None:
-        """Put the sequence into a prompt cache.
+        """Insert the sequence into a prompt cache.
 
-        Raises SnapshotError: another model or other layers. ConfigError.
+        Parameters
+        ----------
+        prompts : PromptCache
+            Over a cache of the same layers, dtypes and scales.
+        model : ModelIdentity
+            The model that runs on that cache.
+        stream : cuda.core.Stream
+            The copies are ordered on it; the call waits.
 
         Returns
         -------
         PromptEntry or None
             As :meth:`PromptCache.insert <trt_kvcache.sequences.prompt_cache.PromptCache.insert>`.
+
+        Raises
+        ------
+        SnapshotError
+            The model or the layers differ: see :meth:`check_fits`. Nothing was changed.
+        ShapeError
+            The snapshot has no tokens. Nothing was changed.
+        ConfigError
+            ``model`` is of another type.
+        PlaceError, CaptureError, ClosedError
+            The stream is of another memory or captured in a CUDA graph, or something is closed. Nothing was changed.
         """
         self.check_fits(prompts.cache, model)
         return prompts.insert_copy(self.tokens, self.contents, stream=stream)
@@ -224,8 +389,10 @@ class LoadedSnapshot:
 
     Parameters
     ----------
-    reused_tokens
-        Tokens that the slot begins with now.
+    snapshot : Snapshot
+        What was read.
+    reused_tokens : int
+        Tokens with which the slot begins now.
     """
 
     snapshot: Snapshot
@@ -243,7 +410,58 @@ def save_snapshot(
     sampler: SamplerState | None = None,
     stream: Any,
 ) -> Snapshot:
-    """Write a slot to a file: see :meth:`Snapshot.of_slot` and :meth:`Snapshot.write`."""
+    """Write a slot to a file.
+
+    Parameters
+    ----------
+    path : path-like
+        The file, which appears complete or not at all. One that is there is replaced.
+    cache : KVCacheManager, LinearKVCache or HybridCacheManager
+        Its lengths must be known to the host.
+    slot : int
+        An active slot.
+    tokens : sequence of int (n,)
+        The tokens with which the slot begins; with recurrent layers all that it holds.
+    model : ModelIdentity
+        The model that runs on the cache.
+    pending : sequence of int (m,)
+        Tokens that follow but were not computed yet.
+    sampler : SamplerState, optional
+        Seed and counter of the sampler of the sequence.
+    stream : cuda.core.Stream
+        The copies are ordered on it; the call waits.
+
+    Returns
+    -------
+    Snapshot
+        What was written.
+
+    Raises
+    ------
+    OSError
+        The file cannot be written. One that was there is unchanged.
+    KVCacheError
+        As :meth:`Snapshot.of_slot`.
+
+    Examples
+    --------
+    >>> import tempfile
+    >>> from trt_kvcache import HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, ModelIdentity, load_snapshot, save_snapshot
+    >>> memory = HostMemory()
+    >>> stream = memory.create_stream()
+    >>> config = KVCacheConfig(layers=[KVLayerConfig(num_kv_heads=2, head_dim=8)], max_batch_size=2, max_sequence_length=16)
+    >>> cache = KVCacheManager(config, memory=memory)
+    >>> cache.reset_for_new_sequences([0, 0], stream=stream)
+    >>> cache.commit_sequence_length([3, 0], stream=stream)      # after an engine has written K and V of 3 tokens to slot 0
+    >>> model = ModelIdentity(fingerprint="5f3a")
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saved = save_snapshot(f"{folder}/chat", cache, 0, tokens=[11, 12, 13], model=model, stream=stream)
+    ...     loaded = load_snapshot(f"{folder}/chat", cache, 1, model=model, stream=stream)
+    >>> cache.commit_sequence_length([0, loaded.reused_tokens], stream=stream)
+    >>> cache.host_kv_cache_lengths
+    (3, 3)
+    >>> cache.close()
+    """
     snapshot = Snapshot.of_slot(cache, slot, tokens=tokens, model=model, pending=pending, sampler=sampler, stream=stream)
     snapshot.write(path)
     return snapshot
@@ -252,10 +470,40 @@ def save_snapshot(
 def load_snapshot(
     path: str | os.PathLike[str], cache: AnyCache, slot: int, *, model: ModelIdentity, prompt: Sequence[int] | None = None, stream: Any
 ) -> LoadedSnapshot:
-    """Read a file and restore it into a slot: see :meth:`Snapshot.read` and :meth:`Snapshot.restore_slot`."""
+    """Read a file and restore it into a slot. Its length stays as it is: commit ``reused_tokens`` afterwards.
+
+    Parameters
+    ----------
+    path : path-like
+        A file that :func:`save_snapshot` has written, where there is an example.
+    cache : KVCacheManager, LinearKVCache or HybridCacheManager
+        Of the same layers, dtypes and scales; its sizes, layout and memory may differ.
+    slot : int
+        Any slot, active or not. Reset it before, because a reset to length 0 zeroes the states that are restored here.
+    model : ModelIdentity
+        The model that runs on the cache.
+    prompt : sequence of int (n,), optional
+        A prompt that will be continued instead of the tokens of the file: only what they share is restored.
+    stream : cuda.core.Stream
+        The copies are ordered on it; the call waits.
+
+    Returns
+    -------
+    LoadedSnapshot
+        The snapshot, and how many of its tokens are in the slot now.
+
+    Raises
+    ------
+    SnapshotError
+        The file cannot be read, is not a snapshot, is truncated or altered, was written by a newer version of this package, or is of
+        another model or of other layers. The cache is unchanged.
+    KVCacheError
+        As :meth:`Snapshot.restore_slot`. The cache is unchanged.
+    """
     snapshot = Snapshot.read(path)
     return LoadedSnapshot(snapshot, snapshot.restore_slot(cache, slot, model=model, prompt=prompt, stream=stream))
 
 
 def _short(fingerprint: str) -> str:
+    """Return a fingerprint as error messages show it."""
     return fingerprint if len(fingerprint) <= 16 else f"{fingerprint[:12]}..."

@@ -1,11 +1,11 @@
-"""The file of a snapshot: safetensors, with a format number in its metadata and a SHA-256 over all of it.
+"""``SnapshotFile``: a safetensors file with a format number in its metadata and a SHA-256 over all of it.
 
     8 bytes       length of the header
-    header        JSON: the metadata, and where each tensor is
+    header        JSON: the metadata, and the dtype, shape and place of each tensor
     tensors       those of larger elements first, so that all are aligned
-    sha256        the last tensor, uint8 [32]: hash of every byte before it
+    sha256        the last tensor, uint8 [32]: the hash of every byte before it
 
-So any reader of safetensors can look at it, and no bit can change unnoticed, which safetensors itself would let pass.
+Every reader of safetensors can open it. The hash is there because safetensors itself loads a flipped bit without an error.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache._util.atomic_file import atomic_file
 from trt_kvcache._util.background_hash import DIGEST_NBYTES, BackgroundHash
-from trt_kvcache._util.new_file import new_file
 from trt_kvcache.dtypes import dtype_name, itemsize, numpy_dtype
 from trt_kvcache.errors import SnapshotError
 
-#: Format of snapshots that this package writes; it reads this one and older ones.
+#: The format that this package writes. It reads this one and older ones.
 FORMAT = 1
 
 _LENGTH_NBYTES = 8
@@ -49,8 +49,12 @@ _DTYPES = {stored: name for name, stored in _SAFETENSORS_NAMES.items()}
 class SnapshotFile:
     """What a file holds.
 
-    ``description``: dict. Plain JSON values.
-    ``arrays``: mapping of str to ndarray. Of the dtypes of the package, dense.
+    Parameters
+    ----------
+    description : dict
+        Plain JSON values: the producer, the model, the format of the slot and the sampler.
+    arrays : mapping of str to ndarray
+        The tensors by name, dense, of the dtypes of :mod:`trt_kvcache.dtypes`.
     """
 
     description: dict[str, Any]
@@ -59,13 +63,21 @@ class SnapshotFile:
     def write(self, path: Path) -> None:
         """Write the file under a temporary name and rename it, so that it appears complete or not at all.
 
-        Raises OSError: it cannot be written. A file that was there is as it was.
+        Parameters
+        ----------
+        path : Path
+            A file that is there is replaced.
+
+        Raises
+        ------
+        OSError
+            The file cannot be written. One that was there is unchanged.
         """
         arrays = dict(sorted(self.arrays.items(), key=lambda item: -item[1].itemsize))
         header = json.dumps(self._header(arrays), separators=(",", ":")).encode()
         header += b" " * (-len(header) % _LENGTH_NBYTES)
         start: list[bytes | memoryview] = [len(header).to_bytes(_LENGTH_NBYTES, "little"), header]
-        with new_file(path) as file, BackgroundHash() as sha256:
+        with atomic_file(path) as file, BackgroundHash() as sha256:
             for chunk in start + [_bytes(array) for array in arrays.values()]:
                 sha256.update(chunk)
                 file.write(chunk)
@@ -87,7 +99,20 @@ class SnapshotFile:
     def read(cls, path: Path) -> SnapshotFile:
         """Read a file into memory and compare it with its hash.
 
-        Raises SnapshotError: it cannot be read, is no snapshot, is of a newer format, or is not as it was written.
+        Parameters
+        ----------
+        path : Path
+            The file.
+
+        Returns
+        -------
+        SnapshotFile
+            Its arrays are read-only views of the bytes of the file.
+
+        Raises
+        ------
+        SnapshotError
+            The file cannot be read, is not a snapshot, is of a newer format, or is not as it was written.
         """
         try:
             content, digest = _read_hashed(path)

@@ -1,167 +1,381 @@
-"""``ActiveSequences``: the tokens of the active slots, which change together with the cache or not at all."""
+"""``Batch``: the active slots of a session. What they hold and what the cache says change together or not at all."""
 
 import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from trt_kvcache.cache.estimate import estimate_memory
-from trt_kvcache.errors import RangeError
+from trt_kvcache.errors import CapacityError, RangeError, ShapeError
+from trt_kvcache.generation.sampling import SamplerPosition
+from trt_kvcache.generation.token_ids import common_prefix
 from trt_kvcache.sequences.prompt_cache import PromptCache, PromptMatch
 from trt_kvcache.sequences.snapshot import Snapshot
 from trt_kvcache.session.chunks import Chunk
-from trt_kvcache.session.statistics import SessionStatistics
+from trt_kvcache.session.slot_state import SlotState
+from trt_kvcache.session.statistics import SessionStatistics, StepCounters
 from trt_kvcache.session.step_executor import StepExecutor
 
+#: Token ids per slot, or per prompt.
+Rows = Sequence[Sequence[int]]
 
-class ActiveSequences:
-    """What each active slot holds, and the steps that add to it.
+Logits = np.ndarray[Any, Any]
 
-    If a step raises or is interrupted, lengths and tokens are as before it. Arguments were checked by the caller.
 
-    ``prompt_cache``: Over the same cache.
+class BatchSavepoint(NamedTuple):
+    """What a :class:`Batch` needs to return to an earlier state.
+
+    Parameters
+    ----------
+    slots : list of SlotState (A,)
+        As they were.
+    lengths : tuple of int (A,)
+        Lengths of the cache as they were.
+    """
+
+    slots: list[SlotState]
+    lengths: tuple[int, ...]
+
+
+class Batch:
+    """The active slots of a session, and the steps that add to them.
+
+    Parameters
+    ----------
+    steps : StepExecutor
+        Runs the enqueues. Its cache is changed through this object only.
+    prompt_cache : PromptCache
+        Over the same cache.
+
+    Notes
+    -----
+    Each method that changes something is atomic unless it says otherwise: if it raises or is interrupted, the lengths of the cache
+    and the slots are as before the call. Token ids were checked by the caller.
     """
 
     def __init__(self, steps: StepExecutor, prompt_cache: PromptCache) -> None:
         self._steps = steps
-        self._prompt_cache = prompt_cache
         self._cache = steps.cache
+        self._prompt_cache = prompt_cache
+        self._slots: list[SlotState] = []
+        self._counters = StepCounters()
         self._bytes_per_token = estimate_memory(steps.cache.kv_config).bytes_per_token
-        self._prefill_seconds = self._decode_seconds = 0.0
-        self._prefill_tokens = self._reused_tokens = self._decode_steps = self._decode_tokens = 0
-        #: Tokens in the cache, per slot.
-        self.cached: list[list[int]] = []
-        #: Tokens at the start of each slot that were there already when its sequence began.
-        self.reused: list[int] = []
-        #: Seed and counter of each slot's sampler; None where tokens were not chosen here.
-        self.samplers: list[tuple[int, int] | None] = []
-        #: Tokens that were generated but are not in the cache yet, per slot.
-        self.pending: list[list[int]] = []
-        #: Grows with every change, so that an iterator knows when it was overtaken.
+        #: Tokens a slot can hold, S.
+        self.max_sequence_length = steps.cache.kv_config.max_sequence_length
+        #: Grows with every change of what the cache holds, so that an iterator notices that another call came between.
         self.changes = 0
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens in the cache, per slot, as the cache says."""
-        return self._cache.host_kv_cache_lengths
+    # --- what the slots hold ---
+
+    def __len__(self) -> int:
+        """Return the number of active slots, A."""
+        return len(self._slots)
+
+    def __getitem__(self, slot: int) -> SlotState:
+        """Return what an active slot holds."""
+        return self._slots[slot]
 
     @property
-    def max_sequence_length(self) -> int:
-        """Tokens a slot can hold, S."""
-        return self._cache.kv_config.max_sequence_length
+    def held(self) -> list[int]:
+        """Tokens that each active slot holds."""
+        return [len(slot.tokens) for slot in self._slots]
 
-    def check_lengths(self) -> None:
-        """Raise :class:`RangeError` if the lengths of the cache were changed by somebody else."""
-        known = tuple(map(len, self.cached))
-        if known != self.lengths:
-            raise RangeError(
-                f"cache lengths: expected {known}, the tokens that this session has run, got {self.lengths}. "
-                "Change them through the session (rewind, append), or start anew with prefill."
-            )
+    @property
+    def reused(self) -> list[int]:
+        """Tokens at the start of each active slot that were not run for its sequence."""
+        return [slot.reused for slot in self._slots]
 
     def is_full(self, slot: int) -> bool:
         """Tell whether a slot can take no further token."""
-        return len(self.cached[slot]) >= self.max_sequence_length
+        return len(self._slots[slot].tokens) >= self.max_sequence_length
 
     @property
     def statistics(self) -> SessionStatistics:
         """Times, tokens and bytes so far."""
-        return SessionStatistics(
-            prefill_seconds=self._prefill_seconds,
-            prefill_tokens=self._prefill_tokens,
-            reused_tokens=self._reused_tokens,
-            decode_seconds=self._decode_seconds,
-            decode_steps=self._decode_steps,
-            decode_tokens=self._decode_tokens,
-            cache_bytes_live=0 if self._cache.closed else sum(self._cache.lengths.upper_bounds) * self._bytes_per_token,
-            cache_bytes_reserved=self._cache.nbytes,
-        )
+        live = 0 if self._cache.closed else sum(self._cache.lengths.upper_bounds)
+        return self._counters.statistics(cache_bytes_live=live * self._bytes_per_token, cache_bytes_reserved=self._cache.nbytes)
 
-    def start(self, reused: Sequence[int]) -> None:
-        """Begin new sequences that keep the first ``reused`` tokens of what their slots hold."""
-        with self.all_or_nothing():
-            held = self.cached
-            self._cache.reset_for_new_sequences(reused, stream=self._steps.stream)
-            self.cached = [held[slot][:count] if count else [] for slot, count in enumerate(reused)]
-            self.pending = [[] for _ in reused]
-            self.reused = list(reused)
-            self.samplers = [None] * len(reused)
-            self._reused_tokens += sum(reused)
+    # --- checks: nothing is changed ---
 
-    def find(self, tokens: Sequence[int]) -> PromptMatch | None:
-        """Return what the prompt cache has of a prompt."""
-        return self._prompt_cache.find(tokens)
+    def checked_lengths(self) -> tuple[int, ...]:
+        """Return the lengths of the cache.
 
-    def restore(self, matches: Mapping[int, PromptMatch]) -> None:
-        """Copy what was found into active slots, by slot, over the tokens of it that they may hold."""
-        if not matches:
-            return
-        with self.all_or_nothing():
-            increments = [0] * len(self.cached)
-            for slot, match in matches.items():
-                increments[slot] = match.length - len(self.cached[slot])
-                self._prompt_cache.restore(match, slot, stream=self._steps.stream)
-            self._cache.commit_sequence_length(increments, stream=self._steps.stream)
-            for slot, match in matches.items():
-                self.cached[slot] += match.entry.tokens[len(self.cached[slot]) : match.length].tolist()
-                self.reused[slot] = match.length
-            self._reused_tokens += sum(increments)
+        Raises
+        ------
+        RangeError
+            They are not those of the slots: somebody else has changed the cache.
+        """
+        lengths = self._cache.host_kv_cache_lengths
+        known = tuple(self.held)
+        if known != lengths:
+            raise RangeError(
+                f"cache lengths: expected {known}, the tokens that this session has run, got {lengths}. "
+                "Change them through the session (rewind, append), or start new sequences with prefill."
+            )
+        return lengths
 
-    def remember(self, slots: Iterable[int]) -> None:
-        """Give what slots hold to the prompt cache."""
-        if self._prompt_cache.max_bytes:
-            for slot in slots:
-                self._prompt_cache.insert(self.cached[slot], slot, stream=self._steps.stream)
+    def check_prompts(self, prompts: Rows, *, reuse: bool = False) -> None:
+        """Check that prompts can start new sequences.
 
-    def load(self, snapshots: Sequence[Snapshot]) -> None:
-        """Begin new sequences, one from each snapshot. They were checked to fit."""
-        self.start([0] * len(snapshots))
-        with self.all_or_nothing():
-            for slot, snapshot in enumerate(snapshots):
-                snapshot.contents.restore(self._cache, slot, len(snapshot.tokens), stream=self._steps.stream)
-            self._cache.commit_sequence_length([len(snapshot.tokens) for snapshot in snapshots], stream=self._steps.stream)
-            self.cached = [list(snapshot.tokens) for snapshot in snapshots]
-            self.pending = [list(snapshot.pending) for snapshot in snapshots]
-            self.reused = [len(snapshot.tokens) for snapshot in snapshots]
-            self.samplers = [None if one.sampler is None else (one.sampler.seed, one.sampler.counter) for one in snapshots]
+        Parameters
+        ----------
+        prompts : sequence of sequence of int (n,)
+        reuse : bool
+            Whether each is for the active slot of the same index.
 
-    def add(self, count: int) -> None:
-        """Make ``count`` more slots active, behind the others and empty."""
-        with self.all_or_nothing():
-            self._cache.set_active_batch_size(len(self.cached) + count, stream=self._steps.stream)
-            self.cached += [[] for _ in range(count)]
-            self.pending += [[] for _ in range(count)]
-            self.reused += [0] * count
-            self.samplers += [None] * count
+        Raises
+        ------
+        ShapeError
+            Too many or no prompts, an empty one, or with ``reuse`` not one for each active slot.
+        CapacityError
+            A prompt is longer than a slot.
+        """
+        slots = self._cache.max_batch_size
+        if not 1 <= len(prompts) <= slots:
+            raise ShapeError(f"prompts: expected 1 to max_batch_size={slots} of them, got {len(prompts)}.")
+        _check_not_empty(prompts)
+        self.check_room([0] * len(prompts), prompts)
+        if reuse:
+            self._check_one_each("prompts", len(prompts))
+
+    def check_turns(self, turns: Rows) -> None:
+        """Check that turns can follow what the active slots hold and what is pending.
+
+        Raises
+        ------
+        ShapeError
+            Not one for each active slot, or an empty one.
+        CapacityError
+            A slot has no room for its turn.
+        """
+        lengths = self._check_one_each("prompts", len(turns))
+        _check_not_empty(turns)
+        self.check_room(lengths, self._after_pending(turns))
+
+    def check_room(self, lengths: Sequence[int], rows: Rows) -> None:
+        """Check that new tokens fit into slots of these lengths, or raise :class:`CapacityError`."""
+        limit = self.max_sequence_length
+        for slot, (length, row) in enumerate(zip(lengths, rows, strict=True)):
+            if length + len(row) > limit:
+                adds = f"slot {slot} holds {length} tokens; adding {len(row)}" if length else f"prompt {slot} has {len(row)} tokens; that"
+                raise CapacityError(f"{adds} exceeds max_sequence_length={limit}. Nothing was changed.")
+
+    def plan_prefill(self, lengths: Sequence[int], rows: Rows) -> list[Chunk]:
+        """Cut new tokens into enqueues: see :meth:`StepExecutor.plan_prefill`."""
+        return self._steps.plan_prefill(lengths, [len(row) for row in rows])
+
+    def _check_one_each(self, what: str, count: int) -> tuple[int, ...]:
+        """Check that there is one of something for each active slot, and return the lengths."""
+        lengths = self.checked_lengths()
+        if count != len(lengths):
+            raise ShapeError(f"{what}: expected one for each of {len(lengths)} active slots, got {count}.")
+        return lengths
+
+    def _after_pending(self, turns: Rows) -> list[list[int]]:
+        """Return what must be run for each turn: pending tokens go first, and an empty turn runs nothing."""
+        return [[*slot.pending, *turn] if turn else [] for slot, turn in zip(self._slots, turns, strict=True)]
+
+    # --- savepoints ---
+
+    def savepoint(self) -> BatchSavepoint:
+        """Return the state now, for one :meth:`rollback`."""
+        return BatchSavepoint(list(self._slots), self._cache.host_kv_cache_lengths)
+
+    def rollback(self, savepoint: BatchSavepoint) -> None:
+        """Return to the state at ``savepoint``: the lengths of the cache and the slots. Nothing is run again.
+
+        Notes
+        -----
+        K and V of the tokens that a slot held at the savepoint are still there, unless a compaction has moved another slot over it:
+        rows are only ever written behind the committed length.
+        """
+        self._slots = savepoint.slots
+        for slot, length in zip(savepoint.slots, savepoint.lengths, strict=True):
+            del slot.tokens[length:]
+        if not self._cache.closed:
+            self._cache.reset_for_new_sequences(savepoint.lengths, stream=self._steps.stream)
+
+    def transaction(self) -> AbstractContextManager[None]:
+        """Return a context manager that rolls back if its block raises or is interrupted.
+
+        Raises
+        ------
+        RangeError
+            See :meth:`checked_lengths`.
+        """
+        return self._rollback_to(BatchSavepoint(list(self._slots), self.checked_lengths()))
+
+    @contextmanager
+    def _rollback_to(self, savepoint: BatchSavepoint) -> Iterator[None]:
+        self.changes += 1
+        try:
+            yield
+        except BaseException:
+            self.rollback(savepoint)
+            raise
+
+    # --- which slots are active ---
+
+    def clear(self) -> None:
+        """Make no slot active."""
+        self._reset([])
+
+    def add(self, prompts: Rows, samplers: Sequence[SamplerPosition]) -> None:
+        """Make more slots active behind the others, each with what the prompt cache has of its prompt.
+
+        Parameters
+        ----------
+        prompts : sequence of sequence of int (n,)
+            The whole prompts; nothing of them is run here.
+        samplers : sequence of SamplerPosition (n,)
+            Of the requests.
+        """
+        first = len(self._slots)
+        with self.transaction():
+            self._cache.set_active_batch_size(first + len(prompts), stream=self._steps.stream)
+            self._slots += [SlotState([], sampler=sampler) for sampler in samplers]
+            self._restore({slot: match for slot, row in enumerate(prompts, start=first) if (match := self._prompt_cache.find(row))})
 
     def compact(self, mapping: Sequence[int]) -> None:
-        """Drop and move slots: to the new slot of each, or -1. A dropped slot that another moves to cannot be brought back."""
+        """Drop and move slots. The moves cannot be rolled back: a dropped slot may have been overwritten.
+
+        Parameters
+        ----------
+        mapping : sequence of int (A,)
+            New slot of each slot, or -1 to drop it.
+        """
         kept = sorted((new, slot) for slot, new in enumerate(mapping) if new >= 0)
-        with self.all_or_nothing():
+        with self.transaction():
             self._cache.compact_batch(mapping, len(mapping), len(kept), stream=self._steps.stream)
-            self.cached = [self.cached[slot] for _, slot in kept]
-            self.pending = [self.pending[slot] for _, slot in kept]
-            self.reused = [self.reused[slot] for _, slot in kept]
-            self.samplers = [self.samplers[slot] for _, slot in kept]
+            self._slots = [self._slots[slot] for _, slot in kept]
 
-    def rewind(self, slot: int, length: int) -> None:
-        """Shorten a slot to ``length`` tokens and drop its pending ones."""
-        with self.all_or_nothing():
-            self._rewind(slot, length, pending=[])
+    # --- sequences ---
 
-    def prefill(self, rows: Sequence[Sequence[int]], chunks: Sequence[Chunk]) -> np.ndarray[Any, Any]:
-        """Enqueue new tokens in chunks, each a step of its own.
+    def start(self, prompts: Rows, *, reuse: bool = False) -> Logits:
+        """Start new sequences and run their prompts.
 
-        ``rows``: sequence of sequences of int (A,). All that the chunks take, per slot.
-        ``chunks``: sequence of Chunk.
+        Parameters
+        ----------
+        prompts : sequence of sequence of int (n,)
+            Checked with :meth:`check_prompts`.
+        reuse : bool
+            Keep what each slot already holds of its prompt.
+
+        Returns
+        -------
+        ndarray float32 ``[n, vocab]``
+            On the host: the logits at the last token of each prompt.
+
+        Raises
+        ------
+        ShapeError, LayoutError, BindingError
+            Nothing was changed.
+
+        Notes
+        -----
+        Not atomic once the first chunk runs: if a later one fails, the slots hold what the chunks before it have run.
+        """
+        kept = [0] * len(prompts)
+        if reuse:
+            self._check_one_each("prompts", len(prompts))  # the batch may have changed since the prompts were checked
+            kept = [common_prefix(prompt[:-1], slot.tokens) for prompt, slot in zip(prompts, self._slots, strict=True)]
+        found = {slot: match for slot, row in enumerate(prompts) if (match := self._prompt_cache.find(row)) and match.length > kept[slot]}
+        reused = [found[slot].length if slot in found else count for slot, count in enumerate(kept)]
+        rows = [prompt[count:] for prompt, count in zip(prompts, reused, strict=True)]
+        chunks = self.plan_prefill(reused, rows)
+        self._reset(kept)
+        if found:
+            with self.transaction():
+                self._restore(found)
+        logits = self.prefill(rows, chunks)
+        self.remember(range(len(prompts)))
+        return logits
+
+    def append(self, turns: Rows) -> Logits:
+        """Run new tokens of the active slots, after their pending ones.
+
+        Parameters
+        ----------
+        turns : sequence of sequence of int (A,)
+            Empty for a slot that gets nothing.
 
         Returns
         -------
         ndarray float32 ``[A, vocab]``
-            Of each slot from the chunk in which its tokens end; NaN for a slot without.
+            On the host: the logits at the last new token of each slot; NaN for a slot that got nothing.
+
+        Raises
+        ------
+        ShapeError, CapacityError, LayoutError, BindingError
+            Nothing was changed.
+        """
+        lengths = self._check_one_each("turns", len(turns))
+        rows = self._after_pending(turns)
+        self.check_room(lengths, rows)
+        chunks = self.plan_prefill(lengths, rows)
+        with self._rollback_to(BatchSavepoint(list(self._slots), lengths)):
+            return self.prefill(rows, chunks)
+
+    def decode(self, tokens: Sequence[int], going: Sequence[bool] | None = None) -> Logits:
+        """Run one token of every active slot in one enqueue.
+
+        Parameters
+        ----------
+        tokens : sequence of int (A,)
+            They take the place of pending ones.
+        going : sequence of bool (A,), optional
+            False for an idle slot: its sequence has ended, its row is computed but not committed. All take part if left out.
+
+        Returns
+        -------
+        ndarray float32 ``[A, vocab]``
+            On the host. The next step overwrites it.
+
+        Raises
+        ------
+        ShapeError, CapacityError
+            Nothing was changed.
+
+        Notes
+        -----
+        Reads the lengths of the cache once, allocates no device memory, waits once (for the logits), and does nothing per layer.
+        """
+        started = time.perf_counter()
+        lengths = self._check_one_each("tokens", len(tokens))
+        if max(lengths, default=0) >= self.max_sequence_length:
+            self.check_room(lengths, [tokens[:1] if goes else () for goes in going or [True] * len(tokens)])
+        with self._rollback_to(BatchSavepoint(list(self._slots), lengths)):
+            if going is None:
+                self._steps.decode(tokens)
+                self._slots = [slot.extended((token,)) for slot, token in zip(self._slots, tokens, strict=True)]
+            else:
+                self._make_room_for_idle_rows(going)
+                self._steps.decode(tokens, [int(goes) for goes in going])
+                for slot in itertools.compress(range(len(tokens)), going):
+                    self._slots[slot] = self._slots[slot].extended((tokens[slot],))
+            logits = self._steps.logits(len(tokens))
+            self._counters.decode_steps += 1
+            self._counters.decode_tokens += len(tokens) if going is None else sum(going)
+            self._counters.decode_seconds += time.perf_counter() - started
+        return logits
+
+    def prefill(self, rows: Rows, chunks: Sequence[Chunk]) -> Logits:
+        """Run new tokens in chunks. Each chunk is atomic, the call as a whole is not.
+
+        Parameters
+        ----------
+        rows : sequence of sequence of int (A,)
+            All that the chunks take, per slot.
+        chunks : sequence of Chunk
+            Of :meth:`plan_prefill`, or the first of them.
+
+        Returns
+        -------
+        ndarray float32 ``[A, vocab]``
+            On the host. The logits of a slot come from the chunk in which its tokens end; NaN for a slot whose tokens do not end.
         """
         started = time.perf_counter()
         logits = np.full((len(rows), self._steps.plan.vocab_size), np.nan, np.float32)
@@ -174,74 +388,119 @@ class ActiveSequences:
                 done[slot] += take
                 if take and done[slot] == len(rows[slot]):
                     logits[slot] = chunk_logits[place]
-        self._prefill_seconds += time.perf_counter() - started
+        self._counters.prefill_seconds += time.perf_counter() - started
         return logits
 
-    def append(self, rows: Sequence[Sequence[int]], chunks: Sequence[Chunk]) -> np.ndarray[Any, Any]:
-        """Do the same as :meth:`prefill`, undone as a whole if a chunk fails."""
-        with self.all_or_nothing():
+    def rewind(self, slot: int, length: int) -> None:
+        """Shorten a slot to its first ``length`` tokens and drop its pending ones."""
+        with self.transaction():
+            self._rewind(slot, length)
+
+    def load(self, snapshots: Sequence[Snapshot]) -> None:
+        """Start new sequences, one from each snapshot. The snapshots were checked to fit."""
+        stream = self._steps.stream
+        self._reset([0] * len(snapshots))
+        with self.transaction():
+            for slot, snapshot in enumerate(snapshots):
+                snapshot.contents.restore(self._cache, slot, len(snapshot.tokens), stream=stream)
+            self._cache.commit_sequence_length([len(snapshot.tokens) for snapshot in snapshots], stream=stream)
+            self._slots = [_slot_of(snapshot) for snapshot in snapshots]
+
+    def resume(self, snapshots: Sequence[Snapshot], kept: Sequence[int], rows: Rows, chunks: Sequence[Chunk]) -> Logits:
+        """Start new sequences from snapshots, keep so many tokens of each, and run those that follow.
+
+        Parameters
+        ----------
+        snapshots : sequence of Snapshot (n,)
+            Checked to fit.
+        kept : sequence of int (n,)
+            Tokens of each that stay.
+        rows : sequence of sequence of int (n,)
+            The tokens to run.
+        chunks : sequence of Chunk
+            Of :meth:`plan_prefill` for ``kept`` and ``rows``.
+
+        Returns
+        -------
+        ndarray float32 ``[n, vocab]``
+            On the host: the logits at the last token of each slot.
+        """
+        self.load(snapshots)
+        for slot, length in enumerate(kept):
+            if length < len(self._slots[slot].tokens):
+                self.rewind(slot, length)
+        with self.transaction():
             return self.prefill(rows, chunks)
 
-    def decode(self, tokens: Sequence[int], going: Sequence[bool] | None = None) -> np.ndarray[Any, Any]:
-        """Run one step and return its logits, float32 ``[A, vocab]``, which the next step overwrites.
+    # --- what is known of a slot's request: the cache does not change ---
 
-        ``tokens``: sequence of int (A,).
-        ``going``: sequence of bool (A,), optional. Which slots do not ride along; all if left out.
-        """
-        started = time.perf_counter()
-        with self.all_or_nothing():
-            if going is None:
-                self._steps.decode(tokens)
-                for held, token in zip(self.cached, tokens, strict=True):
-                    held.append(token)
-                self.pending = [[] for _ in tokens]
-            else:
-                self._make_room_for_riders(going)
-                self._steps.decode(tokens, [int(goes) for goes in going])
-                for slot in itertools.compress(range(len(tokens)), going):
-                    self.cached[slot].append(tokens[slot])
-                    self.pending[slot] = []
-            logits = self._steps.logits(len(tokens))
-            self._decode_steps += 1
-            self._decode_tokens += len(tokens) if going is None else sum(going)
-            self._decode_seconds += time.perf_counter() - started
-        return logits
+    def assign_sampler(self, slot: int, sampler: SamplerPosition) -> None:
+        """Record which sampler chooses the tokens of a slot."""
+        self._slots[slot] = self._slots[slot].with_sampler(sampler)
 
-    def _prefill_chunk(self, chunk: Chunk, parts: Sequence[Sequence[int]]) -> np.ndarray[Any, Any]:
-        with self.all_or_nothing():
+    def record_token(self, slot: int, token: int, sampler: SamplerPosition | None) -> None:
+        """Record the token that was chosen for a slot as pending, and where its sampler is now."""
+        self._slots[slot] = self._slots[slot].with_pending(token, sampler)
+
+    def remember(self, slots: Iterable[int]) -> None:
+        """Copy what slots hold into the prompt cache, if it is on."""
+        if self._prompt_cache.max_bytes:
+            for slot in slots:
+                self._prompt_cache.insert(self._slots[slot].tokens, slot, stream=self._steps.stream)
+
+    # --- parts of the above ---
+
+    def _reset(self, kept: Sequence[int]) -> None:
+        """Start ``len(kept)`` new sequences that keep the first tokens of what their slots hold."""
+        with self._rollback_to(self.savepoint()):
+            self._cache.reset_for_new_sequences(kept, stream=self._steps.stream)
+            self._slots = [SlotState(self._slots[slot].tokens[:count] if count else [], reused=count) for slot, count in enumerate(kept)]
+            self._counters.reused_tokens += sum(kept)
+
+    def _restore(self, matches: dict[int, PromptMatch]) -> None:
+        """Copy what the prompt cache has into slots, over the tokens of it that they may hold. Inside a transaction."""
+        if not matches:
+            return
+        increments = [0] * len(self._slots)
+        for slot, match in matches.items():
+            increments[slot] = match.length - len(self._slots[slot].tokens)
+            self._prompt_cache.restore(match, slot, stream=self._steps.stream)
+        self._cache.commit_sequence_length(increments, stream=self._steps.stream)
+        for slot, match in matches.items():
+            state = self._slots[slot]
+            self._slots[slot] = state.restored(match.entry.tokens[len(state.tokens) : match.length].tolist())
+        self._counters.reused_tokens += sum(increments)
+
+    def _prefill_chunk(self, chunk: Chunk, parts: Rows) -> Logits:
+        with self.transaction():
             self._steps.prefill(chunk, parts)
             for slot, part in enumerate(parts, start=chunk.first):
                 if part:
-                    self.cached[slot] += part
-                    self.pending[slot] = []
+                    self._slots[slot] = self._slots[slot].extended(part)
             logits = self._steps.logits(chunk.count)
-            self._prefill_tokens += sum(chunk.takes)
+            self._counters.prefill_tokens += sum(chunk.takes)
         return logits
 
-    def _make_room_for_riders(self, going: Sequence[bool]) -> None:
-        """Take the last token of a full sequence that has ended out of the cache, so that an enqueue may write a row there."""
+    def _make_room_for_idle_rows(self, going: Sequence[bool]) -> None:
+        """Give the last token of a full idle slot back to its pending ones, so that the enqueue may write a row in its place."""
         last = self.max_sequence_length - 1
         for slot, goes in enumerate(going):
             if not goes and self.is_full(slot):
-                self._rewind(slot, last, pending=self.cached[slot][last:] + self.pending[slot])
+                state = self._slots[slot]
+                self._rewind(slot, last, pending=(*state.tokens[last:], *state.pending))
 
-    def _rewind(self, slot: int, length: int, *, pending: list[int]) -> None:
+    def _rewind(self, slot: int, length: int, *, pending: Sequence[int] = ()) -> None:
         self._cache.rewind(slot, length, stream=self._steps.stream)
-        self.cached[slot] = self.cached[slot][:length]
-        self.pending[slot] = pending
+        self._slots[slot] = self._slots[slot].shortened(length, pending)
 
-    @contextmanager
-    def all_or_nothing(self) -> Iterator[None]:
-        """Put lengths and tokens back if the block raises. Inside it, tokens are only ever added to the lists that are there."""
-        lengths, cached, pending = self.lengths, list(self.cached), list(self.pending)
-        reused, samplers = list(self.reused), list(self.samplers)
-        self.changes += 1
-        try:
-            yield
-        except BaseException:
-            self.cached, self.pending, self.reused, self.samplers = cached, pending, reused, samplers
-            for held, length in zip(cached, lengths, strict=True):
-                del held[length:]
-            if not self._cache.closed:
-                self._cache.reset_for_new_sequences(lengths, stream=self._steps.stream)
-            raise
+
+def _slot_of(snapshot: Snapshot) -> SlotState:
+    """Return a slot that holds what is in a snapshot."""
+    sampler = None if snapshot.sampler is None else SamplerPosition(snapshot.sampler.seed, snapshot.sampler.counter)
+    return SlotState(list(snapshot.tokens), snapshot.pending, len(snapshot.tokens), sampler)
+
+
+def _check_not_empty(prompts: Rows) -> None:
+    for index, prompt in enumerate(prompts):
+        if not prompt:
+            raise ShapeError(f"prompts[{index}]: expected at least one token, got none.")

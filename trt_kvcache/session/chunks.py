@@ -1,7 +1,7 @@
-"""How ragged prompts are cut into enqueues: a pure function over lengths.
+"""How prompts of different lengths are cut into enqueues: a pure function over lengths.
 
-An update of padded width ``c`` writes ``c`` rows for every slot of the call, so ``length + c <= S`` must hold for all of
-them; what lies beyond a slot's own new tokens is junk, and is overwritten before it is read.
+A cache update of padded width ``c`` writes ``c`` rows for every slot of the enqueue, so ``length + c <= S`` must hold for all of
+them. The rows behind a slot's own new tokens are padding; they are overwritten before they are read.
 """
 
 import itertools
@@ -10,16 +10,27 @@ from dataclasses import dataclass
 
 from trt_kvcache.errors import LayoutError
 
-#: A slot that leaves less than this share of the wanted width is enqueued alone.
-_TIGHT_SHARE = 0.5
+#: A slot whose free rows allow less than this share of the wanted width is enqueued alone.
+_MIN_WIDTH_SHARE = 0.5
 
 
 @dataclass(frozen=True)
 class Chunk:
     """One enqueue over a contiguous run of slots.
 
-    ``first``: The slot that the run starts at.
-    ``takes``: tuple of int. New tokens of each slot of the run; 0 for one that rides along.
+    Parameters
+    ----------
+    first : int
+        The slot that the run starts at.
+    takes : tuple of int
+        New tokens of each slot of the run; 0 for a slot that gets nothing: its rows are computed but not committed.
+
+    Examples
+    --------
+    >>> from trt_kvcache.session.chunks import Chunk
+    >>> chunk = Chunk(first=1, takes=(4, 2))
+    >>> chunk.count, chunk.end, chunk.width
+    (2, 3, 4)
     """
 
     first: int
@@ -49,20 +60,34 @@ def plan_chunks(
     max_sequence_length: int,
     can_start_at: Callable[[int], bool] = lambda slot: True,
 ) -> list[Chunk]:
-    """Cut tokens into enqueues, to be run in this order.
+    """Cut tokens into enqueues.
 
-    Raises LayoutError: a slot cannot be reached: one before it is full, and no enqueue may start between the two.
-
-    ``lengths``, ``remaining``: sequence of int (A,). Tokens in the cache, and tokens to be enqueued, per active slot; ``length + remaining
-    <= S``.
-    ``max_width``: What the engine takes at once.
-    ``max_sequence_length``: S.
-    ``can_start_at``: callable. Whether an enqueue may start at a slot other than 0 (alignment of its address).
+    Parameters
+    ----------
+    lengths, remaining : sequence of int (A,)
+        Tokens in the cache, and tokens to be run, per active slot; ``length + remaining <= S``.
+    max_width : int
+        Most tokens per slot that the engine accepts in one enqueue.
+    max_sequence_length : int
+        S.
+    can_start_at : callable
+        Tells whether an enqueue may start at a slot other than 0 (alignment of its address).
 
     Returns
     -------
     list of Chunk
-        Empty where nothing remains.
+        To be run in this order. Empty if nothing remains.
+
+    Raises
+    ------
+    LayoutError
+        A slot cannot be reached: one before it is full, and no enqueue may start between the two.
+
+    Examples
+    --------
+    >>> from trt_kvcache.session.chunks import plan_chunks
+    >>> plan_chunks([0, 0], [6, 3], max_width=4, max_sequence_length=16)
+    [Chunk(first=0, takes=(4, 3)), Chunk(first=0, takes=(2,))]
     """
     planner = _Planner(list(lengths), list(remaining), max_width, max_sequence_length, can_start_at)
     chunks: list[Chunk] = []
@@ -73,7 +98,7 @@ def plan_chunks(
 
 @dataclass
 class _Planner:
-    """Lengths and remaining tokens as they will be once the chunks so far have run."""
+    """Lengths and remaining tokens as they will be after the chunks so far."""
 
     lengths: list[int]
     remaining: list[int]
@@ -82,7 +107,7 @@ class _Planner:
     can_start_at: Callable[[int], bool]
 
     def next_chunks(self, low: int, high: int) -> Iterator[Chunk]:
-        """Advance every slot of ``low .. high - 1`` that can be, by chunks that do not overlap."""
+        """Return chunks that do not overlap and advance every slot of ``low .. high - 1`` that can be advanced."""
         waiting = [slot for slot in range(low, high) if self.remaining[slot]]
         if not waiting:
             return
@@ -91,7 +116,7 @@ class _Planner:
         room = self.max_sequence_length - self.lengths[longest]
         wanted = min(self.max_width, max(self.remaining[first:end]))
         cuts = [slot for slot in (longest, longest + 1) if first < slot < end and self._reachable_from(slot)]
-        if room < wanted * _TIGHT_SHARE and cuts:
+        if room < wanted * _MIN_WIDTH_SHARE and cuts:
             for part_low, part_high in itertools.pairwise([first, *cuts, end]):
                 yield from self.next_chunks(part_low, part_high)
         elif room:
@@ -103,6 +128,7 @@ class _Planner:
             )
 
     def _last_start(self, slot: int) -> int:
+        """Return the last slot, up to ``slot``, that an enqueue may start at."""
         return next(start for start in range(slot, -1, -1) if self._starts_at(start))
 
     def _reachable_from(self, low: int) -> bool:
@@ -112,7 +138,8 @@ class _Planner:
 
     def _advance(self, first: int, end: int, width: int) -> Chunk:
         """Take up to ``width`` tokens of each slot.
-        A slot does not become full while one behind it that no enqueue can start at or before still waits: it rides along.
+
+        A slot must not become full while a slot behind it still waits that only an enqueue over both can reach: it gets nothing for now.
         """
         takes: list[int] = []
         blocked = False

@@ -1,65 +1,87 @@
 """``RequestHandle``: a prompt that was submitted to a session, and what has come of it."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from trt_kvcache.generation.request import FinishReason, Request
-from trt_kvcache.generation.sampling import SamplingParams
+from trt_kvcache.generation.request import FinishReason, Request, RequestSavepoint
+from trt_kvcache.generation.sampling import SamplerPosition
+
+#: Where a request that has not ended is.
+RequestStage = Literal["queued", "prefilling", "decoding"]
 
 #: Where a request is.
 RequestState = Literal["queued", "prefilling", "decoding", "finished"]
 
 
+class HandleSavepoint(NamedTuple):
+    """What a :class:`RequestHandle` needs to return to an earlier state."""
+
+    stage: RequestStage
+    text: str
+    request: RequestSavepoint
+
+
 class RequestHandle:
-    """One submitted prompt. Made by ``InferenceSession.submit``, moved on by ``InferenceSession.step``.
+    """One submitted prompt. ``InferenceSession.submit`` makes it, ``InferenceSession.step`` advances it.
 
     Parameters
     ----------
-    index
+    index : int
         How many prompts were submitted before.
-    prompt : sequence of int
-    make_request : callable
-        Called with SamplingParams, it returns a Request of this prompt that has no tokens.
+    request : Request
+        Its prompt, without tokens so far.
+
+    Examples
+    --------
+    >>> from trt_kvcache import InferenceSession
+    >>> session = InferenceSession.from_model("examples/tiny-llama", engine="reference")
+    >>> handle = session.submit([5, 6, 7], max_new_tokens=2, ignore_eos=True)
+    >>> handle.state
+    'queued'
+    >>> while session.step():
+    ...     pass
+    >>> handle
+    RequestHandle(index=0, state='finished', tokens=2)
+    >>> handle.finish_reason
+    'length'
+    >>> session.close()
     """
 
-    def __init__(
-        self, index: int, prompt: Sequence[int], params: SamplingParams, make_request: Callable[[SamplingParams], Request]
-    ) -> None:
-        self._request = make_request(params)
-        self._make_request = make_request
-        self._params = replace(params, seed=self._request.sampler[0])
-        self._place: RequestState = "queued"
+    def __init__(self, index: int, request: Request) -> None:
+        self._request = request
+        self._stage: RequestStage = "queued"
         self._cancelled = False
         self._text = ""
         #: How many prompts were submitted before.
         self.index = index
-        #: Token ids of the prompt.
-        self.prompt = tuple(prompt)
 
     def __repr__(self) -> str:
         return f"RequestHandle(index={self.index}, state={self.state!r}, tokens={len(self._request.tokens)})"
 
     @property
+    def prompt(self) -> tuple[int, ...]:
+        """Token ids of the prompt."""
+        return self._request.prompt
+
+    @property
     def state(self) -> RequestState:
         """Where it is: ``"queued"``, ``"prefilling"``, ``"decoding"`` or ``"finished"``."""
-        return "finished" if self.finished else self._place
+        return "finished" if self.finished else self._stage
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """Tokens generated so far, the stop token included."""
+        """Tokens generated so far, including the stop token."""
         return tuple(self._request.tokens)
 
     @property
     def text(self) -> str:
-        """What has become certain of the text. Empty without a tokenizer."""
+        """The text that has become certain. Empty without a tokenizer."""
         return self._text
 
     @property
     def finish_reason(self) -> FinishReason | Literal["cancelled"] | None:
-        """Why it ended: ``"stop"``, ``"length"`` or ``"cancelled"``; None while it goes on."""
+        """Why it ended: ``"stop"``, ``"length"`` or ``"cancelled"``; None while it continues."""
         return self._request.finish_reason or ("cancelled" if self._cancelled else None)
 
     @property
@@ -68,22 +90,32 @@ class RequestHandle:
         return self.finish_reason is not None
 
     def cancel(self) -> bool:
-        """End it where it is, and keep what it has. Its slot is free from the next step on.
+        """End the request where it is, and keep what it has generated. Its slot is free from the next step on.
 
         Returns
         -------
         bool
-            False if it had ended before, which stays.
+            False if it had already ended: then nothing changes.
+
+        Examples
+        --------
+        >>> from trt_kvcache import InferenceSession
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        ...     handle = session.submit([5, 6, 7])
+        ...     handle.cancel(), handle.cancel(), handle.state, session.step()
+        (True, False, 'finished', [])
         """
         if self.finished:
             return False
         self._cancelled = True
         return True
 
+    # --- for the queue ---
+
     @property
     def row(self) -> list[int]:
         """What a slot must hold before the next token can be chosen: the prompt and the tokens so far."""
-        return [*self.prompt, *self._request.tokens]
+        return [*self._request.prompt, *self._request.tokens]
 
     @property
     def last_token(self) -> int:
@@ -91,29 +123,23 @@ class RequestHandle:
         return self._request.tokens[-1]
 
     @property
-    def sampler(self) -> tuple[int, int]:
+    def sampler(self) -> SamplerPosition:
         """Seed and counter of its sampler."""
         return self._request.sampler
 
-    @property
-    def mark(self) -> tuple[RequestState, int]:
-        """Where it is now, for :meth:`go_back`."""
-        return self._place, len(self._request.tokens)
-
-    def move_to(self, place: RequestState) -> None:
-        """Say where it is."""
-        self._place = place
+    def move_to(self, stage: RequestStage) -> None:
+        """Record where it is now."""
+        self._stage = stage
 
     def choose(self, logits: np.ndarray[Any, Any], *, full: bool) -> None:
-        """Choose the next token: see :meth:`~trt_kvcache.generation.request.Request.choose`."""
+        """Choose the next token: see ``Request.choose``."""
         self._text += self._request.choose(logits, full=full).text
 
-    def go_back(self, mark: tuple[RequestState, int]) -> None:
-        """Be as it was when ``mark`` was taken."""
-        self._place, count = mark
-        counter = self._params.counter + count
-        if self._request.sampler[1] != counter:
-            tokens = self._request.tokens[:count]
-            request = self._make_request(replace(self._params, counter=counter))
-            self._text = request.replay(tokens)
-            self._request = request
+    def savepoint(self) -> HandleSavepoint:
+        """Return the state now, for one :meth:`rollback`."""
+        return HandleSavepoint(self._stage, self._text, self._request.savepoint())
+
+    def rollback(self, savepoint: HandleSavepoint) -> None:
+        """Return to the state at ``savepoint``. A request that was cancelled since stays cancelled."""
+        self._stage, self._text = savepoint.stage, savepoint.text
+        self._request.rollback(savepoint.request)

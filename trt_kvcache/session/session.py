@@ -6,58 +6,65 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trt_kvcache._util.checks import slot_index
 from trt_kvcache.builder.build_engine import Progress
 from trt_kvcache.cache.kv_cache_base import KVCacheBase
-from trt_kvcache.cache.picture import draw_cache
+from trt_kvcache.cache.plot import draw_cache
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.errors import ClosedError, ConfigError, RangeError, ShapeError
 from trt_kvcache.generation.prompts import Prompt, PromptReader, as_prompts
 from trt_kvcache.generation.request import GeneratedToken, Request
+from trt_kvcache.generation.sampler_state import SamplerState
 from trt_kvcache.generation.sampling import SamplingParams, params_for
-from trt_kvcache.generation.token_ids import common_prefix
+from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.sequences.snapshot import Snapshot
-from trt_kvcache.sequences.snapshot_records import ModelIdentity, SamplerState
-from trt_kvcache.session import opening
-from trt_kvcache.session.batch import ActiveSequences
-from trt_kvcache.session.chunks import Chunk
-from trt_kvcache.session.generate import generate_tokens
+from trt_kvcache.session.batch import Batch
+from trt_kvcache.session.generate_tokens import generate_tokens
+from trt_kvcache.session.open_model import SessionParts, open_engine_folder, open_model
 from trt_kvcache.session.request_handle import RequestHandle
 from trt_kvcache.session.request_queue import RequestQueue
-from trt_kvcache.session.resuming import Paths, next_tokens, read_snapshots, resumed_params
-from trt_kvcache.session.slot_checks import SlotChecks
+from trt_kvcache.session.resume_snapshots import Paths, next_tokens, read_snapshots, resumed_params
+from trt_kvcache.session.session_options import SessionOptions
 from trt_kvcache.session.statistics import SessionStatistics
 from trt_kvcache.session.step_executor import StepExecutor
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from trt_kvcache.session.session_options import ModelOptions, OpenOptions
+
 
 class InferenceSession:
-    """Sequences being generated together on one cache and one engine. Not thread-safe.
+    """Sequences that are generated together on one cache and one engine. Not thread-safe.
+
+    Most callers open one with :meth:`open` or :meth:`from_model`; the constructor joins an engine and a cache of your own.
 
     Parameters
     ----------
     engine : Engine
         Closed with the session.
     cache : KVCacheManager or LinearKVCache
-        In the engine's memory and layout. Closed with the session; its lengths are the session's to change.
+        In the engine's memory and layout. Closed with the session; only the session may change its lengths.
     names : TensorNames
         What the engine calls its tensors.
     tokenizer : Tokenizer, optional
         Without one, everything works on token ids.
     eos_token_ids : sequence of int
         Tokens that end a request.
-    defaults : SamplingParams
-        What ``generate`` uses where nothing else is said.
+    defaults : SamplingParams, optional
+        What ``generate`` uses for options that are not given; greedy if left out.
     prompt_cache : PromptCache, optional
-        Over ``cache``: prompts that begin like earlier ones are not run from their start. Closed with the session.
+        Over ``cache``: of a prompt that begins like an earlier one, only the rest is run. Closed with the session. Off if left out.
     identity : callable, optional
-        Returns the :class:`~trt_kvcache.sequences.snapshot_records.ModelIdentity` that snapshots carry. Without one there are none.
+        Returns the :class:`~trt_kvcache.sequences.model_identity.ModelIdentity` that snapshots carry. Without one, the session
+        neither writes nor reads snapshots.
     on_close : callable, optional
         Called once by ``close``, after engine and cache are closed.
 
@@ -65,10 +72,23 @@ class InferenceSession:
     ------
     BindingError, LayoutError, PlaceError
         Engine and cache do not fit: see :class:`~trt_kvcache.engine.bindings.BindingPlan`.
+    ConfigError
+        ``prompt_cache`` is over another cache.
 
     Notes
     -----
     If a step fails or is interrupted, lengths and tokens are as before that step, and it can be repeated.
+
+    Examples
+    --------
+    >>> from trt_kvcache import InferenceSession
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
+    ...     for token in session.generate([[5, 6, 7], [8, 9]], max_new_tokens=2, ignore_eos=True):
+    ...         print(token.index, token.finish_reason)
+    0 None
+    1 None
+    0 length
+    1 length
     """
 
     def __init__(
@@ -96,68 +116,54 @@ class InferenceSession:
         if self._prompt_cache.cache is not cache:
             raise ConfigError("prompt_cache: expected one over the cache of this session, got one over another.")
         self._identity = identity
-        self._sequences = ActiveSequences(self._steps, self._prompt_cache)
-        self._checks = SlotChecks(self._sequences, cache)
+        self._batch = Batch(self._steps, self._prompt_cache)
         self._prompts = PromptReader(tokenizer, self._steps.plan.vocab_size)
-        self._queue = RequestQueue(self._steps, self._sequences)
+        self._queue = RequestQueue(self._steps, self._batch)
 
     @classmethod
-    def open(
-        cls,
-        folder: str | Path,
-        *,
-        engine: opening.EngineChoice = "auto",
-        flavour: str = "auto",
-        device: int = 0,
-        prompt_cache_bytes: int = 0,
-        cuda_graphs: bool = True,
-        progress: Progress | None = None,
-    ) -> InferenceSession:
+    def open(cls, folder: str | os.PathLike[str], *, progress: Progress | None = None, **options: Unpack[OpenOptions]) -> InferenceSession:
         """Open an engine folder.
 
         Parameters
         ----------
         folder : path
             Made by ``trt-kvcache build`` or :func:`trt_kvcache.build_engine`.
-        engine : {"auto", "reference", "tensorrt"}
-            ``"auto"`` takes TensorRT, or the NumPy reference engine with a warning that says why TensorRT cannot run here.
-        flavour : {"auto", "tensorrt", "tensorrt_rtx"}
-            Which TensorRT; ``"auto"`` is the one that built the engine.
-        device : int
-            CUDA device, where one is used.
-        prompt_cache_bytes : int
-            Most bytes of copies of earlier prompts, in the cache's memory: see :class:`~trt_kvcache.sequences.prompt_cache.PromptCache`.
-        cuda_graphs : bool
-            Whether decode steps of an engine in segments become CUDA graphs.
         progress : callable, optional
             Called as ``progress(stage, fraction)`` during long work.
+        **options
+            ``engine``, ``flavour``, ``device``, ``prompt_cache_bytes``, ``cuda_graphs``: see
+            :class:`~trt_kvcache.session.session_options.SessionOptions`.
+
+        Returns
+        -------
+        InferenceSession
+            Close it, or use it in a ``with`` block.
 
         Raises
         ------
-        ConfigError, CheckpointError, EngineError, CudaError
-            The folder is damaged or newer, its checkpoint is gone or changed, or the engine cannot run.
+        ConfigError
+            An option is out of range or fixed by the build, or the folder is damaged or newer than this package.
+        CheckpointError, EngineError, CudaError
+            The checkpoint is gone or changed, or the engine cannot run.
+
+        Warns
+        -----
+        EngineFallbackWarning
+            ``engine="auto"`` falls back to the NumPy reference engine.
+
+        Examples
+        --------
+        >>> from trt_kvcache import InferenceSession
+        >>> InferenceSession.open("examples/tiny-llama")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        trt_kvcache.errors.EngineError: examples/tiny-llama: expected an engine folder, but it has no engine.plan...
         """
-        parts = opening.open_engine_folder(
-            folder, engine=engine, flavour=flavour, device=device, keep_bytes=prompt_cache_bytes, cuda_graphs=cuda_graphs, progress=progress
-        )
-        return cls._of(parts, prompt_cache_bytes)
+        return cls._of(open_engine_folder(folder, SessionOptions(**options), progress=progress))
 
     @classmethod
     def from_model(
-        cls,
-        folder: str | Path,
-        *,
-        engine: opening.EngineChoice = "auto",
-        max_batch_size: int = 1,
-        max_sequence_length: int | None = None,
-        max_prefill_length: int | None = None,
-        dtype: str | None = None,
-        attention: str = "native",
-        flavour: str = "auto",
-        device: int = 0,
-        prompt_cache_bytes: int = 0,
-        cuda_graphs: bool = True,
-        progress: Progress | None = None,
+        cls, folder: str | os.PathLike[str], *, progress: Progress | None = None, **options: Unpack[ModelOptions]
     ) -> InferenceSession:
         """Open a Hugging Face folder, without an engine folder.
 
@@ -165,44 +171,48 @@ class InferenceSession:
         ----------
         folder : path
             ``config.json``, ``model.safetensors`` and, for text, ``tokenizer.json``.
-        engine : {"auto", "reference", "tensorrt"}
-            ``"tensorrt"`` builds an engine into a temporary folder first.
-        max_batch_size, max_sequence_length, max_prefill_length : int, optional
-            B, S (the model's ``max_position_embeddings``, at most 2048) and the widest prefill enqueue (S, at most 512).
-        dtype : {"float16", "bfloat16", "float32"}, optional
-            Of K, V and weights; the checkpoint's if left out.
-        attention : {"native", "mask", "plugin"}
-        flavour : {"auto", "tensorrt", "tensorrt_rtx"}
-        device : int
-        prompt_cache_bytes, cuda_graphs
-            As for :meth:`open`.
         progress : callable, optional
             Called as ``progress(stage, fraction)`` during long work.
+        **options
+            ``engine``, ``flavour``, ``device``, ``prompt_cache_bytes``, ``cuda_graphs``, ``max_batch_size``, ``max_sequence_length``,
+            ``max_prefill_length``, ``dtype``, ``attention``: see :class:`~trt_kvcache.session.session_options.SessionOptions`.
+
+        Returns
+        -------
+        InferenceSession
+            Close it, or use it in a ``with`` block.
 
         Raises
         ------
-        ConfigError, CheckpointError, BuildError, EngineError, CudaError
+        ConfigError
+            An option is out of range, or the model cannot be served with it.
+        CheckpointError, BuildError, EngineError, CudaError
+            The checkpoint is damaged or not supported, or an engine cannot be built or run.
+
+        Warns
+        -----
+        EngineFallbackWarning
+            ``engine="auto"`` falls back to the NumPy reference engine.
+
+        Notes
+        -----
+        To run TensorRT, an engine is built first, into a temporary folder that is removed with the session. That takes a while: build
+        an engine folder once with :func:`trt_kvcache.build_engine` and use :meth:`open`.
+
+        Examples
+        --------
+        >>> from trt_kvcache import InferenceSession
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_sequence_length=64) as session:
+        ...     session.max_sequence_length, session.vocab_size
+        (64, 320)
         """
-        parts = opening.open_model(
-            folder,
-            engine=engine,
-            max_batch_size=max_batch_size,
-            max_sequence_length=max_sequence_length,
-            max_prefill_length=max_prefill_length,
-            dtype=dtype,
-            attention=attention,
-            flavour=flavour,
-            device=device,
-            keep_bytes=prompt_cache_bytes,
-            cuda_graphs=cuda_graphs,
-            progress=progress,
-        )
-        return cls._of(parts, prompt_cache_bytes)
+        return cls._of(open_model(folder, SessionOptions(**options), progress=progress))
 
     @classmethod
-    def _of(cls, parts: opening.SessionParts, prompt_cache_bytes: int) -> InferenceSession:
+    def _of(cls, parts: SessionParts) -> InferenceSession:
+        """Return a session that owns the parts. If that fails, they are closed."""
         try:
-            return cls(**parts.arguments(), prompt_cache=PromptCache(parts.cache, max_bytes=prompt_cache_bytes))
+            return cls(**parts.arguments())
         except BaseException:
             parts.close()
             raise
@@ -211,12 +221,12 @@ class InferenceSession:
 
     @property
     def cache(self) -> KVCacheBase:
-        """The manager behind the session."""
+        """The cache manager of the session."""
         return self._cache
 
     @property
     def engine(self) -> Engine:
-        """The engine behind the session."""
+        """The engine of the session."""
         return self._engine
 
     @property
@@ -226,12 +236,12 @@ class InferenceSession:
 
     @property
     def defaults(self) -> SamplingParams:
-        """What ``generate`` uses where nothing else is said."""
+        """What ``generate`` uses for options that are not given."""
         return self._defaults
 
     @property
     def prompt_cache(self) -> PromptCache:
-        """Copies of earlier prompts, with counters of hits and misses; off unless bytes were given for it."""
+        """Copies of earlier prompts, with counters of hits and misses; off unless ``prompt_cache_bytes`` was given."""
         return self._prompt_cache
 
     @property
@@ -242,35 +252,63 @@ class InferenceSession:
     @property
     def max_sequence_length(self) -> int:
         """Tokens a slot can hold, S."""
-        return self._sequences.max_sequence_length
-
-    def tokens(self, slot: int) -> tuple[int, ...]:
-        """Return the tokens whose K and V an active slot holds."""
-        return tuple(self._sequences.cached[self._slot(slot)])
-
-    def pending_tokens(self, slot: int) -> tuple[int, ...]:
-        """Return the tokens that were generated for an active slot but are not in the cache yet: usually the last one."""
-        return tuple(self._sequences.pending[self._slot(slot)])
+        return self._batch.max_sequence_length
 
     @property
     def statistics(self) -> SessionStatistics:
         """Times, tokens and bytes so far."""
-        return self._sequences.statistics
+        return self._batch.statistics
+
+    def tokens(self, slot: int) -> tuple[int, ...]:
+        """Return the tokens whose K and V an active slot holds.
+
+        Raises
+        ------
+        SlotError
+            The slot is not active.
+        """
+        return tuple(self._batch[self._slot(slot)].tokens)
+
+    def pending_tokens(self, slot: int) -> tuple[int, ...]:
+        """Return the tokens that were generated for an active slot but are not in the cache yet: usually the last one.
+
+        Raises
+        ------
+        SlotError
+            The slot is not active.
+        """
+        return self._batch[self._slot(slot)].pending
 
     def plot(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Return a picture of the cache, SVG: per slot the tokens that are reused, live and free; per layer its bytes.
+        """Draw the cache: per slot the tokens that were reused, are live and are free; per layer its bytes.
 
         Parameters
         ----------
         path : path, optional
-            Write it there too.
+            Write the picture there too.
+
+        Returns
+        -------
+        str
+            An SVG document.
 
         Raises
         ------
-        ClosedError, OSError
+        ClosedError
+            The session is closed.
+        OSError
+            The file cannot be written.
+
+        Examples
+        --------
+        >>> from trt_kvcache import InferenceSession
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        ...     _ = session.prefill([[5, 6, 7]])
+        ...     session.plot().startswith("<svg")
+        True
         """
         self._check_open()
-        svg = draw_cache(self._cache.kv_config, self._cache.lengths.upper_bounds, self._sequences.reused)
+        svg = draw_cache(self._cache.kv_config, self._cache.lengths.upper_bounds, self._batch.reused)
         if path is not None:
             Path(path).write_text(svg, encoding="utf-8")
         return svg
@@ -283,15 +321,15 @@ class InferenceSession:
         Parameters
         ----------
         prompts : sequence of prompts (n,)
-            Token ids or text, ``1 <= n <= B``; of different length as they come.
+            Token ids or text, ``1 <= n <= B``. Their lengths may differ.
         reuse : bool
-            Keep what slot i already holds of prompt i, token by token; at least one token is run. Needs as many prompts as
+            Keep what slot i already holds of prompt i, compared token by token; at least one token is run. Needs as many prompts as
             there are active slots.
 
         Returns
         -------
-        ndarray float32 ``[n, vocab]`` on the host
-            The logits at each prompt's last token.
+        ndarray float32 ``[n, vocab]``
+            On the host: the logits at the last token of each prompt.
 
         Raises
         ------
@@ -302,26 +340,23 @@ class InferenceSession:
 
         Notes
         -----
-        If an enqueue fails, the slots hold what the ones before it have run: go on with ``reuse=True``.
+        If an enqueue fails, the slots hold what the ones before it have run: continue with ``reuse=True``.
+
+        Examples
+        --------
+        >>> from trt_kvcache import InferenceSession
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
+        ...     logits = session.prefill([[5, 6, 7], [8]])
+        ...     logits.shape, session.tokens(0), session.tokens(1)
+        ((2, 320), (5, 6, 7), (8,))
         """
         self._check_open()
         rows = self._prompts.rows(prompts)
-        self._checks.new_sequences(rows, reuse=reuse)
-        kept = [0] * len(rows)
-        if reuse:
-            kept = [common_prefix(row[:-1], held) for row, held in zip(rows, self._sequences.cached, strict=True)]
-        found = {slot: match for slot, row in enumerate(rows) if (match := self._sequences.find(row)) and match.length > kept[slot]}
-        reused = [found[slot].length if slot in found else count for slot, count in enumerate(kept)]
-        new = [row[count:] for row, count in zip(rows, reused, strict=True)]
-        chunks = self._steps.plan_prefill(reused, [len(row) for row in new])
-        self._sequences.start(kept)
-        self._sequences.restore(found)
-        logits = self._sequences.prefill(new, chunks)
-        self._sequences.remember(range(len(rows)))
-        return logits
+        self._batch.check_prompts(rows)
+        return self._batch.start(rows, reuse=reuse)
 
     def append(self, turns: Sequence[Prompt]) -> np.ndarray[Any, Any]:
-        """Add tokens to the active sequences, after the ones that ``generate`` left pending.
+        """Add tokens to the active sequences, after those that ``generate`` left pending.
 
         Parameters
         ----------
@@ -330,8 +365,8 @@ class InferenceSession:
 
         Returns
         -------
-        ndarray float32 ``[A, vocab]`` on the host
-            The logits at each slot's last new token; NaN for a slot that got nothing.
+        ndarray float32 ``[A, vocab]``
+            On the host: the logits at the last new token of each slot; NaN for a slot that got nothing.
 
         Raises
         ------
@@ -345,15 +380,18 @@ class InferenceSession:
         Notes
         -----
         If an enqueue fails, lengths and tokens are as before the call.
+
+        Examples
+        --------
+        >>> from trt_kvcache import InferenceSession
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
+        ...     _ = session.prefill([[5, 6, 7], [8]])
+        ...     logits = session.append([[9, 10], []])
+        ...     session.tokens(0), session.tokens(1), bool((logits[1] != logits[1]).all())
+        ((5, 6, 7, 9, 10), (8,), True)
         """
         self._check_open()
-        rows = self._prompts.rows(turns, add_special_tokens=False)
-        self._checks.one_per_slot("turns", len(rows))
-        rows = [self._sequences.pending[slot] + row if row else [] for slot, row in enumerate(rows)]
-        lengths = self._sequences.lengths
-        self._checks.room(lengths, rows)
-        chunks = self._steps.plan_prefill(lengths, [len(row) for row in rows])
-        return self._sequences.append(rows, chunks)
+        return self._batch.append(self._prompts.rows(turns, add_special_tokens=False))
 
     def decode(self, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
         """Run one token for every active sequence.
@@ -365,7 +403,8 @@ class InferenceSession:
 
         Returns
         -------
-        ndarray float32 ``[A, vocab]`` on the host
+        ndarray float32 ``[A, vocab]``
+            On the host; a new array.
 
         Raises
         ------
@@ -373,26 +412,48 @@ class InferenceSession:
             A sequence is at ``max_sequence_length``. Nothing was changed.
         RangeError, ShapeError, ClosedError
             Nothing was changed.
+
+        Examples
+        --------
+        >>> from trt_kvcache import InferenceSession
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        ...     logits = session.prefill([[5, 6, 7]])
+        ...     logits = session.decode([int(logits[0].argmax())])
+        ...     logits.shape, len(session.tokens(0))
+        ((1, 320), 4)
         """
         self._check_open()
         row = self._prompts.tokens("tokens", tokens)
-        if not self._sequences.cached:
+        if not len(self._batch):
             raise ShapeError("tokens: there are no active slots. Call prefill first.")
-        self._checks.one_per_slot("tokens", len(row))
-        self._checks.room(self._sequences.lengths, [row[:1]] * len(row))
-        return np.array(self._sequences.decode(row))
+        return np.array(self._batch.decode(row))
 
     def rewind(self, slot: int, length: int) -> None:
-        """Shorten an active sequence to its first ``length`` tokens; pending tokens are dropped.
+        """Shorten an active sequence to its first tokens. Pending tokens are dropped.
+
+        Parameters
+        ----------
+        slot : int
+            An active slot.
+        length : int
+            Tokens to keep, at most as many as the slot holds.
 
         Raises
         ------
         SlotError, RangeError, ClosedError
             Nothing was changed.
+
+        Examples
+        --------
+        >>> from trt_kvcache import InferenceSession
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        ...     _ = session.prefill([[5, 6, 7]])
+        ...     session.rewind(0, 1)
+        ...     session.tokens(0)
+        (5,)
         """
         self._check_open()
-        self._sequences.check_lengths()
-        self._sequences.rewind(slot, length)
+        self._batch.rewind(slot, length)
 
     # --- generate ---
 
@@ -411,27 +472,36 @@ class InferenceSession:
         ----------
         prompts : prompt, or sequence of prompts (n,)
             Token ids or text.
-        params : SamplingParams, or one per prompt
-            Instead of ``options``.
+        params : SamplingParams, or sequence of SamplingParams (n,), optional
+            For all prompts, or one for each. Not together with ``options``.
         append : bool
-            The prompts are next turns of the active sequences, one each.
+            The prompts are next turns of the active sequences, one for each.
         reuse : bool
             Keep what slot i already holds of prompt i.
         **options
-            Fields of :class:`SamplingParams`, over the model's defaults.
+            Fields of :class:`SamplingParams`, instead of the model's defaults.
 
         Returns
         -------
         iterator of GeneratedToken
             One per prompt and step, until each has a ``finish_reason``. A sequence at ``max_sequence_length`` ends with
-            ``"length"`` while the others go on. Work is done as the iterator is read; arguments are checked before. It can be
-            left at any token: what it has handed out is then cached or pending. Once another call has changed the sequences,
-            reading on raises :class:`ClosedError`.
+            ``"length"`` while the others continue. Arguments are checked at once, work is done as the iterator is read. It can be
+            left at any token: those that it has handed out are then in the cache or pending. Once another call has changed the
+            sequences, reading on raises :class:`ClosedError`.
 
         Raises
         ------
         CapacityError, RangeError, ShapeError, ConfigError, ClosedError
             Nothing was changed.
+
+        Examples
+        --------
+        >>> from trt_kvcache import InferenceSession
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        ...     first = [token.token for token in session.generate([5, 6, 7], max_new_tokens=3, ignore_eos=True)]
+        ...     again = [token.token for token in session.generate([5, 6, 7], max_new_tokens=3, ignore_eos=True)]
+        ...     first == again, session.pending_tokens(0) == tuple(first[-1:])
+        (True, True)
         """
         self._check_open()
         if append and reuse:
@@ -439,14 +509,14 @@ class InferenceSession:
         rows = self._prompts.rows(as_prompts(prompts), add_special_tokens=not append)
         per_request = params_for(len(rows), self._defaults, params, options)
         if append:
-            self._checks.next_turns(rows)
+            self._batch.check_turns(rows)
         else:
-            self._checks.new_sequences(rows, reuse=reuse)
+            self._batch.check_prompts(rows, reuse=reuse)
         requests = self._requests(rows, per_request)
-        return self._generate(requests, (lambda: self.append(rows)) if append else (lambda: self.prefill(rows, reuse=reuse)))
+        return self._generate(requests, lambda: self._batch.append(rows) if append else self._batch.start(rows, reuse=reuse))
 
     def _generate(self, requests: list[Request], prefill: Callable[[], np.ndarray[Any, Any]]) -> Iterator[GeneratedToken]:
-        return generate_tokens(self._sequences, requests, prefill, check_open=self._check_open)
+        return generate_tokens(self._batch, requests, prefill, check_open=self._check_open)
 
     def _requests(self, rows: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Request]:
         return [
@@ -463,8 +533,10 @@ class InferenceSession:
         ----------
         prompt : prompt
             Token ids or text.
-        params, **options
-            As for :meth:`generate`.
+        params : SamplingParams, optional
+            Not together with ``options``.
+        **options
+            Fields of :class:`SamplingParams`, instead of the model's defaults.
 
         Returns
         -------
@@ -475,23 +547,33 @@ class InferenceSession:
         ------
         CapacityError, RangeError, ShapeError, ConfigError, BindingError, ClosedError
             Nothing was changed.
+
+        Examples
+        --------
+        >>> from trt_kvcache import InferenceSession
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
+        ...     handles = [session.submit([token], max_new_tokens=2, ignore_eos=True) for token in (5, 6, 7)]
+        ...     while session.step():
+        ...         pass
+        >>> [len(handle.tokens) for handle in handles]
+        [2, 2, 2]
         """
         self._check_open()
         rows = self._prompts.rows([prompt])
-        self._checks.new_sequences(rows, reuse=False)
-        [one] = params_for(1, self._defaults, params, options)
-        return self._queue.submit(rows[0], one, lambda params: self._requests(rows, [params])[0])
+        self._batch.check_prompts(rows)
+        [request] = self._requests(rows, params_for(1, self._defaults, params, options))
+        return self._queue.submit(request)
 
     def step(self) -> list[RequestHandle]:
-        """Move the submitted requests on: one chunk of each new prompt, and one token of all others together.
+        """Advance the submitted requests: one chunk of each new prompt, and one token of all others together.
 
-        Before, slots of requests that have ended are compacted away, and the first in the queue get the free ones. What a
-        request generates does not depend on the others: it is what :meth:`generate` would.
+        Before that, slots of requests that have ended are compacted away, and the first requests in the queue get the free slots. What
+        a request generates does not depend on the others: it is what :meth:`generate` would.
 
         Returns
         -------
         list of RequestHandle
-            Those that have moved, in the order in which they were submitted; empty if all have ended.
+            Those that have advanced, in the order in which they were submitted; empty if all have ended.
 
         Raises
         ------
@@ -500,8 +582,16 @@ class InferenceSession:
 
         Notes
         -----
-        The slots are the requests'. After another call has changed the sequences, requests that had begun are run again from
+        The slots belong to the requests. After another call has changed the sequences, requests that had begun are run again from
         their prompt and tokens.
+
+        Examples
+        --------
+        >>> from trt_kvcache import InferenceSession
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        ...     handle = session.submit([5, 6, 7], max_new_tokens=1)
+        ...     session.step() == [handle], handle.state, session.step()
+        (True, 'finished', [])
         """
         self._check_open()
         return self._queue.step()
@@ -514,8 +604,14 @@ class InferenceSession:
         Parameters
         ----------
         path : path
-            Replaced if it is there; it appears complete or not at all.
+            An existing file is replaced. The file appears complete or not at all.
         slot : int
+            An active slot.
+
+        Returns
+        -------
+        Snapshot
+            What was written.
 
         Raises
         ------
@@ -528,24 +624,49 @@ class InferenceSession:
         -----
         A request of the queue that is still prefilling is saved with the tokens that have run so far: the rest of its prompt is
         not in the file.
+
+        Examples
+        --------
+        >>> import os, tempfile
+        >>> from trt_kvcache import InferenceSession
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "saved.safetensors")
+        ...     with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        ...         _ = list(session.generate([5, 6, 7], max_new_tokens=2, ignore_eos=True))
+        ...         snapshot = session.save_snapshot(path)
+        ...         held = session.tokens(0)
+        ...     with InferenceSession.from_model("examples/tiny-llama", engine="reference") as other:
+        ...         _ = other.load_snapshots(path)
+        ...         other.tokens(0) == held == snapshot.tokens
+        True
         """
         model = self._model()
-        self._sequences.check_lengths()
-        tokens, pending = self.tokens(slot), self.pending_tokens(slot)
-        state = self._sequences.samplers[slot]
-        sampler = state and SamplerState(seed=state[0], counter=state[1])
-        stream = self._steps.stream
-        snapshot = Snapshot.of_slot(self._cache, slot, tokens=tokens, pending=pending, model=model, sampler=sampler, stream=stream)
+        self._batch.checked_lengths()
+        state = self._batch[self._slot(slot)]
+        snapshot = Snapshot.of_slot(
+            self._cache,
+            slot,
+            tokens=state.tokens,
+            pending=state.pending,
+            model=model,
+            sampler=None if state.sampler is None else SamplerState(**state.sampler._asdict()),
+            stream=self._steps.stream,
+        )
         snapshot.write(path)
         return snapshot
 
     def load_snapshots(self, paths: Paths) -> list[Snapshot]:
-        """Start new sequences from files, one each. Go on with ``append``, ``decode`` or ``generate(..., append=True)``.
+        """Start new sequences from files, one each. Continue with ``append``, ``decode`` or ``generate(..., append=True)``.
 
         Parameters
         ----------
         paths : path, or sequence of paths (n,)
             ``1 <= n <= B``.
+
+        Returns
+        -------
+        list of Snapshot (n,)
+            What was read.
 
         Raises
         ------
@@ -555,7 +676,7 @@ class InferenceSession:
             Nothing was changed.
         """
         snapshots = read_snapshots(paths, self._cache, self._model())
-        self._sequences.load(snapshots)
+        self._batch.load(snapshots)
         return snapshots
 
     def resume(
@@ -566,8 +687,11 @@ class InferenceSession:
         Parameters
         ----------
         paths : path, or sequence of paths (n,)
-        params, **options
-            As for :meth:`generate`; ``max_new_tokens`` counts from here. Snapshots do not carry them.
+            Of :meth:`save_snapshot`; ``1 <= n <= B``.
+        params : SamplingParams, or sequence of SamplingParams (n,), optional
+            As for :meth:`generate`. ``max_new_tokens`` counts from here. Snapshots do not carry sampling options.
+        **options
+            Fields of :class:`SamplingParams`, instead of the model's defaults.
 
         Returns
         -------
@@ -578,26 +702,31 @@ class InferenceSession:
         ------
         SnapshotError, ShapeError, CapacityError, RangeError, ConfigError, ClosedError
             Nothing was changed.
+
+        Examples
+        --------
+        >>> import os, tempfile
+        >>> from trt_kvcache import InferenceSession
+        >>> options = {"temperature": 1.0, "ignore_eos": True}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     path = os.path.join(folder, "saved.safetensors")
+        ...     with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        ...         whole = [token.token for token in session.generate([5, 6, 7], max_new_tokens=4, seed=7, **options)]
+        ...         _ = list(session.generate([5, 6, 7], max_new_tokens=2, seed=7, **options))
+        ...         _ = session.save_snapshot(path)
+        ...         resumed = [token.token for token in session.resume(path, max_new_tokens=2, **options)]
+        >>> whole[2:] == resumed
+        True
         """
         snapshots = read_snapshots(paths, self._cache, self._model())
         per_request = [
             resumed_params(*pair) for pair in zip(params_for(len(snapshots), self._defaults, params, options), snapshots, strict=True)
         ]
         kept, rows = zip(*map(next_tokens, snapshots), strict=True)
-        self._checks.room(kept, rows)
+        self._batch.check_room(kept, rows)
         requests = self._requests([[*one.tokens, *one.pending] for one in snapshots], per_request)
-        chunks = self._steps.plan_prefill(kept, [len(row) for row in rows])
-        return self._generate(requests, lambda: self._resumed(snapshots, kept, rows, chunks))
-
-    def _resumed(
-        self, snapshots: list[Snapshot], kept: Sequence[int], rows: Sequence[list[int]], chunks: list[Chunk]
-    ) -> np.ndarray[Any, Any]:
-        self._check_open()
-        self._sequences.load(snapshots)
-        for slot, length in enumerate(kept):
-            if length < len(snapshots[slot].tokens):
-                self._sequences.rewind(slot, length)
-        return self._sequences.append(rows, chunks)
+        chunks = self._batch.plan_prefill(kept, rows)
+        return self._generate(requests, lambda: self._batch.resume(snapshots, kept, rows, chunks))
 
     def _model(self) -> ModelIdentity:
         self._check_open()
@@ -608,7 +737,7 @@ class InferenceSession:
     # --- checks ---
 
     def _slot(self, slot: int) -> int:
-        return slot_index(slot, len(self._sequences.cached), of="active slots")
+        return slot_index(slot, len(self._batch), of="active slots")
 
     def _check_open(self) -> None:
         if self._closed:
@@ -617,7 +746,7 @@ class InferenceSession:
     # --- life ---
 
     def close(self) -> None:
-        """Close engine and cache. Idempotent."""
+        """Wait for the device, then close engine and cache. Idempotent."""
         if self._closed:
             return
         self._closed = True

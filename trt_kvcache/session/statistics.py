@@ -12,15 +12,27 @@ class SessionStatistics:
     prefill_seconds, decode_seconds : float
         Wall time on the host, from the first enqueue until the logits were there.
     prefill_tokens : int
-        Prompt tokens enqueued, padding not counted.
+        Prompt tokens that were run; padding is not counted.
     reused_tokens : int
-        Prompt tokens that were already in the cache.
-    decode_steps, decode_tokens : int
-        Enqueues of one token, and tokens of slots that were still going.
+        Prompt tokens that did not have to be run, because their K and V were in the cache or in the prompt cache.
+    decode_steps : int
+        Enqueues of one token per slot.
+    decode_tokens : int
+        Tokens of slots that took part in these steps; idle slots are not counted.
     cache_bytes_live : int
-        K and V of the tokens that the active slots hold now.
+        Bytes of K and V of the tokens that the active slots hold now.
     cache_bytes_reserved : int
-        K and V as allocated.
+        Bytes of K and V as allocated.
+
+    Examples
+    --------
+    >>> from trt_kvcache import InferenceSession
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
+    ...     _ = session.prefill([[5, 6, 7], [8]])
+    ...     _ = session.decode([9, 9])
+    ...     statistics = session.statistics
+    >>> statistics.prefill_tokens, statistics.decode_steps, statistics.decode_tokens
+    (4, 1, 2)
     """
 
     prefill_seconds: float
@@ -41,3 +53,19 @@ class SessionStatistics:
     def decode_tokens_per_second(self) -> float:
         """Generated tokens per second over all slots; 0 before the first decode step."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0.0
+
+
+@dataclass
+class StepCounters:
+    """The counters of :class:`SessionStatistics` while they grow."""
+
+    prefill_seconds: float = 0.0
+    prefill_tokens: int = 0
+    reused_tokens: int = 0
+    decode_seconds: float = 0.0
+    decode_steps: int = 0
+    decode_tokens: int = 0
+
+    def statistics(self, *, cache_bytes_live: int, cache_bytes_reserved: int) -> SessionStatistics:
+        """Return the counters as they are now, with the bytes of the cache."""
+        return SessionStatistics(**vars(self), cache_bytes_live=cache_bytes_live, cache_bytes_reserved=cache_bytes_reserved)

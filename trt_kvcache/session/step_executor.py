@@ -16,11 +16,25 @@ from trt_kvcache.session.chunks import Chunk, plan_chunks
 class StepExecutor:
     """Feeds tokens to an engine and commits their lengths.
 
-    Per step, on one stream: the enqueue reads the lengths, then the commit adds to them. A decode step neither allocates
-    device memory nor waits, and does nothing per layer. If a step raises, what it wrote lies beyond the committed lengths;
-    the lengths are for the caller to put back.
+    Parameters
+    ----------
+    engine : Engine
+        Stays its owner's to close.
+    cache : KVCacheManager or LinearKVCache
+        In the engine's memory and layout. Stays its owner's to close.
+    names : TensorNames
+        What the engine calls its tensors.
 
-    ``cache``: KVCacheManager or LinearKVCache.
+    Raises
+    ------
+    BindingError, LayoutError, PlaceError
+        Engine and cache do not fit: see :class:`~trt_kvcache.engine.bindings.BindingPlan`.
+
+    Notes
+    -----
+    Per step, on one stream: the enqueue reads the lengths, then the commit adds to them. A decode step neither allocates device memory
+    nor waits, and does nothing per layer. If a step raises, what it wrote lies behind the committed lengths; the caller restores the
+    lengths.
     """
 
     def __init__(self, engine: Engine, cache: KVCacheBase, *, names: TensorNames = DEFAULT_NAMES) -> None:
@@ -38,11 +52,24 @@ class StepExecutor:
         )
 
     def plan_prefill(self, lengths: Sequence[int], counts: Sequence[int]) -> list[Chunk]:
-        """Cut new tokens into enqueues that the engine takes.
+        """Cut new tokens into enqueues that the engine accepts.
 
-        ``lengths``, ``counts``: sequence of int (A,). Tokens that each slot holds, and new ones; ``length + count <= S``.
+        Parameters
+        ----------
+        lengths, counts : sequence of int (A,)
+            Tokens that each slot holds, and new ones; ``length + count <= S``.
 
-        Raises LayoutError: a slot cannot be reached by an aligned view. BindingError: no profile takes one of the enqueues.
+        Returns
+        -------
+        list of Chunk
+            To be run in this order.
+
+        Raises
+        ------
+        LayoutError
+            A slot cannot be reached by an aligned view.
+        BindingError
+            No optimisation profile covers one of the enqueues.
         """
         chunks = plan_chunks(
             lengths,
@@ -55,11 +82,27 @@ class StepExecutor:
             self.plan.profile_for(chunk.count, chunk.width)
         return chunks
 
-    def decode(self, tokens: Sequence[int], increment: int | Sequence[int] = 1) -> None:
-        """Enqueue one token for every active slot and commit.
+    def check_all_batch_sizes(self) -> None:
+        """Check that the engine accepts every number of slots, for a decode step and for the widest prefill.
 
-        ``tokens``: sequence of int (A,).
-        ``increment``: int, or sequence of int (A,). 0 for a slot that rides along: its row lands beyond its length and stays uncounted.
+        Raises
+        ------
+        BindingError
+            No optimisation profile covers one of them.
+        """
+        for count in range(1, self.cache.max_batch_size + 1):
+            for width in (1, self.plan.max_width):
+                self.plan.profile_for(count, width)
+
+    def decode(self, tokens: Sequence[int], increment: int | Sequence[int] = 1) -> None:
+        """Enqueue one token for every active slot and commit. Does not wait.
+
+        Parameters
+        ----------
+        tokens : sequence of int (A,)
+            One for each active slot.
+        increment : int, or sequence of int (A,)
+            0 for an idle slot: its row is written behind its length and is not committed.
         """
         self._buffers.write_one_token_each(tokens, stream=self.stream)
         self.plan.prepare(0, len(tokens), 1, self._buffers)
@@ -67,10 +110,14 @@ class StepExecutor:
         self.cache.commit_sequence_length(increment, stream=self.stream)
 
     def prefill(self, chunk: Chunk, rows: Sequence[Sequence[int]]) -> None:
-        """Enqueue the new tokens of a run of slots and commit.
+        """Enqueue the new tokens of a run of slots and commit. Does not wait.
 
-        ``rows``: sequence of sequences of int (chunk.count,). New tokens of each slot of the run, as many as ``chunk.takes`` says; padded
-        here.
+        Parameters
+        ----------
+        chunk : Chunk
+            Which slots, and how many tokens of each.
+        rows : sequence of sequence of int (chunk.count,)
+            The new tokens of each slot of the run, as many as ``chunk.takes`` says. They are padded here.
         """
         if chunk.first:
             self._buffers.write_start_index(self.cache.host_kv_cache_lengths[chunk.first : chunk.end], stream=self.stream)
@@ -81,7 +128,18 @@ class StepExecutor:
         self.cache.commit_sequence_length([0] * chunk.first + [*chunk.takes] + [0] * after, stream=self.stream)
 
     def logits(self, count: int) -> np.ndarray[Any, Any]:
-        """Return the logits of the last enqueue, float32 ``[count, vocab]``. Waits; the array is overwritten by the next call."""
+        """Wait for the last enqueue and return its logits.
+
+        Parameters
+        ----------
+        count : int
+            Slots of that enqueue.
+
+        Returns
+        -------
+        ndarray float32 ``[count, vocab]``
+            On the host. The next call overwrites it.
+        """
         logits = self._buffers.read_logits(count, stream=self.stream)
         return logits if logits.dtype == np.float32 else logits.astype(np.float32)
 

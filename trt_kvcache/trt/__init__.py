@@ -1,1 +1,1 @@
-"""Running TensorRT engines, full TensorRT and TensorRT for RTX alike."""
+"""Running TensorRT engines, with full TensorRT and with TensorRT for RTX."""

@@ -1,4 +1,4 @@
-"""``StepGraphs``: CUDA graphs of whole steps, captured when a step comes back."""
+"""``CudaGraphCache``: work on a stream as CUDA graphs, captured the second time that it is run."""
 
 import warnings
 from collections import OrderedDict
@@ -9,60 +9,69 @@ from trt_kvcache.errors import CudaError
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.cuda_driver import cuda_core_error
 
-#: Graphs kept at most, and keys without one: that which was not replayed for longest goes.
-MOST_GRAPHS = 64
+#: Most graphs that are kept, and most keys that are remembered without a graph. The least recently used one is dropped.
+MAX_GRAPHS = 64
 
 
-class StepGraphs:
-    """Runs work on a stream, as a CUDA graph from the second time on.
+class CudaGraphCache:
+    """Runs work on a stream, and replays it as a CUDA graph from the second time on.
 
-    The first time it runs plainly, so that whatever is loaded or compiled once is not captured. A graph holds addresses: all
-    that it depends on must be in its key, and must stay as long as the graph.
+    The first time the work runs eagerly, so that kernels that are loaded or compiled on first use are not part of a capture. A
+    graph holds device addresses: everything that it depends on must be part of its key, and must outlive the graph.
 
     Parameters
     ----------
     memory : Memory
+        The memory that the streams belong to.
     """
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._graphs: OrderedDict[Hashable, Any] = OrderedDict()
-        self._plain: OrderedDict[Hashable, bool] = OrderedDict()  # ran plainly: whether to capture
-        self._warned = False
+        #: Keys without a graph that ran eagerly before, and whether a capture is worth trying.
+        self._without_graph: OrderedDict[Hashable, bool] = OrderedDict()
+        self._has_warned = False
 
     def run(self, key: Hashable, stream: Any, work: Callable[[Any], None], can_capture: Callable[[Any], bool]) -> bool:
-        """Run ``work(stream)``, or replay its graph. Waits for the stream only where it lets go of a graph.
+        """Run ``work(stream)``, or replay its graph.
+
+        Does not wait, except for ``stream`` when the least recently used graph is closed to make room.
 
         Parameters
         ----------
         key : hashable
-            The same for the same work only.
-        stream : cuda.core.Stream or GraphBuilder
-            What is captured already is not captured apart: the work goes into that graph.
+            Equal for equal work only.
+        stream : cuda.core.Stream or cuda.core.GraphBuilder
+            Where to run. If a capture is under way, the work becomes part of that capture.
         work : callable
-            Enqueues on the stream, or graph builder, that it is given.
+            Enqueues on the stream, or graph builder, that it is called with.
         can_capture : callable
-            Asked before a capture; the work runs plainly where it says no.
+            Called with ``stream`` before a capture. Where it returns False, the work runs eagerly.
 
         Returns
         -------
         bool
-            Whether it ran plainly, in no graph.
+            True where the work ran eagerly; False where it ran as a graph, or became part of a capture.
 
         Raises
         ------
         CudaError
-            The graph cannot be launched. Where a capture fails, the work runs plainly, now and later, with one warning.
+            The graph cannot be launched.
+
+        Warns
+        -----
+        RuntimeWarning
+            A capture failed. The work runs eagerly, now and later; only the first failure is warned of.
         """
         if not hasattr(stream, "create_graph_builder") or self._memory.is_capturing(stream):
             work(stream)
             return False
         graph = self._graphs.get(key)
-        if graph is None and self._plain.get(key) and can_capture(stream):
+        if graph is None and self._without_graph.get(key) and can_capture(stream):
             graph = self._capture(key, stream, work)
         if graph is None:
             work(stream)
-            self._note(key, self._plain.get(key, True))
+            self._remember(key, self._without_graph.get(key, True))
             return True
         self._graphs.move_to_end(key)
         try:
@@ -72,7 +81,7 @@ class StepGraphs:
         return False
 
     def _capture(self, key: Hashable, stream: Any, work: Callable[[Any], None]) -> Any:
-        """Return the graph, or None where there is none."""
+        """Capture the work and return its graph, or None where the capture fails."""
         try:
             builder = stream.create_graph_builder()
             try:
@@ -82,24 +91,25 @@ class StepGraphs:
             finally:
                 builder.close()
         except (RuntimeError, cuda_core_error()) as error:
-            self._note(key, False)
-            if not self._warned:
-                self._warned = True
+            self._remember(key, False)
+            if not self._has_warned:
+                self._has_warned = True
                 warnings.warn(f"a step could not be captured in a CUDA graph and runs without one: {error}", RuntimeWarning, stacklevel=2)
             return None
         self._graphs[key] = graph
-        if len(self._graphs) > MOST_GRAPHS:
-            self._memory.synchronize(stream)  # it may run
+        if len(self._graphs) > MAX_GRAPHS:
+            self._memory.synchronize(stream)  # the graph that is closed may still be running
             self._graphs.popitem(last=False)[1].close()
         return graph
 
-    def _note(self, key: Hashable, may_capture: bool) -> None:
-        self._plain[key] = may_capture
-        self._plain.move_to_end(key)
-        if len(self._plain) > MOST_GRAPHS:
-            self._plain.popitem(last=False)
+    def _remember(self, key: Hashable, may_capture: bool) -> None:
+        """Note that the work of ``key`` ran eagerly, and whether a later run may be captured."""
+        self._without_graph[key] = may_capture
+        self._without_graph.move_to_end(key)
+        if len(self._without_graph) > MAX_GRAPHS:
+            self._without_graph.popitem(last=False)
 
     def close(self) -> None:
-        """Let go of all graphs. None of them may be running. Idempotent."""
+        """Close all graphs; none of them may be running. Idempotent."""
         while self._graphs:
             self._graphs.popitem()[1].close()

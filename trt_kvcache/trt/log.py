@@ -1,8 +1,8 @@
-"""What TensorRT logs, collected so that it can become the text of an exception.
+"""TensorRT's log, collected so that its messages can become the text of an exception.
 
-TensorRT reports many errors in its log only: a call returns None or False, or even a layer that it will not honour. And it
-keeps one logger per process, the first one it was given. So there is one :class:`TensorRTLog` per imported TensorRT, and
-whoever makes a call opens a collection around it.
+TensorRT reports many errors in its log only: the call returns None or False, or even a layer whose settings it will ignore. It also
+keeps one logger per process, the first that it was given. So there is one :class:`TensorRTLog` per imported TensorRT module, and whoever
+calls TensorRT collects the messages of that call.
 """
 
 import logging
@@ -13,21 +13,36 @@ from typing import Any, NoReturn
 
 from trt_kvcache.errors import KVCacheError
 
-#: In a text that TensorRT logs after an error on a machine without a driver. It says nothing about the error itself.
+#: Part of a message that TensorRT logs after each error on a machine without a driver. It says nothing about the error itself.
 _MISSING_DRIVER = "cudaError 35"
 
-#: Where a message goes that nobody collects.
+#: Where messages go that nobody collects.
 _FALLBACK = logging.getLogger("trt_kvcache.tensorrt")
 
 
 class Messages:
-    """What TensorRT said while one collection was open, in order, without repeats.
+    """The messages of one collection, in order and without repeats.
 
     Parameters
     ----------
     ignore_missing_driver : bool
-        Drop the "cudaError 35" that follows each error on a machine without a GPU. For work that needs no GPU only: where
-        one is needed, that line is the reason.
+        Whether to drop the "cudaError 35" that follows each error on a machine without a GPU. Only for work that needs no GPU; where a
+        GPU is needed, that message is the reason of the failure.
+
+    Attributes
+    ----------
+    errors, warnings : list of str
+        Messages of severity ERROR and worse, and of severity WARNING.
+
+    Examples
+    --------
+    >>> from trt_kvcache.errors import BuildError
+    >>> messages = Messages(ignore_missing_driver=True)
+    >>> messages.add("out of memory", is_error=True)
+    >>> messages.check(BuildError, "the engine could not be built")
+    Traceback (most recent call last):
+        ...
+    trt_kvcache.errors.BuildError: the engine could not be built. TensorRT says: out of memory
     """
 
     def __init__(self, *, ignore_missing_driver: bool) -> None:
@@ -36,7 +51,7 @@ class Messages:
         self._ignore_missing_driver = ignore_missing_driver
 
     def add(self, text: str, *, is_error: bool) -> None:
-        """Keep one message."""
+        """Keep a message, unless the same one was kept before."""
         if self._ignore_missing_driver and _MISSING_DRIVER in text:
             return
         kept = self.errors if is_error else self.warnings
@@ -44,12 +59,28 @@ class Messages:
             kept.append(text)
 
     def check(self, error: type[KVCacheError], what: str) -> None:
-        """Raise ``error`` if TensorRT logged one, whatever its call returned."""
+        """Raise an exception if TensorRT logged an error, whatever its call returned.
+
+        Parameters
+        ----------
+        error : type
+            The class of the exception.
+        what : str
+            What failed.
+        """
         if self.errors:
             self.fail(error, what)
 
     def fail(self, error: type[KVCacheError], what: str) -> NoReturn:
-        """Raise ``error`` with ``what`` and all that TensorRT said: its errors, and its warnings if there is no error."""
+        """Raise an exception with everything that TensorRT logged: its errors, or its warnings if there is no error.
+
+        Parameters
+        ----------
+        error : type
+            The class of the exception.
+        what : str
+            What failed.
+        """
         said = self.errors or self.warnings or ["nothing"]
         raise error(f"{what}. TensorRT says: {' | '.join(said)}")
 
@@ -57,7 +88,7 @@ class Messages:
 class TensorRTLog:
     """The one logger of an imported TensorRT module. Messages below WARNING are dropped.
 
-    Messages go to every collection that is open, from whatever thread they come: two builds at a time read each other's.
+    A message goes to every collection that is open, whatever thread it comes from: two builds at the same time see each other's messages.
 
     Parameters
     ----------
@@ -67,7 +98,7 @@ class TensorRTLog:
     Attributes
     ----------
     logger : ILogger
-        To be given to each ``Builder`` and ``Runtime``.
+        The argument of each ``Builder`` and ``Runtime``.
     """
 
     def __init__(self, module: Any) -> None:
@@ -77,7 +108,17 @@ class TensorRTLog:
 
     @contextmanager
     def collect(self, *, ignore_missing_driver: bool = False) -> Iterator[Messages]:
-        """Collect what is logged until the end of the ``with`` block."""
+        """Collect messages until the end of the ``with`` block.
+
+        Parameters
+        ----------
+        ignore_missing_driver : bool
+            See :class:`Messages`.
+
+        Yields
+        ------
+        Messages
+        """
         messages = Messages(ignore_missing_driver=ignore_missing_driver)
         with self._lock:
             self._open.append(messages)
@@ -88,7 +129,7 @@ class TensorRTLog:
                 self._open.remove(messages)
 
     def receive(self, text: str, *, is_error: bool) -> None:
-        """Hand a message to the open collections, or to Python's logging where there is none."""
+        """Pass a message to the open collections, or to Python's logging if there is none."""
         with self._lock:
             for messages in self._open:
                 messages.add(text, is_error=is_error)
@@ -98,6 +139,7 @@ class TensorRTLog:
 
 
 def _make_logger(module: Any, log: TensorRTLog) -> Any:
+    """Return an ``ILogger`` that passes its messages to ``log``."""
     severity = module.ILogger.Severity
 
     class Logger(module.ILogger):  # type: ignore[misc]  # TensorRT is not imported when this is checked

@@ -1,4 +1,4 @@
-"""The one place that imports TensorRT: full TensorRT or TensorRT for RTX, never before it is asked for.
+"""The one place that imports TensorRT: full TensorRT or TensorRT for RTX, and neither before it is asked for.
 
 Both have the same network API. Full TensorRT needs a GPU to build an engine; TensorRT for RTX builds on any machine.
 """
@@ -10,20 +10,15 @@ from functools import cache
 from typing import Any
 
 from trt_kvcache._util.checks import one_of
+from trt_kvcache.engine.attention_variants import AttentionVariant, attention_variant
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import DTypeError, EngineError, KVCacheError
 from trt_kvcache.trt.log import TensorRTLog
 
-_PIP_HINT = {
+_INSTALL_HINT = {
     "tensorrt": "pip install 'trt-kvcache[tensorrt]' (from NVIDIA's package index), or the TensorRT of the machine",
     "tensorrt_rtx": "pip install 'trt-kvcache[rtx]'",
 }
-
-#: Full TensorRT: the first version with aliased plugin outputs, with KVCacheUpdate, and whose attention knows a causal mask at the
-#: lower right.
-_FIRST = (10, 3)
-_FIRST_WITH_KV_UPDATE = (10, 15)
-_FIRST_WITH_CAUSAL_KIND = (10, 16)
 
 #: Our dtype names and those of ``DataType``. The third column of the table in :mod:`trt_kvcache.dtypes`.
 _DATA_TYPES = {
@@ -36,23 +31,23 @@ _DATA_TYPES = {
     "int32": "INT32",
     "int64": "INT64",
 }
-_NAMES = {data_type: name for name, data_type in _DATA_TYPES.items()}
+_DTYPE_NAMES = {data_type: name for name, data_type in _DATA_TYPES.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class TensorRT:
-    """An imported TensorRT.
+    """An imported TensorRT. Made by :func:`load`.
 
     Parameters
     ----------
     module : module
         ``tensorrt`` or ``tensorrt_rtx``.
     flavour : str
-        Its name.
+        Name of the module.
     version : str
-        As the module says, such as ``"1.7.1.116"``.
+        As the module gives it, such as ``"1.7.1.116"``.
     log : TensorRTLog
-        Its only logger.
+        The only logger of the module.
     """
 
     module: Any
@@ -62,61 +57,84 @@ class TensorRT:
 
     @property
     def is_rtx(self) -> bool:
-        """Whether this is TensorRT for RTX: it builds without a GPU, and compiles for the GPU at run time."""
+        """Whether this is TensorRT for RTX, which builds without a GPU and compiles for the GPU at run time."""
         return self.flavour == "tensorrt_rtx"
 
-    @property
-    def has_kv_update(self) -> bool:
-        """Whether there is a KVCacheUpdate layer."""
-        return self.is_rtx or _release(self.version) >= _FIRST_WITH_KV_UPDATE
+    def supports(self, variant: AttentionVariant) -> bool:
+        """Return whether the network API has what a variant of attention needs in one network.
 
-    @property
-    def has_native_attention(self) -> bool:
-        """Whether attention can be causal from the lower right, with a key length per slot."""
-        return self.is_rtx or _release(self.version) >= _FIRST_WITH_CAUSAL_KIND
+        Parameters
+        ----------
+        variant : AttentionVariant
+
+        Returns
+        -------
+        bool
+            For TensorRT for RTX always True: where it has no plugin layers, the engine is built in segments.
+        """
+        return self.is_rtx or _release(self.version) >= variant.first_tensorrt
 
     def data_type(self, name: str) -> Any:
-        """Return TensorRT's ``DataType`` of one of our dtype names. Raises :class:`DTypeError` for an unknown name."""
+        """Return the ``DataType`` of a dtype name.
+
+        Parameters
+        ----------
+        name : str
+            As in :mod:`trt_kvcache.dtypes`.
+
+        Returns
+        -------
+        DataType
+
+        Raises
+        ------
+        DTypeError
+            TensorRT has no such type.
+        """
         one_of("dtype", name, _DATA_TYPES, error=DTypeError)
         return getattr(self.module.DataType, _DATA_TYPES[name])
 
     def dtype_name(self, data_type: Any) -> str:
-        """Return our name of a ``DataType``; one that we do not have comes back as TensorRT calls it, in lower case."""
-        return str(_NAMES.get(data_type.name, data_type.name.lower()))
+        """Return the dtype name of a ``DataType``; one that this package does not have is returned in TensorRT's words, lower case."""
+        return str(_DTYPE_NAMES.get(data_type.name, data_type.name.lower()))
 
     def __str__(self) -> str:
         return f"{self.flavour} {self.version}"
 
 
 def load(flavour: str = "auto", *, error: type[KVCacheError] = EngineError) -> TensorRT:
-    """Import TensorRT.
+    """Import TensorRT. A module is imported once per process, and has one logger.
 
     Parameters
     ----------
     flavour : str
-        ``"tensorrt"``, ``"tensorrt_rtx"``, or ``"auto"``: full TensorRT if it is there, has KVCacheUpdate and can start (it needs
-        a GPU), else TensorRT for RTX, else an older TensorRT, for plugin attention.
+        ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``. The latter is full TensorRT if it is installed, can start (it needs a GPU) and
+        has native attention; else TensorRT for RTX; else an older full TensorRT, which serves masked or plugin attention.
     error : type
-        What to raise.
+        The exception to raise.
+
+    Returns
+    -------
+    TensorRT
 
     Raises
     ------
     KVCacheError
-        Of type ``error``: an unknown flavour, or none that works; the text says why for each, and how to install it.
+        Of type ``error``: an unknown flavour, or none that works. The text says for each why not, and how to install it.
     """
     one_of("TensorRT flavour", flavour, FLAVOURS, error=error)
-    tried, older = [], []
+    failures, older = [], []
     for candidate in FLAVOURS[1:] if flavour == "auto" else (flavour,):
         found = _import(candidate)
         if isinstance(found, str):
-            tried.append(f"{candidate}: {found}")
-        elif found.has_kv_update:
+            failures.append(f"{candidate}: {found}")
+        elif found.supports(attention_variant("native")):
             return found
         else:
             older.append(found)
     if older:
         return older[0]
-    raise error(f"TensorRT cannot be used. {' '.join(tried)}")
+    raise error(f"TensorRT cannot be used. {' '.join(failures)}")
 
 
 @cache
@@ -126,18 +144,19 @@ def _import(flavour: str) -> TensorRT | str:
         module = importlib.import_module(flavour)
     except ModuleNotFoundError as error:
         if error.name == flavour:
-            return f"not installed; {_PIP_HINT[flavour]}."
+            return f"not installed; {_INSTALL_HINT[flavour]}."
         return f"cannot be imported ({error})."
     except (ImportError, OSError, RuntimeError) as error:
         return f"cannot be imported ({error})."
     version = getattr(module, "__version__", None)
     if version is None or not hasattr(module, "ILogger"):
-        return f"the module of that name is not TensorRT; {_PIP_HINT[flavour]}."
+        return f"the module of that name is not TensorRT; {_INSTALL_HINT[flavour]}."
     tensorrt = TensorRT(module=module, flavour=flavour, version=str(version), log=TensorRTLog(module))
     if tensorrt.is_rtx:
         return tensorrt
-    if _release(tensorrt.version) < _FIRST:
-        return f"version {version} is too old. Expected 10.16 or newer, or 10.3 for plugin attention."
+    native, plugin = attention_variant("native"), attention_variant("plugin")
+    if not tensorrt.supports(plugin):
+        return f"version {version} is too old. Expected {native.first_release} or newer, or {plugin.first_release} for plugin attention."
     return _start_failure(tensorrt) or tensorrt
 
 
@@ -152,4 +171,5 @@ def _start_failure(tensorrt: TensorRT) -> str | None:
 
 
 def _release(version: str) -> tuple[int, ...]:
+    """Return major and minor number of a version."""
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

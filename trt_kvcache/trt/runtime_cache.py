@@ -1,7 +1,8 @@
-"""Kernels that TensorRT for RTX compiled on this machine, kept in the user's cache folder.
+"""The runtime cache of TensorRT for RTX, in the user's cache folder.
 
-TensorRT for RTX finishes an engine at run time, for the GPU at hand. What it compiled can be saved, which makes the next start
-fast. A file serves one plan on one GPU with one driver and one TensorRT; all of them are part of its name.
+TensorRT for RTX compiles kernels at run time, for the GPU that it finds. Its runtime cache (``IRuntimeCache``) can be serialised, which
+makes the next start fast. A file is valid for one plan on one GPU with one driver and one release of TensorRT; all of them are part of
+its name.
 """
 
 import hashlib
@@ -9,19 +10,24 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from trt_kvcache._util.new_file import new_file
+from trt_kvcache._util.atomic_file import atomic_file
 from trt_kvcache._util.user_cache import user_cache_folder
 
 _DIGEST_NBYTES = hashlib.sha256().digest_size
 
 
 def gpu_identity(device: str) -> tuple[str, ...]:
-    """Return name, UUID and compute capability of a GPU, and the version of its driver.
+    """Return what identifies a GPU and its driver.
 
     Parameters
     ----------
     device : str
         Such as ``"cuda:0"``.
+
+    Returns
+    -------
+    tuple of str
+        Name, UUID and compute capability of the GPU, and the version of the driver.
     """
     from cuda.bindings import driver
     from cuda.core import Device
@@ -33,14 +39,30 @@ def gpu_identity(device: str) -> tuple[str, ...]:
 
 
 class RuntimeCacheFile:
-    """One file: SHA-256 of what follows, then what TensorRT serialised.
+    """A file with a serialised runtime cache: the SHA-256 of the cache, then the cache.
 
     Parameters
     ----------
     key : sequence of str
-        Everything that what was compiled depends on.
+        Everything that the compiled kernels depend on.
     folder : Path, optional
-        :func:`user_cache_folder` if left out.
+        Where the file is; the user's cache folder if left out.
+
+    Attributes
+    ----------
+    path : Path
+        The file, which need not exist.
+
+    Examples
+    --------
+    >>> import pathlib, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = RuntimeCacheFile(["plan", "gpu", "driver"], folder=pathlib.Path(folder))
+    ...     print(file.read())
+    ...     file.write(b"kernels")
+    ...     print(file.read())
+    None
+    b'kernels'
     """
 
     def __init__(self, key: Sequence[str], *, folder: Path | None = None) -> None:
@@ -48,7 +70,18 @@ class RuntimeCacheFile:
         self.path = (folder or user_cache_folder()) / f"{name[:32]}.rtxcache"
 
     def read(self) -> bytes | None:
-        """Return what was saved; None where nothing was, or where the file is damaged (with a warning)."""
+        """Read the cache.
+
+        Returns
+        -------
+        bytes or None
+            None if there is no file, or if it is damaged or cannot be read.
+
+        Warns
+        -----
+        RuntimeWarning
+            The file is damaged or cannot be read.
+        """
         try:
             content = self.path.read_bytes()
         except FileNotFoundError:
@@ -63,16 +96,27 @@ class RuntimeCacheFile:
         return blob
 
     def write(self, blob: bytes) -> None:
-        """Save ``blob``: the file appears complete or not at all. A failure is a warning, the engine does not need it."""
+        """Write the cache; the file appears complete or not at all.
+
+        Parameters
+        ----------
+        blob : bytes
+            The serialised cache.
+
+        Warns
+        -----
+        RuntimeWarning
+            The file cannot be written. The engine does not need it.
+        """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with new_file(self.path) as file:
+            with atomic_file(self.path) as file:
                 file.write(hashlib.sha256(blob).digest() + blob)
         except OSError as error:
             self.warn(f"cannot be written ({error})")
 
     def warn(self, what: str) -> None:
-        """Say that the file is not used, and that nothing is lost but time."""
+        """Warn that the file is not used, which costs only time."""
         warnings.warn(
             f"TensorRT-RTX runtime cache {self.path}: it {what}; kernels are compiled again at each start.", RuntimeWarning, stacklevel=3
         )

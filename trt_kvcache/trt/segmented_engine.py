@@ -1,261 +1,387 @@
-"""``SegmentedEngine``: runs an engine in segments, with our own operations between them.
+"""``SegmentedEngine``: runs an engine in segments, with custom operations between them.
 
-Per step, on one stream: operation, segment, operation, segment ... A decode step is a CUDA graph from the second time on. Its
-calls of TensorRT follow the documentation and are tested against a recording stand-in; no engine has run on a GPU yet.
+A step runs all stages in order on one stream: operation, segment, operation, segment and so on. A decode step becomes a CUDA graph the
+second time that it is run. Calls of TensorRT follow its documentation and are tested against a recording stand-in; no engine has run
+on a GPU yet.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from trt_kvcache.engine.decoder_tensors import shape_at
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
+from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.engine_folder.folder import EngineFolder
-from trt_kvcache.errors import BindingError, EngineError, PlaceError
+from trt_kvcache.engine_folder.records import SegmentsRecord
+from trt_kvcache.errors import BindingError, EngineError
 from trt_kvcache.kernels.attention_tiles import MIN_ARCH, arch_number
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.custom_op import CustomOp, TensorType
-from trt_kvcache.ops.segments import OperationStep, SegmentStep, decoder_constants, intermediates, shape_at
-from trt_kvcache.trt.cuda_graphs import StepGraphs
-from trt_kvcache.trt.execution import PlanExecution
-from trt_kvcache.trt.memory_plan import place
-from trt_kvcache.trt.tensorrt_engine import ProfileBindings, TensorRTEngine, stream_handle
+from trt_kvcache.ops.segments import CustomOpNode, Segment, intermediate_tensors
+from trt_kvcache.trt.cuda_graphs import CudaGraphCache
+from trt_kvcache.trt.engine_bindings import EngineBindings, ProfileBindings, stream_handle
+from trt_kvcache.trt.engine_resources import EngineResources
+from trt_kvcache.trt.engine_sources import load_tensorrt_for, require_gpu_memory
+from trt_kvcache.trt.loaded_plan import LoadedPlan
+from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.op_instances import OpInstances
+from trt_kvcache.trt.segment_plans import SegmentPlans
+from trt_kvcache.trt.shared_tensors import SharedTensors
 from trt_kvcache.trt.tensors import ProfileRanges, compare_tensors
 
-#: Enqueues one part of a step, on a stream and its address.
-_Part = Callable[[Any, int], None]
+#: Enqueues one stage, given the stream and its ``cudaStream_t``.
+_Launch = Callable[[Any, int], None]
 
 
 @dataclass(frozen=True, eq=False)
-class _Program:
-    """A step as it is bound and shaped now; ``key`` is what its graph depends on, None where it is not to be captured."""
+class _PreparedStep:
+    """A step with its current addresses and shapes; ``graph_key`` is what its graph depends on, None where it is not captured."""
 
-    parts: Sequence[_Part]
-    key: Hashable
+    launches: Sequence[_Launch]
+    graph_key: Hashable
     can_capture: Callable[[Any], bool]
 
     def run(self, stream: Any) -> None:
-        """Enqueue all parts."""
+        """Enqueue all stages."""
         handle = stream_handle(stream)
-        for part in self.parts:
-            part(stream, handle)
+        for launch in self.launches:
+            launch(stream, handle)
 
 
-class SegmentedEngine(TensorRTEngine):
-    """An engine in segments (implements :class:`trt_kvcache.engine.protocol.Engine`). Not thread-safe.
+class SegmentedEngine:
+    """An engine in segments (implements :class:`trt_kvcache.engine.protocol.Engine`).
 
-    It has the tensors and profiles of the same engine in one piece, and binds, checks and enqueues as that does. The segments
-    share one activation memory, the tensors between them one block, and constants lie in memory once, whatever reads them.
+    Its inputs, outputs and profiles are those of the same engine in one piece. Made by :meth:`open`; a context manager. Not thread-safe.
 
-    Made by :meth:`open`; a context manager.
+    Parameters
+    ----------
+    tensorrt : TensorRT
+        What deserialises the plans.
+    plan : buffer
+        The plans of all segments, as ``engine.plan`` has them.
+    memory : Memory
+        The GPU memory that it runs in.
+    config : EngineConfig
+        ``config.json`` of its engine folder.
+    constants : mapping of str to ndarray
+        ``EngineFolder.read_constants``.
+    cuda_graphs : bool
+        Whether decode steps become CUDA graphs: see :meth:`open`.
+
+    Attributes
+    ----------
+    config : EngineConfig
+        As given.
+    names : TensorNames
+        What the engine calls its tensors.
+
+    Notes
+    -----
+    The segments share one context memory, intermediate tensors lie in one allocation, and each constant is in memory once.
     """
 
-    def __init__(self, *arguments: Any, constants: Mapping[str, np.ndarray[Any, Any]], cuda_graphs: bool, **options: Any) -> None:
-        self._constants = constants
-        self._graphs = StepGraphs(options["memory"]) if cuda_graphs else None
-        self._executions: list[PlanExecution] = []
-        self._shapes: dict[int, dict[str, tuple[int, ...]]] = {}
-        self._warm: set[int] = set()  # profiles that ran plainly since a shape changed: TensorRT has prepared what it needs
-        self._programs: dict[int, _Program] = {}
-        super().__init__(*arguments, **options)
+    def __init__(
+        self,
+        tensorrt: TensorRT,
+        plan: Any,
+        *,
+        memory: Memory,
+        config: EngineConfig,
+        constants: Mapping[str, np.ndarray[Any, Any]],
+        cuda_graphs: bool = True,
+    ) -> None:
+        assert config.segments is not None
+        self.config = config
+        self.names = config.names
+        self._memory = memory
+        self._stages = config.segments.stages
+        self._tensors = {spec.name: spec for spec in config.tensors}
+        self._prepared: dict[int, _PreparedStep] = {}
+        self._graphs = CudaGraphCache(memory) if cuda_graphs else None
+        self._resources = EngineResources(tensorrt, memory)
+        try:
+            stream = memory.create_stream()  # makes the device current, which TensorRT then uses
+            plans = list(_load_plans(tensorrt, plan, config, config.segments, self._resources))
+            constant_specs = decoder_constants(config.model, config.cache)
+            intermediates = intermediate_tensors(self._stages, (*config.tensors, *constant_specs))
+            self._shared = SharedTensors(
+                self._stages,
+                constants=constants,
+                intermediates=intermediates,
+                profiles=config.profiles,
+                resources=self._resources,
+                stream=stream,
+            )
+            known = {**self._tensors, **intermediates, **{spec.name: spec for spec in constant_specs}}
+            self._ops = OpInstances(self._stages, tensors=known, profiles=config.profiles, resources=self._resources, stream=stream)
+            self._create_contexts(plans, stream)
+            if self._graphs is not None:
+                self._resources.callback(self._graphs.close)  # before the contexts, whose memory the graphs use
+            memory.synchronize(stream)
+            self._plans = SegmentPlans(plans, tensors=self._tensors, intermediates=intermediates, input_ids=self.names.input_ids)
+            ranges = [_profile_ranges(config.tensors, profile) for profile in config.profiles]
+            self._bindings = EngineBindings(type(self).__name__, tensors=self._tensors, ranges=ranges, memory=memory, target=self._plans)
+        except BaseException:
+            self._resources.close()
+            raise
 
     @classmethod
-    def open(  # type: ignore[override]  # a plan alone does not say how its segments are joined
+    def open(
         cls, source: str | os.PathLike[str] | EngineFolder, *, memory: Memory, flavour: str = "auto", cuda_graphs: bool = True
     ) -> SegmentedEngine:
-        """Deserialise the segments of an engine folder.
+        """Deserialise the segments of an engine folder. Waits until they are ready.
 
         Parameters
         ----------
         source : path or EngineFolder
-        memory, flavour
-            As for :meth:`TensorRTEngine.open`.
+        memory : CudaMemory
+            The GPU to run on.
+        flavour : str
+            ``"auto"``, or the flavour that built the folder.
         cuda_graphs : bool
-            Whether decode steps become CUDA graphs. One whose addresses or shapes are new runs plainly, the next time it is
-            captured, and from then on replayed; one that cannot be captured runs plainly, with a warning.
+            Whether decode steps become CUDA graphs. A decode step whose addresses or shapes are new runs eagerly, the next time it is
+            captured, and from then on replayed; one that cannot be captured runs eagerly, with a warning.
+
+        Returns
+        -------
+        SegmentedEngine
 
         Raises
         ------
-        PlaceError, EngineError
-            As :meth:`TensorRTEngine.open`; or the engine is in one piece.
+        PlaceError
+            ``memory`` is not that of a GPU.
+        EngineError
+            The engine is in one piece; the GPU is too old for the kernels; TensorRT is not there, or refuses a segment; or a segment
+            is not what the folder says. The text holds what TensorRT logged.
+
+        Examples
+        --------
+        >>> from trt_kvcache import CudaMemory
+        >>> with SegmentedEngine.open("my-engine", memory=CudaMemory(0)) as engine:  # doctest: +SKIP
+        ...     print([profile.name for profile in engine.profiles])
+        ['prefill', 'decode']
         """
-        if memory.is_host:
-            raise PlaceError(f"SegmentedEngine: expected the memory of a GPU (CudaMemory), got memory on {memory.device}.")
-        arch: str = memory.arch  # type: ignore[attr-defined]  # a GPU has one
+        require_gpu_memory(cls.__name__, memory)
+        arch: str = memory.arch  # type: ignore[attr-defined]  # GPU memory has one
         if arch_number(arch) < MIN_ARCH:
             raise EngineError(f"SegmentedEngine: expected a GPU of compute capability 8.0 or more, which our kernels need, got {arch}.")
         folder = source if isinstance(source, EngineFolder) else EngineFolder.open(source)
         if folder.config.segments is None:
             raise EngineError(f"{folder.path}: expected an engine in segments, got one in one piece. Open it with TensorRTEngine.")
-        return cls._of_folder(folder, memory, flavour, folder.config.names, constants=folder.read_constants(), cuda_graphs=cuda_graphs)
+        constants = folder.read_constants()
+        tensorrt = load_tensorrt_for(folder, flavour)
+        with folder.read_plan() as plan:
+            return cls(tensorrt, plan, memory=memory, config=folder.config, constants=constants, cuda_graphs=cuda_graphs)
 
-    def _load(self, plan: Any, plan_sha256: str, stream: Any) -> None:
-        """Deserialise all segments, then allocate what they share and make their contexts over it."""
-        config = self.config
-        assert config is not None
-        assert config.segments is not None
-        self._steps = config.segments.steps
-        self._tensors = {spec.name: spec for spec in config.tensors}
-        self._profiles = config.profiles
-        segments = [step for step in self._steps if isinstance(step, SegmentStep)]
-        self._ranges = [_ranges(config.tensors, profile) for profile in config.profiles]
-        built_by = f" built with {config.tensorrt_flavour} {config.tensorrt_version}"
-        with memoryview(plan) as whole:
-            for step, (start, end) in zip(segments, config.segments.spans, strict=True):
-                with whole[start:end] as part:
-                    self._executions.append(self._make_execution(part, built_by))
-                _compare(self._executions[-1], step, config.profiles)
-        constants = decoder_constants(config.model, config.cache)
-        self._constant_specs = {spec.name: spec for spec in constants}
-        self._made = intermediates(self._steps, (*config.tensors, *constants))
-        self._executions_of: dict[str, list[PlanExecution]] = {}
-        for execution in self._executions:
-            for name in execution.tensors:
-                self._executions_of.setdefault(name, []).append(execution)
-        self._allocate_shared(stream)
-        nbytes = max(execution.activation_nbytes for execution in self._executions)
-        activations = self._allocate(nbytes, stream)
-        for index, execution in enumerate(self._executions):
-            key = f"{plan_sha256}-{index}"
-            execution.start(activations.ptr, nbytes, plan_sha256=key, stream=stream, capturable=self._graphs is not None)
-            for profile in range(len(self._profiles)):
-                for name in execution.tensors.keys() - self._tensors.keys():
-                    execution.bind(profile, name, self._shared(name, 1, 1).ptr)
-        if self._graphs is not None:
-            self._resources.callback(self._graphs.close)  # before the contexts go
+    def _create_contexts(self, plans: Sequence[LoadedPlan], stream: Any) -> None:
+        """Create the contexts of all segments over one context memory, and bind what no caller binds."""
+        nbytes = max(plan.context_memory_nbytes for plan in plans)
+        context_memory = self._resources.allocate(nbytes, stream=stream)
+        for index, plan in enumerate(plans):
+            plan.create_contexts(
+                context_memory.ptr,
+                nbytes,
+                plan_sha256=f"{self.config.plan.sha256}-{index}",
+                stream=stream,
+                capturable=self._graphs is not None,
+            )
+            for profile in range(len(self.config.profiles)):
+                for name in plan.tensors.keys() - self._tensors.keys():
+                    plan.set_tensor_address(profile, name, self._shared.tensor(name, 1, 1).ptr)
 
-    def _allocate_shared(self, stream: Any) -> None:
-        """Allocate constants, the block of the tensors between the steps, and the workspaces of the operations."""
-        largest = [(profile.max_batch, profile.max_width) for profile in self._profiles]
-        self._bound_once: dict[str, DeviceTensor] = {}
-        for name, array in self._constants.items():
-            self._bound_once[name] = self._memory.to_device(array, stream=stream)
-            self._resources.callback(self._bound_once[name].allocation.close)
-        sizes = {name: max(dense_nbytes(shape_at(spec.shape, *size), spec.dtype) for size in largest) for name, spec in self._made.items()}
-        self._offsets, nbytes = place(self._steps, sizes)
-        self._exchange = self._allocate(nbytes, stream)
-        known = {**self._tensors, **self._made, **self._constant_specs}
-        self._operations: dict[int, CustomOp] = {}
-        made: dict[tuple[str, ...], CustomOp] = {}
-        workspaces: dict[str, int] = {}
-        for index, step in enumerate(self._steps):
-            if isinstance(step, OperationStep):
-                op = made.setdefault((step.operation, repr(sorted(step.attributes.items()))), step.make())
-                self._operations[index] = op
-                for size in largest:
-                    types = [TensorType(shape_at(known[name].shape, *size), known[name].dtype) for name in step.inputs]
-                    workspaces[op.name] = max(workspaces.get(op.name, 0), op.workspace_nbytes(types))
-        self._workspaces = {
-            name: DeviceTensor(self._allocate(nbytes, stream, zeroed=True), shape=(nbytes,), dtype="uint8")
-            for name, nbytes in workspaces.items()
-        }
+    @property
+    def tensors(self) -> Mapping[str, TensorSpec]:
+        """Inputs and outputs of the whole engine by name, inputs first."""
+        return self._tensors
 
-    def _shared(self, name: str, batch: int, width: int) -> DeviceTensor:
-        """Return a tensor that is not bound from outside, as it is in a step of ``batch`` slots by ``width`` new tokens."""
-        if name in self._bound_once:
-            return self._bound_once[name]
-        spec = self._made[name]
-        return DeviceTensor(self._exchange, shape=shape_at(spec.shape, batch, width), dtype=spec.dtype, offset=self._offsets[name])
+    @property
+    def profiles(self) -> Sequence[EngineProfile]:
+        """The optimisation profiles, by index."""
+        return self.config.profiles
 
-    def _bind_address(self, active: ProfileBindings, name: str, address: int) -> None:
-        for execution in self._executions_of.get(name, ()):
-            execution.bind(active.index, name, address)
+    @property
+    def memory(self) -> Memory:
+        """The GPU memory that bound tensors must be in."""
+        return self._memory
 
-    def _set_shape(self, active: ProfileBindings, name: str, shape: tuple[int, ...]) -> None:
-        """Set the shape of an input; that of the token ids is that of all tensors between the segments.
+    def use_profile(self, index: int) -> None:
+        """Choose the optimisation profile that ``bind``, ``set_input_shape`` and ``enqueue`` act on.
 
-        Where TensorRT refuses one, all shapes of the profile are forgotten.
+        Parameters
+        ----------
+        index : int
+
+        Raises
+        ------
+        BindingError, ClosedError
+            As :meth:`TensorRTEngine.use_profile <trt_kvcache.trt.tensorrt_engine.TensorRTEngine.use_profile>`.
         """
-        shapes = self._shapes.pop(active.index, {})
-        self._warm.discard(active.index)
-        for execution in self._executions_of.get(name, ()):
-            execution.set_shape(active.index, name, shape)
-        if name == self.names.input_ids:
-            for other, spec in self._made.items():
-                for execution in self._executions_of.get(other, ()):
-                    if execution.tensors[other].mode is TensorMode.INPUT:
-                        execution.set_shape(active.index, other, shape_at(spec.shape, *shape))
-        self._shapes[active.index] = {**shapes, name: shape}
+        self._bindings.use_profile(index)
 
-    def _shape(self, active: ProfileBindings, name: str) -> tuple[int, ...]:
-        spec, shapes = self._tensors[name], self._shapes.get(active.index, {})
-        if spec.mode is TensorMode.INPUT:
-            return shapes.get(name, spec.shape)
-        ids = shapes.get(self.names.input_ids)
-        return spec.shape if ids is None else shape_at(spec.shape, *ids)
+    def bind(self, name: str, tensor: DeviceTensor) -> None:
+        """Bind the address of ``tensor`` in the profile in use, and keep ``tensor`` alive.
 
-    def _check_bindings(self, active: ProfileBindings) -> None:
-        """Check, and prepare the step, as it is bound and shaped now."""
-        super()._check_bindings(active)
-        batch, width = self._shape(active, self.names.input_ids)
+        Parameters
+        ----------
+        name : str
+            An input or output of the whole engine; intermediate tensors cannot be bound.
+        tensor : DeviceTensor
+            Contiguous, aligned to 256 bytes, in the engine's memory.
+
+        Raises
+        ------
+        BindingError, LayoutError, EngineError, ClosedError
+            As :meth:`TensorRTEngine.bind <trt_kvcache.trt.tensorrt_engine.TensorRTEngine.bind>`.
+        """
+        self._bindings.bind(name, tensor)
+
+    def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
+        """Set the shape of an input for the next enqueues of the profile in use.
+
+        Parameters
+        ----------
+        name : str
+            An input of the whole engine. The shape of the token ids gives those of the intermediate tensors.
+        shape : sequence of int
+
+        Raises
+        ------
+        BindingError
+            The name is not that of an input, or the shape is outside the profile. Nothing was changed.
+        EngineError
+            TensorRT refuses the shape. All shapes of the profile must be set again.
+        ClosedError
+            The engine is closed.
+        """
+        self._bindings.set_input_shape(name, shape)
+
+    def enqueue(self, stream: Any) -> None:
+        """Enqueue one step on ``stream`` in the profile in use, eagerly or as a CUDA graph.
+
+        Does not wait, except when the cache of graphs is full: see ``CudaGraphCache``.
+
+        Parameters
+        ----------
+        stream : cuda.core.Stream or cuda.core.GraphBuilder
+            Of the engine's device.
+
+        Raises
+        ------
+        BindingError, ClosedError, PlaceError
+            As :meth:`TensorRTEngine.enqueue <trt_kvcache.trt.tensorrt_engine.TensorRTEngine.enqueue>`; or the shapes of the inputs do
+            not fit each other. Nothing was enqueued.
+        EngineError
+            TensorRT failed; the text is what it logged.
+        CudaError
+            A kernel or a graph could not be launched.
+        """
+        active = self._bindings.active
+        stream_handle(stream)  # a stream of host memory is refused before anything else
+        active.require_open()
+        if not active.is_checked:
+            self._bindings.check()
+            self._prepared[active.index] = self._prepare(active)
+            active.is_checked = True
+        self._resources.note_enqueue(stream)
+        step = self._prepared[active.index]
+        if self._graphs is None or step.graph_key is None:
+            step.run(stream)
+        elif self._graphs.run(step.graph_key, stream, step.run, step.can_capture):
+            self._plans.note_eager_run(active.index)
+
+    def _prepare(self, active: ProfileBindings) -> _PreparedStep:
+        """Check that the shapes fit each other, and make the launches of all stages."""
+        batch, width = self._plans.tensor_shape(active.index, self.names.input_ids)
         for name, spec in self._tensors.items():
-            expected, got = shape_at(spec.shape, batch, width), self._shape(active, name)
+            expected, got = shape_at(spec.shape, batch, width), self._plans.tensor_shape(active.index, name)
             if got != expected:
                 raise BindingError(f"`{name}`: expected shape {expected} beside `{self.names.input_ids}` {(batch, width)}, got {got}.")
-        self._programs[active.index] = self._program(active, batch, width)
 
-    def _program(self, active: ProfileBindings, batch: int, width: int) -> _Program:
         def tensor(name: str) -> DeviceTensor:
-            bound = active.bound.get(name)
+            bound = active.tensors.get(name)
             if bound is None:
-                return self._shared(name, batch, width)
-            return DeviceTensor(bound.allocation, shape=self._shape(active, name), dtype=bound.dtype, offset=bound.offset)
+                return self._shared.tensor(name, batch, width)
+            shape = self._plans.tensor_shape(active.index, name)
+            return DeviceTensor(bound.allocation, shape=shape, dtype=bound.dtype, offset=bound.offset)
 
-        parts: list[_Part] = []
-        executions = iter(self._executions)
-        for index, step in enumerate(self._steps):
-            if isinstance(step, SegmentStep):
-                parts.append(partial(_enqueue_segment, next(executions), active.index))
+        launches: list[_Launch] = []
+        plans = iter(self._plans.plans)
+        for stage in self._stages:
+            if isinstance(stage, Segment):
+                launches.append(partial(_enqueue_segment, next(plans), active.index))
             else:
-                op = self._operations[index]
-                inputs, outputs = [tensor(name) for name in step.inputs], [tensor(name) for name in step.outputs]
-                op.outputs([TensorType(one.shape, one.dtype) for one in inputs])
-                parts.append(partial(_enqueue_operation, op, inputs, outputs, self._workspaces[op.name]))
-        key = (active.index, batch, *(active.bound[name].ptr for name in self._tensors)) if width == 1 else None
-        return _Program(parts, key, partial(self._can_capture, active.index))
+                launches.append(self._op_launch(stage, [tensor(name) for name in stage.inputs], [tensor(name) for name in stage.outputs]))
+        is_decode = width == 1
+        graph_key = (active.index, batch, *(active.tensors[name].ptr for name in self._tensors)) if is_decode else None
+        return _PreparedStep(launches, graph_key, partial(self._can_capture, active.index))
+
+    def _op_launch(self, node: CustomOpNode, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor]) -> _Launch:
+        """Check the inputs of an operation once, and return what launches it."""
+        op = self._ops.op(node)
+        op.outputs([TensorType(one.shape, one.dtype) for one in inputs])
+        return partial(_enqueue_op, op, inputs, outputs, self._ops.workspace(op))
 
     def _can_capture(self, profile: int, stream: Any) -> bool:
-        return profile in self._warm and all(execution.is_capturable(profile, stream_handle(stream)) for execution in self._executions)
+        return self._plans.is_capturable(profile, stream_handle(stream))
 
-    def _forget(self) -> None:
-        super()._forget()
-        self._programs.clear()
+    def close(self) -> None:
+        """Wait for the last enqueue, save what TensorRT for RTX compiled, and release everything. Idempotent."""
+        try:
+            self._resources.close()
+        finally:
+            self._bindings.release()
+            self._prepared.clear()
 
-    def _run(self, active: ProfileBindings, stream: Any, handle: int) -> None:
-        program = self._programs[active.index]
-        if self._graphs is None or program.key is None:
-            program.run(stream)
-        elif self._graphs.run(program.key, stream, program.run, program.can_capture):
-            self._warm.add(active.index)
+    def __enter__(self) -> SegmentedEngine:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
-def _enqueue_segment(execution: PlanExecution, profile: int, stream: Any, handle: int) -> None:
-    execution.enqueue(profile, handle)
+def _enqueue_segment(plan: LoadedPlan, profile: int, stream: Any, handle: int) -> None:
+    plan.enqueue(profile, handle)
 
 
-def _enqueue_operation(
+def _enqueue_op(
     op: CustomOp, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor], workspace: DeviceTensor, stream: Any, handle: int
 ) -> None:
     op.enqueue(inputs, outputs, workspace, stream)
 
 
-def _ranges(tensors: Sequence[TensorSpec], profile: EngineProfile) -> ProfileRanges:
+def _load_plans(
+    tensorrt: TensorRT, plan: Any, config: EngineConfig, record: SegmentsRecord, resources: EngineResources
+) -> Iterator[LoadedPlan]:
+    """Deserialise the segments one after another, and compare each with its record."""
+    built_by = f" built with {config.tensorrt_flavour} {config.tensorrt_version}"
+    segments = [stage for stage in record.stages if isinstance(stage, Segment)]
+    with memoryview(plan) as whole:
+        for segment, (start, end) in zip(segments, record.spans, strict=True):
+            with whole[start:end] as part:
+                loaded = LoadedPlan(tensorrt, part, resources=resources, built_by=built_by)
+            _compare_segment(loaded, segment, config.profiles)
+            yield loaded
+
+
+def _profile_ranges(tensors: Sequence[TensorSpec], profile: EngineProfile) -> ProfileRanges:
     """Return the shapes that the inputs of an engine of this package take in a profile."""
     sizes = ((profile.min_batch, profile.min_width), (profile.max_batch, profile.max_width))
     low, high = ({spec.name: shape_at(spec.shape, *size) for spec in tensors if spec.mode is TensorMode.INPUT} for size in sizes)
     return ProfileRanges({name: (low[name], high[name]) for name in low})
 
 
-def _compare(execution: PlanExecution, step: SegmentStep, profiles: Sequence[EngineProfile]) -> None:
-    """Compare a deserialised segment with what was built. Raises :class:`EngineError`."""
-    compare_tensors(execution.tensors, step.tensors)
-    expected = [_ranges(step.tensors, profile) for profile in profiles]
-    if execution.ranges != expected:
-        raise EngineError(f"the engine is not what its config.json says: expected shapes {expected}, got {execution.ranges}.")
+def _compare_segment(loaded: LoadedPlan, segment: Segment, profiles: Sequence[EngineProfile]) -> None:
+    """Raise EngineError where a deserialised segment is not what was built."""
+    compare_tensors(loaded.tensors, segment.tensors)
+    expected = [_profile_ranges(segment.tensors, profile) for profile in profiles]
+    if loaded.ranges != expected:
+        raise EngineError(f"the engine is not what its config.json says: expected shapes {expected}, got {loaded.ranges}.")

@@ -1,6 +1,6 @@
-"""What a deserialised engine says of itself: its tensors, its optimisation profiles, and the shapes they take.
+"""Tensors and optimisation profiles of a deserialised engine, read from its ``ICudaEngine``.
 
-Read from ``ICudaEngine``, so it works for engines that this package did not build.
+Nothing but the engine itself is asked, so this works for engines that this package did not build.
 """
 
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
-from trt_kvcache.engine_folder.config import describe
 from trt_kvcache.errors import BindingError, EngineError
 from trt_kvcache.trt.module import TensorRT
 
@@ -18,12 +17,27 @@ ShapeRange = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class ProfileRanges:
-    """Shapes that the inputs take in one profile."""
+    """Shapes that the inputs take in one optimisation profile.
+
+    Parameters
+    ----------
+    ranges : mapping of str to ShapeRange
+        Smallest and largest shape of each input.
+
+    Examples
+    --------
+    >>> decode = ProfileRanges({"input_ids": ((1, 1), (8, 1))})
+    >>> decode.check("input_ids", (4, 1))
+    >>> decode.check("input_ids", (4, 2))
+    Traceback (most recent call last):
+        ...
+    trt_kvcache.errors.BindingError: `input_ids`: expected a shape from (1, 1) to (8, 1) in this profile, got (4, 2).
+    """
 
     ranges: Mapping[str, ShapeRange]
 
     def check(self, name: str, shape: Sequence[int]) -> None:
-        """Raise :class:`BindingError` if an input does not take ``shape``."""
+        """Raise BindingError if the input ``name`` does not take ``shape``."""
         low, high = self.ranges[name]
         fits = len(shape) == len(low) and all(a <= size <= b for a, size, b in zip(low, shape, high, strict=True))
         if not fits:
@@ -31,12 +45,26 @@ class ProfileRanges:
 
 
 def read_tensors(tensorrt: TensorRT, engine: Any) -> dict[str, TensorSpec]:
-    """Return inputs, then outputs, of an ``ICudaEngine``.
+    """Return inputs and outputs of an engine.
+
+    Parameters
+    ----------
+    tensorrt : TensorRT
+    engine : ICudaEngine
+
+    Returns
+    -------
+    dict of str to TensorSpec
+        By name, the inputs first.
 
     Raises
     ------
     EngineError
-        A tensor is read or written on the host: none of a decoder is.
+        A tensor is in host memory (a shape tensor); a decoder has none.
+
+    Notes
+    -----
+    ``ICudaEngine.get_aliased_input_tensor`` says which output shares memory with which input.
     """
     trt = tensorrt.module
     specs = []
@@ -58,9 +86,20 @@ def read_tensors(tensorrt: TensorRT, engine: Any) -> dict[str, TensorSpec]:
 
 
 def compare_tensors(found: Mapping[str, TensorSpec], recorded: Sequence[TensorSpec]) -> None:
-    """Compare what was deserialised with what was built: names, shapes, dtypes, modes and the alias map.
+    """Compare the tensors of an engine with those that were recorded at the build.
 
-    Raises :class:`EngineError`: an output that does not share memory with its cache would lose every step.
+    Parameters
+    ----------
+    found : mapping of str to TensorSpec
+        What :func:`read_tensors` returned.
+    recorded : sequence of TensorSpec
+        From ``config.json``.
+
+    Raises
+    ------
+    EngineError
+        Names, shapes, dtypes, modes or aliases differ. An output that does not share memory with its cache would lose the new tokens of
+        every step.
     """
     names = {spec.name for spec in recorded}
     if names != set(found):
@@ -68,23 +107,52 @@ def compare_tensors(found: Mapping[str, TensorSpec], recorded: Sequence[TensorSp
         raise EngineError(f"the engine's tensors are not those of its config.json: {different} is only in one of them.")
     for spec in recorded:
         if found[spec.name] != spec:
-            raise EngineError(f"the engine is not what its config.json says: expected {describe(spec)}, got {describe(found[spec.name])}.")
+            raise EngineError(
+                f"the engine is not what its config.json says: expected {spec.describe()}, got {found[spec.name].describe()}."
+            )
 
 
 def compare_profiles(found: Sequence[EngineProfile], recorded: Sequence[EngineProfile]) -> None:
-    """Compare the sizes of the profiles with those that were built. Raises :class:`EngineError`."""
+    """Compare the sizes of optimisation profiles with those that were recorded at the build; names are not compared.
+
+    Parameters
+    ----------
+    found, recorded : sequence of EngineProfile
+
+    Raises
+    ------
+    EngineError
+        They differ.
+    """
     sizes = [[(p.min_batch, p.max_batch, p.min_width, p.max_width) for p in profiles] for profiles in (recorded, found)]
     if sizes[0] != sizes[1]:
         raise EngineError(f"the engine is not what its config.json says: expected profiles {sizes[0]} (batch, width), got {sizes[1]}.")
 
 
 def read_ranges(engine: Any, tensors: Mapping[str, TensorSpec]) -> list[ProfileRanges]:
-    """Return the shapes that the inputs take, per profile."""
+    """Return the shapes that the inputs of an engine take.
+
+    Parameters
+    ----------
+    engine : ICudaEngine
+    tensors : mapping of str to TensorSpec
+        What :func:`read_tensors` returned.
+
+    Returns
+    -------
+    list of ProfileRanges
+        By profile.
+
+    Notes
+    -----
+    ``ICudaEngine.get_tensor_profile_shape``.
+    """
     inputs = [spec for spec in tensors.values() if spec.mode is TensorMode.INPUT]
     return [ProfileRanges({spec.name: _range(engine, spec, index) for spec in inputs}) for index in range(engine.num_optimization_profiles)]
 
 
 def _range(engine: Any, spec: TensorSpec, profile: int) -> ShapeRange:
+    """Return the smallest and largest shape of an input; a static input has no range in the engine."""
     if -1 not in spec.shape:
         return (spec.shape, spec.shape)
     smallest, _, largest = engine.get_tensor_profile_shape(spec.name, profile)
@@ -92,9 +160,19 @@ def _range(engine: Any, spec: TensorSpec, profile: int) -> ShapeRange:
 
 
 def read_profiles(ranges: Sequence[ProfileRanges], input_ids: str) -> tuple[EngineProfile, ...]:
-    """Return the profiles in the words of a decoder, from the shapes of its token ids ``[B, s]``.
+    """Return the optimisation profiles of a decoder, from the shapes of its token ids ``[B, s]``.
 
-    A profile that takes one token per slot only is called ``decode``, any other ``prefill``.
+    Parameters
+    ----------
+    ranges : sequence of ProfileRanges
+        By profile.
+    input_ids : str
+        Name of the token ids.
+
+    Returns
+    -------
+    tuple of EngineProfile
+        A profile that takes only one new token per slot is called ``decode``, any other ``prefill``.
 
     Raises
     ------

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tests.paths import GOLDEN
-from trt_kvcache.builder.build_engine import DecoderDefinition, define_decoder
+from trt_kvcache.builder.definition import DecoderDefinition, define_decoder
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.checkpoint import Checkpoint

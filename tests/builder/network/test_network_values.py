@@ -1,16 +1,24 @@
 """What the network computes, by an interpreter of its layers: against Hugging Face and against the reference engine, caches too."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
+from tests.paths import GOLDEN
 from tests.reference.rig import MODELS, Rig, golden
+from trt_kvcache.checkpoint import Checkpoint, ModelConfig, rope_table
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.names import DEFAULT_NAMES
 
-from .conftest import MAX_BATCH_SIZE, MAX_PREFILL_LENGTH, MAX_SEQUENCE_LENGTH
+from .conftest import MAX_BATCH_SIZE, MAX_PREFILL_LENGTH, MAX_SEQUENCE_LENGTH, Defined
 from .interpreter import interpret, layer_kind
 
 pytestmark = pytest.mark.trt
+
+Array = np.ndarray[Any, Any]
+Define = Callable[..., Defined]
 
 #: New tokens of each slot, step by step: ragged prefill, decode, a chunk without slot 0, and decode of two slots.
 STEPS = ((9, 5, 11), (1, 1, 1), (0, 8, 4), (1, 1))
@@ -167,3 +175,62 @@ def test_norms_and_rotations_are_in_float32_and_queries_are_rounded_after_their_
         assert [layer_kind(tensorrt, each) for each in (cast, scale)] == ["CAST", "ELEMENTWISE"]
         assert [tensorrt.dtype_name(scale.get_input(side).dtype) for side in (0, 1)] == ["float32", "float32"]
         assert layer_kind(tensorrt, made_by[scale.get_input(0).name]) == "ROTARY_EMBEDDING"
+
+
+def test_the_mask_variant_shows_nan_in_dead_rows(define: Define) -> None:
+    """A weight of 0 times NaN is NaN: the interpreter reads what TensorRT may read."""
+    network = Network(define("llama", attention="mask"))
+    for cache in network.caches():
+        cache[...] = np.nan
+    assert np.isnan(run(network, *tokens_of("llama"))[0]).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("model", ["qwen3-sharded", "qwen2-tied"])
+def test_first_rows_are_rounded_where_the_model_rounds(define: Define, model: str, dtype: str) -> None:
+    """K and V of layer 0, written out with each rounding. What is rounded elsewhere differs in tens of percent of the numbers."""
+    network = Network(define(model, dtype=dtype))
+    ids = tokens_of(model)[1]
+    starts = [0, 3, 6]
+    network.step(ids, starts, [0, 0, 0])
+    with Checkpoint.open(GOLDEN / model) as checkpoint:
+        rows = first_rows(checkpoint, numpy_dtype(dtype), ids, np.array(starts))
+    for cache, expected in zip(network.caches()[:2], rows, strict=True):
+        actual = np.stack([cache[slot, :, start : start + MAX_PREFILL_LENGTH] for slot, start in enumerate(starts)])
+        assert actual.dtype == expected.dtype
+        assert np.mean(actual == expected) > 0.99  # not all: a sum in float32 may fall on the other side of a tie
+
+
+def first_rows(checkpoint: Checkpoint, dtype: Any, ids: Array, starts: Array) -> tuple[Array, Array]:
+    """Return what layer 0 writes for ``ids`` ``[B, s]``: K and V ``[B, H, s, D]``."""
+    config, attention = checkpoint.config, "model.layers.0.self_attn"
+
+    def weight(name: str) -> Array:
+        return checkpoint.tensor(name).astype(dtype).astype(np.float64)
+
+    def rounded(x: Array) -> Array:
+        return x.astype(np.float32).astype(dtype).astype(np.float64)
+
+    def norm(x: Array, name: str) -> Array:
+        return rounded(rounded(x / np.sqrt(np.mean(x * x, -1, keepdims=True) + config.rms_norm_eps)) * weight(f"{name}.weight"))
+
+    def heads(side: str) -> Array:
+        y = rounded(x @ weight(f"{attention}.{side}_proj.weight").T)
+        if config.qkv_bias:
+            y = rounded(y + weight(f"{attention}.{side}_proj.bias"))
+        return y.reshape(*ids.shape, config.num_kv_heads, config.head_dim).swapaxes(1, 2)
+
+    x = norm(weight("model.embed_tokens.weight")[ids], "model.layers.0.input_layernorm")
+    k, v = heads("k"), heads("v")
+    if config.qk_norm:
+        k = norm(k, f"{attention}.k_norm")
+    k = turned(config, k, starts[:, None] + np.arange(ids.shape[1]))
+    return k.astype(np.float32).astype(dtype), v.astype(dtype)
+
+
+def turned(config: ModelConfig, k: Array, positions: Array) -> Array:
+    """Rotate as complex numbers ``k[d] + i k[d + D / 2]``. ``k`` is ``[B, H, s, D]``, ``positions`` ``[B, s]``."""
+    cos, sin = rope_table(config.rope, config.head_dim, MAX_SEQUENCE_LENGTH)
+    half = config.head_dim // 2
+    rotated = (k[..., :half] + 1j * k[..., half:]) * (cos + 1j * sin)[positions][:, None]
+    return np.concatenate((rotated.real, rotated.imag), -1)

@@ -7,12 +7,13 @@ import pytest
 
 from tests.helpers.engine_files import make_engine_folder, segment_plans
 from tests.helpers.fake_tensorrt import FakeSegment, FakeStream, FakeTensorRT
-from tests.trt.test_tensorrt_engine import install
+from tests.helpers.tensorrt_engines import install
 from trt_kvcache import InferenceSession, KVCacheManager, SamplingParams
 from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.engine.decoder_tensors import shape_at
 from trt_kvcache.engine.protocol import TensorMode
-from trt_kvcache.memory.host import HostMemory, HostStream
-from trt_kvcache.ops.segments import SegmentStep, shape_at
+from trt_kvcache.memory.host_memory import HostMemory, HostStream
+from trt_kvcache.ops.segments import Segment
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
 
 from .conftest import GOLDEN, SIZES
@@ -58,14 +59,13 @@ def test_a_session_cannot_tell(rtx, tmp_path, monkeypatch, model):
     config = folder.config
     fake = FakeTensorRT(config.tensors, config.profiles)
     install(fake, monkeypatch, tmp_path / "caches")
-    steps = [step for step in config.segments.steps if isinstance(step, SegmentStep)]
+    steps = [step for step in config.segments.stages if isinstance(step, Segment)]
     for plan, step, definition in zip(segment_plans(config.model.num_layers), steps, segments.definitions, strict=True):
         fake.segments[plan] = FakeSegment(fake, step.tensors[0].name, step.tensors)
         fake.segments[plan].run = interpreter_of(segments, definition)
     memory = AddressedMemory()
-    engine = SegmentedEngine._of_folder(
-        folder, memory, "auto", config.names, constants=folder.read_constants(), cuda_graphs=False
-    )  # SegmentedEngine.open wants a GPU
+    with folder.read_plan() as plan:  # SegmentedEngine.open wants a GPU
+        engine = SegmentedEngine(fake.loaded, plan, memory=memory, config=config, constants=folder.read_constants(), cuda_graphs=False)
     prompts = [[5, 9, 3, 30, 11, 2, 7, 40, 1, 12, 13, 14, 15], [8], [21, 22, 4]]
     sampling = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 9, 3)]
     with (

@@ -7,21 +7,23 @@ import pytest
 
 from tests.helpers.small_model import write_model
 from tests.reference.rig import MODELS, golden
-from trt_kvcache.builder import build_engine as builder
-from trt_kvcache.builder.build_engine import define_constants, define_decoder, define_segments, serialize
-from trt_kvcache.builder.network import operations
+from trt_kvcache.builder import definition as network_definition, serialization
+from trt_kvcache.builder.definition import define_constants, define_decoder, define_segments
+from trt_kvcache.builder.network import attention_lowering
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.serialization import make_config, serialize
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.weight_file import WeightFile
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
+from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING, decoder_constants, decoder_stages
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.ops.custom_op import run_on_host
-from trt_kvcache.ops.segments import COS_SIN, EMBEDDING, SegmentStep, decoder_constants, decoder_steps
+from trt_kvcache.ops.segments import Segment
 from trt_kvcache.trt.module import TensorRT
-from trt_kvcache.trt.plugin import AttentionFields
+from trt_kvcache.trt.plugin import AttentionAttributes
 from trt_kvcache.trt.plugin.versions import PLUGIN_VERSION
 
 from .conftest import MAX_BATCH_SIZE, MAX_SEQUENCE_LENGTH, SIZES, declared, recording
@@ -60,12 +62,12 @@ class Segments:
         pairs = [DEFAULT_NAMES.combined_pair(layer) for layer in range(len(self.combined))]
         known |= {before: cache[:slots] for (before, _), cache in zip(pairs, self.combined, strict=True)}
         networks = iter(self.definitions)
-        for step in decoder_steps(self.model, self.cache, DEFAULT_NAMES):
-            if isinstance(step, SegmentStep):
+        for step in decoder_stages(self.model, self.cache, DEFAULT_NAMES):
+            if isinstance(step, Segment):
                 feed = {spec.name: known[spec.name] for spec in step.tensors if spec.mode is TensorMode.INPUT}
                 known |= interpret(self.tensorrt, next(networks).network, self.arrays, feed)
             else:
-                known |= dict(zip(step.outputs, run_on_host(step.make(), *(known[name] for name in step.inputs)), strict=True))
+                known |= dict(zip(step.outputs, run_on_host(step.create_op(), *(known[name] for name in step.inputs)), strict=True))
         for (_, after), cache in zip(pairs, self.combined, strict=True):
             cache[:slots] = known[after]
         return known["logits"]
@@ -98,7 +100,7 @@ def test_build_with_the_tensors_that_are_declared(rtx, tmp_path, model, dtype):
         tensors = declared(rtx, definition.network)
         assert tensors == {spec.name: (spec.mode, spec.dtype, spec.shape) for spec in definition.tensors}
         with rtx.log.collect(ignore_missing_driver=True) as messages:
-            config = builder.make_config(definition, segments.options, rtx, messages)
+            config = make_config(definition, segments.options, rtx, messages)
             assert config.get_flag(rtx.module.BuilderFlag.REQUIRE_USER_ALLOCATION)  # so that it can be captured
             assert serialize(definition, segments.options, rtx, messages, lambda done: None).nbytes > 10_000
     assert (EMBEDDING in tensors, COS_SIN in tensors) == (model == "qwen2-tied", False)  # of the last one
@@ -117,7 +119,7 @@ def test_full_tensorrt_gets_plugin_layers_in_one_network(rtx, define, monkeypatc
         return SimpleNamespace(name=name, get_output=lambda index: both[index].get_output(0))
 
     def create(name, given, phase):
-        fields.append(AttentionFields.parse(given))
+        fields.append(AttentionAttributes.from_plugin_fields(given))
         return name, phase.name
 
     creators = {("KVCacheAttention", PLUGIN_VERSION, "trt_kvcache"): SimpleNamespace(create_plugin=create)}
@@ -126,17 +128,18 @@ def test_full_tensorrt_gets_plugin_layers_in_one_network(rtx, define, monkeypatc
     full = TensorRT(module=module, flavour="tensorrt", version="10.3.0", log=rtx.log)
     with pytest.raises(ConfigError, match=r"expected native or mask in one network, got plugin: tensorrt_rtx .* has no plugin layers"):
         define("llama", attention="plugin")
-    monkeypatch.setattr(builder, "can_add_plugins", lambda tensorrt: True)
+    for module in (network_definition, serialization):
+        monkeypatch.setattr(module, "can_add_plugins", lambda tensorrt: True)
     monkeypatch.setattr(Graph, "layer", layer)
-    monkeypatch.setattr(operations, "register", lambda tensorrt: None)
+    monkeypatch.setattr(attention_lowering, "register", lambda tensorrt: None)
     model = write_model(tmp_path / "model", head_dim=64, num_hidden_layers=2)
     with Checkpoint.open(model) as checkpoint, rtx.log.collect(ignore_missing_driver=True) as messages:
         definition = define_decoder(checkpoint, BuildOptions(**SIZES, dtype="float16", attention="plugin"), full, messages)
-        monkeypatch.setattr(builder, "allow_aliasing", lambda tensorrt, config: layers.append("aliasing is allowed"))
-        builder.make_config(definition, BuildOptions(**SIZES), full, messages)
+        monkeypatch.setattr(serialization, "allow_aliasing", lambda tensorrt, config: layers.append("aliasing is allowed"))
+        make_config(definition, BuildOptions(**SIZES), full, messages)
     assert layers.pop() == "aliasing is allowed"
     heads = [("float16", (-1, -1, count, 64)) for count in (4, 2, 2)]
     inputs = [*heads, ("float16", (-1, 2, 2, 38, 64)), ("int32", (-1,)), ("float32", (38, 2, 32))]
     assert layers == [(inputs, [], (f"model.layers.{index}.self_attn/attend", "BUILD")) for index in (0, 1)]
-    assert fields == [AttentionFields(num_heads=4, num_kv_heads=2, head_dim=64, rotary_dim=64)] * 2
+    assert fields == [AttentionAttributes(num_heads=4, num_kv_heads=2, head_dim=64, rotary_dim=64)] * 2
     assert declared(rtx, definition.network).keys() == {spec.name for spec in definition.tensors}

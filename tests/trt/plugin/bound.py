@@ -9,7 +9,7 @@ from tests.trt.plugin.stand_in import DataType, tensorrt
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.kernels import attend
 from trt_kvcache.ops.attention_shapes import workspace_nbytes
-from trt_kvcache.trt.plugin import AttentionFields, plugin_class
+from trt_kvcache.trt.plugin import AttentionAttributes, plugin_class
 
 _TYPES = {"float16": DataType.HALF, "bfloat16": DataType.BF16, "float32": DataType.FLOAT, "int32": DataType.INT32}
 
@@ -20,7 +20,7 @@ class Bound:
     def __init__(self, case, memory, stream):
         self.case, self.host = case, inputs(case, 1)
         rotary = case.head_dim if case.rotary_dim is None else case.rotary_dim
-        self.fields = AttentionFields(
+        self.fields = AttentionAttributes(
             num_heads=case.kv_heads * case.group, num_kv_heads=case.kv_heads, head_dim=case.head_dim, scale=case.scale or 0.0,
             window=case.window, softcap=case.softcap, rotary_dim=rotary,
         )  # fmt: skip

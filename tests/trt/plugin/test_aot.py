@@ -13,10 +13,10 @@ import pytest
 from tests.trt.plugin.stand_in import DataType, tensorrt
 from trt_kvcache.errors import CudaError, KVCacheError
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
-from trt_kvcache.ops.attention_fields import FIELD_TYPES
-from trt_kvcache.trt.plugin import AttentionFields, aot, register_decode
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES
+from trt_kvcache.trt.plugin import AttentionAttributes, aot, register_decode
 
-FIELDS = AttentionFields(num_heads=22, num_kv_heads=2, head_dim=80, softcap=30.5, window=7, rotary_dim=20)
+FIELDS = AttentionAttributes(num_heads=22, num_kv_heads=2, head_dim=80, softcap=30.5, window=7, rotary_dim=20)
 SHAPES = {"q": (3, 1, 22, 80), "k": (3, 1, 2, 80), "v": (3, 1, 2, 80), "cache": (3, 2, 2, 9, 80), "lengths": (3,), "cos_sin": (9, 2, 10)}
 
 
@@ -78,7 +78,7 @@ def tensors():
 
 def test_signatures(registered):
     describe, implement = map(inspect.signature, registered)
-    kinds = {name: int if FIELD_TYPES[name] == "INT32" else float for name in asdict(FIELDS)}
+    kinds = {name: int if ATTRIBUTE_TYPES[name] == "INT32" else float for name in asdict(FIELDS)}
     assert {name: one.annotation for name, one in describe.parameters.items()} == dict.fromkeys(SHAPES, Described) | kinds
     assert list(implement.parameters) == [*describe.parameters, "outputs", "tactic"]
     assert typing.get_args(describe.return_annotation) == (Described, Described)

@@ -8,8 +8,8 @@ from tests.kernels.attention import DECODE_CASES, PREFILL_CASES
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, need_cuda_memory, needs_standin
 from tests.trt.plugin.bound import Bound
 from trt_kvcache.errors import BindingError, CapacityError, KVCacheError
-from trt_kvcache.ops import attention_step as step
-from trt_kvcache.ops.attention_shapes import MOST_MULTIPROCESSORS
+from trt_kvcache.ops.attention_shapes import MAX_MULTIPROCESSORS
+from trt_kvcache.trt.plugin import enqueue as step
 
 need_cuda_memory()
 
@@ -90,7 +90,7 @@ def test_neither_waits_nor_allocates(memory, stream, name, calls):
 
 def test_more_multiprocessors_than_the_workspace_is_for(memory, stream, monkeypatch):
     bound = Bound(_CASES["groups"], memory, stream)
-    monkeypatch.setattr(memory, "multiprocessor_count", MOST_MULTIPROCESSORS + 1)
+    monkeypatch.setattr(memory, "multiprocessor_count", MAX_MULTIPROCESSORS + 1)
     monkeypatch.setattr("trt_kvcache.trt.plugin.plugin.current_memory", lambda: memory)
     with pytest.raises(CapacityError, match=r"^cuda:0: expected at most 256 multiprocessors, got 257\.$"):
         bound.enqueue()

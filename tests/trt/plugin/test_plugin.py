@@ -7,10 +7,10 @@ import pytest
 from tests.ops.test_attention_shapes import FIELDS, NAMES, SHAPES
 from tests.trt.plugin.stand_in import Size, tensorrt
 from trt_kvcache.errors import ConfigError, DTypeError, EngineError, KVCacheError, ShapeError
-from trt_kvcache.ops.attention_fields import FIELD_TYPES
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES
 from trt_kvcache.ops.attention_shapes import workspace_nbytes
 from trt_kvcache.trt.module import load
-from trt_kvcache.trt.plugin import AttentionFields, plugin_class, register
+from trt_kvcache.trt.plugin import AttentionAttributes, plugin_class, register
 
 DTYPES = dict.fromkeys(NAMES, "HALF") | {"lengths": "INT32", "cos_sin": "FLOAT", "new_lengths": "INT32"}
 
@@ -61,7 +61,7 @@ class TestWithTensorRT:
         assert plugin.num_outputs == 2
         for copy in (plugin.clone(), plugin.attach_to_context(None)):
             assert copy is not plugin
-            assert copy.fields == FIELDS
+            assert copy.attributes == FIELDS
         assert plugin.set_tactic(0) is None
 
     def test_aliases(self, plugin):
@@ -118,14 +118,14 @@ class TestWithTensorRT:
         register(rtx)
         creator = trt.get_plugin_registry().get_creator("KVCacheAttention", "1", "trt_kvcache")
         assert creator is register(rtx)
-        assert {field.name: field.type.name for field in creator.field_names} == FIELD_TYPES
-        fields = AttentionFields(num_heads=14, num_kv_heads=7, head_dim=96, scale=0.1, window=2**31 - 1, softcap=30.5, rotary_dim=92)
+        assert {field.name: field.type.name for field in creator.field_names} == ATTRIBUTE_TYPES
+        fields = AttentionAttributes(num_heads=14, num_kv_heads=7, head_dim=96, scale=0.1, window=2**31 - 1, softcap=30.5, rotary_dim=92)
         plugin = plugin_class(rtx)(fields)
         serialized = plugin.get_fields_to_serialize()
         gc.collect()
         made = creator.create_plugin("again", serialized, trt.TensorRTPhase.RUNTIME)
         assert isinstance(made, plugin_class(rtx))
-        assert made.fields == fields
+        assert made.attributes == fields
         wrong = trt.PluginFieldCollection([field for field in serialized if field.name != "head_dim"])
         with pytest.raises(ConfigError, match=r"^fields: expected head_dim too"):
             creator.create_plugin("again", wrong, trt.TensorRTPhase.BUILD)

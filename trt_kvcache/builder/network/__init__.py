@@ -1,4 +1,4 @@
-"""A decoder as TensorRT layers, by TensorRT's network API: one module per idea."""
+"""A decoder as a TensorRT network, layer by layer, with ``INetworkDefinition``: one module per part of the model."""
 
 from trt_kvcache.builder.network.decoder import add_decoder, add_segments
 from trt_kvcache.builder.network.graph import Graph

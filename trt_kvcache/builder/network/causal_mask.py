@@ -8,16 +8,20 @@ from trt_kvcache.builder.network.graph import Graph
 
 
 def causal_mask(graph: Graph, *, position_ids: Any, max_sequence_length: int) -> Any:
-    """Return which keys each new token sees: those up to its own position.
+    """Add the mask that shows each new token the keys up to its own position.
 
     Parameters
     ----------
-    position_ids : ITensor ``[B, s]``, int32
+    graph : Graph
+    position_ids : ITensor [B, s] int32
+        Position of each new token.
+    max_sequence_length : int
+        Tokens that a slot can hold, S.
 
     Returns
     -------
-    ITensor ``[B, 1, s, S]``, bool
-        True where the key takes part.
+    ITensor [B, 1, s, S] bool
+        True where the token sees the key.
     """
     keys = graph.constant("mask/keys", np.arange(max_sequence_length, dtype=np.int32).reshape(1, 1, 1, -1))
     layer = graph.layer("mask/positions", "shuffle", position_ids)

@@ -1,23 +1,24 @@
-"""The whole decoder: inputs, layers, outputs."""
+"""The network of a whole decoder: inputs, layers, outputs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from trt_kvcache.builder.network import head
-from trt_kvcache.builder.network.attention import AttentionContext
+from trt_kvcache.builder.network.attention_lowering import PluginLayerLowering, SegmentCutLowering
 from trt_kvcache.builder.network.causal_mask import causal_mask
+from trt_kvcache.builder.network.context import DecoderContext
 from trt_kvcache.builder.network.decoder_layer import decoder_layer
-from trt_kvcache.builder.network.decomposable import choose
+from trt_kvcache.builder.network.decomposable import attention_layer_config
 from trt_kvcache.builder.network.graph import Graph
-from trt_kvcache.builder.network.lengths import step_lengths
-from trt_kvcache.builder.network.operations import PluginLayers, SegmentCuts
 from trt_kvcache.builder.network.rope import cos_sin, rope_tables
+from trt_kvcache.builder.network.step_lengths import step_lengths
 from trt_kvcache.builder.network.weights import Weights
 from trt_kvcache.checkpoint import ModelConfig
-from trt_kvcache.engine.attention_variants import AttentionChoice
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
-from trt_kvcache.ops.segments import COS_SIN, EMBEDDING, hidden_name
-from trt_kvcache.trt.plugin import AttentionFields
+from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING, hidden_state_name
+from trt_kvcache.trt.plugin import AttentionAttributes
 
 
 def add_decoder(
@@ -29,27 +30,28 @@ def add_decoder(
     attention: str = "native",
     min_batch_size: int = 1,
     names: TensorNames = DEFAULT_NAMES,
-) -> tuple[AttentionChoice, ...]:
+) -> tuple[AttentionLayerConfig, ...]:
     """Fill an empty network with a decoder.
 
     Parameters
     ----------
     graph : Graph
-        To be kept until the build is done: it owns the arrays that TensorRT points at.
+        Over the network. Keep it until the build is done: it owns the arrays that TensorRT points at.
     weights : Weights
     model : ModelConfig
     max_sequence_length : int
-        S: static in the caches, and the length of the RoPE tables.
+        Tokens that a slot can hold, S: a static dimension of the caches, and the length of the RoPE tables.
     attention : str
         One of :data:`~trt_kvcache.engine.attention_variants.ATTENTION_VARIANTS`.
     min_batch_size : int
-        Smallest batch of any profile.
+        Smallest batch of any optimisation profile.
     names : TensorNames
+        Names of the inputs and outputs.
 
     Returns
     -------
-    tuple of AttentionChoice
-        How each layer's attention was built.
+    tuple of AttentionLayerConfig
+        How the attention of each layer was built.
 
     Raises
     ------
@@ -60,72 +62,106 @@ def add_decoder(
     start_index = graph.input(names.kvcache_start_index, "int32", (-1,))
     last_token_ids = graph.input(names.last_token_ids, "int32", (-1, 1))
 
-    context: dict[str, Any]
+    context = DecoderContext(model=model, names=names, max_sequence_length=max_sequence_length)
     if attention == "plugin":
-        heads = {"num_heads": model.num_attention_heads, "num_kv_heads": model.num_kv_heads}
-        fields = AttentionFields(**heads, head_dim=model.head_dim, rotary_dim=model.head_dim)
-        angles = graph.constant(COS_SIN, cos_sin(model, length=max_sequence_length))
-        layers = PluginLayers(fields, names, max_sequence_length=max_sequence_length, start_index=start_index, cos_sin=angles)
-        context = {"operation": layers}
+        lowering = _plugin_layers(graph, model, names, max_sequence_length=max_sequence_length, start_index=start_index)
+        context = replace(context, lowering=lowering)
     else:
         lengths = step_lengths(graph, input_ids=input_ids, start_index=start_index)
-        context = {"lengths": lengths, "tables": rope_tables(graph, model, length=max_sequence_length)}
+        context = replace(context, lengths=lengths, tables=rope_tables(graph, model, length=max_sequence_length))
         if attention == "mask":
-            context["mask"] = causal_mask(graph, position_ids=lengths.position_ids, max_sequence_length=max_sequence_length)
-    shared = AttentionContext(model=model, names=names, max_sequence_length=max_sequence_length, **context)
-    choices = choose_all(model, attention, dtype=graph.dtype, min_batch_size=min_batch_size, max_sequence_length=max_sequence_length)
+            mask = causal_mask(graph, position_ids=lengths.position_ids, max_sequence_length=max_sequence_length)
+            context = replace(context, mask=mask)
+    configs = attention_layer_configs(
+        model, attention, dtype=graph.dtype, min_batch_size=min_batch_size, max_sequence_length=max_sequence_length
+    )
     table = head.embedding_table(graph, weights)
     x = head.embed(graph, table, input_ids)
-    for choice in choices:
-        x = decoder_layer(graph, x, weights, shared, choice)
+    for config in configs:
+        x = decoder_layer(graph, x, weights, context, config)
     x = head.last_token(graph, x, last_token_ids)
     graph.output(head.logits(graph, x, weights, model, table), names.logits)
-    return choices
+    return configs
+
+
+def _plugin_layers(
+    graph: Graph, model: ModelConfig, names: TensorNames, *, max_sequence_length: int, start_index: Any
+) -> PluginLayerLowering:
+    """Return what adds plugin layers to the network, after adding the tables of RoPE that they read."""
+    attributes = AttentionAttributes(
+        num_heads=model.num_attention_heads, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, rotary_dim=model.head_dim
+    )
+    tables = graph.constant(COS_SIN, cos_sin(model, length=max_sequence_length))
+    return PluginLayerLowering(attributes, names, max_sequence_length=max_sequence_length, start_index=start_index, cos_sin=tables)
 
 
 def add_segments(
     graph: Graph,
     weights: Weights,
     model: ModelConfig,
-    begin: Callable[[], Any],
+    create_network: Callable[[], Any],
     *,
     max_sequence_length: int,
     names: TensorNames = DEFAULT_NAMES,
-) -> tuple[AttentionChoice, ...]:
-    """Fill one network after another with the segments of a decoder: :func:`trt_kvcache.ops.segments.decoder_steps` says what each has.
+) -> tuple[AttentionLayerConfig, ...]:
+    """Fill one network after another with the segments of a decoder.
+
+    :func:`~trt_kvcache.engine_folder.decoder_segments.decoder_stages` says which tensors each segment has.
 
     Parameters
     ----------
     graph : Graph
-        Over the first, empty network; then over the others.
-    begin : callable
+        Over the first, empty network; afterwards over the last one. Keep it until the builds are done.
+    weights : Weights
+    model : ModelConfig
+    create_network : callable
         Returns the next, empty network.
-    weights, model, max_sequence_length, names
-        As for :func:`add_decoder`.
+    max_sequence_length : int
+        Tokens that a slot can hold, S.
+    names : TensorNames
+        Names of the whole engine's inputs and outputs.
+
+    Returns
+    -------
+    tuple of AttentionLayerConfig
+        How the attention of each layer is built.
 
     Raises
     ------
     BuildError
         TensorRT refused a layer, which is named.
     """
-    shared = AttentionContext(model=model, names=names, max_sequence_length=max_sequence_length, operation=SegmentCuts(begin))
-    choices = choose_all(model, "plugin", dtype=graph.dtype, min_batch_size=1, max_sequence_length=max_sequence_length)
-    x = graph.input(hidden_name(0), graph.dtype, (-1, -1, model.hidden_size))
-    for choice in choices:
-        x = decoder_layer(graph, x, weights, shared, choice)
+    lowering = SegmentCutLowering(create_network)
+    context = DecoderContext(model=model, names=names, max_sequence_length=max_sequence_length, lowering=lowering)
+    configs = attention_layer_configs(model, "plugin", dtype=graph.dtype, min_batch_size=1, max_sequence_length=max_sequence_length)
+    x = graph.input(hidden_state_name(0), graph.dtype, (-1, -1, model.hidden_size))
+    for config in configs:
+        x = decoder_layer(graph, x, weights, context, config)
     x = head.last_token(graph, x, graph.input(names.last_token_ids, "int32", (-1, 1)))
     tied = model.tie_word_embeddings
     table = graph.input(EMBEDDING, graph.dtype, (model.vocab_size, model.hidden_size)) if tied else None
     graph.output(head.logits(graph, x, weights, model, table), names.logits)
-    return choices
+    return configs
 
 
-def choose_all(
+def attention_layer_configs(
     model: ModelConfig, attention: str, *, dtype: str, min_batch_size: int, max_sequence_length: int
-) -> tuple[AttentionChoice, ...]:
-    """Choose for every layer: see :func:`~trt_kvcache.builder.network.decomposable.choose`."""
+) -> tuple[AttentionLayerConfig, ...]:
+    """Return how the attention of each layer is to be built.
+
+    Parameters
+    ----------
+    model : ModelConfig
+    attention, dtype, min_batch_size, max_sequence_length
+        See :func:`~trt_kvcache.builder.network.decomposable.attention_layer_config`.
+
+    Returns
+    -------
+    tuple of AttentionLayerConfig
+        One for each layer.
+    """
     return tuple(
-        choose(
+        attention_layer_config(
             layer,
             attention,
             dtype=dtype,

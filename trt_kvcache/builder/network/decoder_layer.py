@@ -1,20 +1,37 @@
-"""One decoder layer: attention and MLP, each behind a norm and beside a residual."""
+"""One decoder layer: attention and MLP, each with a norm before it and a residual connection around it."""
 
 from typing import Any
 
-from trt_kvcache.builder.network.attention import AttentionContext, self_attention
+from trt_kvcache.builder.network.context import DecoderContext
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.mlp import mlp
 from trt_kvcache.builder.network.rms_norm import rms_norm
+from trt_kvcache.builder.network.self_attention import self_attention
 from trt_kvcache.builder.network.weights import Weights
-from trt_kvcache.engine.attention_variants import AttentionChoice
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 
 
-def decoder_layer(graph: Graph, x: Any, weights: Weights, context: AttentionContext, choice: AttentionChoice) -> Any:
-    """Apply layer ``choice.layer`` to ``x`` ``[B, s, hidden]``; the shape stays."""
-    module, epsilon = f"model.layers.{choice.layer}", context.model.rms_norm_eps
+def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContext, config: AttentionLayerConfig) -> Any:
+    """Apply one decoder layer.
+
+    Parameters
+    ----------
+    graph : Graph
+    x : ITensor [B, s, hidden]
+        The hidden state before the layer.
+    weights : Weights
+    context : DecoderContext
+    config : AttentionLayerConfig
+        Of this layer.
+
+    Returns
+    -------
+    ITensor [B, s, hidden]
+        The hidden state after the layer.
+    """
+    module, epsilon = f"model.layers.{config.layer}", context.model.rms_norm_eps
     normed = rms_norm(graph, x, weights, f"{module}.input_layernorm", epsilon=epsilon)
-    attended, x = self_attention(graph, normed, weights, f"{module}.self_attn", context, choice, residual=x)
+    attended, x = self_attention(graph, normed, weights, f"{module}.self_attn", context, config, residual=x)
     x = graph.elementwise(f"{module}/add_attention", x, "SUM", attended)
     normed = rms_norm(graph, x, weights, f"{module}.post_attention_layernorm", epsilon=epsilon)
     return graph.elementwise(f"{module}/add_mlp", x, "SUM", mlp(graph, normed, weights, f"{module}.mlp", bias=context.model.mlp_bias))

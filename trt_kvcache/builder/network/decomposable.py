@@ -1,25 +1,58 @@
-"""Where TensorRT has no fused attention kernel, attention must be allowed to fall apart into plain layers.
+"""Which attention layers are made decomposable.
 
-TensorRT refuses to build such a layer otherwise. The choice is made here, by name and with a reason, so that it can be
-shown: decomposed attention writes its scores to memory and is slower.
+Where TensorRT has no fused attention kernel, it refuses to build the layer unless ``IAttention.decomposable`` allows it to use several
+plain layers instead. That is decided here, with a reason that can be shown: decomposed attention writes its scores to memory and is
+slower.
 """
 
-from trt_kvcache.engine.attention_variants import AttentionChoice
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 
-#: The fused kernel for one new token per slot wants this many (slot, query head) pairs at the smallest batch ...
+#: The fused kernel for one new token per slot needs at least this many query heads, over all slots of the smallest batch.
 FUSED_DECODE_MIN_QUERY_HEADS = 4
 
-#: ... and holds one float32 score per key, and the query, in 96 KiB of shared memory: ``S + D`` is at most this.
+#: It keeps one float32 score per key, and the query, in 96 KiB of shared memory: ``S + D`` is at most this.
 FUSED_DECODE_MAX_SCORES = 24576
 
 
-def choose(
+def attention_layer_config(
     layer: int, variant: str, *, dtype: str, num_attention_heads: int, head_dim: int, min_batch_size: int, max_sequence_length: int
-) -> AttentionChoice:
-    """Choose for one layer. The limits were found by building with TensorRT for RTX 1.7 and hold for both variants of TensorRT."""
+) -> AttentionLayerConfig:
+    """Return how the attention of a layer is to be built.
+
+    Parameters
+    ----------
+    layer : int
+        Index of the layer.
+    variant : str
+        One of :data:`~trt_kvcache.engine.attention_variants.ATTENTION_VARIANTS`.
+    dtype : str
+        What the model computes in.
+    num_attention_heads, head_dim : int
+        Query heads, and elements of a head.
+    min_batch_size : int
+        Smallest batch of any optimisation profile.
+    max_sequence_length : int
+        Tokens that a slot can hold, S.
+
+    Returns
+    -------
+    AttentionLayerConfig
+
+    Notes
+    -----
+    The limits were found by building with TensorRT for RTX 1.7. They hold for the native and the mask variant.
+
+    Examples
+    --------
+    >>> config = attention_layer_config(
+    ...     0, "native", dtype="float32", num_attention_heads=8, head_dim=64, min_batch_size=1, max_sequence_length=256
+    ... )
+    >>> config.decomposable, config.reason
+    (True, 'no fused attention in float32')
+    """
     reason = ""
     if variant == "plugin":
-        return AttentionChoice(layer=layer, variant=variant, decomposable=False)
+        return AttentionLayerConfig(layer=layer, variant=variant, decomposable=False)
     if dtype == "float32":
         reason = "no fused attention in float32"
     elif min_batch_size * num_attention_heads < FUSED_DECODE_MIN_QUERY_HEADS:
@@ -32,4 +65,4 @@ def choose(
             f"no fused decode attention for max_sequence_length + head_dim above {FUSED_DECODE_MAX_SCORES} "
             f"({max_sequence_length} + {head_dim})"
         )
-    return AttentionChoice(layer=layer, variant=variant, decomposable=bool(reason), reason=reason)
+    return AttentionLayerConfig(layer=layer, variant=variant, decomposable=bool(reason), reason=reason)

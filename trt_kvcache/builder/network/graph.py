@@ -1,4 +1,4 @@
-"""``Graph``: a TensorRT network under construction, where every layer has a name and every refusal is an exception."""
+"""``Graph``: a TensorRT network under construction in which every layer has a name and every refusal is an exception."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,19 +12,30 @@ from trt_kvcache.trt.module import TensorRT
 
 
 class Graph:
-    """A thin wrapper over ``INetworkDefinition``.
+    """A thin wrapper around ``INetworkDefinition``.
 
-    TensorRT only points at the weights it is given, so the graph keeps every array alive: it must live until the build is
-    done.
+    TensorRT does not copy the weights that it is given. The graph keeps every array alive, so keep the graph until the build is done.
 
     Parameters
     ----------
     tensorrt : TensorRT
     network : INetworkDefinition
+        An empty network.
     messages : Messages
         An open collection of TensorRT's log.
     dtype : str
         What the model computes in: ``"float16"``, ``"bfloat16"`` or ``"float32"``.
+
+    Attributes
+    ----------
+    tensorrt : TensorRT
+        As given.
+    trt : module
+        The module of TensorRT.
+    network : INetworkDefinition
+        The network that layers are added to; it may be replaced by the next one.
+    dtype : str
+        As given.
     """
 
     def __init__(self, tensorrt: TensorRT, network: Any, messages: Messages, *, dtype: str) -> None:
@@ -36,25 +47,57 @@ class Graph:
         self._arrays: list[np.ndarray[Any, Any]] = []
 
     def input(self, name: str, dtype: str, shape: Sequence[int]) -> Any:
-        """Add a network input; ``-1`` in ``shape`` is given at run time."""
+        """Add a network input.
+
+        Parameters
+        ----------
+        name : str
+        dtype : str
+            As in :mod:`trt_kvcache.dtypes`.
+        shape : sequence of int
+            ``-1`` for sizes that are known at run time only.
+
+        Returns
+        -------
+        ITensor
+
+        Raises
+        ------
+        BuildError
+            TensorRT refused it.
+        """
         tensor = self.network.add_input(name, self.tensorrt.data_type(dtype), tuple(shape))
         if tensor is None:
             self._messages.fail(BuildError, f"network input `{name}`: TensorRT refused it")
         return tensor
 
     def output(self, tensor: Any, name: str) -> None:
-        """Make a tensor a network output with this name."""
+        """Mark a tensor as a network output with this name. Raises BuildError where TensorRT logged an error."""
         tensor.name = name
         self.network.mark_output(tensor)
         self.check(name)
 
     def layer(self, name: str, kind: str, *arguments: Any) -> Any:
-        """Add a layer by ``INetworkDefinition.add_<kind>(*arguments)`` and return it.
+        """Add a layer with ``INetworkDefinition.add_<kind>(*arguments)``.
+
+        Parameters
+        ----------
+        name : str
+            Name of the layer.
+        kind : str
+            Such as ``"cast"`` or ``"matrix_multiply"``.
+        *arguments
+            Arguments of the method.
+
+        Returns
+        -------
+        ILayer
+            Set its properties, then call :meth:`result`, which checks them.
 
         Raises
         ------
         BuildError
-            TensorRT refused it. What is set on the layer afterwards, :meth:`result` checks.
+            TensorRT refused it.
         """
         layer = getattr(self.network, f"add_{kind}")(*arguments)
         if layer is None:
@@ -63,10 +106,24 @@ class Graph:
         return layer
 
     def result(self, layer: Any) -> Any:
-        """Return the output of a layer whose settings are complete.
+        """Return the output of a layer whose properties are set.
 
-        TensorRT looks at shapes and dtypes when it is asked for the output's shape, not when the layer is made. Asking here
-        makes the layer at fault the one that is named. Raises :class:`BuildError`.
+        TensorRT infers shapes and dtypes when it is asked for the shape of the output, not when the layer is added. Asking here makes
+        sure that the error names the layer at fault.
+
+        Parameters
+        ----------
+        layer : ILayer
+
+        Returns
+        -------
+        ITensor
+            Its first output.
+
+        Raises
+        ------
+        BuildError
+            The inputs of the layer do not fit, or TensorRT logged an error.
         """
         tensor = layer.get_output(0)
         tensor.name = layer.name
@@ -78,15 +135,15 @@ class Graph:
         return tensor
 
     def op(self, name: str, kind: str, *arguments: Any) -> Any:
-        """Add a layer that needs no settings, and return its output."""
+        """Add a layer whose properties need not be set, and return its output. Parameters and errors are those of :meth:`layer`."""
         return self.result(self.layer(name, kind, *arguments))
 
     def check(self, name: str) -> None:
-        """Raise :class:`BuildError` if TensorRT has logged an error, although it returned something."""
+        """Raise BuildError if TensorRT logged an error for the layer ``name``, although the call returned something."""
         self._messages.check(BuildError, f"layer `{name}`")
 
     def constant(self, name: str, array: np.ndarray[Any, Any]) -> Any:
-        """Add a constant over the memory of ``array`` (copied only if it is not dense or not aligned)."""
+        """Add a constant over the memory of ``array``, which is copied only if it is not contiguous or not aligned."""
         array = np.require(array, requirements=["C", "A"])
         self._arrays.append(array)
         data_type = self.tensorrt.data_type(dtype_name(array.dtype))
@@ -98,12 +155,12 @@ class Graph:
         return self.constant(name, np.full((1,) * rank, value, numpy_dtype(dtype)))
 
     def cast(self, name: str, tensor: Any, dtype: str) -> Any:
-        """Return ``tensor`` in another dtype: itself if it has that one already."""
+        """Return ``tensor`` in a dtype; without a layer if it has that dtype already."""
         data_type = self.tensorrt.data_type(dtype)
         return tensor if tensor.dtype == data_type else self.op(name, "cast", tensor, data_type)
 
     def elementwise(self, name: str, left: Any, operation: str, right: Any) -> Any:
-        """Apply an ``ElementWiseOperation``, such as ``"SUM"``, to two tensors of equal rank and dtype."""
+        """Apply an ``ElementWiseOperation``, such as ``"SUM"``, to two tensors of the same rank and dtype."""
         return self.op(name, "elementwise", left, right, getattr(self.trt.ElementWiseOperation, operation))
 
     def shuffle(
@@ -115,7 +172,22 @@ class Graph:
         reshape: Sequence[int] | None = None,
         second_transpose: Sequence[int] | None = None,
     ) -> Any:
-        """Transpose, reshape (0 copies a dimension, -1 is inferred), transpose: in this order, each where given."""
+        """Add an ``IShuffleLayer``: transpose, reshape, transpose, in this order.
+
+        Parameters
+        ----------
+        name : str
+            Name of the layer.
+        tensor : ITensor
+        first_transpose, second_transpose : sequence of int, optional
+            Permutations of the dimensions.
+        reshape : sequence of int, optional
+            The new shape; 0 keeps a dimension, -1 is inferred.
+
+        Returns
+        -------
+        ITensor
+        """
         layer = self.layer(name, "shuffle", tensor)
         if first_transpose is not None:
             layer.first_transpose = tuple(first_transpose)

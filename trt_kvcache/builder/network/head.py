@@ -1,4 +1,4 @@
-"""From token ids to the first hidden state, and from the last hidden state to logits."""
+"""Both ends of a decoder: from token ids to the first hidden state, and from the last hidden state to logits."""
 
 from typing import Any
 
@@ -7,32 +7,36 @@ from trt_kvcache.builder.network.linear import matmul_transposed
 from trt_kvcache.builder.network.rms_norm import rms_norm
 from trt_kvcache.builder.network.weights import Weights
 from trt_kvcache.checkpoint import ModelConfig
-
-_EMBEDDING = "model.embed_tokens.weight"
+from trt_kvcache.engine_folder.decoder_segments import EMBEDDING
 
 
 def embedding_table(graph: Graph, weights: Weights) -> Any:
-    """Add the embedding table, ``[vocab, hidden]``."""
-    return graph.constant(_EMBEDDING, weights(_EMBEDDING))
+    """Add the embedding table ``[vocab, hidden]`` as a constant."""
+    return graph.constant(EMBEDDING, weights(EMBEDDING))
 
 
 def embed(graph: Graph, table: Any, input_ids: Any) -> Any:
-    """Look up ``input_ids`` ``[B, s]``; the result is ``[B, s, hidden]``."""
+    """Look up the rows of token ids ``[B, s]`` (``add_gather``); the result is ``[B, s, hidden]``."""
     return graph.op("model.embed_tokens", "gather", table, input_ids, 0)
 
 
 def last_token(graph: Graph, x: Any, last_token_ids: Any) -> Any:
-    """Pick one token of each slot.
+    """Select one token of each slot.
 
     Parameters
     ----------
-    x : ITensor ``[B, s, hidden]``
-    last_token_ids : ITensor ``[B, 1]``, int32
+    graph : Graph
+    x : ITensor [B, s, hidden]
+    last_token_ids : ITensor [B, 1] int32
         Index among the ``s`` new tokens.
 
     Returns
     -------
-    ITensor ``[B, hidden]``
+    ITensor [B, hidden]
+
+    Notes
+    -----
+    ``INetworkDefinition.add_gather_v2`` with ``GatherMode.ND``.
     """
     layer = graph.layer("last_token", "gather_v2", x, last_token_ids, graph.trt.GatherMode.ND)
     layer.num_elementwise_dims = 1  # the batch
@@ -40,17 +44,21 @@ def last_token(graph: Graph, x: Any, last_token_ids: Any) -> Any:
 
 
 def logits(graph: Graph, x: Any, weights: Weights, model: ModelConfig, table: Any) -> Any:
-    """Apply the final norm and the LM head, which is the embedding table again where they are tied.
+    """Apply the final norm and the LM head.
 
     Parameters
     ----------
-    x : ITensor ``[B, hidden]``
-    table : ITensor ``[vocab, hidden]``
+    graph : Graph
+    x : ITensor [B, hidden]
+    weights : Weights
+    model : ModelConfig
+    table : ITensor [vocab, hidden] or None
+        The embedding table, which is the LM head where they are tied; not used otherwise.
 
     Returns
     -------
-    ITensor ``[B, vocab]``, float32
+    ITensor [B, vocab] float32
     """
     normed = rms_norm(graph, x, weights, "model.norm", epsilon=model.rms_norm_eps)
-    head = table if model.tie_word_embeddings else graph.constant("lm_head.weight", weights("lm_head.weight"))
-    return graph.cast("lm_head/to_float32", matmul_transposed(graph, "lm_head/matmul", normed, head), "float32")
+    lm_head = table if model.tie_word_embeddings else graph.constant("lm_head.weight", weights("lm_head.weight"))
+    return graph.cast("lm_head/to_float32", matmul_transposed(graph, "lm_head/matmul", normed, lm_head), "float32")

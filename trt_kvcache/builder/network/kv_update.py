@@ -1,4 +1,4 @@
-"""Write new K or V rows into the cache, in place."""
+"""Append new K or V rows to a cache, in place."""
 
 from typing import Any
 
@@ -6,25 +6,31 @@ from trt_kvcache.builder.network.graph import Graph
 
 
 def update_cache(graph: Graph, *, cache: tuple[str, str], shape: tuple[int, int, int], rows: Any, start_index: Any) -> Any:
-    """Add one cache: a network input, and the network output that shares its memory.
+    """Add one cache to a network: an input, and the output that shares its memory.
 
-    Row ``i`` of slot ``b`` goes to token ``start_index[b] + i``. TensorRT ignores rows beyond S without a word; whoever
-    sets the start must check that ``start + s <= S``.
+    Row ``i`` of slot ``b`` is written to token ``start_index[b] + i``. TensorRT ignores rows beyond S without an error, so whoever sets
+    the start index must check that ``start + s <= S``.
 
     Parameters
     ----------
-    cache : (str, str)
+    graph : Graph
+    cache : tuple of str
         Names of the input and of the output.
-    shape : (int, int, int)
+    shape : tuple of int
         ``(H, S, D)``.
-    rows : ITensor ``[B, H, s, D]``
-        In the dtype of the model, which is the dtype of the cache.
-    start_index : ITensor ``[B]``, int32
+    rows : ITensor [B, H, s, D]
+        In the dtype of the model, which is that of the cache.
+    start_index : ITensor [B] int32
+        Tokens in the cache before the step.
 
     Returns
     -------
-    ITensor ``[B, H, S, D]``
+    ITensor [B, H, S, D]
         The cache after the update.
+
+    Notes
+    -----
+    ``INetworkDefinition.add_kv_cache_update`` with ``KVCacheMode.LINEAR``.
     """
     name, present = cache
     before = graph.input(name, graph.dtype, (-1, *shape))

@@ -1,4 +1,4 @@
-"""``x W^T + b``, with the weight as Hugging Face stores it: ``[out, in]``."""
+"""Linear layers, ``x W^T + b``, with weights as Hugging Face stores them: ``[out, in]``."""
 
 from typing import Any
 
@@ -11,30 +11,36 @@ def matmul_transposed(graph: Graph, name: str, x: Any, weight: Any) -> Any:
 
     Parameters
     ----------
-    x : ITensor ``[..., in]``
-    weight : ITensor ``[..., out, in]``
+    graph : Graph
+    name : str
+        Name of the layer.
+    x : ITensor [..., in]
+    weight : ITensor [..., out, in]
         Of the rank of ``x``.
 
     Returns
     -------
-    ITensor ``[..., out]``
+    ITensor [..., out]
     """
     plain, transposed = graph.trt.MatrixOperation.NONE, graph.trt.MatrixOperation.TRANSPOSE
     return graph.op(name, "matrix_multiply", x, plain, weight, transposed)
 
 
 def linear(graph: Graph, x: Any, weights: Weights, module: str, *, bias: bool) -> Any:
-    """Apply the linear layer whose weights are ``<module>.weight`` and, if ``bias``, ``<module>.bias``.
+    """Apply a linear layer.
 
     Parameters
     ----------
-    x : ITensor ``[B, s, in]``
+    graph : Graph
+    x : ITensor [B, s, in]
+    weights : Weights
     module : str
-        Such as ``model.layers.0.mlp.up_proj``.
+        Such as ``model.layers.0.mlp.up_proj``. Its weights are ``<module>.weight`` and, if ``bias``, ``<module>.bias``.
+    bias : bool
 
     Returns
     -------
-    ITensor ``[B, s, out]``
+    ITensor [B, s, out]
     """
     weight = graph.constant(f"{module}.weight", weights(f"{module}.weight")[None])
     y = matmul_transposed(graph, f"{module}/matmul", x, weight)

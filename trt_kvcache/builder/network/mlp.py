@@ -8,7 +8,22 @@ from trt_kvcache.builder.network.weights import Weights
 
 
 def mlp(graph: Graph, x: Any, weights: Weights, module: str, *, bias: bool) -> Any:
-    """Apply the MLP ``module`` to ``x`` ``[B, s, hidden]``; the shape stays."""
+    """Apply a gated MLP.
+
+    Parameters
+    ----------
+    graph : Graph
+    x : ITensor [B, s, hidden]
+    weights : Weights
+    module : str
+        Such as ``model.layers.0.mlp``.
+    bias : bool
+        Whether its linear layers have biases.
+
+    Returns
+    -------
+    ITensor [B, s, hidden]
+    """
     gate = linear(graph, x, weights, f"{module}.gate_proj", bias=bias)
     sigmoid = graph.op(f"{module}/sigmoid", "activation", gate, graph.trt.ActivationType.SIGMOID)
     silu = graph.elementwise(f"{module}/silu", gate, "PROD", sigmoid)

@@ -1,4 +1,4 @@
-"""RMSNorm. TensorRT's normalisation layer subtracts the mean, so this is written out."""
+"""RMSNorm from elementary layers: TensorRT's normalisation layer would subtract the mean."""
 
 from typing import Any
 
@@ -9,17 +9,21 @@ from trt_kvcache.builder.network.weights import Weights
 def rms_norm(graph: Graph, x: Any, weights: Weights, module: str, *, epsilon: float) -> Any:
     """Return ``x / sqrt(mean(x^2) + epsilon) * weight`` over the last axis.
 
-    The norm is taken in float32 and rounded before the weight is multiplied, as Hugging Face does.
+    The norm is computed in float32 and rounded before the multiplication with the weight, as Hugging Face does.
 
     Parameters
     ----------
-    x : ITensor ``[..., n]``
+    graph : Graph
+    x : ITensor [..., n]
+    weights : Weights
     module : str
         Its weight is ``<module>.weight``, ``[n]``.
+    epsilon : float
 
     Returns
     -------
-    ITensor, the shape and dtype of ``x``
+    ITensor [..., n]
+        In the dtype of ``x``.
     """
     rank = len(x.shape)
     wide = graph.cast(f"{module}/to_float32", x, "float32")

@@ -1,4 +1,4 @@
-"""Rotary position embedding: tables once per network, one TensorRT layer per rotation."""
+"""Rotary position embedding (RoPE): tables once per network, one TensorRT layer for each of q and k."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -11,35 +11,59 @@ from trt_kvcache.checkpoint import ModelConfig, rope_table
 
 @dataclass(frozen=True)
 class RopeTables:
-    """Cosines and sines of every position, float32 ``[S, D / 2]``. Scaling (linear, llama3) is in them."""
+    """Cosines and sines of every position; RoPE scaling (linear, llama3) is included.
+
+    Parameters
+    ----------
+    cos, sin : ITensor [S, D / 2] float32
+    """
 
     cos: Any
     sin: Any
 
 
 def rope_tables(graph: Graph, model: ModelConfig, *, length: int) -> RopeTables:
-    """Add the tables for positions ``0 .. length - 1``."""
+    """Add the tables for positions ``0 .. length - 1`` to the network as constants."""
     cos, sin = rope_table(model.rope, model.head_dim, length)
     return RopeTables(graph.constant("rope/cos", cos), graph.constant("rope/sin", sin))
 
 
 def cos_sin(model: ModelConfig, *, length: int) -> np.ndarray[Any, Any]:
-    """Return both tables in one array, as our own attention takes them: float32 ``[S, 2, D / 2]``."""
-    return np.stack(rope_table(model.rope, model.head_dim, length), axis=1)
-
-
-def rotate(graph: Graph, name: str, x: Any, tables: RopeTables, position_ids: Any) -> Any:
-    """Rotate the pairs ``(d, d + D / 2)`` of each row by its position.
+    """Return both tables in one array, as the attention of this package reads them.
 
     Parameters
     ----------
-    x : ITensor ``[B, H, s, D]``
-    position_ids : ITensor ``[B, s]``, int32
+    model : ModelConfig
+    length : int
+        Positions, S.
 
     Returns
     -------
-    ITensor ``[B, H, s, D]``, float32
-        Left wide, so that the caller rounds once.
+    ndarray [S, 2, D / 2] float32
+    """
+    return np.stack(rope_table(model.rope, model.head_dim, length), axis=1)
+
+
+def apply_rope(graph: Graph, name: str, x: Any, tables: RopeTables, position_ids: Any) -> Any:
+    """Apply RoPE: rotate the pairs ``(d, d + D / 2)`` of each row by the angle of its position.
+
+    Parameters
+    ----------
+    graph : Graph
+    name : str
+        Prefix of the layers' names.
+    x : ITensor [B, H, s, D]
+    tables : RopeTables
+    position_ids : ITensor [B, s] int32
+
+    Returns
+    -------
+    ITensor [B, H, s, D] float32
+        Not rounded to the model's dtype, so that the caller rounds once.
+
+    Notes
+    -----
+    ``INetworkDefinition.add_rotary_embedding``.
     """
     wide = graph.cast(f"{name}/to_float32", x, "float32")
     interleaved, rotary_dim = False, 0  # rotary_dim 0 rotates all of D

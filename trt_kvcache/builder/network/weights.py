@@ -1,4 +1,4 @@
-"""Weights of a checkpoint in the dtype that the engine computes in."""
+"""The weights of a checkpoint, in the dtype that the engine computes in."""
 
 from typing import Any, Protocol
 
@@ -9,7 +9,7 @@ from trt_kvcache.errors import BuildError
 
 
 class TensorSource(Protocol):
-    """What is needed of a :class:`~trt_kvcache.checkpoint.Checkpoint`."""
+    """What weights are read from: a :class:`~trt_kvcache.checkpoint.Checkpoint`, or anything with this method."""
 
     def tensor(self, name: str) -> np.ndarray[Any, Any]:
         """Return a weight in its stored dtype."""
@@ -23,6 +23,13 @@ class Weights:
     checkpoint : TensorSource
     dtype : str
         The dtype to return them in.
+
+    Examples
+    --------
+    >>> from trt_kvcache.checkpoint import Checkpoint
+    >>> with Checkpoint.open("examples/tiny-llama") as checkpoint:
+    ...     Weights(checkpoint, "float16")("model.norm.weight").dtype
+    dtype('float16')
     """
 
     def __init__(self, checkpoint: TensorSource, dtype: str) -> None:
@@ -30,7 +37,17 @@ class Weights:
         self.dtype = dtype
 
     def __call__(self, name: str) -> np.ndarray[Any, Any]:
-        """Return one weight: a view of the checkpoint's memory if it is stored in :attr:`dtype`, else a converted copy.
+        """Return one weight.
+
+        Parameters
+        ----------
+        name : str
+            Its Hugging Face name.
+
+        Returns
+        -------
+        ndarray
+            A view of the checkpoint's memory if it is stored in this dtype, else a converted copy.
 
         Raises
         ------

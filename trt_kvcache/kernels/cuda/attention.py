@@ -17,7 +17,7 @@ from trt_kvcache.kernels.attention_tiles import (
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch
 from trt_kvcache.kernels.source_variants import variant_name
-from trt_kvcache.memory.cuda import CudaMemory
+from trt_kvcache.memory.cuda_memory import CudaMemory
 from trt_kvcache.memory.tensor import DeviceTensor
 
 _WARP = 32

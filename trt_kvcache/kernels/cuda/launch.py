@@ -6,8 +6,8 @@ from typing import Any
 from trt_kvcache.errors import CudaError
 from trt_kvcache.kernels.compile import cubin
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.cuda import CudaMemory
 from trt_kvcache.memory.cuda_driver import check, cuda_core_error
+from trt_kvcache.memory.cuda_memory import CudaMemory
 
 #: Threads of a block, in every bookkeeping kernel, and vectors that a thread has in flight: see ``plugins/vector_copy.cuh``.
 THREADS_PER_BLOCK, VECTORS_IN_FLIGHT = 256, 4

@@ -8,7 +8,7 @@ import numpy as np
 from trt_kvcache.kernels.compaction_moves import REGISTER, CompactionMove
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, CompactionPlan
 from trt_kvcache.kernels.state_infos import StateInfo
-from trt_kvcache.memory.host import HostMemory
+from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
 
 Array = np.ndarray[Any, Any]

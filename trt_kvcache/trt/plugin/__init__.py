@@ -1,12 +1,12 @@
-"""``KVCacheAttention``: attention over the combined cache as a plugin of full TensorRT. ``plugins/README.md`` is its ABI.
+"""``KVCacheAttention``: attention over a combined cache as a plugin of full TensorRT. ``plugins/README.md`` describes its ABI.
 
-Importing this needs no TensorRT. No engine of full TensorRT has run it yet.
+Importing this package does not import TensorRT. No engine of full TensorRT has run the plugin yet.
 """
 
-from trt_kvcache.ops.attention_fields import AttentionFields
+from trt_kvcache.ops.attention_attributes import AttentionAttributes
 from trt_kvcache.trt.plugin.aot import register_decode
 from trt_kvcache.trt.plugin.creator import register
 from trt_kvcache.trt.plugin.plugin import plugin_class
 from trt_kvcache.trt.plugin.versions import allow_aliasing, can_add_plugins
 
-__all__ = ["AttentionFields", "allow_aliasing", "can_add_plugins", "plugin_class", "register", "register_decode"]
+__all__ = ["AttentionAttributes", "allow_aliasing", "can_add_plugins", "plugin_class", "register", "register_decode"]

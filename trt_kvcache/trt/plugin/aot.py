@@ -15,7 +15,7 @@ from trt_kvcache.errors import CudaError, ShapeError
 from trt_kvcache.kernels.attention_params import score_factors
 from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, ELEMENT_TYPES, decode_block_nbytes, decode_tiles
 from trt_kvcache.kernels.sources import CXX_STANDARD, source_folder
-from trt_kvcache.ops.attention_fields import FIELD_TYPES, AttentionFields
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, AttentionAttributes
 from trt_kvcache.ops.attention_shapes import INPUTS, check_dtypes, check_shapes, input_names
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, ahead_of_time_module, constant_of
@@ -34,7 +34,7 @@ _ROWS, _WARP = DECODE_ROWS[0], 32
 _LIKE = "sm_80"
 
 
-def blocks(fields: AttentionFields) -> int:
+def blocks(fields: AttentionAttributes) -> int:
     """Return the blocks along y of a launch: 8 query heads of a K/V head each. Along z there is one for each slot."""
     return fields.num_kv_heads * -(-fields.group // _ROWS)
 
@@ -46,21 +46,21 @@ def tiles(head_dim: int) -> tuple[int, int, int]:
     return next(one for one in sizes if one[2] <= _SHARED_NBYTES)
 
 
-def macros(fields: AttentionFields, dtype: str) -> dict[str, str]:
+def macros(fields: AttentionAttributes, dtype: str) -> dict[str, str]:
     """Return what ``plugins/attention/decode_aot.cuh`` is compiled with."""
     warps, stages, _ = tiles(fields.head_dim)
     sizes = {**decode_tiles(fields.head_dim, _LIKE), "HEAD_DIM": fields.head_dim, "WARPS": warps, "STAGES": stages, "BLOCKS_PER_SM": 1}
     numbers = {"GROUP_SIZE": fields.group, "NUM_KV_HEADS": fields.num_kv_heads, "ROTARY_DIM": fields.rotary_dim, "WINDOW": fields.window}
-    doubles = dict(zip(("FACTOR", "INVERSE_SOFTCAP"), score_factors(fields.factor, fields.softcap), strict=True))
+    doubles = dict(zip(("FACTOR", "INVERSE_SOFTCAP"), score_factors(fields.score_scale, fields.softcap), strict=True))
     return {"ELEMENT": ELEMENT_TYPES[dtype], **{name: repr(value) for name, value in (sizes | numbers | doubles).items()}}
 
 
-def compile_ptx(fields: AttentionFields, dtype: str, arch: str) -> str:
+def compile_ptx(fields: AttentionAttributes, dtype: str, arch: str) -> str:
     """Compile the kernel with NVRTC. Needs no GPU.
 
     Parameters
     ----------
-    fields : AttentionFields
+    fields : AttentionAttributes
     dtype : str
         ``"float16"`` or ``"bfloat16"``.
     arch : str
@@ -129,10 +129,10 @@ def register_decode(tensorrt: TensorRT, *, arch: str) -> Any:
         return described["q"].like(), described["cache"].aliased()
 
     def implement(*arguments: Any) -> Any:
-        given = dict(zip((*INPUT_NAMES, *FIELD_TYPES, "outputs", "tactic"), arguments, strict=True))
+        given = dict(zip((*INPUT_NAMES, *ATTRIBUTE_TYPES, "outputs", "tactic"), arguments, strict=True))
         q, cache = given["q"], given["cache"]
         dtype = check_dtypes({name: tensorrt.dtype_name(given[name].dtype) for name in INPUT_NAMES})
-        fields = AttentionFields(**{name: given[name] for name in FIELD_TYPES})
+        fields = AttentionAttributes(**{name: given[name] for name in ATTRIBUTE_TYPES})
         names = input_names(fields, len(INPUT_NAMES) - (not fields.rotary_dim))
         sizes = check_shapes(fields, {name: [constant_of(size) for size in given[name].shape_expr] for name in names})
         if sizes["s"] != 1:
@@ -147,7 +147,7 @@ def register_decode(tensorrt: TensorRT, *, arch: str) -> Any:
 
     # TensorRT looks at the signatures: names, and classes of its own.
     tensors = dict.fromkeys(INPUT_NAMES, trtp.TensorDesc)
-    kinds = {name: float if kind.startswith("FLOAT") else int for name, kind in FIELD_TYPES.items()}
+    kinds = {name: float if kind.startswith("FLOAT") else int for name, kind in ATTRIBUTE_TYPES.items()}
     kernel = (str | bytes, str | bytes, trtp.KernelLaunchParams, trtp.SymIntExprs)
     _sign(describe, tensors | kinds, (trtp.TensorDesc,) * 2)
     _sign(implement, {**tensors, **kinds, "outputs": Parameter.empty, "tactic": int}, kernel)

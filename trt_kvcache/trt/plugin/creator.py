@@ -1,4 +1,4 @@
-"""The plugin's creator, through which TensorRT makes it again when it reads an engine."""
+"""The creator of the plugin, with which TensorRT makes the plugin when it deserialises an engine."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.errors import EngineError
-from trt_kvcache.ops.attention_fields import FIELD_TYPES, AttentionFields
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, AttentionAttributes
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.plugin import plugin_class
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION
@@ -16,19 +16,27 @@ from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGI
 
 @cache
 def register(tensorrt: TensorRT) -> Any:
-    """Make the plugin known to TensorRT, once: before a network has it, and before an engine that has it is read.
+    """Register the plugin with TensorRT's plugin registry: before a network uses it, and before an engine that has it is opened.
+
+    Parameters
+    ----------
+    tensorrt : TensorRT
 
     Returns
     -------
     IPluginCreatorV3One
-        The creator.
+        The creator; the same one at every call.
 
     Raises
     ------
     EngineError
-        TensorRT has no plugins with aliased outputs, or has a creator of the same name and version already.
+        This TensorRT has no plugins with aliased outputs, or has a creator of the same name and version already.
+
+    Notes
+    -----
+    ``IPluginRegistry.register_creator``.
     """
-    make = plugin_class(tensorrt)
+    plugin = plugin_class(tensorrt)
     trt = tensorrt.module
 
     class KVCacheAttentionCreator(trt.IPluginCreatorV3One):  # type: ignore[misc, name-defined]
@@ -38,11 +46,11 @@ def register(tensorrt: TensorRT) -> Any:
             empty = np.empty(0)
             kinds = trt.PluginFieldType
             self.field_names = trt.PluginFieldCollection(
-                [trt.PluginField(name, empty, getattr(kinds, kind)) for name, kind in FIELD_TYPES.items()]
+                [trt.PluginField(name, empty, getattr(kinds, kind)) for name, kind in ATTRIBUTE_TYPES.items()]
             )
 
         def create_plugin(self, name: str, fields: Any, phase: Any) -> Any:
-            return make(AttentionFields.parse(fields))
+            return plugin(AttentionAttributes.from_plugin_fields(fields))
 
     creator = KVCacheAttentionCreator()
     if not trt.get_plugin_registry().register_creator(creator, PLUGIN_NAMESPACE):

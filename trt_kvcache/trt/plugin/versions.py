@@ -1,4 +1,4 @@
-"""What the plugin is called, and all that differs between the versions of TensorRT it runs in."""
+"""Name and version of the plugin, and everything that differs between the releases of TensorRT that it runs in."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import importlib
 from typing import Any
 
 from trt_kvcache.errors import EngineError
-from trt_kvcache.ops.attention_fields import FIELD_TYPES
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES
 from trt_kvcache.ops.attention_shapes import INPUTS, OUTPUTS
 from trt_kvcache.trt.module import TensorRT
 
-#: How TensorRT finds the plugin. The version changes with :func:`abi_digest`.
+#: How TensorRT's registry finds the plugin. A change of :func:`abi_digest` takes a new version.
 PLUGIN_NAME, PLUGIN_VERSION, PLUGIN_NAMESPACE = "KVCacheAttention", "1", "trt_kvcache"
 
 _NEEDED = ("IPluginV3", "IPluginV3OneCore", "IPluginV3OneBuildV2", "IPluginV3OneRuntime", "IPluginCreatorV3One")
@@ -19,31 +19,65 @@ _NEEDED_AHEAD_OF_TIME = ("register", "aot_impl", "KernelLaunchParams", "SymIntEx
 
 
 def abi_digest() -> str:
-    """Return a digest of the inputs, outputs and fields."""
-    return hashlib.sha256(repr((INPUTS, OUTPUTS, FIELD_TYPES)).encode()).hexdigest()[:16]
+    """Return a digest of inputs, outputs and attributes. An engine depends on all of them, so a test holds digest and version together."""
+    return hashlib.sha256(repr((INPUTS, OUTPUTS, ATTRIBUTE_TYPES)).encode()).hexdigest()[:16]
 
 
 def check_plugins(tensorrt: TensorRT) -> None:
-    """Check that plugins can have aliased outputs here. Raises :class:`EngineError`: TensorRT is older than 10.3."""
+    """Check that this TensorRT has plugins with aliased outputs.
+
+    Parameters
+    ----------
+    tensorrt : TensorRT
+
+    Raises
+    ------
+    EngineError
+        It is older than 10.3, or lacks one of the classes.
+    """
     missing = [name for name in _NEEDED if not hasattr(tensorrt.module, name)]
     if missing:
         raise EngineError(f"{PLUGIN_NAME}: expected TensorRT 10.3 or newer, got {tensorrt}, which has no {missing[0]}.")
 
 
 def can_add_plugins(tensorrt: TensorRT) -> bool:
-    """Tell whether networks have plugin layers: not those of TensorRT for RTX."""
+    """Return whether networks have plugin layers (``INetworkDefinition.add_plugin_v3``); those of TensorRT for RTX do not."""
     return hasattr(tensorrt.module.INetworkDefinition, "add_plugin_v3")
 
 
 def allow_aliasing(tensorrt: TensorRT, config: Any) -> None:
-    """Let plugins write to their inputs in what is built with this ``IBuilderConfig``; no such switch: it is always so."""
+    """Allow plugins to write to their inputs in builds with this configuration.
+
+    Parameters
+    ----------
+    tensorrt : TensorRT
+    config : IBuilderConfig
+
+    Notes
+    -----
+    ``PreviewFeature.ALIASED_PLUGIN_IO_10_03``. A TensorRT without this feature allows it anyway.
+    """
     feature = getattr(tensorrt.module.PreviewFeature, "ALIASED_PLUGIN_IO_10_03", None)
     if feature is not None:
         config.set_preview_feature(feature, True)
 
 
 def ahead_of_time_module(tensorrt: TensorRT) -> Any:
-    """Return ``tensorrt.plugin``. Raises :class:`EngineError` where it is not there, or knows no ``aot_impl``."""
+    """Return the module ``tensorrt.plugin``.
+
+    Parameters
+    ----------
+    tensorrt : TensorRT
+
+    Returns
+    -------
+    module
+
+    Raises
+    ------
+    EngineError
+        It is not there, or has no plugins that are compiled ahead of time.
+    """
     name = f"{tensorrt.flavour}.plugin"
     try:
         module = importlib.import_module(name)
@@ -56,7 +90,7 @@ def ahead_of_time_module(tensorrt: TensorRT) -> Any:
 
 
 def constant_of(expression: Any) -> int | None:
-    """Return the value of a symbolic size of ``tensorrt.plugin``, or None where it is not constant."""
+    """Return the value of a symbolic size (``ShapeExpr``), or None where it is not constant."""
     if not expression.is_constant:
         return None
     value = expression.constant_value

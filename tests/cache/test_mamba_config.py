@@ -1,0 +1,128 @@
+"""``MambaCacheConfig``: bytes of states, the stored form, and which fields it refuses."""
+
+import dataclasses
+import json
+
+import pytest
+from hypothesis import given, strategies as st
+
+from trt_kvcache import HostMemory, MambaCacheConfig, MambaCacheManager, estimate_memory
+from trt_kvcache.errors import ConfigError
+
+FIELDS = {"num_layers": 2, "max_batch_size": 3, "num_heads": 2, "head_dim": 3, "state_size": 5, "conv_dim": 7, "conv_kernel": 4}
+INT32_MAX = 2147483647
+#: Bytes of the entry of one state in the array that kernels read: three words.
+STATE_INFO = 24
+
+
+def test_defaults():
+    config = MambaCacheConfig(**FIELDS)
+    assert (config.recurrent_dtype, config.conv_dtype, config.ping_pong) == ("float32", "float16", False)
+
+
+def test_frozen():
+    config = MambaCacheConfig(**FIELDS)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.num_layers = 3
+
+
+def test_keyword_only():
+    with pytest.raises(TypeError):
+        MambaCacheConfig(*FIELDS.values())
+
+
+def test_equal_by_value():
+    config = MambaCacheConfig(**FIELDS)
+    twin = MambaCacheConfig(**FIELDS)
+    assert (twin, hash(twin)) == (config, hash(config))
+    assert dataclasses.replace(config, head_dim=4) != config
+
+
+def test_bytes_by_hand():
+    # A layer: 3 * 30 * 4 = 360 -> 512 bytes of recurrent states, 3 * 28 * 2 = 168 -> 256 bytes of conv states.
+    config = MambaCacheConfig(**FIELDS)
+    assert (config.recurrent_storage.shape, config.recurrent_storage.layer_nbytes) == ((3, 2, 3, 5), 512)
+    assert (config.conv_storage.shape, config.conv_storage.layer_nbytes) == ((3, 7, 4), 256)
+    assert (config.num_buffers, config.slot_nbytes, config.nbytes) == (1, 2 * (120 + 56), 2 * (512 + 256))
+
+
+def test_ping_pong_doubles_the_bytes():
+    config = MambaCacheConfig(**FIELDS, ping_pong=True)
+    assert (config.num_buffers, config.slot_nbytes, config.nbytes) == (2, 4 * (120 + 56), 4 * (512 + 256))
+
+
+def test_each_kind_of_state_has_a_dtype_of_its_own():
+    config = MambaCacheConfig(**FIELDS, recurrent_dtype="float16", conv_dtype="float32")
+    assert (config.recurrent_storage.layer_nbytes, config.conv_storage.layer_nbytes) == (256, 512)
+
+
+CONFIGS = st.builds(
+    MambaCacheConfig,
+    **{name: st.integers(1, 5) for name in FIELDS},
+    recurrent_dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
+    conv_dtype=st.sampled_from(["float16", "bfloat16", "float32"]),
+    ping_pong=st.booleans(),
+)
+
+
+@given(CONFIGS)
+def test_bytes_are_what_a_manager_allocates(config):
+    memory = HostMemory()
+    with MambaCacheManager(config, memory=memory) as cache:
+        infos = STATE_INFO * 2 * config.num_layers * config.num_buffers
+        assert memory.live_nbytes == config.nbytes + cache.lengths.nbytes + infos
+        assert cache.nbytes == config.nbytes == estimate_memory(config).nbytes
+    assert memory.live_nbytes == 0
+
+
+@given(CONFIGS)
+def test_a_stored_config_is_read_back(config):
+    assert MambaCacheConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_the_stored_form():
+    stored = {**FIELDS, "recurrent_dtype": "float32", "conv_dtype": "float16", "ping_pong": False}
+    assert MambaCacheConfig(**FIELDS).to_dict() == stored
+
+
+def wrong_sizes(name, high=None):
+    """Values that are no size, and what is said about them."""
+    low = "at least 1" if high is None else f"an integer from 1 to {high}"
+    wrong = [(0, f"{low}, got 0"), (-1, f"{low}, got -1"), (2.0, "an integer, got 2.0"), (True, "an integer, got True")]
+    wrong += [("2", "an integer, got '2'"), (None, "an integer, got None")]
+    wrong += [] if high is None else [(high + 1, f"{low}, got {high + 1}")]
+    return [(name, value, f"MambaCacheConfig.{name}: expected {text}.") for value, text in wrong]
+
+
+BAD = [
+    *[bad for name in FIELDS for bad in wrong_sizes(name, INT32_MAX if name == "max_batch_size" else None)],
+    *[
+        (name, value, f"MambaCacheConfig.{name}: expected one of float16, bfloat16, float32, got {value!r}.")
+        for name in ("recurrent_dtype", "conv_dtype")
+        for value in ("int8", "float8_e4m3fn", "", None)
+    ],
+    ("ping_pong", 1, "MambaCacheConfig.ping_pong: expected True or False, got 1."),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "text"), BAD)
+def test_a_field_out_of_range(name, value, text):
+    with pytest.raises(ConfigError) as caught:
+        MambaCacheConfig(**{**FIELDS, name: value})
+    assert str(caught.value) == text
+
+
+STORED = MambaCacheConfig(**FIELDS).to_dict()
+BAD_STORED = [
+    ({key: value for key, value in STORED.items() if key != "conv_dim"}, "conv_dim"),
+    ({**STORED, "groups": 2}, "groups"),
+    ({**STORED, "head_dim": 0}, "MambaCacheConfig.head_dim: expected at least 1, got 0."),
+    (None, "MambaCacheConfig: the stored form has a missing or unknown field"),
+]
+
+
+@pytest.mark.parametrize(("data", "text"), BAD_STORED, ids=range(len(BAD_STORED)))
+def test_a_stored_config_that_is_damaged(data, text):
+    with pytest.raises(ConfigError) as caught:
+        MambaCacheConfig.from_dict(data)
+    assert text in str(caught.value)

@@ -1,0 +1,75 @@
+"""The fields of a plugin."""
+
+import enum
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES
+from trt_kvcache.trt.plugin import AttentionAttributes
+
+Kind = enum.Enum("Kind", "INT32 INT64 FLOAT32 FLOAT64 CHAR")
+LEAST = {"num_heads": 6, "num_kv_heads": 2, "head_dim": 80}
+
+
+def field(name, kind, *values):
+    return SimpleNamespace(name=name, type=Kind[kind], data=np.array(values))
+
+
+def test_round_trip():
+    fields = AttentionAttributes(**LEAST, scale=0.1, window=33, softcap=30.5, rotary_dim=20)
+    stored = fields.plugin_field_arrays()
+    assert {name: array.dtype.name.upper() for name, array in stored.items()} == ATTRIBUTE_TYPES
+    assert AttentionAttributes.from_plugin_fields(field(name, ATTRIBUTE_TYPES[name], *array) for name, array in stored.items()) == fields
+
+
+def test_what_may_be_left_out():
+    fields = AttentionAttributes.from_plugin_fields(field(name, "INT64", value) for name, value in LEAST.items())
+    assert (fields.scale, fields.window, fields.softcap, fields.rotary_dim) == (0, 0, 0, 0)
+    assert (fields.group, fields.score_scale) == (3, 80**-0.5)
+    taken = AttentionAttributes(**LEAST, scale=np.float32(0.25), window=np.int64(3))
+    assert repr((taken.score_scale, taken.window)) == "(0.25, 3)"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ([], "fields: expected num_heads, num_kv_heads, head_dim too, got none."),
+        ([field("head_dim", "INT32", 64)], "fields: expected num_heads, num_kv_heads too, got head_dim."),
+        ([field("heads", "INT32", 2)], "field 'heads' is unknown. Expected num_heads, "),
+        ([field("window", "INT32", 2)] * 2, "field 'window' is there twice. Expected num_heads, "),
+        ([field("window", "FLOAT32", 2)], "field 'window': expected one value of type INT32 or INT64, got 1 of type FLOAT32."),
+        ([field("scale", "INT32", 2)], "field 'scale': expected one value of type FLOAT32 or FLOAT64, got 1 of type INT32."),
+        ([field("window", "INT32", 2, 3)], "field 'window': expected one value of type INT32 or INT64, got 2 of type INT32."),
+    ],
+)
+def test_refused(fields, said):
+    with pytest.raises(ConfigError) as caught:
+        AttentionAttributes.from_plugin_fields(fields)
+    assert str(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_heads": 5}, "num_heads: expected 1 to 16 times num_kv_heads, got 5 over 2 K/V heads."),
+        ({"num_heads": 34}, "num_heads: expected 1 to 16 times num_kv_heads, got 34 over 2 K/V heads."),
+        ({"num_heads": 0}, "num_heads: expected 1 to 16 times num_kv_heads, got 0 over 2 K/V heads."),
+        ({"num_kv_heads": 0}, "num_heads: expected 1 to 16 times num_kv_heads, got 6 over 0 K/V heads."),
+        ({"head_dim": 72}, "head_dim: expected one of 64, 80, 96, 128, 256, got 72."),
+        ({"window": -1}, "window: expected an integer from 0 to 2147483647, got -1."),
+        ({"window": 2**31}, "window: expected an integer from 0 to 2147483647, got 2147483648."),
+        *[
+            ({name: value}, f"{name}: expected 0, or 1e-06 to 1000000.0, got {value}.")
+            for name, value in (("scale", -0.5), ("scale", True), ("scale", 1e-38), ("softcap", float("inf")), ("softcap", float("nan")))
+        ],
+        ({"rotary_dim": 6}, "rotary_dim: expected a multiple of 4 from 0 to 80, got 6."),
+        ({"rotary_dim": 84}, "rotary_dim: expected a multiple of 4 from 0 to 80, got 84."),
+    ],
+)
+def test_out_of_range(changed, said):
+    with pytest.raises(ConfigError) as caught:
+        AttentionAttributes(**LEAST | changed)
+    assert str(caught.value) == said

@@ -1,0 +1,448 @@
+"""``InferenceSession.open`` and ``from_model``: which engine runs, with what, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tests.checkpoint.tokenizer_folders import EOS, byte_level_folder
+from tests.helpers.engine_files import make_engine_folder
+from tests.helpers.small_model import write_model
+from trt_kvcache import InferenceSession, SamplingParams
+from trt_kvcache.builder.build_engine import build_engine
+from trt_kvcache.engine_folder.folder import EngineFolder
+from trt_kvcache.errors import BindingError, BuildError, CheckpointError, ConfigError, CudaError, EngineError, KVCacheError
+from trt_kvcache.memory.host_memory import HostMemory
+from trt_kvcache.reference import ReferenceEngine
+from trt_kvcache.session import open_model as opening
+from trt_kvcache.session.open_model import EngineFallbackWarning
+from trt_kvcache.session.session_source import SessionSource
+
+NO_GPU = "there is no GPU here"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A model of one layer, 64 positions, 37 tokens, end token 2, stored in float16."""
+    return write_model(tmp_path_factory.mktemp("models") / "model")
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    """Its engine folder: B = 3, S = 38, prefill up to 11."""
+    return make_engine_folder(model, tmp_path_factory.mktemp("engines") / "engine").path
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(opening, "find_gpu", lambda device: NO_GPU)
+
+
+@pytest.fixture
+def memories(monkeypatch):
+    """Every host memory that is made, to see what is left in it."""
+    made: list[HostMemory] = []
+
+    class Counted(HostMemory):
+        def __init__(self):
+            super().__init__()
+            made.append(self)
+
+    monkeypatch.setattr(opening, "HostMemory", Counted)
+    return made
+
+
+class FakeGPU:
+    """``CudaMemory`` and ``TensorRTEngine`` over host memory and the reference engine."""
+
+    def __init__(self, monkeypatch, model):
+        self.memory = HostMemory()
+        self.failure: KVCacheError | None = None
+        self.opened: list[tuple[Path, str]] = []
+        self.model = model
+        monkeypatch.setattr(opening, "find_gpu", lambda device: None)
+        monkeypatch.setattr(opening, "load_tensorrt", lambda flavour: None)
+        monkeypatch.setattr(opening, "CudaMemory", lambda device, **_: self.memory)
+        monkeypatch.setattr(opening, "TensorRTEngine", self)
+
+    def open(self, folder: EngineFolder, *, memory: HostMemory, flavour: str) -> ReferenceEngine:
+        assert memory is self.memory
+        self.opened.append((folder.path, flavour))
+        if self.failure is not None:
+            raise self.failure
+        with folder.open_checkpoint() as checkpoint:
+            return ReferenceEngine(checkpoint, kv=folder.config.cache, max_prefill_length=folder.config.max_prefill_length, memory=memory)
+
+
+@pytest.fixture
+def gpu(monkeypatch, model):
+    return FakeGPU(monkeypatch, model)
+
+
+class TestEngineFolder:
+    def test_the_reference_engine_runs_what_the_folder_says(self, folder):
+        with InferenceSession.open(folder, engine="reference") as session:
+            kv = session.cache.kv_config
+            assert (kv.max_batch_size, kv.max_sequence_length, kv.dtype) == (3, 38, "float16")
+            assert [profile.max_width for profile in session.engine.profiles] == [11, 1]
+            assert isinstance(session.engine, ReferenceEngine)
+            assert (session.vocab_size, session.tokenizer) == (37, None)
+            assert np.isfinite(session.prefill([list(range(30)), [1]])).all()
+
+    def test_it_is_the_model_itself(self, folder, model):
+        with (
+            InferenceSession.open(str(folder), engine="reference") as one,
+            InferenceSession.from_model(
+                model, engine="reference", max_batch_size=3, max_sequence_length=38, max_prefill_length=11
+            ) as other,
+        ):
+            prompts = [[1, 2, 3], [4]]
+            np.testing.assert_array_equal(one.prefill(prompts), other.prefill(prompts))
+
+    def test_it_falls_back_with_one_warning_that_says_why(self, folder, no_gpu):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            InferenceSession.open(folder).close()
+        assert [(str(one.message), one.category, one.filename) for one in caught] == [
+            (f"running the NumPy reference engine: {NO_GPU}", EngineFallbackWarning, __file__)
+        ]
+
+    def test_it_falls_back_where_tensorrt_refuses_the_engine(self, folder, gpu):
+        gpu.failure = EngineError("not for this GPU")
+        with pytest.warns(EngineFallbackWarning, match=r"^running the NumPy reference engine: not for this GPU$") as caught:
+            InferenceSession.open(folder).close()
+        assert [one.filename for one in caught] == [__file__]
+
+    def test_tensorrt_fails_instead(self, folder, gpu):
+        gpu.failure = EngineError("not for this GPU")
+        with pytest.raises(EngineError, match=r"^not for this GPU$"):
+            InferenceSession.open(folder, engine="tensorrt")
+
+    @pytest.mark.parametrize("engine", ["auto", "tensorrt"])
+    def test_tensorrt_runs_where_it_can(self, folder, gpu, engine):
+        with InferenceSession.open(folder, engine=engine, flavour="tensorrt_rtx") as session:
+            assert session.cache.memory is gpu.memory
+        assert gpu.opened == [(folder, "tensorrt_rtx")]
+        assert gpu.memory.live_nbytes == 0
+
+    def test_the_flavour_that_built_the_engine_must_be_there(self, folder, gpu, monkeypatch):
+        asked = []
+
+        def load(flavour):
+            asked.append(flavour)
+            raise EngineError("TensorRT cannot be used.")
+
+        monkeypatch.setattr(opening, "load_tensorrt", load)
+        with pytest.warns(EngineFallbackWarning, match="TensorRT cannot be used"):
+            InferenceSession.open(folder).close()
+        assert asked == ["tensorrt_rtx"]
+
+    def test_the_mask_variant(self, model, tmp_path):
+        path = make_engine_folder(model, tmp_path / "engine").path
+        config = json.loads((path / "config.json").read_text())
+        for choice in config["attention"]:
+            choice["variant"] = "mask"
+        (path / "config.json").write_text(json.dumps(config))
+        with InferenceSession.open(path, engine="reference") as session:
+            session.prefill([[1, 2]])
+            session.cache.memory.array(session.cache.get_separate_kv_cache(0)[1])[:, :, 5:] = np.nan
+            assert np.isnan(session.decode([3])).all()
+
+    def test_progress_of_the_check_and_of_the_weights(self, folder):
+        told: list[tuple[str, float | None]] = []
+        InferenceSession.open(folder, engine="reference", progress=lambda stage, done: told.append((stage, done))).close()
+        assert {stage for stage, _ in told} == {"check checkpoint", "load weights"}
+        assert [done for stage, done in told if stage == "load weights"][-1] == 1
+
+    def test_a_checkpoint_that_changed(self, model, tmp_path, memories):
+        copy = tmp_path / "model"
+        shutil.copytree(model, copy)
+        path = make_engine_folder(copy, tmp_path / "engine").path
+        weights = bytearray((copy / "model.safetensors").read_bytes())
+        weights[-1] ^= 1
+        (copy / "model.safetensors").write_bytes(weights)
+        with pytest.raises(CheckpointError, match="this checkpoint was changed since engine"):
+            InferenceSession.open(path, engine="reference")
+        shutil.rmtree(copy)
+        with pytest.raises(CheckpointError, match="the checkpoint of this engine is gone"):
+            InferenceSession.open(path, engine="reference")
+        assert sum(memory.live_nbytes for memory in memories) == 0
+
+    def test_not_an_engine_folder(self, model, tmp_path):
+        with pytest.raises(EngineError, match=r"expected an engine folder, but it has no engine\.plan"):
+            InferenceSession.open(model, engine="reference")
+        with pytest.raises(EngineError, match="expected an engine folder, got nothing there"):
+            InferenceSession.open(tmp_path / "none", engine="reference")
+
+
+class TestModel:
+    def test_sizes_that_are_not_given(self, model):
+        with InferenceSession.from_model(model, engine="reference") as session:
+            kv = session.cache.kv_config
+            assert (kv.max_batch_size, kv.max_sequence_length, kv.dtype) == (1, 64, "float16")
+            assert session.engine.profiles[0].max_width == 64
+
+    def test_long_models_get_a_limit(self, tmp_path):
+        path = write_model(tmp_path / "long", max_position_embeddings=9000)
+        with InferenceSession.from_model(path, engine="reference") as session:
+            assert session.max_sequence_length == 2048
+            assert session.engine.profiles[0].max_width == 512
+        with InferenceSession.from_model(path, engine="reference", max_sequence_length=8000) as session:
+            assert session.max_sequence_length == 8000
+
+    def test_sizes_that_are(self, model):
+        with InferenceSession.from_model(
+            model, engine="reference", max_batch_size=4, max_sequence_length=31, max_prefill_length=7, dtype="bfloat16"
+        ) as session:
+            kv = session.cache.kv_config
+            assert (kv.max_batch_size, kv.max_sequence_length, kv.dtype) == (4, 31, "bfloat16")
+            assert session.engine.profiles[0].max_width == 7
+            assert np.isfinite(session.prefill([[1] * 31, [2]])).all()
+
+    def test_the_mask_variant(self, model):
+        with InferenceSession.from_model(model, engine="reference", attention="mask") as session:
+            session.prefill([[1, 2]])
+            session.cache.memory.array(session.cache.get_separate_kv_cache(0)[1])[:, :, 5:] = np.nan
+            assert np.isnan(session.decode([3])).all()
+
+    def test_it_falls_back_with_one_warning_that_says_why(self, model, no_gpu):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            InferenceSession.from_model(model).close()
+        assert [(str(one.message), one.category, one.filename) for one in caught] == [
+            (f"running the NumPy reference engine: {NO_GPU}", EngineFallbackWarning, __file__)
+        ]
+
+    def test_the_reference_engine_asks_for_no_gpu_and_does_not_warn(self, model, monkeypatch):
+        monkeypatch.setattr(opening, "find_gpu", None)
+        InferenceSession.from_model(model, engine="reference").close()
+
+    def test_without_a_gpu_nothing_is_built(self, model, monkeypatch):
+        def refuse(device, **_):
+            raise CudaError(NO_GPU)
+
+        monkeypatch.setattr(opening, "CudaMemory", refuse)
+        monkeypatch.setattr(opening, "build_engine", None)
+        with pytest.raises(CudaError, match=NO_GPU):
+            InferenceSession.from_model(model, engine="tensorrt")
+
+    @pytest.mark.parametrize("engine", ["auto", "tensorrt"])
+    def test_an_engine_is_built_for_as_long_as_the_session(self, model, gpu, monkeypatch, engine):
+        asked = {}
+
+        def build(path, target, **options):
+            asked.update(options, path=path)
+            return type("Report", (), {"path": make_engine_folder(path, target).path})
+
+        monkeypatch.setattr(opening, "build_engine", build)
+        session = InferenceSession.from_model(model, engine=engine, max_batch_size=3, max_sequence_length=38, max_prefill_length=11)
+        assert asked == {
+            "path": model,
+            "max_batch_size": 3,
+            "max_sequence_length": 38,
+            "max_prefill_length": 11,
+            "dtype": "float16",
+            "attention": "native",
+            "flavour": "auto",
+            "progress": None,
+        }
+        ((place, _),) = gpu.opened
+        assert place.is_dir()
+        assert np.isfinite(session.prefill([[1, 2]])).all()
+        session.close()
+        assert not place.parent.exists()
+
+    @pytest.mark.parametrize("stage", ["build", "open"])
+    def test_a_build_that_fails_leaves_no_folder(self, model, gpu, monkeypatch, stage):
+        places = []
+
+        def build(path, target, **options):
+            places.append(target)
+            if stage == "build":
+                raise BuildError("no")
+            return type("Report", (), {"path": make_engine_folder(path, target).path})
+
+        monkeypatch.setattr(opening, "build_engine", build)
+        gpu.failure = EngineError("no")
+        with pytest.raises(BuildError if stage == "build" else EngineError, match=r"^no$"):
+            InferenceSession.from_model(model, engine="tensorrt")
+        assert not places[0].parent.exists()
+        with pytest.warns(EngineFallbackWarning, match=r"^running the NumPy reference engine: no$"):
+            InferenceSession.from_model(model, engine="auto").close()
+        assert not places[1].parent.exists()
+
+    def test_progress_of_the_weights(self, model):
+        told: list[tuple[str, float | None]] = []
+        InferenceSession.from_model(model, engine="reference", progress=lambda stage, done: told.append((stage, done))).close()
+        assert {stage for stage, _ in told} == {"load weights"}
+        assert told[-1][1] == 1
+
+    @pytest.mark.parametrize(
+        ("options", "kind", "text"),
+        [
+            ({"engine": "onnx"}, ConfigError, "engine: expected one of auto, reference, tensorrt, got 'onnx'."),
+            ({"engine": None}, ConfigError, "engine: expected one of auto, reference, tensorrt, got None."),
+            ({"attention": "flash"}, ConfigError, "attention: expected one of native, mask, plugin, got 'flash'."),
+            (
+                {"max_sequence_length": 65},
+                ConfigError,
+                "max_sequence_length: expected at most 64, the positions that the model was made for (max_position_embeddings), got 65.",
+            ),
+            ({"max_sequence_length": 0}, ConfigError, "max_sequence_length: expected at least 1, got 0."),
+            ({"max_sequence_length": "64"}, ConfigError, "max_sequence_length: expected an integer, got '64'."),
+            ({"max_batch_size": 0}, ConfigError, "max_batch_size: expected at least 1, got 0."),
+            ({"max_prefill_length": 65}, ConfigError, "max_prefill_length: expected an integer from 1 to 64, got 65."),
+            (
+                {"max_sequence_length": 20, "max_prefill_length": 21},
+                ConfigError,
+                "max_prefill_length: expected an integer from 1 to 20, got 21.",
+            ),
+            ({"dtype": "int8"}, ConfigError, "dtype: expected one of float16, bfloat16, float32, got 'int8'."),
+            ({"flavour": "x"}, ConfigError, "flavour: expected one of auto, tensorrt, tensorrt_rtx, got 'x'."),
+            ({"dtype": "float64"}, ConfigError, "dtype: expected one of float16, bfloat16, float32, got 'float64'."),
+        ],
+    )
+    def test_what_is_refused(self, model, memories, options, kind, text):
+        with pytest.raises(kind) as error:
+            InferenceSession.from_model(model, **{"engine": "reference", **options})
+        assert str(error.value) == text
+        assert sum(memory.live_nbytes for memory in memories) == 0
+
+    def test_an_engine_choice_is_checked_first(self, tmp_path):
+        for call in (InferenceSession.open, InferenceSession.from_model):
+            with pytest.raises(ConfigError, match=r"^engine: expected one of auto, reference, tensorrt, got 'fast'\.$"):
+                call(tmp_path / "none", engine="fast")
+
+    def test_a_session_that_cannot_be_made_leaves_nothing(self, model, memories, monkeypatch):
+        def refuse(self):
+            raise BindingError("no")
+
+        monkeypatch.setattr(opening.SessionParts, "arguments", refuse)
+        closed = []
+        monkeypatch.setattr(ReferenceEngine, "close", lambda engine: closed.append(engine))
+        with pytest.raises(BindingError, match=r"^no$"):
+            InferenceSession.from_model(model, engine="reference")
+        assert len(closed) == 1
+        assert [memory.live_nbytes for memory in memories] == [0]
+
+    def test_a_cache_that_does_not_fit_closes_the_engine(self, model, monkeypatch):
+        def refuse(config, *, memory):
+            raise MemoryError
+
+        closed = []
+        monkeypatch.setattr(opening, "KVCacheManager", refuse)
+        monkeypatch.setattr(ReferenceEngine, "close", lambda engine: closed.append(engine))
+        with pytest.raises(MemoryError):
+            InferenceSession.from_model(model, engine="reference")
+        assert len(closed) == 1
+
+
+class TestCompanions:
+    """What stands beside the weights: tokenizer, end tokens, sampling defaults."""
+
+    @pytest.fixture
+    def copy(self, model, tmp_path):
+        return Path(shutil.copytree(model, tmp_path / "copy"))
+
+    def opened(self, path):
+        return InferenceSession.from_model(path, engine="reference")
+
+    def ends(self, path):
+        """Return the tokens that end a request."""
+        with self.opened(path) as session:
+            return session._eos_token_ids
+
+    def write(self, path, name, **values):
+        (path / name).write_text(json.dumps(values))
+
+    def test_end_tokens_of_the_model(self, copy):
+        assert self.ends(copy) == (2,)
+
+    def test_those_of_the_generation_config_come_first(self, copy):
+        self.write(copy, "generation_config.json", eos_token_id=[5, 6])
+        assert self.ends(copy) == (5, 6)
+
+    def test_that_of_the_tokenizer_comes_last(self, tmp_path):
+        path = write_model(tmp_path / "model", vocab_size=300, eos_token_id=None)
+        byte_level_folder(path, eos_token=EOS)
+        with self.opened(path) as session:
+            assert session.tokenizer is not None
+            assert session._eos_token_ids == session.tokenizer.eos_token_ids != ()
+
+    def test_greedy_unless_the_model_is_sampled(self, copy):
+        self.write(copy, "generation_config.json", temperature=0.6, top_k=20, top_p=0.9)
+        with self.opened(copy) as session:
+            assert session.defaults == SamplingParams()
+        self.write(copy, "generation_config.json", do_sample=True, temperature=0.6, top_k=20, top_p=0.9, min_p=0.1)
+        with self.opened(copy) as session:
+            assert session.defaults == SamplingParams(temperature=0.6, top_k=20, top_p=0.9, min_p=0.1)
+
+    def test_one_warning_names_what_is_asked_for_and_not_supported(self, copy):
+        self.write(copy, "generation_config.json", repetition_penalty=1.05, no_repeat_ngram_size=3)
+        text = r"generation_config\.json: ignored, as it is not supported: repetition_penalty, no_repeat_ngram_size\. Other"
+        with pytest.warns(UserWarning, match=text) as caught:
+            InferenceSession.from_model(copy, engine="reference").close()
+        assert [one.filename for one in caught] == [__file__]
+
+    def test_a_warning_that_is_an_error_comes_before_the_cache(self, copy, monkeypatch):
+        self.write(copy, "generation_config.json", repetition_penalty=1.05)
+        monkeypatch.setattr(opening, "KVCacheManager", lambda *_, **__: pytest.fail("the cache was allocated"))
+        with pytest.raises(UserWarning, match="repetition_penalty"):
+            self.opened(copy)
+
+    def test_text_in_and_out(self, tmp_path):
+        path = write_model(tmp_path / "model", vocab_size=300)
+        byte_level_folder(path)
+        with self.opened(path) as session:
+            events = list(session.generate("the sea", max_new_tokens=5))
+            assert "".join(event.text for event in events) == session.tokenizer.decode([event.token for event in events])
+
+    @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json"])
+    def test_a_damaged_file_is_named_and_nothing_is_left(self, copy, memories, name):
+        (copy / name).write_text("{")
+        with pytest.raises(CheckpointError, match=name):
+            self.opened(copy)
+        assert [memory.live_nbytes for memory in memories] == [0]
+
+
+def refuses(error, message, call, *args, **options):
+    with pytest.raises(error, match=message):
+        call(*args, **options)
+
+
+SIZES = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11}  # of the engine folder
+of_model = partial(InferenceSession.from_model, engine="reference")
+
+
+@pytest.mark.trt
+def test_an_engine_in_segments(gpu, monkeypatch, tmp_path):
+    def refuse(folder, *, memory, flavour, cuda_graphs):
+        raise EngineError(f"{len(folder.config.segments.stages)} steps, {cuda_graphs}")
+
+    monkeypatch.setattr(opening, "SegmentedEngine", SimpleNamespace(open=refuse))
+    model = write_model(tmp_path / "model", head_dim=64)
+    path = build_engine(model, tmp_path / "engine", **SIZES, attention="plugin").path
+    refuses(EngineError, r"^\d steps, False$", InferenceSession.open, path, engine="tensorrt", cuda_graphs=False)
+    refuses(EngineError, r"^\d steps, True$", SessionSource(path, engine="tensorrt"))
+    monkeypatch.setattr(opening, "build_engine", lambda *_, **options: SimpleNamespace(path=path))
+    refuses(
+        EngineError,
+        r"^\d steps, False$",
+        InferenceSession.from_model,
+        model,
+        **SIZES,
+        engine="tensorrt",
+        attention="plugin",
+        cuda_graphs=False,
+    )
+    assert gpu.opened == []
+    with InferenceSession.open(path, engine="reference") as one, of_model(model, **SIZES, attention="plugin") as other:
+        assert one.cache.kv_config == other.cache.kv_config
+        np.testing.assert_array_equal(one.prefill([[3, 4, 5], [6]]), other.prefill([[3, 4, 5], [6]]))

@@ -1,0 +1,63 @@
+"""``SessionOptions``: listed once, checked when made, and the same as the keyword arguments of a session."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import FrozenInstanceError, fields
+
+import pytest
+
+from trt_kvcache.errors import ConfigError, RangeError
+from trt_kvcache.session import session_options
+from trt_kvcache.session.session_options import BUILD_OPTIONS, ModelOptions, OpenOptions, SessionOptions
+
+
+def test_keyword_arguments_are_the_fields():
+    known = {field.name for field in fields(SessionOptions)}
+    assert set(ModelOptions.__annotations__) == known
+    assert set(OpenOptions.__annotations__) == known - set(BUILD_OPTIONS)
+
+
+def test_keyword_arguments_have_the_types_of_the_fields():
+    hints = typing.get_type_hints(SessionOptions, vars(session_options))
+    assert typing.get_type_hints(ModelOptions, vars(session_options)) == hints
+
+
+@pytest.mark.parametrize("name", BUILD_OPTIONS)
+def test_what_a_build_has_fixed_is_not_given_by_default(name):
+    assert getattr(SessionOptions(), name) is None
+
+
+def test_options_that_a_build_has_fixed_are_named():
+    assert SessionOptions().given_build_options == ()
+    assert SessionOptions(engine="reference", dtype="float16", max_batch_size=2).given_build_options == ("max_batch_size", "dtype")
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "text"),
+    [
+        ({"engine": "onnx"}, ConfigError, "engine: expected one of auto, reference, tensorrt, got 'onnx'."),
+        ({"flavour": "x"}, ConfigError, "flavour: expected one of auto, tensorrt, tensorrt_rtx, got 'x'."),
+        ({"device": -1}, RangeError, "device: expected at least 0, got -1."),
+        ({"prompt_cache_bytes": -1}, RangeError, "prompt_cache_bytes: expected at least 0, got -1."),
+        ({"max_batch_size": 0}, ConfigError, "max_batch_size: expected at least 1, got 0."),
+        ({"max_sequence_length": 2.5}, ConfigError, "max_sequence_length: expected an integer, got 2.5."),
+        ({"max_prefill_length": True}, ConfigError, "max_prefill_length: expected an integer, got True."),
+        ({"dtype": "int8"}, ConfigError, "dtype: expected one of "),
+        ({"attention": "flash"}, ConfigError, "attention: expected one of native, mask, plugin, got 'flash'."),
+    ],
+)
+def test_what_is_refused(options, kind, text):
+    with pytest.raises(kind) as error:
+        SessionOptions(**options)
+    assert str(error.value).startswith(text)
+
+
+def test_an_option_that_does_not_exist_is_not_dropped():
+    with pytest.raises(TypeError, match="max_batchsize"):
+        SessionOptions(max_batchsize=2)
+
+
+def test_they_do_not_change():
+    with pytest.raises(FrozenInstanceError):
+        SessionOptions().engine = "reference"

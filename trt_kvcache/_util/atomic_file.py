@@ -1,0 +1,44 @@
+"""A file that appears complete or not at all."""
+
+import errno
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import BinaryIO
+
+
+@contextmanager
+def atomic_file(target: Path) -> Iterator[BinaryIO]:
+    """Yield an empty file that becomes ``target`` when the block ends and its bytes are on disk.
+
+    The file is written beside ``target`` under another name. If ``target`` exists, it is replaced at the end. If the block raises,
+    the new file is removed and the old one is as it was.
+
+    Parameters
+    ----------
+    target : Path
+        Where the file is to be.
+
+    Yields
+    ------
+    BinaryIO
+        The file, open for writing.
+
+    Raises
+    ------
+    OSError
+        No file can be written there, or ``target`` is a folder.
+    """
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.new")
+    try:
+        with temporary.open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)

@@ -1,0 +1,62 @@
+"""The life of objects that own memory: they cannot be copied, and they can be closed."""
+
+from abc import ABC, abstractmethod
+from typing import Any, NoReturn, TypeVar
+
+from trt_kvcache.errors import ClosedError
+
+_Self = TypeVar("_Self", bound="Closable")
+
+
+class Uncopyable:
+    """Refuses ``copy.copy``, ``copy.deepcopy`` and pickling with a TypeError: two owners of the same memory would disagree."""
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} owns device memory and cannot be copied or pickled.")
+
+    def __copy__(self) -> NoReturn:
+        self.__reduce__()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        self.__reduce__()
+
+
+class Closable(Uncopyable, ABC):
+    """An object that can be used until it is closed. It is a context manager, which closes it at the end of the block.
+
+    Parameters
+    ----------
+    cache : Closable, optional
+        The cache that this object works on. Once that is closed, this object cannot be used either.
+    """
+
+    def __init__(self, *, cache: "Closable | None" = None) -> None:
+        self._closed = False
+        self._underlying_cache = cache
+
+    @property
+    def closed(self) -> bool:
+        """Whether ``close`` was called."""
+        return self._closed
+
+    def close(self) -> None:
+        """Release what the object holds. Closing it again does nothing."""
+        self._closed = True
+        self._release()
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Release what the object holds. It may be called again, and then has nothing left to do."""
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"this {type(self).__name__} is closed.")
+        if self._underlying_cache is not None and self._underlying_cache.closed:
+            raise ClosedError(f"this {type(self).__name__}'s cache is closed.")
+
+    def __enter__(self: _Self) -> _Self:
+        self._check_open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

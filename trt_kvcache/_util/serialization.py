@@ -1,0 +1,44 @@
+"""Configurations read back from the plain values that their ``to_dict`` returned."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+from trt_kvcache.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def config_from_dict(kind: type[T], data: Mapping[str, Any], **readers: Callable[[Any], Any]) -> T:
+    """Return a configuration made from its stored form.
+
+    Parameters
+    ----------
+    kind : type
+        The class of the configuration.
+    data : mapping
+        Names and stored values of its fields.
+    **readers : callable
+        For fields that are stored in another form: a function from the stored value to the value of the field.
+
+    Returns
+    -------
+    object
+        Of class ``kind``.
+
+    Raises
+    ------
+    ConfigError
+        A field is missing, unknown or wrong.
+    """
+    name = kind.__name__
+    try:
+        values = dict(data)
+        for field, reader in readers.items():
+            values[field] = reader(values[field])
+        return kind(**values)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{name}: the stored form has a missing or unknown field ({error}).") from None
+    except ValueError as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{name}: {error}.") from None

@@ -1,0 +1,190 @@
+"""The TensorRT networks of a checkpoint: one of the whole decoder, or one for each segment."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from safetensors.numpy import save
+
+from trt_kvcache.builder.network import Graph, Weights, add_decoder, add_segments
+from trt_kvcache.builder.network.rope import cos_sin
+from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.tensorrt_calls import require
+from trt_kvcache.cache.config import KVCacheConfig
+from trt_kvcache.checkpoint import Checkpoint, ModelConfig
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
+from trt_kvcache.engine.decoder_tensors import MIN_BATCH_SIZE, decoder_profiles, decoder_tensors
+from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
+from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
+from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING, decoder_stages
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.ops.segments import Segment
+from trt_kvcache.trt.log import Messages
+from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.plugin import can_add_plugins
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class DecoderDefinition:
+    """A decoder, or a segment of one, as a TensorRT network that is not built yet.
+
+    Keep it until the build is done: TensorRT points at weights that it owns.
+
+    Parameters
+    ----------
+    builder : IBuilder
+        What made the network.
+    network : INetworkDefinition
+    graph : Graph
+        Owner of the arrays that ``network`` points at.
+    cache : KVCacheConfig
+        The cache that the engine will run on.
+    names : TensorNames
+        Names of the whole engine's inputs and outputs.
+    tensors : tuple of TensorSpec
+        Inputs and outputs of this network.
+    profiles : tuple of EngineProfile
+        Optimisation profiles to build with.
+    attention : tuple of AttentionLayerConfig
+        How the attention of each layer of the decoder is built.
+    """
+
+    builder: Any
+    network: Any
+    graph: Graph
+    cache: KVCacheConfig
+    names: TensorNames
+    tensors: tuple[TensorSpec, ...]
+    profiles: tuple[EngineProfile, ...]
+    attention: tuple[AttentionLayerConfig, ...]
+
+
+def define_decoder(
+    checkpoint: Checkpoint, options: BuildOptions, tensorrt: TensorRT, messages: Messages, names: TensorNames = DEFAULT_NAMES
+) -> DecoderDefinition:
+    """Make the network of a checkpoint.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+        Open; its weights are read.
+    options : BuildOptions
+    tensorrt : TensorRT
+    messages : Messages
+        An open collection of TensorRT's log.
+    names : TensorNames
+        Names of the inputs and outputs.
+
+    Returns
+    -------
+    DecoderDefinition
+
+    Raises
+    ------
+    ConfigError
+        The options do not fit the model, or plugin attention is asked for where networks have no plugin layers.
+    BuildError
+        TensorRT refused a layer, which is named.
+    """
+    model = checkpoint.config
+    cache = options.cache_for(model)
+    if options.attention == "plugin" and not can_add_plugins(tensorrt):
+        raise ConfigError(
+            f"attention: expected native or mask in one network, got plugin: {tensorrt} has no plugin layers. Build segments."
+        )
+    builder, create_network = _network_factory(model, tensorrt, messages)
+    network = create_network()
+    graph = Graph(tensorrt, network, messages, dtype=cache.dtype)
+    attention = add_decoder(
+        graph,
+        Weights(checkpoint, cache.dtype),
+        model,
+        max_sequence_length=cache.max_sequence_length,
+        attention=options.attention,
+        min_batch_size=MIN_BATCH_SIZE,
+        names=names,
+    )
+    return DecoderDefinition(
+        builder=builder,
+        network=network,
+        graph=graph,
+        cache=cache,
+        names=names,
+        tensors=decoder_tensors(model, cache, names),
+        profiles=decoder_profiles(max_batch_size=cache.max_batch_size, max_prefill_length=options.max_prefill_length),
+        attention=attention,
+    )
+
+
+def define_segments(
+    checkpoint: Checkpoint, options: BuildOptions, tensorrt: TensorRT, messages: Messages, names: TensorNames = DEFAULT_NAMES
+) -> tuple[DecoderDefinition, ...]:
+    """Make the networks of a checkpoint's segments.
+
+    Parameters
+    ----------
+    checkpoint, options, tensorrt, messages, names
+        As for :func:`define_decoder`.
+
+    Returns
+    -------
+    tuple of DecoderDefinition
+        One for each segment, in order; each with the tensors of its segment.
+
+    Raises
+    ------
+    ConfigError
+        The options do not fit the model.
+    BuildError
+        TensorRT refused a layer, which is named.
+    """
+    model = checkpoint.config
+    cache = options.cache_for(model)
+    builder, create_network = _network_factory(model, tensorrt, messages)
+    networks = [create_network()]
+
+    def create_next() -> Any:
+        networks.append(create_network())
+        return networks[-1]
+
+    graph = Graph(tensorrt, networks[0], messages, dtype=cache.dtype)
+    attention = add_segments(
+        graph, Weights(checkpoint, cache.dtype), model, create_next, max_sequence_length=cache.max_sequence_length, names=names
+    )
+    segments = [stage for stage in decoder_stages(model, cache, names) if isinstance(stage, Segment)]
+    profiles = decoder_profiles(max_batch_size=cache.max_batch_size, max_prefill_length=options.max_prefill_length)
+    make = partial(DecoderDefinition, builder=builder, graph=graph, cache=cache, names=names, profiles=profiles, attention=attention)
+    return tuple(make(network=network, tensors=segment.tensors) for network, segment in zip(networks, segments, strict=True))
+
+
+def define_constants(checkpoint: Checkpoint, cache: KVCacheConfig) -> bytes:
+    """Return the constants of an engine in segments.
+
+    Parameters
+    ----------
+    checkpoint : Checkpoint
+    cache : KVCacheConfig
+        The cache that the engine will run on.
+
+    Returns
+    -------
+    bytes
+        A safetensors file with the embedding table and the cosines and sines of RoPE: see
+        :func:`~trt_kvcache.engine_folder.decoder_segments.decoder_constants`.
+    """
+    table = Weights(checkpoint, cache.dtype)(EMBEDDING)
+    return save({EMBEDDING: table, COS_SIN: cos_sin(checkpoint.config, length=cache.max_sequence_length)})
+
+
+def _network_factory(model: ModelConfig, tensorrt: TensorRT, messages: Messages) -> tuple[Any, Callable[[], Any]]:
+    """Return an ``IBuilder``, and a function that makes an empty network with it."""
+    builder = require(tensorrt.module.Builder, messages, "TensorRT cannot start a builder", tensorrt.log.logger)
+    flags = 0 if tensorrt.is_rtx else 1 << int(tensorrt.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED)  # RTX always is
+
+    def create_network() -> Any:
+        network = require(builder.create_network, messages, "TensorRT cannot make a network", flags)
+        network.name = model.family
+        return network
+
+    return builder, create_network

@@ -1,0 +1,111 @@
+"""Lowering of attention over a combined cache, for which TensorRT has no layer: to a plugin layer, or to a cut between segments."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from trt_kvcache.builder.network.graph import Graph
+from trt_kvcache.engine.names import TensorNames
+from trt_kvcache.engine_folder.decoder_segments import attention_tensor_names, hidden_state_name
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES
+from trt_kvcache.trt.plugin import AttentionAttributes, register
+from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION
+
+
+class AttentionLowering(Protocol):
+    """Adds the attention of a layer to a network."""
+
+    def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], residual: Any) -> tuple[Any, Any]:
+        """Add the attention of one layer.
+
+        Parameters
+        ----------
+        graph : Graph
+            The network; afterwards it may be another one.
+        layer : int
+            Index of the layer.
+        qkv : sequence of ITensor [B, s, heads, D]
+            q, k and v before RoPE, in the dtype of the model.
+        residual : ITensor [B, s, hidden]
+            The hidden state that is needed after the attention.
+
+        Returns
+        -------
+        attended : ITensor [B, s, heads, D]
+            The result of the attention.
+        residual : ITensor [B, s, hidden]
+            The values of ``residual`` in the network that goes on. No other tensor from before may be used.
+        """
+
+
+class PluginLayerLowering:
+    """Adds ``KVCacheAttention`` plugin layers, and the combined caches as inputs and outputs (full TensorRT).
+
+    Parameters
+    ----------
+    attributes : AttentionAttributes
+        Of the attention of all layers.
+    names : TensorNames
+        Names of the caches.
+    max_sequence_length : int
+        Tokens that a slot can hold, S.
+    start_index : ITensor [B] int32
+        Tokens in the cache before the step.
+    cos_sin : ITensor [S, 2, D / 2] float32
+        Cosines and sines of RoPE.
+
+    Notes
+    -----
+    ``IPluginCreatorV3One.create_plugin`` and ``INetworkDefinition.add_plugin_v3``.
+    """
+
+    def __init__(
+        self, attributes: AttentionAttributes, names: TensorNames, *, max_sequence_length: int, start_index: Any, cos_sin: Any
+    ) -> None:
+        self._names = names
+        self._cache_shape = (-1, 2, attributes.num_kv_heads, max_sequence_length, attributes.head_dim)
+        self._start_index = start_index
+        self._cos_sin = cos_sin
+        self._field_arrays = attributes.plugin_field_arrays()  # the plugin fields point into them
+
+    def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], residual: Any) -> tuple[Any, Any]:
+        """See :class:`AttentionLowering`."""
+        trt = graph.trt
+        register(graph.tensorrt)
+        creator = trt.get_plugin_registry().get_creator(PLUGIN_NAME, PLUGIN_VERSION, PLUGIN_NAMESPACE)
+        types = trt.PluginFieldType
+        fields = [trt.PluginField(name, array, getattr(types, ATTRIBUTE_TYPES[name])) for name, array in self._field_arrays.items()]
+        name = f"model.layers.{layer}.self_attn/attend"
+        plugin = creator.create_plugin(name, trt.PluginFieldCollection(fields), trt.TensorRTPhase.BUILD)
+        past, present = self._names.combined_pair(layer)
+        cache = graph.input(past, graph.dtype, self._cache_shape)
+        plugin_layer = graph.layer(name, "plugin_v3", [*qkv, cache, self._start_index, self._cos_sin], [], plugin)
+        attended = graph.result(plugin_layer)
+        graph.output(plugin_layer.get_output(1), present)
+        return attended, residual
+
+
+class SegmentCutLowering:
+    """Ends the network at each attention and begins the next one behind it (TensorRT for RTX has no plugin layers).
+
+    Parameters
+    ----------
+    create_network : callable
+        Returns a new, empty ``INetworkDefinition``.
+    """
+
+    def __init__(self, create_network: Callable[[], Any]) -> None:
+        self._create_network = create_network
+
+    def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], residual: Any) -> tuple[Any, Any]:
+        """See :class:`AttentionLowering`."""
+        *qkv_names, attended_name = attention_tensor_names(layer)
+        residual_name = hidden_state_name(layer)
+        for tensor, name in zip(qkv, qkv_names, strict=True):
+            graph.output(tensor, name)
+        if residual.name != residual_name:  # in the first segment it is an input, so the next segment can read it anyway
+            graph.output(residual, residual_name)
+        residual_shape, attended_shape = tuple(residual.shape), tuple(qkv[0].shape)
+        graph.network = self._create_network()
+        next_residual = graph.input(residual_name, graph.dtype, residual_shape)
+        attended = graph.input(attended_name, graph.dtype, attended_shape)
+        return attended, next_residual

@@ -1,0 +1,40 @@
+"""``DecoderContext``: what all layers of a decoder's network share."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from trt_kvcache.builder.network.attention_lowering import AttentionLowering
+from trt_kvcache.builder.network.rope import RopeTables
+from trt_kvcache.builder.network.step_lengths import StepLengths
+from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.engine.names import TensorNames
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderContext:
+    """What all layers of a decoder's network share.
+
+    Parameters
+    ----------
+    model : ModelConfig
+    names : TensorNames
+        Names of the network's inputs and outputs.
+    max_sequence_length : int
+        Tokens that a slot can hold, S.
+    lengths : StepLengths, optional
+        Lengths of a step; not for the ``plugin`` variant.
+    tables : RopeTables, optional
+        Cosines and sines of RoPE; not for the ``plugin`` variant.
+    mask : ITensor [B, 1, s, S] bool, optional
+        Which keys each token sees; only for the ``mask`` variant.
+    lowering : AttentionLowering, optional
+        What adds the attention to the network; only for the ``plugin`` variant.
+    """
+
+    model: ModelConfig
+    names: TensorNames
+    max_sequence_length: int
+    lengths: StepLengths | None = None
+    tables: RopeTables | None = None
+    mask: Any = None
+    lowering: AttentionLowering | None = None

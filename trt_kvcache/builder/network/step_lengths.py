@@ -1,0 +1,55 @@
+"""Positions and key lengths of a step, computed in the network from ``kvcache_start_index`` and the shape of ``input_ids``."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.builder.network.graph import Graph
+
+
+@dataclass(frozen=True)
+class StepLengths:
+    """Lengths of a step of B slots by s new tokens per slot, padding included; all int32.
+
+    Parameters
+    ----------
+    start_index : ITensor [B]
+        Tokens in the cache before the step.
+    position_ids : ITensor [B, s]
+        ``start + arange(s)``: the position of each new token.
+    key_lengths : ITensor [B]
+        ``start + s``: keys in the cache after the step, those of padding tokens included.
+    """
+
+    start_index: Any
+    position_ids: Any
+    key_lengths: Any
+
+
+def step_lengths(graph: Graph, *, input_ids: Any, start_index: Any) -> StepLengths:
+    """Add the computation of a step's lengths to a network.
+
+    Parameters
+    ----------
+    graph : Graph
+    input_ids : ITensor [B, s]
+        Only its shape is read.
+    start_index : ITensor [B] int32
+        Tokens in the cache before the step.
+
+    Returns
+    -------
+    StepLengths
+    """
+    shape = graph.op("lengths/shape", "shape", input_ids)
+    layer = graph.layer("lengths/arange", "fill", (1,), graph.trt.FillOperation.LINSPACE, graph.tensorrt.data_type("int32"))
+    layer.set_input(0, shape)
+    layer.set_input(1, graph.scalar("lengths/first", 0, "int32", 0))
+    layer.set_input(2, graph.constant("lengths/steps", np.array([0, 1], np.int32)))  # per dimension of [B, s]
+    column = graph.shuffle("lengths/start_column", start_index, reshape=(-1, 1))
+    position_ids = graph.elementwise("lengths/position_ids", graph.result(layer), "SUM", column)
+
+    width = graph.cast("lengths/width_int32", graph.op("lengths/width", "slice", shape, (1,), (1,), (1,)), "int32")
+    key_lengths = graph.elementwise("lengths/key_lengths", start_index, "SUM", width)
+    return StepLengths(start_index=start_index, position_ids=position_ids, key_lengths=key_lengths)

@@ -1,0 +1,109 @@
+"""From a network to a serialised engine: builder configuration, optimisation profiles, and the build."""
+
+from collections.abc import Callable
+from typing import Any
+
+from trt_kvcache.builder.definition import DecoderDefinition
+from trt_kvcache.builder.options import BuildOptions, known_compute_capabilities
+from trt_kvcache.builder.progress import BuildProgress, make_monitor
+from trt_kvcache.builder.tensorrt_calls import require
+from trt_kvcache.engine.decoder_tensors import shape_at
+from trt_kvcache.engine.protocol import EngineProfile, TensorMode
+from trt_kvcache.errors import BuildError
+from trt_kvcache.trt.log import Messages
+from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.plugin import allow_aliasing, can_add_plugins
+
+
+def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: TensorRT, messages: Messages) -> Any:
+    """Return the builder configuration of a network: optimisation profiles, GPUs, and flags.
+
+    Parameters
+    ----------
+    definition : DecoderDefinition
+    options : BuildOptions
+        ``compute_capabilities`` are used.
+    tensorrt : TensorRT
+    messages : Messages
+        An open collection of TensorRT's log.
+
+    Returns
+    -------
+    IBuilderConfig
+        TF32 is off, so that float32 is computed in float32.
+
+    Raises
+    ------
+    BuildError
+        TensorRT refused a profile or a compute capability; the text is what it logged.
+    """
+    config = require(definition.builder.create_builder_config, messages, "TensorRT cannot make a builder configuration")
+    for profile in definition.profiles:
+        _add_profile(definition, config, profile, messages)
+    if options.compute_capabilities is not None:
+        known = known_compute_capabilities(tensorrt)
+        config.num_compute_capabilities = len(options.compute_capabilities)
+        for index, name in enumerate(options.compute_capabilities):
+            if not config.set_compute_capability(known[name], index):
+                messages.fail(BuildError, f"compute capability {name}: TensorRT refused it")
+    if definition.attention[0].variant == "plugin" and can_add_plugins(tensorrt):
+        allow_aliasing(tensorrt, config)
+    elif definition.attention[0].variant == "plugin":
+        flag = getattr(tensorrt.module.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)
+        if flag is not None:  # else TensorRT may allocate in an enqueue, which a capture refuses
+            config.set_flag(flag)
+    config.clear_flag(tensorrt.module.BuilderFlag.TF32)  # on by default; it rounds float32 to 10 bits of fraction
+    return config
+
+
+def serialize(
+    definition: DecoderDefinition, options: BuildOptions, tensorrt: TensorRT, messages: Messages, progress: Callable[[float], object]
+) -> Any:
+    """Build a network.
+
+    Parameters
+    ----------
+    definition : DecoderDefinition
+    options : BuildOptions
+    tensorrt : TensorRT
+    messages : Messages
+        An open collection of TensorRT's log.
+    progress : callable
+        Called with the fraction that is done. An exception that it raises stops the build and is raised by this function.
+
+    Returns
+    -------
+    IHostMemory
+        The serialised engine, as a buffer.
+
+    Raises
+    ------
+    BuildError
+        TensorRT refused a profile or the network; the text is what it logged.
+    """
+    config = make_config(definition, options, tensorrt, messages)
+    build_progress = BuildProgress(progress)
+    config.progress_monitor = make_monitor(tensorrt.module, build_progress)
+    plan = definition.builder.build_serialized_network(definition.network, config)
+    if build_progress.interruption is not None:
+        raise build_progress.interruption
+    if plan is None:
+        messages.fail(BuildError, "the engine could not be built")
+    messages.check(BuildError, "the engine could not be built")
+    return plan
+
+
+def _add_profile(definition: DecoderDefinition, config: Any, profile: EngineProfile, messages: Messages) -> None:
+    """Add an optimisation profile that is tuned for its largest enqueue (``kOPT`` is ``kMAX``)."""
+    smallest, largest = (profile.min_batch, profile.min_width), (profile.max_batch, profile.max_width)
+    trt_profile = definition.builder.create_optimization_profile()
+    for spec in definition.tensors:
+        if spec.mode is TensorMode.INPUT:
+            low, high = (shape_at(spec.shape, *size) for size in (smallest, largest))
+            try:
+                trt_profile.set_shape(spec.name, low, high, high)
+            except (RuntimeError, ValueError) as error:
+                messages.add(f"`{spec.name}`: {error}", is_error=True)
+                messages.fail(BuildError, f"optimisation profile {profile.name}: TensorRT refused it")
+    if not trt_profile or config.add_optimization_profile(trt_profile) < 0:
+        messages.fail(BuildError, f"optimisation profile {profile.name}: TensorRT refused it")

@@ -1,0 +1,142 @@
+"""``KVLayers``: K and V of all attention layers of a cache. Their views, and kernels over all of them."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trt_kvcache.cache.config import KVCacheConfig
+from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup
+from trt_kvcache.cache.layout import KVLayerStorage
+from trt_kvcache.cache.resources import Resources
+from trt_kvcache.dtypes import itemsize
+from trt_kvcache.errors import ShapeError
+from trt_kvcache.kernels import (
+    AnyCompactionPlan,
+    KVLayerInfos,
+    compact_kv_cache_batched,
+    instantiate_kv_cache_batched,
+    save_kv_cache_batched,
+)
+from trt_kvcache.kernels.layer_views import SAVED_NDIM
+from trt_kvcache.memory.base import Allocation
+from trt_kvcache.memory.saved_tensors import allocate_tensors, check_saved
+from trt_kvcache.memory.tensor import DeviceTensor
+
+
+class LayerPlace(NamedTuple):
+    """Where the bytes of one layer are: the allocation, and the byte in it at which the layer starts."""
+
+    allocation: Allocation
+    start: int
+
+
+class KVLayers:
+    """K and V of all attention layers, one part of a cache: :class:`~trt_kvcache.cache.slot_contents.SlotContents`.
+
+    Parameters
+    ----------
+    config : KVCacheConfig
+        The layers.
+    places : sequence of LayerPlace
+        Where each layer is, in bytes that were allocated with ``resources``.
+    resources : Resources
+        The cache's. Scales and layer infos are allocated with it.
+    stream : cuda.core.Stream
+        They are written on it.
+    """
+
+    is_recurrent = False
+
+    def __init__(self, config: KVCacheConfig, places: Sequence[LayerPlace], resources: Resources, *, stream: Any) -> None:
+        self._config = config
+        self._memory = resources.memory
+        layers = list(zip(places, config.storages, strict=True))
+        #: For each layer K and V as one view ``[B, 2, H, S, D]``.
+        self.combined = tuple(_combined_view(place, storage) for place, storage in layers)
+        #: For each layer K and V as two views ``[B, H, S, D]``.
+        self.separate = tuple(_separate_views(place, storage) for place, storage in layers)
+        #: K and V scale of each layer, float32 ``[L, 2]``; None for a dtype without scales.
+        self.scales = self._upload_scales(resources, stream) if config.has_scales else None
+        #: The layers by head dim.
+        self.groups = self._make_groups(resources, stream)
+
+    def _upload_scales(self, resources: Resources, stream: Any) -> DeviceTensor:
+        scales = np.array([(layer.k_scale, layer.v_scale) for layer in self._config.layers], np.float32)
+        tensor = DeviceTensor(resources.allocate(self._config.scales_nbytes, stream=stream), shape=scales.shape, dtype="float32")
+        self._memory.upload(tensor, scales, stream=stream)
+        return tensor
+
+    def _make_groups(self, resources: Resources, stream: Any) -> tuple[KVHeadDimGroup, ...]:
+        members: dict[int, list[int]] = {}
+        for index, layer in enumerate(self._config.layers):
+            members.setdefault(layer.head_dim, []).append(index)
+        return tuple(
+            KVHeadDimGroup(resources.add(KVLayerInfos([self.combined[index] for index in indices], stream=stream)), tuple(indices))
+            for indices in members.values()
+        )
+
+    def resize(self, lengths: Sequence[int], *, stream: Any) -> None:
+        """Do nothing: rows stay where they are."""
+
+    def reset_slots(self, slots: Sequence[int], *, stream: Any) -> None:
+        """Do nothing: rows past the length of a slot are never read as data."""
+
+    def compact(self, plan: AnyCompactionPlan, *, stream: Any) -> None:
+        """Move the live rows of slots, in one launch per head-dim group."""
+        for group in self.groups:
+            compact_kv_cache_batched(group.layer_infos, plan, stream=stream)
+
+    def capture(self, slot: int, sequence_length: int, *, stream: Any) -> list[DeviceTensor]:
+        """Copy the first rows of a slot into new tensors ``[2, H_i, sequence_length, D_i]``, in one launch per head-dim group."""
+        saved = allocate_tensors(self._memory, self._saved_shapes(sequence_length), self._config.dtype, stream=stream)
+        for group, infos in self._groups_of(saved, stream):
+            save_kv_cache_batched(group.layer_infos, infos, slot, sequence_length, stream=stream)
+        return saved
+
+    def restore(self, saved: Sequence[DeviceTensor], slot: int, *, stream: Any) -> None:
+        """Check captured tensors, then copy their rows to the front of a slot, in one launch per head-dim group."""
+        sequence_length = self._sequence_length_of(saved)
+        check_saved(saved, self._saved_shapes(sequence_length), self._config.dtype, self._memory, per="attention layer")
+        for group, infos in self._groups_of(saved, stream):
+            instantiate_kv_cache_batched(group.layer_infos, infos, slot, sequence_length, stream=stream)
+
+    def _saved_shapes(self, sequence_length: int) -> list[tuple[int, ...]]:
+        return [(2, layer.num_kv_heads, sequence_length, layer.head_dim) for layer in self._config.layers]
+
+    def _sequence_length_of(self, saved: Sequence[DeviceTensor]) -> int:
+        """Return the tokens that saved tensors hold, as the first one says. If there is no first one, ``check_saved`` says so."""
+        first = saved[0] if isinstance(saved, Sequence) and saved else None
+        if not isinstance(first, DeviceTensor):
+            return 0
+        if first.ndim != SAVED_NDIM:
+            raise ShapeError(f"saved[0]: expected a tensor [2, H, n, D], got {first!r}.")
+        tokens = first.shape[2]
+        if tokens > self._config.max_sequence_length:
+            raise ShapeError(
+                f"saved[0]: expected at most max_sequence_length={self._config.max_sequence_length} tokens, got {tokens} in {first!r}."
+            )
+        return tokens
+
+    def _groups_of(self, saved: Sequence[DeviceTensor], stream: Any) -> list[tuple[KVHeadDimGroup, KVLayerInfos]]:
+        return [(group, KVLayerInfos([saved[index] for index in group.attn_layer_indices], stream=stream)) for group in self.groups]
+
+
+def _combined_view(place: LayerPlace, storage: KVLayerStorage) -> DeviceTensor:
+    return DeviceTensor(
+        place.allocation, shape=storage.combined_shape, dtype=storage.dtype, strides=storage.combined_strides, offset=place.start
+    )
+
+
+def _separate_views(place: LayerPlace, storage: KVLayerStorage) -> tuple[DeviceTensor, DeviceTensor]:
+    k, v = (
+        DeviceTensor(
+            place.allocation,
+            shape=storage.separate_shape,
+            dtype=storage.dtype,
+            strides=storage.separate_strides,
+            offset=place.start + shift,
+        )
+        for shift in (0, storage.kv_stride * itemsize(storage.dtype))
+    )
+    return k, v

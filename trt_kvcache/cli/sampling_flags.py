@@ -1,0 +1,66 @@
+"""The options that say how tokens are chosen, which ``generate``, ``chat`` and ``serve-file`` share."""
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+import typer
+
+from trt_kvcache.errors import RangeError
+from trt_kvcache.generation.sampling import SamplingParams
+
+_PANEL = "Sampling"
+
+MaxNewTokens = Annotated[int, typer.Option(min=1, help="Generate at most this many tokens for a prompt.", rich_help_panel=_PANEL)]
+Temperature = Annotated[
+    float | None,
+    typer.Option(help="Logits are divided by it; 0 always takes the most likely token. Default: the model's.", rich_help_panel=_PANEL),
+]
+TopK = Annotated[int | None, typer.Option(min=0, help="Keep the k most likely tokens; 0 keeps all.", rich_help_panel=_PANEL)]
+TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens until their probabilities sum to p.", rich_help_panel=_PANEL)]
+MinP = Annotated[
+    float | None, typer.Option(help="Drop tokens that are less likely than p times the most likely one.", rich_help_panel=_PANEL)
+]
+Seed = Annotated[int | None, typer.Option(min=0, help="The same seed gives the same text.", rich_help_panel=_PANEL)]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="End the output before this text. Can be given several times.", rich_help_panel=_PANEL),
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Continue past the model's end token.", rich_help_panel=_PANEL)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingFlags:
+    """The sampling options of a command line. The model's defaults hold for those that were not given.
+
+    Parameters
+    ----------
+    max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos
+        Fields of :class:`~trt_kvcache.generation.sampling.SamplingParams`; None if not given.
+    """
+
+    max_new_tokens: int
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    seed: int | None
+    stop: list[str] | None
+    ignore_eos: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """Return the options that were given, by field name of ``SamplingParams``.
+
+        Raises
+        ------
+        typer.BadParameter
+            A value is out of range: wrong usage.
+        """
+        given = {name: value for name, value in asdict(self).items() if value not in (None, []) and value is not False}
+        if "stop" in given:
+            given["stop"] = tuple(given["stop"])
+        try:
+            SamplingParams(**given)
+        except RangeError as error:
+            name, _, text = str(error).removeprefix("SamplingParams.").partition(": ")
+            raise typer.BadParameter(text, param_hint=f"--{name.replace('_', '-')}") from None
+        return given

@@ -1,0 +1,101 @@
+"""The options that say what is run and how, which several commands share, and the session they open."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from trt_kvcache.cli.console import progress_bar
+from trt_kvcache.engine_folder.folder import is_engine_folder
+from trt_kvcache.reference import Attention
+from trt_kvcache.session.session import InferenceSession
+from trt_kvcache.session.session_options import DEFAULT_MAX_SEQUENCE_LENGTH, EngineChoice
+from trt_kvcache.session.session_source import SessionSource
+
+DTYPE_HELP = "Data type of weights, K and V: float16, bfloat16 or float32. Default: the checkpoint's."
+MAX_SEQUENCE_LENGTH_HELP = f"Tokens that a slot can hold. Default: the model's limit, at most {DEFAULT_MAX_SEQUENCE_LENGTH}."
+
+ATTENTION_HELP = (
+    "native: TensorRT's causal attention. mask: with an explicit mask (avoids a defect of 11.x). plugin: this package's kernels."
+)
+
+_PANEL, _MODEL_PANEL = "Engine", "For a model folder (an engine folder has them from its build)"
+
+
+DTypeName = Literal["float16", "bfloat16", "float32"]
+FlavourName = Literal["auto", "tensorrt", "tensorrt_rtx"]
+
+Folder = Annotated[
+    Path, typer.Argument(metavar="ENGINE|MODEL", help="An engine folder (it has engine.plan), or a Hugging Face model folder.")
+]
+EngineOption = Annotated[
+    EngineChoice,
+    typer.Option(
+        "--engine",
+        help="auto uses TensorRT if a supported GPU is present; otherwise prints a warning and falls back to the NumPy reference engine.",
+        rich_help_panel=_PANEL,
+    ),
+]
+FlavourOption = Annotated[
+    FlavourName, typer.Option("--flavour", help="Which TensorRT to use if both are installed.", rich_help_panel=_PANEL)
+]
+CudaGraphs = Annotated[bool, typer.Option(help="Capture decode steps of an engine in segments as CUDA graphs.", rich_help_panel=_PANEL)]
+MaxBatchSize = Annotated[int | None, typer.Option(min=1, help="Slots of the cache. Default: one per prompt.", rich_help_panel=_MODEL_PANEL)]
+MaxSequenceLength = Annotated[int | None, typer.Option(min=1, help=MAX_SEQUENCE_LENGTH_HELP, rich_help_panel=_MODEL_PANEL)]
+DTypeOption = Annotated[DTypeName | None, typer.Option("--dtype", metavar="DTYPE", help=DTYPE_HELP, rich_help_panel=_MODEL_PANEL)]
+AttentionOption = Annotated[Attention | None, typer.Option("--attention", help=ATTENTION_HELP, rich_help_panel=_MODEL_PANEL)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionFlags:
+    """The options of a command line that say which session to open.
+
+    Parameters
+    ----------
+    folder : Path
+        An engine folder or a Hugging Face folder.
+    engine, flavour, cuda_graphs, prompt_cache_bytes, max_batch_size, max_sequence_length, dtype, attention
+        Fields of :class:`~trt_kvcache.session.session_options.SessionOptions`; None if not given.
+    """
+
+    folder: Path
+    engine: EngineChoice
+    flavour: FlavourName
+    cuda_graphs: bool = True
+    prompt_cache_bytes: int = 0
+    max_batch_size: int | None = None
+    max_sequence_length: int | None
+    dtype: DTypeName | None
+    attention: Attention | None
+
+    def source(self, *, slots: int) -> SessionSource:
+        """Return where the session comes from.
+
+        Parameters
+        ----------
+        slots : int
+            How many slots the command needs: the batch size for a model folder if none was given.
+
+        Returns
+        -------
+        SessionSource
+        """
+        max_batch_size = self.max_batch_size if is_engine_folder(self.folder) else self.max_batch_size or slots
+        return SessionSource(
+            self.folder,
+            engine=self.engine,
+            flavour=self.flavour,
+            cuda_graphs=self.cuda_graphs,
+            prompt_cache_bytes=self.prompt_cache_bytes,
+            max_batch_size=max_batch_size,
+            max_sequence_length=self.max_sequence_length,
+            dtype=self.dtype,
+            attention=self.attention,
+        )
+
+
+def open_session(source: SessionSource) -> InferenceSession:
+    """Open a session, with a progress bar for long work."""
+    with progress_bar() as progress:
+        return source(progress)

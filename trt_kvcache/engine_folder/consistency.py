@@ -1,0 +1,99 @@
+"""Whether the fields of an engine's ``config.json`` fit each other."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from trt_kvcache._util.checks import int_in_range, one_of
+from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS
+from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
+from trt_kvcache.engine.flavours import FLAVOURS
+from trt_kvcache.engine_folder.decoder_segments import decoder_stages
+from trt_kvcache.errors import EngineError
+from trt_kvcache.ops.segments import can_replace
+
+if TYPE_CHECKING:
+    from trt_kvcache.engine_folder.config import EngineConfig
+
+
+def check_consistency(config: EngineConfig) -> None:
+    """Compare the fields of a configuration with each other. Model and sizes of the cache decide what the others must be.
+
+    Parameters
+    ----------
+    config : EngineConfig
+
+    Raises
+    ------
+    EngineError
+        Two fields disagree; the text names the field, and what it is expected to be.
+    """
+    cache, names = config.cache, config.names
+    _check_attention(config)
+    expected = cache_config(
+        config.model,
+        max_batch_size=cache.max_batch_size,
+        max_sequence_length=cache.max_sequence_length,
+        dtype=cache.dtype,
+        attention=config.attention_variant,
+    )
+    if cache != expected:
+        wanted, got = expected.to_dict(), cache.to_dict()
+        field = next(name for name in wanted if wanted[name] != got[name])
+        raise EngineError(f"kv_cache.{field}: expected {wanted[field]} by the model, got {got[field]}.")
+    one_of("tensorrt.flavour", config.tensorrt_flavour, FLAVOURS[1:], error=EngineError)
+    _check_profiles(config)
+    wanted_tensors = decoder_tensors(config.model, cache, names)
+    if len(wanted_tensors) != len(config.tensors):
+        raise EngineError(f"tensors: expected {len(wanted_tensors)} by model and kv_cache, got {len(config.tensors)}.")
+    for wanted_spec, spec in zip(wanted_tensors, config.tensors, strict=True):
+        if wanted_spec != spec:
+            raise EngineError(f"tensor `{spec.name}`: expected {wanted_spec.describe()} by model and kv_cache, got {spec.describe()}.")
+    _check_segments(config)
+
+
+def _check_segments(config: EngineConfig) -> None:
+    """Check that the stages are those of the model, and that the plans fill the file of plans."""
+    in_segments = config.attention_variant == "plugin" and config.tensorrt_flavour == "tensorrt_rtx"
+    if (config.segments is not None) is not in_segments:
+        expected, found = ("some", "none") if in_segments else ("none", "some")
+        raise EngineError(
+            f"segments: expected {expected} of {config.tensorrt_flavour} and {config.attention_variant} attention, got {found}."
+        )
+    if config.segments is None:
+        return
+    stages = decoder_stages(config.model, config.cache, config.names)
+    if len(stages) != len(config.segments.stages):
+        raise EngineError(f"segments.steps: expected {len(stages)} by model and kv_cache, got {len(config.segments.stages)}.")
+    for index, (wanted, got) in enumerate(zip(stages, config.segments.stages, strict=True)):
+        if not can_replace(got, wanted):
+            raise EngineError(f"segments.steps[{index}]: expected {wanted} by model and kv_cache, got {got}.")
+    _, end = config.segments.spans[-1]
+    if end != config.plan.nbytes:
+        raise EngineError(f"plan.nbytes: expected {end} by segments, got {config.plan.nbytes}.")
+
+
+def _check_attention(config: EngineConfig) -> None:
+    """Check that each layer has an attention, in order, and that plugin attention is not mixed with others."""
+    if len(config.attention) != config.model.num_layers:
+        raise EngineError(f"attention: expected {config.model.num_layers} layers by the model, got {len(config.attention)}.")
+    for index, layer in enumerate(config.attention):
+        if layer.layer != index:
+            raise EngineError(f"attention[{index}].layer: expected {index}, got {layer.layer}.")
+        one_of(f"attention[{index}].variant", layer.variant, ATTENTION_VARIANTS, error=EngineError)
+        if (layer.variant == "plugin") is not (config.attention_variant == "plugin"):
+            raise EngineError(f"attention[{index}].variant: expected {config.attention_variant} as the first one, got {layer.variant}.")
+
+
+def _check_profiles(config: EngineConfig) -> None:
+    """Check that the profiles are those of an engine of this package; only the width of the first is free, up to S."""
+    if len(config.profiles) != 2:
+        raise EngineError(f"profiles: expected 2, for prefill and decode, got {len(config.profiles)}.")
+    width = int_in_range("profiles[0].max_width", config.profiles[0].max_width, 1, config.cache.max_sequence_length, error=EngineError)
+    expected = decoder_profiles(max_batch_size=config.cache.max_batch_size, max_prefill_length=width)
+    for wanted, got in zip(map(asdict, expected), map(asdict, config.profiles), strict=True):
+        for name, value in wanted.items():
+            if got[name] != value:
+                source = " by kv_cache" if name == "max_batch" else ""
+                raise EngineError(f"profile {wanted['name']}: expected {name} {value}{source}, got {got[name]}.")

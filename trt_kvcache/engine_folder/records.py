@@ -1,0 +1,173 @@
+"""Parts of ``config.json`` that are records of files: their sizes and hashes, the plans of the segments, the checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from trt_kvcache.engine.protocol import TensorMode, TensorSpec
+from trt_kvcache.memory.shapes import align_up
+from trt_kvcache.ops.segments import CustomOpNode, Segment, Stage
+
+#: Plans of segments follow each other in one file; each starts at a multiple of this many bytes (a page).
+PLAN_ALIGNMENT = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileRecord:
+    """Size and hash of a file in an engine folder.
+
+    Parameters
+    ----------
+    nbytes : int
+        Size in bytes.
+    sha256 : str
+        SHA-256 of the file, in hex.
+
+    Examples
+    --------
+    >>> FileRecord.of([b"two ", b"buffers"]).nbytes
+    11
+    """
+
+    nbytes: int
+    sha256: str
+
+    @classmethod
+    def of(cls, chunks: Iterable[Any]) -> FileRecord:
+        """Return the record of a file that consists of these buffers.
+
+        Parameters
+        ----------
+        chunks : iterable of buffers
+            Anything that ``memoryview`` takes, in the order of the file.
+
+        Returns
+        -------
+        FileRecord
+        """
+        nbytes, digest = 0, hashlib.sha256()
+        for chunk in chunks:
+            nbytes += memoryview(chunk).nbytes
+            digest.update(memoryview(chunk))
+        return cls(nbytes=nbytes, sha256=digest.hexdigest())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointRecord:
+    """The checkpoint that an engine was built from.
+
+    Parameters
+    ----------
+    path : str
+        Absolute path of its folder at the time of the build.
+    fingerprint : str
+        Hash of its contents: :meth:`trt_kvcache.checkpoint.Checkpoint.fingerprint`.
+    nbytes : int
+        Size of its weights in bytes.
+    embedded : bool
+        Whether the engine folder holds a copy.
+    """
+
+    path: str
+    fingerprint: str
+    nbytes: int
+    embedded: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentsRecord:
+    """An engine in segments.
+
+    Parameters
+    ----------
+    stages : tuple of Segment or CustomOpNode
+        In the order in which they run.
+    plans : tuple of int
+        Size in bytes of the plan of each segment.
+    constants : FileRecord
+        The file of constants.
+    """
+
+    stages: tuple[Stage, ...]
+    plans: tuple[int, ...]
+    constants: FileRecord
+
+    @property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """First byte and end of each plan in ``engine.plan``."""
+        spans: list[tuple[int, int]] = []
+        for nbytes in self.plans:
+            start = align_up(spans[-1][1], PLAN_ALIGNMENT) if spans else 0
+            spans.append((start, start + nbytes))
+        return tuple(spans)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain JSON values that :meth:`from_dict` reads back. The format calls the stages ``steps``."""
+        plans = iter(self.plans)
+        steps = [
+            {"plan_nbytes": next(plans), "tensors": [{**asdict(spec), "mode": spec.mode.value} for spec in stage.tensors]}
+            if isinstance(stage, Segment)
+            else {**asdict(stage), "attributes": dict(stage.attributes)}
+            for stage in self.stages
+        ]
+        return {"steps": steps, "constants": asdict(self.constants)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> SegmentsRecord:
+        """Read what :meth:`to_dict` wrote.
+
+        Parameters
+        ----------
+        data : mapping
+            Plain JSON values.
+
+        Returns
+        -------
+        SegmentsRecord
+
+        Raises
+        ------
+        KeyError, TypeError, ValueError
+            A field is missing, unknown or of another kind.
+        """
+        segments = [step for step in data["steps"] if "tensors" in step]
+        return cls(
+            stages=tuple(map(_stage_from_dict, data["steps"])),
+            plans=tuple(segment["plan_nbytes"] for segment in segments),
+            constants=FileRecord(**data["constants"]),
+        )
+
+
+def tensor_from_dict(data: Mapping[str, Any]) -> TensorSpec:
+    """Read one tensor; raises as :meth:`SegmentsRecord.from_dict` does."""
+    return TensorSpec(**{**data, "shape": tuple(data["shape"]), "mode": TensorMode(data["mode"])})
+
+
+def _stage_from_dict(data: Mapping[str, Any]) -> Stage:
+    """Read one stage: a segment has tensors, an operation has inputs and outputs."""
+    if "tensors" in data:
+        return Segment(tensors=tuple(map(tensor_from_dict, data["tensors"])))
+    return CustomOpNode(**{**data, "inputs": tuple(data["inputs"]), "outputs": tuple(data["outputs"])})
+
+
+def with_padding(plans: Sequence[Any]) -> list[Any]:
+    """Return the buffers that ``engine.plan`` consists of: the plans, with padding between them.
+
+    Parameters
+    ----------
+    plans : sequence of buffers
+        Serialised engines, in order.
+
+    Returns
+    -------
+    list of buffers
+        The plans themselves, none of them copied, and the padding that :attr:`SegmentsRecord.spans` expects.
+    """
+    chunks: list[Any] = []
+    for plan in plans:
+        nbytes = sum(memoryview(chunk).nbytes for chunk in chunks)
+        chunks += [bytes(align_up(nbytes, PLAN_ALIGNMENT) - nbytes), plan]
+    return chunks

@@ -1,0 +1,42 @@
+"""``SamplerState``: the seed and the counter with which another process draws the same random numbers."""
+
+from dataclasses import dataclass
+
+from trt_kvcache._util.checks import as_int
+from trt_kvcache.generation.sampling import SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplerState:
+    """The whole state of a :class:`~trt_kvcache.generation.sampling.Sampler`.
+
+    Parameters
+    ----------
+    seed : int
+        The seed of the request, from 0 to ``2**63 - 1``.
+    counter : int
+        Tokens that were chosen with this seed so far, 0 or more.
+
+    Raises
+    ------
+    RangeError
+        A value is out of the range that :class:`~trt_kvcache.generation.sampling.SamplingParams` accepts.
+
+    Examples
+    --------
+    A request that goes on where another one stopped:
+
+    >>> from trt_kvcache import SamplerState, SamplingParams
+    >>> state = SamplerState(seed=7, counter=12)
+    >>> params = SamplingParams(temperature=0.8, seed=state.seed, counter=state.counter)
+    >>> params.seed, params.counter
+    (7, 12)
+    """
+
+    seed: int
+    counter: int
+
+    def __post_init__(self) -> None:
+        for name in ("seed", "counter"):
+            object.__setattr__(self, name, as_int(f"SamplerState.{name}", getattr(self, name)))
+        SamplingParams(seed=self.seed, counter=self.counter)

@@ -1,0 +1,37 @@
+"""Refusing what cannot be captured in a CUDA graph."""
+
+from typing import Any
+
+from trt_kvcache.errors import CaptureError
+from trt_kvcache.memory.base import Memory
+
+_FROZEN = "its host values would be frozen into the CUDA graph"
+
+
+def refuse_capture(memory: Memory, what: str, stream: Any, *, because: str = _FROZEN) -> None:
+    """Check that a stream is not capturing, before an operation that a CUDA graph cannot hold.
+
+    Parameters
+    ----------
+    memory : Memory
+        The memory that the operation works on.
+    what : str
+        The operation, for the message.
+    stream : cuda.core.Stream or GraphBuilder, or HostStream
+        The stream.
+    because : str
+        Why it cannot be captured, for the message.
+
+    Raises
+    ------
+    CaptureError
+        The stream is capturing.
+    PlaceError
+        It is not a stream of ``memory``.
+    """
+    memory.check_stream(stream)
+    if memory.is_capturing(stream):
+        raise CaptureError(
+            f"{what} cannot be captured: {because}. Capture commits of a number or a device tensor, and compactions with a device "
+            "mapping. Nothing was changed."
+        )

@@ -1,0 +1,322 @@
+"""``HostMemory``: caches in NumPy memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache._util.checks import int_in_range
+from trt_kvcache.dtypes import dtype_name, numpy_dtype
+from trt_kvcache.errors import CapacityError, DTypeError, PlaceError, ShapeError
+from trt_kvcache.memory.base import Array, check_copy
+from trt_kvcache.memory.owned_bytes import OwnedBytes
+from trt_kvcache.memory.shapes import ALIGNMENT
+from trt_kvcache.memory.tensor import DeviceTensor
+
+_DLPACK_CPU = 1
+
+
+class HostStream:
+    """The stream of host memory. Host operations are done when they return, so it has nothing to do."""
+
+    def sync(self) -> None:
+        """Return at once."""
+
+
+class HostAllocation(OwnedBytes["HostMemory", Array]):
+    """Bytes of one NumPy array."""
+
+    @property
+    def ptr(self) -> int:
+        """Address of the first byte. Raises :class:`~trt_kvcache.errors.ClosedError` after ``close``."""
+        return int(self.storage.ctypes.data)
+
+
+class HostMemory:
+    """Caches in NumPy memory, for machines without a GPU and for tests: see :class:`~trt_kvcache.memory.base.Memory`.
+
+    Examples
+    --------
+    >>> import numpy
+    >>> from trt_kvcache import HostMemory
+    >>> memory = HostMemory()
+    >>> stream = memory.create_stream()
+    >>> lengths = memory.to_device(numpy.array([3, 1], numpy.int32), stream=stream)
+    >>> lengths.numpy()
+    array([3, 1], dtype=int32)
+    >>> memory.live_nbytes
+    8
+    """
+
+    device = "cpu"
+    is_host = True
+    dlpack_device = (_DLPACK_CPU, 0)
+
+    def __init__(self) -> None:
+        #: Bytes of all allocations that are not closed.
+        self.live_nbytes = 0
+
+    def count_live(self, nbytes: int) -> None:
+        """Add to ``live_nbytes``."""
+        self.live_nbytes += nbytes
+
+    def create_stream(self) -> HostStream:
+        """Return a new stream of this memory.
+
+        Returns
+        -------
+        HostStream
+            It has nothing to do: host operations are done when they return.
+        """
+        return HostStream()
+
+    def check_stream(self, stream: Any) -> None:
+        """Check that a stream belongs to this memory.
+
+        Parameters
+        ----------
+        stream : object
+            What a caller gave.
+
+        Raises
+        ------
+        PlaceError
+            It is not a :class:`HostStream`.
+        """
+        if not isinstance(stream, HostStream):
+            raise PlaceError(f"stream: expected one made by HostMemory.create_stream(), got {type(stream).__name__}.")
+
+    def is_capturing(self, stream: Any) -> bool:
+        """Return False: there are no CUDA graphs on the host.
+
+        Parameters
+        ----------
+        stream : HostStream
+            One of :meth:`create_stream`.
+        """
+        return False
+
+    def synchronize(self, stream: Any) -> None:
+        """Return at once: host operations are done when they return.
+
+        Parameters
+        ----------
+        stream : HostStream
+            One of :meth:`create_stream`.
+
+        Raises
+        ------
+        PlaceError
+            The stream is not one of this memory.
+        """
+        self.check_stream(stream)
+
+    def allocate(self, nbytes: int, *, zeroed: bool = False, stream: Any) -> HostAllocation:
+        """Allocate bytes, aligned to 256.
+
+        Parameters
+        ----------
+        nbytes : int
+            Bytes, 0 or more.
+        zeroed : bool
+            Whether to set them to zero.
+        stream : HostStream
+            One of :meth:`create_stream`. The allocation is done when the call returns.
+
+        Returns
+        -------
+        HostAllocation
+            The bytes. They are freed when it is closed and the last DLPack consumer is gone.
+
+        Raises
+        ------
+        CapacityError
+            The memory has no room.
+        RangeError, PlaceError
+            ``nbytes`` is negative, or the stream is not one of this memory.
+        """
+        self.check_stream(stream)
+        nbytes = int_in_range("nbytes", nbytes, 0)
+        try:
+            padded = (np.zeros if zeroed else np.empty)(nbytes + ALIGNMENT, dtype=np.uint8)
+        except (MemoryError, ValueError):
+            raise CapacityError(f"host memory: {nbytes} bytes could not be allocated.") from None
+        start = -padded.ctypes.data % ALIGNMENT
+        self.count_live(nbytes)
+        return HostAllocation(self, padded[start:][:nbytes], nbytes)  # an empty slice with both ends loses its place
+
+    def staging(self, shape: Sequence[int], dtype: str) -> Array:
+        """Return a zeroed NumPy array.
+
+        Parameters
+        ----------
+        shape : sequence of int
+            Its shape.
+        dtype : str
+            A name of :mod:`trt_kvcache.dtypes`.
+
+        Returns
+        -------
+        ndarray
+            In ordinary memory.
+        """
+        return np.zeros(tuple(shape), numpy_dtype(dtype))
+
+    def to_device(self, array: Any, *, stream: Any) -> DeviceTensor:
+        """Copy a host array into a new tensor in this memory. This allocates.
+
+        Parameters
+        ----------
+        array : array_like
+            Of any shape, with a dtype of :mod:`trt_kvcache.dtypes`. It may be changed as soon as the call returns.
+        stream : HostStream
+            One of :meth:`create_stream`. The copy is done when the call returns.
+
+        Returns
+        -------
+        DeviceTensor
+            Contiguous, of the shape and dtype of the array.
+
+        Raises
+        ------
+        CapacityError
+            The memory has no room.
+        DTypeError, PlaceError
+            The dtype is unknown, or the stream is not one of this memory.
+        """
+        source = np.ascontiguousarray(array)
+        tensor = DeviceTensor(self.allocate(source.nbytes, stream=stream), shape=np.shape(array), dtype=dtype_name(source.dtype))
+        self.array(tensor)[...] = array
+        return tensor
+
+    def upload(self, destination: DeviceTensor, source: Array, *, stream: Any) -> None:
+        """Copy a host array into a tensor of this memory.
+
+        Parameters
+        ----------
+        destination : DeviceTensor
+            Contiguous.
+        source : ndarray
+            Contiguous, of the same shape and dtype.
+        stream : HostStream
+            One of :meth:`create_stream`. The copy is done when the call returns.
+
+        Raises
+        ------
+        PlaceError, ShapeError, DTypeError
+            The tensor and the array do not fit, or are not contiguous. Nothing was copied.
+        """
+        self.check_stream(stream)
+        check_copy("upload", destination, source, self)
+        self.array(destination)[...] = source
+
+    def download(self, destination: Array, source: DeviceTensor, *, stream: Any) -> None:
+        """Copy a tensor of this memory into a host array.
+
+        Parameters
+        ----------
+        destination : ndarray
+            Contiguous, of the same shape and dtype.
+        source : DeviceTensor
+            Contiguous.
+        stream : HostStream
+            One of :meth:`create_stream`. The copy is done when the call returns.
+
+        Raises
+        ------
+        PlaceError, ShapeError, DTypeError
+            The tensor and the array do not fit, or are not contiguous. Nothing was copied.
+        """
+        self.check_stream(stream)
+        check_copy("download", source, destination, self)
+        destination[...] = self.array(source)
+
+    def zero(self, tensor: DeviceTensor, *, stream: Any) -> None:
+        """Set the bytes of a tensor to zero.
+
+        Parameters
+        ----------
+        tensor : DeviceTensor
+            Contiguous, of this memory.
+        stream : HostStream
+            One of :meth:`create_stream`. The write is done when the call returns.
+
+        Raises
+        ------
+        PlaceError, ShapeError
+            The tensor is of another memory, or is not contiguous.
+        """
+        self.check_stream(stream)
+        if tensor.memory is not self:
+            raise PlaceError(f"zero: expected a tensor of this memory, got one of {tensor.memory.device}.")
+        if not tensor.is_contiguous:
+            raise ShapeError(f"zero: expected a dense tensor, got {tensor!r}.")
+        self.array(tensor)[...] = 0
+
+    def array(self, tensor: DeviceTensor) -> Array:
+        """Return a tensor as a NumPy array over the same bytes. It is writable, and may be of any dtype.
+
+        Parameters
+        ----------
+        tensor : DeviceTensor
+            Any view of host memory.
+
+        Returns
+        -------
+        ndarray
+            Of the same shape, dtype and strides.
+
+        Raises
+        ------
+        PlaceError, ClosedError
+            The tensor is of another kind of memory, or its owner is closed.
+        """
+        allocation = tensor.allocation
+        if not isinstance(allocation, HostAllocation):
+            raise PlaceError(f"expected a tensor in host memory, got one of {tensor.memory.device}.")
+        dtype = tensor.numpy_dtype
+        strides = None if tensor.is_contiguous else tuple(stride * dtype.itemsize for stride in tensor.strides)
+        array: Array = np.ndarray(tensor.shape, dtype, allocation.storage, tensor.offset if tensor.nbytes else 0, strides)
+        return array
+
+    def read(self, tensor: DeviceTensor) -> Array:
+        """Return a copy of a view on the host.
+
+        Parameters
+        ----------
+        tensor : DeviceTensor
+            Any view of this memory.
+
+        Returns
+        -------
+        ndarray
+            Of the same shape and dtype.
+
+        Raises
+        ------
+        PlaceError, ClosedError
+            The tensor is of another memory, or its owner is closed.
+        """
+        return np.array(self.array(tensor))
+
+    def dlpack(self, tensor: DeviceTensor, **kwargs: Any) -> Any:
+        """Return a DLPack capsule that shares the bytes of a tensor and keeps them alive.
+
+        Parameters
+        ----------
+        tensor : DeviceTensor
+            Any view of this memory.
+        **kwargs :
+            Of the ``__dlpack__`` protocol.
+
+        Raises
+        ------
+        DTypeError
+            NumPy, which makes the capsule, does not know the dtype (bfloat16, float8).
+        """
+        array = self.array(tensor)
+        if array.dtype.kind not in "iuf":
+            raise DTypeError(f"DLPack from host memory: NumPy does not know {tensor.dtype}. Use .numpy(), which copies.")
+        return array.__dlpack__(**kwargs)

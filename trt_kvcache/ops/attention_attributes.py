@@ -1,0 +1,146 @@
+"""``AttentionAttributes``: the parameters of the attention kernels, checked, and as TensorRT's plugin fields."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache._util.checks import int_in_range
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.kernels.attention_tiles import HEAD_DIMS, MAX_GROUP, MAX_SCORE_FACTOR, MIN_SCORE_FACTOR
+
+#: ``PluginFieldType`` of each attribute. INT64 and FLOAT32 are accepted, too, if the value fits.
+ATTRIBUTE_TYPES = {
+    "num_heads": "INT32",
+    "num_kv_heads": "INT32",
+    "head_dim": "INT32",
+    "scale": "FLOAT64",
+    "window": "INT32",
+    "softcap": "FLOAT64",
+    "rotary_dim": "INT32",
+}
+_ACCEPTED_TYPES = {"INT32": ("INT32", "INT64"), "FLOAT64": ("FLOAT32", "FLOAT64")}
+_ROTARY_DIM_STEP = 4
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionAttributes:
+    """What attention over a combined cache is created with, within the limits of the CUDA kernels.
+
+    Parameters
+    ----------
+    num_heads, num_kv_heads : int
+        Query heads and K/V heads; a K/V head serves 1 to 16 query heads.
+    head_dim : int
+        64, 80, 96, 128 or 256.
+    scale : float
+        Factor of the scores q k, 1e-6 to 1e6; 0 for ``1 / sqrt(head_dim)``.
+    window : int
+        Tokens that a token attends to, itself included; 0 for all.
+    softcap : float
+        Scores become ``softcap * tanh(score / softcap)``, 1e-6 to 1e6; 0 for no softcap.
+    rotary_dim : int
+        Elements of a row that RoPE is applied to, a multiple of 4; 0 for none.
+
+    Raises
+    ------
+    ConfigError
+        An attribute is out of range.
+
+    Examples
+    --------
+    >>> attributes = AttentionAttributes(num_heads=32, num_kv_heads=8, head_dim=64, rotary_dim=64)
+    >>> attributes.group, attributes.score_scale
+    (4, 0.125)
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float = 0.0
+    window: int = 0
+    softcap: float = 0.0
+    rotary_dim: int = 0
+
+    def __post_init__(self) -> None:
+        for name, kind in ATTRIBUTE_TYPES.items():
+            value = getattr(self, name)
+            if kind == "INT32":
+                value = int_in_range(name, value, 0, _INT32_MAX, error=ConfigError)
+            elif (
+                isinstance(value, bool)
+                or not isinstance(value, Real)
+                or (value and not MIN_SCORE_FACTOR <= float(value) <= MAX_SCORE_FACTOR)
+            ):
+                raise ConfigError(f"{name}: expected 0, or {MIN_SCORE_FACTOR} to {MAX_SCORE_FACTOR}, got {value!r}.")
+            object.__setattr__(self, name, value if kind == "INT32" else float(value))
+        most = MAX_GROUP * self.num_kv_heads
+        if not self.num_kv_heads or self.num_heads % self.num_kv_heads or not self.num_kv_heads <= self.num_heads <= most:
+            raise ConfigError(
+                f"num_heads: expected 1 to {MAX_GROUP} times num_kv_heads, got {self.num_heads} over {self.num_kv_heads} K/V heads."
+            )
+        if self.head_dim not in HEAD_DIMS:
+            raise ConfigError(f"head_dim: expected one of {', '.join(map(str, HEAD_DIMS))}, got {self.head_dim}.")
+        if self.rotary_dim % _ROTARY_DIM_STEP or self.rotary_dim > self.head_dim:
+            raise ConfigError(f"rotary_dim: expected a multiple of {_ROTARY_DIM_STEP} from 0 to {self.head_dim}, got {self.rotary_dim}.")
+
+    @property
+    def group(self) -> int:
+        """Query heads per K/V head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def score_scale(self) -> float:
+        """Factor of the scores q k."""
+        return self.scale or 1 / math.sqrt(self.head_dim)
+
+    def plugin_field_arrays(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Return the data of the plugin fields.
+
+        Returns
+        -------
+        dict of str to ndarray (1,)
+            int32 or float64, by name. ``PluginField`` points into the arrays: keep them alive as long as the fields.
+        """
+        dtypes = {"INT32": np.int32, "FLOAT64": np.float64}
+        return {name: np.array([value], dtypes[ATTRIBUTE_TYPES[name]]) for name, value in asdict(self).items()}
+
+    @classmethod
+    def from_plugin_fields(cls, fields: Iterable[Any]) -> AttentionAttributes:
+        """Read a ``PluginFieldCollection``.
+
+        Parameters
+        ----------
+        fields : iterable of PluginField
+            With ``name``, ``type`` and ``data``.
+
+        Returns
+        -------
+        AttentionAttributes
+
+        Raises
+        ------
+        ConfigError
+            A field is unknown, of another type, there twice, missing or out of range.
+        """
+        values: dict[str, Any] = {}
+        for field in fields:
+            name, kind = str(field.name), field.type.name
+            if name not in ATTRIBUTE_TYPES or name in values:
+                what = "is there twice" if name in values else "is unknown"
+                raise ConfigError(f"field {name!r} {what}. Expected {', '.join(ATTRIBUTE_TYPES)}, each once.")
+            data = np.asarray(field.data)
+            if kind not in _ACCEPTED_TYPES[ATTRIBUTE_TYPES[name]] or data.size != 1:
+                expected = " or ".join(_ACCEPTED_TYPES[ATTRIBUTE_TYPES[name]])
+                raise ConfigError(f"field {name!r}: expected one value of type {expected}, got {data.size} of type {kind}.")
+            values[name] = data.reshape(-1)[0].item()
+        missing = [name for name in ("num_heads", "num_kv_heads", "head_dim") if name not in values]
+        if missing:
+            raise ConfigError(f"fields: expected {', '.join(missing)} too, got {', '.join(values) or 'none'}.")
+        return cls(**values)

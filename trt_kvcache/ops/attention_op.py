@@ -1,0 +1,134 @@
+"""Attention over a combined cache as a custom operation: RoPE, append to the cache, causal attention of the new tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from trt_kvcache.errors import CapacityError, DTypeError, ShapeError
+from trt_kvcache.kernels.attention_params import AttentionParams
+from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS
+from trt_kvcache.kernels.backend import backend_of
+from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.ops.attention_attributes import AttentionAttributes
+from trt_kvcache.ops.attention_shapes import MAX_MULTIPROCESSORS, workspace_nbytes
+from trt_kvcache.ops.custom_op import TensorType
+from trt_kvcache.ops.unowned_workspace import UnownedWorkspace
+
+#: Index of the cache among the inputs.
+_CACHE = 3
+
+
+class AttentionOp:
+    """Apply RoPE to q and k, append k and v to the cache, and compute causal attention for the new tokens.
+
+    Implements :class:`~trt_kvcache.ops.custom_op.CustomOp`. All ``s`` new tokens of a slot are appended, padding included.
+
+    Inputs, in order, for B slots of s new tokens:
+
+    - q ``[B, s, num_heads, D]``, k and v ``[B, s, num_kv_heads, D]`` before RoPE, in one dtype;
+    - cache ``[B, 2, num_kv_heads, S, D]`` in that dtype;
+    - lengths ``[B]`` int32: tokens in the cache before the step;
+    - cos_sin ``[S, 2, rotary_dim / 2]`` float32; not there if ``rotary_dim`` is 0.
+
+    Outputs: the result ``[B, s, num_heads, D]``, and the cache, in place.
+
+    Parameters
+    ----------
+    num_heads, num_kv_heads : int
+        Query heads, and K/V heads that they share.
+    head_dim : int
+        D.
+    scale : float
+        Factor of the scores q k; 0 for ``1 / sqrt(head_dim)``.
+    window : int
+        Tokens that a token attends to, itself included; 0 for all.
+    softcap : float
+        Scores become ``softcap * tanh(score / softcap)``; 0 for no softcap.
+    rotary_dim : int, optional
+        Elements of a row that RoPE is applied to; 0 for none. All of ``head_dim`` if left out.
+
+    Notes
+    -----
+    :func:`trt_kvcache.kernels.attend` without ``new_lengths``. On the host, NumPy computes any head dimension and dtype; the CUDA kernels
+    serve those of :class:`~trt_kvcache.ops.attention_attributes.AttentionAttributes`.
+
+    Examples
+    --------
+    One slot with three tokens in the cache attends to them and to its new token. All keys are equal, so the result is the mean of the
+    values, which are 3, 3, 3 and 7.
+
+    >>> import numpy as np
+    >>> from trt_kvcache.ops.custom_op import run_on_host
+    >>> op = AttentionOp(num_heads=1, num_kv_heads=1, head_dim=2, rotary_dim=0)
+    >>> q, k, v = np.ones((1, 1, 1, 2), "float32"), np.ones((1, 1, 1, 2), "float32"), np.full((1, 1, 1, 2), 7, "float32")
+    >>> cache = np.ones((1, 2, 1, 8, 2), "float32")
+    >>> cache[:, 1] = 3
+    >>> result, cache = run_on_host(op, q, k, v, cache, np.array([3], "int32"))
+    >>> result[0, 0, 0].tolist(), cache[0, 1, 0, :5, 0].tolist()
+    ([4.0, 4.0], [3.0, 3.0, 3.0, 7.0, 3.0])
+    """
+
+    name = "attention"
+
+    def __init__(
+        self, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float = 0.0, window: int = 0, softcap: float = 0.0,
+        rotary_dim: int | None = None,
+    ) -> None:  # fmt: skip
+        self._heads, self._kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
+        self._rotary_dim = head_dim if rotary_dim is None else rotary_dim
+        self._scores: dict[str, Any] = {"window": window, "softcap": softcap}
+        self._scale = scale
+        self.attributes: dict[str, int | float] = {
+            "num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim,
+            "scale": scale, **self._scores, "rotary_dim": self._rotary_dim,
+        }  # fmt: skip
+        self._workspace: UnownedWorkspace | None = None
+
+    def kernel_attributes(self) -> AttentionAttributes:
+        """Return the attributes, checked against what the CUDA kernels serve. Raises ConfigError where they do not."""
+        return AttentionAttributes(**self.attributes)  # type: ignore[arg-type]  # each as it was given
+
+    def outputs(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:
+        """See :meth:`CustomOp.outputs <trt_kvcache.ops.custom_op.CustomOp.outputs>`."""
+        shapes = [one.shape for one in inputs]
+        batch, width = shapes[0][:2]
+        tokens, head_dim = shapes[_CACHE][3], self._head_dim
+        q, *kv = ((batch, width, heads, head_dim) for heads in (self._heads, self._kv_heads, self._kv_heads))
+        cache = (batch, 2, self._kv_heads, tokens, head_dim)
+        expected = [q, *kv, cache, (batch,), *([(tokens, 2, self._rotary_dim // 2)] if self._rotary_dim else [])]
+        if shapes != expected or width > tokens:
+            raise ShapeError(f"attention: expected inputs of shapes {expected} and at most {tokens} new tokens, got {shapes}.")
+        dtypes = [one.dtype for one in inputs]
+        if dtypes != [dtypes[0]] * 4 + ["int32", "float32"][: len(dtypes) - 4]:
+            raise DTypeError(f"attention: expected q, k, v and cache of one dtype, int32 lengths and float32 cos_sin, got {dtypes}.")
+        return TensorType(q, dtypes[0]), TensorType(cache, dtypes[0], alias=_CACHE)
+
+    def workspace_nbytes(self, inputs: Sequence[TensorType]) -> int:
+        """See :meth:`CustomOp.workspace_nbytes <trt_kvcache.ops.custom_op.CustomOp.workspace_nbytes>`.
+
+        0 where only NumPy serves the inputs.
+        """
+        served = inputs[0].dtype in ELEMENT_TYPES and self._head_dim in HEAD_DIMS
+        return workspace_nbytes(self.kernel_attributes(), 1) if served else 0
+
+    def enqueue(self, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor], workspace: DeviceTensor, stream: Any) -> None:
+        """See :meth:`CustomOp.enqueue <trt_kvcache.ops.custom_op.CustomOp.enqueue>`. One launch for a decode step, else two."""
+        q, k, v, cache, lengths, *angles = inputs
+        call = AttentionParams(
+            q=q, k=k, v=v, cache=cache, lengths=lengths, new_lengths=None, cos_sin=angles[0] if angles else None,
+            out=outputs[0], scale=self._scale or 1 / math.sqrt(self._head_dim), **self._scores,
+        )  # fmt: skip
+        kernel_workspace = None if cache.memory.is_host else self._kernel_workspace(workspace)
+        backend_of(cache.memory).attend(call, kernel_workspace, stream)  # type: ignore[arg-type]  # NumPy needs none
+
+    def _kernel_workspace(self, workspace: DeviceTensor) -> UnownedWorkspace:
+        """Return the bytes as a workspace of the kernels. It is made again only when the address has changed."""
+        if self._workspace is None or self._workspace.bytes.ptr != workspace.ptr:
+            memory: Any = workspace.memory  # that of a GPU
+            if memory.multiprocessor_count > MAX_MULTIPROCESSORS:
+                raise CapacityError(f"{memory.device}: expected at most {MAX_MULTIPROCESSORS} multiprocessors, it has more.")
+            self._workspace = UnownedWorkspace(self.kernel_attributes(), memory)
+            self._workspace.bytes.ptr = workspace.ptr
+        return self._workspace

@@ -1,0 +1,59 @@
+"""A workspace for the attention kernels in memory that somebody else owns, such as TensorRT."""
+
+from __future__ import annotations
+
+from trt_kvcache.kernels.attention_workspace import MAX_BLOCKS_PER_SM, AttentionWorkspace, partials_shape
+from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.cuda_memory import CudaMemory
+from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.ops.attention_attributes import AttentionAttributes
+from trt_kvcache.ops.attention_shapes import workspace_nbytes
+
+
+class UnownedAllocation:
+    """Memory of somebody else (implements :class:`~trt_kvcache.memory.base.Allocation`). Set ``ptr`` before each use.
+
+    Parameters
+    ----------
+    memory : Memory
+        Where it is.
+    nbytes : int
+        Size in bytes.
+
+    Attributes
+    ----------
+    ptr : int
+        Device address of the first byte.
+    """
+
+    closed = False
+
+    def __init__(self, memory: Memory, nbytes: int) -> None:
+        self.memory = memory
+        self.nbytes = nbytes
+        self.ptr = 0
+
+    def close(self) -> None:
+        """Do nothing: the owner frees the memory."""
+
+
+class UnownedWorkspace(AttentionWorkspace):
+    """A workspace in memory of somebody else. Set ``bytes.ptr`` before each use.
+
+    Parameters
+    ----------
+    attributes : AttentionAttributes
+        Of the attention that uses it.
+    memory : CudaMemory
+        The device.
+
+    Attributes
+    ----------
+    bytes : UnownedAllocation
+        The memory, of :func:`~trt_kvcache.ops.attention_shapes.workspace_nbytes`.
+    """
+
+    def __init__(self, attributes: AttentionAttributes, memory: CudaMemory) -> None:
+        self.blocks = MAX_BLOCKS_PER_SM * memory.multiprocessor_count
+        self.bytes = UnownedAllocation(memory, workspace_nbytes(attributes, 1))
+        self.partials = DeviceTensor(self.bytes, shape=partials_shape(self.blocks, attributes.group, attributes.head_dim), dtype="float32")

@@ -1,0 +1,55 @@
+"""``ModelIdentity``: what a snapshot says of the model whose K, V and states it holds."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trt_kvcache.errors import ConfigError
+
+
+def check_type(name: str, value: object, expected: type) -> None:
+    """Raise :class:`ConfigError` unless ``value`` is an ``expected``; the message calls it ``name``."""
+    if not isinstance(value, expected):
+        raise ConfigError(f"{name}: expected a {expected.__name__}, got {value!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelIdentity:
+    """Which model the K, V and states of a snapshot belong to.
+
+    A snapshot is restored only for a model of equal identity.
+
+    Parameters
+    ----------
+    fingerprint : str
+        :meth:`trt_kvcache.checkpoint.Checkpoint.fingerprint`, or any other text that differs between different models.
+    rope : mapping of str to JSON values, optional
+        :meth:`trt_kvcache.checkpoint.RopeConfig.to_dict`: the RoPE that was applied to the cached keys.
+
+    Raises
+    ------
+    ConfigError
+        ``fingerprint`` is not a text or empty, or ``rope`` is not a mapping of JSON values.
+
+    Examples
+    --------
+    >>> from trt_kvcache import ModelIdentity
+    >>> saved_with = ModelIdentity(fingerprint="5f3a", rope={"rope_type": "default", "rope_theta": 10000.0})
+    >>> saved_with == ModelIdentity(fingerprint="5f3a", rope={"rope_type": "default", "rope_theta": 500000.0})
+    False
+    """
+
+    fingerprint: str
+    rope: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.fingerprint, str) or not self.fingerprint:
+            raise ConfigError(f"ModelIdentity.fingerprint: expected a text, got {self.fingerprint!r}.")
+        if self.rope is not None:
+            check_type("ModelIdentity.rope", self.rope, Mapping)
+            try:
+                rope = json.loads(json.dumps(dict(self.rope), allow_nan=False))
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ConfigError(f"ModelIdentity.rope: expected JSON values, got {self.rope!r} ({error}).") from None
+            object.__setattr__(self, "rope", rope)

@@ -1,0 +1,191 @@
+"""``SequenceSwapper``: swaps sequences in and out, with all that a slot holds."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from trt_kvcache.cache.lengths import Lengths
+from trt_kvcache.errors import CapacityError
+from trt_kvcache.sequences.sequence_table import SequenceEntry, SequenceTable
+from trt_kvcache.sequences.slot_copy import SlotCopy
+from trt_kvcache.sequences.slot_transfer import SlotTransfer
+
+
+class SequenceSwapper:
+    """Moves the sequences of a table between the slots of a cache and the host.
+
+    Whatever has to move is copied to the host first, before anything changes: a failure up to then leaves everything as it was,
+    and a later failure leaves sequences swapped out. Copies are direct, so that they need neither kernels nor device memory. They
+    are ordered on ``stream``, and every call that copies waits for them.
+
+    Parameters
+    ----------
+    table : SequenceTable
+        The sequences.
+    transfer : SlotTransfer
+        Of the same cache.
+    lengths : Lengths
+        Of the same cache.
+    threshold : float or None
+        The share of :attr:`capacity` above which sequences are swapped out; None if swapping is off.
+    """
+
+    def __init__(self, table: SequenceTable, transfer: SlotTransfer, lengths: Lengths, *, threshold: float | None) -> None:
+        self._table = table
+        self._transfer = transfer
+        self._lengths = lengths
+        self._threshold = threshold
+        #: Bytes of tokens and states in the slots when all are full.
+        self.capacity = lengths.max_batch_size * self._live_nbytes(lengths.max_sequence_length)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether sequences may be swapped out."""
+        return self._threshold is not None
+
+    @property
+    def used(self) -> int:
+        """Bytes of live tokens and states in the slots: of active ones (upper bounds), and of sequences in the others."""
+        waiting = [entry.length for entry in self._table if entry.slot is not None and not self._table.is_active(entry)]
+        return sum(self._live_nbytes(length) for length in (*self._lengths.upper_bounds, *waiting))
+
+    def _live_nbytes(self, length: int) -> int:
+        return self._transfer.slot_format.live_nbytes(length)
+
+    def swap_in(self, entry: SequenceEntry, new_tokens: int, *, stream: Any) -> int:
+        """Bring a sequence into a slot, and make room for tokens that it will get.
+
+        Others are swapped out, the least recently used one first: one if there is no free slot, and more while the bytes in use
+        exceed the threshold. The sequence becomes the most recently used one.
+
+        Parameters
+        ----------
+        entry : SequenceEntry
+            Its length must be exact: see :meth:`SequenceTable.length`. It may be in a slot already.
+        new_tokens : int
+            Tokens that will be appended.
+        stream : cuda.core.Stream
+            Copies are ordered on it, and waited for.
+
+        Returns
+        -------
+        int
+            The slot.
+
+        Raises
+        ------
+        CapacityError
+            No slot is free or can be made free, or the host has no room. Nothing was changed.
+        """
+        grown = self._live_nbytes(entry.length + new_tokens) - (0 if entry.slot is None else self._live_nbytes(entry.length))
+        needs_slot = entry.slot is None and not self._table.free_slots()
+        self._swap_out(self._victims(entry, grown, needs_slot), stream)
+        self._table.mark_used(entry)
+        if entry.slot is not None:
+            return entry.slot
+        slot = self._table.free_slots()[0]
+        self._restore(entry, slot, stream)
+        return slot
+
+    def _victims(self, entry: SequenceEntry, grown: int, needs_slot: bool) -> list[SequenceEntry]:
+        """Return the sequences to swap out, so that ``entry`` gets a slot or may grow by that many bytes: least recently used first."""
+        candidates = self._table.movable(except_for=entry)
+        if needs_slot and not candidates:
+            raise CapacityError(f"sequence {entry.id} has no slot, and all slots are active or pinned. Nothing was changed.")
+        victims = candidates[: int(needs_slot)]
+        if self._threshold is not None:
+            leaving = sum(self._live_nbytes(victim.length) for victim in victims)
+            excess = self.used + grown - leaving - self._threshold * self.capacity
+            for other in candidates[len(victims) :]:
+                if excess > 0 and other.length:
+                    victims.append(other)
+                    excess -= self._live_nbytes(other.length)
+        return victims
+
+    def move(self, entry: SequenceEntry, slot: int, *, stream: Any) -> None:
+        """Move a sequence into a given slot. If the slot is active, the length of the sequence is committed there.
+
+        Another sequence in that slot moves to the slot that this one leaves, to a free one, or to the host.
+
+        Parameters
+        ----------
+        entry : SequenceEntry
+            Its length must be exact.
+        slot : int
+            Any slot. An active one must be empty.
+        stream : cuda.core.Stream
+            Copies are ordered on it, and waited for.
+
+        Raises
+        ------
+        CapacityError
+            The slot is in use by somebody else, there is no place for the sequence in it, or the host has no room. Nothing was
+            changed.
+        """
+        other = self._table.in_slot(slot)
+        if other is entry:
+            return
+        if other is not None and not self._table.is_movable(other):
+            raise CapacityError(f"slot {slot} holds sequence {other.id}, which is active or pinned. Nothing was changed.")
+        if other is None and slot < self._lengths.active_batch_size and self._lengths.upper_bounds[slot]:
+            raise CapacityError(f"slot {slot} is active and not empty. Clear it before. Nothing was changed.")
+        left = [entry.slot] if entry.slot is not None and not self._table.is_active(entry) else []
+        destinations = [*left, *self._table.free_slots()]
+        if other is None:
+            self._swap_out([entry], stream)
+        elif destinations or self.enabled:
+            self._swap_out([entry, other], stream)
+            if destinations:
+                self._restore(other, destinations[0], stream)
+        else:
+            raise CapacityError(f"sequence {other.id} must leave slot {slot}, and no other is free. Nothing was changed.")
+        self._restore(entry, slot, stream)
+
+    def leave_active_slot(self, entry: SequenceEntry, *, stream: Any) -> None:
+        """Move a sequence out of its active slot, to a free slot or to the host. The slot keeps what it holds.
+
+        Parameters
+        ----------
+        entry : SequenceEntry
+            In an active slot, of exact length.
+        stream : cuda.core.Stream
+            Copies are ordered on it, and waited for.
+
+        Raises
+        ------
+        CapacityError
+            No slot is free and swapping is off, or the host has no room. Nothing was changed.
+        """
+        free = self._table.free_slots()
+        if not free and not self.enabled:
+            raise CapacityError(
+                f"sequence {entry.id} is in active slot {entry.slot}, and no other slot is free. "
+                "Shrink the active batch, or enable swapping. Nothing was changed."
+            )
+        self._swap_out([entry], stream)
+        if free:
+            self._restore(entry, free[0], stream)
+
+    def _swap_out(self, entries: Sequence[SequenceEntry], stream: Any) -> None:
+        """Copy all of these sequences to the host, then let go of their slots."""
+        copies = [self._copy_to_host(entry, stream) for entry in entries]
+        if copies:
+            self._lengths.memory.synchronize(stream)
+        for entry, copy in zip(entries, copies, strict=True):
+            entry.slot, entry.saved = None, copy
+
+    def _copy_to_host(self, entry: SequenceEntry, stream: Any) -> SlotCopy | None:
+        length = self._table.length(entry)
+        if entry.slot is None or not length:
+            return entry.saved
+        return SlotCopy(self._transfer.slot_format, length, self._transfer.download(entry.slot, length, stream=stream))
+
+    def _restore(self, entry: SequenceEntry, slot: int, stream: Any) -> None:
+        """Put a sequence that is swapped out into a free slot, or into an active and empty one."""
+        if entry.saved is not None:
+            waiting = slot >= self._lengths.active_batch_size
+            self._transfer.upload(entry.saved.arrays, slot, entry.saved.length, both_buffers=waiting, stream=stream)
+            self._lengths.memory.synchronize(stream)
+        entry.slot, entry.saved = slot, None
+        if self._table.is_active(entry):
+            active = range(self._lengths.active_batch_size)
+            self._lengths.commit([entry.length if other == slot else 0 for other in active], stream=stream)

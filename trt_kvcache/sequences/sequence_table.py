@@ -1,0 +1,328 @@
+"""``SequenceTable``: which sequence is in which slot, and which one was used least recently. Bookkeeping on the host only."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from trt_kvcache._util.checks import as_int
+from trt_kvcache.cache.lengths import Lengths
+from trt_kvcache.errors import SequenceError
+from trt_kvcache.kernels import AnyCompactionPlan, CompactionPlan
+from trt_kvcache.sequences.slot_copy import SlotCopy
+
+
+@dataclass(eq=False)
+class SequenceEntry:
+    """One sequence.
+
+    Parameters
+    ----------
+    id : int
+        Its handle.
+    slot : int or None
+        Where it is; None while it is swapped out.
+    length : int
+        Its tokens, as far as the table knows. In an active slot the cache's lengths count: ask :meth:`SequenceTable.length`.
+    exact : bool
+        Whether ``length`` is exact. Otherwise it is an upper bound, and only the device has the length.
+    pinned : bool
+        Whether it must stay in its slot until it is unpinned.
+    saved : SlotCopy or None
+        Its tokens and states on the host, while it is swapped out and not empty.
+    """
+
+    id: int
+    slot: int | None
+    length: int = 0
+    exact: bool = True
+    pinned: bool = False
+    saved: SlotCopy | None = None
+
+
+class SequenceTable:
+    """The sequences over the slots of one cache, in the order of their last use.
+
+    It is attached to the lengths of the cache and follows what the owner of the cache does there, as every
+    :class:`~trt_kvcache.cache.slot_contents.SlotContents` does. Active slots belong to whoever made them active. A slot is free if
+    it is neither active nor holds a sequence.
+
+    Parameters
+    ----------
+    lengths : Lengths
+        Of the cache.
+    before_slot_leaves : callable
+        ``before_slot_leaves(slot, stream=stream)`` is called before the slot of a sequence with tokens leaves the active batch.
+    """
+
+    is_recurrent = False
+
+    def __init__(self, lengths: Lengths, before_slot_leaves: Callable[..., None]) -> None:
+        self._lengths = lengths
+        self._before_slot_leaves = before_slot_leaves
+        self._next_id = 0
+        # The least recently used one first.
+        self._entries: dict[int, SequenceEntry] = {}
+        # Sequences whose slot was overwritten by the owner of the cache, until they are destroyed.
+        self._lost_ids: set[int] = set()
+
+    def __iter__(self) -> Iterator[SequenceEntry]:
+        return iter(self._entries.values())
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, slot: int | None) -> SequenceEntry:
+        """Add an empty sequence.
+
+        Parameters
+        ----------
+        slot : int or None
+            A free slot; None to begin swapped out.
+
+        Returns
+        -------
+        SequenceEntry
+            With an id that no other one had before.
+        """
+        entry = SequenceEntry(self._next_id, slot)
+        self._next_id += 1
+        self._entries[entry.id] = entry
+        return entry
+
+    def find(self, seq: int) -> SequenceEntry:
+        """Return a sequence by its id.
+
+        Parameters
+        ----------
+        seq : int
+            The id.
+
+        Returns
+        -------
+        SequenceEntry
+            The one of this id.
+
+        Raises
+        ------
+        SequenceError
+            There is none, or its tokens were lost; the message says which.
+        """
+        number = as_int("sequence", seq, error=SequenceError)
+        entry = self._entries.get(number)
+        if entry is None:
+            raise SequenceError(f"sequence {number}: {self._why_missing(number)}")
+        return entry
+
+    def _why_missing(self, number: int) -> str:
+        if number in self._lost_ids:
+            return "its slot was taken by whoever runs the cache, and its tokens are gone. Pin a sequence after its slot was made active."
+        if 0 <= number < self._next_id:
+            return "it was destroyed."
+        return "expected an id that create_sequence returned."
+
+    def mark_used(self, entry: SequenceEntry) -> None:
+        """Make a sequence the most recently used one.
+
+        Parameters
+        ----------
+        entry : SequenceEntry
+            Of this table.
+        """
+        self._entries[entry.id] = self._entries.pop(entry.id)
+
+    def remove(self, seq: int) -> None:
+        """Forget a sequence, also one whose tokens were lost.
+
+        Parameters
+        ----------
+        seq : int
+            The id.
+
+        Raises
+        ------
+        SequenceError
+            The id is unknown, or was removed before.
+        """
+        number = as_int("sequence", seq, error=SequenceError)
+        if number in self._lost_ids:
+            self._lost_ids.remove(number)
+        else:
+            del self._entries[self.find(number).id]
+
+    def clear(self) -> None:
+        """Forget all sequences."""
+        self._entries.clear()
+        self._lost_ids.clear()
+
+    def in_slot(self, slot: int) -> SequenceEntry | None:
+        """Return the sequence that is in a slot.
+
+        Parameters
+        ----------
+        slot : int
+            Any slot.
+
+        Returns
+        -------
+        SequenceEntry or None
+            None if no sequence is there.
+        """
+        return next((entry for entry in self if entry.slot == slot), None)
+
+    def free_slots(self) -> list[int]:
+        """Return the slots that are neither active nor hold a sequence.
+
+        Returns
+        -------
+        list of int
+            The highest one first, because the lowest ones are the next to become active.
+        """
+        held = {entry.slot for entry in self}
+        return [slot for slot in reversed(range(self._lengths.active_batch_size, self._lengths.max_batch_size)) if slot not in held]
+
+    def is_active(self, entry: SequenceEntry) -> bool:
+        """Tell whether a sequence is in an active slot.
+
+        Parameters
+        ----------
+        entry : SequenceEntry
+            Of this table.
+
+        Returns
+        -------
+        bool
+            False too if it is swapped out.
+        """
+        return entry.slot is not None and entry.slot < self._lengths.active_batch_size
+
+    def is_movable(self, entry: SequenceEntry) -> bool:
+        """Tell whether a sequence may be moved out of its slot.
+
+        Parameters
+        ----------
+        entry : SequenceEntry
+            Of this table.
+
+        Returns
+        -------
+        bool
+            Whether it is in a slot that is not active, and not pinned.
+        """
+        return entry.slot is not None and not entry.pinned and not self.is_active(entry)
+
+    def movable(self, *, except_for: SequenceEntry | None = None) -> list[SequenceEntry]:
+        """Return the sequences that may be moved out of their slots.
+
+        Parameters
+        ----------
+        except_for : SequenceEntry, optional
+            One to leave out.
+
+        Returns
+        -------
+        list of SequenceEntry
+            The least recently used one first.
+        """
+        return [entry for entry in self if entry is not except_for and self.is_movable(entry)]
+
+    def length(self, entry: SequenceEntry) -> int:
+        """Return the tokens of a sequence, and store them in its entry.
+
+        Parameters
+        ----------
+        entry : SequenceEntry
+            Of this table.
+
+        Returns
+        -------
+        int
+            Exact. Waits for the device if only the device knew the length when the slot left the active batch.
+
+        Raises
+        ------
+        LengthsUnknown
+            The slot is active, and only the device knows the length.
+        """
+        if entry.slot is not None and self.is_active(entry):
+            entry.length = self._lengths.of_slot(entry.slot)
+        elif entry.slot is not None and not entry.exact:
+            entry.length = int(self._lengths.memory.read(self._lengths.tensor[entry.slot : entry.slot + 1])[0])
+        entry.exact = True
+        return entry.length
+
+    def resize(self, lengths: Sequence[int], *, stream: Any) -> None:
+        """Follow a change of the active batch size, which is still the old one.
+
+        Sequences in slots that leave keep their tokens. In slots that enter, only an empty sequence stays, or with a length that was
+        reset a pinned one: it continues with that many tokens. Other sequences there are lost.
+
+        Parameters
+        ----------
+        lengths : sequence of int
+            Of the slots that will be active.
+        stream : cuda.core.Stream
+            States of slots that leave are copied on it.
+        """
+        before, after = self._lengths.active_batch_size, len(lengths)
+        for entry in [entry for entry in self if entry.slot is not None]:
+            slot = entry.slot
+            assert slot is not None
+            if after <= slot < before:
+                length = self._lengths.upper_bounds[slot]
+                if length:
+                    self._before_slot_leaves(slot, stream=stream)
+                entry.length, entry.exact = length, self._lengths.is_exact(slot)
+            elif before <= slot < after and (not entry.pinned if lengths[slot] else entry.length):
+                self._mark_lost(entry)
+
+    def reset_slots(self, slots: Sequence[int], *, stream: Any) -> None:
+        """Do nothing: the cache's lengths count for sequences in active slots.
+
+        Parameters
+        ----------
+        slots : sequence of int
+            Active slots that become empty.
+        stream : cuda.core.Stream
+            Not used.
+        """
+
+    def compact(self, plan: AnyCompactionPlan, *, stream: Any) -> None:
+        """Follow the moves of a compaction.
+
+        A sequence whose slot is overwritten is lost. With a mapping on the device the host does not know the moves, so that all
+        sequences in active slots are lost, unless the mapping keeps every slot.
+
+        Parameters
+        ----------
+        plan : CompactionPlan or DeviceCompactionPlan
+            The moves.
+        stream : cuda.core.Stream
+            Not used.
+        """
+        if isinstance(plan, CompactionPlan):
+            new_slots = _slots_after(plan)
+        elif plan.new_batch == plan.old_batch:
+            return
+        else:
+            new_slots = {}
+        for entry in [entry for entry in self if entry.slot is not None and entry.slot < plan.old_batch]:
+            assert entry.slot is not None
+            if entry.slot in new_slots:
+                entry.slot = new_slots[entry.slot]
+            else:
+                self._mark_lost(entry)
+
+    def _mark_lost(self, entry: SequenceEntry) -> None:
+        del self._entries[entry.id]
+        self._lost_ids.add(entry.id)
+
+
+def _slots_after(plan: CompactionPlan) -> dict[int, int]:
+    """Return the new slot of each old one whose contents survive. A dropped slot survives in place if none is moved over it."""
+    origins = {slot: slot for slot in range(plan.old_batch)}
+    for move in chain.from_iterable(plan.move_lists):
+        origins[move.destination] = origins[move.source]
+    in_place = {origin: slot for slot, origin in origins.items() if slot == origin < plan.old_batch}
+    moved = {origin: slot for slot, origin in origins.items() if slot != origin and slot < plan.old_batch}
+    return in_place | moved

@@ -1,0 +1,315 @@
+"""Opening a folder: which engine runs, in which memory, with which cache and tokenizer."""
+
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, fields, replace
+from functools import cache as cached, partial
+from os import PathLike
+from pathlib import Path
+from typing import Any, cast
+
+from trt_kvcache._util.caller_warning import warn_caller
+from trt_kvcache.builder.build_engine import Progress, build_engine
+from trt_kvcache.cache.config import KVCacheConfig
+from trt_kvcache.cache.kv_cache_manager import KVCacheManager
+from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, ModelConfig, Tokenizer
+from trt_kvcache.checkpoint.generation import GENERATION_FILE
+from trt_kvcache.engine.decoder_tensors import cache_config
+from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
+from trt_kvcache.engine.protocol import Engine
+from trt_kvcache.engine_folder.folder import EngineFolder
+from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
+from trt_kvcache.generation.sampling import SamplingParams
+from trt_kvcache.memory.cuda_memory import CudaMemory, find_gpu
+from trt_kvcache.memory.host_memory import HostMemory
+from trt_kvcache.reference import Attention, ReferenceEngine
+from trt_kvcache.sequences.model_identity import ModelIdentity
+from trt_kvcache.sequences.prompt_cache import PromptCache
+from trt_kvcache.session.session_options import (
+    DEFAULT_ATTENTION,
+    DEFAULT_MAX_BATCH_SIZE,
+    DEFAULT_MAX_PREFILL_LENGTH,
+    DEFAULT_MAX_SEQUENCE_LENGTH,
+    SessionOptions,
+)
+from trt_kvcache.trt.module import load as load_tensorrt
+from trt_kvcache.trt.segmented_engine import SegmentedEngine
+from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
+
+#: Stages of long work, as ``progress`` is told.
+CHECKING, LOADING = "check checkpoint", "load weights"
+
+
+class EngineFallbackWarning(UserWarning):
+    """``engine="auto"`` runs the NumPy reference engine, because TensorRT cannot run here."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionParts:
+    """Everything that a session is made of. The fields are the arguments of ``InferenceSession``."""
+
+    engine: Engine
+    cache: KVCacheManager
+    names: TensorNames
+    tokenizer: Tokenizer | None
+    eos_token_ids: tuple[int, ...]
+    defaults: SamplingParams
+    prompt_cache: PromptCache
+    identity: Callable[[], ModelIdentity]
+    on_close: Callable[[], object] | None = None
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    def close(self) -> None:
+        """Close engine and cache, if no session came to own them."""
+        self.engine.close()
+        self.cache.close()
+        if self.on_close is not None:
+            self.on_close()
+
+
+def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, progress: Progress | None = None) -> SessionParts:
+    """Open an engine folder.
+
+    Parameters
+    ----------
+    path : path
+        Made by ``trt-kvcache build`` or :func:`trt_kvcache.build_engine`.
+    options : SessionOptions
+        Without those that the build has fixed.
+    progress : callable, optional
+        Called as ``progress(stage, fraction)`` during long work.
+
+    Returns
+    -------
+    SessionParts
+        The caller's to close.
+
+    Raises
+    ------
+    ConfigError
+        An option is given that the build has fixed, or the folder is damaged or newer.
+    CheckpointError, EngineError, CudaError
+        The checkpoint is gone or changed, or the engine cannot run.
+    """
+    if options.given_build_options:
+        given = ", ".join(options.given_build_options)
+        raise ConfigError(f"{given}: expected with a Hugging Face folder only; {path} is an engine folder, built with its own.")
+    folder = EngineFolder.open(Path(path))
+    config = folder.config
+    built_for = config.tensorrt_flavour if options.flavour == "auto" else options.flavour
+    if _tries_tensorrt(options, built_for):
+        try:
+            return _tensorrt_parts(folder, _cuda_memory(options), options)
+        except (EngineError, CudaError) as error:
+            _fall_back(options, error)
+    with folder.open_checkpoint(_bytes_progress(progress, CHECKING)) as checkpoint:
+        running = ReferenceEngine(
+            checkpoint,
+            kv=config.cache,
+            max_prefill_length=config.max_prefill_length,
+            attention=cast(Attention, config.attention_variant),
+            names=config.names,
+            memory=HostMemory(),
+            progress=_bytes_progress(progress, LOADING),
+        )
+    return _parts(running, config.cache, config.names, folder.path, config.model, lambda: config.checkpoint.fingerprint, options)
+
+
+def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: Progress | None = None) -> SessionParts:
+    """Open a Hugging Face folder, without an engine folder.
+
+    Parameters
+    ----------
+    path : path
+        ``config.json``, ``model.safetensors`` and, for text, ``tokenizer.json``.
+    options : SessionOptions
+        Sizes that are left out are taken from the model.
+    progress : callable, optional
+        Called as ``progress(stage, fraction)`` during long work.
+
+    Returns
+    -------
+    SessionParts
+        The caller's to close.
+
+    Raises
+    ------
+    ConfigError
+        The model cannot be served with these options.
+    CheckpointError, BuildError, EngineError, CudaError
+        The checkpoint is damaged or not supported, or an engine cannot be built or run.
+    """
+    with Checkpoint.open(Path(path)) as checkpoint:
+        model = checkpoint.config
+        attention = cast(Attention, options.attention or DEFAULT_ATTENTION)
+        cache = _cache_config(model, options, attention)
+        width = options.max_prefill_length or min(cache.max_sequence_length, DEFAULT_MAX_PREFILL_LENGTH)
+
+        if _tries_tensorrt(options, options.flavour):
+            build_options = {"max_prefill_length": width, "attention": attention, "progress": progress}
+            try:
+                memory = _cuda_memory(options)  # first: without a GPU, nothing is built
+                return _built_parts(checkpoint.path, cache, memory, options, **build_options)
+            except (BuildError, ConfigError, EngineError, CudaError) as error:
+                _fall_back(options, error)
+        running = ReferenceEngine(
+            checkpoint,
+            kv=cache,
+            max_prefill_length=width,
+            attention=attention,
+            memory=HostMemory(),
+            progress=_bytes_progress(progress, LOADING),
+        )
+        return _parts(running, cache, DEFAULT_NAMES, checkpoint.path, model, partial(_fingerprint, checkpoint.path), options)
+
+
+def why_no_tensorrt(flavour: str, device: int = 0) -> str | None:
+    """Return why TensorRT cannot run engines here, or None if it can.
+
+    Parameters
+    ----------
+    flavour : {"auto", "tensorrt", "tensorrt_rtx"}
+        Which TensorRT; it is imported if there is a GPU.
+    device : int
+        Index of the CUDA device.
+
+    Returns
+    -------
+    str or None
+        No GPU, or TensorRT is not installed.
+    """
+    reason = find_gpu(device)
+    if reason is None:
+        try:
+            load_tensorrt(flavour)
+        except EngineError as error:
+            reason = str(error)
+    return reason
+
+
+def _tries_tensorrt(options: SessionOptions, flavour: str) -> bool:
+    """Tell whether to open an engine on TensorRT. If ``auto`` finds that it cannot run here, warn with the reason."""
+    if options.engine != "auto":
+        return options.engine == "tensorrt"
+    reason = why_no_tensorrt(flavour, options.device)
+    if reason is not None:
+        _warn_of_fallback(reason)
+    return reason is None
+
+
+def _fall_back(options: SessionOptions, error: Exception) -> None:
+    """Warn that the reference engine runs because TensorRT failed; raise the error instead if TensorRT was asked for."""
+    if options.engine == "tensorrt":
+        raise error
+    _warn_of_fallback(str(error))
+
+
+def _warn_of_fallback(reason: str) -> None:
+    warn_caller(f"running the NumPy reference engine: {reason}", EngineFallbackWarning)
+
+
+def _cache_config(model: ModelConfig, options: SessionOptions, attention: Attention) -> KVCacheConfig:
+    """Return the cache for a model: the one configuration from which engine and allocation are made."""
+    length = options.max_sequence_length or min(model.max_position_embeddings, DEFAULT_MAX_SEQUENCE_LENGTH)
+    if length > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_sequence_length: expected at most {model.max_position_embeddings}, the positions that the model was made for "
+            f"(max_position_embeddings), got {length}."
+        )
+    return cache_config(
+        model,
+        max_batch_size=options.max_batch_size or DEFAULT_MAX_BATCH_SIZE,
+        max_sequence_length=length,
+        dtype=options.dtype or model.dtype,
+        attention=attention,
+    )
+
+
+def _cuda_memory(options: SessionOptions) -> CudaMemory:
+    return CudaMemory(options.device, keep_bytes=options.prompt_cache_bytes)
+
+
+def _tensorrt_parts(folder: EngineFolder, memory: CudaMemory, options: SessionOptions) -> SessionParts:
+    """Open the engine of a folder on TensorRT."""
+    config = folder.config
+    running = (
+        TensorRTEngine.open(folder, memory=memory, flavour=options.flavour)
+        if config.segments is None
+        else SegmentedEngine.open(folder, memory=memory, flavour=options.flavour, cuda_graphs=options.cuda_graphs)
+    )
+    return _parts(running, config.cache, config.names, folder.path, config.model, lambda: config.checkpoint.fingerprint, options)
+
+
+def _built_parts(path: Path, cache: KVCacheConfig, memory: CudaMemory, options: SessionOptions, **build_options: Any) -> SessionParts:
+    """Build an engine into a temporary folder that is removed with the session."""
+    place = tempfile.TemporaryDirectory(prefix="trt_kvcache-")
+    try:
+        report = build_engine(
+            path,
+            Path(place.name) / "engine",
+            max_batch_size=cache.max_batch_size,
+            max_sequence_length=cache.max_sequence_length,
+            dtype=cache.dtype,
+            flavour=options.flavour,
+            **build_options,
+        )
+        parts = _tensorrt_parts(EngineFolder.open(report.path), memory, options)
+    except BaseException:
+        place.cleanup()
+        raise
+    return replace(parts, on_close=place.cleanup)
+
+
+def _fingerprint(path: Path) -> str:
+    """Read all weights, once: only snapshots need it."""
+    with Checkpoint.open(path) as checkpoint:
+        return checkpoint.fingerprint()
+
+
+def _parts(
+    engine: Engine,
+    config: KVCacheConfig,
+    names: TensorNames,
+    folder: Path,
+    model: ModelConfig,
+    fingerprint: Callable[[], str],
+    options: SessionOptions,
+) -> SessionParts:
+    """Read the files beside the weights and allocate the cache in the engine's memory. If that fails, both are closed."""
+    with ExitStack() as undo:
+        undo.callback(engine.close)
+        tokenizer = Tokenizer.open(folder)
+        defaults = GenerationDefaults.open(folder)
+        sampling = _sampling(defaults, folder)
+        cache = KVCacheManager(config, memory=engine.memory)
+        undo.callback(cache.close)
+        parts = SessionParts(
+            engine=engine,
+            cache=cache,
+            names=names,
+            tokenizer=tokenizer,
+            eos_token_ids=defaults.eos_token_ids or model.eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ()),
+            defaults=sampling,
+            prompt_cache=PromptCache(cache, max_bytes=options.prompt_cache_bytes),
+            identity=cached(lambda: ModelIdentity(fingerprint=fingerprint(), rope=model.rope.to_dict())),
+        )
+        undo.pop_all()
+    return parts
+
+
+def _sampling(defaults: GenerationDefaults, folder: Path) -> SamplingParams:
+    """Return the defaults in ``generation_config.json``: greedy unless it says ``do_sample``. Warn of what is not supported."""
+    if defaults.ignored:
+        text = f"{folder / GENERATION_FILE}: ignored, as it is not supported: {', '.join(defaults.ignored)}. Other tokens may come out."
+        warn_caller(text, UserWarning)
+    if not defaults.do_sample:
+        return SamplingParams()
+    return SamplingParams(temperature=defaults.temperature, top_k=defaults.top_k, top_p=defaults.top_p, min_p=defaults.min_p)
+
+
+def _bytes_progress(progress: Progress | None, stage: str) -> Callable[[int, int], object] | None:
+    return None if progress is None else lambda done, total: progress(stage, done / total)

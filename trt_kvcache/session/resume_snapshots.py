@@ -1,0 +1,90 @@
+"""Continuing saved sequences: snapshots are read and checked before a session changes anything."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
+from trt_kvcache.errors import CapacityError, ShapeError
+from trt_kvcache.generation.sampling import SamplingParams
+from trt_kvcache.sequences.model_identity import ModelIdentity
+from trt_kvcache.sequences.slot_format import AnyCache
+from trt_kvcache.sequences.snapshot import Snapshot
+
+Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+
+
+def read_snapshots(paths: Paths, cache: AnyCache, model: ModelIdentity) -> list[Snapshot]:
+    """Read snapshots that are to fill the first slots of a cache.
+
+    Parameters
+    ----------
+    paths : path, or sequence of paths (n,)
+        ``1 <= n <= B``.
+    cache : KVCacheManager, LinearKVCache or HybridCacheManager
+        Where they will be restored. Not changed.
+    model : ModelIdentity
+        The model that runs on the cache.
+
+    Returns
+    -------
+    list of Snapshot (n,)
+        On the host.
+
+    Raises
+    ------
+    SnapshotError
+        A file is not a snapshot, damaged, of another model, or of another cache.
+    ShapeError
+        Not paths, no file, or more files than slots.
+    CapacityError
+        A snapshot holds more tokens than a slot of this cache.
+    """
+    each = [paths] if isinstance(paths, str | os.PathLike) else paths
+    if not isinstance(each, Sequence) or not all(isinstance(path, str | os.PathLike) for path in each):
+        raise ShapeError(f"snapshots: expected a path or a sequence of paths, got {paths!r}.")
+    if not 1 <= len(each) <= cache.max_batch_size:
+        raise ShapeError(f"snapshots: expected 1 to max_batch_size={cache.max_batch_size} files, got {len(each)}.")
+    limit = cache.lengths.max_sequence_length
+    snapshots = []
+    for path in each:
+        snapshot = Snapshot.read(path)
+        snapshot.check_fits(cache, model)
+        held = len(snapshot.tokens)
+        if held > limit:
+            raise CapacityError(f"{os.fspath(path)}: it holds {held} tokens, max_sequence_length is {limit}. Nothing was changed.")
+        snapshots.append(snapshot)
+    return snapshots
+
+
+def next_tokens(snapshot: Snapshot) -> tuple[int, list[int]]:
+    """Return what to do with a snapshot to get logits to continue from.
+
+    Parameters
+    ----------
+    snapshot : Snapshot
+        To be continued.
+
+    Returns
+    -------
+    int
+        How many of its tokens to keep.
+    list of int
+        The tokens to run after them.
+
+    Raises
+    ------
+    ShapeError
+        It is empty, or it has no pending token and recurrent states, which cannot return to the token before the last.
+    """
+    if snapshot.pending:
+        return len(snapshot.tokens), list(snapshot.pending)
+    if not snapshot.tokens or snapshot.slot_format.has_states:
+        raise ShapeError("snapshot: expected pending tokens to go on from, got none. Save it after a token was generated.")
+    return len(snapshot.tokens) - 1, [snapshot.tokens[-1]]
+
+
+def resumed_params(params: SamplingParams, snapshot: Snapshot) -> SamplingParams:
+    """Return ``params`` that continue the random numbers of a snapshot, unless they have a seed of their own."""
+    if snapshot.sampler is None or params.seed is not None:
+        return params
+    return replace(params, seed=snapshot.sampler.seed, counter=snapshot.sampler.counter)

@@ -1,0 +1,123 @@
+"""``SessionOptions``: how a session is opened. The one place where these options are listed, explained and checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypedDict, get_args
+
+from trt_kvcache._util.checks import int_in_range, one_of
+from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.engine.flavours import FLAVOURS
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.reference import Attention
+
+EngineChoice = Literal["auto", "reference", "tensorrt"]
+
+DEFAULT_ATTENTION: Attention = "native"
+DEFAULT_MAX_BATCH_SIZE = 1
+#: Upper bounds of the lengths that are taken from the model if they are left out.
+DEFAULT_MAX_SEQUENCE_LENGTH = 2048
+DEFAULT_MAX_PREFILL_LENGTH = 512
+
+
+class OpenOptions(TypedDict, total=False):
+    """Keyword arguments of ``InferenceSession.open``: fields of :class:`SessionOptions`."""
+
+    engine: EngineChoice
+    flavour: str
+    device: int
+    prompt_cache_bytes: int
+    cuda_graphs: bool
+
+
+class ModelOptions(OpenOptions, total=False):
+    """Keyword arguments of ``InferenceSession.from_model``: the fields of :class:`SessionOptions`."""
+
+    max_batch_size: int | None
+    max_sequence_length: int | None
+    max_prefill_length: int | None
+    dtype: str | None
+    attention: str | None
+
+
+#: Options that an engine folder has fixed at its build.
+BUILD_OPTIONS = ("max_batch_size", "max_sequence_length", "max_prefill_length", "dtype", "attention")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SessionOptions:
+    """How a session is opened, from an engine folder or from a Hugging Face folder.
+
+    Parameters
+    ----------
+    engine : {"auto", "reference", "tensorrt"}
+        ``"auto"`` uses TensorRT if a supported GPU is present; otherwise it warns with the reason and falls back to the NumPy reference
+        engine. ``"tensorrt"`` never falls back: it raises.
+    flavour : {"auto", "tensorrt", "tensorrt_rtx"}
+        Which TensorRT. ``"auto"`` is the one that built the engine folder; for a Hugging Face folder full TensorRT where it works, else
+        TensorRT for RTX.
+    device : int
+        Index of the CUDA device. Ignored by the reference engine.
+    prompt_cache_bytes : int
+        Limit in bytes for copies of earlier prompts, in the cache's memory: see
+        :class:`~trt_kvcache.sequences.prompt_cache.PromptCache`. 0 keeps none.
+    cuda_graphs : bool
+        Whether decode steps of an engine in segments are captured as CUDA graphs.
+    max_batch_size : int, optional
+        Slots of the cache, B; 1 if left out. This and the options below are for a Hugging Face folder only: an engine folder has them
+        from its build.
+    max_sequence_length : int, optional
+        Tokens that a slot can hold, S. If left out the model's ``max_position_embeddings``, at most 2048.
+    max_prefill_length : int, optional
+        Most new tokens of a slot in one enqueue; longer prompts are run in chunks. If left out S, at most 512.
+    dtype : {"float16", "bfloat16", "float32"}, optional
+        Of weights, K and V; the checkpoint's if left out.
+    attention : {"native", "mask", "plugin"}, optional
+        TensorRT's causal attention with key lengths (the default), the same with an explicit mask, or this package's plugin.
+
+    Raises
+    ------
+    ConfigError
+        A value is not one of those listed, or a size is not a positive integer.
+    RangeError
+        ``device`` or ``prompt_cache_bytes`` is negative or no integer.
+
+    Examples
+    --------
+    >>> from trt_kvcache.session.session_options import SessionOptions
+    >>> SessionOptions(engine="reference", max_batch_size=2).max_batch_size
+    2
+    >>> SessionOptions(engine="onnx")
+    Traceback (most recent call last):
+        ...
+    trt_kvcache.errors.ConfigError: engine: expected one of auto, reference, tensorrt, got 'onnx'.
+    """
+
+    engine: EngineChoice = "auto"
+    flavour: str = "auto"
+    device: int = 0
+    prompt_cache_bytes: int = 0
+    cuda_graphs: bool = True
+    max_batch_size: int | None = None
+    max_sequence_length: int | None = None
+    max_prefill_length: int | None = None
+    dtype: str | None = None
+    attention: str | None = None
+
+    def __post_init__(self) -> None:
+        one_of("engine", self.engine, get_args(EngineChoice))
+        one_of("flavour", self.flavour, FLAVOURS)
+        int_in_range("device", self.device, 0)
+        int_in_range("prompt_cache_bytes", self.prompt_cache_bytes, 0)
+        for name in ("max_batch_size", "max_sequence_length", "max_prefill_length"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, int_in_range(name, getattr(self, name), 1, error=ConfigError))
+        if self.dtype is not None:
+            one_of("dtype", self.dtype, MODEL_DTYPES)
+        if self.attention is not None:
+            one_of("attention", self.attention, get_args(Attention))
+
+    @property
+    def given_build_options(self) -> tuple[str, ...]:
+        """Names of the options that were given although an engine folder has fixed them."""
+        return tuple(name for name in BUILD_OPTIONS if getattr(self, name) is not None)

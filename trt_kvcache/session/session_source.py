@@ -1,0 +1,80 @@
+"""``SessionSource``: a session to be opened later, from an engine folder or from a Hugging Face folder."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from trt_kvcache.builder.build_engine import Progress
+from trt_kvcache.engine_folder.folder import is_engine_folder
+from trt_kvcache.session.session import InferenceSession
+from trt_kvcache.session.session_options import SessionOptions
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from trt_kvcache.session.session_options import ModelOptions
+
+
+@dataclass(frozen=True, init=False)
+class SessionSource:
+    """Where a session comes from. Each call opens a new one, which the caller closes.
+
+    Parameters
+    ----------
+    folder : path
+        A folder with ``engine.plan`` is an engine folder, any other a Hugging Face folder.
+    **options
+        Fields of :class:`~trt_kvcache.session.session_options.SessionOptions`.
+
+    Raises
+    ------
+    ConfigError, RangeError
+        An option is out of range.
+
+    Examples
+    --------
+    >>> from trt_kvcache.session.session_source import SessionSource
+    >>> source = SessionSource("examples/tiny-llama", engine="reference", max_batch_size=2)
+    >>> with source() as session:
+    ...     session.prefill([[5, 6, 7]]).shape
+    (1, 320)
+    """
+
+    folder: str | os.PathLike[str]
+    options: SessionOptions
+
+    def __init__(self, folder: str | os.PathLike[str], **options: Unpack[ModelOptions]) -> None:
+        object.__setattr__(self, "folder", folder)
+        object.__setattr__(self, "options", SessionOptions(**options))
+
+    def replace(self, folder: str | os.PathLike[str] | None = None, **options: Unpack[ModelOptions]) -> SessionSource:
+        """Return a source with another folder, if one is given, and some options replaced."""
+        return SessionSource(self.folder if folder is None else folder, **vars(replace(self.options, **options)))
+
+    def __call__(self, progress: Progress | None = None) -> InferenceSession:
+        """Open a session.
+
+        Parameters
+        ----------
+        progress : callable, optional
+            Called as ``progress(stage, fraction)`` during long work.
+
+        Returns
+        -------
+        InferenceSession
+            The caller's to close.
+
+        Raises
+        ------
+        ConfigError
+            An option was given that an engine folder has fixed at its build.
+        ConfigError, CheckpointError, BuildError, EngineError, CudaError
+            As ``InferenceSession.open`` and ``InferenceSession.from_model``.
+        """
+        folder = os.fspath(self.folder)
+        given = {name: value for name, value in vars(self.options).items() if value is not None}
+        if is_engine_folder(folder):
+            return InferenceSession.open(folder, progress=progress, **given)
+        return InferenceSession.from_model(folder, progress=progress, **given)

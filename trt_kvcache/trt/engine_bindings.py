@@ -1,0 +1,203 @@
+"""The bindings of an engine: the address of each tensor and the shape of each input, per optimisation profile.
+
+Both engines of this package use these: what can be bound, what is checked and when, does not depend on how an engine runs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from trt_kvcache.dtypes import itemsize
+from trt_kvcache.engine.bindable import check_bindable
+from trt_kvcache.engine.protocol import TensorMode, TensorSpec
+from trt_kvcache.errors import BindingError, ClosedError, PlaceError
+from trt_kvcache.memory.base import Allocation, Memory
+from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.trt.tensors import ProfileRanges
+
+
+class BindingTarget(Protocol):
+    """What is told of addresses and shapes: the execution contexts of one plan, or those of all segments."""
+
+    def set_tensor_address(self, profile: int, name: str, address: int) -> None:
+        """Set the device address of a tensor in one profile. Raises EngineError where TensorRT refuses it."""
+
+    def set_input_shape(self, profile: int, name: str, shape: tuple[int, ...]) -> None:
+        """Set the shape of an input in one profile. Raises EngineError where TensorRT refuses it."""
+
+    def tensor_shape(self, profile: int, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor in one profile; ``-1`` where it is not known yet."""
+
+
+class ProfileBindings:
+    """What is bound in one optimisation profile.
+
+    Parameters
+    ----------
+    index : int
+        Index of the profile.
+    ranges : ProfileRanges
+        Shapes that the inputs take in it.
+
+    Attributes
+    ----------
+    tensors : dict of str to DeviceTensor
+        What is bound, by name; bound memory is kept alive here.
+    is_checked : bool
+        Whether the bindings were checked since an address or a shape changed. Set by the engine.
+    """
+
+    def __init__(self, index: int, ranges: ProfileRanges) -> None:
+        self.index = index
+        self.ranges = ranges
+        self.tensors: dict[str, DeviceTensor] = {}
+        self.is_checked = False
+        self._allocations: list[Allocation] | None = None
+
+    def set(self, name: str, tensor: DeviceTensor) -> None:
+        """Note that ``name`` is bound to ``tensor``."""
+        self.tensors[name] = tensor
+        self._allocations = None
+
+    def discard(self, name: str) -> None:
+        """Note that ``name`` is not bound."""
+        self.tensors.pop(name, None)
+        self._allocations = None
+
+    def require_open(self) -> None:
+        """Raise ClosedError where bound memory is closed.
+
+        Views of one allocation are looked at once, so this does not depend on the number of layers.
+        """
+        if self._allocations is None:
+            self._allocations = list({id(tensor.allocation): tensor.allocation for tensor in self.tensors.values()}.values())
+        for allocation in self._allocations:
+            if allocation.closed:
+                name = next(name for name, tensor in self.tensors.items() if tensor.allocation is allocation)
+                raise ClosedError(f"`{name}`: the memory that is bound is closed. Bind other memory, or keep its cache open.")
+
+
+class EngineBindings:
+    """The bindings of all optimisation profiles of an engine, and which profile is in use.
+
+    Parameters
+    ----------
+    owner : str
+        Class of the engine, for the message of ClosedError.
+    tensors : mapping of str to TensorSpec
+        Inputs and outputs of the engine.
+    ranges : sequence of ProfileRanges
+        Shapes that the inputs take, by profile.
+    memory : Memory
+        Where bound tensors must be.
+    target : BindingTarget
+        What addresses and shapes are passed on to.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        *,
+        tensors: Mapping[str, TensorSpec],
+        ranges: Sequence[ProfileRanges],
+        memory: Memory,
+        target: BindingTarget,
+    ) -> None:
+        self._owner = owner
+        self._tensors = tensors
+        self._memory = memory
+        self._target = target
+        self._profiles = [ProfileBindings(index, one) for index, one in enumerate(ranges)]
+        self._active: ProfileBindings | None = self._profiles[0]
+
+    @property
+    def active(self) -> ProfileBindings:
+        """The profile in use. Raises ClosedError after :meth:`release`."""
+        if self._active is None:
+            raise ClosedError(f"this {self._owner} is closed.")
+        return self._active
+
+    def use_profile(self, index: int) -> None:
+        """See :meth:`trt_kvcache.engine.protocol.Engine.use_profile`."""
+        if not 0 <= index < len(self._profiles):
+            _ = self.active  # a closed engine says so
+            raise BindingError(f"profile {index}: expected 0 <= index < {len(self._profiles)}.")
+        self._active = self._profiles[index]
+
+    def bind(self, name: str, tensor: DeviceTensor) -> None:
+        """See :meth:`trt_kvcache.engine.protocol.Engine.bind`. If TensorRT refuses the address, ``name`` is not bound any more."""
+        active = self.active
+        check_bindable(self._spec(name), tensor, self._memory)
+        active.is_checked = False
+        active.discard(name)
+        self._target.set_tensor_address(active.index, name, tensor.ptr)
+        active.set(name, tensor)
+
+    def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
+        """See :meth:`trt_kvcache.engine.protocol.Engine.set_input_shape`."""
+        active = self.active
+        if self._spec(name).mode is not TensorMode.INPUT:
+            raise BindingError(f"`{name}`: expected an input, it is an output; its shape follows from the inputs.")
+        active.ranges.check(name, shape)
+        active.is_checked = False
+        self._target.set_input_shape(active.index, name, tuple(shape))
+
+    def check(self) -> None:
+        """Check what an enqueue of the profile in use would read and write.
+
+        Raises
+        ------
+        BindingError
+            A tensor is not bound, has no shape, is too small for its shape, or an output that shares memory with an input is
+            bound elsewhere.
+        """
+        active = self.active
+        for name, spec in self._tensors.items():
+            tensor = active.tensors.get(name)
+            if tensor is None:
+                raise BindingError(f"`{name}`: it is not bound in this profile.")
+            shape = self._target.tensor_shape(active.index, name)
+            if min(shape, default=0) < 0:
+                raise BindingError(f"`{name}`: its shape {shape} is not known. Set the shape of every input of this profile.")
+            needed = math.prod(shape) * itemsize(spec.dtype)
+            if needed > tensor.nbytes:
+                raise BindingError(f"`{name}`: shape {shape} takes {needed} bytes, what is bound has {tensor.nbytes}.")
+            if spec.alias is not None and active.tensors[spec.alias].ptr != tensor.ptr:
+                raise BindingError(f"`{name}`: expected the address of `{spec.alias}`, whose memory it shares.")
+
+    def release(self) -> None:
+        """Release what is bound; from now on every method raises ClosedError. Idempotent."""
+        self._profiles.clear()
+        self._active = None
+
+    def _spec(self, name: str) -> TensorSpec:
+        spec = self._tensors.get(name)
+        if spec is None:
+            raise BindingError(f"`{name}`: the engine has no such tensor, it has {', '.join(f'`{known}`' for known in self._tensors)}.")
+        return spec
+
+
+def stream_handle(stream: Any) -> int:
+    """Return the ``cudaStream_t`` of a stream as a number.
+
+    Parameters
+    ----------
+    stream : cuda.core.Stream or cuda.core.GraphBuilder
+        Anything with the ``__cuda_stream__`` protocol.
+
+    Returns
+    -------
+    int
+
+    Raises
+    ------
+    PlaceError
+        It is no CUDA stream, such as a stream of host memory.
+    """
+    try:
+        _, handle = stream.__cuda_stream__()
+    except AttributeError:
+        raise PlaceError(f"stream: expected a CUDA stream or graph builder, got {type(stream).__name__}.") from None
+    return int(handle)

@@ -1,0 +1,48 @@
+"""What engines are opened from: engine folders, and files of serialised engines."""
+
+import mmap
+from pathlib import Path
+
+from trt_kvcache.engine_folder.folder import EngineFolder
+from trt_kvcache.errors import EngineError, PlaceError
+from trt_kvcache.memory.base import Memory
+from trt_kvcache.trt.module import TensorRT, load
+
+
+def require_gpu_memory(owner: str, memory: Memory) -> None:
+    """Raise PlaceError, naming the engine class ``owner``, unless ``memory`` is that of a GPU."""
+    if memory.is_host:
+        raise PlaceError(f"{owner}: expected the memory of a GPU (CudaMemory), got memory on {memory.device}.")
+
+
+def load_tensorrt_for(folder: EngineFolder, flavour: str) -> TensorRT:
+    """Import the TensorRT that built an engine folder.
+
+    Parameters
+    ----------
+    folder : EngineFolder
+    flavour : str
+        What the caller asks for: ``"auto"`` or the flavour of the folder.
+
+    Returns
+    -------
+    TensorRT
+
+    Raises
+    ------
+    EngineError
+        Another flavour was asked for, or that TensorRT is not there.
+    """
+    config = folder.config
+    if flavour not in ("auto", config.tensorrt_flavour):
+        raise EngineError(f"{folder.path}: expected flavour {config.tensorrt_flavour}, which built this engine, got {flavour}.")
+    return load(config.tensorrt_flavour)
+
+
+def map_plan_file(path: Path) -> mmap.mmap:
+    """Return the file of a serialised engine as a read-only memory map. Raises EngineError where it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise EngineError(f"{path}: expected an engine folder or a serialised engine, cannot read it: {error}.") from error

@@ -1,0 +1,143 @@
+"""``PluginEnqueue``: the kernel launches of one enqueue of the plugin, at addresses that TensorRT gives."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+from trt_kvcache.errors import BindingError, CapacityError
+from trt_kvcache.kernels.attention_params import AttentionParams
+from trt_kvcache.kernels.backend import backend_of
+from trt_kvcache.memory.cuda_driver import check
+from trt_kvcache.memory.cuda_memory import CudaMemory
+from trt_kvcache.memory.shapes import dense_nbytes
+from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.ops.attention_attributes import AttentionAttributes
+from trt_kvcache.ops.attention_shapes import INPUTS, MAX_MULTIPROCESSORS
+from trt_kvcache.ops.unowned_workspace import UnownedAllocation, UnownedWorkspace
+
+
+class PluginEnqueue:
+    """Launches the kernels for inputs of certain shapes. Made when the shapes change; :meth:`run` then allocates nothing.
+
+    Parameters
+    ----------
+    attributes : AttentionAttributes
+    dtype : str
+        Dtype of q.
+    shapes : mapping of str to sequence of int
+        Shapes of the inputs by name, in the order of the plugin; checked.
+    memory : CudaMemory
+        The device.
+
+    Attributes
+    ----------
+    is_decode : bool
+        Whether each slot has one new token.
+
+    Raises
+    ------
+    CapacityError
+        The GPU has more multiprocessors than the workspace is made for.
+    """
+
+    def __init__(self, attributes: AttentionAttributes, dtype: str, shapes: Mapping[str, Sequence[int]], memory: CudaMemory) -> None:
+        if memory.multiprocessor_count > MAX_MULTIPROCESSORS:
+            raise CapacityError(
+                f"{memory.device}: expected at most {MAX_MULTIPROCESSORS} multiprocessors, got {memory.multiprocessor_count}."
+            )
+        self._memory = memory
+        self._inputs: list[UnownedAllocation] = []
+        tensors: dict[str, Any] = {
+            name: self._tensor(shape, dtype if INPUTS[name][1] == "q" else INPUTS[name][1]) for name, shape in shapes.items()
+        }
+        q = tensors["q"]
+        self._out = UnownedAllocation(memory, q.nbytes)
+        self._cache = tuple(shapes).index("cache")
+        self._workspace = UnownedWorkspace(attributes, memory)
+        self.is_decode = q.shape[1] == 1
+        self._call = AttentionParams(
+            **{"new_lengths": None, "cos_sin": None} | tensors,
+            out=DeviceTensor(self._out, shape=q.shape, dtype=dtype),
+            scale=attributes.score_scale,
+            window=attributes.window,
+            softcap=attributes.softcap,
+        )
+
+    def _tensor(self, shape: Sequence[int], dtype: str) -> DeviceTensor:
+        """Return a tensor whose address is set at each run."""
+        self._inputs.append(UnownedAllocation(self._memory, dense_nbytes(shape, dtype)))
+        return DeviceTensor(self._inputs[-1], shape=shape, dtype=dtype)
+
+    def run(self, inputs: Sequence[int], outputs: Sequence[int], workspace: int, stream: int) -> None:
+        """Launch the kernels; does not wait.
+
+        Parameters
+        ----------
+        inputs, outputs : sequence of int
+            Device addresses, in the order of the plugin.
+        workspace : int
+            Device address of the workspace. Its contents are not used, and are undefined afterwards.
+        stream : int
+            The ``cudaStream_t``.
+
+        Raises
+        ------
+        BindingError
+            The output of the cache is not at the address of its input. Nothing was launched.
+        CudaError
+            A kernel could not be loaded or launched.
+        """
+        if outputs[1] != inputs[self._cache]:
+            raise BindingError(
+                f"cache: expected the output at the address of the input {inputs[self._cache]:#x}, got {outputs[1]:#x}. "
+                "Build with allow_aliasing, and bind both to one address."
+            )
+        for allocation, address in zip(self._inputs, inputs, strict=True):
+            allocation.ptr = address
+        self._out.ptr = outputs[0]
+        self._workspace.bytes.ptr = workspace
+        if not self._call.q.shape[0]:
+            return
+        if self.is_decode:
+            _zero(self._workspace.partials.ptr, self._workspace.zeroed_nbytes, stream)
+        backend_of(self._memory).attend(self._call, self._workspace, _stream(stream))
+
+
+def _zero(ptr: int, nbytes: int, stream: int) -> None:
+    """Fill device memory with zeros, ordered on a stream."""
+    from cuda.bindings import driver
+
+    check(driver.cuMemsetD8Async(ptr, 0, nbytes, stream))
+
+
+@lru_cache(maxsize=64)
+def _stream(handle: int) -> Any:
+    """Return a ``cudaStream_t`` as a stream of cuda.core, which does not own it."""
+    from cuda.core import Stream
+
+    return Stream.from_handle(handle)
+
+
+def current_memory() -> CudaMemory:
+    """Return the memory of the device that is current in this thread; TensorRT makes the engine's device current.
+
+    Returns
+    -------
+    CudaMemory
+
+    Raises
+    ------
+    CudaError
+        No device is current.
+    """
+    from cuda.bindings import driver
+
+    return _memory_of(int(check(driver.cuCtxGetDevice())))
+
+
+@cache
+def _memory_of(device: int) -> CudaMemory:
+    """Return the memory of a device; one object per device."""
+    return CudaMemory(device)

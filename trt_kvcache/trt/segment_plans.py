@@ -1,0 +1,92 @@
+"""The deserialised plans of all segments of an engine, which take addresses and shapes as one plan would."""
+
+from collections.abc import Mapping, Sequence
+
+from trt_kvcache.engine.decoder_tensors import shape_at
+from trt_kvcache.engine.protocol import TensorMode, TensorSpec
+from trt_kvcache.trt.loaded_plan import LoadedPlan
+
+
+class SegmentPlans:
+    """Passes addresses and shapes on to the segments (implements :class:`~trt_kvcache.trt.engine_bindings.BindingTarget`).
+
+    Parameters
+    ----------
+    plans : sequence of LoadedPlan
+        One for each segment, in order.
+    tensors : mapping of str to TensorSpec
+        Inputs and outputs of the whole engine.
+    intermediates : mapping of str to TensorSpec
+        What one stage writes and a later one reads.
+    input_ids : str
+        Name of the token ids ``[B, s]``, whose shape gives those of the intermediate tensors.
+
+    Attributes
+    ----------
+    plans : sequence of LoadedPlan
+        As given.
+    """
+
+    def __init__(
+        self, plans: Sequence[LoadedPlan], *, tensors: Mapping[str, TensorSpec], intermediates: Mapping[str, TensorSpec], input_ids: str
+    ) -> None:
+        self.plans = plans
+        self._tensors = tensors
+        self._intermediates = intermediates
+        self._input_ids = input_ids
+        self._plans_of: dict[str, list[LoadedPlan]] = {}
+        for plan in plans:
+            for name in plan.tensors:
+                self._plans_of.setdefault(name, []).append(plan)
+        self._input_shapes: dict[int, dict[str, tuple[int, ...]]] = {}
+        self._warm_profiles: set[int] = set()
+
+    def set_tensor_address(self, profile: int, name: str, address: int) -> None:
+        """Set the address of a tensor in every segment that has it."""
+        for plan in self._plans_of.get(name, ()):
+            plan.set_tensor_address(profile, name, address)
+
+    def set_input_shape(self, profile: int, name: str, shape: tuple[int, ...]) -> None:
+        """Set the shape of an input in every segment that has it; for the token ids, of all intermediate tensors too.
+
+        Where TensorRT refuses one of them, all shapes of the profile are forgotten, so that no mixture of old and new ones is
+        enqueued.
+        """
+        shapes = self._input_shapes.pop(profile, {})
+        self._warm_profiles.discard(profile)
+        for plan in self._plans_of.get(name, ()):
+            plan.set_input_shape(profile, name, shape)
+        if name == self._input_ids:
+            for other, spec in self._intermediates.items():
+                for plan in self._plans_of.get(other, ()):
+                    if plan.tensors[other].mode is TensorMode.INPUT:
+                        plan.set_input_shape(profile, other, shape_at(spec.shape, *shape))
+        self._input_shapes[profile] = {**shapes, name: shape}
+
+    def tensor_shape(self, profile: int, name: str) -> tuple[int, ...]:
+        """Return the current shape of an input or output of the engine; ``-1`` where it is not known."""
+        spec, shapes = self._tensors[name], self._input_shapes.get(profile, {})
+        if spec.mode is TensorMode.INPUT:
+            return shapes.get(name, spec.shape)
+        ids = shapes.get(self._input_ids)
+        return spec.shape if ids is None else shape_at(spec.shape, *ids)
+
+    def note_eager_run(self, profile: int) -> None:
+        """Note that all segments ran eagerly with the current shapes: TensorRT has loaded or compiled what they need."""
+        self._warm_profiles.add(profile)
+
+    def is_capturable(self, profile: int, stream: int) -> bool:
+        """Return whether an enqueue of all segments can be captured now.
+
+        Parameters
+        ----------
+        profile : int
+        stream : int
+            The ``cudaStream_t``.
+
+        Returns
+        -------
+        bool
+            False before the first eager run of the current shapes, or where TensorRT says no for a segment.
+        """
+        return profile in self._warm_profiles and all(plan.is_capturable(profile, stream) for plan in self.plans)
