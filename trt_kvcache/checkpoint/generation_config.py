@@ -1,0 +1,91 @@
+"""How a model is meant to be sampled, read from ``generation_config.json``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trt_kvcache.checkpoint.config_fields import ConfigFields
+from trt_kvcache.checkpoint.json_file import read_json_if_present
+from trt_kvcache.errors import CheckpointError, ConfigError
+
+GENERATION_FILE = "generation_config.json"
+
+# Fields that change which tokens come out and that nothing here applies, with the value that switches each off. So do null
+# and an empty list.
+_IGNORED_FIELDS: dict[str, Any] = {
+    "repetition_penalty": 1,
+    "encoder_repetition_penalty": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "num_beams": 1,
+    "guidance_scale": 1,
+    "penalty_alpha": 0,
+    "exponential_decay_length_penalty": None,
+    "bad_words_ids": None,
+    "force_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "sequence_bias": None,
+    "watermarking_config": None,
+    "dola_layers": None,
+    "stop_strings": None,
+}
+
+# Those that only matter where tokens are drawn.
+_IGNORED_IF_SAMPLED: dict[str, Any] = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationDefaults:
+    """Sampling defaults of a model folder; what the file does not say is as in transformers.
+
+    ``eos_token_ids``: tuple of int. Empty where the file names none: then those of the model configuration hold.
+    ``do_sample``: False: greedy.
+    ``top_k``: 0: off.
+    ``top_p``: 1.0: off.
+    ``min_p``: 0.0: off.
+    ``ignored``: tuple of str. Fields of the file that ask for something else that changes the tokens; it is not supported.
+    """
+
+    eos_token_ids: tuple[int, ...] = ()
+    do_sample: bool = False
+    temperature: float = 1.0
+    top_k: int = 50
+    top_p: float = 1.0
+    min_p: float = 0.0
+    ignored: tuple[str, ...] = ()
+
+    @classmethod
+    def open(cls, folder: str | Path) -> GenerationDefaults:
+        """Read ``generation_config.json`` of a model folder; without the file, return the defaults.
+
+        Raises CheckpointError: the file is not JSON, or a value makes no sense. The message names the file.
+        """
+        path = Path(folder) / GENERATION_FILE
+        fields = ConfigFields(read_json_if_present(path))
+        try:
+            top_p = fields.number("top_p", cls.top_p)
+            if top_p > 1:
+                raise fields.refusal("top_p", "a number in (0, 1]")
+            min_p = 0.0 if fields.get("min_p") in (None, 0) else fields.number("min_p")
+            if min_p >= 1:
+                raise fields.refusal("min_p", "a number in [0, 1)")
+            do_sample = fields.flag("do_sample", cls.do_sample)
+            candidates = {**_IGNORED_FIELDS, **(_IGNORED_IF_SAMPLED if do_sample else {})}
+            return cls(
+                eos_token_ids=fields.token_ids("eos_token_id"),
+                do_sample=do_sample,
+                temperature=fields.number("temperature", cls.temperature) if fields.get("temperature") != 0 else 0.0,
+                top_k=fields.integer("top_k", cls.top_k) if fields.get("top_k") != 0 else 0,
+                top_p=top_p,
+                min_p=min_p,
+                ignored=tuple(name for name, off in candidates.items() if fields.get(name) not in (None, off, [], {})),
+            )
+        except ConfigError as error:
+            raise CheckpointError(f"{path}: {error}") from error

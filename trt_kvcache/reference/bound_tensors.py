@@ -1,0 +1,110 @@
+"""``BoundTensors``: the addresses and shapes that one profile of the reference engine has bound, checked as TensorRT checks them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy.typing as npt
+
+from trt_kvcache.engine.bindable import check_bindable
+from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
+from trt_kvcache.errors import BindingError, EngineError
+from trt_kvcache.memory.host_memory import HostMemory
+from trt_kvcache.memory.shapes import dense_nbytes
+from trt_kvcache.memory.tensor import DeviceTensor
+
+
+class BoundTensors:
+    """Addresses and input shapes of one profile. Keeps the bound tensors alive.
+
+    Parameters
+    ----------
+    tensors : mapping of str to TensorSpec
+        Inputs and outputs of the engine by name.
+    profile : EngineProfile
+        Range of the input shapes.
+    memory : HostMemory
+        Memory that bound tensors must be in.
+    """
+
+    def __init__(self, tensors: Mapping[str, TensorSpec], profile: EngineProfile, memory: HostMemory) -> None:
+        self._tensors = tensors
+        self._profile = profile
+        self._memory = memory
+        self._bound: dict[str, DeviceTensor] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    def bind(self, name: str, tensor: DeviceTensor) -> None:
+        """See :meth:`trt_kvcache.engine.protocol.Engine.bind`."""
+        check_bindable(self._spec(name), tensor, self._memory)
+        self._bound[name] = tensor
+
+    def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
+        """See :meth:`trt_kvcache.engine.protocol.Engine.set_input_shape`."""
+        spec = self._spec(name)
+        if spec.mode is not TensorMode.INPUT:
+            raise BindingError(f"`{name}`: expected an input, got an output; its shape follows from the inputs.")
+        given = tuple(int(size) for size in shape)
+        profile = self._profile
+        limits = iter(((profile.min_batch, profile.max_batch), (profile.min_width, profile.max_width)))
+        allowed = [next(limits) if size < 0 else (size, size) for size in spec.shape]
+        if len(given) != len(allowed) or any(not low <= size <= high for size, (low, high) in zip(given, allowed, strict=False)):
+            ranges = ", ".join(f"{low}" if low == high else f"{low}..{high}" for low, high in allowed)
+            raise BindingError(f"`{name}`: expected a shape within [{ranges}] (profile {profile.name!r}), got {list(given)}.")
+        self._shapes[name] = given
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape that was set for an input.
+
+        Raises
+        ------
+        EngineError
+            No shape was set.
+        """
+        if name not in self._shapes:
+            raise EngineError(f"`{name}`: no shape was set for profile {self._profile.name!r}. Call set_input_shape first.")
+        return self._shapes[name]
+
+    def array(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
+        """Return the memory bound to ``name`` as an array of ``shape`` over the same bytes.
+
+        Raises
+        ------
+        EngineError
+            As for :meth:`tensor`.
+        ClosedError
+            The owner of the memory is closed.
+        """
+        return self._memory.array(self.tensor(name, shape))
+
+    def tensor(self, name: str, shape: tuple[int, ...]) -> DeviceTensor:
+        """Return the memory bound to ``name`` as a tensor of ``shape`` over the same bytes.
+
+        Raises
+        ------
+        EngineError
+            Nothing is bound, the bound tensor is too small, or an output that updates an input in place is bound elsewhere.
+        """
+        tensor = self._bound_tensor(name)
+        if dense_nbytes(shape, tensor.dtype) > tensor.nbytes:
+            raise EngineError(f"`{name}`: a step of shape {shape} needs more than the {tensor.nbytes} bytes bound, {tensor!r}.")
+        alias = self._spec(name).alias
+        if alias is not None and self._bound_tensor(alias).ptr != tensor.ptr:
+            raise EngineError(
+                f"`{name}`: expected the address of `{alias}`, {self._bound_tensor(alias).ptr:#x}, got {tensor.ptr:#x}. "
+                "The cache is updated in place: bind both to one view."
+            )
+        return DeviceTensor(tensor.allocation, shape=shape, dtype=tensor.dtype, offset=tensor.offset)
+
+    def release(self) -> None:
+        """Let go of what is bound."""
+        self._bound.clear()
+
+    def _bound_tensor(self, name: str) -> DeviceTensor:
+        if name not in self._bound:
+            raise EngineError(f"`{name}`: nothing is bound for profile {self._profile.name!r}. Call bind first.")
+        return self._bound[name]
+
+    def _spec(self, name: str) -> TensorSpec:
+        if name not in self._tensors:
+            raise BindingError(f"`{name}`: the engine has no such tensor. It has {', '.join(self._tensors)}.")
+        return self._tensors[name]
