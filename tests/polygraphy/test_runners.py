@@ -117,7 +117,7 @@ def test_a_session_from_a_callable_is_closed_and_a_given_one_is_not(either: Runn
         session.decode([2])
 
 
-def test_the_time_is_that_of_the_session() -> None:
+def test_the_time_of_an_inference_is_that_of_the_session() -> None:
     with SessionRunner(SOURCE) as runner:
         runner.infer(make_feed(PROMPTS, reset=True))
         assert runner.last_inference_time() == pytest.approx(runner.session.statistics.prefill_seconds, abs=0.05)

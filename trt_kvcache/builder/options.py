@@ -14,7 +14,7 @@ from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_
 from trt_kvcache.engine.decoder_tensors import cache_config
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError, EngineError
-from trt_kvcache.kernels.attention_tiles import ELEMENTS, HEAD_DIMS, MAX_GROUP
+from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, MAX_GROUP
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.versions import check_plugins
 
@@ -101,6 +101,7 @@ class BuildOptions:
         Parameters
         ----------
         model : ModelConfig
+            Configuration of the model.
 
         Returns
         -------
@@ -135,6 +136,7 @@ class BuildOptions:
         Parameters
         ----------
         model : ModelConfig
+            Configuration of the model.
 
         Raises
         ------
@@ -144,7 +146,7 @@ class BuildOptions:
         if self.attention != "plugin":
             return
         dtype, group = self.dtype or model.dtype, model.num_attention_heads // model.num_kv_heads
-        for what, value, known in (("dtype", dtype, (*ELEMENTS,)), ("head_dim", model.head_dim, HEAD_DIMS)):
+        for what, value, known in (("dtype", dtype, (*ELEMENT_TYPES,)), ("head_dim", model.head_dim, HEAD_DIMS)):
             if value not in known:
                 raise ConfigError(f"{what}: expected one of {', '.join(map(str, known))} for plugin attention, got {value}.")
         if group > MAX_GROUP:
@@ -156,6 +158,7 @@ class BuildOptions:
         Parameters
         ----------
         tensorrt : TensorRT
+            The imported TensorRT.
 
         Raises
         ------

@@ -46,6 +46,7 @@ def is_engine_folder(path: str | os.PathLike[str]) -> bool:
     Parameters
     ----------
     path : path
+        The folder.
 
     Examples
     --------
@@ -77,6 +78,7 @@ class EngineFolder:
         Parameters
         ----------
         path : path
+            The folder.
 
         Returns
         -------

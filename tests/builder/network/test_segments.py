@@ -75,7 +75,7 @@ class Segments:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("model", MODELS)
-def test_compute_what_hugging_face_and_the_native_network_do(rtx, define, tmp_path, model, dtype):
+def test_segments_compute_the_logits_of_hugging_face_and_of_the_native_network(rtx, define, tmp_path, model, dtype):
     segments = Segments(rtx, tmp_path, model, dtype)
     for cache in segments.combined:
         cache[...] = np.nan
@@ -94,7 +94,7 @@ def test_compute_what_hugging_face_and_the_native_network_do(rtx, define, tmp_pa
 @pytest.mark.parametrize(
     ("model", "dtype"), [("llama-llama3-bias", "bfloat16"), ("qwen2-tied", "float16"), ("qwen3-sharded", "float32"), ("llama", "float16")]
 )
-def test_build_with_the_tensors_that_are_declared(rtx, tmp_path, model, dtype):
+def test_segments_build_with_the_tensors_that_are_declared(rtx, tmp_path, model, dtype):
     segments = Segments(rtx, tmp_path, model, dtype)
     for definition in segments.definitions:
         tensors = declared(rtx, definition.network)

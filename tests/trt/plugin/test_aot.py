@@ -28,9 +28,9 @@ def test_launch_and_macros():
         assert nbytes <= 48 * 1024
     assert aot.blocks(FIELDS) == 4  # 8 and 3 of 11 query heads, of each K/V head
     macros = aot.macros(FIELDS, "bfloat16")
-    fixed = {"ELEMENT": "BFloat16", "HEAD_DIM": "80", "GROUP": "11", "KV_HEADS": "2", "ROTARY_DIM": "20", "WINDOW": "7"}
+    fixed = {"ELEMENT": "BFloat16", "HEAD_DIM": "80", "GROUP_SIZE": "11", "NUM_KV_HEADS": "2", "ROTARY_DIM": "20", "WINDOW": "7"}
     assert macros == macros | fixed
-    assert [float(macros[name]) for name in ("FACTOR", "INNER")] == pytest.approx([30.5 / np.log(2), 80**-0.5 / 30.5])
+    assert [float(macros[name]) for name in ("FACTOR", "INVERSE_SOFTCAP")] == pytest.approx([30.5 / np.log(2), 80**-0.5 / 30.5])
 
 
 def test_ptx():

@@ -1,4 +1,4 @@
-"""States of slots in NumPy."""
+"""Recurrent and conv states of slots in host memory."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan
-from trt_kvcache.kernels.host.arrays import Array, array_of, move, rows_of, steps_of
+from trt_kvcache.kernels.host.arrays import Array, array_of, carry_out, moves_of, rows_of
 from trt_kvcache.kernels.state_infos import StateInfos
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -20,9 +20,9 @@ def _flat_bytes(tensor: DeviceTensor) -> Array:
 
 
 def compact_rows(states: StateInfos, plan: AnyCompactionPlan, stream: Any) -> None:
-    steps = list(steps_of(plan))
+    moves = list(moves_of(plan))
     for rows in _rows(states):
-        move(rows, steps, whole=True)
+        carry_out(rows, moves, whole_slots=True)
 
 
 def zero_rows(states: StateInfos, slot: int, count: int, stream: Any) -> None:
