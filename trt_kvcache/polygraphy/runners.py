@@ -50,7 +50,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
     if ``reset`` is False.
 
     Outputs are ``logits`` float32 ``[B, vocab]`` at the last token of each slot (for a slot without new tokens, those of an earlier
-    inference), and with ``live_rows`` the arrays of :func:`~trt_kvcache.polygraphy.live_rows.live_rows`. All are in host memory and are
+    inference), and with ``live_rows`` the arrays of ``trt_kvcache.polygraphy.live_rows.live_rows``. All are in host memory and are
     not overwritten later. The runner waits for the device. ``inference_time`` is the time of the prefill, append or decode step in
     seconds, without reading the rows.
 
@@ -150,7 +150,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
         Parameters
         ----------
         feed_dict : mapping of str to ndarray
-            As :func:`~trt_kvcache.polygraphy.feeds.complete_feed` returns it.
+            All three inputs, with the dtypes that :func:`~trt_kvcache.polygraphy.feeds.make_feed` describes.
 
         Returns
         -------
