@@ -6,6 +6,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE / "_ext")]  # the package of this checkout, and the extension that writes the API pages
 
+from numpydoc import xref  # noqa: E402
+from public_api import public_names  # noqa: E402
+
 from trt_kvcache import __version__  # noqa: E402
 
 project = "trt_kvcache"
@@ -35,7 +38,11 @@ autodoc_member_order = "groupwise"
 autodoc_preserve_defaults = True
 add_module_names = False
 numpydoc_show_class_members = False
-numpydoc_validation_checks: set[str] = set()
+# Public names in the types of parameters are links, all other words are text (numpydoc's own links lead to the Python manual).
+numpydoc_xref_param_type = True
+numpydoc_xref_ignore = "all"
+numpydoc_xref_aliases = {one.name: one.full for one in public_names()}
+xref.DEFAULT_LINKS.clear()
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
 

@@ -104,9 +104,10 @@ class PublicName:
 
     @property
     def summary(self) -> str:
-        """The first line of its docstring."""
-        documented = inspect.isroutine(self.value) or inspect.isclass(self.value)
-        return (inspect.getdoc(self.value) or "").partition("\n")[0] if documented else ""
+        """The first line of its docstring; of a constant or type alias, what it is."""
+        if inspect.isroutine(self.value) or inspect.isclass(self.value):
+            return (inspect.getdoc(self.value) or "").partition("\n")[0]
+        return f"``{self.value!r}``".replace("typing.", "")
 
 
 def rooms() -> list[str]:
@@ -184,7 +185,8 @@ def write_pages(app: Sphinx) -> None:
 
 def _summary_cell(one: PublicName) -> str:
     """Return the summary of a name as Markdown, with literals in place of roles."""
-    text = re.sub(r":\w+:`~?([^`]*)`", r"`\1`", one.summary).replace("``", "`")
+    text = re.sub(r":\w+:`~[\w.]*?(\w+)`", r"`\1`", one.summary)
+    text = re.sub(r":\w+:`([^`]*)`", r"`\1`", text).replace("``", "`")
     return f"{'' if one.exported else '*Not exported.* '}{text}"
 
 

@@ -408,7 +408,7 @@ ATTENTION_GETTERS = ["get_combined_kv_cache", "get_separate_kv_cache", "get_laye
 
 @pytest.mark.parametrize("kind", ["mamba", "hybrid"])
 class TestLifeWithStates:
-    """Of the managers with states. That of the K/V caches is in test_manager.py."""
+    """Of the managers with states. That of the K/V caches is in test_kv_cache_manager.py."""
 
     def test_after_close_every_operation_and_address_is_refused(self, memory, stream, kind):
         before = memory.live_nbytes

@@ -130,7 +130,7 @@ class Followed:
     def resize(self, lengths, *, stream):
         """Slots that leave are told apart from slots that move."""
 
-    def start_anew(self, slots, *, stream):
+    def reset_slots(self, slots, *, stream):
         self.told.append(list(slots))
 
 

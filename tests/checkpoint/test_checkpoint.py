@@ -87,14 +87,14 @@ def test_tensors_are_read_only_views_that_outlive_the_checkpoint(copy_of: CopyOf
     np.testing.assert_array_equal(array, expected)
 
 
-def test_closed_checkpoint_says_so(copy_of: CopyOf) -> None:
+def test_reading_from_a_closed_checkpoint_is_refused(copy_of: CopyOf) -> None:
     checkpoint = Checkpoint.open(copy_of("llama"))
     checkpoint.close()
     with pytest.raises(ClosedError, match=r"checkpoint .*llama is closed"):
         checkpoint.tensor(Q_PROJ)
 
 
-def test_unknown_tensor(copy_of: CopyOf) -> None:
+def test_an_unknown_tensor_is_refused(copy_of: CopyOf) -> None:
     with Checkpoint.open(copy_of("llama")) as checkpoint, pytest.raises(CheckpointError, match=r"tensor of the model, got 'lm_head\.bias'"):
         checkpoint.tensor("lm_head.bias")
 
@@ -117,7 +117,7 @@ def test_a_file_whose_tensors_are_not_aligned(copy_of: CopyOf) -> None:
         np.testing.assert_array_equal(array, expected)
 
 
-def test_files_are_what_a_copy_needs(copy_of: CopyOf) -> None:
+def test_files_are_those_that_a_copy_needs(copy_of: CopyOf) -> None:
     folder = copy_of("qwen3-sharded")
     for name in ("generation_config.json", "tokenizer.json"):
         (folder / name).write_text("{}")
@@ -289,7 +289,7 @@ def test_shards_of_different_checkpoints(copy_of: CopyOf) -> None:
     assert f"{folder / shard}: holds 'stray', which model.safetensors.index.json does not place there" in refused(folder)
 
 
-def test_index_that_promises_what_a_shard_does_not_hold(copy_of: CopyOf) -> None:
+def test_index_that_names_a_tensor_its_shard_does_not_hold(copy_of: CopyOf) -> None:
     folder = copy_of("qwen3-sharded")
     shard = "model-00002-of-00003.safetensors"
     name = next(iter(load_file(folder / shard)))
@@ -305,7 +305,7 @@ def test_index_that_promises_what_a_shard_does_not_hold(copy_of: CopyOf) -> None
         ({"a": "../a.safetensors"}, "got '../a.safetensors'"),
     ],
 )
-def test_index_that_makes_no_sense(copy_of: CopyOf, weight_map: Any, message: str) -> None:
+def test_damaged_index(copy_of: CopyOf, weight_map: Any, message: str) -> None:
     folder = copy_of("qwen3-sharded")
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     assert message in refused(folder)

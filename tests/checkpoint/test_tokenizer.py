@@ -20,7 +20,7 @@ TEMPLATE = (
 )
 
 
-def test_no_tokenizer(tmp_path: Path) -> None:
+def test_a_folder_without_tokenizer_json_has_no_tokenizer(tmp_path: Path) -> None:
     assert Tokenizer.open(tmp_path) is None
 
 
@@ -33,7 +33,7 @@ def test_round_trip(tmp_path: Path, make: object) -> None:
     assert max(ids) < tokenizer.vocab_size
 
 
-def test_special_tokens_around_a_text_and_left_out_of_it(tmp_path: Path) -> None:
+def test_special_tokens_are_added_and_skipped(tmp_path: Path) -> None:
     tokenizer = opened(byte_level_folder(tmp_path))
     plain = tokenizer.encode("the", add_special_tokens=False)
     assert tokenizer.encode("the") == [tokenizer.encode(BOS, add_special_tokens=False)[0], *plain]
@@ -113,7 +113,7 @@ def test_template_cannot_reach_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("template", "message"), [("{% if %}", "the chat template cannot be read"), (3, "chat_template: expected a text .*, got int")]
 )
-def test_template_that_is_none(tmp_path: Path, template: object, message: str) -> None:
+def test_template_that_cannot_be_read(tmp_path: Path, template: object, message: str) -> None:
     folder = byte_level_folder(tmp_path, chat_template=template)
     with pytest.raises(CheckpointError, match=rf"tokenizer_config\.json: {message}"):
         Tokenizer.open(folder)

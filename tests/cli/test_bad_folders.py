@@ -73,7 +73,7 @@ def test_a_damaged_tokenizer(run: Run, model: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("make", "got"), [(lambda path: None, "nothing there"), (lambda path: path.touch(), "a file")], ids=["nothing", "file"]
 )
-def test_no_folder_at_all(run: Run, tmp_path: Path, make: Callable[[Path], object], got: str):
+def test_a_missing_folder(run: Run, tmp_path: Path, make: Callable[[Path], object], got: str):
     make(tmp_path / "model")
     check(run, tmp_path / "model", READING_A_MODEL, f"model: expected a model folder, got {got}.", tmp_path)
 
@@ -144,5 +144,5 @@ def test_a_plan_that_was_changed(run: Run, engine: Path, tmp_path: Path, monkeyp
     check(run, engine, commands, "engine.plan: it was changed since the build", tmp_path)
 
 
-def test_an_engine_folder_is_no_model(run: Run, engine: Path, tmp_path: Path):
+def test_an_engine_folder_is_refused_as_a_model(run: Run, engine: Path, tmp_path: Path):
     check(run, engine, {"build": READING_A_MODEL["build"]}, "expected a Hugging Face folder, got an engine folder.", tmp_path)

@@ -178,7 +178,7 @@ def test_damaged_folder_is_refused_by_name(folder: EngineFolder, damage: Callabl
         ("compute_capabilities", [8.6], r"compute_capabilities\[0\]: expected a str, got 8\.6"),
     ],
 )
-def test_a_value_that_cannot_be_is_refused_by_its_field(folder: EngineFolder, field: str, value: Any, message: str) -> None:
+def test_a_wrong_value_is_refused_by_its_field(folder: EngineFolder, field: str, value: Any, message: str) -> None:
     *path, last = (int(part) if part.isdigit() else part for part in field.split("/"))
     edit(folder, lambda data: at(data, path).update({last: value}))
     with pytest.raises(EngineError, match=rf"config\.json: {message}\."):
@@ -221,12 +221,12 @@ def test_a_wrong_value_anywhere_is_refused_and_gives_no_other_error(model, tmp_p
     assert taken - plans == FREE | (SEGMENTED if segmented else {"plan/nbytes"})
 
 
-def test_path_of_a_file(folder: EngineFolder) -> None:
+def test_a_file_is_refused_as_an_engine_folder(folder: EngineFolder) -> None:
     with pytest.raises(EngineError, match=r"engine\.plan: expected an engine folder, got a file"):
         EngineFolder.open(folder.plan_path)
 
 
-def test_plan_with_a_flipped_bit(folder: EngineFolder) -> None:
+def test_a_plan_with_a_flipped_bit_is_refused(folder: EngineFolder) -> None:
     changed = bytearray(PLAN)
     changed[5] ^= 1
     folder.plan_path.write_bytes(changed)
@@ -235,14 +235,14 @@ def test_plan_with_a_flipped_bit(folder: EngineFolder) -> None:
         opened.read_plan()
 
 
-def test_checkpoint_where_it_was(folder: EngineFolder, model: Path) -> None:
+def test_the_checkpoint_is_opened_where_it_was_at_the_build(folder: EngineFolder, model: Path) -> None:
     progress: list[tuple[int, int]] = []
     with folder.open_checkpoint(lambda done, total: progress.append((done, total))) as checkpoint:
         assert checkpoint.path == model
         assert progress[-1] == (checkpoint.nbytes, checkpoint.nbytes)
 
 
-def test_checkpoint_embedded_survives_the_original(model: Path, tmp_path: Path) -> None:
+def test_an_embedded_checkpoint_survives_the_original(model: Path, tmp_path: Path) -> None:
     folder = make_engine_folder(model, tmp_path / "engine", embedded=True)
     with folder.open_checkpoint() as checkpoint:
         assert checkpoint.path == folder.path / "checkpoint"
@@ -253,7 +253,7 @@ def test_checkpoint_embedded_survives_the_original(model: Path, tmp_path: Path) 
         assert checkpoint.path == moved / "checkpoint"
 
 
-def test_checkpoint_that_is_gone_names_both_places(folder: EngineFolder, model: Path) -> None:
+def test_a_missing_checkpoint_is_refused_with_both_places(folder: EngineFolder, model: Path) -> None:
     shutil.rmtree(model)
     with pytest.raises(CheckpointError) as raised:
         folder.open_checkpoint()
@@ -263,14 +263,14 @@ def test_checkpoint_that_is_gone_names_both_places(folder: EngineFolder, model: 
     assert "embedded weights" in text
 
 
-def test_checkpoint_put_into_the_folder_by_hand(folder: EngineFolder, model: Path) -> None:
+def test_a_checkpoint_moved_into_the_folder_is_found(folder: EngineFolder, model: Path) -> None:
     model.rename(folder.path / "checkpoint")
     with folder.open_checkpoint() as checkpoint:
         assert checkpoint.path == folder.path / "checkpoint"
 
 
 @pytest.mark.parametrize("change", ["weight", "config"])
-def test_checkpoint_that_was_changed(folder: EngineFolder, model: Path, change: str) -> None:
+def test_a_changed_checkpoint_is_refused(folder: EngineFolder, model: Path, change: str) -> None:
     if change == "weight":
         path = model / "model.safetensors"
         content = bytearray(path.read_bytes())
@@ -285,7 +285,7 @@ def test_checkpoint_that_was_changed(folder: EngineFolder, model: Path, change: 
         folder.open_checkpoint()
 
 
-def test_checkpoint_that_is_damaged(folder: EngineFolder, model: Path) -> None:
+def test_a_damaged_checkpoint_is_refused(folder: EngineFolder, model: Path) -> None:
     with (model / "model.safetensors").open("r+b") as file:
         file.truncate(100)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):

@@ -6,7 +6,6 @@ import pytest
 
 from tests.helpers.sessions import make
 from trt_kvcache.errors import CapacityError, EngineError, RangeError, ShapeError
-from trt_kvcache.generation.sampling import SamplerPosition
 
 
 @pytest.fixture
@@ -14,13 +13,17 @@ def batch():
     """Three slots: slot 1 has a pending token of a sampler."""
     with make() as session:
         session.prefill([[1, 2, 3], [4, 5], [6]])
-        session._batch.record_token(1, 20, SamplerPosition(7, 1))
+        session._batch.record_token(1, 20, (7, 1))
         yield session._batch
+
+
+def fields_of(slot):
+    return list(slot.tokens), slot.pending, slot.reused, slot.sampler
 
 
 def states(batch):
     """What the slots hold, and the lengths that the cache has for them."""
-    return [(tuple(slot.tokens), *slot[1:]) for slot in batch], batch.checked_lengths()
+    return [fields_of(slot) for slot in batch], batch.checked_lengths()
 
 
 def fail_after(batch, change):
@@ -36,13 +39,13 @@ def fail_after(batch, change):
 
 
 def test_a_slot_is_one_object(batch):
-    assert tuple(batch[1]) == ([4, 5], (20,), 0, (7, 1))
+    assert fields_of(batch[1]) == ([4, 5], (20,), 0, (7, 1))
     assert (len(batch), batch.held, batch.reused) == (3, [3, 2, 1], [0, 0, 0])
 
 
 def test_a_recorded_token_is_pending_and_changes_nothing_in_the_cache(batch):
     changes = batch.changes
-    batch.record_token(0, 9, SamplerPosition(5, 3))
+    batch.record_token(0, 9, (5, 3))
     assert (batch[0].pending, batch[0].sampler) == ((9,), (5, 3))
     assert (batch.held, batch.changes) == ([3, 2, 1], changes)
 
@@ -59,8 +62,8 @@ def test_a_transaction_that_fails_restores_slots_and_lengths(batch):
         batch.append([[8, 9], [10], []])
         batch.decode([1, 2, 3])
         batch.rewind(0, 1)
-        batch.record_token(2, 11, SamplerPosition(1, 1))
-        batch.assign_sampler(0, SamplerPosition(2, 2))
+        batch.record_token(2, 11, (1, 1))
+        batch.assign_sampler(0, (2, 2))
 
     before = states(batch)
     fail_after(batch, change)
@@ -75,7 +78,7 @@ def test_a_transaction_that_fails_restores_which_slots_are_active():
         added = []
 
         def change():
-            batch.add([[4]], [SamplerPosition(7, 0)])
+            batch.add([[4]], [(7, 0)])
             added.append((len(batch), batch[2].sampler))
 
         fail_after(batch, change)
@@ -99,7 +102,7 @@ def test_tokens_at_a_savepoint_survive_a_rewind(batch):
 
 def test_compaction_moves_what_the_slots_hold(batch):
     batch.compact([-1, 0, 1])
-    assert [tuple(slot) for slot in batch] == [([4, 5], (20,), 0, (7, 1)), ([6], (), 0, None)]
+    assert [fields_of(slot) for slot in batch] == [([4, 5], (20,), 0, (7, 1)), ([6], (), 0, None)]
 
 
 def test_clear_leaves_no_slot_active(batch):

@@ -37,11 +37,11 @@ class TestGenerate:
         assert len(session.engine.steps) == 2
         assert [event.index for event in events] == [1, 0, 1]
 
-    def test_one_prompt_by_itself(self, session):
+    def test_one_prompt_need_not_be_in_a_list(self, session):
         assert by_prompt(session.generate([1, 2], max_new_tokens=2))[0][0] == continuation([1, 2], 2)
         assert by_prompt(session.generate(np.array([1, 2]), max_new_tokens=2))[0][0] == continuation([1, 2], 2)
 
-    def test_each_may_have_its_own_parameters(self, session):
+    def test_each_prompt_may_have_its_own_parameters(self, session):
         prompts = [[1, 2], [3], [4]]
         stop = continuation([4], 2)[-1]
         params = [SamplingParams(max_new_tokens=2), SamplingParams(max_new_tokens=6), SamplingParams(stop_token_ids=[stop])]
@@ -59,12 +59,12 @@ class TestGenerate:
         assert by_prompt(session.generate([1, 2]))[0][2] == "stop"
         assert len(by_prompt(session.generate([1, 2], ignore_eos=True, max_new_tokens=7))[0][0]) == 7
 
-    def test_the_defaults_of_the_session(self):
+    def test_the_defaults_of_the_session_apply(self):
         session = make(defaults=SamplingParams(max_new_tokens=4))
         assert len(list(session.generate([1, 2]))) == 4
         assert len(list(session.generate([1, 2], max_new_tokens=2))) == 2
 
-    def test_a_sequence_that_is_full_ends_and_the_others_go_on(self):
+    def test_a_full_slot_ends_its_sequence_and_the_others_continue(self):
         session = make(limit=7)
         prompts = [[1, 2, 3, 4, 5], [6], [7, 8, 9]]
         found = by_prompt(session.generate(prompts, [SamplingParams(max_new_tokens=count) for count in (9, 6, 1)]))
@@ -81,18 +81,18 @@ class TestGenerate:
         assert by_prompt(session.generate([row])) == [(continuation(row, 1), "", "length")]
         assert (session.tokens(0), session.pending_tokens(0)) == (tuple(row), tuple(continuation(row, 1)))
 
-    def test_the_next_turn(self, session):
+    def test_append_continues_each_sequence(self, session):
         first = by_prompt(session.generate([[1, 2], [3]], max_new_tokens=2))
         second = by_prompt(session.generate([[4], [5, 6]], max_new_tokens=2, append=True))
         for (before, _, _), (after, _, _), prompt, turn in zip(first, second, [[1, 2], [3]], [[4], [5, 6]], strict=True):
             assert after == continuation([*prompt, *before, *turn], 2)
 
-    def test_a_prompt_that_is_in_the_cache_already(self, session):
+    def test_reuse_runs_only_what_the_cache_does_not_hold(self, session):
         session.prefill([[1, 2, 3]])
         assert by_prompt(session.generate([1, 2, 3, 4], reuse=True, max_new_tokens=2))[0][0] == continuation([1, 2, 3, 4], 2)
         assert session.statistics.reused_tokens == 3
 
-    def test_it_can_be_left_at_any_token(self, session):
+    def test_the_iterator_can_be_closed_after_any_token(self, session):
         for count in range(1, 7):
             seen: list[list[int]] = [[], []]
             events = session.generate([[1, 2], [3]], max_new_tokens=3)
@@ -115,7 +115,7 @@ class TestGenerate:
         ids=["prefill", "decode", "append", "rewind", "generate"],
     )
     @pytest.mark.parametrize("read", [1, 2])
-    def test_it_is_over_once_another_call_has_changed_the_sequences(self, session, meanwhile, read):
+    def test_the_iterator_ends_when_another_call_changes_the_sequences(self, session, meanwhile, read):
         events = session.generate([[1, 2], [3]], max_new_tokens=3)
         for _ in range(read):
             next(events)
@@ -123,19 +123,19 @@ class TestGenerate:
         text = refuse(session, ClosedError, lambda: next(events))
         assert text == "this iterator is over: another call has changed the sequences since. Call generate again."
 
-    def test_it_is_over_once_the_session_is_closed(self, session):
+    def test_the_iterator_ends_when_the_session_is_closed(self, session):
         events = session.generate([[1, 2], [3]], max_new_tokens=3)
         next(events)
         session.close()
         with pytest.raises(ClosedError, match=r"^this InferenceSession is closed\.$"):
             next(events)
 
-    def test_a_session_may_be_closed_at_the_last_token(self, session):
+    def test_the_session_may_be_closed_after_the_last_token(self, session):
         for event in session.generate([1, 2], max_new_tokens=2):
             if event.finish_reason:
                 session.close()
 
-    def test_logits_that_are_not_finite(self, session):
+    def test_logits_that_are_not_finite_are_refused(self, session):
         events = session.generate([[1, 2], [3]], max_new_tokens=3)
         next(events)
         next(events)
@@ -152,7 +152,7 @@ class TestSeeds:
     def alone(self, prompt):
         return by_prompt(make(slots=1).generate(prompt, self.PARAMS))[0][0]
 
-    def test_a_request_does_not_depend_on_its_neighbours_or_its_slot(self, session):
+    def test_a_sampled_sequence_does_not_depend_on_its_neighbours_or_its_slot(self, session):
         prompts = [[1, 2, 3], [4], [5, 6]]
         others = [SamplingParams(temperature=9.0, seed=seed, max_new_tokens=seed) for seed in (3, 6)]
         for place in range(3):
@@ -160,15 +160,15 @@ class TestSeeds:
             params.insert(place, self.PARAMS)
             assert by_prompt(session.generate(prompts, params))[place][0] == self.alone(prompts[place])
 
-    def test_one_seed_for_all_prompts(self, session):
+    def test_one_seed_gives_equal_prompts_equal_tokens(self, session):
         found = by_prompt(session.generate([[1, 2], [1, 2]], self.PARAMS))
         assert found[0] == found[1]
 
-    def test_without_a_seed_each_draws_its_own(self, session):
+    def test_without_a_seed_each_prompt_gets_its_own(self, session):
         found = by_prompt(session.generate([[1, 2]] * 3, temperature=9.0, max_new_tokens=8))
         assert len({tuple(tokens) for tokens, _, _ in found}) == 3
 
-    def test_chunks_and_turns_do_not_matter(self, session):
+    def test_a_seed_gives_the_same_tokens_however_the_prompt_was_run(self, session):
         whole = self.alone([1, 2, 3, 4, 5, 6])
         session.prefill([[1, 2, 3]])
         assert by_prompt(session.generate([[4, 5, 6]], self.PARAMS, append=True))[0][0] == whole
@@ -181,14 +181,14 @@ class TestText:
         with make(slots=2, limit=32, tokenizer=tokenizer, eos_token_ids=[end]) as session:
             yield session
 
-    def test_prompts_are_encoded_as_the_model_wants_them(self, session, tokenizer):
+    def test_prompts_are_encoded_with_special_tokens(self, session, tokenizer):
         ids = tokenizer.encode("see")
         assert tokenizer.decode(ids[:1], skip_special_tokens=False) == BOS
         np.testing.assert_array_equal(session.prefill(["see", [1]]), [logits_after(ids), logits_after([1])])
         assert by_prompt(session.generate("see", max_new_tokens=3))[0][0] == continuation(ids, 3)
         assert by_prompt(session.generate(["see"], max_new_tokens=3))[0][0] == continuation(ids, 3)
 
-    def test_a_next_turn_does_not_begin_the_text_again(self, session, tokenizer):
+    def test_appended_text_is_encoded_without_special_tokens(self, session, tokenizer):
         ids = tokenizer.encode("see")
         more = tokenizer.encode(" the", add_special_tokens=False)
         session.prefill(["see"])
@@ -196,7 +196,7 @@ class TestText:
         session.prefill(["see"])
         assert by_prompt(session.generate(" the", append=True, max_new_tokens=2))[0][0] == continuation([*ids, *more], 2)
 
-    def test_the_text_is_that_of_the_tokens(self, session, tokenizer):
+    def test_the_text_is_what_the_tokenizer_decodes(self, session, tokenizer):
         for tokens, text, _ in by_prompt(session.generate(["see", "the"], max_new_tokens=20, temperature=20.0, seed=3)):
             assert text == tokenizer.decode(tokens)
 
@@ -209,7 +209,7 @@ class TestText:
             whole = tokenizer.decode([*ids, *(one.token for one in events[: place + 1])])
             assert whole.startswith("the" + told)
 
-    def test_a_stop_text_ends_one_and_the_other_goes_on(self, session):
+    def test_a_stop_text_ends_one_sequence_and_the_other_continues(self, session):
         plain = by_prompt(session.generate(["see", "the"], max_new_tokens=12))
         stop = plain[0][1][3:6]
         found = by_prompt(session.generate(["see", "the"], max_new_tokens=12, stop=[stop]))

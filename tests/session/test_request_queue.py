@@ -81,7 +81,7 @@ def test_random_arrivals_and_cancels(seed, slots, limit, combined, one_profile, 
             assert outcome(handle) == (tokens, text, reason)
 
 
-def test_the_reference_engine(tmp_path):
+def test_the_reference_engine_gives_each_request_the_tokens_it_gets_alone(tmp_path):
     model = write_model(tmp_path / "model", num_hidden_layers=2)
     options: dict[str, Any] = {"engine": "reference", "dtype": "float32", "max_sequence_length": 32, "max_prefill_length": 5}
     prompts = [[5, 6, 7, 8, 9, 10, 11, 12], [3], [4, 5, 6], [9, 8, 7, 6, 5, 4], [1] * 30]
@@ -93,7 +93,7 @@ def test_the_reference_engine(tmp_path):
             assert outcome(handle) == alone(session, prompt, SamplingParams(max_new_tokens=4 + index, ignore_eos=True))
 
 
-def test_one_combined_slot():
+def test_one_slot_of_a_combined_cache_serves_one_request_after_another():
     session = make(slots=1, combined=True)
     handles = [session.submit([1, 2, token], max_new_tokens=3) for token in (4, 5)]
     drain(session)
@@ -101,7 +101,7 @@ def test_one_combined_slot():
 
 
 @pytest.mark.parametrize("limit", [S, 7], ids=["aligned", "not aligned"])
-def test_the_others_go_on_while_a_long_prompt_comes_in(limit):
+def test_other_requests_continue_while_a_long_prompt_is_prefilled(limit):
     session = make(slots=2, limit=limit)
     first = session.submit([1], max_new_tokens=5)
     session.step()
@@ -117,7 +117,7 @@ def test_the_others_go_on_while_a_long_prompt_comes_in(limit):
     assert [handle.finish_reason for handle in (first, second, third)] == ["length"] * 3
 
 
-def test_a_prompt_that_fills_its_slot_is_not_held_up_by_those_behind_it():
+def test_a_prompt_that_fills_its_slot_is_not_delayed_by_later_requests():
     session = make(slots=3, limit=7)
     full = session.submit(range(7), max_new_tokens=1)
     others = [session.submit([1] * int(length), max_new_tokens=1) for length in "324346646544644633225324256643"]
@@ -128,7 +128,7 @@ def test_a_prompt_that_fills_its_slot_is_not_held_up_by_those_behind_it():
 
 
 @pytest.mark.parametrize("steps", range(7), ids=["queued", "prefilling", "prefilling too", "one", "two", "three", "finished"])
-def test_cancel(steps):
+def test_a_request_can_be_cancelled_in_any_state(steps):
     session = make(slots=2)
     kept, handle = session.submit([1], max_new_tokens=6), session.submit([2] * 9, max_new_tokens=4)
     for _ in range(steps):
@@ -144,7 +144,7 @@ def test_cancel(steps):
 
 
 class TestCalls:
-    def test_a_decode_step_after_a_decode_step(self):
+    def test_a_decode_step_makes_the_same_calls_as_decode(self):
         session = make(slots=3)
         handles = [session.submit([1, token], sampled(9, token)) for token in (2, 3)]
         session.step()
@@ -155,7 +155,7 @@ class TestCalls:
         assert [handle.sampler for handle in handles] == [(2, 3), (3, 3)]
         assert [session.pending_tokens(slot) for slot in (0, 1)] == [handle.tokens[-1:] for handle in handles]
 
-    def test_nothing_per_layer(self):
+    def test_a_decode_step_does_nothing_per_layer(self):
         def count(layers):
             session = make(layers=layers)
             for prompt in ([1, 2, 3], [4, 5]):
@@ -168,7 +168,7 @@ class TestCalls:
         count(2)  # what is done once in a process
         assert count(2) == count(9)
 
-    def test_a_new_prompt_runs_from_its_slot_over_views_that_are_made_once(self):
+    def test_a_new_prompt_is_prefilled_over_views_from_its_slot_that_are_made_once(self):
         session = make(slots=3)
         session.submit([1, 1], max_new_tokens=12)
         session.step()
@@ -187,7 +187,7 @@ class TestCalls:
             assert len({id(step.bound[name]) for step in steps}) == 3
         assert session.cache.lengths.tensor.ptr not in [step.bound["kvcache_start_index"].ptr for step in steps[1:]]
 
-    def test_only_the_last_slots_move(self):
+    def test_compaction_moves_only_the_last_slots(self):
         session = make(slots=4)
         handles = [session.submit([token], max_new_tokens=9) for token in range(4)]
         session.step()
@@ -195,7 +195,7 @@ class TestCalls:
         session.step()
         assert [session.tokens(slot)[0] for slot in range(3)] == [0, 3, 2]
 
-    def test_prompts_that_begin_alike(self):
+    def test_prompts_with_a_common_prefix_share_it(self):
         session = make(slots=2, reuse=1 << 20)
         for _ in range(2):
             session.submit([1, 2, 3, 4, 5, 6], max_new_tokens=9)
@@ -252,7 +252,7 @@ class TestFailures:
             assert seen(handles) == seen(calm_handles)
         assert index > 10
 
-    def test_ctrl_c_at_any_line_of_these_modules(self, tokenizer):
+    def test_ctrl_c_at_any_line_of_the_queue_loses_nothing(self, tokenizer):
         calm, calm_handles = in_the_middle(tokenizer)
         mine = ("session/batch.py", "request")
         visits = {line: count for line, count in LineTracer(calm.step).visits.items() if any(part in line[0] for part in mine)}
@@ -265,7 +265,7 @@ class TestFailures:
             drain(session)
             assert seen(handles) == seen(calm_handles), line
 
-    def test_logits_that_are_no_numbers(self):
+    def test_logits_that_are_not_finite_leave_every_request_as_it_was(self):
         session = make()
         good, bad = (session.submit([token], max_new_tokens=3, temperature=1.5) for token in (1, 2))
         seed, _ = good.sampler
@@ -294,7 +294,7 @@ class TestFailures:
     ],
     ids=str,
 )
-def test_what_is_refused(prompt, options, kind, text):
+def test_prompts_and_options_that_are_refused(prompt, options, kind, text):
     session = make()
     with pytest.raises(kind) as error:
         session.submit(prompt, **options)
@@ -302,14 +302,14 @@ def test_what_is_refused(prompt, options, kind, text):
     assert (session.step(), session.submit([1]).index) == ([], 0)
 
 
-def test_an_engine_that_takes_whole_batches_only():
+def test_an_engine_of_a_fixed_batch_is_refused():
     session = make(profiles=[EngineProfile(name="fixed", min_batch=3, max_batch=3, min_width=1, max_width=4)])
     with pytest.raises(BindingError, match="no optimisation profile takes 1 slots of 1 new tokens"):
         session.submit([1])
     assert session.step() == []
 
 
-def test_others_on_the_same_session():
+def test_other_calls_on_the_session():
     session = make()
     events = session.generate([[1, 2]], max_new_tokens=5)
     next(events)

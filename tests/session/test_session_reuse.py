@@ -53,7 +53,7 @@ def fails(session, call):
 
 
 class TestPromptCache:
-    def test_what_was_run_is_not_run_again(self, opened):
+    def test_a_cached_prefix_is_not_run_again(self, opened):
         session, fresh = opened(prompt_cache_bytes=1 << 20), opened()
         session.prefill([LONG])
         prompts = [[9, 9, 9], [*LONG, 20, 21], [*LONG[:5], 30]]
@@ -83,7 +83,7 @@ class TestPromptCache:
         same(session.prefill([turn]), opened().prefill([turn]))
         assert session.prompt_cache.reused_tokens == len(LONG) + 4
 
-    def test_off_unless_asked_for(self, opened):
+    def test_the_prompt_cache_is_off_by_default(self, opened):
         session = opened()
         session.prefill([LONG])
         session.prefill([LONG])
@@ -94,7 +94,7 @@ class TestPromptCache:
         with pytest.raises(ConfigError, match="prompt_cache: expected one over the cache of this session"):
             InferenceSession(one.engine, one.cache, prompt_cache=PromptCache(other.cache, max_bytes=1 << 20))
 
-    def test_a_failing_step_leaves_what_was_restored(self, opened):
+    def test_a_step_that_fails_leaves_what_was_restored(self, opened):
         session, prompt = opened(prompt_cache_bytes=1 << 20), [*LONG, 20]
         session.prefill([LONG])
         fails(session, lambda: session.prefill([prompt]))
@@ -112,7 +112,7 @@ with InferenceSession.from_model(folder, **options) as session:
 """
 
     @pytest.mark.parametrize("sampling", [SAMPLED, {"ignore_eos": True}], ids=["sampled", "greedy"])
-    def test_a_new_process_goes_on_alike(self, opened, model, tmp_path, sampling):
+    def test_a_new_process_continues_with_the_same_tokens(self, opened, model, tmp_path, sampling):
         session = opened()
         expected = tokens(session.generate([[5, 6], LONG], **sampling, max_new_tokens=16), 1)
         events = session.generate([[5, 6], LONG], **sampling, max_new_tokens=16)
@@ -124,7 +124,7 @@ with InferenceSession.from_model(folder, **options) as session:
         assert result.returncode == 0, result.stderr
         assert (first, json.loads(result.stdout)) == (expected[:6], expected[6:])
 
-    def test_left_within_a_step(self, opened, tmp_path):
+    def test_sequences_saved_in_the_middle_of_a_step(self, opened, tmp_path):
         session = opened()
         expected = [tokens(session.generate([[5, 6], LONG], **SAMPLED, max_new_tokens=9), index) for index in range(2)]
         events = session.generate([[5, 6], LONG], **SAMPLED, max_new_tokens=9)
@@ -137,7 +137,7 @@ with InferenceSession.from_model(folder, **options) as session:
         assert tokens(rest, 0) == expected[0][4:]
         assert tokens(rest, 1) == expected[1][3:8]
 
-    def test_left_at_the_first_token_and_saved_again(self, opened, tmp_path):
+    def test_a_sequence_saved_at_its_first_token_and_saved_again(self, opened, tmp_path):
         session, other = opened(), opened()
         expected = tokens(session.generate([[5, 6], LONG], **SAMPLED, max_new_tokens=6), 1)
         next(session.generate([[5, 6], LONG], **SAMPLED))
@@ -147,7 +147,7 @@ with InferenceSession.from_model(folder, **options) as session:
         for path in ("1.kv", "again.kv"):
             assert tokens(other.resume(tmp_path / path, **UNSEEDED, max_new_tokens=6)) == expected
 
-    def test_the_sampler_follows_its_slot_through_a_step_that_fails(self, opened, tmp_path):
+    def test_the_sampler_state_follows_its_slot_through_a_step_that_fails(self, opened, tmp_path):
         session = opened(max_batch_size=2)
         session.submit([5, 6], max_new_tokens=1, **SAMPLED)
         other = session.submit(LONG, max_new_tokens=9, seed=22, **UNSEEDED)
@@ -160,7 +160,7 @@ with InferenceSession.from_model(folder, **options) as session:
         expected = tokens(opened().generate([LONG], max_new_tokens=9, seed=22, **UNSEEDED))
         assert [*other.tokens, *tokens(opened().resume(tmp_path / "b.kv", max_new_tokens=7, **UNSEEDED))] == expected
 
-    def test_a_seed_of_ones_own(self, opened, tmp_path):
+    def test_a_given_seed_replaces_the_saved_sampler_state(self, opened, tmp_path):
         session = opened()
         next(session.generate([LONG], **SAMPLED))
         session.save_snapshot(tmp_path / "one.kv")
@@ -168,7 +168,7 @@ with InferenceSession.from_model(folder, **options) as session:
         own = {**UNSEEDED, "seed": 12, "max_new_tokens": 6}
         assert tokens(session.resume(tmp_path / "one.kv", **own)) == tokens(opened().generate([prompt], **own))
 
-    def test_load_then_append(self, opened, tmp_path):
+    def test_loaded_sequences_can_be_appended_to(self, opened, tmp_path):
         session, other = opened(), opened(max_batch_size=2)
         list(session.generate([[5, 6], LONG], max_new_tokens=3, ignore_eos=True))
         for slot in range(2):
@@ -189,7 +189,7 @@ with InferenceSession.from_model(folder, **options) as session:
             ({"dtype": "float16"}, "a.kv", SnapshotError, "It was saved from another cache."),
         ],
     )
-    def test_refused_and_nothing_changed(self, opened, tmp_path, options, paths, error, text):
+    def test_snapshots_that_do_not_fit_are_refused_and_change_nothing(self, opened, tmp_path, options, paths, error, text):
         source, session = opened(), opened(**options)
         source.prefill([LONG])
         source.save_snapshot(tmp_path / "a.kv")
@@ -211,7 +211,7 @@ with InferenceSession.from_model(folder, **options) as session:
         with InferenceSession.from_model(other, **OPTIONS) as changed, pytest.raises(SnapshotError, match="saved with another model"):
             changed.load_snapshots(tmp_path / "a.kv")
 
-    def test_without_an_identity_there_are_none(self, opened, tmp_path):
+    def test_a_session_without_a_model_identity_saves_no_snapshots(self, opened, tmp_path):
         session = opened()
         bare = InferenceSession(session.engine, session.cache)
         bare.prefill([LONG])

@@ -95,7 +95,7 @@ def build_engine(
     attention : str
         ``"native"``, ``"mask"`` or ``"plugin"``: see :mod:`trt_kvcache.engine.attention_variants`.
     flavour : str
-        ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``: see :func:`trt_kvcache.trt.module.load`.
+        ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``: see ``trt_kvcache.trt.module.load``.
     embed_weights : bool
         Whether to copy the checkpoint into the engine folder, so that the reference engine and ``compare`` work where the checkpoint is
         not.
@@ -103,7 +103,8 @@ def build_engine(
         GPUs to build for, such as ``("8.6", "12.0")``; for TensorRT for RTX only. All that it knows if left out. Full TensorRT builds for
         the GPU that it runs on.
     progress : callable, optional
-        See :data:`Progress`. An exception that it raises stops the build and is raised by this function.
+        Called as ``progress(stage, fraction)``; ``fraction`` is None while it is not known. An exception that it raises
+        stops the build and is raised by this function.
 
     Returns
     -------

@@ -36,6 +36,7 @@ class DecoderDefinition:
     builder : IBuilder
         What made the network.
     network : INetworkDefinition
+        What TensorRT builds.
     graph : Graph
         Owner of the arrays that ``network`` points at.
     cache : KVCacheConfig
@@ -70,7 +71,9 @@ def define_decoder(
     checkpoint : Checkpoint
         Open; its weights are read.
     options : BuildOptions
+        Options of the build.
     tensorrt : TensorRT
+        The imported TensorRT.
     messages : Messages
         An open collection of TensorRT's log.
     names : TensorNames
@@ -164,6 +167,7 @@ def define_constants(checkpoint: Checkpoint, cache: KVCacheConfig) -> bytes:
     Parameters
     ----------
     checkpoint : Checkpoint
+        The open checkpoint.
     cache : KVCacheConfig
         The cache that the engine will run on.
 

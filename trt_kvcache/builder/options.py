@@ -101,6 +101,7 @@ class BuildOptions:
         Parameters
         ----------
         model : ModelConfig
+            Configuration of the model.
 
         Returns
         -------
@@ -135,6 +136,7 @@ class BuildOptions:
         Parameters
         ----------
         model : ModelConfig
+            Configuration of the model.
 
         Raises
         ------
@@ -156,6 +158,7 @@ class BuildOptions:
         Parameters
         ----------
         tensorrt : TensorRT
+            The imported TensorRT.
 
         Raises
         ------

@@ -46,12 +46,35 @@ class BuildProgress:
         self._lock = threading.Lock()
 
     def start(self, phase: str, parent: str | None, steps: int) -> None:
-        """Begin a phase of ``steps`` steps within the current step of its parent."""
+        """Begin a phase, within the current step of its parent.
+
+        Parameters
+        ----------
+        phase : str
+            Name of the phase.
+        parent : str or None
+            Name of the phase around it.
+        steps : int
+            Number of its steps.
+        """
         with self._lock:
             self._phases[phase] = _Phase(parent, max(steps, 1))
 
     def step(self, phase: str, step: int) -> bool:
-        """Note that step number ``step`` of a phase is done. Returns whether the build should go on."""
+        """Note that a step of a phase is done, and report the progress.
+
+        Parameters
+        ----------
+        phase : str
+            Name of the phase.
+        step : int
+            Number of the step, from 0.
+
+        Returns
+        -------
+        bool
+            Whether the build should go on.
+        """
         with self._lock:
             if phase in self._phases:
                 self._phases[phase].done = step + 1
@@ -59,7 +82,13 @@ class BuildProgress:
         return self.interruption is None
 
     def finish(self, phase: str) -> None:
-        """End a phase."""
+        """End a phase.
+
+        Parameters
+        ----------
+        phase : str
+            Name of the phase.
+        """
         with self._lock:
             self._phases.pop(phase, None)
 

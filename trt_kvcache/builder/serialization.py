@@ -21,9 +21,11 @@ def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: 
     Parameters
     ----------
     definition : DecoderDefinition
+        The network to build.
     options : BuildOptions
         ``compute_capabilities`` are used.
     tensorrt : TensorRT
+        The imported TensorRT.
     messages : Messages
         An open collection of TensorRT's log.
 
@@ -64,8 +66,11 @@ def serialize(
     Parameters
     ----------
     definition : DecoderDefinition
+        The network to build.
     options : BuildOptions
+        Options of the build.
     tensorrt : TensorRT
+        The imported TensorRT.
     messages : Messages
         An open collection of TensorRT's log.
     progress : callable

@@ -228,7 +228,7 @@ class Lengths(Uncopyable):
             Given with a device tensor, and only then: an upper bound of its values, which the host does not know.
         stream : cuda.core.Stream or GraphBuilder
             The launch is ordered on it. A number and a device tensor can be captured in a CUDA graph. The mirror then stays as
-            it is; whoever replays the graph calls :meth:`replayed` first.
+            it is; call :meth:`replayed` before each replay of the graph.
 
         Raises
         ------
@@ -305,7 +305,7 @@ class Lengths(Uncopyable):
         Raises
         ------
         RangeError
-            There are not so many slots.
+            ``new_active_batch_size`` is not from 0 to B.
         CaptureError
             The stream is capturing, and slots are added.
         """
@@ -394,7 +394,7 @@ class Lengths(Uncopyable):
             Active slots before and after, ``0 <= new_batch <= old_batch``.
         stream : cuda.core.Stream or GraphBuilder
             The launches are ordered on it. With a device mapping they can be captured in a CUDA graph. The mirror and the active
-            batch size then stay as they are; whoever replays the graph calls :meth:`replayed_compaction` first.
+            batch size then stay as they are; call :meth:`replayed_compaction` before each replay of the graph.
 
         Raises
         ------

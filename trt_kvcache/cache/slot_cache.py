@@ -182,7 +182,7 @@ class SlotCache(Closable):
             Given with a device tensor, and only then: an upper bound of its values, which the host does not know.
         stream : cuda.core.Stream or GraphBuilder
             The launch is ordered on it. A number and a device tensor can be captured in a CUDA graph. The mirror then stays as it
-            is; whoever replays the graph calls ``lengths.replayed`` first.
+            is; call ``lengths.replayed`` before each replay of the graph.
 
         Raises
         ------
@@ -231,7 +231,7 @@ class SlotCache(Closable):
         Raises
         ------
         RangeError
-            There are not so many slots.
+            ``new_active_batch_size`` is not from 0 to B.
         CaptureError
             The stream is capturing, and slots are added.
 
@@ -318,7 +318,7 @@ class SlotCache(Closable):
             Active slots before and after; ``old_batch`` is the active batch size, ``0 <= new_batch <= old_batch``.
         stream : cuda.core.Stream or GraphBuilder
             The moves are ordered on it, one launch per head-dim group or kind of state. With a device mapping they can be captured
-            in a CUDA graph; whoever replays it calls ``lengths.replayed_compaction`` first.
+            in a CUDA graph; call ``lengths.replayed_compaction`` before each replay.
 
         Raises
         ------

@@ -92,7 +92,22 @@ def attention_variant(name: str) -> AttentionVariant:
 
 
 def cache_layout(name: str) -> KVLayout:
-    """Return the cache layout that a variant of attention works on."""
+    """Return the layout of the cache that a variant of attention works on.
+
+    Parameters
+    ----------
+    name : str
+        One of :data:`ATTENTION_VARIANTS`.
+
+    Returns
+    -------
+    KVLayout
+
+    Raises
+    ------
+    KeyError
+        There is no such variant.
+    """
     return attention_variant(name).layout
 
 

@@ -106,7 +106,18 @@ class BindingPlan:
         return max(p.max_width for p in self.engine.profiles if p.max_batch >= self.cache.kv_config.max_batch_size)
 
     def can_start_at(self, slot: int) -> bool:
-        """Return whether a view that starts at ``slot`` is aligned to 256 bytes, and so can be bound."""
+        """Return whether an enqueue may start at a slot.
+
+        Parameters
+        ----------
+        slot : int
+            Index of the first slot.
+
+        Returns
+        -------
+        bool
+            Whether the views of all caches from that slot on are aligned to 256 bytes.
+        """
         return all(slot * nbytes % ALIGNMENT == 0 for nbytes in self._slot_nbytes)
 
     def prepare(self, first_slot: int, count: int, width: int, buffers: StepBuffers) -> None:

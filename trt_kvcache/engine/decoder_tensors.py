@@ -21,6 +21,7 @@ def cache_config(
     Parameters
     ----------
     model : ModelConfig
+        Configuration of the model.
     max_batch_size : int
         Slots, B.
     max_sequence_length : int
@@ -50,9 +51,11 @@ def decoder_tensors(model: ModelConfig, cache: KVCacheConfig, names: TensorNames
     Parameters
     ----------
     model : ModelConfig
+        Configuration of the model.
     cache : KVCacheConfig
         The cache that the engine runs on. In the COMBINED layout a layer has one cache tensor, else one for K and one for V.
     names : TensorNames
+        Names of the engine's inputs and outputs.
 
     Returns
     -------
@@ -112,6 +115,7 @@ def shape_at(shape: Sequence[int], batch: int, width: int) -> tuple[int, ...]:
     shape : sequence of int
         The first ``-1`` is the batch, the second one the width.
     batch, width : int
+        Slots, and new tokens per slot.
 
     Returns
     -------

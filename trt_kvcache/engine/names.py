@@ -74,18 +74,53 @@ class TensorNames:
                 )
 
     def cache_pairs(self, layer: int) -> tuple[tuple[str, str], tuple[str, str]]:
-        """Return the names of a layer's cache with separate K and V: ``((k input, k output), (v input, v output))``."""
+        """Return the names of a layer's cache with separate K and V.
+
+        Parameters
+        ----------
+        layer : int
+            Index of the attention layer.
+
+        Returns
+        -------
+        tuple of tuples of str
+            ``((k input, k output), (v input, v output))``.
+        """
         return (
             (self.k_cache.format(i=layer), self.present_k_cache.format(i=layer)),
             (self.v_cache.format(i=layer), self.present_v_cache.format(i=layer)),
         )
 
     def combined_pair(self, layer: int) -> tuple[str, str]:
-        """Return the names of a layer's cache with K and V in one tensor: ``(input, output)``."""
+        """Return the names of a layer's cache with K and V in one tensor.
+
+        Parameters
+        ----------
+        layer : int
+            Index of the attention layer.
+
+        Returns
+        -------
+        tuple of str
+            ``(input, output)``.
+        """
         return self.kv_cache.format(i=layer), self.present_kv_cache.format(i=layer)
 
     def layer_pairs(self, layer: int, *, combined: bool) -> tuple[tuple[str, str], ...]:
-        """Return the names of a layer's cache, ``(input, output)`` for each tensor: one pair if ``combined``, else K and V."""
+        """Return the names of a layer's cache.
+
+        Parameters
+        ----------
+        layer : int
+            Index of the attention layer.
+        combined : bool
+            Whether K and V are one tensor.
+
+        Returns
+        -------
+        tuple of tuples of str
+            ``(input, output)`` of each tensor: :meth:`combined_pair` alone, or :meth:`cache_pairs`.
+        """
         return (self.combined_pair(layer),) if combined else self.cache_pairs(layer)
 
 

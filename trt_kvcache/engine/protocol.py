@@ -57,12 +57,42 @@ class TensorSpec:
 
     @classmethod
     def input(cls, name: str, shape: tuple[int, ...], dtype: str) -> TensorSpec:
-        """Return an input; the parameters are those of the class."""
+        """Return the specification of an input.
+
+        Parameters
+        ----------
+        name : str
+            Its name in the engine.
+        shape : tuple of int
+            ``-1`` for sizes that are known at run time only.
+        dtype : str
+            As in :mod:`trt_kvcache.dtypes`.
+
+        Returns
+        -------
+        TensorSpec
+        """
         return cls(name=name, shape=shape, dtype=dtype, mode=TensorMode.INPUT)
 
     @classmethod
     def output(cls, name: str, shape: tuple[int, ...], dtype: str, *, alias: str | None = None) -> TensorSpec:
-        """Return an output; the parameters are those of the class."""
+        """Return the specification of an output.
+
+        Parameters
+        ----------
+        name : str
+            Its name in the engine.
+        shape : tuple of int
+            ``-1`` for sizes that are known at run time only.
+        dtype : str
+            As in :mod:`trt_kvcache.dtypes`.
+        alias : str, optional
+            The input whose memory it shares.
+
+        Returns
+        -------
+        TensorSpec
+        """
         return cls(name=name, shape=shape, dtype=dtype, mode=TensorMode.OUTPUT, alias=alias)
 
     def describe(self) -> str:
@@ -98,7 +128,19 @@ class EngineProfile:
     max_width: int
 
     def accepts(self, batch: int, width: int) -> bool:
-        """Return whether an enqueue of ``batch`` slots by ``width`` new tokens per slot fits."""
+        """Return whether an enqueue fits the profile.
+
+        Parameters
+        ----------
+        batch : int
+            Slots.
+        width : int
+            New tokens per slot, padding included.
+
+        Returns
+        -------
+        bool
+        """
         return self.min_batch <= batch <= self.max_batch and self.min_width <= width <= self.max_width
 
 
@@ -163,6 +205,7 @@ class Engine(Protocol):
         name : str
             An input of the engine.
         shape : sequence of int
+            Its new shape, within the optimisation profile.
 
         Raises
         ------

@@ -30,6 +30,7 @@ class StepBuffers:
     index_dtypes : tuple of str
         Dtypes of ``input_ids`` and ``last_token_ids``: ``"int32"`` or ``"int64"``.
     logits_dtype : str
+        Dtype of the logits.
 
     Attributes
     ----------

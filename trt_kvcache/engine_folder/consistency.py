@@ -23,6 +23,7 @@ def check_consistency(config: EngineConfig) -> None:
     Parameters
     ----------
     config : EngineConfig
+        What to check.
 
     Raises
     ------

@@ -16,12 +16,33 @@ EMBEDDING, COS_SIN = "model.embed_tokens.weight", "rope.cos_sin"
 
 
 def hidden_state_name(layer: int) -> str:
-    """Return the name of the hidden state ``[B, s, hidden]`` that enters a layer."""
+    """Return the name of the hidden state ``[B, s, hidden]`` that enters a layer.
+
+    Parameters
+    ----------
+    layer : int
+        Index of the layer.
+
+    Returns
+    -------
+    str
+    """
     return f"hidden_{layer}"
 
 
 def attention_tensor_names(layer: int) -> tuple[str, str, str, str]:
-    """Return the names of q, k, v and of the output of a layer's attention, all ``[B, s, heads, D]``."""
+    """Return the names of a layer's q, k and v, and of the result of its attention.
+
+    Parameters
+    ----------
+    layer : int
+        Index of the layer.
+
+    Returns
+    -------
+    tuple of str
+        Each names a tensor ``[B, s, heads, D]``.
+    """
     return f"q_{layer}", f"k_{layer}", f"v_{layer}", f"attended_{layer}"
 
 
@@ -31,6 +52,7 @@ def decoder_constants(model: ModelConfig, cache: KVCacheConfig) -> tuple[TensorS
     Parameters
     ----------
     model : ModelConfig
+        Configuration of the model.
     cache : KVCacheConfig
         The cache that the engine runs on.
 
@@ -51,6 +73,7 @@ def decoder_stages(model: ModelConfig, cache: KVCacheConfig, names: TensorNames)
     Parameters
     ----------
     model : ModelConfig
+        Configuration of the model.
     cache : KVCacheConfig
         In the COMBINED layout.
     names : TensorNames

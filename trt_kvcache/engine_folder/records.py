@@ -142,7 +142,22 @@ class SegmentsRecord:
 
 
 def tensor_from_dict(data: Mapping[str, Any]) -> TensorSpec:
-    """Read one tensor; raises as :meth:`SegmentsRecord.from_dict` does."""
+    """Read one tensor.
+
+    Parameters
+    ----------
+    data : mapping
+        Plain JSON values.
+
+    Returns
+    -------
+    TensorSpec
+
+    Raises
+    ------
+    KeyError, TypeError, ValueError
+        A field is missing, unknown or of another kind.
+    """
     return TensorSpec(**{**data, "shape": tuple(data["shape"]), "mode": TensorMode(data["mode"])})
 
 

@@ -2,14 +2,14 @@
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
 from trt_kvcache.checkpoint import StreamDecoder, Tokenizer
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.sampling import Sampler, SamplerPosition, SamplingParams
-from trt_kvcache.generation.stop_text import StopText, StopTextSavepoint
+from trt_kvcache.generation.stop_text import StopText
 
 FinishReason = Literal["stop", "length"]
 
@@ -46,14 +46,9 @@ class GeneratedToken:
     finish_reason: FinishReason | None
 
 
-class RequestSavepoint(NamedTuple):
-    """What a :class:`Request` needs to return to an earlier state."""
-
-    num_tokens: int
-    finish_reason: FinishReason | None
-    counter: int
-    decoder: StreamDecoder | None
-    stop_text: StopTextSavepoint
+#: What a :class:`Request` needs to return to an earlier state: number of tokens, reason to finish, counter of the sampler, and for a
+#: request with text, decoder and stop texts.
+RequestSavepoint = tuple[int, FinishReason | None, int, tuple[StreamDecoder, StopText] | None]
 
 
 class Request:
@@ -100,7 +95,8 @@ class Request:
     @property
     def sampler(self) -> SamplerPosition:
         """Seed and counter of its sampler."""
-        return self._sampler.position
+        sampler = self._sampler
+        return sampler.seed, sampler.counter
 
     @property
     def finished(self) -> bool:
@@ -144,19 +140,19 @@ class Request:
 
     def savepoint(self) -> RequestSavepoint:
         """Return the state now, for one :meth:`rollback`."""
-        decoder = None if self._decoder is None else self._decoder.copy()
-        return RequestSavepoint(len(self.tokens), self.finish_reason, self._sampler.counter, decoder, self._stop_text.savepoint())
+        text = None if self._decoder is None else (self._decoder.copy(), self._stop_text.copy())
+        return len(self.tokens), self.finish_reason, self._sampler.counter, text
 
     def rollback(self, savepoint: RequestSavepoint) -> None:
         """Return to the state at ``savepoint``. Tokens are not chosen or decoded again.
 
         Parameters
         ----------
-        savepoint : RequestSavepoint
+        savepoint : tuple
             Of this request. It can be used once.
         """
-        del self.tokens[savepoint.num_tokens :]
-        self.finish_reason = savepoint.finish_reason
-        self._sampler.move_to(savepoint.counter)
-        self._decoder = savepoint.decoder
-        self._stop_text.rollback(savepoint.stop_text)
+        num_tokens, self.finish_reason, counter, text = savepoint
+        del self.tokens[num_tokens:]
+        self._sampler.move_to(counter)
+        if text is not None:
+            self._decoder, self._stop_text = text

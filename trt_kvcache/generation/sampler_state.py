@@ -8,7 +8,7 @@ from trt_kvcache.generation.sampling import SamplingParams
 
 @dataclass(frozen=True, kw_only=True)
 class SamplerState:
-    """The whole state of a :class:`~trt_kvcache.generation.sampling.Sampler`.
+    """The whole state of a ``Sampler``.
 
     Parameters
     ----------

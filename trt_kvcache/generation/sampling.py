@@ -5,7 +5,7 @@ import secrets
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -172,19 +172,8 @@ def params_for(
     return each
 
 
-class SamplerPosition(NamedTuple):
-    """The whole state of a :class:`Sampler`: its seed and how many tokens were chosen with it.
-
-    Parameters
-    ----------
-    seed : int
-        Key of the random number generator.
-    counter : int
-        Tokens chosen so far.
-    """
-
-    seed: int
-    counter: int
+#: Seed of a :class:`Sampler` and how many tokens were chosen with it: its whole state. A plain tuple, as one is made for every token.
+SamplerPosition = tuple[int, int]
 
 
 class Sampler:
@@ -208,11 +197,6 @@ class Sampler:
         #: Tokens chosen so far.
         self.counter = params.counter
         self._generator = _generator_at(self.seed, self.counter)
-
-    @property
-    def position(self) -> SamplerPosition:
-        """Seed and counter now."""
-        return SamplerPosition(self.seed, self.counter)
 
     def move_to(self, counter: int) -> None:
         """Continue as if ``counter`` tokens had been chosen so far.

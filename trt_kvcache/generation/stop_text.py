@@ -1,14 +1,8 @@
 """Stop texts in a stream: text that could still become a stop text is held back until it is certain."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import NamedTuple
-
-
-class StopTextSavepoint(NamedTuple):
-    """What a :class:`StopText` needs to return to an earlier state."""
-
-    held: str
-    stopped: bool
 
 
 class StopText:
@@ -64,13 +58,11 @@ class StopText:
         held, self._held = self._held, ""
         return held
 
-    def savepoint(self) -> StopTextSavepoint:
-        """Return the state now, for :meth:`rollback`."""
-        return StopTextSavepoint(self._held, self.stopped)
-
-    def rollback(self, savepoint: StopTextSavepoint) -> None:
-        """Return to the state at ``savepoint``."""
-        self._held, self.stopped = savepoint
+    def copy(self) -> StopText:
+        """Return another one in the same state, which continues on its own."""
+        other = StopText(self._stops)
+        other._held, other.stopped = self._held, self.stopped
+        return other
 
     def _length_of_possible_start(self) -> int:
         """Return the length of the longest end of the held text that a stop text begins with."""

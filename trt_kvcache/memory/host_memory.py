@@ -83,7 +83,7 @@ class HostMemory:
         Raises
         ------
         PlaceError
-            It is not a :class:`HostStream`.
+            It was not made by :meth:`create_stream`.
         """
         if not isinstance(stream, HostStream):
             raise PlaceError(f"stream: expected one made by HostMemory.create_stream(), got {type(stream).__name__}.")

@@ -87,7 +87,17 @@ class AttentionOp:
         self._workspace: UnownedWorkspace | None = None
 
     def kernel_attributes(self) -> AttentionAttributes:
-        """Return the attributes, checked against what the CUDA kernels serve. Raises ConfigError where they do not."""
+        """Return the attributes, checked against what the CUDA kernels serve.
+
+        Returns
+        -------
+        AttentionAttributes
+
+        Raises
+        ------
+        ConfigError
+            The kernels do not serve an attribute.
+        """
         return AttentionAttributes(**self.attributes)  # type: ignore[arg-type]  # each as it was given
 
     def outputs(self, inputs: Sequence[TensorType]) -> tuple[TensorType, ...]:

@@ -37,6 +37,7 @@ def input_names(attributes: AttentionAttributes, count: int) -> tuple[str, ...]:
     Parameters
     ----------
     attributes : AttentionAttributes
+        Attributes of the attention.
     count : int
         How many inputs there are.
 
@@ -61,6 +62,7 @@ def check_shapes(attributes: AttentionAttributes, shapes: Mapping[str, Sizes]) -
     Parameters
     ----------
     attributes : AttentionAttributes
+        Attributes of the attention.
     shapes : mapping of str to sequence of int or None
         By name; None for a size that is not known yet.
 
@@ -130,6 +132,7 @@ def workspace_nbytes(attributes: AttentionAttributes, width: int) -> int:
     Parameters
     ----------
     attributes : AttentionAttributes
+        Attributes of the attention.
     width : int
         Fewest new tokens per slot.
 

@@ -37,7 +37,7 @@ class EmbeddingOp:
         return (TensorType((*ids.shape, table.shape[1]), table.dtype),)
 
     def workspace_nbytes(self, inputs: Sequence[TensorType]) -> int:
-        """Return 0: there is no workspace."""
+        """See :meth:`CustomOp.workspace_nbytes <trt_kvcache.ops.custom_op.CustomOp.workspace_nbytes>`. There is none."""
         return 0
 
     def enqueue(self, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor], workspace: DeviceTensor, stream: Any) -> None:

@@ -64,7 +64,18 @@ def unregister_operation(kind: str) -> None:
 
 
 def is_user_operation(kind: str) -> bool:
-    """Return whether ``kind`` was registered with :func:`register_operation`."""
+    """Return whether a name was registered with :func:`register_operation`.
+
+    Parameters
+    ----------
+    kind : str
+        The value of ``operation`` in ``config.json``.
+
+    Returns
+    -------
+    bool
+        False for the operations of this package.
+    """
     return kind in OPERATIONS and kind not in _BUILT_IN
 
 

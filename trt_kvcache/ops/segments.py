@@ -46,7 +46,17 @@ class CustomOpNode:
     outputs: tuple[str, ...]
 
     def create_op(self) -> CustomOp:
-        """Return a new operation with these attributes; KeyError where ``operation`` is not registered."""
+        """Create the operation with these attributes.
+
+        Returns
+        -------
+        CustomOp
+
+        Raises
+        ------
+        KeyError
+            ``operation`` is not registered.
+        """
         return create_operation(self.operation, self.attributes)
 
 
@@ -59,6 +69,7 @@ def can_replace(stage: Stage, expected: Stage) -> bool:
     Parameters
     ----------
     stage, expected : Segment or CustomOpNode
+        The stage at hand, and the one that the model needs there.
 
     Returns
     -------

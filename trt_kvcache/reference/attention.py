@@ -1,4 +1,4 @@
-"""Attention of the reference engine: turn, write K and V of the new tokens into the cache, attend to it.
+"""Attention of the reference engine: apply RoPE, write K and V of the new tokens into the cache, attend to the cache.
 
 Everything is accumulated in float32, whatever the dtype of the cache. Shapes: A slots, s new tokens per slot, Hq query heads,
 H key-value heads, S rows of cache per slot, D head_dim.
@@ -18,10 +18,11 @@ from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.reference.weights import Float32
 
-#: ``"native"`` reads the live rows of K and V, ``"mask"`` all rows under an additive mask, ``"plugin"`` the live rows of both in one.
+#: ``"native"`` reads the live rows of K and V, ``"mask"`` reads all rows under an additive mask, ``"plugin"`` reads the live rows of
+#: a combined cache.
 Attention = AttentionName
 
-#: Takes q ``[A, s, Hq, D]``, k and v ``[A, s, H, D]`` of the new tokens, neither turned nor scaled; returns ``[A, s, Hq, D]``.
+#: Takes q ``[A, s, Hq, D]``, k and v ``[A, s, H, D]`` of the new tokens, before RoPE and unscaled; returns ``[A, s, Hq, D]``.
 LayerAttention = Callable[[Float32, Float32, Float32], Float32]
 
 # Scores of this many query rows are held at a time.
@@ -29,18 +30,18 @@ _QUERY_BLOCK = 256
 
 
 class SeparateAttention:
-    """A step of one layer over K and V apart.
+    """Attention of one layer in one step, over separate K and V tensors.
 
     Parameters
     ----------
     angles : pair of ndarray float32 ``[A, s, 1, D // 2]``
-        Cosine and sine of the new tokens: :func:`angles_at`.
+        Cosine and sine for the new tokens: see :func:`angles_at`.
     k, v : ndarray ``[A, H, S, D]``
-        Written in place and read back in their own dtype.
+        The cache of this layer. New rows are written in place and read back in the cache's dtype.
     start : ndarray int32 ``[A]``
-        Tokens already in the cache, >= 0.
+        Tokens that each slot holds already, at least 0.
     masked : bool
-        Read all rows.
+        Whether all S rows are read under a mask, instead of the live rows only.
     """
 
     def __init__(
@@ -52,8 +53,8 @@ class SeparateAttention:
         self._masked = masked
 
     def __call__(self, q: Float32, k: Float32, v: Float32) -> Float32:
-        """Run the step."""
-        q, k = rotate(q, self._angles), rotate(k, self._angles)
+        """Write k and v of the new tokens into the cache and return the attention of q over it."""
+        q, k = apply_rope(q, self._angles), apply_rope(k, self._angles)
         for side, rows in zip(self._sides, (k, v), strict=True):
             write_rows(side, rows, self._start)
         q = q * np.float32(q.shape[-1] ** -0.5)
@@ -67,7 +68,9 @@ class SeparateAttention:
 
 
 class CombinedAttention:
-    """A step of one layer over K and V in one tensor, by the NumPy form of the plugin's kernels: only K and V are rounded.
+    """Attention of one layer in one step over a combined cache, by the NumPy twin of the attention kernels.
+
+    Only K and V are rounded to the dtype of the cache.
 
     Parameters
     ----------
@@ -78,7 +81,9 @@ class CombinedAttention:
     start : DeviceTensor int32 ``[A]``
         Tokens already in the cache, >= 0.
     workspace : AttentionWorkspace
-    stream : stream of the memory
+        Scratch memory of the kernels; the NumPy twin does not use it.
+    stream
+        A stream of the cache's memory.
     """
 
     def __init__(self, cos_sin: DeviceTensor, cache: DeviceTensor, start: DeviceTensor, workspace: AttentionWorkspace, stream: Any) -> None:
@@ -89,7 +94,7 @@ class CombinedAttention:
         self._stream = stream
 
     def __call__(self, q: Float32, k: Float32, v: Float32) -> Float32:
-        """Run the step."""
+        """Write k and v of the new tokens into the cache and return the attention of q over it."""
         memory = self._cache.memory
         assert isinstance(memory, HostMemory)
         rows = [memory.to_device(part, stream=self._stream) for part in (q, k, v)]
@@ -112,7 +117,22 @@ class CombinedAttention:
 
 
 def angles_at(rope: tuple[Float32, Float32], start: npt.NDArray[np.int32], width: int) -> tuple[Float32, Float32]:
-    """Return cosine and sine ``[A, s, 1, D // 2]`` of the new tokens; positions past S, whose rows are dropped, get those of the last."""
+    """Return the cosine and sine of the new tokens' positions.
+
+    Parameters
+    ----------
+    rope : pair of ndarray float32 ``[S, D // 2]``
+        Cosine and sine of every position.
+    start : ndarray int32 ``[A]``
+        Position of the first new token of each slot.
+    width : int
+        New tokens per slot, s.
+
+    Returns
+    -------
+    cos, sin : ndarray float32 ``[A, s, 1, D // 2]``
+        A position past S - 1 gets the angles of the last one: its row is not stored.
+    """
     known = np.minimum(start[:, None] + np.arange(width), rope[0].shape[0] - 1)
     return rope[0][known][:, :, None], rope[1][known][:, :, None]
 
@@ -123,9 +143,15 @@ def write_rows(cache: npt.NDArray[Any], rows: Float32, start: npt.NDArray[np.int
     Parameters
     ----------
     cache : ndarray ``[A, H, S, D]``
-        Changed in place. Rows from S on are dropped, as TensorRT's KVCacheUpdate does.
+        Changed in place.
     rows : ndarray float32 ``[A, s, H, D]``
+        K or V of the new tokens.
     start : ndarray int32 ``[A]``
+        First row to write, per slot.
+
+    Notes
+    -----
+    Rows that would lie at S or beyond are dropped, as TensorRT's KVCacheUpdate layer does.
     """
     width, capacity = rows.shape[1], cache.shape[2]
     stored = rows.transpose(0, 2, 1, 3).astype(cache.dtype)
@@ -135,15 +161,17 @@ def write_rows(cache: npt.NDArray[Any], rows: Float32, start: npt.NDArray[np.int
 
 
 def attend(q: Float32, keys: Float32, values: Float32, first: int) -> Float32:
-    """Causal attention of one slot: new token i sees the keys j <= first + i.
+    """Compute causal attention for one slot: new token i sees the keys j <= first + i.
 
-    The scores of other keys get an additive mask, after which their weight is 0: a NaN among them shows, as on a device.
+    Scores of later keys get an additive mask of minus infinity, so that their weight is 0. A NaN in such a key or value still
+    reaches the result, as it does on a device.
 
     Parameters
     ----------
     q : ndarray float32 ``[s, Hq, D]``
         Already scaled.
     keys, values : ndarray float32 ``[H, rows, D]``
+        Query heads ``h * Hq // H`` and following share K/V head h (grouped-query attention).
     first : int
         Position of the first new token.
 
@@ -164,15 +192,26 @@ def attend(q: Float32, keys: Float32, values: Float32, first: int) -> Float32:
     return ungrouped
 
 
-def rotate(x: Float32, angles: tuple[Float32, Float32]) -> Float32:
-    """Rotate each pair (d, d + D/2) of ``x`` ``[A, s, heads, D]`` by its angle; cosine and sine are ``[A, s, 1, D // 2]``."""
+def apply_rope(x: Float32, angles: tuple[Float32, Float32]) -> Float32:
+    """Apply RoPE: rotate each pair of elements (d, d + D/2) of a head by its angle.
+
+    Parameters
+    ----------
+    x : ndarray float32 ``[A, s, heads, D]``
+    angles : pair of ndarray float32 ``[A, s, 1, D // 2]``
+        Cosine and sine.
+
+    Returns
+    -------
+    ndarray float32 ``[A, s, heads, D]``
+    """
     cos, sin = angles
     low, high = np.split(x, 2, axis=-1)
     return np.concatenate((low * cos - high * sin, high * cos + low * sin), axis=-1)
 
 
 def softmax(scores: Float32) -> Float32:
-    """Softmax over the last axis."""
+    """Return the softmax over the last axis, without overflow for large scores."""
     powers = np.exp(scores - scores.max(axis=-1, keepdims=True))
     weights: Float32 = powers / powers.sum(axis=-1, keepdims=True)
     return weights

@@ -22,7 +22,7 @@ from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.reference.attention import Attention, CombinedAttention, LayerAttention, SeparateAttention, angles_at
-from trt_kvcache.reference.bound import BoundTensors
+from trt_kvcache.reference.bound_tensors import BoundTensors
 from trt_kvcache.reference.model import decoder_step
 from trt_kvcache.reference.weights import DecoderWeights, load_weights
 
@@ -30,24 +30,26 @@ from trt_kvcache.reference.weights import DecoderWeights, load_weights
 class ReferenceEngine:
     """A decoder in NumPy with the tensors, aliases and profiles of the TensorRT engine of the same model.
 
-    It reads and writes the *bound* cache memory as TensorRT's KVCacheUpdate and attention layers, or our plugin, do: a step of width s
-    writes rows ``start .. start + s - 1`` of every slot of the call (those past S are dropped) and nothing else. Weights are
-    rounded to the dtype of the cache, everything is accumulated in float32.
+    It reads and writes the *bound* cache memory as TensorRT's KVCacheUpdate and attention layers, or our plugin, do: a step of
+    width s writes rows ``start .. start + s - 1`` of every slot of the call and nothing else; rows past S are dropped. Weights
+    are rounded to the dtype of the cache, and all sums are accumulated in float32.
 
     Parameters
     ----------
     checkpoint : Checkpoint
-        May be closed afterwards.
+        Where the weights come from. It may be closed afterwards.
     kv : KVCacheConfig
-        The cache that will be bound; its dtype is the engine's. The dtypes with scales are storage only and refused.
+        The cache that will be bound; its dtype is the engine's. The dtypes with scales are for storage only and refused.
     max_prefill_length : int
-        Most new tokens per slot in one step, ``1 <= max_prefill_length <= S``.
-    attention : ``"native"``, ``"mask"`` or ``"plugin"``
-        ``"native"`` and ``"plugin"`` never read a row past ``start + s``. ``"mask"`` reads all S rows with a weight of 0 for dead
-        ones, so that a NaN there shows, as with the explicit-mask variant on a device. ``"plugin"`` is for COMBINED caches, the
+        The most new tokens per slot in one step, ``1 <= max_prefill_length <= S``.
+    attention : {"native", "mask", "plugin"}
+        ``"native"`` and ``"plugin"`` never read a row past ``start + s``. ``"mask"`` reads all S rows, dead ones with a weight of 0:
+        a NaN there reaches the result, as with the explicit-mask variant on a device. ``"plugin"`` is for COMBINED caches, the
         others are for SEPARATE ones.
     names : TensorNames
+        Names of inputs and outputs.
     memory : HostMemory
+        Memory that bound tensors must be in.
     progress : callable, optional
         Called as ``progress(done_bytes, total_bytes)`` while weights are read.
 
@@ -58,7 +60,7 @@ class ReferenceEngine:
     profiles : tuple of EngineProfile
         ``prefill`` (up to ``max_prefill_length`` new tokens) and ``decode`` (one).
     memory : HostMemory
-        That bound tensors must be in.
+        Memory that bound tensors must be in.
 
     Raises
     ------
@@ -72,6 +74,17 @@ class ReferenceEngine:
     Notes
     -----
     Not thread-safe. A step is done when ``enqueue`` returns.
+
+    Examples
+    --------
+    >>> from trt_kvcache import Checkpoint, HostMemory, KVCacheConfig, KVLayerConfig, ReferenceEngine
+    >>> with Checkpoint.open("examples/tiny-llama") as checkpoint:
+    ...     model = checkpoint.config
+    ...     layer = KVLayerConfig(num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
+    ...     kv = KVCacheConfig(layers=[layer] * model.num_layers, max_batch_size=2, max_sequence_length=64)
+    ...     engine = ReferenceEngine(checkpoint, kv=kv, max_prefill_length=32, memory=HostMemory())
+    >>> [profile.name for profile in engine.profiles]
+    ['prefill', 'decode']
     """
 
     def __init__(
@@ -103,41 +116,83 @@ class ReferenceEngine:
         self._current = self._bound[0]
         self._rope = rope_table(checkpoint.config.rope, checkpoint.config.head_dim, kv.max_sequence_length)
         self._weights: DecoderWeights | None = load_weights(checkpoint, kv.dtype, progress)
-        self._fixed = self._make_fixed() if attention == "plugin" else None
+        self._combined = self._combined_inputs() if attention == "plugin" else None
 
     def use_profile(self, index: int) -> None:
-        """Choose the profile that ``bind``, ``set_input_shape`` and ``enqueue`` act on."""
+        """Choose the profile that ``bind``, ``set_input_shape`` and ``enqueue`` act on.
+
+        Parameters
+        ----------
+        index : int
+            Index into ``profiles``.
+
+        Raises
+        ------
+        RangeError
+            There is no such profile.
+        ClosedError
+            The engine is closed.
+        """
         self._open_weights()
         self._current = self._bound[int_in_range("profile", index, 0, len(self._bound) - 1, error=RangeError)]
 
     def bind(self, name: str, tensor: DeviceTensor) -> None:
-        """Read or write ``name`` at the address of ``tensor``, which the engine keeps alive.
+        """Bind a tensor of the engine to the address of ``tensor``, which is kept alive.
+
+        Parameters
+        ----------
+        name : str
+            An input or output of the engine.
+        tensor : DeviceTensor
+            A dense view in the engine's memory, aligned to 256 bytes.
 
         Raises
         ------
         BindingError
-            Unknown name, another dtype or another memory.
+            The name is unknown, or the tensor has another dtype or is in another memory.
         LayoutError
             The view is not dense, or not aligned to 256 bytes.
+        ClosedError
+            The engine is closed.
         """
         self._open_weights()
         self._current.bind(name, tensor)
 
     def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
-        """Set the shape of an input for the next enqueues. Raises :class:`BindingError` outside the profile."""
+        """Set the shape of an input for the next enqueues.
+
+        Parameters
+        ----------
+        name : str
+            An input of the engine.
+        shape : sequence of int
+            Within the current profile.
+
+        Raises
+        ------
+        BindingError
+            The name is not an input's, or the shape is outside the profile.
+        ClosedError
+            The engine is closed.
+        """
         self._open_weights()
         self._current.set_input_shape(name, shape)
 
     def enqueue(self, stream: Any) -> None:
-        """Run one step: read the bound inputs, write K and V rows and the logits.
+        """Run one step: read the bound inputs, write rows of K and V and the logits.
+
+        Parameters
+        ----------
+        stream : HostStream
+            A stream of the engine's memory. The step is done when the call returns.
 
         Raises
         ------
         EngineError
-            Something is not bound or has no shape, the shapes disagree, or an input holds a value out of range. Nothing was
+            A tensor is not bound or has no shape, the shapes disagree, or an input holds a value out of range. Nothing was
             written.
         PlaceError
-            The stream is of another memory.
+            The stream is not one of host memory.
         ClosedError
             The engine, or the owner of a bound view, is closed.
         """
@@ -160,27 +215,28 @@ class ReferenceEngine:
             logits[...] = decoder_step(self._config, weights, attentions, input_ids, last)
 
     def close(self) -> None:
-        """Release the weights and let go of what was bound. Idempotent."""
-        self._weights = self._fixed = None
+        """Release the weights and the bound tensors. Idempotent."""
+        self._weights = self._combined = None
         for bound in self._bound:
             bound.release()
 
     def _attentions(self, slots: int, width: int, start: DeviceTensor, stream: Any) -> list[LayerAttention]:
-        """Return the attention of each layer over what is bound, each cache as input and, at the same address, as output."""
-        fixed = self._fixed
+        """Return the attention of each layer over the bound caches; each is input and output at one address."""
+        combined = self._combined
         caches = [
-            [self._in_place(*pair, slots) for pair in self._names.layer_pairs(layer, combined=fixed is not None)]
+            [self._in_place(*pair, slots) for pair in self._names.layer_pairs(layer, combined=combined is not None)]
             for layer in range(self._config.num_layers)
         ]
-        if fixed is not None:
-            return [CombinedAttention(fixed[0], cache, start, fixed[1], stream) for (cache,) in caches]
+        if combined is not None:
+            cos_sin, workspace = combined
+            return [CombinedAttention(cos_sin, cache, start, workspace, stream) for (cache,) in caches]
         first, masked = self.memory.array(start), self._attention == "mask"
         angles = angles_at(self._rope, first, width)
         sides = [[self.memory.array(side) for side in cache] for cache in caches]
         return [SeparateAttention(angles, k, v, first, masked=masked) for k, v in sides]
 
-    def _make_fixed(self) -> tuple[DeviceTensor, AttentionWorkspace]:
-        """Return the angles of all positions and the workspace for :class:`CombinedAttention`, the same in every step."""
+    def _combined_inputs(self) -> tuple[DeviceTensor, AttentionWorkspace]:
+        """Return the RoPE table and the workspace for :class:`CombinedAttention`: the same in every step."""
         model, stream = self._config, self.memory.create_stream()
         sizes = {"num_heads": model.num_attention_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
         workspace = AttentionWorkspace(self.memory, **sizes, stream=stream)
@@ -198,7 +254,7 @@ class ReferenceEngine:
 
 
 def _check_cache(config: ModelConfig, kv: KVCacheConfig) -> None:
-    """Refuse a cache that is not that of the model."""
+    """Refuse a cache that does not fit the model."""
     if kv.dtype not in MODEL_DTYPES:
         raise ConfigError(f"kv.dtype: expected one of {', '.join(MODEL_DTYPES)}, got {kv.dtype!r}, which is storage only.")
     if kv.num_layers != config.num_layers:

@@ -1,4 +1,4 @@
-"""The decoder in NumPy, but for its attention: pure functions over float32 arrays.
+"""The decoder in NumPy, without its attention: pure functions over float32 arrays.
 
 Everything is accumulated in float32, whatever the dtype of weights and cache. Shapes: A slots, s new tokens per slot,
 Hq query heads, H key-value heads, D head_dim.
@@ -26,12 +26,15 @@ def decoder_step(
     Parameters
     ----------
     config : ModelConfig
+        The model.
     weights : DecoderWeights
+        Its weights.
     attentions : sequence of callable
-        Of each layer, over its cache.
+        One per layer: attention over the cache of that layer.
     input_ids : ndarray int32 ``[A, s]``
+        New tokens, right-padded.
     last : ndarray int32 ``[A]``
-        Which of the s tokens the logits are of.
+        Index of the token whose logits are returned, per slot.
 
     Returns
     -------
@@ -49,7 +52,23 @@ def decoder_step(
 
 
 def self_attention(config: ModelConfig, layer: LayerWeights, attention: LayerAttention, hidden: Float32) -> Float32:
-    """Project, attend, project back. ``hidden`` and the result are ``[A, s, hidden]``."""
+    """Apply the self-attention block of one layer.
+
+    Parameters
+    ----------
+    config : ModelConfig
+        The model.
+    layer : LayerWeights
+        Weights of the layer.
+    attention : callable
+        Attention over the cache of the layer.
+    hidden : ndarray float32 ``[A, s, hidden]``
+        Normalised input.
+
+    Returns
+    -------
+    ndarray float32 ``[A, s, hidden]``
+    """
     slots, width, _ = hidden.shape
     q, k, v = (project(part, hidden).reshape(slots, width, -1, config.head_dim) for part in (layer.q, layer.k, layer.v))
     if layer.q_norm is not None and layer.k_norm is not None:
@@ -58,14 +77,14 @@ def self_attention(config: ModelConfig, layer: LayerWeights, attention: LayerAtt
 
 
 def mlp(layer: LayerWeights, hidden: Float32) -> Float32:
-    """Gated MLP with SiLU, ``[..., hidden]`` to ``[..., hidden]``."""
+    """Apply the gated MLP with SiLU to ``hidden`` ``[..., hidden]``; the result has the same shape."""
     gate = project(layer.gate, hidden)
     activated: Float32 = gate / (np.float32(1) + np.exp(-gate))
     return project(layer.down, activated * project(layer.up, hidden))
 
 
 def project(projection: Projection, x: Float32) -> Float32:
-    """Apply a linear map, ``[..., in]`` to ``[..., out]``, with all rows in one matrix product."""
+    """Apply a linear map to ``x`` ``[..., in]`` and return ``[..., out]``, with all rows in one matrix product."""
     rows: Float32 = x.reshape(-1, x.shape[-1]) @ projection.weight.T
     if projection.bias is not None:
         rows += projection.bias

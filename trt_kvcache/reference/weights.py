@@ -1,4 +1,4 @@
-"""The weights of a decoder as float32 arrays, with the values that an engine of some dtype would hold."""
+"""The weights of a decoder as float32 arrays that hold the values an engine of a given dtype has."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ class Projection:
     Parameters
     ----------
     weight : ndarray float32 ``[out, in]``
+        The matrix.
     bias : ndarray float32 ``[out]``, or None
+        Added to every row, if there is one.
     """
 
     weight: Float32
@@ -59,16 +61,20 @@ class DecoderWeights:
 
 
 def load_weights(checkpoint: Checkpoint, dtype: str, progress: Callable[[int, int], object] | None = None) -> DecoderWeights:
-    """Read a checkpoint's weights, rounded to ``dtype``, as float32.
+    """Read the weights of a checkpoint, rounded to ``dtype``, as float32.
 
     Parameters
     ----------
     checkpoint : Checkpoint
-    dtype : str
-        ``"float16"``, ``"bfloat16"`` or ``"float32"``: the precision of the engine. Weights that are stored in float32 and
-        used in float32 are not copied.
+        An open checkpoint.
+    dtype : {"float16", "bfloat16", "float32"}
+        The precision of the engine. Weights that are stored in float32 and used in float32 are not copied.
     progress : callable, optional
-        Called as ``progress(done_bytes, total_bytes)`` of the stored weights.
+        Called as ``progress(done_bytes, total_bytes)`` while the weights are read.
+
+    Returns
+    -------
+    DecoderWeights
 
     Raises
     ------

@@ -1,6 +1,5 @@
 """``Batch``: the active slots of a session. What they hold and what the cache says change together or not at all."""
 
-import itertools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,7 +14,7 @@ from trt_kvcache.generation.token_ids import common_prefix
 from trt_kvcache.sequences.prompt_cache import PromptCache, PromptMatch
 from trt_kvcache.sequences.snapshot import Snapshot
 from trt_kvcache.session.chunks import Chunk
-from trt_kvcache.session.slot_state import SlotState
+from trt_kvcache.session.slot_state import SlotSavepoint, SlotState
 from trt_kvcache.session.statistics import SessionStatistics, StepCounters
 from trt_kvcache.session.step_executor import StepExecutor
 
@@ -31,12 +30,15 @@ class BatchSavepoint(NamedTuple):
     Parameters
     ----------
     slots : list of SlotState (A,)
-        As they were.
+        Which were active.
+    states : list of SlotSavepoint (A,)
+        What they held.
     lengths : tuple of int (A,)
-        Lengths of the cache as they were.
+        Their lengths in the cache.
     """
 
     slots: list[SlotState]
+    states: list[SlotSavepoint]
     lengths: tuple[int, ...]
 
 
@@ -182,7 +184,7 @@ class Batch:
 
     def savepoint(self) -> BatchSavepoint:
         """Return the state now, for one :meth:`rollback`."""
-        return BatchSavepoint(list(self._slots), self._cache.host_kv_cache_lengths)
+        return self._savepoint_at(self._cache.host_kv_cache_lengths)
 
     def rollback(self, savepoint: BatchSavepoint) -> None:
         """Return to the state at ``savepoint``: the lengths of the cache and the slots. Nothing is run again.
@@ -193,8 +195,8 @@ class Batch:
         rows are only ever written behind the committed length.
         """
         self._slots = savepoint.slots
-        for slot, length in zip(savepoint.slots, savepoint.lengths, strict=True):
-            del slot.tokens[length:]
+        for slot, state, length in zip(*savepoint, strict=True):
+            slot.rollback(state, length)
         if not self._cache.closed:
             self._cache.reset_for_new_sequences(savepoint.lengths, stream=self._steps.stream)
 
@@ -206,7 +208,11 @@ class Batch:
         RangeError
             See :meth:`checked_lengths`.
         """
-        return self._rollback_to(BatchSavepoint(list(self._slots), self.checked_lengths()))
+        return self._rollback_to(self._savepoint_at(self.checked_lengths()))
+
+    def _savepoint_at(self, lengths: tuple[int, ...]) -> BatchSavepoint:
+        """Return the state now; ``lengths`` are those of the cache, so that they are read once."""
+        return BatchSavepoint(list(self._slots), [slot.savepoint() for slot in self._slots], lengths)
 
     @contextmanager
     def _rollback_to(self, savepoint: BatchSavepoint) -> Iterator[None]:
@@ -316,7 +322,7 @@ class Batch:
         rows = self._after_pending(turns)
         self.check_room(lengths, rows)
         chunks = self.plan_prefill(lengths, rows)
-        with self._rollback_to(BatchSavepoint(list(self._slots), lengths)):
+        with self._rollback_to(self._savepoint_at(lengths)):
             return self.prefill(rows, chunks)
 
     def decode(self, tokens: Sequence[int], going: Sequence[bool] | None = None) -> Logits:
@@ -347,15 +353,17 @@ class Batch:
         lengths = self._check_one_each("tokens", len(tokens))
         if max(lengths, default=0) >= self.max_sequence_length:
             self.check_room(lengths, [tokens[:1] if goes else () for goes in going or [True] * len(tokens)])
-        with self._rollback_to(BatchSavepoint(list(self._slots), lengths)):
+        with self._rollback_to(self._savepoint_at(lengths)):
             if going is None:
                 self._steps.decode(tokens)
-                self._slots = [slot.extended((token,)) for slot, token in zip(self._slots, tokens, strict=True)]
+                for slot, token in zip(self._slots, tokens, strict=True):
+                    slot.extend((token,))
             else:
                 self._make_room_for_idle_rows(going)
                 self._steps.decode(tokens, [int(goes) for goes in going])
-                for slot in itertools.compress(range(len(tokens)), going):
-                    self._slots[slot] = self._slots[slot].extended((tokens[slot],))
+                for slot, token, goes in zip(self._slots, tokens, going, strict=True):
+                    if goes:
+                        slot.extend((token,))
             logits = self._steps.logits(len(tokens))
             self._counters.decode_steps += 1
             self._counters.decode_tokens += len(tokens) if going is None else sum(going)
@@ -436,11 +444,13 @@ class Batch:
 
     def assign_sampler(self, slot: int, sampler: SamplerPosition) -> None:
         """Record which sampler chooses the tokens of a slot."""
-        self._slots[slot] = self._slots[slot].with_sampler(sampler)
+        self._slots[slot].sampler = sampler
 
     def record_token(self, slot: int, token: int, sampler: SamplerPosition | None) -> None:
         """Record the token that was chosen for a slot as pending, and where its sampler is now."""
-        self._slots[slot] = self._slots[slot].with_pending(token, sampler)
+        state = self._slots[slot]
+        state.pending = (token,)
+        state.sampler = sampler
 
     def remember(self, slots: Iterable[int]) -> None:
         """Copy what slots hold into the prompt cache, if it is on."""
@@ -468,7 +478,7 @@ class Batch:
         self._cache.commit_sequence_length(increments, stream=self._steps.stream)
         for slot, match in matches.items():
             state = self._slots[slot]
-            self._slots[slot] = state.restored(match.entry.tokens[len(state.tokens) : match.length].tolist())
+            state.restore(match.entry.tokens[len(state.tokens) : match.length].tolist())
         self._counters.reused_tokens += sum(increments)
 
     def _prefill_chunk(self, chunk: Chunk, parts: Rows) -> Logits:
@@ -476,7 +486,7 @@ class Batch:
             self._steps.prefill(chunk, parts)
             for slot, part in enumerate(parts, start=chunk.first):
                 if part:
-                    self._slots[slot] = self._slots[slot].extended(part)
+                    self._slots[slot].extend(part)
             logits = self._steps.logits(chunk.count)
             self._counters.prefill_tokens += sum(chunk.takes)
         return logits
@@ -491,13 +501,13 @@ class Batch:
 
     def _rewind(self, slot: int, length: int, *, pending: Sequence[int] = ()) -> None:
         self._cache.rewind(slot, length, stream=self._steps.stream)
-        self._slots[slot] = self._slots[slot].shortened(length, pending)
+        self._slots[slot].shorten(length, pending)
 
 
 def _slot_of(snapshot: Snapshot) -> SlotState:
     """Return a slot that holds what is in a snapshot."""
-    sampler = None if snapshot.sampler is None else SamplerPosition(snapshot.sampler.seed, snapshot.sampler.counter)
-    return SlotState(list(snapshot.tokens), snapshot.pending, len(snapshot.tokens), sampler)
+    sampler = None if snapshot.sampler is None else (snapshot.sampler.seed, snapshot.sampler.counter)
+    return SlotState(list(snapshot.tokens), pending=snapshot.pending, reused=len(snapshot.tokens), sampler=sampler)
 
 
 def _check_not_empty(prompts: Rows) -> None:

@@ -14,7 +14,7 @@ from trt_kvcache.builder.build_engine import Progress, build_engine
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.kv_cache_manager import KVCacheManager
 from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, ModelConfig, Tokenizer
-from trt_kvcache.checkpoint.generation import GENERATION_FILE
+from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
 from trt_kvcache.engine.decoder_tensors import cache_config
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine

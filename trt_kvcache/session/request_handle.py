@@ -1,6 +1,6 @@
 """``RequestHandle``: a prompt that was submitted to a session, and what has come of it."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 
@@ -14,12 +14,8 @@ RequestStage = Literal["queued", "prefilling", "decoding"]
 RequestState = Literal["queued", "prefilling", "decoding", "finished"]
 
 
-class HandleSavepoint(NamedTuple):
-    """What a :class:`RequestHandle` needs to return to an earlier state."""
-
-    stage: RequestStage
-    text: str
-    request: RequestSavepoint
+#: What a :class:`RequestHandle` needs to return to an earlier state: stage, text, and its request's.
+HandleSavepoint = tuple[RequestStage, str, RequestSavepoint]
 
 
 class RequestHandle:
@@ -137,9 +133,9 @@ class RequestHandle:
 
     def savepoint(self) -> HandleSavepoint:
         """Return the state now, for one :meth:`rollback`."""
-        return HandleSavepoint(self._stage, self._text, self._request.savepoint())
+        return self._stage, self._text, self._request.savepoint()
 
     def rollback(self, savepoint: HandleSavepoint) -> None:
         """Return to the state at ``savepoint``. A request that was cancelled since stays cancelled."""
-        self._stage, self._text = savepoint.stage, savepoint.text
-        self._request.rollback(savepoint.request)
+        self._stage, self._text, request = savepoint
+        self._request.rollback(request)

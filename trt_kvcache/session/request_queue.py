@@ -100,7 +100,6 @@ class RequestQueue:
     def _free_slots(self) -> None:
         """Free the slots of requests that have ended; all slots if somebody else has used the batch."""
         if self._own_changes == self._batch.changes:
-            self._batch.checked_lengths()
             if any(handle.finished for handle in self._running):
                 self._drop_ended()
             return

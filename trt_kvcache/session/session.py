@@ -649,7 +649,7 @@ class InferenceSession:
             tokens=state.tokens,
             pending=state.pending,
             model=model,
-            sampler=None if state.sampler is None else SamplerState(**state.sampler._asdict()),
+            sampler=None if state.sampler is None else SamplerState(seed=state.sampler[0], counter=state.sampler[1]),
             stream=self._steps.stream,
         )
         snapshot.write(path)

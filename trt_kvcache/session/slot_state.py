@@ -3,50 +3,61 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from trt_kvcache.generation.sampling import SamplerPosition
 
+#: What a :class:`SlotState` needs to return to an earlier state: its fields then.
+SlotSavepoint = tuple[list[int], tuple[int, ...], int, SamplerPosition | None]
 
-class SlotState(NamedTuple):
-    """What one active slot holds. Only :class:`~trt_kvcache.session.batch.Batch` makes and replaces them.
+
+class SlotState:
+    """What one active slot holds. Only :class:`~trt_kvcache.session.batch.Batch` makes and changes them.
 
     Parameters
     ----------
     tokens : list of int
-        The tokens whose K and V the slot holds, as many as its length in the cache. The list is only ever extended in place, so a
-        rollback to an earlier state cuts it to the length that it had then.
+        The tokens whose K and V the slot holds, as many as its length in the cache.
     pending : tuple of int
         Tokens that come next but are not in the cache yet: usually the one that was generated last.
     reused : int
         How many tokens at the start of the slot were not run for this sequence: they were kept, restored or loaded.
-    sampler : SamplerPosition or None
+    sampler : tuple of int, optional
         Seed and counter of the request's sampler; None if its tokens are not chosen by this session.
     """
 
-    tokens: list[int]
-    pending: tuple[int, ...] = ()
-    reused: int = 0
-    sampler: SamplerPosition | None = None
+    __slots__ = ("pending", "reused", "sampler", "tokens")
 
-    def extended(self, tokens: Sequence[int]) -> SlotState:
-        """Return the slot after ``tokens`` were added to the cache. They take the place of pending ones."""
+    def __init__(
+        self, tokens: list[int], *, pending: tuple[int, ...] = (), reused: int = 0, sampler: SamplerPosition | None = None
+    ) -> None:
+        self.tokens = tokens
+        self.pending = pending
+        self.reused = reused
+        self.sampler = sampler
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens that were run. They take the place of pending ones."""
         self.tokens.extend(tokens)
-        return SlotState(self.tokens, (), self.reused, self.sampler) if self.pending else self
+        self.pending = ()
 
-    def shortened(self, length: int, pending: Sequence[int] = ()) -> SlotState:
-        """Return the slot with its first ``length`` tokens in the cache, and others pending."""
-        return SlotState(self.tokens[:length], tuple(pending), self.reused, self.sampler)
-
-    def restored(self, tokens: Sequence[int]) -> SlotState:
-        """Return the slot after ``tokens`` were added to the cache without running them."""
+    def restore(self, tokens: Sequence[int]) -> None:
+        """Add tokens that are in the cache now without being run."""
         self.tokens.extend(tokens)
-        return SlotState(self.tokens, self.pending, len(self.tokens), self.sampler)
+        self.reused = len(self.tokens)
 
-    def with_pending(self, token: int, sampler: SamplerPosition | None) -> SlotState:
-        """Return the slot after its next token was chosen."""
-        return SlotState(self.tokens, (token,), self.reused, sampler)
+    def shorten(self, length: int, pending: Sequence[int] = ()) -> None:
+        """Keep the first ``length`` tokens, with others pending."""
+        self.tokens = self.tokens[:length]
+        self.pending = tuple(pending)
 
-    def with_sampler(self, sampler: SamplerPosition) -> SlotState:
-        """Return the slot with the sampler that chooses its tokens from now on."""
-        return SlotState(self.tokens, self.pending, self.reused, sampler)
+    def savepoint(self) -> SlotSavepoint:
+        """Return the state now, for one :meth:`rollback`. It costs the same for any number of tokens."""
+        return self.tokens, self.pending, self.reused, self.sampler
+
+    def rollback(self, savepoint: SlotSavepoint, length: int) -> None:
+        """Return to the state at ``savepoint``, when the slot held ``length`` tokens.
+
+        Between the two, tokens are only ever added to the list, or another list takes its place: so the old one is cut to its length.
+        """
+        self.tokens, self.pending, self.reused, self.sampler = savepoint
+        del self.tokens[length:]

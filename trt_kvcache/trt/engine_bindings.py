@@ -22,13 +22,56 @@ class BindingTarget(Protocol):
     """What is told of addresses and shapes: the execution contexts of one plan, or those of all segments."""
 
     def set_tensor_address(self, profile: int, name: str, address: int) -> None:
-        """Set the device address of a tensor in one profile. Raises EngineError where TensorRT refuses it."""
+        """Set the device address of a tensor in one profile.
+
+        Parameters
+        ----------
+        profile : int
+            Index of the optimisation profile.
+        name : str
+            An input or output.
+        address : int
+            Device address.
+
+        Raises
+        ------
+        EngineError
+            TensorRT refuses the address; the text is what it logged.
+        """
 
     def set_input_shape(self, profile: int, name: str, shape: tuple[int, ...]) -> None:
-        """Set the shape of an input in one profile. Raises EngineError where TensorRT refuses it."""
+        """Set the shape of an input in one profile.
+
+        Parameters
+        ----------
+        profile : int
+            Index of the optimisation profile.
+        name : str
+            An input.
+        shape : tuple of int
+            Its new shape.
+
+        Raises
+        ------
+        EngineError
+            TensorRT refuses the shape; the text is what it logged.
+        """
 
     def tensor_shape(self, profile: int, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor in one profile; ``-1`` where it is not known yet."""
+        """Return the shape of a tensor in one profile.
+
+        Parameters
+        ----------
+        profile : int
+            Index of the optimisation profile.
+        name : str
+            An input or output.
+
+        Returns
+        -------
+        tuple of int
+            ``-1`` for sizes that are not known yet.
+        """
 
 
 class ProfileBindings:
@@ -57,19 +100,40 @@ class ProfileBindings:
         self._allocations: list[Allocation] | None = None
 
     def set(self, name: str, tensor: DeviceTensor) -> None:
-        """Note that ``name`` is bound to ``tensor``."""
+        """Note that a tensor is bound.
+
+        Parameters
+        ----------
+        name : str
+            An input or output.
+        tensor : DeviceTensor
+            What it is bound to; kept alive.
+        """
         self.tensors[name] = tensor
         self._allocations = None
 
     def discard(self, name: str) -> None:
-        """Note that ``name`` is not bound."""
+        """Note that a tensor is not bound.
+
+        Parameters
+        ----------
+        name : str
+            An input or output.
+        """
         self.tensors.pop(name, None)
         self._allocations = None
 
     def require_open(self) -> None:
-        """Raise ClosedError where bound memory is closed.
+        """Check that no bound memory is closed.
 
-        Views of one allocation are looked at once, so this does not depend on the number of layers.
+        Raises
+        ------
+        ClosedError
+            Something is; the text names a tensor that is bound to it.
+
+        Notes
+        -----
+        Views of one allocation are looked at once, so the cost does not depend on the number of layers.
         """
         if self._allocations is None:
             self._allocations = list({id(tensor.allocation): tensor.allocation for tensor in self.tensors.values()}.values())
@@ -114,7 +178,13 @@ class EngineBindings:
 
     @property
     def active(self) -> ProfileBindings:
-        """The profile in use. Raises ClosedError after :meth:`release`."""
+        """The profile in use.
+
+        Raises
+        ------
+        ClosedError
+            The bindings were released.
+        """
         if self._active is None:
             raise ClosedError(f"this {self._owner} is closed.")
         return self._active

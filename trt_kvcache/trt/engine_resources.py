@@ -34,7 +34,15 @@ class EngineResources:
         self.messages: Messages = self._stack.enter_context(tensorrt.log.collect())
 
     def callback(self, function: Callable[..., object], *arguments: Any) -> None:
-        """Call ``function(*arguments)`` at :meth:`close`, before everything that was registered earlier."""
+        """Call a function at :meth:`close`, before everything that was registered earlier.
+
+        Parameters
+        ----------
+        function : callable
+            What to call.
+        *arguments
+            Its arguments.
+        """
         self._stack.callback(function, *arguments)
 
     def allocate(self, nbytes: int, *, stream: Any, zeroed: bool = False) -> Allocation:
@@ -58,7 +66,13 @@ class EngineResources:
         return allocation
 
     def note_enqueue(self, stream: Any) -> None:
-        """Remember the stream of the last enqueue, which :meth:`close` waits for."""
+        """Remember the stream of the last enqueue, which :meth:`close` waits for.
+
+        Parameters
+        ----------
+        stream : cuda.core.Stream or cuda.core.GraphBuilder
+            The stream.
+        """
         self._last_stream = stream
 
     def close(self) -> None:

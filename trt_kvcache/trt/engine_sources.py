@@ -10,7 +10,20 @@ from trt_kvcache.trt.module import TensorRT, load
 
 
 def require_gpu_memory(owner: str, memory: Memory) -> None:
-    """Raise PlaceError, naming the engine class ``owner``, unless ``memory`` is that of a GPU."""
+    """Check that an engine is opened in the memory of a GPU.
+
+    Parameters
+    ----------
+    owner : str
+        Class of the engine, for the message.
+    memory : Memory
+        Where it is to run.
+
+    Raises
+    ------
+    PlaceError
+        It is host memory.
+    """
     if memory.is_host:
         raise PlaceError(f"{owner}: expected the memory of a GPU (CudaMemory), got memory on {memory.device}.")
 
@@ -21,6 +34,7 @@ def load_tensorrt_for(folder: EngineFolder, flavour: str) -> TensorRT:
     Parameters
     ----------
     folder : EngineFolder
+        The engine folder.
     flavour : str
         What the caller asks for: ``"auto"`` or the flavour of the folder.
 
@@ -40,7 +54,23 @@ def load_tensorrt_for(folder: EngineFolder, flavour: str) -> TensorRT:
 
 
 def map_plan_file(path: Path) -> mmap.mmap:
-    """Return the file of a serialised engine as a read-only memory map. Raises EngineError where it cannot be read."""
+    """Map the file of a serialised engine.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+
+    Returns
+    -------
+    mmap
+        A read-only memory map.
+
+    Raises
+    ------
+    EngineError
+        The file cannot be read.
+    """
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)

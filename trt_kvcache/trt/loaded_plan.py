@@ -19,6 +19,7 @@ class LoadedPlan:
     Parameters
     ----------
     tensorrt : TensorRT
+        The imported TensorRT.
     plan : buffer
         The serialised engine. TensorRT copies what it needs.
     resources : EngineResources
@@ -120,16 +121,71 @@ class LoadedPlan:
         return config
 
     def set_tensor_address(self, profile: int, name: str, address: int) -> None:
-        """Set the device address of a tensor (``IExecutionContext.set_tensor_address``). Raises EngineError."""
+        """Set the device address of a tensor.
+
+        Parameters
+        ----------
+        profile : int
+            Index of the optimisation profile.
+        name : str
+            An input or output.
+        address : int
+            Device address.
+
+        Raises
+        ------
+        EngineError
+            TensorRT refuses the address; the text is what it logged.
+
+        Notes
+        -----
+        ``IExecutionContext.set_tensor_address``.
+        """
         self._call(f"the address of `{name}` was refused", self._contexts[profile].set_tensor_address, name, address)
 
     def set_input_shape(self, profile: int, name: str, shape: Sequence[int]) -> None:
-        """Set the shape of an input (``IExecutionContext.set_input_shape``). Raises EngineError."""
+        """Set the shape of an input.
+
+        Parameters
+        ----------
+        profile : int
+            Index of the optimisation profile.
+        name : str
+            An input.
+        shape : sequence of int
+            Its new shape.
+
+        Raises
+        ------
+        EngineError
+            TensorRT refuses the shape; the text is what it logged.
+
+        Notes
+        -----
+        ``IExecutionContext.set_input_shape``.
+        """
         shape = tuple(shape)
         self._call(f"the shape {shape} of `{name}` was refused", self._contexts[profile].set_input_shape, name, shape)
 
     def tensor_shape(self, profile: int, name: str) -> tuple[int, ...]:
-        """Return the current shape of a tensor (``IExecutionContext.get_tensor_shape``); ``-1`` where it is not known."""
+        """Return the current shape of a tensor.
+
+        Parameters
+        ----------
+        profile : int
+            Index of the optimisation profile.
+        name : str
+            An input or output.
+
+        Returns
+        -------
+        tuple of int
+            ``-1`` for sizes that are not known yet.
+
+        Notes
+        -----
+        ``IExecutionContext.get_tensor_shape``.
+        """
         return tuple(self._contexts[profile].get_tensor_shape(name))
 
     def enqueue(self, profile: int, stream: int) -> None:
@@ -156,7 +212,21 @@ class LoadedPlan:
     def is_capturable(self, profile: int, stream: int) -> bool:
         """Return whether an enqueue can be captured in a CUDA graph with the current addresses and shapes.
 
-        TensorRT for RTX is asked (``IExecutionContext.is_stream_capturable``); full TensorRT always can.
+        Parameters
+        ----------
+        profile : int
+            Index of the optimisation profile.
+        stream : int
+            The ``cudaStream_t``.
+
+        Returns
+        -------
+        bool
+            Full TensorRT always can; TensorRT for RTX is asked.
+
+        Notes
+        -----
+        ``IExecutionContext.is_stream_capturable``.
         """
         return not self._tensorrt.is_rtx or bool(self._contexts[profile].is_stream_capturable(stream))
 

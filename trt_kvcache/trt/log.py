@@ -51,7 +51,15 @@ class Messages:
         self._ignore_missing_driver = ignore_missing_driver
 
     def add(self, text: str, *, is_error: bool) -> None:
-        """Keep a message, unless the same one was kept before."""
+        """Keep a message, unless the same one was kept before.
+
+        Parameters
+        ----------
+        text : str
+            The message.
+        is_error : bool
+            Whether its severity is ERROR or worse.
+        """
         if self._ignore_missing_driver and _MISSING_DRIVER in text:
             return
         kept = self.errors if is_error else self.warnings
@@ -129,7 +137,15 @@ class TensorRTLog:
                 self._open.remove(messages)
 
     def receive(self, text: str, *, is_error: bool) -> None:
-        """Pass a message to the open collections, or to Python's logging if there is none."""
+        """Pass a message to the open collections, or to Python's logging if there is none.
+
+        Parameters
+        ----------
+        text : str
+            The message.
+        is_error : bool
+            Whether its severity is ERROR or worse.
+        """
         with self._lock:
             for messages in self._open:
                 messages.add(text, is_error=is_error)

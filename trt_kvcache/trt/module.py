@@ -66,6 +66,7 @@ class TensorRT:
         Parameters
         ----------
         variant : AttentionVariant
+            The variant of attention.
 
         Returns
         -------
@@ -95,7 +96,18 @@ class TensorRT:
         return getattr(self.module.DataType, _DATA_TYPES[name])
 
     def dtype_name(self, data_type: Any) -> str:
-        """Return the dtype name of a ``DataType``; one that this package does not have is returned in TensorRT's words, lower case."""
+        """Return the dtype name of a ``DataType``.
+
+        Parameters
+        ----------
+        data_type : DataType
+            A type of this TensorRT.
+
+        Returns
+        -------
+        str
+            As in :mod:`trt_kvcache.dtypes`; TensorRT's name in lower case if this package has none.
+        """
         return str(_DTYPE_NAMES.get(data_type.name, data_type.name.lower()))
 
     def __str__(self) -> str:

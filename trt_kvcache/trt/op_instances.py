@@ -17,6 +17,7 @@ class OpInstances:
     Parameters
     ----------
     stages : sequence of Segment or CustomOpNode
+        In the order in which they run.
     tensors : mapping of str to TensorSpec
         Everything that the operations read, by name.
     profiles : sequence of EngineProfile
@@ -54,11 +55,33 @@ class OpInstances:
         }
 
     def op(self, node: CustomOpNode) -> CustomOp:
-        """Return the operation of a node."""
+        """Return the operation of a node.
+
+        Parameters
+        ----------
+        node : CustomOpNode
+            One of the stages.
+
+        Returns
+        -------
+        CustomOp
+            The same one for all nodes of this kind with these attributes.
+        """
         return self._ops[_key(node)]
 
     def workspace(self, op: CustomOp) -> DeviceTensor:
-        """Return the workspace of an operation, ``uint8``."""
+        """Return the workspace of an operation.
+
+        Parameters
+        ----------
+        op : CustomOp
+            What :meth:`op` returned.
+
+        Returns
+        -------
+        DeviceTensor uint8
+            Large enough for every enqueue.
+        """
         return self._workspaces[op.name]
 
 

@@ -116,7 +116,13 @@ class RuntimeCacheFile:
             self.warn(f"cannot be written ({error})")
 
     def warn(self, what: str) -> None:
-        """Warn that the file is not used, which costs only time."""
+        """Warn that the file is not used, which costs only time.
+
+        Parameters
+        ----------
+        what : str
+            What is wrong with it, such as ``"is damaged"``.
+        """
         warnings.warn(
             f"TensorRT-RTX runtime cache {self.path}: it {what}; kernels are compiled again at each start.", RuntimeWarning, stacklevel=3
         )

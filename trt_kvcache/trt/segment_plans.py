@@ -42,15 +42,41 @@ class SegmentPlans:
         self._warm_profiles: set[int] = set()
 
     def set_tensor_address(self, profile: int, name: str, address: int) -> None:
-        """Set the address of a tensor in every segment that has it."""
+        """Set the address of a tensor in every segment that has it.
+
+        Parameters
+        ----------
+        profile : int
+            Index of the optimisation profile.
+        name : str
+            An input or output.
+        address : int
+            Device address.
+
+        Raises
+        ------
+        EngineError
+            TensorRT refuses the address; the text is what it logged.
+        """
         for plan in self._plans_of.get(name, ()):
             plan.set_tensor_address(profile, name, address)
 
     def set_input_shape(self, profile: int, name: str, shape: tuple[int, ...]) -> None:
         """Set the shape of an input in every segment that has it; for the token ids, of all intermediate tensors too.
 
-        Where TensorRT refuses one of them, all shapes of the profile are forgotten, so that no mixture of old and new ones is
-        enqueued.
+        Parameters
+        ----------
+        profile : int
+            Index of the optimisation profile.
+        name : str
+            An input.
+        shape : tuple of int
+            Its new shape.
+
+        Raises
+        ------
+        EngineError
+            TensorRT refuses a shape. All shapes of the profile are forgotten, so that no mixture of old and new ones is enqueued.
         """
         shapes = self._input_shapes.pop(profile, {})
         self._warm_profiles.discard(profile)
@@ -64,7 +90,20 @@ class SegmentPlans:
         self._input_shapes[profile] = {**shapes, name: shape}
 
     def tensor_shape(self, profile: int, name: str) -> tuple[int, ...]:
-        """Return the current shape of an input or output of the engine; ``-1`` where it is not known."""
+        """Return the current shape of an input or output of the engine.
+
+        Parameters
+        ----------
+        profile : int
+            Index of the optimisation profile.
+        name : str
+            An input or output.
+
+        Returns
+        -------
+        tuple of int
+            ``-1`` for sizes that are not known yet.
+        """
         spec, shapes = self._tensors[name], self._input_shapes.get(profile, {})
         if spec.mode is TensorMode.INPUT:
             return shapes.get(name, spec.shape)
@@ -72,7 +111,13 @@ class SegmentPlans:
         return spec.shape if ids is None else shape_at(spec.shape, *ids)
 
     def note_eager_run(self, profile: int) -> None:
-        """Note that all segments ran eagerly with the current shapes: TensorRT has loaded or compiled what they need."""
+        """Note that all segments ran eagerly with the current shapes: TensorRT has loaded or compiled what they need.
+
+        Parameters
+        ----------
+        profile : int
+            Index of the optimisation profile.
+        """
         self._warm_profiles.add(profile)
 
     def is_capturable(self, profile: int, stream: int) -> bool:
@@ -81,6 +126,7 @@ class SegmentPlans:
         Parameters
         ----------
         profile : int
+            Index of the optimisation profile.
         stream : int
             The ``cudaStream_t``.
 

@@ -143,6 +143,7 @@ class SegmentedEngine:
         Parameters
         ----------
         source : path or EngineFolder
+            The engine folder.
         memory : CudaMemory
             The GPU to run on.
         flavour : str
@@ -219,6 +220,7 @@ class SegmentedEngine:
         Parameters
         ----------
         index : int
+            Index into :attr:`profiles`.
 
         Raises
         ------
@@ -252,6 +254,7 @@ class SegmentedEngine:
         name : str
             An input of the whole engine. The shape of the token ids gives those of the intermediate tensors.
         shape : sequence of int
+            Its new shape, within the optimisation profile.
 
         Raises
         ------

@@ -63,6 +63,7 @@ class SharedTensors:
         Parameters
         ----------
         name : str
+            A constant or an intermediate tensor.
         batch, width : int
             Slots and new tokens per slot of the enqueue. The address does not depend on them.
 

@@ -176,6 +176,7 @@ class TensorRTEngine:
         Parameters
         ----------
         index : int
+            Index into :attr:`profiles`.
 
         Raises
         ------
@@ -218,6 +219,7 @@ class TensorRTEngine:
         name : str
             An input of the engine.
         shape : sequence of int
+            Its new shape, within the optimisation profile.
 
         Raises
         ------

@@ -37,7 +37,20 @@ class ProfileRanges:
     ranges: Mapping[str, ShapeRange]
 
     def check(self, name: str, shape: Sequence[int]) -> None:
-        """Raise BindingError if the input ``name`` does not take ``shape``."""
+        """Check the shape of an input.
+
+        Parameters
+        ----------
+        name : str
+            An input.
+        shape : sequence of int
+            The shape to check.
+
+        Raises
+        ------
+        BindingError
+            The input does not take this shape in this profile.
+        """
         low, high = self.ranges[name]
         fits = len(shape) == len(low) and all(a <= size <= b for a, size, b in zip(low, shape, high, strict=True))
         if not fits:
@@ -50,7 +63,9 @@ def read_tensors(tensorrt: TensorRT, engine: Any) -> dict[str, TensorSpec]:
     Parameters
     ----------
     tensorrt : TensorRT
+        The imported TensorRT.
     engine : ICudaEngine
+        The deserialised engine.
 
     Returns
     -------
@@ -118,6 +133,7 @@ def compare_profiles(found: Sequence[EngineProfile], recorded: Sequence[EnginePr
     Parameters
     ----------
     found, recorded : sequence of EngineProfile
+        Profiles of the engine, and those of ``config.json``.
 
     Raises
     ------
@@ -135,6 +151,7 @@ def read_ranges(engine: Any, tensors: Mapping[str, TensorSpec]) -> list[ProfileR
     Parameters
     ----------
     engine : ICudaEngine
+        The deserialised engine.
     tensors : mapping of str to TensorSpec
         What :func:`read_tensors` returned.
 

@@ -6,8 +6,8 @@ from typing import Any, Protocol
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine_folder.decoder_segments import attention_tensor_names, hidden_state_name
-from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES
-from trt_kvcache.trt.plugin import AttentionAttributes, register
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, AttentionAttributes
+from trt_kvcache.trt.plugin import register
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION
 
 

@@ -13,6 +13,7 @@ def causal_mask(graph: Graph, *, position_ids: Any, max_sequence_length: int) ->
     Parameters
     ----------
     graph : Graph
+        The network under construction.
     position_ids : ITensor [B, s] int32
         Position of each new token.
     max_sequence_length : int

@@ -17,6 +17,7 @@ class DecoderContext:
     Parameters
     ----------
     model : ModelConfig
+        Configuration of the model.
     names : TensorNames
         Names of the network's inputs and outputs.
     max_sequence_length : int

@@ -18,7 +18,7 @@ from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING, hidden_state_name
-from trt_kvcache.trt.plugin import AttentionAttributes
+from trt_kvcache.ops.attention_attributes import AttentionAttributes
 
 
 def add_decoder(
@@ -38,7 +38,9 @@ def add_decoder(
     graph : Graph
         Over the network. Keep it until the build is done: it owns the arrays that TensorRT points at.
     weights : Weights
+        Weights of the model.
     model : ModelConfig
+        Configuration of the model.
     max_sequence_length : int
         Tokens that a slot can hold, S: a static dimension of the caches, and the length of the RoPE tables.
     attention : str
@@ -113,7 +115,9 @@ def add_segments(
     graph : Graph
         Over the first, empty network; afterwards over the last one. Keep it until the builds are done.
     weights : Weights
+        Weights of the model.
     model : ModelConfig
+        Configuration of the model.
     create_network : callable
         Returns the next, empty network.
     max_sequence_length : int
@@ -152,6 +156,7 @@ def attention_layer_configs(
     Parameters
     ----------
     model : ModelConfig
+        Configuration of the model.
     attention, dtype, min_batch_size, max_sequence_length
         See :func:`~trt_kvcache.builder.network.decomposable.attention_layer_config`.
 

@@ -17,10 +17,13 @@ def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContex
     Parameters
     ----------
     graph : Graph
+        The network under construction.
     x : ITensor [B, s, hidden]
         The hidden state before the layer.
     weights : Weights
+        Weights of the model.
     context : DecoderContext
+        What all layers of the network share.
     config : AttentionLayerConfig
         Of this layer.
 

@@ -19,6 +19,7 @@ class Graph:
     Parameters
     ----------
     tensorrt : TensorRT
+        The imported TensorRT.
     network : INetworkDefinition
         An empty network.
     messages : Messages
@@ -52,6 +53,7 @@ class Graph:
         Parameters
         ----------
         name : str
+            Name of the input.
         dtype : str
             As in :mod:`trt_kvcache.dtypes`.
         shape : sequence of int
@@ -72,7 +74,20 @@ class Graph:
         return tensor
 
     def output(self, tensor: Any, name: str) -> None:
-        """Mark a tensor as a network output with this name. Raises BuildError where TensorRT logged an error."""
+        """Mark a tensor as a network output.
+
+        Parameters
+        ----------
+        tensor : ITensor
+            A tensor of the network; it is renamed.
+        name : str
+            Name of the output.
+
+        Raises
+        ------
+        BuildError
+            TensorRT logged an error.
+        """
         tensor.name = name
         self.network.mark_output(tensor)
         self.check(name)
@@ -114,6 +129,7 @@ class Graph:
         Parameters
         ----------
         layer : ILayer
+            A layer whose properties are set.
 
         Returns
         -------
@@ -135,15 +151,63 @@ class Graph:
         return tensor
 
     def op(self, name: str, kind: str, *arguments: Any) -> Any:
-        """Add a layer whose properties need not be set, and return its output. Parameters and errors are those of :meth:`layer`."""
+        """Add a layer whose properties need not be set, and return its output.
+
+        Parameters
+        ----------
+        name : str
+            Name of the layer.
+        kind : str
+            See :meth:`layer`.
+        *arguments
+            Arguments of the method.
+
+        Returns
+        -------
+        ITensor
+
+        Raises
+        ------
+        BuildError
+            TensorRT refused it; the text is what it logged.
+        """
         return self.result(self.layer(name, kind, *arguments))
 
     def check(self, name: str) -> None:
-        """Raise BuildError if TensorRT logged an error for the layer ``name``, although the call returned something."""
+        """Raise an exception if TensorRT has logged an error, although its call returned something.
+
+        Parameters
+        ----------
+        name : str
+            Name of the layer, for the message.
+
+        Raises
+        ------
+        BuildError
+            TensorRT has logged an error since the messages were collected.
+        """
         self._messages.check(BuildError, f"layer `{name}`")
 
     def constant(self, name: str, array: np.ndarray[Any, Any]) -> Any:
-        """Add a constant over the memory of ``array``, which is copied only if it is not contiguous or not aligned."""
+        """Add a constant.
+
+        Parameters
+        ----------
+        name : str
+            Name of the layer.
+        array : ndarray
+            Its memory is used if it is contiguous and aligned; else it is copied.
+
+        Returns
+        -------
+        ITensor
+            Of the shape and dtype of the array.
+
+        Raises
+        ------
+        BuildError
+            TensorRT refused it; the text is what it logged.
+        """
         array = np.require(array, requirements=["C", "A"])
         self._arrays.append(array)
         data_type = self.tensorrt.data_type(dtype_name(array.dtype))
@@ -151,16 +215,77 @@ class Graph:
         return self.op(name, "constant", array.shape, weights)
 
     def scalar(self, name: str, value: float, dtype: str, rank: int) -> Any:
-        """Add a constant of shape ``[1] * rank`` (a true scalar for rank 0)."""
+        """Add a constant with one element.
+
+        Parameters
+        ----------
+        name : str
+            Name of the layer.
+        value : float
+            The element.
+        dtype : str
+            As in :mod:`trt_kvcache.dtypes`.
+        rank : int
+            Number of dimensions, each of size 1; 0 for a true scalar.
+
+        Returns
+        -------
+        ITensor
+
+        Raises
+        ------
+        BuildError
+            TensorRT refused it; the text is what it logged.
+        """
         return self.constant(name, np.full((1,) * rank, value, numpy_dtype(dtype)))
 
     def cast(self, name: str, tensor: Any, dtype: str) -> Any:
-        """Return ``tensor`` in a dtype; without a layer if it has that dtype already."""
+        """Convert a tensor to a dtype; without a layer if it has that dtype already.
+
+        Parameters
+        ----------
+        name : str
+            Name of the layer.
+        tensor : ITensor
+            What to convert.
+        dtype : str
+            As in :mod:`trt_kvcache.dtypes`.
+
+        Returns
+        -------
+        ITensor
+
+        Raises
+        ------
+        BuildError
+            TensorRT refused it; the text is what it logged.
+        """
         data_type = self.tensorrt.data_type(dtype)
         return tensor if tensor.dtype == data_type else self.op(name, "cast", tensor, data_type)
 
     def elementwise(self, name: str, left: Any, operation: str, right: Any) -> Any:
-        """Apply an ``ElementWiseOperation``, such as ``"SUM"``, to two tensors of the same rank and dtype."""
+        """Combine two tensors element by element.
+
+        Parameters
+        ----------
+        name : str
+            Name of the layer.
+        left : ITensor
+            The first operand.
+        operation : str
+            A member of ``ElementWiseOperation``, such as ``"SUM"``.
+        right : ITensor
+            The second operand, of the rank and dtype of the first.
+
+        Returns
+        -------
+        ITensor
+
+        Raises
+        ------
+        BuildError
+            TensorRT refused it; the text is what it logged.
+        """
         return self.op(name, "elementwise", left, right, getattr(self.trt.ElementWiseOperation, operation))
 
     def shuffle(
@@ -179,6 +304,7 @@ class Graph:
         name : str
             Name of the layer.
         tensor : ITensor
+            What to rearrange.
         first_transpose, second_transpose : sequence of int, optional
             Permutations of the dimensions.
         reshape : sequence of int, optional

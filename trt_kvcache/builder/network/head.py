@@ -11,12 +11,42 @@ from trt_kvcache.engine_folder.decoder_segments import EMBEDDING
 
 
 def embedding_table(graph: Graph, weights: Weights) -> Any:
-    """Add the embedding table ``[vocab, hidden]`` as a constant."""
+    """Add the embedding table as a constant.
+
+    Parameters
+    ----------
+    graph : Graph
+        The network under construction.
+    weights : Weights
+        Of the model.
+
+    Returns
+    -------
+    ITensor [vocab, hidden]
+    """
     return graph.constant(EMBEDDING, weights(EMBEDDING))
 
 
 def embed(graph: Graph, table: Any, input_ids: Any) -> Any:
-    """Look up the rows of token ids ``[B, s]`` (``add_gather``); the result is ``[B, s, hidden]``."""
+    """Look up the rows of token ids.
+
+    Parameters
+    ----------
+    graph : Graph
+        The network under construction.
+    table : ITensor [vocab, hidden]
+        The embedding table.
+    input_ids : ITensor [B, s] int32
+        Token ids.
+
+    Returns
+    -------
+    ITensor [B, s, hidden]
+
+    Notes
+    -----
+    ``INetworkDefinition.add_gather``.
+    """
     return graph.op("model.embed_tokens", "gather", table, input_ids, 0)
 
 
@@ -26,7 +56,9 @@ def last_token(graph: Graph, x: Any, last_token_ids: Any) -> Any:
     Parameters
     ----------
     graph : Graph
+        The network under construction.
     x : ITensor [B, s, hidden]
+        The last hidden state of all new tokens.
     last_token_ids : ITensor [B, 1] int32
         Index among the ``s`` new tokens.
 
@@ -49,9 +81,13 @@ def logits(graph: Graph, x: Any, weights: Weights, model: ModelConfig, table: An
     Parameters
     ----------
     graph : Graph
+        The network under construction.
     x : ITensor [B, hidden]
+        The last hidden state of one token per slot.
     weights : Weights
+        Weights of the model.
     model : ModelConfig
+        Configuration of the model.
     table : ITensor [vocab, hidden] or None
         The embedding table, which is the LM head where they are tied; not used otherwise.
 

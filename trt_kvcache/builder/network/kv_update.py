@@ -14,6 +14,7 @@ def update_cache(graph: Graph, *, cache: tuple[str, str], shape: tuple[int, int,
     Parameters
     ----------
     graph : Graph
+        The network under construction.
     cache : tuple of str
         Names of the input and of the output.
     shape : tuple of int

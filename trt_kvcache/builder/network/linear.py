@@ -12,9 +12,11 @@ def matmul_transposed(graph: Graph, name: str, x: Any, weight: Any) -> Any:
     Parameters
     ----------
     graph : Graph
+        The network under construction.
     name : str
         Name of the layer.
     x : ITensor [..., in]
+        The left operand.
     weight : ITensor [..., out, in]
         Of the rank of ``x``.
 
@@ -32,11 +34,15 @@ def linear(graph: Graph, x: Any, weights: Weights, module: str, *, bias: bool) -
     Parameters
     ----------
     graph : Graph
+        The network under construction.
     x : ITensor [B, s, in]
+        The input of the layer.
     weights : Weights
+        Weights of the model.
     module : str
         Such as ``model.layers.0.mlp.up_proj``. Its weights are ``<module>.weight`` and, if ``bias``, ``<module>.bias``.
     bias : bool
+        Whether the layer has a bias.
 
     Returns
     -------

@@ -13,8 +13,11 @@ def mlp(graph: Graph, x: Any, weights: Weights, module: str, *, bias: bool) -> A
     Parameters
     ----------
     graph : Graph
+        The network under construction.
     x : ITensor [B, s, hidden]
+        The input of the MLP.
     weights : Weights
+        Weights of the model.
     module : str
         Such as ``model.layers.0.mlp``.
     bias : bool

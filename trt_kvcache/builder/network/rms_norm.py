@@ -14,11 +14,15 @@ def rms_norm(graph: Graph, x: Any, weights: Weights, module: str, *, epsilon: fl
     Parameters
     ----------
     graph : Graph
+        The network under construction.
     x : ITensor [..., n]
+        The tensor to normalise.
     weights : Weights
+        Weights of the model.
     module : str
         Its weight is ``<module>.weight``, ``[n]``.
     epsilon : float
+        Added to the mean square.
 
     Returns
     -------

@@ -16,6 +16,7 @@ class RopeTables:
     Parameters
     ----------
     cos, sin : ITensor [S, D / 2] float32
+        Constants of the network.
     """
 
     cos: Any
@@ -23,7 +24,22 @@ class RopeTables:
 
 
 def rope_tables(graph: Graph, model: ModelConfig, *, length: int) -> RopeTables:
-    """Add the tables for positions ``0 .. length - 1`` to the network as constants."""
+    """Add the tables of RoPE to the network as constants.
+
+    Parameters
+    ----------
+    graph : Graph
+        The network under construction.
+    model : ModelConfig
+        Gives the frequencies.
+    length : int
+        Positions, S.
+
+    Returns
+    -------
+    RopeTables
+        For positions ``0 .. length - 1``.
+    """
     cos, sin = rope_table(model.rope, model.head_dim, length)
     return RopeTables(graph.constant("rope/cos", cos), graph.constant("rope/sin", sin))
 
@@ -34,6 +50,7 @@ def cos_sin(model: ModelConfig, *, length: int) -> np.ndarray[Any, Any]:
     Parameters
     ----------
     model : ModelConfig
+        Configuration of the model.
     length : int
         Positions, S.
 
@@ -50,11 +67,15 @@ def apply_rope(graph: Graph, name: str, x: Any, tables: RopeTables, position_ids
     Parameters
     ----------
     graph : Graph
+        The network under construction.
     name : str
         Prefix of the layers' names.
     x : ITensor [B, H, s, D]
+        q or k.
     tables : RopeTables
+        Cosines and sines of RoPE.
     position_ids : ITensor [B, s] int32
+        Position of each token.
 
     Returns
     -------

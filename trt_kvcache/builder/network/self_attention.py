@@ -22,12 +22,15 @@ def self_attention(
     Parameters
     ----------
     graph : Graph
+        The network under construction.
     x : ITensor [B, s, hidden]
         The normalised hidden state.
     weights : Weights
+        Weights of the model.
     module : str
         Such as ``model.layers.0.self_attn``.
     context : DecoderContext
+        What all layers of the network share.
     config : AttentionLayerConfig
         Of this layer.
     residual : ITensor [B, s, hidden]

@@ -33,6 +33,7 @@ def step_lengths(graph: Graph, *, input_ids: Any, start_index: Any) -> StepLengt
     Parameters
     ----------
     graph : Graph
+        The network under construction.
     input_ids : ITensor [B, s]
         Only its shape is read.
     start_index : ITensor [B] int32

@@ -12,7 +12,18 @@ class TensorSource(Protocol):
     """What weights are read from: a :class:`~trt_kvcache.checkpoint.Checkpoint`, or anything with this method."""
 
     def tensor(self, name: str) -> np.ndarray[Any, Any]:
-        """Return a weight in its stored dtype."""
+        """Return a weight.
+
+        Parameters
+        ----------
+        name : str
+            Its Hugging Face name.
+
+        Returns
+        -------
+        ndarray
+            In its stored dtype.
+        """
 
 
 class Weights:
@@ -21,6 +32,7 @@ class Weights:
     Parameters
     ----------
     checkpoint : TensorSource
+        The open checkpoint.
     dtype : str
         The dtype to return them in.
 

@@ -21,6 +21,7 @@ def register(tensorrt: TensorRT) -> Any:
     Parameters
     ----------
     tensorrt : TensorRT
+        The imported TensorRT.
 
     Returns
     -------

@@ -24,6 +24,7 @@ class PluginEnqueue:
     Parameters
     ----------
     attributes : AttentionAttributes
+        Attributes of the attention.
     dtype : str
         Dtype of q.
     shapes : mapping of str to sequence of int

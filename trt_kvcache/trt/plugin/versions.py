@@ -29,6 +29,7 @@ def check_plugins(tensorrt: TensorRT) -> None:
     Parameters
     ----------
     tensorrt : TensorRT
+        The imported TensorRT.
 
     Raises
     ------
@@ -41,7 +42,22 @@ def check_plugins(tensorrt: TensorRT) -> None:
 
 
 def can_add_plugins(tensorrt: TensorRT) -> bool:
-    """Return whether networks have plugin layers (``INetworkDefinition.add_plugin_v3``); those of TensorRT for RTX do not."""
+    """Return whether networks have plugin layers.
+
+    Parameters
+    ----------
+    tensorrt : TensorRT
+        The imported TensorRT.
+
+    Returns
+    -------
+    bool
+        False for TensorRT for RTX.
+
+    Notes
+    -----
+    ``INetworkDefinition.add_plugin_v3``.
+    """
     return hasattr(tensorrt.module.INetworkDefinition, "add_plugin_v3")
 
 
@@ -51,7 +67,9 @@ def allow_aliasing(tensorrt: TensorRT, config: Any) -> None:
     Parameters
     ----------
     tensorrt : TensorRT
+        The imported TensorRT.
     config : IBuilderConfig
+        Configuration of the build.
 
     Notes
     -----
@@ -68,6 +86,7 @@ def ahead_of_time_module(tensorrt: TensorRT) -> Any:
     Parameters
     ----------
     tensorrt : TensorRT
+        The imported TensorRT.
 
     Returns
     -------
@@ -90,7 +109,18 @@ def ahead_of_time_module(tensorrt: TensorRT) -> Any:
 
 
 def constant_of(expression: Any) -> int | None:
-    """Return the value of a symbolic size (``ShapeExpr``), or None where it is not constant."""
+    """Return the value of a symbolic size.
+
+    Parameters
+    ----------
+    expression : ShapeExpr
+        A size of ``tensorrt.plugin``.
+
+    Returns
+    -------
+    int or None
+        None where it is not constant.
+    """
     if not expression.is_constant:
         return None
     value = expression.constant_value

@@ -15,9 +15,9 @@ from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.errors import CapacityError, ConfigError, ShapeError
 from trt_kvcache.generation.prompts import Prompt
 from trt_kvcache.polygraphy.comparison import Comparison, PairComparison, PathRun, TokenDifference
-from trt_kvcache.polygraphy.difference import Difference, compare_arrays, first_difference, outputs_in_order
 from trt_kvcache.polygraphy.feeds import INPUT_IDS, NEW_LENGTHS, Feed, greedy_feeds
-from trt_kvcache.polygraphy.runner import SessionRunner
+from trt_kvcache.polygraphy.first_difference import Difference, compare_arrays, first_difference, outputs_in_order
+from trt_kvcache.polygraphy.runners import SessionRunner
 
 #: Largest difference that counts as none, as a share of the largest value in the same slot (and head), per dtype of the cache.
 #: Paths differ by the order of their sums and, in 16 bit, by where they round, which adds up over the layers. Measured with

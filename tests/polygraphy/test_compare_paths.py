@@ -8,10 +8,10 @@ import pytest
 
 from tests.paths import GOLDEN
 from trt_kvcache.errors import CapacityError, ConfigError, RangeError, ShapeError
-from trt_kvcache.polygraphy.compare import TOLERANCES, compare_paths
+from trt_kvcache.polygraphy.compare_paths import TOLERANCES, compare_paths
 from trt_kvcache.polygraphy.comparison import Comparison, comparison_lines
-from trt_kvcache.polygraphy.difference import Difference
-from trt_kvcache.polygraphy.runner import RecomputeRunner, SessionRunner
+from trt_kvcache.polygraphy.first_difference import Difference
+from trt_kvcache.polygraphy.runners import RecomputeRunner, SessionRunner
 from trt_kvcache.session.session import InferenceSession
 from trt_kvcache.session.session_source import SessionSource
 
@@ -130,7 +130,7 @@ def test_one_wrong_element_of_the_cache_is_named(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_step_that_is_wrong_later_does_not_hide_the_first() -> None:
+def test_a_later_difference_does_not_hide_the_first() -> None:
     def change(session: InferenceSession) -> None:
         cache_row(session, 0, "K")[2, 1, 1, 7] += 50
 
@@ -275,7 +275,7 @@ def test_paths_are_closed_when_a_step_fails() -> None:
     assert not any(path.is_active for path in paths)
 
 
-def test_lines_say_it_in_words() -> None:
+def test_the_report_in_words() -> None:
     def change(session: InferenceSession) -> None:
         cache_row(session, 1, "K")[1, 1, 3, 5] = 20
 

@@ -73,7 +73,7 @@ class _RunnerArgs(BaseRunnerArgs):  # type: ignore[misc]
     def add_to_script_impl(self, script: Any) -> None:
         """Add the runner."""
         shared = self.arg_groups[KVCacheArgs]
-        script.add_import(imports=[self._RUNNER], frm="trt_kvcache.polygraphy.runner")
+        script.add_import(imports=[self._RUNNER], frm="trt_kvcache.polygraphy.runners")
         source, options = self._source(shared, script)
         script.add_runner(make_invocable(self._RUNNER, source, live_rows=shared.live_rows, **options))
 

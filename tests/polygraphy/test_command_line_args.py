@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.paths import ROOT
-from trt_kvcache.polygraphy.args import get_arg_groups
+from trt_kvcache.polygraphy.command_line_args import get_arg_groups
 
 MODEL = ROOT / "tests" / "golden" / "llama"
 SHIPPED = ROOT / "examples" / "tiny-llama"

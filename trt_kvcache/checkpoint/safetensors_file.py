@@ -34,7 +34,7 @@ class StoredTensor:
     nbytes: int
 
 
-class WeightFile:
+class SafetensorsFile:
     """A safetensors file whose tensors are read-only arrays over one memory map.
 
     The safetensors library opens the file first, which checks its header, the size of every tensor and the size of the

@@ -1,4 +1,4 @@
-"""What one profile of the reference engine has bound: addresses and shapes, checked as TensorRT checks them."""
+"""``BoundTensors``: the addresses and shapes that one profile of the reference engine has bound, checked as TensorRT checks them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,14 +14,16 @@ from trt_kvcache.memory.tensor import DeviceTensor
 
 
 class BoundTensors:
-    """Addresses and input shapes of one profile. Keeps what is bound alive.
+    """Addresses and input shapes of one profile. Keeps the bound tensors alive.
 
     Parameters
     ----------
     tensors : mapping of str to TensorSpec
+        Inputs and outputs of the engine by name.
     profile : EngineProfile
+        Range of the input shapes.
     memory : HostMemory
-        That bound tensors must be in.
+        Memory that bound tensors must be in.
     """
 
     def __init__(self, tensors: Mapping[str, TensorSpec], profile: EngineProfile, memory: HostMemory) -> None:
@@ -51,13 +53,27 @@ class BoundTensors:
         self._shapes[name] = given
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of an input. Raises :class:`EngineError` where none was set."""
+        """Return the shape that was set for an input.
+
+        Raises
+        ------
+        EngineError
+            No shape was set.
+        """
         if name not in self._shapes:
             raise EngineError(f"`{name}`: no shape was set for profile {self._profile.name!r}. Call set_input_shape first.")
         return self._shapes[name]
 
     def array(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """Return what :meth:`tensor` does as an array over the same bytes. Raises :class:`ClosedError` if their owner is closed."""
+        """Return the memory bound to ``name`` as an array of ``shape`` over the same bytes.
+
+        Raises
+        ------
+        EngineError
+            As for :meth:`tensor`.
+        ClosedError
+            The owner of the memory is closed.
+        """
         return self._memory.array(self.tensor(name, shape))
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> DeviceTensor:
@@ -66,7 +82,7 @@ class BoundTensors:
         Raises
         ------
         EngineError
-            Nothing is bound, what is bound is too small, or an output is not bound where its input is.
+            Nothing is bound, the bound tensor is too small, or an output that updates an input in place is bound elsewhere.
         """
         tensor = self._bound_tensor(name)
         if dense_nbytes(shape, tensor.dtype) > tensor.nbytes:

@@ -15,7 +15,7 @@ from tests.paths import GOLDEN, SHIPPED
 from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, EngineError, ShapeError
 from trt_kvcache.polygraphy.feeds import greedy_feeds, make_feed
 from trt_kvcache.polygraphy.live_rows import live_rows
-from trt_kvcache.polygraphy.runner import RecomputeRunner, ReferenceRunner, SessionRunner
+from trt_kvcache.polygraphy.runners import RecomputeRunner, ReferenceRunner, SessionRunner
 from trt_kvcache.session.session import InferenceSession
 from trt_kvcache.session.session_source import SessionSource
 
@@ -117,7 +117,7 @@ def test_a_session_from_a_callable_is_closed_and_a_given_one_is_not(either: Runn
         session.decode([2])
 
 
-def test_the_time_is_that_of_the_session() -> None:
+def test_the_time_of_an_inference_is_that_of_the_session() -> None:
     with SessionRunner(SOURCE) as runner:
         runner.infer(make_feed(PROMPTS, reset=True))
         assert runner.last_inference_time() == pytest.approx(runner.session.statistics.prefill_seconds, abs=0.05)

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trt_kvcache.polygraphy.difference import Output, compare_arrays, first_difference, outputs_in_order
+from trt_kvcache.polygraphy.first_difference import Output, compare_arrays, first_difference, outputs_in_order
 
 SHAPE = (3, 2, 7, 5)  # A, H, n, D
 
