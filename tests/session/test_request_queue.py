@@ -8,40 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.helpers.fakes import VOCAB, kv_config, poison, recorded
+from tests.helpers.fakes import VOCAB, poison
 from tests.helpers.interrupts import ERRORS, LineTracer, before_or_after, calls_of, count_calls, decode_calls, journal, lengths
+from tests.helpers.requests import alone, drain, make, outcome, sampled
 from tests.helpers.sessions import damage_logits
 from tests.helpers.small_model import write_model
-from trt_kvcache import InferenceSession, KVLayout, PromptCache, SamplingParams
+from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.errors import BindingError, CapacityError, ClosedError, ConfigError, EngineError, RangeError, ShapeError
 
 S = 16
-
-
-def make(*, tokenizer=None, profiles=None, reuse=0, combined=False, **kv: Any) -> InferenceSession:
-    layout = KVLayout.COMBINED if combined else KVLayout.SEPARATE
-    engine, cache = recorded(kv_config(**kv, layout=layout), profiles=profiles, combined=combined)
-    return InferenceSession(engine, cache, tokenizer=tokenizer, prompt_cache=PromptCache(cache, max_bytes=reuse))
-
-
-def outcome(handle):
-    return handle.tokens, handle.text, handle.finish_reason
-
-
-def alone(session, prompt, params):
-    """What ``generate`` makes of a prompt, in a session of its own."""
-    events = list(session.generate([prompt], params))
-    return tuple(event.token for event in events), "".join(event.text for event in events), events[-1].finish_reason
-
-
-def drain(session):
-    while moved := session.step():
-        assert [handle.index for handle in moved] == sorted(handle.index for handle in moved)
-
-
-def sampled(count, seed=0):
-    return SamplingParams(max_new_tokens=count, temperature=1.5, seed=seed)
 
 
 def random_params(random):
@@ -125,22 +101,6 @@ def test_a_prompt_that_fills_its_slot_is_not_delayed_by_later_requests():
         session.step()
     assert full.finished
     assert not others[-1].finished
-
-
-@pytest.mark.parametrize("steps", range(7), ids=["queued", "prefilling", "prefilling too", "one", "two", "three", "finished"])
-def test_a_request_can_be_cancelled_in_any_state(steps):
-    session = make(slots=2)
-    kept, handle = session.submit([1], max_new_tokens=6), session.submit([2] * 9, max_new_tokens=4)
-    for _ in range(steps):
-        session.step()
-    state, tokens = handle.state, handle.tokens
-    assert (state, len(tokens)) == (["queued", "prefilling", "prefilling", *["decoding"] * 3, "finished"][steps], max(0, steps - 2))
-    assert handle.cancel() is (steps < 6)
-    assert handle.cancel() is False
-    drain(session)
-    assert (handle.state, handle.tokens, handle.finish_reason) == ("finished", tokens, "length" if steps == 6 else "cancelled")
-    assert outcome(kept) == alone(make(), [1], SamplingParams(max_new_tokens=6))
-    assert session.cache.active_batch_size == 0
 
 
 class TestCalls:
