@@ -38,7 +38,7 @@ def test_random_arrivals_and_cancels(seed, slots, limit, combined, one_profile, 
         elif what == "cancel" and handles:
             cancelled |= {handle.index for handle in random.choice(handles, 1) if handle.cancel()}
         elif what == "prefill":
-            session.prefill([[1, 2]])  # somebody else takes the slots
+            session.prefill([[1, 2]])  # another caller takes the slots
         elif what == "step":
             counts = [len(handle.tokens) for handle in handles]
             moved = session.step()
@@ -269,24 +269,45 @@ def test_an_engine_of_a_fixed_batch_is_refused():
     assert session.step() == []
 
 
-def test_other_calls_on_the_session():
+def test_requests_wait_while_generate_has_the_slots():
     session = make()
     events = session.generate([[1, 2]], max_new_tokens=5)
     next(events)
     assert session.step() == []
     next(events)
+
+
+def test_a_step_with_a_request_takes_the_slots_from_generate():
+    session = make()
+    events = session.generate([[1, 2]], max_new_tokens=5)
+    next(events)
     handle = session.submit([3], max_new_tokens=2)
     assert session.step() == [handle]
-    assert repr(handle) == "RequestHandle(index=0, state='decoding', tokens=1)"
     with pytest.raises(ClosedError, match="another call has changed the sequences"):
         next(events)
-    session._cache.commit_sequence_length(1, stream=session._steps.stream)
+
+
+def test_lengths_that_were_changed_outside_the_session_are_refused():
+    session = make()
+    session.submit([3], max_new_tokens=2)
+    session.step()
+    session.cache.commit_sequence_length(1, stream=session.cache.memory.create_stream())
     with pytest.raises(RangeError, match="cache lengths: expected"):
         session.step()
+
+
+def test_a_request_survives_a_prefill_that_takes_its_slot():
+    session = make()
+    handle = session.submit([3], max_new_tokens=2)
+    session.step()
     session.prefill([[1]])
     drain(session)
     assert outcome(handle) == alone(make(), [3], SamplingParams(max_new_tokens=2))
+
+
+@pytest.mark.parametrize("call", [lambda session: session.step(), lambda session: session.submit([1])], ids=["step", "submit"])
+def test_a_closed_session_is_refused(call):
+    session = make()
     session.close()
-    for call in (session.step, lambda: session.submit([1])):
-        with pytest.raises(ClosedError, match="this InferenceSession is closed"):
-            call()
+    with pytest.raises(ClosedError, match="this InferenceSession is closed"):
+        call(session)
