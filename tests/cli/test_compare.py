@@ -12,7 +12,7 @@ from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.small_model import write_model
 from trt_kvcache.cli import compare as compare_module
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.polygraphy.runner import RecomputeRunner
+from trt_kvcache.polygraphy.runners import RecomputeRunner
 from trt_kvcache.session.session_source import SessionSource
 
 from .conftest import GOLDEN, NO_GPU, SHIPPED, Run
@@ -163,9 +163,9 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise ConfigError(NOT_64)
         return nullcontext(source)
 
-    monkeypatch.setattr("trt_kvcache.polygraphy.runner.SessionRunner", lambda source, name: f"{name} {source.options.attention}")
-    monkeypatch.setattr("trt_kvcache.polygraphy.runner.RecomputeRunner", lambda source, name: f"{name} {source.options.attention}")
-    monkeypatch.setattr("trt_kvcache.polygraphy.compare.compare_paths", note)
+    monkeypatch.setattr("trt_kvcache.polygraphy.runners.SessionRunner", lambda source, name: f"{name} {source.options.attention}")
+    monkeypatch.setattr("trt_kvcache.polygraphy.runners.RecomputeRunner", lambda source, name: f"{name} {source.options.attention}")
+    monkeypatch.setattr("trt_kvcache.polygraphy.compare_paths.compare_paths", note)
     monkeypatch.setattr("trt_kvcache.cli.session_flags.open_session", open_session)
     monkeypatch.setattr(compare_module, "why_no_tensorrt", lambda flavour: None)
     return found

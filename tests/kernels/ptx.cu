@@ -1,7 +1,11 @@
-// Each wrapper of plugins/ptx.cuh alone, in one warp: what it is given, and what it makes of it.
+// Each wrapper of an instruction in plugins/attention alone, in one warp: what it is given, and what it makes of it.
 
-#include "../../plugins/ptx.cuh"
-#include "../../plugins/shared.cuh"
+#include "attention/cp_async.cuh"
+#include "attention/element.cuh"
+#include "attention/flagged_vector.cuh"
+#include "attention/math.cuh"
+#include "attention/mma.cuh"
+#include "shared_memory.cuh"
 
 // `sums` [32, 4] += a [32, 4] * b [32, 2], as the lanes hold them.
 extern "C" __global__ void multiply(float* sums, const unsigned* a, const unsigned* b, long long bfloat16) {
@@ -13,9 +17,9 @@ extern "C" __global__ void multiply(float* sums, const unsigned* a, const unsign
         left[i] = a[4 * lane + i];
     }
     if (bfloat16) {
-        multiply_add(BFloat16{}, sum, left, b[2 * lane], b[2 * lane + 1]);
+        mma_m16n8k16(BFloat16{}, sum, left, b[2 * lane], b[2 * lane + 1]);
     } else {
-        multiply_add(Float16{}, sum, left, b[2 * lane], b[2 * lane + 1]);
+        mma_m16n8k16(Float16{}, sum, left, b[2 * lane], b[2 * lane + 1]);
     }
     for (int i = 0; i < 4; i++) sums[4 * lane + i] = sum[i];
 }
@@ -27,11 +31,11 @@ extern "C" __global__ void matrices(unsigned* out, const unsigned* rows, const u
     for (int i = 0; i < 4; i++) shared[32 * i + lane] = rows[32 * i + lane];
     __syncthreads();
     unsigned loaded[4];
-    const SharedAddress place = flip_bits(shared_address(shared), 16 * places[lane]);
+    const SharedAddress place = xor_address(shared_address(shared), 16 * places[lane]);
     if (transposed) {
-        load_matrices_transposed(loaded, place);
+        ldmatrix_x4_trans(loaded, place);
     } else {
-        load_matrices(loaded, place);
+        ldmatrix_x4(loaded, place);
     }
     for (int i = 0; i < 4; i++) out[4 * lane + i] = loaded[i];
 }
@@ -41,12 +45,12 @@ extern "C" __global__ void copies(uint4* out, const uint4* from, const unsigned*
     DYNAMIC_SHARED(uint4, pieces);
     const int lane = threadIdx.x;
     for (int x = lane; x < 64; x += 32) {
-        copy_async(shared_address(pieces + x), from + x, valid[x]);
-        commit_copies();
+        cp_async(shared_address(pieces + x), from + x, valid[x]);
+        cp_async_commit_group();
     }
-    wait_for_copies<1>();
+    cp_async_wait_group<1>();
     out[lane] = pieces[lane];
-    wait_for_copies<0>();
+    cp_async_wait_group<0>();
     out[lane + 32] = pieces[lane + 32];
 }
 
@@ -58,21 +62,21 @@ extern "C" __global__ void convert(unsigned* packed, float2* unpacked, const flo
 
 extern "C" __global__ void functions(float* powers, float* reciprocals, const float* exponents, const float* values) {
     const int x = blockIdx.x * 32 + threadIdx.x;
-    powers[x] = power_of_2(exponents[x]);
-    reciprocals[x] = reciprocal(values[x]);
+    powers[x] = exp2_approx(exponents[x]);
+    reciprocals[x] = reciprocal_approx(values[x]);
 }
 
 extern "C" __global__ void over_warps(int* sums, int* maxima, const int* values) {
     const int x = blockIdx.x * 32 + threadIdx.x;
-    sums[x] = sum_of_warp(values[x]);
-    maxima[x] = max_of_warp(values[x]);
+    sums[x] = warp_sum(values[x]);
+    maxima[x] = warp_max(values[x]);
 }
 
 // Each block writes for the next one.
 extern "C" __global__ void tell(float4* heard, float4* places, const float4* values) {
     const int x = blockIdx.x * 32 + threadIdx.x;
-    publish(places + x, values[x]);
+    publish_vector(places + x, values[x]);
     if (blockIdx.x == 0) return;
-    while (!has_come(heard[x] = peek(places + x - 32))) look_again();
-    take_back(places + x - 32);
+    while (!is_published(heard[x] = poll_vector(places + x - 32))) poll_again();
+    reset_vector(places + x - 32);
 }

@@ -10,6 +10,7 @@ import pytest
 
 from tests.simt import run
 from tests.simt.standin import need_cuda_memory
+from trt_kvcache.kernels.sources import source_folder
 
 need_cuda_memory()
 
@@ -29,7 +30,7 @@ def code(tmp_path_factory):
         made = tmp_path_factory.mktemp("ptx") / "kernels"
         run.build_kernels(SOURCE, made, "none")
         return ObjectCode.from_cubin(made.read_bytes())
-    options = ProgramOptions(name=SOURCE.name, arch=arch, std="c++17", include_path=str(SOURCE.parent))
+    options = ProgramOptions(name=SOURCE.name, arch=arch, std="c++17", include_path=str(source_folder()))
     return Program(SOURCE.read_text(), "c++", options).compile("cubin")
 
 

@@ -14,7 +14,7 @@ from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_
 from trt_kvcache.engine.decoder_tensors import cache_config
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError, EngineError
-from trt_kvcache.kernels.attention_tiles import ELEMENTS, HEAD_DIMS, MAX_GROUP
+from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, MAX_GROUP
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.versions import check_plugins
 
@@ -146,7 +146,7 @@ class BuildOptions:
         if self.attention != "plugin":
             return
         dtype, group = self.dtype or model.dtype, model.num_attention_heads // model.num_kv_heads
-        for what, value, known in (("dtype", dtype, (*ELEMENTS,)), ("head_dim", model.head_dim, HEAD_DIMS)):
+        for what, value, known in (("dtype", dtype, (*ELEMENT_TYPES,)), ("head_dim", model.head_dim, HEAD_DIMS)):
             if value not in known:
                 raise ConfigError(f"{what}: expected one of {', '.join(map(str, known))} for plugin attention, got {value}.")
         if group > MAX_GROUP:

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.model_config import ModelConfig
+from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.checkpoint.tensor_shapes import EMBEDDING, HEAD, tensor_shapes
-from trt_kvcache.checkpoint.weight_file import WeightFile
 from trt_kvcache.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, open_weight_files
 from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
 
@@ -42,11 +42,11 @@ class Checkpoint:
     config : ModelConfig
     """
 
-    def __init__(self, path: Path, config: ModelConfig, files: Mapping[str, WeightFile]) -> None:
+    def __init__(self, path: Path, config: ModelConfig, files: Mapping[str, SafetensorsFile]) -> None:
         self.path = path
         self.config = config
         self._shapes = tensor_shapes(config)
-        self._files: Mapping[str, WeightFile] | None = files
+        self._files: Mapping[str, SafetensorsFile] | None = files
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -141,20 +141,20 @@ class Checkpoint:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open_files(self) -> Mapping[str, WeightFile]:
+    def _open_files(self) -> Mapping[str, SafetensorsFile]:
         if self._files is None:
             raise ClosedError(f"checkpoint {self.path} is closed.")
         return self._files
 
 
-def _with_stored_dtype(config: ModelConfig, file: WeightFile) -> ModelConfig:
+def _with_stored_dtype(config: ModelConfig, file: SafetensorsFile) -> ModelConfig:
     try:
         return replace(config, dtype=file.tensors[EMBEDDING].dtype)
     except ConfigError as error:
         raise CheckpointError(f"{file.path}: {error}") from error
 
 
-def _check(config: ModelConfig, files: Mapping[str, WeightFile], folder: Path) -> None:
+def _check(config: ModelConfig, files: Mapping[str, SafetensorsFile], folder: Path) -> None:
     """Compare what the configuration asks for with what the files hold, before anything uses either."""
     shapes = tensor_shapes(config)
     missing = [name for name in shapes if name not in files]
@@ -181,7 +181,7 @@ def _check(config: ModelConfig, files: Mapping[str, WeightFile], folder: Path) -
         _check_tied_head(files)
 
 
-def _check_tied_head(files: Mapping[str, WeightFile]) -> None:
+def _check_tied_head(files: Mapping[str, SafetensorsFile]) -> None:
     head, embedding = files[HEAD].tensors[HEAD], files[EMBEDDING].tensors[EMBEDDING]
     same_kind = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
     if not same_kind or not np.array_equal(_bytes(files[HEAD].array(HEAD)), _bytes(files[EMBEDDING].array(EMBEDDING))):

@@ -7,7 +7,7 @@ from typing import Any
 from trt_kvcache.errors import ConfigError
 
 
-class Fields:
+class ConfigFields:
     """The fields of one JSON object. ``null`` counts as absent.
 
     ``data``: mapping. As read from JSON.

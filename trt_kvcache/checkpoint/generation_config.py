@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache.checkpoint.config_fields import Fields
+from trt_kvcache.checkpoint.config_fields import ConfigFields
 from trt_kvcache.checkpoint.json_file import read_json_if_present
 from trt_kvcache.errors import CheckpointError, ConfigError
 
@@ -68,7 +68,7 @@ class GenerationDefaults:
         Raises CheckpointError: the file is not JSON, or a value makes no sense. The message names the file.
         """
         path = Path(folder) / GENERATION_FILE
-        fields = Fields(read_json_if_present(path))
+        fields = ConfigFields(read_json_if_present(path))
         try:
             top_p = fields.number("top_p", cls.top_p)
             if top_p > 1:

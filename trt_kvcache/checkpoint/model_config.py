@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trt_kvcache._util.checks import one_of
-from trt_kvcache.checkpoint.config_fields import Fields
+from trt_kvcache.checkpoint.config_fields import ConfigFields
 from trt_kvcache.checkpoint.rope import ROPE_KINDS, RopeConfig
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import ConfigError
@@ -124,7 +124,7 @@ class ModelConfig:
         default_dtype
             For files that name no dtype.
         """
-        fields = Fields(data)
+        fields = ConfigFields(data)
         family = _family(fields)
         _refuse_unsupported(fields, family)
         heads = fields.integer("num_attention_heads")
@@ -180,7 +180,7 @@ class ModelConfig:
         return result
 
 
-def _family(fields: Fields) -> Family:
+def _family(fields: ConfigFields) -> Family:
     """Choose the family by ``model_type``, else by ``architectures``; both must agree where both are there."""
     model_type = fields.get("model_type")
     architectures = fields.get("architectures") or []
@@ -199,7 +199,7 @@ def _family(fields: Fields) -> Family:
     return family
 
 
-def _refuse_unsupported(fields: Fields, family: Family) -> None:
+def _refuse_unsupported(fields: ConfigFields, family: Family) -> None:
     for name, meaning in _REFUSED_FIELDS.items():
         if fields.get(name):
             raise ConfigError(f"{name}: a model with {meaning} is not supported, got {fields.get(name)!r}. {SUPPORTED}")
@@ -218,12 +218,12 @@ def _refuse_unsupported(fields: Fields, family: Family) -> None:
 def _num_kv_heads(data: Mapping[str, Any], family: Family, heads: int) -> int:
     """Return the field; ``null`` means one per attention head, absence what the family has."""
     absent = None if "num_key_value_heads" in data else family.num_kv_heads
-    return Fields(data).integer("num_key_value_heads", absent or heads)
+    return ConfigFields(data).integer("num_key_value_heads", absent or heads)
 
 
 def _head_dim(data: Mapping[str, Any], family: Family, heads: int) -> int:
     """Return the field; ``null`` means hidden_size / num_attention_heads, absence what the family has."""
-    fields = Fields(data)
+    fields = ConfigFields(data)
     if "head_dim" in fields:
         return fields.integer("head_dim")
     if "head_dim" not in data and family.head_dim is not None:
@@ -234,7 +234,7 @@ def _head_dim(data: Mapping[str, Any], family: Family, heads: int) -> int:
     return hidden // heads
 
 
-def _dtype(fields: Fields, default: str | None) -> str:
+def _dtype(fields: ConfigFields, default: str | None) -> str:
     given = {fields.get(name) for name in ("dtype", "torch_dtype") if name in fields}
     if len(given) > 1:
         raise ConfigError(f"dtype and torch_dtype: expected one value, got {fields.get('dtype')!r} and {fields.get('torch_dtype')!r}.")
@@ -247,7 +247,7 @@ def _dtype(fields: Fields, default: str | None) -> str:
 def _bos_token_id(data: Mapping[str, Any], family: Family) -> int | None:
     if "bos_token_id" not in data:
         return family.bos_token_id
-    ids = Fields(data).token_ids("bos_token_id")
+    ids = ConfigFields(data).token_ids("bos_token_id")
     if len(ids) > 1:
-        raise Fields(data).refusal("bos_token_id", "one token id")
+        raise ConfigFields(data).refusal("bos_token_id", "one token id")
     return ids[0] if ids else None

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache._util.checks import one_of
-from trt_kvcache.checkpoint.config_fields import Fields
+from trt_kvcache.checkpoint.config_fields import ConfigFields
 from trt_kvcache.errors import ConfigError
 
 ROPE_KINDS = ("default", "linear", "llama3")
@@ -64,13 +64,13 @@ class RopeConfig:
 
         Raises ConfigError: a scaling that is not supported, or two spellings that disagree.
         """
-        top = Fields(config)
+        top = ConfigFields(config)
         spelling, rope = _rope_object(config)
         kind = _kind(rope, spelling)
         unknown = sorted(name for name in rope if name not in _KNOWN_FIELDS and rope[name] is not None)
         if unknown:
             raise ConfigError(f"{spelling}: expected only {', '.join(sorted(_KNOWN_FIELDS))}, got {', '.join(unknown)} as well.")
-        fields = Fields(rope, f"{spelling}.")
+        fields = ConfigFields(rope, f"{spelling}.")
         for place in (fields, top):
             if "partial_rotary_factor" in place and place.get("partial_rotary_factor") != 1:
                 raise place.refusal("partial_rotary_factor", "1 (RoPE over the whole head; partial RoPE is not supported)")

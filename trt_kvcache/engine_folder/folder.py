@@ -26,7 +26,7 @@ import numpy as np
 from trt_kvcache._util.atomic_folder import atomic_folder
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.checkpoint import COMPANION_FILES
-from trt_kvcache.checkpoint.weight_file import WeightFile
+from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.engine_folder.config import EngineConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.engine_folder.records import FileRecord
@@ -155,7 +155,7 @@ class EngineFolder:
         assert self.config.segments is not None
         path = self.path / CONSTANTS_FILE
         _read_file(path, self.config.segments.constants).close()
-        file, constants = WeightFile(path), {}
+        file, constants = SafetensorsFile(path), {}
         for spec in decoder_constants(self.config.model, self.config.cache):
             stored = file.tensors.get(spec.name)
             if stored is None or (stored.dtype, stored.shape) != (spec.dtype, spec.shape):

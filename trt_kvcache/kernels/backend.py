@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from trt_kvcache.kernels import host
-from trt_kvcache.kernels.attention_call import AttentionCall
+from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan
 from trt_kvcache.kernels.layer_infos import KVLayerInfos
@@ -18,8 +18,8 @@ from trt_kvcache.memory.tensor import DeviceTensor
 class Backend(Protocol):
     """The kernels of one place: ``kernels.host`` (NumPy) or ``kernels.cuda`` (``plugins/*.cu``)."""
 
-    def attend(self, call: AttentionCall, workspace: AttentionWorkspace, stream: Any) -> None:
-        """Turn, append, and attend."""
+    def attend(self, params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
+        """Apply RoPE, append, and attend."""
 
     def embed(self, table: DeviceTensor, ids: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
         """Gather the rows ``[vocab, hidden]`` of ids ``[B, s]``; zeros for an id outside."""

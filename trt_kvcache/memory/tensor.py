@@ -113,6 +113,12 @@ class DeviceTensor:
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"a DeviceTensor is immutable; `{name}` cannot be set.")
 
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a DeviceTensor is immutable; `{name}` cannot be deleted.")
+
+    def __copy__(self) -> DeviceTensor:
+        return self  # it is immutable
+
     @property
     def ptr(self) -> int:
         """Address of the first element. Raises :class:`~trt_kvcache.errors.ClosedError` once the owner is closed."""

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from trt_kvcache.polygraphy.difference import Difference
+from trt_kvcache.polygraphy.first_difference import Difference
 
 _KINDS = {"K": "K rows of the cache", "V": "V rows of the cache", "logits": "logits", "length": "cache length"}
 

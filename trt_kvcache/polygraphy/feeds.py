@@ -16,7 +16,7 @@ from trt_kvcache.errors import ConfigError, DTypeError, EngineError, RangeError,
 
 if TYPE_CHECKING:
     from trt_kvcache.generation.prompts import Prompt
-    from trt_kvcache.polygraphy.runner import SessionRunner
+    from trt_kvcache.polygraphy.runners import SessionRunner
 
 INPUT_IDS, NEW_LENGTHS, RESET = "input_ids", "new_lengths", "reset"
 

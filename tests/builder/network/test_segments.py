@@ -14,7 +14,7 @@ from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.serialization import make_config, serialize
 from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.checkpoint.weight_file import WeightFile
+from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
@@ -43,7 +43,7 @@ class Segments:
             self.model, self.cache = checkpoint.config, self.definitions[0].cache
             constants = define_constants(checkpoint, self.cache)
         (folder / "constants").write_bytes(constants)
-        file = WeightFile(folder / "constants")
+        file = SafetensorsFile(folder / "constants")
         self.values = {spec.name: file.array(spec.name) for spec in decoder_constants(self.model, self.cache)}
         layer = self.cache.layers[0]
         shape = (MAX_BATCH_SIZE, 2, layer.num_kv_heads, MAX_SEQUENCE_LENGTH, layer.head_dim)

@@ -34,13 +34,13 @@ def test_blocks_cover_the_query_heads_of_each_kv_head():
 
 def test_attributes_are_compiled_in_as_macros():
     macros = aot.macros(FIELDS, "bfloat16")
-    fixed = {"ELEMENT": "BFloat16", "HEAD_DIM": "80", "GROUP": "11", "KV_HEADS": "2", "ROTARY_DIM": "20", "WINDOW": "7"}
+    fixed = {"ELEMENT": "BFloat16", "HEAD_DIM": "80", "GROUP_SIZE": "11", "NUM_KV_HEADS": "2", "ROTARY_DIM": "20", "WINDOW": "7"}
     assert macros == macros | fixed
 
 
 def test_factors_of_the_scores_with_a_softcap():
     macros = aot.macros(FIELDS, "bfloat16")
-    assert [float(macros[name]) for name in ("FACTOR", "INNER")] == pytest.approx([30.5 / np.log(2), 80**-0.5 / 30.5])
+    assert [float(macros[name]) for name in ("FACTOR", "INVERSE_SOFTCAP")] == pytest.approx([30.5 / np.log(2), 80**-0.5 / 30.5])
 
 
 def test_ptx_has_one_entry_with_the_arguments_of_the_launch():

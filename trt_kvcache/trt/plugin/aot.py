@@ -12,8 +12,8 @@ from types import GenericAlias
 from typing import Any
 
 from trt_kvcache.errors import CudaError, ShapeError
-from trt_kvcache.kernels.attention_call import score_factors
-from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, ELEMENTS, decode_nbytes, decode_tiles
+from trt_kvcache.kernels.attention_params import score_factors
+from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, ELEMENT_TYPES, decode_block_nbytes, decode_tiles
 from trt_kvcache.kernels.sources import CXX_STANDARD, source_folder
 from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, AttentionAttributes
 from trt_kvcache.ops.attention_shapes import INPUTS, check_dtypes, check_shapes, input_names
@@ -41,18 +41,18 @@ def blocks(fields: AttentionAttributes) -> int:
 
 def tiles(head_dim: int) -> tuple[int, int, int]:
     """Return the warps of a block, the stages of a warp's ring, and the bytes of shared memory."""
-    tokens = decode_tiles(head_dim, _LIKE)["TOKENS"]
-    sizes = [(warps, stages, decode_nbytes(head_dim, _ROWS, warps, stages, tokens)) for warps in (4, 2, 1) for stages in (4, 3, 2)]
+    tokens = decode_tiles(head_dim, _LIKE)["TILE_TOKENS"]
+    sizes = [(warps, stages, decode_block_nbytes(head_dim, _ROWS, warps, stages, tokens)) for warps in (4, 2, 1) for stages in (4, 3, 2)]
     return next(one for one in sizes if one[2] <= _SHARED_NBYTES)
 
 
 def macros(fields: AttentionAttributes, dtype: str) -> dict[str, str]:
-    """Return what ``plugins/attention_aot.cuh`` is compiled with."""
+    """Return what ``plugins/attention/decode_aot.cuh`` is compiled with."""
     warps, stages, _ = tiles(fields.head_dim)
-    sizes = {**decode_tiles(fields.head_dim, _LIKE), "HEAD_DIM": fields.head_dim, "WARPS": warps, "STAGES": stages, "BLOCKS": 1}
-    numbers = {"GROUP": fields.group, "KV_HEADS": fields.num_kv_heads, "ROTARY_DIM": fields.rotary_dim, "WINDOW": fields.window}
-    doubles = dict(zip(("FACTOR", "INNER"), score_factors(fields.score_scale, fields.softcap), strict=True))
-    return {"ELEMENT": ELEMENTS[dtype], **{name: repr(value) for name, value in (sizes | numbers | doubles).items()}}
+    sizes = {**decode_tiles(fields.head_dim, _LIKE), "HEAD_DIM": fields.head_dim, "WARPS": warps, "STAGES": stages, "BLOCKS_PER_SM": 1}
+    numbers = {"GROUP_SIZE": fields.group, "NUM_KV_HEADS": fields.num_kv_heads, "ROTARY_DIM": fields.rotary_dim, "WINDOW": fields.window}
+    doubles = dict(zip(("FACTOR", "INVERSE_SOFTCAP"), score_factors(fields.score_scale, fields.softcap), strict=True))
+    return {"ELEMENT": ELEMENT_TYPES[dtype], **{name: repr(value) for name, value in (sizes | numbers | doubles).items()}}
 
 
 def compile_ptx(fields: AttentionAttributes, dtype: str, arch: str) -> str:
@@ -86,7 +86,7 @@ def compile_ptx(fields: AttentionAttributes, dtype: str, arch: str) -> str:
         nvrtc.nvrtcGetProgramLog(program, text)
         return str(text.strip(b"\0 "), "utf-8", "replace")
 
-    _, program = nvrtc.nvrtcCreateProgram(b'#include "attention_aot.cuh"\n', f"{KERNEL}.cu".encode(), 0, [], [])
+    _, program = nvrtc.nvrtcCreateProgram(b'#include "attention/decode_aot.cuh"\n', f"{KERNEL}.cu".encode(), 0, [], [])
     try:
         options = [f"--std={CXX_STANDARD}", f"--gpu-architecture={arch.replace('sm_', 'compute_')}", f"--include-path={source_folder()}"]
         options += ["--device-as-default-execution-space", *(f"-D{name}={value}" for name, value in macros(fields, dtype).items())]
