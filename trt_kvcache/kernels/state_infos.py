@@ -79,6 +79,12 @@ class StateInfos(DeviceInfos[StateInfo]):
 
 
 def check_states(name: str, states: StateInfos) -> None:
-    """Check that this is a StateInfos. Raises ShapeError."""
+    """Check that this is a StateInfos.
+
+    Raises
+    ------
+    ShapeError
+        It is something else.
+    """
     if not isinstance(states, StateInfos):
         raise ShapeError(f"{name}: expected StateInfos, got {type(states).__name__}.")
