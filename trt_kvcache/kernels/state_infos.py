@@ -12,7 +12,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 
 
 class StateInfo(NamedTuple):
-    """Where the states of one layer are. On the device: three 64-bit integers in this order (``State`` in ``plugins/rows.cu``)."""
+    """Where the states of one layer are. On the device: three 64-bit integers in this order (``State`` in ``plugins/states.cu``)."""
 
     #: Address of slot 0.
     data: int
