@@ -109,7 +109,7 @@ def test_an_unreadable_folder(run: Run, model: Path, tmp_path: Path, monkeypatch
         ),
         (lambda engine: truncate(engine / "config.json"), "config.json: cannot be read as JSON"),
         (lambda engine: (engine / "config.json").unlink(), "expected an engine folder, but it has no config.json."),
-        (lambda engine: truncate(engine / "engine.plan"), "engine.plan: expected 31 bytes by config.json, got 15. Build it anew."),
+        (lambda engine: truncate(engine / "engine.plan"), "engine.plan: expected 31 bytes by config.json, got 15. Build it again."),
     ],
     ids=["newer format", "other heads", "other length", "other batch", "truncated config", "no config", "truncated plan"],
 )

@@ -134,7 +134,7 @@ def with_config(change: Callable[[dict[str, Any]], object]) -> Callable[[EngineF
         ),
         (
             lambda folder: folder.plan_path.write_bytes(PLAN[:-1]),
-            r"engine\.plan: expected 31 bytes by config\.json, got 30\. Build it anew\.",
+            r"engine\.plan: expected 31 bytes by config\.json, got 30\. Build it again\.",
         ),
     ],
 )
@@ -231,7 +231,7 @@ def test_a_plan_with_a_flipped_bit_is_refused(folder: EngineFolder) -> None:
     changed[5] ^= 1
     folder.plan_path.write_bytes(changed)
     opened = EngineFolder.open(folder.path)  # reading the configuration does not read the plan
-    with pytest.raises(EngineError, match=r"engine\.plan: it was changed since the build \(SHA-256 .*\)\. Build it anew\."):
+    with pytest.raises(EngineError, match=r"engine\.plan: it was changed since the build \(SHA-256 .*\)\. Build it again\."):
         opened.read_plan()
 
 
@@ -280,7 +280,7 @@ def test_a_changed_checkpoint_is_refused(folder: EngineFolder, model: Path, chan
         path = model / "config.json"
         path.write_text(path.read_text().replace('"rms_norm_eps": 1e-05', '"rms_norm_eps": 1e-06'))
     with pytest.raises(
-        CheckpointError, match=r"model: this checkpoint was changed since engine .* was built from it .* Build the engine anew"
+        CheckpointError, match=r"model: this checkpoint was changed since engine .* was built from it .* Build the engine again"
     ):
         folder.open_checkpoint()
 
