@@ -110,31 +110,34 @@ def with_config(change: Callable[[dict[str, Any]], object]) -> Callable[[EngineF
         ),
         (
             with_config(lambda data: data["kv_cache"]["layers"].pop()),
-            r"kv_cache\.layers: expected \[.*\] by the model, got \[",
+            r"kv_cache\.layers: expected \[.*\] for this model, got \[",
         ),
         (
             with_config(lambda data: data["kv_cache"].update(layout="combined")),
-            r"kv_cache\.layout: expected separate by the model, got combined",
+            r"kv_cache\.layout: expected separate for this model, got combined",
         ),
         (
             with_config(lambda data: data["kv_cache"].update(max_sequence_length=30)),
-            r"tensor `k_cache_0`: expected input `k_cache_0` float16 \(-1, 2, 30, 24\) by model and kv_cache, got .*\(-1, 2, 38, 24\)",
+            r"tensor `k_cache_0`: expected input `k_cache_0` float16 \(-1, 2, 30, 24\) for this model and .*, got .*\(-1, 2, 38, 24\)",
         ),
         (
             with_config(lambda data: data["kv_cache"].update(max_sequence_length=9)),
             r"profiles\[0\]\.max_width: expected an integer from 1 to 9, got 11",
         ),
-        (with_config(lambda data: data["kv_cache"].update(max_batch_size=4)), r"profile prefill: expected max_batch 4 by kv_cache, got 3"),
+        (
+            with_config(lambda data: data["kv_cache"].update(max_batch_size=4)),
+            r"profile prefill: expected max_batch 4 as in kv_cache, got 3",
+        ),
         (with_config(lambda data: data.update(profiles=[])), r"profiles: expected 2, for prefill and decode, got 0"),
-        (with_config(lambda data: data["attention"].pop()), r"attention: expected 2 layers by the model, got 1"),
-        (with_config(lambda data: data["tensors"].pop()), r"tensors: expected 12 by model and kv_cache, got 11"),
+        (with_config(lambda data: data["attention"].pop()), r"attention: expected 2 layers for this model, got 1"),
+        (with_config(lambda data: data["tensors"].pop()), r"tensors: expected 12 for this model and kv_cache, got 11"),
         (
             with_config(lambda data: data["tensors"][7].update(alias="v_cache_0")),
-            r"tensor `present_k_cache_0`: expected output .* with `k_cache_0` by model and kv_cache, got .* with `v_cache_0`",
+            r"tensor `present_k_cache_0`: expected output .* with `k_cache_0` for this model and kv_cache, got .* with `v_cache_0`",
         ),
         (
             lambda folder: folder.plan_path.write_bytes(PLAN[:-1]),
-            r"engine\.plan: expected 31 bytes by config\.json, got 30\. Build it again\.",
+            r"engine\.plan: expected 31 bytes as config\.json records, got 30\. Build it again\.",
         ),
     ],
 )

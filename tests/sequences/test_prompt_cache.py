@@ -154,7 +154,7 @@ def test_the_least_recently_used_go_first(memory, stream):
         exact = PromptCache(cache, max_bytes=2 * size)
         assert all(exact.insert([first, 5, 5, 5], 0, stream=stream) in exact.entries for first in (1, 2))
         assert len(exact.entries) == 2
-        with pytest.raises(ClosedError, match=r"^this entry is not held here: it was dropped since it was found"):
+        with pytest.raises(ClosedError, match=r"^this prompt cache does not hold the entry: it was dropped since it was found"):
             prompts.restore(PromptMatch(entries[3], 2), 0, stream=stream)
 
 
@@ -444,7 +444,7 @@ def test_arguments_that_change_nothing(memory, stream):
                 restore,
                 (PromptMatch(other, 4), 0),
                 ClosedError,
-                "this entry is not held here: it was dropped since it was found, or",
+                "this prompt cache does not hold the entry: it was dropped since it was found, or",
             ),
             (partial(PromptCache, max_bytes=-1), (cache,), RangeError, "PromptCache.max_bytes: expected at least 0, got -1."),
             (partial(PromptCache, place="disk"), (cache,), ConfigError, "PromptCache.place: expected one of cache, host, got 'disk'."),

@@ -241,7 +241,7 @@ def test_how_it_may_be_made(memory):
             SequenceCacheManager(of, **options)
         assert str(caught.value) == text
     sequences = SequenceCacheManager(cache)
-    with pytest.raises(ConfigError, match="expected a cache without one, got one that is under another"):
+    with pytest.raises(ConfigError, match="expected a cache that no other SequenceCacheManager uses, got one in use"):
         SequenceCacheManager(cache)
     for copier in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(TypeError, match="SequenceCacheManager owns device memory and cannot be copied"):

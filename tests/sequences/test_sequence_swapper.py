@@ -104,7 +104,7 @@ def test_run_by_an_engine_put_away_with_its_states_and_run_again_elsewhere(memor
         for rows, array in zip(held.rows, arrays, strict=True):
             assert np.array_equal(array.view(np.uint8), rows[1, which, :, :5])
     assert (cache.host_kv_cache_lengths, cache.lengths.tensor.numpy().tolist()[:2], sequences.memory_swapped) == ((5, 0), [5, 0], 0)
-    text = "the cache has recurrent layers, and their states follow an engine only. Pin the sequence, and run it."
+    text = "the cache has recurrent layers, whose states only an engine can update. Pin the sequence and run it."
     sequences.refuses(ConfigError, f"append: {text}", sequences.append, seq, [], [])
     sequences.refuses(ConfigError, f"truncate: {text}", sequences.truncate, seq, 1)
     cache.set_active_batch_size(0)

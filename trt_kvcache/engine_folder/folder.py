@@ -111,7 +111,7 @@ class EngineFolder:
         for name, record in files.items():
             found = (folder / name).stat().st_size if (folder / name).is_file() else 0
             if found != record.nbytes:
-                raise EngineError(f"{folder / name}: expected {record.nbytes} bytes by {CONFIG_FILE}, got {found}. Build it again.")
+                raise EngineError(f"{folder / name}: expected {record.nbytes} bytes as {CONFIG_FILE} records, got {found}. Build it again.")
         return cls(folder, config)
 
     @property

@@ -166,7 +166,7 @@ class SequenceSwapper:
             self._restore(entry, free[0], stream)
 
     def _swap_out(self, entries: Sequence[SequenceEntry], stream: Any) -> None:
-        """Copy all of these sequences to the host, then let go of their slots."""
+        """Copy all of these sequences to the host, then release their slots."""
         copies = [self._copy_to_host(entry, stream) for entry in entries]
         if copies:
             self._lengths.memory.synchronize(stream)
