@@ -1,4 +1,4 @@
-"""Ctrl-C while code of other packages runs that would lose it."""
+"""Holding back Ctrl-C while code of other packages runs that would swallow the ``KeyboardInterrupt``."""
 
 import signal
 import threading

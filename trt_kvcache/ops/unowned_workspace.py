@@ -1,4 +1,4 @@
-"""A workspace for the attention kernels in memory that somebody else owns, such as TensorRT."""
+"""A workspace for the attention kernels in memory that this package does not own, such as that which TensorRT passes to a plugin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The deserialised plans of all segments of an engine, which take addresses and shapes as one plan would."""
+"""``SegmentPlans``: the deserialised plans of all segments of an engine, behind the interface of a single plan."""
 
 from collections.abc import Mapping, Sequence
 
