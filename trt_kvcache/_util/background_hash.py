@@ -28,7 +28,13 @@ class BackgroundHash:
         self._thread = ThreadPoolExecutor(1)
 
     def update(self, chunk: bytes | memoryview) -> None:
-        """Add a chunk of bytes, which must not change until :meth:`digest` returns."""
+        """Add a chunk of bytes, which must not change until :meth:`digest` returns.
+
+        Parameters
+        ----------
+        chunk : bytes or memoryview
+            The bytes.
+        """
         self._thread.submit(self._sha256.update, chunk)
 
     def digest(self) -> bytes:

@@ -127,7 +127,15 @@ def define_segments(
 
     Parameters
     ----------
-    checkpoint, options, tensorrt, messages, names
+    checkpoint : Checkpoint
+        As for :func:`define_decoder`.
+    options : BuildOptions
+        As for :func:`define_decoder`.
+    tensorrt : TensorRT
+        As for :func:`define_decoder`.
+    messages : Messages
+        As for :func:`define_decoder`.
+    names : TensorNames
         As for :func:`define_decoder`.
 
     Returns

@@ -23,7 +23,13 @@ class Allocation(Protocol):
 
     @property
     def ptr(self) -> int:
-        """Address of the first byte. Raises :class:`ClosedError` after ``close``."""
+        """Address of the first byte.
+
+        Raises
+        ------
+        ClosedError
+            The allocation is closed.
+        """
 
     @property
     def nbytes(self) -> int:

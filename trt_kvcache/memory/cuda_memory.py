@@ -414,11 +414,9 @@ class CudaMemory:
         ----------
         tensor : DeviceTensor
             Any view of this memory.
-        stream : int, optional
-            Of the ``__dlpack__`` protocol: the consumer's stream. Which streams wrote the bytes is not known here, so the call waits
-            for the device. With -1 it does not wait.
-        max_version, dl_device, copy :
-            Of the ``__dlpack__`` protocol.
+        **kwargs : object
+            ``stream``, ``max_version``, ``dl_device`` and ``copy`` of the ``__dlpack__`` protocol. ``stream`` is the consumer's stream.
+            Which streams wrote the bytes is not known here, so the call waits for the device. With a stream of -1 it does not wait.
 
         Returns
         -------
