@@ -61,8 +61,8 @@ class SequenceCacheManager(Closable):
     - a compaction overwrites its slot,
     - a compaction with a mapping on the device drops any slot while the sequence is in an active one, because the host does not know
       which slots were moved (unpin sequences before a captured one is replayed),
-    - somebody makes its slot active with length 0, unless the sequence is empty,
-    - somebody makes its slot active with a length that was reset, unless the sequence is pinned: then it continues with that length.
+    - its slot is made active with length 0, unless the sequence is empty,
+    - its slot is made active with a length that was reset, unless the sequence is pinned: then it continues with that length.
 
     Examples
     --------

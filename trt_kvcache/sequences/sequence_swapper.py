@@ -118,7 +118,7 @@ class SequenceSwapper:
         Raises
         ------
         CapacityError
-            The slot is in use by somebody else, there is no place for the sequence in it, or the host has no room. Nothing was
+            The slot is in use by another caller, there is no room for the sequence in it, or the host has no room. Nothing was
             changed.
         """
         other = self._table.in_slot(slot)

@@ -192,7 +192,7 @@ class EngineBindings:
     def use_profile(self, index: int) -> None:
         """See :meth:`trt_kvcache.engine.protocol.Engine.use_profile`."""
         if not 0 <= index < len(self._profiles):
-            _ = self.active  # a closed engine says so
+            _ = self.active  # raises ClosedError for a closed engine
             raise BindingError(f"profile {index}: expected 0 <= index < {len(self._profiles)}.")
         self._active = self._profiles[index]
 

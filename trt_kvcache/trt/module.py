@@ -132,7 +132,7 @@ def load(flavour: str = "auto", *, error: type[KVCacheError] = EngineError) -> T
     Raises
     ------
     KVCacheError
-        Of type ``error``: an unknown flavour, or none that works. The text says for each why not, and how to install it.
+        Of type ``error``: an unknown flavour, or none that works. The text gives the reason for each, and how to install it.
     """
     one_of("TensorRT flavour", flavour, FLAVOURS, error=error)
     failures, older = [], []
