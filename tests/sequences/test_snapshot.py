@@ -192,7 +192,7 @@ def rewritten(content, place, value):
 
 
 FORMAT = "header/__metadata__/trt_kvcache_snapshot"
-UNKNOWN, DISAGREES = "expected a snapshot that trt-kvcache saved, got ", "expected a snapshot, got a file that disagrees with itself"
+UNKNOWN, DISAGREES = "expected a snapshot that trt-kvcache saved, got ", "expected a snapshot, got a file with contradicting contents"
 
 CHANGES = [
     (FORMAT, "2", "format: this package reads up to 1, got 2. A newer trt-kvcache saved it: upgrade."),
