@@ -26,7 +26,7 @@ def test_an_output_in_place_of_an_input() -> None:
     [
         (TensorSpec.input("ids", (-1, -1), "int32"), "input `ids` int32 (-1, -1)"),
         (TensorSpec.output("logits", (-1, 9), "float32"), "output `logits` float32 (-1, 9)"),
-        (TensorSpec.output("new", (2, 3), "int8", alias="old"), "output `new` int8 (2, 3) in place of `old`"),
+        (TensorSpec.output("new", (2, 3), "int8", alias="old"), "output `new` int8 (2, 3) sharing memory with `old`"),
     ],
 )
 def test_a_tensor_in_words(spec: TensorSpec, text: str) -> None:

@@ -32,8 +32,8 @@ def rotated(row: np.ndarray, cos_sin: np.ndarray, position: int, rotary_dim: int
     half = rotary_dim // 2
     result = row.astype(np.float64)
     if half:
-        turned = (result[:half] + 1j * result[half:rotary_dim]) * (cos_sin[position, 0] + 1j * cos_sin[position, 1])
-        result[:rotary_dim] = np.concatenate([turned.real, turned.imag])
+        pairs = (result[:half] + 1j * result[half:rotary_dim]) * (cos_sin[position, 0] + 1j * cos_sin[position, 1])
+        result[:rotary_dim] = np.concatenate([pairs.real, pairs.imag])
     return result
 
 

@@ -85,7 +85,7 @@ def test_the_first_inference_starts_new_sequences(either: RunnerMaker) -> None:
         with either(session) as runner:
             outputs = runner.infer(make_feed([[1, 2, 3]], reset=False))
             assert outputs["kvcache_lengths"].tolist() == [3]
-        with either(session) as runner:  # activated anew
+        with either(session) as runner:  # activated again
             assert runner.infer(make_feed([[1, 2], [3]], reset=False))["kvcache_lengths"].tolist() == [2, 1]
 
 

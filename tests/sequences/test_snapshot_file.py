@@ -158,7 +158,7 @@ def target():
 
 
 FORMAT = "__metadata__/trt_kvcache_snapshot"
-UNKNOWN, DISAGREES = "expected a snapshot that trt-kvcache saved, got ", "expected a snapshot, got a file that disagrees with itself"
+
 CHANGES = [
     (FORMAT, "2", "format: this package reads up to 1, got 2. A newer trt-kvcache saved it: upgrade."),
     (FORMAT, "0", "format: expected a number of 1 or more, got '0'"),

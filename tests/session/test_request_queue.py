@@ -8,40 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.helpers.fakes import VOCAB, kv_config, poison, recorded
+from tests.helpers.fakes import VOCAB, poison
 from tests.helpers.interrupts import ERRORS, LineTracer, before_or_after, calls_of, count_calls, decode_calls, journal, lengths
+from tests.helpers.requests import alone, drain, make, outcome, sampled
 from tests.helpers.sessions import damage_logits
 from tests.helpers.small_model import write_model
-from trt_kvcache import InferenceSession, KVLayout, PromptCache, SamplingParams
+from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.errors import BindingError, CapacityError, ClosedError, ConfigError, EngineError, RangeError, ShapeError
 
 S = 16
-
-
-def make(*, tokenizer=None, profiles=None, reuse=0, combined=False, **kv: Any) -> InferenceSession:
-    layout = KVLayout.COMBINED if combined else KVLayout.SEPARATE
-    engine, cache = recorded(kv_config(**kv, layout=layout), profiles=profiles, combined=combined)
-    return InferenceSession(engine, cache, tokenizer=tokenizer, prompt_cache=PromptCache(cache, max_bytes=reuse))
-
-
-def outcome(handle):
-    return handle.tokens, handle.text, handle.finish_reason
-
-
-def alone(session, prompt, params):
-    """What ``generate`` makes of a prompt, in a session of its own."""
-    events = list(session.generate([prompt], params))
-    return tuple(event.token for event in events), "".join(event.text for event in events), events[-1].finish_reason
-
-
-def drain(session):
-    while moved := session.step():
-        assert [handle.index for handle in moved] == sorted(handle.index for handle in moved)
-
-
-def sampled(count, seed=0):
-    return SamplingParams(max_new_tokens=count, temperature=1.5, seed=seed)
 
 
 def random_params(random):
@@ -62,7 +38,7 @@ def test_random_arrivals_and_cancels(seed, slots, limit, combined, one_profile, 
         elif what == "cancel" and handles:
             cancelled |= {handle.index for handle in random.choice(handles, 1) if handle.cancel()}
         elif what == "prefill":
-            session.prefill([[1, 2]])  # somebody else takes the slots
+            session.prefill([[1, 2]])  # another caller takes the slots
         elif what == "step":
             counts = [len(handle.tokens) for handle in handles]
             moved = session.step()
@@ -125,22 +101,6 @@ def test_a_prompt_that_fills_its_slot_is_not_delayed_by_later_requests():
         session.step()
     assert full.finished
     assert not others[-1].finished
-
-
-@pytest.mark.parametrize("steps", range(7), ids=["queued", "prefilling", "prefilling too", "one", "two", "three", "finished"])
-def test_a_request_can_be_cancelled_in_any_state(steps):
-    session = make(slots=2)
-    kept, handle = session.submit([1], max_new_tokens=6), session.submit([2] * 9, max_new_tokens=4)
-    for _ in range(steps):
-        session.step()
-    state, tokens = handle.state, handle.tokens
-    assert (state, len(tokens)) == (["queued", "prefilling", "prefilling", *["decoding"] * 3, "finished"][steps], max(0, steps - 2))
-    assert handle.cancel() is (steps < 6)
-    assert handle.cancel() is False
-    drain(session)
-    assert (handle.state, handle.tokens, handle.finish_reason) == ("finished", tokens, "length" if steps == 6 else "cancelled")
-    assert outcome(kept) == alone(make(), [1], SamplingParams(max_new_tokens=6))
-    assert session.cache.active_batch_size == 0
 
 
 class TestCalls:
@@ -309,24 +269,45 @@ def test_an_engine_of_a_fixed_batch_is_refused():
     assert session.step() == []
 
 
-def test_other_calls_on_the_session():
+def test_requests_wait_while_generate_has_the_slots():
     session = make()
     events = session.generate([[1, 2]], max_new_tokens=5)
     next(events)
     assert session.step() == []
     next(events)
+
+
+def test_a_step_with_a_request_takes_the_slots_from_generate():
+    session = make()
+    events = session.generate([[1, 2]], max_new_tokens=5)
+    next(events)
     handle = session.submit([3], max_new_tokens=2)
     assert session.step() == [handle]
-    assert repr(handle) == "RequestHandle(index=0, state='decoding', tokens=1)"
     with pytest.raises(ClosedError, match="another call has changed the sequences"):
         next(events)
-    session._cache.commit_sequence_length(1, stream=session._steps.stream)
+
+
+def test_lengths_that_were_changed_outside_the_session_are_refused():
+    session = make()
+    session.submit([3], max_new_tokens=2)
+    session.step()
+    session.cache.commit_sequence_length(1, stream=session.cache.memory.create_stream())
     with pytest.raises(RangeError, match="cache lengths: expected"):
         session.step()
+
+
+def test_a_request_survives_a_prefill_that_takes_its_slot():
+    session = make()
+    handle = session.submit([3], max_new_tokens=2)
+    session.step()
     session.prefill([[1]])
     drain(session)
     assert outcome(handle) == alone(make(), [3], SamplingParams(max_new_tokens=2))
+
+
+@pytest.mark.parametrize("call", [lambda session: session.step(), lambda session: session.submit([1])], ids=["step", "submit"])
+def test_a_closed_session_is_refused(call):
+    session = make()
     session.close()
-    for call in (session.step, lambda: session.submit([1])):
-        with pytest.raises(ClosedError, match="this InferenceSession is closed"):
-            call()
+    with pytest.raises(ClosedError, match="this InferenceSession is closed"):
+        call(session)

@@ -21,7 +21,7 @@ NATIVE = attention_variant("native")
 
 @pytest.fixture(autouse=True)
 def forget_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Import anew in each test, and leave alone what others have imported: TensorRT keeps its first logger."""
+    """Import again in each test, and leave alone what others have imported: TensorRT keeps its first logger."""
     monkeypatch.setattr(trt_module, "_import", cache(trt_module._import.__wrapped__))
 
 

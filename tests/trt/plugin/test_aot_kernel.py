@@ -20,7 +20,7 @@ _CASES["eleven"] = replace(DECODE_CASES["sixteen"], group=11)
 
 
 @pytest.mark.parametrize("name", list(_CASES))
-def test_as_the_twin(memory, stream, tmp_path, name):
+def test_the_result_is_that_of_numpy(memory, stream, tmp_path, name):
     from cuda.core import LaunchConfig, ObjectCode, launch
 
     case = replace(_CASES[name], layout="combined", packed=False)
