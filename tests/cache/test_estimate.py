@@ -40,15 +40,24 @@ HYBRID = HybridCacheConfig(layer_types=[LayerType.ATTENTION] * 2 + [LayerType.MA
 LINEAR = CacheConfig(num_attention_layers=5, max_batch_size=3, max_sequence_length=7, num_kv_heads=2, head_dim=16, dtype="float16")
 
 
-def test_llama_7b_takes_one_gib_a_sequence():
-    estimate = estimate_memory(LLAMA_7B)
-    assert estimate.bytes_per_sequence == 1_073_741_824 == GIB
-    assert estimate.bytes_per_token == 524_288
-    assert estimate.bytes_per_layer == (4 * 2 * 32 * 128 * 2048 * 2,) * 32
-    assert (estimate.scales_nbytes, estimate.nbytes) == (0, 4 * GIB)
-    assert longest_sequence(LLAMA_7B, 8 * GIB) == 4096
-    assert largest_batch(LLAMA_7B, 8 * GIB) == 8
-    assert largest_batch(LLAMA_7B, 8 * GIB - 1) == 7
+class TestLlama7B:
+    def test_a_sequence_takes_one_gib(self):
+        assert estimate_memory(LLAMA_7B).bytes_per_sequence == 1_073_741_824 == GIB
+
+    def test_a_token_takes_half_a_mib(self):
+        assert estimate_memory(LLAMA_7B).bytes_per_token == 524_288
+
+    def test_four_slots_take_four_gib(self):
+        estimate = estimate_memory(LLAMA_7B)
+        assert estimate.bytes_per_layer == (4 * 2 * 32 * 128 * 2048 * 2,) * 32
+        assert (estimate.scales_nbytes, estimate.nbytes) == (0, 4 * GIB)
+
+    def test_eight_gib_hold_twice_the_tokens(self):
+        assert longest_sequence(LLAMA_7B, 8 * GIB) == 4096
+
+    def test_eight_gib_hold_twice_the_slots(self):
+        assert largest_batch(LLAMA_7B, 8 * GIB) == 8
+        assert largest_batch(LLAMA_7B, 8 * GIB - 1) == 7
 
 
 def test_padding_and_scales_count_in_the_total_and_not_in_a_sequence():
@@ -66,52 +75,87 @@ def test_a_linear_cache():
     assert (estimate.bytes_per_token, estimate.bytes_per_sequence, estimate.nbytes) == (5 * 128, 5 * 128 * 7, 5 * 3072)
 
 
-def test_states():
-    # A slot of a layer: 30 floats and 28 halves, 176 bytes; a layer: 360 -> 512 and 168 -> 256 bytes.
-    estimate = estimate_memory(MAMBA)
-    assert (estimate.bytes_per_token, estimate.bytes_per_layer, estimate.scales_nbytes) == (0, (), 0)
-    assert (estimate.bytes_per_sequence, estimate.states_nbytes, estimate.nbytes) == (3 * 176, 3 * 768, 3 * 768)
-    assert estimate_memory(replace(MAMBA, ping_pong=True)).nbytes == 2 * 3 * 768
-    hybrid, kv = estimate_memory(HYBRID), estimate_memory(MIXED)
-    assert (hybrid.bytes_per_token, hybrid.bytes_per_layer, hybrid.scales_nbytes) == (kv.bytes_per_token, kv.bytes_per_layer, 256)
-    assert hybrid.bytes_per_sequence == kv.bytes_per_sequence + 3 * 176
-    assert (hybrid.states_nbytes, hybrid.nbytes) == (3 * 768, kv.nbytes + 3 * 768)
-    linear = replace(
-        LINEAR, num_mamba_layers=3, mamba_num_heads=2, mamba_head_dim=3, ssm_state_size=5, conv_dim=7, conv_kernel=4, ping_pong=True
+class TestStates:
+    """A slot of a layer: 30 floats and 28 halves, 176 bytes; a layer: 360 -> 512 and 168 -> 256 bytes."""
+
+    def test_alone(self):
+        estimate = estimate_memory(MAMBA)
+        assert (estimate.bytes_per_sequence, estimate.states_nbytes, estimate.nbytes) == (3 * 176, 3 * 768, 3 * 768)
+
+    def test_do_not_grow_with_tokens(self):
+        estimate = estimate_memory(MAMBA)
+        assert (estimate.bytes_per_token, estimate.bytes_per_layer, estimate.scales_nbytes) == (0, (), 0)
+
+    def test_in_two_buffers_take_twice_the_bytes(self):
+        assert estimate_memory(replace(MAMBA, ping_pong=True)).nbytes == 2 * 3 * 768
+
+    def test_beside_k_and_v_add_to_a_sequence(self):
+        hybrid, kv = estimate_memory(HYBRID), estimate_memory(MIXED)
+        assert hybrid.bytes_per_sequence == kv.bytes_per_sequence + 3 * 176
+        assert (hybrid.states_nbytes, hybrid.nbytes) == (3 * 768, kv.nbytes + 3 * 768)
+
+    def test_beside_k_and_v_leave_those_as_they_are(self):
+        hybrid, kv = estimate_memory(HYBRID), estimate_memory(MIXED)
+        assert (hybrid.bytes_per_token, hybrid.bytes_per_layer, hybrid.scales_nbytes) == (kv.bytes_per_token, kv.bytes_per_layer, 256)
+
+    def test_of_a_linear_cache(self):
+        states = {"mamba_num_heads": 2, "mamba_head_dim": 3, "ssm_state_size": 5, "conv_dim": 7, "conv_kernel": 4}
+        estimate = estimate_memory(replace(LINEAR, num_mamba_layers=3, **states, ping_pong=True))
+        assert (estimate.nbytes, estimate.states_nbytes) == (5 * 3072 + 6 * 768, 6 * 768)
+
+
+#: The same states, described in both ways.
+STATES_ALONE = pytest.mark.parametrize("config", [MAMBA, HybridCacheConfig(layer_types=[LayerType.MAMBA] * 3, mamba=MAMBA)])
+
+
+class TestInversesOfStates:
+    @STATES_ALONE
+    @pytest.mark.parametrize(
+        ("layer_nbytes", "slots"),
+        [(768, 4), (768 + 256, 4), (768 + 512, 6)],  # 4 slots: 480 and 224 bytes; 5: 600 -> 768 and 280 -> 512
     )
-    assert (estimate_memory(linear).nbytes, estimate_memory(linear).states_nbytes) == (5 * 3072 + 6 * 768, 6 * 768)
+    def test_slots(self, config, layer_nbytes, slots):
+        assert largest_batch(config, 3 * layer_nbytes) == slots
 
+    @STATES_ALONE
+    def test_tokens_have_no_limit(self, config):
+        assert longest_sequence(config, 3 * 768) == 2147483647
 
-def test_the_inverses_of_states_by_hand():
-    assert largest_batch(MAMBA, 3 * 768) == 4  # 4 * 120 = 480 bytes, 4 * 56 = 224 bytes
-    assert largest_batch(MAMBA, 3 * (768 + 256)) == 4  # 5 * 120 -> 768, 5 * 56 -> 512
-    assert largest_batch(MAMBA, 3 * (768 + 512)) == 6
-    assert longest_sequence(MAMBA, 3 * 768) == 2147483647  # states do not grow with the sequence
-    alone = HybridCacheConfig(layer_types=[LayerType.MAMBA] * 3, mamba=MAMBA)
-    assert (longest_sequence(alone, 3 * 768), largest_batch(alone, 3 * 768)) == (2147483647, 4)
-    budget = 3 * 768 + MIXED.nbytes
-    assert longest_sequence(HYBRID, budget) == longest_sequence(MIXED, MIXED.nbytes)
-    assert largest_batch(HYBRID, budget) == 3
-    for config in (MAMBA, alone):
+    @STATES_ALONE
+    def test_less_than_the_states_of_all_slots(self, config):
         with pytest.raises(CapacityError) as caught:
             longest_sequence(config, 3 * 768 - 1)
         assert str(caught.value) == "2303 bytes do not hold one token for each of 3 slots. Lower max_batch_size."
+
+    @STATES_ALONE
+    def test_less_than_the_states_of_one_slot(self, config):
         with pytest.raises(CapacityError) as caught:
             largest_batch(config, 100)
         assert str(caught.value) == "100 bytes do not hold the states of one slot."
-    with pytest.raises(CapacityError) as caught:
-        largest_batch(HYBRID, 100)
-    assert str(caught.value) == "100 bytes do not hold one slot of 7 tokens. Lower max_sequence_length."
+
+    def test_beside_k_and_v(self):
+        budget = 3 * 768 + MIXED.nbytes
+        assert longest_sequence(HYBRID, budget) == longest_sequence(MIXED, MIXED.nbytes)
+        assert largest_batch(HYBRID, budget) == 3
+
+    def test_less_than_one_slot_of_a_hybrid(self):
+        with pytest.raises(CapacityError) as caught:
+            largest_batch(HYBRID, 100)
+        assert str(caught.value) == "100 bytes do not hold one slot of 7 tokens. Lower max_sequence_length."
 
 
-def test_the_inverses_by_hand():
-    # One int8 layer of one row of 16 bytes a token: 2 * align_up(B * 16 * S) + 256 bytes of scales.
-    kv = KVCacheConfig(layers=[KVLayerConfig(num_kv_heads=1, head_dim=16)], max_batch_size=2, max_sequence_length=4, dtype="int8")
-    assert longest_sequence(kv, 768) == 8
-    assert longest_sequence(kv, 1279) == 8
-    assert longest_sequence(kv, 1280) == 16
-    assert largest_batch(kv, 768) == 4
-    assert largest_batch(kv, 1280) == 8
+# One int8 layer of one row of 16 bytes a token: 2 * align_up(B * 16 * S) + 256 bytes of scales.
+SMALL = KVCacheConfig(layers=[KVLayerConfig(num_kv_heads=1, head_dim=16)], max_batch_size=2, max_sequence_length=4, dtype="int8")
+
+
+@pytest.mark.parametrize(("nbytes", "tokens"), [(768, 8), (1279, 8), (1280, 16)])
+def test_the_longest_sequence_by_hand(nbytes, tokens):
+    assert longest_sequence(SMALL, nbytes) == tokens
+
+
+@pytest.mark.parametrize(("nbytes", "slots"), [(768, 4), (1280, 8)])
+def test_the_largest_batch_by_hand(nbytes, slots):
+    assert largest_batch(SMALL, nbytes) == slots
 
 
 CONFIGS = st.one_of(
@@ -175,10 +219,13 @@ def test_a_budget_beyond_all_lengths_ends_at_int32():
     assert largest_batch(LINEAR, 1 << 80) == 2147483647
 
 
-def test_a_budget_that_holds_nothing():
+def test_a_budget_that_holds_not_one_token():
     with pytest.raises(CapacityError) as caught:
         longest_sequence(LINEAR, 100)
     assert str(caught.value) == "100 bytes do not hold one token for each of 3 slots. Lower max_batch_size."
+
+
+def test_a_budget_that_holds_not_one_slot():
     with pytest.raises(CapacityError) as caught:
         largest_batch(LINEAR, 0)
     assert str(caught.value) == "0 bytes do not hold one slot of 7 tokens. Lower max_sequence_length."

@@ -29,7 +29,7 @@ from trt_kvcache import (
 from trt_kvcache.errors import ConfigError, LayerIndexError, PlaceError, RangeError, ShapeError, SlotError
 
 
-def test_how_it_looks(memory):
+def test_the_numbers_of_the_contract(memory):
     stream = memory.create_stream()
     kv = KVCacheConfig(
         layers=[KVLayerConfig(num_kv_heads=2, head_dim=64), KVLayerConfig(num_kv_heads=1, head_dim=128)],
@@ -70,36 +70,67 @@ def test_how_it_looks(memory):
     cache.close()
 
 
-def test_what_it_says_about_itself(memory):
-    config = hybrid_config()
-    before = memory.live_nbytes
-    with HybridCacheManager(config, memory=memory) as cache:
+class TestProperties:
+    @pytest.fixture
+    def config(self):
+        return hybrid_config()
+
+    @pytest.fixture
+    def cache(self, memory, config):
+        with HybridCacheManager(config, memory=memory) as cache:
+            yield cache
+
+    def test_configurations_are_those_that_were_given(self, cache, config):
         assert cache.config is config
-        assert (cache.kv_config, cache.layer_types) == (config.kv, tuple(LAYER_TYPES))
-        assert (cache.num_layers, cache.num_recurrent_layers, cache.max_batch_size, cache.memory) == (5, 2, 5, memory)
-        assert (cache.lengths.max_batch_size, cache.lengths.max_sequence_length) == (5, 7)
+        assert (cache.kv_config, cache.mamba_config) == (config.kv, config.mamba)
+
+    def test_layers(self, cache):
+        assert (cache.layer_types, cache.num_layers, cache.num_recurrent_layers) == (tuple(LAYER_TYPES), 5, 2)
+
+    def test_sizes(self, cache, memory):
+        assert (cache.max_batch_size, cache.lengths.max_sequence_length, cache.memory) == (5, 7, memory)
+
+    def test_its_managers_share_its_lengths(self, cache):
         assert cache.kv_cache_manager.lengths is cache.mamba_cache_manager.lengths is cache.lengths
-        infos = 3 * 5 * 8 + 2 * 2 * 3 * 8  # for the kernels: layers, words, bytes (and kinds)
-        assert memory.live_nbytes - before == cache.nbytes + cache.lengths.nbytes + infos
+
+    def test_no_slot_is_active_at_the_start(self, cache):
         assert (cache.active_batch_size, cache.host_kv_cache_lengths, cache.kv_cache_all_empty, cache.parity) == (0, (), True, 0)
-    assert memory.live_nbytes == before
+
+    def test_bytes_are_those_of_its_parts(self, cache, memory):
+        infos = 3 * 5 * 8 + 2 * 2 * 3 * 8  # for the kernels: layers, words, bytes (and kinds)
+        assert memory.live_nbytes == cache.nbytes + cache.lengths.nbytes + infos
+
+
+#: Each layer by its index among all, and among those of its kind.
+ATTENTION_LAYERS, MAMBA_LAYERS = [(1, 0), (2, 1), (4, 2)], [(0, 0), (3, 1)]
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
-def test_layers_are_routed_by_their_absolute_index(memory, ping_pong):
-    with make_cache("hybrid", memory, ping_pong=ping_pong) as cache:
-        kv, mamba = cache.kv_cache_manager, cache.mamba_cache_manager
-        assert LAYER_TYPES == [MAMBA, ATTENTION, ATTENTION, MAMBA, ATTENTION]
-        for layer, inner in ((1, 0), (2, 1), (4, 2)):
-            assert cache.get_combined_kv_cache(layer).ptr == kv.get_combined_kv_cache(inner).ptr
-            assert cache.get_combined_kv_cache(layer).shape == (5, 2, HEADS[inner][0], 7, HEADS[inner][1])
-            assert [view.ptr for view in cache.get_separate_kv_cache(layer)] == [view.ptr for view in kv.get_separate_kv_cache(inner)]
-            assert cache.get_layer_config(layer) == kv.get_layer_config(inner)
-        for layer, inner in ((0, 0), (3, 1)):
-            for name in ("get_recurrent_state", "get_conv_state", "get_next_recurrent_state", "get_next_conv_state"):
-                assert getattr(cache, name)(layer).ptr == getattr(mamba, name)(inner).ptr
+class TestRouting:
+    @pytest.fixture
+    def cache(self, memory, ping_pong):
+        with make_cache("hybrid", memory, ping_pong=ping_pong) as cache:
+            yield cache
+
+    @pytest.mark.parametrize(("layer", "inner"), ATTENTION_LAYERS)
+    def test_views_of_k_and_v(self, cache, layer, inner):
+        manager = cache.kv_cache_manager
+        assert cache.get_combined_kv_cache(layer).ptr == manager.get_combined_kv_cache(inner).ptr
+        assert cache.get_combined_kv_cache(layer).shape == (5, 2, HEADS[inner][0], 7, HEADS[inner][1])
+        assert [view.ptr for view in cache.get_separate_kv_cache(layer)] == [view.ptr for view in manager.get_separate_kv_cache(inner)]
+
+    @pytest.mark.parametrize(("layer", "inner"), ATTENTION_LAYERS)
+    def test_configurations_of_layers(self, cache, layer, inner):
+        assert cache.get_layer_config(layer) == cache.kv_cache_manager.get_layer_config(inner)
+
+    @pytest.mark.parametrize(("layer", "inner"), MAMBA_LAYERS)
+    @pytest.mark.parametrize("name", ["get_recurrent_state", "get_conv_state", "get_next_recurrent_state", "get_next_conv_state"])
+    def test_states(self, cache, layer, inner, name):
+        assert getattr(cache, name)(layer).ptr == getattr(cache.mamba_cache_manager, name)(inner).ptr
+
+    def test_swap(self, cache, ping_pong):
         cache.swap()
-        assert (cache.parity, mamba.parity) == ((1, 1) if ping_pong else (0, 0))
+        assert cache.parity == cache.mamba_cache_manager.parity == int(ping_pong)
 
 
 ATTENTION_GETTERS = ["get_combined_kv_cache", "get_separate_kv_cache", "get_layer_config"]

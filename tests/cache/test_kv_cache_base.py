@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import whole
+from tests.helpers.cache_cases import LAYOUTS, whole
 from tests.helpers.observe import fill_kv, unchanged
 from trt_kvcache import (
     CacheConfig,
@@ -23,7 +23,6 @@ from trt_kvcache.errors import (
     LayerIndexError,
 )
 
-LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
 KINDS = pytest.mark.parametrize("kind", [KVCacheManager, LinearKVCache], ids=lambda kind: kind.__name__)
 # B=3, S=7; layers of (H, D)
 HEADS = [(2, 16), (1, 32), (4, 48)]

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from tests.helpers.cache_cases import LAYOUTS
 from trt_kvcache import (
     KVCacheConfig,
     KVCacheManager,
@@ -14,7 +15,6 @@ from trt_kvcache.errors import (
     ShapeError,
 )
 
-LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
 # B=3, S=7; layers of (H, D)
 HEADS = [(2, 16), (1, 32), (4, 48)]
 B, S = 3, 7
@@ -25,7 +25,7 @@ def kv_config(heads=HEADS, **changes):
     return KVCacheConfig(**{"layers": layers, "max_batch_size": B, "max_sequence_length": S, **changes})
 
 
-def test_how_it_looks(memory):
+def test_the_numbers_of_the_contract(memory):
     stream = memory.create_stream()
     kv = KVCacheConfig(
         layers=[KVLayerConfig(num_kv_heads=2, head_dim=64), KVLayerConfig(num_kv_heads=1, head_dim=128)],
@@ -52,63 +52,102 @@ def test_how_it_looks(memory):
     cache.close()
 
 
-def test_what_it_says_about_itself(memory):
-    kv = kv_config(dtype="int8", heads=[(2, 16), (1, 32)])
-    with KVCacheManager(kv, memory=memory) as cache:
-        assert cache.config is cache.kv_config is kv
-        assert (cache.num_layers, cache.is_uniform, cache.memory, cache.closed) == (2, False, memory, False)
-        assert cache.get_layer_config(1) == KVLayerConfig(num_kv_heads=1, head_dim=32)
-        assert cache.active_batch_size == 0
-        assert cache.kv_cache_lengths.shape == (0,)
-        assert cache.kv_cache_all_empty
-    assert cache.closed
-    with KVCacheManager(kv_config(heads=[(2, 16)] * 2), memory=memory) as cache:
-        assert cache.is_uniform
+class TestProperties:
+    @pytest.fixture
+    def cache(self, memory):
+        with KVCacheManager(kv_config(dtype="int8", heads=[(2, 16), (1, 32)]), memory=memory) as cache:
+            yield cache
+
+    def test_the_configuration_is_the_one_that_was_given(self, cache):
+        assert cache.config is cache.kv_config
+        assert cache.config == kv_config(dtype="int8", heads=[(2, 16), (1, 32)])
+
+    def test_layers(self, cache):
+        assert (cache.num_layers, cache.get_layer_config(1)) == (2, KVLayerConfig(num_kv_heads=1, head_dim=32))
+
+    def test_the_memory(self, cache, memory):
+        assert cache.memory is memory
+
+    def test_there_are_no_recurrent_layers(self, cache):
+        assert (cache.mamba_config, cache.states) == (None, None)
+
+    def test_no_slot_is_active_at_the_start(self, cache):
+        assert (cache.active_batch_size, cache.kv_cache_lengths.shape, cache.kv_cache_all_empty) == (0, (0,), True)
+
+    @pytest.mark.parametrize(("heads", "uniform"), [([(2, 16)] * 2, True), ([(2, 16), (1, 16)], False), ([(2, 16), (2, 32)], False)])
+    def test_is_uniform(self, memory, heads, uniform):
+        with KVCacheManager(kv_config(heads=heads), memory=memory) as cache:
+            assert cache.is_uniform is uniform
+
+
+@pytest.mark.parametrize(("layer", "heads", "head_dim"), [(index, *heads) for index, heads in enumerate(HEADS)])
+class TestViews:
+    """Of layers that differ, in float32."""
+
+    @pytest.fixture(params=list(KVLayout), ids=lambda layout: layout.value)
+    def cache(self, request, memory):
+        with KVCacheManager(kv_config(dtype="float32", layout=request.param), memory=memory) as cache:
+            yield cache
+
+    def test_shapes(self, cache, layer, heads, head_dim):
+        assert cache.get_combined_kv_cache(layer).shape == (B, 2, heads, S, head_dim)
+        assert [view.shape for view in cache.get_separate_kv_cache(layer)] == [(B, heads, S, head_dim)] * 2
+
+    def test_dtype(self, cache, layer, heads, head_dim):
+        assert {view.dtype for view in (cache.get_combined_kv_cache(layer), *cache.get_separate_kv_cache(layer))} == {"float32"}
+
+    def test_strides(self, cache, layer, heads, head_dim):
+        slot = heads * S * head_dim
+        if cache.config.layout is KVLayout.COMBINED:
+            slot_stride, kv_stride = 2 * slot, slot
+        else:
+            slot_stride, kv_stride = slot, -(-B * slot * 4 // 256) * 256 // 4  # K is padded to a multiple of 256 bytes
+        inner = (S * head_dim, head_dim, 1)
+        assert cache.get_combined_kv_cache(layer).strides == (slot_stride, kv_stride, *inner)
+        assert [view.strides for view in cache.get_separate_kv_cache(layer)] == [(slot_stride, *inner)] * 2
+
+    def test_k_comes_first_and_v_is_behind_it(self, cache, layer, heads, head_dim):
+        combined, (k, v) = cache.get_combined_kv_cache(layer), cache.get_separate_kv_cache(layer)
+        assert (k.ptr - combined.ptr, v.ptr - combined.ptr) == (0, combined.strides[1] * 4)
+
+    def test_what_the_layout_is_named_after_is_dense(self, cache, layer, heads, head_dim):
+        combined = cache.config.layout is KVLayout.COMBINED
+        assert cache.get_combined_kv_cache(layer).is_contiguous is combined
+        assert [view.is_contiguous for view in cache.get_separate_kv_cache(layer)] == [not combined] * 2
+
+    def test_what_is_dense_starts_at_256_bytes(self, cache, layer, heads, head_dim):
+        views = [cache.get_combined_kv_cache(layer), *cache.get_separate_kv_cache(layer)]
+        assert {view.ptr % 256 for view in views if view.is_contiguous} == {0}
+
+
+class TestViewsOfSomeSlots:
+    @pytest.fixture(params=list(KVLayout), ids=lambda layout: layout.value)
+    def cache(self, request, memory):
+        with KVCacheManager(kv_config(layout=request.param), memory=memory) as cache:
+            yield cache
+
+    def test_start_at_their_slot(self, cache):
+        slot_nbytes = 2 * S * 16 * 2
+        step = 2 * slot_nbytes if cache.config.layout is KVLayout.COMBINED else slot_nbytes
+        for view in (cache.get_combined_kv_cache(0), *cache.get_separate_kv_cache(0)):
+            assert view[1:3].ptr - view.ptr == step
+
+    def test_have_as_many_slots(self, cache):
+        k, _ = cache.get_separate_kv_cache(0)
+        assert (k[1:3].shape, k[3:3].shape) == ((2, 2, S, 16), (0, 2, S, 16))
+
+    def test_of_one_slot_are_dense_whatever_the_layout(self, cache):
+        assert all(view[2:3].is_contiguous for view in cache.get_separate_kv_cache(0))
+
+    @pytest.mark.parametrize(("start", "stop"), [(-1, 2), (0, 4), (2, 1)])
+    def test_never_wrap(self, cache, start, stop):
+        k, _ = cache.get_separate_kv_cache(0)
+        with pytest.raises(ShapeError, match="Slices never wrap"):
+            k[start:stop]
 
 
 @LAYOUTS
-def test_views_of_layers_that_differ(memory, layout):
-    with KVCacheManager(kv_config(dtype="float32", layout=layout), memory=memory) as cache:
-        for index, (h, d) in enumerate(HEADS):
-            combined, (k, v) = cache.get_combined_kv_cache(index), cache.get_separate_kv_cache(index)
-            assert combined.shape == (B, 2, h, S, d)
-            assert k.shape == v.shape == (B, h, S, d)
-            assert combined.dtype == k.dtype == v.dtype == "float32"
-            assert combined.ptr == k.ptr
-            assert k.ptr % 256 == 0
-            assert combined.is_contiguous is (layout is KVLayout.COMBINED)
-            assert k.is_contiguous is v.is_contiguous is (layout is KVLayout.SEPARATE)
-            slot = h * S * d
-            if layout is KVLayout.COMBINED:
-                assert combined.strides == (2 * slot, slot, S * d, d, 1)
-                assert k.strides == v.strides == (2 * slot, S * d, d, 1)
-                assert v.ptr - k.ptr == slot * 4
-            else:
-                padded = -(-B * slot * 4 // 256) * 256
-                assert combined.strides == (slot, padded // 4, S * d, d, 1)
-                assert k.strides == v.strides == (slot, S * d, d, 1)
-                assert v.ptr - k.ptr == padded
-                assert v.ptr % 256 == 0
-
-
-@LAYOUTS
-def test_a_view_that_starts_at_a_slot(memory, layout):
-    with KVCacheManager(kv_config(layout=layout), memory=memory) as cache:
-        combined, (k, v) = cache.get_combined_kv_cache(0), cache.get_separate_kv_cache(0)
-        slot_bytes = 2 * S * 16 * 2
-        step = 2 * slot_bytes if layout is KVLayout.COMBINED else slot_bytes
-        assert combined[1:3].ptr - combined.ptr == k[1:3].ptr - k.ptr == v[1:3].ptr - v.ptr == step
-        assert k[1:3].shape == (2, 2, S, 16)
-        assert k[2:3].is_contiguous
-        assert v[2:3].is_contiguous
-        assert k[3:3].shape == (0, 2, S, 16)
-        for start, stop in ((-1, 2), (0, 4), (2, 1)):
-            with pytest.raises(ShapeError, match="Slices never wrap"):
-                k[start:stop]
-
-
-def test_for_one_slot_both_layouts_are_dense_both_ways(memory):
-    for layout in KVLayout:
-        with KVCacheManager(kv_config([(2, 64)], max_batch_size=1, max_sequence_length=8, layout=layout), memory=memory) as cache:
-            assert cache.get_combined_kv_cache(0).is_contiguous
-            assert all(view.is_contiguous for view in cache.get_separate_kv_cache(0))
+def test_for_one_slot_both_layouts_are_dense_both_ways(memory, layout):
+    with KVCacheManager(kv_config([(2, 64)], max_batch_size=1, max_sequence_length=8, layout=layout), memory=memory) as cache:
+        assert cache.get_combined_kv_cache(0).is_contiguous
+        assert all(view.is_contiguous for view in cache.get_separate_kv_cache(0))

@@ -3,12 +3,11 @@
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import Image, Unchanged, fill_all, linear_config, make_cache, whole
+from tests.helpers.cache_cases import LAYOUTS, Image, Unchanged, fill_all, linear_config, make_cache, whole
 from tests.helpers.observe import fill_kv
 from trt_kvcache import CacheConfig, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, LinearKVCache, MambaCacheManager
 from trt_kvcache.errors import ClosedError, LayerIndexError, ShapeError
 
-LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
 FIELDS = {"num_attention_layers": 4, "max_batch_size": 3, "max_sequence_length": 7, "num_kv_heads": 2, "head_dim": 16}
 
 
@@ -30,13 +29,16 @@ def test_one_allocation_holds_all_layers(cache, memory):
     assert len({id(view.allocation) for view in views}) == 1
     (group,) = cache.kv_head_dim_groups
     assert memory.live_nbytes == views[0].allocation.nbytes + cache.lengths.nbytes + group.device_layer_infos.nbytes
+
+
+def test_layers_lie_one_behind_the_other(cache):
+    views = [cache.get_combined_kv_cache(index) for index in range(4)]
     step = {KVLayout.COMBINED: 2816, KVLayout.SEPARATE: 3072}[cache.config.layout]
     assert [view.ptr - views[0].ptr for view in views] == [0, step, 2 * step, 3 * step]
-    assert cache.nbytes == 4 * step
-    assert views[0].ptr % 256 == 0
+    assert (cache.nbytes, views[0].ptr % 256) == (4 * step, 0)
 
 
-def test_the_buffer(cache):
+def test_the_buffer_is_all_layers(cache):
     buffer = cache.kv_cache_buffer
     if cache.config.layout is KVLayout.COMBINED:
         assert buffer.shape == (4, 3, 2, 2, 7, 16)  # [L, B, 2, H, S, D]
@@ -44,8 +46,14 @@ def test_the_buffer(cache):
     else:
         assert buffer.shape == (4, 2, 3, 2, 7, 16)  # [L, 2, B, H, S, D]
         assert buffer.strides == (1536, 768, 224, 112, 16, 1)  # K of 672 elements, padded
-    assert buffer.ptr == cache.get_combined_kv_cache(0).ptr
-    assert (buffer.dtype, buffer.is_contiguous) == ("float16", False)
+
+
+def test_the_buffer_starts_where_the_first_layer_does(cache):
+    assert cache.kv_cache_buffer.ptr == cache.get_combined_kv_cache(0).ptr
+
+
+def test_a_padded_buffer_is_not_dense(cache):
+    assert (cache.kv_cache_buffer.dtype, cache.kv_cache_buffer.is_contiguous) == ("float16", False)
 
 
 def test_the_buffer_shows_the_layers(cache, stream):

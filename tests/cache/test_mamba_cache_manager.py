@@ -25,6 +25,11 @@ def test_what_it_says_about_itself(memory):
     assert cache.closed
 
 
+def test_there_are_no_attention_layers(memory):
+    with make_cache("mamba", memory) as cache:
+        assert (cache.kv_config, cache.kv_head_dim_groups) == (None, ())
+
+
 @PING_PONG
 def test_views(memory, ping_pong):
     dtypes = {"recurrent_dtype": "bfloat16", "conv_dtype": "float32"}

@@ -19,6 +19,7 @@ from tests.helpers.cache_cases import (
     B,
     Image,
     S,
+    Unchanged,
     cache_holding,
     fill_all,
     kv_config,
@@ -76,6 +77,10 @@ class TestOperations:
             cache.reset_for_new_sequences([3, 4], stream=stream)
             cache.rewind(1, 2, stream=stream)
             assert cache.host_kv_cache_lengths == (3, 2)
+
+    def test_a_cache_without_states_has_none_to_keep(self, memory, stream):
+        with cache_holding("manager", memory, stream, 3, 4) as cache, Unchanged(cache):
+            cache.keep_states(1, stream=stream)
 
     @WITH_ROWS
     @LAYOUTS

@@ -6,16 +6,25 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
-from tests.helpers.cache_cases import KINDS, CapturingMemory, Image, Unchanged, fill_all, kv_config, make_cache, mamba_config, state_of
+from tests.helpers.cache_cases import (
+    KINDS,
+    LAYOUTS,
+    CapturingMemory,
+    Image,
+    Unchanged,
+    fill_all,
+    kv_config,
+    make_cache,
+    mamba_config,
+    state_of,
+)
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from trt_kvcache import HostMemory, KVCacheManager, KVLayout, Lengths, MambaCacheManager
 from trt_kvcache.errors import CaptureError, ClosedError, DTypeError, LengthsUnknown, MappingError, PlaceError, RangeError, ShapeError
 
 ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
-LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
-SHARED_MEMORY = settings(settings.default, suppress_health_check=[HealthCheck.function_scoped_fixture])
 # lengths, mapping, lengths afterwards. A slot of seven tokens is full.
 MAPPINGS = [
     ([3, 5, 0, 7], [0, -1, 1, 2], [3, 0, 7]),
@@ -76,7 +85,6 @@ def programs(draw):
     return draw(st.sampled_from(KINDS)), draw(st.sampled_from(KVLayout)), lengths, mapping
 
 
-@SHARED_MEMORY
 @given(programs())
 def test_any_mapping_at_random(memory, program):
     kind, layout, lengths, mapping = program

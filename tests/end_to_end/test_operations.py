@@ -1,21 +1,15 @@
 """The custom operations, plainly and in a CUDA graph, beside their NumPy twins."""
 
-from types import SimpleNamespace
-
 import ml_dtypes
 import numpy as np
 import pytest
 
-from trt_kvcache.errors import DTypeError, ShapeError
-from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.ops import attention_op
 from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.custom_op import TensorType, run_on_host
 from trt_kvcache.ops.embedding_op import EmbeddingOp
 from trt_kvcache.trt.cuda_graphs import CudaGraphCache
 from trt_kvcache.trt.engine_bindings import stream_handle
-from trt_kvcache.trt.plugin import AttentionAttributes
 
 RANDOM = np.random.default_rng(2)
 B, H, GROUP, S, D = 3, 2, 3, 21, 64
@@ -80,24 +74,3 @@ def test_the_same_as_the_twin_plainly_and_in_a_graph(memory, stream, op, inputs)
     assert len(ran) == (3 if memory.is_host else 2)  # then its graph ran
     assert len(set(ran)) == 1  # a graph builder has the address of its stream
     graphs.close()
-
-
-def test_attention_passes_its_attributes_on(monkeypatch):
-    calls, real = [], attention_op.backend_of(HostMemory()).attend
-    spy = SimpleNamespace(attend=lambda call, *rest: calls.append(call) or real(call, *rest))
-    monkeypatch.setattr(attention_op, "backend_of", lambda memory: spy)
-    for op, rotary_dim, inputs in ((PARTLY, 32, attention_inputs(4, 32)), (UNTURNED, 0, attention_inputs(1)[:5])):
-        run_on_host(op, *inputs)
-        assert {name: getattr(calls[-1], name) for name in (*SCORES, "rotary_dim")} == SCORES | {"rotary_dim": rotary_dim}
-        assert op.kernel_attributes() == AttentionAttributes(**op.attributes)
-        assert (op.kernel_attributes().rotary_dim, op.kernel_attributes().score_scale) == (rotary_dim, SCORES["scale"])
-
-
-def test_what_fits_and_what_does_not():
-    q, _, _, cache, *_ = types = [TensorType(array.shape, str(array.dtype)) for array in attention_inputs(4)]
-    assert ATTENTION.outputs(types) == (TensorType(q.shape, "float16"), TensorType(cache.shape, "float16", alias=3))
-    for index, wrong, error in ((1, q, ShapeError), (4, TensorType((B,), "int64"), DTypeError)):
-        with pytest.raises(error, match="attention: expected "):
-            ATTENTION.outputs([*types[:index], wrong, *types[index + 1 :]])
-    with pytest.raises(DTypeError, match="embedding: expected int32 ids, got int64"):
-        EmbeddingOp().outputs([TensorType((4, 2), "float16"), TensorType((1, 1), "int64")])

@@ -4,7 +4,7 @@ import gc
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.dtypes import numpy_dtype
@@ -13,8 +13,6 @@ from trt_kvcache.memory.shapes import dense_nbytes, span_elements
 
 DTYPES = ["float16", "bfloat16", "float32", "float8_e4m3fn", "int8", "uint8", "int32", "int64"]
 SHAPE = (2, 3, 5)
-# The memory is one for all examples of a test.
-SHARED_MEMORY = settings(settings.default, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def random_array(shape, dtype, seed=0):
@@ -219,7 +217,6 @@ class TestRefusedCopies:
 
 
 class TestRead:
-    @SHARED_MEMORY
     @given(data=st.data())
     def test_any_view(self, memory, data):
         shape = tuple(data.draw(st.lists(st.integers(0, 4), max_size=3)))

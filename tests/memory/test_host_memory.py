@@ -1,13 +1,14 @@
 """What is special about ``HostMemory``: NumPy sees its bytes in place."""
 
 import gc
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.dtypes import numpy_dtype
-from trt_kvcache.errors import DTypeError
+from trt_kvcache.errors import DTypeError, PlaceError, ShapeError
 from trt_kvcache.memory.shapes import dense_nbytes
 
 
@@ -66,3 +67,38 @@ class TestHostMemory:
         array[0, 2] = 5
         assert tensor.numpy().tolist() == [[0, 0, 0], [0, 0, 5]]
         assert array.ctypes.data == tensor.ptr + 12
+
+
+class TestRefused:
+    """Tensors of another host memory: there may be two, and neither knows when the other's bytes go."""
+
+    @pytest.fixture
+    def host(self):
+        return HostMemory()
+
+    @pytest.fixture
+    def foreign(self):
+        other = HostMemory()
+        return other.to_device(np.ones(3, np.int32), stream=other.create_stream())
+
+    def test_zero_of_another_memory(self, host, foreign):
+        with pytest.raises(PlaceError, match=r"^zero: expected a tensor of this memory, got one of cpu\.$"):
+            host.zero(foreign, stream=host.create_stream())
+        assert foreign.numpy().tolist() == [1, 1, 1]
+
+    def test_zero_of_a_view_with_gaps(self, host):
+        stream = host.create_stream()
+        whole = host.to_device(np.ones((2, 6), np.int32), stream=stream)
+        gaps = DeviceTensor(whole.allocation, shape=(2, 3), strides=(6, 1), dtype="int32")
+        with pytest.raises(ShapeError, match=r"^zero: expected a dense tensor, got DeviceTensor"):
+            host.zero(gaps, stream=stream)
+        assert (whole.numpy() == 1).all()
+
+    def test_an_array_over_a_device(self, host):
+        class Elsewhere:
+            """An allocation that is not in host memory."""
+
+            memory, nbytes, ptr = SimpleNamespace(device="cuda:0"), 12, 0
+
+        with pytest.raises(PlaceError, match=r"^expected a tensor in host memory, got one of cuda:0\.$"):
+            host.array(DeviceTensor(Elsewhere(), shape=(3,), dtype="int32"))

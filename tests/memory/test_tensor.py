@@ -5,14 +5,11 @@ import gc
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from trt_kvcache import DeviceTensor
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, LayoutError, ShapeError
-
-# The memory is one for all examples of a test.
-SHARED_MEMORY = settings(settings.default, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture
@@ -119,7 +116,6 @@ class TestRefused:
 
 
 class TestSlice:
-    @SHARED_MEMORY
     @given(data=st.data())
     def test_as_numpy_slices(self, dense, strided, data):
         tensor = data.draw(st.sampled_from([dense, strided]))
