@@ -18,7 +18,7 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.config import EngineConfig
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
-from trt_kvcache.errors import CheckpointError, EngineError
+from trt_kvcache.errors import CheckpointError, ClosedError, EngineError
 
 
 @pytest.fixture
@@ -283,6 +283,16 @@ def test_checkpoint_that_was_changed(folder: EngineFolder, model: Path, change: 
         CheckpointError, match=r"model: this checkpoint was changed since engine .* was built from it .* Build the engine anew"
     ):
         folder.open_checkpoint()
+
+
+def test_a_checkpoint_that_is_refused_is_closed(folder: EngineFolder, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = Checkpoint.open(model)
+    monkeypatch.setattr(checkpoint, "fingerprint", lambda progress: "another")
+    monkeypatch.setattr(Checkpoint, "open", lambda path: checkpoint)
+    with pytest.raises(CheckpointError, match="this checkpoint was changed"):
+        folder.open_checkpoint()
+    with pytest.raises(ClosedError):
+        checkpoint.tensor(checkpoint.tensor_names[0])
 
 
 def test_checkpoint_that_is_damaged(folder: EngineFolder, model: Path) -> None:
