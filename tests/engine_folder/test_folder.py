@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.engine_files import PLAN, make_engine_folder
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
-from trt_kvcache.errors import CheckpointError, EngineError
+from trt_kvcache.errors import CheckpointError, ClosedError, EngineError
 
 
 def edit(folder: EngineFolder, change: Callable[[dict[str, Any]], object]) -> None:
@@ -171,6 +171,16 @@ def test_a_changed_checkpoint_is_refused(folder: EngineFolder, model: Path, chan
         CheckpointError, match=r"model: this checkpoint was changed since engine .* was built from it .* Build the engine again"
     ):
         folder.open_checkpoint()
+
+
+def test_a_checkpoint_that_is_refused_is_closed(folder: EngineFolder, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = Checkpoint.open(model)
+    monkeypatch.setattr(checkpoint, "fingerprint", lambda progress: "another")
+    monkeypatch.setattr(Checkpoint, "open", lambda path: checkpoint)
+    with pytest.raises(CheckpointError, match="this checkpoint was changed"):
+        folder.open_checkpoint()
+    with pytest.raises(ClosedError):
+        checkpoint.tensor(checkpoint.tensor_names[0])
 
 
 def test_a_damaged_checkpoint_is_refused(folder: EngineFolder, model: Path) -> None:
