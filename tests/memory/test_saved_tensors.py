@@ -1,4 +1,3 @@
-<<<<<<< HEAD
 """Several tensors in one allocation, and the check of tensors that come back. What caches refuse: tests/cache/test_kv_layers.py."""
 
 import gc
@@ -82,25 +81,3 @@ class TestCheck:
         saved[0].allocation.close()
         with pytest.raises(ClosedError, match=r"^saved\[0\]: the memory behind this tensor is closed\.$"):
             self.check(saved, memory)
-=======
-"""The tensors of a captured slot: where they lie."""
-
-from trt_kvcache.memory.saved_tensors import allocate_tensors
-
-
-def test_each_tensor_starts_at_a_multiple_of_256_bytes_of_one_allocation(memory, stream):
-    tensors = allocate_tensors(memory, [(3, 5), (2, 128), (1,)], "float16", stream=stream)
-    assert [tensor.offset for tensor in tensors] == [0, 256, 768]
-    assert [tensor.ptr % 256 for tensor in tensors] == [0, 0, 0]
-    assert {id(tensor.allocation) for tensor in tensors} == {id(tensors[0].allocation)}
-    assert [(tensor.shape, tensor.dtype, tensor.is_contiguous) for tensor in tensors] == [
-        ((3, 5), "float16", True),
-        ((2, 128), "float16", True),
-        ((1,), "float16", True),
-    ]
-
-
-def test_nothing_is_held_without_tensors(memory, stream):
-    assert allocate_tensors(memory, [], "float16", stream=stream) == []
-    assert memory.live_nbytes == 0
->>>>>>> refs/heads/mut
