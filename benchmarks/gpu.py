@@ -248,7 +248,7 @@ def commit_in_a_graph(replays: int = 5) -> dict[str, Any]:
 def gpu_tests() -> str:
     """Run the tests that need a GPU; a missing one is a failure."""
     environment = {**os.environ, "TRT_KVCACHE_REQUIRE_GPU": "1", "TRT_KVCACHE_TEST_DEVICE": "gpu"}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu or device", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "4", "-m", "gpu or device", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout[-2000:]
     return done.stdout.strip().splitlines()[-1]
