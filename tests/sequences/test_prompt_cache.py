@@ -207,7 +207,10 @@ class TestLimit:
         match = prompts.find([1, 5, 5, 5])
         for first in (4, 6, 7):
             prompts.insert([first, 5, 5, 5], 0, stream=stream)
-        with Unchanged(cache), pytest.raises(ClosedError, match=r"^this entry is not held here: it was dropped since it was found"):
+        with (
+            Unchanged(cache),
+            pytest.raises(ClosedError, match=r"^this prompt cache does not hold the entry: it was dropped since it was found"),
+        ):
             prompts.restore(match, 0, stream=stream)
 
 
@@ -547,7 +550,7 @@ BAD = {
     "an entry of another prompt cache": (
         lambda on: on.restore(PromptMatch(on.other, 4)),
         ClosedError,
-        "this entry is not held here: it was dropped since it was found, or",
+        "this prompt cache does not hold the entry: it was dropped since it was found, or",
     ),
     "insert without a stream": (lambda on: on.prompts.insert(on.good, 0, stream=None), PlaceError, "stream: expected"),
     "insert_copy without a stream": (

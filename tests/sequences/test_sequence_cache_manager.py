@@ -293,7 +293,7 @@ class TestBytes:
 class TestRecurrentLayers:
     """Only an engine can advance states, and nothing can take them back."""
 
-    TEXT = "the cache has recurrent layers, and their states follow an engine only. Pin the sequence, and run it."
+    TEXT = "the cache has recurrent layers, whose states only an engine can update. Pin the sequence and run it."
 
     @pytest.mark.parametrize("kind", ["linear", "hybrid"])
     def test_tokens_are_not_appended(self, make, kind):
@@ -488,7 +488,7 @@ class TestConstruction:
     def test_a_cache_is_under_one_at_a_time(self, memory):
         cache = make_cache("manager", memory)
         first = SequenceCacheManager(cache)
-        with pytest.raises(ConfigError, match="expected a cache without one, got one that is under another"):
+        with pytest.raises(ConfigError, match="expected a cache that no other SequenceCacheManager uses, got one in use"):
             SequenceCacheManager(cache)
         first.close()
         SequenceCacheManager(cache).close()

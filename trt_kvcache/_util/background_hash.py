@@ -10,7 +10,7 @@ DIGEST_NBYTES = hashlib.sha256().digest_size
 
 
 class BackgroundHash:
-    """SHA-256 of chunks, in their order, computed in a thread of its own. A context manager.
+    """SHA-256 of chunks, in their order, computed in a separate thread. A context manager.
 
     A disk and the hash are about equally fast, so doing both at once halves the time.
 

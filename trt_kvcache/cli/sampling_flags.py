@@ -1,4 +1,4 @@
-"""The options that say how tokens are chosen, which ``generate``, ``chat`` and ``serve-file`` share."""
+"""The command-line options for sampling, which ``generate``, ``chat`` and ``serve-file`` share."""
 
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any

@@ -1,4 +1,4 @@
-"""The options that say what is run and how, which several commands share, and the session they open."""
+"""The command-line options that select model, engine and sizes, shared by several commands, and the session that is opened from them."""
 
 from dataclasses import dataclass
 from pathlib import Path

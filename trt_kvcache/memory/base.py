@@ -33,7 +33,7 @@ class Allocation(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, as asked for."""
+        """Size in bytes, as requested."""
 
     @property
     def closed(self) -> bool:

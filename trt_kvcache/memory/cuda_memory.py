@@ -57,7 +57,7 @@ class CudaMemory:
 
     Notes
     -----
-    Memory comes from a stream-ordered pool of its own if the device has pools, else from plain allocations. Streams are
+    Memory comes from a private stream-ordered pool if the device has pools, else from plain allocations. Streams are
     ``cuda.core.Stream``; a ``cuda.core.graph.GraphBuilder`` is accepted where the operation can be captured. Every operation makes
     the device current in the calling thread.
 
@@ -426,7 +426,7 @@ class CudaMemory:
         Raises
         ------
         BufferError
-            A copy, or another device, was asked for: use ``.numpy()``.
+            A copy or another device was requested: use ``.numpy()``.
         RangeError
             ``stream`` is 0, which the protocol leaves ambiguous.
         PlaceError, ClosedError
