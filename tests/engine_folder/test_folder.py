@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.engine_files import PLAN, make_engine_folder
+from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CheckpointError, ClosedError, EngineError
 
