@@ -17,8 +17,8 @@ from tests.helpers.small_model import write_model
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.config import EngineConfig
-from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
-from trt_kvcache.errors import CheckpointError, ClosedError, EngineError
+from trt_kvcache.engine_folder.folder import EngineFolder, check_target, is_engine_folder
+from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError, EngineError
 
 
 @pytest.fixture
@@ -300,6 +300,16 @@ def test_checkpoint_that_is_damaged(folder: EngineFolder, model: Path) -> None:
         file.truncate(100)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         folder.open_checkpoint()
+
+
+@pytest.mark.parametrize("inside", [".", "checkpoint", "checkpoint/deep"])
+def test_a_folder_that_holds_the_model_is_not_replaced(folder: EngineFolder, model: Path, inside: str) -> None:
+    place = folder.path / inside
+    if inside != ".":
+        place.parent.mkdir(exist_ok=True)
+        model.rename(place)
+    with pytest.raises(ConfigError, match=r"engine path .*: the model .* is in it and would be replaced"):
+        check_target(folder.path, place)
 
 
 def test_a_folder_of_the_first_format_is_still_read(folder):
