@@ -1,6 +1,6 @@
 """The attention kernels on a GPU, beside those of others: is it right, and how fast is it. Needs torch.
 
-    python benchmarks/attention.py [--quick] [--max-seconds 420] [--only decode|prefill] [--dims 64,128] [--tiles WARPS=8,KEYS=64,...]
+    python benchmarks/attention.py [--quick] [--max-seconds 420] [--only decode|prefill] [--dims 64,128] [--tiles WARPS=8,TILE_KEYS=64,...]
 
 Decode, against the copy bandwidth: caches take turns, so that none is in L2. Prefill, against a matrix product of torch. Each has
 two rows: attention alone (a decode step appends all the same), and RoPE, append and attention; the others only attend. All run in
@@ -33,8 +33,8 @@ sys.path.append(str(HERE.parent))
 from tests.kernels import attention as cases  # noqa: E402
 from trt_kvcache import CudaMemory, DeviceTensor  # noqa: E402
 from trt_kvcache.dtypes import itemsize  # noqa: E402
-from trt_kvcache.kernels import AttentionWorkspace, attend, attention_tiles  # noqa: E402
-from trt_kvcache.kernels.attention_call import AttentionCall  # noqa: E402
+from trt_kvcache.kernels import AttentionWorkspace, attend, attention_tiles, source_variants  # noqa: E402
+from trt_kvcache.kernels.attention_params import AttentionParams  # noqa: E402
 from trt_kvcache.kernels.cuda import attention as launcher  # noqa: E402
 from trt_kvcache.memory.shapes import dense_nbytes  # noqa: E402
 
@@ -175,8 +175,8 @@ class Problem:
 
         def alone(cache: DeviceTensor) -> Callable[[Any], object]:
             options = {"new_lengths": None, "cos_sin": None, "scale": dim**-0.5, "window": 0, "softcap": 0.0}
-            call = AttentionCall(**fixed, **options, cache=cache)
-            return lambda stream: launcher._prefill(call, stream)
+            params = AttentionParams(**fixed, **options, cache=cache)
+            return lambda stream: launcher._prefill(params, stream)
 
         self.calls = calls()
         self.rows = {
@@ -344,7 +344,7 @@ def _use_tiles(which: str, text: str) -> None:
     def tiles(head_dim: int, arch: str) -> dict[str, int]:
         return {**chosen(head_dim, arch), **given}
 
-    attention_tiles._TILES[f"attention_{which}"] = tiles
+    source_variants.TILES[f"attention_{which}"] = tiles
     for module in (attention_tiles, launcher):
         if hasattr(module, name):
             setattr(module, name, tiles)

@@ -84,7 +84,7 @@ def _gpu():
 
 
 def to_table(rows):
-    """Return rows of figures, nested by one level at most, with their names said once, and "" for the text above: a fourth of the bytes."""
+    """Return rows of figures, nested by one level at most, with names written once, and "" for the text above: a fourth of the bytes."""
     flat = [{(key, *inner): value for key, part in row.items() for inner, value in _parts(part)} for row in rows]
     columns = list(dict.fromkeys(column for row in flat for column in row))
     rows = [[row.get(column) for column in columns] for row in flat]

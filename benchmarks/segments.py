@@ -31,7 +31,7 @@ from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, d
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants, decoder_stages
-from trt_kvcache.kernels.attention_call import AttentionCall
+from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.memory.cuda_memory import find_gpu
 from trt_kvcache.memory.host_memory import HostAllocation, HostStream
 from trt_kvcache.ops.segments import Segment
@@ -48,7 +48,7 @@ def nothing(*arguments: Any, **options: Any) -> bool:
     return True
 
 
-def memory_of(call: AttentionCall) -> Any:
+def memory_of(call: AttentionParams) -> Any:
     """Return the memory of a call, whatever it is."""
     return call.cache.memory
 

@@ -1,105 +1,107 @@
-// K/V of slots: save, instantiate, compact. Launched by trt_kvcache/kernels/cuda/kv.py.
-// Rows are multiples of 16 bytes and everything starts at one, so whatever the dtype, units of 16 bytes are moved.
-// Grid: x along the tokens of a head, y over K and V of all heads, z over the layers of a head-dim group. Layers may have
-// fewer heads than the grid.
+// K/V of batch slots: save, instantiate and compact, for all layers of a head-dim group in one launch.
+// Launched by trt_kvcache/kernels/cuda/kv.py.
+//
+// Rows (one token of one head) are multiples of 16 bytes and start at multiples of 16 bytes, so whatever the dtype, vectors of 16 bytes are
+// moved. Grid: x along the tokens of a head, y over K and V of all heads, z over layers. y is as large as the layer with the most heads needs.
 
-#include "arguments.cuh"
+#include "argument_lists.cuh"
 #include "compaction.cuh"
-#include "units.cuh"
+#include "vector_copy.cuh"
 
-// kernels/layer_infos.py writes it.
+// Written by kernels/layer_infos.py (KVLayerInfo).
 struct KVLayer {
     unsigned char* data;
     long long slot_stride, kv_stride;  // bytes
     long long num_kv_heads, max_sequence_length;
 };
 
-// K or V of one head of one layer, by blockIdx.
-struct Head {
+// K or V of one head of one layer: what a block works on.
+struct LayerHead {
     KVLayer layer;
-    long long kv, head;
+    long long kv, head;  // kv: 0 for K, 1 for V
 
-    __device__ __forceinline__ explicit Head(const KVLayer* layers) : layer(layers[blockIdx.z]) {
+    __device__ __forceinline__ explicit LayerHead(const KVLayer* layers) : layer(layers[blockIdx.z]) {
         kv = blockIdx.y / layer.num_kv_heads;
         head = blockIdx.y % layer.num_kv_heads;
     }
-    __device__ __forceinline__ bool is_there() const { return kv < 2; }
+    // False where the layer has fewer heads than the grid.
+    __device__ __forceinline__ bool exists() const { return kv < 2; }
     __device__ __forceinline__ unsigned char* in_slot(long long slot, long long row_nbytes) const {
         return layer.data + slot * layer.slot_stride + kv * layer.kv_stride + head * layer.max_sequence_length * row_nbytes;
     }
-    // In a dense tensor [2, H, tokens, D].
-    __device__ __forceinline__ unsigned char* in_saved(long long saved, long long tokens, long long row_nbytes) const {
-        return reinterpret_cast<unsigned char*>(saved) + (kv * layer.num_kv_heads + head) * tokens * row_nbytes;
+    // In a contiguous saved tensor [2, H, saved_tokens, D] at this address.
+    __device__ __forceinline__ unsigned char* in_saved(long long saved, long long saved_tokens, long long row_nbytes) const {
+        return reinterpret_cast<unsigned char*>(saved) + (kv * layer.num_kv_heads + head) * saved_tokens * row_nbytes;
     }
 };
 
-// The first tokens of a slot of each layer, into the layer's saved tensor [2, H, saved_tokens, D].
+// Copies the first `tokens` tokens of a slot of each layer to the layer's saved tensor [2, H, saved_tokens, D].
 extern "C" __global__ void __launch_bounds__(kThreads) save_layers(const KVLayer* layers, long long row_nbytes, long long slot,
                                                                   long long tokens, long long saved_tokens, LIST_64(long long saved)) {
     const long long addresses[] = {LIST_64(saved)};
-    const Head head(layers);
-    if (!head.is_there()) return;
-    unsigned char* saved = head.in_saved(pick(addresses, blockIdx.z), saved_tokens, row_nbytes);
-    copy_run<uint4>(saved, head.in_slot(slot, row_nbytes), tokens * row_nbytes);
+    const LayerHead head(layers);
+    if (!head.exists()) return;
+    unsigned char* saved = head.in_saved(select_value(addresses, blockIdx.z), saved_tokens, row_nbytes);
+    copy_bytes<uint4>(saved, head.in_slot(slot, row_nbytes), tokens * row_nbytes);
 }
 
-// The other way round.
+// The opposite: from the saved tensors to the slot.
 extern "C" __global__ void __launch_bounds__(kThreads) instantiate_layers(const KVLayer* layers, long long row_nbytes, long long slot,
                                                                          long long tokens, long long saved_tokens,
                                                                          LIST_64(long long saved)) {
     const long long addresses[] = {LIST_64(saved)};
-    const Head head(layers);
-    if (!head.is_there()) return;
-    const unsigned char* saved = head.in_saved(pick(addresses, blockIdx.z), saved_tokens, row_nbytes);
-    copy_run<uint4>(head.in_slot(slot, row_nbytes), saved, tokens * row_nbytes);
+    const LayerHead head(layers);
+    if (!head.exists()) return;
+    const unsigned char* saved = head.in_saved(select_value(addresses, blockIdx.z), saved_tokens, row_nbytes);
+    copy_bytes<uint4>(head.in_slot(slot, row_nbytes), saved, tokens * row_nbytes);
 }
 
-// One layer, either way: y is the head, z is K or V. Strides are bytes.
+// The single-layer form of both. Grid: y over heads, z over K and V. Strides in bytes.
 extern "C" __global__ void __launch_bounds__(kThreads) copy_layer(unsigned char* to, long long to_kv_stride, long long to_head_stride,
                                                                  const unsigned char* from, long long from_kv_stride,
                                                                  long long from_head_stride, long long nbytes) {
-    copy_run<uint4>(to + blockIdx.z * to_kv_stride + blockIdx.y * to_head_stride,
-                    from + blockIdx.z * from_kv_stride + blockIdx.y * from_head_stride, nbytes);
+    copy_bytes<uint4>(to + blockIdx.z * to_kv_stride + blockIdx.y * to_head_stride,
+                      from + blockIdx.z * from_kv_stride + blockIdx.y * from_head_stride, nbytes);
 }
 
-template <class Steps>
-__device__ __forceinline__ void compact(const Head& head, const Steps& steps, long long row_nbytes) {
-    walk_columns<uint4>(head.in_slot(0, row_nbytes), head.layer.slot_stride, steps,
-                        Extent{row_nbytes / static_cast<long long>(sizeof(uint4)), 0});
+template <class Moves>
+__device__ __forceinline__ void compact(const LayerHead& head, const Moves& moves, long long row_nbytes) {
+    compact_columns<uint4>(head.in_slot(0, row_nbytes), head.layer.slot_stride, moves,
+                           Extent{row_nbytes / static_cast<long long>(sizeof(uint4)), 0});
 }
 
 template <int kCount>
-__device__ __forceinline__ void compact_listed(const KVLayer* layers, long long row_nbytes, long long longest, long long count,
+__device__ __forceinline__ void compact_listed(const KVLayer* layers, long long row_nbytes, long long max_tokens, long long count,
                                               const long long (&packed)[kCount]) {
-    SHARED_ARRAY(long long, steps, kCount);
-    const Head head(layers);
-    if (!head.is_there()) return;  // the whole block
-    compact(head, list_steps(steps, packed, count, longest), row_nbytes);
+    SHARED_ARRAY(long long, moves, kCount);
+    const LayerHead head(layers);
+    if (!head.exists()) return;  // the whole block
+    compact(head, share_moves(moves, packed, count, max_tokens), row_nbytes);
 }
 
-// Live tokens of the slots of each layer, by a list of steps: any permutation. `longest`: tokens of the longest step.
-extern "C" __global__ void __launch_bounds__(kThreads) compact_layers_8(const KVLayer* layers, long long row_nbytes, long long longest,
-                                                                       long long count, LIST_8(long long step)) {
-    const long long packed[] = {LIST_8(step)};
-    compact_listed(layers, row_nbytes, longest, count, packed);
+// Moves the live tokens of the slots of each layer by a list of up to 8, 32 or 96 moves: any permutation.
+extern "C" __global__ void __launch_bounds__(kThreads) compact_layers_8(const KVLayer* layers, long long row_nbytes, long long max_tokens,
+                                                                       long long count, LIST_8(long long move)) {
+    const long long packed[] = {LIST_8(move)};
+    compact_listed(layers, row_nbytes, max_tokens, count, packed);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) compact_layers_32(const KVLayer* layers, long long row_nbytes, long long longest,
-                                                                        long long count, LIST_32(long long step)) {
-    const long long packed[] = {LIST_32(step)};
-    compact_listed(layers, row_nbytes, longest, count, packed);
+extern "C" __global__ void __launch_bounds__(kThreads) compact_layers_32(const KVLayer* layers, long long row_nbytes, long long max_tokens,
+                                                                        long long count, LIST_32(long long move)) {
+    const long long packed[] = {LIST_32(move)};
+    compact_listed(layers, row_nbytes, max_tokens, count, packed);
 }
 
-extern "C" __global__ void __launch_bounds__(kThreads) compact_layers_96(const KVLayer* layers, long long row_nbytes, long long longest,
-                                                                        long long count, LIST_96(long long step)) {
-    const long long packed[] = {LIST_96(step)};
-    compact_listed(layers, row_nbytes, longest, count, packed);
+extern "C" __global__ void __launch_bounds__(kThreads) compact_layers_96(const KVLayer* layers, long long row_nbytes, long long max_tokens,
+                                                                        long long count, LIST_96(long long move)) {
+    const long long packed[] = {LIST_96(move)};
+    compact_listed(layers, row_nbytes, max_tokens, count, packed);
 }
 
-// The same by a mapping and lengths that only the device knows: int32 [old_batch] each.
+// The same by a mapping and lengths that are read on the device: int32 [old_batch] each.
 extern "C" __global__ void __launch_bounds__(kThreads) compact_layers_mapped(const KVLayer* layers, long long row_nbytes, const int* mapping,
                                                                             const int* lengths, long long old_batch) {
-    const Head head(layers);
-    if (!head.is_there()) return;
-    compact(head, map_steps(mapping, lengths, old_batch, head.layer.max_sequence_length), row_nbytes);
+    const LayerHead head(layers);
+    if (!head.exists()) return;
+    compact(head, read_mapping(mapping, lengths, old_batch, head.layer.max_sequence_length), row_nbytes);
 }

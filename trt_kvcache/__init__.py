@@ -70,10 +70,10 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.ops.custom_op import CustomOp as CustomOp, TensorType as TensorType, run_on_host as run_on_host
     from trt_kvcache.ops.embedding_op import EmbeddingOp as EmbeddingOp
     from trt_kvcache.ops.registry import register_operation as register_operation, unregister_operation as unregister_operation
-    from trt_kvcache.polygraphy.compare import compare_paths as compare_paths
+    from trt_kvcache.polygraphy.compare_paths import compare_paths as compare_paths
     from trt_kvcache.polygraphy.feeds import greedy_feeds as greedy_feeds, make_feed as make_feed
     from trt_kvcache.polygraphy.network_script import NetworkScript as NetworkScript
-    from trt_kvcache.polygraphy.runner import (
+    from trt_kvcache.polygraphy.runners import (
         RecomputeRunner as RecomputeRunner,
         ReferenceRunner as ReferenceRunner,
         SessionRunner as SessionRunner,
@@ -142,9 +142,9 @@ _MODULE_OF = {
     "PromptEntry": "sequences.prompt_cache",
     "PromptMatch": "sequences.prompt_cache",
     "RangeError": "errors",
-    "RecomputeRunner": "polygraphy.runner",
+    "RecomputeRunner": "polygraphy.runners",
     "ReferenceEngine": "reference",
-    "ReferenceRunner": "polygraphy.runner",
+    "ReferenceRunner": "polygraphy.runners",
     "RequestHandle": "session.request_handle",
     "SamplerState": "generation.sampler_state",
     "SamplingParams": "generation.sampling",
@@ -152,7 +152,7 @@ _MODULE_OF = {
     "SequenceCacheManager": "sequences.sequence_cache_manager",
     "SequenceError": "errors",
     "SessionOptions": "session.session_options",
-    "SessionRunner": "polygraphy.runner",
+    "SessionRunner": "polygraphy.runners",
     "SessionStatistics": "session.statistics",
     "ShapeError": "errors",
     "SlotError": "errors",
@@ -165,7 +165,7 @@ _MODULE_OF = {
     "TensorType": "ops.custom_op",
     "Tokenizer": "checkpoint",
     "build_engine": "builder.build_engine",
-    "compare_paths": "polygraphy.compare",
+    "compare_paths": "polygraphy.compare_paths",
     "estimate_memory": "cache.estimate",
     "greedy_feeds": "polygraphy.feeds",
     "inspect_engine": "engine_folder.inspection",

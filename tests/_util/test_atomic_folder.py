@@ -1,4 +1,4 @@
-"""A folder appears complete or not at all, and what was in its place stays until then."""
+"""A folder that is made appears complete or not at all."""
 
 import os
 
@@ -9,51 +9,82 @@ from trt_kvcache._util.atomic_folder import atomic_folder
 
 @pytest.fixture
 def target(tmp_path):
-    """A folder with one file, alone in its parent."""
-    folder = tmp_path / "place" / "target"
-    folder.mkdir(parents=True)
-    (folder / "old.txt").write_text("old")
-    return folder
+    return tmp_path / "engine"
 
 
-def names_in(folder):
-    return sorted(os.listdir(folder))
-
-
-def test_a_new_folder_appears_when_the_block_ends(tmp_path):
-    target = tmp_path / "a" / "b" / "target"
+def make(target, *names, error=None):
+    """Make a folder of files; with an error, fail after the last one."""
     with atomic_folder(target) as folder:
-        (folder / "new.txt").write_text("new")
+        for name in names:
+            (folder / name).write_text(name)
+        if error is not None:
+            raise error
+
+
+def held(target):
+    return sorted(os.listdir(target))
+
+
+def test_the_files_are_there_afterwards(target):
+    make(target, "a", "b")
+    assert held(target) == ["a", "b"]
+
+
+def test_nothing_is_there_before_the_block_ends(target):
+    with atomic_folder(target) as folder:
+        (folder / "a").write_text("a")
         assert not target.exists()
-    assert names_in(target) == ["new.txt"]
-    assert names_in(target.parent) == ["target"]
 
 
-def test_a_folder_that_exists_is_replaced(target):
-    with atomic_folder(target) as folder:
-        (folder / "new.txt").write_text("new")
-        assert names_in(target) == ["old.txt"]
-    assert names_in(target) == ["new.txt"]
-    assert names_in(target.parent) == ["target"]
+def test_the_folders_above_are_made(tmp_path):
+    make(tmp_path / "one" / "two" / "engine", "a")
+    assert held(tmp_path / "one" / "two" / "engine") == ["a"]
 
 
-def test_a_block_that_raises_leaves_the_old_folder_and_nothing_else(target):
-    with pytest.raises(FileNotFoundError), atomic_folder(target) as folder:
-        (folder / "nowhere" / "new.txt").write_text("new")
-    assert names_in(target) == ["old.txt"]
-    assert names_in(target.parent) == ["target"]
+def test_a_folder_that_is_there_is_replaced_whole(target):
+    make(target, "old")
+    make(target, "new")
+    assert held(target) == ["new"]
 
 
-def test_the_old_folder_is_put_back_if_the_new_one_cannot_take_its_place(target, monkeypatch):
-    rename = os.rename
+def test_no_other_folder_is_left(target):
+    make(target, "old")
+    make(target, "new")
+    assert os.listdir(target.parent) == ["engine"]
 
-    def refuse_the_new_folder(source, destination):
-        if str(source).endswith(".new"):
-            raise OSError(28, "No space left on device")
-        rename(source, destination)
 
-    monkeypatch.setattr(os, "rename", refuse_the_new_folder)
-    with pytest.raises(OSError, match="No space left on device"), atomic_folder(target) as folder:
-        (folder / "new.txt").write_text("new")
-    assert names_in(target) == ["old.txt"]
-    assert names_in(target.parent) == ["target"]
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_an_error_inside_leaves_the_old_folder(target, error):
+    make(target, "old")
+    with pytest.raises(error):
+        make(target, "new", error=error)
+    assert (os.listdir(target.parent), held(target)) == (["engine"], ["old"])
+
+
+def test_an_error_inside_leaves_nothing_where_nothing_was(target):
+    with pytest.raises(ZeroDivisionError), atomic_folder(target):
+        _ = 1 / 0
+    assert os.listdir(target.parent) == []
+
+
+def test_where_the_new_folder_gets_no_name_the_old_one_comes_back(target, monkeypatch):
+    make(target, "old")
+    rename, calls = os.rename, []
+
+    def fail_second(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise PermissionError("in use")
+        rename(*arguments)
+
+    monkeypatch.setattr(os, "rename", fail_second)
+    with pytest.raises(PermissionError, match="in use"):
+        make(target, "new")
+    assert (os.listdir(target.parent), held(target)) == (["engine"], ["old"])
+
+
+def test_two_writers_do_not_meet(target):
+    with atomic_folder(target) as one, atomic_folder(target) as other:
+        (one / "one").write_text("")
+        (other / "other").write_text("")
+    assert held(target) == ["one"]  # whose block ended last

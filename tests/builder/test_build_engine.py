@@ -146,7 +146,7 @@ def test_progress_names_the_stages_in_order(tmp_path: Path) -> None:
 @pytest.mark.trt
 @pytest.mark.parametrize("stage", ["define network", "build engine", "read checkpoint", "write engine folder"])
 @pytest.mark.parametrize("existing", [False, True])
-def test_interruption_leaves_nothing_and_harms_nothing(tmp_path: Path, stage: str, existing: bool) -> None:
+def test_an_interrupt_leaves_nothing_and_keeps_the_old_engine(tmp_path: Path, stage: str, existing: bool) -> None:
     model, place = write_model(tmp_path / "model"), tmp_path / "place"
     place.mkdir()
     before = {}
@@ -167,7 +167,7 @@ def test_interruption_leaves_nothing_and_harms_nothing(tmp_path: Path, stage: st
 
 
 @pytest.mark.trt
-def test_failure_while_writing_leaves_nothing_and_harms_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_while_writing_leaves_nothing_and_keeps_the_old_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, place = write_model(tmp_path / "model"), tmp_path / "place"
     (model / "tokenizer.json").write_text(TOKENIZER)
     build_engine(model, place / "engine", **SIZES)
@@ -398,7 +398,7 @@ def test_plugin_attention_is_built_in_segments_by_rtx(tmp_path):
     ],
 )
 @pytest.mark.trt
-def test_models_that_our_kernels_do_not_serve(tmp_path, changes, options, message):
+def test_models_that_the_plugin_does_not_support(tmp_path, changes, options, message):
     with pytest.raises(ConfigError) as raised:
         build_engine(write_model(tmp_path / "model", **changes), tmp_path / "engine", **SIZES, attention="plugin", **options)
     assert str(raised.value).startswith(message)

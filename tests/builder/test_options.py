@@ -51,7 +51,7 @@ def full_tensorrt(version: str) -> TensorRT:
         ({"compute_capabilities": ("8.6", "8.6")}, "compute_capabilities: expected each one once, got 8.6, 8.6."),
     ],
 )
-def test_refused_at_once(change: dict[str, Any], message: str) -> None:
+def test_values_that_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
         BuildOptions(**{**GOOD, **change})
     assert str(raised.value) == message
@@ -113,7 +113,7 @@ def test_full_tensorrt_builds_for_the_gpu_at_hand() -> None:
 
 
 @pytest.mark.trt
-def test_compute_capabilities_that_rtx_knows() -> None:
+def test_compute_capabilities_that_rtx_supports() -> None:
     rtx = load("tensorrt_rtx")
     BuildOptions(**GOOD, compute_capabilities=("7.5", "8.0", "8.6", "8.9", "12.0", "12.1")).check_tensorrt(rtx)
     for unknown in ("9.0", "86", "8"):

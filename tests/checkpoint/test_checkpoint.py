@@ -1,7 +1,8 @@
+"""``Checkpoint``: tensors, fingerprints, and folders that do not fit their configuration."""
+
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,43 +10,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 
+from tests.checkpoint.folders import Q_PROJ, CopyOf, Tensors, edit_config, edit_tensors, refused, unshard
 from trt_kvcache.checkpoint import Checkpoint, checkpoint as checkpoint_module
 from trt_kvcache.errors import CheckpointError, ClosedError
-
-CopyOf = Callable[[str], Path]
-Tensors = dict[str, np.ndarray[Any, Any]]
-
-Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
-
-
-def edit_config(folder: Path, **changes: Any) -> None:
-    path = folder / "config.json"
-    data = json.loads(path.read_text()) | changes
-    path.write_text(json.dumps({name: value for name, value in data.items() if value is not ...}))
-
-
-def edit_tensors(folder: Path, edit: Callable[[Tensors], object], file: str = "model.safetensors") -> None:
-    tensors = load_file(folder / file)
-    edit(tensors)
-    save_file(tensors, folder / file)
-
-
-def unshard(folder: Path) -> None:
-    """Merge the shards of a folder into one file."""
-    tensors: Tensors = {}
-    for shard in sorted(folder.glob("model-*.safetensors")):
-        tensors |= load_file(shard)
-        shard.unlink()
-    (folder / "model.safetensors.index.json").unlink()
-    save_file(tensors, folder / "model.safetensors")
-
-
-def refused(folder: Path) -> str:
-    with pytest.raises(CheckpointError) as error:
-        Checkpoint.open(folder)
-    return str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -87,37 +56,19 @@ def test_tensors_are_read_only_views_that_outlive_the_checkpoint(copy_of: CopyOf
     np.testing.assert_array_equal(array, expected)
 
 
-def test_closed_checkpoint_says_so(copy_of: CopyOf) -> None:
+def test_reading_from_a_closed_checkpoint_is_refused(copy_of: CopyOf) -> None:
     checkpoint = Checkpoint.open(copy_of("llama"))
     checkpoint.close()
     with pytest.raises(ClosedError, match=r"checkpoint .*llama is closed"):
         checkpoint.tensor(Q_PROJ)
 
 
-def test_unknown_tensor(copy_of: CopyOf) -> None:
+def test_an_unknown_tensor_is_refused(copy_of: CopyOf) -> None:
     with Checkpoint.open(copy_of("llama")) as checkpoint, pytest.raises(CheckpointError, match=r"tensor of the model, got 'lm_head\.bias'"):
         checkpoint.tensor("lm_head.bias")
 
 
-def test_a_file_whose_tensors_are_not_aligned(copy_of: CopyOf) -> None:
-    """Old writers did not pad the header; the arrays are usable all the same."""
-    folder = copy_of("llama")
-    file = folder / "model.safetensors"
-    expected = load_file(file)[Q_PROJ]
-    content = file.read_bytes()
-    header_bytes = int.from_bytes(content[:8], "little")
-    header = content[8 : 8 + header_bytes].rstrip(b" ")
-    header += b" " * (1 + len(header) % 2 - 2 * (len(header) % 2))  # an odd length
-    assert len(header) % 2 == 1
-    file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + header_bytes :])
-    with Checkpoint.open(folder) as checkpoint:
-        array = checkpoint.tensor(Q_PROJ)
-        assert array.flags.aligned
-        assert not array.flags.writeable
-        np.testing.assert_array_equal(array, expected)
-
-
-def test_files_are_what_a_copy_needs(copy_of: CopyOf) -> None:
+def test_files_are_those_that_a_copy_needs(copy_of: CopyOf) -> None:
     folder = copy_of("qwen3-sharded")
     for name in ("generation_config.json", "tokenizer.json"):
         (folder / name).write_text("{}")
@@ -262,68 +213,6 @@ def test_an_unsupported_model_is_refused_with_its_file(copy_of: CopyOf) -> None:
     folder = copy_of("llama")
     edit_config(folder, model_type="mixtral")
     assert f"{folder / 'config.json'}: model_type: 'mixtral' is not supported. Supported:" in refused(folder)
-
-
-@pytest.mark.parametrize("keep", [0, 7, 100, -1])
-def test_truncated_weights(copy_of: CopyOf, keep: int) -> None:
-    folder = copy_of("llama")
-    file = folder / "model.safetensors"
-    content = file.read_bytes()[:keep]
-    file.write_bytes(content)
-    message = refused(folder)
-    assert f"{file}: expected a whole safetensors file, got {len(content)} bytes" in message
-    assert "It may be truncated" in message
-
-
-def test_missing_shard(copy_of: CopyOf) -> None:
-    folder = copy_of("qwen3-sharded")
-    shard = folder / "model-00002-of-00003.safetensors"
-    shard.unlink()
-    assert f"{shard}: expected a shard that model.safetensors.index.json names, got nothing there" in refused(folder)
-
-
-def test_shards_of_different_checkpoints(copy_of: CopyOf) -> None:
-    folder = copy_of("qwen3-sharded")
-    shard = "model-00002-of-00003.safetensors"
-    edit_tensors(folder, lambda tensors: tensors.update(stray=np.ones(3, np.float16)), shard)
-    assert f"{folder / shard}: holds 'stray', which model.safetensors.index.json does not place there" in refused(folder)
-
-
-def test_index_that_promises_what_a_shard_does_not_hold(copy_of: CopyOf) -> None:
-    folder = copy_of("qwen3-sharded")
-    shard = "model-00002-of-00003.safetensors"
-    name = next(iter(load_file(folder / shard)))
-    edit_tensors(folder, lambda tensors: tensors.pop(name), shard)
-    assert f"{folder / shard}: model.safetensors.index.json places '{name}' there, but the file has no such tensor" in refused(folder)
-
-
-@pytest.mark.parametrize(
-    ("weight_map", "message"),
-    [
-        (None, "expected an object `weight_map`"),
-        ({"a": 3}, "expected an object `weight_map`"),
-        ({"a": "../a.safetensors"}, "got '../a.safetensors'"),
-    ],
-)
-def test_index_that_makes_no_sense(copy_of: CopyOf, weight_map: Any, message: str) -> None:
-    folder = copy_of("qwen3-sharded")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    assert message in refused(folder)
-
-
-def test_weights_in_another_format(copy_of: CopyOf) -> None:
-    folder = copy_of("llama")
-    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
-    message = refused(folder)
-    assert f"{folder}: expected model.safetensors, or shards with model.safetensors.index.json, got neither" in message
-    assert "must be converted to safetensors" in message
-
-
-def test_weights_that_cannot_be_read(copy_of: CopyOf) -> None:
-    folder = copy_of("qwen3-sharded")
-    index = folder / "model.safetensors.index.json"
-    index.write_bytes(b"\xff\xfe")
-    assert f"{index}: cannot be read" in refused(folder)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ def test_every_field_is_read(tmp_path: Path) -> None:
     )
 
 
-def test_without_a_file_the_defaults_of_transformers(tmp_path: Path) -> None:
+def test_without_a_file_the_defaults_are_those_of_transformers(tmp_path: Path) -> None:
     assert GenerationDefaults.open(tmp_path) == GenerationDefaults(
         eos_token_ids=(), do_sample=False, temperature=1.0, top_k=50, top_p=1.0, min_p=0.0
     )
@@ -56,7 +56,7 @@ def test_fields_that_are_not_supported_are_listed(tmp_path: Path) -> None:
         ({"eos_token_id": [1.5]}, r"eos_token_id: expected a token id or a list of token ids, got \[1.5\]"),
     ],
 )
-def test_nonsense_is_refused_with_its_file(tmp_path: Path, values: dict[str, Any], message: str) -> None:
+def test_values_out_of_range_are_refused_with_the_file(tmp_path: Path, values: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=f"generation_config.json: {message}"):
         GenerationDefaults.open(write(tmp_path, **values))
 

@@ -132,7 +132,7 @@ def test_end_tokens_one_or_many(given: Any, expected: tuple[int, ...]) -> None:
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 1.0}},
     ],
 )
-def test_what_is_present_but_off_is_fine(changes: dict[str, Any]) -> None:
+def test_unsupported_features_that_are_off_are_ignored(changes: dict[str, Any]) -> None:
     ModelConfig.from_dict(new_spelling(**changes))
 
 
@@ -167,7 +167,7 @@ def test_what_is_present_but_off_is_fine(changes: dict[str, Any]) -> None:
         ({"bos_token_id": [1, 2]}, r"bos_token_id: expected one token id, got \[1, 2\]"),
     ],
 )
-def test_anything_else_is_refused_by_name(changes: dict[str, Any], message: str) -> None:
+def test_unsupported_and_damaged_fields_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ModelConfig.from_dict(new_spelling(**changes))
 

@@ -124,7 +124,7 @@ def test_other_scalings_are_refused_by_name(kind: str) -> None:
         ({"rope_parameters": LLAMA3, "original_max_position_embeddings": 17}, "expected one value, got 17 and, in rope_parameters, 16"),
     ],
 )
-def test_what_makes_no_sense_is_refused(config: dict[str, Any], message: str) -> None:
+def test_contradictory_fields_are_refused(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         read(**config)
 
@@ -135,7 +135,7 @@ def test_a_table_needs_an_even_head_and_a_length(head_dim: int, length: int) -> 
         rope_table(RopeConfig(kind="default", theta=10.0), head_dim, length)
 
 
-def test_config_checks_itself() -> None:
+def test_the_constructor_checks_its_values() -> None:
     with pytest.raises(ConfigError, match=r"RopeConfig\.kind: expected one of default, linear, llama3, got 'yarn'"):
         RopeConfig(kind="yarn", theta=1.0)
     with pytest.raises(ConfigError, match=r"RopeConfig\.theta: expected a finite number > 0, got 0.0"):

@@ -38,7 +38,7 @@ def stream(tokenizer: Tokenizer, ids: list[int]) -> list[str]:
 
 
 @pytest.mark.parametrize("text", ["漢字かな", "🙂👩‍🚀🇪🇺", "the é the 漢 the", "naïve 🙂 the"])
-def test_characters_come_whole_and_as_soon_as_they_are_complete(tokenizer: Tokenizer, text: str) -> None:
+def test_characters_come_as_soon_as_they_are_complete(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     assert len(ids) > len(text.replace("the", "x"))  # some characters are split over tokens
     parts = stream(tokenizer, ids)
@@ -49,7 +49,7 @@ def test_characters_come_whole_and_as_soon_as_they_are_complete(tokenizer: Token
 
 
 @given(TEXTS)
-def test_any_text_comes_through(tokenizer: Tokenizer, text: str) -> None:
+def test_the_pieces_of_any_text_join_to_it(tokenizer: Tokenizer, text: str) -> None:
     ids = tokenizer.encode(text, add_special_tokens=False)
     parts = stream(tokenizer, ids)
     assert "".join(parts) == tokenizer.decode(ids)
@@ -58,7 +58,7 @@ def test_any_text_comes_through(tokenizer: Tokenizer, text: str) -> None:
 
 
 @given(st.lists(st.integers(0, 255), max_size=12))
-def test_bytes_that_are_no_text_come_as_decode_shows_them(byte_level: Tokenizer, ids: list[int]) -> None:
+def test_invalid_bytes_come_as_decode_shows_them(byte_level: Tokenizer, ids: list[int]) -> None:
     assert "".join(stream(byte_level, ids)) == byte_level.decode(ids)
 
 
@@ -69,13 +69,13 @@ def test_incomplete_character_at_the_end_is_flushed(tokenizer: Tokenizer) -> Non
     assert set(parts[-1]) == {"\ufffd"}
 
 
-def test_a_stray_byte_is_handed_out_once_it_is_certain(tokenizer: Tokenizer) -> None:
+def test_a_stray_byte_comes_with_the_next_token(tokenizer: Tokenizer) -> None:
     first_byte = tokenizer.encode("a漢", add_special_tokens=False)[-3]
     letter = tokenizer.encode("a", add_special_tokens=False)[-1]
     assert stream(tokenizer, [letter, first_byte, letter]) == ["a", "", "\ufffda", ""]
 
 
-def test_a_stray_byte_after_a_split_character_takes_nothing_back(tokenizer: Tokenizer) -> None:
+def test_a_stray_byte_after_a_split_character_changes_no_earlier_text(tokenizer: Tokenizer) -> None:
     """Byte fallback decodes a run of bytes as a whole: one that is wrong makes those before it look wrong too."""
     character = tokenizer.encode("漢", add_special_tokens=False)[-3:]
     the = tokenizer.encode("the the", add_special_tokens=False)[-1]
@@ -91,7 +91,7 @@ def test_special_tokens_have_no_text(tokenizer: Tokenizer) -> None:
     assert EOS not in "".join(stream(tokenizer, ids))
 
 
-def test_flush_begins_anew(tokenizer: Tokenizer) -> None:
+def test_after_flush_a_new_text_begins(tokenizer: Tokenizer) -> None:
     decoder = StreamDecoder(tokenizer)
     ids = tokenizer.encode("漢", add_special_tokens=False)
     decoder.push(ids[-3])

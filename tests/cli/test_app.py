@@ -89,13 +89,13 @@ def test_what_a_command_raises_is_one_line(run: Run, monkeypatch: pytest.MonkeyP
     assert (done.code, done.out, done.err) == (code, "", f"{complaint}\n")
 
 
-def test_a_bug_of_ours_is_not_hidden(run: Run, monkeypatch: pytest.MonkeyPatch):
+def test_an_unexpected_error_keeps_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("trt_kvcache.cli.memory.estimate_memory", lambda config: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         run("memory", SHIPPED)
 
 
-def test_ctrl_c_while_the_command_line_is_being_imported(run: Run, monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_during_the_imports_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch):
     class Importing(ModuleType):
         """Does to an exception that comes from nowhere what the import of an extension module does."""
 
@@ -133,7 +133,7 @@ def test_a_missing_dependency_is_one_line(module: str, extra: str, arguments: li
     assert lines[0].endswith(f" is not installed. Run: pip install 'trt-kvcache[{extra}]'")
 
 
-def test_a_reader_that_has_had_enough_is_no_error():
+def test_a_closed_pipe_is_no_error():
     arguments = ["generate", SHIPPED, "--engine", "reference", "-p", "Alice", "--max-new-tokens", "300"]
     with subprocess.Popen([sys.executable, "-c", PROGRAM, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
@@ -153,7 +153,7 @@ def test_a_reader_that_has_had_enough_is_no_error():
         (["--help"], 0, "--version", ""),
     ],
 )
-def test_a_terminal_that_knows_ascii_only(monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, out: str, err: str):
+def test_output_to_an_ascii_terminal(monkeypatch: pytest.MonkeyPatch, arguments: list[str], code: int, out: str, err: str):
     written = []
     for name in ("stdout", "stderr"):
         written.append(io.BytesIO())
@@ -174,7 +174,7 @@ def test_a_closed_stream_is_no_error(closed: str, arguments: list[str], out: str
     assert out in done.stdout
 
 
-def test_names_are_not_markup(run: Run, tmp_path: Path):
+def test_brackets_in_names_are_not_markup(run: Run, tmp_path: Path):
     folder = tmp_path / "[red]a[bold] :cat:"
     folder.symlink_to(GOLDEN / "llama")
     assert run("inspect", folder).err.startswith(f"error: {folder}: expected an engine folder")

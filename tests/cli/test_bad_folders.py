@@ -73,7 +73,7 @@ def test_a_damaged_tokenizer(run: Run, model: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("make", "got"), [(lambda path: None, "nothing there"), (lambda path: path.touch(), "a file")], ids=["nothing", "file"]
 )
-def test_no_folder_at_all(run: Run, tmp_path: Path, make: Callable[[Path], object], got: str):
+def test_a_missing_folder(run: Run, tmp_path: Path, make: Callable[[Path], object], got: str):
     make(tmp_path / "model")
     check(run, tmp_path / "model", READING_A_MODEL, f"model: expected a model folder, got {got}.", tmp_path)
 
@@ -101,15 +101,15 @@ def test_an_unreadable_folder(run: Run, model: Path, tmp_path: Path, monkeypatch
         ),
         (
             lambda engine: change_json(engine / "config.json", lambda config: config["kv_cache"].update(max_sequence_length=39)),
-            f"tensor `k_cache_0`: expected input `k_cache_0` float16 (-1, {CONFIG.num_kv_heads}, 39, {CONFIG.head_dim}) by model",
+            f"tensor `k_cache_0`: expected input `k_cache_0` float16 (-1, {CONFIG.num_kv_heads}, 39, {CONFIG.head_dim}) for this model",
         ),
         (
             lambda engine: change_json(engine / "config.json", lambda config: config["kv_cache"].update(max_batch_size=4)),
-            "profile prefill: expected max_batch 4 by kv_cache, got 3.",
+            "profile prefill: expected max_batch 4 as in kv_cache, got 3.",
         ),
         (lambda engine: truncate(engine / "config.json"), "config.json: cannot be read as JSON"),
         (lambda engine: (engine / "config.json").unlink(), "expected an engine folder, but it has no config.json."),
-        (lambda engine: truncate(engine / "engine.plan"), "engine.plan: expected 31 bytes by config.json, got 15. Build it anew."),
+        (lambda engine: truncate(engine / "engine.plan"), "engine.plan: expected 31 bytes as config.json records, got 15. Build it again."),
     ],
     ids=["newer format", "other heads", "other length", "other batch", "truncated config", "no config", "truncated plan"],
 )
@@ -144,5 +144,5 @@ def test_a_plan_that_was_changed(run: Run, engine: Path, tmp_path: Path, monkeyp
     check(run, engine, commands, "engine.plan: it was changed since the build", tmp_path)
 
 
-def test_an_engine_folder_is_no_model(run: Run, engine: Path, tmp_path: Path):
+def test_an_engine_folder_is_refused_as_a_model(run: Run, engine: Path, tmp_path: Path):
     check(run, engine, {"build": READING_A_MODEL["build"]}, "expected a Hugging Face folder, got an engine folder.", tmp_path)

@@ -69,7 +69,7 @@ def test_the_prefill_is_no_longer_than_the_sequence(run: Run, asked: dict[str, A
         ("full", "but it holds notes.txt. Choose another path."),
     ],
 )
-def test_a_target_that_cannot_be_made(run: Run, tmp_path: Path, target: str, complaint: str):
+def test_a_target_that_cannot_be_created(run: Run, tmp_path: Path, target: str, complaint: str):
     (tmp_path / "file").touch()
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").touch()
@@ -79,7 +79,7 @@ def test_a_target_that_cannot_be_made(run: Run, tmp_path: Path, target: str, com
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "full", "notes.txt"]
 
 
-def test_the_model_itself_is_no_target(run: Run, model: Path):
+def test_the_model_folder_is_refused_as_the_target(run: Run, model: Path):
     before = sorted(model.iterdir())
     done = run("build", model, "-o", model)
     assert done.code == 1
@@ -110,7 +110,7 @@ class TestWithTensorRT:
         assert rows(shown, "Sizes")[0][1] == str((built_engine / "engine.plan").stat().st_size)
         assert "2 slots of 64 tokens, float16, separate" in run("memory", built_engine).out
 
-    def test_decomposable_attention_is_said_and_explained(self, run: Run, tmp_path: Path):
+    def test_decomposable_attention_is_reported_with_the_reason(self, run: Run, tmp_path: Path):
         done = run("build", GOLDEN / "llama", "-o", tmp_path / "engine", "--dtype", "float32")
         assert done.code == 0
         layers = len(rows(run("inspect", tmp_path / "engine").out, "Attention"))
@@ -141,7 +141,7 @@ class TestWithTensorRT:
         assert complaint in done.err
         assert list(tmp_path.iterdir()) == []
 
-    def test_ctrl_c_inside_tensorrt_leaves_nothing(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def test_ctrl_c_during_the_build_leaves_nothing(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         progress_bar, reported = build_module.progress_bar, []
 
         @contextmanager

@@ -65,7 +65,7 @@ def test_without_a_template_the_text_goes_on(run: Run, type_lines: TypeLines, tu
     assert [turn.reuse for turn in turns] == [False, True]
 
 
-def test_with_a_template_the_messages_go_through_it(run: Run, type_lines: TypeLines, turns: list[Turn], model: Path):
+def test_with_a_template_the_messages_are_rendered_by_it(run: Run, type_lines: TypeLines, turns: list[Turn], model: Path):
     change_json(model / "tokenizer_config.json", lambda config: config.update(chat_template=TEMPLATE))
     tokenizer = Tokenizer.open(model)
     assert tokenizer is not None
@@ -90,7 +90,7 @@ def test_only_what_is_new_is_run(run: Run, type_lines: TypeLines, model: Path, t
     assert run_in_all - run_first < 25, "the second turn alone is run"
 
 
-def test_undo_takes_the_last_turn_back(run: Run, type_lines: TypeLines, turns: list[Turn]):
+def test_undo_removes_the_last_turn(run: Run, type_lines: TypeLines, turns: list[Turn]):
     type_lines(ASKED, NEXT, "/undo", "Alice", "/undo", "/undo", "/undo")
     done = run(*CHAT)
     assert turns[2].prompt == f"{ASKED}{turns[0].answer}\nAlice"
@@ -98,7 +98,7 @@ def test_undo_takes_the_last_turn_back(run: Run, type_lines: TypeLines, turns: l
     assert done.err.splitlines() == expected
 
 
-def test_reset_begins_a_new_conversation(run: Run, type_lines: TypeLines, turns: list[Turn]):
+def test_reset_starts_a_new_conversation(run: Run, type_lines: TypeLines, turns: list[Turn]):
     type_lines(ASKED, "/reset", NEXT)
     assert run(*CHAT).err == "A new conversation begins.\n"
     assert [turn.prompt for turn in turns] == [ASKED, NEXT]
@@ -148,7 +148,7 @@ class TestCtrlC:
 
         return plan
 
-    def test_stops_the_answer_only(self, run: Run, type_lines: TypeLines, interrupt_after: Callable[[int], None]):
+    def test_ctrl_c_stops_the_answer_only(self, run: Run, type_lines: TypeLines, interrupt_after: Callable[[int], None]):
         interrupt_after(3)
         type_lines(ASKED, "/stats", "/undo")
         done = run(*CHAT)
@@ -158,12 +158,12 @@ class TestCtrlC:
         assert "decode 2 tokens" in statistics
         assert undo == f"Taken back: {ASKED}"
 
-    def test_before_the_first_word_leaves_no_turn(self, run: Run, type_lines: TypeLines, interrupt_after: Callable[[int], None]):
+    def test_ctrl_c_before_the_first_word_leaves_no_turn(self, run: Run, type_lines: TypeLines, interrupt_after: Callable[[int], None]):
         interrupt_after(0)
         type_lines(ASKED, "/undo")
         assert run(*CHAT).err.splitlines() == ["(stopped)", "There is no turn to take back."]
 
-    def test_where_a_line_is_awaited_ends_the_chat(self, run: Run, monkeypatch: pytest.MonkeyPatch, type_lines: TypeLines):
+    def test_ctrl_c_at_the_prompt_ends_the_chat(self, run: Run, monkeypatch: pytest.MonkeyPatch, type_lines: TypeLines):
         def interrupt(self: object) -> None:
             raise KeyboardInterrupt
 
@@ -174,19 +174,19 @@ class TestCtrlC:
 
 
 class TestAFullCache:
-    def test_ends_an_answer_with_a_warning(self, run: Run, type_lines: TypeLines):
+    def test_a_full_cache_ends_an_answer_with_a_warning(self, run: Run, type_lines: TypeLines):
         type_lines(ASKED)
         done = run(*CHAT, "--max-sequence-length", 16)
         assert done.code == 0
         assert done.err == "warning: the cache is full: max_sequence_length=16 ended the text of slot 0.\n"
 
-    def test_fails_the_next_turn_of_a_pipe(self, run: Run, type_lines: TypeLines):
+    def test_a_full_cache_fails_the_next_turn_of_a_pipe(self, run: Run, type_lines: TypeLines):
         type_lines(ASKED, NEXT)
         done = run(*CHAT, "--max-sequence-length", 16)
         assert done.code == 1
         assert done.err.splitlines()[-1].startswith("error: prompt 0 has ")
 
-    def test_leaves_somebody_at_a_terminal_the_choice(self, run: Run, type_lines: TypeLines):
+    def test_a_full_cache_lets_a_terminal_go_on(self, run: Run, type_lines: TypeLines):
         type_lines(ASKED, NEXT, "/undo", NEXT, terminal=True)
         done = run(*CHAT, "--max-sequence-length", 16)
         assert done.code == 0
@@ -196,7 +196,7 @@ class TestAFullCache:
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_template_that_refuses(run: Run, type_lines: TypeLines, model: Path, terminal: bool):
+def test_a_template_that_refuses_the_messages_fails_the_turn(run: Run, type_lines: TypeLines, model: Path, terminal: bool):
     change_json(model / "tokenizer_config.json", lambda config: config.update(chat_template="{{ raise_exception('no user here') }}"))
     type_lines(ASKED, terminal=terminal)
     done = run("chat", model, *CHAT[2:])
@@ -204,7 +204,7 @@ def test_a_template_that_refuses(run: Run, type_lines: TypeLines, model: Path, t
     assert "the chat template refuses these messages: no user here\n" in done.err, "and no advice that does not help"
 
 
-def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(run: Run, monkeypatch: pytest.MonkeyPatch):
+def test_a_model_without_a_tokenizer_is_refused_before_the_weights_are_loaded(run: Run, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(InferenceSession, "from_model", lambda *arguments, **options: pytest.fail("loaded"))
     done = run("chat", GOLDEN / "llama")
     assert done.code == 1
@@ -212,12 +212,12 @@ def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(run: Run, mo
 
 
 @pytest.mark.usefixtures("without_gpu")
-def test_auto_warns_once(run: Run, type_lines: TypeLines):
+def test_the_fallback_to_the_reference_engine_is_warned_of_once(run: Run, type_lines: TypeLines):
     type_lines(ASKED, NEXT)
     assert run("chat", SHIPPED, "--max-new-tokens", 3).err == f"warning: running the NumPy reference engine: {NO_GPU}.\n"
 
 
-def test_what_is_not_utf8_on_its_way_in_is_no_error(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_input_that_is_not_utf8_is_no_error(run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     (tmp_path / "lines").write_bytes(b"Alice \xff\xfe\n")
     with (tmp_path / "lines").open(encoding="utf-8") as stdin:
         monkeypatch.setattr("sys.stdin", stdin)

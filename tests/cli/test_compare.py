@@ -12,7 +12,7 @@ from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.small_model import write_model
 from trt_kvcache.cli import compare as compare_module
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.polygraphy.runner import RecomputeRunner
+from trt_kvcache.polygraphy.runners import RecomputeRunner
 from trt_kvcache.session.session_source import SessionSource
 
 from .conftest import GOLDEN, NO_GPU, SHIPPED, Run
@@ -88,18 +88,18 @@ def test_the_tolerance_can_be_set(run: Run, spoil: Any):
 
 @pytest.mark.usefixtures("without_gpu")
 class TestTensorRT:
-    def test_auto_goes_without_it_and_says_why(self, run: Run, engine: Path):
+    def test_auto_leaves_tensorrt_out_with_a_warning(self, run: Run, engine: Path):
         done = run("compare", engine, "-p", "Alice", "--steps", 1)
         assert (done.code, done.err) == (0, f"warning: comparing without TensorRT: {NO_GPU}.\n")
         assert "TensorRT" not in done.out
 
-    def test_by_name_fails(self, run: Run, engine: Path):
+    def test_engine_tensorrt_fails_without_a_gpu(self, run: Run, engine: Path):
         done = run("compare", engine, "-p", "Alice", "--engine", "tensorrt")
         assert (done.code, done.out) == (1, "")
         assert done.err == f"error: CudaMemory: {NO_GPU}.\n"
 
 
-def test_ctrl_c_while_tensorrt_is_being_imported(run: Run, monkeypatch: pytest.MonkeyPatch):
+def test_ctrl_c_while_tensorrt_is_imported(run: Run, monkeypatch: pytest.MonkeyPatch):
     def import_tensorrt(flavour: str) -> str | None:
         try:
             signal.raise_signal(signal.SIGINT)
@@ -128,18 +128,18 @@ def test_wrong_usage(run: Run, arguments: list[object], complaint: str):
     assert complaint in done.complaint
 
 
-def test_a_prompt_and_its_steps_longer_than_the_cache(run: Run):
+def test_a_prompt_and_steps_longer_than_the_cache_are_refused(run: Run):
     done = run(*COMPARE, *PROMPTS, "--steps", 12)
     assert (done.code, done.out) == (1, "")
     assert done.err == "error: reference: a prompt of 5 tokens and 12 more exceed max_sequence_length=16. Nothing was run.\n"
 
 
-def test_more_prompts_than_an_engine_has_slots(run: Run, engine: Path):
+def test_more_prompts_than_slots_are_refused(run: Run, engine: Path):
     done = run("compare", engine, "--engine", "reference", *("--prompt-ids", "1") * 4)
     assert (done.code, done.err) == (1, "error: prompts: expected 1 to max_batch_size=3 of them, got 4.\n")
 
 
-def test_what_an_engine_folder_has_settled(run: Run, engine: Path):
+def test_options_that_an_engine_folder_fixes_are_refused(run: Run, engine: Path):
     done = run("compare", engine, "--engine", "reference", "-p", "A", "--dtype", "float32")
     assert done.code == 1
     assert done.err.startswith("error: dtype: expected with a Hugging Face folder only")
@@ -163,9 +163,9 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise ConfigError(NOT_64)
         return nullcontext(source)
 
-    monkeypatch.setattr("trt_kvcache.polygraphy.runner.SessionRunner", lambda source, name: f"{name} {source.options.attention}")
-    monkeypatch.setattr("trt_kvcache.polygraphy.runner.RecomputeRunner", lambda source, name: f"{name} {source.options.attention}")
-    monkeypatch.setattr("trt_kvcache.polygraphy.compare.compare_paths", note)
+    monkeypatch.setattr("trt_kvcache.polygraphy.runners.SessionRunner", lambda source, name: f"{name} {source.options.attention}")
+    monkeypatch.setattr("trt_kvcache.polygraphy.runners.RecomputeRunner", lambda source, name: f"{name} {source.options.attention}")
+    monkeypatch.setattr("trt_kvcache.polygraphy.compare_paths.compare_paths", note)
     monkeypatch.setattr("trt_kvcache.cli.session_flags.open_session", open_session)
     monkeypatch.setattr(compare_module, "why_no_tensorrt", lambda flavour: None)
     return found
@@ -185,16 +185,14 @@ def test_paths_of_a_model(run: Run, compared: list[str], options: list[str], exp
     assert compared == expected
 
 
-def test_attention_that_does_not_serve_the_model_is_left_out_with_a_warning(run: Run, compared: list[str]):
+def test_attention_that_does_not_support_the_model_is_left_out_with_a_warning(run: Run, compared: list[str]):
     done = run("compare", MODEL, *PROMPTS)
     assert done.err == f"warning: comparing without plugin TensorRT: {NOT_64}\nerror: enough seen\n"
     assert compared == ["TensorRT None", "reference None", "full recomputation None", PLUGIN]
 
 
 @pytest.mark.parametrize(("built", "other"), [("native", "plugin"), ("plugin", "native")])
-def test_paths_of_an_engine_folder_have_the_other_attention_beside_them(
-    run: Run, compared: list[str], tmp_path: Path, built: str, other: str
-):
+def test_an_engine_folder_is_compared_with_the_other_attention(run: Run, compared: list[str], tmp_path: Path, built: str, other: str):
     folder = make_engine_folder(write_model(tmp_path / "wide", head_dim=64), tmp_path / "engine", segmented=built == "plugin").path
     assert run("compare", folder, *PROMPTS).err == "error: enough seen\n"
     paths = ["TensorRT None", f"{other} TensorRT {other}", "reference None", "full recomputation None"]

@@ -40,7 +40,7 @@ def test_span():
     assert (console.span(3, 3), console.span(3, 7)) == ("3", "3-7")
 
 
-def test_results_go_to_stdout_and_all_else_to_stderr(capsys: pytest.CaptureFixture[str]):
+def test_results_go_to_stdout_and_everything_else_to_stderr(capsys: pytest.CaptureFixture[str]):
     console.say("a result")
     console.put("text")
     console.note("a note")
@@ -51,13 +51,13 @@ def test_results_go_to_stdout_and_all_else_to_stderr(capsys: pytest.CaptureFixtu
     assert written.err == "a note\nwarning: a danger\nerror: a failure\n"
 
 
-def test_a_line_in_a_pipe_is_never_broken(capsys: pytest.CaptureFixture[str]):
+def test_lines_in_a_pipe_are_not_wrapped(capsys: pytest.CaptureFixture[str]):
     line = "word " * 100 + "end"
     console.say(line)
     assert capsys.readouterr().out == f"{line}\n"
 
 
-def test_a_line_on_a_terminal_is_broken_between_words(monkeypatch: pytest.MonkeyPatch):
+def test_lines_on_a_terminal_are_wrapped_between_words(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "12")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
@@ -65,7 +65,7 @@ def test_a_line_on_a_terminal_is_broken_between_words(monkeypatch: pytest.Monkey
     assert re.sub(r"\x1b\[\d*m", "", terminal.getvalue()).split("\n") == ["seven ", "letters here", ""]
 
 
-def test_a_table_takes_texts_as_they_are(capsys: pytest.CaptureFixture[str]):
+def test_cells_of_a_table_are_not_markup(capsys: pytest.CaptureFixture[str]):
     rows = console.table("name", "bytes", numbers=("bytes",))
     rows.add_row("[red]a :cat:", "7")
     rows.add_row("b", "1234567")
@@ -74,7 +74,7 @@ def test_a_table_takes_texts_as_they_are(capsys: pytest.CaptureFixture[str]):
     assert "│ [red]a :cat: │       7 │" in out
 
 
-def test_progress_says_nothing_in_a_pipe(capsys: pytest.CaptureFixture[str]):
+def test_progress_writes_nothing_to_a_pipe(capsys: pytest.CaptureFixture[str]):
     with console.progress_bar() as report:
         report("a stage", 0.5)
     assert capsys.readouterr() == ("", "")

@@ -106,7 +106,7 @@ def test_options_reach_the_session(run: Run, monkeypatch: pytest.MonkeyPatch):
     assert seen == {"max_batch_size": 2, "engine": "auto", "flavour": "auto", "device": 0, "folder": str(SHIPPED), **OFF}
 
 
-def test_a_saved_sequence_goes_on(run: Run, tmp_path: Path):
+def test_a_saved_sequence_is_continued(run: Run, tmp_path: Path):
     saved = tmp_path / "one.kv"
     first = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--max-new-tokens", 4, "--save-snapshot", saved)
     assert (first.out + run("generate", SHIPPED, *REFERENCE, "--resume", saved, "--max-new-tokens", 3).out).replace("\n", "") in CONTINUED
@@ -121,7 +121,7 @@ def test_prompts_and_resume_are_refused_together(run: Run, tmp_path: Path):
 def test_a_snapshot_is_of_one_prompt(run: Run, tmp_path: Path):
     done = run("generate", SHIPPED, *REFERENCE, "-p", "a", "-p", "b", "--save-snapshot", tmp_path / "one.kv")
     assert (done.code != 0, done.out) == (True, "")
-    assert "--save-snapshot: expected with one prompt, got 2" in done.err
+    assert "--save-snapshot: expected one prompt, got 2" in done.err
 
 
 def test_the_same_seed_gives_the_same_text(run: Run):
@@ -208,7 +208,7 @@ def test_wrong_usage_before_the_model_is_opened(run: Run, arguments: list[object
     ],
     ids=str,
 )
-def test_what_the_model_or_the_machine_cannot_do(run: Run, arguments: list[object], complaint: str):
+def test_prompts_and_sizes_that_do_not_fit_are_refused(run: Run, arguments: list[object], complaint: str):
     done = run("generate", SHIPPED, *REFERENCE, *arguments)
     assert (done.code, done.out) == (1, "")
     assert complaint in done.err
@@ -224,7 +224,7 @@ def test_an_empty_prompt_is_the_begin_token_alone(run: Run):
 
 @pytest.mark.usefixtures("without_gpu")
 class TestEngines:
-    def test_auto_warns_once_and_says_why(self, run: Run):
+    def test_the_fallback_to_the_reference_engine_is_warned_of_once(self, run: Run):
         for _ in range(2):  # on every run, although Python shows a warning of one place once
             done = run("generate", SHIPPED, "-p", PROMPT, "--max-new-tokens", 4)
             assert done.code == 0
@@ -250,7 +250,7 @@ class TestEngines:
 @pytest.mark.parametrize(
     "option", [("--max-batch-size", 2), ("--max-sequence-length", 9), ("--dtype", "float16"), ("--attention", "mask")], ids=str
 )
-def test_what_an_engine_folder_has_settled(run: Run, engine: Path, option: tuple[str, object]):
+def test_options_that_an_engine_folder_fixes_are_refused(run: Run, engine: Path, option: tuple[str, object]):
     done = run("generate", engine, *REFERENCE, "-p", "A", *option)
     assert (done.code, done.out) == (1, "")
     name = option[0].removeprefix("--").replace("-", "_")

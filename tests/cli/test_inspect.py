@@ -19,7 +19,7 @@ def rows(out: str, title: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines[:end] if line.startswith("│")]
 
 
-def test_head(run: Run, engine: Path):
+def test_model_cache_and_origin(run: Run, engine: Path):
     done = run("inspect", engine)
     assert (done.code, done.err) == (0, "")
     path, model, cache, built_by, built_from = done.out.splitlines()[:5]
@@ -45,7 +45,7 @@ def test_profiles(run: Run, engine: Path):
     assert rows(run("inspect", engine).out, "Optimisation profiles") == [["0", "prefill", "1-3", "1-11"], ["1", "decode", "1-3", "1"]]
 
 
-def test_attention_names_the_layers_that_are_decomposable_and_why(run: Run, model: Path, tmp_path: Path):
+def test_decomposable_layers_are_listed_with_the_reason(run: Run, model: Path, tmp_path: Path):
     choices = (
         AttentionLayerConfig(layer=0, variant="native", decomposable=False),
         AttentionLayerConfig(layer=1, variant="native", decomposable=True, reason="float32 has no fused kernel"),
@@ -89,7 +89,7 @@ def test_the_targets_of_a_build_and_an_embedded_checkpoint(run: Run, model: Path
     ],
     ids=["model folder", "file", "nothing"],
 )
-def test_what_is_no_engine_folder(run: Run, folder: Path, complaint: str):
+def test_what_is_no_engine_folder_is_refused(run: Run, folder: Path, complaint: str):
     done = run("inspect", folder)
     assert (done.code, done.out, done.err) == (1, "", f"error: {folder}: {complaint}\n")
 
@@ -104,6 +104,6 @@ def test_segments_and_operations(run: Run, model: Path, tmp_path: Path):
     assert rows(out, "Sizes")[1][:2] == ["constants.safetensors", str(folder.config.segments.constants.nbytes)]
 
 
-def test_a_picture_of_its_cache(run: Run, engine: Path, tmp_path: Path):
+def test_plot_writes_a_picture_of_the_cache(run: Run, engine: Path, tmp_path: Path):
     assert run("inspect", engine, "--plot", tmp_path / "cache.svg").code == 0
     assert "slot 2 (not active)" in (tmp_path / "cache.svg").read_text()

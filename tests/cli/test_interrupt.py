@@ -26,7 +26,7 @@ def reached_before_the_interrupt(work: Callable[[Reached], None]) -> Reached:
     return reached
 
 
-def test_one_is_held_until_it_is_asked_for():
+def test_ctrl_c_is_held_back_until_check():
     def work(reached: Reached) -> None:
         with held_interrupts() as interrupts:
             interrupts.check()
@@ -38,7 +38,7 @@ def test_one_is_held_until_it_is_asked_for():
     assert reached_before_the_interrupt(work) == ["held"]
 
 
-def test_one_is_raised_at_the_end_even_if_something_else_went_wrong():
+def test_a_held_ctrl_c_is_raised_at_the_end_even_after_another_error():
     def work(reached: Reached) -> None:
         with held_interrupts():
             ctrl_c()
@@ -48,7 +48,7 @@ def test_one_is_raised_at_the_end_even_if_something_else_went_wrong():
     assert reached_before_the_interrupt(work) == ["held"]
 
 
-def test_a_second_one_is_raised_at_once():
+def test_a_second_ctrl_c_is_raised_at_once():
     def work(reached: Reached) -> None:
         with held_interrupts():
             ctrl_c()
@@ -59,7 +59,7 @@ def test_a_second_one_is_raised_at_once():
     assert reached_before_the_interrupt(work) == ["held"]
 
 
-def test_one_is_raised_at_once_where_nothing_is_held():
+def test_ctrl_c_is_raised_at_once_while_nothing_is_held_back():
     def work(reached: Reached) -> None:
         with held_interrupts() as interrupts:
             interrupts.hold = False
@@ -69,7 +69,7 @@ def test_one_is_raised_at_once_where_nothing_is_held():
     assert reached_before_the_interrupt(work) == []
 
 
-def test_the_handler_from_before_is_back_afterwards():
+def test_the_previous_handler_is_restored():
     before = signal.getsignal(signal.SIGINT)
     with held_interrupts():
         assert signal.getsignal(signal.SIGINT) is not before
@@ -86,7 +86,7 @@ def test_an_ignored_signal_stays_ignored():
         signal.signal(signal.SIGINT, before)
 
 
-def test_in_another_thread_nothing_is_held():
+def test_other_threads_hold_nothing_back():
     done = []
 
     def work() -> None:
@@ -100,7 +100,7 @@ def test_in_another_thread_nothing_is_held():
     assert done == [True]
 
 
-def test_progress_holds_it_while_tensorrt_builds():
+def test_progress_holds_ctrl_c_back_while_tensorrt_builds():
     def work(reached: Reached) -> None:
         with progress_bar() as report:
             report(BUILDING, 0.1)
@@ -112,7 +112,7 @@ def test_progress_holds_it_while_tensorrt_builds():
     assert reached_before_the_interrupt(work) == ["inside TensorRT"]
 
 
-def test_progress_holds_it_before_the_first_stage():
+def test_progress_holds_ctrl_c_back_before_the_first_stage():
     def work(reached: Reached) -> None:
         with progress_bar():
             ctrl_c()
@@ -122,7 +122,7 @@ def test_progress_holds_it_before_the_first_stage():
 
 
 @pytest.mark.parametrize("stage", [(BUILDING, 1.0), (WRITING, None)])
-def test_progress_does_not_hold_it_elsewhere(stage: Any):
+def test_progress_does_not_hold_ctrl_c_back_in_other_stages(stage: Any):
     def work(reached: Reached) -> None:
         with progress_bar() as report:
             report(BUILDING, 0.1)

@@ -27,13 +27,13 @@ def test_llama_7b_takes_a_gibibyte_per_sequence(run: Run):
     ]
 
 
-def test_slots_and_dtype_count(run: Run):
+def test_slots_and_dtype_change_the_size(run: Run):
     done = run("memory", *LLAMA_7B, "--max-batch-size", 3, "--dtype", "float32")
     assert "per sequence: 2147483648 B (2.0 GiB)" in done.out
     assert "in all:       6442450944 B (6.0 GiB)" in done.out
 
 
-def test_scales_count(run: Run):
+def test_scales_add_to_the_size(run: Run):
     done = run("memory", *LLAMA_7B, "--dtype", "float8_e4m3fn")
     assert "per sequence: 536870912 B (512.0 MiB)" in done.out
     assert "scales:       256 B" in done.out
@@ -64,7 +64,7 @@ def test_only_the_configuration_is_read(run: Run, model: Path):
     assert run("memory", model).code == 0
 
 
-def test_nothing_fits(run: Run):
+def test_a_budget_too_small_for_one_token(run: Run):
     done = run("memory", SHIPPED, "--max-batch-size", 3, "--gib", 1e-7)
     assert done.code == 0
     assert done.out.splitlines()[-3:] == [
@@ -105,7 +105,7 @@ def test_wrong_usage(run: Run, arguments: list[object], complaint: str):
     ],
     ids=str,
 )
-def test_what_is_no_cache(run: Run, arguments: list[object], complaint: str):
+def test_sizes_and_folders_that_are_refused(run: Run, arguments: list[object], complaint: str):
     done = run("memory", *arguments)
     assert (done.code, done.out) == (1, "")
     assert complaint in done.err

@@ -26,7 +26,7 @@ def serve(run, tmp_path):
     return serve_lines
 
 
-def test_lines_of_text(serve, tmp_path):
+def test_each_line_of_a_text_file_is_answered(serve, tmp_path):
     done, answers = serve(STRAIGHT + "\r", " ", ALICE, "“Oh", STRAIGHT, options=(*REFERENCE, "--prompt-cache", 1))
     assert (done.code, done.out) == (0, f"{tmp_path / 'answers.jsonl'}: 4 of 4 answers\n")
     assert done.err.startswith("ReferenceEngine on cpu: prefill ")
@@ -74,7 +74,7 @@ def test_a_model_without_a_tokenizer(serve):
     ],
     ids=lambda value: str(value)[:30],
 )
-def test_a_file_that_cannot_be_served(serve, lines, complaint):
+def test_bad_lines_are_refused_with_their_number(serve, lines, complaint):
     done, answers = serve(*lines, name="prompts.jsonl")
     assert (done.code, done.out, done.err.count("\n"), answers) == (1, "", 1, None)
     assert complaint in done.err
@@ -93,7 +93,7 @@ def test_files_that_cannot_be_opened(run, tmp_path):
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before the step", "after the step"])
-def test_ctrl_c_keeps_what_is_finished(serve, monkeypatch, after):
+def test_ctrl_c_keeps_the_answers_that_are_finished(serve, monkeypatch, after):
     step, calls = InferenceSession.step, []
 
     def interrupted(self):
@@ -109,7 +109,7 @@ def test_ctrl_c_keeps_what_is_finished(serve, monkeypatch, after):
     assert [(answer["index"], len(answer["tokens"])) for answer in answers] == [(1, 2), (0, 6)]
 
 
-def test_a_terminal_sees_how_far_it_is(serve, monkeypatch):
+def test_progress_is_shown_on_a_terminal(serve, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "100")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)

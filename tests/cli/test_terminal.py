@@ -1,4 +1,4 @@
-"""The command as somebody at a terminal has it: a real process on a pseudo-terminal, real signals."""
+"""The command at a terminal: a real process on a pseudo-terminal, real signals."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import pytest
 
 from trt_kvcache import HostMemory
 from trt_kvcache.kernels import AttentionWorkspace, attend
-from trt_kvcache.kernels.attention_call import AttentionCall
+from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.host import attention as twin
 
 S, D = 24, 64
@@ -95,7 +95,7 @@ def test_numpy_in_float32(step, shape):
     memory = HostMemory()
     stream = memory.create_stream()
     scene = Scene(memory, stream, np.float32, step, *shape)
-    twin.attend(AttentionCall(**scene.arguments), scene.workspace, stream)
+    twin.attend(AttentionParams(**scene.arguments), scene.workspace, stream)
     scene.check(1e-6)  # both sum in float32, in another order
 
 

@@ -78,7 +78,7 @@ class TestNames:
         mode = engine.tensors.pop(name).mode.value
         known = ", ".join(f"`{other}`" for other in engine.tensors)
         assert refuse(engine, cache, BindingError) == (
-            f"`{name}`: expected an {mode} of this name, the engine has {known}. Give its names as TensorNames."
+            f"`{name}`: expected an {mode} of this name, the engine has {known}. Pass the engine's names as TensorNames."
         )
 
     def test_a_tensor_too_many(self, engine, cache):
@@ -148,7 +148,7 @@ class TestCacheTensors:
         engine.tensors[name] = replace(engine.tensors[name], **changes)
         assert refuse(engine, cache, BindingError) == f"`{name}` expects {engine_has}, cache has float32 (3, 2, 16, 8): {differences}."
 
-    def test_the_example_of_the_documentation(self, memory):
+    def test_the_message_in_the_documentation(self, memory):
         layers = [KVLayerConfig(num_kv_heads=8, head_dim=64)]
         built = KVCacheConfig(layers=layers, max_batch_size=2, max_sequence_length=1024, dtype="float16", layout=KVLayout.SEPARATE)
         with RecordingCache(replace(built, max_sequence_length=512), memory=memory) as cache:
@@ -165,7 +165,7 @@ class TestCacheTensors:
 
     @pytest.mark.parametrize(
         ("alias", "has"),
-        [(None, "has memory of its own"), ("v_cache_0", "shares memory with `v_cache_0`"), ("k_cache_1", "shares memory with `k_cache_1`")],
+        [(None, "has separate memory"), ("v_cache_0", "shares memory with `v_cache_0`"), ("k_cache_1", "shares memory with `k_cache_1`")],
     )
     def test_an_output_that_is_not_in_place(self, engine, cache, alias, has):
         engine.tensors["present_k_cache_0"] = replace(engine.tensors["present_k_cache_0"], alias=alias)
@@ -274,7 +274,7 @@ class TestProfiles:
         engine = RecordingEngine(KV, memory, profiles=[])
         assert refuse(engine, cache, BindingError) == "max_batch_size: the engine takes 0 slots, the cache has 3. Make the cache with 0."
 
-    def test_nothing_takes_a_decode_step(self, memory, cache):
+    def test_an_engine_without_a_decode_profile(self, memory, cache):
         profiles = [
             EngineProfile(name="prefill", min_batch=1, max_batch=3, min_width=2, max_width=4),
             EngineProfile(name="decode", min_batch=1, max_batch=2, min_width=1, max_width=1),
@@ -284,7 +284,7 @@ class TestProfiles:
             "The engine has prefill: batch 1-3, width 2-4; decode: batch 1-2, width 1-1."
         )
 
-    def test_a_width_of_few_slots_is_not_counted(self, memory, cache):
+    def test_the_largest_width_is_that_of_the_full_batch(self, memory, cache):
         wide = EngineProfile(name="wide", min_batch=1, max_batch=1, min_width=1, max_width=9)
         assert BindingPlan(RecordingEngine(KV, memory, profiles=[wide, *two_profiles(3, 4)]), cache).max_width == 4
 
@@ -298,7 +298,7 @@ class TestProfiles:
         ]
 
     @pytest.mark.parametrize(("count", "width"), [(3, 5), (4, 1)])
-    def test_nothing_takes_the_enqueue(self, engine, cache, count, width):
+    def test_an_enqueue_that_no_profile_takes(self, engine, cache, count, width):
         with pytest.raises(BindingError) as error:
             BindingPlan(engine, cache).profile_for(count, width)
         assert str(error.value) == (
@@ -344,7 +344,7 @@ class TestPrepare:
         }
         assert len(calls) == 1 + 12 + 7
 
-    def test_the_same_again_only_chooses_the_profile(self, plan, buffers, memory):
+    def test_the_same_step_again_only_selects_the_profile(self, plan, buffers, memory):
         plan.prepare(0, 2, 1, buffers)
         memory.journal.take()
         plan.prepare(0, 2, 1, buffers)
@@ -401,7 +401,7 @@ class TestPrepare:
         plan.prepare(*then, buffers)
         assert {**before, **in_force(memory.journal.take())} == wanted
 
-    def test_a_profile_that_is_not_there_changes_nothing(self, plan, buffers, memory):
+    def test_a_shape_that_no_profile_takes_changes_nothing(self, plan, buffers, memory):
         with pytest.raises(BindingError):
             plan.prepare(0, 3, 5, buffers)
         assert memory.journal.take() == []
@@ -419,7 +419,7 @@ class TestAlignment:
         plan = BindingPlan(*unaligned)
         assert [slot for slot in range(9) if plan.can_start_at(slot)] == [0, 8]
 
-    def test_every_slot_can_where_the_bytes_of_a_slot_are_a_multiple_of_256(self, engine, cache):
+    def test_every_slot_is_aligned_if_its_bytes_are_a_multiple_of_256(self, engine, cache):
         plan = BindingPlan(engine, cache)
         assert all(plan.can_start_at(slot) for slot in range(3))
 

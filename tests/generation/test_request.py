@@ -47,41 +47,41 @@ def said(events):
 
 
 class TestTokens:
-    def test_each_is_handed_out(self):
+    def test_each_token_is_returned(self):
         request = request_for(index=2)
         assert say(request, [5, 9]) == [GeneratedToken(2, 5, "", None), GeneratedToken(2, 9, "", None)]
         assert (request.tokens, request.finished, request.finish_reason, request.index) == ([5, 9], False, None, 2)
 
-    def test_an_end_token_of_the_model(self):
+    def test_an_end_token_ends_the_request(self):
         request = request_for(eos={7, 9})
         assert [event.finish_reason for event in say(request, [5, 9, 6])] == [None, "stop"]
         assert (request.tokens, request.finished) == ([5, 9], True)
 
-    def test_going_on_past_it(self):
+    def test_ignore_eos_continues_past_the_end_token(self):
         assert [event.finish_reason for event in say(request_for(eos=[9], ignore_eos=True, max_new_tokens=3), [5, 9, 6])] == [
             None,
             None,
             "length",
         ]
 
-    def test_a_stop_token_of_the_request(self):
+    def test_a_stop_token_ends_the_request(self):
         assert [event.finish_reason for event in say(request_for(eos=[9], ignore_eos=True, stop_token_ids=[6]), [5, 9, 6])] == [
             None,
             None,
             "stop",
         ]
 
-    def test_enough_tokens(self):
+    def test_max_new_tokens_ends_the_request(self):
         assert [event.finish_reason for event in say(request_for(max_new_tokens=2), [5, 6, 7])] == [None, "length"]
         assert [event.finish_reason for event in say(request_for(max_new_tokens=1), [5, 6, 7])] == ["length"]
 
-    def test_a_full_slot(self):
+    def test_a_full_slot_ends_the_request(self):
         assert [event.finish_reason for event in say(request_for(), [5, 6, 7], full_at=1)] == [None, "length"]
 
-    def test_a_stop_token_is_the_reason_where_there_are_two(self):
+    def test_a_stop_token_takes_precedence_over_the_length(self):
         assert say(request_for(eos=[6], max_new_tokens=2), [5, 6], full_at=1)[-1].finish_reason == "stop"
 
-    def test_a_step_that_fails_leaves_it_as_it_was(self):
+    def test_logits_that_are_refused_change_nothing(self):
         request = request_for()
         with pytest.raises(EngineError):
             request.choose(np.full(300, np.nan, np.float32), full=False)
@@ -101,44 +101,44 @@ class TestText:
         assert tokenizer.decode(word) == "the"
         assert said(say(request_for(tokenizer, prompt=prompt), word))[0] == " the"
 
-    def test_whole_characters_only(self, tokenizer):
+    def test_text_comes_in_whole_characters(self, tokenizer):
         tokens = ids_of(tokenizer, "aé漢👩b")
         texts = [event.text for event in say(request_for(tokenizer), tokens)]
         assert len(texts) == 1 + 2 + 3 + 4 + 1
         assert texts == ["a", "", "é", "", "", "漢", "", "", "", "👩", "b"]
 
-    def test_a_character_that_is_never_complete(self, tokenizer):
+    def test_an_incomplete_character_comes_with_the_last_token(self, tokenizer):
         tokens = ids_of(tokenizer, "a漢")[:-1]
         assert said(say(request_for(tokenizer, max_new_tokens=3), tokens)) == ("a\ufffd", "length")
 
-    def test_the_end_token_is_no_text(self, tokenizer):
+    def test_the_end_token_has_no_text(self, tokenizer):
         (eos,) = ids_of(tokenizer, EOS)
         assert said(say(request_for(tokenizer, eos=[eos]), [*ids_of(tokenizer, "sea"), eos])) == ("sea", "stop")
 
-    def test_a_stop_token_is_no_text_even_if_it_has_one(self, tokenizer):
+    def test_a_stop_token_has_no_text(self, tokenizer):
         *tokens, stop = ids_of(tokenizer, "sea.")
         assert said(say(request_for(tokenizer, stop_token_ids=[stop]), [*tokens, stop])) == ("sea", "stop")
 
-    def test_without_a_tokenizer_there_is_none(self):
+    def test_without_a_tokenizer_there_is_no_text(self):
         assert {event.text for event in say(request_for(), [5, 6, 7])} == {""}
 
 
 class TestStopText:
-    def test_it_ends_the_request_and_is_not_handed_out(self, tokenizer):
+    def test_a_stop_text_ends_the_request_and_is_not_returned(self, tokenizer):
         events = say(request_for(tokenizer, stop=["</END>"]), ids_of(tokenizer, "sea</END>more"))
         assert said(events) == ("sea", "stop")
         assert [event.text for event in events] == ["s", "e", "a", *[""] * 6]
 
-    def test_text_that_only_looked_like_it_comes_with_the_next(self, tokenizer):
+    def test_text_that_turns_out_to_be_no_stop_text_comes_later(self, tokenizer):
         events = say(request_for(tokenizer, stop="</END>"), ids_of(tokenizer, "a</x"))
         assert [event.text for event in events] == ["a", "", "", "</x"]
 
     @pytest.mark.parametrize(("options", "reason"), [({"max_new_tokens": 3}, "length"), ({"stop_token_ids": [0]}, "stop")])
-    def test_what_was_held_back_comes_at_the_end(self, tokenizer, options, reason):
+    def test_text_held_back_comes_with_the_last_token(self, tokenizer, options, reason):
         events = say(request_for(tokenizer, stop=["</END>"], **options), [*ids_of(tokenizer, "a</"), 0])
         assert said(events) == ("a</", reason)
 
-    def test_a_stop_text_is_the_reason_where_the_tokens_run_out_too(self, tokenizer):
+    def test_a_stop_text_takes_precedence_over_the_length(self, tokenizer):
         assert said(say(request_for(tokenizer, stop=["a"], max_new_tokens=3), ids_of(tokenizer, "sea"))) == ("se", "stop")
 
     def test_a_stop_text_of_several_bytes_per_character(self, tokenizer):
@@ -149,7 +149,7 @@ class TestStopText:
         tokens = ids_of(tokenizer, "a漢")[:-1]
         assert said(say(request_for(tokenizer, stop=["a\ufffd"], max_new_tokens=3), tokens)) == ("", "stop")
 
-    def test_it_needs_a_tokenizer(self):
+    def test_a_stop_text_needs_a_tokenizer(self):
         with pytest.raises(ConfigError) as error:
             request_for(stop=["x"])
         assert str(error.value) == "stop texts: expected a model folder with tokenizer.json, got none. Use stop_token_ids."
@@ -157,7 +157,7 @@ class TestStopText:
     @given(
         text=st.text("ab é", max_size=20), stops=st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2), length=st.integers(1, 24)
     )
-    def test_all_in_all_it_is_the_text_up_to_the_stop(self, tokenizer, text, stops, length):
+    def test_the_whole_text_is_that_before_the_stop_text(self, tokenizer, text, stops, length):
         tokens = ids_of(tokenizer, text)[:length]
         request = request_for(tokenizer, stop=stops, max_new_tokens=length)
         events = say(request, tokens)

@@ -88,7 +88,7 @@ class TestChoice:
     @pytest.mark.parametrize("guess", [1, 2, 5])
     @pytest.mark.parametrize("top_k", [0, 3, 6, 7])
     @pytest.mark.parametrize("top_p", [0.01, 0.3, 0.6, 0.9, 0.9999])
-    def test_a_nucleus_that_is_larger_than_guessed(self, monkeypatch, guess, top_k, top_p):
+    def test_a_nucleus_larger_than_the_first_partial_sort(self, monkeypatch, guess, top_k, top_p):
         monkeypatch.setattr(sampling, "_NUCLEUS_CANDIDATES", guess)
         assert_distribution(SamplingParams(temperature=1.7, top_k=top_k, top_p=top_p, seed=1), LOGITS)
 
@@ -102,12 +102,12 @@ class TestChoice:
         assert {Sampler(SamplingParams(temperature=9.0, top_k=1, seed=seed)).choose(LOGITS) for seed in range(9)} == {1}
 
     @pytest.mark.parametrize("temperature", [1e-3, 1e-300, 5e-324])
-    def test_the_smallest_temperature_leaves_the_most_likely(self, temperature):
+    def test_the_smallest_temperature_chooses_the_most_likely_token(self, temperature):
         found = frequencies(LOGITS, SamplingParams(temperature=temperature, seed=1), 200)
         assert found[1] + found[4] == 1
         assert 0.3 < found[1] < 0.7
 
-    def test_a_token_of_no_likelihood_is_never_chosen(self):
+    def test_a_token_of_probability_zero_is_never_chosen(self):
         logits = np.array([-np.inf, 0, -np.inf, 0], np.float32)
         found = frequencies(logits, SamplingParams(temperature=100.0, seed=1), 200)
         assert set(np.flatnonzero(found)) == {1, 3}
@@ -123,7 +123,7 @@ class TestChoice:
 
     @pytest.mark.parametrize(("bad", "token"), [(np.nan, 5), (np.inf, 5)])
     @pytest.mark.parametrize("temperature", [0.0, 1.0])
-    def test_logits_that_are_not_finite(self, bad, token, temperature):
+    def test_logits_that_are_not_finite_are_refused(self, bad, token, temperature):
         logits = LOGITS.copy()
         logits[token] = bad
         sampler = Sampler(SamplingParams(temperature=temperature, seed=3))
@@ -133,31 +133,31 @@ class TestChoice:
         assert sampler.counter == 0
         assert sampler.choose(LOGITS) == Sampler(SamplingParams(temperature=temperature, seed=3)).choose(LOGITS)
 
-    def test_no_token_is_left(self):
+    def test_at_least_one_token_is_always_left(self):
         with pytest.raises(EngineError, match=r"^logits: expected finite numbers, got -inf for token 0\."):
             Sampler(SamplingParams()).choose(np.full(4, -np.inf, np.float32))
 
 
 class TestSeed:
-    def test_one_seed_gives_one_sequence(self):
+    def test_the_same_seed_gives_the_same_tokens(self):
         def chosen(seed):
             sampler = Sampler(SamplingParams(temperature=2.0, seed=seed))
             return [sampler.choose(LOGITS) for _ in range(40)]
 
         assert chosen(7) == chosen(7) != chosen(8)
 
-    def test_without_a_seed_each_draws_its_own(self):
+    def test_without_a_seed_each_sampler_draws_its_own(self):
         params = SamplingParams(temperature=2.0)
         samplers = [Sampler(params) for _ in range(4)]
         assert len({sampler.seed for sampler in samplers}) == 4
         assert len({tuple(sampler.choose(LOGITS) for _ in range(40)) for sampler in samplers}) == 4
 
-    def test_the_seed_that_was_drawn_gives_the_same_again(self):
+    def test_a_drawn_seed_gives_the_same_tokens_again(self):
         sampler = Sampler(SamplingParams(temperature=2.0))
         again = Sampler(SamplingParams(temperature=2.0, seed=sampler.seed))
         assert [sampler.choose(LOGITS) for _ in range(40)] == [again.choose(LOGITS) for _ in range(40)]
 
-    def test_one_number_per_token_whatever_the_logits(self):
+    def test_each_token_consumes_one_random_number(self):
         # Two requests of one seed whose logits differed for a while choose the same from then on.
         one, other = (Sampler(SamplingParams(temperature=1.0, seed=4)) for _ in range(2))
         for _ in range(5):
@@ -200,20 +200,20 @@ class TestParams:
             ({"stop": 3}, "stop: expected texts that are not empty, got 3."),
         ],
     )
-    def test_out_of_range(self, options, text):
+    def test_parameters_out_of_range_are_refused(self, options, text):
         with pytest.raises(RangeError) as error:
             SamplingParams(**options)
         assert str(error.value) == f"SamplingParams.{text}"
 
-    def test_one_stop_text_is_not_taken_apart(self):
+    def test_one_stop_text_need_not_be_in_a_list(self):
         assert SamplingParams(stop="END").stop == ("END",)
         assert SamplingParams(stop=["a", "b"], stop_token_ids=[np.int64(3)]).stop == ("a", "b")
 
-    def test_numbers_of_numpy(self):
+    def test_numpy_scalars_become_python_numbers(self):
         params = SamplingParams(temperature=np.float32(0.5), top_k=np.int32(3), seed=np.int64(9), stop_token_ids=np.array([4, 5]))
         assert (params.top_k, params.stop_token_ids) == (3, (4, 5))
         assert Sampler(params).seed == 9
 
-    def test_they_do_not_change(self):
+    def test_parameters_are_immutable(self):
         with pytest.raises(FrozenInstanceError):
             SamplingParams().temperature = 1.0

@@ -25,7 +25,7 @@ STOPS = st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3)
 
 @settings(max_examples=500)
 @given(pieces=st.lists(TEXTS, max_size=6), stops=STOPS)
-def test_the_pieces_do_not_matter(pieces, stops):
+def test_the_result_does_not_depend_on_the_pieces(pieces, stops):
     stream = StopText(stops)
     out = "".join(stream.push(piece) for piece in pieces) + stream.flush()
     assert (out, stream.stopped) == naive("".join(pieces), stops)
@@ -33,7 +33,7 @@ def test_the_pieces_do_not_matter(pieces, stops):
 
 @settings(max_examples=500)
 @given(pieces=st.lists(TEXTS, max_size=6), stops=STOPS)
-def test_what_is_held_back_could_still_become_a_stop_text_and_nothing_else_is(pieces, stops):
+def test_only_what_could_become_a_stop_text_is_held_back(pieces, stops):
     stream, told, taken = StopText(stops), "", ""
     for piece in pieces:
         told += stream.push(piece)
@@ -47,7 +47,7 @@ def test_what_is_held_back_could_still_become_a_stop_text_and_nothing_else_is(pi
         )
 
 
-def test_text_without_stop_texts_goes_straight_through():
+def test_without_stop_texts_nothing_is_held_back():
     stream = StopText(())
     assert (stream.push("one "), stream.push("two"), stream.flush(), stream.stopped) == ("one ", "two", "", False)
 
@@ -59,7 +59,7 @@ def test_a_stop_text_over_several_pieces():
     assert (stream.push("more"), stream.flush()) == ("", "")
 
 
-def test_what_turns_out_to_be_none_comes_late():
+def test_text_that_turns_out_to_be_no_stop_text_comes_later():
     stream = StopText(["</s>"])
     assert [stream.push(piece) for piece in ["a</", "b>", "</"]] == ["a", "</b>", ""]
     assert (stream.flush(), stream.stopped) == ("</", False)
@@ -67,7 +67,7 @@ def test_what_turns_out_to_be_none_comes_late():
 
 
 @pytest.mark.parametrize("pieces", [["abcd"], ["abc", "d"], ["a", "b", "c", "d"]])
-def test_of_two_the_one_that_is_complete_first(pieces):
+def test_the_stop_text_that_is_complete_first_ends_the_text(pieces):
     stream = StopText(["abcd", "bc"])
     assert "".join(map(stream.push, pieces)) == "a"
     assert stream.stopped

@@ -1,9 +1,13 @@
-// Each wrapper of plugins/ptx.cuh alone, in one warp: what it is given, and what it makes of it.
+// Each wrapper of an instruction in plugins/attention alone, in one warp: what it is given, and what it makes of it.
 
-#include "../../plugins/ptx.cuh"
-#include "../../plugins/shared.cuh"
+#include "attention/cp_async.cuh"
+#include "attention/element.cuh"
+#include "attention/flagged_vector.cuh"
+#include "attention/math.cuh"
+#include "attention/mma.cuh"
+#include "shared_memory.cuh"
 
-// `sums` [32, 4] += a [32, 4] * b [32, 2], as the lanes hold them.
+// sums [32, 4] += a [32, 4] * b [32, 2], as the lanes hold the fragments.
 extern "C" __global__ void multiply(float* sums, const unsigned* a, const unsigned* b, long long bfloat16) {
     const int lane = threadIdx.x;
     float sum[4];
@@ -13,40 +17,40 @@ extern "C" __global__ void multiply(float* sums, const unsigned* a, const unsign
         left[i] = a[4 * lane + i];
     }
     if (bfloat16) {
-        multiply_add(BFloat16{}, sum, left, b[2 * lane], b[2 * lane + 1]);
+        mma_m16n8k16(BFloat16{}, sum, left, b[2 * lane], b[2 * lane + 1]);
     } else {
-        multiply_add(Float16{}, sum, left, b[2 * lane], b[2 * lane + 1]);
+        mma_m16n8k16(Float16{}, sum, left, b[2 * lane], b[2 * lane + 1]);
     }
     for (int i = 0; i < 4; i++) sums[4 * lane + i] = sum[i];
 }
 
-// Lane i has the place of row `places[i]`.
+// Lane i passes the address of row `places[i]`.
 extern "C" __global__ void matrices(unsigned* out, const unsigned* rows, const unsigned* places, long long transposed) {
     DYNAMIC_SHARED(unsigned, shared);
     const int lane = threadIdx.x;
     for (int i = 0; i < 4; i++) shared[32 * i + lane] = rows[32 * i + lane];
     __syncthreads();
     unsigned loaded[4];
-    const SharedAddress place = flip_bits(shared_address(shared), 16 * places[lane]);
+    const SharedAddress place = xor_address(shared_address(shared), 16 * places[lane]);
     if (transposed) {
-        load_matrices_transposed(loaded, place);
+        ldmatrix_x4_trans(loaded, place);
     } else {
-        load_matrices(loaded, place);
+        ldmatrix_x4(loaded, place);
     }
     for (int i = 0; i < 4; i++) out[4 * lane + i] = loaded[i];
 }
 
-// Two groups of copies; the first is looked at while the second may be under way.
+// Two commit groups; the first is read while the second may still be in flight.
 extern "C" __global__ void copies(uint4* out, const uint4* from, const unsigned* valid) {
     DYNAMIC_SHARED(uint4, pieces);
     const int lane = threadIdx.x;
     for (int x = lane; x < 64; x += 32) {
-        copy_async(shared_address(pieces + x), from + x, valid[x]);
-        commit_copies();
+        cp_async(shared_address(pieces + x), from + x, valid[x]);
+        cp_async_commit_group();
     }
-    wait_for_copies<1>();
+    cp_async_wait_group<1>();
     out[lane] = pieces[lane];
-    wait_for_copies<0>();
+    cp_async_wait_group<0>();
     out[lane + 32] = pieces[lane + 32];
 }
 
@@ -58,21 +62,21 @@ extern "C" __global__ void convert(unsigned* packed, float2* unpacked, const flo
 
 extern "C" __global__ void functions(float* powers, float* reciprocals, const float* exponents, const float* values) {
     const int x = blockIdx.x * 32 + threadIdx.x;
-    powers[x] = power_of_2(exponents[x]);
-    reciprocals[x] = reciprocal(values[x]);
+    powers[x] = exp2_approx(exponents[x]);
+    reciprocals[x] = reciprocal_approx(values[x]);
 }
 
-extern "C" __global__ void over_warps(int* sums, int* maxima, const int* values) {
+extern "C" __global__ void warp_reductions(int* sums, int* maxima, const int* values) {
     const int x = blockIdx.x * 32 + threadIdx.x;
-    sums[x] = sum_of_warp(values[x]);
-    maxima[x] = max_of_warp(values[x]);
+    sums[x] = warp_sum(values[x]);
+    maxima[x] = warp_max(values[x]);
 }
 
 // Each block writes for the next one.
-extern "C" __global__ void tell(float4* heard, float4* places, const float4* values) {
+extern "C" __global__ void publish(float4* received, float4* places, const float4* values) {
     const int x = blockIdx.x * 32 + threadIdx.x;
-    publish(places + x, values[x]);
+    publish_vector(places + x, values[x]);
     if (blockIdx.x == 0) return;
-    while (!has_come(heard[x] = peek(places + x - 32))) look_again();
-    take_back(places + x - 32);
+    while (!is_published(received[x] = poll_vector(places + x - 32))) poll_again();
+    reset_vector(places + x - 32);
 }

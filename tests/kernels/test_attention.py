@@ -22,14 +22,14 @@ def test_decode(memory, stream, name, monkeypatch):
     check(DECODE_CASES[name], memory, stream)
 
 
-@pytest.mark.parametrize(("arch", "early"), [("sm_89", False), ("sm_90", True), ("sm_120", True)])
-def test_how_decode_is_launched(memory, stream, monkeypatch, arch, early):
+@pytest.mark.parametrize(("arch", "programmatic"), [("sm_89", False), ("sm_90", True), ("sm_120", True)])
+def test_how_decode_is_launched(memory, stream, monkeypatch, arch, programmatic):
     launched = []
     monkeypatch.setattr("trt_kvcache.kernels.cuda.attention.launch", lambda *_, **options: launched.append(options))
     monkeypatch.setattr(memory, "arch", arch, raising=False)
     with contextlib.suppress(AssertionError):  # nothing was computed
         check(DECODE_CASES["many parts"], memory, stream)
-    assert [(one["together"], one["early"]) for one in launched] == [(True, early)] * (not memory.is_host)
+    assert [(one["cooperative"], one["programmatic_dependent_launch"]) for one in launched] == [(True, programmatic)] * (not memory.is_host)
 
 
 @needs_standin
@@ -42,7 +42,7 @@ def test_more_blocks_than_can_run_together(memory, stream, monkeypatch):
 @pytest.mark.parametrize("name", list(PREFILL_CASES))
 @pytest.mark.parametrize("form", ["long", "short"])
 def test_prefill(memory, stream, name, form, monkeypatch):
-    monkeypatch.setattr("trt_kvcache.kernels.cuda.attention._FEW", {"long": 0, "short": 1 << 20}[form])
+    monkeypatch.setattr("trt_kvcache.kernels.cuda.attention._SHORT_FORM_BLOCKS_PER_SM", {"long": 0, "short": 1 << 20}[form])
     check(PREFILL_CASES[name], memory, stream)
 
 

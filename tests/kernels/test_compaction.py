@@ -1,14 +1,18 @@
 """Compaction of K/V, states and lengths in place: every byte, on any memory, by the host's plan and by a device mapping."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import numpy as np
 import pytest
 
-from tests.kernels.layers import LAYOUTS, check, make_layer
+from tests.kernels.layers import LAYOUTS, Layer, check, make_layer
 from trt_kvcache import KVLayout
 from trt_kvcache.kernels import CompactionPlan, KVLayerInfos, StateInfos, compact_kv_cache_batched, compact_length_tensor, compact_rows
 
 
-def apply(slots, mapping, tokens=None):
+def apply(slots: Any, mapping: list[int], tokens: list[int] | None = None) -> None:
     """Move the first tokens of the slots, or all of them, as if a copy were at hand."""
     before = slots.copy()
     for old, new in enumerate(mapping):
@@ -17,115 +21,186 @@ def apply(slots, mapping, tokens=None):
             slots[part] = before[(old, *part[1:])]
 
 
-class Scene:
-    """Layers, states and lengths of some slots, full of random bytes, and what their bytes should be."""
+def make_cache(memory: Any, stream: Any, layout: KVLayout, heads: list[int], b: int, s: int, d: int, dtype: str) -> list[Layer]:
+    return [make_layer(memory, stream, layout, (b, h, s, d), dtype, index) for index, h in enumerate(heads)]
 
-    def __init__(self, memory, stream, tokens, heads, s, d, dtype, layout):
-        b = len(tokens) + 1
-        self.stream, self.memory = stream, memory
-        self.layers = [make_layer(memory, stream, layout, (b, h, s, d), dtype, index) for index, h in enumerate(heads)]
-        self.rows = np.random.default_rng(3).integers(0, 256, (b, 3, 7), np.uint8)
-        self.states = memory.to_device(self.rows, stream=stream)
-        self.numbers = np.array([*tokens, 77], np.int32)  # of one more slot, which stays
-        self.lengths = memory.to_device(self.numbers, stream=stream)
-        self.infos = KVLayerInfos([layer.tensor for layer in self.layers], stream=stream)
-        self.state_infos = StateInfos([self.states], stream=stream)
 
-    def compact(self, mapping, new=None, *, on_device=False):
-        old, new = len(mapping), sum(slot >= 0 for slot in mapping) if new is None else new
-        if on_device:
-            tensor = self.memory.to_device(np.array(mapping, np.int32), stream=self.stream)
-            plan = CompactionPlan.from_device(tensor, old, new, self.lengths[:old])
-        else:
-            plan = CompactionPlan.from_host(mapping, old, new, self.numbers[:old].tolist())
-        compact_kv_cache_batched(self.infos, plan, stream=self.stream)
-        compact_rows(self.state_infos, plan, stream=self.stream)
-        compact_length_tensor(self.lengths, plan, stream=self.stream)
-
-    def check(self, mapping, tokens):
-        for layer in self.layers:
-            apply(layer.slots, mapping, tokens)
-        apply(self.rows, mapping)
-        apply(self.numbers, mapping)
-        check(self.layers)
-        assert np.array_equal(self.states.numpy(), self.rows)
-        assert np.array_equal(self.lengths.numpy(), self.numbers)
+def infos_of(cache: list[Layer], stream: Any) -> KVLayerInfos:
+    return KVLayerInfos([layer.tensor for layer in cache], stream=stream)
 
 
 # mapping, tokens of each old slot; S = 7
 MAPPINGS = {
     "evict the first": ([-1, 0, 1, 2], [3, 7, 1, 5]),
+    "evict two": ([0, -1, 1, -1, 2], [7, 2, 6, 7, 4]),
     "swap": ([1, 0], [7, 3]),
     "a cycle of three": ([2, 0, 1], [1, 7, 4]),
     "a cycle, a path and one that stays": ([4, 1, 0, -1, 3, 2], [5, 6, 2, 7, 4, 1]),
+    "two cycles": ([1, 0, 3, 2], [0, 7, 7, 6]),
+    "up and down": ([1, -1, 0], [7, 7, 2]),
     "empty slots": ([-1, 1, 0], [0, 0, 0]),
+    "a single survivor": ([-1, -1, 0], [1, 2, 7]),
     "nobody survives": ([-1, -1], [3, 4]),
+    "nobody is there": ([], []),
     "all stay": ([0, 1, -1], [3, 7, 2]),
 }
 
 
-def keeps_order(mapping):
-    kept = [new for new in mapping if new >= 0]
-    return kept == sorted(kept)
-
-
-@pytest.mark.parametrize(
-    ("name", "on_device"),
-    [(name, on_device) for name in MAPPINGS for on_device in (False, True) if not on_device or keeps_order(MAPPINGS[name][0])],
-)
+@pytest.mark.parametrize("name", list(MAPPINGS))
 @pytest.mark.parametrize(("heads", "d", "dtype"), [([2, 1, 3], 16, "float16"), ([1], 48, "int8"), ([3, 2], 4, "float32")])
 @LAYOUTS
-def test_every_byte(memory, stream, layout, heads, d, dtype, name, on_device):
+def test_every_byte(memory, stream, layout, heads, d, dtype, name):
     mapping, tokens = MAPPINGS[name]
-    scene = Scene(memory, stream, tokens, heads, 7, d, dtype, layout)
-    scene.compact(mapping, on_device=on_device)
-    scene.check(mapping, tokens)
-
-
-def test_long_slots_in_several_blocks(memory, stream):
-    mapping, tokens = [1, 2, 0, -1, 3], [200, 131, 7, 200, 199]
-    scene = Scene(memory, stream, tokens, [1, 2], 200, 264, "float16", KVLayout.COMBINED)
-    scene.compact(mapping)
-    scene.check(mapping, tokens)
+    cache = make_cache(memory, stream, layout, heads, len(mapping) + 1, 7, d, dtype)
+    plan = CompactionPlan.from_host(mapping, len(mapping), sum(new >= 0 for new in mapping), tokens)
+    compact_kv_cache_batched(infos_of(cache, stream), plan, stream=stream)
+    for layer in cache:
+        apply(layer.slots, mapping, tokens)
+    check(cache)
 
 
 @pytest.mark.parametrize("b", range(1, 6))
 @LAYOUTS
-def test_random_mappings_one_after_the_other(memory, stream, layout, b):
+def test_random_mappings(memory, stream, layout, b):
     random = np.random.default_rng(b)
-    scene = Scene(memory, stream, random.integers(0, 6, b).tolist(), [1, 3], 5, 24, "bfloat16", layout)
+    cache = make_cache(memory, stream, layout, [1, 3], b, 5, 24, "bfloat16")
+    infos = infos_of(cache, stream)
+    states = memory.to_device(random.integers(0, 256, (b, 3, 7), np.uint8), stream=stream)
+    rows, state_infos = states.numpy(), StateInfos([states], stream=stream)
     for _ in range(12):
         old = int(random.integers(1, b + 1))
-        order = random.permutation(old)
-        mapping = np.where(order < random.integers(0, old + 1), order, -1).tolist()
-        tokens = scene.numbers[:old].tolist()
-        scene.compact(mapping)
-        scene.check(mapping, tokens)
+        new = int(random.integers(0, old + 1))
+        mapping = np.where((order := random.permutation(old)) < new, order, -1).tolist()
+        tokens = random.integers(0, 6, old).tolist()
+        lengths = memory.to_device(np.array(tokens, np.int32), stream=stream)
+        plan = CompactionPlan.from_host(mapping, old, new, tokens)
+        compact_kv_cache_batched(infos, plan, stream=stream)
+        compact_rows(state_infos, plan, stream=stream)
+        compact_length_tensor(lengths, plan, stream=stream)
+        for layer in cache:
+            apply(layer.slots, mapping, tokens)
+        apply(rows, mapping)
+        assert lengths.numpy()[:new].tolist() == [tokens[mapping.index(slot)] for slot in range(new)]
+    check(cache)
+    assert np.array_equal(states.numpy(), rows)
 
 
-@pytest.mark.parametrize("kind", ["a cycle", "evict the first", "on the device"])
+@pytest.mark.parametrize("kind", ["a cycle", "pairs", "shuffled", "evict the first"])
 def test_more_slots_than_a_launch_carries(memory, stream, kind):
-    on_device = kind == "on the device"
-    b, random = 600 if on_device else 130, np.random.default_rng(9)
-    kept = random.random(b) < 0.7
+    b = 130
+    random = np.random.default_rng(9)
     mapping = {
         "a cycle": [*range(1, b), 0],
+        "pairs": [slot ^ 1 for slot in range(b)],
+        "shuffled": [slot if slot < 101 else -1 for slot in random.permutation(b).tolist()],
         "evict the first": [-1, *range(b - 1)],
-        "on the device": np.where(kept, np.cumsum(kept) - 1, -1).tolist(),
     }[kind]
     tokens = random.integers(0, 4, b).tolist()
-    scene = Scene(memory, stream, tokens, [2], 3, 8, "float16", KVLayout.SEPARATE)
-    scene.compact(mapping, on_device=on_device)
-    scene.check(mapping, tokens)
+    new = sum(slot >= 0 for slot in mapping)
+    cache = make_cache(memory, stream, KVLayout.SEPARATE, [2], b, 3, 8, "float16")
+    states = memory.to_device(random.integers(0, 256, (b, 4), np.uint8), stream=stream)
+    lengths = memory.to_device(np.array(tokens, np.int32), stream=stream)
+    rows, numbers = states.numpy(), lengths.numpy()
+    plan = CompactionPlan.from_host(mapping, b, new, tokens)
+    compact_kv_cache_batched(infos_of(cache, stream), plan, stream=stream)
+    compact_rows(StateInfos([states], stream=stream), plan, stream=stream)
+    compact_length_tensor(lengths, plan, stream=stream)
+    apply(cache[0].slots, mapping, tokens)
+    apply(rows, mapping)
+    apply(numbers, mapping)
+    check(cache)
+    assert np.array_equal(states.numpy(), rows)
+    assert np.array_equal(lengths.numpy(), numbers)
 
 
-def test_what_the_host_cannot_check(memory, stream):
-    """A device mapping that does not keep the order moves nothing; nor is anything written or read outside the slots."""
-    scene = Scene(memory, stream, [7, 7, 3, 7, 5], [2, 1], 7, 16, "float16", KVLayout.SEPARATE)
-    scene.compact([2, 9, 0, -7, 1], 3, on_device=True)
-    scene.check([-1, -1, 0, -1, 1], [7, 7, 3, 7, 5])
-    scene = Scene(memory, stream, [7, 1000, -3], [2, 1], 7, 16, "float16", KVLayout.SEPARATE)
-    scene.compact([-1, 0, 1], 2, on_device=True)
-    for layer in scene.layers:
-        apply(layer.slots, [-1, 0, -1], [7, 7, 0])
-    check(scene.layers)
+@pytest.mark.parametrize("d", [8, 264])
+def test_long_slots_in_several_blocks(memory, stream, d):
+    mapping, tokens = [1, 2, 0, -1, 3], [200, 131, 7, 200, 199]
+    cache = make_cache(memory, stream, KVLayout.COMBINED, [1, 2], 5, 200, d, "float16")
+    compact_kv_cache_batched(infos_of(cache, stream), CompactionPlan.from_host(mapping, 5, 4, tokens), stream=stream)
+    for layer in cache:
+        apply(layer.slots, mapping, tokens)
+    check(cache)
+
+
+def test_layers_of_other_lengths(memory, stream):
+    """Each layer has its own S: strides come from the layer, not from the group."""
+    cache = [make_layer(memory, stream, layout, (3, h, s, 8), "float16", s) for layout, h, s in zip(KVLayout, (2, 1), (9, 4), strict=True)]
+    compact_kv_cache_batched(infos_of(cache, stream), CompactionPlan.from_host([-1, 0, 1], 3, 2, [4, 3, 4]), stream=stream)
+    for layer in cache:
+        apply(layer.slots, [-1, 0, 1], [4, 3, 4])
+    check(cache)
+
+
+class TestMappingOnTheDevice:
+    @pytest.fixture
+    def compact(self, memory, stream):
+        """Compact everything by a device mapping; return the cache, states, lengths, and what they were."""
+
+        def run(mapping: list[int], tokens: list[int], new: int, layout: KVLayout = KVLayout.SEPARATE) -> Any:
+            cache = make_cache(memory, stream, layout, [2, 1], len(mapping) + 1, 7, 16, "float16")
+            content = np.random.default_rng(3).integers(0, 256, (len(mapping) + 1, 5), np.uint8)
+            states, lengths, on_device = (
+                memory.to_device(array, stream=stream) for array in (content, np.array(tokens, np.int32), np.array(mapping, np.int32))
+            )
+            plan = CompactionPlan.from_device(on_device, len(mapping), new, lengths)
+            compact_kv_cache_batched(infos_of(cache, stream), plan, stream=stream)
+            compact_rows(StateInfos([states], stream=stream), plan, stream=stream)
+            compact_length_tensor(lengths, plan, stream=stream)
+            return cache, (states, content), (lengths, np.array(tokens, np.int32))
+
+        return run
+
+    @pytest.mark.parametrize(
+        "name", ["evict the first", "evict two", "a single survivor", "nobody survives", "nobody is there", "all stay"]
+    )
+    @LAYOUTS
+    def test_every_byte(self, compact, layout, name):
+        mapping, tokens = MAPPINGS[name]
+        cache, (states, rows), (lengths, numbers) = compact(mapping, tokens, sum(new >= 0 for new in mapping), layout)
+        for layer in cache:
+            apply(layer.slots, mapping, tokens)
+        apply(rows, mapping)
+        apply(numbers, mapping)
+        check(cache)
+        assert np.array_equal(states.numpy(), rows)
+        assert np.array_equal(lengths.numpy(), numbers)
+
+    def test_many_slots(self, compact):
+        random = np.random.default_rng(4)
+        kept = random.random(600) < 0.7
+        mapping = np.where(kept, np.cumsum(kept) - 1, -1).tolist()
+        tokens = random.integers(0, 8, 600).tolist()
+        cache, (states, rows), (lengths, numbers) = compact(mapping, tokens, int(kept.sum()))
+        for layer in cache:
+            apply(layer.slots, mapping, tokens)
+        apply(rows, mapping)
+        apply(numbers, mapping)
+        check(cache)
+        assert np.array_equal(states.numpy(), rows)
+        assert np.array_equal(lengths.numpy(), numbers)
+
+    def test_what_does_not_keep_the_order_moves_nothing(self, compact):
+        """The host cannot check the mapping; nothing outside the slots is written, and no slot is read too late."""
+        mapping, tokens = [2, 9, 0, -7, 1], [7, 7, 3, 7, 5]
+        cache, (states, rows), (lengths, numbers) = compact(mapping, tokens, 3)
+        kept = [-1, -1, 0, -1, 1]
+        for layer in cache:
+            apply(layer.slots, kept, tokens)
+        apply(rows, kept)
+        apply(numbers, kept)
+        check(cache)
+        assert np.array_equal(states.numpy(), rows)
+        assert np.array_equal(lengths.numpy(), numbers)
+
+    def test_lengths_outside_a_slot_stay_inside(self, compact):
+        cache, _, _ = compact([-1, 0, 1], [7, 1000, -3], 2)
+        for layer in cache:
+            apply(layer.slots, [-1, 0, -1], [7, 7, 0])
+        check(cache)
+
+
+def test_lengths_beyond_the_plan_stay(memory, stream):
+    lengths = memory.to_device(np.array([11, 12, 13, 14, 15], np.int32), stream=stream)
+    compact_length_tensor(lengths, CompactionPlan.from_host([-1, 0, -1, 1], 4, 2, [11, 12, 13, 14]), stream=stream)
+    assert lengths.numpy().tolist() == [12, 14, 13, 14, 15]

@@ -26,6 +26,15 @@ def test_what_nvrtc_says():
     assert "gpu-architecture" in str(caught.value)
 
 
+def test_headers_are_found_from_the_folder_of_the_sources(tmp_path, monkeypatch):
+    (tmp_path / "part").mkdir()
+    (tmp_path / "one.cu").write_text('#include "part/common.cuh"\nextern "C" __global__ void one(int* p) { *p = VALUE; }\n')
+    (tmp_path / "part" / "common.cuh").write_text("#define VALUE 1\n")
+    for module in (compile, sources):
+        monkeypatch.setattr(module, "source_folder", lambda: tmp_path)
+    assert compile.compile_cubin("one", "sm_90")[:4] == b"\x7fELF"
+
+
 class TestWhereFrom:
     @pytest.fixture
     def compiled(self, tmp_path, monkeypatch):
@@ -45,14 +54,18 @@ class TestWhereFrom:
         (folder / "ahead").mkdir()
         (folder / "ahead" / sources.cubin_name("lengths", "sm_90")).write_bytes(b"ahead of time")
 
-    def test_compiled_once_and_ahead_of_time_comes_first(self, tmp_path, compiled):
+    def test_compiled_once(self, tmp_path, compiled):
         for _ in range(2):
             assert compile.cubin("lengths", "sm_90") == b"lengths for sm_90"
         assert compile.cubin("lengths", "sm_80") == b"lengths for sm_80"
+        assert compiled == [("lengths", "sm_90"), ("lengths", "sm_80")]
         files = sorted(path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*") if path.is_file())
         names = [re.escape(sources.cubin_name("lengths", arch)) for arch in ("sm_80", "sm_90")]
         for path, name in zip(files, names, strict=True):
             assert re.fullmatch(rf"cache/trt_kvcache/cubins/nvrtc-\d+\.\d+/{name}", path)
+
+    def test_ahead_of_time_comes_first(self, tmp_path, compiled):
+        compile.cubin("lengths", "sm_90")
         self.make_ahead(tmp_path)
         assert compile.cubin("lengths", "sm_90") == b"ahead of time"
         assert compile.cubin("lengths", "sm_80") == b"lengths for sm_80"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from trt_kvcache.kernels.attention_tiles import macros_of
-from trt_kvcache.kernels.sources import CXX_STANDARD, source_names, source_path
+from trt_kvcache.kernels.source_variants import variant_macros
+from trt_kvcache.kernels.sources import CXX_STANDARD, source_folder, source_names, source_path
 
 ARCH = "sm_87"
 NAMES = [name for name in source_names() if "-" not in name or name.endswith(("float16-128", "-bfloat16-256"))]
@@ -31,10 +31,10 @@ def test_compiles(nvrtc, name):
     options = [
         f"--gpu-architecture={ARCH}",
         f"--std={CXX_STANDARD}",
-        f"--include-path={path.parent}",
+        f"--include-path={source_folder()}",
         "--device-as-default-execution-space",
     ]
-    options += [f"-D{macro}={value}" for macro, value in macros_of(name, ARCH).items()]
+    options += [f"-D{macro}={value}" for macro, value in variant_macros(name, ARCH).items()]
     failed = nvrtc.nvrtcCompileProgram(program, len(options), (ctypes.c_char_p * len(options))(*(option.encode() for option in options)))
     nvrtc.nvrtcGetProgramLogSize(program, ctypes.byref(size))
     log = ctypes.create_string_buffer(size.value)

@@ -1,40 +1,119 @@
 """Where the CUDA sources are, that they say what Python says, and the name of a compiled one."""
 
+from __future__ import annotations
+
 import re
 
 import pytest
 
-from trt_kvcache.kernels import MAX_SAVED, MAX_STORED_VALUES, sources
-from trt_kvcache.kernels.arguments import STEP_COUNTS
-from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, UNITS_IN_FLIGHT
-from trt_kvcache.kernels.steps import REGISTER
+from trt_kvcache.errors import CudaError
+from trt_kvcache.kernels import MAX_SAVED_TENSORS, MAX_STORED_VALUES, KVLayerInfo, StateInfo, sources
+from trt_kvcache.kernels.attention_tiles import decode_tiles, prefill_tiles
+from trt_kvcache.kernels.compaction_moves import REGISTER
+from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, VECTORS_IN_FLIGHT
+from trt_kvcache.kernels.launch_limits import MOVE_CAPACITIES
+from trt_kvcache.kernels.source_variants import variant_macros
 
-TEXT = "".join(path.read_text() for path in sorted(sources.source_folder().glob("*.cu*")))
+
+def test_sources_are_found():
+    assert "lengths" in sources.source_names()
+    assert (sources.source_folder() / "lengths.cu").is_file()
 
 
-def test_numbers_of_both_sides():
-    for name, value in (("kThreads", THREADS_PER_BLOCK), ("kInFlight", UNITS_IN_FLIGHT), ("kRegister", REGISTER)):
-        (number,) = re.findall(rf"constexpr int {name} = (\w+);", TEXT)
+def test_the_name_of_a_source_is_its_path():
+    assert sources.source_path("attention_decode-float16-128") == sources.source_folder() / "attention" / "decode.cu"
+
+
+def test_names_are_those_of_all_variants():
+    names = sources.source_names()
+    assert len(names) == len(set(names)) == 4 + 2 * 2 * 5
+    assert all(sources.source_path(name).is_file() for name in names)
+
+
+def test_no_header_includes_a_source():
+    for path in sources.source_files():
+        assert not re.findall(r'#include ".*\.cu"', (sources.source_folder() / path).read_text()), path
+
+
+class TestBothSides:
+    """What is written in Python and in CUDA C++ is the same."""
+
+    TEXT = "".join((sources.source_folder() / path).read_text() for path in sources.source_files())
+
+    @pytest.mark.parametrize(
+        ("name", "value"), [("kThreads", THREADS_PER_BLOCK), ("kInFlight", VECTORS_IN_FLIGHT), ("kRegister", REGISTER)]
+    )
+    def test_numbers(self, name, value):
+        (number,) = re.findall(rf"constexpr int {name} = (\w+);", self.TEXT)
         assert int(number, 0) == value
 
+    def test_arguments_of_kernels(self):
+        """How many values each kernel takes beside others."""
+        kernels = re.findall(r'extern "C" __global__ void (?:__launch_bounds__\(kThreads\) )?(\w+)\(([^{]*)\)', self.TEXT)
+        lists = {name: int(re.findall(r"LIST_(\d+)", rest)[0]) for name, rest in kernels if "LIST_" in rest}
+        moves = {f"compact_{what}_{capacity}": capacity for what in ("layers", "rows", "lengths") for capacity in MOVE_CAPACITIES}
+        saved = dict.fromkeys(("save_layers", "instantiate_layers", "save_rows", "instantiate_rows"), MAX_SAVED_TENSORS)
+        assert lists == {**moves, **saved, "store_values": MAX_STORED_VALUES}
 
-def test_arguments_of_kernels_of_both_sides():
-    """How many values each kernel takes beside others; the last of several forms is that of the most steps."""
-    kernels = re.findall(r'extern "C" __global__ void (?:__launch_bounds__\(kThreads\) )?(\w+)\(([^{]*)\)', TEXT)
-    lists = {name: int(re.findall(r"LIST_(\d+)", rest)[0]) for name, rest in kernels if "LIST_" in rest}
-    steps = {f"compact_{what}_{form}": form for what in ("layers", "rows", "lengths") for form in STEP_COUNTS}
-    saved = dict.fromkeys(("save_layers", "instantiate_layers", "save_rows", "instantiate_rows"), MAX_SAVED)
-    assert lists == {**steps, **saved, "store_values": MAX_STORED_VALUES}
+    @pytest.mark.parametrize(("struct", "info"), [("KVLayer", KVLayerInfo), ("State", StateInfo)])
+    def test_infos(self, struct, info):
+        (body,) = re.findall(rf"struct {struct} {{\n(.*?)\n\n|struct {struct} {{\n(.*?)}};", self.TEXT, re.DOTALL)
+        fields = re.findall(r"(\w+)(?=[,;])", re.sub(r"//.*", "", body[0] or body[1]))
+        assert tuple(fields) == info._fields
+
+    @pytest.mark.parametrize("tiles", [decode_tiles, prefill_tiles])
+    def test_every_macro_of_the_tiles_is_used(self, tiles):
+        for macro in tiles(128, "sm_90"):
+            assert re.search(rf"\b{macro}\b", self.TEXT), macro
 
 
-@pytest.mark.parametrize("changed", ["one.cu", "common.cuh"])
-def test_the_name_changes_with_every_source(tmp_path, monkeypatch, changed):
+def test_variants_have_the_macros_of_their_dtype_and_head_dim():
+    macros = variant_macros("attention_decode-bfloat16-80", "sm_90")
+    assert (macros["ELEMENT"], macros["HEAD_DIM"]) == ("BFloat16", "80")
+    assert variant_macros("lengths", "sm_90") == {}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder of sources in the place of plugins/."""
+    (tmp_path / "one.cu").write_text('#include "part/common.cuh"\nextern "C" __global__ void one(int* p) { *p = VALUE; }\n')
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part" / "common.cuh").write_text("#define VALUE 1\n")
     monkeypatch.setattr(sources, "source_folder", lambda: tmp_path)
-    names = []
-    for name in ("one.cu", "common.cuh", changed):
-        (tmp_path / name).write_text(f"#define VALUE {len(names)}\n")
-        sources._digest.cache_clear()
-        names.append(sources.cubin_name("one", "sm_90"))
-    assert re.fullmatch(r"one-[0-9a-f]{16}\.sm_90\.cubin", names[0])
-    assert len(set(names)) == 3
     sources._digest.cache_clear()
+    yield tmp_path
+    sources._digest.cache_clear()
+
+
+@pytest.mark.parametrize("changed", ["one.cu", "part/common.cuh"])
+def test_the_name_changes_with_every_source(folder, changed):
+    before = sources.cubin_name("one", "sm_90")
+    assert re.fullmatch(r"one-[0-9a-f]{16}\.sm_90\.cubin", before)
+    sources._digest.cache_clear()
+    assert sources.cubin_name("one", "sm_90") == before
+    (folder / changed).write_text((folder / changed).read_text() + "\n")
+    sources._digest.cache_clear()
+    assert sources.cubin_name("one", "sm_90") != before
+
+
+def test_the_name_changes_where_a_header_moves(folder):
+    before = sources.cubin_name("one", "sm_90")
+    (folder / "part" / "common.cuh").rename(folder / "common.cuh")
+    sources._digest.cache_clear()
+    assert sources.cubin_name("one", "sm_90") != before
+
+
+def test_an_incomplete_installation_is_said(tmp_path, monkeypatch):
+    monkeypatch.setattr(sources, "_PACKAGE", tmp_path / "trt_kvcache")
+    with pytest.raises(
+        CudaError, match=r"^the CUDA sources of trt_kvcache are missing: expected .*_plugins\. Install the package again\.$"
+    ):
+        sources.source_folder.__wrapped__()
+
+
+def test_an_installed_package_has_its_own_sources(tmp_path, monkeypatch):
+    for folder in ("trt_kvcache/_plugins", "plugins"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "lengths.cu").touch()
+    monkeypatch.setattr(sources, "_PACKAGE", tmp_path / "trt_kvcache")
+    assert sources.source_folder.__wrapped__() == tmp_path / "trt_kvcache" / "_plugins"

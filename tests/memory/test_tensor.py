@@ -1,5 +1,6 @@
 """``DeviceTensor``: what a view is, its slices and reshapes, and what it refuses."""
 
+import copy
 import gc
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from trt_kvcache import DeviceTensor
+from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, LayoutError, ShapeError
 
 # The memory is one for all examples of a test.
@@ -71,6 +73,16 @@ class TestWhatItIs:
         for name in ("ptr", "shape", "strides", "dtype", "anything"):
             with pytest.raises(AttributeError):
                 setattr(dense, name, 1)
+            with pytest.raises(AttributeError):
+                delattr(dense, name)
+        assert (dense.shape, dense.dtype) == ((3, 5, 7), "int32")
+
+    def test_a_copy_is_the_same_view(self, dense):
+        assert copy.copy(dense) is dense
+
+    def test_it_names_its_numpy_dtype(self, allocation):
+        for name in ("float16", "bfloat16", "int8"):
+            assert DeviceTensor(allocation, shape=(2,), dtype=name).numpy_dtype == numpy_dtype(name)
 
     def test_it_keeps_its_owner(self, memory, stream):
         view = memory.to_device(np.arange(6, dtype=np.int32), stream=stream)[2:4]
@@ -157,7 +169,9 @@ class TestReshape:
         assert dense[1:2].reshape(7, 5).numpy().tolist() == np.arange(35, 70).reshape(7, 5).tolist()
 
     def test_refused(self, dense, strided):
-        with pytest.raises(ShapeError, match=r"^DeviceTensor\.reshape: \(3, 5, 7\) has other elements than \(3, 5\)\.$"):
+        with pytest.raises(
+            ShapeError, match=r"^DeviceTensor\.reshape: expected a shape with as many elements as \(3, 5, 7\), got \(3, 5\)\.$"
+        ):
             dense.reshape(3, 5)
         message = r"^DeviceTensor\.reshape: a view of shape \(3, 5, 2\) with strides \(35, 7, 1\) is not dense\.$"
         with pytest.raises(LayoutError, match=message):

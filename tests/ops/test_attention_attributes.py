@@ -18,14 +18,14 @@ def field(name, kind, *values):
     return SimpleNamespace(name=name, type=Kind[kind], data=np.array(values))
 
 
-def test_round_trip():
+def test_attributes_are_read_back_from_plugin_fields():
     fields = AttentionAttributes(**LEAST, scale=0.1, window=33, softcap=30.5, rotary_dim=20)
     stored = fields.plugin_field_arrays()
     assert {name: array.dtype.name.upper() for name, array in stored.items()} == ATTRIBUTE_TYPES
     assert AttentionAttributes.from_plugin_fields(field(name, ATTRIBUTE_TYPES[name], *array) for name, array in stored.items()) == fields
 
 
-def test_what_may_be_left_out():
+def test_attributes_with_a_default_may_be_left_out():
     fields = AttentionAttributes.from_plugin_fields(field(name, "INT64", value) for name, value in LEAST.items())
     assert (fields.scale, fields.window, fields.softcap, fields.rotary_dim) == (0, 0, 0, 0)
     assert (fields.group, fields.score_scale) == (3, 80**-0.5)
@@ -45,7 +45,7 @@ def test_what_may_be_left_out():
         ([field("window", "INT32", 2, 3)], "field 'window': expected one value of type INT32 or INT64, got 2 of type INT32."),
     ],
 )
-def test_refused(fields, said):
+def test_plugin_fields_that_are_refused(fields, said):
     with pytest.raises(ConfigError) as caught:
         AttentionAttributes.from_plugin_fields(fields)
     assert str(caught.value).startswith(said)
@@ -69,7 +69,7 @@ def test_refused(fields, said):
         ({"rotary_dim": 84}, "rotary_dim: expected a multiple of 4 from 0 to 80, got 84."),
     ],
 )
-def test_out_of_range(changed, said):
+def test_values_out_of_range_are_refused(changed, said):
     with pytest.raises(ConfigError) as caught:
         AttentionAttributes(**LEAST | changed)
     assert str(caught.value) == said

@@ -19,7 +19,7 @@ SHAPES = {
 NAMES = tuple(SHAPES)
 
 
-def test_names():
+def test_names_of_the_inputs():
     plain = AttentionAttributes(num_heads=6, num_kv_heads=2, head_dim=80)
     without = NAMES[:5] + NAMES[6:]
     assert [input_names(FIELDS, 7), input_names(FIELDS, 6)] == [NAMES, NAMES[:6]]
@@ -32,7 +32,7 @@ def test_names():
             input_names(fields, count)
 
 
-def test_sizes():
+def test_sizes_are_read_from_the_shapes():
     assert check_shapes(FIELDS, SHAPES) == {"B": 3, "s": 4, "S": 7, "P": 9}
     assert check_shapes(FIELDS, SHAPES | {"q": (None, None, 6, 80), "lengths": (None,)}) == {"B": 3, "s": 4, "S": 7, "P": 9}
     assert check_shapes(FIELDS, {name: (None,) * len(shape) for name, shape in SHAPES.items()}) == dict.fromkeys("BsSP")
@@ -56,18 +56,18 @@ def test_sizes():
         ("new_lengths", (3, 1), "new_lengths: expected [3], got [3, 1]."),
     ],
 )
-def test_wrong_shapes(name, shape, said):
+def test_shapes_that_do_not_fit_are_refused(name, shape, said):
     with pytest.raises(ShapeError) as caught:
         check_shapes(FIELDS, SHAPES | {name: shape})
     assert str(caught.value) == said
 
 
-def test_no_new_tokens():
+def test_a_step_without_new_tokens_is_refused():
     with pytest.raises(ShapeError, match=r"^q: expected at least one new token, got s = 0\.$"):
         check_shapes(FIELDS, {"q": (3, 0, 6, 80)})
 
 
-def test_dtypes():
+def test_dtypes_that_do_not_fit_are_refused():
     others = {"lengths": "int32", "cos_sin": "float32", "new_lengths": "int32"}
     right = dict.fromkeys(NAMES, "bfloat16") | others
     assert check_dtypes(right) == "bfloat16"
@@ -78,7 +78,7 @@ def test_dtypes():
             check_dtypes(right | {name: dtype})
 
 
-def test_workspace_is_for_a_decode_step():
+def test_the_workspace_is_that_of_a_decode_step():
     """512 blocks, each with two parts of 3 heads of 5 times 16 columns: 4 times 4 floats of them, and 4 more."""
     assert workspace_nbytes(FIELDS, 1) == 512 * 2 * 3 * 5 * 5 * 4 * 4
     assert workspace_nbytes(FIELDS, 2) == 0

@@ -37,7 +37,7 @@ def _written(cache: Any, stream: Any) -> dict[str, np.ndarray[Any, Any]]:
 
 @pytest.mark.parametrize("layout", KVLayout)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
-def test_they_are_what_the_cache_holds_up_to_each_length(memory: Any, stream: Any, layout: KVLayout, dtype: str) -> None:
+def test_live_rows_are_what_the_cache_holds_up_to_each_length(memory: Any, stream: Any, layout: KVLayout, dtype: str) -> None:
     with _manager(memory, layout, dtype) as cache:
         written = _written(cache, stream)
         cache.reset_for_new_sequences([5, 0, 2], stream=stream)
@@ -53,7 +53,7 @@ def test_they_are_what_the_cache_holds_up_to_each_length(memory: Any, stream: An
             np.testing.assert_array_equal(rows[name], expected, err_msg=name)
 
 
-def test_a_dead_row_does_not_show(memory: Any, stream: Any) -> None:
+def test_dead_rows_are_zero(memory: Any, stream: Any) -> None:
     with _manager(memory, KVLayout.SEPARATE) as cache:
         for layer in range(cache.num_layers):
             for view in cache.get_separate_kv_cache(layer):
@@ -85,7 +85,7 @@ def test_all_layers_in_one_buffer(memory: Any, stream: Any) -> None:
             np.testing.assert_array_equal(rows[name], values, err_msg=name)
 
 
-def test_it_is_a_copy(memory: Any, stream: Any) -> None:
+def test_live_rows_are_a_copy(memory: Any, stream: Any) -> None:
     with _manager(memory, KVLayout.SEPARATE) as cache:
         written = _written(cache, stream)
         cache.reset_for_new_sequences([7, 7, 7], stream=stream)

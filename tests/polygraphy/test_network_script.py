@@ -134,13 +134,13 @@ def test_the_configuration_is_that_of_the_builder(monkeypatch: pytest.MonkeyPatc
     assert options is script.options
 
 
-def test_a_network_of_somewhere_else_has_no_configuration() -> None:
+def test_a_network_of_another_script_is_refused() -> None:
     with pytest.raises(BuildError, match="load_config: expected the network that load_network of a NetworkScript returned"):
         NetworkScript(MODEL, **SIZES).load_config(None, object())
 
 
 @pytest.mark.trt
-def test_without_the_variable_full_tensorrt_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_tensorrt_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(network_script.polygraphy_config, "USE_TENSORRT_RTX", False)
 
     def not_here(flavour: str, *, error: type[Exception]) -> Any:

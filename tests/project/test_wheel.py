@@ -21,4 +21,6 @@ def test_the_wheel_has_one_top_level_name(tmp_path):
     (wheel,) = tmp_path.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"trt_kvcache"}
-    assert {"trt_kvcache/_plugins/lengths.cu", "trt_kvcache/py.typed", "trt_kvcache/builder/network/decoder.py"} <= set(names)
+    assert {"trt_kvcache/py.typed", "trt_kvcache/builder/network/decoder.py"} <= set(names)
+    sources = {path.relative_to(ROOT / "plugins").as_posix() for path in (ROOT / "plugins").rglob("*.cu*")}
+    assert {f"trt_kvcache/_plugins/{source}" for source in sources} <= set(names)

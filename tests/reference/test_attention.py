@@ -37,9 +37,9 @@ def test_rotation_is_a_complex_product() -> None:
     x = normal(2, 3, 5, 8)
     cos, sin = rope_table(RopeConfig(kind="default", theta=50.0), head_dim=8, length=9)
     positions = np.array([[0, 1, 2], [6, 7, 8]])
-    turned = (x[..., :4] + 1j * x[..., 4:]) * (cos + 1j * sin)[positions][:, :, None]
+    rotated = (x[..., :4] + 1j * x[..., 4:]) * (cos + 1j * sin)[positions][:, :, None]
     result = attention.apply_rope(x, (cos[positions][:, :, None], sin[positions][:, :, None]))
-    np.testing.assert_allclose(result, np.concatenate((turned.real, turned.imag), axis=-1), atol=1e-6)
+    np.testing.assert_allclose(result, np.concatenate((rotated.real, rotated.imag), axis=-1), atol=1e-6)
 
 
 def test_write_rows() -> None:

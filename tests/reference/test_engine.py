@@ -185,7 +185,7 @@ def test_a_ragged_batch_equals_each_row_alone() -> None:
         np.testing.assert_allclose(np.array(batched)[:, slot], alone, rtol=0, atol=SAME_LOGITS)
 
 
-def test_a_full_slot_goes_up_to_the_last_row() -> None:
+def test_a_slot_can_be_filled_to_its_last_row() -> None:
     ids = random_ids(VOCAB, 29)
     np.testing.assert_allclose(Rig(MODEL).run(ids, [24, 4, 1])[-1], Rig(MODEL, length=41).run(ids, [20, 9])[-1], rtol=0, atol=SAME_LOGITS)
 
@@ -333,7 +333,7 @@ def test_what_does_not_fit_together_is_refused_before_anything_is_written(act: C
     assert state(rig) == before
 
 
-def test_nothing_bound() -> None:
+def test_a_step_with_nothing_bound_is_refused() -> None:
     rig = Rig(MODEL)
     for name, spec in rig.engine.tensors.items():
         if spec.mode is TensorMode.INPUT:
@@ -342,14 +342,14 @@ def test_nothing_bound() -> None:
         rig.engine.enqueue(rig.stream)
 
 
-def test_a_foreign_stream() -> None:
+def test_a_foreign_stream_is_refused() -> None:
     rig = Rig(MODEL)
     rig.prepare([[1]], [0])
     with pytest.raises(PlaceError):
         rig.engine.enqueue(object())
 
 
-def test_a_closed_cache() -> None:
+def test_a_closed_cache_is_refused() -> None:
     rig = Rig(MODEL)
     rig.prepare([[1]], [0])
     rig.cache.close()
@@ -357,7 +357,7 @@ def test_a_closed_cache() -> None:
         rig.engine.enqueue(rig.stream)
 
 
-def test_close_lets_go_and_is_idempotent() -> None:
+def test_close_releases_what_was_bound_and_is_idempotent() -> None:
     rig = Rig(MODEL)
     rig.step([[1]], [0])
     live = rig.memory.live_nbytes

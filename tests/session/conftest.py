@@ -1,14 +1,41 @@
-"""A session of three slots over the recording engine."""
+"""Sessions over the recording engine, and over the reference engine."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.helpers.sessions import make
+from tests.helpers.small_model import write_model
+from tests.session.reference_sessions import OPTIONS
 from trt_kvcache import InferenceSession
 
 
 @pytest.fixture
 def session() -> Iterator[InferenceSession]:
+    """A session of three slots over the recording engine."""
     with make() as session:
         yield session
+
+
+@pytest.fixture(scope="module")
+def reference_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of one layer."""
+    return write_model(tmp_path_factory.mktemp("model") / "small")
+
+
+@pytest.fixture
+def opened(reference_model: Path) -> Iterator[Callable[..., InferenceSession]]:
+    """Return a function that opens sessions of the reference engine, which are closed after the test."""
+    sessions: list[InferenceSession] = []
+
+    def open_one(**options: Any) -> InferenceSession:
+        sessions.append(InferenceSession.from_model(reference_model, **{**OPTIONS, "max_batch_size": 3, **options}))
+        return sessions[-1]
+
+    yield open_one
+    for session in sessions:
+        session.close()

@@ -77,7 +77,7 @@ def reachable(lengths: Sequence[int], remaining: Sequence[int], limit: int, star
 
 
 @given(programs())
-def test_every_program_is_enqueued_in_order_and_inside_every_slot(program):
+def test_every_token_is_enqueued_in_order_and_inside_its_slot(program):
     lengths, remaining, limit, max_width, starts = program
     before = list(lengths), list(remaining)
 
@@ -104,7 +104,7 @@ def plan(lengths, remaining, *, max_width=100, limit=100, can_start_at=anywhere)
     return plan_chunks(lengths, remaining, max_width=max_width, max_sequence_length=limit, can_start_at=can_start_at)
 
 
-def test_nothing_to_do():
+def test_no_tokens_no_chunks():
     assert plan([3, 4], [0, 0]) == []
     assert plan([], []) == []
 
@@ -122,24 +122,24 @@ def test_the_engine_limits_the_width():
     assert plan([0, 0], [5, 2], max_width=3) == [Chunk(0, (3, 2)), Chunk(0, (2,))]
 
 
-def test_slots_that_have_nothing_at_either_end_stay_outside():
+def test_slots_without_tokens_at_either_end_are_left_out():
     assert plan([9, 0, 0, 9], [0, 2, 3, 0]) == [Chunk(1, (2, 3))]
 
 
-def test_a_slot_between_rides_along():
+def test_a_slot_without_tokens_between_others_is_an_idle_slot():
     assert plan([1, 9, 0], [2, 0, 3]) == [Chunk(0, (2, 0, 3))]
 
 
-def test_a_start_that_is_not_aligned_takes_the_slots_before_it_along():
+def test_a_start_that_is_not_aligned_includes_the_slots_before_it():
     assert plan([9, 9, 9, 0], [0, 0, 0, 3], can_start_at=even) == [Chunk(2, (0, 3))]
     assert plan([9, 9, 9, 0], [0, 0, 0, 3], can_start_at=nowhere) == [Chunk(0, (0, 0, 0, 3))]
 
 
-def test_a_slot_that_leaves_at_least_half_of_the_width_narrows_the_call():
+def test_a_nearly_full_slot_with_room_for_half_the_width_narrows_the_chunk():
     assert plan([0, 50], [100, 50]) == [Chunk(0, (50, 50)), Chunk(0, (50,))]
 
 
-def test_a_slot_that_leaves_less_runs_alone():
+def test_a_nearly_full_slot_with_less_room_gets_a_chunk_of_its_own():
     assert plan([0, 51, 0], [100, 49, 90]) == [Chunk(0, (100,)), Chunk(1, (49,)), Chunk(2, (90,))]
 
 
@@ -147,21 +147,21 @@ def test_a_full_slot_is_left_out():
     assert plan([0, 100, 0], [3, 0, 4]) == [Chunk(0, (3,)), Chunk(2, (4,))]
 
 
-def test_a_full_slot_is_left_out_where_it_could_not_be_started_at():
+def test_a_full_slot_is_left_out_even_if_no_view_can_start_at_it():
     # Slot 1 is not aligned, but nothing has to start there.
     assert plan([0, 100, 7, 0], [3, 0, 0, 4], can_start_at=even) == [Chunk(0, (3,)), Chunk(2, (0, 4))]
 
 
-def test_a_slot_is_not_filled_while_one_behind_it_waits_that_nothing_can_start_at():
+def test_a_slot_is_not_filled_before_a_later_one_that_no_view_can_start_at():
     chunks = plan([95, 0], [5, 12], can_start_at=nowhere)
     assert chunks == [Chunk(0, (0, 5)), Chunk(0, (0, 5)), Chunk(0, (5, 2))]
 
 
-def test_a_slot_is_filled_where_the_one_behind_it_can_be_started_at():
+def test_a_slot_is_filled_if_a_view_can_start_at_the_next_one():
     assert plan([50, 0, 0], [50, 0, 90], can_start_at=even) == [Chunk(0, (50, 0, 50)), Chunk(2, (40,))]
 
 
-def test_a_slot_that_no_call_can_reach_is_refused():
+def test_a_slot_behind_a_full_one_that_no_view_can_start_at_is_refused():
     with pytest.raises(LayoutError) as error:
         plan([0, 100, 0], [3, 0, 4], can_start_at=nowhere)
     assert str(error.value) == (

@@ -87,7 +87,7 @@ def gpu(monkeypatch, model):
 
 
 class TestEngineFolder:
-    def test_the_reference_engine_runs_what_the_folder_says(self, folder):
+    def test_the_reference_engine_has_the_sizes_of_the_folder(self, folder):
         with InferenceSession.open(folder, engine="reference") as session:
             kv = session.cache.kv_config
             assert (kv.max_batch_size, kv.max_sequence_length, kv.dtype) == (3, 38, "float16")
@@ -96,7 +96,7 @@ class TestEngineFolder:
             assert (session.vocab_size, session.tokenizer) == (37, None)
             assert np.isfinite(session.prefill([list(range(30)), [1]])).all()
 
-    def test_it_is_the_model_itself(self, folder, model):
+    def test_an_engine_folder_gives_the_logits_of_its_model(self, folder, model):
         with (
             InferenceSession.open(str(folder), engine="reference") as one,
             InferenceSession.from_model(
@@ -106,7 +106,7 @@ class TestEngineFolder:
             prompts = [[1, 2, 3], [4]]
             np.testing.assert_array_equal(one.prefill(prompts), other.prefill(prompts))
 
-    def test_it_falls_back_with_one_warning_that_says_why(self, folder, no_gpu):
+    def test_auto_falls_back_to_the_reference_engine_with_one_warning(self, folder, no_gpu):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             InferenceSession.open(folder).close()
@@ -114,25 +114,25 @@ class TestEngineFolder:
             (f"running the NumPy reference engine: {NO_GPU}", EngineFallbackWarning, __file__)
         ]
 
-    def test_it_falls_back_where_tensorrt_refuses_the_engine(self, folder, gpu):
+    def test_auto_falls_back_if_tensorrt_refuses_the_engine(self, folder, gpu):
         gpu.failure = EngineError("not for this GPU")
         with pytest.warns(EngineFallbackWarning, match=r"^running the NumPy reference engine: not for this GPU$") as caught:
             InferenceSession.open(folder).close()
         assert [one.filename for one in caught] == [__file__]
 
-    def test_tensorrt_fails_instead(self, folder, gpu):
+    def test_engine_tensorrt_raises_instead_of_falling_back(self, folder, gpu):
         gpu.failure = EngineError("not for this GPU")
         with pytest.raises(EngineError, match=r"^not for this GPU$"):
             InferenceSession.open(folder, engine="tensorrt")
 
     @pytest.mark.parametrize("engine", ["auto", "tensorrt"])
-    def test_tensorrt_runs_where_it_can(self, folder, gpu, engine):
+    def test_tensorrt_runs_if_there_is_a_gpu(self, folder, gpu, engine):
         with InferenceSession.open(folder, engine=engine, flavour="tensorrt_rtx") as session:
             assert session.cache.memory is gpu.memory
         assert gpu.opened == [(folder, "tensorrt_rtx")]
         assert gpu.memory.live_nbytes == 0
 
-    def test_the_flavour_that_built_the_engine_must_be_there(self, folder, gpu, monkeypatch):
+    def test_the_flavour_that_built_the_engine_is_loaded(self, folder, gpu, monkeypatch):
         asked = []
 
         def load(flavour):
@@ -144,7 +144,7 @@ class TestEngineFolder:
             InferenceSession.open(folder).close()
         assert asked == ["tensorrt_rtx"]
 
-    def test_the_mask_variant(self, model, tmp_path):
+    def test_masked_attention_reads_dead_rows(self, model, tmp_path):
         path = make_engine_folder(model, tmp_path / "engine").path
         config = json.loads((path / "config.json").read_text())
         for choice in config["attention"]:
@@ -161,7 +161,7 @@ class TestEngineFolder:
         assert {stage for stage, _ in told} == {"check checkpoint", "load weights"}
         assert [done for stage, done in told if stage == "load weights"][-1] == 1
 
-    def test_a_checkpoint_that_changed(self, model, tmp_path, memories):
+    def test_a_changed_or_missing_checkpoint_is_refused(self, model, tmp_path, memories):
         copy = tmp_path / "model"
         shutil.copytree(model, copy)
         path = make_engine_folder(copy, tmp_path / "engine").path
@@ -175,7 +175,7 @@ class TestEngineFolder:
             InferenceSession.open(path, engine="reference")
         assert sum(memory.live_nbytes for memory in memories) == 0
 
-    def test_not_an_engine_folder(self, model, tmp_path):
+    def test_what_is_no_engine_folder_is_refused(self, model, tmp_path):
         with pytest.raises(EngineError, match=r"expected an engine folder, but it has no engine\.plan"):
             InferenceSession.open(model, engine="reference")
         with pytest.raises(EngineError, match="expected an engine folder, got nothing there"):
@@ -183,13 +183,13 @@ class TestEngineFolder:
 
 
 class TestModel:
-    def test_sizes_that_are_not_given(self, model):
+    def test_default_sizes_come_from_the_model(self, model):
         with InferenceSession.from_model(model, engine="reference") as session:
             kv = session.cache.kv_config
             assert (kv.max_batch_size, kv.max_sequence_length, kv.dtype) == (1, 64, "float16")
             assert session.engine.profiles[0].max_width == 64
 
-    def test_long_models_get_a_limit(self, tmp_path):
+    def test_default_sizes_are_limited_for_long_models(self, tmp_path):
         path = write_model(tmp_path / "long", max_position_embeddings=9000)
         with InferenceSession.from_model(path, engine="reference") as session:
             assert session.max_sequence_length == 2048
@@ -197,7 +197,7 @@ class TestModel:
         with InferenceSession.from_model(path, engine="reference", max_sequence_length=8000) as session:
             assert session.max_sequence_length == 8000
 
-    def test_sizes_that_are(self, model):
+    def test_given_sizes_are_used(self, model):
         with InferenceSession.from_model(
             model, engine="reference", max_batch_size=4, max_sequence_length=31, max_prefill_length=7, dtype="bfloat16"
         ) as session:
@@ -206,13 +206,13 @@ class TestModel:
             assert session.engine.profiles[0].max_width == 7
             assert np.isfinite(session.prefill([[1] * 31, [2]])).all()
 
-    def test_the_mask_variant(self, model):
+    def test_masked_attention_reads_dead_rows(self, model):
         with InferenceSession.from_model(model, engine="reference", attention="mask") as session:
             session.prefill([[1, 2]])
             session.cache.memory.array(session.cache.get_separate_kv_cache(0)[1])[:, :, 5:] = np.nan
             assert np.isnan(session.decode([3])).all()
 
-    def test_it_falls_back_with_one_warning_that_says_why(self, model, no_gpu):
+    def test_auto_falls_back_to_the_reference_engine_with_one_warning(self, model, no_gpu):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             InferenceSession.from_model(model).close()
@@ -234,7 +234,7 @@ class TestModel:
             InferenceSession.from_model(model, engine="tensorrt")
 
     @pytest.mark.parametrize("engine", ["auto", "tensorrt"])
-    def test_an_engine_is_built_for_as_long_as_the_session(self, model, gpu, monkeypatch, engine):
+    def test_a_built_engine_is_kept_as_long_as_the_session(self, model, gpu, monkeypatch, engine):
         asked = {}
 
         def build(path, target, **options):
@@ -309,13 +309,13 @@ class TestModel:
             ({"dtype": "float64"}, ConfigError, "dtype: expected one of float16, bfloat16, float32, got 'float64'."),
         ],
     )
-    def test_what_is_refused(self, model, memories, options, kind, text):
+    def test_options_that_are_refused(self, model, memories, options, kind, text):
         with pytest.raises(kind) as error:
             InferenceSession.from_model(model, **{"engine": "reference", **options})
         assert str(error.value) == text
         assert sum(memory.live_nbytes for memory in memories) == 0
 
-    def test_an_engine_choice_is_checked_first(self, tmp_path):
+    def test_the_engine_option_is_checked_before_the_folder(self, tmp_path):
         for call in (InferenceSession.open, InferenceSession.from_model):
             with pytest.raises(ConfigError, match=r"^engine: expected one of auto, reference, tensorrt, got 'fast'\.$"):
                 call(tmp_path / "none", engine="fast")
@@ -365,18 +365,18 @@ class TestCompanions:
     def test_end_tokens_of_the_model(self, copy):
         assert self.ends(copy) == (2,)
 
-    def test_those_of_the_generation_config_come_first(self, copy):
+    def test_end_tokens_of_the_generation_config_come_first(self, copy):
         self.write(copy, "generation_config.json", eos_token_id=[5, 6])
         assert self.ends(copy) == (5, 6)
 
-    def test_that_of_the_tokenizer_comes_last(self, tmp_path):
+    def test_the_end_token_of_the_tokenizer_comes_last(self, tmp_path):
         path = write_model(tmp_path / "model", vocab_size=300, eos_token_id=None)
         byte_level_folder(path, eos_token=EOS)
         with self.opened(path) as session:
             assert session.tokenizer is not None
             assert session._eos_token_ids == session.tokenizer.eos_token_ids != ()
 
-    def test_greedy_unless_the_model_is_sampled(self, copy):
+    def test_sampling_defaults_apply_only_with_do_sample(self, copy):
         self.write(copy, "generation_config.json", temperature=0.6, top_k=20, top_p=0.9)
         with self.opened(copy) as session:
             assert session.defaults == SamplingParams()
@@ -384,20 +384,20 @@ class TestCompanions:
         with self.opened(copy) as session:
             assert session.defaults == SamplingParams(temperature=0.6, top_k=20, top_p=0.9, min_p=0.1)
 
-    def test_one_warning_names_what_is_asked_for_and_not_supported(self, copy):
+    def test_one_warning_names_generation_options_that_are_not_supported(self, copy):
         self.write(copy, "generation_config.json", repetition_penalty=1.05, no_repeat_ngram_size=3)
         text = r"generation_config\.json: ignored, as it is not supported: repetition_penalty, no_repeat_ngram_size\. Other"
         with pytest.warns(UserWarning, match=text) as caught:
             InferenceSession.from_model(copy, engine="reference").close()
         assert [one.filename for one in caught] == [__file__]
 
-    def test_a_warning_that_is_an_error_comes_before_the_cache(self, copy, monkeypatch):
+    def test_the_warning_comes_before_the_cache_is_allocated(self, copy, monkeypatch):
         self.write(copy, "generation_config.json", repetition_penalty=1.05)
         monkeypatch.setattr(opening, "KVCacheManager", lambda *_, **__: pytest.fail("the cache was allocated"))
         with pytest.raises(UserWarning, match="repetition_penalty"):
             self.opened(copy)
 
-    def test_text_in_and_out(self, tmp_path):
+    def test_prompts_and_answers_can_be_text(self, tmp_path):
         path = write_model(tmp_path / "model", vocab_size=300)
         byte_level_folder(path)
         with self.opened(path) as session:
@@ -422,7 +422,7 @@ of_model = partial(InferenceSession.from_model, engine="reference")
 
 
 @pytest.mark.trt
-def test_an_engine_in_segments(gpu, monkeypatch, tmp_path):
+def test_an_engine_in_segments_is_opened_by_the_segmented_engine(gpu, monkeypatch, tmp_path):
     def refuse(folder, *, memory, flavour, cuda_graphs):
         raise EngineError(f"{len(folder.config.segments.stages)} steps, {cuda_graphs}")
 

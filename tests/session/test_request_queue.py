@@ -8,40 +8,16 @@ import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.helpers.fakes import VOCAB, kv_config, poison, recorded
+from tests.helpers.fakes import VOCAB, poison
 from tests.helpers.interrupts import ERRORS, LineTracer, before_or_after, calls_of, count_calls, decode_calls, journal, lengths
+from tests.helpers.requests import alone, drain, make, outcome, sampled
 from tests.helpers.sessions import damage_logits
 from tests.helpers.small_model import write_model
-from trt_kvcache import InferenceSession, KVLayout, PromptCache, SamplingParams
+from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.errors import BindingError, CapacityError, ClosedError, ConfigError, EngineError, RangeError, ShapeError
 
 S = 16
-
-
-def make(*, tokenizer=None, profiles=None, reuse=0, combined=False, **kv: Any) -> InferenceSession:
-    layout = KVLayout.COMBINED if combined else KVLayout.SEPARATE
-    engine, cache = recorded(kv_config(**kv, layout=layout), profiles=profiles, combined=combined)
-    return InferenceSession(engine, cache, tokenizer=tokenizer, prompt_cache=PromptCache(cache, max_bytes=reuse))
-
-
-def outcome(handle):
-    return handle.tokens, handle.text, handle.finish_reason
-
-
-def alone(session, prompt, params):
-    """What ``generate`` makes of a prompt, in a session of its own."""
-    events = list(session.generate([prompt], params))
-    return tuple(event.token for event in events), "".join(event.text for event in events), events[-1].finish_reason
-
-
-def drain(session):
-    while moved := session.step():
-        assert [handle.index for handle in moved] == sorted(handle.index for handle in moved)
-
-
-def sampled(count, seed=0):
-    return SamplingParams(max_new_tokens=count, temperature=1.5, seed=seed)
 
 
 def random_params(random):
@@ -62,7 +38,7 @@ def test_random_arrivals_and_cancels(seed, slots, limit, combined, one_profile, 
         elif what == "cancel" and handles:
             cancelled |= {handle.index for handle in random.choice(handles, 1) if handle.cancel()}
         elif what == "prefill":
-            session.prefill([[1, 2]])  # somebody else takes the slots
+            session.prefill([[1, 2]])  # another caller takes the slots
         elif what == "step":
             counts = [len(handle.tokens) for handle in handles]
             moved = session.step()
@@ -81,7 +57,7 @@ def test_random_arrivals_and_cancels(seed, slots, limit, combined, one_profile, 
             assert outcome(handle) == (tokens, text, reason)
 
 
-def test_the_reference_engine(tmp_path):
+def test_the_reference_engine_gives_each_request_the_tokens_it_gets_alone(tmp_path):
     model = write_model(tmp_path / "model", num_hidden_layers=2)
     options: dict[str, Any] = {"engine": "reference", "dtype": "float32", "max_sequence_length": 32, "max_prefill_length": 5}
     prompts = [[5, 6, 7, 8, 9, 10, 11, 12], [3], [4, 5, 6], [9, 8, 7, 6, 5, 4], [1] * 30]
@@ -93,7 +69,7 @@ def test_the_reference_engine(tmp_path):
             assert outcome(handle) == alone(session, prompt, SamplingParams(max_new_tokens=4 + index, ignore_eos=True))
 
 
-def test_one_combined_slot():
+def test_one_slot_of_a_combined_cache_serves_one_request_after_another():
     session = make(slots=1, combined=True)
     handles = [session.submit([1, 2, token], max_new_tokens=3) for token in (4, 5)]
     drain(session)
@@ -101,7 +77,7 @@ def test_one_combined_slot():
 
 
 @pytest.mark.parametrize("limit", [S, 7], ids=["aligned", "not aligned"])
-def test_the_others_go_on_while_a_long_prompt_comes_in(limit):
+def test_other_requests_continue_while_a_long_prompt_is_prefilled(limit):
     session = make(slots=2, limit=limit)
     first = session.submit([1], max_new_tokens=5)
     session.step()
@@ -117,7 +93,7 @@ def test_the_others_go_on_while_a_long_prompt_comes_in(limit):
     assert [handle.finish_reason for handle in (first, second, third)] == ["length"] * 3
 
 
-def test_a_prompt_that_fills_its_slot_is_not_held_up_by_those_behind_it():
+def test_a_prompt_that_fills_its_slot_is_not_delayed_by_later_requests():
     session = make(slots=3, limit=7)
     full = session.submit(range(7), max_new_tokens=1)
     others = [session.submit([1] * int(length), max_new_tokens=1) for length in "324346646544644633225324256643"]
@@ -127,24 +103,8 @@ def test_a_prompt_that_fills_its_slot_is_not_held_up_by_those_behind_it():
     assert not others[-1].finished
 
 
-@pytest.mark.parametrize("steps", range(7), ids=["queued", "prefilling", "prefilling too", "one", "two", "three", "finished"])
-def test_cancel(steps):
-    session = make(slots=2)
-    kept, handle = session.submit([1], max_new_tokens=6), session.submit([2] * 9, max_new_tokens=4)
-    for _ in range(steps):
-        session.step()
-    state, tokens = handle.state, handle.tokens
-    assert (state, len(tokens)) == (["queued", "prefilling", "prefilling", *["decoding"] * 3, "finished"][steps], max(0, steps - 2))
-    assert handle.cancel() is (steps < 6)
-    assert handle.cancel() is False
-    drain(session)
-    assert (handle.state, handle.tokens, handle.finish_reason) == ("finished", tokens, "length" if steps == 6 else "cancelled")
-    assert outcome(kept) == alone(make(), [1], SamplingParams(max_new_tokens=6))
-    assert session.cache.active_batch_size == 0
-
-
 class TestCalls:
-    def test_a_decode_step_after_a_decode_step(self):
+    def test_a_decode_step_makes_the_same_calls_as_decode(self):
         session = make(slots=3)
         handles = [session.submit([1, token], sampled(9, token)) for token in (2, 3)]
         session.step()
@@ -155,7 +115,7 @@ class TestCalls:
         assert [handle.sampler for handle in handles] == [(2, 3), (3, 3)]
         assert [session.pending_tokens(slot) for slot in (0, 1)] == [handle.tokens[-1:] for handle in handles]
 
-    def test_nothing_per_layer(self):
+    def test_a_decode_step_does_nothing_per_layer(self):
         def count(layers):
             session = make(layers=layers)
             for prompt in ([1, 2, 3], [4, 5]):
@@ -168,7 +128,7 @@ class TestCalls:
         count(2)  # what is done once in a process
         assert count(2) == count(9)
 
-    def test_a_new_prompt_runs_from_its_slot_over_views_that_are_made_once(self):
+    def test_a_new_prompt_is_prefilled_over_views_from_its_slot_that_are_made_once(self):
         session = make(slots=3)
         session.submit([1, 1], max_new_tokens=12)
         session.step()
@@ -187,7 +147,7 @@ class TestCalls:
             assert len({id(step.bound[name]) for step in steps}) == 3
         assert session.cache.lengths.tensor.ptr not in [step.bound["kvcache_start_index"].ptr for step in steps[1:]]
 
-    def test_only_the_last_slots_move(self):
+    def test_compaction_moves_only_the_last_slots(self):
         session = make(slots=4)
         handles = [session.submit([token], max_new_tokens=9) for token in range(4)]
         session.step()
@@ -195,7 +155,7 @@ class TestCalls:
         session.step()
         assert [session.tokens(slot)[0] for slot in range(3)] == [0, 3, 2]
 
-    def test_prompts_that_begin_alike(self):
+    def test_prompts_with_a_common_prefix_share_it(self):
         session = make(slots=2, reuse=1 << 20)
         for _ in range(2):
             session.submit([1, 2, 3, 4, 5, 6], max_new_tokens=9)
@@ -252,7 +212,7 @@ class TestFailures:
             assert seen(handles) == seen(calm_handles)
         assert index > 10
 
-    def test_ctrl_c_at_any_line_of_these_modules(self, tokenizer):
+    def test_ctrl_c_at_any_line_of_the_queue_loses_nothing(self, tokenizer):
         calm, calm_handles = in_the_middle(tokenizer)
         mine = ("session/batch.py", "request")
         visits = {line: count for line, count in LineTracer(calm.step).visits.items() if any(part in line[0] for part in mine)}
@@ -265,7 +225,7 @@ class TestFailures:
             drain(session)
             assert seen(handles) == seen(calm_handles), line
 
-    def test_logits_that_are_no_numbers(self):
+    def test_logits_that_are_not_finite_leave_every_request_as_it_was(self):
         session = make()
         good, bad = (session.submit([token], max_new_tokens=3, temperature=1.5) for token in (1, 2))
         seed, _ = good.sampler
@@ -294,7 +254,7 @@ class TestFailures:
     ],
     ids=str,
 )
-def test_what_is_refused(prompt, options, kind, text):
+def test_prompts_and_options_that_are_refused(prompt, options, kind, text):
     session = make()
     with pytest.raises(kind) as error:
         session.submit(prompt, **options)
@@ -302,31 +262,52 @@ def test_what_is_refused(prompt, options, kind, text):
     assert (session.step(), session.submit([1]).index) == ([], 0)
 
 
-def test_an_engine_that_takes_whole_batches_only():
+def test_an_engine_of_a_fixed_batch_is_refused():
     session = make(profiles=[EngineProfile(name="fixed", min_batch=3, max_batch=3, min_width=1, max_width=4)])
     with pytest.raises(BindingError, match="no optimisation profile takes 1 slots of 1 new tokens"):
         session.submit([1])
     assert session.step() == []
 
 
-def test_others_on_the_same_session():
+def test_requests_wait_while_generate_has_the_slots():
     session = make()
     events = session.generate([[1, 2]], max_new_tokens=5)
     next(events)
     assert session.step() == []
     next(events)
+
+
+def test_a_step_with_a_request_takes_the_slots_from_generate():
+    session = make()
+    events = session.generate([[1, 2]], max_new_tokens=5)
+    next(events)
     handle = session.submit([3], max_new_tokens=2)
     assert session.step() == [handle]
-    assert repr(handle) == "RequestHandle(index=0, state='decoding', tokens=1)"
     with pytest.raises(ClosedError, match="another call has changed the sequences"):
         next(events)
-    session._cache.commit_sequence_length(1, stream=session._steps.stream)
+
+
+def test_lengths_that_were_changed_outside_the_session_are_refused():
+    session = make()
+    session.submit([3], max_new_tokens=2)
+    session.step()
+    session.cache.commit_sequence_length(1, stream=session.cache.memory.create_stream())
     with pytest.raises(RangeError, match="cache lengths: expected"):
         session.step()
+
+
+def test_a_request_survives_a_prefill_that_takes_its_slot():
+    session = make()
+    handle = session.submit([3], max_new_tokens=2)
+    session.step()
     session.prefill([[1]])
     drain(session)
     assert outcome(handle) == alone(make(), [3], SamplingParams(max_new_tokens=2))
+
+
+@pytest.mark.parametrize("call", [lambda session: session.step(), lambda session: session.submit([1])], ids=["step", "submit"])
+def test_a_closed_session_is_refused(call):
+    session = make()
     session.close()
-    for call in (session.step, lambda: session.submit([1])):
-        with pytest.raises(ClosedError, match="this InferenceSession is closed"):
-            call()
+    with pytest.raises(ClosedError, match="this InferenceSession is closed"):
+        call(session)

@@ -48,7 +48,7 @@ class TestPrefillAndDecode:
         np.testing.assert_array_equal(logits, [logits_after([*row, token]) for row, token in zip(rows, [10, 11, 12], strict=True)])
         assert session.tokens(0) == (1, 2, 3, 4, 5, 6, 10)
 
-    def test_logits_are_the_callers(self, session):
+    def test_logits_are_copies_that_the_caller_owns(self, session):
         first = session.prefill([[1], [2]])
         second = session.decode([3, 4])
         copies = first.copy(), second.copy()
@@ -57,26 +57,26 @@ class TestPrefillAndDecode:
         np.testing.assert_array_equal(first, copies[0])
         np.testing.assert_array_equal(second, copies[1])
 
-    def test_a_prefill_begins_anew(self, session):
+    def test_a_prefill_starts_new_sequences(self, session):
         session.prefill([[1, 2], [3], [4]])
         session.prefill([[5]])
         assert (session.tokens(0), session.cache.active_batch_size) == ((5,), 1)
 
     @pytest.mark.parametrize("kind", [tuple, np.array, lambda row: np.array(row, np.int64)])
-    def test_any_kind_of_sequence(self, session, kind):
+    def test_prompts_may_be_any_kind_of_sequence(self, session, kind):
         np.testing.assert_array_equal(session.prefill([kind([1, 2]), kind([3])]), [logits_after([1, 2]), logits_after([3])])
         np.testing.assert_array_equal(session.decode(kind([4, 5])), [logits_after([1, 2, 4]), logits_after([3, 5])])
         assert session.tokens(0) == (1, 2, 4)
         assert all(type(token) is int for token in session.tokens(0))
 
-    def test_an_array_of_prompts(self, session):
+    def test_prompts_may_be_one_array(self, session):
         np.testing.assert_array_equal(session.prefill(np.array([[1, 2], [3, 4]])), [logits_after([1, 2]), logits_after([3, 4])])
 
-    def test_a_prompt_as_long_as_the_slot(self, session):
+    def test_a_prompt_may_fill_its_slot(self, session):
         row = list(range(S))
         np.testing.assert_array_equal(session.prefill([row, [1]]), [logits_after(row), logits_after([1])])
 
-    def test_what_it_is(self, session):
+    def test_properties(self, session):
         assert session.vocab_size == VOCAB
         assert session.max_sequence_length == S
         assert session.tokenizer is None
@@ -103,7 +103,7 @@ class TestEngines:
         [({"index_dtype": "int64"}, 0), ({"logits_dtype": "float16"}, 2**-10), ({"logits_dtype": "bfloat16"}, 2**-7)],
         ids=["int64", "float16", "bfloat16"],
     )
-    def test_dtypes(self, options, tolerance):
+    def test_dtypes_of_token_ids_and_logits(self, options, tolerance):
         memory, kv = RecordingMemory(Journal()), kv_config()
         self.check(InferenceSession(RecordingEngine(kv, memory, **options), RecordingCache(kv, memory=memory)), tolerance=tolerance)
 
@@ -118,12 +118,12 @@ class TestEngines:
         engine.tensors["logits"] = replace(engine.tensors["logits"], shape=(-1, 1, VOCAB))
         self.check(InferenceSession(engine, RecordingCache(kv, memory=memory)))
 
-    def test_other_names(self):
+    def test_an_engine_with_other_tensor_names(self):
         memory, kv = RecordingMemory(Journal()), kv_config()
         names = TensorNames(input_ids="tokens", k_cache="past_key_{i}", present_v_cache="value_{i}_out")
         self.check(InferenceSession(RecordingEngine(kv, memory, names=names), RecordingCache(kv, memory=memory), names=names))
 
-    def test_one_profile_for_everything(self):
+    def test_an_engine_with_one_profile(self):
         memory, kv = RecordingMemory(Journal()), kv_config()
         profiles = [EngineProfile(name="any", min_batch=1, max_batch=3, min_width=1, max_width=4)]
         self.check(InferenceSession(RecordingEngine(kv, memory, profiles=profiles), RecordingCache(kv, memory=memory)))
@@ -151,12 +151,12 @@ class TestEngines:
         cache = LinearKVCache(config, memory=memory)
         self.check(InferenceSession(RecordingEngine(cache.kv_config, memory), cache))
 
-    def test_one_combined_slot(self):
+    def test_a_combined_cache_of_one_slot(self):
         memory, kv = RecordingMemory(Journal()), kv_config(slots=1, layout=KVLayout.COMBINED)
         session = InferenceSession(RecordingEngine(kv, memory), RecordingCache(kv, memory=memory))
         np.testing.assert_array_equal(session.prefill([[1, 2, 3, 4, 5]]), [logits_after([1, 2, 3, 4, 5])])
 
-    def test_engine_and_cache_that_do_not_fit_are_left_to_the_caller(self):
+    def test_an_engine_and_a_cache_that_do_not_fit_stay_open(self):
         memory = RecordingMemory(Journal())
         engine, cache = RecordingEngine(kv_config(limit=8), memory), RecordingCache(kv_config(), memory=memory)
         before = memory.live_nbytes
@@ -180,12 +180,12 @@ class TestReuse:
         assert session.engine.steps[-1].start == [2]
         assert session.tokens(0) == (1, 2, 3)
 
-    def test_nothing_in_common(self, session):
+    def test_without_a_common_prefix_everything_is_run(self, session):
         session.prefill([[1, 2]])
         np.testing.assert_array_equal(session.prefill([[2, 1]], reuse=True), [logits_after([2, 1])])
         assert session.statistics.reused_tokens == 0
 
-    def test_it_needs_one_prompt_per_slot(self, session):
+    def test_reuse_needs_one_prompt_per_active_slot(self, session):
         session.prefill([[1], [2]])
         assert refuse(session, ShapeError, lambda: session.prefill([[1]], reuse=True)) == (
             "prompts: expected one for each of 2 active slots, got 1."
@@ -199,18 +199,18 @@ class TestReuse:
 
 
 class TestAppend:
-    def test_turns_are_added(self, session):
+    def test_append_adds_tokens_to_each_slot(self, session):
         session.prefill([[1, 2], [3]])
         np.testing.assert_array_equal(session.append([[4, 5, 6], [7]]), [logits_after([1, 2, 4, 5, 6]), logits_after([3, 7])])
 
-    def test_a_slot_that_gets_nothing(self, session):
+    def test_logits_of_a_slot_that_gets_no_tokens_are_nan(self, session):
         session.prefill([[1, 2], [3], [4]])
         logits = session.append([[], [5] * 6, []])
         assert np.isnan(logits[[0, 2]]).all()
         np.testing.assert_array_equal(logits[1], logits_after([3, *[5] * 6]))
         np.testing.assert_array_equal(session.decode([1, 1, 1])[2], logits_after([4, 1]))
 
-    def test_no_slot_gets_anything(self, session):
+    def test_append_of_no_tokens_gives_nan(self, session):
         session.prefill([[1, 2], [3]])
         assert np.isnan(session.append([[], []])).all()
 
@@ -227,23 +227,23 @@ class TestAppend:
         session.append([[], [9]])
         assert session.pending_tokens(0) == tuple(continuation([1, 2], 1))
 
-    def test_decode_takes_the_place_of_pending_tokens(self, session):
+    def test_decode_replaces_pending_tokens(self, session):
         list(session.generate([[1, 2]], max_new_tokens=1))
         np.testing.assert_array_equal(session.decode([9]), [logits_after([1, 2, 9])])
         assert session.pending_tokens(0) == ()
 
-    def test_a_full_slot_stands_before_one_that_gets_a_turn(self, session):
+    def test_a_full_slot_before_one_that_gets_tokens(self, session):
         session.prefill([list(range(S)), [1]])
         np.testing.assert_array_equal(session.append([[], [2, 3]])[1], logits_after([1, 2, 3]))
 
-    def test_a_full_slot_stands_before_one_that_cannot_be_reached(self):
+    def test_a_full_slot_before_one_that_no_view_can_start_at_is_refused(self):
         session = make(limit=7)
         session.prefill([list(range(7)), [1]])
         assert refuse(session, LayoutError, lambda: session.append([[], [2, 3]])).startswith("slot 1: slot 0 before it is full, ")
 
 
 class TestRewind:
-    def test_it_goes_on_from_there(self, session):
+    def test_append_continues_from_the_length_that_was_rewound_to(self, session):
         session.prefill([[1, 2, 3, 4], [5, 6]])
         session.rewind(0, 2)
         assert (session.tokens(0), session.tokens(1)) == ((1, 2), (5, 6))
@@ -251,7 +251,7 @@ class TestRewind:
         poison(session.cache)
         np.testing.assert_array_equal(session.append([[7], []])[0], logits_after([1, 2, 7]))
 
-    def test_pending_tokens_are_dropped(self, session):
+    def test_rewind_drops_pending_tokens(self, session):
         list(session.generate([[1, 2], [3]], max_new_tokens=1))
         session.rewind(0, 2)
         assert (session.pending_tokens(0), len(session.pending_tokens(1))) == ((), 1)
@@ -266,7 +266,7 @@ class TestRewind:
             (0, 1.5, RangeError, "length: expected an integer, got 1.5."),
         ],
     )
-    def test_out_of_range(self, session, slot, length, kind, text):
+    def test_slots_and_lengths_out_of_range_are_refused(self, session, slot, length, kind, text):
         session.prefill([[1, 2, 3], [4]])
         assert refuse(session, kind, lambda: session.rewind(slot, length)) == text
 
@@ -345,17 +345,17 @@ REFUSALS = [
 
 class TestRefusals:
     @pytest.mark.parametrize(("kind", "call", "text"), REFUSALS, ids=range(len(REFUSALS)))
-    def test_its_text_and_nothing_changes(self, session, kind, call, text):
+    def test_a_refused_call_says_why_and_changes_nothing(self, session, kind, call, text):
         session.prefill([[1, 2, 3, 4], [5, 6]])
         assert refuse(session, kind, lambda: call(session)) == text
 
-    def test_decode_with_a_full_slot(self, session):
+    def test_decode_with_a_full_slot_is_refused(self, session):
         session.prefill([[5], list(range(S))])
         assert refuse(session, CapacityError, lambda: session.decode([1, 2])) == (
             "slot 1 holds 16 tokens; adding 1 exceeds max_sequence_length=16. Nothing was changed."
         )
 
-    def test_nothing_is_active_yet(self, session):
+    def test_calls_without_active_slots_are_refused(self, session):
         assert refuse(session, ShapeError, lambda: session.decode([])) == "tokens: there are no active slots. Call prefill first."
         assert refuse(session, ShapeError, lambda: session.append([[1]])) == "turns: expected one for each of 0 active slots, got 1."
 
@@ -371,7 +371,7 @@ class TestRefusals:
         ],
         ids=["prefill", "append", "decode", "rewind", "generate", "with"],
     )
-    def test_a_closed_session(self, session, call):
+    def test_every_call_on_a_closed_session_is_refused(self, session, call):
         session.prefill([[1, 2]])
         session.close()
         with pytest.raises(ClosedError) as error:
@@ -403,3 +403,21 @@ def test_lengths_that_were_changed_behind_the_session_are_refused(session, call)
 def test_decode_before_any_prefill_says_so(session):
     with pytest.raises(ShapeError, match=r"^tokens: there are no active slots\. Call prefill first\."):
         session.decode([1])
+
+
+class TestPlot:
+    def test_the_picture_shows_the_active_slots(self, session):
+        session.prefill([[1, 2, 3], [4]])
+        svg = session.plot()
+        assert svg.startswith("<svg")
+        assert "slot 0" in svg
+        assert "slot 2 (not active)" in svg
+
+    def test_the_picture_can_be_written_to_a_file(self, session, tmp_path):
+        session.prefill([[1, 2, 3]])
+        assert session.plot(tmp_path / "cache.svg") == (tmp_path / "cache.svg").read_text(encoding="utf-8")
+
+    def test_a_closed_session_cannot_be_drawn(self, session):
+        session.close()
+        with pytest.raises(ClosedError, match="this InferenceSession is closed"):
+            session.plot()

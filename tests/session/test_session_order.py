@@ -100,7 +100,7 @@ def test_close_waits_for_the_stream_and_closes_each_once():
     assert (closed, engine.closed, cache.memory.live_nbytes) == ([(1, True)], 1, 0)
 
 
-def test_close_goes_on_after_one_that_fails():
+def test_close_releases_everything_even_if_the_wait_fails():
     engine, cache = recorded()
     closed = []
     session = InferenceSession(engine, cache, on_close=lambda: closed.append(1))
@@ -151,7 +151,7 @@ def test_a_failure_of_any_call_leaves_everything_and_the_step_can_be_repeated(st
 
 @pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
 @each_step
-def test_ctrl_c_at_any_line_of_the_package(step, which):
+def test_ctrl_c_at_any_line_does_all_of_a_step_or_nothing(step, which):
     """The interpreter raises KeyboardInterrupt between any two lines. Either nothing was done, or all of it."""
     calm = in_the_middle()
     visits = LineTracer(lambda: step(calm)).visits
@@ -212,7 +212,7 @@ def test_a_prefill_that_fails_keeps_the_chunks_that_were_run(after):
 
 @pytest.mark.parametrize(("prompt", "room"), [([1, 2, 3, 4, 5], 3), ([1], 1)], ids=["a full slot is idle", "an ended slot is idle"])
 @before_or_after
-def test_generate_interrupted_at_any_call(prompt, room, after):
+def test_generate_can_be_continued_after_an_interrupt_at_any_call(prompt, room, after):
     """After any interrupt, what was handed out is cached or pending, and going on from there gives the same tokens."""
 
     def run(session, seen, prompts, params):

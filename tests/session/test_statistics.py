@@ -9,7 +9,7 @@ S = MAX_SEQUENCE_LENGTH
 
 
 class TestStatistics:
-    def test_they_count(self, session):
+    def test_counters_times_and_bytes(self, session):
         assert session.statistics == type(session.statistics)(
             prefill_seconds=0.0,
             prefill_tokens=0,
@@ -33,11 +33,11 @@ class TestStatistics:
         assert now.prefill_tokens_per_second == 7 / now.prefill_seconds
         assert now.decode_tokens_per_second == 4 / now.decode_seconds
 
-    def test_slots_that_ride_along_are_not_counted(self, session):
+    def test_idle_slots_are_not_counted(self, session):
         list(session.generate([[1, 2], [3]], [SamplingParams(max_new_tokens=1), SamplingParams(max_new_tokens=4)]))
         assert (session.statistics.decode_steps, session.statistics.decode_tokens) == (3, 3)
 
-    def test_reused_and_appended_tokens(self, session):
+    def test_reused_and_appended_tokens_are_counted(self, session):
         session.prefill([[1, 2, 3]])
         session.append([[4, 5]])
         session.prefill([[1, 2, 3, 4, 9]], reuse=True)

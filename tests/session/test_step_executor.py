@@ -47,7 +47,7 @@ def test_the_enqueue_reads_the_lengths_and_then_the_commit_adds_to_them(made):
     np.testing.assert_array_equal(steps.logits(2), [logits_after([1, 2, 3, 6]), logits_after([4, 5, 7])])
 
 
-def test_a_slot_that_rides_along_is_not_counted(made):
+def test_an_idle_slot_is_computed_and_not_committed(made):
     steps, engine, cache, _ = made
     cache.reset_for_new_sequences([0, 0, 0], stream=steps.stream)
     steps.prefill(Chunk(0, (3, 2, 1)), [[1, 2, 3], [4, 5], [6]])
@@ -76,7 +76,7 @@ def test_a_run_of_slots_reads_its_own_start_index_and_leaves_the_others_alone(ma
     np.testing.assert_array_equal(steps.logits(3)[2], logits_after([6, 13]))
 
 
-def test_the_plan_follows_the_engine_and_the_alignment():
+def test_the_plan_respects_the_engine_and_the_alignment():
     steps, *_ = make(limit=7)
     assert steps.plan_prefill([0, 0], [6, 5]) == [Chunk(0, (4, 4)), Chunk(0, (2, 1))]
     with pytest.raises(LayoutError, match=r"^slot 1: slot 0 before it is full"):
@@ -85,7 +85,7 @@ def test_the_plan_follows_the_engine_and_the_alignment():
     assert steps.plan_prefill([16, 0], [0, 3]) == [Chunk(1, (3,))]
 
 
-def test_a_plan_that_no_profile_takes():
+def test_a_plan_that_no_profile_takes_is_refused():
     memory = RecordingMemory(Journal())
     kv = kv_config()
     profiles = [EngineProfile(name="all", min_batch=3, max_batch=3, min_width=1, max_width=4)]
@@ -111,7 +111,7 @@ def test_logits_are_float32(dtype):
     np.testing.assert_allclose(logits[0], rounded, rtol=2**-8 if dtype == "bfloat16" else 0)
 
 
-def test_it_waits_on_its_stream_and_gives_its_memory_back(made):
+def test_close_releases_its_memory(made):
     steps, _, cache, journal = made
     steps.synchronize()
     assert journal.take() == [("synchronize", steps.stream)]

@@ -1,4 +1,4 @@
-// The CPU half of plugins/ptx.cuh.
+// The CPU half of what plugins/attention/*.cuh have for a GPU between #ifndef EMULATED_PTX and #endif, and of plugins/shared_memory.cuh.
 #pragma once
 
 #include <algorithm>
@@ -17,12 +17,12 @@ using SharedAddress = unsigned char*;
 
 inline SharedAddress shared_address(const void* place) { return static_cast<unsigned char*>(const_cast<void*>(place)); }
 
-inline SharedAddress flip_bits(SharedAddress address, unsigned bits) {
+inline SharedAddress xor_address(SharedAddress address, unsigned bits) {
     return reinterpret_cast<SharedAddress>(reinterpret_cast<size_t>(address) ^ bits);
 }
 
 // What is written at once, so that a sanitizer sees who wrote, is NaN: nobody may look before the copy was waited for.
-inline void copy_async(SharedAddress to, const void* from, bool valid) {
+inline void cp_async(SharedAddress to, const void* from, bool valid) {
     static const uint4 zeros{};
     const uint4* source = valid ? static_cast<const uint4*>(from) : &zeros;
     const volatile unsigned* read = &source->x;
@@ -30,44 +30,44 @@ inline void copy_async(SharedAddress to, const void* from, bool valid) {
     *reinterpret_cast<uint4*>(to) = {~0u, ~0u, ~0u, ~0u};
     simt::running->block->copy_async(to, source, sizeof *source);
 }
-struct OncePolicy {};
-inline OncePolicy once() { return {}; }
-inline void copy_async_once(SharedAddress to, const void* from, bool valid, OncePolicy) { copy_async(to, from, valid); }
+struct L2Policy {};
+inline L2Policy evict_first_policy() { return {}; }
+inline void cp_async_with_policy(SharedAddress to, const void* from, bool valid, L2Policy) { cp_async(to, from, valid); }
 __attribute__((no_sanitize_thread)) inline void look_at(const volatile unsigned* from) {
     for (int i = 0; i < 4; i++) static_cast<void>(from[i]);
 }
-inline void copy_async_unsure(SharedAddress to, const void* from, bool valid, OncePolicy) {
+inline void cp_async_speculative(SharedAddress to, const void* from, bool valid, L2Policy) {
     if (valid) look_at(static_cast<const unsigned*>(from));
     static const uint4 zeros{};
     *reinterpret_cast<uint4*>(to) = {~0u, ~0u, ~0u, ~0u};
     simt::running->block->copy_async(to, valid ? from : &zeros, sizeof zeros, true);
 }
-inline void prefetch_line(const void*) {}
-inline void wait_for_launches_before() {}
-inline void commit_copies() { simt::running->block->commit_copies(); }
+inline void prefetch_l2_line(const void*) {}
+inline void grid_dependency_wait() {}
+inline void cp_async_commit_group() { simt::running->block->commit_copies(); }
 template <int kGroups>
-void wait_for_copies() {
+void cp_async_wait_group() {
     simt::running->block->wait_for_copies(kGroups);
 }
 
-inline void load_matrices(unsigned (&to)[4], SharedAddress row) {
+inline void ldmatrix_x4(unsigned (&to)[4], SharedAddress row) {
     const uint4 words = *reinterpret_cast<const uint4*>(row);
     simt::MatrixRow mine{{words.x, words.y, words.z, words.w}, to};
-    simt::running->block->together(&mine, "load_matrices", simt::exchange_rows);
+    simt::running->block->together(&mine, "ldmatrix_x4", simt::exchange_rows);
 }
-inline void load_matrices_transposed(unsigned (&to)[4], SharedAddress row) {
+inline void ldmatrix_x4_trans(unsigned (&to)[4], SharedAddress row) {
     const uint4 words = *reinterpret_cast<const uint4*>(row);
     simt::MatrixRow mine{{words.x, words.y, words.z, words.w}, to};
-    simt::running->block->together(&mine, "load_matrices_transposed", simt::exchange_rows_transposed);
+    simt::running->block->together(&mine, "ldmatrix_x4_trans", simt::exchange_rows_transposed);
 }
 
-inline void multiply_add(Float16, float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    simt::MatrixProduct mine{sum, {a[0], a[1], a[2], a[3]}, {b0, b1}};
-    simt::running->block->together(&mine, "multiply_add of Float16", simt::multiply_add_float16);
+inline void mma_m16n8k16(Float16, float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    simt::MatrixProduct mine{d, {a[0], a[1], a[2], a[3]}, {b0, b1}};
+    simt::running->block->together(&mine, "mma_m16n8k16 of Float16", simt::multiply_add_float16);
 }
-inline void multiply_add(BFloat16, float (&sum)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
-    simt::MatrixProduct mine{sum, {a[0], a[1], a[2], a[3]}, {b0, b1}};
-    simt::running->block->together(&mine, "multiply_add of BFloat16", simt::multiply_add_bfloat16);
+inline void mma_m16n8k16(BFloat16, float (&d)[4], const unsigned (&a)[4], unsigned b0, unsigned b1) {
+    simt::MatrixProduct mine{d, {a[0], a[1], a[2], a[3]}, {b0, b1}};
+    simt::running->block->together(&mine, "mma_m16n8k16 of BFloat16", simt::multiply_add_bfloat16);
 }
 
 inline unsigned pack(Float16, float2 values) { return simt::to_float16(values.x) | static_cast<unsigned>(simt::to_float16(values.y)) << 16; }
@@ -75,22 +75,22 @@ inline unsigned pack(BFloat16, float2 values) { return simt::to_bfloat16(values.
 inline float2 unpack(Float16, unsigned word) { return {simt::of_float16(word & 0xFFFF), simt::of_float16(word >> 16)}; }
 inline float2 unpack(BFloat16, unsigned word) { return {simt::of_bfloat16(word & 0xFFFF), simt::of_bfloat16(word >> 16)}; }
 
-inline float power_of_2(float x) { return std::exp2(x); }
-inline float reciprocal(float x) { return 1 / x; }
+inline float exp2_approx(float x) { return std::exp2(x); }
+inline float reciprocal_approx(float x) { return 1 / x; }
 
 inline int over_warp(int value, int (*join)(int, int)) {
     for (int distance = 16; distance > 0; distance /= 2) value = join(value, __shfl_xor_sync(~0u, value, distance));
     return value;
 }
-inline int sum_of_warp(int value) {
+inline int warp_sum(int value) {
     return over_warp(value, [](int a, int b) { return a + b; });
 }
-inline int max_of_warp(int value) {
+inline int warp_max(int value) {
     return over_warp(value, [](int a, int b) { return a > b ? a : b; });
 }
 
 inline unsigned* last_word(const float4* place) { return reinterpret_cast<unsigned*>(const_cast<float*>(&place->w)); }
-inline void publish(float4* place, float4 value) {
+inline void publish_vector(float4* place, float4 value) {
     place->x = value.x;
     place->y = value.y;
     place->z = value.z;
@@ -98,17 +98,17 @@ inline void publish(float4* place, float4 value) {
     std::memcpy(&word, &value.w, sizeof word);
     __atomic_store_n(last_word(place), word ? word : 1u << 31, __ATOMIC_RELEASE);
 }
-inline bool has_come(float4 value) {
+inline bool is_published(float4 value) {
     unsigned word;
     std::memcpy(&word, &value.w, sizeof word);
     return word;
 }
-inline float4 peek(const float4* place) {
+inline float4 poll_vector(const float4* place) {
     const unsigned word = __atomic_load_n(last_word(place), __ATOMIC_ACQUIRE);
     if (!word) return {};
     float4 value = *place;
     std::memcpy(&value.w, &word, sizeof word);
     return value;
 }
-inline void take_back(float4* place) { __atomic_store_n(last_word(place), 0u, __ATOMIC_RELAXED); }
-inline void look_again() { simt::running->block->look_again(); }
+inline void reset_vector(float4* place) { __atomic_store_n(last_word(place), 0u, __ATOMIC_RELAXED); }
+inline void poll_again() { simt::running->block->look_again(); }

@@ -107,7 +107,7 @@ def use_tiles() -> str:
 
     arch = os.environ.get("SIMT_TILES", ARCH)
     attention_tiles._SHARED_NBYTES[ARCH] = attention_tiles.shared_limit(arch)
-    attention_tiles._CROSSING[ARCH] = 0
+    attention_tiles._STREAMK_COST_TILES[ARCH] = 0
     attention_tiles.decode_tiles.cache_clear()
     return arch
 
@@ -120,31 +120,42 @@ def is_chosen(name: str, forms: Sequence[str] = FORMS) -> bool:
 def build_cubins(sanitizer: str = "none", forms: Sequence[str] = FORMS) -> Path:
     """Return the folder with the kernels of plugins/, compiled for the emulator: those of attention in these forms."""
     from trt_kvcache.kernels import attention_tiles
-    from trt_kvcache.kernels.attention_tiles import macros_of
-    from trt_kvcache.kernels.sources import cubin_name, source_folder, source_names, source_path
+    from trt_kvcache.kernels.source_variants import variant_macros
+    from trt_kvcache.kernels.sources import cubin_name, source_files, source_folder, source_names, source_path
 
     tiles, sizes = use_tiles(), Path(attention_tiles.__file__)
 
     def make(folder: Path) -> None:
         def build(name: str) -> None:
-            build_kernels(source_path(name), folder / cubin_name(name, ARCH), sanitizer, macros=macros_of(name, ARCH))
+            build_kernels(source_path(name), folder / cubin_name(name, ARCH), sanitizer, macros=variant_macros(name, ARCH))
 
         build_device()
         with ThreadPoolExecutor() as pool:
             list(pool.map(build, [name for name in source_names() if is_chosen(name, forms)]))
 
-    return once("-".join(["cubins", sanitizer, *forms, tiles]), [*own_sources(), sizes, *sorted(source_folder().glob("*.cu*"))], make)
+    return once(
+        "-".join(["cubins", sanitizer, *forms, tiles]), [*own_sources(), sizes, *(source_folder() / path for path in source_files())], make
+    )
 
 
 def build_kernels(
-    source: Path, target: Path, sanitizer: str, *, main: Path | None = None, macros: Mapping[str, str] = MappingProxyType({})
+    source: Path,
+    target: Path,
+    sanitizer: str,
+    *,
+    main: Path | None = None,
+    macros: Mapping[str, str] = MappingProxyType({}),
+    include: Path = REPOSITORY / "plugins",
 ) -> None:
-    """Compile one CUDA source for the emulator, to take the place of a cubin; or to a program, with a source that has a main function."""
+    """Compile one CUDA source for the emulator, to take the place of a cubin; or to a program, with a source that has a main function.
+
+    ``include`` is the folder that the headers of plugins/ are taken from.
+    """
     emulator = sorted(build_device().glob("*.o"))
     unit = target.with_name(f"{target.name}.unit.cpp")
     kernels = "".join(f"SIMT_KERNEL({name})\n" for name in KERNEL.findall(source.read_text()))
     unit.write_text(f'#include "{source}"\n{kernels}' + (f'#include "{main}"\n' if main else ""))
-    options = ["-include", str(HERE / "simt.h"), f"-I{source.parent}", "-rdynamic" if main else "-shared", *SANITIZERS[sanitizer][0]]
+    options = ["-include", str(HERE / "simt.h"), f"-I{include}", "-rdynamic" if main else "-shared", *SANITIZERS[sanitizer][0]]
     options += [f"-D{name}={value}" for name, value in macros.items()]
     subprocess.run([*COMPILER, *options, str(unit), *map(str, emulator), "-o", str(target)], check=True)
     unit.unlink()

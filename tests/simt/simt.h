@@ -44,7 +44,7 @@ using std::min;
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 
-// --- shared memory: see plugins/shared.cuh ---
+// --- shared memory: see plugins/shared_memory.cuh ---
 
 #define SHARED_ARRAY(type, name, count)                                                                \
     static char name##_which;                                                                          \
@@ -116,7 +116,7 @@ inline void __pipeline_wait_prior(int groups) { simt::running->block->wait_for_c
 inline int atomicAdd(int* place, int value) { return __atomic_fetch_add(place, value, __ATOMIC_RELAXED); }
 inline unsigned atomicAdd(unsigned* place, unsigned value) { return __atomic_fetch_add(place, value, __ATOMIC_RELAXED); }
 
-// --- what plugins/ptx.cuh has for a GPU ---
+// --- what plugins/attention/*.cuh have for a GPU ---
 
 #include "ptx.h"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,8 +14,8 @@ import pytest
 from tests.kernels.attention import DECODE_CASES, GRID, PREFILL_CASES
 from tests.simt import run
 from tests.simt.standin import need_compiler
-from trt_kvcache.kernels.attention_tiles import attention_tensor_names, macros_of
-from trt_kvcache.kernels.sources import cubin_name, source_folder, source_names
+from trt_kvcache.kernels.source_variants import variant_macros, variant_names
+from trt_kvcache.kernels.sources import cubin_name, source_folder, source_names, source_path
 
 need_compiler()
 run.use_tiles()
@@ -55,7 +56,7 @@ def test_nothing_is_found_in_attention(sanitizer, tests, cases):
 
 @pytest.mark.slow
 def test_grid_of_attention():
-    forms = [name.partition("-")[2] for name in attention_tensor_names("attention_decode")]
+    forms = [name.partition("-")[2] for name in variant_names("attention_decode")]
     result = run_tests(run.build_cubins("none", forms), "none", f"tests/kernels/{ATTENTION}.py", "-m", "device", "-k", "test_grid")
     assert count_passed(result) == len(GRID)
 
@@ -71,15 +72,17 @@ def test_tiles_of_smaller_gpus(arch):
 
 RACE, OVERRUN, BYTES, MISALIGNED = "WARNING: ThreadSanitizer: data race", "heap-buffer-overflow", "bytes differ", "misaligned address"
 DECODE, PREFILL = (f"{ATTENTION}.py::{test}" for test in ("test_decode", "test_prefill"))
-DECODING, PREFILLING, TOGETHER = "attention_decode.cu", "attention_prefill.cu", "attention_together.cuh"
-ADDING = "\n#pragma unroll 1\n            for (int x = threadIdx.x; x < (to"
-COMPACT, UNIT, ONE_MORE = "test_compaction.py", "(sizeof(Unit)), apart", "(sizeof(Unit)) + 1, apart"
+DECODING, PIPELINE, SCHEDULE, PREFILLING, REDUCE, SOFTMAX = (
+    f"attention/{name}"
+    for name in ("decode.cuh", "kv_pipeline.cuh", "schedule.cuh", "prefill.cu", "split_kv_reduce.cuh", "softmax_state.cuh")
+)
+COMPACT, COUNT, ONE_MORE = "test_compaction.py", "(sizeof(Vector)), stride", "(sizeof(Vector)) + 1, stride"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
 MISTAKES = {
-    "steps are read before they are there": ("compaction.cuh", "__syncthreads();", "", "thread", f"{COMPACT}::test_every_byte", RACE),
+    "moves are read before they are there": ("compaction.cuh", "__syncthreads();", "", "thread", f"{COMPACT}::test_every_byte", RACE),
     "blocks share columns": (
-        "units.cuh",
+        "vector_copy.cuh",
         "static_cast<long long>(blockIdx.x) * kInFlight * blockDim.x + threadIdx.x",
         "threadIdx.x",
         "thread",
@@ -88,62 +91,92 @@ MISTAKES = {
     ),
     "lengths are written while others read": ("lengths.cu", "    __syncthreads();\n    if", "    if", "thread", COMPACT, RACE),
     "lengths by a mapping are too": ("lengths.cu", "        __syncthreads();\n", "", "thread", f"{COMPACT}::test_every_byte", RACE),
-    "one unit too many": ("units.cuh", UNIT, ONE_MORE, "address", "test_cuda.py", OVERRUN),
-    "one unit too many, inside": ("units.cuh", UNIT, ONE_MORE, "none", "test_kv_moves.py", BYTES),
-    "an address that is not looked at": ("rows.cu", "address(data) | ", "", "address", "test_rows.py", MISALIGNED),
-    "only one side is looked at": ("rows.cu", "| of.grain()", "", "address", "test_rows.py", MISALIGNED),
-    "nor where it is saved": ("rows.cu", "| saved,", ",", "address", "test_rows.py", MISALIGNED),
-    "columns of short slots only": ("compaction.cuh", "extent(steps.longest)", "extent(1)", "none", COMPACT, BYTES),
-    "a register for all columns": ("compaction.cuh", "held[i] = units[i]", "held[0] = units[i]", "none", COMPACT, BYTES),
-    "stale tokens move too": ("compaction.cuh", "extent(step.tokens), units", "end, units", "none", COMPACT, BYTES),
-    "one layout's stride": ("kv.cu", "slot * layer.slot_stride", "slot * 2 * layer.kv_stride", "none", "test_kv_moves.py", BYTES),
-    "fresh rows that the others are not waited for": (
+    "one vector too many": ("vector_copy.cuh", COUNT, ONE_MORE, "address", "test_cuda.py", OVERRUN),
+    "one vector too many, inside": ("vector_copy.cuh", COUNT, ONE_MORE, "none", "test_kv_copies.py", BYTES),
+    "an address that is not looked at": ("states.cu", "address_of(data) | ", "", "address", "test_state_rows.py", MISALIGNED),
+    "only one side is looked at": ("states.cu", "| source.alignment()", "", "address", "test_state_rows.py", MISALIGNED),
+    "nor where it is saved": ("states.cu", "| saved,", ",", "address", "test_state_rows.py", MISALIGNED),
+    "columns of short slots only": ("compaction.cuh", "extent(moves.max_tokens)", "extent(1)", "none", COMPACT, BYTES),
+    "a register for all columns": ("compaction.cuh", "held[i] = vectors[i]", "held[0] = vectors[i]", "none", COMPACT, BYTES),
+    "stale tokens move too": ("compaction.cuh", "extent(move.tokens), vectors", "end, vectors", "none", COMPACT, BYTES),
+    "one layout's stride": ("kv.cu", "slot * layer.slot_stride", "slot * 2 * layer.kv_stride", "none", "test_kv_copies.py", BYTES),
+    "the new token is read before all have written it": (
         DECODING,
-        "            __syncthreads();\n            const SharedAddress rows",
-        "            const SharedAddress rows",
+        "    __syncthreads();\n}\n\n// A fragments",
+        "}\n\n// A fragments",
         "thread",
         DECODE,
         RACE,
     ),
-    "rows that do not live": (DECODING, "place.position - place.token(warp)", "kTokens", "none", DECODE, "isnan"),
-    "one window too wide": (PREFILLING, "behind >= span", "behind > span", "none", PREFILL, "error <="),
-    "keys of nobody": (
+    "rows behind the new token": (PIPELINE, "at.position - at.first_token(warp)", "kTileTokens", "none", DECODE, "isnan"),
+    "a decode window that is one token too wide": (SCHEDULE, "(params.window - 1)", "params.window", "none", DECODE, "assert"),
+    "a prefill window that is one token too wide": (PREFILLING, "distance >= span", "distance > span", "none", PREFILL, "error <="),
+    "keys behind the last one": (
         PREFILLING,
-        "const bool lives = tile * kKeys + row < keys_end;",
-        "const bool lives = true;",
+        "const bool is_live = tile * kTileKeys + row < block.keys_end;",
+        "const bool is_live = true;",
         "none",
         PREFILL,
         "isnan",
     ),
-    "a part that is forgotten": (TOGETHER, "pieces, others, factor", "pieces, others - 1, factor", "none", DECODE, "assert"),
-    "units that there is no room for": (TOGETHER, "from = to)", "from = end)", "none", DECODE, "assert"),
-    "a block that waits for itself": (TOGETHER, "(other >= number)", "0", "none", DECODE, "waits for"),
-    "all put the same together": (TOGETHER, "? number * share : 0", "? 0 : 0", "none", DECODE, "waits for"),
-    "a workspace that is not left as it was": (TOGETHER, "take_back(places[i]);", "", "none", DECODE, "assert"),
-    "parts that are yet to come": (TOGETHER, f"__syncthreads();{ADDING}", ADDING, "thread", DECODE, RACE),
+    "a partial result is left out": (REDUCE, "vectors, others, factor", "vectors, others - 1, factor", "none", DECODE, "assert"),
+    "strips that there is no room for are left out": (REDUCE, "first = last)", "first = end)", "none", DECODE, "assert"),
+    "a block waits for itself": (REDUCE, "(other >= rank)", "0", "none", DECODE, "waits for"),
+    "all blocks merge the same strips": (REDUCE, "? rank * strips_per_block : 0", "? 0 : 0", "none", DECODE, "waits for"),
+    "a workspace that is not left as it was": (REDUCE, "reset_vector(addresses[i]);", "", "none", DECODE, "assert"),
+    "partial results are merged before they are there": (
+        REDUCE,
+        "others);\n            __syncthreads();",
+        "others);",
+        "thread",
+        DECODE,
+        RACE,
+    ),
     "copies that are not waited for": (
-        DECODING,
-        "wait_for_copies<3 * kStages - 5>",
-        "wait_for_copies<3 * kStages>",
+        PIPELINE,
+        "kGroupsYoungerThanKeys = kPrefilledGroups - 2",
+        "kGroupsYoungerThanKeys = kPrefilledGroups + 3",
         "none",
         DECODE,
         "isnan",
     ),
-    "a new token that is forgotten": (DECODING, "if (warp == kWarps - 1 &&", "if (false &&", "none", DECODE, "assert"),
-    "keys that were guessed wrong": (DECODING, "== 0 && part.even;", "== 0;", "none", DECODE, "assert"),
-    "keys behind the cache": (DECODING, "lives ? call.max_tokens - (tile + warp) * kTokens", "lives ? kTokens", "address", DECODE, OVERRUN),
-    "tiles of nobody": (DECODING, "max(number - (parts - more), 0)", "0", "none", DECODE, "assert"),
-    "a slot that is full": (DECODING, "length < call.max_tokens", "length <= call.max_tokens", "none", DECODE, "assert"),
+    "values are waited for as keys are": (
+        PIPELINE,
+        "kGroupsYoungerThanValues = kPrefilledGroups - 3 + 2",
+        "kGroupsYoungerThanValues = kPrefilledGroups - 2 + 2",
+        "none",
+        DECODE,
+        "isnan",
+    ),
+    "a new token that is left out": (DECODING, "if (warp == kWarps - 1 &&", "if (false &&", "none", DECODE, "assert"),
+    "speculative keys that are the wrong ones": (DECODING, "== 0 && work.is_even_split;", "== 0;", "none", DECODE, "assert"),
+    "speculative keys behind the cache": (
+        PIPELINE,
+        "start.is_certain ? params.max_sequence_length - (start.tile + warp) * kTileTokens",
+        "start.is_certain ? kTileTokens",
+        "address",
+        DECODE,
+        OVERRUN,
+    ),
+    "tiles that no block has": (SCHEDULE, "max(split - (splits - remainder), 0)", "0", "none", DECODE, "assert"),
+    "a slot that is full": (
+        SCHEDULE,
+        "length < params.max_sequence_length",
+        "length <= params.max_sequence_length",
+        "none",
+        DECODE,
+        "assert",
+    ),
     "a tile that is still read": (
         PREFILLING,
-        "__syncthreads();\n        if (tile + kStages - 1",
+        "__syncthreads();\n            if (tile + kStages - 1",
         "if (tile + kStages - 1",
         "thread",
         PREFILL,
         RACE,
     ),
-    "sums of an older maximum": (PREFILLING, "sums[m][i] *= less;", "", "none", PREFILL, "error <="),
-    "the first layer's heads": ("kv.cu", "head(layers)", "head(layers - blockIdx.z)", "address", "test_kv_moves.py", OVERRUN),
+    "a sum relative to an older maximum": (SOFTMAX, "sums[i] *= scale;", "", "none", PREFILL, "error <="),
+    "the first layer's heads": ("kv.cu", "head(layers)", "head(layers - blockIdx.z)", "address", "test_kv_copies.py", OVERRUN),
 }
 
 
@@ -151,17 +184,18 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", list(MISTAKES))
 def test_mistake(tmp_path, mistake):
     file, right, wrong, sanitizer, tests, said = MISTAKES[mistake]
-    for source in source_folder().glob("*.cu*"):
-        text = source.read_text()
-        assert (right in text) or source.name != file
-        (tmp_path / source.name).write_text(text.replace(right, wrong) if source.name == file else text)
+    sources = tmp_path / "plugins"
+    shutil.copytree(source_folder(), sources)
+    text = (sources / file).read_text()
+    assert right in text
+    (sources / file).write_text(text.replace(right, wrong))
     cubins = tmp_path / "cubins"
     cubins.mkdir()
     forms = run.FORMS if file.startswith("attention") else ()
     for name in (name for name in source_names() if run.is_chosen(name, forms)):
-        source, cubin = name.partition("-")[0], cubin_name(name, run.ARCH)
-        if source == Path(file).stem or file.endswith(".cuh"):
-            run.build_kernels(tmp_path / f"{source}.cu", cubins / cubin, sanitizer, macros=macros_of(name, run.ARCH))
+        source, cubin = source_path(name).relative_to(source_folder()), cubin_name(name, run.ARCH)
+        if source == Path(file) or file.endswith(".cuh"):
+            run.build_kernels(sources / source, cubins / cubin, sanitizer, macros=variant_macros(name, run.ARCH), include=sources)
         else:
             (cubins / cubin).symlink_to(run.build_cubins(sanitizer, forms) / cubin)
     result = run_tests(cubins, sanitizer, f"tests/kernels/{tests}")

@@ -35,7 +35,7 @@ def test_repeats_are_kept_once(log: TensorRTLog) -> None:
     assert messages.errors == ["again"]
 
 
-def test_ends_with_its_block(log: TensorRTLog, caplog: pytest.LogCaptureFixture) -> None:
+def test_collecting_ends_with_its_block(log: TensorRTLog, caplog: pytest.LogCaptureFixture) -> None:
     with log.collect() as outer:
         with log.collect() as inner:
             log.logger.log(ERROR, "one")
@@ -67,7 +67,7 @@ def test_check_and_fail(log: TensorRTLog) -> None:
             messages.check(EngineError, "the work")
 
 
-def test_fail_without_a_word(log: TensorRTLog) -> None:
+def test_fail_without_a_message(log: TensorRTLog) -> None:
     with log.collect() as messages, pytest.raises(BuildError, match=r"the work. TensorRT says: nothing"):
         messages.fail(BuildError, "the work")
 

@@ -21,7 +21,7 @@ NATIVE = attention_variant("native")
 
 @pytest.fixture(autouse=True)
 def forget_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Import anew in each test, and leave alone what others have imported: TensorRT keeps its first logger."""
+    """Import again in each test, and leave alone what others have imported: TensorRT keeps its first logger."""
     monkeypatch.setattr(trt_module, "_import", cache(trt_module._import.__wrapped__))
 
 
@@ -37,7 +37,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Any:
     return install
 
 
-def test_neither_is_there(installed: Any) -> None:
+def test_neither_flavour_is_installed(installed: Any) -> None:
     with pytest.raises(EngineError) as raised:
         load()
     text = str(raised.value)
@@ -45,12 +45,12 @@ def test_neither_is_there(installed: Any) -> None:
     assert "tensorrt_rtx: not installed; pip install 'trt-kvcache[rtx]'." in text
 
 
-def test_error_type_is_the_callers(installed: Any) -> None:
+def test_the_caller_chooses_the_error_type(installed: Any) -> None:
     with pytest.raises(BuildError):
         load("tensorrt_rtx", error=BuildError)
 
 
-def test_unknown_flavour(installed: Any) -> None:
+def test_an_unknown_flavour_is_refused(installed: Any) -> None:
     with pytest.raises(EngineError, match="TensorRT flavour: expected one of auto, tensorrt, tensorrt_rtx, got 'trt'"):
         load("trt")
 
@@ -65,14 +65,14 @@ def test_full_tensorrt_comes_first(installed: Any) -> None:
     assert load("tensorrt_rtx") is found  # one logger per module
 
 
-def test_full_tensorrt_that_cannot_start_gives_way(installed: Any) -> None:
+def test_auto_skips_a_full_tensorrt_that_cannot_start(installed: Any) -> None:
     installed(tensorrt=fake_module("11.4.0", start=False), tensorrt_rtx=fake_module("1.7.1"))
     assert load().flavour == "tensorrt_rtx"
     with pytest.raises(EngineError, match=r"tensorrt: cannot start here: CUDA initialization failure with error: 35\."):
         load("tensorrt")
 
 
-def test_full_tensorrt_that_is_too_old_gives_way(installed: Any) -> None:
+def test_auto_skips_a_full_tensorrt_that_is_too_old(installed: Any) -> None:
     installed(tensorrt=fake_module("10.2.0.34"), tensorrt_rtx=fake_module("1.7.1"))
     assert load().flavour == "tensorrt_rtx"
     with pytest.raises(EngineError, match=r"tensorrt: version 10\.2\.0\.34 is too old\. Expected 11\.0 or newer, or 10\.3 for plugin"):

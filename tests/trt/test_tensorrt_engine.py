@@ -65,7 +65,7 @@ def names_of(fake: FakeTensorRT) -> list[str]:
     return [call[0] for call in fake.calls]
 
 
-def test_opening_makes_a_context_per_profile_over_one_memory_of_ours(
+def test_opening_creates_a_context_per_profile_over_one_shared_memory(
     fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory
 ) -> None:
     with TensorRTEngine.open(folder.path, memory=memory) as engine:
@@ -100,7 +100,9 @@ def test_tensors_come_from_the_engine_inputs_first(fake: FakeTensorRT, folder: E
         assert tuple(engine.profiles) == folder.config.profiles
 
 
-def test_folder_object_path_plan_file_and_bytes(fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory) -> None:
+def test_an_engine_can_be_opened_from_a_folder_a_path_a_plan_file_or_bytes(
+    fake: FakeTensorRT, folder: EngineFolder, memory: FakeGpuMemory
+) -> None:
     for source in (folder, folder.path, str(folder.path), folder.plan_path, PLAN):
         with TensorRTEngine.open(source, memory=memory) as engine:
             assert len(engine.tensors) == 8
@@ -213,7 +215,7 @@ class TestWhatAnEngineMayNotBe:
             folder,
             memory,
             fake,
-            r"`tokens`: the engine has no such input, it has `input_ids`, .* Give its names as TensorNames",
+            r"`tokens`: the engine has no such input, it has `input_ids`, .* Pass the engine's names as TensorNames",
             PLAN,
             names=names,
         )
@@ -241,7 +243,7 @@ class TestWhatAnEngineMayNotBe:
         fake.errors[call] = "quietly wrong"
         self.refused(folder, memory, fake, "TensorRT says: quietly wrong")
 
-    def test_missing_driver_is_the_reason_here(self, folder: EngineFolder, memory: FakeGpuMemory, fake: FakeTensorRT) -> None:
+    def test_a_missing_driver_is_the_reason(self, folder: EngineFolder, memory: FakeGpuMemory, fake: FakeTensorRT) -> None:
         fake.refuse.add("deserialize_cuda_engine")
         fake.errors["deserialize_cuda_engine"] = "cudaError 35: CUDA driver version is insufficient"
         self.refused(folder, memory, fake, "TensorRT says: cudaError 35: CUDA driver version is insufficient")
@@ -288,7 +290,7 @@ class TestStep:
         assert fake.calls == [("execute_async_v3", profile, 0x77) for profile in (0, 1, 0)]
         assert fake.contexts[0].shapes["input_ids"] == (3, 5)
 
-    def test_bound_tensors_are_kept_alive_and_let_go(self, engine: TensorRTEngine, fake: FakeTensorRT, memory: FakeGpuMemory) -> None:
+    def test_bound_tensors_are_kept_alive_until_close(self, engine: TensorRTEngine, fake: FakeTensorRT, memory: FakeGpuMemory) -> None:
         logits = tensor(memory, (BATCH, VOCAB), "float32")
         alive = weakref.ref(logits.allocation)
         engine.bind("logits", logits)
@@ -430,7 +432,7 @@ class TestStep:
             with pytest.raises(ClosedError, match="this TensorRTEngine is closed"):
                 action()
 
-    def test_wait_that_fails_still_lets_go(
+    def test_close_releases_everything_even_if_the_wait_fails(
         self, engine: TensorRTEngine, memory: FakeGpuMemory, fake: FakeTensorRT, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         bind_all(engine, memory)

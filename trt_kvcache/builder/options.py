@@ -1,7 +1,7 @@
 """``BuildOptions``: the options of a build, checked before a file is written or a network is made.
 
 TensorRT accepts options that cannot work (a prefill that is longer than the cache is only a warning, a write beyond the cache not even
-that), and its messages name none of ours. So everything that is known to fail is refused here.
+that), and its messages do not name the option at fault. So everything that is known to fail is refused here.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_
 from trt_kvcache.engine.decoder_tensors import cache_config
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError, EngineError
-from trt_kvcache.kernels.attention_tiles import ELEMENTS, HEAD_DIMS, MAX_GROUP
+from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, MAX_GROUP
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.versions import check_plugins
 
@@ -131,7 +131,7 @@ class BuildOptions:
         return cache_config(model, **sizes, dtype=dtype, attention=self.attention)
 
     def check_kernels(self, model: ModelConfig) -> None:
-        """Check that the attention kernels of this package serve a model; nothing is checked for other variants of attention.
+        """Check that the attention kernels of this package support a model; nothing is checked for other variants of attention.
 
         Parameters
         ----------
@@ -141,12 +141,12 @@ class BuildOptions:
         Raises
         ------
         ConfigError
-            The kernels do not serve its dtype, head dimension or number of query heads per K/V head.
+            The kernels do not support its dtype, head dimension or number of query heads per K/V head.
         """
         if self.attention != "plugin":
             return
         dtype, group = self.dtype or model.dtype, model.num_attention_heads // model.num_kv_heads
-        for what, value, known in (("dtype", dtype, (*ELEMENTS,)), ("head_dim", model.head_dim, HEAD_DIMS)):
+        for what, value, known in (("dtype", dtype, (*ELEMENT_TYPES,)), ("head_dim", model.head_dim, HEAD_DIMS)):
             if value not in known:
                 raise ConfigError(f"{what}: expected one of {', '.join(map(str, known))} for plugin attention, got {value}.")
         if group > MAX_GROUP:

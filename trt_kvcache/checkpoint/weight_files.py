@@ -1,23 +1,36 @@
-"""The safetensors files of a model folder: one file, or shards with an index."""
+"""The safetensors files of a model folder: a single file, or shards with an index."""
 
 from pathlib import Path
 
 from trt_kvcache.checkpoint.json_file import read_json
-from trt_kvcache.checkpoint.weight_file import WeightFile
+from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
-def open_weight_files(folder: Path) -> dict[str, WeightFile]:
-    """Map every weight file of ``folder`` and return, for each tensor name, the file that holds it.
+def open_weight_files(folder: Path) -> dict[str, SafetensorsFile]:
+    """Map all weight files of a model folder into memory.
 
-    Raises CheckpointError: there are no safetensors weights, a shard is missing or damaged, or the index and the shards disagree.
+    Parameters
+    ----------
+    folder : Path
+        The model folder.
+
+    Returns
+    -------
+    dict of str to SafetensorsFile
+        The file that holds each tensor, by the tensor's name.
+
+    Raises
+    ------
+    CheckpointError
+        There are no safetensors weights, a shard is missing or damaged, or the index and the shards contradict each other.
     """
     single = folder / SINGLE_FILE
     if single.is_file():
-        file = WeightFile(single)
+        file = SafetensorsFile(single)
         return dict.fromkeys(file.tensors, file)
     index = folder / INDEX_FILE
     if index.is_file():
@@ -28,18 +41,18 @@ def open_weight_files(folder: Path) -> dict[str, WeightFile]:
     )
 
 
-def _open_shards(index: Path) -> dict[str, WeightFile]:
+def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CheckpointError(f"{index}: expected an object `weight_map` from tensor names to file names, got {type(weight_map).__name__}.")
-    files: dict[str, WeightFile] = {}
+    files: dict[str, SafetensorsFile] = {}
     for shard in sorted(set(weight_map.values())):
         path = index.parent / shard
         if Path(shard).name != shard:
             raise CheckpointError(f"{index}: expected shards beside the index, got {shard!r}.")
         if not path.is_file():
             raise CheckpointError(f"{path}: expected a shard that {index.name} names, got nothing there. Fetch or copy it again.")
-        files[shard] = WeightFile(path)
+        files[shard] = SafetensorsFile(path)
         stray = sorted(name for name in files[shard].tensors if weight_map.get(name) != shard)
         if stray:
             raise CheckpointError(

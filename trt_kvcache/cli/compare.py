@@ -1,4 +1,4 @@
-"""``trt-kvcache compare``."""
+"""``trt-kvcache compare``: run a model in several ways and compare every step."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -39,9 +39,9 @@ def compare(
     with TensorRT's attention and with the plugin's, unless --attention names one. At a difference, the first step, layer, slot and head
     are named, and the exit code is 3. For an engine folder, the engine with the other attention is built from its checkpoint.
     """
-    from trt_kvcache.polygraphy.compare import TOLERANCES, compare_paths
+    from trt_kvcache.polygraphy.compare_paths import TOLERANCES, compare_paths
     from trt_kvcache.polygraphy.comparison import comparison_lines
-    from trt_kvcache.polygraphy.runner import RecomputeRunner, SessionRunner
+    from trt_kvcache.polygraphy.runners import RecomputeRunner, SessionRunner
 
     prompts = read_prompts(prompt, prompt_ids)
     if tolerance is not None and not tolerance >= 0:
@@ -72,7 +72,7 @@ def compare(
                     warn(f"comparing without {name}TensorRT: {error}")
                     break
                 paths.insert(place, SessionRunner(session, f"{name}TensorRT"))
-                refusals = (*refusals, ConfigError)  # the other attention may not serve this model
+                refusals = (*refusals, ConfigError)  # the other attention may not support this model
         with messages().status("prefill") as status:
             comparison = compare_paths(
                 paths,

@@ -1,26 +1,27 @@
 """Kernels that the cache runs between enqueues (seed 004): each in NumPy, and in CUDA C++ under ``plugins/``.
 
-The functions here check their arguments, all of them before the first byte changes, and choose by the place of the memory. Wrong
-arguments and closed objects raise as :mod:`trt_kvcache.errors` says.
-They are ordered on ``stream`` and neither wait nor allocate: what a kernel needs to know is in the arguments of its launch,
-or in arrays that were made once (:class:`KVLayerInfos`, :class:`StateInfos`).
+The functions here check all their arguments before the first byte changes, and then call the backend of the memory: ``kernels.host`` or
+``kernels.cuda``. Wrong arguments and closed objects raise the errors of :mod:`trt_kvcache.errors`.
+
+All work is ordered on ``stream``; no function waits or allocates. What a kernel needs to know is in the arguments of its launch, or in
+arrays that were made once (:class:`KVLayerInfos`, :class:`StateInfos`).
 """
 
-from trt_kvcache.kernels.arguments import MAX_SAVED, MAX_STEPS, MAX_STORED_VALUES
 from trt_kvcache.kernels.attention import attend, split_qkv
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.compaction import compact_kv_cache_batched, compact_length_tensor, compact_rows
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, CompactionPlan, DeviceCompactionPlan
-from trt_kvcache.kernels.kv_moves import (
+from trt_kvcache.kernels.kv_copies import (
     instantiate_kv_cache_batched,
     instantiate_kv_cache_layer_from_tensor,
     save_kv_cache_batched,
     save_kv_cache_layer_into_tensor,
 )
+from trt_kvcache.kernels.launch_limits import MAX_MOVES, MAX_SAVED_TENSORS, MAX_STORED_VALUES
 from trt_kvcache.kernels.layer_infos import KVLayerInfo, KVLayerInfos
 from trt_kvcache.kernels.lengths import increment_length_tensor, store_length_values
-from trt_kvcache.kernels.rows import copy_rows, instantiate_rows, save_rows, zero_rows
 from trt_kvcache.kernels.state_infos import StateInfo, StateInfos
+from trt_kvcache.kernels.state_rows import copy_rows, instantiate_rows, save_rows, zero_rows
 
 __all__ = [
     "AnyCompactionPlan",
@@ -29,8 +30,8 @@ __all__ = [
     "DeviceCompactionPlan",
     "KVLayerInfo",
     "KVLayerInfos",
-    "MAX_SAVED",
-    "MAX_STEPS",
+    "MAX_SAVED_TENSORS",
+    "MAX_MOVES",
     "MAX_STORED_VALUES",
     "StateInfo",
     "StateInfos",

@@ -9,8 +9,8 @@ from typing import Any
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, RangeError, ShapeError
-from trt_kvcache.kernels.attention_call import AttentionCall
-from trt_kvcache.kernels.attention_tiles import ELEMENTS, HEAD_DIMS, LEAST_FACTOR, MAX_GROUP, MOST_FACTOR
+from trt_kvcache.kernels.attention_params import AttentionParams
+from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, MAX_GROUP, MAX_SCORE_FACTOR, MIN_SCORE_FACTOR
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.kernels.layer_views import CACHE_NDIM, check_layer, check_memory, check_open
@@ -21,7 +21,25 @@ _Q_NDIM = 4
 
 
 def split_qkv(qkv: DeviceTensor, num_heads: int, num_kv_heads: int) -> tuple[DeviceTensor, DeviceTensor, DeviceTensor]:
-    """Return q, k and v as views of one tensor ``[B, s, num_heads + 2 * num_kv_heads, D]``. Raises ShapeError."""
+    """Return q, k and v as views of one packed tensor.
+
+    Parameters
+    ----------
+    qkv : DeviceTensor ``[B, s, num_heads + 2 * num_kv_heads, D]``
+        What a fused projection gives. It is not copied.
+    num_heads, num_kv_heads : int
+        Query heads, and K/V heads.
+
+    Returns
+    -------
+    q, k, v : DeviceTensor
+        ``[B, s, num_heads, D]``, and twice ``[B, s, num_kv_heads, D]``.
+
+    Raises
+    ------
+    ShapeError
+        The tensor does not have so many heads.
+    """
     heads = num_heads + 2 * num_kv_heads
     if qkv.ndim != _Q_NDIM or qkv.shape[2] != heads:
         raise ShapeError(f"qkv: expected a tensor [B, s, {heads}, D], got {qkv!r}.")
@@ -94,46 +112,68 @@ def attend(
     softcap: float = 0.0,
     stream: Any,
 ) -> None:
-    """Turn q and k, append k and v to the cache, and let the new tokens attend to all before them and themselves.
+    """Apply RoPE to q and k, append k and v to the cache, and compute causal attention for the new tokens.
 
-    Token t of slot b has the position ``lengths[b] + t``. Lengths are read on the device and stay as they are.
+    Token t of slot b has the position ``lengths[b] + t``. Lengths are read on the device and not changed.
 
     Parameters
     ----------
     q : DeviceTensor ``[B, s, num_heads, D]`` float16 or bfloat16
-        Heads of a token are dense; slots and tokens may lie apart (:func:`split_qkv`). D is 64, 80, 96, 128 or 256.
+        Before RoPE. The heads of a token are contiguous; slots and tokens may be strided (:func:`split_qkv`). D is 64, 80, 96, 128 or 256.
     k, v : DeviceTensor ``[B, s, num_kv_heads, D]``
-        ``num_heads`` is 1 to 16 times ``num_kv_heads``.
+        Before RoPE; ``num_heads`` is 1 to 16 times ``num_kv_heads``.
     cache : DeviceTensor ``[B, 2, num_kv_heads, S, D]``
-        Of either layout: a view by ``get_combined_kv_cache``. Rows that do not live are never used. Keys are stored turned.
+        Of either layout: a view by ``get_combined_kv_cache``. Keys are stored after RoPE. Rows that are not live are never used.
     lengths : DeviceTensor (B,) int32
-        Rows that live. ``lengths[b]`` and the new tokens must fit into S; the kernel leaves out what does not.
+        Live rows of each slot. New tokens that do not fit into S are left out: not appended, and zeros in ``out``.
     out : DeviceTensor ``[B, s, num_heads, D]``
-        Dense; overwritten. May be q itself where that is dense.
+        Contiguous; overwritten. May be q itself if that is contiguous.
     workspace : AttentionWorkspace
-        Made for as much; calls that share one must not overlap.
+        Large enough for these heads. Calls that share one must not run at the same time.
     new_lengths : DeviceTensor (B,) int32, optional
-        New tokens of each slot, at most s. Behind them is padding: not appended, and zeros in ``out``. All s if left out.
+        New tokens of each slot, at most s. The rest is padding: not appended, and zeros in ``out``. By default all s are new.
     cos_sin : DeviceTensor ``[S or more, 2, rotary_dim / 2]`` float32, optional
-        Cosines and sines of each position; elements i and ``i + rotary_dim / 2`` turn together (NeoX). Nothing turns if left out.
+        Cosines and sines of each position; elements i and ``i + rotary_dim / 2`` are a pair (NeoX). Without it RoPE is not applied.
     scale : float, optional
-        Of q k, 1e-6 to 1e6; ``1 / sqrt(D)`` if left out.
+        What products of q and k are multiplied with, 1e-6 to 1e6; ``1 / sqrt(D)`` by default.
     window : int
         Tokens that a token attends to, with itself; 0 for all.
     softcap : float
         Scores become ``softcap * tanh(score / softcap)``, 1e-6 to 1e6; 0 for no softcap.
     stream : cuda.core.Stream or GraphBuilder
-        The launches are ordered on it: one for s = 1, else two. The call neither waits nor allocates, and can be captured.
+        The launches are ordered on it: one for s = 1, else two. The call neither waits nor allocates, and can be captured in a graph.
 
     Raises
     ------
     ShapeError, DTypeError, LayoutError, PlaceError, RangeError, ClosedError
         An argument does not fit. Nothing was changed.
+
+    Notes
+    -----
+    Sums are float32. ``plugins/README.md`` describes the kernels.
+
+    Examples
+    --------
+    One slot that holds 3 tokens gets a fourth, in host memory:
+
+    >>> import numpy as np
+    >>> from trt_kvcache import HostMemory
+    >>> from trt_kvcache.kernels import AttentionWorkspace, attend
+    >>> memory = HostMemory()
+    >>> stream = memory.create_stream()
+    >>> def tensor(*shape, dtype=np.float16):
+    ...     return memory.to_device(np.ones(shape, dtype), stream=stream)
+    >>> q, k, v, out = tensor(1, 1, 4, 64), tensor(1, 1, 2, 64), tensor(1, 1, 2, 64), tensor(1, 1, 4, 64)
+    >>> cache, lengths = tensor(1, 2, 2, 8, 64), memory.to_device(np.array([3], np.int32), stream=stream)
+    >>> workspace = AttentionWorkspace(memory, num_heads=4, num_kv_heads=2, head_dim=64, stream=stream)
+    >>> attend(q, k, v, cache, lengths, out=out, workspace=workspace, stream=stream)
+    >>> bool((out.numpy() == 1).all())
+    True
     """
     check_layer("cache", cache, CACHE_NDIM)
     slots, _, kv_heads, tokens, head_dim = cache.shape
-    if cache.dtype not in ELEMENTS:
-        raise DTypeError(f"cache: expected one of {', '.join(ELEMENTS)}, got {cache.dtype}.")
+    if cache.dtype not in ELEMENT_TYPES:
+        raise DTypeError(f"cache: expected one of {', '.join(ELEMENT_TYPES)}, got {cache.dtype}.")
     if head_dim not in HEAD_DIMS:
         raise ShapeError(f"cache: expected head_dim one of {HEAD_DIMS}, got {cache!r}.")
     _check_tensor("q", q, cache)
@@ -153,14 +193,14 @@ def attend(
         _check_cos_sin(cos_sin, cache)
     factor = 1 / math.sqrt(head_dim) if scale is None else float(scale)
     for name, number, zero in (("scale", factor, ""), ("softcap", float(softcap), "0, or ")):
-        if not LEAST_FACTOR <= number <= MOST_FACTOR and (number or not zero):
-            raise RangeError(f"{name}: expected {zero}{LEAST_FACTOR} to {MOST_FACTOR}, got {number}.")
+        if not MIN_SCORE_FACTOR <= number <= MAX_SCORE_FACTOR and (number or not zero):
+            raise RangeError(f"{name}: expected {zero}{MIN_SCORE_FACTOR} to {MAX_SCORE_FACTOR}, got {number}.")
     int_in_range("window", window, 0)
     cache.memory.check_stream(stream)
     workspace.check("workspace", cache, q.shape[2])
-    call = AttentionCall(
+    params = AttentionParams(
         q=q, k=k, v=v, cache=cache, lengths=lengths, new_lengths=new_lengths, cos_sin=cos_sin,
         out=out, scale=factor, window=window, softcap=float(softcap),
     )  # fmt: skip
     if slots:
-        backend_of(cache.memory).attend(call, workspace, stream)
+        backend_of(cache.memory).attend(params, workspace, stream)

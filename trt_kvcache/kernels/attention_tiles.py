@@ -1,88 +1,142 @@
-"""Sizes of the attention kernels' tiles, by head dim and by the shared memory of a GPU. ``plugins/attention*.cu`` take them as macros."""
+"""Sizes of the attention kernels' tiles, by head dim and by the shared memory of a GPU. ``plugins/attention`` takes them as macros."""
 
 from __future__ import annotations
 
 from functools import cache
+from typing import NamedTuple
 
 from trt_kvcache.memory.shapes import row_nbytes
 
-#: What the kernels are compiled for: dtypes with their names in the sources, head dims, query heads for each K/V head.
-ELEMENTS = {"float16": "Float16", "bfloat16": "BFloat16"}
+#: The dtypes that the kernels are compiled for, with their names in the sources.
+ELEMENT_TYPES = {"float16": "Float16", "bfloat16": "BFloat16"}
+
+#: The head dims that the kernels are compiled for.
 HEAD_DIMS = (64, 80, 96, 128, 256)
+
+#: Query heads for each K/V head, at most.
 MAX_GROUP = 16
 
-#: The first architectures that have their instructions, ``sm_80``, and whose launches can begin while the one before ends, ``sm_90``.
-FIRST_ARCH, FIRST_EARLY_ARCH = 80, 90
+#: The first architecture that has the kernels' instructions: ``sm_80``.
+MIN_ARCH = 80
 
-#: What a scale, and a softcap, may be: the kernels' scores, in float32, are neither lost nor infinite.
-LEAST_FACTOR, MOST_FACTOR = 1e-6, 1e6
+#: The first architecture with programmatic dependent launch: ``sm_90``.
+MIN_PDL_ARCH = 90
 
-#: Rows of the matrix that holds the query heads of a K/V head, in each form of the decode kernel.
+#: The range of a scale, and of a softcap: in it the kernels' scores, in float32, neither vanish nor overflow.
+MIN_SCORE_FACTOR, MAX_SCORE_FACTOR = 1e-6, 1e6
+
+#: Rows of the matrix that holds the query heads of a K/V head, in each of the decode kernels.
 DECODE_ROWS = (8, 16)
 
 _KIB = 1024
-#: Bytes of shared memory that a block may have. What is not listed has at least as much as the least of them.
+
+#: Bytes of shared memory that a block may have. An architecture that is not listed has at least the smallest of them.
 _SHARED_NBYTES = {
     **dict.fromkeys(("sm_80", "sm_87"), 163 * _KIB),
     **dict.fromkeys(("sm_90", "sm_100", "sm_103", "sm_110", "sm_990"), 227 * _KIB),
 }
-_LEAST_SHARED_NBYTES = 99 * _KIB
+_MIN_SHARED_NBYTES = 99 * _KIB
 
-#: Tiles that a block loads in the time that all tiles in one line cost it; elsewhere as on an H200.
-_CROSSING = {"sm_90": 20}
+#: Tiles that a block loads in the time that stream-K costs it. What is not listed is as an H200, on which it was measured.
+_STREAMK_COST_TILES = {"sm_90": 20}
+
+
+class PrefillForm(NamedTuple):
+    """What a launch of a prefill kernel needs to know of its tiles."""
+
+    #: New tokens of a block.
+    rows: int
+    #: Warps of a block.
+    warps: int
+    #: Bytes of dynamic shared memory of a block.
+    shared_nbytes: int
 
 
 @cache
 def arch_number(arch: str) -> int:
-    """Return 90 for ``"sm_90"`` and the like."""
+    """Return the number of an architecture.
+
+    Examples
+    --------
+    >>> from trt_kvcache.kernels.attention_tiles import arch_number
+    >>> arch_number("sm_90")
+    90
+    """
     return int(arch.removeprefix("sm_"))
 
 
 def shared_limit(arch: str) -> int:
-    """Return the bytes of shared memory that a block may have on ``"sm_90"`` and the like."""
-    return _SHARED_NBYTES.get(arch, _LEAST_SHARED_NBYTES)
+    """Return the bytes of shared memory that a block may have on an architecture such as ``"sm_90"``."""
+    return _SHARED_NBYTES.get(arch, _MIN_SHARED_NBYTES)
 
 
-def decode_nbytes(head_dim: int, rows: int, warps: int, stages: int, tokens: int) -> int:
-    """Return the bytes of shared memory of a decode block with tiles of these sizes."""
+def decode_block_nbytes(head_dim: int, rows: int, warps: int, stages: int, tile_tokens: int) -> int:
+    """Return the bytes of shared memory of a decode block with tiles of these sizes.
+
+    Parameters
+    ----------
+    head_dim : int
+    rows : int
+        Of the matrix of query heads: one of :data:`DECODE_ROWS`.
+    warps : int
+        Of a block.
+    stages : int
+        Of the pipeline.
+    tile_tokens : int
+        Tokens of a tile of one warp.
+
+    Notes
+    -----
+    ``DecodeSharedMemory`` in ``plugins/attention/kv_pipeline.cuh`` lays it out: the ring, head buffers, the new token, totals of warps.
+    """
     row = row_nbytes(head_dim, "float16")
-    return (warps * (2 * stages - 1) * tokens + stages * (rows + 4) + 2) * row + 8 * warps * rows
+    return (warps * (2 * stages - 1) * tile_tokens + stages * (rows + 4) + 2) * row + 8 * warps * rows
 
 
 @cache
 def decode_tiles(head_dim: int, arch: str) -> dict[str, int]:
-    """Return macros of ``attention_decode.cu``: warps of a block, stages of a warp's ring, tokens of a tile, and others named there."""
-    tokens = 32 if head_dim <= 64 else 16
+    """Return the macros of the decode kernel: as many warps, and then as many stages, as shared memory has room for.
+
+    ``plugins/attention/decode_params.cuh`` says what each of them means.
+    """
+    tile_tokens = 32 if head_dim <= 64 else 16
     for warps in (8, 4, 2):
-        fitting = [n for n in (2, 3, 4) if decode_nbytes(head_dim, DECODE_ROWS[-1], warps, n, tokens) <= shared_limit(arch)]
+        fitting = [n for n in (2, 3, 4) if decode_block_nbytes(head_dim, DECODE_ROWS[-1], warps, n, tile_tokens) <= shared_limit(arch)]
         if fitting:
             break
-    crossing = _CROSSING.get(arch, _CROSSING["sm_90"])
-    return {"WARPS": warps, "STAGES": fitting[-1], "TOKENS": tokens, "BLOCKS": 1, "LEAST": 8, "CROSSING": crossing, "CHAINS": 2}
+    return {
+        "WARPS": warps,
+        "STAGES": fitting[-1],
+        "TILE_TOKENS": tile_tokens,
+        "BLOCKS_PER_SM": 1,
+        "MIN_TILES_PER_BLOCK": 8,
+        "STREAMK_COST_TILES": _STREAMK_COST_TILES.get(arch, _STREAMK_COST_TILES["sm_90"]),
+        "QK_ACCUMULATORS": 2,
+    }
 
 
 def decode_shared_nbytes(head_dim: int, rows: int, arch: str) -> int:
-    """Return the bytes of shared memory of a decode block."""
+    """Return the bytes of shared memory of a decode block with the tiles of an architecture."""
     tiles = decode_tiles(head_dim, arch)
-    return decode_nbytes(head_dim, rows, tiles["WARPS"], tiles["STAGES"], tiles["TOKENS"])
+    return decode_block_nbytes(head_dim, rows, tiles["WARPS"], tiles["STAGES"], tiles["TILE_TOKENS"])
 
 
 @cache
 def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
-    """Return macros of ``attention_prefill.cu``: warps of a block, matrices of 16 rows of a warp, keys of a tile, blocks, stages.
+    """Return the macros of the prefill kernels: warps, tiles of 16 rows of a warp, keys of a tile, blocks of a multiprocessor, stages.
 
-    Those of the short form, which may be the same, begin with ``SHORT_``.
+    Those of the short form, which may be the same, start with ``SHORT_``.
     """
     limit = shared_limit(arch)
     large = limit >= 227 * _KIB
     if head_dim > 128:
         form = short = (8, 1, 64, 1) if large else (4, 1, 32, 1)
-    elif limit == _LEAST_SHARED_NBYTES:
+    elif limit == _MIN_SHARED_NBYTES:
         form = short = (4, 1, 32, 2)
     else:
         keys = 64 if large else 32
         form, short = (8, 1, 128, 1) if large and head_dim > 64 else (4, 2, keys, 2), (4, 1, keys, 2)
-    names = ("WARPS", "MATRICES", "KEYS", "BLOCKS")
+    names = ("WARPS", "ROW_TILES", "TILE_KEYS", "BLOCKS_PER_SM")
     return {
         **dict(zip(names, form, strict=True)),
         **{f"SHORT_{name}": value for name, value in zip(names, short, strict=True)},
@@ -90,34 +144,9 @@ def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
     }
 
 
-def prefill_form(head_dim: int, arch: str, *, short: bool) -> tuple[int, int, int]:
-    """Return the rows of a prefill block, its warps, and its bytes of shared memory."""
+def prefill_form(head_dim: int, arch: str, *, short: bool) -> PrefillForm:
+    """Return the rows, warps and shared memory of a prefill block, of the long or of the short form."""
     tiles, prefix = prefill_tiles(head_dim, arch), "SHORT_" if short else ""
-    warps, matrices, keys = (tiles[prefix + name] for name in ("WARPS", "MATRICES", "KEYS"))
-    rows = 16 * warps * matrices
-    return rows, warps, (rows + 2 * tiles["STAGES"] * keys) * row_nbytes(head_dim, "float16")
-
-
-_TILES = {"attention_decode": decode_tiles, "attention_prefill": prefill_tiles}
-
-
-def attention_tensor_names(source: str) -> list[str]:
-    """Return what one source is compiled to: a name for each dtype and head dim; itself alone where it is no attention kernel."""
-    if source not in _TILES:
-        return [source]
-    return [attention_name(source, dtype, head_dim) for dtype in ELEMENTS for head_dim in HEAD_DIMS]
-
-
-def attention_name(source: str, dtype: str, head_dim: int) -> str:
-    """Return the name of one compiled form of a source, such as ``"attention_decode-float16-128"``."""
-    return f"{source}-{dtype}-{head_dim}"
-
-
-def macros_of(name: str, arch: str) -> dict[str, str]:
-    """Return the macros that a compiled form is made with; none for what is no attention kernel."""
-    source, _, form = name.partition("-")
-    if not form:
-        return {}
-    dtype, head_dim = form.split("-")
-    tiles = {macro: str(value) for macro, value in _TILES[source](int(head_dim), arch).items()}
-    return {"ELEMENT": ELEMENTS[dtype], "HEAD_DIM": head_dim, **tiles}
+    warps, row_tiles, keys = (tiles[prefix + name] for name in ("WARPS", "ROW_TILES", "TILE_KEYS"))
+    rows = 16 * warps * row_tiles
+    return PrefillForm(rows, warps, (rows + 2 * tiles["STAGES"] * keys) * row_nbytes(head_dim, "float16"))

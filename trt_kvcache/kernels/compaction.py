@@ -1,4 +1,4 @@
-"""Compaction in place, of K/V, states and lengths, by one plan. Nothing needs scratch memory; addresses do not change."""
+"""Compaction in place of K/V, states and lengths, by one plan. It needs no scratch memory, and addresses do not change."""
 
 from typing import Any
 
@@ -30,10 +30,10 @@ def compact_kv_cache_batched(layer_infos: KVLayerInfos, moves: AnyCompactionPlan
     layer_infos : KVLayerInfos
         The cache's layers; their heads may differ.
     moves : CompactionPlan, or DeviceCompactionPlan
-        Any permutation if the host knows it. A mapping on the device keeps the order; its lengths are read here, so they are
-        compacted after this.
+        Any permutation if the host knows the mapping. A mapping on the device keeps the order; its lengths are read here, so compact
+        them after this.
     stream : cuda.core.Stream, or with a device mapping GraphBuilder
-        The launch (one for every 64 steps) is ordered on it; the call neither waits nor allocates.
+        The launches, one for every 96 moves, are ordered on it; the call neither waits nor allocates.
 
     Raises
     ------
@@ -44,9 +44,9 @@ def compact_kv_cache_batched(layer_infos: KVLayerInfos, moves: AnyCompactionPlan
     _check_plan(moves, layer_infos.max_batch_size, layer_infos.memory, stream)
     layer_infos.check_open()
     if isinstance(moves, CompactionPlan):
-        if moves.longest > layer_infos.shortest_sequence:
-            raise RangeError(f"moves: expected lengths up to {layer_infos.shortest_sequence} tokens, got {moves.longest}.")
-        if not moves.longest:
+        if moves.max_tokens > layer_infos.shortest_sequence:
+            raise RangeError(f"moves: expected lengths up to {layer_infos.shortest_sequence} tokens, got {moves.max_tokens}.")
+        if not moves.max_tokens:
             return
     if moves.old_batch:
         backend_of(layer_infos.memory).compact_layers(layer_infos, moves, stream)
@@ -58,10 +58,11 @@ def compact_rows(states: StateInfos, moves: AnyCompactionPlan, *, stream: Any) -
     Parameters
     ----------
     states : StateInfos
+        The states of all layers of one kind.
     moves : CompactionPlan, or DeviceCompactionPlan
-        As for :func:`compact_kv_cache_batched`; whole rows move, whatever the lengths.
+        As for :func:`compact_kv_cache_batched`. Whole rows move, whatever the lengths.
     stream : cuda.core.Stream, or with a device mapping GraphBuilder
-        The launch (one for every 64 steps) is ordered on it; the call neither waits nor allocates.
+        The launches, one for every 96 moves, are ordered on it; the call neither waits nor allocates.
 
     Raises
     ------
@@ -81,11 +82,11 @@ def compact_length_tensor(lengths: DeviceTensor, moves: AnyCompactionPlan, *, st
     Parameters
     ----------
     lengths : DeviceTensor (n,) int32
-        ``n >= old_batch``; entries from ``new_batch`` on are left with what they hold.
+        ``n >= old_batch``. Entries from ``new_batch`` on keep what they hold.
     moves : CompactionPlan, or DeviceCompactionPlan
         With a device mapping this comes last: the other parts read the old lengths.
     stream : cuda.core.Stream, or with a device mapping GraphBuilder
-        The launch (one for every 64 steps) is ordered on it; the call neither waits nor allocates.
+        The launches, one for every 96 moves, are ordered on it; the call neither waits nor allocates.
 
     Raises
     ------

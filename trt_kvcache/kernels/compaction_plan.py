@@ -1,4 +1,4 @@
-"""``CompactionPlan``: which slot goes where, checked on the host; ``DeviceCompactionPlan``: a mapping only the device knows."""
+"""``CompactionPlan``: which slot moves where, checked on the host; ``DeviceCompactionPlan``: a mapping that only the device knows."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import numpy as np
 
 from trt_kvcache._util.checks import as_int, int_in_range
 from trt_kvcache.errors import DTypeError, MappingError, PlaceError, ShapeError
-from trt_kvcache.kernels.arguments import MAX_SLOTS, MAX_STEPS
+from trt_kvcache.kernels.compaction_launches import CompactionLaunch, pack_moves, pack_simultaneous_moves
+from trt_kvcache.kernels.compaction_moves import CompactionMove, plan_moves
+from trt_kvcache.kernels.launch_limits import MAX_MOVES, MAX_SLOTS
 from trt_kvcache.kernels.layer_views import check_memory
-from trt_kvcache.kernels.step_arguments import StepArguments, pack_direct_steps, pack_steps
-from trt_kvcache.kernels.steps import Step, make_steps
 from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.memory.tensor import DeviceTensor
 
 
 def _host_mapping(mapping: Any, old_batch: int, new_batch: int) -> list[int]:
-    """Return the mapping as ints, or raise :class:`MappingError`."""
+    """Return the mapping as ints; raise :class:`MappingError` if it is not valid."""
     if isinstance(mapping, DeviceTensor):
         raise PlaceError(f"batch_mapping: expected integers on the host, got {mapping!r}.")
     if isinstance(mapping, np.ndarray) and (mapping.dtype.kind not in "iu" or mapping.ndim != 1):
@@ -44,57 +44,77 @@ def _host_mapping(mapping: Any, old_batch: int, new_batch: int) -> list[int]:
 
 @dataclass(frozen=True)
 class CompactionPlan:
-    """Moves and cycles of a compaction. Made by :meth:`from_host`, which checks everything.
+    """The moves of a compaction. Made by :meth:`from_host`, which checks everything.
 
     Parameters
     ----------
     old_batch, new_batch : int
-        Live slots before and after.
-    step_lists : tuple of tuples of Step
-        What is done, in this order; each list is what one launch carries.
-    longest : int
-        Tokens of the longest slot that moves; 0 where none does.
+        Active slots before and after.
+    move_lists : tuple of tuples of CompactionMove
+        Carried out in this order; each list is what one launch carries.
+    max_tokens : int
+        Tokens of the longest slot that moves; 0 if none moves.
+
+    Examples
+    --------
+    Slot 0 is dropped, slots 1 and 2, of 3 and 4 tokens, move to slots 0 and 1:
+
+    >>> from trt_kvcache.kernels import CompactionPlan
+    >>> plan = CompactionPlan.from_host([-1, 0, 1], old_batch=3, new_batch=2, lengths=[5, 3, 4])
+    >>> [tuple(move) for move in plan.move_lists[0]]
+    [(1, 0, 3), (2, 1, 4)]
+    >>> plan.max_tokens
+    4
     """
 
     old_batch: int
     new_batch: int
-    step_lists: tuple[tuple[Step, ...], ...]
-    longest: int
+    move_lists: tuple[tuple[CompactionMove, ...], ...]
+    max_tokens: int
 
     @property
     def is_identity(self) -> bool:
-        """Whether no slot moves. (Slots may be dropped: the last ones.)"""
-        return not self.step_lists
+        """Whether no slot moves. Slots at the end may still be dropped."""
+        return not self.move_lists
 
     @cached_property
-    def step_arguments(self) -> tuple[StepArguments, ...]:
+    def launches(self) -> tuple[CompactionLaunch, ...]:
         """The launches of this plan, in order."""
-        return tuple(map(pack_steps, self.step_lists))
+        return tuple(map(pack_moves, self.move_lists))
 
     @cached_property
-    def direct_step_arguments(self) -> tuple[StepArguments, ...]:
-        """The same for a kernel that does all steps of a launch at once."""
-        return tuple(map(pack_direct_steps, self.step_lists))
+    def simultaneous_launches(self) -> tuple[CompactionLaunch, ...]:
+        """The same for a kernel that carries out all moves of a launch at once."""
+        return tuple(map(pack_simultaneous_moves, self.move_lists))
 
     @classmethod
     def from_host(cls, mapping: Any, old_batch: int, new_batch: int, lengths: Sequence[int]) -> CompactionPlan:
-        """Check a mapping that the host knows, completely, and plan it.
+        """Check a mapping that the host knows, and plan its moves.
 
         Parameters
         ----------
         mapping : sequence of int, or NumPy integer array (old_batch,)
-            New slot of each old slot, or -1 to drop it. Any permutation.
+            New slot of each old slot, or -1 to drop it. Any permutation of the kept slots.
         old_batch, new_batch : int
-            Live slots before and after; ``0 <= new_batch <= old_batch``.
+            Active slots before and after; ``0 <= new_batch <= old_batch``.
         lengths : sequence of int (old_batch,)
-            Tokens of each old slot, or an upper bound: so many are moved.
+            Tokens of each old slot, or an upper bound: that many are copied.
+
+        Returns
+        -------
+        CompactionPlan
+            For any number of caches with these slots and lengths.
 
         Raises
         ------
         MappingError
-            Entries are missing, out of range or doubled, or do not fill ``0..new_batch-1``.
-        RangeError, ShapeError, PlaceError
-            Batch sizes or lengths do not fit, or the mapping is on the device.
+            Entries are missing, out of range or duplicated, or the kept slots do not fill ``0..new_batch-1``.
+        RangeError
+            A batch size or a length is out of range.
+        ShapeError
+            There is not one length for each old slot.
+        PlaceError
+            The mapping is a tensor on the device: see :meth:`from_device`.
         """
         old = int_in_range("old_batch", old_batch, 0, MAX_SLOTS)
         new = int_in_range("new_batch", new_batch, 0, old)
@@ -102,13 +122,33 @@ class CompactionPlan:
         if len(lengths) != old:
             raise ShapeError(f"lengths: expected one for each of old_batch={old} slots, got {len(lengths)}.")
         tokens = [int_in_range(f"lengths[{slot}]", length, 0, MAX_DIMENSION) for slot, length in enumerate(lengths)]
-        lists = tuple(tuple(steps) for steps in make_steps(slots, tokens, MAX_STEPS))
-        longest = max((step.tokens for steps in lists for step in steps), default=0)
-        return cls(old, new, lists, longest)
+        lists = tuple(tuple(moves) for moves in plan_moves(slots, tokens, MAX_MOVES))
+        max_tokens = max((move.tokens for moves in lists for move in moves), default=0)
+        return cls(old, new, lists, max_tokens)
 
     @staticmethod
     def from_device(mapping: DeviceTensor, old_batch: int, new_batch: int, lengths: DeviceTensor) -> DeviceCompactionPlan:
-        """Plan a mapping that only the device knows. See :class:`DeviceCompactionPlan`."""
+        """Plan a mapping that only the device knows.
+
+        Parameters
+        ----------
+        mapping : DeviceTensor (old_batch,) int32
+            New slot of each old slot, or -1 to drop it. It must keep the order.
+        old_batch, new_batch : int
+            Active slots before and after; ``0 <= new_batch <= old_batch``.
+        lengths : DeviceTensor (old_batch,) int32
+            Tokens of each old slot.
+
+        Returns
+        -------
+        DeviceCompactionPlan
+            See there for details.
+
+        Raises
+        ------
+        RangeError, ShapeError, DTypeError, PlaceError
+            An argument does not fit.
+        """
         return DeviceCompactionPlan(mapping, old_batch, new_batch, lengths)
 
 
@@ -119,12 +159,12 @@ class DeviceCompactionPlan:
     Parameters
     ----------
     mapping : DeviceTensor (old_batch,) int32
-        New slot of each old slot, or -1. It must keep the order of the survivors, which nothing checks: an entry that moves a
-        slot up, or outside ``0..new_batch-1``, is passed over.
+        New slot of each old slot, or -1 to drop it. It must keep the order of the kept slots, which is not checked: an entry that
+        moves a slot up, or outside ``0..new_batch-1``, is ignored.
     old_batch, new_batch : int
-        Live slots before and after; ``0 <= new_batch <= old_batch``.
+        Active slots before and after; ``0 <= new_batch <= old_batch``.
     lengths : DeviceTensor (old_batch,) int32
-        Tokens of each old slot, of the same memory. They are read by each part of the compaction, so compact them last.
+        Tokens of each old slot, in the same memory. Every part of the compaction reads them, so compact them last.
 
     Raises
     ------

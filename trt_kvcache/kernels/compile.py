@@ -14,8 +14,8 @@ from pathlib import Path
 from trt_kvcache._util.atomic_file import atomic_file
 from trt_kvcache._util.user_cache import user_cache_folder
 from trt_kvcache.errors import CudaError
-from trt_kvcache.kernels.attention_tiles import macros_of
-from trt_kvcache.kernels.sources import CXX_STANDARD, cubin_name, source_names, source_path
+from trt_kvcache.kernels.source_variants import variant_macros
+from trt_kvcache.kernels.sources import CXX_STANDARD, cubin_name, source_folder, source_names, source_path
 from trt_kvcache.memory.cuda_driver import cuda_core_error
 
 #: Ampere, Ada, Hopper, Blackwell and their embedded kin: what ``make plugins`` compiles for.
@@ -48,8 +48,8 @@ def compile_cubin(name: str, arch: str) -> bytes:
         name=source.name,
         arch=arch,
         std=CXX_STANDARD,
-        include_path=str(source.parent),
-        define_macro=list(macros_of(name, arch).items()) or None,
+        include_path=str(source_folder()),
+        define_macro=list(variant_macros(name, arch).items()) or None,
         device_as_default_execution_space=True,  # for lambdas; NVRTC 13.0 does not take them for device code by itself
     )
     try:

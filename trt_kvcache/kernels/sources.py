@@ -5,12 +5,14 @@ from functools import cache
 from pathlib import Path
 
 from trt_kvcache.errors import CudaError
-from trt_kvcache.kernels.attention_tiles import attention_tensor_names, macros_of
+from trt_kvcache.kernels.source_variants import variant_macros, variant_names
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 #: Options that every file is compiled with.
 CXX_STANDARD = "c++17"
+
+_SUFFIXES = (".cu", ".cuh", ".h")
 
 
 @cache
@@ -28,22 +30,40 @@ def source_folder() -> Path:
     raise CudaError(f"the CUDA sources of trt_kvcache are missing: expected {_PACKAGE / '_plugins'}. Install the package again.")
 
 
+def source_files() -> list[Path]:
+    """Return all CUDA sources and headers, relative to :func:`source_folder`, in a fixed order."""
+    folder = source_folder()
+    return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.suffix in _SUFFIXES)
+
+
+def _sources() -> dict[str, Path]:
+    """Return the files that are compiled, by name: ``attention/decode.cu`` is ``"attention_decode"``."""
+    return {"_".join(path.with_suffix("").parts): path for path in source_files() if path.suffix == ".cu"}
+
+
 def source_names() -> list[str]:
-    """Return the names of all that is compiled: of each CUDA source without ``.cu``, attention once for each dtype and head dim."""
-    return sorted(name for path in source_folder().glob("*.cu") for name in attention_tensor_names(path.stem))
+    """Return the names of all variants that are compiled.
+
+    Returns
+    -------
+    list of str
+        One name per CUDA source, such as ``"lengths"``; for the attention kernels one per dtype and head dim, such as
+        ``"attention_decode-float16-128"``.
+    """
+    return sorted(name for source in _sources() for name in variant_names(source))
 
 
 def source_path(name: str) -> Path:
     """Return the file that a name of :func:`source_names` is compiled from."""
-    return source_folder() / f"{name.partition('-')[0]}.cu"
+    return source_folder() / _sources()[name.partition("-")[0]]
 
 
 @cache
 def _digest() -> str:
     """Return a digest of everything that is compiled. A header may be part of any source, so all files count for each."""
     digest = hashlib.sha256(CXX_STANDARD.encode())
-    for path in sorted(source_folder().glob("*.cu*")) + sorted(source_folder().glob("*.h")):
-        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    for path in source_files():
+        digest.update(path.as_posix().encode() + b"\0" + (source_folder() / path).read_bytes() + b"\0")
     return digest.hexdigest()
 
 
@@ -57,5 +77,5 @@ def cubin_name(name: str, arch: str) -> str:
     arch : str
         Such as ``"sm_90"``.
     """
-    digest = hashlib.sha256(f"{_digest()}{macros_of(name, arch)}".encode()).hexdigest()[:16]
+    digest = hashlib.sha256(f"{_digest()}{variant_macros(name, arch)}".encode()).hexdigest()[:16]
     return f"{name}-{digest}.{arch}.cubin"

@@ -113,6 +113,12 @@ class DeviceTensor:
     def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"a DeviceTensor is immutable; `{name}` cannot be set.")
 
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"a DeviceTensor is immutable; `{name}` cannot be deleted.")
+
+    def __copy__(self) -> DeviceTensor:
+        return self  # it is immutable
+
     @property
     def ptr(self) -> int:
         """Address of the first element. Raises :class:`~trt_kvcache.errors.ClosedError` once the owner is closed."""
@@ -170,7 +176,7 @@ class DeviceTensor:
         if not self.is_contiguous:
             raise LayoutError(f"DeviceTensor.reshape: a view of shape {self.shape} with strides {self.strides} is not dense.")
         if dense_nbytes(shape, self.dtype) != self.nbytes:
-            raise ShapeError(f"DeviceTensor.reshape: {self.shape} has other elements than {shape}.")
+            raise ShapeError(f"DeviceTensor.reshape: expected a shape with as many elements as {self.shape}, got {shape}.")
         return DeviceTensor(self.allocation, shape=shape, dtype=self.dtype, offset=self.offset)
 
     def numpy(self) -> np.ndarray[Any, Any]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.kernels.attention_tiles import HEAD_DIMS, LEAST_FACTOR, MAX_GROUP, MOST_FACTOR
+from trt_kvcache.kernels.attention_tiles import HEAD_DIMS, MAX_GROUP, MAX_SCORE_FACTOR, MIN_SCORE_FACTOR
 
 #: ``PluginFieldType`` of each attribute. INT64 and FLOAT32 are accepted, too, if the value fits.
 ATTRIBUTE_TYPES = {
@@ -36,7 +36,7 @@ class AttentionAttributes:
     Parameters
     ----------
     num_heads, num_kv_heads : int
-        Query heads and K/V heads; a K/V head serves 1 to 16 query heads.
+        Query heads and K/V heads; 1 to 16 query heads share a K/V head.
     head_dim : int
         64, 80, 96, 128 or 256.
     scale : float
@@ -73,8 +73,12 @@ class AttentionAttributes:
             value = getattr(self, name)
             if kind == "INT32":
                 value = int_in_range(name, value, 0, _INT32_MAX, error=ConfigError)
-            elif isinstance(value, bool) or not isinstance(value, Real) or (value and not LEAST_FACTOR <= float(value) <= MOST_FACTOR):
-                raise ConfigError(f"{name}: expected 0, or {LEAST_FACTOR} to {MOST_FACTOR}, got {value!r}.")
+            elif (
+                isinstance(value, bool)
+                or not isinstance(value, Real)
+                or (value and not MIN_SCORE_FACTOR <= float(value) <= MAX_SCORE_FACTOR)
+            ):
+                raise ConfigError(f"{name}: expected 0, or {MIN_SCORE_FACTOR} to {MAX_SCORE_FACTOR}, got {value!r}.")
             object.__setattr__(self, name, value if kind == "INT32" else float(value))
         most = MAX_GROUP * self.num_kv_heads
         if not self.num_kv_heads or self.num_heads % self.num_kv_heads or not self.num_kv_heads <= self.num_heads <= most:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from trt_kvcache.errors import CapacityError, DTypeError, ShapeError
-from trt_kvcache.kernels.attention_call import AttentionCall
-from trt_kvcache.kernels.attention_tiles import ELEMENTS, HEAD_DIMS
+from trt_kvcache.kernels.attention_params import AttentionParams
+from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
@@ -52,7 +52,7 @@ class AttentionOp:
     Notes
     -----
     :func:`trt_kvcache.kernels.attend` without ``new_lengths``. On the host, NumPy computes any head dimension and dtype; the CUDA kernels
-    serve those of :class:`~trt_kvcache.ops.attention_attributes.AttentionAttributes`.
+    support those of :class:`~trt_kvcache.ops.attention_attributes.AttentionAttributes`.
 
     Examples
     --------
@@ -87,7 +87,7 @@ class AttentionOp:
         self._workspace: UnownedWorkspace | None = None
 
     def kernel_attributes(self) -> AttentionAttributes:
-        """Return the attributes, checked against what the CUDA kernels serve.
+        """Return the attributes, checked against what the CUDA kernels support.
 
         Returns
         -------
@@ -96,7 +96,7 @@ class AttentionOp:
         Raises
         ------
         ConfigError
-            The kernels do not serve an attribute.
+            The kernels do not support an attribute.
         """
         return AttentionAttributes(**self.attributes)  # type: ignore[arg-type]  # each as it was given
 
@@ -118,15 +118,15 @@ class AttentionOp:
     def workspace_nbytes(self, inputs: Sequence[TensorType]) -> int:
         """See :meth:`CustomOp.workspace_nbytes <trt_kvcache.ops.custom_op.CustomOp.workspace_nbytes>`.
 
-        0 where only NumPy serves the inputs.
+        0 for inputs that the kernels do not support, which only NumPy can compute.
         """
-        served = inputs[0].dtype in ELEMENTS and self._head_dim in HEAD_DIMS
+        served = inputs[0].dtype in ELEMENT_TYPES and self._head_dim in HEAD_DIMS
         return workspace_nbytes(self.kernel_attributes(), 1) if served else 0
 
     def enqueue(self, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor], workspace: DeviceTensor, stream: Any) -> None:
         """See :meth:`CustomOp.enqueue <trt_kvcache.ops.custom_op.CustomOp.enqueue>`. One launch for a decode step, else two."""
         q, k, v, cache, lengths, *angles = inputs
-        call = AttentionCall(
+        call = AttentionParams(
             q=q, k=k, v=v, cache=cache, lengths=lengths, new_lengths=None, cos_sin=angles[0] if angles else None,
             out=outputs[0], scale=self._scale or 1 / math.sqrt(self._head_dim), **self._scores,
         )  # fmt: skip

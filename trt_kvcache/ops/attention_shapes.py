@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from trt_kvcache.errors import DTypeError, ShapeError
-from trt_kvcache.kernels.attention_tiles import ELEMENTS
-from trt_kvcache.kernels.attention_workspace import MOST_BLOCKS, partials_shape
+from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES
+from trt_kvcache.kernels.attention_workspace import MAX_BLOCKS_PER_SM, partials_shape
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
 
@@ -115,11 +115,11 @@ def check_dtypes(dtypes: Mapping[str, str]) -> str:
     Raises
     ------
     DTypeError
-        The kernels do not serve the dtype of q, or another input has not the dtype that goes with it.
+        The kernels do not support the dtype of q, or the dtype of another input does not go with it.
     """
     for name, dtype in dtypes.items():
-        if name == "q" and dtype not in ELEMENTS:
-            raise DTypeError(f"q: expected {' or '.join(ELEMENTS)}, got {dtype}.")
+        if name == "q" and dtype not in ELEMENT_TYPES:
+            raise DTypeError(f"q: expected {' or '.join(ELEMENT_TYPES)}, got {dtype}.")
         expected = dtypes["q"] if INPUTS[name][1] == "q" else INPUTS[name][1]
         if dtype != expected:
             raise DTypeError(f"{name}: expected {expected}, got {dtype}.")
@@ -141,5 +141,5 @@ def workspace_nbytes(attributes: AttentionAttributes, width: int) -> int:
     int
         Bytes.
     """
-    partials = partials_shape(MOST_BLOCKS * MAX_MULTIPROCESSORS, attributes.group, attributes.head_dim)
+    partials = partials_shape(MAX_BLOCKS_PER_SM * MAX_MULTIPROCESSORS, attributes.group, attributes.head_dim)
     return dense_nbytes(partials, "float32") if width == 1 else 0

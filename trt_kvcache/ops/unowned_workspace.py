@@ -1,8 +1,8 @@
-"""A workspace for the attention kernels in memory that somebody else owns, such as TensorRT."""
+"""A workspace for the attention kernels in memory that this package does not own, such as that which TensorRT passes to a plugin."""
 
 from __future__ import annotations
 
-from trt_kvcache.kernels.attention_workspace import MOST_BLOCKS, AttentionWorkspace, partials_shape
+from trt_kvcache.kernels.attention_workspace import MAX_BLOCKS_PER_SM, AttentionWorkspace, partials_shape
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.cuda_memory import CudaMemory
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -11,7 +11,7 @@ from trt_kvcache.ops.attention_shapes import workspace_nbytes
 
 
 class UnownedAllocation:
-    """Memory of somebody else (implements :class:`~trt_kvcache.memory.base.Allocation`). Set ``ptr`` before each use.
+    """Memory that this package does not own (implements :class:`~trt_kvcache.memory.base.Allocation`). Set ``ptr`` before each use.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class UnownedAllocation:
 
 
 class UnownedWorkspace(AttentionWorkspace):
-    """A workspace in memory of somebody else. Set ``bytes.ptr`` before each use.
+    """A workspace in memory that this package does not own. Set ``bytes.ptr`` before each use.
 
     Parameters
     ----------
@@ -54,6 +54,6 @@ class UnownedWorkspace(AttentionWorkspace):
     """
 
     def __init__(self, attributes: AttentionAttributes, memory: CudaMemory) -> None:
-        self.blocks = MOST_BLOCKS * memory.multiprocessor_count
+        self.blocks = MAX_BLOCKS_PER_SM * memory.multiprocessor_count
         self.bytes = UnownedAllocation(memory, workspace_nbytes(attributes, 1))
         self.partials = DeviceTensor(self.bytes, shape=partials_shape(self.blocks, attributes.group, attributes.head_dim), dtype="float32")

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from trt_kvcache.engine.attention_variants import AttentionName
 from trt_kvcache.kernels import AttentionWorkspace
-from trt_kvcache.kernels.attention_call import AttentionCall
+from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.host import attention as twin
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -82,7 +82,7 @@ class CombinedAttention:
         Tokens already in the cache, >= 0.
     workspace : AttentionWorkspace
         Scratch memory of the kernels; the NumPy twin does not use it.
-    stream
+    stream : object
         A stream of the cache's memory.
     """
 
@@ -98,7 +98,7 @@ class CombinedAttention:
         memory = self._cache.memory
         assert isinstance(memory, HostMemory)
         rows = [memory.to_device(part, stream=self._stream) for part in (q, k, v)]
-        call = AttentionCall(
+        call = AttentionParams(
             q=rows[0],
             k=rows[1],
             v=rows[2],

@@ -321,7 +321,7 @@ class SequenceTable:
 def _slots_after(plan: CompactionPlan) -> dict[int, int]:
     """Return the new slot of each old one whose contents survive. A dropped slot survives in place if none is moved over it."""
     origins = {slot: slot for slot in range(plan.old_batch)}
-    for move in chain.from_iterable(plan.step_lists):
+    for move in chain.from_iterable(plan.move_lists):
         origins[move.destination] = origins[move.source]
     in_place = {origin: slot for slot, origin in origins.items() if slot == origin < plan.old_batch}
     moved = {origin: slot for slot, origin in origins.items() if slot != origin and slot < plan.old_batch}

@@ -22,7 +22,7 @@ from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import SegmentsRecord
 from trt_kvcache.errors import BindingError, EngineError
-from trt_kvcache.kernels.attention_tiles import FIRST_ARCH, arch_number
+from trt_kvcache.kernels.attention_tiles import MIN_ARCH, arch_number
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.custom_op import CustomOp, TensorType
@@ -44,7 +44,7 @@ _Launch = Callable[[Any, int], None]
 
 @dataclass(frozen=True, eq=False)
 class _PreparedStep:
-    """A step with its current addresses and shapes; ``graph_key`` is what its graph depends on, None where it is not captured."""
+    """A step with its current addresses and shapes; ``graph_key`` identifies its CUDA graph, None where it is not captured."""
 
     launches: Sequence[_Launch]
     graph_key: Hashable
@@ -173,7 +173,7 @@ class SegmentedEngine:
         """
         require_gpu_memory(cls.__name__, memory)
         arch: str = memory.arch  # type: ignore[attr-defined]  # GPU memory has one
-        if arch_number(arch) < FIRST_ARCH:
+        if arch_number(arch) < MIN_ARCH:
             raise EngineError(f"SegmentedEngine: expected a GPU of compute capability 8.0 or more, which our kernels need, got {arch}.")
         folder = source if isinstance(source, EngineFolder) else EngineFolder.open(source)
         if folder.config.segments is None:

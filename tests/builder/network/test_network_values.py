@@ -224,11 +224,11 @@ def first_rows(checkpoint: Checkpoint, dtype: Any, ids: Array, starts: Array) ->
     k, v = heads("k"), heads("v")
     if config.qk_norm:
         k = norm(k, f"{attention}.k_norm")
-    k = turned(config, k, starts[:, None] + np.arange(ids.shape[1]))
+    k = rotated_keys(config, k, starts[:, None] + np.arange(ids.shape[1]))
     return k.astype(np.float32).astype(dtype), v.astype(dtype)
 
 
-def turned(config: ModelConfig, k: Array, positions: Array) -> Array:
+def rotated_keys(config: ModelConfig, k: Array, positions: Array) -> Array:
     """Rotate as complex numbers ``k[d] + i k[d + D / 2]``. ``k`` is ``[B, H, s, D]``, ``positions`` ``[B, s]``."""
     cos, sin = rope_table(config.rope, config.head_dim, MAX_SEQUENCE_LENGTH)
     half = config.head_dim // 2

@@ -53,7 +53,7 @@ def interpreter_of(segments, definition):
 
 
 @pytest.mark.parametrize("model", ["qwen2-tied", "llama-linear"])
-def test_a_session_cannot_tell(rtx, tmp_path, monkeypatch, model):
+def test_a_session_over_segments_gives_the_same_logits(rtx, tmp_path, monkeypatch, model):
     segments = Segments(rtx, tmp_path, model, "float16")
     folder = make_engine_folder(GOLDEN / model, tmp_path / "engine", segmented=True)
     config = folder.config

@@ -14,7 +14,7 @@ from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.serialization import make_config, serialize
 from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.checkpoint.weight_file import WeightFile
+from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
@@ -43,7 +43,7 @@ class Segments:
             self.model, self.cache = checkpoint.config, self.definitions[0].cache
             constants = define_constants(checkpoint, self.cache)
         (folder / "constants").write_bytes(constants)
-        file = WeightFile(folder / "constants")
+        file = SafetensorsFile(folder / "constants")
         self.values = {spec.name: file.array(spec.name) for spec in decoder_constants(self.model, self.cache)}
         layer = self.cache.layers[0]
         shape = (MAX_BATCH_SIZE, 2, layer.num_kv_heads, MAX_SEQUENCE_LENGTH, layer.head_dim)
@@ -75,7 +75,7 @@ class Segments:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("model", MODELS)
-def test_compute_what_hugging_face_and_the_native_network_do(rtx, define, tmp_path, model, dtype):
+def test_segments_compute_the_logits_of_hugging_face_and_of_the_native_network(rtx, define, tmp_path, model, dtype):
     segments = Segments(rtx, tmp_path, model, dtype)
     for cache in segments.combined:
         cache[...] = np.nan
@@ -94,7 +94,7 @@ def test_compute_what_hugging_face_and_the_native_network_do(rtx, define, tmp_pa
 @pytest.mark.parametrize(
     ("model", "dtype"), [("llama-llama3-bias", "bfloat16"), ("qwen2-tied", "float16"), ("qwen3-sharded", "float32"), ("llama", "float16")]
 )
-def test_build_with_the_tensors_that_are_declared(rtx, tmp_path, model, dtype):
+def test_segments_build_with_the_tensors_that_are_declared(rtx, tmp_path, model, dtype):
     segments = Segments(rtx, tmp_path, model, dtype)
     for definition in segments.definitions:
         tensors = declared(rtx, definition.network)

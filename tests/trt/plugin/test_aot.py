@@ -20,26 +20,39 @@ FIELDS = AttentionAttributes(num_heads=22, num_kv_heads=2, head_dim=80, softcap=
 SHAPES = {"q": (3, 1, 22, 80), "k": (3, 1, 2, 80), "v": (3, 1, 2, 80), "cache": (3, 2, 2, 9, 80), "lengths": (3,), "cos_sin": (9, 2, 10)}
 
 
-def test_launch_and_macros():
-    for head_dim in HEAD_DIMS:  # no more than what need not be asked for
-        warps, stages, nbytes = aot.tiles(head_dim)
-        assert warps in (1, 2, 4)
-        assert stages >= 2
-        assert nbytes <= 48 * 1024
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_tiles_fit_into_the_default_shared_memory(head_dim):
+    warps, stages, nbytes = aot.tiles(head_dim)
+    assert warps in (1, 2, 4)
+    assert stages >= 2
+    assert nbytes <= 48 * 1024
+
+
+def test_blocks_cover_the_query_heads_of_each_kv_head():
     assert aot.blocks(FIELDS) == 4  # 8 and 3 of 11 query heads, of each K/V head
+
+
+def test_attributes_are_compiled_in_as_macros():
     macros = aot.macros(FIELDS, "bfloat16")
-    fixed = {"ELEMENT": "BFloat16", "HEAD_DIM": "80", "GROUP": "11", "KV_HEADS": "2", "ROTARY_DIM": "20", "WINDOW": "7"}
+    fixed = {"ELEMENT": "BFloat16", "HEAD_DIM": "80", "GROUP_SIZE": "11", "NUM_KV_HEADS": "2", "ROTARY_DIM": "20", "WINDOW": "7"}
     assert macros == macros | fixed
-    assert [float(macros[name]) for name in ("FACTOR", "INNER")] == pytest.approx([30.5 / np.log(2), 80**-0.5 / 30.5])
 
 
-def test_ptx():
+def test_factors_of_the_scores_with_a_softcap():
+    macros = aot.macros(FIELDS, "bfloat16")
+    assert [float(macros[name]) for name in ("FACTOR", "INVERSE_SOFTCAP")] == pytest.approx([30.5 / np.log(2), 80**-0.5 / 30.5])
+
+
+def test_ptx_has_one_entry_with_the_arguments_of_the_launch():
     ptx = aot.compile_ptx(FIELDS, "float16", "sm_86")
     entry = ptx[ptx.index(".entry attention_decode_aot(") :].partition(")")[0]
     parameters = [line.split()[1] for line in entry.splitlines()[1:] if line.strip()]
     assert ".target sm_86" in ptx
     assert ptx.count(".entry") == 1
     assert [kind.split(".")[1][1:] for kind in parameters] == ["64"] * 6 + ["32"] + ["64"] * 2
+
+
+def test_an_architecture_that_nvrtc_does_not_know_is_refused():
     with pytest.raises(CudaError, match=r"^NVRTC: attention_decode_aot for sm_1: NVRTC_ERROR_\w+\. .*gpu-architecture"):
         aot.compile_ptx(FIELDS, "float16", "sm_1")
 
@@ -76,7 +89,7 @@ def tensors():
     return {name: Described(shape, dtypes.get(name, DataType.HALF)) for name, shape in SHAPES.items()}
 
 
-def test_signatures(registered):
+def test_signatures_are_annotated_as_tensorrt_requires(registered):
     describe, implement = map(inspect.signature, registered)
     kinds = {name: int if ATTRIBUTE_TYPES[name] == "INT32" else float for name in asdict(FIELDS)}
     assert {name: one.annotation for name, one in describe.parameters.items()} == dict.fromkeys(SHAPES, Described) | kinds
@@ -86,14 +99,32 @@ def test_signatures(registered):
     assert typing.get_args(typing.get_args(implement.return_annotation)[1]) == (str, bytes)
 
 
-def test_what_tensorrt_is_told(registered, tensors):
-    describe, implement = registered
+def test_outputs_are_described(registered, tensors):
+    describe, _ = registered
     assert describe(*tensors.values(), **asdict(FIELDS)) == (("like", tensors["q"]), ("aliased", tensors["cache"]))
-    name, ptx, launch, integers = implement(*tensors.values(), *asdict(FIELDS).values(), [], 0)
+
+
+@pytest.fixture
+def implemented(registered, tensors):
+    """What the implementation returns: name, PTX, launch and extra arguments."""
+    _, implement = registered
+    return implement(*tensors.values(), *asdict(FIELDS).values(), [], 0)
+
+
+def test_the_kernel_is_compiled_for_the_dtype_and_the_architecture(implemented):
+    name, ptx, _, _ = implemented
     assert (name, ptx) == ("attention_decode_aot", (FIELDS, "float16", "sm_87"))
+
+
+def test_the_launch_has_a_block_row_per_slot(implemented, tensors):
+    _, _, launch, _ = implemented
     warps, _, shared = aot.tiles(80)
     sizes = {"grid_x": 1, "grid_y": 4, "grid_z": tensors["q"].shape_expr[0], "block_x": 32 * warps, "block_y": 1, "block_z": 1}
     assert vars(launch) == sizes | {"shared_mem": shared}
+
+
+def test_the_tokens_of_a_slot_are_an_argument(implemented, tensors):
+    *_, integers = implemented
     assert integers == [("SymInt32", tensors["cache"].shape_expr[3])]
 
 
@@ -105,7 +136,7 @@ def test_what_tensorrt_is_told(registered, tensors):
         ({"lengths": ((3,), DataType.FLOAT)}, "lengths: expected int32, got float32."),
     ],
 )
-def test_refused(registered, tensors, changed, said):
+def test_tensors_that_do_not_fit_are_refused(registered, tensors, changed, said):
     tensors |= {name: Described(*what) for name, what in changed.items()}
     with pytest.raises(KVCacheError, match=f"^{re.escape(said)}"):
         registered[1](*tensors.values(), *asdict(FIELDS).values(), [], 0)

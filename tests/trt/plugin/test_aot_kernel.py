@@ -20,13 +20,15 @@ _CASES["eleven"] = replace(DECODE_CASES["sixteen"], group=11)
 
 
 @pytest.mark.parametrize("name", list(_CASES))
-def test_as_the_twin(memory, stream, tmp_path, name):
+def test_the_result_is_that_of_numpy(memory, stream, tmp_path, name):
     from cuda.core import LaunchConfig, ObjectCode, launch
 
     case = replace(_CASES[name], layout="combined", packed=False)
     bound = Bound(case, memory, stream)
     if memory.arch == run.ARCH:
-        run.build_kernels(source_folder() / "attention_aot.cuh", tmp_path / "kernel", "none", macros=aot.macros(bound.fields, case.dtype))
+        run.build_kernels(
+            source_folder() / "attention/decode_aot.cuh", tmp_path / "kernel", "none", macros=aot.macros(bound.fields, case.dtype)
+        )
         code = ObjectCode.from_cubin((tmp_path / "kernel").read_bytes())
     else:
         code = ObjectCode.from_ptx(aot.compile_ptx(bound.fields, case.dtype, memory.arch).encode())

@@ -19,7 +19,7 @@ _CASES = {name: DECODE_CASES[name] for name in ("groups", "one head", "some take
 
 
 @pytest.mark.parametrize("name", list(_CASES))
-def test_as_the_twin(memory, stream, name):
+def test_the_result_is_that_of_numpy(memory, stream, name):
     bound = Bound(_CASES[name], memory, stream)
     for _ in range(2):
         bound.fill()
@@ -27,7 +27,7 @@ def test_as_the_twin(memory, stream, name):
         bound.check(_CASES[name].dtype)
 
 
-def test_new_shapes_and_addresses(memory, stream):
+def test_shapes_and_addresses_may_change_between_steps(memory, stream):
     """A plugin that has run is told of other shapes, and is handed other addresses without being told."""
     first, second = (Bound(_CASES["groups"], memory, stream) for _ in range(2))
     larger = Bound(replace(_CASES["groups"], lengths=(4, 0, 9)), memory, stream)
@@ -44,7 +44,7 @@ def test_new_shapes_and_addresses(memory, stream):
 
 
 @pytest.mark.parametrize("name", ["groups", "chunks"])
-def test_in_a_graph(memory, stream, name):
+def test_a_step_can_be_captured_in_a_graph(memory, stream, name):
     bound = Bound(_CASES[name], memory, stream)
     bound.enqueue()
     builder = stream.create_graph_builder()
@@ -58,7 +58,7 @@ def test_in_a_graph(memory, stream, name):
         bound.check(_CASES[name].dtype)
 
 
-def test_the_default_stream(memory, stream):
+def test_the_default_stream_is_taken(memory, stream):
     bound = Bound(_CASES["groups"], memory, stream)
     memory.synchronize(stream)
     bound.handle = 0
@@ -67,7 +67,7 @@ def test_the_default_stream(memory, stream):
     bound.check("float16")
 
 
-def test_a_cache_that_is_not_aliased(memory, stream):
+def test_a_cache_that_is_not_aliased_is_refused(memory, stream):
     bound = Bound(_CASES["groups"], memory, stream)
     with pytest.raises(BindingError, match=r"^cache: expected the output at the address of the input 0x\w+, got 0x100\. Build with allow_"):
         bound.enqueue(cache=0x100)
@@ -78,7 +78,7 @@ def test_a_cache_that_is_not_aliased(memory, stream):
 @pytest.mark.parametrize(
     ("name", "calls"), [("groups", {"cuMemsetD8Async": 1, "cuLaunchKernelEx": 1}), ("chunks", {"cuLaunchKernelEx": 2})]
 )
-def test_neither_waits_nor_allocates(memory, stream, name, calls):
+def test_enqueue_neither_waits_nor_allocates(memory, stream, name, calls):
     bound = Bound(_CASES[name], memory, stream)
     bound.enqueue()
     standin = StandIn()
@@ -88,7 +88,7 @@ def test_neither_waits_nor_allocates(memory, stream, name, calls):
     assert {call: made.count(call) for call in made if "Launch" in call or "Memset" in call} == calls
 
 
-def test_more_multiprocessors_than_the_workspace_is_for(memory, stream, monkeypatch):
+def test_a_gpu_with_more_multiprocessors_than_the_workspace_is_for_is_refused(memory, stream, monkeypatch):
     bound = Bound(_CASES["groups"], memory, stream)
     monkeypatch.setattr(memory, "multiprocessor_count", MAX_MULTIPROCESSORS + 1)
     monkeypatch.setattr("trt_kvcache.trt.plugin.plugin.current_memory", lambda: memory)
@@ -96,7 +96,7 @@ def test_more_multiprocessors_than_the_workspace_is_for(memory, stream, monkeypa
         bound.enqueue()
 
 
-def test_the_memory_is_that_of_the_device(memory):
+def test_the_memory_is_that_of_the_current_device(memory):
     memory.make_current()
     assert step.current_memory() is step.current_memory()
     assert step.current_memory().device == memory.device

@@ -18,7 +18,7 @@ def test_the_version_changes_with_the_abi():
     assert DIGESTS[PLUGIN_VERSION] == abi_digest()
 
 
-def test_too_old():
+def test_a_tensorrt_without_aliased_plugin_outputs_is_refused():
     old = tensorrt()
     del old.module.IPluginV3OneBuildV2
     with pytest.raises(
@@ -27,7 +27,7 @@ def test_too_old():
         plugin_class(old)
 
 
-def test_networks():
+def test_which_networks_take_plugins():
     assert can_add_plugins(tensorrt(INetworkDefinition=SimpleNamespace(add_plugin_v3=None)))
     assert not can_add_plugins(tensorrt(INetworkDefinition=SimpleNamespace()))
 
@@ -40,7 +40,7 @@ def test_aliasing_is_allowed_where_there_is_a_switch():
         assert switched == [(one, True) for one in features.values()]
 
 
-def test_no_plugins_ahead_of_time(monkeypatch):
+def test_a_tensorrt_without_plugins_ahead_of_time_is_refused(monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorrt.plugin", None)
     with pytest.raises(EngineError, match=r"^tensorrt\.plugin: expected full TensorRT with plugins compiled ahead of time, got ten"):
         ahead_of_time_module(tensorrt())
@@ -51,5 +51,5 @@ def test_no_plugins_ahead_of_time(monkeypatch):
 
 
 @pytest.mark.parametrize(("size", "value"), [((True, 3), 3), ((True, lambda: 4), 4), ((False, 5), None)])
-def test_constants_in_either_form(size, value):
+def test_constants_are_read_in_either_form(size, value):
     assert constant_of(SimpleNamespace(is_constant=size[0], constant_value=size[1])) == value

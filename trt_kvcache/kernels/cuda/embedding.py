@@ -8,12 +8,12 @@ from trt_kvcache.memory.shapes import ROW_GRANULE, dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
 #: Blocks along y at most.
-_MOST_DOWN = 32768
+_MAX_GRID_Y = 32768
 
 
 def embed(table: DeviceTensor, ids: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
     row = dense_nbytes(table.shape[1:], table.dtype)
     tokens = math.prod(ids.shape)
-    down = min(tokens, _MOST_DOWN)
-    grid = (blocks_for(-(-row // ROW_GRANULE), tokens), down, -(-tokens // down))
+    grid_y = min(tokens, _MAX_GRID_Y)
+    grid = (blocks_for(-(-row // ROW_GRANULE), tokens), grid_y, -(-tokens // grid_y))
     launch(table.memory, "embedding", "embed", grid, (table.ptr, len(table), row, ids.ptr, out.ptr, tokens), stream)

@@ -3,17 +3,17 @@
 from typing import Any
 
 from trt_kvcache.dtypes import itemsize
-from trt_kvcache.kernels.arguments import MAX_SAVED
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, DeviceCompactionPlan
 from trt_kvcache.kernels.cuda.launch import Grid, blocks_for, launch
+from trt_kvcache.kernels.launch_limits import MAX_SAVED_TENSORS
 from trt_kvcache.kernels.layer_infos import KVLayerInfo, KVLayerInfos
 from trt_kvcache.memory.shapes import ROW_GRANULE, row_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
-#: Blocks of a launch that does not know how many tokens are live: most of them may find nothing to do.
+#: Blocks of a launch whose host does not know how many tokens are live: most of them may find nothing to do.
 _MAX_BLOCKS_UNKNOWN = 4096
 
-#: Blocks of a launch with a list of steps: each block reads the list once, and then moves several runs of columns.
+#: Blocks of a launch with a list of moves: each block reads the list once and then moves several groups of columns.
 _MAX_BLOCKS_LISTED = 16384
 
 _INFO_NBYTES = len(KVLayerInfo._fields) * itemsize("int64")
@@ -36,11 +36,11 @@ def copy_layer(destination: DeviceTensor, source: DeviceTensor, tokens: int, str
 
 def _copy_saved(kernel: str, cache: KVLayerInfos, saved: KVLayerInfos, slot: int, tokens: int, stream: Any) -> None:
     infos = cache.device_layer_infos.ptr
-    for first in range(0, cache.num_layers, MAX_SAVED):
-        addresses = [info.data for info in saved.host[first : first + MAX_SAVED]]
+    for first in range(0, cache.num_layers, MAX_SAVED_TENSORS):
+        addresses = [info.data for info in saved.host[first : first + MAX_SAVED_TENSORS]]
         grid = _grid(cache, tokens, len(addresses))
         sizes = (cache.row_nbytes, slot, tokens, saved.shortest_sequence)
-        padding = (0,) * (MAX_SAVED - len(addresses))
+        padding = (0,) * (MAX_SAVED_TENSORS - len(addresses))
         launch(cache.memory, "kv", kernel, grid, (infos + first * _INFO_NBYTES, *sizes, *addresses, *padding), stream)
 
 
@@ -55,11 +55,11 @@ def instantiate_layers(cache: KVLayerInfos, saved: KVLayerInfos, slot: int, toke
 def compact_layers(layers: KVLayerInfos, plan: AnyCompactionPlan, stream: Any) -> None:
     infos, row, count = layers.device_layer_infos.ptr, layers.row_nbytes, layers.num_layers
     if isinstance(plan, DeviceCompactionPlan):
-        grid = _grid(layers, layers.shortest_sequence, count, most=_MAX_BLOCKS_UNKNOWN)
+        grid = _grid(layers, layers.shortest_sequence, count, max_blocks=_MAX_BLOCKS_UNKNOWN)
         mapped = (infos, row, plan.mapping.ptr, plan.lengths.ptr, plan.old_batch)
         launch(layers.memory, "kv", "compact_layers_mapped", grid, mapped, stream)
         return
-    for steps in plan.step_arguments:
-        listed = (infos, row, steps.longest, steps.count, *steps.packed)
-        grid = _grid(layers, steps.longest, count, most=_MAX_BLOCKS_LISTED)
-        launch(layers.memory, "kv", f"compact_layers_{steps.form}", grid, listed, stream)
+    for moves in plan.launches:
+        listed = (infos, row, moves.max_tokens, moves.count, *moves.packed)
+        grid = _grid(layers, moves.max_tokens, count, max_blocks=_MAX_BLOCKS_LISTED)
+        launch(layers.memory, "kv", f"compact_layers_{moves.capacity}", grid, listed, stream)

@@ -9,10 +9,10 @@ from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.cuda_driver import check, cuda_core_error
 from trt_kvcache.memory.cuda_memory import CudaMemory
 
-#: Threads of a block, in every kernel, and units that a thread has in flight: see ``plugins/units.cuh``.
-THREADS_PER_BLOCK, UNITS_IN_FLIGHT = 256, 4
+#: Threads of a block, in every bookkeeping kernel, and vectors that a thread has in flight: see ``plugins/vector_copy.cuh``.
+THREADS_PER_BLOCK, VECTORS_IN_FLIGHT = 256, 4
 
-#: Blocks of a launch at most, where one can do: enough waves of them that the last one hardly counts on a large GPU.
+#: Blocks of a launch at most, if fewer can do the work: enough waves of them that the last one hardly counts on a large GPU.
 _MAX_BLOCKS = 1 << 20
 
 Grid = tuple[int, int, int]
@@ -20,7 +20,7 @@ Grid = tuple[int, int, int]
 
 @cache
 def _module(source: str, arch: str) -> Any:
-    """Load the machine code of one source. It is kept until the process ends."""
+    """Load the machine code of one source. It stays loaded until the process ends."""
     from cuda.core import ObjectCode
 
     return ObjectCode.from_cubin(cubin(source, arch), name=source)
@@ -31,12 +31,12 @@ def _kernel(source: str, name: str, arch: str) -> Any:
     try:
         return _module(source, arch).get_kernel(name)
     except cuda_core_error() as error:
-        raise CudaError(f"{name} of {source}.cu could not be loaded for {arch}: {error}") from None
+        raise CudaError(f"{name} of {source} could not be loaded for {arch}: {error}") from None
 
 
 @cache
 def _allow_shared(kernel: Any, nbytes: int, device: str) -> None:
-    """Let blocks of a kernel have so much dynamic shared memory: without this, 48 KiB is the most."""
+    """Let blocks of a kernel have this much dynamic shared memory: otherwise 48 KiB is the most."""
     from cuda.bindings import driver
 
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -45,11 +45,15 @@ def _allow_shared(kernel: Any, nbytes: int, device: str) -> None:
 
 
 @lru_cache(maxsize=256)
-def _launch_config(grid: Grid, threads: int, shared_nbytes: int, together: bool, early: bool) -> Any:
+def _launch_config(grid: Grid, threads: int, shared_nbytes: int, cooperative: bool, programmatic_dependent_launch: bool) -> Any:
     from cuda.core import LaunchConfig
 
     return LaunchConfig(
-        grid=grid, block=threads, shmem_size=shared_nbytes, is_cooperative=together, programmatic_stream_serialization=early
+        grid=grid,
+        block=threads,
+        shmem_size=shared_nbytes,
+        is_cooperative=cooperative,
+        programmatic_stream_serialization=programmatic_dependent_launch,
     )
 
 
@@ -63,22 +67,38 @@ def launch(
     *,
     threads: int = THREADS_PER_BLOCK,
     shared_nbytes: int = 0,
-    together: bool = False,
-    early: bool = False,
+    cooperative: bool = False,
+    programmatic_dependent_launch: bool = False,
 ) -> None:
     """Launch a kernel.
 
-    ``memory``: CudaMemory. Of the device that it runs on.
-    ``source``, ``name``: The file of ``plugins/`` without ``.cu``, and the kernel in it.
-    ``grid``: Blocks in x, y and z.
-    ``arguments``: Addresses and numbers; cuda.core passes each as 64 bits.
-    ``stream``: cuda.core.Stream or GraphBuilder.
-    ``threads``: Of a block.
-    ``shared_nbytes``: Dynamic shared memory of a block.
-    ``together``: Blocks wait for each other: they run all at once (a cooperative launch), or the launch is refused.
-    ``early``: It may begin before the launch before has ended, and waits by itself (programmatic dependent launch).
+    Parameters
+    ----------
+    memory : CudaMemory
+        Of the device that the kernel runs on.
+    source : str
+        A name of :func:`~trt_kvcache.kernels.sources.source_names`.
+    name : str
+        The kernel in it.
+    grid : tuple of int
+        Blocks in x, y and z.
+    arguments : tuple of int or float
+        Addresses and numbers; cuda.core passes each as 64 bits.
+    stream : cuda.core.Stream or GraphBuilder
+        The launch is ordered on it; the call does not wait. The first launch of a kernel loads it, and may compile it.
+    threads : int
+        Of a block.
+    shared_nbytes : int
+        Dynamic shared memory of a block.
+    cooperative : bool
+        Blocks wait for each other: either all of them are resident at once, or the launch is refused.
+    programmatic_dependent_launch : bool
+        The launch may start before the previous one has ended, and the kernel itself waits for it (sm_90 and later).
 
-    Raises CudaError: the kernel could not be loaded or launched.
+    Raises
+    ------
+    CudaError
+        The kernel could not be compiled, loaded or launched.
     """
     from cuda.core import launch as launch_kernel
 
@@ -88,16 +108,21 @@ def launch(
     if shared_nbytes:
         _allow_shared(kernel, shared_nbytes, memory.device)
     try:
-        launch_kernel(stream, _launch_config(grid, threads, shared_nbytes, together, early), kernel, *arguments)
+        launch_kernel(stream, _launch_config(grid, threads, shared_nbytes, cooperative, programmatic_dependent_launch), kernel, *arguments)
     except (ValueError, cuda_core_error()) as error:  # ValueError: cuda.core counts the blocks that can run together
         raise CudaError(f"{name} could not be launched on {memory.device}: {error}") from None
 
 
-def blocks_for(units: int, runs: int = 1, *, most: int = _MAX_BLOCKS) -> int:
-    """Return the blocks along x that share a run of units: each thread takes its units in flight once, or more often.
+def blocks_for(vectors: int, runs: int = 1, *, max_blocks: int = _MAX_BLOCKS) -> int:
+    """Return the blocks along x that share a run of vectors. Each thread handles its vectors in flight once, or several times.
 
-    ``units``: Of the longest run.
-    ``runs``: Blocks in y and z.
-    ``most``: Blocks in x, y and z together, but one in x there always is.
+    Parameters
+    ----------
+    vectors : int
+        Of the longest run.
+    runs : int
+        Blocks in y and z.
+    max_blocks : int
+        Blocks in x, y and z together; but at least one along x.
     """
-    return max(1, min(-(-units // (THREADS_PER_BLOCK * UNITS_IN_FLIGHT)), most // runs))
+    return max(1, min(-(-vectors // (THREADS_PER_BLOCK * VECTORS_IN_FLIGHT)), max_blocks // runs))

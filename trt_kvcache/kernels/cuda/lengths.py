@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from trt_kvcache.dtypes import itemsize
-from trt_kvcache.kernels.arguments import MAX_STORED_VALUES
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, DeviceCompactionPlan
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch
+from trt_kvcache.kernels.launch_limits import MAX_STORED_VALUES
 from trt_kvcache.memory.tensor import DeviceTensor
 
 
@@ -38,5 +38,5 @@ def compact_lengths(lengths: DeviceTensor, plan: AnyCompactionPlan, stream: Any)
     if isinstance(plan, DeviceCompactionPlan):
         _launch("compact_lengths_mapped", lengths, stream, 1, lengths.ptr, plan.mapping.ptr, plan.old_batch)
         return
-    for steps in plan.direct_step_arguments:
-        _launch(f"compact_lengths_{steps.form}", lengths, stream, 1, lengths.ptr, steps.count, *steps.packed)
+    for moves in plan.simultaneous_launches:
+        _launch(f"compact_lengths_{moves.capacity}", lengths, stream, 1, lengths.ptr, moves.count, *moves.packed)

@@ -4,7 +4,7 @@ from trt_kvcache.kernels.host.attention import attend
 from trt_kvcache.kernels.host.embedding import embed
 from trt_kvcache.kernels.host.kv import compact_layers, copy_layer, instantiate_layers, save_layers
 from trt_kvcache.kernels.host.lengths import compact_lengths, increment_scalar, increment_tensor, store_values
-from trt_kvcache.kernels.host.rows import compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
+from trt_kvcache.kernels.host.states import compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
 
 __all__ = [
     "attend",

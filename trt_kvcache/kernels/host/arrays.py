@@ -1,13 +1,13 @@
-"""NumPy arrays over tensors of host memory, and the walk that all compactions share."""
+"""NumPy arrays over tensors of host memory, and the loop over moves that all compactions share."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
 
+from trt_kvcache.kernels.compaction_moves import REGISTER, CompactionMove
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, CompactionPlan
 from trt_kvcache.kernels.state_infos import StateInfo
-from trt_kvcache.kernels.steps import REGISTER, Step
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -32,29 +32,35 @@ def rows_of(view: DeviceTensor, info: StateInfo) -> Array:
     return array_of(DeviceTensor(view.allocation, shape=shape, dtype="uint8", strides=strides, offset=view.offset))
 
 
-def steps_of(plan: AnyCompactionPlan) -> Iterator[Step]:
-    """Yield the steps of a plan, in order. A mapping in a tensor is read now, and what does not keep the order is passed over."""
+def moves_of(plan: AnyCompactionPlan) -> Iterator[CompactionMove]:
+    """Yield the moves of a plan, in order. A mapping in a tensor is read now; entries that do not keep the order are ignored."""
     if isinstance(plan, CompactionPlan):
-        for steps in plan.step_lists:
-            yield from steps
+        for moves in plan.move_lists:
+            yield from moves
         return
     mapping, lengths = array_of(plan.mapping).tolist(), array_of(plan.lengths).tolist()
     for old, new in enumerate(mapping):
         if 0 <= new < old:
-            yield Step(old, new, max(lengths[old], 0))
+            yield CompactionMove(old, new, max(lengths[old], 0))
 
 
-def move(slots: Array, steps: list[Step], *, whole: bool) -> None:
-    """Run steps over an array whose first dimension is the slot.
+def carry_out(slots: Array, moves: Iterable[CompactionMove], *, whole_slots: bool) -> None:
+    """Carry out moves over an array whose first dimension is the slot.
 
-    ``slots``: array (B, H, S, row bytes), or with ``whole`` (B, ...).
-    ``whole``: Move whole slots instead of their first tokens.
+    Parameters
+    ----------
+    slots : array (B, H, S, row bytes), or with ``whole_slots`` (B, ...)
+        Changed in place.
+    moves : iterable of CompactionMove
+        In order.
+    whole_slots : bool
+        Whether whole slots move, rather than their first tokens.
     """
     held = slots[0]
-    for step in steps:
-        part = (...,) if whole else (slice(None), slice(0, step.tokens))
-        source = held if step.source == REGISTER else slots[step.source]
-        if step.destination == REGISTER:
+    for move in moves:
+        part = (...,) if whole_slots else (slice(None), slice(0, move.tokens))
+        source = held if move.source == REGISTER else slots[move.source]
+        if move.destination == REGISTER:
             held = np.empty_like(source[part])  # as large as what is live: a whole slot would touch far more memory
-        destination = held if step.destination == REGISTER else slots[step.destination]
+        destination = held if move.destination == REGISTER else slots[move.destination]
         destination[part] = source[part]

@@ -1,4 +1,4 @@
-"""Attention in NumPy, in float32: what ``plugins/attention_*.cu`` do, without their rounding of probabilities."""
+"""Attention in NumPy, in float32: what ``plugins/attention`` computes, but probabilities are not rounded."""
 
 from __future__ import annotations
 
@@ -6,47 +6,47 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache.kernels.attention_call import AttentionCall
+from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.host.arrays import Array, array_of
 
 
-def _turn(rows: Array, angles: Array | None) -> Array:
-    """Turn rows (n, heads, D) by angles (n, 2, rotary_dim / 2), in float32, and round to their dtype."""
+def _apply_rope(rows: Array, angles: Array | None) -> Array:
+    """Apply RoPE to rows (n, heads, D) by angles (n, 2, rotary_dim / 2), in float32, and round to the dtype of the rows."""
     if angles is None:
         return rows
     half = angles.shape[2]
     cos, sin = angles[:, None, 0], angles[:, None, 1]
     low, high = (rows[..., first : first + half].astype(np.float32) for first in (0, half))
-    turned: Array = rows.copy()
-    turned[..., :half] = (low * cos - high * sin).astype(rows.dtype)
-    turned[..., half : 2 * half] = (high * cos + low * sin).astype(rows.dtype)
-    return turned
+    rotated: Array = rows.copy()
+    rotated[..., :half] = (low * cos - high * sin).astype(rows.dtype)
+    rotated[..., half : 2 * half] = (high * cos + low * sin).astype(rows.dtype)
+    return rotated
 
 
-def attend(call: AttentionCall, workspace: AttentionWorkspace, stream: Any) -> None:
-    q, k, v, cache, out = (array_of(tensor) for tensor in (call.q, call.k, call.v, call.cache, call.out))
+def attend(params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
+    q, k, v, cache, out = (array_of(tensor) for tensor in (params.q, params.k, params.v, params.cache, params.out))
     width, tokens = q.shape[1], cache.shape[3]
-    new_lengths = np.full(len(q), width) if call.new_lengths is None else array_of(call.new_lengths)
-    table = None if call.cos_sin is None else array_of(call.cos_sin)
-    for slot, (past, new) in enumerate(zip(array_of(call.lengths).tolist(), new_lengths.tolist(), strict=True)):
+    new_lengths = np.full(len(q), width) if params.new_lengths is None else array_of(params.new_lengths)
+    table = None if params.cos_sin is None else array_of(params.cos_sin)
+    for slot, (past, new) in enumerate(zip(array_of(params.lengths).tolist(), new_lengths.tolist(), strict=True)):
         count = max(min(new, width, tokens - past), 0) if past >= 0 else 0
         end = past + count
         angles = None if table is None else table[past:end]
-        queries = _turn(q[slot, :count], angles).astype(np.float32)
-        cache[slot, 0, :, past:end] = _turn(k[slot, :count], angles).swapaxes(0, 1)
+        queries = _apply_rope(q[slot, :count], angles).astype(np.float32)
+        cache[slot, 0, :, past:end] = _apply_rope(k[slot, :count], angles).swapaxes(0, 1)
         cache[slot, 1, :, past:end] = v[slot, :count].swapaxes(0, 1)
         out[slot, count:] = 0
         if not count:
             continue
         keys, values = cache[slot, :, :, :end].astype(np.float32)
         behind = np.arange(past, end)[:, None] - np.arange(end)
-        masked = (behind < 0) | ((behind >= call.window) if call.window else False)
+        masked = (behind < 0) | ((behind >= params.window) if params.window else False)
         for head in range(q.shape[2]):
-            scores = queries[:, head] @ keys[head // call.group].T * np.float32(call.scale)
-            if call.softcap:
-                scores = np.float32(call.softcap) * np.tanh(scores / np.float32(call.softcap))
+            scores = queries[:, head] @ keys[head // params.group].T * np.float32(params.scale)
+            if params.softcap:
+                scores = np.float32(params.softcap) * np.tanh(scores / np.float32(params.softcap))
             scores[masked] = -np.inf
             weights = np.exp(scores - scores.max(axis=1, keepdims=True))
-            result = weights @ values[head // call.group] / weights.sum(axis=1, keepdims=True)
+            result = weights @ values[head // params.group] / weights.sum(axis=1, keepdims=True)
             out[slot, :count, head] = result.astype(out.dtype)

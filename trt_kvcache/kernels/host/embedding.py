@@ -1,4 +1,4 @@
-"""Token embeddings in NumPy."""
+"""Token embeddings in host memory."""
 
 from typing import Any
 

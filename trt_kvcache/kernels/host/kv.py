@@ -1,9 +1,9 @@
-"""K/V of slots in NumPy."""
+"""K/V of slots in host memory."""
 
 from typing import Any
 
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan
-from trt_kvcache.kernels.host.arrays import bytes_of, move, steps_of
+from trt_kvcache.kernels.host.arrays import bytes_of, carry_out, moves_of
 from trt_kvcache.kernels.host.layers import for_each_layer
 from trt_kvcache.kernels.layer_infos import KVLayerInfos
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -31,14 +31,15 @@ def _copy_saved(cache: KVLayerInfos, saved: KVLayerInfos, slot: int, tokens: int
 
 
 def compact_layers(layers: KVLayerInfos, plan: AnyCompactionPlan, stream: Any) -> None:
-    steps = list(steps_of(plan))
+    moves = list(moves_of(plan))
 
     def compact(layer: DeviceTensor) -> None:
         array = bytes_of(layer)
-        for kv in (0, 1):  # apart: so slots lie one behind the other, and NumPy sees that they do not overlap, else it copies all twice
-            move(array[:, kv], steps, whole=False)
+        # First K, then V: so NumPy sees that slots do not overlap. Otherwise it would copy everything twice.
+        for kv in (0, 1):
+            carry_out(array[:, kv], moves, whole_slots=False)
 
-    for_each_layer(compact, layers.views, _nbytes(layers, sum(step.tokens for step in steps)))
+    for_each_layer(compact, layers.views, _nbytes(layers, sum(move.tokens for move in moves)))
 
 
 def _nbytes(infos: KVLayerInfos, tokens: int) -> int:

@@ -1,4 +1,4 @@
-"""Lengths of slots in NumPy."""
+"""Lengths of slots in host memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan
-from trt_kvcache.kernels.host.arrays import array_of, move, steps_of
+from trt_kvcache.kernels.host.arrays import array_of, carry_out, moves_of
 from trt_kvcache.memory.tensor import DeviceTensor
 
 
@@ -29,4 +29,4 @@ def store_values(lengths: DeviceTensor, values: Sequence[int], accumulate: bool,
 
 
 def compact_lengths(lengths: DeviceTensor, plan: AnyCompactionPlan, stream: Any) -> None:
-    move(array_of(lengths)[:, None], list(steps_of(plan)), whole=True)
+    carry_out(array_of(lengths)[:, None], list(moves_of(plan)), whole_slots=True)

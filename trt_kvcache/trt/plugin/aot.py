@@ -1,7 +1,7 @@
 """The decode step as a plugin that is compiled ahead of time: an engine of full TensorRT carries the kernel as PTX and needs no Python.
 
-That interface knows no workspace, so a head is not split over blocks: it is for many slots, or short caches. Its fields are in
-the machine code, not in the engine. Nothing here has met full TensorRT yet.
+Plugins that are compiled ahead of time get no workspace, so a head is not split over thread blocks: this suits many slots or short
+caches. The plugin's fields are compiled into the kernel, not stored in the engine. Nothing here was run with full TensorRT yet.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from types import GenericAlias
 from typing import Any
 
 from trt_kvcache.errors import CudaError, ShapeError
-from trt_kvcache.kernels.attention_call import score_factors
-from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, ELEMENTS, decode_nbytes, decode_tiles
+from trt_kvcache.kernels.attention_params import score_factors
+from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, ELEMENT_TYPES, decode_block_nbytes, decode_tiles
 from trt_kvcache.kernels.sources import CXX_STANDARD, source_folder
 from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, AttentionAttributes
 from trt_kvcache.ops.attention_shapes import INPUTS, check_dtypes, check_shapes, input_names
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, ahead_of_time_module, constant_of
 
-#: How ``tensorrt.plugin`` finds it, and the kernel in the PTX.
+#: Name under which ``tensorrt.plugin`` finds the plugin, and name of the kernel in the PTX.
 PLUGIN_ID, KERNEL = f"{PLUGIN_NAMESPACE}::{PLUGIN_NAME}Decode", "attention_decode_aot"
 
-#: The inputs; ``cos_sin`` is always there, and not read where ``rotary_dim`` is 0.
+#: The inputs. ``cos_sin`` is always among them; it is not read if ``rotary_dim`` is 0.
 INPUT_NAMES = tuple(name for name in INPUTS if name != "new_lengths")
 
-#: Dynamic shared memory that a launch may have without being asked for more, which this interface cannot.
+#: Dynamic shared memory that a launch gets by default. More must be requested from the driver, which this interface cannot do.
 _SHARED_NBYTES = 48 * 1024
 _ROWS, _WARP = DECODE_ROWS[0], 32
 
@@ -41,18 +41,18 @@ def blocks(fields: AttentionAttributes) -> int:
 
 def tiles(head_dim: int) -> tuple[int, int, int]:
     """Return the warps of a block, the stages of a warp's ring, and the bytes of shared memory."""
-    tokens = decode_tiles(head_dim, _LIKE)["TOKENS"]
-    sizes = [(warps, stages, decode_nbytes(head_dim, _ROWS, warps, stages, tokens)) for warps in (4, 2, 1) for stages in (4, 3, 2)]
+    tokens = decode_tiles(head_dim, _LIKE)["TILE_TOKENS"]
+    sizes = [(warps, stages, decode_block_nbytes(head_dim, _ROWS, warps, stages, tokens)) for warps in (4, 2, 1) for stages in (4, 3, 2)]
     return next(one for one in sizes if one[2] <= _SHARED_NBYTES)
 
 
 def macros(fields: AttentionAttributes, dtype: str) -> dict[str, str]:
-    """Return what ``plugins/attention_aot.cuh`` is compiled with."""
+    """Return what ``plugins/attention/decode_aot.cuh`` is compiled with."""
     warps, stages, _ = tiles(fields.head_dim)
-    sizes = {**decode_tiles(fields.head_dim, _LIKE), "HEAD_DIM": fields.head_dim, "WARPS": warps, "STAGES": stages, "BLOCKS": 1}
-    numbers = {"GROUP": fields.group, "KV_HEADS": fields.num_kv_heads, "ROTARY_DIM": fields.rotary_dim, "WINDOW": fields.window}
-    doubles = dict(zip(("FACTOR", "INNER"), score_factors(fields.score_scale, fields.softcap), strict=True))
-    return {"ELEMENT": ELEMENTS[dtype], **{name: repr(value) for name, value in (sizes | numbers | doubles).items()}}
+    sizes = {**decode_tiles(fields.head_dim, _LIKE), "HEAD_DIM": fields.head_dim, "WARPS": warps, "STAGES": stages, "BLOCKS_PER_SM": 1}
+    numbers = {"GROUP_SIZE": fields.group, "NUM_KV_HEADS": fields.num_kv_heads, "ROTARY_DIM": fields.rotary_dim, "WINDOW": fields.window}
+    doubles = dict(zip(("FACTOR", "INVERSE_SOFTCAP"), score_factors(fields.score_scale, fields.softcap), strict=True))
+    return {"ELEMENT": ELEMENT_TYPES[dtype], **{name: repr(value) for name, value in (sizes | numbers | doubles).items()}}
 
 
 def compile_ptx(fields: AttentionAttributes, dtype: str, arch: str) -> str:
@@ -86,7 +86,7 @@ def compile_ptx(fields: AttentionAttributes, dtype: str, arch: str) -> str:
         nvrtc.nvrtcGetProgramLog(program, text)
         return str(text.strip(b"\0 "), "utf-8", "replace")
 
-    _, program = nvrtc.nvrtcCreateProgram(b'#include "attention_aot.cuh"\n', f"{KERNEL}.cu".encode(), 0, [], [])
+    _, program = nvrtc.nvrtcCreateProgram(b'#include "attention/decode_aot.cuh"\n', f"{KERNEL}.cu".encode(), 0, [], [])
     try:
         options = [f"--std={CXX_STANDARD}", f"--gpu-architecture={arch.replace('sm_', 'compute_')}", f"--include-path={source_folder()}"]
         options += ["--device-as-default-execution-space", *(f"-D{name}={value}" for name, value in macros(fields, dtype).items())]
@@ -145,7 +145,7 @@ def register_decode(tensorrt: TensorRT, *, arch: str) -> Any:
         integers[0] = trtp.SymInt32(cache.shape_expr[3])
         return KERNEL, compile_ptx(fields, dtype, arch), launch, integers
 
-    # TensorRT looks at the signatures: names, and classes of its own.
+    # TensorRT inspects the signatures: parameter names, and its own classes as annotations.
     tensors = dict.fromkeys(INPUT_NAMES, trtp.TensorDesc)
     kinds = {name: float if kind.startswith("FLOAT") else int for name, kind in ATTRIBUTE_TYPES.items()}
     kernel = (str | bytes, str | bytes, trtp.KernelLaunchParams, trtp.SymIntExprs)

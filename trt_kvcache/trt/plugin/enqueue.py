@@ -7,7 +7,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from trt_kvcache.errors import BindingError, CapacityError
-from trt_kvcache.kernels.attention_call import AttentionCall
+from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.memory.cuda_driver import check
 from trt_kvcache.memory.cuda_memory import CudaMemory
@@ -58,7 +58,7 @@ class PluginEnqueue:
         self._cache = tuple(shapes).index("cache")
         self._workspace = UnownedWorkspace(attributes, memory)
         self.is_decode = q.shape[1] == 1
-        self._call = AttentionCall(
+        self._call = AttentionParams(
             **{"new_lengths": None, "cos_sin": None} | tensors,
             out=DeviceTensor(self._out, shape=q.shape, dtype=dtype),
             scale=attributes.score_scale,

@@ -1,0 +1,323 @@
+// Attention of one new token per slot, with RoPE and append, in one launch.
+//
+// The query heads of a K/V head are the rows of one matrix, so K and V are read once for all of them. A step of the main loop handles kWarps
+// tiles of one head, one for each warp: scores on tensor cores, online softmax in registers, output on tensor cores. A head ends with
+// reduce_warps, and if other blocks share it with SplitKVReduce.
+//
+//     schedule.cuh         which tiles this block has
+//     kv_pipeline.cuh      shared memory, and how it is filled
+//     mma.cuh              which lane has which element
+//     softmax_state.cuh    what a warp accumulates
+//     split_kv_reduce.cuh  how partial results become one
+//
+// The new token is in no tile: its key and value are read from `k` and `v`, and the last warp starts its softmax with them.
+#pragma once
+
+#include "attention/kv_pipeline.cuh"
+#include "attention/mma.cuh"
+#include "attention/rope.cuh"
+#include "attention/schedule.cuh"
+#include "attention/softmax_state.cuh"
+#include "attention/split_kv_reduce.cuh"
+
+// Starts the softmax of a warp with the new token alone. rows: q in shared memory, swizzled; new_token: k and v.
+template <int kRows>
+__device__ __forceinline__ void start_with_new_token(SoftmaxState<kRows>& state, const unsigned char* rows, const unsigned char* new_token,
+                                                     const ScoreTransform& score) {
+    const int lane = threadIdx.x % 32;
+    const unsigned *key = reinterpret_cast<const unsigned*>(new_token), *value = key + kRowWords;
+#pragma unroll
+    for (int i = 0; i < kRows / 8; i++) {
+        float product = 0;
+#pragma unroll
+        for (int d = 0; d < kRowChunks; d++) {
+            const float2 x = unpack(Element{}, *reinterpret_cast<const unsigned*>(rows + swizzled_offset(lane / 4 + 8 * i, d) + lane % 4 * 4));
+            const float2 y = unpack(Element{}, key[4 * d + lane % 4]);
+            product += x.x * y.x + x.y * y.y;
+        }
+        product = quad_sum(product);
+        state.maxima[i] = score.has_softcap() ? score.softcap(product) : product;
+        state.sums[i] = lane % 4 ? 0.0f : 1.0f;  // the probability is 1; one lane of the quad counts it
+    }
+#pragma unroll
+    for (int d = 0; d < kRowChunks; d++) {
+        const float2 x = unpack(Element{}, value[4 * d + lane % 4]);
+#pragma unroll
+        for (int i = 0; i < kRows / 8; i++) {
+            state.output[d][2 * i] = x.x;
+            state.output[d][2 * i + 1] = x.y;
+        }
+    }
+}
+
+// Applies RoPE to the head's q in its buffer, puts the new token's k and v into smem.new_token, and appends them to the cache if this block
+// has the head's last tile. Ends with a barrier.
+template <int kRows>
+__device__ __forceinline__ void prepare_head(const DecodeParams& params, const DecodeSharedMemory<kRows>& smem, const TileCoord& at,
+                                             unsigned char* head, bool has_last_tile) {
+    const unsigned* key = reinterpret_cast<const unsigned*>(head + kRows * kRowBytes);
+    const RopeAngles angles(reinterpret_cast<const float*>(head + (kRows + 2) * kRowBytes), params.rotary_dim, 0);
+    const int half = params.rotary_dim / 4;  // words
+#pragma unroll 1
+    for (int x = threadIdx.x; x < params.group_size * half && at.position >= 0; x += kBlockThreads) {
+        apply_rope_in_tile(head, x / half, x % half, half, angles);
+    }
+#pragma unroll 1
+    for (int x = kBlockThreads - 1 - threadIdx.x; x < kRowWords && at.position >= 0; x += kBlockThreads) {
+        unsigned* new_token = reinterpret_cast<unsigned*>(smem.new_token) + x;
+        unsigned char* appended = params.cache + at.slot * params.slot_stride
+                                  + (static_cast<long long>(at.kv_head) * params.max_sequence_length + at.position) * kRowBytes + 4 * x;
+        new_token[0] = apply_rope(key, x, angles);
+        new_token[kRowWords] = key[kRowWords + x];
+        if (!has_last_tile) continue;
+        *reinterpret_cast<unsigned*>(appended) = new_token[0];
+        *reinterpret_cast<unsigned*>(appended + params.kv_stride) = new_token[kRowWords];
+    }
+    __syncthreads();
+}
+
+// A fragments of q, which stay in registers for the whole head. With 8 rows the registers of rows 8 to 15 are left out: they are zeros.
+template <int kRows>
+struct QueryFragments {
+    unsigned words[kHeadDim / 16][kRows / 4];
+
+    __device__ __forceinline__ void load(SharedAddress rows) {
+        const int lane = threadIdx.x % 32;
+        if constexpr (kRows == 8) {
+            unsigned loaded[4];
+#pragma unroll
+            for (int d = 0; d < kHeadDim / 16; d += 2) {
+                ldmatrix_x4(loaded, rows + swizzled_offset(lane % 8, min(2 * d + lane / 8, kRowChunks - 1)));
+#pragma unroll
+                for (int i = 0; i < 4 && 2 * d + i < kRowChunks; i++) words[d + i / 2][i % 2] = loaded[i];
+            }
+        } else {
+#pragma unroll
+            for (int d = 0; d < kHeadDim / 16; d++) ldmatrix_x4(words[d], rows + swizzled_offset(lane % 16, 2 * d + lane / 16));
+        }
+    }
+};
+
+// Products of q and the keys of a tile: [rows x 8 keys] in each fragment.
+template <int kRows>
+__device__ __forceinline__ void compute_scores(float (&scores)[kTileTokens / 8][4], const QueryFragments<kRows>& queries, const unsigned char* tile) {
+    const int lane = threadIdx.x % 32;
+    const LdmatrixAddress keys(shared_address(tile), lane % 8 + lane / 16 * 8, lane / 8 % 2);
+    float sums[kQKAccumulators][kTileTokens / 8][4] = {};
+#pragma unroll
+    for (int j = 0; j < kTileTokens / 16; j++) {
+#pragma unroll
+        for (int d = 0; d < kHeadDim / 16; d++) {
+            unsigned b[4];
+            ldmatrix_x4(b, keys(d, 16 * j));
+            const auto& q = queries.words[d];
+            const unsigned a[4] = {q[0], kRows == 8 ? 0 : q[1], q[kRows / 8], kRows == 8 ? 0 : q[kRows / 4 - 1]};
+            mma_m16n8k16(Element{}, sums[d % kQKAccumulators][2 * j], a, b[0], b[1]);
+            mma_m16n8k16(Element{}, sums[d % kQKAccumulators][2 * j + 1], a, b[2], b[3]);
+        }
+    }
+#pragma unroll
+    for (int x = 0; x < kTileTokens / 2; x++) scores[x / 4][x % 4] = sums[0][x / 4][x % 4];
+#pragma unroll
+    for (int other = 1; other < kQKAccumulators; other++) {
+#pragma unroll
+        for (int x = 0; x < kTileTokens / 2; x++) scores[x / 4][x % 4] += sums[other][x / 4][x % 4];
+    }
+}
+
+// Applies softcap and mask, and turns scores into probabilities relative to the new maximum of each row.
+template <int kRows>
+__device__ __forceinline__ void update_softmax(SoftmaxState<kRows>& state, float (&scores)[kTileTokens / 8][4], const TileCoord& at, int first_token,
+                                               const ScoreTransform& score) {
+    const int lane = threadIdx.x % 32;
+    const bool needs_mask = first_token + kTileTokens > at.position || first_token < at.first_key;
+#pragma unroll
+    for (int i = 0; i < kRows / 8; i++) {
+#pragma unroll
+        for (int j = 0; j < kTileTokens / 8; j++) {
+#pragma unroll
+            for (int e = 2 * i; e < 2 * i + 2; e++) {
+                if (score.has_softcap()) scores[j][e] = score.softcap(scores[j][e]);
+                if (needs_mask) {
+                    const int key = first_token + 8 * j + lane % 4 * 2 + e % 2;
+                    if (key >= at.position || key < at.first_key) scores[j][e] = kMaskedScore;
+                }
+            }
+        }
+        state.rescale(i, state.max_with(scores, i), score.factor);
+        state.exponentiate(scores, i, score.factor);
+    }
+}
+
+// Adds probabilities times the values of a tile to the output.
+template <int kRows>
+__device__ __forceinline__ void accumulate_output(SoftmaxState<kRows>& state, const float (&probabilities)[kTileTokens / 8][4],
+                                                  const unsigned char* tile) {
+    const int lane = threadIdx.x % 32;
+    const LdmatrixAddress values(shared_address(tile), lane % 16, lane / 16);
+#pragma unroll
+    for (int j = 0; j < kTileTokens / 16; j++) {
+        unsigned a[4];
+        pack_a_fragment(Element{}, a, probabilities[2 * j], probabilities[2 * j + 1]);
+#pragma unroll
+        for (int d = 0; d < kHeadDim / 16; d++) {
+            unsigned b[4];
+            ldmatrix_x4_trans(b, values(d, 16 * j));
+            mma_m16n8k16(Element{}, state.output[2 * d], a, b[0], b[1]);
+            mma_m16n8k16(Element{}, state.output[2 * d + 1], a, b[2], b[3]);
+        }
+    }
+}
+
+// Merges what the warps have of a head. Each writes its output to its ring tile `free_tile`, as strips, then every warp merges some strips and
+// calls emit(strip, vector, PartialState). For all threads of the block.
+template <int kRows, class Emit>
+__device__ __forceinline__ void reduce_warps(const DecodeSharedMemory<kRows>& smem, int free_tile, const SoftmaxState<kRows>& state, int group_size,
+                                             float factor, Emit emit) {
+    constexpr int kRoundRows = kRows < kTileTokens / 2 ? kRows : kTileTokens / 2;  // rows that fit into a ring tile, in float
+    constexpr int kRoundStrips = kStripsPerRow * kRoundRows / 8;                   // of 8 rows each
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    // A warp merges one strip of 8 rows at a time, or two where only 4 rows are in use and strips are more than warps.
+    const int strips_at_once = kStripsPerRow > kWarps && group_size <= 4 ? 2 : 1;
+#pragma unroll
+    for (int i = 0; i < kRows / 8; i++) {
+        const float sum = quad_sum(state.sums[i]);
+        if (lane % 4) continue;
+        smem.warp_totals[warp * kRows + lane / 4 + 8 * i] = {state.maxima[i], sum};
+    }
+#pragma unroll
+    for (int row0 = 0; row0 < kRows; row0 += kRoundRows) {
+        if (row0) __syncthreads();
+        __syncwarp();
+#pragma unroll
+        for (int x = 0; x < kRoundStrips; x++) {
+            const int strip = x % kStripsPerRow, i = row0 / 8 + x / kStripsPerRow;
+            const auto &low = state.output[2 * strip], &high = state.output[2 * strip + 1];
+            if (lane / 4 + 8 * i >= group_size) continue;
+            reinterpret_cast<float4*>(smem.ring_tile(warp, free_tile))[32 * x + lane] = {low[2 * i], low[2 * i + 1], high[2 * i], high[2 * i + 1]};
+        }
+        __syncthreads();
+#pragma unroll 1
+        for (int x = warp; x * strips_at_once < kRoundStrips; x += kWarps) {
+            const int strip = x * strips_at_once + lane * strips_at_once / 32, vector = lane % (32 / strips_at_once);
+            const int row = row0 + strip / kStripsPerRow * 8 + vector / 4;
+            if (row >= group_size) continue;
+            PartialState merged;
+            merged.merge(smem.ring_tile(0, free_tile) + (32 * strip + vector) * 16, kRingTiles * kTileBytes,
+                         reinterpret_cast<const unsigned char*>(smem.warp_totals + row), kRows * sizeof(float2), kWarps, factor);
+            emit(row * kStripsPerRow + strip % kStripsPerRow, vector % 4, merged);
+        }
+    }
+}
+
+__device__ __forceinline__ unsigned char* output_rows(const DecodeParams& params, const TileCoord& at) {
+    return params.out + static_cast<long long>(at.slot * params.num_kv_heads + at.kv_head) * params.group_size * kRowBytes;
+}
+
+// Writes one vector of a strip to `out`.
+__device__ __forceinline__ void store_output(const DecodeParams& params, const TileCoord& at, int strip, int vector, const PartialState& state) {
+    const float inverse = reciprocal_approx(state.sum);
+    unsigned* words = reinterpret_cast<unsigned*>(output_rows(params, at)) + 8 * strip + vector;
+    words[0] = pack(Element{}, {state.value.x * inverse, state.value.y * inverse});
+    words[4] = pack(Element{}, {state.value.z * inverse, state.value.w * inverse});
+}
+
+// Zeros for a slot that takes no part.
+__device__ __forceinline__ void store_zeros(const DecodeParams& params, const TileCoord& at) {
+    unsigned char* out = output_rows(params, at);
+#pragma unroll 1
+    for (int x = threadIdx.x; x < params.group_size * kRowChunks; x += kBlockThreads) reinterpret_cast<uint4*>(out)[x] = uint4{};
+}
+
+// The reduction over the blocks of the head that this block begins with, if it merges anything of it.
+template <int kRows>
+__device__ __forceinline__ SplitKVReduce first_head_reduce(const DecodeParams& params, const DecodeSharedMemory<kRows>& smem, const WorkRange& work) {
+    const int head_begin = work.begin - work.first.tile, block = static_cast<int>(blockIdx.x);
+    const bool has_last_tile = work.first.tile > 0 && head_begin + work.first.num_tiles <= work.end;
+    const int first_block = work.is_even_split ? work.first_block : has_last_tile ? divide(head_begin, work.tiles_per_block) : block;
+    const int num_blocks = work.is_even_split ? min((work.first.num_tiles - 1) / kMinTilesPerBlock, params.splits_per_head - 1) + 1
+                                              : block - first_block + 1;
+    float4* own = work.is_even_split ? reinterpret_cast<float4*>(smem.heads) : params.own_partials;
+    return {params.group_size * kStripsPerRow, first_block, num_blocks, work.is_even_split, params.partials, own};
+}
+
+template <int kRows>
+__device__ __forceinline__ void decode(const DecodeParams& params) {
+    DYNAMIC_SHARED(unsigned char, start_of_shared);
+    const DecodeSharedMemory<kRows> smem(start_of_shared);
+    static_assert(kStages * DecodeSharedMemory<kRows>::kHeadBufferBytes >= 16 * kRows * kStripsPerRow * kStripVectors,
+                  "the head buffers also hold a block's own strips");
+    const int warp = threadIdx.x / 32;
+    const L2Policy policy = evict_first_policy();
+
+    // Lengths take longest to arrive: whatever needs none of them is started before they are used.
+    const EvenSplitStart start = even_split_start(params);
+    prefetch_first_tiles(params, start);
+    grid_dependency_wait();
+    const EarlyLengths early = load_early_lengths(params, start.slot);
+    load_speculative_keys(params, smem, start, policy);
+    const WorkRange work = schedule(params, start, early);
+    if (work.begin >= work.end) {
+        cp_async_wait_group<0>();
+        return;
+    }
+
+    const bool speculated_right = params.window == 0 && work.is_even_split;
+    KVPipeline<kRows> pipeline(params, smem, work, policy, speculated_right);
+    pipeline.prefill();
+    const ScoreTransform score = params.score;
+    const SplitKVReduce reduce = first_head_reduce(params, smem, work);
+
+    QueryFragments<kRows> queries;
+    SoftmaxState<kRows> state;
+    state.reset();  // every head begins with it anyway; here it lets the compiler place the accumulators better (1 % on an H200)
+    TileIterator tiles(work);
+    int ring_tile = !speculated_right;  // of K, then of V, of this step
+    for (int count; tiles.done < work.end; tiles.advance(params, work, count)) {
+        const TileCoord& at = tiles.at;
+        count = tiles.count(work);
+        const int head_begin = tiles.done - at.tile, head_end = head_begin + at.num_tiles;  // in the numbers of `work`
+        const bool has_last_tile = head_end <= work.end;
+        if (tiles.starts_head(work)) {
+            pipeline.wait_for_head();
+            __syncthreads();
+            unsigned char* const head = smem.head_buffer(tiles.head_buffer);
+            prepare_head(params, smem, at, head, has_last_tile);
+            queries.load(shared_address(head));
+            state.reset();
+            if (warp == kWarps - 1 && has_last_tile && at.position >= 0) start_with_new_token(state, head, smem.new_token, score);
+        }
+        const bool has_tile = warp < count && at.position >= 0;
+        float scores[kTileTokens / 8][4] = {};
+        pipeline.wait_for_keys();
+        pipeline.fill_keys();
+        if (has_tile) {
+            compute_scores(scores, queries, smem.ring_tile(warp, ring_tile));
+            update_softmax(state, scores, at, at.first_token(warp), score);
+        }
+        ring_tile = next_ring_tile(ring_tile);
+        pipeline.wait_for_values();
+        pipeline.fill_values();
+        if (has_tile) accumulate_output(state, scores, smem.ring_tile(warp, ring_tile));
+        const int free_tile = ring_tile;
+        ring_tile = next_ring_tile(ring_tile);
+
+        const bool ends_head = at.tile + count >= at.num_tiles || tiles.done + count >= work.end;  // or this block's part of it
+        if (!ends_head) continue;
+        if (at.position < 0) {
+            store_zeros(params, at);
+            continue;
+        }
+        const bool has_whole_head = work.begin <= head_begin && has_last_tile;
+        reduce_warps(smem, free_tile, state, params.group_size, score.factor, [&](int strip, int vector, const PartialState& merged) {
+            if (has_whole_head) {
+                store_output(params, at, strip, vector, merged);
+                return;
+            }
+            reduce.publish(strip, vector, merged, has_last_tile);
+        });
+    }
+    cp_async_wait_group<0>();
+    reduce.collect(reinterpret_cast<float4*>(smem.ring), kWarps * kRingTiles * kTileBytes, score.factor,
+                   [&](int strip, int vector, const PartialState& merged) { store_output(params, work.first, strip, vector, merged); });
+}

@@ -1,0 +1,42 @@
+// Rotary position embedding (NeoX pairing): element i of the first rotary_dim elements of a row is rotated with element i + rotary_dim / 2.
+// Products are rounded one by one, so that q and k come out the same in every kernel.
+#pragma once
+
+#include "attention/config.cuh"
+#include "attention/swizzle.cuh"
+
+// The angles of one position: rotary_dim / 2 cosines, then as many sines. Elements are handled two at a time, as words.
+struct RopeAngles {
+    const float* cosines;
+    int num_pairs;  // rotary_dim / 2; even
+
+    // table: [positions, 2, rotary_dim / 2]
+    __device__ __forceinline__ RopeAngles(const float* table, long long rotary_dim, int position)
+        : cosines(table + position * rotary_dim), num_pairs(static_cast<int>(rotary_dim / 2)) {}
+
+    __device__ __forceinline__ float2 cosine(int word) const { return reinterpret_cast<const float2*>(cosines)[word]; }
+    __device__ __forceinline__ float2 sine(int word) const { return reinterpret_cast<const float2*>(cosines + num_pairs)[word]; }
+};
+
+// a * b + c * d without a fused multiply-add, whose use would be the compiler's choice.
+__device__ __forceinline__ float sum_of_products(float a, float b, float c, float d) { return __fadd_rn(__fmul_rn(a, b), __fmul_rn(c, d)); }
+
+// One word of a contiguous row, with RoPE applied.
+__device__ __forceinline__ unsigned apply_rope(const unsigned* row, int word, RopeAngles angles) {
+    const unsigned own = row[word];
+    if (word >= angles.num_pairs) return own;
+    const int half = angles.num_pairs / 2, angle = word < half ? word : word - half;
+    const float sign = word < half ? -1.0f : 1.0f;
+    const float2 x = unpack(Element{}, own), y = unpack(Element{}, row[word < half ? word + half : angle]);
+    const float2 cosine = angles.cosine(angle), sine = angles.sine(angle);
+    return pack(Element{}, {sum_of_products(x.x, cosine.x, sign * y.x, sine.x), sum_of_products(x.y, cosine.y, sign * y.y, sine.y)});
+}
+
+// Applies RoPE in place to a word of a row of a tile, and to its partner `half` words further on.
+__device__ __forceinline__ void apply_rope_in_tile(unsigned char* tile, int row, int word, int half, RopeAngles angles) {
+    unsigned* low = reinterpret_cast<unsigned*>(tile + swizzled_offset(row, word / 4)) + word % 4;
+    unsigned* high = reinterpret_cast<unsigned*>(tile + swizzled_offset(row, (word + half) / 4)) + (word + half) % 4;
+    const float2 a = unpack(Element{}, *low), b = unpack(Element{}, *high), cosine = angles.cosine(word), sine = angles.sine(word);
+    *low = pack(Element{}, {sum_of_products(a.x, cosine.x, -b.x, sine.x), sum_of_products(a.y, cosine.y, -b.y, sine.y)});
+    *high = pack(Element{}, {sum_of_products(b.x, cosine.x, a.x, sine.x), sum_of_products(b.y, cosine.y, a.y, sine.y)});
+}

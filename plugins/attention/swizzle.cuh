@@ -1,0 +1,40 @@
+// How rows lie in a tile of shared memory: without padding, and so that neither cp.async nor ldmatrix meets a bank conflict.
+//
+// ldmatrix reads the same chunk (16 bytes) of 8 consecutive rows at once. Without a swizzle these lie kRowBytes apart, in the same banks
+// where kRowBytes is a multiple of 128. So the chunks of a row are permuted: chunk c of row r lies at place c ^ f(r), where f takes as many
+// values on consecutive rows as it needs. Example, head dim 64 (8 chunks a row, all 8 rows need different places):
+//
+//     row 0:  0 1 2 3 4 5 6 7
+//     row 1:  1 0 3 2 5 4 7 6
+//     row 2:  2 3 0 1 6 7 4 5      chunk 0 of rows 0 to 7: a diagonal, in 8 different groups of 4 banks
+//     ...
+#pragma once
+
+#include "attention/config.cuh"
+#include "shared_memory.cuh"
+
+// Different places that a chunk takes over consecutive rows. With 4 mod 8 chunks a row, two neighbouring rows differ by themselves, and with
+// 2 mod 4 four of them.
+constexpr unsigned kSwizzlePlaces = kRowChunks % 8 == 0 ? 8 : kRowChunks % 4 == 0 ? 4 : 2;
+
+// The byte offset of a chunk of a row in a tile.
+__device__ __forceinline__ unsigned swizzled_offset(unsigned row, unsigned chunk) {
+    return row * kRowBytes + (chunk ^ row / (8 / kSwizzlePlaces) % kSwizzlePlaces) * 16;
+}
+
+// The addresses that one lane passes to a series of ldmatrix over a tile: of its row, and of chunk 0 or 1 (`chunk`) of each pair of chunks.
+struct LdmatrixAddress {
+    // With a power of 2 chunks a row, the chunk number is a bit field of the address, and another pair is an xor away.
+    static constexpr bool kChunksAreBits = (kRowChunks & (kRowChunks - 1)) == 0;
+    SharedAddress tile, first;
+    unsigned row, chunk;
+
+    __device__ __forceinline__ LdmatrixAddress(SharedAddress tile, unsigned row, unsigned chunk)
+        : tile(tile), first(tile + swizzled_offset(row, chunk)), row(row), chunk(chunk) {}
+
+    // For chunks 2 * pair and 2 * pair + 1, of rows that are `row_offset`, a multiple of 8, further down.
+    __device__ __forceinline__ SharedAddress operator()(int pair, int row_offset) const {
+        if constexpr (kChunksAreBits) return xor_address(first, 32 * pair) + row_offset * kRowBytes;
+        return tile + swizzled_offset(row + row_offset, 2 * pair + chunk);
+    }
+};

@@ -1,0 +1,39 @@
+"""One safetensors file, mapped into memory."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from tests.checkpoint.folders import Q_PROJ, CopyOf, refused
+from trt_kvcache.checkpoint import Checkpoint
+
+
+def test_a_file_whose_tensors_are_not_aligned(copy_of: CopyOf) -> None:
+    """Old writers did not pad the header; the arrays are usable all the same."""
+    folder = copy_of("llama")
+    file = folder / "model.safetensors"
+    expected = load_file(file)[Q_PROJ]
+    content = file.read_bytes()
+    header_bytes = int.from_bytes(content[:8], "little")
+    header = content[8 : 8 + header_bytes].rstrip(b" ")
+    header += b" " * (1 + len(header) % 2 - 2 * (len(header) % 2))  # an odd length
+    assert len(header) % 2 == 1
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[8 + header_bytes :])
+    with Checkpoint.open(folder) as checkpoint:
+        array = checkpoint.tensor(Q_PROJ)
+        assert array.flags.aligned
+        assert not array.flags.writeable
+        np.testing.assert_array_equal(array, expected)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 100, -1])
+def test_truncated_weights(copy_of: CopyOf, keep: int) -> None:
+    folder = copy_of("llama")
+    file = folder / "model.safetensors"
+    content = file.read_bytes()[:keep]
+    file.write_bytes(content)
+    message = refused(folder)
+    assert f"{file}: expected a whole safetensors file, got {len(content)} bytes" in message
+    assert "It may be truncated" in message

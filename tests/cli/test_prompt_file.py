@@ -1,0 +1,87 @@
+"""Files of prompts: one prompt a line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trt_kvcache.cli.prompt_file import FilePrompt, read_prompt_file
+from trt_kvcache.errors import ConfigError
+
+
+def text_file(tmp_path: Path, content: bytes | str) -> Path:
+    file = tmp_path / "prompts.txt"
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    return file
+
+
+def json_file(tmp_path: Path, *lines: str) -> Path:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    return file
+
+
+def test_each_line_of_a_text_file_is_a_prompt(tmp_path: Path) -> None:
+    file = text_file(tmp_path, "one\ntwo words\n")
+    assert read_prompt_file(file) == [FilePrompt(f"{file}:1", "one"), FilePrompt(f"{file}:2", "two words")]
+
+
+def test_lines_of_white_space_are_skipped_and_counted(tmp_path: Path) -> None:
+    file = text_file(tmp_path, "\n \t\none\n")
+    assert read_prompt_file(file) == [FilePrompt(f"{file}:3", "one")]
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path: Path) -> None:
+    assert read_prompt_file(text_file(tmp_path, "\ufeffone"))[0].prompt == "one"
+
+
+def test_json_lines_hold_texts_and_token_ids(tmp_path: Path) -> None:
+    prompts = read_prompt_file(json_file(tmp_path, '"one"', "[1, 2]"))
+    assert [prompt.prompt for prompt in prompts] == ["one", [1, 2]]
+
+
+def test_json_objects_hold_sampling_options(tmp_path: Path) -> None:
+    line = json.dumps({"prompt": [1, 2], "temperature": 0.5, "stop": ["."]})
+    (prompt,) = read_prompt_file(json_file(tmp_path, line))
+    assert (prompt.prompt, prompt.options) == ([1, 2], {"temperature": 0.5, "stop": ["."]})
+
+
+def test_a_text_file_that_looks_like_json_is_text(tmp_path: Path) -> None:
+    assert read_prompt_file(text_file(tmp_path, '"one"'))[0].prompt == '"one"'
+
+
+@pytest.mark.parametrize("content", ["", "\n", " \n\t\n"])
+def test_a_file_without_prompts_is_refused(tmp_path: Path, content: str) -> None:
+    with pytest.raises(ConfigError, match=r"prompts\.txt: expected at least one prompt, got none\.$"):
+        read_prompt_file(text_file(tmp_path, content))
+
+
+def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"prompts\.txt: expected UTF-8, got byte 0xff at 2\.$"):
+        read_prompt_file(text_file(tmp_path, b"ab\xff"))
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "expected JSON in UTF-8, got an error: Expecting property name"),
+        ("[" * 9**5, "expected JSON in UTF-8, got an error:"),
+        ('"\\ud800"', "expected JSON in UTF-8, got an error: 'utf-8' codec can't encode"),
+        ("5", 'expected a text, a list of token ids, or an object with one as "prompt", got 5.'),
+        ('{"text": "a"}', 'expected a text, a list of token ids, or an object with one as "prompt", got {"text": "a"}.'),
+        ("null", 'expected a text, a list of token ids, or an object with one as "prompt", got null.'),
+    ],
+    ids=["syntax", "too deep", "surrogate", "number", "no prompt", "null"],
+)
+def test_a_line_that_is_no_prompt_is_refused_with_its_number(tmp_path: Path, line: str, message: str) -> None:
+    file = json_file(tmp_path, '"fine"', line)
+    with pytest.raises(ConfigError) as raised:
+        read_prompt_file(file)
+    assert str(raised.value).startswith(f"{file}:2: {message}")
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        read_prompt_file(tmp_path / "none.txt")

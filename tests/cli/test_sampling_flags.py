@@ -1,0 +1,50 @@
+"""The sampling options of a command line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import typer
+
+from trt_kvcache.cli.sampling_flags import SamplingFlags
+
+NOT_GIVEN: dict[str, Any] = {"temperature": None, "top_k": None, "top_p": None, "min_p": None, "seed": None, "stop": None}
+
+
+def options(**given: Any) -> dict[str, Any]:
+    return SamplingFlags(**{"max_new_tokens": 128, **NOT_GIVEN, **given}).options()
+
+
+def test_options_that_were_not_given_are_left_to_the_model() -> None:
+    assert options() == {"max_new_tokens": 128}
+
+
+def test_options_that_were_given_are_passed_on() -> None:
+    given = {"max_new_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.75, "min_p": 0.125, "seed": 6, "ignore_eos": True}
+    assert options(**given) == given
+
+
+def test_zero_is_not_the_same_as_not_given() -> None:
+    given = {"temperature": 0.0, "top_k": 0, "min_p": 0.0, "seed": 0}
+    assert options(**given) == {"max_new_tokens": 128, **given}
+
+
+def test_stop_texts_become_a_tuple() -> None:
+    assert options(stop=[".", "!"])["stop"] == (".", "!")
+    assert "stop" not in options(stop=[])
+
+
+@pytest.mark.parametrize(
+    ("given", "hint", "message"),
+    [
+        ({"top_p": 2.0}, "--top-p", "expected 0 < top_p <= 1, got 2.0."),
+        ({"min_p": 1.0}, "--min-p", "expected 0 <= min_p < 1, got 1.0."),
+        ({"temperature": -1.0}, "--temperature", "expected a finite number, at least 0, got -1.0."),
+        ({"stop": [""]}, "--stop", "expected texts that are not empty, got ''."),
+    ],
+)
+def test_a_value_out_of_range_is_wrong_usage_of_its_option(given: dict[str, Any], hint: str, message: str) -> None:
+    with pytest.raises(typer.BadParameter) as raised:
+        options(**given)
+    assert (raised.value.param_hint, raised.value.message) == (hint, message)

@@ -1,0 +1,132 @@
+"""``EngineConfig``: written as JSON, read back, and refused by field."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.engine_files import make_config, make_engine_folder
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig
+from trt_kvcache.engine_folder.config import EngineConfig
+from trt_kvcache.engine_folder.folder import EngineFolder
+from trt_kvcache.errors import EngineError
+
+#: What nothing else in a config.json depends on: any value of the right kind may stand there.
+FREE = {"tensorrt/version", "compute_capabilities", "plan/sha256", "profiles/0/max_width"}
+FREE |= {f"checkpoint/{name}" for name in ("path", "fingerprint", "nbytes", "embedded")}
+FREE |= {f"attention/{layer}/{name}" for layer in (0, 1) for name in ("decomposable", "reason")}
+SEGMENTED = {"segments/constants/nbytes", "segments/constants/sha256"}
+
+
+def test_every_kind_of_value_survives(model: Path, tmp_path: Path) -> None:
+    choices = (
+        AttentionLayerConfig(layer=0, variant="mask", decomposable=True, reason="no fused kernel"),
+        AttentionLayerConfig(layer=1, variant="mask", decomposable=False),
+    )
+    written = make_engine_folder(model, tmp_path / "engine", attention=choices, compute_capabilities=("8.6", "12.0"), embedded=True).config
+    read = EngineFolder.open(tmp_path / "engine").config
+    assert read == written
+    assert read.attention[0].reason == "no fused kernel"
+    assert (read.attention_variant, read.compute_capabilities, read.checkpoint.embedded) == ("mask", ("8.6", "12.0"), True)
+    assert (read.dtype, read.max_prefill_length) == ("float16", 11)
+
+
+def test_config_is_plain_json(model: Path) -> None:
+    with Checkpoint.open(model) as checkpoint:
+        config = make_config(checkpoint)
+    data = json.loads(json.dumps(config.to_dict()))
+    assert EngineConfig.from_dict(data) == config
+    assert data["format"] == 2
+    assert data["producer"]["name"] == "trt-kvcache"
+    assert data["tensors"][3] == {"name": "k_cache_0", "shape": [-1, 2, 38, 24], "dtype": "float16", "mode": "input", "alias": None}
+
+
+def test_a_folder_of_the_first_format_is_still_read(folder):
+    config = folder.path / "config.json"
+    data = json.loads(config.read_text())
+    del data["segments"], data["names"]["kv_cache"], data["names"]["present_kv_cache"]
+    config.write_text(json.dumps({**data, "format": 1}))
+    assert EngineFolder.open(folder.path).config == folder.config
+
+
+def edit(folder: EngineFolder, change: Callable[[dict[str, Any]], object]) -> None:
+    path = folder.path / "config.json"
+    data = json.loads(path.read_text())
+    change(data)
+    path.write_text(json.dumps(data))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("profiles/0/max_width", "8", r"profiles\[0\]\.max_width: expected an integer, got '8'"),
+        ("profiles/0/name", 7, r"profiles\[0\]\.name: expected a str, got 7"),
+        ("profiles/0/min_batch", 2, "profile prefill: expected min_batch 1, got 2"),
+        ("profiles/0/min_batch", "1", r"profiles\[0\]\.min_batch: expected an integer, got '1'"),
+        ("profiles/0/min_width", 5, "profile prefill: expected min_width 1, got 5"),
+        ("profiles/1/max_width", 5, "profile decode: expected max_width 1, got 5"),
+        ("profiles/1/max_width", 12, "profile decode: expected max_width 1, got 12"),
+        ("profiles/1/min_width", True, r"profiles\[1\]\.min_width: expected an integer, got True"),
+        ("profiles/1/name", "prefill", "profile decode: expected name decode, got prefill"),
+        ("profiles", {}, r"profiles: expected a list, got \{\}"),
+        ("attention/0/layer", 1, r"attention\[0\]\.layer: expected 0, got 1"),
+        ("attention/1/layer", -1, r"attention\[1\]\.layer: expected at least 0, got -1"),
+        ("attention/0/variant", 3, r"attention\[0\]\.variant: expected a str, got 3"),
+        ("attention/1/variant", "zz", r"attention\[1\]\.variant: expected one of native, mask, plugin, got 'zz'"),
+        ("attention/0/decomposable", 0, r"attention\[0\]\.decomposable: expected a bool, got 0"),
+        ("checkpoint/path", 5, r"checkpoint\.path: expected a str, got 5"),
+        ("checkpoint/path", None, r"checkpoint\.path: expected a str, got None"),
+        ("checkpoint/fingerprint", 7, r"checkpoint\.fingerprint: expected a str, got 7"),
+        ("checkpoint/nbytes", "x", r"checkpoint\.nbytes: expected an integer, got 'x'"),
+        ("checkpoint/embedded", "no", r"checkpoint\.embedded: expected a bool, got 'no'"),
+        ("plan/sha256", 3, r"plan\.sha256: expected a str, got 3"),
+        ("plan/nbytes", -1, r"plan\.nbytes: expected at least 1, got -1"),
+        ("tensorrt/flavour", "bogus", r"tensorrt\.flavour: expected one of tensorrt, tensorrt_rtx, got 'bogus'"),
+        ("tensorrt/flavour", "auto", r"tensorrt\.flavour: expected one of tensorrt, tensorrt_rtx, got 'auto'"),
+        ("tensorrt/flavour", 5, r"tensorrt\.flavour: expected a str, got 5"),
+        ("tensorrt/version", 1.7, r"tensorrt\.version: expected a str, got 1\.7"),
+        ("producer/version", None, r"producer\.version: expected a str, got None"),
+        ("compute_capabilities", "8.6", r"compute_capabilities: expected a list, got '8\.6'"),
+        ("compute_capabilities", [8.6], r"compute_capabilities\[0\]: expected a str, got 8\.6"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_its_field(folder: EngineFolder, field: str, value: Any, message: str) -> None:
+    *path, last = (int(part) if part.isdigit() else part for part in field.split("/"))
+    edit(folder, lambda data: at(data, path).update({last: value}))
+    with pytest.raises(EngineError, match=rf"config\.json: {message}\."):
+        EngineFolder.open(folder.path)
+
+
+def at(data: Any, path: list[Any]) -> Any:
+    return at(data[path[0]], path[1:]) if path else data
+
+
+def places(data: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Every field and item of a JSON value, however deep."""
+    for key in data if isinstance(data, dict) else range(len(data)) if isinstance(data, list) else ():
+        yield (*path, key)
+        yield from places(data[key], (*path, key))
+
+
+@pytest.mark.parametrize("segmented", [False, True])
+def test_a_wrong_value_anywhere_is_refused_and_gives_no_other_error(model, tmp_path, segmented):
+    good = make_engine_folder(model, tmp_path / "engine", segmented=segmented).config.to_dict()
+    taken = set()
+    for *path, last in places(good):
+        old = at(good, path)[last]
+        for value in (None, "x", -1, 2.5, True, [], [[1]], {"x": 1}, *([old + 1] if type(old) is int else [])):
+            data = json.loads(json.dumps(good))
+            at(data, path)[last] = value
+            with contextlib.suppress(EngineError):
+                EngineConfig.from_dict(data)
+                if value != old and path[:1] not in (["model"], ["producer"]):
+                    assert old is None or type(value) is type(old)
+                    taken.add("/".join(map(str, (*path, last))))
+    plans = {name for name in taken if name.endswith("plan_nbytes")}
+    assert taken - plans == FREE | (SEGMENTED if segmented else {"plan/nbytes"})

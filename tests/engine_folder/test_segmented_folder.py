@@ -1,0 +1,91 @@
+"""Folders of engines in segments: what is read back, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.engine_files import make_engine_folder, segment_plans
+from tests.helpers.small_model import write_model
+from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING
+from trt_kvcache.engine_folder.folder import EngineFolder
+from trt_kvcache.errors import EngineError
+
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> EngineFolder:
+    base = tmp_path_factory.mktemp("segments")
+    model = write_model(base / "model", num_hidden_layers=LAYERS, head_dim=64)
+    return make_engine_folder(model, base / "engine", segmented=True)
+
+
+@pytest.fixture
+def path(original: EngineFolder, tmp_path: Path) -> Path:
+    """A copy that may be damaged."""
+    return Path(shutil.copytree(original.path, tmp_path / "engine"))
+
+
+def test_the_configuration_is_read_back(original: EngineFolder) -> None:
+    assert EngineFolder.open(original.path).config == original.config
+
+
+def test_constants_are_read_back(original: EngineFolder) -> None:
+    assert set(original.read_constants()) == {EMBEDDING, COS_SIN}
+
+
+def test_each_plan_is_found_by_its_span(original: EngineFolder) -> None:
+    assert original.config.segments is not None
+    with original.read_plan() as plan:
+        assert [plan[start:end] for start, end in original.config.segments.spans] == segment_plans(LAYERS)
+
+
+def test_constants_of_another_size_are_refused(path: Path) -> None:
+    (path / "constants.safetensors").write_bytes(b"12345")
+    with pytest.raises(EngineError, match=r"constants\.safetensors: expected [0-9]+ bytes as config\.json records, got 5"):
+        EngineFolder.open(path)
+
+
+def test_constants_with_a_flipped_bit_are_refused_when_they_are_read(path: Path) -> None:
+    file = path / "constants.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    folder = EngineFolder.open(path)
+    with pytest.raises(EngineError, match=r"constants\.safetensors: it was changed since"):
+        folder.read_constants()
+
+
+@pytest.mark.parametrize(
+    ("place", "values", "message"),
+    [
+        ("", {"segments": None}, "segments: expected some of tensorrt_rtx and plugin attention, got none"),
+        ("segments/steps/2", {"inputs": []}, r"segments\.steps\[2\]: expected CustomOpNode"),
+        ("segments/steps/2/attributes", {"num_heads": 8}, r"segments\.steps\[2\]: expected"),
+        ("segments/steps/1", {"plan_nbytes": 0}, "segment 0: plan_nbytes: expected at least 1, got 0"),
+        ("segments/steps/5", {"plan_nbytes": 7}, "plan.nbytes: expected 8199, the end of the last segment, got "),
+        ("segments/constants", {"nbytes": "1"}, r"segments\.constants\.nbytes: expected an integer"),
+        ("attention/1", {"variant": "mask"}, r"attention\[1\]\.variant: expected plugin as in the first layer, got mask"),
+        ("kv_cache", {"layout": "separate"}, r"kv_cache\.layout: expected combined for this model, got separate"),
+    ],
+)
+def test_values_that_contradict_each_other_are_refused(path: Path, place: str, values: dict[str, Any], message: str) -> None:
+    data = inner = json.loads((path / "config.json").read_text())
+    for key in place.split("/") if place else []:
+        inner = inner[int(key) if key.isdigit() else key]
+    inner.update(values)
+    (path / "config.json").write_text(json.dumps(data))
+    with pytest.raises(EngineError, match=message):
+        EngineFolder.open(path)
+
+
+def test_a_missing_stage_is_refused(path: Path) -> None:
+    data = json.loads((path / "config.json").read_text())
+    data["segments"]["steps"].pop()
+    (path / "config.json").write_text(json.dumps(data))
+    with pytest.raises(EngineError, match=r"segments\.steps: expected 6 for this model and kv_cache, got 5"):
+        EngineFolder.open(path)

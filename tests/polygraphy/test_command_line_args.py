@@ -1,0 +1,105 @@
+"""The real ``polygraphy`` command, in processes of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+from trt_kvcache.polygraphy.command_line_args import get_arg_groups
+
+MODEL = ROOT / "tests" / "golden" / "llama"
+SHIPPED = ROOT / "examples" / "tiny-llama"
+POLYGRAPHY = Path(sys.executable).with_name("polygraphy")
+CPU = ["--kvcache-engine", "reference", "--kvcache-max-batch-size", "2"]
+SHAPES = ["--input-shapes", "input_ids:[2,5]", "new_lengths:[2]"]
+RANDOM = [*SHAPES, "--val-range", "input_ids:[0,60]", "new_lengths:[1,5]", "--iterations", "4"]
+
+
+def _polygraphy(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    variables = {**os.environ, "POLYGRAPHY_INTERNAL_CORRECTNESS_CHECKS": "1", "OMP_NUM_THREADS": "1", "COLUMNS": "200", **environment}
+    return subprocess.run([POLYGRAPHY, *map(str, arguments)], env=variables, capture_output=True, text=True, timeout=120, check=False)
+
+
+def _passes(*arguments: str | Path, **environment: str) -> str:
+    done = _polygraphy("run", *arguments, **environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_the_entry_point_is_found() -> None:
+    (entry,) = [entry for entry in entry_points(group="polygraphy.run.plugins") if entry.name == "trt-kvcache"]
+    assert entry.load() is get_arg_groups
+
+
+def test_help_shows_the_group_and_the_runners() -> None:
+    text = _passes("--help")
+    assert "KV Cache Sessions:" in text
+    for option in ("session", "recompute", "reference", "engine", "max-batch-size", "max-sequence-length", "dtype", "no-live-rows"):
+        assert f"--kvcache-{option}" in text
+
+
+def test_all_three_runners_agree_on_random_inputs() -> None:
+    text = _passes(MODEL, "--kvcache-session", "--kvcache-recompute", "--kvcache-reference", *CPU, *RANDOM)
+    assert text.count("Passed: 4/4 iterations") == 2
+    assert "Outputs: ['logits', 'k_cache_0', 'v_cache_0', 'k_cache_1', 'v_cache_1', 'kvcache_lengths']" in text
+    assert "internal error" not in text.lower()
+
+
+def test_a_difference_fails_the_command(tmp_path: Path) -> None:
+    exact = tmp_path / "float32.json"
+    _passes(MODEL, "--kvcache-reference", "--kvcache-dtype", "float32", *CPU[2:], *RANDOM, "--save-outputs", exact)
+    plugin = ["--kvcache-dtype", "float32", "--kvcache-attention", "plugin", *CPU[2:]]
+    _passes(MODEL, "--kvcache-reference", *plugin, *RANDOM, "--load-outputs", exact)
+    half = [MODEL, "--kvcache-reference", "--kvcache-dtype", "float16", *CPU[2:], *RANDOM, "--load-outputs", exact]
+    done = _polygraphy("run", *half)
+    assert done.returncode == 1
+    assert "Passed: 0/4 iterations" in done.stdout + done.stderr
+    _passes(*half, "--atol", "0.05")
+
+
+def test_the_feed_script_continues_prompts_of_the_shipped_model() -> None:
+    feed = ["--data-loader-script", ROOT / "engines" / "feed.py", "--atol", "0.1"]
+    text = _passes(SHIPPED, "--kvcache-session", "--kvcache-recompute", *CPU, *feed, "--kvcache-no-live-rows")
+    assert "Passed: 9/9 iterations" in text
+    assert "Outputs: ['logits']" in text
+    done = _polygraphy("run", MODEL, "--kvcache-session", *CPU, *feed, TRT_KVCACHE_MODEL=str(MODEL))
+    assert done.returncode == 1
+    assert "prompts: expected token ids, got text" in done.stderr
+
+
+def test_every_option_reaches_its_runner() -> None:
+    given = {
+        "engine": "tensorrt",
+        "flavour": "tensorrt_rtx",
+        "max-batch-size": "2",
+        "max-sequence-length": "32",
+        "max-prefill-length": "7",
+        "dtype": "bfloat16",
+        "attention": "mask",
+    }
+    options = [word for name, value in given.items() for word in (f"--kvcache-{name}", value)] + ["--kvcache-no-live-rows"]
+    script = _passes(MODEL, "--kvcache-session", "--kvcache-recompute", "--kvcache-reference", *options, "--gen", "-")
+    shared = "flavour='tensorrt_rtx', max_batch_size=2, max_sequence_length=32, max_prefill_length=7, dtype='bfloat16', attention='mask'"
+    assert f"SessionSource({str(MODEL)!r}, engine='tensorrt', {shared})" in script
+    assert "    SessionRunner(kvcache_session_source, live_rows=False)," in script
+    assert "    RecomputeRunner(kvcache_session_source, live_rows=False)," in script
+    assert f"    ReferenceRunner({str(MODEL)!r}, live_rows=False, {shared})," in script
+
+
+@pytest.mark.trt
+def test_an_engine_folder_is_run_as_it_was_built(tmp_path: Path) -> None:
+    from trt_kvcache import build_engine
+
+    folder = tmp_path / "engine"
+    build_engine(MODEL, folder, max_batch_size=3, max_sequence_length=24, max_prefill_length=8, flavour="tensorrt_rtx")
+    runners = ["--kvcache-session", "--kvcache-recompute", "--kvcache-engine", "reference"]
+    assert "Passed: 4/4 iterations" in _passes(folder, *runners, *RANDOM)
+    done = _polygraphy("run", folder, *runners, "--kvcache-dtype", "float16", *RANDOM)
+    assert done.returncode == 1
+    assert "dtype: expected with a Hugging Face folder only" in done.stderr

@@ -1,0 +1,131 @@
+"""Tensors and profiles of an engine, read from the engine and compared with its record."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.helpers.fake_tensorrt import FakeTensorRT
+from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
+from trt_kvcache.errors import BindingError, EngineError
+from trt_kvcache.trt.tensors import ProfileRanges, compare_profiles, compare_tensors, read_profiles, read_ranges, read_tensors
+
+PREFILL = EngineProfile(name="prefill", min_batch=1, max_batch=3, min_width=1, max_width=11)
+DECODE = EngineProfile(name="decode", min_batch=1, max_batch=3, min_width=1, max_width=1)
+IDS = TensorSpec.input("ids", (-1, -1), "int32")
+TABLE = TensorSpec.input("table", (5, 7), "float32")
+CACHE = TensorSpec.input("past", (-1, 2, 9), "bfloat16")
+PRESENT = TensorSpec.output("present", (-1, 2, 9), "bfloat16", alias="past")
+LOGITS = TensorSpec.output("logits", (-1, 37), "float16")
+SPECS = [LOGITS, CACHE, PRESENT, IDS, TABLE]
+
+
+@pytest.fixture
+def fake() -> FakeTensorRT:
+    return FakeTensorRT(SPECS, [PREFILL, DECODE])
+
+
+def read(fake: FakeTensorRT) -> dict[str, TensorSpec]:
+    tensorrt = fake.tensorrt("tensorrt_rtx")
+    return read_tensors(tensorrt, tensorrt.module.Runtime(tensorrt.log.logger).deserialize_cuda_engine(fake.plan))
+
+
+def ranges(fake: FakeTensorRT) -> list[ProfileRanges]:
+    tensorrt = fake.tensorrt("tensorrt_rtx")
+    engine = tensorrt.module.Runtime(tensorrt.log.logger).deserialize_cuda_engine(fake.plan)
+    return read_ranges(engine, read_tensors(tensorrt, engine))
+
+
+def test_tensors_are_read_with_dtype_mode_and_alias(fake: FakeTensorRT) -> None:
+    assert read(fake) == {spec.name: spec for spec in SPECS}
+
+
+def test_inputs_come_first(fake: FakeTensorRT) -> None:
+    assert list(read(fake)) == ["ids", "past", "table", "logits", "present"]
+
+
+def test_a_tensor_in_host_memory_is_refused(fake: FakeTensorRT) -> None:
+    fake.host_tensors.add("past")
+    with pytest.raises(EngineError, match=r"^`past`: expected a tensor in GPU memory, the engine has it on the host\."):
+        read(fake)
+
+
+def test_ranges_of_each_profile(fake: FakeTensorRT) -> None:
+    prefill, decode = ranges(fake)
+    assert prefill.ranges["ids"] == ((1, 1), (3, 11))
+    assert decode.ranges["ids"] == ((1, 1), (3, 1))
+    assert prefill.ranges["past"] == decode.ranges["past"] == ((1, 2, 9), (3, 2, 9))
+
+
+def test_an_input_of_a_fixed_shape_has_that_range(fake: FakeTensorRT) -> None:
+    assert ranges(fake)[0].ranges["table"] == ((5, 7), (5, 7))
+
+
+def test_outputs_have_no_range(fake: FakeTensorRT) -> None:
+    assert set(ranges(fake)[0].ranges) == {"ids", "past", "table"}
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (3, 11), (2, 5)])
+def test_a_shape_inside_the_range(shape: tuple[int, ...]) -> None:
+    ProfileRanges({"ids": ((1, 1), (3, 11))}).check("ids", shape)
+
+
+@pytest.mark.parametrize("shape", [(0, 1), (4, 1), (3, 12), (3,), (3, 1, 1)])
+def test_a_shape_outside_the_range_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(BindingError, match=r"^`ids`: expected a shape from \(1, 1\) to \(3, 11\) in this profile, got \("):
+        ProfileRanges({"ids": ((1, 1), (3, 11))}).check("ids", shape)
+
+
+def test_profiles_are_named_after_their_width(fake: FakeTensorRT) -> None:
+    assert read_profiles(ranges(fake), "ids") == (PREFILL, DECODE)
+
+
+def test_profiles_need_the_token_ids(fake: FakeTensorRT) -> None:
+    with pytest.raises(
+        EngineError, match=r"^`tokens`: the engine has no such input, it has `ids`, `past`, `table`\. Pass the engine's names as"
+    ):
+        read_profiles(ranges(fake), "tokens")
+
+
+def test_token_ids_have_two_dimensions(fake: FakeTensorRT) -> None:
+    with pytest.raises(EngineError, match=r"^`past`: expected two dimensions \(slots, new tokens per slot\), the engine has 3\."):
+        read_profiles(ranges(fake), "past")
+
+
+def by_name(*specs: TensorSpec) -> dict[str, TensorSpec]:
+    return {spec.name: spec for spec in specs}
+
+
+def test_equal_tensors() -> None:
+    compare_tensors(by_name(*SPECS), SPECS)
+
+
+@pytest.mark.parametrize(("found", "recorded"), [(SPECS[1:], SPECS), (SPECS, SPECS[1:])], ids=["missing", "too many"])
+def test_other_names_are_refused(found: list[TensorSpec], recorded: list[TensorSpec]) -> None:
+    with pytest.raises(EngineError, match=r"the engine's tensors are not those of its config\.json: `logits` is only in one of them"):
+        compare_tensors(by_name(*found), recorded)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [replace(PRESENT, alias=None), replace(PRESENT, dtype="float16"), replace(PRESENT, shape=(-1, 2, 8))],
+    ids=["alias", "dtype", "shape"],
+)
+def test_another_tensor_is_refused(changed: TensorSpec) -> None:
+    with pytest.raises(EngineError) as raised:
+        compare_tensors(by_name(IDS, changed), [IDS, PRESENT])
+    expected = f"the engine is not what its config.json says: expected {PRESENT.describe()}, got {changed.describe()}."
+    assert str(raised.value) == expected
+
+
+def test_names_of_profiles_are_not_compared() -> None:
+    compare_profiles([replace(PREFILL, name="x"), DECODE], [PREFILL, DECODE])
+
+
+@pytest.mark.parametrize(
+    "found", [[PREFILL], [DECODE, PREFILL], [replace(PREFILL, max_width=12), DECODE]], ids=["missing", "order", "width"]
+)
+def test_other_profiles_are_refused(found: list[EngineProfile]) -> None:
+    with pytest.raises(EngineError, match=r"expected profiles \[\(1, 3, 1, 11\), \(1, 3, 1, 1\)\] \(batch, width\), got \["):
+        compare_profiles(found, [PREFILL, DECODE])

@@ -1,0 +1,127 @@
+"""One safetensors file, memory-mapped: its tensors are arrays over the mapping, not copies."""
+
+import json
+import mmap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.errors import CheckpointError
+
+_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+
+# A file starts with the length of its JSON header, a little-endian uint64.
+_LENGTH_BYTES = 8
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor is in its file.
+
+    Parameters
+    ----------
+    dtype : str
+        A name of :mod:`trt_kvcache.dtypes`; any other dtype has its name in safetensors.
+    shape : tuple of int
+        Number of elements along each dimension.
+    offset : int
+        Position of the first byte, from the start of the file.
+    nbytes : int
+        Size in bytes.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class SafetensorsFile:
+    """A safetensors file whose tensors are read-only arrays over one memory mapping.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+
+    Attributes
+    ----------
+    path : Path
+        The file.
+    tensors : dict of str to StoredTensor
+        The tensors in the file by name.
+
+    Raises
+    ------
+    CheckpointError
+        The file is missing, or is not a complete safetensors file.
+
+    Notes
+    -----
+    The safetensors library opens the file first: it checks the header, the size of every tensor and the size of the file. But its
+    NumPy interface copies each tensor, so the arrays are made over a mapping of our own.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with safe_open(path, framework="numpy"):
+                pass
+            with path.open("rb") as file:
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{path}: expected a whole safetensors file, got {path.stat().st_size} bytes that are not one ({error}). "
+                "It may be truncated: fetch or copy it again."
+            ) from error
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}.") from error
+        self.tensors = _stored_tensors(self._map)
+
+    def array(self, name: str) -> npt.NDArray[Any]:
+        """Return a tensor as a read-only array.
+
+        Parameters
+        ----------
+        name : str
+            One of :attr:`tensors`.
+
+        Returns
+        -------
+        ndarray
+            In the stored dtype. It keeps the mapping alive. It is a copy only if the tensor is not aligned in the file.
+
+        Raises
+        ------
+        KeyError
+            The file has no such tensor.
+        """
+        stored = self.tensors[name]
+        dtype = numpy_dtype(stored.dtype)
+        count = stored.nbytes // dtype.itemsize
+        array = np.frombuffer(self._map, dtype=dtype, count=count, offset=stored.offset).reshape(stored.shape)
+        if not array.flags.aligned:
+            array = array.copy()
+            array.flags.writeable = False
+        return array
+
+
+def _stored_tensors(file: mmap.mmap) -> dict[str, StoredTensor]:
+    header_bytes = int.from_bytes(file[:_LENGTH_BYTES], "little")
+    start = _LENGTH_BYTES + header_bytes
+    header = json.loads(file[_LENGTH_BYTES:start])
+    header.pop("__metadata__", None)
+    return {
+        name: StoredTensor(
+            dtype=_DTYPES.get(entry["dtype"], entry["dtype"]),
+            shape=tuple(entry["shape"]),
+            offset=start + entry["data_offsets"][0],
+            nbytes=entry["data_offsets"][1] - entry["data_offsets"][0],
+        )
+        for name, entry in header.items()
+    }

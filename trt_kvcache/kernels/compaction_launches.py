@@ -1,0 +1,74 @@
+"""Moves of a compaction, packed into the arguments of a launch."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from trt_kvcache.kernels.compaction_moves import REGISTER, CompactionMove
+from trt_kvcache.kernels.launch_limits import MOVE_CAPACITIES
+
+_DESTINATION_BIT, _SOURCE_BIT = 31, 47
+
+
+@dataclass(frozen=True)
+class CompactionLaunch:
+    """The moves of one launch.
+
+    Parameters
+    ----------
+    capacity : int
+        Moves that the kernel takes: the number at the end of its name.
+    max_tokens : int
+        Tokens of the longest move.
+    count : int
+        Moves that are carried out, at most ``capacity``.
+    packed : tuple of int
+        The moves, 64 bits each, padded with zeros to ``capacity``. From bit 47 the source, from bit 31 the destination, below it the
+        tokens (``Move`` in ``plugins/compaction.cuh``).
+    """
+
+    capacity: int
+    max_tokens: int
+    count: int
+    packed: tuple[int, ...]
+
+
+def pack_moves(moves: Sequence[CompactionMove]) -> CompactionLaunch:
+    """Pack moves for a kernel that carries them out one after another.
+
+    Parameters
+    ----------
+    moves : sequence of CompactionMove
+        At least one, at most :data:`~trt_kvcache.kernels.launch_limits.MAX_MOVES`.
+
+    Returns
+    -------
+    CompactionLaunch
+        For the smallest kernel that takes so many.
+    """
+    capacity = next(capacity for capacity in MOVE_CAPACITIES if capacity >= len(moves))
+    packed = [source << _SOURCE_BIT | destination << _DESTINATION_BIT | tokens for source, destination, tokens in moves]
+    max_tokens = max(tokens for _, _, tokens in moves)
+    return CompactionLaunch(capacity, max_tokens, len(moves), (*packed, *[0] * (capacity - len(packed))))
+
+
+def pack_simultaneous_moves(moves: Sequence[CompactionMove]) -> CompactionLaunch:
+    """Pack the same moves for a kernel that reads all slots before it writes one, and so needs no register.
+
+    Parameters
+    ----------
+    moves : sequence of CompactionMove
+        As for :func:`pack_moves`. A move into the register and one out of it become a single move.
+
+    Returns
+    -------
+    CompactionLaunch
+        For the smallest kernel that takes so many.
+    """
+    held = REGISTER
+    direct = []
+    for move in moves:
+        if move.destination == REGISTER:
+            held = move.source
+        else:
+            direct.append(move._replace(source=held) if move.source == REGISTER else move)
+    return pack_moves(direct)

@@ -1,0 +1,94 @@
+"""From a batch mapping to moves: copies from slot to slot, where cycles rotate through a register. Any permutation, no scratch memory."""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+from trt_kvcache.kernels.launch_limits import MAX_SLOTS
+
+#: In the place of a slot number: the register in which a thread keeps its part of a slot. Slot numbers are below it.
+REGISTER = MAX_SLOTS
+
+
+class CompactionMove(NamedTuple):
+    """Copy the first ``tokens`` tokens of slot ``source`` to slot ``destination``; either slot may be :data:`REGISTER`."""
+
+    source: int
+    destination: int
+    tokens: int
+
+
+def find_chains(mapping: Sequence[int]) -> tuple[list[list[int]], list[list[int]]]:
+    """Split a valid mapping into paths and cycles.
+
+    Parameters
+    ----------
+    mapping : sequence of int
+        New slot of each old slot, or -1 to drop it.
+
+    Returns
+    -------
+    paths, cycles : lists of lists of int
+        Slots ``p0, p1, p2 ...``: the content of ``p1`` goes to ``p0``, that of ``p2`` to ``p1`` and so on. In a path the content of
+        ``p0`` is dropped; in a cycle it goes to the last slot. Slots that stay where they are appear in neither.
+    """
+    source_of = {new: old for old, new in enumerate(mapping) if new >= 0 and new != old}
+    paths = [[slot] for slot in source_of if slot >= len(mapping) or mapping[slot] < 0]
+    for path in paths:
+        while path[-1] in source_of:
+            path.append(source_of.pop(path[-1]))
+    cycles = []
+    while source_of:
+        cycle = [next(iter(source_of))]
+        while source_of[cycle[-1]] != cycle[0]:
+            cycle.append(source_of.pop(cycle[-1]))
+        del source_of[cycle[-1]]
+        cycles.append(cycle)
+    return paths, cycles
+
+
+def plan_moves(mapping: Sequence[int], lengths: Sequence[int], max_moves: int) -> list[list[CompactionMove]]:
+    """Turn a valid mapping into moves.
+
+    Parameters
+    ----------
+    mapping : sequence of int
+        New slot of each old slot, or -1 to drop it.
+    lengths : sequence of int
+        Tokens of each old slot.
+    max_moves : int
+        Moves in one list at most; at least 3.
+
+    Returns
+    -------
+    list of list of CompactionMove
+        Lists that are carried out one after another, each in one launch. At the end of a list nothing is left in the register.
+
+    Examples
+    --------
+    Slot 0 is dropped, slots 1 and 2 move down:
+
+    >>> from trt_kvcache.kernels.compaction_moves import plan_moves
+    >>> [tuple(move) for move in plan_moves([-1, 0, 1], [5, 3, 4], 96)[0]]
+    [(1, 0, 3), (2, 1, 4)]
+    """
+    paths, cycles = find_chains(mapping)
+    lists: list[list[CompactionMove]] = [[]]
+    for path in paths:
+        for destination, source in pairwise(path):
+            if len(lists[-1]) == max_moves:
+                lists.append([])
+            lists[-1].append(CompactionMove(source, destination, lengths[source]))
+    for cycle in cycles:
+        # `tokens` are those that each slot of the cycle holds now. A cycle too long for one list is rotated in parts: after the first
+        # part, its last slot holds what p0 held, and starts the cycle of the remaining slots.
+        tokens = [lengths[slot] for slot in cycle]
+        while len(cycle) > 1:
+            part = min(len(cycle), max_moves - 1)
+            if len(lists[-1]) + part + 1 > max_moves:
+                lists.append([])
+            lists[-1].append(CompactionMove(cycle[0], REGISTER, tokens[0]))
+            lists[-1].extend(CompactionMove(cycle[i], cycle[i - 1], tokens[i]) for i in range(1, part))
+            lists[-1].append(CompactionMove(REGISTER, cycle[part - 1], tokens[0]))
+            cycle, tokens = cycle[part - 1 :], [tokens[0], *tokens[part:]]
+    return [moves for moves in lists if moves]

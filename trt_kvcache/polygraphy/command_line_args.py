@@ -1,0 +1,157 @@
+"""Our options of ``polygraphy run``. Its entry point ``polygraphy.run.plugins`` calls :func:`get_arg_groups`.
+
+The model argument is a folder: an engine folder or a Hugging Face folder. Each ``--kvcache-*`` runner flag adds a runner with a
+session, and so a cache, of its own.
+"""
+
+from typing import Any, get_args
+
+from polygraphy.tools.args import ModelArgs, util as args_util
+from polygraphy.tools.args.base import BaseArgs, BaseRunnerArgs
+from polygraphy.tools.script import make_invocable
+
+from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.engine.flavours import FLAVOURS
+from trt_kvcache.reference import Attention
+from trt_kvcache.session.session_options import EngineChoice
+
+
+def get_arg_groups() -> list[Any]:
+    """Return the argument groups that ``polygraphy run`` adds to its own.
+
+    Returns
+    -------
+    list of BaseArgs
+        The shared options, and one group for each runner.
+    """
+    return [KVCacheArgs(), KVCacheSessionArgs(), KVCacheRecomputeArgs(), KVCacheReferenceArgs()]
+
+
+class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
+    """
+    KV Cache Sessions: the runners --kvcache-session, --kvcache-recompute and --kvcache-reference.
+
+    Depends on:
+
+        - ModelArgs
+    """
+
+    def add_parser_args_impl(self) -> None:
+        """Add the options that all our runners share."""
+        add = self.group.add_argument
+        add(
+            "--kvcache-engine",
+            choices=get_args(EngineChoice),
+            help="Engine of --kvcache-session and --kvcache-recompute: TensorRT, the NumPy reference engine, or TensorRT if it runs here",
+        )
+        add("--kvcache-flavour", choices=FLAVOURS, help="Which TensorRT; auto chooses the one that built the engine")
+        add(
+            "--kvcache-max-batch-size",
+            metavar="B",
+            type=int,
+            help="Slots of the cache. This option and the next four apply to model folders only",
+        )
+        add("--kvcache-max-sequence-length", metavar="S", type=int, help="Tokens that a slot can hold")
+        add("--kvcache-max-prefill-length", metavar="N", type=int, help="The most new tokens per slot in one enqueue")
+        add("--kvcache-dtype", choices=MODEL_DTYPES, help="Dtype of computation and cache")
+        add(
+            "--kvcache-attention",
+            choices=get_args(Attention),
+            help="TensorRT's attention with lengths, with an explicit mask, or that of our plugin",
+        )
+        add("--kvcache-no-live-rows", action="store_true", default=None, help="Return logits only, not the live rows of the cache")
+
+    def parse_impl(self, args: Any) -> None:
+        """Store the options under the names of ``SessionSource``; None for options that were not given.
+
+        Parameters
+        ----------
+        args : argparse.Namespace
+            The parsed command line.
+        """
+        names = ("flavour", "max_batch_size", "max_sequence_length", "max_prefill_length", "dtype", "attention")
+        self.engine: str | None = args_util.get(args, "kvcache_engine")
+        self.options: dict[str, Any] = {name: args_util.get(args, f"kvcache_{name}") for name in names}
+        self.live_rows: bool | None = False if args_util.get(args, "kvcache_no_live_rows") else None
+
+    def add_source_to_script(self, script: Any) -> Any:
+        """Add a ``SessionSource`` to the script that Polygraphy generates.
+
+        Parameters
+        ----------
+        script : polygraphy.tools.script.Script
+            The script, which is changed.
+
+        Returns
+        -------
+        str
+            Name of the variable that holds the source.
+        """
+        script.add_import(imports=["SessionSource"], frm="trt_kvcache.session.session_source")
+        source = make_invocable("SessionSource", self.arg_groups[ModelArgs].path, engine=self.engine, **self.options)
+        return script.add_loader(source, "kvcache_session_source")
+
+
+class _RunnerArgs(BaseRunnerArgs):  # type: ignore[misc]
+    """The flag of one of our runners, and the class that it adds to the script."""
+
+    _NAME_AND_FLAG: tuple[str, str]
+    _RUNNER: str
+
+    def get_name_opt_impl(self) -> tuple[str, str]:
+        """Return the runner's name and its flag."""
+        return self._NAME_AND_FLAG
+
+    def add_to_script_impl(self, script: Any) -> None:
+        """Add the runner."""
+        shared = self.arg_groups[KVCacheArgs]
+        script.add_import(imports=[self._RUNNER], frm="trt_kvcache.polygraphy.runners")
+        source, options = self._source(shared, script)
+        script.add_runner(make_invocable(self._RUNNER, source, live_rows=shared.live_rows, **options))
+
+    def _source(self, shared: KVCacheArgs, script: Any) -> tuple[Any, dict[str, Any]]:
+        """Return the first argument of the runner, and its other options."""
+        return shared.add_source_to_script(script), {}
+
+
+class KVCacheSessionArgs(_RunnerArgs):
+    """
+    KV Cache Session Runner: running sessions that keep their cache from one iteration to the next.
+
+    Depends on:
+
+        - KVCacheArgs
+    """
+
+    _NAME_AND_FLAG = "a KV cache session", "kvcache-session"
+    _RUNNER = "SessionRunner"
+
+
+class KVCacheRecomputeArgs(_RunnerArgs):
+    """
+    KV Cache Recompute Runner: running sessions that start new sequences with all tokens so far at every iteration.
+
+    Depends on:
+
+        - KVCacheArgs
+    """
+
+    _NAME_AND_FLAG = "a KV cache session that recomputes everything at every iteration", "kvcache-recompute"
+    _RUNNER = "RecomputeRunner"
+
+
+class KVCacheReferenceArgs(_RunnerArgs):
+    """
+    KV Cache Reference Runner: running sessions on the NumPy reference engine.
+
+    Depends on:
+
+        - ModelArgs
+        - KVCacheArgs
+    """
+
+    _NAME_AND_FLAG = "a KV cache session on the NumPy reference engine", "kvcache-reference"
+    _RUNNER = "ReferenceRunner"
+
+    def _source(self, shared: KVCacheArgs, script: Any) -> tuple[Any, dict[str, Any]]:
+        return self.arg_groups[ModelArgs].path, shared.options
