@@ -13,8 +13,8 @@ import pytest
 
 from tests.helpers.engine_files import PLAN, make_engine_folder
 from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
-from trt_kvcache.errors import CheckpointError, ClosedError, EngineError
+from trt_kvcache.engine_folder.folder import EngineFolder, check_target, is_engine_folder
+from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError, EngineError
 
 
 def edit(folder: EngineFolder, change: Callable[[dict[str, Any]], object]) -> None:
@@ -189,3 +189,13 @@ def test_a_damaged_checkpoint_is_refused(folder: EngineFolder, model: Path) -> N
         file.truncate(100)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         folder.open_checkpoint()
+
+
+@pytest.mark.parametrize("inside", [".", "checkpoint", "checkpoint/deep"])
+def test_a_folder_that_holds_the_model_is_not_replaced(folder: EngineFolder, model: Path, inside: str) -> None:
+    place = folder.path / inside
+    if inside != ".":
+        place.parent.mkdir(exist_ok=True)
+        model.rename(place)
+    with pytest.raises(ConfigError, match=r"engine path .*: the model .* is in it and would be replaced"):
+        check_target(folder.path, place)
