@@ -64,10 +64,16 @@ def _commit():
     given = os.environ.get("TRT_KVCACHE_COMMIT")
     if given:
         return given
-    folder = Path(__file__).parent
+    return commit_of(Path(__file__).resolve().parent.parent)
+
+
+def commit_of(checkout):
+    """Return the commit of a checkout, and whether files were changed since; ``"unknown"`` where they were copied without their history."""
+    if not (checkout / ".git").exists():  # or a repository that it was copied into would answer
+        return "unknown"
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run(["git", "status", "--porcelain"], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(["git", "status", "--porcelain"], cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return f"{commit}{' with changes' if changed else ''}"

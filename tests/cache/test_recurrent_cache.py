@@ -150,6 +150,19 @@ class TestPingPong:
                 expected.check(cache)
                 cache.swap()
 
+    @pytest.mark.parametrize("slot", [1, 4])
+    def test_the_states_that_are_kept_go_into_the_next_buffer(self, memory, stream, kind, slot):
+        with make_cache(kind, memory, ping_pong=True) as cache:
+            cache.reset_for_new_sequences([3, 5, 2], stream=stream)
+            for parity in (0, 1):
+                fill_all(cache, stream, parity)
+                expected = Image(cache)
+                for state, following in zip(expected.states, expected.next_states, strict=True):
+                    following[slot] = state[slot]
+                cache.keep_states(slot, stream=stream)
+                expected.check(cache)
+                cache.swap()
+
     def test_rows_that_are_not_active_are_refused(self, memory, stream, kind):
         bad = [
             (3, 0, SlotError, "slot 3: expected 0 <= slot < 3 (active slots). Slots never wrap."),

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from trt_kvcache.checkpoint.config_fields import Fields
+from trt_kvcache.checkpoint.config_fields import ConfigFields
 from trt_kvcache.errors import ConfigError
 
 
-def fields(**data: Any) -> Fields:
-    return Fields(data)
+def fields(**data: Any) -> ConfigFields:
+    return ConfigFields(data)
 
 
 def test_null_counts_as_absent() -> None:
@@ -79,4 +79,4 @@ def test_other_values_than_a_flag_are_refused(value: object) -> None:
 
 def test_the_prefix_stands_before_the_name() -> None:
     with pytest.raises(ConfigError, match=r"^rope\.x: expected a positive integer, got 0\.$"):
-        Fields({"x": 0}, "rope.").integer("x")
+        ConfigFields({"x": 0}, "rope.").integer("x")

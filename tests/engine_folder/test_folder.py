@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.engine_files import PLAN, make_engine_folder
-from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
-from trt_kvcache.errors import CheckpointError, EngineError
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine_folder.folder import EngineFolder, check_target, is_engine_folder
+from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError, EngineError
 
 
 def edit(folder: EngineFolder, change: Callable[[dict[str, Any]], object]) -> None:
@@ -173,8 +174,28 @@ def test_a_changed_checkpoint_is_refused(folder: EngineFolder, model: Path, chan
         folder.open_checkpoint()
 
 
+def test_a_checkpoint_that_is_refused_is_closed(folder: EngineFolder, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = Checkpoint.open(model)
+    monkeypatch.setattr(checkpoint, "fingerprint", lambda progress: "another")
+    monkeypatch.setattr(Checkpoint, "open", lambda path: checkpoint)
+    with pytest.raises(CheckpointError, match="this checkpoint was changed"):
+        folder.open_checkpoint()
+    with pytest.raises(ClosedError):
+        checkpoint.tensor(checkpoint.tensor_names[0])
+
+
 def test_a_damaged_checkpoint_is_refused(folder: EngineFolder, model: Path) -> None:
     with (model / "model.safetensors").open("r+b") as file:
         file.truncate(100)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         folder.open_checkpoint()
+
+
+@pytest.mark.parametrize("inside", [".", "checkpoint", "checkpoint/deep"])
+def test_a_folder_that_holds_the_model_is_not_replaced(folder: EngineFolder, model: Path, inside: str) -> None:
+    place = folder.path / inside
+    if inside != ".":
+        place.parent.mkdir(exist_ok=True)
+        model.rename(place)
+    with pytest.raises(ConfigError, match=r"engine path .*: the model .* is in it and would be replaced"):
+        check_target(folder.path, place)

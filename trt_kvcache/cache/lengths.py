@@ -187,7 +187,7 @@ class Lengths(Uncopyable):
         return self._mirror.all_empty
 
     def attach(self, contents: SlotContents) -> None:
-        """Let ``contents`` follow every change of the slots, until :meth:`detach` or until nobody else refers to it.
+        """Let ``contents`` follow every change of the slots, until :meth:`detach` or until no other reference to it is left.
 
         Parameters
         ----------

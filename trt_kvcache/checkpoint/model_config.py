@@ -65,7 +65,7 @@ FAMILIES: Mapping[str, Family] = {
 _REFUSED_FIELDS = {
     "quantization_config": "quantised weights",
     "compression_config": "quantised weights",
-    "auto_map": "code of its own",
+    "auto_map": "custom code (trust_remote_code)",
     "attn_logit_softcapping": "soft-capped attention",
     "final_logit_softcapping": "soft-capped logits",
     "num_experts": "mixture of experts",

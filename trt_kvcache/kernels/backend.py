@@ -1,4 +1,4 @@
-"""What both backends of the kernels offer, and which backend serves a memory. The caller has checked all arguments."""
+"""What both backends of the kernels offer, and which backend a memory uses. The caller has checked all arguments."""
 
 from __future__ import annotations
 

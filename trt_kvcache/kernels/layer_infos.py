@@ -1,4 +1,4 @@
-"""``KVLayerInfos``: where the K/V layers of one head-dim group are, for kernels that serve all of them in one launch."""
+"""``KVLayerInfos``: where the K/V layers of one head-dim group are, for kernels that take all of them in one launch."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

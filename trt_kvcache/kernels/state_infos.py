@@ -1,4 +1,4 @@
-"""``StateInfos``: where the recurrent (or conv) states of all layers are, for kernels that serve all of them in one launch."""
+"""``StateInfos``: where the recurrent (or conv) states of all layers are, for kernels that take all of them in one launch."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -224,7 +224,7 @@ class _Run:
             if configs[index].dtype not in self._tolerances:
                 raise ConfigError(f"tolerances: expected one for {configs[index].dtype}, got {', '.join(self._tolerances) or 'none'}.")
             if any(path.session.cache is other.session.cache for other in self._paths[:index]):
-                raise ConfigError(f"{path.name}: expected a session of its own, got one whose cache another path uses too.")
+                raise ConfigError(f"{path.name}: expected a separate session, got one whose cache another path also uses.")
             if configs[index].layers != configs[0].layers or path.session.vocab_size != self._paths[0].session.vocab_size:
                 raise ShapeError(f"{path.name}: expected the layers and vocabulary of {self._paths[0].name}, got another model's.")
         for one, other in self.pairs:

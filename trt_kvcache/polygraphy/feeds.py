@@ -178,7 +178,7 @@ def greedy_feeds(runner: SessionRunner, prompts: Sequence[Prompt], steps: int) -
     for step in range(steps):
         logits = runner.last_logits
         if logits is None or logits is before:
-            raise EngineError(f"greedy_feeds: feed {step} was not run through {runner.name} before the next one was asked for.")
+            raise EngineError(f"greedy_feeds: feed {step} was not run through {runner.name} before the next feed was requested.")
         yield make_feed(np.argmax(logits, axis=-1)[:, np.newaxis].tolist(), reset=False)
         before = logits
 

@@ -1,6 +1,6 @@
 """Polygraphy runners: sessions that ``Comparator.run`` and ``polygraphy run`` can drive.
 
-Each runner has a cache of its own and keeps it from one inference to the next. Polygraphy's ``TrtRunner`` cannot do that: it uploads
+Each runner has its own cache and keeps it from one inference to the next. Polygraphy's ``TrtRunner`` cannot do that: it uploads
 every input again, caches included.
 
 The runners use TensorRT through this package and not through Polygraphy. So they work whatever the value of

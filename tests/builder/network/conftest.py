@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.builder.network.parts import Part
 from tests.paths import GOLDEN
 from trt_kvcache.builder.definition import DecoderDefinition, define_decoder
 from trt_kvcache.builder.network.graph import Graph
@@ -65,3 +66,10 @@ def define(rtx):
 
     yield make
     make.cache_clear()
+
+
+@pytest.fixture
+def part(rtx):
+    """Return ``part(dtype="float32")``: an empty network for one part of a decoder."""
+    with rtx.log.collect(ignore_missing_driver=True) as messages:
+        yield lambda dtype="float32": Part(rtx, messages, dtype)

@@ -1,0 +1,53 @@
+"""Both ends of a decoder: embedding and logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.builder.network.parts import Part, StoredWeights, normal
+from tests.helpers.small_model import SMALL
+from trt_kvcache.builder.network.head import embed, embedding_table, last_token, logits
+from trt_kvcache.checkpoint import ModelConfig
+
+pytestmark = pytest.mark.trt
+
+MakePart = Callable[..., Part]
+
+MODEL = replace(ModelConfig.from_dict(SMALL), rms_norm_eps=0.25)
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def test_token_ids_select_rows_of_the_table(part: MakePart) -> None:
+    made, table, ids = part(), normal(7, 4), np.array([[6, 0, 3], [3, 3, 1]], np.int32)
+    tensor = embedding_table(made.graph, StoredWeights(model__embed_tokens__weight=table))
+    hidden = embed(made.graph, tensor, made.graph.input("ids", "int32", (-1, -1)))
+    np.testing.assert_array_equal(made.run(hidden, ids=ids), table[ids])
+
+
+def test_one_token_of_each_slot_is_selected(part: MakePart) -> None:
+    made, x, last = part(), normal(3, 4, 5), np.array([[3], [0], [2]], np.int32)
+    y = last_token(made.graph, made.graph.input("x", "float32", (-1, -1, 5)), made.graph.input("last", "int32", (-1, 1)))
+    np.testing.assert_array_equal(made.run(y, x=x, last=last), np.stack([x[0, 3], x[1, 0], x[2, 2]]))
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["a head of its own", "a tied head"])
+def test_logits_are_the_projection_of_the_normalised_state(part: MakePart, tied: bool) -> None:
+    made, x, table, head, norm = part(), normal(2, 4), normal(7, 4, seed=1), normal(7, 4, seed=2), normal(4, seed=3)
+    weights = StoredWeights(model__embed_tokens__weight=table, lm_head__weight=head, model__norm__weight=norm)
+    model = replace(MODEL, tie_word_embeddings=tied)
+    found = made.run(
+        logits(made.graph, made.graph.input("x", "float32", (2, 4)), weights, model, embedding_table(made.graph, weights)), x=x
+    )
+    normed = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 0.25) * norm
+    np.testing.assert_allclose(found, normed @ (table if tied else head).T, rtol=1e-5, atol=1e-5)
+
+
+def test_logits_are_in_float32(part: MakePart) -> None:
+    made, x = part("float16"), normal(2, 4, dtype="float16")
+    weights = StoredWeights(lm_head__weight=normal(7, 4, dtype="float16"), model__norm__weight=np.ones(4, np.float16))
+    tensor = made.graph.input("x", "float16", (2, 4))
+    assert made.run(logits(made.graph, tensor, weights, replace(MODEL, tie_word_embeddings=False), None), x=x).dtype == np.float32

@@ -1,0 +1,44 @@
+"""Positions and key lengths of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from tests.builder.network.parts import Part
+from trt_kvcache.builder.network.step_lengths import StepLengths, step_lengths
+
+pytestmark = pytest.mark.trt
+
+MakePart = Callable[..., Part]
+
+START = np.array([0, 4, 2], np.int32)
+FEED = {"ids": np.zeros((3, 5), np.int32), "start": START}
+
+
+@pytest.fixture
+def made(part: MakePart) -> Part:
+    return part()
+
+
+@pytest.fixture
+def lengths(made: Part) -> StepLengths:
+    ids, start = made.graph.input("ids", "int32", (-1, -1)), made.graph.input("start", "int32", (-1,))
+    return step_lengths(made.graph, input_ids=ids, start_index=start)
+
+
+def test_positions_follow_the_start_index(made: Part, lengths: StepLengths) -> None:
+    found = made.run(lengths.position_ids, **FEED)
+    assert found.dtype == np.int32
+    assert found.tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [2, 3, 4, 5, 6]]
+
+
+def test_key_lengths_include_the_new_tokens(made: Part, lengths: StepLengths) -> None:
+    found = made.run(lengths.key_lengths, **FEED)
+    assert (found.dtype, found.tolist()) == (np.int32, [5, 9, 7])
+
+
+def test_the_start_index_is_the_input_itself(lengths: StepLengths) -> None:
+    assert lengths.start_index.name == "start"
