@@ -64,10 +64,16 @@ def _commit():
     given = os.environ.get("TRT_KVCACHE_COMMIT")
     if given:
         return given
-    folder = Path(__file__).parent
+    return commit_of(Path(__file__).resolve().parent.parent)
+
+
+def commit_of(checkout):
+    """Return the commit of a checkout, and whether files were changed since; ``"unknown"`` where they were copied without their history."""
+    if not (checkout / ".git").exists():  # or a repository that it was copied into would answer
+        return "unknown"
     try:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
-        changed = subprocess.run(["git", "status", "--porcelain"], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
+        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
+        changed = subprocess.run(["git", "status", "--porcelain"], cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return f"{commit}{' with changes' if changed else ''}"
@@ -84,7 +90,7 @@ def _gpu():
 
 
 def to_table(rows):
-    """Return rows of figures, nested by one level at most, with their names said once, and "" for the text above: a fourth of the bytes."""
+    """Return rows of figures, nested by one level at most, with names written once, and "" for the text above: a fourth of the bytes."""
     flat = [{(key, *inner): value for key, part in row.items() for inner, value in _parts(part)} for row in rows]
     columns = list(dict.fromkeys(column for row in flat for column in row))
     rows = [[row.get(column) for column in columns] for row in flat]

@@ -248,7 +248,7 @@ def commit_in_a_graph(replays: int = 5) -> dict[str, Any]:
 def gpu_tests() -> str:
     """Run the tests that need a GPU; a missing one is a failure."""
     environment = {**os.environ, "TRT_KVCACHE_REQUIRE_GPU": "1", "TRT_KVCACHE_TEST_DEVICE": "gpu"}
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu or device", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "4", "-m", "gpu or device", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=540)
     assert done.returncode == 0, done.stdout[-2000:]
     return done.stdout.strip().splitlines()[-1]
@@ -258,7 +258,7 @@ def sanitized(tool: str) -> dict[str, str]:
     """Run the tests of the kernels under a tool of compute-sanitizer, in a process for each file: in one, memcheck takes many minutes."""
     environment = {**os.environ, "TRT_KVCACHE_REQUIRE_GPU": "1", "TRT_KVCACHE_TEST_DEVICE": "gpu"}
     shown = {}
-    for name in ("attention", "compaction", "cuda", "infos", "kv_moves", "lengths", "ptx", "refused", "rows"):
+    for name in ("attention", "compaction", "cuda", "infos", "kv_copies", "lengths", "ptx", "refused", "state_rows"):
         command = ["compute-sanitizer", "--tool", tool, "--report-api-errors", "no", "--error-exitcode", "9"]
         command += [sys.executable, "-m", "pytest", "-q", "-m", "device and not slow", "-p", "no:cacheprovider"]
         command += [f"tests/kernels/test_{name}.py"]

@@ -115,6 +115,18 @@ def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield f"attention, {what}", f"{min(found):.{digits}f} to {max(found):.{digits}f}{unit} ({len(found)} shapes)", limit
 
 
+def _compare_kernels(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    ratios: dict[str, list[float]] = {}
+    for row in of_table(content["cases"]):
+        ratios.setdefault(row["kind"], []).append(row["new_over_old"])
+    label = f"attention kernels, time over that of commit {content['old_commit'][:8]}"
+    for kind, found in ratios.items():
+        spread = f"{min(found):.3f} to {max(found):.3f} ({len(found)} shapes)"
+        yield f"{label}: {kind}", spread, f"{content['limits']['new_over_old']:g}"
+    if ratios:
+        yield f"{label}: geometric mean", f"{content['geometric_mean']:.3f}", ""
+
+
 def _segments(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     yield f"segments: host time of a layer, launches {content['launches']}", f"{content['eager_us_per_layer']:.1f} us", ""
     for layers, time in content["graph_us"].items():
@@ -145,6 +157,7 @@ _FILES = {
     "moves_host": _moves,
     "segments": _segments,
     "attention": _attention,
+    "compare_kernels": _compare_kernels,
     "gpu": _gpu,
 }
 

@@ -1,6 +1,6 @@
-"""Inputs for our runners in ``polygraphy run``: prompts, and what the reference engine says after them, token by token.
+"""Inputs for our runners in ``polygraphy run``: prompts, then the tokens that the reference engine generates after them.
 
-Which model and prompts: TRT_KVCACHE_MODEL and TRT_KVCACHE_PROMPTS (separated by ``|``) in the environment.
+The environment variables TRT_KVCACHE_MODEL and TRT_KVCACHE_PROMPTS (separated by ``|``) choose the model and the prompts.
 """
 
 import os
@@ -16,7 +16,7 @@ _STEPS = 8
 
 
 def load_data() -> Iterator[Feed]:
-    """Yield a prefill of the prompts, then one token for each of them per step."""
+    """Yield a prefill of the prompts, then one token per prompt and step."""
     with ReferenceRunner(_MODEL, live_rows=False, max_batch_size=len(_PROMPTS)) as runner:
         for feed in greedy_feeds(runner, _PROMPTS, _STEPS):
             runner.infer(feed)

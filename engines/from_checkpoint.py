@@ -1,4 +1,4 @@
-"""Any model: the Hugging Face folder and the sizes come from the environment. What to run: README.md beside this file."""
+"""A network script for any model: the Hugging Face folder and the sizes come from the environment. How to run it: README.md."""
 
 import os
 

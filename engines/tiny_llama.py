@@ -1,4 +1,4 @@
-"""The shipped model, for four sequences of up to 256 tokens. What to run: README.md beside this file."""
+"""A network script for the shipped model, for four sequences of up to 256 tokens. How to run it: README.md."""
 
 from pathlib import Path
 

@@ -1,12 +1,12 @@
 """Bring your own engine: drive an engine that trt_kvcache did not build, with its own tensor names. Needs no GPU.
 
-The engine here is written by hand in NumPy and has no weights. It is an induction head, the simplest thing that attention
-can do: find the last place where the newest token stood before, and expect what came after it. So it goes on with whatever
-pattern the prompt has. Its key for a token is the token *before* it and its value the token itself, both one-hot.
+The engine is written in NumPy and has no weights. It is an induction head, the simplest use of attention: it finds the last
+earlier occurrence of the newest token and predicts the token that followed it. So it continues any pattern that the prompt
+repeats. The key of a token is the token *before* it, and its value is the token itself, both one-hot.
 
-What an engine needs is in ``trt_kvcache.engine.protocol.Engine``: tensors, profiles, ``use_profile``, ``bind``, ``set_input_shape``,
-``enqueue``, ``close``. A serialised TensorRT engine needs none of that: ``TensorRTEngine.open("engine.plan", memory=...,
-names=...)`` is one already.
+``trt_kvcache.Engine`` is the protocol that an engine implements: tensors, profiles, ``use_profile``, ``bind``, ``set_input_shape``,
+``enqueue``, ``close``. A serialised TensorRT engine needs none of that code: ``TensorRTEngine.open("engine.plan", memory=...,
+names=...)`` opens it as such an engine.
 
 Run it::
 
@@ -36,7 +36,7 @@ from trt_kvcache import (
 
 VOCAB = 32
 
-#: What this engine calls its tensors. Both sides of a pair share one address: the cache is updated in place.
+#: The names of the tensors of this engine. Input and output of a cache tensor share one address: it is updated in place.
 NAMES = TensorNames(
     input_ids="tokens",
     kvcache_start_index="past_lengths",
@@ -48,7 +48,7 @@ NAMES = TensorNames(
     present_v_cache="new_values_{i}",
 )
 
-#: The cache that it runs on: one layer of one head, K and V apart.
+#: The cache of this engine: one layer with one head, K and V in separate tensors.
 KV = KVCacheConfig(
     layers=(KVLayerConfig(num_kv_heads=1, head_dim=VOCAB),),
     max_batch_size=3,
@@ -83,18 +83,18 @@ class InductionEngine:
         self._shapes: dict[str, tuple[int, ...]] = {}
 
     def use_profile(self, index: int) -> None:
-        """There is only one."""
+        """Do nothing: there is only one profile."""
 
     def bind(self, name: str, tensor: DeviceTensor) -> None:
-        """Remember where a tensor is, which also keeps it alive."""
+        """Store the tensor that a name is bound to, which also keeps its memory alive."""
         self._bound[name] = tensor
 
     def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
-        """Remember how large an input is."""
+        """Store the shape of an input."""
         self._shapes[name] = tuple(shape)
 
     def enqueue(self, stream: Any) -> None:
-        """Write the rows of the new tokens, then let the last one attend to all that are in its slot."""
+        """Write K and V of the new tokens, then compute the attention of the last one over all tokens of its slot."""
         inputs = ("tokens", "past_lengths", "last", "keys_0", "values_0")
         tokens, past, last, keys, values = (self._array(name, self._shapes[name]) for name in inputs)
         slots, width = tokens.shape
@@ -104,26 +104,26 @@ class InductionEngine:
             start, end = past[slot], past[slot] + width
             values[slot, 0, start:end] = one_hot[tokens[slot]]
             keys[slot, 0, start:end] = 0
-            first = max(start, 1)  # the very first token of a slot has none before it
+            first = max(start, 1)  # the first token of a slot has no token before it
             keys[slot, 0, first:end] = values[slot, 0, first - 1 : end - 1]
-            live = start + last[slot, 0] + 1  # what lies behind is padding
+            live = start + last[slot, 0] + 1  # the tokens after it are padding
             query = values[slot, 0, live - 1]
-            found = keys[slot, 0, :live] @ query  # 1 where the token before was the same one
-            recent = np.arange(1, live + 1, dtype=np.float32)  # of several places, the last
+            found = keys[slot, 0, :live] @ query  # 1 where the token before is the newest token
+            recent = np.arange(1, live + 1, dtype=np.float32)  # weighs later occurrences more
             scores[slot] = (found * recent) @ values[slot, 0, :live]
 
     def close(self) -> None:
-        """Let go of what was bound."""
+        """Release the bound tensors."""
         self._bound.clear()
 
     def _array(self, name: str, shape: tuple[int, ...]) -> Any:
-        """Return what is bound as a NumPy array over the same bytes. Its shape is that of the step."""
+        """Return a bound tensor as a NumPy array over the same bytes, with the shape of this step."""
         bound = self._bound[name]
         return self.memory.array(DeviceTensor(bound.allocation, shape=shape, dtype=bound.dtype, offset=bound.offset))
 
 
 def main() -> None:
-    """Continue three patterns together."""
+    """Continue three patterns in one batch."""
     memory = HostMemory()
     prompts = [[1, 2, 3, 4] * 3, [7, 7, 8] * 2, [5, 30, 5, 30]]
     with InferenceSession(InductionEngine(memory), KVCacheManager(KV, memory=memory), names=NAMES) as session:

@@ -67,22 +67,46 @@ def _row(name: str) -> DType:
 
 
 def itemsize(name: str) -> int:
-    """Return the bytes of one element, or raise :class:`~trt_kvcache.errors.DTypeError` for an unknown name."""
+    """Return the bytes of one element, or raise :class:`~trt_kvcache.errors.DTypeError` for an unknown name.
+
+    Parameters
+    ----------
+    name : str
+        A dtype of the table.
+    """
     return _row(name).numpy.itemsize
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """Return the NumPy (or ml_dtypes) dtype of a name, or raise :class:`~trt_kvcache.errors.DTypeError` for an unknown one."""
+    """Return the NumPy (or ml_dtypes) dtype of a name, or raise :class:`~trt_kvcache.errors.DTypeError` for an unknown one.
+
+    Parameters
+    ----------
+    name : str
+        A dtype of the table.
+    """
     return _row(name).numpy
 
 
 def dlpack_code(name: str) -> int:
-    """Return the DLPack type code of a name, or raise :class:`~trt_kvcache.errors.DTypeError` for an unknown one."""
+    """Return the DLPack type code of a name, or raise :class:`~trt_kvcache.errors.DTypeError` for an unknown one.
+
+    Parameters
+    ----------
+    name : str
+        A dtype of the table.
+    """
     return _row(name).dlpack_code
 
 
 def dtype_name(dtype: Any) -> str:
-    """Return our name of a NumPy dtype, or raise :class:`~trt_kvcache.errors.DTypeError` for one that the table does not have."""
+    """Return our name of a NumPy dtype, or raise :class:`~trt_kvcache.errors.DTypeError` for one that the table does not have.
+
+    Parameters
+    ----------
+    dtype : dtype_like
+        A NumPy or ml_dtypes dtype.
+    """
     name = _NAME_OF_NUMPY.get(np.dtype(dtype))
     if name is None:
         raise DTypeError(f"dtype: expected one of {', '.join(_TABLE)}, got NumPy dtype {np.dtype(dtype)}.")

@@ -25,7 +25,7 @@ class KVCacheError(Exception):
 
 
 class ConfigError(KVCacheError, ValueError):
-    """A configuration that cannot be served: a field out of range, or fields that disagree."""
+    """A configuration that is not supported: a field is out of range, or fields contradict each other."""
 
 
 class CheckpointError(KVCacheError, ValueError):

@@ -191,7 +191,7 @@ def _summary_cell(one: PublicName) -> str:
 
 
 def outdated_pages(app: Sphinx, env: BuildEnvironment, added: set[str], changed: set[str], removed: set[str]) -> list[str]:
-    """Have the pages with tables read anew in each build: what they list is in the package, not in them."""
+    """Have the pages with tables read again in each build: what they list comes from the package, not from their text."""
     return [f"reference/{area}" for area in AREAS]
 
 

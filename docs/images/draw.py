@@ -17,7 +17,7 @@ BLUE, GREEN, YELLOW, RED, GREY, PURPLE = "#dbeafe", "#dcfce7", "#fef3c7", "#fee2
 
 
 class Picture:
-    """An SVG that is put together from boxes, texts and arrows. Sizes are in pixels."""
+    """An SVG that consists of boxes, texts and arrows. Sizes are in pixels."""
 
     def __init__(self, width: int, height: int, title: str) -> None:
         self._parts = [

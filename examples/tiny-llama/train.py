@@ -67,7 +67,7 @@ class Windows:
 def train(model: LlamaForCausalLM, windows: Windows, steps: int, tokens: int, peak: float) -> None:
     """Minimise the cross entropy of the next token, on long windows and on many short ones in turn.
 
-    The long windows teach every position; the short ones teach how to go on from a prompt of a few words.
+    The long windows teach every position; the short ones teach how to continue a prompt of a few words.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak, betas=(0.9, 0.98), weight_decay=0.1)
     warmup, began = steps // 20, time.perf_counter()

@@ -143,7 +143,7 @@ struct KVPipeline {
         fill_ring_tile(0);
     }
 
-    // Issues V of the same step, and goes on to the next one.
+    // Issues V of the same step, and advances to the next step.
     __device__ __forceinline__ void fill_values() {
         fill_ring_tile(params.kv_stride);
         if (ahead.done < work.end) ahead.advance(params, work, ahead.count(work));

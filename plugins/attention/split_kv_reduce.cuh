@@ -9,7 +9,7 @@
 // Protocol between the blocks of a head (SplitKVReduce):
 //
 //     who merges     Even split: every block merges a run of the strips ([begin, end)) over all blocks of the head. Stream-K: the
-//                    block that has the last tile of the head merges all of them; it has the highest number, the others wait for nobody.
+//                    block that has the last tile of the head merges all of them; it has the highest number, the other blocks do not wait.
 //     publish        A block writes a strip either for itself (into `own`: shared memory, or in stream-K its part of the workspace), or
 //                    for the block that merges it (into `partials`, as flagged vectors: see flagged_vector.cuh).
 //     visible        A flagged vector is visible as soon as it is there: each of the five carries its own flag, none orders another.

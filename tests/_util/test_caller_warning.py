@@ -1,9 +1,8 @@
-"""``warn_caller``: a warning points at the line outside the package, however deep the call is."""
-
-from __future__ import annotations
+"""Warnings point at the line of the user's code that called the package."""
 
 import sys
 import warnings
+from types import ModuleType
 
 import pytest
 
@@ -11,28 +10,29 @@ from trt_kvcache._util import caller_warning
 from trt_kvcache._util.caller_warning import warn_caller
 
 
-def caught(call):
-    with warnings.catch_warnings(record=True) as found:
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A module that counts as a part of this package, and warns from two calls down."""
+    monkeypatch.setattr(caller_warning, "_PACKAGE", str(tmp_path))
+    code = "def outer(warn, *given):\n    inner(warn, *given)\n\ndef inner(warn, *given):\n    warn(*given)\n"
+    module = ModuleType("part")
+    exec(compile(code, str(tmp_path / "part.py"), "exec"), module.__dict__)
+    return module
+
+
+def test_the_line_is_that_of_the_caller(package):
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        call()
-    return [(one.filename, one.lineno, str(one.message), one.category) for one in found]
+        line = sys._getframe().f_lineno + 1
+        package.outer(warn_caller, "slow", RuntimeWarning)
+    (found,) = caught
+    assert (found.filename, found.lineno) == (__file__, line)
+    assert (found.category, str(found.message)) == (RuntimeWarning, "slow")
 
 
-def inside_the_package(depth):
-    """Return a function that warns ``depth`` calls deep in a file of the package."""
-    space = {"warn_caller": warn_caller}
-    source = "def call(depth):\n    call(depth - 1) if depth else warn_caller('look', UserWarning)\n"
-    exec(compile(source, f"{caller_warning._PACKAGE}/session/made_up.py", "exec"), space)
-    return lambda: space["call"](depth)
-
-
-@pytest.mark.parametrize("depth", [0, 1, 7])
-def test_it_points_at_the_line_that_called_the_package(depth):
-    call = inside_the_package(depth)
-    line = inside_the_package.__code__.co_firstlineno + 5  # the lambda
-    assert caught(call) == [(__file__, line, "look", UserWarning)]
-
-
-def test_called_directly_it_points_at_that_line():
-    line = sys._getframe().f_lineno + 1
-    assert caught(lambda: warn_caller("look", DeprecationWarning)) == [(__file__, line, "look", DeprecationWarning)]
+def test_a_call_from_outside_the_package_is_its_own_caller():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        line = sys._getframe().f_lineno + 1
+        warn_caller("slow", UserWarning)
+    assert (caught[0].filename, caught[0].lineno) == (__file__, line)

@@ -1,64 +1,83 @@
-"""``Closable`` and ``Uncopyable``: what every owner of memory has in common."""
+"""Owners of memory: they cannot be copied, and they can be closed."""
 
 import copy
 import pickle
 
 import pytest
 
-from trt_kvcache._util.lifetime import Closable, Uncopyable
+from trt_kvcache._util.lifetime import Closable
 from trt_kvcache.errors import ClosedError
 
 
-class Thing(Closable):
-    """Counts how often it is released."""
+class Owner(Closable):
+    """Counts how often it was released."""
 
-    def __init__(self, *, cache=None):
-        super().__init__(cache=cache)
-        self.released = 0
+    released = 0
 
     def _release(self):
         self.released += 1
 
     def use(self):
         self._check_open()
-        return "used"
 
 
-def test_it_is_closed_at_the_end_of_the_block():
-    with Thing() as thing:
-        assert (thing.use(), thing.closed, thing.released) == ("used", False, 0)
-    assert (thing.closed, thing.released) == (True, 1)
+@pytest.mark.parametrize("operation", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_owner_is_never_copied(operation):
+    with pytest.raises(TypeError) as caught:
+        operation(Owner())
+    assert str(caught.value) == "a Owner owns device memory and cannot be copied or pickled."
 
 
-def test_it_is_closed_if_the_block_raises():
-    thing = Thing()
-    with pytest.raises(KeyError), thing:
-        raise KeyError
-    assert (thing.closed, thing.released) == (True, 1)
+def test_close_releases():
+    owner = Owner()
+    owner.close()
+    assert (owner.closed, owner.released) == (True, 1)
 
 
-@pytest.mark.parametrize("use", [Thing.use, Thing.__enter__])
-def test_what_is_closed_cannot_be_used(use):
-    thing = Thing()
-    thing.close()
-    thing.close()
-    with pytest.raises(ClosedError, match=r"^this Thing is closed\.$"):
-        use(thing)
+def test_close_may_be_called_again():
+    owner = Owner()
+    owner.close()
+    owner.close()
+    assert owner.closed
 
 
-def test_what_works_on_a_closed_cache_cannot_be_used_and_can_be_closed():
-    cache = Thing()
-    thing = Thing(cache=cache)
+def test_an_open_owner_is_used():
+    Owner().use()
+
+
+@pytest.mark.parametrize("use", [Owner.use, Owner.__enter__])
+def test_a_closed_owner_is_refused(use):
+    owner = Owner()
+    owner.close()
+    with pytest.raises(ClosedError, match=r"^this Owner is closed\.$"):
+        use(owner)
+
+
+def test_a_block_closes():
+    with Owner() as owner:
+        assert not owner.closed
+    assert owner.closed
+
+
+def test_an_error_in_the_block_closes_and_passes():
+    owner = Owner()
+    with pytest.raises(ZeroDivisionError), owner:
+        _ = 1 / 0
+    assert owner.closed
+
+
+def test_an_owner_over_a_closed_cache_is_refused():
+    cache = Owner()
+    owner = Owner(cache=cache)
+    owner.use()
     cache.close()
-    assert not thing.closed
-    with pytest.raises(ClosedError, match=r"^this Thing's cache is closed\.$"):
-        thing.use()
-    thing.close()
-    with pytest.raises(ClosedError, match=r"^this Thing is closed\.$"):
-        thing.use()
+    with pytest.raises(ClosedError, match=r"^this Owner's cache is closed\.$"):
+        owner.use()
 
 
-@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_an_owner_is_not_copied(make):
-    with pytest.raises(TypeError, match=r"^a Uncopyable owns device memory and cannot be copied or pickled\.$"):
-        make(Uncopyable())
+def test_an_owner_over_a_closed_cache_can_be_closed():
+    cache = Owner()
+    owner = Owner(cache=cache)
+    cache.close()
+    owner.close()
+    assert owner.released == 1

@@ -12,9 +12,12 @@ from trt_kvcache._util.user_cache import user_cache_folder
     ("platform", "environment", "expected"),
     [
         ("linux", {"XDG_CACHE_HOME": "/caches"}, "/caches"),
+        ("darwin", {"XDG_CACHE_HOME": "/caches"}, "/caches"),
         ("linux", {}, "/home/me/.cache"),
+        ("linux", {"XDG_CACHE_HOME": ""}, "/home/me/.cache"),
         ("darwin", {}, "/home/me/Library/Caches"),
         ("win32", {"LOCALAPPDATA": "/local"}, "/local"),
+        ("win32", {}, "/home/me/AppData/Local"),
     ],
 )
 def test_folder_of_each_platform(monkeypatch, platform, environment, expected):

@@ -20,15 +20,13 @@ from trt_kvcache import (
     HybridCacheConfig,
     HybridCacheManager,
     KVCacheConfig,
-    KVHeadDimGroup,
     KVLayerConfig,
     KVLayout,
     LayerType,
     MambaCacheConfig,
     estimate_memory,
 )
-from trt_kvcache.errors import ClosedError, ConfigError, LayerIndexError, PlaceError, RangeError, ShapeError, SlotError
-from trt_kvcache.kernels import KVLayerInfos, save_kv_cache_batched
+from trt_kvcache.errors import ConfigError, LayerIndexError, PlaceError, RangeError, ShapeError, SlotError
 
 
 def test_how_it_looks(memory):
@@ -145,50 +143,6 @@ def test_slots_are_one_whichever_manager_is_asked(memory, stream, asked):
         with Unchanged(cache), pytest.raises(ConfigError, match="cannot go back"):
             inner.rewind(1, 0, stream=stream)
         assert cache.host_kv_cache_lengths == (0, 0, 0, 0)
-
-
-class TestGroups:
-    def test_one_for_each_head_dim(self, memory):
-        with make_cache("hybrid", memory) as cache:
-            groups = cache.kv_head_dim_groups
-            assert all(isinstance(group, KVHeadDimGroup) for group in groups)
-            assert [(g.head_dim, g.num_layers, g.max_kv_heads, g.attn_layer_indices) for g in groups] == [
-                (16, 2, 3, (0, 2)),
-                (48, 1, 1, (1,)),
-            ]
-            for group in groups:
-                layers = [cache.get_combined_kv_cache([1, 2, 4][index]) for index in group.attn_layer_indices]
-                array = group.device_layer_infos
-                assert (array.memory, array.shape, array.dtype) == (memory, (group.num_layers, 5), "int64")
-                assert [info.data for info in group.layer_infos.host] == array.numpy()[:, 0].tolist() == [layer.ptr for layer in layers]
-                assert [info.num_kv_heads for info in group.layer_infos.host] == [layer.shape[2] for layer in layers]
-            assert [group.device_layer_infos.ptr for group in cache.kv_cache_manager.kv_head_dim_groups] == [
-                group.device_layer_infos.ptr for group in groups
-            ]
-        with pytest.raises(ClosedError):
-            _ = cache.kv_head_dim_groups
-        with pytest.raises(ClosedError):
-            _ = groups[0].device_layer_infos
-
-    def test_one_for_a_uniform_model(self, memory):
-        kv = kv_config([(2, 16)] * 3)
-        for cache in (
-            HybridCacheManager(HybridCacheConfig(layer_types=LAYER_TYPES, kv=kv, mamba=mamba_config()), memory=memory),
-            make_cache("linear", memory),
-        ):
-            with cache:
-                (group,) = cache.kv_head_dim_groups
-                assert (group.head_dim, group.max_kv_heads, group.num_layers) == (16, 2, len(group.attn_layer_indices))
-
-    def test_a_kernel_takes_one(self, memory, stream):
-        with make_cache("hybrid", memory, layout=KVLayout.COMBINED) as cache:
-            fill_all(cache, stream)
-            group = cache.kv_head_dim_groups[0]
-            saved = [memory.to_device(np.zeros((2, h, 3, 16), np.float16), stream=stream) for h in (2, 3)]
-            save_kv_cache_batched(group.layer_infos, KVLayerInfos(saved, stream=stream), 4, 3, stream=stream)
-            for tensor, layer in zip(saved, (1, 4), strict=True):
-                expected = cache.get_combined_kv_cache(layer).numpy()[4, :, :, :3]
-                assert tensor.numpy().tobytes() == np.ascontiguousarray(expected).tobytes()
 
 
 class TestOneKindOfLayer:

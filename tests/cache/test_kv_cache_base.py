@@ -188,7 +188,7 @@ def test_everything_starts_as_zero(kind, layout):
 
 
 class TestDlpack:
-    """On the host: the exchange with NumPy. The device's is in test_cuda_memory.py."""
+    """On the host: the exchange with NumPy. The device's is in tests/memory/test_dlpack.py."""
 
     @KINDS
     @LAYOUTS

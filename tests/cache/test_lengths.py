@@ -241,9 +241,27 @@ class TestActiveBatch:
         assert (device(lengths), lengths.upper_bounds) == ([2, 0, 0], (3, 0, 0))
         with pytest.raises(LengthsUnknown, match=r"^the lengths of slots \[0\] were changed"):
             _ = lengths.host
-        lengths.rewind(2, 0, stream=stream)
+
+    def test_a_slot_whose_length_is_unknown_is_told_from_one_whose_is_known(self, lengths, memory, stream):
+        lengths.reset([1, 2], stream=stream)
+        lengths.commit(on_device(memory, [1, 1], stream), max_increment=2, stream=stream)
+        lengths.set_active_batch_size(3, stream=stream)
+        assert ([lengths.is_exact(slot) for slot in range(3)], lengths.of_slot(2)) == ([False, False, True], 0)
+        with pytest.raises(LengthsUnknown, match=r"^the lengths of slots \[0\] were changed"):
+            lengths.of_slot(0)
+
+    def test_what_is_cleared_is_known_again(self, lengths, memory, stream):
+        lengths.reset([1, 2], stream=stream)
+        lengths.commit(on_device(memory, [1, 1], stream), max_increment=2, stream=stream)
         lengths.clear_slot(0, stream=stream)
-        assert lengths.host == (0, 0, 0)
+        lengths.set_active_batch_size(1, stream=stream)
+        assert lengths.host == (0,)
+
+    @pytest.mark.parametrize("name", ["is_exact", "of_slot"])
+    def test_slots_that_are_not_active_have_no_length(self, lengths, stream, name):
+        lengths.reset([1, 2], stream=stream)
+        with pytest.raises(SlotError, match=r"^slot 2: expected 0 <= slot < 2 \(active slots\)"):
+            getattr(lengths, name)(2)
 
     def test_admission_beside_running_sequences(self, lengths, stream):
         lengths.reset([7], stream=stream)

@@ -14,42 +14,78 @@ RECT, TEXT = "{http://www.w3.org/2000/svg}rect", "{http://www.w3.org/2000/svg}te
 
 
 def config(slots):
+    """Two layers, the second with four times the bytes of the first."""
     return kv_config([(2, 16), (1, 128)], max_batch_size=slots, max_sequence_length=20)
 
 
 def bars(svg):
-    """Colour and width of the parts of each bar, from the top; the legend is not one."""
+    """Colour and width of the parts of each bar, from the top; neither the paper nor the legend is one."""
     names = {colour: name for name, colour in COLOURS.items()} | {LAYER_COLOUR: "layer"}
     rows = {}
-    paper, *rectangles = ElementTree.fromstring(svg).iter(RECT)
-    assert paper.attrib == {"width": "100%", "height": "100%", "fill": "#ffffff"}
+    _, *rectangles = ElementTree.fromstring(svg).iter(RECT)
     for rectangle in rectangles[len(COLOURS) :]:
         rows.setdefault(float(rectangle.get("y")), []).append((names[rectangle.get("fill")], float(rectangle.get("width"))))
     return [parts for _, parts in sorted(rows.items())]
 
 
-def test_slots_and_layers():
-    svg = draw_cache(config(3), [20, 5], [4, 9], title="a <title>")
-    full, part, free, first, second = bars(svg)
+def texts(svg):
+    return [node.text for node in ElementTree.fromstring(svg).iter(TEXT)]
+
+
+def near(width):
+    """Coordinates are rounded to hundredths."""
+    return pytest.approx(width, abs=0.01)
+
+
+def test_the_paper_is_white_whatever_the_page():
+    paper = next(ElementTree.fromstring(draw_cache(config(3), [1])).iter(RECT))
+    assert paper.attrib == {"width": "100%", "height": "100%", "fill": "#ffffff"}
+
+
+def test_a_slot_shows_reused_live_and_free_tokens():
+    full, part, free, *_ = bars(draw_cache(config(3), [20, 5], [4, 0]))
     width = free[0][1]
-    assert [full, part, free] == [
-        [("reused", pytest.approx(0.2 * width)), ("live", pytest.approx(0.8 * width, abs=0.01))],
-        [("reused", pytest.approx(0.25 * width)), ("free", pytest.approx(0.75 * width, abs=0.01))],
-        [("free", width)],
-    ]
-    assert (first, second) == ([("layer", pytest.approx(width / 4, abs=0.01))], [("layer", width)])
-    texts = [node.text for node in ElementTree.fromstring(svg).iter(TEXT)]
-    assert {"a <title>", "slot 1", "slot 2 (not active)", "5 / 20", "layer 1: 1 x 128", "30,720"} <= set(texts)
+    assert full == [("reused", near(0.2 * width)), ("live", near(0.8 * width))]
+    assert part == [("live", near(0.25 * width)), ("free", near(0.75 * width))]
+
+
+def test_a_slot_that_is_not_active_is_free():
+    *_, free, _, _ = bars(draw_cache(config(3), [20, 5]))
+    assert [name for name, _ in free] == ["free"]
+
+
+def test_no_more_tokens_are_reused_than_there_are():
+    part, *_ = bars(draw_cache(config(1), [4], [9]))
+    assert [name for name, _ in part] == ["reused", "free"]
+
+
+def test_layers_are_as_wide_as_their_bytes():
+    *_, first, second = bars(draw_cache(config(3), [1]))
+    assert [name for name, _ in (*first, *second)] == ["layer", "layer"]
+    assert first[0][1] == near(second[0][1] / 4)
+
+
+def test_the_texts_say_which_slot_and_layer_and_how_much():
+    found = texts(draw_cache(config(3), [20, 5], [4, 9]))
+    assert {"slot 1", "slot 2 (not active)", "5 / 20", "layer 1: 1 x 128", "30,720"} <= set(found)
+
+
+def test_a_title_is_text_and_no_markup():
+    assert "a <title>" in texts(draw_cache(config(1), [1], title="a <title>"))
+
+
+@pytest.mark.parametrize("slots", [1, 42, 43, 300])
+def test_everything_is_inside_the_picture(slots):
+    root = ElementTree.fromstring(draw_cache(config(slots), [3]))
+    assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
+    assert all(float(one.get("y")) + float(one.get("height")) < float(root.get("height")) for one in list(root.iter(RECT))[1:])
 
 
 @pytest.mark.parametrize(("slots", "labelled"), [(42, True), (43, False), (300, False)])
-def test_many_slots_stay_inside_and_only_what_can_be_read_is_written(slots, labelled):
+def test_slots_are_labelled_where_it_can_be_read(slots, labelled):
     svg = draw_cache(config(slots), [3])
-    root = ElementTree.fromstring(svg)
-    assert all(float(one.get("y")) + float(one.get("height")) < float(root.get("height")) for one in list(root.iter(RECT))[1:])
-    assert root.get("viewBox") == f"0 0 {root.get('width')} {root.get('height')}"
-    sizes = [float(node.get("font-size")) for node in root.iter(TEXT)]
-    assert (min(sizes) >= 6, ">slot 0<" in svg, ">3 / 20<" in svg, "layer 1" in svg) == (True, labelled, labelled, True)
+    assert (">slot 0<" in svg, ">3 / 20<" in svg, "layer 1" in svg) == (labelled, labelled, True)
+    assert min(float(node.get("font-size")) for node in ElementTree.fromstring(svg).iter(TEXT)) >= 6
 
 
 @pytest.mark.parametrize(
@@ -66,13 +102,22 @@ def test_what_cannot_be_drawn(given, error, text):
     assert str(caught.value) == text
 
 
-def test_of_a_session(tmp_path):
+@pytest.fixture
+def session(tmp_path):
+    """A session of two slots, the first of which reuses five of its seven tokens."""
     options = {"engine": "reference", "max_batch_size": 2, "max_sequence_length": 20, "dtype": "float32", "prompt_cache_bytes": 1 << 20}
     with InferenceSession.from_model(write_model(tmp_path / "model"), **options) as session:
         session.prefill([[1, 2, 3, 4, 5]])
         session.prefill([[1, 2, 3, 4, 5, 6, 7], [8]])
-        assert session.plot(tmp_path / "cache.svg") == (tmp_path / "cache.svg").read_text()
-        first, second, _ = bars(session.plot())
+        yield session
+
+
+def test_of_a_session_shows_what_a_prompt_reused(session):
+    first, second, _ = bars(session.plot())
     assert [name for name, _ in first] == ["reused", "live", "free"]
     assert first[0][1] / first[1][1] == pytest.approx(5 / 2, rel=0.01)
     assert [name for name, _ in second] == ["live", "free"]
+
+
+def test_of_a_session_into_a_file(session, tmp_path):
+    assert session.plot(tmp_path / "cache.svg") == (tmp_path / "cache.svg").read_text()

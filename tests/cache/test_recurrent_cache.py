@@ -150,6 +150,19 @@ class TestPingPong:
                 expected.check(cache)
                 cache.swap()
 
+    @pytest.mark.parametrize("slot", [1, 4])
+    def test_the_states_that_are_kept_go_into_the_next_buffer(self, memory, stream, kind, slot):
+        with make_cache(kind, memory, ping_pong=True) as cache:
+            cache.reset_for_new_sequences([3, 5, 2], stream=stream)
+            for parity in (0, 1):
+                fill_all(cache, stream, parity)
+                expected = Image(cache)
+                for state, following in zip(expected.states, expected.next_states, strict=True):
+                    following[slot] = state[slot]
+                cache.keep_states(slot, stream=stream)
+                expected.check(cache)
+                cache.swap()
+
     def test_rows_that_are_not_active_are_refused(self, memory, stream, kind):
         bad = [
             (3, 0, SlotError, "slot 3: expected 0 <= slot < 3 (active slots). Slots never wrap."),
@@ -208,6 +221,46 @@ class TestPingPong:
             cache.swap()
             check()
             assert counts == [3, 3, 1, 3]
+
+
+@WITH_STATES
+class TestKeepStates:
+    """A slot that leaves the active batch keeps its states, however often those of the others are swapped."""
+
+    def test_current_states_are_next_ones_too(self, memory, stream, kind):
+        with make_cache(kind, memory, ping_pong=True) as cache:
+            for parity in (0, 1):
+                fill_all(cache, stream, parity)
+                expected = Image(cache)
+                for state, following in zip(expected.states, expected.next_states, strict=True):
+                    following[3] = state[3]
+                cache.keep_states(3, stream=stream)
+                expected.check(cache)
+                cache.swap()
+
+    def test_without_ping_pong_nothing_is_copied(self, memory, stream, kind):
+        with make_cache(kind, memory) as cache:
+            fill_all(cache, stream)
+            with Unchanged(cache):
+                cache.keep_states(3, stream=stream)
+
+    @pytest.mark.parametrize("ping_pong", [False, True])
+    @pytest.mark.parametrize("slot", [5, -1])
+    def test_slots_out_of_range(self, memory, stream, kind, ping_pong, slot):
+        with make_cache(kind, memory, ping_pong=ping_pong) as cache:
+            fill_all(cache, stream)
+            with Unchanged(cache), pytest.raises(SlotError, match=rf"^slot {slot}: expected 0 <= slot < 5 \(batch slots\)"):
+                cache.keep_states(slot, stream=stream)
+
+    @needs_standin
+    def test_it_is_a_launch_for_each_kind_and_neither_waits_nor_allocates(self, memory, stream, kind):
+        with make_cache(kind, memory, ping_pong=True) as cache:
+            for _ in range(2):  # the first time loads the kernels
+                standin = StandIn()
+                cache.keep_states(1, stream=stream)
+                made = standin.take_calls()
+            assert sum(call.startswith("cuLaunchKernel") for call in made) == 2
+            assert not {*made} & (WAITS | ALLOCATIONS)
 
 
 @needs_standin

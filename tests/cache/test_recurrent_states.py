@@ -1,63 +1,226 @@
-"""Capture and restore of recurrent and conv states: which bytes, and what is refused."""
+"""Capture and restore of recurrent and conv states: which bytes, and what is refused.
+
+That they are refused on a closed cache, without a stream and in a capture: test_slot_cache_refusals.py.
+"""
 
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import (
-    Image,
-    Unchanged,
-    fill_all,
-    make_cache,
-)
+from tests.helpers.cache_cases import FailingMemory, Image, Unchanged, cache_holding, fill_all, make_cache, state_of, states_of
+from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from trt_kvcache import HostMemory
-from trt_kvcache.errors import (
-    DTypeError,
-    PlaceError,
-    ShapeError,
-)
+from trt_kvcache.errors import CapacityError, DTypeError, PlaceError, ShapeError, SlotError
 
-STATE_KINDS = pytest.mark.parametrize("kind", ["linear", "mamba", "hybrid"])
-RECURRENT, CONV = ("capture_recurrent_states", "restore_recurrent_states"), ("capture_conv_states", "restore_conv_states")
-
-
-def bytes_of(tensor):
-    """A tensor as bytes [..., row]: NaN is equal to itself."""
-    return tensor.numpy().view(np.uint8)
+KINDS = pytest.mark.parametrize("kind", ["linear", "mamba", "hybrid"])
+#: The two kinds of states, and the shape of one slot's in a layer.
+SHAPES = {"recurrent_states": (2, 3, 5), "conv_states": (7, 3)}
+PARTS = pytest.mark.parametrize("part", SHAPES)
+PING_PONG = pytest.mark.parametrize("ping_pong", [False, True])
 
 
-@STATE_KINDS
-@pytest.mark.parametrize("ping_pong", [False, True])
-def test_states(memory, stream, kind, ping_pong):
-    source, target = (make_cache(kind, memory, ping_pong=ping_pong) for _ in range(2))
-    target.reset_for_new_sequences([1, 2], stream=stream)
-    for parity in (0, 1, 0):
-        fill_all(source, stream, parity)
-        fill_all(target, stream, 7)
-        states, expected = Image(source).states, Image(target)
-        with Unchanged(source):
-            for half, (capture, restore), shape in ((slice(0, 2), RECURRENT, (2, 3, 5)), (slice(2, 4), CONV, (7, 3))):
-                saved = getattr(source, capture)(3, stream=stream)
-                for array, tensor in zip(states[half], saved, strict=True):
-                    assert (tensor.shape, tensor.memory, tensor.is_contiguous, tensor.ptr % 256) == (shape, memory, True, 0)
-                    assert np.array_equal(bytes_of(tensor), array[3])
-                getattr(target, restore)(saved, 4, stream=stream)
-                for into, array in zip(expected.states[half], states[half], strict=True):
+def capture(cache, part, slot, stream):
+    return getattr(cache, f"capture_{part}")(slot, stream=stream)
+
+
+def restore(cache, part, saved, slot, stream):
+    getattr(cache, f"restore_{part}")(saved, slot, stream=stream)
+
+
+def of_part(states, part):
+    """An image has all recurrent states first, then all conv states."""
+    return states[:2] if part == "recurrent_states" else states[2:]
+
+
+class TestCapture:
+    @KINDS
+    @PARTS
+    @PING_PONG
+    def test_holds_the_current_states_of_a_slot(self, memory, stream, kind, part, ping_pong):
+        with cache_holding(kind, memory, stream, 1, 2, ping_pong=ping_pong) as cache:
+            for _ in range(3):
+                saved = capture(cache, part, 3, stream)
+                for array, tensor in zip(of_part(Image(cache).states, part), saved, strict=True):
+                    assert np.array_equal(tensor.numpy().view(np.uint8), array[3])
+                cache.swap()
+
+    @KINDS
+    @PARTS
+    def test_is_dense(self, memory, stream, kind, part):
+        with make_cache(kind, memory) as cache:
+            saved = capture(cache, part, 0, stream)
+        dtype = {"recurrent_states": "float32", "conv_states": "float16"}[part]
+        assert [(tensor.shape, tensor.dtype, tensor.memory, tensor.is_contiguous) for tensor in saved] == [
+            (SHAPES[part], dtype, memory, True)
+        ] * 2
+
+    @KINDS
+    @PARTS
+    def test_is_one_allocation_of_aligned_tensors(self, memory, stream, kind, part):
+        with make_cache(kind, memory) as cache:
+            saved = capture(cache, part, 0, stream)
+        assert len({id(tensor.allocation) for tensor in saved}) == 1
+        assert [tensor.ptr % 256 for tensor in saved] == [0, 0]
+
+    @KINDS
+    @PARTS
+    @PING_PONG
+    def test_changes_nothing(self, memory, stream, kind, part, ping_pong):
+        with cache_holding(kind, memory, stream, 1, ping_pong=ping_pong) as cache, Unchanged(cache):
+            capture(cache, part, 0, stream)
+
+    @KINDS
+    @PARTS
+    def test_outlives_its_cache(self, memory, stream, kind, part):
+        with cache_holding(kind, memory, stream, 1) as cache:
+            saved = capture(cache, part, 0, stream)
+            expected = [array[0].copy() for array in of_part(Image(cache).states, part)]
+        for tensor, array in zip(saved, expected, strict=True):
+            assert np.array_equal(tensor.numpy().view(np.uint8), array)
+
+    @KINDS
+    @PARTS
+    def test_without_room(self, kind, part):
+        memory = FailingMemory()
+        stream = memory.create_stream()
+        with cache_holding(kind, memory, stream, 1) as cache:
+            memory.failures = 1
+            with Unchanged(cache), pytest.raises(CapacityError, match=r"^no room\.$"):
+                capture(cache, part, 0, stream)
+
+    @KINDS
+    @PARTS
+    @pytest.mark.parametrize("slot", [5, -1, 1.0])
+    def test_slots_out_of_range(self, memory, stream, kind, part, slot):
+        with cache_holding(kind, memory, stream, 1) as cache, Unchanged(cache), pytest.raises(SlotError) as caught:
+            capture(cache, part, slot, stream)
+        assert str(caught.value).startswith("slot: expected an integer" if slot == 1.0 else f"slot {slot}: expected 0 <= slot < 5")
+
+    @needs_standin
+    @KINDS
+    @PARTS
+    def test_is_one_launch_and_one_allocation(self, memory, stream, kind, part):
+        with make_cache(kind, memory) as cache:
+            kept = []  # to let go of memory is to wait
+            for _ in range(2):  # the first time loads the kernels
+                standin = StandIn()
+                kept.append(capture(cache, part, 0, stream))
+                made = standin.take_calls()
+            assert sum(call.startswith("cuLaunchKernel") for call in made) == 1
+            assert (not {*made} & WAITS, sum(call in ALLOCATIONS for call in made)) == (True, 1)
+
+
+class TestRestore:
+    @KINDS
+    @PARTS
+    @PING_PONG
+    def test_into_the_current_states_of_another_slot(self, memory, stream, kind, part, ping_pong):
+        source, target = (cache_holding(kind, memory, stream, 1, 2, ping_pong=ping_pong) for _ in range(2))
+        with source, target:
+            for seed in range(3):
+                fill_all(source, stream, seed)
+                expected = Image(target)
+                restore(target, part, capture(source, part, 3, stream), 4, stream)
+                for into, array in zip(of_part(expected.states, part), of_part(Image(source).states, part), strict=True):
                     into[4] = array[3]
-                del saved, tensor
-        expected.check(target)
-        assert target.host_kv_cache_lengths == (1, 2)
-        source.swap()
-    source.close()
-    target.close()
+                expected.check(target)
+                target.swap()
+
+    @KINDS
+    @PARTS
+    def test_leaves_the_lengths_alone(self, memory, stream, kind, part):
+        with cache_holding(kind, memory, stream, 5, 2) as cache:
+            before = state_of(cache)
+            restore(cache, part, capture(cache, part, 0, stream), 1, stream)
+            assert state_of(cache) == before
+
+    @KINDS
+    @PARTS
+    @pytest.mark.parametrize("slot", [5, -1, 1.0])
+    def test_slots_out_of_range(self, memory, stream, kind, part, slot):
+        with cache_holding(kind, memory, stream, 1) as cache:
+            saved = capture(cache, part, 0, stream)
+            with Unchanged(cache), pytest.raises(SlotError, match=r"^slot( 5| -1)?: expected "):
+                restore(cache, part, saved, slot, stream)
+
+    @needs_standin
+    @KINDS
+    @PARTS
+    def test_is_one_launch_and_neither_waits_nor_allocates(self, memory, stream, kind, part):
+        with make_cache(kind, memory) as cache:
+            saved = capture(cache, part, 0, stream)
+            for _ in range(2):  # the first time loads the kernels
+                standin = StandIn()
+                restore(cache, part, saved, 1, stream)
+                made = standin.take_calls()
+            assert sum(call.startswith("cuLaunchKernel") for call in made) == 1
+            assert not {*made} & (WAITS | ALLOCATIONS)
 
 
-def test_the_states_of_the_two_dtypes(memory, stream):
-    with make_cache("mamba", memory) as cache:
-        assert [tensor.dtype for tensor in cache.capture_recurrent_states(0, stream=stream)] == ["float32"] * 2
-        assert [tensor.dtype for tensor in cache.capture_conv_states(0, stream=stream)] == ["float16"] * 2
+def ones(memory, stream, *shape, dtype=np.float32):
+    return memory.to_device(np.ones(shape, dtype), stream=stream)
 
 
-@STATE_KINDS
+def foreign():
+    host = HostMemory()
+    return ones(host, host.create_stream(), 2, 3, 5)
+
+
+#: What is given in place of two captured recurrent states, made of one that is right, of the memory and of a stream.
+BAD = {
+    "too few": (lambda good, *_: [good], ShapeError, "saved: expected 2 tensors, one per recurrent layer, got 1."),
+    "too many": (lambda good, *_: [good] * 3, ShapeError, "saved: expected 2 tensors, one per recurrent layer, got 3."),
+    "one tensor": (
+        lambda good, *_: good,
+        ShapeError,
+        "saved: expected a sequence of tensors, one per recurrent layer, got DeviceTensor.",
+    ),
+    "an array": (
+        lambda good, *_: [good, np.ones((2, 3, 5))],
+        PlaceError,
+        "saved[1]: expected a DeviceTensor of DEVICE, got ndarray.",
+    ),
+    "another memory": (
+        lambda good, *_: [good, foreign()],
+        PlaceError,
+        "saved[1]: expected a tensor of the cache's memory, got one of another (cpu).",
+    ),
+    "another dtype": (
+        lambda good, *place: [good, ones(*place, 2, 3, 5, dtype=np.float16)],
+        DTypeError,
+        "saved[1]: expected float32, got float16.",
+    ),
+    "another shape": (
+        lambda good, *place: [good, ones(*place, 3, 2, 5)],
+        ShapeError,
+        "saved[1]: expected shape (2, 3, 5), got (3, 2, 5).",
+    ),
+    "a batch": (
+        lambda good, *place: [good, ones(*place, 1, 2, 3, 5)],
+        ShapeError,
+        "saved[1]: expected shape (2, 3, 5), got (1, 2, 3, 5).",
+    ),
+}
+
+
+@KINDS
+@pytest.mark.parametrize(("make", "error", "text"), BAD.values(), ids=BAD)
+def test_what_cannot_be_restored(memory, stream, kind, make, error, text):
+    with cache_holding(kind, memory, stream, 3, 5) as cache:
+        saved = make(ones(memory, stream, 2, 3, 5), memory, stream)
+        with Unchanged(cache), pytest.raises(error) as caught:
+            cache.restore_recurrent_states(saved, 1, stream=stream)
+        assert str(caught.value) == text.replace("DEVICE", memory.device)
+
+
+@KINDS
+def test_conv_states_have_a_dtype_of_their_own(memory, stream, kind):
+    with cache_holding(kind, memory, stream, 3, 5) as cache:
+        saved = [ones(memory, stream, 7, 3)] * 2
+        with Unchanged(cache), pytest.raises(DTypeError, match=r"^saved\[0\]: expected float16, got float32\.$"):
+            cache.restore_conv_states(saved, 1, stream=stream)
+
+
+@KINDS
 def test_old_bug_states_where_the_old_batch_is_smaller_than_the_cache(memory, stream, kind):
     """The original takes the old batch for the slots of the buffer: states of later layers come from the wrong place."""
     with make_cache(kind, memory) as cache:
@@ -70,31 +233,7 @@ def test_old_bug_states_where_the_old_batch_is_smaller_than_the_cache(memory, st
         expected.check(cache)
 
 
-def test_saved_states_that_do_not_fit_change_nothing(memory, stream):
-    host = HostMemory()
-    other = host.create_stream()
-
-    def states(place, on, dtype=np.float32, shape=(2, 3, 5)):
-        return place.to_device(np.ones(shape, dtype), stream=on)
-
-    good = states(memory, stream)
-    bad = [
-        ([good], ShapeError, "saved: expected 2 tensors, one per recurrent layer, got 1."),
-        ([good] * 3, ShapeError, "saved: expected 2 tensors, one per recurrent layer, got 3."),
-        (good, ShapeError, "saved: expected a sequence of tensors, one per recurrent layer, got DeviceTensor."),
-        ([good, np.ones((2, 3, 5))], PlaceError, f"saved[1]: expected a DeviceTensor of {memory.device}, got ndarray."),
-        ([good, states(host, other)], PlaceError, "saved[1]: expected a tensor of the cache's memory, got one of another (cpu)."),
-        ([good, states(memory, stream, np.float16)], DTypeError, "saved[1]: expected float32, got float16."),
-        ([good, states(memory, stream, shape=(3, 2, 5))], ShapeError, "saved[1]: expected shape (2, 3, 5), got (3, 2, 5)."),
-        ([good, states(memory, stream, shape=(1, 2, 3, 5))], ShapeError, "saved[1]: expected shape (2, 3, 5), got (1, 2, 3, 5)."),
-    ]
-    for kind in ("linear", "mamba", "hybrid"):
-        with make_cache(kind, memory) as cache:
-            cache.reset_for_new_sequences([3, 5], stream=stream)
-            fill_all(cache, stream)
-            for saved, error, text in bad:
-                with Unchanged(cache), pytest.raises(error) as caught:
-                    cache.restore_recurrent_states(saved, 1, stream=stream)
-                assert str(caught.value) == text
-            with Unchanged(cache), pytest.raises(DTypeError, match=r"^saved\[0\]: expected float16, got float32"):
-                cache.restore_conv_states([states(memory, stream, shape=(7, 3))] * 2, 1, stream=stream)
+def test_states_of_these_caches_are_of_odd_sizes(memory):
+    """A slot's states are no multiple of 16 bytes, so that copies of words do not suffice."""
+    with make_cache("hybrid", memory) as cache:
+        assert {tensor.nbytes // len(tensor) % 16 for tensor in states_of(cache)} == {8, 10}

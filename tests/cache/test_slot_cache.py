@@ -1,7 +1,11 @@
-"""``SlotCache``: what every manager shares. Life of the memory, lengths of the slots, shared lengths, refused arguments."""
+"""``SlotCache``: what all managers have in common. What operations touch, shared lengths, and the life of the memory.
+
+Compaction is in test_slot_cache_compaction.py, what is refused in test_slot_cache_refusals.py.
+"""
 
 import copy
 import gc
+import os
 import pickle
 import weakref
 
@@ -9,59 +13,29 @@ import numpy as np
 import pytest
 
 from tests.helpers.cache_cases import (
+    ALL_KINDS,
+    KINDS,
+    LAYOUTS,
+    B,
+    Image,
+    S,
+    cache_holding,
     fill_all,
+    kv_config,
+    linear_config,
     make_cache,
+    mamba_config,
     next_states_of,
+    on_device,
     rows_of,
     states_of,
     whole,
 )
-from tests.helpers.observe import fill_kv, unchanged
-from trt_kvcache import (
-    CacheConfig,
-    HostMemory,
-    KVCacheConfig,
-    KVCacheManager,
-    KVLayerConfig,
-    KVLayout,
-    Lengths,
-    LinearKVCache,
-)
-from trt_kvcache.errors import (
-    CapacityError,
-    ClosedError,
-    ConfigError,
-    DTypeError,
-    PlaceError,
-    RangeError,
-    ShapeError,
-    SlotError,
-)
+from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
+from trt_kvcache import HostMemory, KVCacheManager, Lengths, LinearKVCache, MambaCacheManager
+from trt_kvcache.errors import CapacityError, CaptureError, ClosedError, ConfigError, PlaceError
 
-LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
-KINDS = pytest.mark.parametrize("kind", [KVCacheManager, LinearKVCache], ids=lambda kind: kind.__name__)
-# B=3, S=7; layers of (H, D)
-HEADS = [(2, 16), (1, 32), (4, 48)]
-B, S = 3, 7
-
-
-def kv_config(heads=HEADS, **changes):
-    layers = [KVLayerConfig(num_kv_heads=h, head_dim=d) for h, d in heads]
-    return KVCacheConfig(**{"layers": layers, "max_batch_size": B, "max_sequence_length": S, **changes})
-
-
-def make(kind, memory, **changes):
-    """A cache of the kind, of two layers."""
-    if kind is KVCacheManager:
-        return KVCacheManager(kv_config(HEADS[:2], **changes), memory=memory)
-    fields = {"num_attention_layers": 2, "max_batch_size": B, "max_sequence_length": S, "num_kv_heads": 2, "head_dim": 16}
-    return LinearKVCache(CacheConfig(**{**fields, **changes}), memory=memory)
-
-
-def as_bytes(tensor):
-    """The elements of a view as bytes [..., itemsize]: NaN compares equal to itself."""
-    array = np.ascontiguousarray(tensor.numpy())
-    return array.view(np.uint8).reshape(*array.shape, array.dtype.itemsize)
+WITH_ROWS = pytest.mark.parametrize("kind", ["manager", "linear", "hybrid"])
 
 
 def infos_nbytes(cache):
@@ -69,80 +43,158 @@ def infos_nbytes(cache):
     return sum(group.device_layer_infos.nbytes for group in cache.kv_head_dim_groups)
 
 
-def every_operation(cache, stream):
-    memory = cache.memory
-    cache.reset_for_new_sequences([1, 5], stream=stream)
-    cache.commit_sequence_length(1, stream=stream)
-    cache.commit_sequence_length([1, 0], stream=stream)
-    cache.commit_sequence_length(memory.to_device(np.array([0, 1], np.int32), stream=stream), max_increment=1, stream=stream)
-    cache.sync_lengths(stream=stream)
-    cache.set_active_batch_size(3, stream=stream)
-    cache.rewind(0, 2, stream=stream)
-    cache.clear_slot(1, stream=stream)
-    assert cache.host_kv_cache_lengths == (2, 0, 0)
+class TestOperations:
+    """What the operations on the slots of any manager do, and what they leave alone. The numbers are those of test_lengths.py."""
+
+    @ALL_KINDS
+    def test_they_are_those_of_its_lengths(self, memory, stream, kind):
+        with make_cache(kind, memory) as cache:
+            cache.reset_for_new_sequences([0, 5, 0], stream=stream)
+            cache.set_active_batch_size(2, stream=stream)
+            cache.commit_sequence_length(1, stream=stream)
+            assert cache.host_kv_cache_lengths == cache.lengths.host == (1, 6)
+            assert cache.kv_cache_lengths.numpy().tolist() == cache.lengths.active_tensor.numpy().tolist() == [1, 6]
+            assert (cache.active_batch_size, cache.max_batch_size, cache.kv_cache_all_empty) == (2, B, False)
+
+    @ALL_KINDS
+    def test_increments_on_the_device_are_known_after_a_sync(self, memory, stream, kind):
+        with make_cache(kind, memory) as cache:
+            cache.reset_for_new_sequences([0, 3], stream=stream)
+            cache.commit_sequence_length(on_device(memory, [2, 1], stream), max_increment=2, stream=stream)
+            cache.sync_lengths(stream=stream)
+            assert cache.host_kv_cache_lengths == (2, 4)
+
+    @ALL_KINDS
+    def test_clear_slot_empties_one_slot(self, memory, stream, kind):
+        with make_cache(kind, memory) as cache:
+            cache.reset_for_new_sequences([3, 4], stream=stream)
+            cache.clear_slot(0, stream=stream)
+            assert cache.host_kv_cache_lengths == (0, 4)
+
+    def test_rewind_shortens_one_slot(self, memory, stream):
+        with make_cache("manager", memory) as cache:
+            cache.reset_for_new_sequences([3, 4], stream=stream)
+            cache.rewind(1, 2, stream=stream)
+            assert cache.host_kv_cache_lengths == (3, 2)
+
+    @WITH_ROWS
+    @LAYOUTS
+    def test_none_touches_k_and_v_or_moves_anything(self, memory, stream, kind, layout):
+        with cache_holding(kind, memory, stream, 1, 5, layout=layout) as cache:
+            rows, addresses = Image(cache).rows, [tensor.ptr for tensor in [*rows_of(cache), *states_of(cache), cache.lengths.tensor]]
+            cache.commit_sequence_length(1, stream=stream)
+            cache.commit_sequence_length([1, 0], stream=stream)
+            cache.commit_sequence_length(on_device(memory, [0, 1], stream), max_increment=1, stream=stream)
+            cache.sync_lengths(stream=stream)
+            cache.set_active_batch_size(3, stream=stream)
+            cache.clear_slot(1, stream=stream)
+            cache.reset_for_new_sequences([0, 2], stream=stream)
+            for before, after in zip(rows, Image(cache).rows, strict=True):
+                assert np.array_equal(before, after)
+            assert [tensor.ptr for tensor in [*rows_of(cache), *states_of(cache), cache.lengths.tensor]] == addresses
+
+    @needs_standin
+    @ALL_KINDS
+    def test_none_waits_or_allocates(self, memory, stream, kind):
+        with make_cache(kind, memory) as cache:
+            ones, mapping = (on_device(memory, values, stream) for values in ([1, 1, 1], [0, -1]))
+            for _ in range(2):  # the first time loads the kernels
+                standin = StandIn()
+                cache.reset_for_new_sequences([3, 0, 1], stream=stream)
+                cache.commit_sequence_length(1, stream=stream)
+                cache.commit_sequence_length([1, 0, 2], stream=stream)
+                cache.commit_sequence_length(ones, max_increment=1, stream=stream)
+                cache.compact_batch([1, -1, 0], 3, 2, stream=stream)
+                cache.compact_batch(mapping, 2, 1, stream=stream)
+                made = standin.take_calls()
+            assert made
+            assert not {*made} & (WAITS | ALLOCATIONS)
+            cache.sync_lengths(stream=stream)
+            assert cache.host_kv_cache_lengths == (5,)
 
 
-@KINDS
-@LAYOUTS
-def test_no_operation_touches_k_and_v_or_moves_them(memory, stream, kind, layout):
-    with make(kind, memory, layout=layout) as cache:
-        written = fill_kv(cache, stream=stream)
-        views = [cache.get_combined_kv_cache(index) for index in range(2)]
-        before = [view.ptr for view in views], cache.lengths.tensor.ptr, memory.live_nbytes
-        every_operation(cache, stream)
-        gc.collect()
-        views = [cache.get_combined_kv_cache(index) for index in range(2)]
-        assert ([view.ptr for view in views], cache.lengths.tensor.ptr, memory.live_nbytes) == before
-        for view, expected in zip(views, written, strict=False):
-            assert np.array_equal(whole(view).numpy(), expected)
+@pytest.mark.skipif(os.environ.get("TRT_KVCACHE_TEST_DEVICE", "host") == "host", reason="CUDA graphs: on the emulated device and on a GPU")
+class TestCudaGraph:
+    @pytest.fixture(params=KINDS)
+    def cache(self, request, memory):
+        with make_cache(request.param, memory) as cache:
+            yield cache
 
+    @pytest.fixture
+    def new(self, memory, stream):
+        """Increments that a graph reads at each replay."""
+        return on_device(memory, [1, 2], stream)
 
-def test_operations_do_not_allocate():
-    class Counting(HostMemory):
-        allocations = 0
+    @pytest.fixture
+    def captured(self, cache, new, memory, stream):
+        """A graph of two commits, one of a number and one of a tensor, over slots of 1 and 0 tokens."""
+        cache.reset_for_new_sequences([0, 0], stream=stream)
+        cache.commit_sequence_length(new, max_increment=2, stream=stream)  # loads the kernel
+        cache.reset_for_new_sequences([1, 0], stream=stream)
+        memory.synchronize(stream)
+        builder = stream.create_graph_builder().begin_building()
+        cache.commit_sequence_length(1, stream=builder)
+        cache.commit_sequence_length(new, max_increment=2, stream=builder)
+        for call in (cache.commit_sequence_length, cache.reset_for_new_sequences):
+            with pytest.raises(CaptureError):
+                call([0, 1], stream=builder)
+        return builder.end_building().complete()
 
-        def allocate(self, nbytes, *, zeroed=False, stream):
-            self.allocations += 1
-            return super().allocate(nbytes, zeroed=zeroed, stream=stream)
+    @pytest.mark.usefixtures("captured")
+    def test_a_capture_commits_nothing(self, cache):
+        assert (cache.host_kv_cache_lengths, cache.kv_cache_lengths.numpy().tolist()) == ((1, 0), [1, 0])
 
-    memory = Counting()
-    with KVCacheManager(kv_config(dtype="int8"), memory=memory) as cache:
-        made = len(HEADS) + 1 + len(HEADS) + 1  # layers, scales, infos of three head dims, lengths
-        assert memory.allocations == made
-        stream = memory.create_stream()
-        every_operation(cache, stream)
-        cache.compact_batch([2, 0, 1], 3, 3, stream=stream)
-        assert memory.allocations == made + 1  # the test's own tensor
+    def test_each_replay_commits(self, cache, captured, stream):
+        for _ in range(2):
+            cache.lengths.replayed(1)
+            cache.lengths.replayed(2, exact=False)
+            captured.launch(stream)
+        cache.sync_lengths(stream=stream)
+        assert cache.host_kv_cache_lengths == (5, 6)
 
 
 class TestSharedLengths:
-    def test_two_managers_over_one_object(self, memory, stream):
+    @pytest.fixture
+    def lengths(self, memory):
         lengths = Lengths(B, S, memory=memory)
-        first = KVCacheManager(kv_config(), memory=memory, lengths=lengths)
-        second = LinearKVCache(
-            CacheConfig(num_attention_layers=2, max_batch_size=B, max_sequence_length=S, num_kv_heads=2, head_dim=16),
-            memory=memory,
-            lengths=lengths,
-        )
-        first.reset_for_new_sequences([1, 2], stream=stream)
-        second.commit_sequence_length(3, stream=stream)
-        assert first.lengths is second.lengths is lengths
-        assert first.host_kv_cache_lengths == second.host_kv_cache_lengths == (4, 5)
-        assert first.kv_cache_lengths.ptr == second.kv_cache_lengths.ptr
-        infos = infos_nbytes(first) + infos_nbytes(second)
-        assert memory.live_nbytes == first.nbytes + second.nbytes + lengths.nbytes + infos
-        first.close()
-        second.commit_sequence_length(1, stream=stream)
-        second.close()
-        assert memory.live_nbytes == lengths.nbytes
+        yield lengths
         lengths.close()
+
+    @pytest.fixture
+    def managers(self, memory, lengths):
+        """A manager of each class that takes them."""
+        made = (
+            KVCacheManager(kv_config(), memory=memory, lengths=lengths),
+            LinearKVCache(linear_config(), memory=memory, lengths=lengths),
+            MambaCacheManager(mamba_config(), memory=memory, lengths=lengths),
+        )
+        yield made
+        for manager in made:
+            manager.close()
+
+    def test_what_one_commits_all_have(self, managers, lengths, stream):
+        managers[0].reset_for_new_sequences([1, 2], stream=stream)
+        managers[1].commit_sequence_length(3, stream=stream)
+        assert {manager.host_kv_cache_lengths for manager in managers} == {(4, 5)}
+        assert all(manager.lengths is lengths for manager in managers)
+
+    def test_one_that_is_closed_leaves_them_to_the_others(self, managers, lengths, stream):
+        managers[0].reset_for_new_sequences([1, 2], stream=stream)
+        managers[0].close()
+        managers[2].commit_sequence_length(1, stream=stream)
+        assert lengths.host == (2, 3)
+
+    def test_they_are_their_owners_to_close(self, managers, lengths, memory):
+        for manager in managers:
+            manager.close()
+        assert memory.live_nbytes == lengths.nbytes
 
     @pytest.mark.parametrize(("batch", "length"), [(B + 1, S), (B, S - 1)])
     def test_of_other_sizes_are_refused(self, memory, batch, length):
         lengths = Lengths(batch, length, memory=memory)
         with pytest.raises(ConfigError) as caught:
             KVCacheManager(kv_config(), memory=memory, lengths=lengths)
-        assert str(caught.value) == f"lengths: expected those of 3 slots of 7 tokens, got {batch} slots of {length}."
+        assert str(caught.value) == f"lengths: expected those of {B} slots of {S} tokens, got {batch} slots of {length}."
         assert memory.live_nbytes == lengths.nbytes
         lengths.close()
 
@@ -156,120 +208,107 @@ class TestSharedLengths:
 
 
 class TestLife:
-    @KINDS
-    def test_close_is_idempotent_and_the_context_manager_closes(self, memory, kind):
+    @ALL_KINDS
+    def test_close_releases_all_memory(self, memory, kind):
         before = memory.live_nbytes
-        with make(kind, memory) as cache:
-            assert not cache.closed
-        assert cache.closed
-        assert memory.live_nbytes == before
+        cache = make_cache(kind, memory, ping_pong=True, dtype="int8")
+        assert (cache.closed, memory.live_nbytes > before) == (False, True)
         cache.close()
-        cache.close()
+        assert (cache.closed, memory.live_nbytes) == (True, before)
+
+    @ALL_KINDS
+    def test_close_may_be_called_again(self, memory, kind):
+        before = memory.live_nbytes
+        cache = make_cache(kind, memory)
+        for _ in range(2):
+            cache.close()
         assert memory.live_nbytes == before
 
-    def test_an_error_inside_closes_and_passes(self, memory):
+    @ALL_KINDS
+    def test_an_error_in_the_block_closes_and_passes(self, memory, kind):
         before = memory.live_nbytes
-        with pytest.raises(ZeroDivisionError), make(KVCacheManager, memory):
+        with pytest.raises(ZeroDivisionError), make_cache(kind, memory):
             _ = 1 / 0
         assert memory.live_nbytes == before
 
-    @KINDS
-    def test_after_close_every_operation_and_address_is_refused(self, memory, stream, kind):
-        cache = make(kind, memory, dtype="int8")
-        tensors = [cache.get_combined_kv_cache(0), *cache.get_separate_kv_cache(1), cache.kv_scales, cache.lengths.tensor]
-        increments = memory.to_device(np.zeros(0, np.int32), stream=stream)
+    @ALL_KINDS
+    def test_views_of_a_closed_cache_are_refused(self, memory, kind):
+        cache = make_cache(kind, memory, ping_pong=True)
+        tensors = [*rows_of(cache), *states_of(cache), *next_states_of(cache), cache.lengths.tensor]
         cache.close()
-        for call in (
-            lambda: cache.reset_for_new_sequences([], stream=stream),
-            lambda: cache.commit_sequence_length(0, stream=stream),
-            lambda: cache.commit_sequence_length([], stream=stream),
-            lambda: cache.commit_sequence_length(increments, max_increment=0, stream=stream),
-            lambda: cache.set_active_batch_size(0, stream=stream),
-            lambda: cache.clear_slot(0, stream=stream),
-            lambda: cache.rewind(0, 0, stream=stream),
-            lambda: cache.sync_lengths(stream=stream),
-            lambda: cache.compact_batch([], 0, 0, stream=stream),
-            lambda: cache.capture_kv_cache(0, 1, stream=stream),
-            lambda: cache.restore_kv_cache([], 0, stream=stream),
-            lambda: cache.kv_head_dim_groups,
-            lambda: cache.get_combined_kv_cache(0),
-            lambda: cache.get_separate_kv_cache(0),
-            lambda: cache.kv_cache_lengths,
-            lambda: cache.kv_scales,
-            lambda: cache.__enter__(),
-        ):
-            with pytest.raises(ClosedError) as caught:
-                call()
-            assert str(caught.value) == f"this {kind.__name__} is closed."
         for tensor in tensors:
             for read in (lambda tensor=tensor: tensor.ptr, tensor.numpy, tensor.__dlpack__):
-                with pytest.raises(ClosedError, match="closed"):
+                with pytest.raises(ClosedError, match="the memory behind this tensor is closed"):
                     read()
 
-    @KINDS
-    def test_a_manager_is_never_copied(self, memory, kind):
-        with make(kind, memory) as cache:
-            for operation in (copy.copy, copy.deepcopy, pickle.dumps):
-                with pytest.raises(TypeError) as caught:
-                    operation(cache)
-                assert str(caught.value) == f"a {kind.__name__} owns device memory and cannot be copied or pickled."
+    def test_a_hybrid_closes_its_managers(self, memory):
+        cache = make_cache("hybrid", memory)
+        managers = cache.kv_cache_manager, cache.mamba_cache_manager
+        cache.close()
+        assert [manager.closed for manager in managers] == [True, True]
 
-    @KINDS
-    def test_a_view_keeps_its_owner_alive(self, memory, stream, kind):
+    @ALL_KINDS
+    @pytest.mark.parametrize("operation", [copy.copy, copy.deepcopy, pickle.dumps])
+    def test_a_manager_is_never_copied(self, memory, kind, operation):
+        with make_cache(kind, memory) as cache, pytest.raises(TypeError) as caught:
+            operation(cache)
+        assert str(caught.value) == f"a {type(cache).__name__} owns device memory and cannot be copied or pickled."
+
+    @ALL_KINDS
+    def test_views_keep_their_owners_alive(self, memory, stream, kind):
         before = memory.live_nbytes
-        cache = make(kind, memory)
-        fill_kv(cache, stream=stream)
-        view = cache.get_separate_kv_cache(0)[1][1:2]
-        expected = as_bytes(view)
-        owner = view.allocation.nbytes
+        cache = make_cache(kind, memory)
+        fill_all(cache, stream)
+        views = [tensor[1:3] for tensor in (*rows_of(cache)[1:2], *states_of(cache)[:1])]
+        expected = [view.numpy().tobytes() for view in views]
+        owners = {id(view.allocation): view.allocation.nbytes for view in views}
         del cache
-        gc.collect()
-        assert memory.live_nbytes - before == owner
-        assert np.array_equal(as_bytes(view), expected)
+        assert memory.live_nbytes - before == sum(owners.values())
+        assert [view.numpy().tobytes() for view in views] == expected
+
+    @ALL_KINDS
+    def test_the_last_view_releases_the_memory(self, memory, stream, kind):
+        before = memory.live_nbytes
+        cache = make_cache(kind, memory)
+        view = (rows_of(cache) or states_of(cache))[0][1:2]
+        del cache
+        assert memory.live_nbytes > before
         del view
-        gc.collect()
         assert memory.live_nbytes == before
 
-    @KINDS
+    @WITH_ROWS
     def test_the_last_dlpack_consumer_frees_the_memory(self, kind):
         memory = HostMemory()
-        cache = make(kind, memory)
-        fill_kv(cache, stream=memory.create_stream())
-        view = cache.get_combined_kv_cache(1)
+        cache = make_cache(kind, memory)
+        fill_all(cache, memory.create_stream())
+        view = rows_of(cache)[1]
         owner = view.allocation.storage
         while owner.base is not None:
             owner = owner.base
-        storage = weakref.ref(owner)
-        del owner
-        expected = as_bytes(view)
-        first, second = np.from_dlpack(view), np.from_dlpack(view[1:2])
+        storage, expected = weakref.ref(owner), view[1:2].numpy().tobytes()
+        consumer = np.from_dlpack(view[1:2])
         cache.close()
+        del cache, view, owner
+        gc.collect()
         assert memory.live_nbytes == 0
-        with pytest.raises(ClosedError):
-            _ = view.ptr
-        del cache, view
-        gc.collect()
-        assert np.array_equal(np.ascontiguousarray(first).view(np.uint8).reshape(expected.shape), expected)
-        del first
-        gc.collect()
-        assert storage() is not None
-        assert np.array_equal(np.ascontiguousarray(second).view(np.uint8).reshape(expected[1:2].shape), expected[1:2])
-        del second
+        assert (storage() is not None, consumer.tobytes()) == (True, expected)
+        del consumer
         gc.collect()
         assert storage() is None
 
 
-class FailingMemory(HostMemory):
-    """Host memory whose n-th call of one operation fails."""
+class FailingCalls(HostMemory):
+    """Counts the calls of one operation, and fails one of them."""
 
-    def __init__(self, operation, fails_at):
+    def __init__(self, operation, fails_at=None):
         super().__init__()
-        self.operation, self.left = operation, fails_at
+        self.operation, self.fails_at, self.calls = operation, fails_at, 0
 
     def _count(self, operation):
-        self.left -= operation == self.operation
-        if self.left == 0:
-            raise CapacityError(f"the {operation} failed.")
+        if operation == self.operation:
+            self.calls += 1
+            if self.calls - 1 == self.fails_at:
+                raise CapacityError(f"the {operation} failed.")
 
     def allocate(self, nbytes, *, zeroed=False, stream):
         self._count("allocate")
@@ -288,216 +327,59 @@ class FailingMemory(HostMemory):
         return super().create_stream()
 
 
-# An int8 cache: lengths, its layers (3, or 1 buffer), scales, infos of its head dims (3, or 1).
-STEPS = [
-    *[(KVCacheManager, "allocate", step) for step in range(1, 9)],
-    *[(LinearKVCache, "allocate", step) for step in range(1, 5)],
-    *[(kind, "upload", 1) for kind in (KVCacheManager, LinearKVCache)],
-    *[(kind, what, step) for kind in (KVCacheManager, LinearKVCache) for what in ("synchronize", "create_stream") for step in (1, 2)],
-]
+class TestConstruction:
+    """An int8 cache allocates lengths, layers, scales, infos of each head dim, and two buffers and infos of two kinds of states."""
 
-
-def make_int8(kind, memory):
-    return KVCacheManager(kv_config(dtype="int8"), memory=memory) if kind is KVCacheManager else make(kind, memory, dtype="int8")
-
-
-@pytest.mark.parametrize(("kind", "operation", "step"), STEPS)
-def test_a_failed_construction_releases_everything(kind, operation, step):
-    memory = FailingMemory(operation, step)
-    gc.disable()  # release is not left to the garbage collector
-    try:
-        with pytest.raises(CapacityError) as caught:
-            make_int8(kind, memory)
-        assert str(caught.value) == f"the {operation} failed."
-        assert memory.live_nbytes == 0
-    finally:
+    @pytest.fixture
+    def release_at_once(self):
+        """Release is not left to the garbage collector."""
+        gc.disable()
+        yield
         gc.enable()
 
+    @pytest.mark.usefixtures("release_at_once")
+    @ALL_KINDS
+    @pytest.mark.parametrize("operation", ["allocate", "synchronize", "create_stream", "upload"])
+    def test_a_failure_releases_everything(self, kind, operation):
+        counting = FailingCalls(operation)
+        make_cache(kind, counting, dtype="int8", ping_pong=True).close()
+        for step in range(counting.calls):
+            memory = FailingCalls(operation, step)
+            with pytest.raises(CapacityError) as caught:
+                make_cache(kind, memory, dtype="int8", ping_pong=True)
+            assert (str(caught.value), memory.live_nbytes) == (f"the {operation} failed.", 0)
 
-@pytest.mark.parametrize(("kind", "operation", "calls"), [(KVCacheManager, "allocate", 8), (LinearKVCache, "allocate", 4)])
-def test_the_steps_above_are_all_there_are(kind, operation, calls):
-    memory = FailingMemory(operation, calls + 1)
-    cache = make_int8(kind, memory)
-    assert memory.left == 1
-    cache.close()
+    @pytest.mark.parametrize(("kind", "allocations"), [("manager", 7), ("linear", 12), ("mamba", 9), ("hybrid", 15)])
+    def test_allocations_are_few_and_none_comes_later(self, kind, allocations):
+        memory = FailingCalls("allocate")
+        stream = memory.create_stream()
+        with make_cache(kind, memory, dtype="int8", ping_pong=True) as cache:
+            assert memory.calls == allocations
+            cache.reset_for_new_sequences([1, 5, 0], stream=stream)
+            cache.commit_sequence_length([1, 0, 2], stream=stream)
+            cache.compact_batch([2, 0, 1], 3, 3, stream=stream)
+            cache.set_active_batch_size(5, stream=stream)
+            cache.clear_slot(1, stream=stream)
+            assert memory.calls == allocations
 
+    def test_more_than_the_host_has(self):
+        memory = HostMemory()
+        kv = kv_config([(1 << 30, 16), (1, 16)], max_batch_size=2**31 - 1, max_sequence_length=2**31 - 1)
+        with pytest.raises(CapacityError, match="could not be allocated"):
+            KVCacheManager(kv, memory=memory)
+        assert memory.live_nbytes == 0
 
-def test_no_room_on_the_host():
-    memory = HostMemory()
-    kv = kv_config([(1 << 30, 16), (1, 16)], max_batch_size=2**31 - 1, max_sequence_length=2**31 - 1)
-    with pytest.raises(CapacityError, match="could not be allocated"):
-        KVCacheManager(kv, memory=memory)
-    assert memory.live_nbytes == 0
-
-
-#: Called on lengths [3, 4] of B=3, S=7. All forms of nonsense are in test_lengths.py; here K and V are watched too.
-BAD = [
-    ("reset_for_new_sequences", ([1] * 4,), RangeError, "reuse_lengths: expected at most max_batch_size=3 lengths, got 4."),
-    ("reset_for_new_sequences", ([0, S + 1],), RangeError, "reuse_lengths[1]: expected an integer from 0 to 7, got 8."),
-    ("reset_for_new_sequences", (np.array([0.5]),), DTypeError, "reuse_lengths: expected int32 values on the host, got float64."),
-    ("commit_sequence_length", (-1,), RangeError, "increment: expected at least 0, got -1."),
-    ("commit_sequence_length", ([0, -1],), RangeError, "increment[1]: expected at least 0, got -1."),
-    ("commit_sequence_length", ([0],), ShapeError, "increment: expected one value for each of 2 active slots, got 1."),
-    (
-        "commit_sequence_length",
-        (4,),
-        CapacityError,
-        "slot 1 holds 4 tokens; committing 4 more exceeds max_sequence_length=7. Nothing was changed.",
-    ),
-    (
-        "commit_sequence_length",
-        ([5, 4],),
-        CapacityError,
-        "slot 0 holds 3 tokens; committing 5 more exceeds max_sequence_length=7. Nothing was changed.",
-    ),
-    ("set_active_batch_size", (4,), RangeError, "active batch size: expected an integer from 0 to 3, got 4."),
-    ("set_active_batch_size", (-1,), RangeError, "active batch size: expected an integer from 0 to 3, got -1."),
-    ("clear_slot", (2,), SlotError, "slot 2: expected 0 <= slot < 2 (active slots). Slots never wrap."),
-    ("clear_slot", (-1,), SlotError, "slot -1: expected 0 <= slot < 2 (active slots). Slots never wrap."),
-    ("rewind", (-1, 0), SlotError, "slot -1: expected 0 <= slot < 2 (active slots). Slots never wrap."),
-    ("rewind", (1, 5), RangeError, "rewind: slot 1 holds 4 tokens; expected 0 to 4, got 5."),
-]
-
-
-@KINDS
-@pytest.mark.parametrize(("operation", "arguments", "error", "text"), BAD)
-def test_bad_arguments_change_nothing(memory, stream, kind, operation, arguments, error, text):
-    with make(kind, memory) as cache:
-        fill_kv(cache, stream=stream)
-        cache.reset_for_new_sequences([3, 4], stream=stream)
-        with unchanged(cache), pytest.raises(error) as caught:
-            getattr(cache, operation)(*arguments, stream=stream)
-        assert str(caught.value) == text
-
-
-@KINDS
-def test_a_stream_is_asked_for_by_name_and_must_be_one(memory, stream, kind):
-    operations = {
-        "reset_for_new_sequences": ([1],),
-        "commit_sequence_length": (1,),
-        "set_active_batch_size": (1,),
-        "clear_slot": (0,),
-        "rewind": (0, 0),
-        "sync_lengths": (),
-    }
-    with make(kind, memory) as cache:
-        fill_kv(cache, stream=stream)
-        cache.reset_for_new_sequences([3, 4], stream=stream)
-        with unchanged(cache):
-            for operation, arguments in operations.items():
-                with pytest.raises(PlaceError, match=r"^stream: expected"):
-                    getattr(cache, operation)(*arguments, stream=None)
-                with pytest.raises(TypeError, match="stream"):
-                    getattr(cache, operation)(*arguments)
-                with pytest.raises(TypeError, match="positional"):
-                    getattr(cache, operation)(*arguments, stream)
-
-
-@pytest.mark.parametrize("name", ["active_batch_size", "host_kv_cache_lengths", "kv_cache_all_empty", "kv_cache_lengths"])
-def test_lengths_are_not_told_after_close(name):
-    cache = KVCacheManager(
-        KVCacheConfig(layers=[KVLayerConfig(num_kv_heads=1, head_dim=8)], max_batch_size=2, max_sequence_length=3), memory=HostMemory()
-    )
-    cache.close()
-    with pytest.raises(ClosedError, match=r"^this KVCacheManager is closed\."):
-        getattr(cache, name)
-
-
-ATTENTION_GETTERS = ["get_combined_kv_cache", "get_separate_kv_cache", "get_layer_config"]
-
-
-@pytest.mark.parametrize("kind", ["mamba", "hybrid"])
-class TestLifeWithStates:
-    """Of the managers with states. That of the K/V caches is in test_kv_cache_manager.py."""
-
-    def test_after_close_every_operation_and_address_is_refused(self, memory, stream, kind):
-        before = memory.live_nbytes
-        cache = make_cache(kind, memory, ping_pong=True, dtype="int8")
-        tensors = [*rows_of(cache), *states_of(cache), *next_states_of(cache), cache.lengths.tensor]
-        managers = [] if kind == "mamba" else [cache.kv_cache_manager, cache.mamba_cache_manager]
-        cache.close()
-        cache.close()
-        assert memory.live_nbytes == before
-        arguments = {
-            "reset_for_new_sequences": ([],),
-            "commit_sequence_length": (0,),
-            "set_active_batch_size": (0,),
-            "clear_slot": (0,),
-            "sync_lengths": (),
-            "compact_batch": ([], 0, 0),
-            "copy_back": (0, 1),
-            "clear_mamba_states": (),
-        }
-        calls = [lambda name=name, given=given: getattr(cache, name)(*given, stream=stream) for name, given in arguments.items()]
-        calls += [lambda: cache.get_recurrent_state(0), lambda: cache.get_next_conv_state(0), lambda: cache.kv_cache_lengths]
-        calls += [cache.swap, cache.__enter__]
-        if kind == "hybrid":
-            names = ["kv_cache_manager", "mamba_cache_manager", "kv_head_dim_groups", "kv_scales"]
-            calls += [lambda name=name: getattr(cache, name) for name in names]
-            calls += [lambda name=name: getattr(cache, name)(1) for name in ATTENTION_GETTERS]
-        for call in calls:
-            with pytest.raises(ClosedError, match=rf"^this {type(cache).__name__} is closed\.$"):
-                call()
-        assert all(manager.closed for manager in managers)
-        for tensor in tensors:
-            with pytest.raises(ClosedError):
-                _ = tensor.ptr
-
-    def test_it_is_never_copied(self, memory, kind):
-        with make_cache(kind, memory) as cache:
-            for operation in (copy.copy, copy.deepcopy, pickle.dumps):
-                with pytest.raises(TypeError, match=f"a {type(cache).__name__} owns device memory and cannot be copied or pickled"):
-                    operation(cache)
-
-    def test_views_keep_their_owners_alive(self, memory, stream, kind):
-        before = memory.live_nbytes
-        cache = make_cache(kind, memory)
-        fill_all(cache, stream)
-        views = [cache.get_recurrent_state(0)[2:4], cache.get_conv_state(0), *rows_of(cache)[1:2]]
-        owners, expected = sum(view.allocation.nbytes for view in views), [view.numpy().tobytes() for view in views]
-        del cache
-        gc.collect()
-        assert memory.live_nbytes - before == owners
-        assert [view.numpy().tobytes() for view in views] == expected
-
-    @pytest.mark.parametrize(
-        ("operation", "calls"),
-        [("allocate", {"mamba": 9, "hybrid": 15}), ("synchronize", {"mamba": 2, "hybrid": 4}), ("upload", {"mamba": 0, "hybrid": 1})],
-    )
-    def test_a_failed_construction_releases_everything(self, kind, operation, calls):
-        """Allocations: lengths; three layers, scales, two groups; two buffers and their infos of two kinds."""
-
-        class Failing(HostMemory):
-            left = 0
-
-            def count(self, name):
-                self.left -= name == operation
-                if name == operation and not self.left:
-                    raise CapacityError(f"the {operation} failed.")
+    @ALL_KINDS
+    def test_all_bytes_start_as_zero(self, kind):
+        class Stale(HostMemory):
+            """Bytes are NaN in every float format until somebody asks for zeros."""
 
             def allocate(self, nbytes, *, zeroed=False, stream):
-                self.count("allocate")
-                return super().allocate(nbytes, zeroed=zeroed, stream=stream)
+                allocation = super().allocate(nbytes, zeroed=zeroed, stream=stream)
+                if not zeroed:
+                    allocation.storage[:] = 0x7F
+                return allocation
 
-            def upload(self, destination, source, *, stream):
-                self.count("upload")
-                super().upload(destination, source, stream=stream)
-
-            def synchronize(self, stream):
-                self.count("synchronize")
-                super().synchronize(stream)
-
-        gc.disable()  # release is not left to the garbage collector
-        try:
-            for step in range(1, calls[kind] + 1):
-                memory = Failing()
-                memory.left = step
-                with pytest.raises(CapacityError, match=f"the {operation} failed"):
-                    make_cache(kind, memory, dtype="int8", ping_pong=True)
-                assert memory.live_nbytes == 0
-        finally:
-            gc.enable()
-        memory = Failing()
-        memory.left = calls[kind] + 1
-        make_cache(kind, memory, dtype="int8", ping_pong=True).close()
-        assert memory.left == 1
+        with make_cache(kind, Stale(), ping_pong=True, dtype="float8_e4m3fn") as cache:
+            for tensor in [*rows_of(cache), *states_of(cache), *next_states_of(cache), cache.lengths.tensor]:
+                assert not whole(tensor).numpy().any()

@@ -100,6 +100,16 @@ def test_after_flush_a_new_text_begins(tokenizer: Tokenizer) -> None:
     assert decoder.flush() == ""
 
 
+def test_a_copy_goes_on_where_the_decoder_was(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("a漢b", add_special_tokens=False)
+    for count in range(len(ids)):
+        decoder = StreamDecoder(tokenizer)
+        before = "".join(decoder.push(token) for token in ids[:count])
+        copy = decoder.copy()
+        for one in (decoder, copy):  # what the first is given does not reach the second
+            assert before + "".join(one.push(token) for token in ids[count:]) + one.flush() == "a漢b"
+
+
 def test_context_keeps_the_space_before_the_first_word(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("the the", add_special_tokens=False)
     decoder = StreamDecoder(tokenizer, ids[:-1])

@@ -101,15 +101,15 @@ def test_an_unreadable_folder(run: Run, model: Path, tmp_path: Path, monkeypatch
         ),
         (
             lambda engine: change_json(engine / "config.json", lambda config: config["kv_cache"].update(max_sequence_length=39)),
-            f"tensor `k_cache_0`: expected input `k_cache_0` float16 (-1, {CONFIG.num_kv_heads}, 39, {CONFIG.head_dim}) by model",
+            f"tensor `k_cache_0`: expected input `k_cache_0` float16 (-1, {CONFIG.num_kv_heads}, 39, {CONFIG.head_dim}) for this model",
         ),
         (
             lambda engine: change_json(engine / "config.json", lambda config: config["kv_cache"].update(max_batch_size=4)),
-            "profile prefill: expected max_batch 4 by kv_cache, got 3.",
+            "profile prefill: expected max_batch 4 as in kv_cache, got 3.",
         ),
         (lambda engine: truncate(engine / "config.json"), "config.json: cannot be read as JSON"),
         (lambda engine: (engine / "config.json").unlink(), "expected an engine folder, but it has no config.json."),
-        (lambda engine: truncate(engine / "engine.plan"), "engine.plan: expected 31 bytes by config.json, got 15. Build it anew."),
+        (lambda engine: truncate(engine / "engine.plan"), "engine.plan: expected 31 bytes as config.json records, got 15. Build it again."),
     ],
     ids=["newer format", "other heads", "other length", "other batch", "truncated config", "no config", "truncated plan"],
 )

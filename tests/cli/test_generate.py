@@ -121,7 +121,7 @@ def test_prompts_and_resume_are_refused_together(run: Run, tmp_path: Path):
 def test_a_snapshot_is_of_one_prompt(run: Run, tmp_path: Path):
     done = run("generate", SHIPPED, *REFERENCE, "-p", "a", "-p", "b", "--save-snapshot", tmp_path / "one.kv")
     assert (done.code != 0, done.out) == (True, "")
-    assert "--save-snapshot: expected with one prompt, got 2" in done.err
+    assert "--save-snapshot: expected one prompt, got 2" in done.err
 
 
 def test_the_same_seed_gives_the_same_text(run: Run):

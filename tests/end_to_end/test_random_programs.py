@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.cache_cases import S, make_cache, next_states_of, on_device, rows_of, states_of, whole
-from tests.helpers.sequence_cases import On
+from tests.helpers.sequence_cases import On, slots_of
 from trt_kvcache import HostMemory, KVLayout, SequenceCacheManager
 from trt_kvcache.dtypes import itemsize, numpy_dtype
 from trt_kvcache.errors import CapacityError, ConfigError, LengthsUnknown, SequenceError
@@ -256,8 +256,8 @@ class Beside:
         return self.tokens[slot][: self.lengths[slot]], self.states[0][slot]
 
     def waiting_in(self, slot):
-        entry = self.seqs._table.in_slot(slot) if self.seqs else None
-        return None if entry is None else entry.id
+        places = slots_of(self.seqs) if self.seqs else {}
+        return next((seq for seq, place in places.items() if place == slot), None)
 
     def lose(self, seq):
         self.lost.append(seq)
@@ -317,7 +317,7 @@ class Beside:
 
         It can if it has one already, or if one is inactive, and no other is pinned there.
         """
-        if not error and not self.fits(seq) and not any(entry.id == seq and entry.slot is not None for entry in self.seqs._table):
+        if not error and not self.fits(seq) and slots_of(self.seqs).get(seq) is None:
             error = CapacityError
         if not error:
             return [call()]

@@ -78,7 +78,7 @@ class TestNames:
         mode = engine.tensors.pop(name).mode.value
         known = ", ".join(f"`{other}`" for other in engine.tensors)
         assert refuse(engine, cache, BindingError) == (
-            f"`{name}`: expected an {mode} of this name, the engine has {known}. Give its names as TensorNames."
+            f"`{name}`: expected an {mode} of this name, the engine has {known}. Pass the engine's names as TensorNames."
         )
 
     def test_a_tensor_too_many(self, engine, cache):
@@ -165,7 +165,7 @@ class TestCacheTensors:
 
     @pytest.mark.parametrize(
         ("alias", "has"),
-        [(None, "has memory of its own"), ("v_cache_0", "shares memory with `v_cache_0`"), ("k_cache_1", "shares memory with `k_cache_1`")],
+        [(None, "has separate memory"), ("v_cache_0", "shares memory with `v_cache_0`"), ("k_cache_1", "shares memory with `k_cache_1`")],
     )
     def test_an_output_that_is_not_in_place(self, engine, cache, alias, has):
         engine.tensors["present_k_cache_0"] = replace(engine.tensors["present_k_cache_0"], alias=alias)

@@ -69,6 +69,6 @@ def test_a_name_per_layer_holds_the_layer_and_nothing_else(field, value):
 def test_two_tensors_of_one_name_are_refused():
     with pytest.raises(ConfigError) as caught:
         TensorNames(v_cache="k_cache_{i}")
-    assert str(caught.value) == "TensorNames: k_cache and v_cache are both 'k_cache_{i}'. Tensors of an engine have names of their own."
+    assert str(caught.value) == "TensorNames: k_cache and v_cache are both 'k_cache_{i}'. Each tensor needs a different name."
     with pytest.raises(ConfigError, match=r"^TensorNames: input_ids and logits are both 'x'\."):
         TensorNames(input_ids="x", logits="x")

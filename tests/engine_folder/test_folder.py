@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 
 from tests.helpers.engine_files import PLAN, make_engine_folder
-from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
-from trt_kvcache.errors import CheckpointError, EngineError
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine_folder.folder import EngineFolder, check_target, is_engine_folder
+from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError, EngineError
 
 
 def edit(folder: EngineFolder, change: Callable[[dict[str, Any]], object]) -> None:
@@ -72,31 +73,34 @@ def with_config(change: Callable[[dict[str, Any]], object]) -> Callable[[EngineF
         ),
         (
             with_config(lambda data: data["kv_cache"]["layers"].pop()),
-            r"kv_cache\.layers: expected \[.*\] by the model, got \[",
+            r"kv_cache\.layers: expected \[.*\] for this model, got \[",
         ),
         (
             with_config(lambda data: data["kv_cache"].update(layout="combined")),
-            r"kv_cache\.layout: expected separate by the model, got combined",
+            r"kv_cache\.layout: expected separate for this model, got combined",
         ),
         (
             with_config(lambda data: data["kv_cache"].update(max_sequence_length=30)),
-            r"tensor `k_cache_0`: expected input `k_cache_0` float16 \(-1, 2, 30, 24\) by model and kv_cache, got .*\(-1, 2, 38, 24\)",
+            r"tensor `k_cache_0`: expected input `k_cache_0` float16 \(-1, 2, 30, 24\) for this model and .*, got .*\(-1, 2, 38, 24\)",
         ),
         (
             with_config(lambda data: data["kv_cache"].update(max_sequence_length=9)),
             r"profiles\[0\]\.max_width: expected an integer from 1 to 9, got 11",
         ),
-        (with_config(lambda data: data["kv_cache"].update(max_batch_size=4)), r"profile prefill: expected max_batch 4 by kv_cache, got 3"),
+        (
+            with_config(lambda data: data["kv_cache"].update(max_batch_size=4)),
+            r"profile prefill: expected max_batch 4 as in kv_cache, got 3",
+        ),
         (with_config(lambda data: data.update(profiles=[])), r"profiles: expected 2, for prefill and decode, got 0"),
-        (with_config(lambda data: data["attention"].pop()), r"attention: expected 2 layers by the model, got 1"),
-        (with_config(lambda data: data["tensors"].pop()), r"tensors: expected 12 by model and kv_cache, got 11"),
+        (with_config(lambda data: data["attention"].pop()), r"attention: expected 2 layers for this model, got 1"),
+        (with_config(lambda data: data["tensors"].pop()), r"tensors: expected 12 for this model and kv_cache, got 11"),
         (
             with_config(lambda data: data["tensors"][7].update(alias="v_cache_0")),
-            r"tensor `present_k_cache_0`: expected output .* with `k_cache_0` by model and kv_cache, got .* with `v_cache_0`",
+            r"tensor `present_k_cache_0`: expected output .* with `k_cache_0` for this model and kv_cache, got .* with `v_cache_0`",
         ),
         (
             lambda folder: folder.plan_path.write_bytes(PLAN[:-1]),
-            r"engine\.plan: expected 31 bytes by config\.json, got 30\. Build it anew\.",
+            r"engine\.plan: expected 31 bytes as config\.json records, got 30\. Build it again\.",
         ),
     ],
 )
@@ -116,7 +120,7 @@ def test_a_plan_with_a_flipped_bit_is_refused(folder: EngineFolder) -> None:
     changed[5] ^= 1
     folder.plan_path.write_bytes(changed)
     opened = EngineFolder.open(folder.path)  # reading the configuration does not read the plan
-    with pytest.raises(EngineError, match=r"engine\.plan: it was changed since the build \(SHA-256 .*\)\. Build it anew\."):
+    with pytest.raises(EngineError, match=r"engine\.plan: it was changed since the build \(SHA-256 .*\)\. Build it again\."):
         opened.read_plan()
 
 
@@ -165,9 +169,19 @@ def test_a_changed_checkpoint_is_refused(folder: EngineFolder, model: Path, chan
         path = model / "config.json"
         path.write_text(path.read_text().replace('"rms_norm_eps": 1e-05', '"rms_norm_eps": 1e-06'))
     with pytest.raises(
-        CheckpointError, match=r"model: this checkpoint was changed since engine .* was built from it .* Build the engine anew"
+        CheckpointError, match=r"model: this checkpoint was changed since engine .* was built from it .* Build the engine again"
     ):
         folder.open_checkpoint()
+
+
+def test_a_checkpoint_that_is_refused_is_closed(folder: EngineFolder, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint = Checkpoint.open(model)
+    monkeypatch.setattr(checkpoint, "fingerprint", lambda progress: "another")
+    monkeypatch.setattr(Checkpoint, "open", lambda path: checkpoint)
+    with pytest.raises(CheckpointError, match="this checkpoint was changed"):
+        folder.open_checkpoint()
+    with pytest.raises(ClosedError):
+        checkpoint.tensor(checkpoint.tensor_names[0])
 
 
 def test_a_damaged_checkpoint_is_refused(folder: EngineFolder, model: Path) -> None:
@@ -175,3 +189,13 @@ def test_a_damaged_checkpoint_is_refused(folder: EngineFolder, model: Path) -> N
         file.truncate(100)
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):
         folder.open_checkpoint()
+
+
+@pytest.mark.parametrize("inside", [".", "checkpoint", "checkpoint/deep"])
+def test_a_folder_that_holds_the_model_is_not_replaced(folder: EngineFolder, model: Path, inside: str) -> None:
+    place = folder.path / inside
+    if inside != ".":
+        place.parent.mkdir(exist_ok=True)
+        model.rename(place)
+    with pytest.raises(ConfigError, match=r"engine path .*: the model .* is in it and would be replaced"):
+        check_target(folder.path, place)

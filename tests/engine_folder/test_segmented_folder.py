@@ -51,7 +51,7 @@ def test_each_plan_is_found_by_its_span(original: EngineFolder) -> None:
 
 def test_constants_of_another_size_are_refused(path: Path) -> None:
     (path / "constants.safetensors").write_bytes(b"12345")
-    with pytest.raises(EngineError, match=r"constants\.safetensors: expected [0-9]+ bytes by config\.json, got 5"):
+    with pytest.raises(EngineError, match=r"constants\.safetensors: expected [0-9]+ bytes as config\.json records, got 5"):
         EngineFolder.open(path)
 
 
@@ -71,10 +71,10 @@ def test_constants_with_a_flipped_bit_are_refused_when_they_are_read(path: Path)
         ("segments/steps/2", {"inputs": []}, r"segments\.steps\[2\]: expected CustomOpNode"),
         ("segments/steps/2/attributes", {"num_heads": 8}, r"segments\.steps\[2\]: expected"),
         ("segments/steps/1", {"plan_nbytes": 0}, "segment 0: plan_nbytes: expected at least 1, got 0"),
-        ("segments/steps/5", {"plan_nbytes": 7}, "plan.nbytes: expected 8199 by segments, got "),
+        ("segments/steps/5", {"plan_nbytes": 7}, "plan.nbytes: expected 8199, the end of the last segment, got "),
         ("segments/constants", {"nbytes": "1"}, r"segments\.constants\.nbytes: expected an integer"),
-        ("attention/1", {"variant": "mask"}, r"attention\[1\]\.variant: expected plugin as the first one, got mask"),
-        ("kv_cache", {"layout": "separate"}, r"kv_cache\.layout: expected combined by the model, got separate"),
+        ("attention/1", {"variant": "mask"}, r"attention\[1\]\.variant: expected plugin as in the first layer, got mask"),
+        ("kv_cache", {"layout": "separate"}, r"kv_cache\.layout: expected combined for this model, got separate"),
     ],
 )
 def test_values_that_contradict_each_other_are_refused(path: Path, place: str, values: dict[str, Any], message: str) -> None:
@@ -91,7 +91,7 @@ def test_a_missing_stage_is_refused(path: Path) -> None:
     data = json.loads((path / "config.json").read_text())
     data["segments"]["steps"].pop()
     (path / "config.json").write_text(json.dumps(data))
-    with pytest.raises(EngineError, match=r"segments\.steps: expected 6 by model and kv_cache, got 5"):
+    with pytest.raises(EngineError, match=r"segments\.steps: expected 6 for this model and kv_cache, got 5"):
         EngineFolder.open(path)
 
 

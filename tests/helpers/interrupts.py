@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
@@ -84,11 +85,14 @@ def state(session):
 
 
 def count_calls(call):
-    """Return how many functions, of Python and of C, a call enters."""
+    """Return how many functions, of Python and of C, a call enters. Garbage of other tests is not collected meanwhile: that counts too."""
     events = []
+    gc.collect()
+    gc.disable()
     sys.setprofile(lambda frame, event, arg: events.append(event) if event in ("call", "c_call") else None)
     try:
         call()
     finally:
         sys.setprofile(None)
+        gc.enable()
     return len(events)

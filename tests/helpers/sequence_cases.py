@@ -1,24 +1,25 @@
 """Sequences by handle over caches of every kind, with random tokens, and everything that an operation could change in them."""
 
 import inspect
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import (
-    Unchanged,
-    make_cache,
-)
+from tests.helpers.cache_cases import Unchanged, make_cache
 from trt_kvcache import SequenceCacheManager
 from trt_kvcache.dtypes import numpy_dtype
 
 #: Bytes of one token, and of the states of one slot, of the cases in float16.
 TOKEN = {"manager": 2 * 2 * (2 * 16 + 48 + 3 * 16), "linear": 2 * 2 * 2 * (2 * 16), "hybrid": 2 * 2 * (2 * 16 + 48 + 3 * 16)}
 STATES = 2 * (30 * 4 + 21 * 2)
-TAKEN = "its slot was taken by whoever runs the cache, and its tokens are gone. Pin a sequence after its slot was made active."
-#: How tokens are committed that the host knows, or not.
-LIMIT = [{"max_increment": 1}, {}]
+#: Why a sequence is lost whose slot somebody else has used.
+LOST = "its slot was taken by whoever runs the cache, and its tokens are gone. Pin a sequence after its slot was made active."
+
+
+@lru_cache
+def _takes_stream(function):
+    return "stream" in inspect.signature(function).parameters
 
 
 class On:
@@ -33,14 +34,21 @@ class On:
 
     def __getattr__(self, name):
         value = getattr(self._manager, name)
-        takes = inspect.ismethod(value) and "stream" in inspect.signature(value).parameters
-        return partial(value, stream=self._stream) if takes else value
+        return partial(value, stream=self._stream) if inspect.ismethod(value) and _takes_stream(value.__func__) else value
+
+    def __enter__(self):
+        self._manager.__enter__()
+        return self
+
+    def __exit__(self, *_):
+        self.close()
 
 
 class Sequences(On):
-    """Whose tokens are random, by the id of a sequence."""
+    """Sequences on one stream, whose tokens are random by their id: what a sequence holds can be checked without keeping it."""
 
     def add(self, seq, count):
+        """Append so many tokens to a sequence that has none."""
         self.append(seq, *tokens(self.cache, count, seq))
 
     def new(self, *counts):
@@ -51,13 +59,16 @@ class Sequences(On):
         return ids
 
     def check(self, seq, count):
+        """A sequence holds the tokens that ``add`` gave it."""
         assert raw(self.get(seq)) == raw(tokens(self.cache, count, seq))
 
     @property
     def slots(self):
-        return [entry.slot for entry in sorted(self._table, key=lambda entry: entry.id)]
+        """The slot of each sequence, in the order of their ids; None for those on the host."""
+        return [slot for _, slot in sorted(slots_of(self).items())]
 
     def refuses(self, error, text, call, *arguments, **keywords):
+        """A call raises, and neither the cache nor a sequence has changed."""
         before = handles(self)
         with Unchanged(self.cache), pytest.raises(error) as caught:
             call(*arguments, **keywords)
@@ -65,7 +76,8 @@ class Sequences(On):
         assert handles(self) == before
 
 
-def make(kind, memory, stream, *, states=True, swapping=False, threshold=1, **changes):
+def make_sequences(memory, stream, kind="manager", *, states=True, swapping=False, threshold=1, **changes):
+    """A cache of a kind and the sequences over it, both on one stream. Of ``linear``, states can be left out."""
     changes |= {} if states or kind != "linear" else {"num_mamba_layers": 0}
     cache = make_cache(kind, memory, **changes)
     return On(cache, stream), Sequences(SequenceCacheManager(cache, enable_swapping=swapping, swap_threshold=threshold), stream)
@@ -92,18 +104,13 @@ def joined(*parts, count=None):
     return [[np.concatenate(layers, axis=1)[:, :count] for layers in zip(*arrays, strict=True)] for arrays in zip(*parts, strict=True)]
 
 
+def slots_of(sequences):
+    """Which sequence is in which slot; None for those on the host. No other test looks into the table."""
+    return {entry.id: entry.slot for entry in sequences._table}
+
+
 def handles(sequences):
     """Everything that an operation could change in the table."""
     table = sequences._table
     entries = [(e.id, e.slot, e.length, e.pinned, e.saved and [a.tobytes() for a in e.saved.arrays]) for e in table]
     return entries, sequences.memory_used, sequences.memory_swapped
-
-
-def three_swaps(memory, stream):
-    """Three sequences of four tokens past the threshold, of which the calls that are returned send one or two out."""
-    cache, sequences = make("manager", memory, stream, swapping=True, threshold=12 / 35)
-    cache.reset_for_new_sequences([0])
-    sequences.new(4, 4, 4)
-    assert sequences.memory_swapped == 0
-    into, out = partial(sequences.pin, 2, slot=0), partial(sequences.unpin, 2)
-    return cache, sequences, [partial(sequences.add, 0, 3), partial(sequences.pin, 2, slot=3), lambda: (into(), out())]

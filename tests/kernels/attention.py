@@ -33,12 +33,12 @@ class Case:
     packed: bool = False
 
 
-def _turn(row, angles):
+def _apply_rope(row, angles):
     half = angles.shape[1]
-    turned, (cos, sin) = row.astype(np.float32), angles
-    low, high = turned[:half].copy(), turned[half : 2 * half].copy()
-    turned[:half], turned[half : 2 * half] = low * cos - high * sin, high * cos + low * sin
-    return turned.astype(row.dtype)
+    rotated, (cos, sin) = row.astype(np.float32), angles
+    low, high = rotated[:half].copy(), rotated[half : 2 * half].copy()
+    rotated[:half], rotated[half : 2 * half] = low * cos - high * sin, high * cos + low * sin
+    return rotated.astype(row.dtype)
 
 
 def inputs(case, seed=0):
@@ -71,11 +71,11 @@ def reference(case, q, k, v, cache, cos_sin=None, **_):
             token = position - past
             first = max(0, position - case.window + 1) if case.window else 0
             for head in range(case.kv_heads):
-                cache[slot, 0, head, position] = _turn(k[slot, token, head], angles[position])
+                cache[slot, 0, head, position] = _apply_rope(k[slot, token, head], angles[position])
                 cache[slot, 1, head, position] = v[slot, token, head]
                 keys, values = cache[slot, :, head, first : position + 1].astype(np.float64)
                 for row in range(head * case.group, (head + 1) * case.group):
-                    scores = keys @ _turn(q[slot, token, row], angles[position]).astype(np.float64) * scale
+                    scores = keys @ _apply_rope(q[slot, token, row], angles[position]).astype(np.float64) * scale
                     if case.softcap:
                         scores = case.softcap * np.tanh(scores / case.softcap)
                     weights = np.exp(scores - scores.max())

@@ -7,7 +7,7 @@
 #include "attention/mma.cuh"
 #include "shared_memory.cuh"
 
-// `sums` [32, 4] += a [32, 4] * b [32, 2], as the lanes hold them.
+// sums [32, 4] += a [32, 4] * b [32, 2], as the lanes hold the fragments.
 extern "C" __global__ void multiply(float* sums, const unsigned* a, const unsigned* b, long long bfloat16) {
     const int lane = threadIdx.x;
     float sum[4];
@@ -24,7 +24,7 @@ extern "C" __global__ void multiply(float* sums, const unsigned* a, const unsign
     for (int i = 0; i < 4; i++) sums[4 * lane + i] = sum[i];
 }
 
-// Lane i has the place of row `places[i]`.
+// Lane i passes the address of row `places[i]`.
 extern "C" __global__ void matrices(unsigned* out, const unsigned* rows, const unsigned* places, long long transposed) {
     DYNAMIC_SHARED(unsigned, shared);
     const int lane = threadIdx.x;
@@ -40,7 +40,7 @@ extern "C" __global__ void matrices(unsigned* out, const unsigned* rows, const u
     for (int i = 0; i < 4; i++) out[4 * lane + i] = loaded[i];
 }
 
-// Two groups of copies; the first is looked at while the second may be under way.
+// Two commit groups; the first is read while the second may still be in flight.
 extern "C" __global__ void copies(uint4* out, const uint4* from, const unsigned* valid) {
     DYNAMIC_SHARED(uint4, pieces);
     const int lane = threadIdx.x;
@@ -66,17 +66,17 @@ extern "C" __global__ void functions(float* powers, float* reciprocals, const fl
     reciprocals[x] = reciprocal_approx(values[x]);
 }
 
-extern "C" __global__ void over_warps(int* sums, int* maxima, const int* values) {
+extern "C" __global__ void warp_reductions(int* sums, int* maxima, const int* values) {
     const int x = blockIdx.x * 32 + threadIdx.x;
     sums[x] = warp_sum(values[x]);
     maxima[x] = warp_max(values[x]);
 }
 
 // Each block writes for the next one.
-extern "C" __global__ void tell(float4* heard, float4* places, const float4* values) {
+extern "C" __global__ void publish(float4* received, float4* places, const float4* values) {
     const int x = blockIdx.x * 32 + threadIdx.x;
     publish_vector(places + x, values[x]);
     if (blockIdx.x == 0) return;
-    while (!is_published(heard[x] = poll_vector(places + x - 32))) poll_again();
+    while (!is_published(received[x] = poll_vector(places + x - 32))) poll_again();
     reset_vector(places + x - 32);
 }

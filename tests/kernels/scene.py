@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tests.kernels.layers import make_layer, make_saved, saved_tensor
-from trt_kvcache import DeviceTensor, KVLayout, kernels
+from trt_kvcache import DeviceTensor, HostMemory, KVLayout, kernels
 from trt_kvcache.kernels import CompactionPlan, KVLayerInfos, StateInfos
 
 
@@ -46,6 +46,12 @@ class Scene:
 
     def saved_of(self, *shapes, dtype=np.float16, memory=None):
         return self.infos_of(KVLayerInfos, *shapes, dtype=dtype, memory=memory)
+
+    def plan_elsewhere(self):
+        """A plan whose mapping and lengths are in another memory."""
+        host = HostMemory()
+        numbers = self.new(3, dtype=np.int32, memory=host)
+        return CompactionPlan.from_device(numbers, 3, 2, numbers)
 
     def calls(self, name, given):
         """Each function of that name, with arguments that fit, but for those that are given."""

@@ -1,4 +1,4 @@
-"""The wrappers of ``plugins/ptx.cuh``: their CPU halves on the emulated device, their PTX on a GPU, against the same in NumPy."""
+"""The wrappers of instructions in ``plugins/attention``: the CPU halves on the emulated device, the PTX on a GPU, both against NumPy."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def same(got, expected):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_multiply_add(call, random, dtype):
+def test_mma(call, random, dtype):
     a, b = (random.standard_normal(shape) * 2.0 ** random.integers(-6, 7, shape) for shape in ((16, 16), (16, 8)))
     a, b, sums = a.astype(dtype), b.astype(dtype), random.standard_normal((16, 8)).astype(np.float32)
     rows, columns = ROW[:, None] + [0, 8, 0, 8], COLUMN[:, None] + [0, 0, 8, 8]
@@ -80,7 +80,7 @@ def test_multiply_add(call, random, dtype):
 
 
 @pytest.mark.parametrize("transposed", [0, 1])
-def test_load_matrices(call, random, transposed):
+def test_ldmatrix(call, random, transposed):
     rows, places = bits(random, 32, 4), random.permutation(32).astype(np.uint32)
     got, _ = call("matrices", np.zeros((32, 4), np.uint32), rows, places, transposed)
     matrices = rows.view(np.uint16)[places].reshape(4, 8, 8)
@@ -89,7 +89,7 @@ def test_load_matrices(call, random, transposed):
     assert np.array_equal(got.view(np.uint16).reshape(32, 4, 2), expected)
 
 
-def test_copies(call, random):
+def test_cp_async(call, random):
     rows, valid = bits(random, 64, 4), random.integers(0, 2, 64, dtype=np.uint32)
     got, _ = call("copies", np.ones_like(rows), rows, valid)
     assert np.array_equal(got, rows * valid[:, None])
@@ -127,21 +127,21 @@ def test_functions(call, random):
         assert (np.abs(one - right) <= 2.0**-21 * np.abs(right) + 2.0**-126).all()
 
 
-def test_over_warps(call, random):
+def test_warp_reductions(call, random):
     values = random.integers(-(2**25), 2**25, 4 * 32, dtype=np.int32)
-    sums, maxima = call("over_warps", np.zeros(4 * 32, np.int32), np.zeros(4 * 32, np.int32), values, blocks=4)
+    sums, maxima = call("warp_reductions", np.zeros(4 * 32, np.int32), np.zeros(4 * 32, np.int32), values, blocks=4)
     assert np.array_equal(sums, values.reshape(4, 32).sum(1).repeat(32))
     assert np.array_equal(maxima, values.reshape(4, 32).max(1).repeat(32))
 
 
-def test_what_a_block_tells_the_next(call, random):
+def test_a_block_publishes_vectors_for_the_next(call, random):
     values = bits(random, 8, 32, 4).view(np.float32)
     values.reshape(-1)[::7], values.reshape(-1)[1::7] = 0, -0.0
-    heard, places = (
-        x.view(np.uint32).reshape(8, 32, 4) for x in call("tell", np.zeros_like(values), np.zeros_like(values), values, blocks=8)
+    received, places = (
+        x.view(np.uint32).reshape(8, 32, 4) for x in call("publish", np.zeros_like(values), np.zeros_like(values), values, blocks=8)
     )
-    told = values.view(np.uint32).copy()
-    told[..., 3][values[..., 3] == 0] = 1 << 31
-    assert np.array_equal(heard[1:], told[:-1])
+    published = values.view(np.uint32).copy()
+    published[..., 3][values[..., 3] == 0] = 1 << 31
+    assert np.array_equal(received[1:], published[:-1])
     assert not places[:-1, :, 3].any()
-    assert np.array_equal(places[-1], told[-1])
+    assert np.array_equal(places[-1], published[-1])

@@ -43,7 +43,7 @@ class TestFindGpu:
 
     def test_old_driver(self, driver):
         driver["cuDriverGetVersion"] = (driver["cuInit"][0], 12080)
-        self.refuse(0, "the NVIDIA driver serves CUDA 12, cuda-bindings needs CUDA 13. Update the driver, or install cuda-core[cu12].")
+        self.refuse(0, "the NVIDIA driver supports CUDA 12, cuda-bindings needs CUDA 13. Update the driver, or install cuda-core[cu12].")
 
     def test_no_driver(self, driver, monkeypatch):
         import cuda.bindings.driver

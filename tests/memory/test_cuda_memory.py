@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, need_cuda_memory, needs_standin
-from trt_kvcache import DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig
-from trt_kvcache.errors import CapacityError, CaptureError, CudaError, PlaceError, ShapeError
+from trt_kvcache import CudaMemory, DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig
+from trt_kvcache.errors import CapacityError, CaptureError, CudaError, PlaceError, RangeError, ShapeError
 from trt_kvcache.kernels import increment_length_tensor, store_length_values
 from trt_kvcache.memory.cuda_memory import find_gpu
 
@@ -246,6 +246,7 @@ class TestNoRoom:
         assert (memory.live_nbytes, standin.device_nbytes) == (0, 0)
 
 
+@pytest.mark.usefixtures("memory")  # so that it runs on the device
 @needs_standin
 def test_a_device_without_pools():
     program = """
@@ -264,3 +265,28 @@ tensor.allocation.close()
 assert "cuMemFree_v2" in standin.take_calls() and standin.device_nbytes == 0
 """
     subprocess.run([sys.executable, "-W", "error", "-c", program], check=True)
+
+
+@pytest.mark.usefixtures("memory")  # so that it runs on the device
+@needs_standin
+class TestPool:
+    """How many freed bytes stay mapped is the pool's; the stand-in driver only writes down that it was told."""
+
+    def calls_of_an_allocation(self, **options):
+        memory = CudaMemory(**options)
+        stream, standin = memory.create_stream(), StandIn()
+        allocation = memory.allocate(1000, stream=stream)
+        made = standin.take_calls()
+        allocation.close()
+        return made, standin.take_calls()
+
+    def test_without_bytes_to_keep_it_is_left_alone(self):
+        assert not any("cuMemPoolSetAttribute" in calls for calls in self.calls_of_an_allocation())
+
+    def test_it_is_told_what_to_keep_when_something_is_allocated_or_freed(self):
+        assert all("cuMemPoolSetAttribute" in calls for calls in self.calls_of_an_allocation(keep_bytes=4096))
+
+    @pytest.mark.parametrize("keep_bytes", [-1, 1.5])
+    def test_bytes_to_keep_are_a_size(self, keep_bytes):
+        with pytest.raises(RangeError, match=r"^keep_bytes: expected "):
+            CudaMemory(keep_bytes=keep_bytes)

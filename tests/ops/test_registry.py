@@ -34,7 +34,9 @@ def test_a_registered_operation_is_created_with_its_attributes():
 def test_a_name_is_registered_once(kind):
     register_operation("windowed", AttentionOp)
     before = dict(registry.OPERATIONS)
-    with pytest.raises(ConfigError, match=f"^kind: expected another name than attention, embedding, windowed, got '{kind}'"):
+    with pytest.raises(
+        ConfigError, match=f"^kind: expected a name that is not taken, so none of attention, embedding, windowed, got '{kind}'"
+    ):
         register_operation(kind, EmbeddingOp)
     assert before == registry.OPERATIONS
 

@@ -249,7 +249,7 @@ def test_what_cannot_be_compared_is_refused() -> None:
         compare_paths([SessionRunner(SOURCE, "a"), SessionRunner(SOURCE, "b")], PROMPTS, steps=-1)
     with pytest.raises(ConfigError, match="tolerances: expected one for float32, got float16"):
         _compare(SOURCE, SOURCE, tolerances={"float16": 1.0})
-    with SOURCE() as session, pytest.raises(ConfigError, match="b: expected a session of its own"):
+    with SOURCE() as session, pytest.raises(ConfigError, match="b: expected a separate session"):
         compare_paths([SessionRunner(session, "a"), SessionRunner(session, "b")], PROMPTS, steps=1)
     with pytest.raises(ShapeError, match="b: expected the layers and vocabulary of a, got another model's"):
         _compare(SOURCE, SessionSource(GOLDEN / "llama", engine="reference", dtype="float32", **SIZES))

@@ -7,7 +7,10 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.paths import ROOT
+from trt_kvcache.errors import CudaError
 
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -84,6 +87,93 @@ def test_the_table_of_attention(monkeypatch):
     assert values[:2] == ["0.90 to 0.90 (1 shapes)", "1.10 to 1.10 (1 shapes)"]
     assert values[2:] == ["0.800 to 2.000 (2 shapes)", "0.800 to 0.800 (1 shapes)", "7.00 to 7.00 us (1 shapes)", "0.95 to 0.95 (1 shapes)"]
     assert len([*attention({**content, "prefill": to_table([row(1, 0, 11.0)])})]) == 5  # nothing of others
+
+
+def compare_kernels(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.setattr(sys, "path", [*sys.path])  # the script puts the root in front
+    return importlib.import_module("compare_kernels")
+
+
+def test_compare_kernels_without_a_gpu_stops_with_one_line(monkeypatch, capsys, tmp_path):
+    script, out = compare_kernels(monkeypatch), tmp_path / "result.json"
+    monkeypatch.setattr(script, "find_gpu", lambda: "there is no driver.")
+    monkeypatch.setattr(sys, "argv", ["compare_kernels.py", "--old", str(ROOT), "--out", str(out)])
+    assert script.main() == 2
+    assert capsys.readouterr().err == "no GPU: there is no driver.\n"
+    assert not out.exists()
+
+
+def test_compare_kernels_without_an_old_checkout_stops_with_one_line(monkeypatch, capsys, tmp_path):
+    script = compare_kernels(monkeypatch)
+    monkeypatch.setattr(script, "find_gpu", lambda: None)
+    monkeypatch.setattr(script, "HAS_TORCH", True)
+    monkeypatch.setattr(sys, "argv", ["compare_kernels.py", "--old", str(tmp_path)])
+    assert script.main() == 2
+    assert capsys.readouterr().err == f"--old: expected a checkout with plugins/ and trt_kvcache/, got {tmp_path} without plugins/\n"
+
+
+def test_compare_kernels_lists_the_attention_sources_of_a_checkout(monkeypatch):
+    names = compare_kernels(monkeypatch).attention_sources(ROOT)
+    assert "attention_decode-float16-128" in names
+    assert {name.partition("-")[0] for name in names} == {"attention_decode", "attention_prefill"}
+
+
+def test_compare_kernels_finds_an_entry_point_in_a_source_of_another_name(monkeypatch):
+    script = compare_kernels(monkeypatch)
+    entries = {"one-float16-64": {"append"}, "two-float16-64": {"decode"}, "two-float16-128": {"decode", "other"}}
+
+    class Module:
+        def __init__(self, source):
+            self.source = source
+
+        def get_kernel(self, name):
+            if name not in entries[self.source]:
+                raise LookupError(name)
+            return self.source, name
+
+    monkeypatch.setattr(script, "cuda_core_error", lambda: LookupError)
+    monkeypatch.setattr(script.Kernels, "_load_module", lambda self, side, source: Module(source))
+    kernels = script.Kernels({"new": dict.fromkeys(entries), "old": {}})
+    assert kernels.kernel("three-float16-64", "decode", "sm_90") == ("two-float16-64", "decode")
+    with pytest.raises(
+        CudaError, match="expected other for float16-64 in one of one-float16-64, two-float16-64, two-float16-128, got none"
+    ):
+        kernels.kernel("three-float16-64", "other", "sm_90")
+
+
+def test_compare_kernels_takes_the_ratio_within_a_round(monkeypatch):
+    found = compare_kernels(monkeypatch).summarize([1e-6, 2e-6, 4e-6], [1.1e-6, 2e-6, 4.2e-6])
+    spread = {"least": 1.0, "largest": 1.1}
+    assert found == {"old_us": 2.0, "new_us": 2.0, "new_over_old": 1.05, "spread": spread}
+
+
+def compared(script, ratio, difference=0.0, kind="decode"):
+    case = script.Case(kind, 1, 1, 1024, 4, 128)
+    spread = {"least": ratio, "largest": ratio}
+    return {**case._asdict(), "old_us": 1.0, "new_us": ratio, "new_over_old": ratio, "spread": spread, "output_difference": difference}
+
+
+def test_compare_kernels_names_what_is_over_a_limit(monkeypatch):
+    script = compare_kernels(monkeypatch)
+    rows = [compared(script, 1.01), compared(script, 1.02), compared(script, 0.5, float("nan"))]
+    shape = "decode, batch 1 width 1 past 1024 group 4 head_dim 128"
+    assert script.exceeded(rows, ["a case"]) == [f"{shape}: new_over_old 1.02", f"{shape}: output_difference nan", "left out: a case"]
+    assert script.exceeded([], []) == ["nothing was measured"]
+
+
+def test_the_table_of_compare_kernels(monkeypatch):
+    script = compare_kernels(monkeypatch)
+    rows = [compared(script, 0.5), compared(script, 1.0), compared(script, 2.0, kind="prefill")]
+    assert script.geometric_mean(rows) == 1.0
+    to_table = importlib.import_module("environment").to_table
+    content = {"old_commit": "0123456789", "limits": script.LIMITS, "geometric_mean": 1.0, "cases": to_table(rows)}
+    label = "attention kernels, time over that of commit 01234567"
+    assert [*importlib.import_module("tables")._compare_kernels(json.loads(json.dumps(content)))] == [
+        (f"{label}: decode", "0.500 to 1.000 (2 shapes)", "1.01"),
+        (f"{label}: prefill", "2.000 to 2.000 (1 shapes)", "1.01"),
+        (f"{label}: geometric mean", "1.000", ""),
+    ]
 
 
 def test_the_table_is_that_of_the_files():

@@ -19,7 +19,7 @@ def insert(place, cache, stream, _):
         raise CapacityError("no room.")
 
 
-def take_in(place, cache, stream, snapshot):
+def restore_an_entry(place, cache, stream, snapshot):
     if snapshot.restore_entry(PromptCache(cache, max_bytes=1 << 20, place=place), model=MODEL, stream=stream) is None:
         raise CapacityError("no room.")
 
@@ -39,7 +39,7 @@ CALLS = {
     "sequences": (swap_out_and_in, 2),
     "insert": (partial(insert, "cache"), 3),
     "insert on the host": (partial(insert, "host"), 1),
-    "a snapshot into a prompt cache": (partial(take_in, "cache"), 3),
+    "a snapshot into a prompt cache": (partial(restore_an_entry, "cache"), 3),
     "a snapshot of a slot": (lambda cache, stream, _: Snapshot.of_slot(cache, 0, tokens=[1, 2, 3], model=MODEL, stream=stream), 1),
     "a snapshot into a slot": (lambda cache, stream, snapshot: snapshot.restore_slot(cache, 1, model=MODEL, stream=stream), 0),
 }

@@ -1,14 +1,12 @@
 """The prompt cache: what it finds, the bytes that it restores, what it drops, and what is refused."""
 
-import gc
 from contextlib import nullcontext
-from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, strategies as st
 
-from tests.helpers.cache_cases import SEQUENCE_KINDS, CapturingMemory, Image, Unchanged, cache_holding, fill_all, make_cache
+from tests.helpers.cache_cases import SEQUENCE_KINDS, CapturingMemory, Image, Unchanged, cache_holding, fill_all, make_cache, on_device
 from tests.helpers.hybrid_model import VOCAB, HybridModel, hybrid_cache
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from trt_kvcache import HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
@@ -36,53 +34,86 @@ def look_up(prompts, tokens):
     return None if match is None else (match.entry.tokens.tolist(), match.length)
 
 
-# --- what is found ---
+class TestFind:
+    """Without states any part of an entry serves; at least one token of a prompt is run."""
 
+    ENTRIES = FIRST, SECOND, THIRD = [1, 2, 3, 4, 5, 6], [1, 2, 9, 4], [7, 2, 3]
 
-def test_the_longest_prefix_is_found_token_by_token(memory, stream):
-    with cache_holding("manager", memory, stream, 6) as cache, PromptCache(cache, max_bytes=PLENTY) as prompts:
-        first, second, third = [1, 2, 3, 4, 5, 6], [1, 2, 9, 4], [7, 2, 3]
-        for tokens in (first, second, third):
-            assert prompts.insert(tokens, 0, stream=stream).tokens.tolist() == tokens
-        for prompt, expected in [
-            ([1, 2, 3, 4, 5, 6, 7], (first, 6)),
-            (first, (first, 5)),  # one token is always run
-            ([1, 2, 3, 4, 8, 6, 7], (first, 4)),
-            (np.array([1, 2, 9, 4, 5], np.int64), (second, 4)),
-            ((1, 2, 9, 9), (second, 3)),
-            ([7, 2, 3, 4, 5, 6, 7], (third, 3)),
-            ([2, 1, 3, 4, 5, 6], None),  # the same tokens in another order
-            ([7], None),
-            ([8, 2, 3, 4, 5, 6, 7], None),
-            ([], None),
-        ]:
-            assert look_up(prompts, prompt) == expected, prompt
-        assert (prompts.hits, prompts.misses, prompts.reused_tokens) == (0, 4, 0)  # what is found may not be restored
+    @pytest.fixture
+    def prompts(self, memory, stream):
+        with cache_holding("manager", memory, stream, 6) as cache, PromptCache(cache, max_bytes=PLENTY) as prompts:
+            for tokens in self.ENTRIES:
+                prompts.insert(tokens, 0, stream=stream)
+            yield prompts
+
+    @pytest.mark.parametrize(
+        ("prompt", "expected"),
+        [
+            ([1, 2, 3, 4, 5, 6, 7], (FIRST, 6)),
+            (FIRST, (FIRST, 5)),  # one token is always run
+            ([1, 2, 3, 4, 8, 6, 7], (FIRST, 4)),
+            (np.array([1, 2, 9, 4, 5], np.int64), (SECOND, 4)),
+            ((1, 2, 9, 9), (SECOND, 3)),
+            ([7, 2, 3, 4, 5, 6, 7], (THIRD, 3)),
+        ],
+    )
+    def test_the_longest_prefix(self, prompts, prompt, expected):
+        assert look_up(prompts, prompt) == expected
+
+    @pytest.mark.parametrize("prompt", [[2, 1, 3, 4, 5, 6], [7], [8, 2, 3, 4, 5, 6, 7], []])
+    def test_nothing_is_shared(self, prompts, prompt):
+        assert prompts.find(prompt) is None
+
+    def test_misses_are_counted(self, prompts):
+        for prompt in ([9, 9], [], [1, 2]):
+            prompts.find(prompt)
+        assert (prompts.hits, prompts.misses) == (0, 2)
+
+    def test_a_match_is_a_hit_when_it_is_restored(self, prompts, stream):
+        match = prompts.find([*self.FIRST, 7])
+        assert (prompts.hits, prompts.reused_tokens) == (0, 0)
+        prompts.restore(match, 1, stream=stream)
+        assert (prompts.hits, prompts.reused_tokens) == (1, 6)
+
+    def test_what_was_found_was_used_last(self, prompts):
+        prompts.find([*self.SECOND, 7])
+        assert [entry.tokens.tolist() for entry in prompts.entries] == [self.FIRST, self.THIRD, self.SECOND]
+
+    def test_tokens_of_an_entry_are_read_only(self, prompts):
         with pytest.raises(ValueError, match="read-only"):
             prompts.entries[0].tokens[0] = 9
 
 
-def test_with_recurrent_layers_only_whole_entries_are_found(memory, stream):
-    with cache_holding("hybrid", memory, stream, 3, 5, 3) as cache, PromptCache(cache, max_bytes=PLENTY) as prompts:
-        short, long = [1, 2, 3], [1, 2, 3, 4, 5]
-        for slot, tokens in enumerate((short, long, [1, 2, 4])):
-            prompts.insert(tokens, slot, stream=stream)
+class TestFindWithStates:
+    """States after five tokens are not those after four: entries serve whole or not at all."""
+
+    SHORT, LONG = [1, 2, 3], [1, 2, 3, 4, 5]
+
+    @pytest.fixture
+    def prompts(self, memory, stream):
+        with cache_holding("hybrid", memory, stream, 3, 5, 3) as cache, PromptCache(cache, max_bytes=PLENTY) as prompts:
+            for slot, tokens in enumerate((self.SHORT, self.LONG, [1, 2, 4])):
+                prompts.insert(tokens, slot, stream=stream)
+            yield prompts
+
+    def test_an_entry_that_another_begins_with_stays(self, prompts):
         assert len(prompts.entries) == 3  # none serves the prompts of another
-        for prompt, expected in [
-            ([1, 2, 3, 4, 5, 6], (long, 5)),
-            (long, (short, 3)),  # states after 5 tokens are not those after 4
-            ([1, 2, 3, 4, 6], (short, 3)),
-            ([1, 2, 3, 4], (short, 3)),
-            (short, None),
-            ([1, 2, 9, 4], None),
-        ]:
-            assert look_up(prompts, prompt) == expected, prompt
-        for tokens in ([1, 2], [1, 2, 3, 4]):
-            with pytest.raises(RangeError, match=rf"^tokens: slot 0 holds 3; expected exactly as many, as .* got {len(tokens)}\.$"):
-                prompts.insert(tokens, 0, stream=stream)
 
+    @pytest.mark.parametrize(
+        ("prompt", "expected"),
+        [
+            ([1, 2, 3, 4, 5, 6], (LONG, 5)),
+            (LONG, (SHORT, 3)),
+            ([1, 2, 3, 4, 6], (SHORT, 3)),
+            ([1, 2, 3, 4], (SHORT, 3)),
+        ],
+    )
+    def test_the_longest_entry_that_a_prompt_goes_on_from(self, prompts, prompt, expected):
+        assert look_up(prompts, prompt) == expected
 
-# --- the bytes ---
+    @pytest.mark.parametrize("prompt", [SHORT, [1, 2, 9, 4], [1, 2]])
+    def test_a_part_of_an_entry_does_not_serve(self, prompts, prompt):
+        assert prompts.find(prompt) is None
 
 
 @PLACES
@@ -120,7 +151,6 @@ def test_bytes_are_counted_and_given_back(memory, stream, place, kind):
         for slot, tokens in enumerate(([1, 2, 3, 4], [9, 2, 3, 4, 5])):
             prompts.insert(tokens, slot, stream=stream)
         assert prompts.nbytes == sum(entry.nbytes for entry in prompts.entries) > 0
-        gc.collect()
         assert memory.live_nbytes - before == (prompts.nbytes if place == "cache" else 0)
         prompts.restore(prompts.find([1, 2, 3, 4, 5]), 0, stream=stream)
         assert prompts.nbytes > prompts.entries[0].nbytes
@@ -128,34 +158,60 @@ def test_bytes_are_counted_and_given_back(memory, stream, place, kind):
         assert (prompts.nbytes, prompts.entries, prompts.hits, memory.live_nbytes) == (0, (), 1, before)
 
 
-# --- the limit ---
+class TestLimit:
+    """Entries of four tokens take 2048 bytes each."""
 
+    @pytest.fixture
+    def cache(self, memory, stream):
+        with cache_holding("manager", memory, stream, 4) as cache:
+            yield cache
 
-def test_the_least_recently_used_go_first(memory, stream):
-    with cache_holding("manager", memory, stream, 4) as cache:
-        size = PromptCache(cache, max_bytes=PLENTY).insert([0] * 4, 0, stream=stream).nbytes
-        assert size == 2048
-        prompts = PromptCache(cache, max_bytes=3 * size + size // 2)
+    @pytest.fixture
+    def prompts(self, cache, stream):
+        """Three entries of four tokens, and room for half of one more."""
+        prompts = PromptCache(cache, max_bytes=3 * 2048 + 1024)
+        for first in (1, 2, 3):
+            prompts.insert([first, 5, 5, 5], 0, stream=stream)
+        return prompts
 
-        def held():
-            return [int(entry.tokens[0]) for entry in prompts.entries]
+    def held(self, prompts):
+        """The first token of each entry, the least recently used one first."""
+        return [int(entry.tokens[0]) for entry in prompts.entries]
 
-        entries = {first: prompts.insert([first, 5, 5, 5], 0, stream=stream) for first in (1, 2, 3)}
-        prompts.find([1, 5, 5, 5])
-        assert held() == [2, 3, 1]
-        assert prompts.insert([2, 5], 0, stream=stream) is entries[2]  # already there
-        assert held() == [3, 1, 2]
+    def test_the_least_recently_used_one_is_dropped(self, prompts, stream):
         prompts.insert([4, 5, 5, 5], 0, stream=stream)
-        assert (held(), prompts.nbytes) == ([1, 2, 4], 3 * size)
+        assert (self.held(prompts), prompts.nbytes) == ([2, 3, 4], 3 * 2048)
+
+    def test_none_is_dropped_where_there_is_room(self, prompts, stream):
         prompts.insert([6], 0, stream=stream)
-        assert (held(), prompts.nbytes) == ([1, 2, 4, 6], 3 * 2048 + 768)
-        prompts.insert([7, 7], 0, stream=stream)
-        assert (held(), prompts.nbytes) == ([2, 4, 6, 7], 2 * 2048 + 768 + 1280)
-        exact = PromptCache(cache, max_bytes=2 * size)
-        assert all(exact.insert([first, 5, 5, 5], 0, stream=stream) in exact.entries for first in (1, 2))
-        assert len(exact.entries) == 2
-        with pytest.raises(ClosedError, match=r"^this entry is not held here: it was dropped since it was found"):
-            prompts.restore(PromptMatch(entries[3], 2), 0, stream=stream)
+        assert (self.held(prompts), prompts.nbytes) == ([1, 2, 3, 6], 3 * 2048 + 768)
+
+    def test_one_that_was_found_is_kept(self, prompts, stream):
+        prompts.find([1, 5, 5, 5])
+        prompts.insert([4, 5, 5, 5], 0, stream=stream)
+        assert self.held(prompts) == [3, 1, 4]
+
+    def test_one_that_is_inserted_again_is_kept(self, prompts, stream):
+        first = prompts.entries[0]
+        assert prompts.insert([1, 5], 0, stream=stream) is first
+        prompts.insert([4, 5, 5, 5], 0, stream=stream)
+        assert self.held(prompts) == [3, 1, 4]
+
+    def test_the_limit_itself_is_used(self, cache, stream):
+        prompts = PromptCache(cache, max_bytes=2 * 2048)
+        for first in (1, 2):
+            prompts.insert([first, 5, 5, 5], 0, stream=stream)
+        assert self.held(prompts) == [1, 2]
+
+    def test_a_match_whose_entry_was_dropped_is_not_restored(self, prompts, cache, stream):
+        match = prompts.find([1, 5, 5, 5])
+        for first in (4, 6, 7):
+            prompts.insert([first, 5, 5, 5], 0, stream=stream)
+        with (
+            Unchanged(cache),
+            pytest.raises(ClosedError, match=r"^this prompt cache does not hold the entry: it was dropped since it was found"),
+        ):
+            prompts.restore(match, 0, stream=stream)
 
 
 def test_an_entry_that_another_begins_with_is_dropped(memory, stream):
@@ -227,9 +283,6 @@ def test_restore_from_the_memory_of_the_cache_neither_waits_nor_allocates(memory
         assert {*standin.take_calls()} <= {"cuStreamIsCapturing"}  # it is there
 
 
-# --- beside an oracle ---
-
-
 class Oracle:
     """Entries as tuples of tokens, the least recently used first. An entry of n tokens takes ``sizes[n]`` bytes."""
 
@@ -285,8 +338,6 @@ def test_random_programs(whole, limit, program):
             assert [tuple(entry.tokens.tolist()) for entry in prompts.entries] == oracle.held
             assert prompts.nbytes == sum(sizes[len(entry)] for entry in oracle.held) <= prompts.max_bytes
 
-
-# --- a model that goes on ---
 
 PREFIX = [3, 17, 5, 29, 11, 2, 23, 8]
 
@@ -407,69 +458,161 @@ def test_it_drops_no_more_than_makes_room(place, limit, new, failures, error, en
         assert ("".join(made.get(entry, "N") for entry in prompts.entries), memory.failures) == (entries, left)
 
 
-def test_arguments_that_change_nothing(memory, stream):
-    with cache_holding("hybrid", memory, stream, 4, 3) as cache, cache_holding("manager", memory, stream, 4) as plain:
-        prompts, others = (PromptCache(each, max_bytes=PLENTY) for each in (cache, plain))
-        good = [1, 2, 3, 4]
-        entry, other = (each.insert(good, 0, stream=stream) for each in (prompts, others))
-        copy, foreign = prompts.copy_to_host(entry, stream=stream), others.copy_to_host(other, stream=stream)
-        match = prompts.find([*good, 5])
-        insert, insert_copy, restore = (partial(call, stream=stream) for call in (prompts.insert, prompts.insert_copy, prompts.restore))
-        nested, wide = "tokens: expected one sequence of token ids (n,), got a nested one.", "tokens: expected token ids that are integers"
-        for call, arguments, error, text in [
-            (insert, ("1234", 0), ShapeError, "tokens: expected a sequence of token ids, got str."),
-            (insert, ([], 0), ShapeError, "tokens: expected at least one, got none."),
-            (insert, ([[1], [2]], 0), ShapeError, nested),
-            (insert, ([[1], 2], 0), ShapeError, nested),
-            (insert, ([1.0], 0), DTypeError, f"{wide} of at most 64 bits, got float64."),
-            (prompts.find, ([True],), DTypeError, f"{wide} of at most 64 bits, got bool."),
-            (prompts.find, ([3, -1],), RangeError, "tokens: expected token ids from 0 to 2147483647, got -1 to 3."),
-            (prompts.find, ([1 << 31],), RangeError, "tokens: expected token ids from 0 to 2147483647, got 2147483648"),
-            (insert, (good, 2), SlotError, "slot 2: expected 0 <= slot < 2 (active slots). Slots never wrap."),
-            (insert, (good, -1), SlotError, "slot -1: expected 0 <= slot < 2 (active slots). Slots never wrap."),
-            (insert, (good, 1), RangeError, "tokens: slot 1 holds 3; expected exactly as many, as its states are those"),
-            (insert, ([1, 2], 1), RangeError, "tokens: slot 1 holds 3; expected exactly as many, as its states are those"),
-            (partial(others.insert, stream=stream), ([*good, 5], 0), RangeError, "tokens: slot 0 holds 4; expected no more, got 5."),
-            (insert_copy, ([1, 2, 3], copy), ShapeError, "tokens: expected 4, as many as were copied, got 3."),
-            (insert_copy, (good, foreign), ShapeError, "copy: recurrent layers: expected 2, got 0. It was made of another cache."),
-            (restore, (match, 5), SlotError, "slot 5: expected 0 <= slot < 5 (batch slots). Slots never wrap."),
-            (restore, (PromptMatch(entry, 3), 0), RangeError, "tokens to restore: expected an integer from 4 to 4, got 3."),
-            (
-                partial(others.restore, stream=stream),
-                (PromptMatch(other, 5), 0),
-                RangeError,
-                "tokens to restore: expected an integer from 0",
-            ),
-            (
-                restore,
-                (PromptMatch(other, 4), 0),
-                ClosedError,
-                "this entry is not held here: it was dropped since it was found, or",
-            ),
-            (partial(PromptCache, max_bytes=-1), (cache,), RangeError, "PromptCache.max_bytes: expected at least 0, got -1."),
-            (partial(PromptCache, place="disk"), (cache,), ConfigError, "PromptCache.place: expected one of cache, host, got 'disk'."),
-            (PromptCache, (memory,), ConfigError, "cache: expected a KVCacheManager, LinearKVCache or HybridCacheManager, got "),
-            (partial(prompts.insert, stream=None), (good, 0), PlaceError, "stream: expected"),
-            (partial(prompts.insert_copy, stream=None), ([9, 9, 9, 9], copy), PlaceError, "stream: expected"),
-            (partial(prompts.restore, stream=None), (match, 0), PlaceError, "stream: expected"),
-            (partial(prompts.copy_to_host, stream=None), (entry,), PlaceError, "stream: expected"),
-        ]:
-            with Unchanged(cache), Unchanged(plain), pytest.raises(error) as caught:
-                call(*arguments)
-            assert str(caught.value).startswith(text)
-        assert (prompts.entries, prompts.reused_tokens) == ((entry,), 0)
-        cache.commit_sequence_length(memory.to_device(np.ones(2, np.int32), stream=stream), max_increment=1, stream=stream)
-        with pytest.raises(LengthsUnknown):
-            insert(good, 0)
-    for call in (lambda: insert(good, 0), lambda: prompts.find(good)):
-        with pytest.raises(ClosedError, match=r"^this PromptCache's cache is closed\.$"):
-            call()
-    for _ in range(2):
-        prompts.close()
-    assert prompts.nbytes == 0
-    for call in (lambda: prompts.find(good), lambda: restore(match, 0), prompts.__enter__):
-        with pytest.raises(ClosedError, match=r"^this PromptCache is closed\.$"):
-            call()
+class Refused:
+    """A cache with states, whose slots hold four and three tokens, one without, and a prompt cache of one entry over each."""
+
+    good = (1, 2, 3, 4)
+
+    def __init__(self, memory, stream):
+        self.stream = stream
+        self.cache, self.plain = cache_holding("hybrid", memory, stream, 4, 3), cache_holding("manager", memory, stream, 4)
+        self.prompts, self.others = (PromptCache(cache, max_bytes=PLENTY) for cache in (self.cache, self.plain))
+        self.entry, self.other = (prompts.insert(self.good, 0, stream=stream) for prompts in (self.prompts, self.others))
+        self.copy = self.prompts.copy_to_host(self.entry, stream=stream)
+        self.match = self.prompts.find([*self.good, 5])
+
+    def insert(self, tokens, slot=0):
+        return self.prompts.insert(tokens, slot, stream=self.stream)
+
+    def restore(self, match, slot=0):
+        self.prompts.restore(match, slot, stream=self.stream)
+
+
+@pytest.fixture
+def refused(memory, stream):
+    made = Refused(memory, stream)
+    yield made
+    made.cache.close()
+    made.plain.close()
+
+
+NESTED, WIDE = "tokens: expected one sequence of token ids (n,), got a nested one.", "tokens: expected token ids that are integers"
+STATES = "tokens: slot 1 holds 3; expected exactly as many, as its states are those"
+BAD = {
+    "a text": (lambda on: on.insert("1234"), ShapeError, "tokens: expected a sequence of token ids, got str."),
+    "no tokens": (lambda on: on.insert([]), ShapeError, "tokens: expected at least one, got none."),
+    "tokens in two dimensions": (lambda on: on.insert([[1], [2]]), ShapeError, NESTED),
+    "tokens of several depths": (lambda on: on.insert([[1], 2]), ShapeError, NESTED),
+    "floats": (lambda on: on.insert([1.0]), DTypeError, f"{WIDE} of at most 64 bits, got float64."),
+    "truths": (lambda on: on.prompts.find([True]), DTypeError, f"{WIDE} of at most 64 bits, got bool."),
+    "a token below 0": (
+        lambda on: on.prompts.find([3, -1]),
+        RangeError,
+        "tokens: expected token ids from 0 to 2147483647, got -1 to 3.",
+    ),
+    "a token past int32": (
+        lambda on: on.prompts.find([1 << 31]),
+        RangeError,
+        "tokens: expected token ids from 0 to 2147483647, got 2147483648",
+    ),
+    "a slot that is not active": (
+        lambda on: on.insert(on.good, 2),
+        SlotError,
+        "slot 2: expected 0 <= slot < 2 (active slots). Slots never wrap.",
+    ),
+    "a slot below 0": (
+        lambda on: on.insert(on.good, -1),
+        SlotError,
+        "slot -1: expected 0 <= slot < 2 (active slots). Slots never wrap.",
+    ),
+    "more tokens than states are of": (lambda on: on.insert(on.good, 1), RangeError, STATES),
+    "fewer tokens than states are of": (lambda on: on.insert([1, 2], 1), RangeError, STATES),
+    "more tokens than a slot holds": (
+        lambda on: on.others.insert([*on.good, 5], 0, stream=on.stream),
+        RangeError,
+        "tokens: slot 0 holds 4; expected no more, got 5.",
+    ),
+    "fewer tokens than were copied": (
+        lambda on: on.prompts.insert_copy([1, 2, 3], on.copy, stream=on.stream),
+        ShapeError,
+        "tokens: expected 4, as many as were copied, got 3.",
+    ),
+    "a copy of another cache": (
+        lambda on: on.prompts.insert_copy(on.good, on.others.copy_to_host(on.other, stream=on.stream), stream=on.stream),
+        ShapeError,
+        "copy: recurrent layers: expected 2, got 0. It was made of another cache.",
+    ),
+    "a slot past the last": (
+        lambda on: on.restore(on.match, 5),
+        SlotError,
+        "slot 5: expected 0 <= slot < 5 (batch slots). Slots never wrap.",
+    ),
+    "a part of an entry with states": (
+        lambda on: on.restore(PromptMatch(on.entry, 3)),
+        RangeError,
+        "tokens to restore: expected an integer from 4 to 4, got 3.",
+    ),
+    "more than an entry": (
+        lambda on: on.others.restore(PromptMatch(on.other, 5), 0, stream=on.stream),
+        RangeError,
+        "tokens to restore: expected an integer from 0",
+    ),
+    "an entry of another prompt cache": (
+        lambda on: on.restore(PromptMatch(on.other, 4)),
+        ClosedError,
+        "this prompt cache does not hold the entry: it was dropped since it was found, or",
+    ),
+    "insert without a stream": (lambda on: on.prompts.insert(on.good, 0, stream=None), PlaceError, "stream: expected"),
+    "insert_copy without a stream": (
+        lambda on: on.prompts.insert_copy([9, 9, 9, 9], on.copy, stream=None),
+        PlaceError,
+        "stream: expected",
+    ),
+    "restore without a stream": (lambda on: on.prompts.restore(on.match, 0, stream=None), PlaceError, "stream: expected"),
+    "copy_to_host without a stream": (lambda on: on.prompts.copy_to_host(on.entry, stream=None), PlaceError, "stream: expected"),
+}
+
+
+@pytest.mark.parametrize(("call", "error", "text"), BAD.values(), ids=BAD)
+def test_what_is_refused_changes_nothing(refused, call, error, text):
+    with Unchanged(refused.cache), Unchanged(refused.plain), pytest.raises(error) as caught:
+        call(refused)
+    assert str(caught.value).startswith(text)
+    assert (refused.prompts.entries, refused.prompts.reused_tokens) == ((refused.entry,), 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "text"),
+    [
+        ({"max_bytes": -1}, RangeError, "PromptCache.max_bytes: expected at least 0, got -1."),
+        ({"place": "disk"}, ConfigError, "PromptCache.place: expected one of cache, host, got 'disk'."),
+    ],
+)
+def test_how_it_may_not_be_made(memory, options, error, text):
+    with pytest.raises(error) as caught:
+        PromptCache(make_cache("manager", memory), **options)
+    assert str(caught.value) == text
+
+
+def test_it_is_over_a_cache_of_whole_sequences(memory):
+    with pytest.raises(ConfigError, match=r"^cache: expected a KVCacheManager, LinearKVCache or HybridCacheManager, got MambaCacheManager"):
+        PromptCache(make_cache("mamba", memory))
+
+
+def test_a_slot_whose_length_only_the_device_knows_is_not_inserted(refused, memory, stream):
+    refused.cache.commit_sequence_length(on_device(memory, [1, 1], stream), max_increment=1, stream=stream)
+    with pytest.raises(LengthsUnknown):
+        refused.insert(refused.good)
+
+
+@pytest.mark.parametrize("call", [lambda on: on.insert(on.good), lambda on: on.prompts.find(on.good)])
+def test_over_a_closed_cache(refused, call):
+    refused.cache.close()
+    with pytest.raises(ClosedError, match=r"^this PromptCache's cache is closed\.$"):
+        call(refused)
+
+
+def test_close_releases_all_entries(refused):
+    refused.prompts.close()
+    assert (refused.prompts.closed, refused.prompts.nbytes) == (True, 0)
+
+
+@pytest.mark.parametrize("call", [lambda on: on.prompts.find(on.good), lambda on: on.restore(on.match), lambda on: on.prompts.__enter__()])
+def test_a_closed_one_is_refused(refused, call):
+    refused.prompts.close()
+    refused.prompts.close()
+    with pytest.raises(ClosedError, match=r"^this PromptCache is closed\.$"):
+        call(refused)
 
 
 @PLACES

@@ -1,4 +1,7 @@
-"""``SequenceCacheManager``: which rows and states a handle has, and what is refused."""
+"""``SequenceCacheManager``: what a handle holds, and what is refused.
+
+Which sequences are swapped out is in test_sequence_swapper.py, what becomes of one whose slot is run in test_sequence_table.py.
+"""
 
 import copy
 import pickle
@@ -7,22 +10,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from tests.helpers.cache_cases import (
-    ATTENTION,
-    HEADS,
-    MAMBA,
-    B,
-    CapturingMemory,
-    Image,
-    S,
-    Unchanged,
-    fill_all,
-    kv_config,
-    make_cache,
-    mamba_config,
-)
-from tests.helpers.sequence_cases import STATES, TAKEN, TOKEN, Sequences, joined, make, raw, tokens
-from trt_kvcache import HybridCacheConfig, HybridCacheManager, SequenceCacheManager
+from tests.helpers.cache_cases import HEADS, B, CapturingMemory, Image, S, Unchanged, cache_holding, fill_all, make_cache
+from tests.helpers.sequence_cases import STATES, TOKEN, Sequences, joined, make_sequences, raw, tokens
+from trt_kvcache import SequenceCacheManager
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import (
     CapacityError,
@@ -30,7 +20,6 @@ from trt_kvcache.errors import (
     ClosedError,
     ConfigError,
     DTypeError,
-    LengthsUnknown,
     PlaceError,
     RangeError,
     SequenceError,
@@ -38,230 +27,484 @@ from trt_kvcache.errors import (
     SlotError,
 )
 
+WITH_ROWS = pytest.mark.parametrize("kind", ["manager", "linear"])
+DTYPES = pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"])
 
-@pytest.mark.parametrize(("kind", "dtype"), [("manager", "float8_e4m3fn"), ("linear", "bfloat16")])
-def test_append_and_get(memory, stream, kind, dtype):
-    cache, sequences = make(kind, memory, stream, states=False, dtype=dtype)
-    fill_all(cache, stream)
-    expected = Image(cache)
-    a, b = sequences.create_sequence(), sequences.create_sequence()
-    parts = [tokens(cache, count, seed) for seed, count in enumerate((3, 0, 2))]
-    for seq, part in zip((a, a, a, b), (*parts, parts[0]), strict=True):
-        sequences.append(seq, *part)
-    keys, values = sequences.get(a)
-    assert [array.shape for array in values] == [(h, 5, d) for h, d in ([HEADS[0]] * 2 if kind == "linear" else HEADS)]
-    assert (isinstance(keys, np.ndarray), sequences.dtype, values[0].dtype) == (kind == "linear", dtype, numpy_dtype(dtype))
-    assert raw((keys, values)) == raw(joined(*parts))
-    assert (sequences.length(a), sequences.length(b), sequences.num_sequences) == (5, 3, 2)
-    for slot, pair in ((4, (keys, values)), (3, sequences.get(b))):
+
+class TestCreate:
+    def test_ids_count_up(self, make):
+        _, sequences = make()
+        assert [sequences.create_sequence() for _ in range(3)] == [0, 1, 2]
+
+    def test_an_id_is_never_used_again(self, make):
+        _, sequences = make()
+        sequences.destroy_sequence(sequences.create_sequence())
+        assert sequences.create_sequence() == 1
+
+    def test_a_new_sequence_is_empty(self, make):
+        _, sequences = make()
+        seq = sequences.create_sequence()
+        assert sequences.length(seq) == 0
+        sequences.check(seq, 0)
+
+    def test_sequences_are_counted(self, make):
+        _, sequences = make()
+        ids = [sequences.create_sequence() for _ in range(3)]
+        sequences.destroy_sequence(ids[1])
+        assert sequences.num_sequences == 2
+
+    def test_without_swapping_there_are_as_many_as_slots(self, make):
+        cache, sequences = make()
+        cache.set_active_batch_size(2)
+        for _ in range(B - 2):
+            sequences.create_sequence()
+        text = "create_sequence: expected 1 free slots, got 0 of 5. Destroy sequences, or enable swapping."
+        sequences.refuses(CapacityError, text, sequences.create_sequence)
+
+    def test_a_destroyed_sequence_makes_room(self, make):
+        _, sequences = make()
+        ids = [sequences.create_sequence() for _ in range(B)]
+        sequences.destroy_sequence(ids[2])
+        assert sequences.create_sequence() == B
+
+    def test_with_swapping_there_are_more_than_slots(self, make):
+        _, sequences = make(swapping=True)
+        ids = sequences.new(*[1] * (2 * B))
+        for seq in ids:
+            sequences.check(seq, 1)
+
+    @pytest.mark.parametrize(("swapping", "most"), [(False, B), (True, None)])
+    def test_how_many_there_can_be(self, make, swapping, most):
+        assert make(swapping=swapping)[1].max_sequences == most
+
+    def test_reserve_says_whether_there_is_room(self, make):
+        cache, sequences = make()
+        cache.set_active_batch_size(3)
+        sequences.create_sequence()
+        sequences.reserve(0)
+        sequences.reserve(1)
+        text = "reserve: expected 2 free slots, got 1 of 5. Destroy sequences, or enable swapping."
+        sequences.refuses(CapacityError, text, sequences.reserve, 2)
+
+    def test_reserve_with_swapping_needs_one_slot(self, make):
+        _, sequences = make(swapping=True)
+        sequences.new(*[1] * B)
+        sequences.reserve(100)
+
+    def test_reserve_where_all_slots_are_active_or_pinned(self, make):
+        cache, sequences = make(swapping=True)
+        cache.set_active_batch_size(B - 1)
+        sequences.pin(sequences.create_sequence())
+        text = "expected 1 free slots, got 0 of 5. All are active or pinned."
+        sequences.refuses(CapacityError, f"reserve: {text}", sequences.reserve, 1)
+        sequences.refuses(CapacityError, f"create_sequence: {text}", sequences.create_sequence)
+
+    def test_destroy_all(self, make):
+        _, sequences = make(swapping=True)
+        ids = sequences.new(*[1] * (B + 1))
+        sequences.destroy_all_sequences()
+        assert (sequences.num_sequences, sequences.memory_used, sequences.memory_swapped) == (0, 0, 0)
+        for seq in ids:
+            sequences.refuses(SequenceError, f"sequence {seq}: it was destroyed.", sequences.length, seq)
+
+
+class TestAppend:
+    @WITH_ROWS
+    @DTYPES
+    def test_what_is_appended_is_got_bit_for_bit(self, make, kind, dtype):
+        cache, sequences = make(kind, states=False, dtype=dtype)
+        seq = sequences.create_sequence()
+        parts = [tokens(cache, count, seed) for seed, count in enumerate((3, 0, 2))]
+        for part in parts:
+            sequences.append(seq, *part)
+        assert raw(sequences.get(seq)) == raw(joined(*parts))
+        assert sequences.length(seq) == 5
+
+    @WITH_ROWS
+    def test_only_its_slot_is_written(self, make, stream, kind):
+        cache, sequences = make(kind, states=False)
+        fill_all(cache, stream)
+        expected = Image(cache)
+        pair = tokens(cache, 3, 1)
+        sequences.append(sequences.create_sequence(), *pair)
         for layer, rows in enumerate(expected.rows):
             for which in (0, 1):
-                rows[slot, which, :, : pair[which][layer].shape[1]] = pair[which][layer].view(np.uint8)
-    expected.check(cache)
-    keys[0][...] = 0  # a copy
-    assert raw(sequences.get(a)) == raw(joined(*parts))
+                rows[B - 1, which, :, :3] = pair[which][layer].view(np.uint8)
+        expected.check(cache)
+
+    def test_sequences_do_not_meet(self, make):
+        _, sequences = make()
+        ids = sequences.new(3, 0, S)
+        for seq, count in zip(ids, (3, 0, S), strict=True):
+            sequences.check(seq, count)
+
+    @WITH_ROWS
+    def test_a_full_sequence_takes_no_token_more(self, make, kind):
+        cache, sequences = make(kind, states=False)
+        (seq,) = sequences.new(S)
+        sequences.append(seq, *tokens(cache, 0, 1))
+        text = f"sequence {seq} holds 7 tokens; appending 1 more exceeds max_sequence_length=7. Nothing was changed."
+        sequences.refuses(CapacityError, text, sequences.append, seq, *tokens(cache, 1, 1))
+        sequences.check(seq, S)
 
 
-def test_what_append_takes(memory, stream):
-    """One array or one per layer, of any strides, on the host or on a device. It may be changed as soon as the call returns."""
-    cache, sequences = make("linear", memory, stream, states=False)
-    keys, values = tokens(cache, 3, 1)
-    wide = np.stack([keys, values], axis=-1)
-    staged = [memory.staging(keys.shape, "float16") for _ in range(2)]  # which a copy may read at any time until it is done
-    staged[0][...], staged[1][...] = keys, values
-    on_device = memory.to_device(keys, stream=stream), [memory.to_device(layer, stream=stream) for layer in values]
-    for form in ((keys, list(values)), (wide[..., 0], wide[..., 1]), on_device, staged):
+@pytest.fixture
+def linear(make):
+    """A cache of equal layers without states, its sequences, and keys and values of three tokens, one array each."""
+    cache, sequences = make("linear", states=False)
+    return sequences, *tokens(cache, 3, 1)
+
+
+class TestFormsOfAppend:
+    """One array or one per layer, of any strides, on the host or on a device."""
+
+    def check(self, sequences, keys, values, form):
         seq = sequences.create_sequence()
         sequences.append(seq, *form)
-        if form is staged:
-            staged[0][...] = staged[1][...] = 0
+        assert raw(sequences.get(seq)) == raw((keys, values))
+
+    def test_one_array_or_one_per_layer(self, linear):
+        _, keys, values = linear
+        self.check(*linear, (keys, list(values)))
+
+    def test_arrays_with_gaps(self, linear):
+        _, keys, values = linear
+        wide = np.stack([keys, values], axis=-1)
+        self.check(*linear, (wide[..., 0], wide[..., 1]))
+
+    def test_tensors_on_the_device(self, linear, memory, stream):
+        _, keys, values = linear
+        form = memory.to_device(keys, stream=stream), [memory.to_device(layer, stream=stream) for layer in values]
+        self.check(*linear, form)
+
+    def test_page_locked_arrays_may_be_changed_as_soon_as_the_call_returns(self, linear, memory):
+        sequences, keys, values = linear
+        staged = [memory.staging(keys.shape, "float16") for _ in range(2)]
+        staged[0][...], staged[1][...] = keys, values
+        seq = sequences.create_sequence()
+        sequences.append(seq, *staged)
+        staged[0][...] = staged[1][...] = 0
         assert raw(sequences.get(seq)) == raw((keys, values))
 
 
-@pytest.mark.parametrize("kind", ["manager", "linear", "hybrid"])
-def test_bytes(memory, stream, kind):
-    cache, sequences = make(kind, memory, stream, states=False, swapping=True, threshold=0.5)
-    token, states = TOKEN[kind], STATES if kind == "hybrid" else 0
-    assert (sequences.memory_capacity, sequences.memory_used, sequences.memory_swapped) == (B * (S * token + states), 0, 0)
-    assert (sequences.max_sequences, make(kind, memory, stream)[1].max_sequences) == (None, B)
-    if kind == "hybrid":
-        cache.reset_for_new_sequences([0, 3])
-        assert sequences.memory_used == 3 * token + states
-    else:
+class TestGet:
+    def test_equal_layers_come_in_one_array(self, linear):
+        sequences, keys, values = linear
+        seq = sequences.create_sequence()
+        sequences.append(seq, keys, values)
+        got = sequences.get(seq)
+        assert [(type(array), array.shape, array.dtype) for array in got] == [(np.ndarray, (2, 2, 3, 16), np.float16)] * 2
+
+    def test_layers_that_differ_come_in_one_array_each(self, make):
+        _, sequences = make()
+        for arrays in sequences.get(*sequences.new(3)):
+            assert [array.shape for array in arrays] == [(h, 3, d) for h, d in HEADS]
+
+    @DTYPES
+    def test_arrays_are_of_the_dtype_of_the_cache(self, make, dtype):
+        _, sequences = make(dtype=dtype)
+        keys, _ = sequences.get(*sequences.new(1))
+        assert (sequences.dtype, keys[0].dtype) == (dtype, numpy_dtype(dtype))
+
+    def test_arrays_are_copies(self, make):
+        _, sequences = make()
+        (seq,) = sequences.new(3)
+        sequences.get(seq)[0][0][...] = 0
+        sequences.check(seq, 3)
+
+    def test_attention_layers_of_a_hybrid(self, memory, stream):
+        with make_cache("attention", memory) as cache:
+            sequences = Sequences(SequenceCacheManager(cache), stream)
+            sequences.check(*sequences.new(2), 2)
+
+    def test_states_alone_have_no_rows(self, memory, stream):
+        with make_cache("states", memory) as cache:
+            sequences = Sequences(SequenceCacheManager(cache), stream)
+            assert (sequences.get(sequences.create_sequence()), sequences.dtype) == (([], []), None)
+
+
+class TestTruncate:
+    @pytest.mark.parametrize("length", [0, 2, 4])
+    def test_the_first_tokens_stay(self, make, length):
+        cache, sequences = make()
         (seq,) = sequences.new(4)
+        sequences.truncate(seq, length)
+        assert raw(sequences.get(seq)) == raw(joined(tokens(cache, 4, seq), count=length))
+
+    def test_other_tokens_may_follow(self, make):
+        cache, sequences = make()
+        (seq,) = sequences.new(4)
+        sequences.truncate(seq, 2)
+        more = tokens(cache, 3, 9)
+        sequences.append(seq, *more)
+        assert raw(sequences.get(seq)) == raw(joined(joined(tokens(cache, 4, seq), count=2), more))
+
+    @pytest.mark.parametrize("length", [-1, 5])
+    def test_to_more_or_less_than_there_is(self, make, length):
+        _, sequences = make()
+        (seq,) = sequences.new(4)
+        text = f"truncate: sequence 0 holds 4 tokens; expected 0 to 4, got {length}."
+        sequences.refuses(RangeError, text, sequences.truncate, seq, length)
+
+    def test_to_no_integer(self, make):
+        _, sequences = make()
+        (seq,) = sequences.new(4)
+        sequences.refuses(RangeError, "new_length: expected an integer, got 1.5.", sequences.truncate, seq, 1.5)
+
+
+class TestBytes:
+    @pytest.mark.parametrize("kind", ["manager", "linear", "hybrid"])
+    def test_the_capacity_is_that_of_full_slots(self, make, kind):
+        _, sequences = make(kind, states=False)
+        assert sequences.memory_capacity == B * (S * TOKEN[kind] + (STATES if kind == "hybrid" else 0))
+
+    def test_the_capacity_of_states_alone(self, memory):
+        with make_cache("states", memory) as cache:
+            assert SequenceCacheManager(cache).memory_capacity == B * STATES
+
+    def test_sequences_use_the_bytes_of_their_tokens(self, make):
+        _, sequences = make()
+        sequences.new(4, 0, 3)
+        assert sequences.memory_used == 7 * TOKEN["manager"]
+
+    def test_active_slots_use_theirs_too(self, make):
+        cache, sequences = make()
+        sequences.new(4)
         cache.reset_for_new_sequences([0, 3])
-        assert sequences.memory_used == 7 * token
-        for more, used, swapped in ((7, 14, 0), (4, 14, 4)):  # 18 of 35 are past a half
-            sequences.new(more)
-            assert (sequences.memory_used, sequences.memory_swapped) == (used * token, swapped * token)
-        sequences.check(seq, 4)  # and 18 are again: the one with 7 goes
-        assert (sequences.memory_used, sequences.memory_swapped) == (11 * token, 7 * token)
-    sequences.destroy_all_sequences()
-    assert (sequences.num_sequences, sequences.memory_swapped) == (0, 0)
+        assert sequences.memory_used == 7 * TOKEN["manager"]
+
+    def test_a_slot_with_tokens_uses_its_states(self, make):
+        cache, sequences = make("hybrid")
+        cache.reset_for_new_sequences([0, 3])
+        assert sequences.memory_used == 3 * TOKEN["hybrid"] + STATES
+
+    def test_swapped_bytes_are_on_the_host(self, make):
+        _, sequences = make(swapping=True, threshold=0.5)  # of 35 tokens
+        sequences.new(4, 7, 7)
+        assert (sequences.memory_used, sequences.memory_swapped) == (14 * TOKEN["manager"], 4 * TOKEN["manager"])
+
+    def test_the_memory_has_been_there_from_the_start(self, make, memory):
+        _, sequences = make()
+        before = memory.live_nbytes
+        sequences.new(4, 7, 7)
+        assert memory.live_nbytes == before
 
 
-def test_without_swapping_there_are_as_many_as_slots(memory, stream):
-    cache, sequences = make("manager", memory, stream, threshold=0.01)
-    cache.set_active_batch_size(2)
-    ids = sequences.new(S, S, S)
-    full = "free slots, got {} of 5. Destroy sequences, or enable swapping."
-    sequences.refuses(CapacityError, f"create_sequence: expected 1 {full.format(0)}", sequences.create_sequence)
-    sequences.destroy_sequence(ids[1])
-    sequences.reserve(1)
-    sequences.refuses(CapacityError, f"reserve: expected 2 {full.format(1)}", sequences.reserve, 2)
-    for expected in (3, 4):  # an id is never used again
-        assert sequences.create_sequence() == expected
-        assert (sequences.num_sequences, sequences.memory_swapped) == (3, 0)
-        sequences.destroy_sequence(expected)
-    sequences.check(ids[2], S)
+class TestRecurrentLayers:
+    """Only an engine can advance states, and nothing can take them back."""
+
+    TEXT = "the cache has recurrent layers, whose states only an engine can update. Pin the sequence and run it."
+
+    @pytest.mark.parametrize("kind", ["linear", "hybrid"])
+    def test_tokens_are_not_appended(self, make, kind):
+        _, sequences = make(kind)
+        seq = sequences.create_sequence()
+        sequences.refuses(ConfigError, f"append: {self.TEXT}", sequences.append, seq, [], [])
+
+    @pytest.mark.parametrize("kind", ["linear", "hybrid"])
+    def test_tokens_are_not_cut_off(self, make, kind):
+        _, sequences = make(kind)
+        seq = sequences.create_sequence()
+        sequences.refuses(ConfigError, f"truncate: {self.TEXT}", sequences.truncate, seq, 0)
 
 
-def test_a_hybrid_of_one_kind_of_layers(memory, stream):
-    with HybridCacheManager(HybridCacheConfig(layer_types=[ATTENTION] * 3, kv=kv_config()), memory=memory) as cache:
-        sequences = Sequences(SequenceCacheManager(cache), stream)
-        sequences.check(*sequences.new(2), 2)
-    with HybridCacheManager(HybridCacheConfig(layer_types=[MAMBA] * 2, mamba=mamba_config()), memory=memory) as cache:
-        sequences = Sequences(SequenceCacheManager(cache), stream)
-        assert (sequences.get(sequences.create_sequence()), sequences.dtype) == (([], []), None)
-        assert sequences.memory_capacity == B * STATES
+WRONG, ONE = "expected [num_kv_heads, n, head_dim] =", "expected an array [L, H, n, D], or an array [H, n, D] per layer, got"
+#: Of layers (2, 16), (1, 48), (3, 16): what is given in place of keys and values of two tokens.
+BAD_ROWS = {
+    "too many tokens": (
+        lambda k, v, four: four,
+        CapacityError,
+        "sequence 0 holds 4 tokens; appending 4 more exceeds max_sequence_length=7. Nothing was changed.",
+    ),
+    "a layer too few": (lambda k, v, four: (k[:2], v), ShapeError, "keys: expected 3 layers, got 2."),
+    "a layer too many": (lambda k, v, four: (k, [*v, v[0]]), ShapeError, "values: expected 3 layers, got 4."),
+    "an array without dimensions": (lambda k, v, four: (np.array(3), v), ShapeError, f"keys: {ONE} ndarray."),
+    "a text": (lambda k, v, four: (k, "abc"), ShapeError, f"values: {ONE} str."),
+    "a number": (lambda k, v, four: (3, v), ShapeError, f"keys: {ONE} int."),
+    "a list as a layer": (lambda k, v, four: (k, [v[0], v[1], [1]]), ShapeError, "values[2]: expected an array [H, n, D], got list."),
+    "another float": (
+        lambda k, v, four: ([np.float32(k[0]), *k[1:]], v),
+        DTypeError,
+        "keys[0]: expected float16, which the cache stores, got float32.",
+    ),
+    "another dtype of the same size": (
+        lambda k, v, four: (k, [*v[:2], v[2].view(np.int16)]),
+        DTypeError,
+        "values[2]: expected float16, which the cache stores, got int16.",
+    ),
+    "more values than keys": (lambda k, v, four: (k, four[1]), ShapeError, f"values[0]: {WRONG} (2, 2, 16), got (2, 4, 16)."),
+    "layers in another order": (lambda k, v, four: (k[::-1], v), ShapeError, f"keys[0]: {WRONG} (2, 2, 16), got (3, 2, 16)."),
+    "a dimension too few": (lambda k, v, four: ([k[0][0], *k[1:]], v), ShapeError, f"keys[0]: {WRONG} (2, 0, 16), got (2, 16)."),
+    "another head dim": (
+        lambda k, v, four: (k, [v[0], v[1][:, :, :24], v[2]]),
+        ShapeError,
+        f"values[1]: {WRONG} (1, 2, 48), got (1, 2, 24).",
+    ),
+}
+#: Every call on a sequence, with the rest of its arguments.
+CALLS = {"append": 2, "get": 0, "truncate": 1, "pin": 0, "unpin": 0, "length": 0, "destroy_sequence": 0}
+EACH_CALL = pytest.mark.parametrize("name", CALLS)
+WITH_STREAM = pytest.mark.parametrize("name", [name for name in CALLS if name not in ("length", "destroy_sequence")])
 
 
-def test_in_an_active_slot_the_lengths_are_those_of_the_cache(memory, stream):
-    cache, sequences = make("manager", memory, stream)
-    a, b = sequences.create_sequence(), sequences.create_sequence()
-    parts = [tokens(cache, 2, seed) for seed in range(3)]
-    sequences.append(a, *parts[0])
-    assert sequences.pin(a) == 4
-    sequences.append(a, *parts[1])
-    assert sequences.length(a) == 4
-    cache.reset_for_new_sequences([1, 1, 1, 0, 4])  # b, which is empty, is run too
-    assert (sequences.length(a), sequences.length(b)) == (4, 0)
-    for seq in (a, b):
-        sequences.append(seq, *parts[2])
-    sequences.truncate(a, 5)
-    assert cache.host_kv_cache_lengths == tuple(cache.kv_cache_lengths.numpy().tolist()) == (1, 1, 1, 2, 5)
-    assert raw(sequences.get(a)) == raw(joined(*parts, count=5))
-    text = "sequence 1 is in active slot 3, and no other slot is free. Shrink the active batch, or enable swapping. Nothing was changed."
-    sequences.refuses(CapacityError, text, sequences.unpin, b)
-    cache.commit_sequence_length(1)
-    cache.commit_sequence_length(memory.to_device(np.ones(5, np.int32), stream=stream), max_increment=1)
-    with pytest.raises(LengthsUnknown):
-        sequences.length(a)
-    cache.set_active_batch_size(2)
-    assert sequences.length(a) == 7, "the device knows, though the slot is not active any more"
-    sequences.unpin(a)
-    sequences.truncate(a, 5)
-    assert raw(sequences.get(a)) == raw(joined(*parts, count=5))
-    assert sequences.length(b) == 4, "it was seen in an active slot"
-    assert (sequences.pin(a), sequences.pin(a, slot=4)) == (4, 4)
-    cache.reset_for_new_sequences([0, 0, 0, 0, 3])
-    sequences.refuses(SequenceError, f"sequence {b}: {TAKEN}", sequences.length, b)
-    assert sequences.length(a) == 3, "whoever runs a pinned sequence may shorten it"
-    cache.clear_slot(4)
-    cache.set_active_batch_size(0)
-    assert sequences.length(a) == 0
+def arguments_of(cache, name):
+    """What a call takes besides the sequence."""
+    return {"append": tokens(cache, 1, 9), "truncate": (0,)}.get(name, ())
 
 
-def test_what_is_refused_changes_nothing(memory, stream):
-    cache, sequences = make("manager", memory, stream, swapping=True)
-    fill_all(cache, stream)
-    cache.reset_for_new_sequences([1])
-    seqs = sequences.new(4, 4, 4, 4, 4)
-    seq, gone = seqs[0], sequences.create_sequence()
-    sequences.destroy_sequence(gone)
-    (keys, values), four = tokens(cache, 2, 1), tokens(cache, 4, 1)
-    wrong, one = "expected [num_kv_heads, n, head_dim] =", "expected an array [L, H, n, D], or an array [H, n, D] per layer, got"
-    unknown, slots = "expected an id that create_sequence returned.", "expected 0 <= slot < 5 (batch slots). Slots never wrap."
-    for k, v, error, text in (
-        (*four, CapacityError, "sequence 0 holds 4 tokens; appending 4 more exceeds max_sequence_length=7. Nothing was changed."),
-        (keys[:2], values, ShapeError, "keys: expected 3 layers, got 2."),
-        (keys, [*values, values[0]], ShapeError, "values: expected 3 layers, got 4."),
-        (np.array(3), values, ShapeError, f"keys: {one} ndarray."),
-        (keys, "abc", ShapeError, f"values: {one} str."),
-        (3, values, ShapeError, f"keys: {one} int."),
-        (keys, [values[0], values[1], [1]], ShapeError, "values[2]: expected an array [H, n, D], got list."),
-        ([np.float32(keys[0]), *keys[1:]], values, DTypeError, "keys[0]: expected float16, which the cache stores, got float32."),
-        (keys, [*values[:2], values[2].view(np.int16)], DTypeError, "values[2]: expected float16, which the cache stores, got int16."),
-        (keys, four[1], ShapeError, f"values[0]: {wrong} (2, 2, 16), got (2, 4, 16)."),
-        (keys[::-1], values, ShapeError, f"keys[0]: {wrong} (2, 2, 16), got (3, 2, 16)."),
-        ([keys[0][0], *keys[1:]], values, ShapeError, f"keys[0]: {wrong} (2, 0, 16), got (2, 16)."),
-        (keys, [values[0], values[1][:, :, :24], values[2]], ShapeError, f"values[1]: {wrong} (1, 2, 48), got (1, 2, 24)."),
-    ):
-        sequences.refuses(error, text, sequences.append, seq, k, v)
-    calls = [
-        (sequences.append, (keys, values)),
-        (sequences.get, ()),
-        (sequences.truncate, (0,)),
-        (sequences.pin, ()),
-        (sequences.unpin, ()),
-    ]
-    of_ids = [*calls, (sequences.length, ()), (sequences.destroy_sequence, ())]
-    for call, arguments, error, text in (
-        (sequences.truncate, (seq, -1), RangeError, "truncate: sequence 0 holds 4 tokens; expected 0 to 4, got -1."),
-        (sequences.truncate, (seq, 5), RangeError, "truncate: sequence 0 holds 4 tokens; expected 0 to 4, got 5."),
-        (sequences.truncate, (seq, 1.5), RangeError, "new_length: expected an integer, got 1.5."),
-        (sequences.reserve, (-1,), RangeError, "num_sequences: expected at least 0, got -1."),
-        (partial(sequences.pin, slot=5), (seq,), SlotError, f"slot 5: {slots}"),
-        (partial(sequences.pin, slot=-1), (seq,), SlotError, f"slot -1: {slots}"),
-        *((call, (gone, *rest), SequenceError, f"sequence {gone}: it was destroyed.") for call, rest in of_ids),
-        *((call, (6, *rest), SequenceError, f"sequence 6: {unknown}") for call, rest in of_ids),
-        (sequences.get, (-1,), SequenceError, f"sequence -1: {unknown}"),
-        (sequences.get, ("a",), SequenceError, "sequence: expected an integer, got 'a'."),
-        (sequences.destroy_sequence, (True,), SequenceError, "sequence: expected an integer, got True."),
-    ):
-        sequences.refuses(error, text, call, *arguments)
-    for call, rest in calls:
+class TestRefused:
+    @pytest.mark.parametrize(("form", "error", "text"), BAD_ROWS.values(), ids=BAD_ROWS)
+    def test_keys_and_values(self, make, form, error, text):
+        cache, sequences = make()
+        (seq,) = sequences.new(4)
+        sequences.refuses(error, text, sequences.append, seq, *form(*tokens(cache, 2, 1), tokens(cache, 4, 1)))
+
+    @EACH_CALL
+    def test_a_destroyed_sequence(self, make, name):
+        cache, sequences = make()
+        gone = sequences.create_sequence()
+        sequences.destroy_sequence(gone)
+        text = f"sequence {gone}: it was destroyed."
+        sequences.refuses(SequenceError, text, getattr(sequences, name), gone, *arguments_of(cache, name))
+
+    @EACH_CALL
+    @pytest.mark.parametrize("seq", [1, -1])
+    def test_an_unknown_sequence(self, make, name, seq):
+        cache, sequences = make()
+        sequences.create_sequence()
+        text = f"sequence {seq}: expected an id that create_sequence returned."
+        sequences.refuses(SequenceError, text, getattr(sequences, name), seq, *arguments_of(cache, name))
+
+    @EACH_CALL
+    @pytest.mark.parametrize("seq", ["a", True, None, 0.0])
+    def test_what_is_no_id(self, make, name, seq):
+        cache, sequences = make()
+        sequences.create_sequence()
+        text = f"sequence: expected an integer, got {seq!r}."
+        sequences.refuses(SequenceError, text, getattr(sequences, name), seq, *arguments_of(cache, name))
+
+    @pytest.mark.parametrize("slot", [B, -1])
+    def test_slots_out_of_range(self, make, slot):
+        _, sequences = make()
+        seq = sequences.create_sequence()
+        text = f"slot {slot}: expected 0 <= slot < 5 (batch slots). Slots never wrap."
+        sequences.refuses(SlotError, text, partial(sequences.pin, slot=slot), seq)
+
+    def test_fewer_than_no_sequences(self, make):
+        _, sequences = make()
+        sequences.refuses(RangeError, "num_sequences: expected at least 0, got -1.", sequences.reserve, -1)
+
+    @WITH_STREAM
+    def test_what_is_no_stream(self, make, name):
+        cache, sequences = make()
+        (seq,) = sequences.new(2)
         with Unchanged(cache), pytest.raises(PlaceError, match=r"^stream: expected"):
-            call(seq, *rest, stream=None)
-    sequences.pin(seq, slot=4)
-    sequences.get(seqs[-1])
-    assert sequences.memory_swapped > 0
-    sequences.close()
-    sequences.close()
-    assert (sequences.num_sequences, sequences.memory_swapped) == (0, 0)
-    last = [partial(call, seq, *rest) for call, rest in of_ids]
-    for call in (*last, sequences.create_sequence, sequences.destroy_all_sequences, lambda: sequences.reserve(0), sequences.__enter__):
-        with pytest.raises(ClosedError, match=r"^this SequenceCacheManager is closed\.$"):
-            call()
-    again = SequenceCacheManager(cache._manager)
-    cache.close()
-    with pytest.raises(ClosedError, match=r"^this SequenceCacheManager's cache is closed\.$"):
-        again.create_sequence()
+            getattr(sequences, name)(seq, *arguments_of(cache, name), stream=None)
 
-
-def test_how_it_may_be_made(memory):
-    cache, mamba = make_cache("manager", memory), make_cache("mamba", memory)
-    kinds, number = "expected a KVCacheManager, LinearKVCache or HybridCacheManager, got", "expected a number above 0 and at most 1, got"
-    for of, options, text in (
-        (mamba, {}, f"SequenceCacheManager: {kinds} MambaCacheManager."),
-        (cache, {"enable_swapping": 1}, "enable_swapping: expected True or False, got 1."),
-        *((cache, {"swap_threshold": value}, f"swap_threshold: {number} {value!r}.") for value in (0, 1.5, True, "1")),
-    ):
-        with pytest.raises(ConfigError) as caught:
-            SequenceCacheManager(of, **options)
-        assert str(caught.value) == text
-    sequences = SequenceCacheManager(cache)
-    with pytest.raises(ConfigError, match="expected a cache without one, got one that is under another"):
-        SequenceCacheManager(cache)
-    for copier in (copy.copy, copy.deepcopy, pickle.dumps):
-        with pytest.raises(TypeError, match="SequenceCacheManager owns device memory and cannot be copied"):
-            copier(sequences)
-    assert sequences.cache is cache
-
-
-def test_nothing_of_it_is_captured_in_a_graph():
-    memory = CapturingMemory()
-    cache, sequences = make("manager", memory, memory.create_stream())
-    seq = sequences.create_sequence()
-    memory.capturing = True
-    for name, values in {"append": tokens(cache, 1, 0), "get": (), "truncate": (0,), "pin": (), "unpin": ()}.items():
+    @WITH_STREAM
+    def test_while_a_stream_is_captured(self, name):
+        memory = CapturingMemory()
+        cache, sequences = make_sequences(memory, memory.create_stream())
+        seq = sequences.create_sequence()
+        memory.capturing = True
         with Unchanged(cache), pytest.raises(CaptureError, match=f"^{name} cannot be captured: it waits for the device"):
-            getattr(sequences, name)(seq, *values)
-    memory.capturing = False
-    cache, sequences = make("hybrid", memory, memory.create_stream(), ping_pong=True)
-    sequences.create_sequence()
-    cache.reset_for_new_sequences([0] * B)
-    cache.commit_sequence_length(1)
-    memory.capturing = True
-    with Unchanged(cache), pytest.raises(CaptureError, match=r"^keep_states cannot be captured: what is replayed later keeps nothing"):
-        cache.set_active_batch_size(B - 1)
+            getattr(sequences, name)(seq, *arguments_of(cache, name))
+
+    def test_a_slot_with_two_buffers_of_states_does_not_leave_the_batch_in_a_capture(self):
+        memory = CapturingMemory()
+        cache, sequences = make_sequences(memory, memory.create_stream(), "hybrid", ping_pong=True)
+        sequences.create_sequence()
+        cache.reset_for_new_sequences([0] * B)
+        cache.commit_sequence_length(1)
+        memory.capturing = True
+        with Unchanged(cache), pytest.raises(CaptureError, match=r"^keep_states cannot be captured: what is replayed later keeps nothing"):
+            cache.set_active_batch_size(B - 1)
+
+
+class TestLife:
+    def test_close_forgets_all_sequences(self, make):
+        _, sequences = make(swapping=True)
+        sequences.new(*[1] * (B + 1))
+        sequences.close()
+        assert (sequences.closed, sequences.num_sequences, sequences.memory_swapped) == (True, 0, 0)
+
+    def test_close_may_be_called_again(self, make):
+        _, sequences = make()
+        sequences.close()
+        sequences.close()
+        assert sequences.closed
+
+    def test_close_leaves_the_cache_open(self, make):
+        cache, sequences = make()
+        with Unchanged(cache):
+            sequences.close()
+        cache.set_active_batch_size(1)
+
+    @EACH_CALL
+    def test_calls_on_a_closed_one(self, make, name):
+        cache, sequences = make()
+        (seq,) = sequences.new(1)
+        sequences.close()
+        with pytest.raises(ClosedError, match=r"^this SequenceCacheManager is closed\.$"):
+            getattr(sequences, name)(seq, *arguments_of(cache, name))
+
+    @pytest.mark.parametrize(
+        ("name", "arguments"), [("create_sequence", ()), ("destroy_all_sequences", ()), ("reserve", (0,)), ("__enter__", ())]
+    )
+    def test_other_calls_on_a_closed_one(self, make, name, arguments):
+        _, sequences = make()
+        sequences.close()
+        with pytest.raises(ClosedError, match=r"^this SequenceCacheManager is closed\.$"):
+            getattr(sequences, name)(*arguments)
+
+    def test_over_a_closed_cache(self, make):
+        cache, sequences = make()
+        cache.close()
+        with pytest.raises(ClosedError, match=r"^this SequenceCacheManager's cache is closed\.$"):
+            sequences.create_sequence()
+
+    @pytest.mark.parametrize("operation", [copy.copy, copy.deepcopy, pickle.dumps])
+    def test_it_is_never_copied(self, memory, operation):
+        sequences = SequenceCacheManager(make_cache("manager", memory))
+        with pytest.raises(TypeError, match=r"^a SequenceCacheManager owns device memory and cannot be copied or pickled\.$"):
+            operation(sequences)
+
+
+class TestConstruction:
+    def test_its_cache_is_the_one_that_was_given(self, memory):
+        cache = make_cache("manager", memory)
+        assert SequenceCacheManager(cache).cache is cache
+
+    def test_a_cache_without_whole_sequences(self, memory):
+        with pytest.raises(ConfigError) as caught:
+            SequenceCacheManager(make_cache("mamba", memory))
+        text = "SequenceCacheManager: expected a KVCacheManager, LinearKVCache or HybridCacheManager, got MambaCacheManager."
+        assert str(caught.value) == text
+
+    def test_no_cache_at_all(self, memory):
+        with pytest.raises(ConfigError, match=rf"^SequenceCacheManager: expected .*, got {type(memory).__name__}\.$"):
+            SequenceCacheManager(memory)
+
+    def test_a_cache_is_under_one_at_a_time(self, memory):
+        cache = make_cache("manager", memory)
+        first = SequenceCacheManager(cache)
+        with pytest.raises(ConfigError, match="expected a cache that no other SequenceCacheManager uses, got one in use"):
+            SequenceCacheManager(cache)
+        first.close()
+        SequenceCacheManager(cache).close()
+
+    def test_swapping_is_on_or_off(self, memory):
+        with pytest.raises(ConfigError) as caught:
+            SequenceCacheManager(make_cache("manager", memory), enable_swapping=1)
+        assert str(caught.value) == "enable_swapping: expected True or False, got 1."
+
+    @pytest.mark.parametrize("threshold", [0, -0.5, 1.5, True, "1", float("nan")])
+    def test_a_threshold_is_a_share(self, memory, threshold):
+        with pytest.raises(ConfigError) as caught:
+            SequenceCacheManager(make_cache("manager", memory), swap_threshold=threshold)
+        assert str(caught.value) == f"swap_threshold: expected a number above 0 and at most 1, got {threshold!r}."
+
+    def test_tokens_that_are_there_belong_to_no_sequence(self, memory, stream):
+        with cache_holding("manager", memory, stream, 3, 4) as cache:
+            sequences = SequenceCacheManager(cache)
+            assert (sequences.num_sequences, sequences.memory_used) == (0, 7 * TOKEN["manager"])

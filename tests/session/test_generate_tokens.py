@@ -121,7 +121,7 @@ class TestGenerate:
             next(events)
         meanwhile(session)
         text = refuse(session, ClosedError, lambda: next(events))
-        assert text == "this iterator is over: another call has changed the sequences since. Call generate again."
+        assert text == "this iterator cannot continue: another call has changed the sequences since. Call generate again."
 
     def test_the_iterator_ends_when_the_session_is_closed(self, session):
         events = session.generate([[1, 2], [3]], max_new_tokens=3)

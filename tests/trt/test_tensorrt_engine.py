@@ -224,7 +224,7 @@ class TestWhatAnEngineMayNotBe:
             folder,
             memory,
             fake,
-            r"`tokens`: the engine has no such input, it has `input_ids`, .* Give its names as TensorNames",
+            r"`tokens`: the engine has no such input, it has `input_ids`, .* Pass the engine's names as TensorNames",
             PLAN,
             names=names,
         )

@@ -82,7 +82,9 @@ def test_profiles_are_named_after_their_width(fake: FakeTensorRT) -> None:
 
 
 def test_profiles_need_the_token_ids(fake: FakeTensorRT) -> None:
-    with pytest.raises(EngineError, match=r"^`tokens`: the engine has no such input, it has `ids`, `past`, `table`\. Give its names as"):
+    with pytest.raises(
+        EngineError, match=r"^`tokens`: the engine has no such input, it has `ids`, `past`, `table`\. Pass the engine's names as"
+    ):
         read_profiles(ranges(fake), "tokens")
 
 

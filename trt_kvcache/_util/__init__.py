@@ -1,1 +1,1 @@
-"""Helpers that every package uses and that know nothing of caches: checks, files, the life of objects."""
+"""Helpers for all packages, independent of caches: checks of arguments, files that are written atomically, objects that can be closed."""

@@ -1,4 +1,4 @@
-"""A file that appears complete or not at all."""
+"""Writing a file so that it appears under its name only when it is complete."""
 
 import errno
 import os

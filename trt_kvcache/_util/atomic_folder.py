@@ -1,4 +1,4 @@
-"""A folder that appears complete or not at all."""
+"""Writing a folder so that it appears under its name only when it is complete."""
 
 import os
 import shutil

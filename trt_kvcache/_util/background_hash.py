@@ -10,7 +10,7 @@ DIGEST_NBYTES = hashlib.sha256().digest_size
 
 
 class BackgroundHash:
-    """SHA-256 of chunks, in their order, computed in a thread of its own. A context manager.
+    """SHA-256 of chunks, in their order, computed in a separate thread. A context manager.
 
     A disk and the hash are about equally fast, so doing both at once halves the time.
 
@@ -28,7 +28,13 @@ class BackgroundHash:
         self._thread = ThreadPoolExecutor(1)
 
     def update(self, chunk: bytes | memoryview) -> None:
-        """Add a chunk of bytes, which must not change until :meth:`digest` returns."""
+        """Add a chunk of bytes, which must not change until :meth:`digest` returns.
+
+        Parameters
+        ----------
+        chunk : bytes or memoryview
+            The bytes.
+        """
         self._thread.submit(self._sha256.update, chunk)
 
     def digest(self) -> bytes:

@@ -1,4 +1,4 @@
-"""Warnings that point at the line of the user's code that called the package."""
+"""Warnings that are reported at the place in the user's code that called the package."""
 
 import sys
 import warnings

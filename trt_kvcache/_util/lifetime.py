@@ -1,4 +1,4 @@
-"""The life of objects that own memory: they cannot be copied, and they can be closed."""
+"""Base classes of objects that own memory: they cannot be copied or pickled, and they raise ``ClosedError`` once they are closed."""
 
 from abc import ABC, abstractmethod
 from typing import Any, NoReturn, TypeVar

@@ -1,4 +1,4 @@
-"""Configurations read back from the plain values that their ``to_dict`` returned."""
+"""Reading configurations back from the plain values (numbers, texts, lists) that their ``to_dict`` returned."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar

@@ -1,4 +1,4 @@
-"""The folder for files that can be made again: compiled kernels, and what TensorRT for RTX compiled."""
+"""Where this package caches files in the user's cache folder: kernels that NVRTC compiled, and the runtime caches of TensorRT for RTX."""
 
 import os
 import sys

@@ -113,7 +113,7 @@ def build_engine(
     Raises
     ------
     ConfigError
-        The options cannot be served. Nothing was written.
+        An option is out of range or not supported. Nothing was written.
     CheckpointError
         The checkpoint is damaged or not supported. Nothing was written.
     BuildError

@@ -1,4 +1,4 @@
-"""The TensorRT networks of a checkpoint: one of the whole decoder, or one for each segment."""
+"""Defining the TensorRT network of a checkpoint: one network for the whole decoder, or one for each segment."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,7 +86,7 @@ def define_decoder(
     Raises
     ------
     ConfigError
-        The options do not fit the model, or plugin attention is asked for where networks have no plugin layers.
+        The options do not fit the model, or they request plugin attention from a TensorRT without plugin layers.
     BuildError
         TensorRT refused a layer, which is named.
     """
@@ -127,7 +127,15 @@ def define_segments(
 
     Parameters
     ----------
-    checkpoint, options, tensorrt, messages, names
+    checkpoint : Checkpoint
+        As for :func:`define_decoder`.
+    options : BuildOptions
+        As for :func:`define_decoder`.
+    tensorrt : TensorRT
+        As for :func:`define_decoder`.
+    messages : Messages
+        As for :func:`define_decoder`.
+    names : TensorNames
         As for :func:`define_decoder`.
 
     Returns

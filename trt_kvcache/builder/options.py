@@ -1,7 +1,7 @@
 """``BuildOptions``: the options of a build, checked before a file is written or a network is made.
 
 TensorRT accepts options that cannot work (a prefill that is longer than the cache is only a warning, a write beyond the cache not even
-that), and its messages name none of ours. So everything that is known to fail is refused here.
+that), and its messages do not name the option at fault. So everything that is known to fail is refused here.
 """
 
 from dataclasses import dataclass
@@ -131,7 +131,7 @@ class BuildOptions:
         return cache_config(model, **sizes, dtype=dtype, attention=self.attention)
 
     def check_kernels(self, model: ModelConfig) -> None:
-        """Check that the attention kernels of this package serve a model; nothing is checked for other variants of attention.
+        """Check that the attention kernels of this package support a model; nothing is checked for other variants of attention.
 
         Parameters
         ----------
@@ -141,7 +141,7 @@ class BuildOptions:
         Raises
         ------
         ConfigError
-            The kernels do not serve its dtype, head dimension or number of query heads per K/V head.
+            The kernels do not support its dtype, head dimension or number of query heads per K/V head.
         """
         if self.attention != "plugin":
             return

@@ -1,4 +1,4 @@
-"""The progress of a build as one number."""
+"""``BuildProgress``: the progress of a TensorRT build as one number from 0 to 1."""
 
 import threading
 from collections.abc import Callable
@@ -16,8 +16,8 @@ class _Phase:
 class BuildProgress:
     """Turns TensorRT's nested phases into a fraction that only grows.
 
-    TensorRT calls it from threads of its own, where an exception would be lost. An exception that ``report`` raises, such as a
-    KeyboardInterrupt, is therefore kept, and the build is asked to stop.
+    TensorRT calls it from its own threads, where an exception would be lost. An exception that ``report`` raises, such as a
+    KeyboardInterrupt, is therefore kept, and TensorRT is told to stop the build.
 
     Parameters
     ----------
@@ -121,7 +121,7 @@ def make_monitor(module: Any, progress: BuildProgress) -> Any:
     module : module
         ``tensorrt`` or ``tensorrt_rtx``.
     progress : BuildProgress
-        What is told of phases and steps.
+        It receives the phases and steps.
 
     Returns
     -------

@@ -195,11 +195,23 @@ class KVCacheConfig:
         return None
 
     def with_max_batch_size(self, max_batch_size: int) -> KVCacheConfig:
-        """Return this configuration with another number of slots."""
+        """Return this configuration with another number of slots.
+
+        Parameters
+        ----------
+        max_batch_size : int
+            Slots, B.
+        """
         return replace(self, max_batch_size=max_batch_size)
 
     def with_max_sequence_length(self, max_sequence_length: int) -> KVCacheConfig:
-        """Return this configuration with slots of another number of tokens."""
+        """Return this configuration with slots of another number of tokens.
+
+        Parameters
+        ----------
+        max_sequence_length : int
+            Tokens that a slot can hold, S.
+        """
         return replace(self, max_sequence_length=max_sequence_length)
 
     def to_dict(self) -> dict[str, Any]:
@@ -338,11 +350,23 @@ class CacheConfig:
         return self.num_attention_layers
 
     def with_max_batch_size(self, max_batch_size: int) -> CacheConfig:
-        """Return this configuration with another number of slots."""
+        """Return this configuration with another number of slots.
+
+        Parameters
+        ----------
+        max_batch_size : int
+            Slots, B.
+        """
         return replace(self, max_batch_size=max_batch_size)
 
     def with_max_sequence_length(self, max_sequence_length: int) -> CacheConfig:
-        """Return this configuration with slots of another number of tokens."""
+        """Return this configuration with slots of another number of tokens.
+
+        Parameters
+        ----------
+        max_sequence_length : int
+            Tokens that a slot can hold, S.
+        """
         return replace(self, max_sequence_length=max_sequence_length)
 
     @property

@@ -113,13 +113,25 @@ class HybridCacheConfig:
         return sum(part.nbytes for part in (self.kv, self.mamba) if part is not None)
 
     def with_max_batch_size(self, max_batch_size: int) -> HybridCacheConfig:
-        """Return this configuration with another number of slots in every part."""
+        """Return this configuration with another number of slots in every part.
+
+        Parameters
+        ----------
+        max_batch_size : int
+            Slots, B.
+        """
         kv = None if self.kv is None else self.kv.with_max_batch_size(max_batch_size)
         mamba = None if self.mamba is None else self.mamba.with_max_batch_size(max_batch_size)
         return replace(self, kv=kv, mamba=mamba)
 
     def with_max_sequence_length(self, max_sequence_length: int) -> HybridCacheConfig:
-        """Return this configuration with slots of another number of tokens. States do not depend on it."""
+        """Return this configuration with slots of another number of tokens. States do not depend on it.
+
+        Parameters
+        ----------
+        max_sequence_length : int
+            Tokens that a slot can hold, S.
+        """
         return self if self.kv is None else replace(self, kv=self.kv.with_max_sequence_length(max_sequence_length))
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``KVHeadDimGroup``: the attention layers that one kernel launch serves."""
+"""``KVHeadDimGroup``: the attention layers that one kernel launch processes together."""
 
 from dataclasses import dataclass
 

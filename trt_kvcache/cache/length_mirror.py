@@ -67,22 +67,45 @@ class LengthMirror(NamedTuple):
         return not any(self.upper_bounds)
 
     def slot_index(self, slot: Any) -> int:
-        """Return ``slot`` as an int, or raise :class:`~trt_kvcache.errors.SlotError` if it is not an active slot."""
+        """Return ``slot`` as an int, or raise :class:`~trt_kvcache.errors.SlotError` if it is not an active slot.
+
+        Parameters
+        ----------
+        slot : int
+            An active slot.
+        """
         return slot_index(slot, len(self.upper_bounds), of="active slots")
 
     def length_of(self, slot: Any) -> int:
-        """Return the length of one active slot, or raise :class:`~trt_kvcache.errors.LengthsUnknown` as :attr:`lengths` does."""
+        """Return the length of one active slot, or raise :class:`~trt_kvcache.errors.LengthsUnknown` as :attr:`lengths` does.
+
+        Parameters
+        ----------
+        slot : int
+            An active slot.
+        """
         index = self.slot_index(slot)
         if not self.exact[index]:
             self._raise_unknown([index])
         return self.upper_bounds[index]
 
     def is_exact(self, slot: Any) -> bool:
-        """Whether the host knows the length of an active slot, and not only an upper bound."""
+        """Whether the host knows the length of an active slot, and not only an upper bound.
+
+        Parameters
+        ----------
+        slot : int
+            An active slot.
+        """
         return self.exact[self.slot_index(slot)]
 
     def after_reset(self, lengths: Sequence[int]) -> LengthMirror:
         """Return the mirror after ``len(lengths)`` slots were made active with these lengths.
+
+        Parameters
+        ----------
+        lengths : sequence of int
+            One length per slot, from slot 0 on.
 
         Raises
         ------
@@ -128,6 +151,11 @@ class LengthMirror(NamedTuple):
     def after_resize(self, active_batch_size: Any) -> LengthMirror:
         """Return the mirror after the first slots were kept, or empty ones were added.
 
+        Parameters
+        ----------
+        active_batch_size : int
+            Active slots afterwards.
+
         Raises
         ------
         RangeError
@@ -138,11 +166,24 @@ class LengthMirror(NamedTuple):
         return self._with(self.upper_bounds[:count] + (0,) * added, self.exact[:count] + (True,) * added)
 
     def after_clear(self, slot: Any) -> LengthMirror:
-        """Return the mirror after an active slot was emptied."""
+        """Return the mirror after an active slot was emptied.
+
+        Parameters
+        ----------
+        slot : int
+            An active slot.
+        """
         return self._with_one(self.slot_index(slot), 0)
 
     def after_rewind(self, slot: Any, length: Any) -> LengthMirror:
         """Return the mirror after an active slot was shortened to ``length`` tokens.
+
+        Parameters
+        ----------
+        slot : int
+            An active slot.
+        length : int
+            Tokens to keep.
 
         Raises
         ------
@@ -163,7 +204,13 @@ class LengthMirror(NamedTuple):
         return self._with_one(index, wanted)
 
     def check_old_batch(self, old_batch: Any) -> int:
-        """Return ``old_batch`` of a compaction as an int, or raise :class:`MappingError` if it is not the active batch size."""
+        """Return ``old_batch`` of a compaction as an int, or raise :class:`MappingError` if it is not the active batch size.
+
+        Parameters
+        ----------
+        old_batch : int
+            What a caller gave.
+        """
         number = as_int("old_batch", old_batch)
         if number != len(self.upper_bounds):
             raise MappingError(f"compact_batch: expected old_batch={len(self.upper_bounds)}, the active batch size, got {number}.")
@@ -189,6 +236,11 @@ class LengthMirror(NamedTuple):
         The slot that is now in ``slot`` was one of those from ``slot`` to ``slot + dropped``, so the largest of their bounds
         holds for it.
 
+        Parameters
+        ----------
+        new_batch : int
+            Active slots afterwards.
+
         Raises
         ------
         RangeError
@@ -201,6 +253,11 @@ class LengthMirror(NamedTuple):
 
     def after_sync(self, lengths: Sequence[int]) -> LengthMirror:
         """Return the mirror after the lengths were read from the device.
+
+        Parameters
+        ----------
+        lengths : sequence of int (A,)
+            What the device holds.
 
         Raises
         ------

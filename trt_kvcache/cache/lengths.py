@@ -89,7 +89,13 @@ class Lengths(Uncopyable):
 
     @staticmethod
     def nbytes_for(max_batch_size: int) -> int:
-        """Return the bytes that the lengths of ``max_batch_size`` slots take, padded to a multiple of 256."""
+        """Return the bytes that the lengths of ``max_batch_size`` slots take, padded to a multiple of 256.
+
+        Parameters
+        ----------
+        max_batch_size : int
+            Slots, B.
+        """
         return align_up(dense_nbytes((max_batch_size,), "int32"))
 
     @property
@@ -146,6 +152,11 @@ class Lengths(Uncopyable):
     def of_slot(self, slot: int) -> int:
         """Return the length of one active slot, from the mirror.
 
+        Parameters
+        ----------
+        slot : int
+            An active slot.
+
         Raises
         ------
         SlotError
@@ -157,6 +168,11 @@ class Lengths(Uncopyable):
 
     def is_exact(self, slot: int) -> bool:
         """Whether the mirror has the length of an active slot, and not only an upper bound.
+
+        Parameters
+        ----------
+        slot : int
+            An active slot.
 
         Raises
         ------
@@ -171,11 +187,23 @@ class Lengths(Uncopyable):
         return self._mirror.all_empty
 
     def attach(self, contents: SlotContents) -> None:
-        """Let ``contents`` follow every change of the slots, until :meth:`detach` or until nobody else refers to it."""
+        """Let ``contents`` follow every change of the slots, until :meth:`detach` or until no other reference to it is left.
+
+        Parameters
+        ----------
+        contents : SlotContents
+            Something that slots hold.
+        """
         self._contents.append(weakref.ref(contents))
 
     def detach(self, contents: SlotContents) -> None:
-        """Let ``contents`` follow no longer. If it does not follow, nothing happens."""
+        """Let ``contents`` follow no longer. If it does not follow, nothing happens.
+
+        Parameters
+        ----------
+        contents : SlotContents
+            Something that slots hold.
+        """
         self._contents = [reference for reference in self._contents if reference() not in (None, contents)]
 
     def contents(self) -> list[SlotContents]:

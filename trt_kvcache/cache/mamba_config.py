@@ -122,11 +122,23 @@ class MambaCacheConfig:
         return self
 
     def with_max_batch_size(self, max_batch_size: int) -> MambaCacheConfig:
-        """Return this configuration with another number of slots."""
+        """Return this configuration with another number of slots.
+
+        Parameters
+        ----------
+        max_batch_size : int
+            Slots, B.
+        """
         return replace(self, max_batch_size=max_batch_size)
 
     def with_max_sequence_length(self, max_sequence_length: int) -> MambaCacheConfig:
-        """Return this configuration: states do not depend on the length of a sequence."""
+        """Return this configuration: states do not depend on the length of a sequence.
+
+        Parameters
+        ----------
+        max_sequence_length : int
+            Tokens that a slot can hold, S.
+        """
         return self
 
     def to_dict(self) -> dict[str, Any]:

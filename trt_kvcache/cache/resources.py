@@ -26,12 +26,25 @@ class Resources:
         self._parts: list[_HasClose] = []
 
     def add(self, part: _Part) -> _Part:
-        """Return ``part``, which :meth:`close` closes."""
+        """Return ``part``, which :meth:`close` closes.
+
+        Parameters
+        ----------
+        part : object with a ``close`` method
+            What to close.
+        """
         self._parts.append(part)
         return part
 
     def allocate(self, nbytes: int, *, stream: Any) -> Allocation:
         """Return ``nbytes`` bytes of zeros, allocated on ``stream``, which :meth:`close` releases.
+
+        Parameters
+        ----------
+        nbytes : int
+            How many.
+        stream : cuda.core.Stream
+            The allocation and the zeros are ordered on it.
 
         Raises
         ------

@@ -46,7 +46,7 @@ class SlotCache(Closable):
     Notes
     -----
     Methods that take a ``stream`` are ordered on it and neither wait nor allocate, unless they say so. A ``slot`` is any of the B
-    slots, active or not, unless it is said. Besides the errors that a method names, all raise
+    slots, active or not, unless a method says otherwise. Besides the errors that a method names, all raise
     :class:`~trt_kvcache.errors.PlaceError` for a stream of another memory and :class:`~trt_kvcache.errors.ClosedError` once the
     cache is closed. If a method raises, nothing was changed.
 

@@ -1,4 +1,4 @@
-"""Chat templates: Jinja text from a model folder, rendered in a sandbox. Jinja is imported where there is a template."""
+"""Chat templates: Jinja text from a model folder, rendered in a sandbox. Jinja is imported only if a folder has a template."""
 
 from __future__ import annotations
 
@@ -20,12 +20,28 @@ TEMPLATE_FILE = "chat_template.jinja"
 
 
 class ChatTemplate:
-    """One template, compiled.
+    """A compiled chat template.
 
-    ``text``: Jinja, as Hugging Face's templates are written.
-    ``source``: The file it comes from, for messages.
+    Parameters
+    ----------
+    text : str
+        The template in Jinja, as Hugging Face's templates are written.
+    source : Path
+        The file that it comes from; error messages name it.
 
-    Raises CheckpointError: the text is not a template.
+    Raises
+    ------
+    CheckpointError
+        The text is not a valid template.
+
+    Examples
+    --------
+    >>> from pathlib import Path
+    >>> from trt_kvcache.checkpoint.chat_template import ChatTemplate
+    >>> text = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    >>> template = ChatTemplate(text, Path("chat_template.jinja"))
+    >>> template.render([{"role": "user", "content": "Hello"}], {"eos_token": "</s>"}, add_generation_prompt=False)
+    'user: Hello</s>'
     """
 
     def __init__(self, text: str, source: Path) -> None:
@@ -40,7 +56,24 @@ class ChatTemplate:
     def render(self, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str], *, add_generation_prompt: bool) -> str:
         """Return the text of a conversation.
 
-        Raises ConfigError: the template refuses the messages (roles out of order, ...), or fails on them.
+        Parameters
+        ----------
+        messages : sequence of mapping
+            ``{"role": ..., "content": ...}``, oldest first.
+        special_tokens : mapping of str to str
+            Texts of the special tokens by the names that templates use (``"bos_token"``, ``"eos_token"``, ...).
+        add_generation_prompt : bool
+            Whether the text ends with the opening of the assistant's turn.
+
+        Returns
+        -------
+        str
+            The rendered text, special tokens included.
+
+        Raises
+        ------
+        ConfigError
+            The template rejects the messages (roles out of order, ...), or fails on them.
         """
         try:
             return self._template.render(
@@ -51,11 +84,26 @@ class ChatTemplate:
 
 
 def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any], config_file: Path) -> ChatTemplate | None:
-    """Return the chat template of a model folder, ``None`` where there is none.
+    """Find and compile the chat template of a model folder.
 
-    ``folder``: May hold ``chat_template.jinja``, which wins.
-    ``tokenizer_config``: mapping. May hold ``chat_template``: a text, or a list of named ones of which ``default`` is taken.
-    ``config_file``: Where ``tokenizer_config`` comes from.
+    Parameters
+    ----------
+    folder : Path
+        The model folder. Its ``chat_template.jinja`` takes precedence if there is one.
+    tokenizer_config : mapping of str to object
+        The parsed ``tokenizer_config.json``. Its ``chat_template`` is a text, or a list of named texts of which ``default`` is used.
+    config_file : Path
+        The file that ``tokenizer_config`` was read from; error messages name it.
+
+    Returns
+    -------
+    ChatTemplate or None
+        None if the folder has no template.
+
+    Raises
+    ------
+    CheckpointError
+        The template has the wrong type, is not valid, or its file cannot be read.
     """
     file = folder / TEMPLATE_FILE
     if file.is_file():

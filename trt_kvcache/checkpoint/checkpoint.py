@@ -21,25 +21,45 @@ from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
 
 CONFIG_FILE = "config.json"
 
-# Beside the weights: copied with them, read where they are there.
+# Optional files of a model folder that a copy of it includes.
 COMPANION_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
-# Buffers that older exports stored; they are computed from the configuration.
+# Older exports stored these buffers. They are computed from the configuration instead.
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
 
 _HASH_CHUNK_BYTES = 1 << 22
 
 
 class Checkpoint:
-    """The weights of a model folder, after every tensor's presence, shape and dtype has been checked.
+    """The weights of a model folder. The presence, shape and dtype of every tensor have been checked.
 
-    Made by :meth:`open`; a context manager. Arrays handed out are read-only, live over the memory map and keep it alive.
+    Create one with :meth:`open`. It is a context manager. The arrays that it returns are read-only views of the memory-mapped files;
+    they keep the mapping alive and stay valid after :meth:`close`.
+
+    Parameters
+    ----------
+    path : Path
+        The folder.
+    config : ModelConfig
+        The model that ``config.json`` describes.
+    files : mapping of str to SafetensorsFile
+        The file that holds each tensor, by the tensor's name.
 
     Attributes
     ----------
     path : Path
         The folder.
     config : ModelConfig
+        The model that ``config.json`` describes.
+
+    Examples
+    --------
+    >>> from trt_kvcache import Checkpoint
+    >>> with Checkpoint.open("examples/tiny-llama") as checkpoint:
+    ...     print(checkpoint.config.family, checkpoint.config.num_layers)
+    ...     print(checkpoint.tensor("model.norm.weight").shape)
+    llama 2
+    (32,)
     """
 
     def __init__(self, path: Path, config: ModelConfig, files: Mapping[str, SafetensorsFile]) -> None:
@@ -50,14 +70,22 @@ class Checkpoint:
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
-        """Open a model folder.
-
-        Raises CheckpointError: the folder is not complete, a file is damaged, or the model is not supported. The message names the file.
+        """Open a model folder and check it.
 
         Parameters
         ----------
         path : path
             A folder with ``config.json`` and ``model.safetensors`` (or shards and their index).
+
+        Returns
+        -------
+        Checkpoint
+            The weights are mapped into memory, not read.
+
+        Raises
+        ------
+        CheckpointError
+            The folder is incomplete, a file is damaged, or the model is not supported. The message names the file.
         """
         folder = Path(path)
         if not folder.is_dir():
@@ -76,13 +104,28 @@ class Checkpoint:
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
-        """Names of the model's tensors, in the order in which a token meets them; a tied head is not listed."""
+        """Names of the model's tensors, from the embedding to the head. A head that is tied to the embedding is not listed."""
         return tuple(self._shapes)
 
     def tensor(self, name: str) -> npt.NDArray[Any]:
-        """Return one tensor as a read-only array in the stored dtype (bfloat16 through ml_dtypes), without a copy.
+        """Return one tensor without copying it.
 
-        Raises CheckpointError: the model has no such tensor. ClosedError: the checkpoint is closed.
+        Parameters
+        ----------
+        name : str
+            One of :attr:`tensor_names`.
+
+        Returns
+        -------
+        ndarray
+            Read-only, in host memory, in the stored dtype (bfloat16 through ml_dtypes).
+
+        Raises
+        ------
+        CheckpointError
+            The model has no such tensor.
+        ClosedError
+            The checkpoint is closed.
         """
         files = self._open_files()
         if name not in self._shapes:
@@ -91,30 +134,35 @@ class Checkpoint:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the model's weights."""
+        """Size of the model's weights in bytes."""
         files = self._open_files()
         return sum(files[name].tensors[name].nbytes for name in self._shapes)
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The files that a copy of the model needs: configuration, weights, tokenizer and templates."""
+        """All files that a copy of the model needs: configuration, weights, tokenizer and templates."""
         weights = {file.path for file in self._open_files().values()}
         index = () if self.path / SINGLE_FILE in weights else (self.path / INDEX_FILE,)
         companions = (self.path / name for name in COMPANION_FILES)
         return (self.path / CONFIG_FILE, *index, *sorted(weights), *(file for file in companions if file.is_file()))
 
     def fingerprint(self, progress: Callable[[int, int], object] | None = None) -> str:
-        """Hash the model: equal for equal models, however the folder is spelled or sharded.
+        """Return a hash of the model, equal for equal models wherever the folder is and however it is sharded.
 
         Parameters
         ----------
         progress : callable, optional
-            Called as ``progress(done_bytes, total_bytes)`` while the weights are read, the last time with both equal.
+            Called as ``progress(done_bytes, total_bytes)`` while the weights are read; in the last call both are equal.
 
         Returns
         -------
         str
-            SHA-256 in hex over the configuration, names, dtypes and shapes of the tensors, and their bytes.
+            SHA-256 in hex over the configuration, the names, dtypes and shapes of the tensors, and their bytes.
+
+        Raises
+        ------
+        ClosedError
+            The checkpoint is closed.
         """
         files = self._open_files()
         names = sorted(self._shapes)
@@ -132,7 +180,7 @@ class Checkpoint:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Let go of the files. Arrays that were handed out stay valid. Idempotent."""
+        """Release the files. Arrays that were returned before stay valid. Closing twice is allowed."""
         self._files = None
 
     def __enter__(self) -> Checkpoint:
@@ -155,7 +203,7 @@ def _with_stored_dtype(config: ModelConfig, file: SafetensorsFile) -> ModelConfi
 
 
 def _check(config: ModelConfig, files: Mapping[str, SafetensorsFile], folder: Path) -> None:
-    """Compare what the configuration asks for with what the files hold, before anything uses either."""
+    """Compare the tensors that the configuration requires with those in the files, before anything uses either."""
     shapes = tensor_shapes(config)
     missing = [name for name in shapes if name not in files]
     if missing:

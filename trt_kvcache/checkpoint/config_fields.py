@@ -1,4 +1,4 @@
-"""Typed access to the fields of a ``config.json``: every refusal names the field, what was expected and what came."""
+"""Typed access to the fields of a ``config.json``: every error names the field, the expected value and the actual one."""
 
 import math
 from collections.abc import Mapping
@@ -8,10 +8,14 @@ from trt_kvcache.errors import ConfigError
 
 
 class ConfigFields:
-    """The fields of one JSON object. ``null`` counts as absent.
+    """The fields of one JSON object. A field that is ``null`` counts as absent.
 
-    ``data``: mapping. As read from JSON.
-    ``prefix``: Put before a field's name in messages (``"rope_parameters."``).
+    Parameters
+    ----------
+    data : mapping of str to object
+        The parsed JSON object.
+    prefix : str
+        Put before the names of fields in error messages (``"rope_parameters."``).
     """
 
     def __init__(self, data: Mapping[str, Any], prefix: str = "") -> None:
@@ -22,32 +26,113 @@ class ConfigFields:
         return self._data.get(name) is not None
 
     def get(self, name: str) -> Any:
-        """Return the field as it came, ``None`` where it is absent."""
+        """Return the unchecked value of a field.
+
+        Parameters
+        ----------
+        name : str
+            The field.
+
+        Returns
+        -------
+        object
+            None if the field is absent.
+        """
         return self._data.get(name)
 
     def integer(self, name: str, default: int | None = None) -> int:
-        """Return a positive int; without a default the field is required."""
+        """Return a positive integer.
+
+        Parameters
+        ----------
+        name : str
+            The field.
+        default : int, optional
+            Returned if the field is absent. Without a default the field is required.
+
+        Returns
+        -------
+        int
+            Greater than 0.
+
+        Raises
+        ------
+        ConfigError
+            The value is not a positive integer, or a required field is absent.
+        """
         value = self._required(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self.refusal(name, "a positive integer")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """Return a finite number > 0 as float; without a default the field is required."""
+        """Return a positive finite number.
+
+        Parameters
+        ----------
+        name : str
+            The field.
+        default : float, optional
+            Returned if the field is absent. Without a default the field is required.
+
+        Returns
+        -------
+        float
+            Greater than 0.
+
+        Raises
+        ------
+        ConfigError
+            The value is not a finite number > 0, or a required field is absent.
+        """
         value = self._required(name, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
             raise self.refusal(name, "a finite number > 0")
         return float(value)
 
     def flag(self, name: str, default: bool) -> bool:
-        """Return a bool."""
+        """Return a boolean.
+
+        Parameters
+        ----------
+        name : str
+            The field.
+        default : bool
+            Returned if the field is absent.
+
+        Returns
+        -------
+        bool
+            The value.
+
+        Raises
+        ------
+        ConfigError
+            The value is not a boolean.
+        """
         value = self._required(name, default)
         if not isinstance(value, bool):
             raise self.refusal(name, "true or false")
         return value
 
     def token_ids(self, name: str) -> tuple[int, ...]:
-        """Return token ids from an int, a list of ints, or nothing."""
+        """Return token ids from a field that holds one id, a list of ids, or nothing.
+
+        Parameters
+        ----------
+        name : str
+            The field.
+
+        Returns
+        -------
+        tuple of int
+            Empty if the field is absent.
+
+        Raises
+        ------
+        ConfigError
+            The value is not a token id or a list of them.
+        """
         value = self._data.get(name)
         if value is None:
             return ()
@@ -57,7 +142,20 @@ class ConfigFields:
         return tuple(values)
 
     def refusal(self, name: str, expected: str) -> ConfigError:
-        """Build the error that a field's value is not what is supported."""
+        """Return the error for a field whose value is not supported, for the caller to raise.
+
+        Parameters
+        ----------
+        name : str
+            The field.
+        expected : str
+            What would be accepted, in words.
+
+        Returns
+        -------
+        ConfigError
+            It names the field, what was expected, and the value.
+        """
         return ConfigError(f"{self._prefix}{name}: expected {expected}, got {self._data.get(name)!r}.")
 
     def _required(self, name: str, default: Any) -> Any:

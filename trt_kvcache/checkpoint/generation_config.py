@@ -1,4 +1,4 @@
-"""How a model is meant to be sampled, read from ``generation_config.json``."""
+"""``GenerationDefaults``: the sampling options that the authors of a model recommend, read from ``generation_config.json``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from trt_kvcache.errors import CheckpointError, ConfigError
 
 GENERATION_FILE = "generation_config.json"
 
-# Fields that change which tokens come out and that nothing here applies, with the value that switches each off. So do null
-# and an empty list.
+# Fields that change which tokens are generated and that are not supported, with the value that disables each. Null and an empty
+# list disable it too.
 _IGNORED_FIELDS: dict[str, Any] = {
     "repetition_penalty": 1,
     "encoder_repetition_penalty": 1,
@@ -37,20 +37,37 @@ _IGNORED_FIELDS: dict[str, Any] = {
     "stop_strings": None,
 }
 
-# Those that only matter where tokens are drawn.
+# Those that only matter if tokens are sampled.
 _IGNORED_IF_SAMPLED: dict[str, Any] = {"typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0, "top_h": None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-    """Sampling defaults of a model folder; what the file does not say is as in transformers.
+    """Default sampling options of a model folder. Options that the file does not set have the defaults of Hugging Face transformers.
 
-    ``eos_token_ids``: tuple of int. Empty where the file names none: then those of the model configuration hold.
-    ``do_sample``: False: greedy.
-    ``top_k``: 0: off.
-    ``top_p``: 1.0: off.
-    ``min_p``: 0.0: off.
-    ``ignored``: tuple of str. Fields of the file that ask for something else that changes the tokens; it is not supported.
+    Parameters
+    ----------
+    eos_token_ids : tuple of int
+        Tokens that end a sequence. Empty if the file names none; those of the model configuration apply then.
+    do_sample : bool
+        Whether tokens are sampled. If False, the most likely token is chosen (greedy decoding).
+    temperature : float
+        Divides the logits before sampling.
+    top_k : int
+        Sample from this many most likely tokens; 0 disables the limit.
+    top_p : float
+        Sample from the most likely tokens whose probabilities reach this sum; 1.0 disables the limit.
+    min_p : float
+        Sample from tokens that have at least this share of the highest probability; 0.0 disables the limit.
+    ignored : tuple of str
+        Fields of the file that would change which tokens are generated, but are not supported.
+
+    Examples
+    --------
+    >>> from trt_kvcache.checkpoint import GenerationDefaults
+    >>> defaults = GenerationDefaults.open("examples/tiny-llama")
+    >>> defaults.do_sample, defaults.eos_token_ids
+    (False, (1,))
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -63,9 +80,22 @@ class GenerationDefaults:
 
     @classmethod
     def open(cls, folder: str | Path) -> GenerationDefaults:
-        """Read ``generation_config.json`` of a model folder; without the file, return the defaults.
+        """Read the ``generation_config.json`` of a model folder.
 
-        Raises CheckpointError: the file is not JSON, or a value makes no sense. The message names the file.
+        Parameters
+        ----------
+        folder : path
+            The model folder.
+
+        Returns
+        -------
+        GenerationDefaults
+            The defaults of all fields if there is no such file.
+
+        Raises
+        ------
+        CheckpointError
+            The file is not JSON, or a value is out of range. The message names the file.
         """
         path = Path(folder) / GENERATION_FILE
         fields = ConfigFields(read_json_if_present(path))

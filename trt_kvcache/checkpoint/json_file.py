@@ -1,4 +1,4 @@
-"""Reading the text and JSON files of a model folder, with errors that name the file."""
+"""Read text and JSON files of a model folder, with errors that name the file."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,23 @@ from trt_kvcache.errors import CheckpointError
 
 
 def read_text(path: Path) -> str:
-    """Return the UTF-8 text of ``path``. Raises :class:`CheckpointError` where it is missing or cannot be read."""
+    """Return the text of a UTF-8 file.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+
+    Returns
+    -------
+    str
+        Its text.
+
+    Raises
+    ------
+    CheckpointError
+        The file is missing or cannot be read.
+    """
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -18,9 +34,22 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object that ``path`` holds.
+    """Return the JSON object in a file.
 
-    Raises CheckpointError: the file is missing, cannot be read, is not JSON, or holds something else than an object.
+    Parameters
+    ----------
+    path : Path
+        The file.
+
+    Returns
+    -------
+    dict
+        The parsed object.
+
+    Raises
+    ------
+    CheckpointError
+        The file is missing, cannot be read, is not JSON, or holds a JSON value other than an object.
     """
     try:
         value = json.loads(read_text(path))
@@ -32,5 +61,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_json_if_present(path: Path) -> dict[str, Any]:
-    """Return the JSON object that ``path`` holds, or an empty one where there is no such file."""
+    """Return the JSON object in a file that may be missing.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+
+    Returns
+    -------
+    dict
+        The parsed object; empty if there is no such file.
+
+    Raises
+    ------
+    CheckpointError
+        The file cannot be read, is not JSON, or holds a JSON value other than an object.
+    """
     return read_json(path) if path.is_file() else {}

@@ -1,6 +1,6 @@
-"""What a decoder looks like, read from the ``config.json`` of a Hugging Face folder.
+"""``ModelConfig``: the architecture of a decoder-only model, read from the ``config.json`` of a Hugging Face folder.
 
-Whatever is not supported is refused by name: nothing is ever run as something else.
+Anything that is not supported is an error that names the field: a model is never run as if it were a different one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,25 @@ SUPPORTED = (
 
 @dataclass(frozen=True)
 class Family:
-    """What transformers takes for granted about one model family, where ``config.json`` is silent."""
+    """Defaults of one model family in transformers, for fields that a ``config.json`` leaves out.
+
+    Parameters
+    ----------
+    name : str
+        The ``model_type`` of transformers.
+    architecture : str
+        The class name that ``architectures`` lists.
+    max_position_embeddings : int
+        Context length in tokens.
+    num_kv_heads : int or None
+        None: as many as attention heads.
+    head_dim : int or None
+        None: ``hidden_size / num_attention_heads``.
+    bos_token_id : int or None
+        None: no token begins a sequence.
+    eos_token_ids : tuple of int
+        Tokens that end a sequence.
+    """
 
     name: str
     architecture: str
@@ -43,11 +61,11 @@ FAMILIES: Mapping[str, Family] = {
     )
 }
 
-# Fields that change what a model computes and that no supported model has switched on.
+# Fields that change what a model computes. No supported model uses them.
 _REFUSED_FIELDS = {
     "quantization_config": "quantised weights",
     "compression_config": "quantised weights",
-    "auto_map": "code of its own",
+    "auto_map": "custom code (trust_remote_code)",
     "attn_logit_softcapping": "soft-capped attention",
     "final_logit_softcapping": "soft-capped logits",
     "num_experts": "mixture of experts",
@@ -57,28 +75,58 @@ _REFUSED_FIELDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The shape of one decoder-only model.
-
-    Raises ConfigError: a field is out of range, or fields disagree.
+    """The architecture of one decoder-only model.
 
     Parameters
     ----------
-    family
-        ``"llama"``, ``"qwen2"`` or ``"qwen3"``.
-    vocab_size, hidden_size, intermediate_size, num_layers, num_attention_heads, num_kv_heads, head_dim
-        ``num_attention_heads`` is a multiple of ``num_kv_heads``; ``head_dim`` is even and need not be
-        ``hidden_size / num_attention_heads``.
-    max_position_embeddings
-        Positions that the model was made for, in tokens.
-    tie_word_embeddings
-        The head is the embedding: there is no ``lm_head.weight``.
-    qkv_bias, o_bias, mlp_bias
-        Which projections have a bias.
-    qk_norm
-        RMSNorm over each head of q and k, before RoPE.
-    dtype
-        Of the stored weights: ``"float16"``, ``"bfloat16"`` or ``"float32"``.
+    family : {"llama", "qwen2", "qwen3"}
+        The ``model_type`` of transformers.
+    vocab_size : int
+        Rows of the embedding.
+    hidden_size : int
+        Width of the residual stream.
+    intermediate_size : int
+        Width inside the MLP.
+    num_layers : int
+        Number of decoder layers.
+    num_attention_heads : int
+        Query heads of each layer; a multiple of ``num_kv_heads``.
+    num_kv_heads : int
+        Key-value heads of each layer.
+    head_dim : int
+        Elements of a head; even. It may differ from ``hidden_size / num_attention_heads``.
+    rms_norm_eps : float
+        Added to the mean square in RMSNorm.
+    rope : RopeConfig
+        Rotary position embedding of q and k.
+    max_position_embeddings : int
+        Context length that the model was trained for, in tokens.
+    tie_word_embeddings : bool
+        Whether the embedding is also the weight of the head; there is no ``lm_head.weight`` then.
+    qkv_bias, o_bias, mlp_bias : bool
+        Whether these projections have a bias.
+    qk_norm : bool
+        Whether RMSNorm is applied to each head of q and k before RoPE.
+    dtype : {"float16", "bfloat16", "float32"}
+        Dtype of the stored weights.
+    bos_token_id : int or None
+        Token that begins a sequence.
     eos_token_ids : tuple of int
+        Tokens that end a sequence.
+
+    Raises
+    ------
+    ConfigError
+        A field is out of range, or fields contradict each other.
+
+    Examples
+    --------
+    >>> import json
+    >>> from pathlib import Path
+    >>> from trt_kvcache import ModelConfig
+    >>> config = ModelConfig.from_dict(json.loads(Path("examples/tiny-llama/config.json").read_text()))
+    >>> config.num_layers, config.num_kv_heads, config.head_dim, config.dtype
+    (2, 2, 16, 'float16')
     """
 
     family: str
@@ -105,7 +153,7 @@ class ModelConfig:
         one_of("ModelConfig.family", self.family, FAMILIES)
         one_of("ModelConfig.dtype", self.dtype, MODEL_DTYPES)
         if self.head_dim % 2:
-            raise ConfigError(f"head_dim: expected an even number (RoPE turns pairs of elements), got {self.head_dim}.")
+            raise ConfigError(f"head_dim: expected an even number (RoPE rotates pairs of elements), got {self.head_dim}.")
         if self.num_attention_heads % self.num_kv_heads:
             raise ConfigError(
                 f"num_attention_heads: expected a multiple of num_key_value_heads={self.num_kv_heads}, got {self.num_attention_heads}."
@@ -113,16 +161,24 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], *, default_dtype: str | None = None) -> ModelConfig:
-        """Read a ``config.json``, in the spelling of transformers 5 or an older one.
-
-        Raises ConfigError: the model is not supported, or the file is not complete. The message names the field.
+        """Read a ``config.json`` as transformers 5 or an earlier version writes it.
 
         Parameters
         ----------
-        data : mapping
-            The parsed file. Defaults of absent fields are those of transformers.
-        default_dtype
-            For files that name no dtype.
+        data : mapping of str to object
+            The parsed file. Absent fields have the defaults of transformers.
+        default_dtype : {"float16", "bfloat16", "float32"}, optional
+            The dtype for a file that does not name one. Without a default such a file is an error.
+
+        Returns
+        -------
+        ModelConfig
+            The model.
+
+        Raises
+        ------
+        ConfigError
+            The model is not supported, or the file is incomplete. The message names the field.
         """
         fields = ConfigFields(data)
         family = _family(fields)
@@ -153,7 +209,13 @@ class ModelConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the model as a ``config.json`` in the spelling of transformers 5; ``from_dict`` reads it back."""
+        """Return the contents of a ``config.json`` as transformers 5 writes it.
+
+        Returns
+        -------
+        dict
+            Values that JSON can hold. :meth:`from_dict` reads it back to an equal model.
+        """
         result: dict[str, Any] = {
             "model_type": self.family,
             "architectures": [FAMILIES[self.family].architecture],
@@ -181,7 +243,7 @@ class ModelConfig:
 
 
 def _family(fields: ConfigFields) -> Family:
-    """Choose the family by ``model_type``, else by ``architectures``; both must agree where both are there."""
+    """Choose the family by ``model_type``, or by ``architectures`` if there is no ``model_type``. If both are present, they must agree."""
     model_type = fields.get("model_type")
     architectures = fields.get("architectures") or []
     if model_type is None:
@@ -216,13 +278,13 @@ def _refuse_unsupported(fields: ConfigFields, family: Family) -> None:
 
 
 def _num_kv_heads(data: Mapping[str, Any], family: Family, heads: int) -> int:
-    """Return the field; ``null`` means one per attention head, absence what the family has."""
+    """Return the field. If it is ``null``, each attention head has its own; if it is absent, the default of the family applies."""
     absent = None if "num_key_value_heads" in data else family.num_kv_heads
     return ConfigFields(data).integer("num_key_value_heads", absent or heads)
 
 
 def _head_dim(data: Mapping[str, Any], family: Family, heads: int) -> int:
-    """Return the field; ``null`` means hidden_size / num_attention_heads, absence what the family has."""
+    """Return the field. If it is ``null``, it is hidden_size / num_attention_heads; if it is absent, the default of the family applies."""
     fields = ConfigFields(data)
     if "head_dim" in fields:
         return fields.integer("head_dim")

@@ -1,4 +1,4 @@
-"""Rotary position embedding: the scalings that are supported, and their cosine and sine tables."""
+"""Rotary position embedding (RoPE): the supported scalings, and tables of cosine and sine."""
 
 from __future__ import annotations
 
@@ -24,17 +24,35 @@ _KNOWN_FIELDS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_fa
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
-    """How positions become angles.
+    """How RoPE computes an angle from a position.
 
-    ``kind``: ``"default"``, ``"linear"`` (positions divided by ``factor``) or ``"llama3"`` (long wavelengths divided by ``factor``, short
-    ones kept, a ramp between).
-    ``theta``: Base of the wavelengths.
-    ``factor``: Of ``linear`` and ``llama3``.
-    ``low_freq_factor``, ``high_freq_factor``: Of ``llama3``: the ramp runs over wavelengths from ``original_max_position_embeddings /
-    high_freq_factor`` to ``original_max_position_embeddings / low_freq_factor``.
-    ``original_max_position_embeddings``: Of ``llama3``: the context length of the pretraining, in tokens.
+    Parameters
+    ----------
+    kind : {"default", "linear", "llama3"}
+        ``"linear"`` divides all positions by ``factor``. ``"llama3"`` divides the frequencies of long wavelengths by ``factor``, keeps
+        those of short wavelengths, and interpolates in between.
+    theta : float
+        Base of the geometric series of wavelengths.
+    factor : float
+        Scaling factor of ``"linear"`` and ``"llama3"``.
+    low_freq_factor, high_freq_factor : float
+        For ``"llama3"``: it interpolates over the wavelengths from ``original_max_position_embeddings / high_freq_factor`` to
+        ``original_max_position_embeddings / low_freq_factor``, in tokens.
+    original_max_position_embeddings : int
+        For ``"llama3"``: context length during pretraining, in tokens.
 
-    Raises ConfigError: another kind, or numbers that make no table.
+    Raises
+    ------
+    ConfigError
+        The kind is unknown, or a number is out of range.
+
+    Examples
+    --------
+    >>> from trt_kvcache.checkpoint import RopeConfig
+    >>> config = {"rope_theta": 500000.0, "rope_scaling": {"type": "linear", "factor": 4.0}}
+    >>> rope = RopeConfig.from_dict(config, max_position_embeddings=2048)
+    >>> rope.kind, rope.theta, rope.factor
+    ('linear', 500000.0, 4.0)
     """
 
     kind: str
@@ -57,12 +75,24 @@ class RopeConfig:
 
     @classmethod
     def from_dict(cls, config: Mapping[str, Any], *, max_position_embeddings: int) -> RopeConfig:
-        """Read the RoPE fields of a ``config.json``, in the spelling of transformers 5 or an older one.
+        """Read the RoPE fields of a ``config.json`` as transformers 5 or an earlier version writes it.
 
-        ``config``: mapping. The whole ``config.json``: ``rope_parameters``, or ``rope_theta`` and ``rope_scaling``.
-        ``max_position_embeddings``: Stands in for a ``llama3`` scaling without ``original_max_position_embeddings``, as in transformers.
+        Parameters
+        ----------
+        config : mapping of str to object
+            The whole ``config.json``, with ``rope_parameters``, or with ``rope_theta`` and ``rope_scaling``.
+        max_position_embeddings : int
+            Used if a ``llama3`` scaling has no ``original_max_position_embeddings``, as in transformers.
 
-        Raises ConfigError: a scaling that is not supported, or two spellings that disagree.
+        Returns
+        -------
+        RopeConfig
+            The scaling; without any such field, ``"default"`` with a theta of 10000.
+
+        Raises
+        ------
+        ConfigError
+            The scaling is not supported, or the same value is given twice and differs.
         """
         top = ConfigFields(config)
         spelling, rope = _rope_object(config)
@@ -92,7 +122,13 @@ class RopeConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the object that transformers 5 writes as ``rope_parameters``."""
+        """Return the object that transformers 5 writes as ``rope_parameters``.
+
+        Returns
+        -------
+        dict
+            Values that JSON can hold.
+        """
         result: dict[str, Any] = {"rope_type": self.kind, "rope_theta": self.theta}
         if self.kind != "default":
             result["factor"] = self.factor
@@ -104,19 +140,40 @@ class RopeConfig:
 
 
 def rope_table(rope: RopeConfig, head_dim: int, length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
-    """Compute the cosine and sine of every position and frequency.
+    """Compute the cosine and sine of the RoPE angle for every position and frequency.
 
-    Element ``d`` of a head is rotated with element ``d + head_dim // 2`` (the pairing of GPT-NeoX and Hugging Face).
-
-    Raises ConfigError: ``head_dim`` is odd or not positive, or ``length`` is negative.
-
-    ``head_dim``: Even.
-    ``length``: Number of positions, from 0.
+    Parameters
+    ----------
+    rope : RopeConfig
+        The scaling.
+    head_dim : int
+        Elements of a head; even.
+    length : int
+        Number of positions; they begin at 0.
 
     Returns
     -------
     cos, sin : ndarray float32 ``[length, head_dim // 2]``
-        Computed in float64, rounded once.
+        In host memory. They are computed in float64 and rounded once.
+
+    Raises
+    ------
+    ConfigError
+        ``head_dim`` is odd or not positive, or ``length`` is negative.
+
+    Notes
+    -----
+    Element ``d`` of a head is rotated together with element ``d + head_dim // 2``: the pairing of GPT-NeoX and Hugging Face
+    transformers, not that of GPT-J.
+
+    Examples
+    --------
+    >>> from trt_kvcache.checkpoint import RopeConfig, rope_table
+    >>> cos, sin = rope_table(RopeConfig(kind="default", theta=10000.0), head_dim=4, length=3)
+    >>> cos.shape
+    (3, 2)
+    >>> print(sin[1])
+    [0.84147096 0.00999983]
     """
     if head_dim <= 0 or head_dim % 2:
         raise ConfigError(f"rope_table: expected an even head_dim > 0, got {head_dim}.")
@@ -141,7 +198,7 @@ def _frequencies(rope: RopeConfig, head_dim: int) -> npt.NDArray[np.float64]:
 
 
 def _rope_object(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
-    """Return the name and the value of the object that describes the scaling; an empty one where there is none."""
+    """Return the name and the value of the object that describes the scaling; the object is empty if there is none."""
     given = [(name, config[name]) for name in ("rope_parameters", "rope_scaling") if config.get(name)]
     if not given:
         return "rope_parameters", {}

@@ -1,4 +1,4 @@
-"""One safetensors file, memory-mapped: arrays over the map, no copies."""
+"""One safetensors file, memory-mapped: its tensors are arrays over the mapping, not copies."""
 
 import json
 import mmap
@@ -21,11 +21,18 @@ _LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one tensor lies in its file.
+    """Where one tensor is in its file.
 
-    ``dtype``: A name of :mod:`trt_kvcache.dtypes`, or safetensors' own name for any other.
-    ``shape``: tuple of int.
-    ``offset``: Bytes from the start of the file.
+    Parameters
+    ----------
+    dtype : str
+        A name of :mod:`trt_kvcache.dtypes`; any other dtype has its name in safetensors.
+    shape : tuple of int
+        Number of elements along each dimension.
+    offset : int
+        Position of the first byte, from the start of the file.
+    nbytes : int
+        Size in bytes.
     """
 
     dtype: str
@@ -35,12 +42,29 @@ class StoredTensor:
 
 
 class SafetensorsFile:
-    """A safetensors file whose tensors are read-only arrays over one memory map.
+    """A safetensors file whose tensors are read-only arrays over one memory mapping.
 
-    The safetensors library opens the file first, which checks its header, the size of every tensor and the size of the
-    file. Its NumPy interface copies each tensor, so the arrays come from a map of our own.
+    Parameters
+    ----------
+    path : Path
+        The file.
 
-    Raises CheckpointError: the file is missing, or is not a whole safetensors file.
+    Attributes
+    ----------
+    path : Path
+        The file.
+    tensors : dict of str to StoredTensor
+        The tensors in the file by name.
+
+    Raises
+    ------
+    CheckpointError
+        The file is missing, or is not a complete safetensors file.
+
+    Notes
+    -----
+    The safetensors library opens the file first: it checks the header, the size of every tensor and the size of the file. But its
+    NumPy interface copies each tensor, so the arrays are made over a mapping of our own.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,7 +84,23 @@ class SafetensorsFile:
         self.tensors = _stored_tensors(self._map)
 
     def array(self, name: str) -> npt.NDArray[Any]:
-        """Return a tensor as a read-only array in its stored dtype, which keeps the map alive."""
+        """Return a tensor as a read-only array.
+
+        Parameters
+        ----------
+        name : str
+            One of :attr:`tensors`.
+
+        Returns
+        -------
+        ndarray
+            In the stored dtype. It keeps the mapping alive. It is a copy only if the tensor is not aligned in the file.
+
+        Raises
+        ------
+        KeyError
+            The file has no such tensor.
+        """
         stored = self.tensors[name]
         dtype = numpy_dtype(stored.dtype)
         count = stored.nbytes // dtype.itemsize

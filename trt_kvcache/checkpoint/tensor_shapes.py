@@ -1,4 +1,4 @@
-"""Which tensors a checkpoint must have, with Hugging Face's names."""
+"""Names and shapes of the tensors that a checkpoint must have, as Hugging Face transformers names them."""
 
 from trt_kvcache.checkpoint.model_config import ModelConfig
 
@@ -8,9 +8,17 @@ HEAD = "lm_head.weight"
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return name and shape of every tensor of the model, in the order in which a token meets them.
+    """Return the name and shape of every tensor of a model, from the embedding to the head.
 
-    Projections are ``[out, in]``. A tied head is not listed.
+    Parameters
+    ----------
+    config : ModelConfig
+        The model.
+
+    Returns
+    -------
+    dict of str to tuple of int
+        Projections have the shape ``[out, in]``. A head that is tied to the embedding is not listed.
     """
     shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
     for layer in range(config.num_layers):

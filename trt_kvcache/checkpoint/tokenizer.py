@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder: text to token ids and back, and conversations to text."""
+"""The tokenizer of a model folder: text to token ids and back, and chat messages to text."""
 
 from __future__ import annotations
 
@@ -17,14 +17,35 @@ TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
 
 
 class Tokenizer:
-    """Text and token ids of one model. Made by :meth:`open`.
+    """Converts between text and token ids of one model. Create one with :meth:`open`.
+
+    Parameters
+    ----------
+    path : Path
+        The model folder.
+    backend : tokenizers.Tokenizer
+        The tokenizer of the Hugging Face ``tokenizers`` library.
+    special_tokens : mapping of str to str
+        Texts of the special tokens by the names that chat templates use: ``"bos_token"``, ``"eos_token"``, ...
+    chat_template : ChatTemplate or None
+        None if the folder has none.
 
     Attributes
     ----------
     path : Path
         The model folder.
     special_tokens : mapping of str to str
-        What templates know them by: ``"bos_token"``, ``"eos_token"``, ... to their text.
+        Texts of the special tokens by the names that chat templates use.
+
+    Examples
+    --------
+    >>> from trt_kvcache import Tokenizer
+    >>> tokenizer = Tokenizer.open("examples/tiny-llama")
+    >>> ids = tokenizer.encode("The rabbit")
+    >>> tokenizer.decode(ids)
+    'The rabbit'
+    >>> tokenizer.has_chat_template
+    False
     """
 
     def __init__(
@@ -37,9 +58,22 @@ class Tokenizer:
 
     @classmethod
     def open(cls, folder: str | Path) -> Tokenizer | None:
-        """Open the tokenizer of a model folder; ``None`` where there is no ``tokenizer.json``.
+        """Open the tokenizer of a model folder.
 
-        Raises CheckpointError: a file is damaged. The message names it.
+        Parameters
+        ----------
+        folder : path
+            The model folder, with ``tokenizer.json``.
+
+        Returns
+        -------
+        Tokenizer or None
+            None if there is no ``tokenizer.json``.
+
+        Raises
+        ------
+        CheckpointError
+            A file is damaged. The message names it.
         """
         path = Path(folder)
         file = path / TOKENIZER_FILE
@@ -56,24 +90,44 @@ class Tokenizer:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The id of ``eos_token`` in ``tokenizer_config.json``; empty where it names none."""
+        """The id of ``eos_token`` in ``tokenizer_config.json``; empty if the file does not name one."""
         text = self.special_tokens.get("eos_token")
         token = None if text is None else self._backend.token_to_id(text)
         return () if token is None else (token,)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of ``text``.
+        """Return the token ids of a text.
 
         Parameters
         ----------
-        add_special_tokens
-            Put the tokenizer's own special tokens around it (begin of text, ...). False for the text of a chat template,
-            which already has them.
+        text : str
+            The text.
+        add_special_tokens : bool
+            Whether to add the tokenizer's own special tokens (begin of text, ...). Pass False for the text of a chat template, which
+            already contains them.
+
+        Returns
+        -------
+        list of int
+            The token ids.
         """
         return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids. Bytes that are no UTF-8 become U+FFFD; ids without a token are left out."""
+        """Return the text of token ids.
+
+        Parameters
+        ----------
+        ids : sequence of int
+            The token ids. Ids that no token has are left out.
+        skip_special_tokens : bool
+            Whether special tokens are left out of the text.
+
+        Returns
+        -------
+        str
+            Bytes that are not valid UTF-8 become U+FFFD.
+        """
         return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
     @property
@@ -82,16 +136,24 @@ class Tokenizer:
         return self._chat_template is not None
 
     def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """Return the text of a conversation, to be encoded with ``add_special_tokens=False``.
-
-        Raises ConfigError: the folder has no chat template, or the template refuses the messages.
+        """Return the text of a conversation. Encode it with ``add_special_tokens=False``.
 
         Parameters
         ----------
         messages : sequence of mapping
             ``{"role": ..., "content": ...}``, oldest first.
-        add_generation_prompt
-            End with the opening of the assistant's turn.
+        add_generation_prompt : bool
+            Whether the text ends with the opening of the assistant's turn.
+
+        Returns
+        -------
+        str
+            The text, special tokens included.
+
+        Raises
+        ------
+        ConfigError
+            The folder has no chat template, or the template rejects the messages.
         """
         if self._chat_template is None:
             raise ConfigError(f"{self.path}: expected a chat template in {TOKENIZER_CONFIG_FILE} or chat_template.jinja, got none.")
@@ -106,7 +168,7 @@ def _parse(text: str, file: Path) -> tokenizers.Tokenizer:
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """Collect ``bos_token`` and the like; each is a text, or an object with its text as ``content``."""
+    """Collect ``bos_token``, ``eos_token`` and others; each is a text, or an object whose text is in ``content``."""
     result: dict[str, str] = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value

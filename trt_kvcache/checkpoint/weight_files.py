@@ -1,4 +1,4 @@
-"""The safetensors files of a model folder: one file, or shards with an index."""
+"""The safetensors files of a model folder: a single file, or shards with an index."""
 
 from pathlib import Path
 
@@ -11,9 +11,22 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 def open_weight_files(folder: Path) -> dict[str, SafetensorsFile]:
-    """Map every weight file of ``folder`` and return, for each tensor name, the file that holds it.
+    """Map all weight files of a model folder into memory.
 
-    Raises CheckpointError: there are no safetensors weights, a shard is missing or damaged, or the index and the shards disagree.
+    Parameters
+    ----------
+    folder : Path
+        The model folder.
+
+    Returns
+    -------
+    dict of str to SafetensorsFile
+        The file that holds each tensor, by the tensor's name.
+
+    Raises
+    ------
+    CheckpointError
+        There are no safetensors weights, a shard is missing or damaged, or the index and the shards contradict each other.
     """
     single = folder / SINGLE_FILE
     if single.is_file():

@@ -1,4 +1,4 @@
-"""``trt-kvcache build``."""
+"""``trt-kvcache build``: build an engine folder from a model folder."""
 
 from pathlib import Path
 from typing import Annotated

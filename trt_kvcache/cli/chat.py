@@ -1,4 +1,4 @@
-"""``trt-kvcache chat``."""
+"""``trt-kvcache chat``: talk to a model in the terminal."""
 
 import sys
 from typing import Any
@@ -92,7 +92,7 @@ class Conversation:
             messages().print("> ", style="bold", end="")
         line = sys.stdin.readline()
         if self._interactive and not line:
-            note("")  # the shell goes on in a line of its own
+            note("")  # the shell prompt starts on a new line
         return line.strip() if line else None
 
     def _command(self, line: str) -> None:

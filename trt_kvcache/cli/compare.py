@@ -1,4 +1,4 @@
-"""``trt-kvcache compare``."""
+"""``trt-kvcache compare``: run a model in several ways and compare every step."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -72,7 +72,7 @@ def compare(
                     warn(f"comparing without {name}TensorRT: {error}")
                     break
                 paths.insert(place, SessionRunner(session, f"{name}TensorRT"))
-                refusals = (*refusals, ConfigError)  # the other attention may not serve this model
+                refusals = (*refusals, ConfigError)  # the other attention may not support this model
         with messages().status("prefill") as status:
             comparison = compare_paths(
                 paths,

@@ -1,4 +1,4 @@
-"""``trt-kvcache generate``."""
+"""``trt-kvcache generate``: continue prompts, or sequences from snapshots."""
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -51,7 +51,7 @@ def generate(
     prompts = [] if resume else read_prompts(prompt, prompt_ids)
     count = len(resume or prompts)
     if save_snapshot is not None and count != 1:
-        raise ConfigError(f"--save-snapshot: expected with one prompt, got {count}.")
+        raise ConfigError(f"--save-snapshot: expected one prompt, got {count}.")
     options = SamplingFlags(
         max_new_tokens=max_new_tokens,
         temperature=temperature,

@@ -1,4 +1,4 @@
-"""``trt-kvcache inspect``."""
+"""``trt-kvcache inspect``: show the tensors, profiles and sizes of an engine folder."""
 
 from itertools import groupby
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Ctrl-C while code of other packages runs that would lose it."""
+"""Holding back Ctrl-C while code of other packages runs that would swallow the ``KeyboardInterrupt``."""
 
 import signal
 import threading
@@ -38,7 +38,7 @@ def held_interrupts() -> Iterator[Interrupts]:
 
     Notes
     -----
-    An import turns an exception from nowhere into an ``ImportError``, and TensorRT, which runs Python in callbacks only, swallows it.
+    An import may turn a ``KeyboardInterrupt`` into an ``ImportError``, and TensorRT, which runs Python in callbacks only, swallows it.
     """
     interrupts = Interrupts()
     before = signal.getsignal(signal.SIGINT)

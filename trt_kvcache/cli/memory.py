@@ -1,4 +1,4 @@
-"""``trt-kvcache memory``."""
+"""``trt-kvcache memory``: print how many bytes a cache takes, without allocating it."""
 
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Files of prompts: text, one prompt a line, or JSON lines."""
+"""Reading files of prompts: text with one prompt per line, or JSON lines."""
 
 import json
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""The options that say how tokens are chosen, which ``generate``, ``chat`` and ``serve-file`` share."""
+"""The command-line options for sampling, which ``generate``, ``chat`` and ``serve-file`` share."""
 
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
@@ -34,8 +34,16 @@ class SamplingFlags:
 
     Parameters
     ----------
-    max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, ignore_eos
-        Fields of :class:`~trt_kvcache.generation.sampling.SamplingParams`; None if not given.
+    max_new_tokens : int
+        As in :class:`~trt_kvcache.generation.sampling.SamplingParams`, like all that follow.
+    temperature, top_p, min_p : float or None
+        None if not given.
+    top_k, seed : int or None
+        None if not given.
+    stop : list of str or None
+        None if not given.
+    ignore_eos : bool
+        False if not given.
     """
 
     max_new_tokens: int

@@ -1,4 +1,4 @@
-"""``trt-kvcache serve-file``."""
+"""``trt-kvcache serve-file``: run the prompts of a file through a few slots, and write the answers to another file."""
 
 import json
 from collections.abc import Callable, Iterable, Iterator

@@ -1,4 +1,4 @@
-"""The options that say what is run and how, which several commands share, and the session they open."""
+"""The command-line options that select model, engine and sizes, shared by several commands, and the session that is opened from them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +55,16 @@ class SessionFlags:
     ----------
     folder : Path
         An engine folder or a Hugging Face folder.
-    engine, flavour, cuda_graphs, prompt_cache_bytes, max_batch_size, max_sequence_length, dtype, attention
-        Fields of :class:`~trt_kvcache.session.session_options.SessionOptions`; None if not given.
+    engine, flavour : str
+        As in :class:`~trt_kvcache.session.session_options.SessionOptions`, like all that follow.
+    cuda_graphs : bool
+        True if not given.
+    prompt_cache_bytes : int
+        0 if not given.
+    max_batch_size, max_sequence_length : int or None
+        None if not given.
+    dtype, attention : str or None
+        None if not given.
     """
 
     folder: Path

@@ -1,1 +1,1 @@
-"""What a session needs to know of an engine: its protocol, the names of its tensors, bindings, attention variants."""
+"""What a session needs to know about an engine: the protocol, the names of the tensors, bindings, attention variants."""

@@ -1,4 +1,4 @@
-"""The variants of attention that an engine can be built with: what each needs, and which cache it works on.
+"""The variants of attention that an engine can be built with: which TensorRT each needs, and which cache layout it binds.
 
 ======== ========================= ======== ==================================================================
 variant  full TensorRT             layout   tensors of a layer's cache

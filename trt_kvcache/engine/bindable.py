@@ -1,4 +1,4 @@
-"""What any engine checks before it binds the address of a tensor."""
+"""Checks of a tensor before its address is bound: memory, dtype, density and alignment. All engines of this package use them."""
 
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.errors import BindingError, LayoutError

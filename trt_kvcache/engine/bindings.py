@@ -240,7 +240,9 @@ def _spec(specs: Mapping[str, TensorSpec], name: str, mode: TensorMode) -> Tenso
     spec = specs.get(name)
     if spec is None:
         known = ", ".join(f"`{other}`" for other in specs)
-        raise BindingError(f"`{name}`: expected an {mode.value} of this name, the engine has {known}. Give its names as TensorNames.")
+        raise BindingError(
+            f"`{name}`: expected an {mode.value} of this name, the engine has {known}. Pass the engine's names as TensorNames."
+        )
     if spec.mode is not mode:
         raise BindingError(f"`{name}`: expected an {mode.value}, the engine has an {spec.mode.value} of this name.")
     return spec
@@ -260,7 +262,7 @@ def _check_cache_input(spec: TensorSpec, view: DeviceTensor) -> None:
 def _check_cache_output(spec: TensorSpec, input_name: str, view: DeviceTensor) -> None:
     """Raise BindingError where a cache output does not share memory with its input, or differs from the view."""
     if spec.alias != input_name:
-        aliases = f"shares memory with `{spec.alias}`" if spec.alias else "has memory of its own"
+        aliases = f"shares memory with `{spec.alias}`" if spec.alias else "has separate memory"
         raise BindingError(f"`{spec.name}`: expected an output that shares memory with `{input_name}`, the engine's {aliases}.")
     if spec.dtype != view.dtype or not _fits(spec.shape, view.shape):
         raise BindingError(_cache_mismatch(spec, view))

@@ -1,4 +1,4 @@
-"""Inputs, outputs and optimisation profiles of an engine of this package: stated once, for builder, folder and inspection."""
+"""Inputs, outputs and optimisation profiles of the engines that this package builds, for builder, engine folder and inspection."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""Names of engine tensors, stated once for the builder and the runtime.
+"""``TensorNames``: the names of engine tensors, defined once for the builder and the runtime.
 
 The defaults are those of TensorRT Edge-LLM, so that the same code drives an engine that was built there and one that was built here.
 """
@@ -69,9 +69,7 @@ class TensorNames:
                 raise ConfigError(f"TensorNames.{field.name}: expected a name with {{i}} for the layer index, got {value!r}.")
             other = owners.setdefault(value, field.name)
             if other != field.name:
-                raise ConfigError(
-                    f"TensorNames: {other} and {field.name} are both {value!r}. Tensors of an engine have names of their own."
-                )
+                raise ConfigError(f"TensorNames: {other} and {field.name} are both {value!r}. Each tensor needs a different name.")
 
     def cache_pairs(self, layer: int) -> tuple[tuple[str, str], tuple[str, str]]:
         """Return the names of a layer's cache with separate K and V.

@@ -1,4 +1,4 @@
-"""The engine protocol: what a session needs of anything that runs the steps of a decoder.
+"""The engine protocol: what a class must offer so that a session can run the steps of a decoder with it.
 
 :class:`~trt_kvcache.trt.tensorrt_engine.TensorRTEngine`, :class:`~trt_kvcache.trt.segmented_engine.SegmentedEngine` and
 :class:`~trt_kvcache.reference.engine.ReferenceEngine` implement it.

@@ -1,4 +1,4 @@
-"""``EngineConfig``: ``config.json`` of an engine folder, which says what was built, from what, and by what."""
+"""``EngineConfig``: ``config.json`` of an engine folder, which records what was built, from which checkpoint, and with which TensorRT."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class EngineConfig:
     model : ModelConfig
         Of the checkpoint; its ``dtype`` is that of the stored weights.
     cache : KVCacheConfig
-        The cache that the engine runs on; its ``dtype`` is what the engine computes in.
+        The cache that the engine runs on; its ``dtype`` is the one that the engine computes in.
     names : TensorNames
         Names of the inputs and outputs.
     tensors : tuple of TensorSpec

@@ -1,4 +1,4 @@
-"""Whether the fields of an engine's ``config.json`` fit each other."""
+"""Checking the fields of an engine's ``config.json`` against each other, so that an altered file is refused before the engine is opened."""
 
 from __future__ import annotations
 
@@ -42,15 +42,17 @@ def check_consistency(config: EngineConfig) -> None:
     if cache != expected:
         wanted, got = expected.to_dict(), cache.to_dict()
         field = next(name for name in wanted if wanted[name] != got[name])
-        raise EngineError(f"kv_cache.{field}: expected {wanted[field]} by the model, got {got[field]}.")
+        raise EngineError(f"kv_cache.{field}: expected {wanted[field]} for this model, got {got[field]}.")
     one_of("tensorrt.flavour", config.tensorrt_flavour, FLAVOURS[1:], error=EngineError)
     _check_profiles(config)
     wanted_tensors = decoder_tensors(config.model, cache, names)
     if len(wanted_tensors) != len(config.tensors):
-        raise EngineError(f"tensors: expected {len(wanted_tensors)} by model and kv_cache, got {len(config.tensors)}.")
+        raise EngineError(f"tensors: expected {len(wanted_tensors)} for this model and kv_cache, got {len(config.tensors)}.")
     for wanted_spec, spec in zip(wanted_tensors, config.tensors, strict=True):
         if wanted_spec != spec:
-            raise EngineError(f"tensor `{spec.name}`: expected {wanted_spec.describe()} by model and kv_cache, got {spec.describe()}.")
+            raise EngineError(
+                f"tensor `{spec.name}`: expected {wanted_spec.describe()} for this model and kv_cache, got {spec.describe()}."
+            )
     _check_segments(config)
 
 
@@ -66,25 +68,27 @@ def _check_segments(config: EngineConfig) -> None:
         return
     stages = decoder_stages(config.model, config.cache, config.names)
     if len(stages) != len(config.segments.stages):
-        raise EngineError(f"segments.steps: expected {len(stages)} by model and kv_cache, got {len(config.segments.stages)}.")
+        raise EngineError(f"segments.steps: expected {len(stages)} for this model and kv_cache, got {len(config.segments.stages)}.")
     for index, (wanted, got) in enumerate(zip(stages, config.segments.stages, strict=True)):
         if not can_replace(got, wanted):
-            raise EngineError(f"segments.steps[{index}]: expected {wanted} by model and kv_cache, got {got}.")
+            raise EngineError(f"segments.steps[{index}]: expected {wanted} for this model and kv_cache, got {got}.")
     _, end = config.segments.spans[-1]
     if end != config.plan.nbytes:
-        raise EngineError(f"plan.nbytes: expected {end} by segments, got {config.plan.nbytes}.")
+        raise EngineError(f"plan.nbytes: expected {end}, the end of the last segment, got {config.plan.nbytes}.")
 
 
 def _check_attention(config: EngineConfig) -> None:
     """Check that each layer has an attention, in order, and that plugin attention is not mixed with others."""
     if len(config.attention) != config.model.num_layers:
-        raise EngineError(f"attention: expected {config.model.num_layers} layers by the model, got {len(config.attention)}.")
+        raise EngineError(f"attention: expected {config.model.num_layers} layers for this model, got {len(config.attention)}.")
     for index, layer in enumerate(config.attention):
         if layer.layer != index:
             raise EngineError(f"attention[{index}].layer: expected {index}, got {layer.layer}.")
         one_of(f"attention[{index}].variant", layer.variant, ATTENTION_VARIANTS, error=EngineError)
         if (layer.variant == "plugin") is not (config.attention_variant == "plugin"):
-            raise EngineError(f"attention[{index}].variant: expected {config.attention_variant} as the first one, got {layer.variant}.")
+            raise EngineError(
+                f"attention[{index}].variant: expected {config.attention_variant} as in the first layer, got {layer.variant}."
+            )
 
 
 def _check_profiles(config: EngineConfig) -> None:
@@ -96,5 +100,5 @@ def _check_profiles(config: EngineConfig) -> None:
     for wanted, got in zip(map(asdict, expected), map(asdict, config.profiles), strict=True):
         for name, value in wanted.items():
             if got[name] != value:
-                source = " by kv_cache" if name == "max_batch" else ""
+                source = " as in kv_cache" if name == "max_batch" else ""
                 raise EngineError(f"profile {wanted['name']}: expected {name} {value}{source}, got {got[name]}.")

@@ -1,4 +1,4 @@
-"""The segments of a decoder and the operations between them: stated once, for builder, folder, runtime and inspection.
+"""How a decoder is cut into segments and operations: defined once for builder, engine folder, runtime and inspection.
 
 Segment ``i`` ends where layer ``i`` needs its attention; the last one ends in the logits.
 """

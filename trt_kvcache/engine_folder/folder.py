@@ -111,7 +111,7 @@ class EngineFolder:
         for name, record in files.items():
             found = (folder / name).stat().st_size if (folder / name).is_file() else 0
             if found != record.nbytes:
-                raise EngineError(f"{folder / name}: expected {record.nbytes} bytes by {CONFIG_FILE}, got {found}. Build it anew.")
+                raise EngineError(f"{folder / name}: expected {record.nbytes} bytes as {CONFIG_FILE} records, got {found}. Build it again.")
         return cls(folder, config)
 
     @property
@@ -159,7 +159,7 @@ class EngineFolder:
         for spec in decoder_constants(self.config.model, self.config.cache):
             stored = file.tensors.get(spec.name)
             if stored is None or (stored.dtype, stored.shape) != (spec.dtype, spec.shape):
-                raise EngineError(f"{path}: expected `{spec.name}` {spec.dtype} {spec.shape}, got {stored}. Build it anew.")
+                raise EngineError(f"{path}: expected `{spec.name}` {spec.dtype} {spec.shape}, got {stored}. Build it again.")
             constants[spec.name] = file.array(spec.name)
         return constants
 
@@ -195,7 +195,7 @@ class EngineFolder:
             if found != record.fingerprint:
                 raise CheckpointError(
                     f"{found_at}: this checkpoint was changed since engine {self.path} was built from it (fingerprint {found[:12]}..., "
-                    f"recorded {record.fingerprint[:12]}...). Build the engine anew."
+                    f"recorded {record.fingerprint[:12]}...). Build the engine again."
                 )
         except BaseException:
             checkpoint.close()
@@ -211,7 +211,7 @@ def _read_file(path: Path, record: FileRecord) -> mmap.mmap:
     if found != record.sha256:
         content.close()
         raise EngineError(
-            f"{path}: it was changed since the build (SHA-256 {found[:12]}..., recorded {record.sha256[:12]}...). Build it anew."
+            f"{path}: it was changed since the build (SHA-256 {found[:12]}..., recorded {record.sha256[:12]}...). Build it again."
         )
     return content
 

@@ -1,4 +1,4 @@
-"""Parts of ``config.json`` that are records of files: their sizes and hashes, the plans of the segments, the checkpoint."""
+"""What ``config.json`` records of files: sizes and hashes, the plan of each segment, path and fingerprint of the checkpoint."""
 
 from __future__ import annotations
 

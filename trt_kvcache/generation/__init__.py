@@ -1,1 +1,1 @@
-"""From prompts to token ids, from logits to tokens and text. Knows no cache."""
+"""From prompts to token ids, and from logits to tokens and text. This package does not use caches."""

@@ -1,4 +1,4 @@
-"""``SamplerState``: the seed and the counter with which another process draws the same random numbers."""
+"""``SamplerState``: the seed and the counter of a sampler, from which another process draws the same random numbers."""
 
 from dataclasses import dataclass
 
@@ -24,7 +24,7 @@ class SamplerState:
 
     Examples
     --------
-    A request that goes on where another one stopped:
+    A request that continues where another one stopped:
 
     >>> from trt_kvcache import SamplerState, SamplingParams
     >>> state = SamplerState(seed=7, counter=12)

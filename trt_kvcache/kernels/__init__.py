@@ -1,9 +1,10 @@
 """Kernels that the cache runs between enqueues (seed 004): each in NumPy, and in CUDA C++ under ``plugins/``.
 
-The functions here check their arguments, all of them before the first byte changes, and choose by the place of the memory. Wrong
-arguments and closed objects raise as :mod:`trt_kvcache.errors` says.
-They are ordered on ``stream`` and neither wait nor allocate: what a kernel needs to know is in the arguments of its launch,
-or in arrays that were made once (:class:`KVLayerInfos`, :class:`StateInfos`).
+The functions here check all their arguments before the first byte changes, and then call the backend of the memory: ``kernels.host`` or
+``kernels.cuda``. Wrong arguments and closed objects raise the errors of :mod:`trt_kvcache.errors`.
+
+All work is ordered on ``stream``; no function waits or allocates. What a kernel needs to know is in the arguments of its launch, or in
+arrays that were made once (:class:`KVLayerInfos`, :class:`StateInfos`).
 """
 
 from trt_kvcache.kernels.attention import attend, split_qkv

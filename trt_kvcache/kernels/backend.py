@@ -1,4 +1,4 @@
-"""What both sides of the kernels offer, and which side serves a memory. Arguments were checked by the caller."""
+"""What both backends of the kernels offer, and which backend a memory uses. The caller has checked all arguments."""
 
 from __future__ import annotations
 
@@ -16,22 +16,25 @@ from trt_kvcache.memory.tensor import DeviceTensor
 
 
 class Backend(Protocol):
-    """The kernels of one place: ``kernels.host`` (NumPy) or ``kernels.cuda`` (``plugins/*.cu``)."""
+    """The kernels for one kind of memory: ``kernels.host`` (NumPy) or ``kernels.cuda`` (``plugins/``).
+
+    Every method is ordered on ``stream`` and neither waits nor allocates.
+    """
 
     def attend(self, params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
-        """Apply RoPE, append, and attend."""
+        """Apply RoPE to q and k, append k and v to the cache, and compute attention."""
 
     def embed(self, table: DeviceTensor, ids: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
-        """Gather the rows ``[vocab, hidden]`` of ids ``[B, s]``; zeros for an id outside."""
+        """Gather rows of a table ``[vocab, hidden]`` by ids ``[B, s]``; zeros for an id that is out of range."""
 
     def increment_scalar(self, lengths: DeviceTensor, increment: int, stream: Any) -> None:
-        """Add one number to all lengths."""
+        """Add the same number to all lengths."""
 
     def increment_tensor(self, lengths: DeviceTensor, increments: DeviceTensor, stream: Any) -> None:
-        """Add element by element."""
+        """Add a number to each length."""
 
     def store_values(self, lengths: DeviceTensor, values: Sequence[int], accumulate: bool, stream: Any) -> None:
-        """Store the values, or add them."""
+        """Store the values, or with ``accumulate`` add them."""
 
     def copy_layer(self, destination: DeviceTensor, source: DeviceTensor, tokens: int, stream: Any) -> None:
         """Copy the first tokens of K and V from one view ``[2, H, n, D]`` to another."""
@@ -65,7 +68,7 @@ class Backend(Protocol):
 
 
 def backend_of(memory: Memory) -> Backend:
-    """Return the side that serves ``memory``."""
+    """Return the backend that serves ``memory``."""
     if memory.is_host:
         return host
     from trt_kvcache.kernels import cuda

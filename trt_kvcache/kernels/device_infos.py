@@ -1,4 +1,4 @@
-"""``DeviceInfos``: where the tensors of several layers are, on the host and on the device, for kernels that serve all of them at once."""
+"""``DeviceInfos``: where the tensors of several layers are, on the host and the device, for kernels that take all of them in one launch."""
 
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
@@ -50,7 +50,9 @@ class DeviceInfos(Uncopyable, Generic[_Info]):
         if self._closed:
             raise ClosedError(f"these {type(self).__name__} are closed.")
         if self._device is None:
-            raise LayoutError(f"{type(self).__name__} of saved tensors have no device array: their addresses travel in the launch.")
+            raise LayoutError(
+                f"{type(self).__name__} of saved tensors have no device array: their addresses are passed as arguments of the launch."
+            )
         return self._device
 
     def check_open(self) -> None:

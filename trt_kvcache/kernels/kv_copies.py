@@ -29,7 +29,7 @@ def save_kv_cache_layer_into_tensor(dst: DeviceTensor, src: DeviceTensor, batch_
     Parameters
     ----------
     dst : DeviceTensor ``[2, H, n, D]``
-        Dense; overwritten with the first n tokens of the slot.
+        Contiguous; overwritten with the first n tokens of the slot.
     src : DeviceTensor ``[B, 2, H, S, D]``
         The combined view of a layer, of any layout; ``n <= S``.
     batch_idx : int
@@ -51,9 +51,27 @@ def save_kv_cache_layer_into_tensor(dst: DeviceTensor, src: DeviceTensor, batch_
 
 
 def instantiate_kv_cache_layer_from_tensor(dst: DeviceTensor, src: DeviceTensor, batch_idx: int, *, stream: Any) -> None:
-    """Instantiate the slot from the tensor: :func:`save_kv_cache_layer_into_tensor` the other way round. Lengths are not touched.
+    """Instantiate K and V of one slot of one layer from a saved tensor.
 
-    ``instantiateKVCacheLayerFromTensor`` of TensorRT Edge-LLM (seed 004).
+    Parameters
+    ----------
+    dst : DeviceTensor ``[B, 2, H, S, D]``
+        The combined view of a layer, of any layout; the first n tokens of the slot are overwritten.
+    src : DeviceTensor ``[2, H, n, D]``
+        Contiguous; ``n <= S``.
+    batch_idx : int
+        The slot.
+    stream : cuda.core.Stream or GraphBuilder
+        The copy is ordered on it; the call neither waits nor allocates.
+
+    Raises
+    ------
+    ShapeError, DTypeError, PlaceError, LayoutError, SlotError, ClosedError
+        Nothing was changed.
+
+    Notes
+    -----
+    ``instantiateKVCacheLayerFromTensor`` of TensorRT Edge-LLM (seed 004). Lengths are not changed.
     """
     destination = _check_single(dst, src, batch_idx, stream)
     backend_of(dst.memory).copy_layer(destination, src, src.shape[2], stream)
@@ -111,8 +129,8 @@ def save_kv_cache_batched(
 
     Notes
     -----
-    ``saveKVCacheBatched`` of TensorRT Edge-LLM (seed 004), which takes ``numLayers``, ``headDim``, ``maxKVHeads`` and
-    ``maxBatchSize`` beside the infos; here the infos know them.
+    ``saveKVCacheBatched`` of TensorRT Edge-LLM (seed 004). There ``numLayers``, ``headDim``, ``maxKVHeads`` and ``maxBatchSize`` are
+    arguments; here the infos hold them.
     """
     slot, tokens = _check_batched(src_layer_infos, dst_layer_infos, batch_idx, sequence_length, stream)
     if tokens:
@@ -122,9 +140,29 @@ def save_kv_cache_batched(
 def instantiate_kv_cache_batched(
     dst_layer_infos: KVLayerInfos, src_layer_infos: KVLayerInfos, batch_idx: int, sequence_length: int, *, stream: Any
 ) -> None:
-    """Instantiate the slot from the tensors: :func:`save_kv_cache_batched` the other way round. Lengths are not touched.
+    """Instantiate the first tokens of one slot of all layers of a head-dim group, in one launch for every 64 layers.
 
-    ``instantiateKVCacheBatched`` of TensorRT Edge-LLM (seed 004).
+    Parameters
+    ----------
+    dst_layer_infos : KVLayerInfos
+        The cache's layers; their heads may differ. The first tokens of the slot are overwritten.
+    src_layer_infos : KVLayerInfos
+        As many saved tensors ``[2, H_i, n, D]``, ``n >= sequence_length``.
+    batch_idx : int
+        The slot.
+    sequence_length : int
+        Tokens to copy.
+    stream : cuda.core.Stream or GraphBuilder
+        The copies are ordered on it; the call neither waits nor allocates.
+
+    Raises
+    ------
+    ShapeError, DTypeError, PlaceError, SlotError, RangeError, ClosedError
+        Nothing was changed.
+
+    Notes
+    -----
+    ``instantiateKVCacheBatched`` of TensorRT Edge-LLM (seed 004). Lengths are not changed.
     """
     slot, tokens = _check_batched(dst_layer_infos, src_layer_infos, batch_idx, sequence_length, stream)
     if tokens:

@@ -1,4 +1,4 @@
-"""``KVLayerInfos``: where the K/V layers of one head-dim group are, for kernels that serve all of them in one launch."""
+"""``KVLayerInfos``: where the K/V layers of one head-dim group are, for kernels that take all of them in one launch."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -98,7 +98,13 @@ class KVLayerInfos(DeviceInfos[KVLayerInfo]):
 
 
 def check_kind(name: str, infos: KVLayerInfos, *, saved: bool) -> None:
-    """Check that these are saved tensors, or that they are layers of a cache. Raises ShapeError."""
+    """Check that these are saved tensors, or that they are layers of a cache.
+
+    Raises
+    ------
+    ShapeError
+        They are of the other kind, or not a KVLayerInfos.
+    """
     if not isinstance(infos, KVLayerInfos):
         raise ShapeError(f"{name}: expected KVLayerInfos, got {type(infos).__name__}.")
     if infos.is_saved is not saved:

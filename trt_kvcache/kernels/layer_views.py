@@ -50,7 +50,17 @@ def check_layer(name: str, view: DeviceTensor, ndim: int) -> None:
 
 
 def check_same(what: str, first: DeviceTensor, name: str, view: DeviceTensor) -> None:
-    """Check that two layers are of one memory, dtype and head dim. Raises PlaceError, DTypeError or ShapeError."""
+    """Check that two layers are of one memory, dtype and head dim.
+
+    Raises
+    ------
+    PlaceError
+        Their memories differ.
+    DTypeError
+        Their dtypes differ.
+    ShapeError
+        Their head dims differ.
+    """
     check_memory(name, view, first.memory)
     if view.dtype != first.dtype:
         raise DTypeError(f"{name}: expected {first.dtype} as {what}, got {view.dtype}.")
@@ -59,13 +69,25 @@ def check_same(what: str, first: DeviceTensor, name: str, view: DeviceTensor) ->
 
 
 def check_memory(name: str, tensor: DeviceTensor, memory: Memory) -> None:
-    """Check that a tensor is of this memory. Raises PlaceError."""
+    """Check that a tensor is of this memory.
+
+    Raises
+    ------
+    PlaceError
+        It is of another memory.
+    """
     if tensor.memory is not memory:
         raise PlaceError(f"{name}: expected a tensor of {memory.device}, got one of {tensor.memory.device}.")
 
 
 def check_open(name: str, tensor: DeviceTensor) -> None:
-    """Check that the memory of a tensor is not closed. Raises ClosedError."""
+    """Check that the memory of a tensor is not closed.
+
+    Raises
+    ------
+    ClosedError
+        It is closed.
+    """
     if tensor.allocation.closed:
         raise ClosedError(f"{name}: the memory behind it is closed.")
 

@@ -13,7 +13,15 @@ _INT32_MAX = 2**31 - 1
 
 
 def check_lengths(lengths: DeviceTensor) -> None:
-    """Check that this is a dense int32 tensor (n,). Raises DTypeError or ShapeError."""
+    """Check that this is a dense int32 tensor (n,).
+
+    Raises
+    ------
+    DTypeError
+        It is not int32.
+    ShapeError
+        It has another number of dimensions, or is not dense.
+    """
     if lengths.dtype != "int32":
         raise DTypeError(f"length_tensor: expected int32, got {lengths.dtype}.")
     if lengths.ndim != 1 or not lengths.is_contiguous:
@@ -27,7 +35,8 @@ def increment_length_tensor(length_tensor: DeviceTensor, increment: int | Device
     ----------
     length_tensor : DeviceTensor (n,) int32
         Changed in place.
-    increment : int, or DeviceTensor (n,) int32 of the same memory
+    increment : int, or DeviceTensor (n,) int32
+        One number for all, or one per length, in the same memory.
     stream : cuda.core.Stream or GraphBuilder
         The launch is ordered on it; the call neither waits nor allocates, and both forms can be captured in a CUDA graph.
 
@@ -61,17 +70,17 @@ def increment_length_tensor(length_tensor: DeviceTensor, increment: int | Device
 def store_length_values(length_tensor: DeviceTensor, values: Sequence[int], *, accumulate: bool, stream: Any) -> None:
     """Store host values into lengths, or add them.
 
-    The values travel in the arguments of the launch (16 a launch), so there is no staging buffer
-    that a later call could overwrite before it was read.
+    The values travel in the arguments of the launch, 16 in each, so there is no staging buffer that a later call could overwrite
+    before it was read.
 
     Parameters
     ----------
     length_tensor : DeviceTensor (n,) int32
         Changed in place.
-    values : sequence of int, n of them
-        Each an int32.
+    values : sequence of int
+        One int32 for each length.
     accumulate : bool
-        Add instead of store.
+        Whether to add the values instead of storing them.
     stream : cuda.core.Stream
         The launch is ordered on it; the call neither waits nor allocates.
 

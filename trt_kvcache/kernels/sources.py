@@ -1,4 +1,4 @@
-"""Where the CUDA sources of ``plugins/`` are, and what a compiled one is called."""
+"""Where the CUDA sources of ``plugins/`` are, and the file names of compiled sources."""
 
 import hashlib
 from functools import cache

@@ -1,4 +1,4 @@
-"""``StateInfos``: where the recurrent (or conv) states of all layers are, for kernels that serve all of them in one launch."""
+"""``StateInfos``: where the recurrent (or conv) states of all layers are, for kernels that take all of them in one launch."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -12,7 +12,7 @@ from trt_kvcache.memory.tensor import DeviceTensor
 
 
 class StateInfo(NamedTuple):
-    """Where the states of one layer are. On the device: three 64-bit integers in this order (``State`` in ``plugins/rows.cu``)."""
+    """Where the states of one layer are. On the device: three 64-bit integers in this order (``State`` in ``plugins/states.cu``)."""
 
     #: Address of slot 0.
     data: int
@@ -79,6 +79,12 @@ class StateInfos(DeviceInfos[StateInfo]):
 
 
 def check_states(name: str, states: StateInfos) -> None:
-    """Check that this is a StateInfos. Raises ShapeError."""
+    """Check that this is a StateInfos.
+
+    Raises
+    ------
+    ShapeError
+        It is something else.
+    """
     if not isinstance(states, StateInfos):
         raise ShapeError(f"{name}: expected StateInfos, got {type(states).__name__}.")

@@ -1,4 +1,4 @@
-"""Rows of recurrent and conv states: zero, copy, save and instantiate the state of a slot. Rows may have any size."""
+"""Rows of recurrent and conv states: zero, copy, save and instantiate the state of a slot. A row may have any size."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +25,7 @@ def zero_rows(states: StateInfos, slot: int, *, count: int = 1, stream: Any) -> 
     Parameters
     ----------
     states : StateInfos
+        The states of all layers of one kind.
     slot, count : int
         The slots ``slot`` to ``slot + count - 1``.
     stream : cuda.core.Stream or GraphBuilder
@@ -32,8 +33,12 @@ def zero_rows(states: StateInfos, slot: int, *, count: int = 1, stream: Any) -> 
 
     Raises
     ------
-    ShapeError, SlotError, RangeError, PlaceError, ClosedError
-        Nothing was changed.
+    ShapeError
+        ``states`` is not a StateInfos.
+    SlotError, RangeError
+        Slots are out of range. Nothing was changed.
+    PlaceError, ClosedError
+        The stream does not fit the memory, or the memory is closed. Nothing was changed.
     """
     check_states("states", states)
     first, number = _check_slots(slot, count, states.max_batch_size)
@@ -49,7 +54,7 @@ def copy_rows(dst: StateInfos, src: StateInfos, slot: int, *, count: int = 1, st
     Parameters
     ----------
     dst, src : StateInfos
-        Of the same layers: as many, with equal row bytes and slots, in one memory. They do not overlap.
+        As many layers with equal row bytes and slots, in one memory. They must not overlap.
     slot, count : int
         The slots ``slot`` to ``slot + count - 1``.
     stream : cuda.core.Stream or GraphBuilder
@@ -107,8 +112,9 @@ def save_rows(states: StateInfos, saved: Sequence[DeviceTensor], slot: int, *, s
     states : StateInfos
         Of tensors ``[B, ...]``.
     saved : sequence of DeviceTensor ``[...]``
-        Dense, one per layer; overwritten.
+        Contiguous, one per layer; overwritten.
     slot : int
+        The slot.
     stream : cuda.core.Stream or GraphBuilder
         The copies are ordered on it; the call neither waits nor allocates.
 
@@ -122,6 +128,23 @@ def save_rows(states: StateInfos, saved: Sequence[DeviceTensor], slot: int, *, s
 
 
 def instantiate_rows(states: StateInfos, saved: Sequence[DeviceTensor], slot: int, *, stream: Any) -> None:
-    """Instantiate the states of one slot from saved tensors: :func:`save_rows` the other way round."""
+    """Instantiate the states of one slot from saved tensors, in one launch for every 64 layers.
+
+    Parameters
+    ----------
+    states : StateInfos
+        Of tensors ``[B, ...]``; the slot is overwritten.
+    saved : sequence of DeviceTensor ``[...]``
+        Contiguous, one per layer: what :func:`save_rows` wrote.
+    slot : int
+        The slot.
+    stream : cuda.core.Stream or GraphBuilder
+        The copies are ordered on it; the call neither waits nor allocates.
+
+    Raises
+    ------
+    ShapeError, DTypeError, PlaceError, LayoutError, SlotError, ClosedError
+        Nothing was changed.
+    """
     number = _check_saved(states, saved, slot, stream)
     backend_of(states.memory).instantiate_rows(states, saved, number, stream)

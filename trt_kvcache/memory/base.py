@@ -23,11 +23,17 @@ class Allocation(Protocol):
 
     @property
     def ptr(self) -> int:
-        """Address of the first byte. Raises :class:`ClosedError` after ``close``."""
+        """Address of the first byte.
+
+        Raises
+        ------
+        ClosedError
+            The allocation is closed.
+        """
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, as asked for."""
+        """Size in bytes, as requested."""
 
     @property
     def closed(self) -> bool:

@@ -1,4 +1,4 @@
-"""The CUDA driver through cuda-python: whether it can be used, and its errors as ours.
+"""The CUDA driver through cuda-python: whether it can be used, and its errors as exceptions of this package.
 
 Nothing of cuda-python is imported before a function is called.
 """
@@ -37,7 +37,9 @@ def find_gpu(device: int = 0) -> str | None:
         return f"the CUDA driver does not start: {status.name}."
     needed, has = driver.CUDA_VERSION // 1000, check(driver.cuDriverGetVersion()) // 1000
     if has < needed:
-        return f"the NVIDIA driver serves CUDA {has}, cuda-bindings needs CUDA {needed}. Update the driver, or install cuda-core[cu{has}]."
+        return (
+            f"the NVIDIA driver supports CUDA {has}, cuda-bindings needs CUDA {needed}. Update the driver, or install cuda-core[cu{has}]."
+        )
     count = check(driver.cuDeviceGetCount())
     if device >= count:
         return f"there is no GPU {device}: the driver counts {count}, from 0."

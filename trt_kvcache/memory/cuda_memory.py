@@ -57,7 +57,7 @@ class CudaMemory:
 
     Notes
     -----
-    Memory comes from a stream-ordered pool of its own if the device has pools, else from plain allocations. Streams are
+    Memory comes from a private stream-ordered pool if the device has pools, else from plain allocations. Streams are
     ``cuda.core.Stream``; a ``cuda.core.graph.GraphBuilder`` is accepted where the operation can be captured. Every operation makes
     the device current in the calling thread.
 
@@ -414,11 +414,9 @@ class CudaMemory:
         ----------
         tensor : DeviceTensor
             Any view of this memory.
-        stream : int, optional
-            Of the ``__dlpack__`` protocol: the consumer's stream. Which streams wrote the bytes is not known here, so the call waits
-            for the device. With -1 it does not wait.
-        max_version, dl_device, copy :
-            Of the ``__dlpack__`` protocol.
+        **kwargs : object
+            ``stream``, ``max_version``, ``dl_device`` and ``copy`` of the ``__dlpack__`` protocol. ``stream`` is the consumer's stream.
+            Which streams wrote the bytes is not known here, so the call waits for the device. With a stream of -1 it does not wait.
 
         Returns
         -------
@@ -428,7 +426,7 @@ class CudaMemory:
         Raises
         ------
         BufferError
-            A copy, or another device, was asked for: use ``.numpy()``.
+            A copy or another device was requested: use ``.numpy()``.
         RangeError
             ``stream`` is 0, which the protocol leaves ambiguous.
         PlaceError, ClosedError

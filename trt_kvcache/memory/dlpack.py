@@ -88,7 +88,7 @@ def device_capsule(tensor: DeviceTensor, owner: object, **kwargs: Any) -> Any:
     Raises
     ------
     BufferError
-        ``copy=True`` was asked for.
+        ``copy=True`` was requested.
     """
     from cuda.core import Buffer
     from cuda.core.utils import StridedMemoryView

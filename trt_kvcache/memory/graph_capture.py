@@ -1,4 +1,4 @@
-"""Refusing what cannot be captured in a CUDA graph."""
+"""Refusing calls that cannot be captured in a CUDA graph, with ``CaptureError``."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""``OwnedBytes``: what the allocations of every memory have in common."""
+"""``OwnedBytes``: an allocation that counts its bytes and frees them when it is closed; host and GPU allocations derive from it."""
 
 from typing import Generic, Protocol, TypeVar
 
@@ -23,13 +23,13 @@ class OwnedBytes(Generic[_Counter, _Owner]):
     owner : ndarray or CudaBuffer
         What holds the bytes. It frees them when nothing refers to it.
     nbytes : int
-        Size in bytes, as asked for.
+        Size in bytes, as requested.
     """
 
     def __init__(self, memory: _Counter, owner: _Owner, nbytes: int) -> None:
         #: The memory that made it.
         self.memory = memory
-        #: Size in bytes, as asked for.
+        #: Size in bytes, as requested.
         self.nbytes = nbytes
         self._storage: _Owner | None = owner
 

@@ -176,7 +176,7 @@ class DeviceTensor:
         if not self.is_contiguous:
             raise LayoutError(f"DeviceTensor.reshape: a view of shape {self.shape} with strides {self.strides} is not dense.")
         if dense_nbytes(shape, self.dtype) != self.nbytes:
-            raise ShapeError(f"DeviceTensor.reshape: {self.shape} has other elements than {shape}.")
+            raise ShapeError(f"DeviceTensor.reshape: expected a shape with as many elements as {self.shape}, got {shape}.")
         return DeviceTensor(self.allocation, shape=shape, dtype=self.dtype, offset=self.offset)
 
     def numpy(self) -> np.ndarray[Any, Any]:

@@ -36,7 +36,7 @@ class AttentionAttributes:
     Parameters
     ----------
     num_heads, num_kv_heads : int
-        Query heads and K/V heads; a K/V head serves 1 to 16 query heads.
+        Query heads and K/V heads; 1 to 16 query heads share a K/V head.
     head_dim : int
         64, 80, 96, 128 or 256.
     scale : float

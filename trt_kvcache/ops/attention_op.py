@@ -52,7 +52,7 @@ class AttentionOp:
     Notes
     -----
     :func:`trt_kvcache.kernels.attend` without ``new_lengths``. On the host, NumPy computes any head dimension and dtype; the CUDA kernels
-    serve those of :class:`~trt_kvcache.ops.attention_attributes.AttentionAttributes`.
+    support those of :class:`~trt_kvcache.ops.attention_attributes.AttentionAttributes`.
 
     Examples
     --------
@@ -87,7 +87,7 @@ class AttentionOp:
         self._workspace: UnownedWorkspace | None = None
 
     def kernel_attributes(self) -> AttentionAttributes:
-        """Return the attributes, checked against what the CUDA kernels serve.
+        """Return the attributes, checked against what the CUDA kernels support.
 
         Returns
         -------
@@ -96,7 +96,7 @@ class AttentionOp:
         Raises
         ------
         ConfigError
-            The kernels do not serve an attribute.
+            The kernels do not support an attribute.
         """
         return AttentionAttributes(**self.attributes)  # type: ignore[arg-type]  # each as it was given
 
@@ -118,7 +118,7 @@ class AttentionOp:
     def workspace_nbytes(self, inputs: Sequence[TensorType]) -> int:
         """See :meth:`CustomOp.workspace_nbytes <trt_kvcache.ops.custom_op.CustomOp.workspace_nbytes>`.
 
-        0 where only NumPy serves the inputs.
+        0 for inputs that the kernels do not support, which only NumPy can compute.
         """
         served = inputs[0].dtype in ELEMENT_TYPES and self._head_dim in HEAD_DIMS
         return workspace_nbytes(self.kernel_attributes(), 1) if served else 0

@@ -115,7 +115,7 @@ def check_dtypes(dtypes: Mapping[str, str]) -> str:
     Raises
     ------
     DTypeError
-        The kernels do not serve the dtype of q, or another input has not the dtype that goes with it.
+        The kernels do not support the dtype of q, or the dtype of another input does not go with it.
     """
     for name, dtype in dtypes.items():
         if name == "q" and dtype not in ELEMENT_TYPES:

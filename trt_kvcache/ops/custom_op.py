@@ -36,7 +36,7 @@ class CustomOp(Protocol):
 
     @property
     def name(self) -> str:
-        """What an engine folder calls it."""
+        """The name that engine folders use for it."""
 
     @property
     def attributes(self) -> Mapping[str, int | float]:

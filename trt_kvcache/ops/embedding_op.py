@@ -1,4 +1,4 @@
-"""Token embedding as a custom operation, so that a table that the head uses too (tied embeddings) is in memory once."""
+"""Token embedding as a custom operation, so that a table which the LM head also uses (tied embeddings) is in memory only once."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""The custom operations that an engine folder may name, by the name that its ``config.json`` uses."""
+"""The registry of custom operations: from the name in ``config.json`` of an engine folder to the operation."""
 
 from collections.abc import Callable, Mapping
 
@@ -41,7 +41,7 @@ def register_operation(kind: str, factory: Callable[..., CustomOp]) -> None:
     >>> unregister_operation("windowed_attention")
     """
     if kind in OPERATIONS:
-        raise ConfigError(f"kind: expected another name than {', '.join(OPERATIONS)}, got {kind!r}.")
+        raise ConfigError(f"kind: expected a name that is not taken, so none of {', '.join(OPERATIONS)}, got {kind!r}.")
     OPERATIONS[kind] = factory
 
 

@@ -1,7 +1,7 @@
 """The stages of an engine in segments: TensorRT engines, and the custom operations between them.
 
 TensorRT for RTX has no plugin layers, so a network is cut at each operation that TensorRT has no layer for. What is left between two
-cuts is a segment, which is built into a TensorRT engine of its own. Segments and operations are the stages of the engine; they run
+cuts is a segment, which is built as a separate TensorRT engine. Segments and operations are the stages of the engine; they run
 one after another on one stream, and are connected by the names of their tensors, as the nodes of an ONNX graph are.
 """
 

@@ -1,4 +1,4 @@
-"""A workspace for the attention kernels in memory that somebody else owns, such as TensorRT."""
+"""A workspace for the attention kernels in memory that this package does not own, such as that which TensorRT passes to a plugin."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trt_kvcache.ops.attention_shapes import workspace_nbytes
 
 
 class UnownedAllocation:
-    """Memory of somebody else (implements :class:`~trt_kvcache.memory.base.Allocation`). Set ``ptr`` before each use.
+    """Memory that this package does not own (implements :class:`~trt_kvcache.memory.base.Allocation`). Set ``ptr`` before each use.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class UnownedAllocation:
 
 
 class UnownedWorkspace(AttentionWorkspace):
-    """A workspace in memory of somebody else. Set ``bytes.ptr`` before each use.
+    """A workspace in memory that this package does not own. Set ``bytes.ptr`` before each use.
 
     Parameters
     ----------

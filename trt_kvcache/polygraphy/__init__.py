@@ -1,1 +1,1 @@
-"""Comparisons of two paths through Polygraphy."""
+"""Polygraphy runners that keep a KV cache, and comparisons of several ways to run one model."""

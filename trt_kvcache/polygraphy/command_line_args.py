@@ -1,6 +1,6 @@
-"""Our runners in ``polygraphy run``: its entry point ``polygraphy.run.plugins`` calls :func:`get_arg_groups`.
+"""Our options of ``polygraphy run``. Its entry point ``polygraphy.run.plugins`` calls :func:`get_arg_groups`.
 
-The model argument is the folder, of an engine or from Hugging Face; each ``--kvcache-*`` runner flag adds a runner with a
+The model argument is a folder: an engine folder or a Hugging Face folder. Each ``--kvcache-*`` runner flag adds a runner with a
 session, and so a cache, of its own.
 """
 
@@ -17,7 +17,13 @@ from trt_kvcache.session.session_options import EngineChoice
 
 
 def get_arg_groups() -> list[Any]:
-    """Return the argument groups that ``polygraphy run`` adds to its own."""
+    """Return the argument groups that ``polygraphy run`` adds to its own.
+
+    Returns
+    -------
+    list of BaseArgs
+        The shared options, and one group for each runner.
+    """
     return [KVCacheArgs(), KVCacheSessionArgs(), KVCacheRecomputeArgs(), KVCacheReferenceArgs()]
 
 
@@ -36,32 +42,58 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
         add(
             "--kvcache-engine",
             choices=get_args(EngineChoice),
-            help="What --kvcache-session and --kvcache-recompute run: TensorRT, the NumPy reference engine, or TensorRT where it can run",
+            help="Engine of --kvcache-session and --kvcache-recompute: TensorRT, the NumPy reference engine, or TensorRT if it runs here",
         )
-        add("--kvcache-flavour", choices=FLAVOURS, help="Which TensorRT; auto takes the one that built the engine")
-        add("--kvcache-max-batch-size", metavar="B", type=int, help="Slots of the cache. This and the next four: for model folders only")
+        add("--kvcache-flavour", choices=FLAVOURS, help="Which TensorRT; auto chooses the one that built the engine")
+        add(
+            "--kvcache-max-batch-size",
+            metavar="B",
+            type=int,
+            help="Slots of the cache. This option and the next four apply to model folders only",
+        )
         add("--kvcache-max-sequence-length", metavar="S", type=int, help="Tokens that a slot can hold")
-        add("--kvcache-max-prefill-length", metavar="N", type=int, help="Most new tokens of a slot in one enqueue")
-        add("--kvcache-dtype", choices=MODEL_DTYPES, help="What the model is computed in and the cache holds")
-        add("--kvcache-attention", choices=get_args(Attention), help="Attention with lengths, with an explicit mask, or our plugin's")
+        add("--kvcache-max-prefill-length", metavar="N", type=int, help="The most new tokens per slot in one enqueue")
+        add("--kvcache-dtype", choices=MODEL_DTYPES, help="Dtype of computation and cache")
+        add(
+            "--kvcache-attention",
+            choices=get_args(Attention),
+            help="TensorRT's attention with lengths, with an explicit mask, or that of our plugin",
+        )
         add("--kvcache-no-live-rows", action="store_true", default=None, help="Return logits only, not the live rows of the cache")
 
     def parse_impl(self, args: Any) -> None:
-        """Keep what was given, by the names of ``SessionSource``; None for what was not."""
+        """Store the options under the names of ``SessionSource``; None for options that were not given.
+
+        Parameters
+        ----------
+        args : argparse.Namespace
+            The parsed command line.
+        """
         names = ("flavour", "max_batch_size", "max_sequence_length", "max_prefill_length", "dtype", "attention")
         self.engine: str | None = args_util.get(args, "kvcache_engine")
         self.options: dict[str, Any] = {name: args_util.get(args, f"kvcache_{name}") for name in names}
         self.live_rows: bool | None = False if args_util.get(args, "kvcache_no_live_rows") else None
 
     def add_source_to_script(self, script: Any) -> Any:
-        """Add the session's source to the script and return the name of its variable."""
+        """Add a ``SessionSource`` to the script that Polygraphy generates.
+
+        Parameters
+        ----------
+        script : polygraphy.tools.script.Script
+            The script, which is changed.
+
+        Returns
+        -------
+        str
+            Name of the variable that holds the source.
+        """
         script.add_import(imports=["SessionSource"], frm="trt_kvcache.session.session_source")
         source = make_invocable("SessionSource", self.arg_groups[ModelArgs].path, engine=self.engine, **self.options)
         return script.add_loader(source, "kvcache_session_source")
 
 
 class _RunnerArgs(BaseRunnerArgs):  # type: ignore[misc]
-    """One of our runners: its name, its flag and its class."""
+    """The flag of one of our runners, and the class that it adds to the script."""
 
     _NAME_AND_FLAG: tuple[str, str]
     _RUNNER: str
@@ -78,7 +110,7 @@ class _RunnerArgs(BaseRunnerArgs):  # type: ignore[misc]
         script.add_runner(make_invocable(self._RUNNER, source, live_rows=shared.live_rows, **options))
 
     def _source(self, shared: KVCacheArgs, script: Any) -> tuple[Any, dict[str, Any]]:
-        """Return what the runner takes first, and its further options."""
+        """Return the first argument of the runner, and its other options."""
         return shared.add_source_to_script(script), {}
 
 
@@ -97,7 +129,7 @@ class KVCacheSessionArgs(_RunnerArgs):
 
 class KVCacheRecomputeArgs(_RunnerArgs):
     """
-    KV Cache Recompute Runner: running sessions that start anew with all tokens so far at every iteration.
+    KV Cache Recompute Runner: running sessions that start new sequences with all tokens so far at every iteration.
 
     Depends on:
 

@@ -1,4 +1,4 @@
-"""Run one model in several ways on the same tokens and compare logits and live cache rows, through Polygraphy."""
+"""``compare_paths``: run one model in several ways on the same tokens and compare logits and live cache rows, through Polygraphy."""
 
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -19,14 +19,15 @@ from trt_kvcache.polygraphy.feeds import INPUT_IDS, NEW_LENGTHS, Feed, greedy_fe
 from trt_kvcache.polygraphy.first_difference import Difference, compare_arrays, first_difference, outputs_in_order
 from trt_kvcache.polygraphy.runners import SessionRunner
 
-#: Largest difference that counts as none, as a share of the largest value in the same slot (and head), per dtype of the cache.
+#: The largest accepted difference for each dtype of the cache, relative to the largest value in the same slot (and head).
 #: Paths differ by the order of their sums and, in 16 bit, by where they round, which adds up over the layers. Measured with
 #: Hugging Face transformers at 2, 8 and 24 layers: 2.4e-6 between cached and full attention in float32; 4.7e-3 and 3.2e-2 between
-#: rounding after every operation and never, with float16 and bfloat16 weights. Each has two to eight times that. A wrong row, head
-#: or position is off by the order of 1.
+#: rounding after every operation and never rounding, with float16 and bfloat16 weights. Each tolerance is two to eight times the
+#: measured difference. A wrong row, head or position causes a difference of about 1.
 TOLERANCES: Mapping[str, float] = {"float32": 2e-5, "float16": 1e-2, "bfloat16": 8e-2}
 
-#: What Polygraphy is told. For a verdict with the name of an output it would compute that output's statistics, logged or not.
+#: The name under which Polygraphy is given the verdict. For the name of an output it would compute statistics of that output, even
+#: if they are not logged.
 _VERDICT = "all outputs"
 
 #: Called as ``on_step(step)`` when a step has been run and compared: 0 is the prefill.
@@ -41,41 +42,55 @@ def compare_paths(
     tolerances: Mapping[str, float] = TOLERANCES,
     on_step: OnStep | None = None,
 ) -> Comparison:
-    """Run the same tokens along several paths and compare every pair of them.
+    """Run the same tokens through several paths and compare every pair of paths.
 
-    The first path chooses the tokens, greedily; all others get the same. All paths are active at the same time, so that one
-    step is compared before the next one is run, and memory does not grow with the steps.
+    A path is one way to run a model: a runner with its engine and cache. The first path chooses the tokens by greedy decoding, and
+    all others are given the same tokens. All paths are active at the same time: each step is compared before the next one is run,
+    so memory use does not grow with the number of steps.
 
     Parameters
     ----------
     paths : sequence of SessionRunner
-        At least two, not active, with different names and caches.
-    prompts : sequence of prompts (n,)
-        Token ids, or text where the model has a tokenizer.
+        At least two that are not active, with different names and caches.
+    prompts : sequence of str or sequence of int
+        One prompt per slot: token ids, or text if the model has a tokenizer.
     steps : int
         Decode steps after the prefill, at least 0.
     tolerances : mapping of str to float
-        See ``TOLERANCES`` in this module. Of two dtypes the coarser one counts.
+        The largest accepted difference for each dtype of the cache, relative to the largest value in the same slot (and head). If two
+        paths have different dtypes, the larger tolerance applies.
     on_step : callable, optional
+        Called as ``on_step(step)`` when a step has been run and compared; step 0 is the prefill.
 
     Returns
     -------
     Comparison
+        How the paths compare, pair by pair, and how long each took.
 
     Raises
     ------
     ConfigError
-        Fewer than two paths, equal names, paths that share a cache, or a dtype without a tolerance.
+        There are fewer than two paths, two have the same name or share a cache, or a dtype has no tolerance.
     CapacityError
         A prompt and its continuation exceed ``max_sequence_length`` of a path. Nothing was run.
     ShapeError
         The paths run different models.
     KVCacheError
-        What opening a session or running a step raises.
+        Opening a session or running a step failed.
 
     Notes
     -----
-    Polygraphy logs warnings only meanwhile.
+    Polygraphy's log level is raised to warnings during the call.
+
+    Examples
+    --------
+    >>> from trt_kvcache import InferenceSession, RecomputeRunner, SessionRunner, compare_paths
+    >>> def open_session():
+    ...     return InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2)
+    >>> paths = [SessionRunner(open_session, "cached"), RecomputeRunner(open_session, "recomputed")]
+    >>> comparison = compare_paths(paths, ["The rabbit", "He said"], steps=3)
+    >>> comparison.agrees
+    True
     """
     _check_paths(paths)
     int_in_range("steps", steps, 0)
@@ -89,7 +104,7 @@ def compare_paths(
 
 @dataclass
 class _Pair:
-    """What is known of a pair while it is being compared."""
+    """What has been found about a pair of paths so far."""
 
     dtype: str
     tolerance: float
@@ -108,7 +123,7 @@ class _Pair:
 
 
 class _Run:
-    """One comparison: the feeds for Polygraphy's ``Comparator``, its comparison function, and what they find."""
+    """One comparison: the feeds for Polygraphy's ``Comparator``, its comparison function, and the results."""
 
     def __init__(
         self, paths: Sequence[SessionRunner], prompts: Sequence[Prompt], steps: int, tolerances: Mapping[str, float], on_step: OnStep | None
@@ -127,7 +142,7 @@ class _Run:
         self._decoded: list[list[int]] = []
 
     def feeds(self) -> Iterator[Feed]:
-        """Yield what each step is fed. Read by the ``Comparator`` one at a time, with all paths active."""
+        """Yield the feed of each step. The ``Comparator`` reads one at a time, while all paths are active."""
         self._check_sessions()
         for step, feed in enumerate(greedy_feeds(self._paths[0], self._prompts, self._steps)):
             if step == 0:
@@ -139,7 +154,7 @@ class _Run:
             yield feed
 
     def watch(self, stream: Generator[Any, None, None]) -> Iterator[Any]:
-        """Pass on the results of each step: note their times, and that they were compared when the next one is asked for."""
+        """Pass on the results of each step, add up their times, and report the step as done when the next one is requested."""
         with closing(stream):
             for results in stream:
                 for name, (result,) in results:
@@ -149,7 +164,7 @@ class _Run:
                     self._on_step(self._step)
 
     def compare(self, first: Any, second: Any) -> dict[str, bool]:
-        """Compare the outputs of two paths at one step (``IterationResult``); return whether all agree."""
+        """Compare the outputs of two paths at one step (``IterationResult``) and return whether all agree."""
         pair = self._found[first.runner_name, second.runner_name]
         all_agree = True
         for output in outputs_in_order(first.keys() & second.keys()):
@@ -174,7 +189,7 @@ class _Run:
             pair.tokens += 1
 
     def result(self) -> Comparison:
-        """Return what was found."""
+        """Return the result of the whole comparison."""
         return Comparison(
             paths=tuple(
                 PathRun(name=path.name, dtype=self._dtypes[path.name], prefill_seconds=prefill, decode_seconds=decode)
@@ -202,14 +217,14 @@ class _Run:
         )
 
     def _check_sessions(self) -> None:
-        """Check what can be known once all paths are active."""
+        """Check sessions against each other, which is possible once all paths are active."""
         configs = [path.session.cache.kv_config for path in self._paths]
         for index, path in enumerate(self._paths):
             self._dtypes[path.name] = configs[index].dtype
             if configs[index].dtype not in self._tolerances:
                 raise ConfigError(f"tolerances: expected one for {configs[index].dtype}, got {', '.join(self._tolerances) or 'none'}.")
             if any(path.session.cache is other.session.cache for other in self._paths[:index]):
-                raise ConfigError(f"{path.name}: expected a session of its own, got one whose cache another path uses too.")
+                raise ConfigError(f"{path.name}: expected a separate session, got one whose cache another path also uses.")
             if configs[index].layers != configs[0].layers or path.session.vocab_size != self._paths[0].session.vocab_size:
                 raise ShapeError(f"{path.name}: expected the layers and vocabulary of {self._paths[0].name}, got another model's.")
         for one, other in self.pairs:

@@ -1,4 +1,4 @@
-"""``Comparison``: what comparing several ways to run a model has shown, and the same in words."""
+"""``Comparison``: the result of comparing several ways to run a model, and the same result as text."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,16 @@ _KINDS = {"K": "K rows of the cache", "V": "V rows of the cache", "logits": "log
 
 @dataclass(frozen=True, kw_only=True)
 class PathRun:
-    """One way that the model was run.
+    """How one path ran.
 
     Parameters
     ----------
     name : str
+        Name of the path.
     dtype : str
-        Of its cache.
+        Dtype of its cache.
     prefill_seconds, decode_seconds : float
-        Time of the prefill, and of all steps after it.
+        Time of the prefill, and of all decode steps together, in seconds.
     """
 
     name: str
@@ -28,7 +29,17 @@ class PathRun:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenDifference:
-    """A step at which two paths would choose different tokens: by greedy choice, after equal inputs."""
+    """A step after which two paths would choose different tokens greedily, given the same inputs.
+
+    Parameters
+    ----------
+    step : int
+        0 is the prefill, n the n-th decode step.
+    slot : int
+        Slot of the cache.
+    tokens : pair of int
+        The token that each of the two paths would choose.
+    """
 
     step: int
     slot: int
@@ -44,17 +55,18 @@ class PairComparison:
     first, second : str
         Names of the paths.
     dtype : str
-        The coarser of their dtypes.
+        The cache dtype of the path whose tolerance is the larger.
     tolerance : float
-        Largest difference that counts as none, as a share of the largest value in the same slot (and head).
+        The largest accepted difference, relative to the largest value in the same slot (and head).
     difference : Difference or None
-        The first one that exceeds it.
+        The first difference that exceeds the tolerance; None if there is none.
     largest_logits_share, largest_rows_share : float
-        The largest difference of the logits, and of the live cache rows, as such a share; NaN where a value is.
+        The largest difference of the logits, and of the live cache rows, relative to the largest value in the same slot (and head); NaN
+        if a value is NaN.
     equal_tokens, tokens : int
-        How many greedy choices are equal, of how many.
+        How many greedy choices are equal, and how many were compared.
     token_difference : TokenDifference or None
-        The first that is not.
+        The first greedy choice that differs; None if there is none.
     """
 
     first: str
@@ -83,14 +95,15 @@ class Comparison:
     paths : tuple of PathRun
         In the order given; the first one chose the tokens.
     pairs : tuple of PairComparison
+        Every pair of paths.
     steps : int
         Decode steps after the prefill.
     prompt_lengths : tuple of int
         Tokens of each prompt.
     continuations : tuple of tuples of int
-        The tokens that were decoded, per slot.
+        For each slot, the tokens that the decode steps were given.
     live_rows : bool
-        Whether live cache rows were compared, or logits only.
+        Whether live cache rows were compared. If False, only logits were.
     """
 
     paths: tuple[PathRun, ...]
@@ -102,12 +115,23 @@ class Comparison:
 
     @property
     def agrees(self) -> bool:
-        """Whether every pair agrees."""
+        """Whether every pair of paths agrees."""
         return all(pair.agrees for pair in self.pairs)
 
 
 def comparison_lines(comparison: Comparison) -> list[str]:
-    """Return a comparison as lines of plain text: per pair whether it agrees, else where it differs first."""
+    """Describe a comparison in lines of plain text.
+
+    Parameters
+    ----------
+    comparison : Comparison
+        The result of :func:`~trt_kvcache.polygraphy.compare_paths.compare_paths`.
+
+    Returns
+    -------
+    list of str
+        For each pair whether it agrees, where it first differs if it does not, and the largest differences.
+    """
     lines = []
     what = "logits and live cache rows" if comparison.live_rows else "logits"
     for pair in comparison.pairs:
@@ -125,7 +149,20 @@ def comparison_lines(comparison: Comparison) -> list[str]:
 
 
 def difference_lines(difference: Difference, first: str, second: str) -> list[str]:
-    """Return a difference as two lines: where it is, and what is there."""
+    """Describe a difference in two lines: where it is, and the values there.
+
+    Parameters
+    ----------
+    difference : Difference
+        The difference.
+    first, second : str
+        Names of the two paths.
+
+    Returns
+    -------
+    list of str
+        Two lines of plain text.
+    """
     step = "the prefill" if difference.step == 0 else f"decode step {difference.step}"
     place = [] if difference.layer is None else [f"layer {difference.layer}", difference.kind]
     place.append(f"slot {difference.slot}")

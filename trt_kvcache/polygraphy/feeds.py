@@ -1,8 +1,10 @@
-"""Feeds of our Polygraphy runners: what one inference is given, as plain NumPy arrays.
+"""Feeds of our Polygraphy runners: the inputs of one inference, as plain NumPy arrays.
 
-input_ids     int32 [B, s]   new tokens of each slot, right-padded
-new_lengths   int32 [B]      how many of them are real; 0 for a slot that gets nothing
-reset         bool  [1]      start new sequences; False or left out: go on
+============= ============== ===================================================================
+input_ids     int32 [B, s]   new tokens of each slot, padded on the right
+new_lengths   int32 [B]      how many of them are real; 0 for a slot without new tokens
+reset         bool [1]       True: start new sequences; False or left out: continue the sequences
+============= ============== ===================================================================
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 INPUT_IDS, NEW_LENGTHS, RESET = "input_ids", "new_lengths", "reset"
 
-#: Name, dtype and shape of each input; None where the size is given at run time.
+#: Name, dtype and shape of each input; None for a size that is known at run time only.
 FEED_INPUTS: tuple[tuple[str, type[np.generic], tuple[int | None, ...]], ...] = (
     (INPUT_IDS, np.int32, (None, None)),
     (NEW_LENGTHS, np.int32, (None,)),
@@ -33,8 +35,26 @@ Feed = dict[str, np.ndarray[Any, Any]]
 def make_feed(rows: Sequence[Sequence[int]], *, reset: bool) -> Feed:
     """Return the feed of one inference.
 
-    ``rows``: sequence of sequences of int (B,). New tokens of each slot.
-    ``reset``: Start new sequences with them.
+    Parameters
+    ----------
+    rows : sequence of sequence of int
+        New tokens of each slot.
+    reset : bool
+        Whether they start new sequences.
+
+    Returns
+    -------
+    dict of str to ndarray
+        ``input_ids`` int32 ``[B, s]``, padded with 0 on the right; ``new_lengths`` int32 ``[B]``; ``reset`` bool ``[1]``.
+
+    Examples
+    --------
+    >>> from trt_kvcache import make_feed
+    >>> feed = make_feed([[5, 6, 7], [8]], reset=True)
+    >>> feed["input_ids"].tolist()
+    [[5, 6, 7], [8, 0, 0]]
+    >>> feed["new_lengths"].tolist()
+    [3, 1]
     """
     input_ids = np.zeros((len(rows), max(map(len, rows), default=0)), np.int32)
     for place, row in zip(input_ids, rows, strict=True):
@@ -43,9 +63,24 @@ def make_feed(rows: Sequence[Sequence[int]], *, reset: bool) -> Feed:
 
 
 def complete_feed(feed: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a feed with ``reset`` where it was left out, int64 as int32, and a scalar ``reset`` as an array.
+    """Return a feed in the form that :func:`read_feed` expects.
 
-    Raises RangeError: a value does not fit in int32.
+    Parameters
+    ----------
+    feed : mapping of str to array
+        ``reset`` may be left out or a scalar; integers may be int64.
+
+    Returns
+    -------
+    dict of str to ndarray
+        With ``reset`` as an array, and int32 instead of int64. Inputs with other names are kept for Polygraphy to check.
+
+    Raises
+    ------
+    DTypeError
+        Tokens or lengths are not integers.
+    RangeError
+        A value does not fit in int32.
     """
     complete = {RESET: np.array([False]), **feed}
     for name in (INPUT_IDS, NEW_LENGTHS):
@@ -68,11 +103,26 @@ def _as_int32(name: str, values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 def read_feed(feed: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
-    """Return the new tokens of each slot, and whether to start new sequences.
+    """Return the new tokens of each slot, and whether they start new sequences.
 
-    ``feed``: mapping. As :func:`complete_feed` returns it.
+    Parameters
+    ----------
+    feed : mapping of str to ndarray
+        As :func:`complete_feed` returns it.
 
-    Raises ShapeError or RangeError: the arrays disagree.
+    Returns
+    -------
+    rows : list of list of int
+        New tokens of each slot, without padding.
+    reset : bool
+        Whether they start new sequences.
+
+    Raises
+    ------
+    ShapeError
+        ``new_lengths`` does not have one element per row of ``input_ids``.
+    RangeError
+        A length is negative or exceeds the width of ``input_ids``.
     """
     input_ids, new_lengths = feed[INPUT_IDS], feed[NEW_LENGTHS]
     slots, width = input_ids.shape
@@ -86,22 +136,49 @@ def read_feed(feed: Mapping[str, Any]) -> tuple[list[list[int]], bool]:
 
 
 def greedy_feeds(runner: SessionRunner, prompts: Sequence[Prompt], steps: int) -> Iterator[Feed]:
-    """Yield a prefill of ``prompts``, then ``steps`` feeds of one token each: the most likely one by ``runner``'s last logits.
+    """Yield the feeds of greedy decoding: a prefill of the prompts, then one token per slot and step.
 
-    Each feed must have been run through ``runner`` before the next one is asked for. End tokens do not end it; a NaN counts as
-    the largest logit.
+    Each token is the most likely one by the last logits of ``runner``, so each feed must be run through ``runner`` before the next one
+    is requested. End-of-sequence tokens do not end a sequence. NaN counts as the largest logit.
 
-    ``runner``: Active.
-    ``prompts``: sequence of prompts (n,). Token ids, or text where the model has a tokenizer.
+    Parameters
+    ----------
+    runner : SessionRunner
+        An active runner.
+    prompts : sequence of str or sequence of int
+        One prompt per slot: token ids, or text if the model has a tokenizer.
+    steps : int
+        Decode steps after the prefill.
 
-    Raises ConfigError: a text without a tokenizer. EngineError: a feed was not run before the next one was asked for.
+    Yields
+    ------
+    dict of str to ndarray
+        As :func:`make_feed` returns it.
+
+    Raises
+    ------
+    ConfigError
+        A prompt is a text and the model has no tokenizer.
+    EngineError
+        A feed was not run before the next one was requested.
+
+    Examples
+    --------
+    >>> from trt_kvcache import ReferenceRunner, greedy_feeds
+    >>> with ReferenceRunner("examples/tiny-llama", max_batch_size=2) as runner:
+    ...     for feed in greedy_feeds(runner, [[0, 54, 100], [0, 42]], steps=2):
+    ...         outputs = runner.infer(feed)
+    ...         print(feed["new_lengths"], outputs["kvcache_lengths"])
+    [3 2] [3 2]
+    [1 1] [4 3]
+    [1 1] [5 4]
     """
     yield make_feed([_tokens(runner, prompt) for prompt in prompts], reset=True)
     before = None
     for step in range(steps):
         logits = runner.last_logits
         if logits is None or logits is before:
-            raise EngineError(f"greedy_feeds: feed {step} was not run through {runner.name} before the next one was asked for.")
+            raise EngineError(f"greedy_feeds: feed {step} was not run through {runner.name} before the next feed was requested.")
         yield make_feed(np.argmax(logits, axis=-1)[:, np.newaxis].tolist(), reset=False)
         before = logits
 

@@ -1,4 +1,4 @@
-"""Where the outputs of two runners differ first: pure functions over arrays."""
+"""``first_difference``: find where the outputs of two runners first differ. Pure functions over arrays."""
 
 from collections.abc import Container, Iterator
 from dataclasses import dataclass
@@ -14,17 +14,32 @@ Arrays = np.ndarray[Any, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """One element that differs by more than it may.
+    """One element that differs by more than the tolerance.
 
-    ``step``: 0 is the prefill, n the n-th decode step.
-    ``tensor``: The output, such as ``"k_cache_1"`` or ``"logits"``.
-    ``layer``: Attention layer, for cache rows.
-    ``kind``: {"K", "V", "logits", "length"}.
-    ``head``, ``position``: KV head and token position in the sequence, for cache rows.
-    ``element``: Element of the head's row, or token of the vocabulary; None for a length.
-    ``values``: pair of float. What the two paths have there.
-    ``allowed``: What they may differ by there.
-    ``count``: Elements of this output that differ by more than they may.
+    Parameters
+    ----------
+    step : int
+        0 is the prefill, n the n-th decode step.
+    tensor : str
+        The output, such as ``"k_cache_1"`` or ``"logits"``.
+    layer : int or None
+        Attention layer; None for logits and lengths.
+    kind : {"K", "V", "logits", "length"}
+        What the output holds.
+    slot : int
+        Slot of the cache.
+    head : int or None
+        KV head; None for logits and lengths.
+    position : int or None
+        Token position in the sequence; None for logits and lengths.
+    element : int or None
+        Index into the row of the head, or token of the vocabulary for logits; None for a length.
+    values : pair of float
+        The values of the two paths.
+    allowed : float
+        The largest accepted distance between them.
+    count : int
+        How many elements of this output differ by more than the tolerance.
     """
 
     step: int
@@ -41,7 +56,7 @@ class Difference:
 
     @property
     def distance(self) -> float:
-        """How much they differ."""
+        """Absolute difference of the two values."""
         return abs(self.values[0] - self.values[1])
 
 
@@ -49,9 +64,14 @@ class Difference:
 class Outcome:
     """How two arrays of one output compare.
 
-    ``share``: The largest difference, as a share of the largest value beside it (in the same slot, and head); NaN where a value is.
-    ``wrong``: ndarray of bool. Elements that differ by more than they may.
-    ``allowed``: ndarray of float. What they may differ by; broadcasts to ``wrong``.
+    Parameters
+    ----------
+    share : float
+        The largest difference, relative to the largest value in the same slot (and head); NaN if a value is NaN.
+    wrong : ndarray of bool
+        Elements that differ by more than the tolerance.
+    allowed : ndarray of float
+        The largest accepted difference of each element; broadcasts to the shape of ``wrong``.
     """
 
     share: float
@@ -61,7 +81,17 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Output:
-    """One output of a runner: its name, the attention layer of cache rows, and a kind as in :class:`Difference`."""
+    """One output of a runner.
+
+    Parameters
+    ----------
+    name : str
+        Its name.
+    layer : int or None
+        Attention layer; None if the output is not rows of the cache.
+    kind : {"K", "V", "logits", "length"}
+        What it holds.
+    """
 
     name: str
     layer: int | None
@@ -69,7 +99,18 @@ class Output:
 
 
 def outputs_in_order(names: Container[str]) -> Iterator[Output]:
-    """Yield the outputs that there are in the order in which a model computes them, so that a fault shows where it starts."""
+    """Yield the outputs of a runner in the order in which a model computes them, so that an error is reported where it begins.
+
+    Parameters
+    ----------
+    names : container of str
+        Names of the outputs that the runner returned.
+
+    Yields
+    ------
+    Output
+        The lengths, K and V of each attention layer, and last the logits.
+    """
     if LENGTHS in names:
         yield Output(LENGTHS, None, "length")
     layer = 0
@@ -83,11 +124,33 @@ def outputs_in_order(names: Container[str]) -> Iterator[Output]:
 def compare_arrays(first: Arrays, second: Arrays, tolerance: float) -> Outcome:
     """Compare two arrays of equal shape.
 
-    Equal infinities are equal. NaN differs from everything, NaN included: neither logits nor live rows may hold it.
+    Parameters
+    ----------
+    first, second : ndarray ``[A, vocab]``, ``[A, H, n, D]`` or ``[A]``
+        Logits, rows of the cache, or lengths.
+    tolerance : float
+        The largest accepted difference, relative to the largest value of ``first`` in the same slot (and head, for rows of the cache).
 
-    ``first``, ``second``: ndarray ``[A, vocab]``, ``[A, H, n, D]`` or ``[A]``.
-    ``tolerance``: They may differ by this share of the largest value of ``first`` in the same slot, and head where there are heads. So an
-    element that is small beside its neighbours, and carries their rounding errors, is not measured by itself.
+    Returns
+    -------
+    Outcome
+        How they compare.
+
+    Notes
+    -----
+    A difference is not measured relative to the element itself: an element that is small beside its neighbours carries their rounding
+    errors. Equal infinities are equal. NaN differs from everything, even from NaN: neither logits nor live rows may hold it.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from trt_kvcache.polygraphy.first_difference import compare_arrays
+    >>> logits = np.array([[0.0, 8.0]], np.float32)
+    >>> outcome = compare_arrays(logits, logits + np.array([0.5, 0.0], np.float32), tolerance=0.05)
+    >>> outcome.share
+    0.0625
+    >>> outcome.wrong.tolist()
+    [[True, False]]
     """
     axes = {1: (), 2: (1,), 4: (2, 3)}[first.ndim]
     with np.errstate(invalid="ignore", over="ignore"):
@@ -100,7 +163,24 @@ def compare_arrays(first: Arrays, second: Arrays, tolerance: float) -> Outcome:
 
 
 def first_difference(step: int, output: Output, first: Arrays, second: Arrays, outcome: Outcome) -> Difference | None:
-    """Name the first element that is wrong, by slot, head, position, element; None where there is none."""
+    """Return the first element that differs by more than the tolerance, in the order of slot, head, position, element.
+
+    Parameters
+    ----------
+    step : int
+        0 is the prefill, n the n-th decode step.
+    output : Output
+        The output that was compared.
+    first, second : ndarray
+        Its values in the two paths.
+    outcome : Outcome
+        What :func:`compare_arrays` returned for them.
+
+    Returns
+    -------
+    Difference or None
+        None if no element differs by more than the tolerance.
+    """
     places = np.argwhere(outcome.wrong)
     if not len(places):
         return None

@@ -1,4 +1,4 @@
-"""The part of a cache that is read as data, as host arrays: the first ``length`` rows of each active slot."""
+"""``live_rows``: copy the live rows of a cache to the host, the first ``length`` rows of each active slot."""
 
 from typing import Any
 
@@ -8,29 +8,64 @@ from trt_kvcache.cache.kv_cache_base import KVCacheBase
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.memory.tensor import DeviceTensor
 
-#: The lengths, among the arrays of :func:`live_rows`.
+#: Name of the lengths among the arrays of :func:`live_rows`.
 LENGTHS = "kvcache_lengths"
 
 
 def rows_names(layer: int) -> tuple[str, str]:
-    """Return what K and V of one attention layer are called among the arrays of :func:`live_rows`."""
+    """Return the names of K and V of one attention layer among the arrays of :func:`live_rows`.
+
+    Parameters
+    ----------
+    layer : int
+        Index among the attention layers.
+
+    Returns
+    -------
+    pair of str
+        The names of K and of V.
+    """
     return DEFAULT_NAMES.k_cache.format(i=layer), DEFAULT_NAMES.v_cache.format(i=layer)
 
 
 def live_rows(cache: KVCacheBase) -> dict[str, np.ndarray[Any, Any]]:
     """Copy the live rows of a cache to the host.
 
-    Waits for the work that was given to the device before the call.
-
-    Raises LengthsUnknown: the host does not know the lengths exactly. ClosedError: the cache is closed.
-
-    ``cache``: KVCacheManager or LinearKVCache. Of either layout.
+    Parameters
+    ----------
+    cache : KVCacheManager or LinearKVCache
+        A cache with separate or combined K and V.
 
     Returns
     -------
     dict of str to ndarray
-        ``k_cache_{i}``, ``v_cache_{i}``: float32 ``[A, H, n, D]``, where n is the longest length; rows past a slot's own length
-        are 0, whatever the cache holds there. ``kvcache_lengths``: int32 ``[A]``.
+        ``k_cache_{i}`` and ``v_cache_{i}``: float32 ``[A, H, n, D]``, where n is the longest length; rows past the length of a slot are
+        0, whatever the cache holds there. ``kvcache_lengths``: int32 ``[A]``.
+
+    Raises
+    ------
+    LengthsUnknown
+        The host does not know the exact lengths.
+    ClosedError
+        The cache is closed.
+
+    Notes
+    -----
+    Waits for all work that was given to the device before the call.
+
+    Examples
+    --------
+    >>> from trt_kvcache import InferenceSession
+    >>> from trt_kvcache.polygraphy.live_rows import live_rows
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
+    ...     _ = session.prefill([[5, 6, 7], [8]])
+    ...     rows = live_rows(session.cache)
+    >>> rows["kvcache_lengths"].tolist()
+    [3, 1]
+    >>> rows["k_cache_0"].shape
+    (2, 2, 3, 16)
+    >>> bool(rows["k_cache_0"][1, :, 1:].any())  # slot 1 has one live row per head
+    False
     """
     lengths = np.array(cache.host_kv_cache_lengths, np.int32)
     dead = np.arange(lengths.max(initial=0)) >= lengths[:, np.newaxis]

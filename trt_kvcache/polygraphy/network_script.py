@@ -1,6 +1,6 @@
 """``NetworkScript``: a decoder as a Polygraphy network script (``polygraphy convert SCRIPT.py --model-type trt-network-script``).
 
-A script creates one at its top level and gives its two methods the names that Polygraphy looks for; see ``engines/``.
+A script creates one at its top level and assigns its two methods to the names that Polygraphy looks for; see ``engines/``.
 """
 
 import os
@@ -22,28 +22,40 @@ _DEFINED: list[tuple[Checkpoint, DecoderDefinition]] = []
 
 
 class NetworkScript:
-    """Makes the network of a Hugging Face folder for Polygraphy's tools.
+    """Defines the network of a Hugging Face folder for Polygraphy's tools.
 
     Parameters
     ----------
     model : path
-        The folder. It is read when the network is asked for.
-    max_batch_size, max_sequence_length, max_prefill_length, dtype, attention
-        See :class:`~trt_kvcache.builder.options.BuildOptions`.
+        The folder. It is read when Polygraphy loads the network.
+    max_batch_size : int
+        Slots of the cache.
+    max_sequence_length : int
+        Tokens that a slot can hold.
+    max_prefill_length : int
+        The most new tokens per slot in one enqueue.
+    dtype : {"float16", "bfloat16", "float32"}, optional
+        Dtype of computation and cache; by default that of the checkpoint.
+    attention : {"native", "mask", "plugin"}
+        TensorRT's attention with lengths, with an explicit mask, or that of our plugin. See
+        :class:`~trt_kvcache.builder.options.BuildOptions`.
 
     Raises
     ------
     ConfigError
-        The options cannot be served.
+        An option has an unsupported value.
+    RangeError
+        A size is out of range.
 
     Notes
     -----
-    The TensorRT that Polygraphy uses is taken: TensorRT for RTX under ``POLYGRAPHY_USE_TENSORRT_RTX=1``, else full TensorRT.
+    It uses the same TensorRT as Polygraphy: TensorRT for RTX if ``POLYGRAPHY_USE_TENSORRT_RTX=1`` is set, otherwise full TensorRT.
 
     Examples
     --------
     A network script, as in ``engines/tiny_llama.py``:
 
+    >>> from trt_kvcache import NetworkScript
     >>> script = NetworkScript("examples/tiny-llama", max_batch_size=4, max_sequence_length=256, max_prefill_length=64)
     >>> load_network, load_config = script.load_network, script.load_config
     """
@@ -68,17 +80,23 @@ class NetworkScript:
         )
 
     def load_network(self) -> tuple[Any, Any]:
-        """Make the network: what Polygraphy calls with ``--model-type trt-network-script``.
+        """Define the network. Polygraphy calls it with ``--model-type trt-network-script``.
 
         Returns
         -------
         builder : IBuilder
+            The builder that owns the network.
         network : INetworkDefinition
+            The decoder.
 
         Raises
         ------
-        ConfigError, CheckpointError, BuildError
-            The checkpoint cannot be read, or cannot be built with these options.
+        ConfigError
+            The checkpoint cannot be built with these options.
+        CheckpointError
+            The folder is incomplete, damaged, or holds a model that is not supported.
+        BuildError
+            TensorRT is not installed, lacks a layer that the options need, or rejects the network.
         """
         tensorrt = _polygraphys_tensorrt()
         self.options.check_tensorrt(tensorrt)
@@ -89,22 +107,24 @@ class NetworkScript:
         return definition.builder, definition.network
 
     def load_config(self, builder: Any, network: Any) -> Any:
-        """Make the builder configuration of a network: what Polygraphy calls with ``--trt-config-script``.
+        """Create the builder configuration of a network. Polygraphy calls it with ``--trt-config-script``.
 
         Parameters
         ----------
         builder : IBuilder
+            Not used: the configuration belongs to the builder of the network.
         network : INetworkDefinition
-            What :meth:`load_network` of a network script returned in this process.
+            A network that :meth:`load_network` of a network script returned in this process.
 
         Returns
         -------
         IBuilderConfig
+            With the optimization profiles of the network.
 
         Raises
         ------
         BuildError
-            The network was not made by a network script, or TensorRT refused a profile.
+            The network was not made by a network script, or TensorRT rejected a profile.
         """
         definition = next((made for _, made in _DEFINED if made.network is network), None)
         if definition is None:
@@ -117,7 +137,7 @@ class NetworkScript:
 
 
 def _polygraphys_tensorrt() -> TensorRT:
-    """Return the TensorRT that Polygraphy uses. Raises BuildError where it is not there."""
+    """Return the TensorRT that Polygraphy uses, or raise a BuildError if it is not installed."""
     if polygraphy_config.USE_TENSORRT_RTX:
         return load("tensorrt_rtx", error=BuildError)
     try:

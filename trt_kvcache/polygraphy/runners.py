@@ -1,10 +1,10 @@
 """Polygraphy runners: sessions that ``Comparator.run`` and ``polygraphy run`` can drive.
 
-They keep their cache from one inference to the next, and each has its own. Polygraphy's ``TrtRunner`` cannot: it uploads
-every input anew, the caches among them.
+Each runner has its own cache and keeps it from one inference to the next. Polygraphy's ``TrtRunner`` cannot do that: it uploads
+every input again, caches included.
 
-They run TensorRT through this package and not through Polygraphy, so they work whatever ``POLYGRAPHY_USE_TENSORRT_RTX``
-says, and leave it as it is. Polygraphy's own TensorRT tools read it when polygraphy is imported.
+The runners use TensorRT through this package and not through Polygraphy. So they work whatever the value of
+``POLYGRAPHY_USE_TENSORRT_RTX`` is, and do not change it. Polygraphy's own TensorRT tools read it when polygraphy is imported.
 """
 
 import os
@@ -27,26 +27,45 @@ Arrays = np.ndarray[Any, Any]
 
 
 class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no types
-    """Runs an :class:`~trt_kvcache.session.session.InferenceSession`: one inference is one or more enqueues with their commits.
+    """Runs an :class:`~trt_kvcache.session.session.InferenceSession`. One inference is a prefill, an append or a decode step.
 
     Parameters
     ----------
-    session : InferenceSession, or callable that returns one
-        A callable is called at each activation, and what it returns is closed at deactivation. A session stays the
-        caller's, who must not give it to two runners: they would share its cache.
+    session : InferenceSession or callable
+        A callable that returns a session is called at each activation, and its session is closed at deactivation. A session that is
+        passed directly is not closed; do not pass it to two runners, since they would share its cache.
     name : str, optional
+        Name of the runner; by default Polygraphy makes one from a prefix and the time.
     live_rows : bool
-        Return the live rows of the cache too.
+        Whether the live rows of the cache are among the outputs.
+
+    Attributes
+    ----------
+    live_rows : bool
+        Whether the live rows of the cache are among the outputs.
 
     Notes
     -----
-    Feed: see :mod:`trt_kvcache.polygraphy.feeds`. The first inference after activation starts new sequences, whatever ``reset`` says.
+    :func:`~trt_kvcache.polygraphy.feeds.make_feed` describes the inputs. The first inference after activation starts new sequences even
+    if ``reset`` is False.
 
-    Outputs: ``logits`` float32 ``[B, vocab]`` at the last token of each slot (those of an earlier inference for a slot that
-    got nothing), and with ``live_rows`` the arrays of ``live_rows`` (``trt_kvcache/polygraphy/live_rows.py``). All are on the host, and not
-    overwritten later. ``inference_time`` is that of prefill or decode, in seconds; reading the rows is not in it.
+    Outputs are ``logits`` float32 ``[B, vocab]`` at the last token of each slot (for a slot without new tokens, those of an earlier
+    inference), and with ``live_rows`` the arrays of ``trt_kvcache.polygraphy.live_rows.live_rows``. All are in host memory and are
+    not overwritten later. The runner waits for the device. ``inference_time`` is the time of the prefill, append or decode step in
+    seconds, without reading the rows.
 
-    Errors are those of the session, which leave it as before the step.
+    Errors are those of the session, which is then as it was before the step.
+
+    Examples
+    --------
+    >>> from trt_kvcache import InferenceSession, SessionRunner, make_feed
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
+    ...     with SessionRunner(session) as runner:
+    ...         outputs = runner.infer(make_feed([[5, 6, 7], [8]], reset=True))
+    >>> outputs["logits"].shape
+    (2, 320)
+    >>> outputs["kvcache_lengths"].tolist()
+    [3, 1]
     """
 
     _PREFIX = "kvcache-session"
@@ -61,40 +80,83 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
 
     @property
     def session(self) -> InferenceSession:
-        """The session, while the runner is active. Raises :class:`ClosedError` otherwise."""
+        """The session, while the runner is active.
+
+        Raises
+        ------
+        ClosedError
+            The runner is not active.
+        """
         if self._session is None:
             raise ClosedError(f"{self.name}: the runner is not active. Use it in a with block.")
         return self._session
 
     @property
     def last_logits(self) -> Arrays | None:
-        """The logits of the last inference; None before the first one."""
+        """Logits float32 ``[B, vocab]`` of the last inference; None before the first one."""
         return self._last_logits
 
     def activate_impl(self) -> None:
-        """Open the session, if it came as a callable."""
+        """Open the session if a callable was given."""
         self._session = self._source if isinstance(self._source, InferenceSession) else self._source()
 
     def deactivate_impl(self) -> None:
-        """Close the session, if it was opened here."""
+        """Close the session if this runner opened it."""
         session, self._session, self._last_logits = self._session, None, None
         if session is not None and session is not self._source:
             session.close()
 
     def get_input_metadata_impl(self) -> Any:
-        """Return the inputs of a feed."""
+        """Return the names, dtypes and shapes of the inputs.
+
+        Returns
+        -------
+        TensorMetadata
+            A size of None is known only when an inference is run.
+        """
         metadata = TensorMetadata()
         for name, dtype, shape in FEED_INPUTS:
             metadata.add(name, np.dtype(dtype), shape)
         return metadata
 
     def infer(self, feed_dict: Mapping[str, Any], check_inputs: bool = True, *args: Any, **kwargs: Any) -> dict[str, Arrays]:
-        """Run one inference. ``reset`` may be left out of the feed."""
+        """Run one inference.
+
+        Parameters
+        ----------
+        feed_dict : mapping of str to array
+            See :func:`~trt_kvcache.polygraphy.feeds.make_feed`. ``reset`` may be left out and counts as False then.
+        check_inputs : bool
+            Whether Polygraphy checks names, dtypes and shapes of the inputs.
+        *args, **kwargs
+            Passed on to ``BaseRunner.infer``.
+
+        Returns
+        -------
+        dict of str to ndarray
+            The outputs: see the notes of the class.
+
+        Raises
+        ------
+        KVCacheError
+            The feed is not valid, or the session rejects the step.
+        """
         outputs: dict[str, Arrays] = super().infer(complete_feed(feed_dict), check_inputs, *args, **kwargs)
         return outputs
 
     def infer_impl(self, feed_dict: Mapping[str, Any]) -> dict[str, Arrays]:
-        """Run one inference on a complete feed."""
+        """Run one inference with a complete feed. Polygraphy calls it from :meth:`infer`.
+
+        Parameters
+        ----------
+        feed_dict : mapping of str to ndarray
+            All three inputs, with the dtypes that :func:`~trt_kvcache.polygraphy.feeds.make_feed` describes.
+
+        Returns
+        -------
+        dict of str to ndarray
+            The outputs: see the notes of the class.
+        """
         rows, reset = read_feed(feed_dict)
         started = time.perf_counter()
         logits = self._run(rows, reset or self._last_logits is None)
@@ -103,7 +165,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
         return {DEFAULT_NAMES.logits: logits, **(live_rows(self.session.cache) if self.live_rows else {})}
 
     def _run(self, rows: list[list[int]], starts: bool) -> Arrays:
-        """Run new tokens of each slot and return the logits, ``[B, vocab]``."""
+        """Run the new tokens of each slot and return the logits, ``[B, vocab]``."""
         if starts:
             return self.session.prefill(rows)
         if all(len(row) == 1 for row in rows):
@@ -116,15 +178,29 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
 
 
 class RecomputeRunner(SessionRunner):
-    """Runs a session without relying on what its cache holds: every inference starts anew with all tokens so far.
+    """Runs a session without relying on its cache: every inference starts new sequences with all tokens so far.
 
-    Beside a :class:`SessionRunner` of the same model it shows whether cached decoding computes what one pass over the
-    whole sequence computes. The session cuts that pass where its engine takes no more (``max_prefill_length``).
+    Compared with a :class:`SessionRunner` of the same model, it shows whether cached decoding computes the same as one pass over the whole
+    sequence. The session splits that pass into chunks if it is longer than ``max_prefill_length``.
 
     Parameters
     ----------
-    session, name, live_rows
+    session : InferenceSession or callable
         As for :class:`SessionRunner`.
+    name : str, optional
+        As for :class:`SessionRunner`.
+    live_rows : bool
+        As for :class:`SessionRunner`.
+
+    Examples
+    --------
+    >>> from trt_kvcache import InferenceSession, RecomputeRunner, make_feed
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=1) as session:
+    ...     with RecomputeRunner(session) as runner:
+    ...         _ = runner.infer(make_feed([[5, 6, 7]], reset=True))
+    ...         outputs = runner.infer(make_feed([[8]], reset=False))
+    >>> outputs["kvcache_lengths"].tolist()
+    [4]
     """
 
     _PREFIX = "kvcache-recompute"
@@ -134,7 +210,7 @@ class RecomputeRunner(SessionRunner):
         self._history: list[list[int]] = []
 
     def deactivate_impl(self) -> None:
-        """Close the session, if it was opened here, and forget the tokens."""
+        """Close the session if this runner opened it, and drop the tokens."""
         super().deactivate_impl()
         self._history = []
 
@@ -151,16 +227,31 @@ class RecomputeRunner(SessionRunner):
 
 
 class ReferenceRunner(SessionRunner):
-    """Runs a model in NumPy.
+    """Runs a model on the NumPy reference engine.
 
     Parameters
     ----------
     folder : path
-        A Hugging Face folder, or an engine folder whose checkpoint is still there.
+        A Hugging Face folder, or an engine folder whose checkpoint still exists.
     name : str, optional
+        As for :class:`SessionRunner`.
     live_rows : bool
+        As for :class:`SessionRunner`.
     **options
-        See :class:`~trt_kvcache.session.session_source.SessionSource`.
+        Fields of :class:`~trt_kvcache.session.session_options.SessionOptions`.
+
+    Raises
+    ------
+    ConfigError, RangeError
+        An option is out of range.
+
+    Examples
+    --------
+    >>> from trt_kvcache import ReferenceRunner, make_feed
+    >>> with ReferenceRunner("examples/tiny-llama", max_batch_size=2, max_sequence_length=32) as runner:
+    ...     outputs = runner.infer(make_feed([[5, 6, 7], [8]], reset=True))
+    >>> sorted(outputs)
+    ['k_cache_0', 'k_cache_1', 'kvcache_lengths', 'logits', 'v_cache_0', 'v_cache_1']
     """
 
     _PREFIX = "kvcache-reference"

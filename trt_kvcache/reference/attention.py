@@ -82,7 +82,7 @@ class CombinedAttention:
         Tokens already in the cache, >= 0.
     workspace : AttentionWorkspace
         Scratch memory of the kernels; the NumPy twin does not use it.
-    stream
+    stream : object
         A stream of the cache's memory.
     """
 

@@ -1,4 +1,4 @@
-"""``BoundTensors``: the addresses and shapes that one profile of the reference engine has bound, checked as TensorRT checks them."""
+"""``BoundTensors``: the addresses and shapes that are bound in one profile of the reference engine, with the checks that TensorRT makes."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -96,7 +96,7 @@ class BoundTensors:
         return DeviceTensor(tensor.allocation, shape=shape, dtype=tensor.dtype, offset=tensor.offset)
 
     def release(self) -> None:
-        """Let go of what is bound."""
+        """Release what is bound."""
         self._bound.clear()
 
     def _bound_tensor(self, name: str) -> DeviceTensor:

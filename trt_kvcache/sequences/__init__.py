@@ -1,1 +1,1 @@
-"""What one slot holds, kept elsewhere: sequence handles, the prompt cache, snapshots."""
+"""Keeping the contents of slots outside their slots: sequence handles with swapping, the prompt cache, snapshots."""

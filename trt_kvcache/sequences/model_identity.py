@@ -1,4 +1,4 @@
-"""``ModelIdentity``: what a snapshot says of the model whose K, V and states it holds."""
+"""``ModelIdentity``: which model the K, V and states of a snapshot belong to."""
 
 import json
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""``PromptCache``: copies of sequences, so that a prompt that begins like an earlier one need not be computed from its start."""
+"""``PromptCache``: copies of sequences, so that of a prompt which begins like an earlier one only the rest is computed."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -60,7 +60,7 @@ class PromptCache(Closable):
     cache : KVCacheManager, LinearKVCache or HybridCacheManager
         The cache whose slots are copied. Its owner closes it.
     max_bytes : int
-        The most bytes of all copies together; token ids are not counted. With 0, the default, nothing is kept.
+        Upper limit of the bytes of all copies together; token ids are not counted. With 0, the default, nothing is kept.
     place : {"cache", "host"}
         Where the copies are: in the memory of the cache, or on the host (page-locked for a device). With ``"host"`` calls wait.
 
@@ -122,7 +122,7 @@ class PromptCache(Closable):
 
     @property
     def max_bytes(self) -> int:
-        """The most bytes of all copies together; with 0 nothing is kept."""
+        """Upper limit of the bytes of all copies together; with 0 nothing is kept."""
         return self._max_bytes
 
     @property
@@ -178,8 +178,8 @@ class PromptCache(Closable):
 
         Notes
         -----
-        Without recurrent layers, entries with which the new one begins are dropped, because the new one serves every prompt that
-        they serve.
+        Without recurrent layers, entries with which the new one begins are dropped, because the new one can be used for
+        every prompt that they can be used for.
 
         The copy is made before anything is dropped, unless ``max_bytes`` or the memory has no room for both. Then as few entries as
         necessary are dropped first: those with which the new one begins, then the least recently used ones. If the memory has no
@@ -255,7 +255,7 @@ class PromptCache(Closable):
         return new
 
     def _covers(self, longer: TokenArray, shorter: TokenArray) -> bool:
-        """Tell whether an entry of ``longer`` serves every prompt that an entry of ``shorter`` serves."""
+        """Return whether an entry of ``longer`` can replace an entry of ``shorter`` for every prompt."""
         if self._format.has_states and len(longer) != len(shorter):
             return False
         return common_prefix(longer, shorter) == len(shorter)
@@ -357,7 +357,9 @@ class PromptCache(Closable):
 
     def _copy_of(self, entry: PromptEntry) -> SlotCopy:
         if entry not in self._copies:
-            raise ClosedError("this entry is not held here: it was dropped since it was found, or found in another PromptCache. Call find.")
+            raise ClosedError(
+                "this prompt cache does not hold the entry: it was dropped since it was found, or found in another PromptCache. Call find."
+            )
         return self._copies[entry]
 
     def clear(self) -> None:

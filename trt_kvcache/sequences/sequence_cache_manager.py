@@ -61,8 +61,8 @@ class SequenceCacheManager(Closable):
     - a compaction overwrites its slot,
     - a compaction with a mapping on the device drops any slot while the sequence is in an active one, because the host does not know
       which slots were moved (unpin sequences before a captured one is replayed),
-    - somebody makes its slot active with length 0, unless the sequence is empty,
-    - somebody makes its slot active with a length that was reset, unless the sequence is pinned: then it continues with that length.
+    - its slot is made active with length 0, unless the sequence is empty,
+    - its slot is made active with a length that was reset, unless the sequence is pinned: then it continues with that length.
 
     Examples
     --------
@@ -106,7 +106,9 @@ class SequenceCacheManager(Closable):
         if isinstance(swap_threshold, bool) or not isinstance(swap_threshold, int | float) or not 0 < swap_threshold <= 1:
             raise ConfigError(f"swap_threshold: expected a number above 0 and at most 1, got {swap_threshold!r}.")
         if any(isinstance(contents, SequenceTable) for contents in cache.lengths.contents()):
-            raise ConfigError("SequenceCacheManager: expected a cache without one, got one that is under another. Close that before.")
+            raise ConfigError(
+                "SequenceCacheManager: expected a cache that no other SequenceCacheManager uses, got one in use. Close that one first."
+            )
         super().__init__(cache=cache)
         self._cache: AnyCache = cache
         self._memory = cache.memory
@@ -496,7 +498,7 @@ class SequenceCacheManager(Closable):
         entry = self._table.find(seq)
         if self._transfer.slot_format.has_states and needs_no_states:
             raise ConfigError(
-                f"{what}: the cache has recurrent layers, and their states follow an engine only. Pin the sequence, and run it."
+                f"{what}: the cache has recurrent layers, whose states only an engine can update. Pin the sequence and run it."
             )
         refuse_capture(self._memory, what, stream, because="it waits for the device")
         return entry

@@ -118,7 +118,7 @@ class SequenceSwapper:
         Raises
         ------
         CapacityError
-            The slot is in use by somebody else, there is no place for the sequence in it, or the host has no room. Nothing was
+            The slot is in use by another caller, there is no room for the sequence in it, or the host has no room. Nothing was
             changed.
         """
         other = self._table.in_slot(slot)
@@ -166,7 +166,7 @@ class SequenceSwapper:
             self._restore(entry, free[0], stream)
 
     def _swap_out(self, entries: Sequence[SequenceEntry], stream: Any) -> None:
-        """Copy all of these sequences to the host, then let go of their slots."""
+        """Copy all of these sequences to the host, then release their slots."""
         copies = [self._copy_to_host(entry, stream) for entry in entries]
         if copies:
             self._lengths.memory.synchronize(stream)

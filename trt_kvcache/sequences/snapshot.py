@@ -236,7 +236,7 @@ class Snapshot:
         try:
             return cls._of_file(stored)
         except (KVCacheError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise SnapshotError(f"{path}: expected a snapshot, got a file that disagrees with itself ({error}).") from error
+            raise SnapshotError(f"{path}: expected a snapshot, got a file with contradicting contents ({error}).") from error
 
     @classmethod
     def _of_file(cls, stored: SnapshotFile) -> Snapshot:

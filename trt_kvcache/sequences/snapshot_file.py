@@ -112,7 +112,7 @@ class SnapshotFile:
         Raises
         ------
         SnapshotError
-            The file cannot be read, is not a snapshot, is of a newer format, or is not as it was written.
+            The file cannot be read, is not a snapshot, is of a newer format, or was truncated or altered.
         """
         try:
             content, digest = _read_hashed(path)
@@ -121,11 +121,11 @@ class SnapshotFile:
         header, start = _read_header(path, content)
         _check_format(path, header)
         if digest != content[-DIGEST_NBYTES:].tobytes():
-            raise SnapshotError(f"{path}: it is not as it was written, but truncated or altered: its SHA-256 differs. Save it again.")
+            raise SnapshotError(f"{path}: the file was truncated or altered: its SHA-256 differs. Save it again.")
         try:
             return cls(json.loads(header["__metadata__"][_DESCRIPTION_KEY]), _arrays(header, content[start:]))
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise SnapshotError(f"{path}: expected a snapshot, got a file that disagrees with itself ({error}).") from error
+            raise SnapshotError(f"{path}: expected a snapshot, got a file with contradicting contents ({error}).") from error
 
 
 def _bytes(array: npt.NDArray[Any]) -> memoryview:
@@ -153,7 +153,9 @@ def _read_header(path: Path, content: npt.NDArray[np.uint8]) -> tuple[dict[str, 
     except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict) or not isinstance(header.get("__metadata__"), dict) or _FORMAT_KEY not in header["__metadata__"]:
-        raise SnapshotError(f"{path}: expected a snapshot that trt-kvcache saved, got {content.size} bytes that are none, or truncated.")
+        raise SnapshotError(
+            f"{path}: expected a snapshot that trt-kvcache saved, got {content.size} bytes that are not one, or are truncated."
+        )
     return header, start
 
 

@@ -108,7 +108,7 @@ class Batch:
         Raises
         ------
         RangeError
-            They are not those of the slots: somebody else has changed the cache.
+            They are not those of the slots: the cache was changed outside the session.
         """
         lengths = self._cache.host_kv_cache_lengths
         known = tuple(self.held)

@@ -40,7 +40,7 @@ def generate_tokens(
     def check_unchanged(changes: int) -> None:
         check_open()
         if changes != batch.changes:
-            raise ClosedError("this iterator is over: another call has changed the sequences since. Call generate again.")
+            raise ClosedError("this iterator cannot continue: another call has changed the sequences since. Call generate again.")
 
     check_open()
     logits = prefill()

@@ -139,7 +139,7 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
     Raises
     ------
     ConfigError
-        The model cannot be served with these options.
+        The model is not supported with these options.
     CheckpointError, BuildError, EngineError, CudaError
         The checkpoint is damaged or not supported, or an engine cannot be built or run.
     """
@@ -202,7 +202,7 @@ def _tries_tensorrt(options: SessionOptions, flavour: str) -> bool:
 
 
 def _fall_back(options: SessionOptions, error: Exception) -> None:
-    """Warn that the reference engine runs because TensorRT failed; raise the error instead if TensorRT was asked for."""
+    """Warn that the reference engine runs because TensorRT failed; raise the error instead if TensorRT was requested."""
     if options.engine == "tensorrt":
         raise error
     _warn_of_fallback(str(error))

@@ -1,4 +1,4 @@
-"""``RequestHandle``: a prompt that was submitted to a session, and what has come of it."""
+"""``RequestHandle``: a prompt that was submitted to a session, and its state and the tokens so far."""
 
 from typing import Any, Literal
 

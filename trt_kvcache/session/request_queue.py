@@ -98,7 +98,7 @@ class RequestQueue:
         return sorted(advanced, key=lambda handle: handle.index)
 
     def _free_slots(self) -> None:
-        """Free the slots of requests that have ended; all slots if somebody else has used the batch."""
+        """Free the slots of requests that have ended; all slots if another call has used the batch."""
         if self._own_changes == self._batch.changes:
             if any(handle.finished for handle in self._running):
                 self._drop_ended()

@@ -79,7 +79,7 @@ def next_tokens(snapshot: Snapshot) -> tuple[int, list[int]]:
     if snapshot.pending:
         return len(snapshot.tokens), list(snapshot.pending)
     if not snapshot.tokens or snapshot.slot_format.has_states:
-        raise ShapeError("snapshot: expected pending tokens to go on from, got none. Save it after a token was generated.")
+        raise ShapeError("snapshot: expected at least one pending token to continue from, got none. Save it after a token was generated.")
     return len(snapshot.tokens) - 1, [snapshot.tokens[-1]]
 
 

@@ -185,7 +185,7 @@ class InferenceSession:
         Raises
         ------
         ConfigError
-            An option is out of range, or the model cannot be served with it.
+            An option is out of range, or the model is not supported with it.
         CheckpointError, BuildError, EngineError, CudaError
             The checkpoint is damaged or not supported, or an engine cannot be built or run.
 
@@ -731,7 +731,9 @@ class InferenceSession:
     def _model(self) -> ModelIdentity:
         self._check_open()
         if self._identity is None:
-            raise ConfigError("snapshots: expected a session that knows its model, got one without identity. Give identity= to it.")
+            raise ConfigError(
+                "snapshots: expected a session that knows its model, got one without identity. Pass identity= when the session is made."
+            )
         return self._identity()
 
     # --- checks ---

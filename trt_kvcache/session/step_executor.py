@@ -1,4 +1,4 @@
-"""``StepExecutor``: one enqueue over a run of slots, then the commit of what it wrote, on one stream."""
+"""``StepExecutor``: one enqueue over a contiguous range of slots, then the commit of what it wrote, on one stream."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -110,7 +110,7 @@ class StepExecutor:
         self.cache.commit_sequence_length(increment, stream=self.stream)
 
     def prefill(self, chunk: Chunk, rows: Sequence[Sequence[int]]) -> None:
-        """Enqueue the new tokens of a run of slots and commit. Does not wait.
+        """Enqueue the new tokens of a contiguous range of slots and commit. Does not wait.
 
         Parameters
         ----------

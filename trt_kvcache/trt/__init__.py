@@ -1,1 +1,1 @@
-"""Running TensorRT engines, with full TensorRT and with TensorRT for RTX."""
+"""Running TensorRT engines, with full TensorRT and with TensorRT for RTX. Only this package imports TensorRT."""

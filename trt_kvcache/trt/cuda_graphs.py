@@ -1,4 +1,4 @@
-"""``CudaGraphCache``: work on a stream as CUDA graphs, captured the second time that it is run."""
+"""``CudaGraphCache``: runs work on a stream, captures it as a CUDA graph the second time, and replays that graph from then on."""
 
 import warnings
 from collections import OrderedDict

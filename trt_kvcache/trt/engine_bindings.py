@@ -1,6 +1,6 @@
 """The bindings of an engine: the address of each tensor and the shape of each input, per optimisation profile.
 
-Both engines of this package use these: what can be bound, what is checked and when, does not depend on how an engine runs.
+``TensorRTEngine`` and ``SegmentedEngine`` use these: what can be bound and what is checked does not depend on how an engine runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trt_kvcache.trt.tensors import ProfileRanges
 
 
 class BindingTarget(Protocol):
-    """What is told of addresses and shapes: the execution contexts of one plan, or those of all segments."""
+    """What receives addresses and shapes: the execution contexts of one plan, or those of all segments."""
 
     def set_tensor_address(self, profile: int, name: str, address: int) -> None:
         """Set the device address of a tensor in one profile.
@@ -192,7 +192,7 @@ class EngineBindings:
     def use_profile(self, index: int) -> None:
         """See :meth:`trt_kvcache.engine.protocol.Engine.use_profile`."""
         if not 0 <= index < len(self._profiles):
-            _ = self.active  # a closed engine says so
+            _ = self.active  # raises ClosedError for a closed engine
             raise BindingError(f"profile {index}: expected 0 <= index < {len(self._profiles)}.")
         self._active = self._profiles[index]
 

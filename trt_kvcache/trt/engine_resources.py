@@ -1,4 +1,4 @@
-"""What lives exactly as long as an engine: allocations, TensorRT's objects, and the collection of TensorRT's messages."""
+"""``EngineResources``: what an engine owns and releases when it is closed: allocations, TensorRT's objects, collected messages."""
 
 from collections.abc import Callable
 from contextlib import ExitStack

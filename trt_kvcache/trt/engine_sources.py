@@ -1,4 +1,4 @@
-"""What engines are opened from: engine folders, and files of serialised engines."""
+"""Where an engine is opened from: an engine folder, or the file of a serialised engine."""
 
 import mmap
 from pathlib import Path
@@ -45,7 +45,7 @@ def load_tensorrt_for(folder: EngineFolder, flavour: str) -> TensorRT:
     Raises
     ------
     EngineError
-        Another flavour was asked for, or that TensorRT is not there.
+        ``flavour`` is not that of the engine, or that TensorRT is not installed.
     """
     config = folder.config
     if flavour not in ("auto", config.tensorrt_flavour):

@@ -254,7 +254,7 @@ class LoadedPlan:
 
 
 def _save_runtime_cache(cache: Any, file: RuntimeCacheFile, saved: bytes | None) -> None:
-    """Write what TensorRT for RTX compiled, unless it is what was read."""
+    """Write what TensorRT for RTX compiled, unless it equals what was read."""
     content = cache.serialize()
     if content is None:
         file.warn("could not be serialised by TensorRT")

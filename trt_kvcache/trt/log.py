@@ -16,7 +16,7 @@ from trt_kvcache.errors import KVCacheError
 #: Part of a message that TensorRT logs after each error on a machine without a driver. It says nothing about the error itself.
 _MISSING_DRIVER = "cudaError 35"
 
-#: Where messages go that nobody collects.
+#: Logger for messages that no collection is open for.
 _FALLBACK = logging.getLogger("trt_kvcache.tensorrt")
 
 

@@ -1,4 +1,4 @@
-"""The one place that imports TensorRT: full TensorRT or TensorRT for RTX, and neither before it is asked for.
+"""The one place that imports TensorRT: full TensorRT or TensorRT for RTX, and neither before it is needed.
 
 Both have the same network API. Full TensorRT needs a GPU to build an engine; TensorRT for RTX builds on any machine.
 """
@@ -121,7 +121,7 @@ def load(flavour: str = "auto", *, error: type[KVCacheError] = EngineError) -> T
     ----------
     flavour : str
         ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``. The latter is full TensorRT if it is installed, can start (it needs a GPU) and
-        has native attention; else TensorRT for RTX; else an older full TensorRT, which serves masked or plugin attention.
+        has native attention; else TensorRT for RTX; else an older full TensorRT, which has masked or plugin attention.
     error : type
         The exception to raise.
 
@@ -132,7 +132,7 @@ def load(flavour: str = "auto", *, error: type[KVCacheError] = EngineError) -> T
     Raises
     ------
     KVCacheError
-        Of type ``error``: an unknown flavour, or none that works. The text says for each why not, and how to install it.
+        Of type ``error``: an unknown flavour, or none that works. The text gives the reason for each, and how to install it.
     """
     one_of("TensorRT flavour", flavour, FLAVOURS, error=error)
     failures, older = [], []

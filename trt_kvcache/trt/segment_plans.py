@@ -1,4 +1,4 @@
-"""The deserialised plans of all segments of an engine, which take addresses and shapes as one plan would."""
+"""``SegmentPlans``: the deserialised plans of all segments of an engine, behind the interface of a single plan."""
 
 from collections.abc import Mapping, Sequence
 
@@ -133,6 +133,6 @@ class SegmentPlans:
         Returns
         -------
         bool
-            False before the first eager run of the current shapes, or where TensorRT says no for a segment.
+            False before the first eager run of the current shapes, or where TensorRT reports that a segment cannot be captured.
         """
         return profile in self._warm_profiles and all(plan.is_capturable(profile, stream) for plan in self.plans)

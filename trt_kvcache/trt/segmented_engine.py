@@ -44,7 +44,7 @@ _Launch = Callable[[Any, int], None]
 
 @dataclass(frozen=True, eq=False)
 class _PreparedStep:
-    """A step with its current addresses and shapes; ``graph_key`` is what its graph depends on, None where it is not captured."""
+    """A step with its current addresses and shapes; ``graph_key`` identifies its CUDA graph, None where it is not captured."""
 
     launches: Sequence[_Launch]
     graph_key: Hashable

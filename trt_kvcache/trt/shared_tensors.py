@@ -1,4 +1,4 @@
-"""Device tensors of an engine in segments that no caller binds: its constants, and what its stages hand to each other."""
+"""The internal device tensors of an engine in segments: its constants, and the tensors that its stages hand to each other."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

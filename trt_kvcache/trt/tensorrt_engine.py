@@ -58,7 +58,7 @@ class TensorRTEngine:
 
     Notes
     -----
-    Each optimisation profile has an execution context of its own, because switching the profile of a context forgets its shapes.
+    Each optimisation profile has a separate execution context, because switching the profile of a context discards its shapes.
     The contexts share one context memory, so enqueue all of them on one stream, or wait in between.
     """
 

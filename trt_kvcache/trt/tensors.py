@@ -1,6 +1,6 @@
 """Tensors and optimisation profiles of a deserialised engine, read from its ``ICudaEngine``.
 
-Nothing but the engine itself is asked, so this works for engines that this package did not build.
+Everything is read from the engine itself, so this also works for engines that this package did not build.
 """
 
 from collections.abc import Mapping, Sequence
@@ -202,7 +202,7 @@ def read_profiles(ranges: Sequence[ProfileRanges], input_ids: str) -> tuple[Engi
 def _profile(ranges: Mapping[str, ShapeRange], input_ids: str) -> EngineProfile:
     if input_ids not in ranges:
         known = ", ".join(f"`{name}`" for name in ranges)
-        raise EngineError(f"`{input_ids}`: the engine has no such input, it has {known}. Give its names as TensorNames.")
+        raise EngineError(f"`{input_ids}`: the engine has no such input, it has {known}. Pass the engine's names as TensorNames.")
     low, high = ranges[input_ids]
     if len(low) != 2:
         raise EngineError(f"`{input_ids}`: expected two dimensions (slots, new tokens per slot), the engine has {len(low)}.")

@@ -33,7 +33,7 @@ class AttentionLowering(Protocol):
         attended : ITensor [B, s, heads, D]
             The result of the attention.
         residual : ITensor [B, s, hidden]
-            The values of ``residual`` in the network that goes on. No other tensor from before may be used.
+            ``residual`` in the network that ``graph`` now builds. No other tensor from before the call may be used.
         """
 
 

@@ -157,7 +157,9 @@ def attention_layer_configs(
     ----------
     model : ModelConfig
         Configuration of the model.
-    attention, dtype, min_batch_size, max_sequence_length
+    attention, dtype : str
+        See :func:`~trt_kvcache.builder.network.decomposable.attention_layer_config`.
+    min_batch_size, max_sequence_length : int
         See :func:`~trt_kvcache.builder.network.decomposable.attention_layer_config`.
 
     Returns

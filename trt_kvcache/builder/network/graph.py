@@ -1,4 +1,4 @@
-"""``Graph``: a TensorRT network under construction in which every layer has a name and every refusal is an exception."""
+"""``Graph``: a TensorRT network under construction. Every layer gets a name, and a layer that TensorRT refuses raises an exception."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -123,7 +123,7 @@ class Graph:
     def result(self, layer: Any) -> Any:
         """Return the output of a layer whose properties are set.
 
-        TensorRT infers shapes and dtypes when it is asked for the shape of the output, not when the layer is added. Asking here makes
+        TensorRT infers shapes and dtypes when the shape of the output is read, not when the layer is added. Reading it here makes
         sure that the error names the layer at fault.
 
         Parameters

@@ -1,4 +1,4 @@
-"""Both ends of a decoder: from token ids to the first hidden state, and from the last hidden state to logits."""
+"""The embedding and the LM head of a decoder: from token ids to the first hidden state, and from the last hidden state to logits."""
 
 from typing import Any
 

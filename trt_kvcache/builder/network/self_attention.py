@@ -41,7 +41,7 @@ def self_attention(
     attended : ITensor [B, s, hidden]
         The output of the projection back.
     residual : ITensor [B, s, hidden]
-        The values of ``residual`` in the network that goes on: see
+        ``residual`` in the network that ``graph`` now builds: see
         :class:`~trt_kvcache.builder.network.attention_lowering.AttentionLowering`.
     """
     model = context.model

@@ -1,4 +1,4 @@
-"""The kernels of :class:`~trt_kvcache.kernels.backend.Backend` in NumPy, for host memory. ``stream`` has nothing to do here."""
+"""The kernels of :class:`~trt_kvcache.kernels.backend.Backend` in NumPy, for host memory. ``stream`` is accepted and ignored."""
 
 from trt_kvcache.kernels.host.attention import attend
 from trt_kvcache.kernels.host.embedding import embed

@@ -1,7 +1,7 @@
 """The decode step as a plugin that is compiled ahead of time: an engine of full TensorRT carries the kernel as PTX and needs no Python.
 
-That interface knows no workspace, so a head is not split over blocks: it is for many slots, or short caches. Its fields are in
-the machine code, not in the engine. Nothing here has met full TensorRT yet.
+Plugins that are compiled ahead of time get no workspace, so a head is not split over thread blocks: this suits many slots or short
+caches. The plugin's fields are compiled into the kernel, not stored in the engine. Nothing here was run with full TensorRT yet.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from trt_kvcache.ops.attention_shapes import INPUTS, check_dtypes, check_shapes,
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, ahead_of_time_module, constant_of
 
-#: How ``tensorrt.plugin`` finds it, and the kernel in the PTX.
+#: Name under which ``tensorrt.plugin`` finds the plugin, and name of the kernel in the PTX.
 PLUGIN_ID, KERNEL = f"{PLUGIN_NAMESPACE}::{PLUGIN_NAME}Decode", "attention_decode_aot"
 
-#: The inputs; ``cos_sin`` is always there, and not read where ``rotary_dim`` is 0.
+#: The inputs. ``cos_sin`` is always among them; it is not read if ``rotary_dim`` is 0.
 INPUT_NAMES = tuple(name for name in INPUTS if name != "new_lengths")
 
-#: Dynamic shared memory that a launch may have without being asked for more, which this interface cannot.
+#: Dynamic shared memory that a launch gets by default. More must be requested from the driver, which this interface cannot do.
 _SHARED_NBYTES = 48 * 1024
 _ROWS, _WARP = DECODE_ROWS[0], 32
 
@@ -145,7 +145,7 @@ def register_decode(tensorrt: TensorRT, *, arch: str) -> Any:
         integers[0] = trtp.SymInt32(cache.shape_expr[3])
         return KERNEL, compile_ptx(fields, dtype, arch), launch, integers
 
-    # TensorRT looks at the signatures: names, and classes of its own.
+    # TensorRT inspects the signatures: parameter names, and its own classes as annotations.
     tensors = dict.fromkeys(INPUT_NAMES, trtp.TensorDesc)
     kinds = {name: float if kind.startswith("FLOAT") else int for name, kind in ATTRIBUTE_TYPES.items()}
     kernel = (str | bytes, str | bytes, trtp.KernelLaunchParams, trtp.SymIntExprs)

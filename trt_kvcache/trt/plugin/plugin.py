@@ -1,4 +1,4 @@
-"""The plugin as a subclass of the plugin interfaces of an imported TensorRT."""
+"""The plugin class, derived from the plugin interfaces of the TensorRT that was imported."""
 
 from __future__ import annotations
 

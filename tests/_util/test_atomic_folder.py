@@ -1,0 +1,90 @@
+"""A folder that is made appears complete or not at all."""
+
+import os
+
+import pytest
+
+from trt_kvcache._util.atomic_folder import atomic_folder
+
+
+@pytest.fixture
+def target(tmp_path):
+    return tmp_path / "engine"
+
+
+def make(target, *names, error=None):
+    """Make a folder of files; with an error, fail after the last one."""
+    with atomic_folder(target) as folder:
+        for name in names:
+            (folder / name).write_text(name)
+        if error is not None:
+            raise error
+
+
+def held(target):
+    return sorted(os.listdir(target))
+
+
+def test_the_files_are_there_afterwards(target):
+    make(target, "a", "b")
+    assert held(target) == ["a", "b"]
+
+
+def test_nothing_is_there_before_the_block_ends(target):
+    with atomic_folder(target) as folder:
+        (folder / "a").write_text("a")
+        assert not target.exists()
+
+
+def test_the_folders_above_are_made(tmp_path):
+    make(tmp_path / "one" / "two" / "engine", "a")
+    assert held(tmp_path / "one" / "two" / "engine") == ["a"]
+
+
+def test_a_folder_that_is_there_is_replaced_whole(target):
+    make(target, "old")
+    make(target, "new")
+    assert held(target) == ["new"]
+
+
+def test_no_other_folder_is_left(target):
+    make(target, "old")
+    make(target, "new")
+    assert os.listdir(target.parent) == ["engine"]
+
+
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_an_error_inside_leaves_the_old_folder(target, error):
+    make(target, "old")
+    with pytest.raises(error):
+        make(target, "new", error=error)
+    assert (os.listdir(target.parent), held(target)) == (["engine"], ["old"])
+
+
+def test_an_error_inside_leaves_nothing_where_nothing_was(target):
+    with pytest.raises(ZeroDivisionError), atomic_folder(target):
+        _ = 1 / 0
+    assert os.listdir(target.parent) == []
+
+
+def test_where_the_new_folder_gets_no_name_the_old_one_comes_back(target, monkeypatch):
+    make(target, "old")
+    rename, calls = os.rename, []
+
+    def fail_second(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise PermissionError("in use")
+        rename(*arguments)
+
+    monkeypatch.setattr(os, "rename", fail_second)
+    with pytest.raises(PermissionError, match="in use"):
+        make(target, "new")
+    assert (os.listdir(target.parent), held(target)) == (["engine"], ["old"])
+
+
+def test_two_writers_do_not_meet(target):
+    with atomic_folder(target) as one, atomic_folder(target) as other:
+        (one / "one").write_text("")
+        (other / "other").write_text("")
+    assert held(target) == ["one"]  # whose block ended last
