@@ -108,5 +108,5 @@ def test_constants_that_do_not_fit_the_model_are_refused(path: Path, change: str
     data = json.loads((path / "config.json").read_text())
     data["segments"]["constants"] = asdict(FileRecord.of([content]))
     (path / "config.json").write_text(json.dumps(data))
-    with pytest.raises(EngineError, match=rf"constants\.safetensors: expected `{COS_SIN}` float32 \(38, 2, 32\), got .*\. Build it anew\."):
+    with pytest.raises(EngineError, match=rf"constants\.safetensors: expected `{COS_SIN}` float32 \(38, 2, 32\), got "):
         EngineFolder.open(path).read_constants()

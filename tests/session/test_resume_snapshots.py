@@ -152,5 +152,5 @@ def test_an_empty_sequence_cannot_be_resumed(opened, tmp_path):
     session.prefill([LONG])
     session.rewind(0, 0)
     session.save_snapshot(tmp_path / "empty.kv")
-    with pytest.raises(ShapeError, match="snapshot: expected pending tokens to go on from, got none"):
+    with pytest.raises(ShapeError, match=r"^snapshot: expected "):
         session.resume(tmp_path / "empty.kv")
