@@ -124,3 +124,29 @@ def test_compute_capabilities_that_rtx_supports() -> None:
 def test_plugin_attention_needs_tensorrt_10_3() -> None:
     with pytest.raises(ConfigError, match=r"attention: KVCacheAttention: expected TensorRT 10\.3 or newer, got tensorrt 8\.6\.1"):
         BuildOptions(**GOOD, attention="plugin").check_tensorrt(full_tensorrt("8.6.1"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 24}, "head_dim: expected one of 64, 80, 96, 128, 256 for plugin attention, got 24."),
+        (
+            {"head_dim": 64, "num_attention_heads": 34, "num_kv_heads": 2},
+            "num_attention_heads: expected at most 16 for each K/V head for plugin attention, got 17.",
+        ),
+        ({"head_dim": 64, "dtype": "float32"}, "dtype: expected one of float16, bfloat16 for plugin attention, got float32."),
+    ],
+    ids=["head_dim", "group", "dtype"],
+)
+def test_models_that_the_plugin_does_not_support(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        BuildOptions(**GOOD, attention="plugin").check_kernels(replace(MODEL, **changes))
+    assert str(raised.value) == message
+
+
+def test_a_model_that_the_plugin_supports() -> None:
+    BuildOptions(**GOOD, attention="plugin").check_kernels(replace(MODEL, head_dim=64, num_attention_heads=32, num_kv_heads=2))
+
+
+def test_other_attention_supports_models_that_the_plugin_does_not() -> None:
+    BuildOptions(**GOOD, attention="mask").check_kernels(replace(MODEL, head_dim=24))

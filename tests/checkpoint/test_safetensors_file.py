@@ -37,3 +37,10 @@ def test_truncated_weights(copy_of: CopyOf, keep: int) -> None:
     message = refused(folder)
     assert f"{file}: expected a whole safetensors file, got {len(content)} bytes" in message
     assert "It may be truncated" in message
+
+
+def test_weights_that_are_a_folder_are_refused(copy_of: CopyOf) -> None:
+    folder = copy_of("llama")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").mkdir()
+    assert "model.safetensors" in refused(folder)

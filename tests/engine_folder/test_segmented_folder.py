@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 
 from tests.helpers.engine_files import make_engine_folder, segment_plans
 from tests.helpers.small_model import write_model
 from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING
 from trt_kvcache.engine_folder.folder import EngineFolder
+from trt_kvcache.engine_folder.records import FileRecord
 from trt_kvcache.errors import EngineError
 
 LAYERS = 2
@@ -89,3 +93,20 @@ def test_a_missing_stage_is_refused(path: Path) -> None:
     (path / "config.json").write_text(json.dumps(data))
     with pytest.raises(EngineError, match=r"segments\.steps: expected 6 for this model and kv_cache, got 5"):
         EngineFolder.open(path)
+
+
+@pytest.mark.parametrize("change", ["missing", "shape", "dtype"])
+def test_constants_that_do_not_fit_the_model_are_refused(path: Path, change: str) -> None:
+    file = path / "constants.safetensors"
+    constants = dict(EngineFolder.open(path).read_constants())
+    if change == "missing":
+        del constants[COS_SIN]
+    else:
+        constants[COS_SIN] = constants[COS_SIN][:-1] if change == "shape" else constants[COS_SIN].astype(np.float16)
+    content = save({name: np.ascontiguousarray(array) for name, array in constants.items()})
+    file.write_bytes(content)
+    data = json.loads((path / "config.json").read_text())
+    data["segments"]["constants"] = asdict(FileRecord.of([content]))
+    (path / "config.json").write_text(json.dumps(data))
+    with pytest.raises(EngineError, match=rf"constants\.safetensors: expected `{COS_SIN}` float32 \(38, 2, 32\), got "):
+        EngineFolder.open(path).read_constants()

@@ -275,30 +275,6 @@ def test_paths_are_closed_when_a_step_fails() -> None:
     assert not any(path.is_active for path in paths)
 
 
-def test_the_report_in_words() -> None:
-    def change(session: InferenceSession) -> None:
-        cache_row(session, 1, "K")[1, 1, 3, 5] = 20
-
-    comparison = _compare(SOURCE, SOURCE, corrupting(2, change))
-    lines = comparison_lines(comparison)
-    assert lines[:3] == [
-        "a and b agree: logits and live cache rows of a prefill and 6 decode steps",
-        "  largest difference of logits 0, of live rows 0, relative to the largest value of the slot and head (float32: at most 2e-05)",
-        "  greedy tokens: 21 of 21 equal",
-    ]
-    assert lines[3] == "a and c DIFFER: logits and live cache rows of a prefill and 6 decode steps"
-    assert lines[4] == (
-        "  first at decode step 2 in the K rows of the cache: layer 1, K, slot 1, head 1, position 3, element 5 (`k_cache_1`)"
-    )
-    found = comparison.pairs[1].difference
-    assert found is not None
-    ours, _ = found.values
-    assert lines[5] == (
-        f"  a has {ours:.9g}, c has 20: {20 - ours:.3g} apart, allowed {found.allowed:.3g} (1 value too far apart in this tensor)"
-    )
-    assert lines[7].startswith("  greedy tokens: ")
-
-
 def test_lines_name_the_first_different_token() -> None:
     def change(logits: np.ndarray[Any, Any]) -> None:
         logits[1, 42] += 100

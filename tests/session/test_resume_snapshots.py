@@ -143,6 +143,22 @@ def test_a_session_without_a_model_identity_saves_no_snapshots(opened, tmp_path)
     assert not list(Path(tmp_path).iterdir())
 
 
+@pytest.mark.parametrize("paths", [5, [5], b"a.kv", None])
+def test_what_is_no_path_is_refused(opened, paths):
+    session = opened()
+    with pytest.raises(ShapeError, match="snapshots: expected a path or a sequence of paths, got "):
+        session.load_snapshots(paths)
+
+
+def test_an_empty_sequence_cannot_be_resumed(opened, tmp_path):
+    session = opened()
+    session.prefill([LONG])
+    session.rewind(0, 0)
+    session.save_snapshot(tmp_path / "empty.kv")
+    with pytest.raises(ShapeError, match=r"^snapshot: expected "):
+        session.resume(tmp_path / "empty.kv")
+
+
 class TestPaths:
     """What ``read_snapshots`` accepts: one path, or a sequence of at most as many as the cache has slots."""
 

@@ -141,3 +141,12 @@ def test_nothing_imports_tensorrt_or_cuda_before_it_is_asked_for() -> None:
         "print([name for name in sys.modules if name.split('.')[0] in ('tensorrt', 'tensorrt_rtx', 'cuda')])"
     )
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip() == "[]"
+
+
+def test_a_module_that_cannot_import_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(name: str) -> Any:
+        raise ModuleNotFoundError("No module named 'tensorrt_libs'", name="tensorrt_libs")
+
+    monkeypatch.setattr(trt_module.importlib, "import_module", broken)
+    with pytest.raises(EngineError, match=r"tensorrt: cannot be imported \(No module named 'tensorrt_libs'\)\."):
+        load("tensorrt")

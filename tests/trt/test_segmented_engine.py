@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -394,6 +395,11 @@ class TestOpeningIsRefused:
     def test_a_segment_that_tensorrt_refuses(self, opens, fake):
         fake.segments.pop(segment_plans(LAYERS)[1])
         refuses(EngineError, "refuses this engine built with tensorrt_rtx", opens)
+
+    def test_a_segment_with_other_profiles(self, opens, fake):
+        segment = fake.segments[segment_plans(LAYERS)[1]]
+        segment.profiles = [replace(segment.profiles[0], max_width=12), segment.profiles[1]]
+        refuses(EngineError, "the engine is not what its config.json says: expected shapes", opens)
 
     def test_a_segment_with_other_tensors(self, opens, fake):
         plans = segment_plans(LAYERS)

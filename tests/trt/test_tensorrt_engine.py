@@ -15,6 +15,7 @@ from tests.helpers.engine_files import PLAN, make_engine_folder
 from tests.helpers.fake_tensorrt import FakeGpuMemory, FakeStream, FakeTensorRT
 from tests.helpers.small_model import write_model
 from tests.helpers.tensorrt_engines import BATCH, IDENTITY, PREFILL, VOCAB, D, H, S, install, set_shapes, tensor
+from tests.helpers.tensorrt_modules import FakeLogger
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.engine_folder.folder import EngineFolder
@@ -168,6 +169,14 @@ class TestWhatAnEngineMayNotBe:
         assert memory.live_nbytes == 0
         assert "execute_async_v3" not in names_of(fake)
 
+    def test_a_runtime_that_cannot_start(self, folder: EngineFolder, memory: FakeGpuMemory, fake: FakeTensorRT) -> None:
+        def start(logger: Any) -> Any:
+            logger.log(FakeLogger.Severity.ERROR, "no CUDA driver")
+            raise TypeError("factory function returned nullptr")
+
+        fake.module.Runtime = start
+        self.refused(folder, memory, fake, "tensorrt_rtx 1.7.1 cannot start. TensorRT says: no CUDA driver")
+
     def test_refused_by_tensorrt(self, folder: EngineFolder, memory: FakeGpuMemory, fake: FakeTensorRT) -> None:
         fake.refuse.add("deserialize_cuda_engine")
         fake.errors["deserialize_cuda_engine"] = "serialized with another version"
@@ -318,6 +327,16 @@ class TestStep:
             with pytest.raises(error, match=message):
                 engine.bind(name, each)
         assert fake.calls == []
+
+    def test_an_exception_of_the_bindings_is_a_refusal(
+        self, engine: TensorRTEngine, fake: FakeTensorRT, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse(self: Any, name: str, address: int) -> bool:
+            raise ValueError("not an address")
+
+        monkeypatch.setattr(type(fake.contexts[0]), "set_tensor_address", refuse)
+        with pytest.raises(EngineError, match=r"the address of `logits` was refused. TensorRT says: not an address"):
+            engine.bind("logits", tensor(memory, (BATCH, VOCAB), "float32"))
 
     def test_address_that_tensorrt_refuses(self, engine: TensorRTEngine, fake: FakeTensorRT, memory: FakeGpuMemory) -> None:
         fake.refuse.add("set_tensor_address")
