@@ -127,10 +127,10 @@ extern "C" __global__ void racing_compaction(float* out) {
 extern "C" __global__ void next_block(float* out) {
     if (threadIdx.x) return;
     auto* const said = reinterpret_cast<float4*>(out - 4 * gridDim.x);
-    publish(said + blockIdx.x, {static_cast<float>(blockIdx.x), 0, 0, 1});
+    publish_vector(said + blockIdx.x, {static_cast<float>(blockIdx.x), 0, 0, 1});
     const float4* const next = said + (blockIdx.x + 1) % gridDim.x;
-    while (!has_come(peek(next))) look_again();
-    out[64 * blockIdx.x] = peek(next).x;
+    while (!is_published(poll_vector(next))) poll_again();
+    out[64 * blockIdx.x] = poll_vector(next).x;
 }
 
 extern "C" __global__ void overrun(float* out) { out[64 * gridDim.x * blockIdx.x + threadIdx.x + 1] = 1; }
