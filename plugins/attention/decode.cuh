@@ -20,36 +20,6 @@
 #include "attention/softmax_state.cuh"
 #include "attention/split_kv_reduce.cuh"
 
-// Starts the softmax of a warp with the new token alone. rows: q in shared memory, swizzled; new_token: k and v.
-template <int kRows>
-__device__ __forceinline__ void start_with_new_token(SoftmaxState<kRows>& state, const unsigned char* rows, const unsigned char* new_token,
-                                                     const ScoreTransform& score) {
-    const int lane = threadIdx.x % 32;
-    const unsigned *key = reinterpret_cast<const unsigned*>(new_token), *value = key + kRowWords;
-#pragma unroll
-    for (int i = 0; i < kRows / 8; i++) {
-        float product = 0;
-#pragma unroll
-        for (int d = 0; d < kRowChunks; d++) {
-            const float2 x = unpack(Element{}, *reinterpret_cast<const unsigned*>(rows + swizzled_offset(lane / 4 + 8 * i, d) + lane % 4 * 4));
-            const float2 y = unpack(Element{}, key[4 * d + lane % 4]);
-            product += x.x * y.x + x.y * y.y;
-        }
-        product = quad_sum(product);
-        state.maxima[i] = score.has_softcap() ? score.softcap(product) : product;
-        state.sums[i] = lane % 4 ? 0.0f : 1.0f;  // the probability is 1; one lane of the quad counts it
-    }
-#pragma unroll
-    for (int d = 0; d < kRowChunks; d++) {
-        const float2 x = unpack(Element{}, value[4 * d + lane % 4]);
-#pragma unroll
-        for (int i = 0; i < kRows / 8; i++) {
-            state.output[d][2 * i] = x.x;
-            state.output[d][2 * i + 1] = x.y;
-        }
-    }
-}
-
 // Applies RoPE to the head's q in its buffer, puts the new token's k and v into smem.new_token, and appends them to the cache if this block
 // has the head's last tile. Ends with a barrier.
 template <int kRows>
@@ -96,7 +66,45 @@ struct QueryFragments {
             for (int d = 0; d < kHeadDim / 16; d++) ldmatrix_x4(words[d], rows + swizzled_offset(lane % 16, 2 * d + lane / 16));
         }
     }
+    // The A fragment of columns 16 * d to 16 * d + 15.
+    __device__ __forceinline__ void a_fragment(unsigned (&a)[4], int d) const {
+        a[0] = words[d][0];
+        a[1] = kRows == 8 ? 0 : words[d][1];
+        a[2] = words[d][kRows / 8];
+        a[3] = kRows == 8 ? 0 : words[d][kRows / 4 - 1];
+    }
 };
+
+// Starts the softmax of a warp with the new token alone. new_token: k and v. Every column of B is the key, so every lane gets the products of
+// its rows, and no shuffle is needed.
+template <int kRows>
+__device__ __forceinline__ void start_with_new_token(SoftmaxState<kRows>& state, const QueryFragments<kRows>& queries, const unsigned char* new_token,
+                                                     const ScoreTransform& score) {
+    const int lane = threadIdx.x % 32;
+    const unsigned *key = reinterpret_cast<const unsigned*>(new_token) + lane % 4, *value = key + kRowWords;
+    float products[2][4] = {};  // two sums that do not wait for each other
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 16; d++) {
+        unsigned a[4];
+        queries.a_fragment(a, d);
+        mma_m16n8k16(Element{}, products[d % 2], a, key[8 * d], key[8 * d + 4]);
+    }
+#pragma unroll
+    for (int i = 0; i < kRows / 8; i++) {
+        const float product = products[0][2 * i] + products[1][2 * i];
+        state.maxima[i] = score.has_softcap() ? score.softcap(product) : product;
+        state.sums[i] = lane % 4 ? 0.0f : 1.0f;  // the probability is 1; one lane of the quad counts it
+    }
+#pragma unroll
+    for (int d = 0; d < kRowChunks; d++) {
+        const float2 x = unpack(Element{}, value[4 * d]);
+#pragma unroll
+        for (int i = 0; i < kRows / 8; i++) {
+            state.output[d][2 * i] = x.x;
+            state.output[d][2 * i + 1] = x.y;
+        }
+    }
+}
 
 // Products of q and the keys of a tile: [rows x 8 keys] in each fragment.
 template <int kRows>
@@ -110,8 +118,8 @@ __device__ __forceinline__ void compute_scores(float (&scores)[kTileTokens / 8][
         for (int d = 0; d < kHeadDim / 16; d++) {
             unsigned b[4];
             ldmatrix_x4(b, keys(d, 16 * j));
-            const auto& q = queries.words[d];
-            const unsigned a[4] = {q[0], kRows == 8 ? 0 : q[1], q[kRows / 8], kRows == 8 ? 0 : q[kRows / 4 - 1]};
+            unsigned a[4];
+            queries.a_fragment(a, d);
             mma_m16n8k16(Element{}, sums[d % kQKAccumulators][2 * j], a, b[0], b[1]);
             mma_m16n8k16(Element{}, sums[d % kQKAccumulators][2 * j + 1], a, b[2], b[3]);
         }
@@ -131,19 +139,21 @@ __device__ __forceinline__ void update_softmax(SoftmaxState<kRows>& state, float
                                                const ScoreTransform& score) {
     const int lane = threadIdx.x % 32;
     const bool needs_mask = first_token + kTileTokens > at.position || first_token < at.first_key;
+    if (score.has_softcap()) {
+#pragma unroll
+        for (int x = 0; x < kTileTokens / 2; x++) {
+            if (x % 4 < kRows / 4) scores[x / 4][x % 4] = score.softcap(scores[x / 4][x % 4]);
+        }
+    }
+    if (needs_mask) {
+#pragma unroll
+        for (int x = 0; x < kTileTokens / 2; x++) {
+            const int key = first_token + x / 4 * 8 + lane % 4 * 2 + x % 2;
+            if (key >= at.position || key < at.first_key) scores[x / 4][x % 4] = kMaskedScore;
+        }
+    }
 #pragma unroll
     for (int i = 0; i < kRows / 8; i++) {
-#pragma unroll
-        for (int j = 0; j < kTileTokens / 8; j++) {
-#pragma unroll
-            for (int e = 2 * i; e < 2 * i + 2; e++) {
-                if (score.has_softcap()) scores[j][e] = score.softcap(scores[j][e]);
-                if (needs_mask) {
-                    const int key = first_token + 8 * j + lane % 4 * 2 + e % 2;
-                    if (key >= at.position || key < at.first_key) scores[j][e] = kMaskedScore;
-                }
-            }
-        }
         state.rescale(i, state.max_with(scores, i), score.factor);
         state.exponentiate(scores, i, score.factor);
     }
@@ -285,7 +295,7 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
             prepare_head(params, smem, at, head, has_last_tile);
             queries.load(shared_address(head));
             state.reset();
-            if (warp == kWarps - 1 && has_last_tile && at.position >= 0) start_with_new_token(state, head, smem.new_token, score);
+            if (warp == kWarps - 1 && has_last_tile && at.position >= 0) start_with_new_token(state, queries, smem.new_token, score);
         }
         const bool has_tile = warp < count && at.position >= 0;
         float scores[kTileTokens / 8][4] = {};
