@@ -238,11 +238,13 @@ def measure_case(gpu: attention.Gpu, kernels: Kernels, case: Case, rounds: int) 
     calls = attention._repeated(problem.rows["rope_append_attention"], _seconds_of_a_call(case))
     graphs = {}
     outputs: dict[str, list[Any]] = {side: [] for side in SIDES}
+    for lengths in draws:  # both sides in turn: a call appends a token, which may be a past one of the next draw
+        problem.lengths.copy_(lengths)
+        for side in SIDES:
+            kernels.side = side
+            outputs[side].append(_output(gpu, problem, calls[0]))
     for side in SIDES:
         kernels.side = side
-        for lengths in draws:
-            problem.lengths.copy_(lengths)
-            outputs[side].append(_output(gpu, problem, calls[0]))
         graphs[side] = _capture(gpu, calls)
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     for index in range(rounds):
