@@ -55,6 +55,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
         LengthsUnknown as LengthsUnknown,
         MappingError as MappingError,
         PlaceError as PlaceError,
+        ProcessorError as ProcessorError,
         RangeError as RangeError,
         SequenceError as SequenceError,
         ShapeError as ShapeError,
@@ -63,7 +64,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     )
     from trt_kvcache.generation.request import GeneratedToken as GeneratedToken
     from trt_kvcache.generation.sampler_state import SamplerState as SamplerState
-    from trt_kvcache.generation.sampling import SamplingParams as SamplingParams
+    from trt_kvcache.generation.sampling import SamplingOptions as SamplingOptions, SamplingParams as SamplingParams
     from trt_kvcache.memory.cuda_memory import CudaMemory as CudaMemory
     from trt_kvcache.memory.host_memory import HostMemory as HostMemory
     from trt_kvcache.memory.tensor import DeviceTensor as DeviceTensor
@@ -138,6 +139,7 @@ _MODULE_OF = {
     "ModelIdentity": "sequences.model_identity",
     "NetworkScript": "polygraphy.network_script",
     "PlaceError": "errors",
+    "ProcessorError": "errors",
     "PromptCache": "sequences.prompt_cache",
     "PromptEntry": "sequences.prompt_cache",
     "PromptMatch": "sequences.prompt_cache",
@@ -147,6 +149,7 @@ _MODULE_OF = {
     "ReferenceRunner": "polygraphy.runners",
     "RequestHandle": "session.request_handle",
     "SamplerState": "generation.sampler_state",
+    "SamplingOptions": "generation.sampling",
     "SamplingParams": "generation.sampling",
     "SegmentedEngine": "trt.segmented_engine",
     "SequenceCacheManager": "sequences.sequence_cache_manager",

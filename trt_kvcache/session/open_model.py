@@ -306,9 +306,10 @@ def _sampling(defaults: GenerationDefaults, folder: Path) -> SamplingParams:
     if defaults.ignored:
         text = f"{folder / GENERATION_FILE}: ignored, as it is not supported: {', '.join(defaults.ignored)}. Other tokens may come out."
         warn_caller(text, UserWarning)
+    greedy = SamplingParams(repetition_penalty=defaults.repetition_penalty)  # as in transformers, where it is no part of sampling
     if not defaults.do_sample:
-        return SamplingParams()
-    return SamplingParams(temperature=defaults.temperature, top_k=defaults.top_k, top_p=defaults.top_p, min_p=defaults.min_p)
+        return greedy
+    return replace(greedy, temperature=defaults.temperature, top_k=defaults.top_k, top_p=defaults.top_p, min_p=defaults.min_p)
 
 
 def _bytes_progress(progress: Progress | None, stage: str) -> Callable[[int, int], object] | None:

@@ -38,6 +38,7 @@ from trt_kvcache.session.step_executor import StepExecutor
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from trt_kvcache.generation.sampling import SamplingOptions
     from trt_kvcache.session.session_options import ModelOptions, OpenOptions
 
 
@@ -464,7 +465,7 @@ class InferenceSession:
         *,
         append: bool = False,
         reuse: bool = False,
-        **options: Any,
+        **options: Unpack[SamplingOptions],
     ) -> Iterator[GeneratedToken]:
         """Continue prompts, token by token.
 
@@ -518,15 +519,20 @@ class InferenceSession:
     def _generate(self, requests: list[Request], prefill: Callable[[], np.ndarray[Any, Any]]) -> Iterator[GeneratedToken]:
         return generate_tokens(self._batch, requests, prefill, check_open=self._check_open)
 
-    def _requests(self, rows: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Request]:
+    def _requests(
+        self, rows: Sequence[Sequence[int]], params: Sequence[SamplingParams], generated: Sequence[int] | None = None
+    ) -> list[Request]:
+        for one in params:
+            one.check_vocabulary(self.vocab_size)
+        counts = [0] * len(rows) if generated is None else generated
         return [
-            Request(index, row, one, tokenizer=self._tokenizer, eos_token_ids=self._eos_token_ids)
-            for index, (row, one) in enumerate(zip(rows, params, strict=True))
+            Request(index, row, one, tokenizer=self._tokenizer, eos_token_ids=self._eos_token_ids, generated=count)
+            for index, (row, one, count) in enumerate(zip(rows, params, counts, strict=True))
         ]
 
     # --- serving a queue ---
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> RequestHandle:
+    def submit(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[SamplingOptions]) -> RequestHandle:
         """Put a prompt in the queue, to be continued by :meth:`step` as soon as a slot is free.
 
         Parameters
@@ -649,7 +655,9 @@ class InferenceSession:
             tokens=state.tokens,
             pending=state.pending,
             model=model,
-            sampler=None if state.sampler is None else SamplerState(seed=state.sampler[0], counter=state.sampler[1]),
+            sampler=None
+            if state.sampler is None
+            else SamplerState(seed=state.sampler[0], counter=state.sampler[1], generated=state.generated),
             stream=self._steps.stream,
         )
         snapshot.write(path)
@@ -680,7 +688,7 @@ class InferenceSession:
         return snapshots
 
     def resume(
-        self, paths: Paths, params: SamplingParams | Sequence[SamplingParams] | None = None, **options: Any
+        self, paths: Paths, params: SamplingParams | Sequence[SamplingParams] | None = None, **options: Unpack[SamplingOptions]
     ) -> Iterator[GeneratedToken]:
         """Start new sequences from files and continue them, each with its own seed and counter unless a seed is given.
 
@@ -724,7 +732,8 @@ class InferenceSession:
         ]
         kept, rows = zip(*map(next_tokens, snapshots), strict=True)
         self._batch.check_room(kept, rows)
-        requests = self._requests([[*one.tokens, *one.pending] for one in snapshots], per_request)
+        generated = [0 if one.sampler is None else one.sampler.generated for one in snapshots]
+        requests = self._requests([[*one.tokens, *one.pending] for one in snapshots], per_request, generated)
         chunks = self._batch.plan_prefill(kept, rows)
         return self._generate(requests, lambda: self._batch.resume(snapshots, kept, rows, chunks))
 
