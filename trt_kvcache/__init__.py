@@ -62,6 +62,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
         SlotError as SlotError,
         SnapshotError as SnapshotError,
     )
+    from trt_kvcache.generation.chat_prompt import ChatPrompt as ChatPrompt
     from trt_kvcache.generation.request import GeneratedToken as GeneratedToken
     from trt_kvcache.generation.sampler_state import SamplerState as SamplerState
     from trt_kvcache.generation.sampling import SamplingOptions as SamplingOptions, SamplingParams as SamplingParams
@@ -100,6 +101,7 @@ _MODULE_OF = {
     "CacheConfig": "cache.config",
     "CapacityError": "errors",
     "CaptureError": "errors",
+    "ChatPrompt": "generation.chat_prompt",
     "Checkpoint": "checkpoint",
     "CheckpointError": "errors",
     "ClosedError": "errors",
