@@ -85,6 +85,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.sequences.prompt_cache import PromptCache as PromptCache, PromptEntry as PromptEntry, PromptMatch as PromptMatch
     from trt_kvcache.sequences.sequence_cache_manager import SequenceCacheManager as SequenceCacheManager
     from trt_kvcache.sequences.snapshot import Snapshot as Snapshot, load_snapshot as load_snapshot, save_snapshot as save_snapshot
+    from trt_kvcache.session.load import load as load
     from trt_kvcache.session.open_model import EngineFallbackWarning as EngineFallbackWarning
     from trt_kvcache.session.request_handle import RequestHandle as RequestHandle
     from trt_kvcache.session.session import InferenceSession as InferenceSession
@@ -175,6 +176,7 @@ _MODULE_OF = {
     "greedy_feeds": "polygraphy.feeds",
     "inspect_engine": "engine_folder.inspection",
     "largest_batch": "cache.estimate",
+    "load": "session.load",
     "load_snapshot": "sequences.snapshot",
     "longest_sequence": "cache.estimate",
     "make_feed": "polygraphy.feeds",

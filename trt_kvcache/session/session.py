@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.sequences.snapshot import Snapshot
 from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.generate_tokens import generate_tokens
+from trt_kvcache.session.model_location import expanded
 from trt_kvcache.session.open_model import SessionParts, open_engine_folder, open_model
 from trt_kvcache.session.request_handle import RequestHandle
 from trt_kvcache.session.request_queue import RequestQueue
@@ -317,7 +317,7 @@ class InferenceSession:
         self._check_open()
         svg = draw_cache(self._cache.kv_config, self._cache.lengths.upper_bounds, self._batch.reused)
         if path is not None:
-            Path(path).write_text(svg, encoding="utf-8")
+            expanded(path).write_text(svg, encoding="utf-8")
         return svg
 
     # --- prefill and decode ---
@@ -718,7 +718,7 @@ class InferenceSession:
             else SamplerState(seed=state.sampler[0], counter=state.sampler[1], generated=state.generated),
             stream=self._steps.stream,
         )
-        snapshot.write(path)
+        snapshot.write(expanded(path))
         return snapshot
 
     def load_snapshots(self, paths: Paths) -> list[Snapshot]:
