@@ -61,6 +61,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
         ShapeError as ShapeError,
         SlotError as SlotError,
         SnapshotError as SnapshotError,
+        ThreadError as ThreadError,
     )
     from trt_kvcache.generation.chat_prompt import ChatPrompt as ChatPrompt
     from trt_kvcache.generation.request import GeneratedToken as GeneratedToken
@@ -85,16 +86,21 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.sequences.prompt_cache import PromptCache as PromptCache, PromptEntry as PromptEntry, PromptMatch as PromptMatch
     from trt_kvcache.sequences.sequence_cache_manager import SequenceCacheManager as SequenceCacheManager
     from trt_kvcache.sequences.snapshot import Snapshot as Snapshot, load_snapshot as load_snapshot, save_snapshot as save_snapshot
+    from trt_kvcache.session.async_request import AsyncRequest as AsyncRequest
+    from trt_kvcache.session.async_session import AsyncSession as AsyncSession
     from trt_kvcache.session.load import load as load
     from trt_kvcache.session.open_model import EngineFallbackWarning as EngineFallbackWarning
     from trt_kvcache.session.request_handle import RequestHandle as RequestHandle
     from trt_kvcache.session.session import InferenceSession as InferenceSession
     from trt_kvcache.session.session_options import SessionOptions as SessionOptions
     from trt_kvcache.session.statistics import SessionStatistics as SessionStatistics
+    from trt_kvcache.session.token_stream import TokenStream as TokenStream
     from trt_kvcache.trt.segmented_engine import SegmentedEngine as SegmentedEngine
     from trt_kvcache.trt.tensorrt_engine import TensorRTEngine as TensorRTEngine
 
 _MODULE_OF = {
+    "AsyncRequest": "session.async_request",
+    "AsyncSession": "session.async_session",
     "BindingError": "errors",
     "BindingPlan": "engine.bindings",
     "BuildError": "errors",
@@ -169,6 +175,8 @@ _MODULE_OF = {
     "TensorRTEngine": "trt.tensorrt_engine",
     "TensorSpec": "engine.protocol",
     "TensorType": "ops.custom_op",
+    "ThreadError": "errors",
+    "TokenStream": "session.token_stream",
     "Tokenizer": "checkpoint",
     "build_engine": "builder.build_engine",
     "compare_paths": "polygraphy.compare_paths",

@@ -115,5 +115,9 @@ class ClosedError(KVCacheError, RuntimeError):
     """An object was used after ``close()``."""
 
 
+class ThreadError(KVCacheError, RuntimeError):
+    """An object that one thread may use at a time was used by a second one, while the first was in a call."""
+
+
 class CudaError(KVCacheError, RuntimeError):
     """The CUDA driver or NVRTC refused a call, or is not there."""

@@ -48,6 +48,7 @@ class RequestHandle:
         self._cancelled = False
         self._text = ""
         self._events: list[GeneratedToken] = []
+        self._num_read = 0
 
     def __repr__(self) -> str:
         seed = f", seed={self.seed}" if self._request.sampled else ""
@@ -119,7 +120,13 @@ class RequestHandle:
         self._cancelled = True
         return True
 
-    # --- for the queue ---
+    # --- for the queue and its readers ---
+
+    def new_events(self) -> list[GeneratedToken]:
+        """Return the tokens that came since the last call of this method."""
+        new = self._events[self._num_read :]
+        self._num_read += len(new)
+        return new
 
     @property
     def row(self) -> list[int]:

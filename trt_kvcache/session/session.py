@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -19,22 +19,24 @@ from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.errors import ClosedError, ConfigError, RangeError, ShapeError
 from trt_kvcache.generation.chat_prompt import ChatPrompt
 from trt_kvcache.generation.prompts import AnyPrompt, Prompt, PromptReader, as_prompts
-from trt_kvcache.generation.request import GeneratedToken, Request
+from trt_kvcache.generation.request import Request
 from trt_kvcache.generation.sampler_state import SamplerState
 from trt_kvcache.generation.sampling import SamplingParams, params_for
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.sequences.snapshot import Snapshot
 from trt_kvcache.session.batch import Batch
-from trt_kvcache.session.generate_tokens import generate_tokens
+from trt_kvcache.session.generate_tokens import generate_queued, generate_tokens
 from trt_kvcache.session.model_location import expanded
 from trt_kvcache.session.open_model import SessionParts, open_engine_folder, open_model
 from trt_kvcache.session.request_handle import RequestHandle
 from trt_kvcache.session.request_queue import RequestQueue
 from trt_kvcache.session.resume_snapshots import Paths, next_tokens, read_snapshots, resumed_params
 from trt_kvcache.session.session_options import SessionOptions
+from trt_kvcache.session.single_user import SingleUser, exclusive
 from trt_kvcache.session.statistics import SessionStatistics
 from trt_kvcache.session.step_executor import StepExecutor
+from trt_kvcache.session.token_stream import TokenStream
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 
 
 class InferenceSession:
-    """Sequences that are generated together on one cache and one engine. Not thread-safe.
+    """Sequences that are generated together on one cache and one engine. For one thread at a time.
 
     Most callers open one with :meth:`open` or :meth:`from_model`; the constructor joins an engine and a cache of your own.
 
@@ -81,6 +83,9 @@ class InferenceSession:
     -----
     If a step fails or is interrupted, lengths and tokens are as before that step, and it can be repeated.
 
+    A call while another thread is in one raises :class:`ThreadError` and changes nothing. Between calls, and between the tokens of a
+    :class:`TokenStream`, a session may pass to another thread. :class:`AsyncSession` serves many callers.
+
     Examples
     --------
     >>> from trt_kvcache import InferenceSession
@@ -106,6 +111,7 @@ class InferenceSession:
         identity: Callable[[], ModelIdentity] | None = None,
         on_close: Callable[[], object] | None = None,
     ) -> None:
+        self._user = SingleUser("this InferenceSession")
         self._steps = StepExecutor(engine, cache, names=names)
         self._engine = engine
         self._cache = cache
@@ -322,6 +328,7 @@ class InferenceSession:
 
     # --- prefill and decode ---
 
+    @exclusive
     def prefill(self, prompts: Sequence[AnyPrompt], *, reuse: bool = False) -> np.ndarray[Any, Any]:
         """Start new sequences and run their prompts.
 
@@ -362,6 +369,7 @@ class InferenceSession:
         self._batch.check_prompts(rows)
         return self._batch.start(rows, reuse=reuse)
 
+    @exclusive
     def append(self, turns: Sequence[Prompt]) -> np.ndarray[Any, Any]:
         """Add tokens to the active sequences, after those that ``generate`` left pending.
 
@@ -400,6 +408,7 @@ class InferenceSession:
         self._check_open()
         return self._batch.append(self._prompts.rows(turns, add_special_tokens=False))
 
+    @exclusive
     def decode(self, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
         """Run one token for every active sequence.
 
@@ -435,6 +444,7 @@ class InferenceSession:
             raise ShapeError("tokens: there are no active slots. Call prefill first.")
         return np.array(self._batch.decode(row))
 
+    @exclusive
     def rewind(self, slot: int, length: int) -> None:
         """Shorten an active sequence to its first tokens. Pending tokens are dropped.
 
@@ -464,6 +474,7 @@ class InferenceSession:
 
     # --- generate ---
 
+    @exclusive
     def generate(
         self,
         prompts: AnyPrompt | Sequence[AnyPrompt],
@@ -472,7 +483,7 @@ class InferenceSession:
         append: bool = False,
         reuse: bool = False,
         **options: Unpack[SamplingOptions],
-    ) -> Iterator[GeneratedToken]:
+    ) -> TokenStream:
         """Continue prompts, token by token.
 
         Parameters
@@ -490,11 +501,14 @@ class InferenceSession:
 
         Returns
         -------
-        iterator of GeneratedToken
-            One per prompt and step, until each has a ``finish_reason``. A sequence at ``max_sequence_length`` ends with
-            ``"length"`` while the others continue. Arguments are checked at once, work is done as the iterator is read. It can be
-            left at any token: those that it has handed out are then in the cache or pending. Once another call has changed the
-            sequences, reading on raises :class:`ClosedError`.
+        TokenStream
+            Iterator of :class:`GeneratedToken`: one per prompt and step, until each has a ``finish_reason``. A sequence at
+            ``max_sequence_length`` ends with ``"length"`` while the others continue. Arguments are checked at once, work is done as the
+            iterator is read. It can be left at any token: those that it has handed out are then in the cache or pending. Once another call
+            has changed the sequences, reading on raises :class:`ClosedError`.
+
+            If there are more prompts than slots, they get slots in their order, each as soon as one is free, as with :meth:`submit`. Tokens
+            still come step by step, within a step in the order of the prompts: ``index`` says whose each is. No slot is active at the end.
 
         Raises
         ------
@@ -518,10 +532,14 @@ class InferenceSession:
         if append:
             self._batch.check_turns(rows)
         else:
-            self._batch.check_prompts(rows, reuse=reuse)
+            self._batch.check_prompts(rows, reuse=reuse, queued=not reuse)
         requests = self._requests(rows, per_request)
+        if not append and len(rows) > self._cache.max_batch_size:
+            queue = RequestQueue(self._steps, self._batch)
+            return TokenStream(requests, generate_queued(self._batch, queue, requests, check_open=self._check_open), user=self._user)
         return self._generate(requests, lambda: self._batch.append(rows) if append else self._batch.start(rows, reuse=reuse))
 
+    @exclusive
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -530,7 +548,7 @@ class InferenceSession:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
         **options: Unpack[SamplingOptions],
-    ) -> Iterator[GeneratedToken]:
+    ) -> TokenStream:
         """Answer a conversation. What slot 0 holds of it from the last answer is not run again.
 
         Parameters
@@ -548,7 +566,7 @@ class InferenceSession:
 
         Returns
         -------
-        iterator of GeneratedToken
+        TokenStream
             As of :meth:`generate`.
 
         Raises
@@ -574,8 +592,9 @@ class InferenceSession:
         prompt = ChatPrompt(messages, tools, {} if template_args is None else template_args)
         return self.generate(prompt, params, reuse=len(self._batch) == 1, **options)
 
-    def _generate(self, requests: list[Request], prefill: Callable[[], np.ndarray[Any, Any]]) -> Iterator[GeneratedToken]:
-        return generate_tokens(self._batch, requests, prefill, check_open=self._check_open)
+    def _generate(self, requests: list[Request], prefill: Callable[[], np.ndarray[Any, Any]]) -> TokenStream:
+        tokens = generate_tokens(self._batch, requests, prefill, check_open=self._check_open)
+        return TokenStream(requests, tokens, user=self._user)
 
     def _requests(
         self, rows: Sequence[Sequence[int]], params: Sequence[SamplingParams], generated: Sequence[int] | None = None
@@ -590,6 +609,7 @@ class InferenceSession:
 
     # --- serving a queue ---
 
+    @exclusive
     def submit(self, prompt: AnyPrompt, params: SamplingParams | None = None, **options: Unpack[SamplingOptions]) -> RequestHandle:
         """Put a prompt in the queue, to be continued by :meth:`step` as soon as a slot is free.
 
@@ -628,6 +648,7 @@ class InferenceSession:
         [request] = self._requests(rows, params_for(1, self._defaults, params, options))
         return self._queue.submit(request)
 
+    @exclusive
     def step(self) -> list[RequestHandle]:
         """Advance the submitted requests: one chunk of each new prompt, and one token of all others together.
 
@@ -662,6 +683,7 @@ class InferenceSession:
 
     # --- snapshots ---
 
+    @exclusive
     def save_snapshot(self, path: str | os.PathLike[str], slot: int = 0) -> Snapshot:
         """Write an active sequence to a file, with its pending tokens and the state of its sampler. Waits for the device.
 
@@ -721,6 +743,7 @@ class InferenceSession:
         snapshot.write(expanded(path))
         return snapshot
 
+    @exclusive
     def load_snapshots(self, paths: Paths) -> list[Snapshot]:
         """Start new sequences from files, one each. Continue with ``append``, ``decode`` or ``generate(..., append=True)``.
 
@@ -745,9 +768,10 @@ class InferenceSession:
         self._batch.load(snapshots)
         return snapshots
 
+    @exclusive
     def resume(
         self, paths: Paths, params: SamplingParams | Sequence[SamplingParams] | None = None, **options: Unpack[SamplingOptions]
-    ) -> Iterator[GeneratedToken]:
+    ) -> TokenStream:
         """Start new sequences from files and continue them, each with its own seed and counter unless a seed is given.
 
         Parameters
@@ -761,7 +785,7 @@ class InferenceSession:
 
         Returns
         -------
-        iterator of GeneratedToken
+        TokenStream
             As :meth:`generate`: the tokens that would have come next. Files are read before it is returned.
 
         Raises
@@ -814,6 +838,7 @@ class InferenceSession:
 
     # --- life ---
 
+    @exclusive
     def close(self) -> None:
         """Wait for the device, then close engine and cache. Idempotent."""
         if self._closed:
