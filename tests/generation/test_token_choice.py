@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tests.generation.plain_choice import plain_choice
+from tests.generation.plain_choice import plain_choice, plain_distribution
 from trt_kvcache.generation import token_choice
 from trt_kvcache.generation.token_choice import choose_token
 
@@ -104,6 +104,18 @@ def test_edges_between_tokens(options):
     sums = np.cumsum(np.sort(np.exp(logits.astype(np.float64) - logits.max()))[::-1])
     for edge in (*edges, *(sums / sums[-1])[:-1], 1 - 2.0**-53):
         for uniform in (np.nextafter(edge, 0), edge, min(np.nextafter(edge, 1), 1 - 2.0**-53)):
+            given_options = {"temperature": 1.0, **options, "uniform": float(uniform)}
+            assert choose_token(logits, **given_options) == plain_choice(logits, **given_options)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"min_p": 1e-9}, {"top_p": 0.97, "min_p": 0.2}])
+@pytest.mark.parametrize("distance", [0.0, 1e-15, 1e-9, 1e-7])
+def test_edges_that_fast_sums_place_on_the_wrong_side(options, distance):
+    logits = np.random.default_rng(6).normal(size=30_000).astype(np.float32)
+    _, weights = plain_distribution(logits, temperature=1.0, **options)
+    edges = np.cumsum(weights) / weights.sum()
+    for edge in edges[:: edges.size // 40][:-1]:
+        for uniform in (edge * (1 - distance), edge * (1 + distance)):
             given_options = {"temperature": 1.0, **options, "uniform": float(uniform)}
             assert choose_token(logits, **given_options) == plain_choice(logits, **given_options)
 
