@@ -64,6 +64,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.generation.request import GeneratedToken as GeneratedToken
     from trt_kvcache.generation.sampler_state import SamplerState as SamplerState
     from trt_kvcache.generation.sampling import SamplingParams as SamplingParams
+    from trt_kvcache.memory.base import Memory as Memory
     from trt_kvcache.memory.cuda_memory import CudaMemory as CudaMemory
     from trt_kvcache.memory.host_memory import HostMemory as HostMemory
     from trt_kvcache.memory.tensor import DeviceTensor as DeviceTensor
@@ -87,6 +88,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.session.request_handle import RequestHandle as RequestHandle
     from trt_kvcache.session.session import InferenceSession as InferenceSession
     from trt_kvcache.session.session_options import SessionOptions as SessionOptions
+    from trt_kvcache.session.session_source import SessionSource as SessionSource
     from trt_kvcache.session.statistics import SessionStatistics as SessionStatistics
     from trt_kvcache.trt.segmented_engine import SegmentedEngine as SegmentedEngine
     from trt_kvcache.trt.tensorrt_engine import TensorRTEngine as TensorRTEngine
@@ -134,6 +136,7 @@ _MODULE_OF = {
     "MambaCacheConfig": "cache.mamba_config",
     "MambaCacheManager": "cache.mamba_cache_manager",
     "MappingError": "errors",
+    "Memory": "memory.base",
     "ModelConfig": "checkpoint",
     "ModelIdentity": "sequences.model_identity",
     "NetworkScript": "polygraphy.network_script",
@@ -153,6 +156,7 @@ _MODULE_OF = {
     "SequenceError": "errors",
     "SessionOptions": "session.session_options",
     "SessionRunner": "polygraphy.runners",
+    "SessionSource": "session.session_source",
     "SessionStatistics": "session.statistics",
     "ShapeError": "errors",
     "SlotError": "errors",

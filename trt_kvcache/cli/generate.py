@@ -11,7 +11,6 @@ from trt_kvcache.cli.console import put
 from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
 from trt_kvcache.cli.sampling_flags import IgnoreEos, MaxNewTokens, MinP, SamplingFlags, Seed, Stop, Temperature, TopK, TopP
 from trt_kvcache.cli.session_notes import Statistics, note_statistics, warn_of_full_cache
-from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.prompts import Prompt
 from trt_kvcache.generation.request import GeneratedToken
 from trt_kvcache.session.session import InferenceSession
@@ -47,11 +46,11 @@ def generate(
 ) -> None:
     """Continue prompts. The text of one prompt is printed as it is generated, that of several at the end, one after another."""
     if resume and (prompt or prompt_ids):
-        raise ConfigError("generate: expected prompts or --resume, got both.")
+        raise typer.BadParameter("expected prompts or --resume, got both.")
     prompts = [] if resume else read_prompts(prompt, prompt_ids)
     count = len(resume or prompts)
     if save_snapshot is not None and count != 1:
-        raise ConfigError(f"--save-snapshot: expected one prompt, got {count}.")
+        raise typer.BadParameter(f"expected one prompt or --resume, got {count}.", param_hint="--save-snapshot")
     options = SamplingFlags(
         max_new_tokens=max_new_tokens,
         temperature=temperature,

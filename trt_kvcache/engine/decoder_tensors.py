@@ -34,6 +34,7 @@ def cache_config(
     Returns
     -------
     KVCacheConfig
+        One attention layer for each layer of the model, all with the model's K/V heads and head dimension. Nothing is allocated.
     """
     layer = KVLayerConfig(num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
     return KVCacheConfig(
@@ -120,6 +121,7 @@ def shape_at(shape: Sequence[int], batch: int, width: int) -> tuple[int, ...]:
     Returns
     -------
     tuple of int
+        ``shape`` with ``batch`` in place of the first ``-1`` and ``width`` in place of the second; other sizes stay.
 
     Examples
     --------

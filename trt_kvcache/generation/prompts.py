@@ -77,6 +77,7 @@ class PromptReader:
         Returns
         -------
         list of int
+            The ids as Python integers, in the same order.
 
         Raises
         ------
@@ -104,6 +105,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     Returns
     -------
     sequence of prompts
+        ``prompts`` itself, or a list with the one prompt.
 
     Examples
     --------
