@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.cache.linear_kv_cache import LinearKVCache as LinearKVCache
     from trt_kvcache.cache.mamba_cache_manager import MambaCacheManager as MambaCacheManager
     from trt_kvcache.cache.mamba_config import MambaCacheConfig as MambaCacheConfig
+    from trt_kvcache.cache.plot import draw_cache as draw_cache
     from trt_kvcache.checkpoint import Checkpoint as Checkpoint, ModelConfig as ModelConfig, Tokenizer as Tokenizer
     from trt_kvcache.engine.bindings import BindingPlan as BindingPlan
     from trt_kvcache.engine.names import TensorNames as TensorNames
@@ -71,6 +72,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.ops.custom_op import CustomOp as CustomOp, TensorType as TensorType, run_on_host as run_on_host
     from trt_kvcache.ops.embedding_op import EmbeddingOp as EmbeddingOp
     from trt_kvcache.ops.registry import register_operation as register_operation, unregister_operation as unregister_operation
+    from trt_kvcache.plot import Plot as Plot
     from trt_kvcache.polygraphy.compare_paths import compare_paths as compare_paths
     from trt_kvcache.polygraphy.feeds import greedy_feeds as greedy_feeds, make_feed as make_feed
     from trt_kvcache.polygraphy.network_script import NetworkScript as NetworkScript
@@ -90,6 +92,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.session.session_options import SessionOptions as SessionOptions
     from trt_kvcache.session.session_source import SessionSource as SessionSource
     from trt_kvcache.session.statistics import SessionStatistics as SessionStatistics
+    from trt_kvcache.session.timeline import Timeline as Timeline
     from trt_kvcache.trt.segmented_engine import SegmentedEngine as SegmentedEngine
     from trt_kvcache.trt.tensorrt_engine import TensorRTEngine as TensorRTEngine
 
@@ -157,6 +160,7 @@ _MODULE_OF = {
     "SessionOptions": "session.session_options",
     "SessionRunner": "polygraphy.runners",
     "SessionSource": "session.session_source",
+    "Timeline": "session.timeline",
     "SessionStatistics": "session.statistics",
     "ShapeError": "errors",
     "SlotError": "errors",
@@ -171,6 +175,8 @@ _MODULE_OF = {
     "build_engine": "builder.build_engine",
     "compare_paths": "polygraphy.compare_paths",
     "estimate_memory": "cache.estimate",
+    "draw_cache": "cache.plot",
+    "Plot": "plot",
     "greedy_feeds": "polygraphy.feeds",
     "inspect_engine": "engine_folder.inspection",
     "largest_batch": "cache.estimate",

@@ -7,7 +7,7 @@ from trt_kvcache.cli.interrupt import held_interrupts
 
 FAILED, INTERRUPTED = 1, 130
 
-_EXTRAS = {"polygraphy": "polygraphy", "cuda": "cuda"}
+_EXTRAS = {"polygraphy": "polygraphy", "cuda": "cuda", "matplotlib": "plot"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
