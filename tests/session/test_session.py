@@ -325,7 +325,8 @@ REFUSALS = [
         RangeError,
         lambda s: s.generate([1], temprature=1),
         "generate: unknown option temprature. "
-        "Expected counter, ignore_eos, max_new_tokens, min_p, seed, stop, stop_token_ids, temperature, top_k, top_p.",
+        "Expected counter, frequency_penalty, ignore_eos, logit_bias, logits_processors, logprobs, max_new_tokens, min_p, "
+        "presence_penalty, repetition_penalty, seed, stop, stop_token_ids, temperature, top_k, top_p.",
     ),
     (
         RangeError,
