@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trt_kvcache.builder.build_engine import BUILDING
 from trt_kvcache.cli import build as build_module
 from trt_kvcache.errors import BuildError
 
@@ -25,7 +21,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen.update(options, model=model, target=target)
         raise BuildError("the engine could not be built. TensorRT says: no")
 
-    monkeypatch.setattr(build_module, "build_engine", refuse)
+    monkeypatch.setattr(build_module, "build_in_child", refuse)
     return seen
 
 
@@ -33,6 +29,7 @@ def test_defaults_come_from_the_model(run: Run, asked: dict[str, Any], tmp_path:
     done = run("build", SHIPPED, "-o", tmp_path / "engine")
     assert (done.code, done.out, done.err) == (1, "", "error: the engine could not be built. TensorRT says: no\n")
     assert callable(asked.pop("progress"))
+    assert callable(asked.pop("on_interrupt"))
     assert asked == {
         "model": SHIPPED,
         "target": tmp_path / "engine",
@@ -139,25 +136,4 @@ class TestWithTensorRT:
         done = run("build", SHIPPED, "-o", tmp_path / "engine", *arguments)
         assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
         assert complaint in done.err
-        assert list(tmp_path.iterdir()) == []
-
-    def test_ctrl_c_during_the_build_leaves_nothing(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        progress_bar, reported = build_module.progress_bar, []
-
-        @contextmanager
-        def interrupted_in_the_middle() -> Iterator[Any]:
-            with progress_bar() as progress:
-
-                def report(stage: str, done: float | None) -> None:
-                    progress(stage, done)
-                    reported.append(stage)
-                    if reported.count(BUILDING) == 3:
-                        signal.raise_signal(signal.SIGINT)
-
-                yield report
-
-        monkeypatch.setattr(build_module, "progress_bar", interrupted_in_the_middle)
-        done = run("build", SHIPPED, "-o", tmp_path / "engine")
-        assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
-        assert reported.count(BUILDING) == 3, "the next report ended the build"
         assert list(tmp_path.iterdir()) == []

@@ -5,14 +5,16 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.builder.build_engine import build_engine
 from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.cli.console import count, progress_bar, say, size
+from trt_kvcache.cli.build_process import build_in_child
+from trt_kvcache.cli.console import count, note, progress_display, say, size
 from trt_kvcache.cli.session_flags import ATTENTION_HELP, DTYPE_HELP, MAX_SEQUENCE_LENGTH_HELP, DTypeName, FlavourName
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import CheckpointError
 from trt_kvcache.reference import Attention
 from trt_kvcache.session.session_options import DEFAULT_MAX_PREFILL_LENGTH, DEFAULT_MAX_SEQUENCE_LENGTH
+
+_STOPPING = "Ctrl-C: the build stops when TensorRT next reports, which can take a minute. Press Ctrl-C again to end it at once."
 
 
 def build(
@@ -49,8 +51,8 @@ def build(
     with Checkpoint.open(model) as checkpoint:
         positions = checkpoint.config.max_position_embeddings
     length = max_sequence_length or min(positions, DEFAULT_MAX_SEQUENCE_LENGTH)
-    with progress_bar() as progress:
-        report = build_engine(
+    with progress_display() as progress:
+        report = build_in_child(
             model,
             output,
             max_batch_size=max_batch_size,
@@ -62,6 +64,7 @@ def build(
             embed_weights=embed_weights,
             compute_capabilities=compute_capability or None,
             progress=progress,
+            on_interrupt=lambda: note(_STOPPING),
         )
     peak = "" if report.peak_memory_nbytes is None else f", peak memory {size(report.peak_memory_nbytes)}"
     say(f"{report.path}: {size(report.plan_nbytes)} by {report.tensorrt} in {report.seconds:.1f} s{peak}")

@@ -2,10 +2,10 @@
 
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -62,7 +62,7 @@ def _print(console: Console, text: Text) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[ProgressCallback]:
-    """Show the stages of long work as progress bars, if stderr is a terminal.
+    """Show the stages of long work in this process as progress bars, if stderr is a terminal.
 
     Yields
     ------
@@ -74,8 +74,7 @@ def progress_bar() -> Iterator[ProgressCallback]:
     Before the first stage, and while TensorRT builds, Ctrl-C is held back until the next report: see
     :func:`~trt_kvcache.cli.interrupt.held_interrupts`.
     """
-    console = messages()
-    with held_interrupts() as interrupts, _bars(console) if console.is_terminal else nullcontext(_ignore) as show:
+    with held_interrupts() as interrupts, progress_display() as show:
 
         def report(stage: str, done: float | None) -> None:
             interrupts.check()
@@ -86,8 +85,20 @@ def progress_bar() -> Iterator[ProgressCallback]:
 
 
 @contextmanager
-def _bars(console: Console) -> Iterator[ProgressCallback]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+def progress_display() -> Iterator[ProgressCallback]:
+    """Show the stages of long work as progress bars, if stderr is a terminal; Ctrl-C is left alone.
+
+    Yields
+    ------
+    callable
+        To be called as ``progress(stage, fraction)``.
+    """
+    console = messages()
+    if not console.is_terminal:
+        yield _ignore
+        return
+    # The spinner goes on turning where a fraction stands still: one step of TensorRT may take half a minute.
+    columns = (SpinnerColumn("line"), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bars:
         tasks: dict[str, TaskID] = {}
 
