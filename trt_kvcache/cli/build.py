@@ -8,6 +8,7 @@ import typer
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.cli.build_process import build_in_child
 from trt_kvcache.cli.console import count, note, progress_display, say, size
+from trt_kvcache.cli.options import choice
 from trt_kvcache.cli.session_flags import ATTENTION_HELP, DTYPE_HELP, MAX_SEQUENCE_LENGTH_HELP, DTypeName, FlavourName
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import CheckpointError
@@ -22,22 +23,24 @@ def build(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="ENGINE", help="The engine folder to write. An existing one is replaced.")
     ],
-    max_batch_size: Annotated[int, typer.Option(min=1, help="Slots of the cache.")] = 1,
-    max_sequence_length: Annotated[int | None, typer.Option(min=1, help=MAX_SEQUENCE_LENGTH_HELP)] = None,
+    max_batch_size: Annotated[int, typer.Option(min=1, metavar="SLOTS", help="Slots of the cache.")] = 1,
+    max_sequence_length: Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help=MAX_SEQUENCE_LENGTH_HELP)] = None,
     max_prefill_length: Annotated[
         int | None,
         typer.Option(
             min=1,
+            metavar="TOKENS",
             help=f"Most new tokens of a slot in one enqueue; longer prompts run in chunks. Default: at most {DEFAULT_MAX_PREFILL_LENGTH}.",
         ),
     ] = None,
-    dtype: Annotated[DTypeName | None, typer.Option(metavar="DTYPE", help=DTYPE_HELP)] = None,
+    dtype: Annotated[DTypeName | None, choice(DTypeName, "--dtype", help=DTYPE_HELP)] = None,
     attention: Annotated[
         Attention,
-        typer.Option(help=ATTENTION_HELP),
+        choice(Attention, "--attention", help=ATTENTION_HELP),
     ] = "native",
     flavour: Annotated[
-        FlavourName, typer.Option(help="Which TensorRT to use. auto: full TensorRT if it works, otherwise TensorRT for RTX.")
+        FlavourName,
+        choice(FlavourName, "--flavour", help="Which TensorRT to use. auto: full TensorRT if it works, otherwise TensorRT for RTX."),
     ] = "auto",
     embed_weights: Annotated[bool, typer.Option("--embed-weights", help="Copy the checkpoint into the engine folder.")] = False,
     compute_capability: Annotated[

@@ -22,10 +22,13 @@ def compare(
     folder: session_flags.Folder,
     prompt: Prompts = None,
     prompt_ids: PromptIds = None,
-    steps: Annotated[int, typer.Option(min=0, help="Decode steps after the prefill.")] = 16,
+    steps: Annotated[int, typer.Option(min=0, metavar="N", help="Decode steps after the prefill.")] = 16,
     tolerance: Annotated[
         float | None,
-        typer.Option(help="Largest allowed difference, relative to the largest value of the slot and head. Default: depends on the dtype."),
+        typer.Option(
+            metavar="X",
+            help="Largest allowed difference, relative to the largest value of the slot and head. Default: depends on the dtype.",
+        ),
     ] = None,
     engine: session_flags.EngineOption = "auto",
     flavour: session_flags.FlavourOption = "auto",
@@ -33,11 +36,12 @@ def compare(
     dtype: session_flags.DTypeOption = None,
     attention: session_flags.AttentionOption = None,
 ) -> None:
-    """Run a model in several ways on the same tokens and compare logits and live cache rows.
+    """Check that several ways to run a model agree.
 
-    The ways are the NumPy reference engine, recomputing everything at each step, and TensorRT if a supported GPU is present. Each runs
-    with TensorRT's attention and with the plugin's, unless --attention names one. At a difference, the first step, layer, slot and head
-    are named, and the exit code is 3. For an engine folder, the engine with the other attention is built from its checkpoint.
+    They run the same tokens, and logits and live cache rows are compared. The ways are the NumPy reference engine, recomputing everything
+    at each step, and TensorRT if a supported GPU is present. Each runs with TensorRT's attention and with the plugin's, unless --attention
+    names one. At a difference, the first step, layer, slot and head are named, and the exit code is 3. For an engine folder, the engine
+    with the other attention is built from its checkpoint.
     """
     from trt_kvcache.polygraphy.compare_paths import TOLERANCES, compare_paths
     from trt_kvcache.polygraphy.comparison import comparison_lines

@@ -1,5 +1,6 @@
 """Output of the command line: results and messages, progress bars, tables, sizes."""
 
+import json
 import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from trt_kvcache.builder.build_engine import BUILDING, Progress as ProgressCallback
 from trt_kvcache.cli.interrupt import held_interrupts
+from trt_kvcache.cli.verbosity import is_quiet
 
 _WIDTH_OF_A_PIPE = 160
 
@@ -35,6 +37,11 @@ def say(line: str, style: str = "") -> None:
     _print(results(), Text(line, style))
 
 
+def put_json(document: object) -> None:
+    """Print the one JSON document of a command with ``--json``."""
+    put(json.dumps(document, ensure_ascii=False, indent=2) + "\n")
+
+
 def put(text: str) -> None:
     """Write generated text, at once and as it is."""
     sys.stdout.write(text)
@@ -42,13 +49,15 @@ def put(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print a note on stderr."""
-    _print(messages(), Text(text, "dim"))
+    """Print a note on stderr, unless the command is to be quiet."""
+    if not is_quiet():
+        _print(messages(), Text(text, "dim"))
 
 
 def warn(text: str) -> None:
-    """Print a warning on stderr."""
-    _print(messages(), Text.assemble(("warning:", "yellow"), " ", text))
+    """Print a warning on stderr, unless the command is to be quiet."""
+    if not is_quiet():
+        _print(messages(), Text.assemble(("warning:", "yellow"), " ", text))
 
 
 def complain(head: str, text: str = "") -> None:
@@ -94,7 +103,7 @@ def progress_display() -> Iterator[ProgressCallback]:
         To be called as ``progress(stage, fraction)``.
     """
     console = messages()
-    if not console.is_terminal:
+    if is_quiet() or not console.is_terminal:
         yield _ignore
         return
     # The spinner goes on turning where a fraction stands still: one step of TensorRT may take half a minute.

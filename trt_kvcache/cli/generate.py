@@ -22,11 +22,14 @@ def generate(
     prompt: Prompts = None,
     prompt_ids: PromptIds = None,
     resume: Annotated[
-        list[Path] | None, typer.Option(help="Continue from a file of --save-snapshot, instead of a prompt. Can be given several times.")
+        list[Path] | None,
+        typer.Option(metavar="FILE", help="Continue from a file of --save-snapshot, instead of a prompt. Can be given several times."),
     ] = None,
     save_snapshot: Annotated[
         Path | None,
-        typer.Option(help="Write the sequence to this file at the end, to continue it in another process. For one prompt only."),
+        typer.Option(
+            metavar="FILE", help="Write the sequence to this file at the end, to continue it in another process. For one prompt only."
+        ),
     ] = None,
     statistics: Statistics = True,
     max_new_tokens: MaxNewTokens = 128,

@@ -16,9 +16,14 @@ from trt_kvcache.ops.segments import Segment
 
 def inspect(
     engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="An engine folder.")],
-    plot: Annotated[Path | None, typer.Option(help="Draw its cache into this file (SVG): slots by tokens, and bytes by layer.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw its cache into this file (SVG): slots by tokens, and bytes by layer.")
+    ] = None,
 ) -> None:
-    """Show an engine folder: tensors, aliases, profiles, sizes, attention. Needs neither TensorRT nor a GPU."""
+    """Show what is in an engine folder.
+
+    Tensors, aliases, profiles, sizes, attention. Needs neither TensorRT nor a GPU.
+    """
     found = inspect_engine(engine)
     if plot is not None:
         plot.write_text(draw_cache(found.cache, title=str(found.path)), encoding="utf-8")

@@ -13,6 +13,7 @@ from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory, largest_
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.cli.console import count, results, say, size, span, table
+from trt_kvcache.cli.options import choice
 from trt_kvcache.engine.decoder_tensors import cache_config
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError, CheckpointError
@@ -30,15 +31,22 @@ def memory(
     folder: Annotated[
         Path | None, typer.Argument(metavar="ENGINE|MODEL", help="Folder to take layers and heads from. Only its config.json is read.")
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, max=10_000, help="Attention layers.", rich_help_panel=_PANEL)] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key-value heads of each layer.", rich_help_panel=_PANEL)] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Elements of one K or V row.", rich_help_panel=_PANEL)] = None,
-    max_batch_size: Annotated[int | None, typer.Option(min=1, help="Slots. Default: those of the engine folder, or 1.")] = None,
-    max_sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens that a slot can hold. Default: the folder's.")] = None,
-    dtype: Annotated[KVDTypeName | None, typer.Option(metavar="DTYPE", help=_DTYPE_HELP)] = None,
+    layers: Annotated[int | None, typer.Option(min=1, max=10_000, metavar="N", help="Attention layers.", rich_help_panel=_PANEL)] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, metavar="N", help="Key-value heads of each layer.", rich_help_panel=_PANEL)] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, metavar="N", help="Elements of one K or V row.", rich_help_panel=_PANEL)] = None,
+    max_batch_size: Annotated[
+        int | None, typer.Option(min=1, metavar="SLOTS", help="Slots. Default: those of the engine folder, or 1.")
+    ] = None,
+    max_sequence_length: Annotated[
+        int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens that a slot can hold. Default: the folder's.")
+    ] = None,
+    dtype: Annotated[KVDTypeName | None, choice(KVDTypeName, "--dtype", metavar="DTYPE", help=_DTYPE_HELP)] = None,
     gib: Annotated[float | None, typer.Option(metavar="N", help="Also print what fits into N GiB (2^30 bytes).")] = None,
 ) -> None:
-    """Print the size of a cache in bytes: per layer, per sequence and in total. Nothing is allocated."""
+    """Print the size of a cache in bytes.
+
+    Per layer, per sequence and in total. Nothing is allocated.
+    """
     if gib is not None and not 0 <= gib <= _MAX_GIB:
         raise typer.BadParameter(f"expected 0 to {_MAX_GIB:g}, got {gib}.", param_hint="--gib")
     if folder is None:

@@ -10,17 +10,24 @@ from trt_kvcache.generation.sampling import SamplingParams
 
 _PANEL = "Sampling"
 
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Generate at most this many tokens for a prompt.", rich_help_panel=_PANEL)]
+MaxNewTokens = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Generate at most this many tokens for a prompt.", rich_help_panel=_PANEL)
+]
 Temperature = Annotated[
     float | None,
-    typer.Option(help="Logits are divided by it; 0 always takes the most likely token. Default: the model's.", rich_help_panel=_PANEL),
+    typer.Option(
+        metavar="X", help="Logits are divided by it; 0 always takes the most likely token. Default: the model's.", rich_help_panel=_PANEL
+    ),
 ]
-TopK = Annotated[int | None, typer.Option(min=0, help="Keep the k most likely tokens; 0 keeps all.", rich_help_panel=_PANEL)]
-TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens until their probabilities sum to p.", rich_help_panel=_PANEL)]
+TopK = Annotated[int | None, typer.Option(min=0, metavar="K", help="Keep the k most likely tokens; 0 keeps all.", rich_help_panel=_PANEL)]
+TopP = Annotated[
+    float | None, typer.Option(metavar="P", help="Keep the most likely tokens until their probabilities sum to p.", rich_help_panel=_PANEL)
+]
 MinP = Annotated[
-    float | None, typer.Option(help="Drop tokens that are less likely than p times the most likely one.", rich_help_panel=_PANEL)
+    float | None,
+    typer.Option(metavar="P", help="Drop tokens that are less likely than p times the most likely one.", rich_help_panel=_PANEL),
 ]
-Seed = Annotated[int | None, typer.Option(min=0, help="The same seed gives the same text.", rich_help_panel=_PANEL)]
+Seed = Annotated[int | None, typer.Option(min=0, metavar="N", help="The same seed gives the same text.", rich_help_panel=_PANEL)]
 Stop = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", help="End the output before this text. Can be given several times.", rich_help_panel=_PANEL),

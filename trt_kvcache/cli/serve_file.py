@@ -52,7 +52,10 @@ def serve_file(
     flavour: session_flags.FlavourOption = "auto",
     cuda_graphs: session_flags.CudaGraphs = True,
     max_batch_size: Annotated[
-        int | None, typer.Option(min=1, help=f"Slots of the cache, for a model folder. Default: one per prompt, at most {_MAX_SLOTS}.")
+        int | None,
+        typer.Option(
+            min=1, metavar="SLOTS", help=f"Slots of the cache, for a model folder. Default: one per prompt, at most {_MAX_SLOTS}."
+        ),
     ] = None,
     max_sequence_length: session_flags.MaxSequenceLength = None,
     dtype: session_flags.DTypeOption = None,

@@ -7,13 +7,14 @@ from typing import Annotated, Literal
 import typer
 
 from trt_kvcache.cli.console import progress_bar
+from trt_kvcache.cli.options import choice
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.reference import Attention
 from trt_kvcache.session.session import InferenceSession
 from trt_kvcache.session.session_options import DEFAULT_MAX_SEQUENCE_LENGTH, EngineChoice
 from trt_kvcache.session.session_source import SessionSource
 
-DTYPE_HELP = "Data type of weights, K and V: float16, bfloat16 or float32. Default: the checkpoint's."
+DTYPE_HELP = "Data type of weights, K and V. Default: the checkpoint's."
 MAX_SEQUENCE_LENGTH_HELP = f"Tokens that a slot can hold. Default: the model's limit, at most {DEFAULT_MAX_SEQUENCE_LENGTH}."
 
 ATTENTION_HELP = (
@@ -31,20 +32,25 @@ Folder = Annotated[
 ]
 EngineOption = Annotated[
     EngineChoice,
-    typer.Option(
+    choice(
+        EngineChoice,
         "--engine",
         help="auto uses TensorRT if a supported GPU is present; otherwise prints a warning and falls back to the NumPy reference engine.",
         rich_help_panel=_PANEL,
     ),
 ]
 FlavourOption = Annotated[
-    FlavourName, typer.Option("--flavour", help="Which TensorRT to use if both are installed.", rich_help_panel=_PANEL)
+    FlavourName, choice(FlavourName, "--flavour", help="Which TensorRT to use if both are installed.", rich_help_panel=_PANEL)
 ]
 CudaGraphs = Annotated[bool, typer.Option(help="Capture decode steps of an engine in segments as CUDA graphs.", rich_help_panel=_PANEL)]
-MaxBatchSize = Annotated[int | None, typer.Option(min=1, help="Slots of the cache. Default: one per prompt.", rich_help_panel=_MODEL_PANEL)]
-MaxSequenceLength = Annotated[int | None, typer.Option(min=1, help=MAX_SEQUENCE_LENGTH_HELP, rich_help_panel=_MODEL_PANEL)]
-DTypeOption = Annotated[DTypeName | None, typer.Option("--dtype", metavar="DTYPE", help=DTYPE_HELP, rich_help_panel=_MODEL_PANEL)]
-AttentionOption = Annotated[Attention | None, typer.Option("--attention", help=ATTENTION_HELP, rich_help_panel=_MODEL_PANEL)]
+MaxBatchSize = Annotated[
+    int | None, typer.Option(min=1, metavar="SLOTS", help="Slots of the cache. Default: one per prompt.", rich_help_panel=_MODEL_PANEL)
+]
+MaxSequenceLength = Annotated[
+    int | None, typer.Option(min=1, metavar="TOKENS", help=MAX_SEQUENCE_LENGTH_HELP, rich_help_panel=_MODEL_PANEL)
+]
+DTypeOption = Annotated[DTypeName | None, choice(DTypeName, "--dtype", help=DTYPE_HELP, rich_help_panel=_MODEL_PANEL)]
+AttentionOption = Annotated[Attention | None, choice(Attention, "--attention", help=ATTENTION_HELP, rich_help_panel=_MODEL_PANEL)]
 
 
 @dataclass(frozen=True, kw_only=True)
