@@ -53,15 +53,16 @@ class ChatTemplate:
         except TemplateError as error:
             raise CheckpointError(f"{source}: the chat template cannot be read: {error}.") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str], *, add_generation_prompt: bool) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
         """Return the text of a conversation.
 
         Parameters
         ----------
         messages : sequence of mapping
             ``{"role": ..., "content": ...}``, oldest first.
-        special_tokens : mapping of str to str
-            Texts of the special tokens by the names that templates use (``"bos_token"``, ``"eos_token"``, ...).
+        variables : mapping of str to object
+            The other variables of the template: texts of the special tokens (``"bos_token"``, ``"eos_token"``, ...), ``"tools"``, and those
+            that this template alone knows.
         add_generation_prompt : bool
             Whether the text ends with the opening of the assistant's turn.
 
@@ -76,9 +77,8 @@ class ChatTemplate:
             The template rejects the messages (roles out of order, ...), or fails on them.
         """
         try:
-            return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **special_tokens
-            )
+            known = {"tools": None, "documents": None, **variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
+            return self._template.render(known)
         except Exception as error:
             raise ConfigError(f"{self._source}: the chat template refuses these messages: {error}") from error
 
