@@ -7,13 +7,12 @@ from typing import Any
 import pytest
 import typer
 
-from trt_kvcache.cli.sampling_flags import SamplingFlags
-
-NOT_GIVEN: dict[str, Any] = {"temperature": None, "top_k": None, "top_p": None, "min_p": None, "seed": None, "stop": None}
+from trt_kvcache.cli.sampling_flags import SamplingFlags, with_drawn_seed
+from trt_kvcache.generation.sampling import SamplingParams
 
 
 def options(**given: Any) -> dict[str, Any]:
-    return SamplingFlags(**{"max_new_tokens": 128, **NOT_GIVEN, **given}).options()
+    return SamplingFlags(**given).options()
 
 
 def test_options_that_were_not_given_are_left_to_the_model() -> None:
@@ -48,3 +47,11 @@ def test_a_value_out_of_range_is_wrong_usage_of_its_option(given: dict[str, Any]
     with pytest.raises(typer.BadParameter) as raised:
         options(**given)
     assert (raised.value.param_hint, raised.value.message) == (hint, message)
+
+
+def test_a_seed_is_drawn_only_where_tokens_are() -> None:
+    assert with_drawn_seed(SamplingParams()).seed is None
+    assert with_drawn_seed(SamplingParams(temperature=1.0, seed=5)).seed == 5
+    first, second = (with_drawn_seed(SamplingParams(temperature=1.0)).seed for _ in range(2))
+    assert first is not None
+    assert first != second

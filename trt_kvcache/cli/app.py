@@ -23,6 +23,7 @@ from trt_kvcache.cli.generate import generate
 from trt_kvcache.cli.help import Command
 from trt_kvcache.cli.inspect import inspect as inspect_command
 from trt_kvcache.cli.memory import memory
+from trt_kvcache.cli.options import call_with_flat, flat_parameters
 from trt_kvcache.cli.serve_file import serve_file
 from trt_kvcache.cli.verbosity import SHARED_OPTIONS, chosen_verbosity
 from trt_kvcache.errors import KVCacheError
@@ -45,10 +46,10 @@ def _with_clear_errors(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that all commands have; report what a command raises as one message and an exit code, never as a traceback."""
 
     @functools.wraps(command)
-    def run_command(*arguments: Any, **options: Any) -> None:
+    def run_command(*, quiet: bool, verbose: int, **options: Any) -> None:
         try:
-            with chosen_verbosity(quiet=options.pop("quiet"), verbose=options.pop("verbose")):
-                command(*arguments, **options)
+            with chosen_verbosity(quiet=quiet, verbose=verbose):
+                call_with_flat(command, options)
         except KeyboardInterrupt:
             complain("interrupted")
             raise typer.Exit(INTERRUPTED) from None
@@ -61,10 +62,10 @@ def _with_clear_errors(command: Callable[..., None]) -> Callable[..., None]:
             complain("error:", f"out of memory. {error}")
             raise typer.Exit(FAILED) from None
 
-    signature = inspect.signature(command)
     shared = [Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind) for name, default, kind in SHARED_OPTIONS]
-    run_command.__signature__ = signature.replace(parameters=[*signature.parameters.values(), *shared])  # type: ignore[attr-defined]
-    run_command.__annotations__ = {**command.__annotations__, **{parameter.name: parameter.annotation for parameter in shared}}
+    parameters = [*flat_parameters(command), *shared]
+    run_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run_command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run_command
 
 

@@ -2,18 +2,23 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from trt_kvcache.cli import session_flags
-from trt_kvcache.cli.console import messages, say, warn
+from trt_kvcache.cli.console import messages, put_json, say, warn
 from trt_kvcache.cli.interrupt import held_interrupts
+from trt_kvcache.cli.json_document import as_json
+from trt_kvcache.cli.options import Json
 from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
 from trt_kvcache.session.open_model import why_no_tensorrt
 from trt_kvcache.session.session_source import SessionSource
+
+if TYPE_CHECKING:
+    from trt_kvcache.polygraphy.comparison import Comparison
 
 DIFFERS = 3
 
@@ -35,6 +40,7 @@ def compare(
     max_sequence_length: session_flags.MaxSequenceLength = None,
     dtype: session_flags.DTypeOption = None,
     attention: session_flags.AttentionOption = None,
+    json: Json = False,
 ) -> None:
     """Check that several ways to run a model agree.
 
@@ -52,14 +58,13 @@ def compare(
         raise typer.BadParameter(f"expected 0 or more, got {tolerance}.", param_hint="--tolerance")
 
     flags = session_flags.SessionFlags(
-        folder=folder,
         engine="reference",
         flavour=flavour,
         max_sequence_length=max_sequence_length,
         dtype=dtype,
         attention=attention,
     )
-    reference = flags.source(slots=len(prompts))
+    reference = flags.source(folder, slots=len(prompts))
     sources = {"": reference}
     paths = [SessionRunner(reference, "reference"), RecomputeRunner(reference, "full recomputation")]
     if attention is None:
@@ -85,10 +90,20 @@ def compare(
                 tolerances=TOLERANCES if tolerance is None else dict.fromkeys(TOLERANCES, tolerance),
                 on_step=lambda step: status.update(f"step {step} of {steps}"),
             )
-    for line in comparison_lines(comparison):
-        say(line)
+    if json:
+        put_json(_document(comparison))
+    else:
+        for line in comparison_lines(comparison):
+            say(line)
     if not comparison.agrees:
         raise typer.Exit(DIFFERS)
+
+
+def _document(comparison: "Comparison") -> dict[str, Any]:
+    """Return what ``--json`` prints: all that the comparison knows."""
+    document: dict[str, Any] = {"agrees": comparison.agrees, **as_json(comparison)}
+    document["pairs"] = [{"agrees": pair.agrees, **as_json(pair)} for pair in comparison.pairs]
+    return document
 
 
 def _with_tensorrt(engine: str, folder: Path, flavour: str) -> bool:

@@ -1,6 +1,7 @@
 """The command-line options for sampling, which ``generate``, ``chat`` and ``serve-file`` share."""
 
-from dataclasses import asdict, dataclass
+import secrets
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -9,6 +10,8 @@ from trt_kvcache.errors import RangeError
 from trt_kvcache.generation.sampling import SamplingParams
 
 _PANEL = "Sampling"
+
+_SEED_BITS = 32
 
 MaxNewTokens = Annotated[
     int, typer.Option(min=1, metavar="N", help="Generate at most this many tokens for a prompt.", rich_help_panel=_PANEL)
@@ -53,14 +56,14 @@ class SamplingFlags:
         False if not given.
     """
 
-    max_new_tokens: int
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    seed: int | None
-    stop: list[str] | None
-    ignore_eos: bool = False
+    max_new_tokens: MaxNewTokens = 128
+    temperature: Temperature = None
+    top_k: TopK = None
+    top_p: TopP = None
+    min_p: MinP = None
+    seed: Seed = None
+    stop: Stop = None
+    ignore_eos: IgnoreEos = False
 
     def options(self) -> dict[str, Any]:
         """Return the options that were given, by field name of ``SamplingParams``.
@@ -79,3 +82,8 @@ class SamplingFlags:
             name, _, text = str(error).removeprefix("SamplingParams.").partition(": ")
             raise typer.BadParameter(text, param_hint=f"--{name.replace('_', '-')}") from None
         return given
+
+
+def with_drawn_seed(params: SamplingParams) -> SamplingParams:
+    """Return sampling parameters with a seed of their own, if they sample and have none: so the seed can be printed, and given again."""
+    return replace(params, seed=secrets.randbits(_SEED_BITS)) if params.temperature > 0 and params.seed is None else params

@@ -21,7 +21,7 @@ ATTENTION_HELP = (
     "native: TensorRT's causal attention. mask: with an explicit mask (avoids a defect of 11.x). plugin: this package's kernels."
 )
 
-_PANEL, _MODEL_PANEL = "Engine", "For a model folder (an engine folder has them from its build)"
+_PANEL, MODEL_PANEL = "Engine", "For a model folder (an engine folder has them from its build)"
 
 
 DTypeName = Literal["float16", "bfloat16", "float32"]
@@ -44,13 +44,11 @@ FlavourOption = Annotated[
 ]
 CudaGraphs = Annotated[bool, typer.Option(help="Capture decode steps of an engine in segments as CUDA graphs.", rich_help_panel=_PANEL)]
 MaxBatchSize = Annotated[
-    int | None, typer.Option(min=1, metavar="SLOTS", help="Slots of the cache. Default: one per prompt.", rich_help_panel=_MODEL_PANEL)
+    int | None, typer.Option(min=1, metavar="SLOTS", help="Slots of the cache. Default: one per prompt.", rich_help_panel=MODEL_PANEL)
 ]
-MaxSequenceLength = Annotated[
-    int | None, typer.Option(min=1, metavar="TOKENS", help=MAX_SEQUENCE_LENGTH_HELP, rich_help_panel=_MODEL_PANEL)
-]
-DTypeOption = Annotated[DTypeName | None, choice(DTypeName, "--dtype", help=DTYPE_HELP, rich_help_panel=_MODEL_PANEL)]
-AttentionOption = Annotated[Attention | None, choice(Attention, "--attention", help=ATTENTION_HELP, rich_help_panel=_MODEL_PANEL)]
+MaxSequenceLength = Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help=MAX_SEQUENCE_LENGTH_HELP, rich_help_panel=MODEL_PANEL)]
+DTypeOption = Annotated[DTypeName | None, choice(DTypeName, "--dtype", help=DTYPE_HELP, rich_help_panel=MODEL_PANEL)]
+AttentionOption = Annotated[Attention | None, choice(Attention, "--attention", help=ATTENTION_HELP, rich_help_panel=MODEL_PANEL)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,49 +57,47 @@ class SessionFlags:
 
     Parameters
     ----------
-    folder : Path
-        An engine folder or a Hugging Face folder.
     engine, flavour : str
         As in :class:`~trt_kvcache.session.session_options.SessionOptions`, like all that follow.
     cuda_graphs : bool
         True if not given.
-    prompt_cache_bytes : int
-        0 if not given.
     max_batch_size, max_sequence_length : int or None
         None if not given.
     dtype, attention : str or None
         None if not given.
     """
 
-    folder: Path
-    engine: EngineChoice
-    flavour: FlavourName
-    cuda_graphs: bool = True
-    prompt_cache_bytes: int = 0
-    max_batch_size: int | None = None
-    max_sequence_length: int | None
-    dtype: DTypeName | None
-    attention: Attention | None
+    engine: EngineOption = "auto"
+    flavour: FlavourOption = "auto"
+    cuda_graphs: CudaGraphs = True
+    max_batch_size: MaxBatchSize = None
+    max_sequence_length: MaxSequenceLength = None
+    dtype: DTypeOption = None
+    attention: AttentionOption = None
 
-    def source(self, *, slots: int) -> SessionSource:
+    def source(self, folder: Path, *, slots: int, prompt_cache_bytes: int = 0) -> SessionSource:
         """Return where the session comes from.
 
         Parameters
         ----------
+        folder : Path
+            An engine folder or a Hugging Face folder.
         slots : int
             How many slots the command needs: the batch size for a model folder if none was given.
+        prompt_cache_bytes : int
+            Memory for copies of prompts, in bytes.
 
         Returns
         -------
         SessionSource
         """
-        max_batch_size = self.max_batch_size if is_engine_folder(self.folder) else self.max_batch_size or slots
+        max_batch_size = self.max_batch_size if is_engine_folder(folder) else self.max_batch_size or slots
         return SessionSource(
-            self.folder,
+            folder,
             engine=self.engine,
             flavour=self.flavour,
             cuda_graphs=self.cuda_graphs,
-            prompt_cache_bytes=self.prompt_cache_bytes,
+            prompt_cache_bytes=prompt_cache_bytes,
             max_batch_size=max_batch_size,
             max_sequence_length=self.max_sequence_length,
             dtype=self.dtype,
