@@ -19,6 +19,7 @@ TREE = {
     "BindingError": RuntimeError,
     "BuildError": RuntimeError,
     "EngineError": RuntimeError,
+    "ProcessorError": RuntimeError,
     "CaptureError": RuntimeError,
     "LengthsUnknown": RuntimeError,
     "ClosedError": RuntimeError,

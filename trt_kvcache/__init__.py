@@ -55,15 +55,17 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
         LengthsUnknown as LengthsUnknown,
         MappingError as MappingError,
         PlaceError as PlaceError,
+        ProcessorError as ProcessorError,
         RangeError as RangeError,
         SequenceError as SequenceError,
         ShapeError as ShapeError,
         SlotError as SlotError,
         SnapshotError as SnapshotError,
     )
+    from trt_kvcache.generation.chat_prompt import ChatPrompt as ChatPrompt
     from trt_kvcache.generation.request import GeneratedToken as GeneratedToken
     from trt_kvcache.generation.sampler_state import SamplerState as SamplerState
-    from trt_kvcache.generation.sampling import SamplingParams as SamplingParams
+    from trt_kvcache.generation.sampling import SamplingOptions as SamplingOptions, SamplingParams as SamplingParams
     from trt_kvcache.memory.cuda_memory import CudaMemory as CudaMemory
     from trt_kvcache.memory.host_memory import HostMemory as HostMemory
     from trt_kvcache.memory.tensor import DeviceTensor as DeviceTensor
@@ -83,6 +85,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.sequences.prompt_cache import PromptCache as PromptCache, PromptEntry as PromptEntry, PromptMatch as PromptMatch
     from trt_kvcache.sequences.sequence_cache_manager import SequenceCacheManager as SequenceCacheManager
     from trt_kvcache.sequences.snapshot import Snapshot as Snapshot, load_snapshot as load_snapshot, save_snapshot as save_snapshot
+    from trt_kvcache.session.load import load as load
     from trt_kvcache.session.open_model import EngineFallbackWarning as EngineFallbackWarning
     from trt_kvcache.session.request_handle import RequestHandle as RequestHandle
     from trt_kvcache.session.session import InferenceSession as InferenceSession
@@ -99,6 +102,7 @@ _MODULE_OF = {
     "CacheConfig": "cache.config",
     "CapacityError": "errors",
     "CaptureError": "errors",
+    "ChatPrompt": "generation.chat_prompt",
     "Checkpoint": "checkpoint",
     "CheckpointError": "errors",
     "ClosedError": "errors",
@@ -138,6 +142,7 @@ _MODULE_OF = {
     "ModelIdentity": "sequences.model_identity",
     "NetworkScript": "polygraphy.network_script",
     "PlaceError": "errors",
+    "ProcessorError": "errors",
     "PromptCache": "sequences.prompt_cache",
     "PromptEntry": "sequences.prompt_cache",
     "PromptMatch": "sequences.prompt_cache",
@@ -147,6 +152,7 @@ _MODULE_OF = {
     "ReferenceRunner": "polygraphy.runners",
     "RequestHandle": "session.request_handle",
     "SamplerState": "generation.sampler_state",
+    "SamplingOptions": "generation.sampling",
     "SamplingParams": "generation.sampling",
     "SegmentedEngine": "trt.segmented_engine",
     "SequenceCacheManager": "sequences.sequence_cache_manager",
@@ -170,6 +176,7 @@ _MODULE_OF = {
     "greedy_feeds": "polygraphy.feeds",
     "inspect_engine": "engine_folder.inspection",
     "largest_batch": "cache.estimate",
+    "load": "session.load",
     "load_snapshot": "sequences.snapshot",
     "longest_sequence": "cache.estimate",
     "make_feed": "polygraphy.feeds",

@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -15,6 +15,7 @@ from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
 from trt_kvcache.session.open_model import why_no_tensorrt
+from trt_kvcache.session.session_options import DTypeChoice, FlavourChoice
 from trt_kvcache.session.session_source import SessionSource
 
 if TYPE_CHECKING:
@@ -126,10 +127,10 @@ def _other_attention(folder: Path, reference: SessionSource) -> SessionSource:
     config = engine.config
     return reference.replace(
         engine.checkpoint_path if engine.checkpoint_path.is_dir() else config.checkpoint.path,
-        flavour=config.tensorrt_flavour if reference.options.flavour == "auto" else reference.options.flavour,
+        flavour=cast(FlavourChoice, config.tensorrt_flavour) if reference.options.flavour == "auto" else reference.options.flavour,
         max_batch_size=config.cache.max_batch_size,
         max_sequence_length=config.cache.max_sequence_length,
         max_prefill_length=config.max_prefill_length,
-        dtype=config.dtype,
+        dtype=cast(DTypeChoice, config.dtype),
         attention="native" if config.attention_variant == "plugin" else "plugin",
     )

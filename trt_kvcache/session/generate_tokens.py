@@ -35,6 +35,8 @@ def generate_tokens(
     ------
     ClosedError
         The session is closed, or another call has changed the batch since the last token.
+    EngineError, ProcessorError
+        A token cannot be chosen. What the slots hold is as before the step: its tokens are pending.
     """
 
     def check_unchanged(changes: int) -> None:
@@ -45,18 +47,32 @@ def generate_tokens(
     check_open()
     logits = prefill()
     for slot, request in enumerate(requests):
+        request.follow(batch[slot].tokens)
         batch.assign_sampler(slot, request.sampler)
+    chosen = _choose(batch, requests, logits)
     while True:
         changes = batch.changes
-        going = [slot for slot, request in enumerate(requests) if not request.finished]
-        for token in [requests[slot].choose(logits[slot], full=batch.is_full(slot)) for slot in going]:
+        for token in chosen:
             check_unchanged(changes)
-            batch.record_token(token.index, token.token, requests[token.index].sampler)
+            request = requests[token.index]
+            batch.record_token(token.index, token.token, request.sampler, generated=request.generated)
             if token.finish_reason is not None:
                 batch.remember([token.index])
             yield token
-        still = [not request.finished for request in requests]
-        if not any(still):
+        going = [not request.finished for request in requests]
+        if not any(going):
             return
         check_unchanged(changes)
-        logits = batch.decode([request.tokens[-1] for request in requests], None if all(still) else still)
+        last = [request.tokens[-1] for request in requests]
+        logits = batch.decode(last, None if all(going) else going)
+        try:
+            chosen = _choose(batch, requests, logits)
+        except BaseException:
+            batch.take_back(last, going)
+            raise
+
+
+def _choose(batch: Batch, requests: Sequence[Request], logits: np.ndarray[Any, Any]) -> list[GeneratedToken]:
+    """Return the next token of each request that has not ended."""
+    going = [(slot, request) for slot, request in enumerate(requests) if not request.finished]
+    return [request.choose(logits[slot], full=batch.is_full(slot)) for slot, request in going]

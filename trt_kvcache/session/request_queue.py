@@ -59,7 +59,8 @@ class RequestQueue:
             The engine does not accept every number of slots. Nothing was changed.
         """
         self._steps.check_all_batch_sizes()
-        handle = RequestHandle(self._num_submitted, request)
+        request.index = self._num_submitted
+        handle = RequestHandle(request)
         self._num_submitted += 1
         self._waiting.append(handle)
         return handle
@@ -177,7 +178,7 @@ class RequestQueue:
         """Choose the next token of a slot's request."""
         handle = self._running[slot]
         handle.choose(logits, full=self._batch.is_full(slot))
-        self._batch.record_token(slot, handle.last_token, handle.sampler)
+        self._batch.record_token(slot, handle.last_token, handle.sampler, generated=handle.generated)
         if handle.finished:
             self._batch.remember([slot])
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +17,8 @@ from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.errors import ClosedError, ConfigError, RangeError, ShapeError
-from trt_kvcache.generation.prompts import Prompt, PromptReader, as_prompts
+from trt_kvcache.generation.chat_prompt import ChatPrompt
+from trt_kvcache.generation.prompts import AnyPrompt, Prompt, PromptReader, as_prompts
 from trt_kvcache.generation.request import GeneratedToken, Request
 from trt_kvcache.generation.sampler_state import SamplerState
 from trt_kvcache.generation.sampling import SamplingParams, params_for
@@ -27,6 +27,7 @@ from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.sequences.snapshot import Snapshot
 from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.generate_tokens import generate_tokens
+from trt_kvcache.session.model_location import expanded
 from trt_kvcache.session.open_model import SessionParts, open_engine_folder, open_model
 from trt_kvcache.session.request_handle import RequestHandle
 from trt_kvcache.session.request_queue import RequestQueue
@@ -38,6 +39,7 @@ from trt_kvcache.session.step_executor import StepExecutor
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from trt_kvcache.generation.sampling import SamplingOptions
     from trt_kvcache.session.session_options import ModelOptions, OpenOptions
 
 
@@ -235,6 +237,11 @@ class InferenceSession:
         return self._tokenizer
 
     @property
+    def has_chat_template(self) -> bool:
+        """Whether the model has a chat template, so that it takes conversations: :meth:`chat` and :class:`ChatPrompt`."""
+        return self._tokenizer is not None and self._tokenizer.has_chat_template
+
+    @property
     def defaults(self) -> SamplingParams:
         """What ``generate`` uses for options that are not given."""
         return self._defaults
@@ -310,12 +317,12 @@ class InferenceSession:
         self._check_open()
         svg = draw_cache(self._cache.kv_config, self._cache.lengths.upper_bounds, self._batch.reused)
         if path is not None:
-            Path(path).write_text(svg, encoding="utf-8")
+            expanded(path).write_text(svg, encoding="utf-8")
         return svg
 
     # --- prefill and decode ---
 
-    def prefill(self, prompts: Sequence[Prompt], *, reuse: bool = False) -> np.ndarray[Any, Any]:
+    def prefill(self, prompts: Sequence[AnyPrompt], *, reuse: bool = False) -> np.ndarray[Any, Any]:
         """Start new sequences and run their prompts.
 
         Parameters
@@ -459,19 +466,19 @@ class InferenceSession:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: AnyPrompt | Sequence[AnyPrompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         append: bool = False,
         reuse: bool = False,
-        **options: Any,
+        **options: Unpack[SamplingOptions],
     ) -> Iterator[GeneratedToken]:
         """Continue prompts, token by token.
 
         Parameters
         ----------
         prompts : prompt, or sequence of prompts (n,)
-            Token ids or text.
+            Token ids, text, or a :class:`ChatPrompt`.
         params : SamplingParams, or sequence of SamplingParams (n,), optional
             For all prompts, or one for each. Not together with ``options``.
         append : bool
@@ -515,24 +522,81 @@ class InferenceSession:
         requests = self._requests(rows, per_request)
         return self._generate(requests, lambda: self._batch.append(rows) if append else self._batch.start(rows, reuse=reuse))
 
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        params: SamplingParams | None = None,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> Iterator[GeneratedToken]:
+        """Answer a conversation. What slot 0 holds of it from the last answer is not run again.
+
+        Parameters
+        ----------
+        messages : sequence of mapping
+            ``{"role": ..., "content": ...}``, oldest first, as OpenAI's API has them: see :class:`ChatPrompt`.
+        params : SamplingParams, optional
+            Not together with ``options``.
+        tools : sequence of mapping, optional
+            Descriptions of the functions that the model may call, as OpenAI's API has them.
+        template_args : mapping of str to object, optional
+            Further variables of the chat template, such as ``{"enable_thinking": False}``.
+        **options
+            Fields of :class:`SamplingParams`, instead of the model's defaults.
+
+        Returns
+        -------
+        iterator of GeneratedToken
+            As of :meth:`generate`.
+
+        Raises
+        ------
+        ConfigError
+            The model has no tokenizer or no chat template (:attr:`has_chat_template`), or the template refuses the messages.
+        CapacityError, RangeError, ShapeError, ClosedError
+            Nothing was changed.
+
+        Notes
+        -----
+        For several conversations at once, or in a queue, pass a :class:`ChatPrompt` for each to :meth:`generate` or :meth:`submit`.
+
+        Examples
+        --------
+        >>> from trt_kvcache import InferenceSession
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        ...     session.chat([{"role": "user", "content": "Hello"}])  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+            ...
+        trt_kvcache.errors.ConfigError: prompts[0]: expected a model with a chat template for a conversation, got one without...
+        """
+        prompt = ChatPrompt(messages, tools, {} if template_args is None else template_args)
+        return self.generate(prompt, params, reuse=len(self._batch) == 1, **options)
+
     def _generate(self, requests: list[Request], prefill: Callable[[], np.ndarray[Any, Any]]) -> Iterator[GeneratedToken]:
         return generate_tokens(self._batch, requests, prefill, check_open=self._check_open)
 
-    def _requests(self, rows: Sequence[Sequence[int]], params: Sequence[SamplingParams]) -> list[Request]:
+    def _requests(
+        self, rows: Sequence[Sequence[int]], params: Sequence[SamplingParams], generated: Sequence[int] | None = None
+    ) -> list[Request]:
+        for one in params:
+            one.check_vocabulary(self.vocab_size)
+        counts = [0] * len(rows) if generated is None else generated
         return [
-            Request(index, row, one, tokenizer=self._tokenizer, eos_token_ids=self._eos_token_ids)
-            for index, (row, one) in enumerate(zip(rows, params, strict=True))
+            Request(index, row, one, tokenizer=self._tokenizer, eos_token_ids=self._eos_token_ids, generated=count)
+            for index, (row, one, count) in enumerate(zip(rows, params, counts, strict=True))
         ]
 
     # --- serving a queue ---
 
-    def submit(self, prompt: Prompt, params: SamplingParams | None = None, **options: Any) -> RequestHandle:
+    def submit(self, prompt: AnyPrompt, params: SamplingParams | None = None, **options: Unpack[SamplingOptions]) -> RequestHandle:
         """Put a prompt in the queue, to be continued by :meth:`step` as soon as a slot is free.
 
         Parameters
         ----------
         prompt : prompt
-            Token ids or text.
+            Token ids, text, or a :class:`ChatPrompt`.
         params : SamplingParams, optional
             Not together with ``options``.
         **options
@@ -649,10 +713,12 @@ class InferenceSession:
             tokens=state.tokens,
             pending=state.pending,
             model=model,
-            sampler=None if state.sampler is None else SamplerState(seed=state.sampler[0], counter=state.sampler[1]),
+            sampler=None
+            if state.sampler is None
+            else SamplerState(seed=state.sampler[0], counter=state.sampler[1], generated=state.generated),
             stream=self._steps.stream,
         )
-        snapshot.write(path)
+        snapshot.write(expanded(path))
         return snapshot
 
     def load_snapshots(self, paths: Paths) -> list[Snapshot]:
@@ -680,7 +746,7 @@ class InferenceSession:
         return snapshots
 
     def resume(
-        self, paths: Paths, params: SamplingParams | Sequence[SamplingParams] | None = None, **options: Any
+        self, paths: Paths, params: SamplingParams | Sequence[SamplingParams] | None = None, **options: Unpack[SamplingOptions]
     ) -> Iterator[GeneratedToken]:
         """Start new sequences from files and continue them, each with its own seed and counter unless a seed is given.
 
@@ -724,7 +790,8 @@ class InferenceSession:
         ]
         kept, rows = zip(*map(next_tokens, snapshots), strict=True)
         self._batch.check_room(kept, rows)
-        requests = self._requests([[*one.tokens, *one.pending] for one in snapshots], per_request)
+        generated = [0 if one.sampler is None else one.sampler.generated for one in snapshots]
+        requests = self._requests([[*one.tokens, *one.pending] for one in snapshots], per_request, generated)
         chunks = self._batch.plan_prefill(kept, rows)
         return self._generate(requests, lambda: self._batch.resume(snapshots, kept, rows, chunks))
 

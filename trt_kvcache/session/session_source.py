@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from trt_kvcache.builder.build_engine import Progress
 from trt_kvcache.engine_folder.folder import is_engine_folder
+from trt_kvcache.session.model_location import locate_model
 from trt_kvcache.session.session import InferenceSession
 from trt_kvcache.session.session_options import SessionOptions
 
@@ -23,8 +24,9 @@ class SessionSource:
 
     Parameters
     ----------
-    folder : path
-        A folder with ``engine.plan`` is an engine folder, any other a Hugging Face folder.
+    folder : path or str
+        A folder with ``engine.plan`` is an engine folder, any other a Hugging Face folder. A text ``organisation/name`` that is no folder
+        is a model of the Hugging Face Hub, downloaded when a session is opened.
     **options
         Fields of :class:`~trt_kvcache.session.session_options.SessionOptions`.
 
@@ -73,7 +75,7 @@ class SessionSource:
         ConfigError, CheckpointError, BuildError, EngineError, CudaError
             As ``InferenceSession.open`` and ``InferenceSession.from_model``.
         """
-        folder = os.fspath(self.folder)
+        folder = locate_model(self.folder)
         given = {name: value for name, value in vars(self.options).items() if value is not None}
         if is_engine_folder(folder):
             return InferenceSession.open(folder, progress=progress, **given)
