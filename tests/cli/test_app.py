@@ -202,7 +202,7 @@ def test_a_closed_pipe_is_no_error():
     [
         (["generate", str(SHIPPED), "--engine", "reference", "-p", "Café", "--max-new-tokens", "1"], 0, "Caf?", "ReferenceEngine on cpu"),
         (["memory", str(SHIPPED)], 0, "| 0-1 ", ""),
-        (["memory", "né"], 1, "", "error: n\\xe9: expected an engine or model folder"),
+        (["memory", "né"], 1, "", "error: n\\xe9: expected a model folder, an engine folder"),
         (["--help"], 0, "--version", ""),
     ],
 )

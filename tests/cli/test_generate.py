@@ -186,6 +186,18 @@ class TestJson:
         done = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--max-new-tokens", 1, "--temperature", 1, "--json")
         assert isinstance(json.loads(done.out)["answers"][0]["seed"], int)
 
+    def test_log_probabilities_are_in_it(self, run: Run):
+        done = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--max-new-tokens", 3, "--json", "--logprobs", 2)
+        (answer,) = json.loads(done.out)["answers"]
+        assert [token["token"] for token in answer["logprobs"]] == answer["tokens"]
+        assert all(token["logprob"] == token["top"][0][1] <= 0 for token in answer["logprobs"]), "greedy: the most likely one"
+        assert all(len(token["top"]) == 2 for token in answer["logprobs"])
+
+    def test_log_probabilities_need_it(self, run: Run):
+        done = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--logprobs", 2)
+        assert (done.code, done.out) == (2, "")
+        assert "Invalid value for --logprobs: expected --json with it" in done.complaint
+
     def test_nothing_is_printed_on_stdout_if_it_fails(self, run: Run):
         done = run("generate", GOLDEN / "llama", *REFERENCE, "-p", "Alice", "--json")
         assert (done.code, done.out) == (1, "")
@@ -207,11 +219,11 @@ def test_options_reach_the_session(run: Run, monkeypatch: pytest.MonkeyPatch):
     run("generate", SHIPPED, *REFERENCE, "-p", "A", *sizes)
     assert callable(seen.pop("progress"))
     expected = {"max_batch_size": 3, "max_sequence_length": 99, "dtype": "float32", "attention": "mask", "flavour": "tensorrt_rtx"}
-    assert seen == {**expected, "engine": "reference", "device": 0, "folder": str(SHIPPED), **OFF}
+    assert seen == {**expected, "engine": "reference", "device": 0, "folder": SHIPPED, **OFF}
     seen.clear()
     run("generate", SHIPPED, "-p", "A", "-p", "B")
     assert callable(seen.pop("progress"))
-    assert seen == {"max_batch_size": 2, "engine": "auto", "flavour": "auto", "device": 0, "folder": str(SHIPPED), **OFF}
+    assert seen == {"max_batch_size": 2, "engine": "auto", "flavour": "auto", "device": 0, "folder": SHIPPED, **OFF}
 
 
 def test_a_saved_sequence_is_continued(run: Run, tmp_path: Path):

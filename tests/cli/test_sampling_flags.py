@@ -24,6 +24,15 @@ def test_options_that_were_given_are_passed_on() -> None:
     assert options(**given) == given
 
 
+def test_penalties_and_biases_are_passed_on() -> None:
+    given = {"repetition_penalty": 1.1, "presence_penalty": 0.0, "frequency_penalty": -0.5}
+    assert options(**given, logit_bias=["7=1.5", "9=-inf"]) == {
+        "max_new_tokens": 128,
+        **given,
+        "logit_bias": {7: 1.5, 9: float("-inf")},
+    }
+
+
 def test_zero_is_not_the_same_as_not_given() -> None:
     given = {"temperature": 0.0, "top_k": 0, "min_p": 0.0, "seed": 0}
     assert options(**given) == {"max_new_tokens": 128, **given}
@@ -40,6 +49,9 @@ def test_stop_texts_become_a_tuple() -> None:
         ({"top_p": 2.0}, "--top-p", "expected 0 < top_p <= 1, got 2.0."),
         ({"min_p": 1.0}, "--min-p", "expected 0 <= min_p < 1, got 1.0."),
         ({"temperature": -1.0}, "--temperature", "expected a finite number, at least 0, got -1.0."),
+        ({"repetition_penalty": 0.0}, "--repetition-penalty", "expected a finite number above 0, got 0.0."),
+        ({"logit_bias": ["7"]}, "--logit-bias", "expected ID=BIAS such as 42=-1.5, got '7'."),
+        ({"logit_bias": ["a=1"]}, "--logit-bias", "expected ID=BIAS such as 42=-1.5, got 'a=1'."),
         ({"stop": [""]}, "--stop", "expected texts that are not empty, got ''."),
     ],
 )

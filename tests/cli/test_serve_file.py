@@ -141,6 +141,12 @@ def test_fields_of_the_prompt_come_back_with_the_answer(serve):
     assert (answer["custom_id"], answer["metadata"]) == ("a-1", {"x": [1]})
 
 
+def test_log_probabilities_are_part_of_the_answer(serve):
+    _, answers = serve('"a"', '{"prompt": "b", "logprobs": 2}', name="prompts.jsonl", options=(*REFERENCE, "--logprobs", 0))
+    assert {answer["index"]: {len(token["top"]) for token in answer["logprobs"]} for answer in answers} == {0: {0}, 1: {2}}
+    assert all([token["token"] for token in answer["logprobs"]] == answer["tokens"] for answer in answers)
+
+
 def test_a_drawn_seed_is_part_of_the_answer_and_gives_it_again(serve):
     options = (*REFERENCE, "--temperature", 2)
     _, (answer,) = serve(ALICE, options=options)

@@ -9,7 +9,7 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.cli.build_process import build_in_child
 from trt_kvcache.cli.console import count, note, progress_display, say, size
 from trt_kvcache.cli.options import choice
-from trt_kvcache.cli.session_flags import ATTENTION_HELP, DTYPE_HELP, MAX_SEQUENCE_LENGTH_HELP, DTypeName, FlavourName
+from trt_kvcache.cli.session_flags import ATTENTION_HELP, DTYPE_HELP, MAX_SEQUENCE_LENGTH_HELP, DTypeName, FlavourName, located
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import CheckpointError
 from trt_kvcache.reference import Attention
@@ -19,7 +19,9 @@ _STOPPING = "Ctrl-C: the build stops when TensorRT next reports, which can take 
 
 
 def build(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder: config.json and safetensors.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder (config.json and safetensors), or an id of the Hugging Face Hub.")
+    ],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="ENGINE", help="The engine folder to write. An existing one is replaced.")
     ],
@@ -49,6 +51,7 @@ def build(
     ] = None,
 ) -> None:
     """Build a TensorRT engine from a model folder. TensorRT for RTX needs no GPU for it."""
+    model = located(model)
     if is_engine_folder(model):
         raise CheckpointError(f"{model}: expected a Hugging Face folder, got an engine folder.")
     with Checkpoint.open(model) as checkpoint:

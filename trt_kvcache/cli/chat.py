@@ -52,6 +52,7 @@ def chat(
     Type /help for the commands.
     """
     options = sampling.options()
+    folder = session_flags.located(folder)
     if folder.is_dir() and not (folder / TOKENIZER_FILE).is_file():
         raise ConfigError(f"{folder}: chat needs a {TOKENIZER_FILE}. `trt-kvcache generate --prompt-ids` works on token ids.")
     with session_flags.open_session(flags.source(folder, slots=1)) as session:

@@ -58,6 +58,7 @@ def compare(
     if tolerance is not None and not tolerance >= 0:
         raise typer.BadParameter(f"expected 0 or more, got {tolerance}.", param_hint="--tolerance")
 
+    folder = session_flags.located(folder)
     flags = session_flags.SessionFlags(
         engine="reference",
         flavour=flavour,

@@ -9,12 +9,11 @@ import typer
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.chat_flags import ChatFlags
 from trt_kvcache.cli.console import put, put_json
-from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json
 from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
-from trt_kvcache.cli.sampling_flags import SamplingFlags, with_drawn_seed
+from trt_kvcache.cli.sampling_flags import AnswerSamplingFlags, with_drawn_seed
 from trt_kvcache.cli.session_flags import SessionFlags
-from trt_kvcache.cli.session_notes import Statistics, note_seeds, note_statistics, session_document, warn_of_full_cache
+from trt_kvcache.cli.session_notes import Statistics, logprobs_document, note_seeds, note_statistics, session_document, warn_of_full_cache
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.prompts import Prompt
 from trt_kvcache.generation.request import GeneratedToken
@@ -25,7 +24,7 @@ from trt_kvcache.session.session import InferenceSession
 def generate(
     folder: session_flags.Folder,
     chat_flags: ChatFlags,
-    sampling: SamplingFlags,
+    sampling: AnswerSamplingFlags,
     flags: SessionFlags,
     prompt: Prompts = None,
     prompt_ids: PromptIds = None,
@@ -56,8 +55,11 @@ def generate(
     count = len(resume or given)
     if save_snapshot is not None and count != 1:
         raise ConfigError(f"--save-snapshot: expected one prompt, got {count}.")
+    if sampling.logprobs is not None and not json:
+        raise typer.BadParameter("expected --json with it, which prints them.", param_hint="--logprobs")
     options = sampling.options()
-    with session_flags.open_session(flags.source(folder, slots=count)) as session:
+    source = flags.source(session_flags.located(folder), slots=count)
+    with session_flags.open_session(source) as session:
         template = chat_flags.template(session.tokenizer)
         answers = [_Answer(text, echo=template is None or not isinstance(text, str) if echo is None else echo) for text in given]
         if resume:
@@ -99,25 +101,24 @@ class _Answer:
         self.prompt = prompt
         self.head = (prompt if isinstance(prompt, str) else " ".join(map(str, prompt))) if echo else ""
         self.seed: int | None = None
-        self.text = ""
-        self.tokens: list[int] = []
-        self.finish_reason: str | None = None
-
-    def add(self, event: GeneratedToken) -> None:
-        """Add a token."""
-        self.text += event.text
-        self.tokens.append(event.token)
-        self.finish_reason = event.finish_reason
+        self.events: list[GeneratedToken] = []
 
     def document(self, index: int) -> dict[str, Any]:
         """Return it for ``--json``."""
-        names = ("prompt", "text", "tokens", "finish_reason", "seed")
-        return {"index": index, **{name: as_json(getattr(self, name)) for name in names}}
+        return {
+            "index": index,
+            "prompt": self.prompt,
+            "text": "".join(event.text for event in self.events),
+            "tokens": [event.token for event in self.events],
+            "finish_reason": self.events[-1].finish_reason if self.events else None,
+            "seed": self.seed,
+            **logprobs_document(self.events),
+        }
 
 
 def _collect(answers: Sequence[_Answer], events: Iterable[GeneratedToken]) -> None:
     for event in events:
-        answers[event.index].add(event)
+        answers[event.index].events.append(event)
 
 
 def _write_as_it_comes(session: InferenceSession, answer: _Answer, events: Iterable[GeneratedToken]) -> None:

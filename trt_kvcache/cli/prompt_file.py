@@ -14,7 +14,7 @@ from trt_kvcache.generation.sampling import SamplingParams
 ANSWER_FIELDS = frozenset({"index", "text", "tokens", "finish_reason", "seed", "logprobs"})
 
 #: Sampling options that a prompt may have.
-OPTION_FIELDS = frozenset(field.name for field in fields(SamplingParams))
+OPTION_FIELDS = frozenset(field.name for field in fields(SamplingParams)) - {"logits_processors"}
 
 
 @dataclass(frozen=True)

@@ -35,6 +35,37 @@ Stop = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", help="End the output before this text. Can be given several times.", rich_help_panel=_PANEL),
 ]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="Make tokens of the prompt and of the answer less likely: above 1. Default: the model's.",
+        rich_help_panel=_PANEL,
+    ),
+]
+PresencePenalty = Annotated[
+    float | None, typer.Option(metavar="X", help="Subtract it from the logits of tokens that the answer has.", rich_help_panel=_PANEL)
+]
+FrequencyPenalty = Annotated[
+    float | None, typer.Option(metavar="X", help="Subtract it for each time that the answer has a token.", rich_help_panel=_PANEL)
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ID=BIAS",
+        help="Add BIAS to the logit of token ID; ID=-inf excludes it. Can be given several times.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="Add the log-probability of each token to the answer, and those of the N most likely ones.",
+        rich_help_panel=_PANEL,
+    ),
+]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Continue past the model's end token.", rich_help_panel=_PANEL)]
 
 
@@ -54,6 +85,10 @@ class SamplingFlags:
         None if not given.
     ignore_eos : bool
         False if not given.
+    repetition_penalty, presence_penalty, frequency_penalty : float or None
+        None if not given.
+    logit_bias : list of str or None
+        As given: ``id=bias``.
     """
 
     max_new_tokens: MaxNewTokens = 128
@@ -64,6 +99,10 @@ class SamplingFlags:
     seed: Seed = None
     stop: Stop = None
     ignore_eos: IgnoreEos = False
+    repetition_penalty: RepetitionPenalty = None
+    presence_penalty: PresencePenalty = None
+    frequency_penalty: FrequencyPenalty = None
+    logit_bias: LogitBias = None
 
     def options(self) -> dict[str, Any]:
         """Return the options that were given, by field name of ``SamplingParams``.
@@ -76,12 +115,36 @@ class SamplingFlags:
         given = {name: value for name, value in asdict(self).items() if value not in (None, []) and value is not False}
         if "stop" in given:
             given["stop"] = tuple(given["stop"])
+        if "logit_bias" in given:
+            given["logit_bias"] = dict(_bias(text) for text in given["logit_bias"])
         try:
             SamplingParams(**given)
         except RangeError as error:
             name, _, text = str(error).removeprefix("SamplingParams.").partition(": ")
             raise typer.BadParameter(text, param_hint=f"--{name.replace('_', '-')}") from None
         return given
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerSamplingFlags(SamplingFlags):
+    """The sampling options of commands whose answers are read by programs.
+
+    Parameters
+    ----------
+    logprobs : int or None
+        None if not given.
+    """
+
+    logprobs: Logprobs = None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """Return token id and bias of ``id=bias``."""
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise typer.BadParameter(f"expected ID=BIAS such as 42=-1.5, got {text!r}.", param_hint="--logit-bias") from None
 
 
 def with_drawn_seed(params: SamplingParams) -> SamplingParams:

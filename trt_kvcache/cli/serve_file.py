@@ -17,9 +17,9 @@ from trt_kvcache.cli.chat_flags import ChatFlags, Template
 from trt_kvcache.cli.console import count, messages, note, warn
 from trt_kvcache.cli.interrupt import held_interrupts
 from trt_kvcache.cli.prompt_file import OPTION_FIELDS, FilePrompt, read_prompt_file
-from trt_kvcache.cli.sampling_flags import SamplingFlags, with_drawn_seed
+from trt_kvcache.cli.sampling_flags import AnswerSamplingFlags, with_drawn_seed
 from trt_kvcache.cli.session_flags import SessionFlags
-from trt_kvcache.cli.session_notes import Statistics, note_statistics
+from trt_kvcache.cli.session_notes import Statistics, logprobs_document, note_statistics
 from trt_kvcache.cli.verbosity import is_quiet
 from trt_kvcache.errors import ConfigError, KVCacheError
 from trt_kvcache.generation.prompts import Prompt
@@ -56,7 +56,7 @@ def serve_file(
         ),
     ],
     chat_flags: ChatFlags,
-    sampling: SamplingFlags,
+    sampling: AnswerSamplingFlags,
     flags: ServingFlags,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="The file to write. - is stdout.")] = Path("-"),
     continued: Annotated[
@@ -87,7 +87,7 @@ def serve_file(
     if not missing:
         note(f"{answers}: {count(len(wanted), 'answer')}, all there")
         return
-    source = flags.source(folder, slots=min(len(missing), _MAX_SLOTS), prompt_cache_bytes=prompt_cache << 20)
+    source = flags.source(session_flags.located(folder), slots=min(len(missing), _MAX_SLOTS), prompt_cache_bytes=prompt_cache << 20)
     with session_flags.open_session(source) as session:
         template = chat_flags.template(session.tokenizer)
         left = dict(_submit(session, _Task(index, prompt), template, options) for index, prompt in missing.items())
@@ -122,7 +122,8 @@ class _Task:
     def answer(self, handle: RequestHandle) -> dict[str, Any]:
         """Return the line of the answer."""
         answer = {"index": self.index, "text": handle.text, "tokens": handle.tokens, "finish_reason": handle.finish_reason}
-        return {**self.prompt.metadata, **answer, **({} if self.seed is None else {"seed": self.seed})}
+        seed = {} if self.seed is None else {"seed": self.seed}
+        return {**self.prompt.metadata, **answer, **seed, **logprobs_document(handle.events)}
 
 
 def _submit(session: InferenceSession, task: _Task, template: Template | None, options: dict[str, Any]) -> tuple[RequestHandle, _Task]:

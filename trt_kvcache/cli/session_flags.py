@@ -1,5 +1,6 @@
 """The command-line options that select model, engine and sizes, shared by several commands, and the session that is opened from them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -8,8 +9,10 @@ import typer
 
 from trt_kvcache.cli.console import progress_bar
 from trt_kvcache.cli.options import choice
+from trt_kvcache.cli.verbosity import is_quiet
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.reference import Attention
+from trt_kvcache.session.model_location import NEEDED_FILES, locate_model
 from trt_kvcache.session.session import InferenceSession
 from trt_kvcache.session.session_options import DEFAULT_MAX_SEQUENCE_LENGTH, EngineChoice
 from trt_kvcache.session.session_source import SessionSource
@@ -28,7 +31,10 @@ DTypeName = Literal["float16", "bfloat16", "float32"]
 FlavourName = Literal["auto", "tensorrt", "tensorrt_rtx"]
 
 Folder = Annotated[
-    Path, typer.Argument(metavar="ENGINE|MODEL", help="An engine folder (it has engine.plan), or a Hugging Face model folder.")
+    Path,
+    typer.Argument(
+        metavar="ENGINE|MODEL", help="An engine folder, a Hugging Face model folder, or an id of the Hugging Face Hub (organisation/name)."
+    ),
 ]
 EngineOption = Annotated[
     EngineChoice,
@@ -103,6 +109,34 @@ class SessionFlags:
             dtype=self.dtype,
             attention=self.attention,
         )
+
+
+def located(folder: Path, files: Sequence[str] = NEEDED_FILES) -> Path:
+    """Return the folder that an argument names; a model of the Hugging Face Hub is downloaded first.
+
+    Parameters
+    ----------
+    folder : Path
+        A folder, or what was typed as ``organisation/name``.
+    files : sequence of str
+        Which files of it are needed.
+
+    Returns
+    -------
+    Path
+
+    Raises
+    ------
+    CheckpointError
+        There is no such folder, and the Hub has no such model or cannot be reached.
+    """
+    if folder.exists():
+        return folder
+    if is_quiet():
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        disable_progress_bars()
+    return locate_model(folder.as_posix(), files=files)
 
 
 def open_session(source: SessionSource) -> InferenceSession:

@@ -7,6 +7,7 @@ import typer
 
 from trt_kvcache.cli.console import count, note, size, warn
 from trt_kvcache.cli.json_document import as_json
+from trt_kvcache.generation.request import GeneratedToken
 from trt_kvcache.session.session import InferenceSession
 
 Statistics = Annotated[bool, typer.Option("--stats/--no-stats", help="Print times and bytes on stderr at the end.")]
@@ -28,6 +29,12 @@ def note_seeds(seeds: Iterable[int | None]) -> None:
     known = [str(seed) for seed in seeds if seed is not None]
     if known:
         note(f"seed{'s' if len(known) > 1 else ''}: {', '.join(known)}")
+
+
+def logprobs_document(events: Iterable[GeneratedToken]) -> dict[str, Any]:
+    """Return the log-probabilities of an answer, as a field of its JSON object; nothing if there are none."""
+    known = [{"token": event.token, "logprob": event.logprob, "top": event.top_logprobs} for event in events if event.logprob is not None]
+    return {"logprobs": as_json(known)} if known else {}
 
 
 def session_document(session: InferenceSession) -> dict[str, Any]:
