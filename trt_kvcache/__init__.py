@@ -67,6 +67,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.generation.request import GeneratedToken as GeneratedToken
     from trt_kvcache.generation.sampler_state import SamplerState as SamplerState
     from trt_kvcache.generation.sampling import SamplingOptions as SamplingOptions, SamplingParams as SamplingParams
+    from trt_kvcache.memory.base import Memory as Memory
     from trt_kvcache.memory.cuda_memory import CudaMemory as CudaMemory
     from trt_kvcache.memory.host_memory import HostMemory as HostMemory
     from trt_kvcache.memory.tensor import DeviceTensor as DeviceTensor
@@ -91,6 +92,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.session.request_handle import RequestHandle as RequestHandle
     from trt_kvcache.session.session import InferenceSession as InferenceSession
     from trt_kvcache.session.session_options import SessionOptions as SessionOptions
+    from trt_kvcache.session.session_source import SessionSource as SessionSource
     from trt_kvcache.session.statistics import SessionStatistics as SessionStatistics
     from trt_kvcache.trt.segmented_engine import SegmentedEngine as SegmentedEngine
     from trt_kvcache.trt.tensorrt_engine import TensorRTEngine as TensorRTEngine
@@ -139,6 +141,7 @@ _MODULE_OF = {
     "MambaCacheConfig": "cache.mamba_config",
     "MambaCacheManager": "cache.mamba_cache_manager",
     "MappingError": "errors",
+    "Memory": "memory.base",
     "ModelConfig": "checkpoint",
     "ModelIdentity": "sequences.model_identity",
     "NetworkScript": "polygraphy.network_script",
@@ -160,6 +163,7 @@ _MODULE_OF = {
     "SequenceError": "errors",
     "SessionOptions": "session.session_options",
     "SessionRunner": "polygraphy.runners",
+    "SessionSource": "session.session_source",
     "SessionStatistics": "session.statistics",
     "ShapeError": "errors",
     "SlotError": "errors",

@@ -85,6 +85,15 @@ def test_profiles_that_tensorrt_was_given(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.trt
+def test_an_engine_of_one_slot_stores_its_weights_once(tmp_path: Path) -> None:
+    """Of a profile whose shapes are all fixed TensorRT would store them once more. The compiled kernels differ by some KB."""
+    model = write_model(tmp_path / "model", intermediate_size=8192)
+    one, two = (build_engine(model, tmp_path / "engine", **{**SIZES, "max_batch_size": slots}) for slots in (1, 2))
+    assert one.weights_nbytes > 2**20
+    assert one.plan_nbytes < two.plan_nbytes + one.weights_nbytes / 4
+
+
+@pytest.mark.trt
 @pytest.mark.parametrize(
     ("version", "attention", "kind"),
     [("11.0.0", "native", "attention_v2"), ("11.0.0", "mask", "attention_v2"), ("10.16.1", "mask", "attention")],

@@ -232,18 +232,6 @@ def test_a_saved_sequence_is_continued(run: Run, tmp_path: Path):
     assert (first.out + run("generate", SHIPPED, *REFERENCE, "--resume", saved, "--max-new-tokens", 3).out).replace("\n", "") in CONTINUED
 
 
-def test_prompts_and_resume_are_refused_together(run: Run, tmp_path: Path):
-    done = run("generate", SHIPPED, *REFERENCE, "--resume", tmp_path / "one.kv", "--prompt", "x")
-    assert (done.code != 0, done.out) == (True, "")
-    assert "expected prompts or --resume, got both" in done.err
-
-
-def test_a_snapshot_is_of_one_prompt(run: Run, tmp_path: Path):
-    done = run("generate", SHIPPED, *REFERENCE, "-p", "a", "-p", "b", "--save-snapshot", tmp_path / "one.kv")
-    assert (done.code != 0, done.out) == (True, "")
-    assert "--save-snapshot: expected one prompt, got 2" in done.err
-
-
 def test_the_same_seed_gives_the_same_text(run: Run):
     def text(seed: int) -> str:
         return run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--temperature", 1.5, "--seed", seed, "--max-new-tokens", 20).out
@@ -307,6 +295,13 @@ def test_ctrl_c_keeps_what_was_written(run: Run, monkeypatch: pytest.MonkeyPatch
         (["-p", "A", "--top-k", -1], "Invalid value for '--top-k'"),
         (["-p", "A", "--seed", 2**63], "Invalid value for --seed: expected an integer from 0 to 9223372036854775807"),
         (["-p", "A", "--stop", ""], "Invalid value for --stop: expected texts that are not empty, got ''."),
+        (["-p", "A", "--resume", "one.kv"], "Invalid value: expected prompts or --resume, got both."),
+        (["--prompt-ids", "1", "--resume", "one.kv"], "Invalid value: expected prompts or --resume, got both."),
+        (["-p", "A", "-p", "B", "--save-snapshot", "one.kv"], "Invalid value for --save-snapshot: expected one prompt or --resume, got 2."),
+        (
+            ["--resume", "one.kv", "--resume", "two.kv", "--save-snapshot", "both.kv"],
+            "Invalid value for --save-snapshot: expected one prompt or --resume, got 2.",
+        ),
     ],
     ids=str,
 )

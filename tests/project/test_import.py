@@ -13,7 +13,7 @@ from trt_kvcache import errors
 
 NAMES = """
     CacheConfig CudaMemory DeviceTensor HostMemory InferenceSession KVCacheConfig KVCacheManager KVLayerConfig KVLayout Lengths
-    LinearKVCache estimate_memory largest_batch longest_sequence
+    LinearKVCache Memory SessionSource estimate_memory largest_batch longest_sequence
 """
 USE_A_CACHE = """
 memory = trt_kvcache.HostMemory()

@@ -38,6 +38,7 @@ def count_passed(result: subprocess.CompletedProcess[str]) -> int:
 
 
 # Many layers take ThreadSanitizer many seconds and show it nothing new.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("sanitizer", "left_out"),
     [("address", ATTENTION), ("thread", f"{ATTENTION} or more_layers"), pytest.param("thread", ATTENTION, marks=pytest.mark.slow)],

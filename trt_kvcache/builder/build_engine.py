@@ -109,6 +109,7 @@ def build_engine(
     Returns
     -------
     BuildReport
+        The folder that was written, what the build took, how the attention of each layer was built, and what TensorRT warned of.
 
     Raises
     ------

@@ -80,6 +80,8 @@ def define_decoder(
     Returns
     -------
     DecoderDefinition
+        The network of the whole decoder, not built yet, with the cache, tensors and profiles that it is for. Keep it until the build is
+        done.
 
     Raises
     ------

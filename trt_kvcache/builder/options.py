@@ -106,6 +106,7 @@ class BuildOptions:
         Returns
         -------
         KVCacheConfig
+            With the sizes of these options, their dtype (by default that of the model), and the layout that their attention works on.
 
         Raises
         ------

@@ -41,7 +41,7 @@ def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: 
     """
     config = require(definition.builder.create_builder_config, messages, "TensorRT cannot make a builder configuration")
     for profile in definition.profiles:
-        _add_profile(definition, config, profile, messages)
+        _add_profile(definition, config, profile, messages, slots=definition.profiles[0].max_batch)
     if options.compute_capabilities is not None:
         known = known_compute_capabilities(tensorrt)
         config.num_compute_capabilities = len(options.compute_capabilities)
@@ -98,15 +98,16 @@ def serialize(
     return plan
 
 
-def _add_profile(definition: DecoderDefinition, config: Any, profile: EngineProfile, messages: Messages) -> None:
-    """Add an optimisation profile that is tuned for its largest enqueue (``kOPT`` is ``kMAX``)."""
+def _add_profile(definition: DecoderDefinition, config: Any, profile: EngineProfile, messages: Messages, *, slots: int) -> None:
+    """Add an optimisation profile that is tuned (``kOPT``) for its widest enqueue of all slots of the cache."""
     smallest, largest = (profile.min_batch, profile.min_width), (profile.max_batch, profile.max_width)
+    tuned = (slots, profile.max_width)
     trt_profile = definition.builder.create_optimization_profile()
     for spec in definition.tensors:
         if spec.mode is TensorMode.INPUT:
-            low, high = (shape_at(spec.shape, *size) for size in (smallest, largest))
+            low, opt, high = (shape_at(spec.shape, *size) for size in (smallest, tuned, largest))
             try:
-                trt_profile.set_shape(spec.name, low, high, high)
+                trt_profile.set_shape(spec.name, low, opt, high)
             except (RuntimeError, ValueError) as error:
                 messages.add(f"`{spec.name}`: {error}", is_error=True)
                 messages.fail(BuildError, f"optimisation profile {profile.name}: TensorRT refused it")

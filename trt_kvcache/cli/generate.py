@@ -14,7 +14,6 @@ from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
 from trt_kvcache.cli.sampling_flags import AnswerSamplingFlags, with_drawn_seed
 from trt_kvcache.cli.session_flags import SessionFlags
 from trt_kvcache.cli.session_notes import Statistics, logprobs_document, note_seeds, note_statistics, session_document, warn_of_full_cache
-from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.prompts import Prompt
 from trt_kvcache.generation.request import GeneratedToken
 from trt_kvcache.generation.sampling import with_options
@@ -50,11 +49,11 @@ def generate(
     generated, that of several at the end, one after another.
     """
     if resume and (prompt or prompt_ids):
-        raise ConfigError("generate: expected prompts or --resume, got both.")
+        raise typer.BadParameter("expected prompts or --resume, got both.")
     given = [] if resume else read_prompts(prompt, prompt_ids)
     count = len(resume or given)
     if save_snapshot is not None and count != 1:
-        raise ConfigError(f"--save-snapshot: expected one prompt, got {count}.")
+        raise typer.BadParameter(f"expected one prompt or --resume, got {count}.", param_hint="--save-snapshot")
     if sampling.logprobs is not None and not json:
         raise typer.BadParameter("expected --json with it, which prints them.", param_hint="--logprobs")
     options = sampling.options()

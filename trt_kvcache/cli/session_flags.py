@@ -96,6 +96,7 @@ class SessionFlags:
         Returns
         -------
         SessionSource
+            Nothing is opened yet; :func:`open_session` opens a session from it.
         """
         max_batch_size = self.max_batch_size if is_engine_folder(folder) else self.max_batch_size or slots
         return SessionSource(

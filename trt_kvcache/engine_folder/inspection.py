@@ -79,6 +79,7 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
     Returns
     -------
     EngineInspection
+        What ``config.json`` says, and the memory that the engine's cache takes. TensorRT and a GPU are not needed.
 
     Raises
     ------

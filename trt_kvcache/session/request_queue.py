@@ -52,6 +52,7 @@ class RequestQueue:
         Returns
         -------
         RequestHandle
+            In the state ``"queued"``. Its index is the number of requests that were submitted to this queue before.
 
         Raises
         ------

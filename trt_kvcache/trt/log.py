@@ -126,6 +126,7 @@ class TensorRTLog:
         Yields
         ------
         Messages
+            Empty at first. What TensorRT logs in the block is added to it; it stays readable after the block.
         """
         messages = Messages(ignore_missing_driver=ignore_missing_driver)
         with self._lock:

@@ -118,6 +118,7 @@ class TensorRTEngine:
         Returns
         -------
         TensorRTEngine
+            Ready to be bound. Close it after use.
 
         Raises
         ------

@@ -62,6 +62,7 @@ class Graph:
         Returns
         -------
         ITensor
+            The input as a tensor of the network, to be given to layers.
 
         Raises
         ------
@@ -165,6 +166,7 @@ class Graph:
         Returns
         -------
         ITensor
+            The layer's first output, which has the name of the layer.
 
         Raises
         ------
@@ -231,6 +233,7 @@ class Graph:
         Returns
         -------
         ITensor
+            Of ``dtype``, with the shape ``(1,) * rank``.
 
         Raises
         ------
@@ -254,6 +257,7 @@ class Graph:
         Returns
         -------
         ITensor
+            Of ``dtype``, with the shape of ``tensor``; ``tensor`` itself if there is nothing to convert.
 
         Raises
         ------
@@ -280,6 +284,7 @@ class Graph:
         Returns
         -------
         ITensor
+            Of the shape that both operands are broadcast to: a size of 1 fits any other. Its dtype is theirs, or bool for a comparison.
 
         Raises
         ------
@@ -313,6 +318,7 @@ class Graph:
         Returns
         -------
         ITensor
+            The same elements, of the same dtype, in the new order and shape.
         """
         layer = self.layer(name, "shuffle", tensor)
         if first_transpose is not None:
