@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from trt_kvcache.builder.options import DEFAULT_MAX_SEQUENCE_LENGTH
 from trt_kvcache.cli.console import progress_bar
 from trt_kvcache.cli.options import choice
 from trt_kvcache.cli.verbosity import is_quiet
@@ -14,7 +15,7 @@ from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.reference import Attention
 from trt_kvcache.session.model_location import NEEDED_FILES, locate_model
 from trt_kvcache.session.session import InferenceSession
-from trt_kvcache.session.session_options import DEFAULT_MAX_SEQUENCE_LENGTH, EngineChoice
+from trt_kvcache.session.session_options import EngineChoice
 from trt_kvcache.session.session_source import SessionSource
 
 DTYPE_HELP = "Data type of weights, K and V. Default: the checkpoint's."
