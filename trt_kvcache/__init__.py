@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache._version import __version__ as __version__
 
 if TYPE_CHECKING:  # for type checkers and editors: the same names as below
@@ -210,7 +211,8 @@ __all__ = ["__version__", *_MODULE_OF]
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'trt_kvcache' has no attribute {name!r}")
-    value = getattr(import_module(f"trt_kvcache.{_MODULE_OF[name]}"), name)
+    with naming_the_extra():
+        value = getattr(import_module(f"trt_kvcache.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trt_kvcache._util.atomic_file import atomic_file
+from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -155,11 +156,9 @@ def draw(height: float, paint: Callable[[Any], object], *, width: float = 9.0) -
     ModuleNotFoundError
         matplotlib is not installed.
     """
-    try:
+    with naming_the_extra():
         from matplotlib import rc_context
         from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(f"{error.name} is not installed. Run: pip install 'trt-kvcache[plot]'", name=error.name) from error
     with rc_context(_STYLE):
         figure = Figure(figsize=(width, height), dpi=100, layout="constrained")
         paint(figure)

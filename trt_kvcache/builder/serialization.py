@@ -7,6 +7,7 @@ from trt_kvcache.builder.definition import DecoderDefinition
 from trt_kvcache.builder.options import BuildOptions, known_compute_capabilities
 from trt_kvcache.builder.progress import BuildProgress, make_monitor
 from trt_kvcache.builder.tensorrt_calls import require
+from trt_kvcache.builder.timing_cache import read_timing_cache, write_timing_cache
 from trt_kvcache.engine.decoder_tensors import shape_at
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode
 from trt_kvcache.errors import BuildError
@@ -23,7 +24,7 @@ def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: 
     definition : DecoderDefinition
         The network to build.
     options : BuildOptions
-        ``compute_capabilities`` are used.
+        Compute capabilities, optimisation level and timing cache are used.
     tensorrt : TensorRT
         The imported TensorRT.
     messages : Messages
@@ -54,6 +55,10 @@ def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: 
         flag = getattr(tensorrt.module.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)
         if flag is not None:  # else TensorRT may allocate in an enqueue, which a capture refuses
             config.set_flag(flag)
+    if options.builder_optimization_level is not None:
+        config.builder_optimization_level = options.builder_optimization_level
+    if options.timing_cache is not None:
+        read_timing_cache(config, options.timing_cache, messages)
     config.clear_flag(tensorrt.module.BuilderFlag.TF32)  # on by default; it rounds float32 to 10 bits of fraction
     return config
 
@@ -95,6 +100,8 @@ def serialize(
     if plan is None:
         messages.fail(BuildError, "the engine could not be built")
     messages.check(BuildError, "the engine could not be built")
+    if options.timing_cache is not None:
+        write_timing_cache(config, options.timing_cache)
     return plan
 
 

@@ -17,7 +17,10 @@ def inspect(
     engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="An engine folder.")],
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw its sizes into this file: .svg, .png or .pdf.")] = None,
 ) -> None:
-    """Show an engine folder: tensors, aliases, profiles, sizes, attention. Needs neither TensorRT nor a GPU."""
+    """Show what is in an engine folder.
+
+    Tensors, aliases, profiles, sizes, attention. Needs neither TensorRT nor a GPU.
+    """
     found = inspect_engine(engine)
     if plot is not None:
         found.plot().save(plot)
