@@ -104,9 +104,13 @@ def test_auto_prefers_rtx_to_a_full_tensorrt_without_native_attention(installed:
     assert load("tensorrt").flavour == "tensorrt"
 
 
-def test_native_attention_in_rtx(installed: Any) -> None:
-    installed(tensorrt_rtx=fake_module("1.7.1"))
-    assert load().supports(NATIVE)
+@pytest.mark.parametrize(("version", "native"), [("1.4.0.76", False), ("1.5.0.114", True), ("1.7.1", True)])
+def test_native_attention_in_rtx(installed: Any, version: str, native: bool) -> None:
+    installed(tensorrt_rtx=fake_module(version))
+    rtx = load()
+    assert rtx.supports(NATIVE) is native
+    assert rtx.supports(attention_variant("mask"))
+    assert rtx.supports(attention_variant("plugin"))
 
 
 def test_module_that_is_not_tensorrt(installed: Any) -> None:

@@ -86,10 +86,11 @@ def define_decoder(
     Raises
     ------
     ConfigError
-        The options do not fit the model, or they request plugin attention from a TensorRT without plugin layers.
+        The options do not fit the model or this TensorRT, or they request plugin attention from a TensorRT without plugin layers.
     BuildError
         TensorRT refused a layer, which is named.
     """
+    options.check_tensorrt(tensorrt)
     model = checkpoint.config
     cache = options.cache_for(model)
     if options.attention == "plugin" and not can_add_plugins(tensorrt):

@@ -71,9 +71,14 @@ class TensorRT:
         Returns
         -------
         bool
-            For TensorRT for RTX always True: where it has no plugin layers, the engine is built in segments.
+            For the plugin variant in TensorRT for RTX it is True: that has no plugin layers, the engine is built in segments.
         """
-        return self.is_rtx or _release(self.version) >= variant.first_tensorrt
+        return self.release >= (variant.first_rtx if self.is_rtx else variant.first_tensorrt)
+
+    @property
+    def release(self) -> tuple[int, ...]:
+        """Major and minor number of the version, such as ``(10, 15)``."""
+        return tuple(int(part) for part in re.findall(r"\d+", self.version)[:2])
 
     def data_type(self, name: str) -> Any:
         """Return the ``DataType`` of a dtype name.
@@ -180,8 +185,3 @@ def _start_failure(tensorrt: TensorRT) -> str | None:
         except (TypeError, RuntimeError) as error:
             return f"cannot start here: {' | '.join(messages.errors or messages.warnings) or error}."
     return None
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Return major and minor number of a version."""
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
