@@ -169,9 +169,7 @@ class BuildOptions:
             variant = attention_variant(name)
             if self.attention in ("native", name) and not tensorrt.supports(variant):
                 first = variant.first_rtx_release if tensorrt.is_rtx else variant.first_release
-                raise ConfigError(
-                    f"attention: expected {served}, got {self.attention}: {tensorrt} has no {variant.needs} ({first} has)."
-                )
+                raise ConfigError(f"attention: expected {served}, got {self.attention}: {tensorrt} has no {variant.needs} ({first} has).")
         if self.attention == "plugin" and not tensorrt.is_rtx:
             try:
                 check_plugins(tensorrt)
