@@ -195,6 +195,13 @@ class TestWhatAnEngineMayNotBe:
             r"tensorrt_rtx 1\.7\.1 refuses this engine built with tensorrt_rtx 1\.7\.1\. TensorRT says: serialized with another version",
         )
 
+    def test_a_plan_without_a_folder_whose_plugin_is_not_registered(self, memory: FakeGpuMemory, fake: FakeTensorRT) -> None:
+        fake.refuse.add("deserialize_cuda_engine")
+        fake.errors["deserialize_cuda_engine"] = "Cannot find plugin: KVCacheAttention, version: 1, namespace: trt_kvcache."
+        hint = r"namespace: trt_kvcache\. The engine has plugin layers of this package\. Open its engine folder, .* call "
+        hint += r"trt_kvcache\.trt\.plugin\.register\(trt_kvcache\.trt\.module\.load\('tensorrt'\)\) before\.$"
+        self.refused(None, memory, fake, hint, PLAN)  # type: ignore[arg-type]
+
     @pytest.mark.parametrize(
         ("name", "change", "message"),
         [
