@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -11,7 +12,7 @@ from trt_kvcache.ops.attention_shapes import INPUTS, OUTPUTS, check_dtypes, chec
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.enqueue import PluginEnqueue, current_memory
 from trt_kvcache.trt.plugin.reported import reporter
-from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION, check_plugins
+from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION, check_plugins, needs_extra_reference
 
 _INPUT_NAMES = tuple(INPUTS)
 
@@ -53,7 +54,11 @@ def plugin_class(tensorrt: TensorRT) -> Any:
             self.num_outputs = len(OUTPUTS)
             self.attributes = attributes
             self._field_arrays = attributes.plugin_field_arrays()  # the plugin fields point into them
+            self._stored_fields: Any = None
+            self._stored_struct: Any = None
             self._prepared: PluginEnqueue | None = None
+            if needs_extra_reference(tensorrt):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
         # IPluginV3OneCore
 
@@ -146,9 +151,13 @@ def plugin_class(tensorrt: TensorRT) -> Any:
 
         @reported
         def get_fields_to_serialize(self) -> Any:
-            kinds = trt.PluginFieldType
-            return trt.PluginFieldCollection(
-                [trt.PluginField(name, array, getattr(kinds, ATTRIBUTE_TYPES[name])) for name, array in self._field_arrays.items()]
-            )
+            # TensorRT calls this from its own threads and reads what the pointer that it gets points to. There a list is not converted,
+            # and a result that nobody keeps is gone: so it is the C++ class itself, which points into the list, and the plugin keeps both.
+            if self._stored_fields is None:
+                kinds, arrays = trt.PluginFieldType, self._field_arrays
+                stored = [trt.PluginField(name, array, getattr(kinds, ATTRIBUTE_TYPES[name])) for name, array in arrays.items()]
+                self._stored_fields = trt.PluginFieldCollection(stored)
+                self._stored_struct = trt.PluginFieldCollection_(self._stored_fields)
+            return self._stored_struct
 
     return KVCacheAttention
