@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache.checkpoint.json_file import read_text
 from trt_kvcache.errors import CheckpointError, ConfigError
 
@@ -45,7 +46,8 @@ class ChatTemplate:
     """
 
     def __init__(self, text: str, source: Path) -> None:
-        from jinja2 import TemplateError
+        with naming_the_extra():
+            from jinja2 import TemplateError
 
         self._source = source
         try:

@@ -99,6 +99,7 @@ class PromptReader:
         Returns
         -------
         list of int
+            The ids as Python integers, in the same order.
 
         Raises
         ------
@@ -130,6 +131,7 @@ def as_prompts(prompts: AnyPrompt | Sequence[AnyPrompt]) -> Sequence[AnyPrompt]:
     Returns
     -------
     sequence of prompts
+        ``prompts`` itself, or a list with the one prompt.
 
     Examples
     --------

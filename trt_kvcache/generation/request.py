@@ -170,6 +170,7 @@ class Request:
         Returns
         -------
         GeneratedToken
+            The token, the text that has become certain with it, and the reason to finish if it is the last one. The request has taken it.
 
         Raises
         ------

@@ -251,6 +251,7 @@ def with_options(params: SamplingParams, options: Mapping[str, Any]) -> Sampling
     Returns
     -------
     SamplingParams
+        A new object. Fields that ``options`` does not name are those of ``params``.
 
     Raises
     ------
@@ -283,6 +284,7 @@ def params_for(
     Returns
     -------
     list of SamplingParams (count,)
+        In the order of the prompts. Unless ``params`` is a sequence, all of them are one object (SamplingParams cannot be changed).
 
     Raises
     ------

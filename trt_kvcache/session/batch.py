@@ -125,6 +125,7 @@ class Batch:
         Parameters
         ----------
         prompts : sequence of sequence of int (n,)
+            Token ids of each prompt.
         reuse : bool
             Whether each is for the active slot of the same index.
         queued : bool

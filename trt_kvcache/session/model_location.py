@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from trt_kvcache.errors import CheckpointError, ConfigError
@@ -36,7 +37,7 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     return Path(os.path.expanduser(os.fspath(path)))
 
 
-def locate_model(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None) -> Path:
+def locate_model(path_or_hub_id: str | os.PathLike[str], *, revision: str | None = None, files: Sequence[str] = NEEDED_FILES) -> Path:
     """Return the folder of a model or an engine; a model of the Hugging Face Hub is downloaded first.
 
     Parameters
@@ -45,6 +46,8 @@ def locate_model(path_or_hub_id: str | os.PathLike[str], *, revision: str | None
         A folder, or a text ``organisation/name``. A folder of that name takes precedence, and the network is not used then.
     revision : str, optional
         Branch, tag or commit on the Hub; for a Hub id only.
+    files : sequence of str
+        Names of the files to download, with ``*`` as in a shell.
 
     Returns
     -------
@@ -68,10 +71,10 @@ def locate_model(path_or_hub_id: str | os.PathLike[str], *, revision: str | None
             f"{path}: expected a model folder, an engine folder, or an id of the Hugging Face Hub such as Qwen/Qwen3-0.6B, "
             "got nothing there."
         )
-    return _download(path_or_hub_id, revision)
+    return _download(path_or_hub_id, revision, files)
 
 
-def _download(hub_id: str, revision: str | None) -> Path:
+def _download(hub_id: str, revision: str | None, files: Sequence[str]) -> Path:
     """Return the folder of a Hub model in the local cache, after what is missing of it was downloaded."""
     try:
         from huggingface_hub import snapshot_download
@@ -79,7 +82,7 @@ def _download(hub_id: str, revision: str | None) -> Path:
         text = f"{hub_id}: there is no such folder here. To load it from the Hugging Face Hub: pip install 'trt-kvcache[models]'."
         raise ConfigError(text) from None
     try:
-        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(NEEDED_FILES), ignore_patterns=list(UNNEEDED_FILES)))
+        return Path(snapshot_download(hub_id, revision=revision, allow_patterns=list(files), ignore_patterns=list(UNNEEDED_FILES)))
     except Exception as error:  # of the library, of the network libraries below it, of the file system
         raise CheckpointError(
             f"{hub_id}: expected a folder, or a model of the Hugging Face Hub. There is no folder {Path(hub_id).absolute()}, "

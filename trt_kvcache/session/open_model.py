@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache.builder.build_engine import Progress, build_engine
+from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, DEFAULT_MAX_SEQUENCE_LENGTH
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.kv_cache_manager import KVCacheManager
 from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, ModelConfig, Tokenizer
@@ -27,13 +28,7 @@ from trt_kvcache.reference import Attention, ReferenceEngine
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.session.model_location import expanded
-from trt_kvcache.session.session_options import (
-    DEFAULT_ATTENTION,
-    DEFAULT_MAX_BATCH_SIZE,
-    DEFAULT_MAX_PREFILL_LENGTH,
-    DEFAULT_MAX_SEQUENCE_LENGTH,
-    SessionOptions,
-)
+from trt_kvcache.session.session_options import DEFAULT_ATTENTION, SessionOptions
 from trt_kvcache.trt.module import load as load_tensorrt
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine

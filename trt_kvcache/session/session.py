@@ -22,6 +22,7 @@ from trt_kvcache.generation.prompts import AnyPrompt, Prompt, PromptReader, as_p
 from trt_kvcache.generation.request import Request
 from trt_kvcache.generation.sampler_state import SamplerState
 from trt_kvcache.generation.sampling import SamplingParams, params_for
+from trt_kvcache.plot import Plot
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.sequences.snapshot import Snapshot
@@ -36,6 +37,7 @@ from trt_kvcache.session.session_options import SessionOptions
 from trt_kvcache.session.single_user import SingleUser, exclusive
 from trt_kvcache.session.statistics import SessionStatistics
 from trt_kvcache.session.step_executor import StepExecutor
+from trt_kvcache.session.timeline import Timeline
 from trt_kvcache.session.token_stream import TokenStream
 
 if TYPE_CHECKING:
@@ -292,39 +294,69 @@ class InferenceSession:
         """
         return self._batch[self._slot(slot)].pending
 
-    def plot(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Draw the cache: per slot the tokens that were reused, are live and are free; per layer its bytes.
-
-        Parameters
-        ----------
-        path : path, optional
-            Write the picture there too.
+    def record(self) -> Timeline:
+        """Record from now on what the slots do in :meth:`step`.
 
         Returns
         -------
-        str
-            An SVG document.
+        Timeline
+            What was recorded so far, at any time; its ``plot`` is a picture of it. An earlier recording of this session ends.
 
         Raises
         ------
         ClosedError
             The session is closed.
-        OSError
-            The file cannot be written.
+
+        Examples
+        --------
+        >>> from trt_kvcache import InferenceSession
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        ...     timeline = session.record()
+        ...     _ = session.submit([5, 6, 7], max_new_tokens=2, ignore_eos=True)
+        ...     while session.step():
+        ...         pass
+        >>> [(span.slot, span.request, span.activity) for span in timeline.spans]
+        [(0, 0, 'prefill'), (0, 0, 'decode')]
+        """
+        self._check_open()
+        self._queue.timeline = Timeline()
+        return self._queue.timeline
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Plot:
+        """Draw the cache: per slot the tokens that were reused, are live and are free; per layer its bytes.
+
+        Parameters
+        ----------
+        path : path, optional
+            Save the picture there too: a name that ends with ``.svg``, ``.png`` or ``.pdf``.
+
+        Returns
+        -------
+        Plot
+            The picture, which a notebook shows.
+
+        Raises
+        ------
+        ClosedError
+            The session is closed.
+        ModuleNotFoundError
+            matplotlib is not installed.
+        ConfigError, OSError
+            The file cannot be written, or its name has another ending.
 
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
         >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
         ...     _ = session.prefill([[5, 6, 7]])
-        ...     session.plot().startswith("<svg")
-        True
+        ...     session.plot()
+        Plot(9 x 3.16 inches)
         """
         self._check_open()
-        svg = draw_cache(self._cache.kv_config, self._cache.lengths.upper_bounds, self._batch.reused)
+        plot = draw_cache(self._cache.kv_config, self._cache.lengths.upper_bounds, self._batch.reused)
         if path is not None:
-            expanded(path).write_text(svg, encoding="utf-8")
-        return svg
+            plot.save(expanded(path))
+        return plot
 
     # --- prefill and decode ---
 

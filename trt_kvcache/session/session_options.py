@@ -16,10 +16,6 @@ FlavourChoice = Literal["auto", "tensorrt", "tensorrt_rtx"]
 DTypeChoice = Literal["float16", "bfloat16", "float32"]
 
 DEFAULT_ATTENTION: Attention = "native"
-DEFAULT_MAX_BATCH_SIZE = 1
-#: Upper bounds of the lengths that are taken from the model if they are left out.
-DEFAULT_MAX_SEQUENCE_LENGTH = 2048
-DEFAULT_MAX_PREFILL_LENGTH = 512
 
 
 class OpenOptions(TypedDict, total=False):

@@ -37,7 +37,7 @@ class SessionSource:
 
     Examples
     --------
-    >>> from trt_kvcache.session.session_source import SessionSource
+    >>> from trt_kvcache import SessionSource
     >>> source = SessionSource("examples/tiny-llama", engine="reference", max_batch_size=2)
     >>> with source() as session:
     ...     session.prefill([[5, 6, 7]]).shape
@@ -52,7 +52,25 @@ class SessionSource:
         object.__setattr__(self, "options", SessionOptions(**options))
 
     def replace(self, folder: str | os.PathLike[str] | None = None, **options: Unpack[ModelOptions]) -> SessionSource:
-        """Return a source with another folder, if one is given, and some options replaced."""
+        """Return a source with another folder, if one is given, and some options replaced.
+
+        Parameters
+        ----------
+        folder : path, optional
+            An engine folder or a Hugging Face folder. The same folder if left out.
+        **options
+            Fields of :class:`~trt_kvcache.session.session_options.SessionOptions`. Those that are left out stay as they are.
+
+        Returns
+        -------
+        SessionSource
+            A new one; this one is not changed.
+
+        Raises
+        ------
+        ConfigError, RangeError
+            An option is out of range.
+        """
         return SessionSource(self.folder if folder is None else folder, **vars(replace(self.options, **options)))
 
     def __call__(self, progress: Progress | None = None) -> InferenceSession:
