@@ -1,6 +1,7 @@
 """``RequestQueue``: submitted prompts share the slots of a session; as one ends, the next takes its slot."""
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ from trt_kvcache.session.chunks import Chunk
 from trt_kvcache.session.request_handle import RequestHandle
 from trt_kvcache.session.step_executor import StepExecutor
 from trt_kvcache.session.timeline import Activity, Timeline
+
+_LOGGER = logging.getLogger("trt_kvcache.session")
 
 
 class RequestQueue:
@@ -67,6 +70,10 @@ class RequestQueue:
         handle = RequestHandle(request)
         self._num_submitted += 1
         self._waiting.append(handle)
+        seed = f", seed {handle.seed}" if request.sampled else ""
+        _LOGGER.info(
+            "request %d: %d prompt tokens%s, is number %d in the queue", handle.index, len(handle.prompt), seed, len(self._waiting)
+        )
         return handle
 
     def step(self) -> list[RequestHandle]:
@@ -103,7 +110,18 @@ class RequestQueue:
                 raise
         if self.timeline:
             self._record_step(self.timeline, begin, decoding, advanced)
+        if _LOGGER.isEnabledFor(logging.INFO):
+            self._log_step(admitted)
         return sorted(advanced, key=lambda handle: handle.index)
+
+    def _log_step(self, admitted: Sequence[RequestHandle]) -> None:
+        """Log which requests began and ended in the step that has just ended."""
+        for slot, handle in enumerate(self._running):
+            if handle in admitted:
+                reused = self._batch.reused[slot]
+                _LOGGER.info("request %d: begins in slot %d, %d of its tokens are from the prompt cache", handle.index, slot, reused)
+            if handle.finished:
+                _LOGGER.info("request %d: ended after %d tokens, %s", handle.index, len(handle.tokens), handle.finish_reason)
 
     def _record_step(self, timeline: Timeline, begin: float, decoding: Sequence[bool], advanced: Sequence[RequestHandle]) -> None:
         """Record what each slot did in the step that has just ended."""
