@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -109,3 +110,17 @@ def test_sizes_and_folders_that_are_refused(run: Run, arguments: list[object], c
     done = run("memory", *arguments)
     assert (done.code, done.out) == (1, "")
     assert complaint in done.err
+
+
+def test_json_is_one_document(run: Run):
+    done = run("memory", SHIPPED, "--max-batch-size", 2, "--gib", 1, "--json")
+    found = json.loads(done.out)
+    assert sorted(found) == ["config", "estimate", "largest_batch", "longest_sequence"]
+    assert (found["config"]["max_batch_size"], found["config"]["dtype"]) == (2, "float16")
+    assert found["estimate"]["nbytes"] > 0
+    assert found["largest_batch"] > 2
+
+
+def test_json_says_0_where_nothing_fits(run: Run):
+    found = json.loads(run("memory", SHIPPED, "--gib", 0, "--json").out)
+    assert (found["longest_sequence"], found["largest_batch"]) == (0, 0)

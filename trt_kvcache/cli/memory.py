@@ -12,8 +12,9 @@ from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory, largest_batch, longest_sequence
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.checkpoint.json_file import read_json
-from trt_kvcache.cli.console import count, results, say, size, span, table
-from trt_kvcache.cli.options import choice
+from trt_kvcache.cli.console import count, put_json, results, say, size, span, table
+from trt_kvcache.cli.json_document import as_json
+from trt_kvcache.cli.options import Json, choice
 from trt_kvcache.cli.session_flags import located
 from trt_kvcache.engine.decoder_tensors import cache_config
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
@@ -46,6 +47,7 @@ def memory(
     ] = None,
     dtype: Annotated[KVDTypeName | None, choice(KVDTypeName, "--dtype", metavar="DTYPE", help=_DTYPE_HELP)] = None,
     gib: Annotated[float | None, typer.Option(metavar="N", help="Also print what fits into N GiB (2^30 bytes).")] = None,
+    json: Json = False,
 ) -> None:
     """Print the size of a cache in bytes.
 
@@ -65,7 +67,11 @@ def memory(
         max_sequence_length=max_sequence_length or config.max_sequence_length,
         dtype=dtype or config.dtype,
     )
-    _print_estimate(config, estimate_memory(config))
+    estimate = estimate_memory(config)
+    if json:
+        put_json({"config": as_json(config), "estimate": as_json(estimate), **({} if gib is None else _what_fits(config, gib))})
+        return
+    _print_estimate(config, estimate)
     if gib is not None:
         _print_what_fits(config, gib)
 
@@ -100,6 +106,17 @@ def _print_estimate(config: KVCacheConfig, estimate: MemoryEstimate) -> None:
     if estimate.scales_nbytes:
         say(f"scales:       {_bytes(estimate.scales_nbytes)}")
     say(f"in all:       {_bytes(estimate.nbytes)}")
+
+
+def _what_fits(config: KVCacheConfig, gib: float) -> dict[str, int]:
+    """Return what fits, for ``--json``; 0 where not even one slot or token does."""
+    found = {}
+    for name, search in (("longest_sequence", longest_sequence), ("largest_batch", largest_batch)):
+        try:
+            found[name] = search(config, int(gib * _GIB))
+        except CapacityError:
+            found[name] = 0
+    return found
 
 
 def _print_what_fits(config: KVCacheConfig, gib: float) -> None:
