@@ -17,14 +17,12 @@ from trt_kvcache.memory.shapes import dense_nbytes
 _KERNELS, _KERNELS_PER_LAYER, _KERNELS_PER_SEGMENT = 2_500_000, 1_050_000, 2_100_000
 
 #: The peak of the host: Python with TensorRT loaded, and what TensorRT keeps for each layer.
-_HOST, _HOST_PER_LAYER = 207_000_000, 8_000_000
+_HOST, _HOST_PER_LAYER = 207_000_000, 12_000_000
 
-#: Copies of the weights that the host holds at the peak: pages of the checkpoint, TensorRT's own, and the plan.
-_COPIES = {"network": 3.1, "segments": 2.07}
-#: Of constants beside the segments: pages of the checkpoint, the table, and the file that is written.
-_COPIES_OF_CONSTANTS = 2.9
-#: Of float32 weights the pages of the checkpoint are let go earlier.
-_COPIES_IN_FLOAT32 = 2.42
+#: How often the host holds the weights at the peak: in pages of the checkpoint or converted, in TensorRT, and in the plan.
+_COPIES = 3.1
+#: The same of an engine in segments: of the embedding, which stands beside its plan, and of the rest.
+_COPIES_IN_SEGMENTS = (2.9, 2.07)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,11 +149,7 @@ def _activations_nbytes(model: ModelConfig, dtype: str, options: BuildOptions) -
 
 
 def _host_peak_nbytes(model: ModelConfig, dtype: str, weights: int, embedding: int, *, segmented: bool) -> int:
-    """Return most memory of the host during the build."""
-    copies = _COPIES["segments" if segmented else "network"]
-    if dtype == "float32" and not segmented:
-        copies = _COPIES_IN_FLOAT32
-    stored = (
-        weights // itemsize(dtype) * itemsize(model.dtype) if dtype != model.dtype else 0
-    )  # pages of the checkpoint beside the converted
-    return round(_HOST + model.num_layers * _HOST_PER_LAYER + copies * (weights - embedding) + _COPIES_OF_CONSTANTS * embedding + stored)
+    """Return most memory of the host during the build of ``weights`` bytes in ``dtype``."""
+    copies = _COPIES_IN_SEGMENTS[0] * embedding + _COPIES_IN_SEGMENTS[1] * (weights - embedding) if segmented else _COPIES * weights
+    stored = weights // itemsize(dtype) * itemsize(model.dtype) if dtype != model.dtype else 0  # pages beside the converted weights
+    return round(_HOST + model.num_layers * _HOST_PER_LAYER + copies + stored)

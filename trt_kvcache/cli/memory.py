@@ -8,10 +8,12 @@ from typing import Annotated, Literal
 
 import typer
 
+from trt_kvcache.builder.estimate import BuildEstimate, estimate_build
 from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory, largest_batch, longest_sequence
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.checkpoint.json_file import read_json
+from trt_kvcache.cli.build_sizes import print_build_sizes
 from trt_kvcache.cli.console import count, put_json, results, say, size, span, table
 from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice
@@ -47,6 +49,9 @@ def memory(
     ] = None,
     dtype: Annotated[KVDTypeName | None, choice(KVDTypeName, "--dtype", metavar="DTYPE", help=_DTYPE_HELP)] = None,
     gib: Annotated[float | None, typer.Option(metavar="N", help="Also print what fits into N GiB (2^30 bytes).")] = None,
+    engine: Annotated[
+        bool, typer.Option("--engine", help="Also print what an engine of this model takes: plan, activations, peak memory of the build.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Print the size of a cache in bytes.
@@ -68,10 +73,14 @@ def memory(
         dtype=dtype or config.dtype,
     )
     estimate = estimate_memory(config)
+    build = _build_estimate(folder, config, dtype) if engine else None
     if json:
-        put_json({"config": as_json(config), "estimate": as_json(estimate), **({} if gib is None else _what_fits(config, gib))})
+        extra = {} if build is None else {"build": as_json(build)}
+        put_json({"config": as_json(config), "estimate": as_json(estimate), **extra, **({} if gib is None else _what_fits(config, gib))})
         return
     _print_estimate(config, estimate)
+    if build is not None:
+        print_build_sizes(build)
     if gib is not None:
         _print_what_fits(config, gib)
 
@@ -81,6 +90,19 @@ def _config_of_numbers(layers: int | None, kv_heads: int | None, head_dim: int |
         raise typer.BadParameter("expected a folder, or --layers, --kv-heads, --head-dim and --max-sequence-length.")
     layer = KVLayerConfig(num_kv_heads=kv_heads, head_dim=head_dim)
     return KVCacheConfig(layers=(layer,) * layers, max_batch_size=1, max_sequence_length=max_sequence_length)
+
+
+def _build_estimate(folder: Path | None, config: KVCacheConfig, dtype: str | None) -> BuildEstimate:
+    if folder is None or is_engine_folder(folder):
+        raise typer.BadParameter(
+            "expected a model folder with it; `trt-kvcache inspect` has the sizes of an engine.", param_hint="--engine"
+        )
+    return estimate_build(
+        located(folder, ["config.json"]),
+        max_batch_size=config.max_batch_size,
+        max_sequence_length=config.max_sequence_length,
+        dtype=dtype,
+    )
 
 
 def _config_of_folder(folder: Path) -> KVCacheConfig:
