@@ -52,8 +52,9 @@ class Lengths(Uncopyable):
     -----
     The mirror is exact while the host knows every change. After a commit of a device tensor, or a compaction by a device mapping,
     it is an upper bound until :meth:`sync_lengths`. Methods are ordered on ``stream``; they neither wait nor allocate, except
-    :meth:`sync_lengths`. They raise :class:`~trt_kvcache.errors.PlaceError` for a stream of another memory and
-    :class:`~trt_kvcache.errors.ClosedError` once the lengths are closed. If a method raises, nothing was changed.
+    :meth:`sync_lengths`, and a reset or resize that activates the slot in which a sequence of a ``SequenceCacheManager`` waits. They
+    raise :class:`~trt_kvcache.errors.PlaceError` for a stream of another memory and :class:`~trt_kvcache.errors.ClosedError` once the
+    lengths are closed. If a method raises, nothing was changed.
 
     Examples
     --------
@@ -231,6 +232,8 @@ class Lengths(Uncopyable):
             ``reuse_lengths`` does not fit.
         CaptureError
             The stream is capturing: the values would be frozen into the CUDA graph.
+        CapacityError
+            A sequence of a ``SequenceCacheManager`` waits in a slot that becomes active, and cannot move to another place.
         """
         self._check_open()
         after = self._mirror.after_reset(_host_integers("reuse_lengths", reuse_lengths))
@@ -336,6 +339,8 @@ class Lengths(Uncopyable):
             ``new_active_batch_size`` is not from 0 to B.
         CaptureError
             The stream is capturing, and slots are added.
+        CapacityError
+            A sequence of a ``SequenceCacheManager`` waits in a slot that becomes active, and cannot move to another place.
         """
         self._check_open()
         after = self._mirror.after_resize(new_active_batch_size)

@@ -161,6 +161,8 @@ class SlotCache(Closable):
             ``reuse_lengths`` does not fit.
         CaptureError
             The stream is capturing: the values would be frozen into the CUDA graph.
+        CapacityError
+            A sequence of a ``SequenceCacheManager`` waits in a slot that becomes active, and cannot move to another place.
 
         Notes
         -----
@@ -234,6 +236,8 @@ class SlotCache(Closable):
             ``new_active_batch_size`` is not from 0 to B.
         CaptureError
             The stream is capturing, and slots are added.
+        CapacityError
+            A sequence of a ``SequenceCacheManager`` waits in a slot that becomes active, and cannot move to another place.
 
         Notes
         -----
