@@ -82,7 +82,8 @@ class RopeConfig:
         config : mapping of str to object
             The whole ``config.json``, with ``rope_parameters``, or with ``rope_theta`` and ``rope_scaling``.
         max_position_embeddings : int
-            Used if a ``llama3`` scaling has no ``original_max_position_embeddings``, as in transformers.
+            Used if a ``llama3`` scaling has no ``original_max_position_embeddings``, as in transformers, which does not look for it
+            beside the scaling either.
 
         Returns
         -------
@@ -118,7 +119,7 @@ class RopeConfig:
             factor=fields.number("factor"),
             low_freq_factor=fields.number("low_freq_factor"),
             high_freq_factor=fields.number("high_freq_factor"),
-            original_max_position_embeddings=fields.integer(name, top.integer(name, max_position_embeddings)),
+            original_max_position_embeddings=fields.integer(name, max_position_embeddings),
         )
 
     def to_dict(self) -> dict[str, Any]:
