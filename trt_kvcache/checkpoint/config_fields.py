@@ -65,6 +65,46 @@ class ConfigFields:
             raise self.refusal(name, "a positive integer")
         return value
 
+    def count(self, name: str, default: int) -> int:
+        """Return an integer that may be 0 or negative.
+
+        Parameters
+        ----------
+        name : str
+            The field.
+        default : int
+            Returned if the field is absent.
+
+        Returns
+        -------
+        int
+            The value.
+
+        Raises
+        ------
+        ConfigError
+            The value is not an integer.
+        """
+        value = self._required(name, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.refusal(name, "an integer")
+        return value
+
+    def null(self, name: str) -> bool:
+        """Tell whether a field is there and ``null``, which switches off what it describes.
+
+        Parameters
+        ----------
+        name : str
+            The field.
+
+        Returns
+        -------
+        bool
+            False if the field is absent.
+        """
+        return name in self._data and self._data[name] is None
+
     def number(self, name: str, default: float | None = None) -> float:
         """Return a positive finite number.
 

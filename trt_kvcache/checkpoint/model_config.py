@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache._util.checks import one_of
 from trt_kvcache.checkpoint.config_fields import ConfigFields
 from trt_kvcache.checkpoint.rope import ROPE_KINDS, RopeConfig
@@ -71,6 +72,10 @@ _REFUSED_FIELDS = {
     "num_experts": "mixture of experts",
     "num_local_experts": "mixture of experts",
 }
+
+
+# Defaults of Qwen: the window in tokens, and how many layers from the first one on do without it.
+_QWEN_WINDOW, _QWEN_WINDOW_LAYERS = 4096, 28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,6 +184,11 @@ class ModelConfig:
         ------
         ConfigError
             The model is not supported, or the file is incomplete. The message names the field.
+
+        Warns
+        -----
+        UserWarning
+            A Llama model names a sliding window. Llama has none, so it is ignored, as in transformers.
         """
         fields = ConfigFields(data)
         family = _family(fields)
@@ -267,14 +277,26 @@ def _refuse_unsupported(fields: ConfigFields, family: Family) -> None:
             raise ConfigError(f"{name}: a model with {meaning} is not supported, got {fields.get(name)!r}. {SUPPORTED}")
     if fields.get("hidden_act") not in (None, "silu"):
         raise ConfigError(f"hidden_act: {fields.get('hidden_act')!r} is not supported. {SUPPORTED}")
-    # Qwen names a window that is off unless use_sliding_window; another family that names one means it.
-    windowed = fields.flag("use_sliding_window", family.name == "llama")
-    if windowed and fields.get("sliding_window"):
-        raise ConfigError(f"sliding_window: a window of {fields.get('sliding_window')!r} tokens is not supported. {SUPPORTED}")
+    _check_window(fields, family)
     layer_types = fields.get("layer_types") or []
     other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
     if other:
         raise ConfigError(f"layer_types: {', '.join(other)} is not supported. {SUPPORTED}")
+
+
+def _check_window(fields: ConfigFields, family: Family) -> None:
+    """Refuse a sliding window, as far as a family of transformers has one."""
+    if not fields.flag("use_sliding_window", family.name == "llama"):
+        return
+    if family.name == "llama":  # attention of Llama has no window, whatever the field says
+        window = fields.get("sliding_window")
+        if isinstance(window, int) and 0 < window < fields.integer("max_position_embeddings", family.max_position_embeddings):
+            warn_caller(f"sliding_window: Llama has no sliding window; the one of {window} tokens is ignored.", UserWarning)
+        return
+    sliding = fields.count("max_window_layers", _QWEN_WINDOW_LAYERS) < fields.integer("num_hidden_layers")
+    if fields.null("sliding_window") or not sliding or fields.get("layer_types"):  # layer_types says which layers have a window
+        return
+    raise ConfigError(f"sliding_window: a window of {fields.get('sliding_window') or _QWEN_WINDOW} tokens is not supported. {SUPPORTED}")
 
 
 def _num_kv_heads(data: Mapping[str, Any], family: Family, heads: int) -> int:
