@@ -14,9 +14,9 @@ from trt_kvcache.cache.slot_contents import SlotContents
 from trt_kvcache.errors import ClosedError, ConfigError, DTypeError, MappingError, PlaceError, RangeError, ShapeError
 from trt_kvcache.kernels import AnyCompactionPlan, CompactionPlan, compact_length_tensor, increment_length_tensor, store_length_values
 from trt_kvcache.kernels.layer_views import check_memory
-from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.base import Memory, check_memory_given
 from trt_kvcache.memory.graph_capture import refuse_capture
-from trt_kvcache.memory.shapes import MAX_DIMENSION, align_up, dense_nbytes
+from trt_kvcache.memory.shapes import MAX_BATCH_SIZE, MAX_DIMENSION, align_up, dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
 #: With the value 1, device mappings of compactions are read back, which waits for the device, and checked.
@@ -44,7 +44,9 @@ class Lengths(Uncopyable):
     Raises
     ------
     ConfigError
-        A size is not from 1 to the largest int32.
+        ``max_batch_size`` is not from 1 to 65535, or ``max_sequence_length`` not from 1 to the largest int32.
+    PlaceError
+        ``memory`` is not a memory.
     CapacityError
         The memory has no room for the tensor.
 
@@ -73,9 +75,10 @@ class Lengths(Uncopyable):
 
     def __init__(self, max_batch_size: int, max_sequence_length: int, *, memory: Memory) -> None:
         self._mirror = LengthMirror(
-            int_in_range("max_batch_size", max_batch_size, 1, MAX_DIMENSION, error=ConfigError),
+            int_in_range("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE, error=ConfigError),
             int_in_range("max_sequence_length", max_sequence_length, 1, MAX_DIMENSION, error=ConfigError),
         )
+        check_memory_given(memory)
         self._memory = memory
         stream = memory.create_stream()
         self._allocation = memory.allocate(self.nbytes_for(self._mirror.max_batch_size), zeroed=True, stream=stream)
