@@ -11,10 +11,12 @@ from typing import Any
 
 from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache._util.checks import one_of
+from trt_kvcache._util.shown import shown
 from trt_kvcache.checkpoint.config_fields import ConfigFields
 from trt_kvcache.checkpoint.rope import ROPE_KINDS, RopeConfig
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.memory.shapes import MAX_LAYERS
 
 SUPPORTED = (
     f"Supported: Llama, Qwen2 and Qwen3 causal language models, full attention, SiLU, RoPE {', '.join(ROPE_KINDS)}, "
@@ -157,6 +159,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         one_of("ModelConfig.family", self.family, FAMILIES)
         one_of("ModelConfig.dtype", self.dtype, MODEL_DTYPES)
+        if self.num_layers > MAX_LAYERS:
+            raise ConfigError(f"num_hidden_layers: expected at most {MAX_LAYERS}, got {self.num_layers}.")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim: expected an even number (RoPE rotates pairs of elements), got {self.head_dim}.")
         if self.num_attention_heads % self.num_kv_heads:
@@ -256,17 +260,19 @@ def _family(fields: ConfigFields) -> Family:
     """Choose the family by ``model_type``, or by ``architectures`` if there is no ``model_type``. If both are present, they must agree."""
     model_type = fields.get("model_type")
     architectures = fields.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise fields.refusal("architectures", "a list of names")
     if model_type is None:
         for family in FAMILIES.values():
             if family.architecture in architectures:
                 return family
-        raise ConfigError(f"architectures: {architectures!r} is not supported, and there is no model_type. {SUPPORTED}")
-    if model_type not in FAMILIES:
-        raise ConfigError(f"model_type: {model_type!r} is not supported. {SUPPORTED}")
+        raise ConfigError(f"architectures: {shown(architectures)} is not supported, and there is no model_type. {SUPPORTED}")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ConfigError(f"model_type: {shown(model_type)} is not supported. {SUPPORTED}")
     family = FAMILIES[model_type]
     if architectures and family.architecture not in architectures:
         raise ConfigError(
-            f"architectures: expected {family.architecture} for model_type {model_type!r}, got {architectures!r}. {SUPPORTED}"
+            f"architectures: expected {family.architecture} for model_type {model_type!r}, got {shown(architectures)}. {SUPPORTED}"
         )
     return family
 
@@ -274,14 +280,16 @@ def _family(fields: ConfigFields) -> Family:
 def _refuse_unsupported(fields: ConfigFields, family: Family) -> None:
     for name, meaning in _REFUSED_FIELDS.items():
         if fields.get(name):
-            raise ConfigError(f"{name}: a model with {meaning} is not supported, got {fields.get(name)!r}. {SUPPORTED}")
+            raise ConfigError(f"{name}: a model with {meaning} is not supported, got {shown(fields.get(name))}. {SUPPORTED}")
     if fields.get("hidden_act") not in (None, "silu"):
-        raise ConfigError(f"hidden_act: {fields.get('hidden_act')!r} is not supported. {SUPPORTED}")
+        raise ConfigError(f"hidden_act: {shown(fields.get('hidden_act'))} is not supported. {SUPPORTED}")
     _check_window(fields, family)
     layer_types = fields.get("layer_types") or []
-    other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+    if not isinstance(layer_types, list):
+        raise fields.refusal("layer_types", "a list of names")
+    other = [kind for kind in layer_types if kind != "full_attention"]
     if other:
-        raise ConfigError(f"layer_types: {', '.join(other)} is not supported. {SUPPORTED}")
+        raise ConfigError(f"layer_types: {other[0] if isinstance(other[0], str) else shown(other[0])} is not supported. {SUPPORTED}")
 
 
 def _check_window(fields: ConfigFields, family: Family) -> None:
@@ -319,12 +327,12 @@ def _head_dim(data: Mapping[str, Any], family: Family, heads: int) -> int:
 
 
 def _dtype(fields: ConfigFields, default: str | None) -> str:
-    given = {fields.get(name) for name in ("dtype", "torch_dtype") if name in fields}
-    if len(given) > 1:
-        raise ConfigError(f"dtype and torch_dtype: expected one value, got {fields.get('dtype')!r} and {fields.get('torch_dtype')!r}.")
-    dtype = given.pop() if given else default
+    given = [fields.get(name) for name in ("dtype", "torch_dtype") if name in fields]
+    if len(given) > 1 and given[0] != given[1]:
+        raise ConfigError(f"dtype and torch_dtype: expected one value, got {shown(given[0])} and {shown(given[1])}.")
+    dtype = given[0] if given else default
     if dtype not in MODEL_DTYPES:
-        raise ConfigError(f"dtype: {dtype!r} is not supported. {SUPPORTED}")
+        raise ConfigError(f"dtype: {shown(dtype)} is not supported. {SUPPORTED}")
     return str(dtype)
 
 
