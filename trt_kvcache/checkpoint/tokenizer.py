@@ -197,7 +197,14 @@ class Tokenizer:
         """Whether the folder has a chat template."""
         return self._chat_template is not None
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the text of a conversation. Encode it with ``add_special_tokens=False``.
 
         Parameters
@@ -206,6 +213,10 @@ class Tokenizer:
             ``{"role": ..., "content": ...}``, oldest first.
         add_generation_prompt : bool
             Whether the text ends with the opening of the assistant's turn.
+        tools : sequence of mapping, optional
+            Descriptions of the functions that the model may call, in the form that the model was trained with (usually JSON schema).
+        template_args : mapping of str to object, optional
+            Further variables of the template, such as ``{"enable_thinking": False}``.
 
         Returns
         -------
@@ -215,11 +226,14 @@ class Tokenizer:
         Raises
         ------
         ConfigError
-            The folder has no chat template, or the template rejects the messages.
+            The folder has no chat template, the template rejects the messages, or it was stopped because it takes too long.
+        CheckpointError
+            The template is not valid.
         """
         if self._chat_template is None:
             raise ConfigError(f"{self.path}: expected a chat template in {TOKENIZER_CONFIG_FILE} or chat_template.jinja, got none.")
-        return self._chat_template.render(messages, self.special_tokens, add_generation_prompt=add_generation_prompt)
+        variables = {**self.special_tokens, "tools": tools, **(template_args or {})}
+        return self._chat_template.render(messages, variables, add_generation_prompt=add_generation_prompt)
 
 
 def _parse(text: str, file: Path) -> tokenizers.Tokenizer:
