@@ -81,7 +81,7 @@ class SafetensorsFile:
                 "It may be truncated: fetch or copy it again."
             ) from error
         except (OSError, MemoryError, OverflowError) as error:  # a sparse file may be larger than memory and address space
-            raise CheckpointError(f"{path}: cannot be read: {error or 'there is not enough memory'}.") from error
+            raise CheckpointError(f"{path}: cannot be read: {str(error) or 'there is not enough memory'}.") from error
         self.tensors = _stored_tensors(self._map)
 
     def array(self, name: str) -> npt.NDArray[Any]:
