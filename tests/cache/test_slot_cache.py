@@ -257,7 +257,7 @@ class TestLife:
     def test_a_manager_is_never_copied(self, memory, kind, operation):
         with make_cache(kind, memory) as cache, pytest.raises(TypeError) as caught:
             operation(cache)
-        assert str(caught.value) == f"a {type(cache).__name__} owns device memory and cannot be copied or pickled."
+        assert str(caught.value) == f"a {type(cache).__name__} owns memory, or shares it, and cannot be copied or pickled."
 
     @ALL_KINDS
     def test_views_keep_their_owners_alive(self, memory, stream, kind):

@@ -93,6 +93,10 @@ class TemplateProcess:
             raise TemplateFailure(answer["cannot_be_read"], cannot_be_read=True)
         raise TemplateFailure(answer["refuses"])
 
+    def __reduce__(self) -> tuple[type[TemplateProcess], tuple[str]]:
+        """A copy starts a process of its own."""
+        return TemplateProcess, (self._text,)
+
     def _start(self) -> None:
         try:
             self._process = subprocess.Popen(
