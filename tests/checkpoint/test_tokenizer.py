@@ -8,8 +8,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tokenizers
 
-from trt_kvcache.checkpoint import Tokenizer, tokenizer as tokenizer_module
+from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import CheckpointError, ConfigError, RangeError
 
 from .tokenizer_folders import BOS, EOS, byte_fallback_folder, byte_level_folder, opened
@@ -108,7 +109,7 @@ def test_whatever_the_library_raises_is_an_error_of_ours(tmp_path: Path, monkeyp
         tokenizer.encode("the")
     with pytest.raises(CheckpointError, match=re.escape(text)):
         tokenizer.decode([1])
-    monkeypatch.setattr(tokenizer_module.tokenizers, "Tokenizer", SimpleNamespace(from_str=fail))
+    monkeypatch.setattr(tokenizers, "Tokenizer", SimpleNamespace(from_str=fail))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: expected a tokenizer, got an error"):
         Tokenizer.open(folder)
 

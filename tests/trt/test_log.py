@@ -48,6 +48,17 @@ def test_collecting_ends_with_its_block(log: TensorRTLog, caplog: pytest.LogCapt
     assert outer.errors == ["one", "two"]
 
 
+def test_everything_is_logged_for_people(log: TensorRTLog, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="trt_kvcache.tensorrt"), log.collect():
+        for severity, text in ((INFO, " chatter \n"), (FakeLogger.Severity.VERBOSE, "more"), (WARNING, "collected")):
+            log.logger.log(severity, text)
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("INFO", "chatter"),
+        ("DEBUG", "more"),
+        ("INFO", "collected"),
+    ]
+
+
 def test_missing_driver_is_dropped_only_where_no_gpu_is_needed(log: TensorRTLog) -> None:
     with log.collect() as needed, log.collect(ignore_missing_driver=True) as not_needed:
         log.logger.log(ERROR, CUDA_35)
@@ -65,6 +76,22 @@ def test_check_and_fail(log: TensorRTLog) -> None:
         log.logger.log(ERROR, "worse")
         with pytest.raises(EngineError, match=r"^the work. TensorRT says: bad \| worse$"):
             messages.check(EngineError, "the work")
+
+
+def test_the_exception_of_a_plugin_is_the_cause(log: TensorRTLog) -> None:
+    with log.collect() as messages:
+        log.receive_exception("Plugin.enqueue", reason := ValueError("seven rows"))
+        log.logger.log(ERROR, "enqueue failed")
+        with pytest.raises(
+            EngineError, match=r"^the step. TensorRT says: Plugin\.enqueue: ValueError: seven rows \| enqueue failed$"
+        ) as raised:
+            messages.check(EngineError, "the step")
+        assert raised.value.__cause__ is reason
+        messages.clear_errors()
+        messages.check(EngineError, "the step")
+        with pytest.raises(EngineError, match="nothing") as raised:
+            messages.fail(EngineError, "the step")
+        assert raised.value.__cause__ is None
 
 
 def test_fail_without_a_message(log: TensorRTLog) -> None:

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from safetensors.numpy import save
-
 from trt_kvcache.builder.network import Graph, Weights, add_decoder, add_segments
 from trt_kvcache.builder.network.rope import cos_sin
 from trt_kvcache.builder.options import BuildOptions
@@ -82,14 +80,17 @@ def define_decoder(
     Returns
     -------
     DecoderDefinition
+        The network of the whole decoder, not built yet, with the cache, tensors and profiles that it is for. Keep it until the build is
+        done.
 
     Raises
     ------
     ConfigError
-        The options do not fit the model, or they request plugin attention from a TensorRT without plugin layers.
+        The options do not fit the model or this TensorRT, or they request plugin attention from a TensorRT without plugin layers.
     BuildError
         TensorRT refused a layer, which is named.
     """
+    options.check_tensorrt(tensorrt)
     model = checkpoint.config
     cache = options.cache_for(model)
     if options.attention == "plugin" and not can_add_plugins(tensorrt):
@@ -185,13 +186,15 @@ def define_constants(checkpoint: Checkpoint, cache: KVCacheConfig) -> bytes:
         A safetensors file with the embedding table and the cosines and sines of RoPE: see
         :func:`~trt_kvcache.engine_folder.decoder_segments.decoder_constants`.
     """
+    from safetensors.numpy import save
+
     table = Weights(checkpoint, cache.dtype)(EMBEDDING)
     return save({EMBEDDING: table, COS_SIN: cos_sin(checkpoint.config, length=cache.max_sequence_length)})
 
 
 def _network_factory(model: ModelConfig, tensorrt: TensorRT, messages: Messages) -> tuple[Any, Callable[[], Any]]:
     """Return an ``IBuilder``, and a function that makes an empty network with it."""
-    builder = require(tensorrt.module.Builder, messages, "TensorRT cannot start a builder", tensorrt.log.logger)
+    builder = require(tensorrt.create, messages, f"{tensorrt} cannot start a builder", "Builder")
     flags = 0 if tensorrt.is_rtx else 1 << int(tensorrt.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED)  # RTX always is
 
     def create_network() -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache.checkpoint.json_file import read_text
 from trt_kvcache.checkpoint.template_process import TemplateFailure, TemplateProcess
 from trt_kvcache.checkpoint.template_worker import make_environment
@@ -43,7 +44,8 @@ class ChatTemplate:
     """
 
     def __init__(self, text: str, source: Path) -> None:
-        from jinja2 import TemplateError
+        with naming_the_extra():
+            from jinja2 import TemplateError
 
         self._source = source
         if len(text) > _MAX_NBYTES:

@@ -210,10 +210,13 @@ class Checkpoint:
 
 
 def _with_stored_dtype(config: ModelConfig, file: SafetensorsFile) -> ModelConfig:
-    try:
-        return replace(config, dtype=file.tensors[EMBEDDING].dtype)
-    except ConfigError as error:
-        raise CheckpointError(f"{file.path}: {error}") from error
+    stored = file.tensors[EMBEDDING].dtype
+    if stored not in MODEL_DTYPES:
+        raise CheckpointError(
+            f"{file.path}: expected weights in one of {', '.join(MODEL_DTYPES)}, got {EMBEDDING} in {stored}. "
+            "Convert the checkpoint, or use an unquantised one."
+        )
+    return replace(config, dtype=stored)
 
 
 def _check(config: ModelConfig, files: Mapping[str, SafetensorsFile], folder: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
 
+from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache._util.regular_file import open_regular
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CheckpointError
@@ -69,6 +69,9 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path) -> None:
+        with naming_the_extra():
+            from safetensors import SafetensorError, safe_open
+
         self.path = path
         try:
             with open_regular(path) as file:

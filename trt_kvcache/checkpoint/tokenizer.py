@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import tokenizers
-
+from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache._util.shown import shown
 from trt_kvcache.checkpoint.chat_template import ChatTemplate, find_chat_template
 from trt_kvcache.checkpoint.json_file import read_json_if_present, read_text
 from trt_kvcache.errors import CheckpointError, ConfigError, RangeError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -237,6 +239,9 @@ class Tokenizer:
 
 
 def _parse(text: str, file: Path) -> tokenizers.Tokenizer:
+    with naming_the_extra():
+        import tokenizers
+
     try:
         return tokenizers.Tokenizer.from_str(text)
     except BaseException as error:

@@ -16,8 +16,8 @@ from trt_kvcache.errors import KVCacheError
 #: Part of a message that TensorRT logs after each error on a machine without a driver. It says nothing about the error itself.
 _MISSING_DRIVER = "cudaError 35"
 
-#: Logger for messages that no collection is open for.
-_FALLBACK = logging.getLogger("trt_kvcache.tensorrt")
+#: Everything that TensorRT logs, for people. What a collection has is logged at INFO: whoever collects it decides what it means.
+_LOGGER = logging.getLogger("trt_kvcache.tensorrt")
 
 
 class Messages:
@@ -33,6 +33,8 @@ class Messages:
     ----------
     errors, warnings : list of str
         Messages of severity ERROR and worse, and of severity WARNING.
+    cause : Exception or None
+        The last exception of a plugin, which TensorRT does not pass on.
 
     Examples
     --------
@@ -48,6 +50,7 @@ class Messages:
     def __init__(self, *, ignore_missing_driver: bool) -> None:
         self.errors: list[str] = []
         self.warnings: list[str] = []
+        self.cause: Exception | None = None
         self._ignore_missing_driver = ignore_missing_driver
 
     def add(self, text: str, *, is_error: bool) -> None:
@@ -66,6 +69,11 @@ class Messages:
         if text not in kept:
             kept.append(text)
 
+    def clear_errors(self) -> None:
+        """Forget the errors, and the exception of a plugin, of earlier calls."""
+        self.errors.clear()
+        self.cause = None
+
     def check(self, error: type[KVCacheError], what: str) -> None:
         """Raise an exception if TensorRT logged an error, whatever its call returned.
 
@@ -82,6 +90,8 @@ class Messages:
     def fail(self, error: type[KVCacheError], what: str) -> NoReturn:
         """Raise an exception with everything that TensorRT logged: its errors, or its warnings if there is no error.
 
+        The exception of a plugin, if there was one, is its ``__cause__``.
+
         Parameters
         ----------
         error : type
@@ -90,11 +100,11 @@ class Messages:
             What failed.
         """
         said = self.errors or self.warnings or ["nothing"]
-        raise error(f"{what}. TensorRT says: {' | '.join(said)}")
+        raise error(f"{what}. TensorRT says: {' | '.join(said)}") from self.cause
 
 
 class TensorRTLog:
-    """The one logger of an imported TensorRT module. Messages below WARNING are dropped.
+    """The one logger of an imported TensorRT module. Messages below WARNING only go to Python's logger ``trt_kvcache.tensorrt``.
 
     A message goes to every collection that is open, whatever thread it comes from: two builds at the same time see each other's messages.
 
@@ -126,6 +136,7 @@ class TensorRTLog:
         Yields
         ------
         Messages
+            Empty at first. What TensorRT logs in the block is added to it; it stays readable after the block.
         """
         messages = Messages(ignore_missing_driver=ignore_missing_driver)
         with self._lock:
@@ -137,7 +148,7 @@ class TensorRTLog:
                 self._open.remove(messages)
 
     def receive(self, text: str, *, is_error: bool) -> None:
-        """Pass a message to the open collections, or to Python's logging if there is none.
+        """Pass a message to the open collections, and to Python's logging: at its own level only if there is no collection.
 
         Parameters
         ----------
@@ -150,8 +161,23 @@ class TensorRTLog:
             for messages in self._open:
                 messages.add(text, is_error=is_error)
             collected = bool(self._open)
-        if not collected:
-            _FALLBACK.log(logging.ERROR if is_error else logging.WARNING, "%s", text)
+        level = logging.INFO if collected else logging.ERROR if is_error else logging.WARNING
+        _LOGGER.log(level, "%s", text)
+
+    def receive_exception(self, where: str, error: Exception) -> None:
+        """Pass the exception of a plugin to the open collections: TensorRT itself only prints it, and logs that the call failed.
+
+        Parameters
+        ----------
+        where : str
+            Which method of which plugin raised it.
+        error : Exception
+            The exception.
+        """
+        with self._lock:
+            for messages in self._open:
+                messages.cause = error
+        self.receive(f"{where}: {type(error).__name__}: {error}", is_error=True)
 
 
 def _make_logger(module: Any, log: TensorRTLog) -> Any:
@@ -165,5 +191,7 @@ def _make_logger(module: Any, log: TensorRTLog) -> Any:
         def log(self, level: Any, text: str) -> None:
             if int(level) <= int(severity.WARNING):
                 log.receive(text.strip(), is_error=int(level) <= int(severity.ERROR))
+            else:
+                _LOGGER.log(logging.INFO if int(level) <= int(severity.INFO) else logging.DEBUG, "%s", text.strip())
 
     return Logger()

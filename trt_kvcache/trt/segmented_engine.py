@@ -156,6 +156,7 @@ class SegmentedEngine(Uncopyable):
         Returns
         -------
         SegmentedEngine
+            Ready to be bound. Close it after use.
 
         Raises
         ------

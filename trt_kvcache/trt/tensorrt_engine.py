@@ -27,7 +27,7 @@ from trt_kvcache.trt.engine_sources import load_tensorrt_for, map_plan_file, req
 from trt_kvcache.trt.loaded_plan import LoadedPlan
 from trt_kvcache.trt.module import TensorRT, load
 from trt_kvcache.trt.plugin import register
-from trt_kvcache.trt.tensors import compare_profiles, compare_tensors, read_profiles
+from trt_kvcache.trt.tensors import add_plugin_aliases, compare_profiles, compare_tensors, read_profiles
 
 
 class TensorRTEngine(Uncopyable):
@@ -80,6 +80,8 @@ class TensorRTEngine(Uncopyable):
             self._plan = LoadedPlan(tensorrt, plan, resources=self._resources, built_by=built_by)
             self._profiles = read_profiles(self._plan.ranges, names.input_ids)
             if config is not None:
+                if config.attention_variant == "plugin":
+                    self._plan.tensors = add_plugin_aliases(self._plan.tensors, config.tensors)
                 compare_tensors(self._plan.tensors, config.tensors)
                 compare_profiles(self._profiles, config.profiles)
             nbytes = self._plan.context_memory_nbytes
@@ -119,6 +121,7 @@ class TensorRTEngine(Uncopyable):
         Returns
         -------
         TensorRTEngine
+            Ready to be bound. Close it after use.
 
         Raises
         ------

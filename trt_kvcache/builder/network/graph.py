@@ -62,6 +62,7 @@ class Graph:
         Returns
         -------
         ITensor
+            The input as a tensor of the network, to be given to layers.
 
         Raises
         ------
@@ -112,9 +113,12 @@ class Graph:
         Raises
         ------
         BuildError
-            TensorRT refused it.
+            TensorRT refused it, or has no such layers.
         """
-        layer = getattr(self.network, f"add_{kind}")(*arguments)
+        add = getattr(self.network, f"add_{kind}", None)
+        if add is None:
+            raise BuildError(f"layer `{name}`: expected a TensorRT with layers of kind {kind}, {self.tensorrt} has none. Use a newer one.")
+        layer = add(*arguments)
         if layer is None:
             self._messages.fail(BuildError, f"layer `{name}`: TensorRT refused {kind}")
         layer.name = name
@@ -165,6 +169,7 @@ class Graph:
         Returns
         -------
         ITensor
+            The layer's first output, which has the name of the layer.
 
         Raises
         ------
@@ -231,6 +236,7 @@ class Graph:
         Returns
         -------
         ITensor
+            Of ``dtype``, with the shape ``(1,) * rank``.
 
         Raises
         ------
@@ -254,6 +260,7 @@ class Graph:
         Returns
         -------
         ITensor
+            Of ``dtype``, with the shape of ``tensor``; ``tensor`` itself if there is nothing to convert.
 
         Raises
         ------
@@ -280,6 +287,7 @@ class Graph:
         Returns
         -------
         ITensor
+            Of the shape that both operands are broadcast to: a size of 1 fits any other. Its dtype is theirs, or bool for a comparison.
 
         Raises
         ------
@@ -313,6 +321,7 @@ class Graph:
         Returns
         -------
         ITensor
+            The same elements, of the same dtype, in the new order and shape.
         """
         layer = self.layer(name, "shuffle", tensor)
         if first_transpose is not None:
