@@ -45,7 +45,16 @@ def test_a_model_folder(run: Run):
     done = run("memory", SHIPPED, "--gib", 0.5)
     assert f"1 slot of {CONFIG.max_position_embeddings} tokens, float16, separate" in done.out
     assert f"per token:    {TOKEN_NBYTES} B" in done.out
-    assert f"longest sequence with 1 slot: {2**29 // TOKEN_NBYTES} tokens" in done.out
+    assert f"longest sequence with 1 slot: {CONFIG.max_position_embeddings} tokens, all positions of the model" in done.out
+
+
+def test_a_budget_for_less_than_the_positions_of_the_model(run: Run):
+    done = run("memory", SHIPPED, "--gib", 300 * TOKEN_NBYTES / 2**30)
+    assert "longest sequence with 1 slot: 300 tokens\n" in done.out
+
+
+def test_an_engine_folder_has_the_positions_of_its_model(run: Run, engine: Path):
+    assert "tokens, all positions of the model" in run("memory", engine, "--gib", 1).out
 
 
 def test_a_model_folder_with_other_sizes(run: Run, tmp_path: Path):

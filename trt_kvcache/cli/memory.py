@@ -76,13 +76,14 @@ def memory(
     build = _build_estimate(folder, config, dtype) if engine else None
     if json:
         extra = {} if build is None else {"build": as_json(build)}
-        put_json({"config": as_json(config), "estimate": as_json(estimate), **extra, **({} if gib is None else _what_fits(config, gib))})
+        fits = {} if gib is None else _what_fits(config, gib, _positions_of(folder))
+        put_json({"config": as_json(config), "estimate": as_json(estimate), **extra, **fits})
         return
     _print_estimate(config, estimate)
     if build is not None:
         print_build_sizes(build)
     if gib is not None:
-        _print_what_fits(config, gib)
+        _print_what_fits(config, gib, _positions_of(folder))
 
 
 def _config_of_numbers(layers: int | None, kv_heads: int | None, head_dim: int | None, max_sequence_length: int | None) -> KVCacheConfig:
@@ -114,6 +115,16 @@ def _config_of_folder(folder: Path) -> KVCacheConfig:
     return cache_config(model, max_batch_size=1, max_sequence_length=model.max_position_embeddings, dtype=model.dtype)
 
 
+def _positions_of(folder: Path | None) -> int | None:
+    """Return the most tokens that the model of a folder was made for."""
+    if folder is None:
+        return None
+    folder = located(folder, ["config.json"])
+    if is_engine_folder(folder):
+        return EngineFolder.open(folder).config.model.max_position_embeddings
+    return ModelConfig.from_dict(read_json(folder / "config.json")).max_position_embeddings
+
+
 def _print_estimate(config: KVCacheConfig, estimate: MemoryEstimate) -> None:
     rows = table("layers", "KV heads", "head dim", "bytes per layer", "size", numbers=("bytes per layer", "size"))
     layers = enumerate(zip(config.layers, estimate.bytes_per_layer, strict=True))
@@ -130,7 +141,7 @@ def _print_estimate(config: KVCacheConfig, estimate: MemoryEstimate) -> None:
     say(f"in all:       {_bytes(estimate.nbytes)}")
 
 
-def _what_fits(config: KVCacheConfig, gib: float) -> dict[str, int]:
+def _what_fits(config: KVCacheConfig, gib: float, positions: int | None) -> dict[str, int]:
     """Return what fits, for ``--json``; 0 where not even one slot or token does."""
     found = {}
     for name, search in (("longest_sequence", longest_sequence), ("largest_batch", largest_batch)):
@@ -138,22 +149,26 @@ def _what_fits(config: KVCacheConfig, gib: float) -> dict[str, int]:
             found[name] = search(config, int(gib * _GIB))
         except CapacityError:
             found[name] = 0
+    if positions is not None:
+        found["longest_sequence"] = min(found["longest_sequence"], positions)
     return found
 
 
-def _print_what_fits(config: KVCacheConfig, gib: float) -> None:
+def _print_what_fits(config: KVCacheConfig, gib: float, positions: int | None) -> None:
     budget = int(gib * _GIB)
     say(f"in {gib:g} GiB ({budget} B):")
     slots, length = count(config.max_batch_size, "slot"), count(config.max_sequence_length, "token")
-    say(f"  longest sequence with {slots}: {_fitting(longest_sequence, config, budget, 'token')}")
+    longest = _fitting(longest_sequence, config, budget, "token", positions)
+    say(f"  longest sequence with {slots}: {longest}")
     say(f"  largest batch of {length}: {_fitting(largest_batch, config, budget, 'slot')}")
 
 
-def _fitting(search: Callable[[KVCacheConfig, int], int], config: KVCacheConfig, budget: int, what: str) -> str:
+def _fitting(search: Callable[[KVCacheConfig, int], int], config: KVCacheConfig, budget: int, what: str, limit: int | None = None) -> str:
     try:
-        return count(search(config, budget), what)
+        found = search(config, budget)
     except CapacityError:
         return f"not even 1 {what} fits"
+    return count(found, what) if limit is None or found <= limit else f"{count(limit, what)}, all positions of the model"
 
 
 def _bytes(nbytes: int) -> str:
