@@ -19,9 +19,11 @@ TREE = {
     "BindingError": RuntimeError,
     "BuildError": RuntimeError,
     "EngineError": RuntimeError,
+    "ProcessorError": RuntimeError,
     "CaptureError": RuntimeError,
     "LengthsUnknown": RuntimeError,
     "ClosedError": RuntimeError,
+    "ThreadError": RuntimeError,
     "CudaError": RuntimeError,
 }
 

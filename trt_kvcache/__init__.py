@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache._version import __version__ as __version__
 
 if TYPE_CHECKING:  # for type checkers and editors: the same names as below
@@ -28,6 +29,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.cache.linear_kv_cache import LinearKVCache as LinearKVCache
     from trt_kvcache.cache.mamba_cache_manager import MambaCacheManager as MambaCacheManager
     from trt_kvcache.cache.mamba_config import MambaCacheConfig as MambaCacheConfig
+    from trt_kvcache.cache.plot import draw_cache as draw_cache
     from trt_kvcache.checkpoint import Checkpoint as Checkpoint, ModelConfig as ModelConfig, Tokenizer as Tokenizer
     from trt_kvcache.engine.bindings import BindingPlan as BindingPlan
     from trt_kvcache.engine.names import TensorNames as TensorNames
@@ -55,21 +57,26 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
         LengthsUnknown as LengthsUnknown,
         MappingError as MappingError,
         PlaceError as PlaceError,
+        ProcessorError as ProcessorError,
         RangeError as RangeError,
         SequenceError as SequenceError,
         ShapeError as ShapeError,
         SlotError as SlotError,
         SnapshotError as SnapshotError,
+        ThreadError as ThreadError,
     )
+    from trt_kvcache.generation.chat_prompt import ChatPrompt as ChatPrompt
     from trt_kvcache.generation.request import GeneratedToken as GeneratedToken
     from trt_kvcache.generation.sampler_state import SamplerState as SamplerState
-    from trt_kvcache.generation.sampling import SamplingParams as SamplingParams
+    from trt_kvcache.generation.sampling import SamplingOptions as SamplingOptions, SamplingParams as SamplingParams
+    from trt_kvcache.memory.base import Memory as Memory
     from trt_kvcache.memory.cuda_memory import CudaMemory as CudaMemory
     from trt_kvcache.memory.host_memory import HostMemory as HostMemory
     from trt_kvcache.memory.tensor import DeviceTensor as DeviceTensor
     from trt_kvcache.ops.custom_op import CustomOp as CustomOp, TensorType as TensorType, run_on_host as run_on_host
     from trt_kvcache.ops.embedding_op import EmbeddingOp as EmbeddingOp
     from trt_kvcache.ops.registry import register_operation as register_operation, unregister_operation as unregister_operation
+    from trt_kvcache.plot import Plot as Plot
     from trt_kvcache.polygraphy.compare_paths import compare_paths as compare_paths
     from trt_kvcache.polygraphy.feeds import greedy_feeds as greedy_feeds, make_feed as make_feed
     from trt_kvcache.polygraphy.network_script import NetworkScript as NetworkScript
@@ -83,15 +90,23 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.sequences.prompt_cache import PromptCache as PromptCache, PromptEntry as PromptEntry, PromptMatch as PromptMatch
     from trt_kvcache.sequences.sequence_cache_manager import SequenceCacheManager as SequenceCacheManager
     from trt_kvcache.sequences.snapshot import Snapshot as Snapshot, load_snapshot as load_snapshot, save_snapshot as save_snapshot
+    from trt_kvcache.session.async_request import AsyncRequest as AsyncRequest
+    from trt_kvcache.session.async_session import AsyncSession as AsyncSession
+    from trt_kvcache.session.load import load as load
     from trt_kvcache.session.open_model import EngineFallbackWarning as EngineFallbackWarning
     from trt_kvcache.session.request_handle import RequestHandle as RequestHandle
     from trt_kvcache.session.session import InferenceSession as InferenceSession
     from trt_kvcache.session.session_options import SessionOptions as SessionOptions
+    from trt_kvcache.session.session_source import SessionSource as SessionSource
     from trt_kvcache.session.statistics import SessionStatistics as SessionStatistics
+    from trt_kvcache.session.timeline import Timeline as Timeline
+    from trt_kvcache.session.token_stream import TokenStream as TokenStream
     from trt_kvcache.trt.segmented_engine import SegmentedEngine as SegmentedEngine
     from trt_kvcache.trt.tensorrt_engine import TensorRTEngine as TensorRTEngine
 
 _MODULE_OF = {
+    "AsyncRequest": "session.async_request",
+    "AsyncSession": "session.async_session",
     "BindingError": "errors",
     "BindingPlan": "engine.bindings",
     "BuildError": "errors",
@@ -99,6 +114,7 @@ _MODULE_OF = {
     "CacheConfig": "cache.config",
     "CapacityError": "errors",
     "CaptureError": "errors",
+    "ChatPrompt": "generation.chat_prompt",
     "Checkpoint": "checkpoint",
     "CheckpointError": "errors",
     "ClosedError": "errors",
@@ -134,10 +150,12 @@ _MODULE_OF = {
     "MambaCacheConfig": "cache.mamba_config",
     "MambaCacheManager": "cache.mamba_cache_manager",
     "MappingError": "errors",
+    "Memory": "memory.base",
     "ModelConfig": "checkpoint",
     "ModelIdentity": "sequences.model_identity",
     "NetworkScript": "polygraphy.network_script",
     "PlaceError": "errors",
+    "ProcessorError": "errors",
     "PromptCache": "sequences.prompt_cache",
     "PromptEntry": "sequences.prompt_cache",
     "PromptMatch": "sequences.prompt_cache",
@@ -147,12 +165,15 @@ _MODULE_OF = {
     "ReferenceRunner": "polygraphy.runners",
     "RequestHandle": "session.request_handle",
     "SamplerState": "generation.sampler_state",
+    "SamplingOptions": "generation.sampling",
     "SamplingParams": "generation.sampling",
     "SegmentedEngine": "trt.segmented_engine",
     "SequenceCacheManager": "sequences.sequence_cache_manager",
     "SequenceError": "errors",
     "SessionOptions": "session.session_options",
     "SessionRunner": "polygraphy.runners",
+    "SessionSource": "session.session_source",
+    "Timeline": "session.timeline",
     "SessionStatistics": "session.statistics",
     "ShapeError": "errors",
     "SlotError": "errors",
@@ -163,13 +184,18 @@ _MODULE_OF = {
     "TensorRTEngine": "trt.tensorrt_engine",
     "TensorSpec": "engine.protocol",
     "TensorType": "ops.custom_op",
+    "ThreadError": "errors",
+    "TokenStream": "session.token_stream",
     "Tokenizer": "checkpoint",
     "build_engine": "builder.build_engine",
     "compare_paths": "polygraphy.compare_paths",
     "estimate_memory": "cache.estimate",
+    "draw_cache": "cache.plot",
+    "Plot": "plot",
     "greedy_feeds": "polygraphy.feeds",
     "inspect_engine": "engine_folder.inspection",
     "largest_batch": "cache.estimate",
+    "load": "session.load",
     "load_snapshot": "sequences.snapshot",
     "longest_sequence": "cache.estimate",
     "make_feed": "polygraphy.feeds",
@@ -185,7 +211,8 @@ __all__ = ["__version__", *_MODULE_OF]
 def __getattr__(name: str) -> Any:
     if name not in _MODULE_OF:
         raise AttributeError(f"module 'trt_kvcache' has no attribute {name!r}")
-    value = getattr(import_module(f"trt_kvcache.{_MODULE_OF[name]}"), name)
+    with naming_the_extra():
+        value = getattr(import_module(f"trt_kvcache.{_MODULE_OF[name]}"), name)
     globals()[name] = value
     return value
 

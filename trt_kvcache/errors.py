@@ -91,6 +91,18 @@ class EngineError(KVCacheError, RuntimeError):
     """An engine could not be loaded or enqueued; the text holds what TensorRT logged."""
 
 
+class ProcessorError(KVCacheError, RuntimeError):
+    """A logits processor of the caller's raised or returned something else than logits, or the options of a request leave no token.
+
+    Attributes
+    ----------
+    request : int or None
+        Index of the request: of a prompt of ``generate``, or of a handle. Cancel that handle to continue with the other requests.
+    """
+
+    request: int | None = None
+
+
 class CaptureError(KVCacheError, RuntimeError):
     """An operation that cannot be captured in a CUDA graph was called while capturing."""
 
@@ -101,6 +113,10 @@ class LengthsUnknown(KVCacheError, RuntimeError):
 
 class ClosedError(KVCacheError, RuntimeError):
     """An object was used after ``close()``."""
+
+
+class ThreadError(KVCacheError, RuntimeError):
+    """An object that one thread may use at a time was used by a second one, while the first was in a call."""
 
 
 class CudaError(KVCacheError, RuntimeError):

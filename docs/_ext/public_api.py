@@ -35,7 +35,7 @@ import trt_kvcache
 
 #: Pages of ``docs/reference``, each with the subpackages and modules of ``trt_kvcache`` whose public names it lists.
 AREAS = {
-    "cache": ("cache",),
+    "cache": ("cache", "plot"),
     "memory": ("memory", "dtypes"),
     "sequences": ("sequences",),
     "sessions": ("session",),
@@ -56,10 +56,8 @@ DESCRIBED = {
     "SlotCache": "trt_kvcache.cache.slot_cache",
     "KVCacheBase": "trt_kvcache.cache.kv_cache_base",
     "RecurrentCache": "trt_kvcache.cache.recurrent_cache",
-    "Memory": "trt_kvcache.memory.base",
     "Allocation": "trt_kvcache.memory.base",
     "BuildOptions": "trt_kvcache.builder.options",
-    "SessionSource": "trt_kvcache.session.session_source",
 }
 
 #: Names of other projects in references: shown as text, since nothing is fetched while the site is built.

@@ -73,6 +73,20 @@ def test_every_family_and_dtype_builds(built: Any, family: str, dtype: str, atte
 
 
 @pytest.mark.trt
+@pytest.mark.parametrize(("positions", "length", "prefill"), [(4096, 2048, 512), (300, 300, 300)])
+def test_sizes_that_are_not_given_come_from_the_model(tmp_path: Path, positions: int, length: int, prefill: int) -> None:
+    build_engine(write_model(tmp_path / "model", max_position_embeddings=positions), tmp_path / "engine", flavour="tensorrt_rtx")
+    config = EngineFolder.open(tmp_path / "engine").config
+    assert (config.cache.max_batch_size, config.cache.max_sequence_length, config.max_prefill_length) == (1, length, prefill)
+
+
+@pytest.mark.trt
+def test_a_given_length_limits_the_default_prefill(tmp_path: Path) -> None:
+    build_engine(write_model(tmp_path / "model"), tmp_path / "engine", max_sequence_length=16, flavour="tensorrt_rtx")
+    assert EngineFolder.open(tmp_path / "engine").config.max_prefill_length == 16
+
+
+@pytest.mark.trt
 def test_profiles_that_tensorrt_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     profile, seen = load("tensorrt_rtx").module.IOptimizationProfile, []
     real = profile.set_shape
@@ -82,6 +96,15 @@ def test_profiles_that_tensorrt_was_given(monkeypatch: pytest.MonkeyPatch, tmp_p
     common = {"kvcache_start_index": ((1,), (3,), (3,)), "last_token_ids": ((1, 1), (3, 1), (3, 1)), "k_cache_0": cache, "v_cache_0": cache}
     shapes = [{name: tuple(given) for by, name, *given in seen if by is each} for each in dict.fromkeys(by for by, *_ in seen)]
     assert shapes == [{"input_ids": ((1, 1), (3, width), (3, width)), **common} for width in (11, 1)]
+
+
+@pytest.mark.trt
+def test_an_engine_of_one_slot_stores_its_weights_once(tmp_path: Path) -> None:
+    """Of a profile whose shapes are all fixed TensorRT would store them once more. The compiled kernels differ by some KB."""
+    model = write_model(tmp_path / "model", intermediate_size=8192)
+    one, two = (build_engine(model, tmp_path / "engine", **{**SIZES, "max_batch_size": slots}) for slots in (1, 2))
+    assert one.weights_nbytes > 2**20
+    assert one.plan_nbytes < two.plan_nbytes + one.weights_nbytes / 4
 
 
 @pytest.mark.trt

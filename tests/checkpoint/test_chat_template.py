@@ -48,6 +48,18 @@ def test_what_templates_may_use(tmp_path: Path) -> None:
     assert tokenizer.apply_chat_template([{"content": "<é>"}, {"content": "no"}]) == '{"content": "<é>"}20True'
 
 
+def test_tools_and_other_variables_reach_the_template(tmp_path: Path) -> None:
+    template = "{{ bos_token }} {{ tools[0].name }} {{ enable_thinking }} {{ messages | length }}"
+    tokenizer = opened(byte_level_folder(tmp_path, bos_token=BOS, chat_template=template))
+    text = tokenizer.apply_chat_template(MESSAGES, tools=[{"name": "clock"}], template_args={"enable_thinking": False})
+    assert text == "<s> clock False 2"
+
+
+def test_variables_may_replace_special_tokens_but_not_the_messages(tmp_path: Path) -> None:
+    tokenizer = opened(byte_level_folder(tmp_path, bos_token=BOS, chat_template="{{ bos_token }} {{ messages | length }}"))
+    assert tokenizer.apply_chat_template(MESSAGES, template_args={"bos_token": "begin", "messages": []}) == "begin 2"
+
+
 def test_template_that_refuses_the_messages(tmp_path: Path) -> None:
     tokenizer = opened(byte_level_folder(tmp_path, chat_template=TEMPLATE))
     with pytest.raises(ConfigError, match=r"tokenizer_config\.json: the chat template refuses these messages: no system role here"):

@@ -234,8 +234,23 @@ def test_not_a_folder(tmp_path: Path) -> None:
     assert "expected a model folder, got a file" in refused(tmp_path / "file")
 
 
-def test_weights_of_an_unsupported_dtype_are_refused_if_the_config_names_none(copy_of: CopyOf) -> None:
+def in_float64(tensors: Tensors) -> None:
+    tensors.update({name: array.astype(np.float64) for name, array in tensors.items()})
+
+
+def test_weights_of_an_unsupported_dtype_are_refused_with_file_and_tensor_if_the_config_names_no_dtype(copy_of: CopyOf) -> None:
     folder = copy_of("llama")
     edit_config(folder, dtype=...)
-    edit_tensors(folder, lambda tensors: tensors.update({name: array.astype(np.float64) for name, array in tensors.items()}))
-    assert "model.safetensors: ModelConfig.dtype: expected one of float16, bfloat16, float32, got 'F64'" in refused(folder)
+    edit_tensors(folder, in_float64)
+    assert refused(folder) == (
+        f"{folder / 'model.safetensors'}: expected weights in one of float16, bfloat16, float32, got model.embed_tokens.weight in F64. "
+        "Convert the checkpoint, or use an unquantised one."
+    )
+
+
+def test_no_hint_to_name_an_unsupported_dtype_in_the_config(copy_of: CopyOf) -> None:
+    folder = copy_of("llama")
+    edit_tensors(folder, in_float64)
+    assert refused(folder).endswith(
+        "expected every tensor in float32, got model.embed_tokens.weight in F64. Mixed or quantised weights are not supported."
+    )

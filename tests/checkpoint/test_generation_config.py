@@ -35,11 +35,16 @@ def test_zero_means_off(tmp_path: Path) -> None:
     assert (defaults.temperature, defaults.top_k, defaults.min_p, defaults.eos_token_ids) == (0.0, 0, 0.0, (3,))
 
 
+def test_the_repetition_penalty_is_read(tmp_path: Path) -> None:
+    assert GenerationDefaults.open(write(tmp_path, repetition_penalty=1.05)).repetition_penalty == 1.05
+    assert GenerationDefaults.open(write(tmp_path, repetition_penalty=None)).repetition_penalty == 1.0
+
+
 def test_fields_that_are_not_supported_are_listed(tmp_path: Path) -> None:
-    off = {"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "typical_p": 1.0, "num_beams": 1, "suppress_tokens": [], "top_h": None}
+    off = {"no_repeat_ngram_size": 0, "typical_p": 1.0, "num_beams": 1, "suppress_tokens": [], "top_h": None}
     assert GenerationDefaults.open(write(tmp_path, do_sample=True, **off)).ignored == ()
-    on = {"repetition_penalty": 1.05, "no_repeat_ngram_size": 3, "typical_p": 0.9, "forced_eos_token_id": 0, "suppress_tokens": [4]}
-    names = ("repetition_penalty", "no_repeat_ngram_size", "suppress_tokens", "forced_eos_token_id")
+    on = {"no_repeat_ngram_size": 3, "typical_p": 0.9, "forced_eos_token_id": 0, "suppress_tokens": [4]}
+    names = ("no_repeat_ngram_size", "suppress_tokens", "forced_eos_token_id")
     assert GenerationDefaults.open(write(tmp_path, **on)).ignored == names  # greedy: typical_p plays no part
     assert GenerationDefaults.open(write(tmp_path, do_sample=True, **on)).ignored == (*names, "typical_p")
 
@@ -50,6 +55,7 @@ def test_fields_that_are_not_supported_are_listed(tmp_path: Path) -> None:
         ({"temperature": -1}, "temperature: expected a finite number > 0, got -1"),
         ({"top_k": -3}, "top_k: expected a positive integer, got -3"),
         ({"top_p": 1.5}, r"top_p: expected a number in \(0, 1\], got 1.5"),
+        ({"repetition_penalty": 0}, "repetition_penalty: expected a finite number > 0, got 0"),
         ({"min_p": -0.5}, "min_p: expected a finite number > 0, got -0.5"),
         ({"min_p": 1}, r"min_p: expected a number in \[0, 1\), got 1"),
         ({"do_sample": 1}, "do_sample: expected true or false, got 1"),

@@ -1,24 +1,29 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import NoReturn
 
 import pytest
+from typer.main import get_command
 
 from trt_kvcache import __version__
 from trt_kvcache.cli import main
+from trt_kvcache.cli.app import app
 from trt_kvcache.errors import ClosedError
 from trt_kvcache.session.session import InferenceSession
 
 from .conftest import GOLDEN, SHIPPED, Run
 
-COMMANDS = ("build", "generate", "chat", "compare", "memory", "inspect")
+COMMANDS = ("build", "generate", "chat", "serve-file", "compare", "memory", "inspect")
 PROGRAM = "import sys; from trt_kvcache.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -38,14 +43,59 @@ def test_no_command_shows_the_help(run: Run):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_every_option_has_a_help_text(run: Run, command: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("COLUMNS", "200")
+def test_every_option_has_a_help_text_and_a_short_name_for_its_value(command: str):
+    options = [parameter for parameter in get_command(app).commands[command].params if parameter.param_type_name == "option"]
+    assert len(options) >= 3
+    for option in options:
+        assert option.help.endswith((".", "]")), option.name
+        assert option.is_flag or option.count or option.metavar, option.name
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_fits_80_columns(run: Run, command: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERMINAL_WIDTH", "80")
     done = run(command, "--help")
-    assert done.code == 0
-    rows = [line.strip("│ ").split("  ") for line in done.out.splitlines() if line.startswith("│") and "--" in line]
-    assert len(rows) >= 1
-    for row in rows:
-        assert row[-1].strip().endswith((".", "]")), row
+    assert max(len(line) for line in done.out.splitlines()) <= 80
+    names = {name for parameter in get_command(app).commands[command].params for name in parameter.opts if name.startswith("-")}
+    assert names <= set(re.split(r"[\s,]+", done.out)), "no name is cut"
+    assert "…" not in done.out
+    assert not re.search("<[a-z]", done.out), "no types of Python"
+
+
+def test_the_list_of_commands_is_not_cut(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    listed = run("--help").out.partition("Commands:")[2].partition("Exit codes")[0]
+    assert "..." not in listed
+
+
+def test_quiet_and_verbose_contradict_each_other(run: Run):
+    done = run("memory", SHIPPED, "-q", "-v")
+    assert (done.code, done.out) == (2, "")
+    assert "expected --quiet or --verbose, got both." in done.complaint
+
+
+def test_quiet_leaves_out_notes_and_warnings(run: Run, without_gpu: None):
+    done = run("generate", SHIPPED, "-q", "-p", "Alice", "--max-new-tokens", 2)
+    assert (done.code, done.err) == (0, "")
+    assert done.out.startswith("Alice")
+
+
+def test_quiet_keeps_errors(run: Run):
+    assert run("memory", "no/such/folder", "-q").err.startswith("error: no/such/folder: ")
+
+
+@pytest.mark.parametrize(("switch", "shown"), [([], "w"), (["-v"], "iw"), (["-vv"], "diw"), (["-q"], "")])
+def test_verbose_shows_the_log(run: Run, monkeypatch: pytest.MonkeyPatch, switch: list[str], shown: str):
+    def log(config: object) -> NoReturn:
+        logger = logging.getLogger("trt_kvcache.part")
+        logger.debug("d"), logger.info("i"), logger.warning("w")
+        raise ClosedError("end")
+
+    monkeypatch.setattr("trt_kvcache.cli.memory.estimate_memory", log)
+    done = run("memory", SHIPPED, *switch)
+    assert done.err == "".join(f"trt_kvcache.part: {text}\n" for text in shown) + "error: end\n"
+    assert logging.getLogger("trt_kvcache").handlers == []
 
 
 def test_version(run: Run):
@@ -60,7 +110,10 @@ def test_version(run: Run):
         (["generate", SHIPPED, "--bogus"], "No such option: --bogus"),
         (["generate"], "Missing argument 'ENGINE|MODEL'."),
         (["build", SHIPPED], "Missing option '--output' / '-o'."),
-        (["generate", SHIPPED, "-p", "A", "--engine", "gpu"], "'gpu' is not one of 'auto', 'reference', 'tensorrt'."),
+        (
+            ["generate", SHIPPED, "-p", "A", "--engine", "gpu"],
+            "Invalid value for '--engine': expected one of auto, reference, tensorrt, got 'gpu'.",
+        ),
     ],
     ids=str,
 )
@@ -115,7 +168,7 @@ def test_ctrl_c_during_the_imports_is_one_line(run: Run, monkeypatch: pytest.Mon
     ("module", "extra", "arguments"),
     [
         ("rich", "models", ["--help"]),
-        ("tokenizers", "models", ["generate", str(SHIPPED), "-p", "Alice"]),
+        ("tokenizers", "models", ["generate", str(SHIPPED), "--engine", "reference", "-p", "Alice"]),
         ("polygraphy", "polygraphy", ["compare", str(SHIPPED), "-p", "Alice"]),
     ],
 )
@@ -149,7 +202,7 @@ def test_a_closed_pipe_is_no_error():
     [
         (["generate", str(SHIPPED), "--engine", "reference", "-p", "Café", "--max-new-tokens", "1"], 0, "Caf?", "ReferenceEngine on cpu"),
         (["memory", str(SHIPPED)], 0, "| 0-1 ", ""),
-        (["memory", "né"], 1, "", "error: n\\xe9: expected an engine or model folder"),
+        (["memory", "né"], 1, "", "error: n\\xe9: expected a model folder, an engine folder"),
         (["--help"], 0, "--version", ""),
     ],
 )

@@ -71,11 +71,16 @@ def test_a_damaged_tokenizer(run: Run, model: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("make", "got"), [(lambda path: None, "nothing there"), (lambda path: path.touch(), "a file")], ids=["nothing", "file"]
+    ("make", "complaint"),
+    [
+        (lambda path: None, "model folder, an engine folder, or an id of the Hugging Face Hub such as Qwen/Qwen3-0.6B, got nothing there."),
+        (lambda path: path.touch(), "model folder, got a file."),
+    ],
+    ids=["nothing", "file"],
 )
-def test_a_missing_folder(run: Run, tmp_path: Path, make: Callable[[Path], object], got: str):
+def test_a_missing_folder(run: Run, tmp_path: Path, make: Callable[[Path], object], complaint: str):
     make(tmp_path / "model")
-    check(run, tmp_path / "model", READING_A_MODEL, f"model: expected a model folder, got {got}.", tmp_path)
+    check(run, tmp_path / "model", READING_A_MODEL, f"model: expected a {complaint}", tmp_path)
 
 
 def test_an_unreadable_folder(run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -1,18 +1,15 @@
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trt_kvcache.builder.build_engine import BUILDING
 from trt_kvcache.cli import build as build_module
 from trt_kvcache.errors import BuildError
 
-from .conftest import GOLDEN, SHIPPED, Run
+from .conftest import CONFIG, GOLDEN, SHIPPED, Run
 from .test_inspect import rows
 
 
@@ -25,25 +22,28 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         seen.update(options, model=model, target=target)
         raise BuildError("the engine could not be built. TensorRT says: no")
 
-    monkeypatch.setattr(build_module, "build_engine", refuse)
+    monkeypatch.setattr(build_module, "build_in_child", refuse)
     return seen
 
 
-def test_defaults_come_from_the_model(run: Run, asked: dict[str, Any], tmp_path: Path):
+def test_what_is_not_given_is_left_to_the_builder(run: Run, asked: dict[str, Any], tmp_path: Path):
     done = run("build", SHIPPED, "-o", tmp_path / "engine")
     assert (done.code, done.out, done.err) == (1, "", "error: the engine could not be built. TensorRT says: no\n")
     assert callable(asked.pop("progress"))
+    assert callable(asked.pop("on_interrupt"))
     assert asked == {
         "model": SHIPPED,
         "target": tmp_path / "engine",
         "max_batch_size": 1,
-        "max_sequence_length": 512,
-        "max_prefill_length": 512,
+        "max_sequence_length": None,
+        "max_prefill_length": None,
         "dtype": None,
         "attention": "native",
         "flavour": "auto",
         "embed_weights": False,
         "compute_capabilities": None,
+        "builder_optimization_level": None,
+        "timing_cache": None,
     }
 
 
@@ -54,11 +54,8 @@ def test_options_reach_the_builder(run: Run, asked: dict[str, Any], tmp_path: Pa
     assert (asked["max_batch_size"], asked["max_sequence_length"], asked["max_prefill_length"]) == (3, 99, 17)
     assert (asked["dtype"], asked["attention"], asked["flavour"], asked["embed_weights"]) == ("float32", "mask", "tensorrt_rtx", True)
     assert asked["compute_capabilities"] == ["8.6", "12.0"]
-
-
-def test_the_prefill_is_no_longer_than_the_sequence(run: Run, asked: dict[str, Any], tmp_path: Path):
-    run("build", SHIPPED, "-o", tmp_path, "--max-sequence-length", 40)
-    assert (asked["max_sequence_length"], asked["max_prefill_length"]) == (40, 40)
+    run("build", SHIPPED, "-o", tmp_path, "--builder-optimization-level", 0, "--timing-cache", tmp_path / "timings")
+    assert (asked["builder_optimization_level"], asked["timing_cache"]) == (0, tmp_path / "timings")
 
 
 @pytest.mark.parametrize(
@@ -103,6 +100,24 @@ class TestWithTensorRT:
         generated = run("generate", target, "--engine", "reference", "-p", "The rabbit-hole went straight", "--max-new-tokens", 9)
         assert generated.out.startswith("The rabbit-hole went straight on like a tunnel")
 
+    def test_json_is_one_document(self, run: Run, tmp_path: Path):
+        done = run("build", SHIPPED, "-o", tmp_path / "engine", "--max-sequence-length", 32, "--json")
+        report = json.loads(done.out)
+        assert (report["path"], report["tensorrt"][:14]) == (str(tmp_path / "engine"), "tensorrt_rtx 1")
+        assert report["plan_nbytes"] == (tmp_path / "engine" / "engine.plan").stat().st_size
+        assert [layer["variant"] for layer in report["attention"]] == ["native"] * CONFIG.num_layers
+
+    def test_verbose_shows_what_tensorrt_says(self, run: Run, tmp_path: Path):
+        arguments = ("build", SHIPPED, "-o", tmp_path / "engine", "--max-sequence-length", 32)
+        few = run(*arguments, "-v").err.splitlines()
+        assert len(few) >= 1
+        assert all(line.startswith("trt_kvcache.") for line in few)
+        assert any(line.startswith("trt_kvcache.tensorrt: ") for line in few)
+        assert len(run(*arguments, "-vv").err.splitlines()) > 10 * len(few)
+
+    def test_a_level_of_optimisation(self, run: Run, tmp_path: Path):
+        assert run("build", SHIPPED, "-o", tmp_path / "engine", "--builder-optimization-level", 0).code == 0
+
     def test_what_was_built_is_what_inspect_and_memory_show(self, run: Run, built_engine: Path):
         shown = run("inspect", built_engine).out
         assert "cache: 2 slots of 64 tokens, float16, separate" in shown
@@ -130,6 +145,7 @@ class TestWithTensorRT:
         [
             (["--compute-capability", "9.9"], "9.9"),
             (["--max-sequence-length", 1024], "512"),
+            (["--timing-cache", "timings"], "timing_cache: expected with full TensorRT only"),
             (["--max-sequence-length", 8, "--max-prefill-length", 9], "max_prefill_length"),
             (["--max-batch-size", 10**12], "max_batch_size"),
         ],
@@ -139,25 +155,4 @@ class TestWithTensorRT:
         done = run("build", SHIPPED, "-o", tmp_path / "engine", *arguments)
         assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
         assert complaint in done.err
-        assert list(tmp_path.iterdir()) == []
-
-    def test_ctrl_c_during_the_build_leaves_nothing(self, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-        progress_bar, reported = build_module.progress_bar, []
-
-        @contextmanager
-        def interrupted_in_the_middle() -> Iterator[Any]:
-            with progress_bar() as progress:
-
-                def report(stage: str, done: float | None) -> None:
-                    progress(stage, done)
-                    reported.append(stage)
-                    if reported.count(BUILDING) == 3:
-                        signal.raise_signal(signal.SIGINT)
-
-                yield report
-
-        monkeypatch.setattr(build_module, "progress_bar", interrupted_in_the_middle)
-        done = run("build", SHIPPED, "-o", tmp_path / "engine")
-        assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
-        assert reported.count(BUILDING) == 3, "the next report ended the build"
         assert list(tmp_path.iterdir()) == []

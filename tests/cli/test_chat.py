@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trt_kvcache.checkpoint import Tokenizer
-from trt_kvcache.cli import chat as chat_module
+from trt_kvcache.cli.chat_input import PlainReader
 from trt_kvcache.session.session import InferenceSession
 
 from .conftest import GOLDEN, NO_GPU, SHIPPED, Run, change_json
@@ -40,9 +40,9 @@ def turns(monkeypatch: pytest.MonkeyPatch) -> list[Turn]:
     seen: list[Turn] = []
     generate = InferenceSession.generate
 
-    def note(self: InferenceSession, prompt: Any, *, reuse: bool, **options: Any) -> Iterator[Any]:
+    def note(self: InferenceSession, prompt: Any, params: Any, *, reuse: bool) -> Iterator[Any]:
         seen.append(Turn(prompt, reuse))
-        for event in generate(self, prompt, reuse=reuse, **options):
+        for event in generate(self, prompt, params, reuse=reuse):
             seen[-1].answer += event.text
             yield event
 
@@ -112,17 +112,17 @@ def test_quit_ends(run: Run, type_lines: TypeLines, command: str):
 
 def test_an_unknown_command_shows_the_known_ones(run: Run, type_lines: TypeLines):
     type_lines("/what")
-    assert run(*CHAT).err.startswith(
-        "/undo removes the last turn, /reset begins a new conversation, /stats shows times and bytes, /quit ends"
-    )
+    shown = run(*CHAT).err
+    commands = ("/undo", "/reset", "/system", "/save", "/load", "/stats", "/quit")
+    assert [line.split()[0] for line in shown.splitlines() if line.startswith("/")] == list(commands)
 
 
 def test_a_terminal_gets_help_and_a_prompt(run: Run, type_lines: TypeLines):
     type_lines(ASKED, terminal=True)
     done = run(*CHAT)
     assert done.code == 0
-    assert done.err.startswith("/undo removes")
-    assert done.err.endswith("> > \n"), "the end of input leaves the shell a line of its own"
+    assert done.err.startswith("/help lists the commands")
+    assert done.err.endswith("> \n"), "the end of input leaves the shell a line of its own"
     assert done.out.startswith(ANSWERED)
 
 
@@ -163,14 +163,106 @@ class TestCtrlC:
         type_lines(ASKED, "/undo")
         assert run(*CHAT).err.splitlines() == ["(stopped)", "There is no turn to take back."]
 
-    def test_ctrl_c_at_the_prompt_ends_the_chat(self, run: Run, monkeypatch: pytest.MonkeyPatch, type_lines: TypeLines):
+    def test_ctrl_c_at_the_prompt_of_a_pipe_ends_the_chat(self, run: Run, monkeypatch: pytest.MonkeyPatch, type_lines: TypeLines):
         def interrupt(self: object) -> None:
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(chat_module.Conversation, "_read", interrupt)
+        monkeypatch.setattr(PlainReader, "read", interrupt)
         type_lines()
         done = run(*CHAT)
         assert (done.code, done.err) == (130, "interrupted\n")
+
+    def test_ctrl_c_at_the_prompt_of_a_terminal_asks_once(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch, type_lines: TypeLines, turns: list[Turn]
+    ):
+        """Ctrl-C, a message, Ctrl-C, Ctrl-C."""
+        inputs = iter([None, ASKED, None, None])
+
+        def read(self: object) -> str:
+            line = next(inputs)
+            if line is None:
+                raise KeyboardInterrupt
+            return line
+
+        monkeypatch.setattr(PlainReader, "read", read)
+        type_lines(terminal=True)
+        done = run(*CHAT)
+        assert (done.code, len(turns)) == (130, 1)
+        asked = "Press Ctrl-C again to leave, or type on. /save FILE keeps the conversation."
+        assert [line for line in done.err.splitlines() if "Ctrl-C again" in line or line == "interrupted"] == [asked, asked, "interrupted"]
+
+
+class TestSystemMessage:
+    @pytest.fixture
+    def with_template(self, model: Path) -> tuple[object, ...]:
+        change_json(model / "tokenizer_config.json", lambda config: config.update(chat_template=TEMPLATE))
+        return ("chat", model, *CHAT[2:])
+
+    def texts(self, turns: list[Turn]) -> list[str]:
+        tokenizer = Tokenizer.open(SHIPPED)
+        assert tokenizer is not None
+        return [tokenizer.decode(turn.prompt, skip_special_tokens=False) for turn in turns]
+
+    def test_it_comes_first(self, run: Run, type_lines: TypeLines, turns: list[Turn], with_template: tuple[object, ...]):
+        type_lines(ASKED)
+        run(*with_template, "--system", "Be brief.")
+        assert self.texts(turns) == [f"<system>Be brief.<user>{ASKED}<assistant>"]
+
+    def test_it_can_be_set_and_removed(self, run: Run, type_lines: TypeLines, turns: list[Turn], with_template: tuple[object, ...]):
+        type_lines("/system Be kind.", ASKED, "/system", "/reset", ASKED)
+        done = run(*with_template)
+        assert done.err.splitlines()[:2] == ["The system message is set.", "The system message is removed."]
+        assert self.texts(turns) == [f"<system>Be kind.<user>{ASKED}<assistant>", f"<user>{ASKED}<assistant>"]
+
+    def test_raw_continues_the_text(self, run: Run, type_lines: TypeLines, turns: list[Turn], with_template: tuple[object, ...]):
+        type_lines(ASKED)
+        run(*with_template, "--raw")
+        assert [turn.prompt for turn in turns] == [ASKED]
+
+    def test_a_model_without_a_template_has_none(self, run: Run, type_lines: TypeLines):
+        type_lines("/system Be kind.")
+        assert run(*CHAT).err == "A model without a chat template has no system message.\n"
+        assert run(*CHAT, "--system", "Be kind.").err == ("error: --system: expected a model with a chat template, this one has none.\n")
+
+
+class TestFiles:
+    def test_a_saved_conversation_goes_on_in_another_chat(self, run: Run, type_lines: TypeLines, turns: list[Turn], tmp_path: Path):
+        type_lines(ASKED, f"/save {tmp_path / 'talk.json'}")
+        assert run(*CHAT).err == f"{tmp_path / 'talk.json'}: 1 turn saved.\n"
+        type_lines(f"/load {tmp_path / 'talk.json'}", NEXT)
+        assert run(*CHAT).err == f"{tmp_path / 'talk.json'}: 1 turn loaded.\n"
+        assert turns[1].prompt == f"{ASKED}{turns[0].answer}\n{NEXT}"
+
+    def test_a_file_that_cannot_be_read_or_written_is_an_error(self, run: Run, type_lines: TypeLines, tmp_path: Path):
+        type_lines(f"/load {tmp_path / 'none.json'}", f"/save {tmp_path / 'no' / 'folder'}", "/save", "/stats", terminal=True)
+        done = run(*CHAT)
+        assert done.code == 0
+        assert done.err.count("error: [Errno 2] No such file or directory") == 2
+        assert "/save needs the name of a file." in done.err
+        type_lines(f"/load {tmp_path / 'none.json'}")
+        assert run(*CHAT).code == 1
+
+    def test_the_home_folder_may_be_written_as_a_tilde(
+        self, run: Run, type_lines: TypeLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        monkeypatch.setenv("HOME", str(tmp_path))
+        type_lines("/save ~/talk.json")
+        run(*CHAT)
+        assert (tmp_path / "talk.json").is_file()
+
+
+def test_an_answer_of_the_greatest_length_is_said_to_be_cut(run: Run, type_lines: TypeLines):
+    type_lines(ASKED, terminal=True)
+    assert "(ended after 12 tokens: --max-new-tokens)" in run(*CHAT).err
+
+
+def test_the_seed_is_shown_if_tokens_are_drawn(run: Run, type_lines: TypeLines, turns: list[Turn]):
+    type_lines(ASKED, "/stats")
+    seed = int(run(*CHAT, "--temperature", 2).err.splitlines()[-1].removeprefix("seed: "))
+    run_again = ("--temperature", 2, "--seed", seed)
+    type_lines(ASKED, "/stats")
+    assert run(*CHAT, *run_again).err.endswith(f"seed: {seed}\n")
+    assert turns[0].answer == turns[1].answer
 
 
 class TestAFullCache:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,11 @@ import pytest
 
 from trt_kvcache.cli import generate as generate_module
 from trt_kvcache.cli.console import size
+from trt_kvcache.generation.request import GeneratedToken
+from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.session.session import InferenceSession
 
-from .conftest import CACHE_NBYTES, CONFIG, GOLDEN, NO_GPU, SHIPPED, TOKEN_NBYTES, Run
+from .conftest import CACHE_NBYTES, CONFIG, GOLDEN, NO_GPU, SHIPPED, TOKEN_NBYTES, Run, change_json
 
 REFERENCE = ("--engine", "reference")
 PROMPT = "The rabbit-hole went straight"
@@ -66,10 +69,10 @@ def test_text_needs_a_tokenizer(run: Run):
 
 
 def test_options_reach_the_sampler(run: Run, monkeypatch: pytest.MonkeyPatch):
-    seen: dict[str, Any] = {}
+    seen: list[SamplingParams] = []
 
-    def note(self: InferenceSession, prompts: Any, **options: Any) -> Any:
-        seen.update(options)
+    def note(self: InferenceSession, prompts: Any, params: list[SamplingParams]) -> Any:
+        seen.extend(params)
         return iter(())
 
     monkeypatch.setattr(InferenceSession, "generate", note)
@@ -77,10 +80,127 @@ def test_options_reach_the_sampler(run: Run, monkeypatch: pytest.MonkeyPatch):
     options += ["--seed", 6, "--stop", ".", "--stop", "!", "--ignore-eos"]
     run("generate", SHIPPED, *REFERENCE, "-p", "A", *options)
     expected = {"max_new_tokens": 3, "temperature": 0.5, "top_k": 4, "top_p": 0.75, "min_p": 0.125, "seed": 6, "stop": (".", "!")}
-    assert seen == {**expected, "ignore_eos": True}
+    assert seen == [SamplingParams(**expected, ignore_eos=True)]
     seen.clear()
-    run("generate", SHIPPED, *REFERENCE, "-p", "A")
-    assert seen == {"max_new_tokens": 128}, "the model's own defaults hold for what was not given"
+    run("generate", SHIPPED, *REFERENCE, "-p", "A", "-p", "B")
+    assert seen == [SamplingParams(max_new_tokens=128)] * 2, "the model's own defaults hold for what was not given"
+
+
+class TestSeeds:
+    SAMPLED = ("--temperature", 2, "--max-new-tokens", 8)
+
+    def test_drawn_seeds_are_shown_and_give_the_same_text_again(self, run: Run):
+        first = run("generate", SHIPPED, *REFERENCE, "-p", "Alice", *self.SAMPLED)
+        seed = first.err.splitlines()[0].removeprefix("seed: ")
+        assert run("generate", SHIPPED, *REFERENCE, "-p", "Alice", *self.SAMPLED, "--seed", seed).out == first.out
+
+    def test_each_prompt_has_its_own(self, run: Run):
+        line = run("generate", SHIPPED, *REFERENCE, "-p", "Alice", "-p", "Alice", *self.SAMPLED).err.splitlines()[0]
+        first, second = line.removeprefix("seeds: ").split(", ")
+        assert first != second
+
+    def test_none_is_shown_where_the_most_likely_token_is_taken(self, run: Run):
+        assert "seed" not in run("generate", SHIPPED, *REFERENCE, "-p", "Alice", "--seed", 3, "--max-new-tokens", 2).err
+
+
+class TestEcho:
+    def test_a_continued_prompt_is_printed_unless_told_otherwise(self, run: Run):
+        done = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--max-new-tokens", 9, "--no-echo")
+        assert done.out == CONTINUED[len(PROMPT) :][: len(done.out) - 1] + "\n"
+
+    def test_several_prompts(self, run: Run):
+        done = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--prompt-ids", "5", "--max-new-tokens", 2, "--no-echo")
+        assert not done.out.startswith("[0] The")
+        assert not done.out.splitlines()[1].startswith("[1] 5")
+
+
+class TestChatTemplate:
+    TEMPLATE = (
+        "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+        "{% if tools %}[{{ tools[0].name }}]{% endif %}{% if thinking is defined %}({{ thinking }}){% endif %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+
+    @pytest.fixture
+    def asked(self, model: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+        """What the session is asked, as text where it was rendered by the template."""
+        change_json(model / "tokenizer_config.json", lambda config: config.update(chat_template=self.TEMPLATE))
+        seen: list[Any] = []
+
+        def note(session: InferenceSession, prompts: Any, params: Any) -> Any:
+            assert session.tokenizer is not None
+            seen.extend(p if isinstance(p, str) else session.tokenizer.decode(p, skip_special_tokens=False) for p in prompts)
+            return iter([GeneratedToken(0, 7, "yes", "stop")])
+
+        monkeypatch.setattr(InferenceSession, "generate", note)
+        return seen
+
+    def test_a_text_is_what_a_user_says(self, run: Run, model: Path, asked: list[Any]):
+        done = run("generate", model, *REFERENCE, "-p", PROMPT)
+        assert asked == [f"<user>{PROMPT}<assistant>"]
+        assert done.out == "yes\n", "the answer alone"
+
+    def test_raw_continues_it(self, run: Run, model: Path, asked: list[Any]):
+        assert run("generate", model, *REFERENCE, "-p", PROMPT, "--raw").out == f"{PROMPT}yes\n"
+        assert asked == [PROMPT]
+
+    def test_echo_prints_the_question(self, run: Run, model: Path, asked: list[Any]):
+        assert run("generate", model, *REFERENCE, "-p", PROMPT, "--echo").out == f"{PROMPT}yes\n"
+
+    def test_token_ids_are_left_as_they_are(self, run: Run, model: Path, asked: list[Any]):
+        assert run("generate", model, *REFERENCE, "--prompt-ids", "5 9").out == "5 9yes\n"
+        assert "<user>" not in asked[0]
+
+    def test_system_message_tools_and_arguments_reach_the_template(self, run: Run, model: Path, asked: list[Any], tmp_path: Path):
+        (tmp_path / "tools.json").write_text('[{"name": "clock"}]')
+        options = ["--system", "Be brief.", "--tools", tmp_path / "tools.json", "--template-arg", "thinking=false"]
+        run("generate", model, *REFERENCE, "-p", "A", *options)
+        assert asked == ["<system>Be brief.<user>A[clock](False)<assistant>"]
+
+    def test_without_a_template_its_options_are_refused(self, run: Run):
+        done = run("generate", SHIPPED, *REFERENCE, "-p", "A", "--system", "x", "--template-arg", "a=1")
+        assert (done.code, done.out) == (1, "")
+        assert done.err == "error: --system, --template-arg: expected a model with a chat template, this one has none.\n"
+
+
+class TestJson:
+    def test_it_is_one_document(self, run: Run):
+        done = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--prompt-ids", "5,9", "--max-new-tokens", 3, "--json", "--seed", 4)
+        document = json.loads(done.out)
+        assert sorted(document) == ["answers", "device", "engine", "statistics"]
+        first, second = document["answers"]
+        assert list(first) == ["index", "prompt", "text", "tokens", "finish_reason", "seed"]
+        assert (first["index"], first["prompt"], len(first["tokens"]), first["finish_reason"], first["seed"]) == (
+            0,
+            PROMPT,
+            3,
+            "length",
+            None,
+        )
+        assert CONTINUED.startswith(PROMPT + first["text"])
+        assert (second["index"], second["prompt"]) == (1, [5, 9])
+        assert (document["engine"], document["device"], document["statistics"]["decode_tokens"]) == ("ReferenceEngine", "cpu", 4)
+        assert "ReferenceEngine on cpu" in done.err, "all else goes to stderr"
+
+    def test_a_drawn_seed_is_in_it(self, run: Run):
+        done = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--max-new-tokens", 1, "--temperature", 1, "--json")
+        assert isinstance(json.loads(done.out)["answers"][0]["seed"], int)
+
+    def test_log_probabilities_are_in_it(self, run: Run):
+        done = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--max-new-tokens", 3, "--json", "--logprobs", 2)
+        (answer,) = json.loads(done.out)["answers"]
+        assert [token["token"] for token in answer["logprobs"]] == answer["tokens"]
+        assert all(token["logprob"] == token["top"][0][1] <= 0 for token in answer["logprobs"]), "greedy: the most likely one"
+        assert all(len(token["top"]) == 2 for token in answer["logprobs"])
+
+    def test_log_probabilities_need_it(self, run: Run):
+        done = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--logprobs", 2)
+        assert (done.code, done.out) == (2, "")
+        assert "Invalid value for --logprobs: expected --json with it" in done.complaint
+
+    def test_nothing_is_printed_on_stdout_if_it_fails(self, run: Run):
+        done = run("generate", GOLDEN / "llama", *REFERENCE, "-p", "Alice", "--json")
+        assert (done.code, done.out) == (1, "")
 
 
 #: What holds for options that are not given.
@@ -99,29 +219,17 @@ def test_options_reach_the_session(run: Run, monkeypatch: pytest.MonkeyPatch):
     run("generate", SHIPPED, *REFERENCE, "-p", "A", *sizes)
     assert callable(seen.pop("progress"))
     expected = {"max_batch_size": 3, "max_sequence_length": 99, "dtype": "float32", "attention": "mask", "flavour": "tensorrt_rtx"}
-    assert seen == {**expected, "engine": "reference", "device": 0, "folder": str(SHIPPED), **OFF}
+    assert seen == {**expected, "engine": "reference", "device": 0, "folder": SHIPPED, **OFF}
     seen.clear()
     run("generate", SHIPPED, "-p", "A", "-p", "B")
     assert callable(seen.pop("progress"))
-    assert seen == {"max_batch_size": 2, "engine": "auto", "flavour": "auto", "device": 0, "folder": str(SHIPPED), **OFF}
+    assert seen == {"max_batch_size": 2, "engine": "auto", "flavour": "auto", "device": 0, "folder": SHIPPED, **OFF}
 
 
 def test_a_saved_sequence_is_continued(run: Run, tmp_path: Path):
     saved = tmp_path / "one.kv"
     first = run("generate", SHIPPED, *REFERENCE, "-p", PROMPT, "--max-new-tokens", 4, "--save-snapshot", saved)
     assert (first.out + run("generate", SHIPPED, *REFERENCE, "--resume", saved, "--max-new-tokens", 3).out).replace("\n", "") in CONTINUED
-
-
-def test_prompts_and_resume_are_refused_together(run: Run, tmp_path: Path):
-    done = run("generate", SHIPPED, *REFERENCE, "--resume", tmp_path / "one.kv", "--prompt", "x")
-    assert (done.code != 0, done.out) == (True, "")
-    assert "expected prompts or --resume, got both" in done.err
-
-
-def test_a_snapshot_is_of_one_prompt(run: Run, tmp_path: Path):
-    done = run("generate", SHIPPED, *REFERENCE, "-p", "a", "-p", "b", "--save-snapshot", tmp_path / "one.kv")
-    assert (done.code != 0, done.out) == (True, "")
-    assert "--save-snapshot: expected one prompt, got 2" in done.err
 
 
 def test_the_same_seed_gives_the_same_text(run: Run):
@@ -187,6 +295,13 @@ def test_ctrl_c_keeps_what_was_written(run: Run, monkeypatch: pytest.MonkeyPatch
         (["-p", "A", "--top-k", -1], "Invalid value for '--top-k'"),
         (["-p", "A", "--seed", 2**63], "Invalid value for --seed: expected an integer from 0 to 9223372036854775807"),
         (["-p", "A", "--stop", ""], "Invalid value for --stop: expected texts that are not empty, got ''."),
+        (["-p", "A", "--resume", "one.kv"], "Invalid value: expected prompts or --resume, got both."),
+        (["--prompt-ids", "1", "--resume", "one.kv"], "Invalid value: expected prompts or --resume, got both."),
+        (["-p", "A", "-p", "B", "--save-snapshot", "one.kv"], "Invalid value for --save-snapshot: expected one prompt or --resume, got 2."),
+        (
+            ["--resume", "one.kv", "--resume", "two.kv", "--save-snapshot", "both.kv"],
+            "Invalid value for --save-snapshot: expected one prompt or --resume, got 2.",
+        ),
     ],
     ids=str,
 )
@@ -219,7 +334,7 @@ def test_an_empty_prompt_is_the_begin_token_alone(run: Run):
     done = run("generate", SHIPPED, *REFERENCE, "-p", "", "--max-new-tokens", 5)
     assert done.code == 0
     assert done.out.strip()
-    assert "prefill 1 tokens" in done.err
+    assert "prefill 1 token in" in done.err
 
 
 @pytest.mark.usefixtures("without_gpu")

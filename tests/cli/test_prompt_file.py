@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,6 +50,29 @@ def test_json_objects_hold_sampling_options(tmp_path: Path) -> None:
     assert (prompt.prompt, prompt.options) == ([1, 2], {"temperature": 0.5, "stop": ["."]})
 
 
+def test_a_json_object_may_hold_a_conversation(tmp_path: Path) -> None:
+    said = [{"role": "user", "content": "Hello"}]
+    (prompt,) = read_prompt_file(json_file(tmp_path, json.dumps({"messages": said, "seed": 3})))
+    assert (prompt.messages, prompt.prompt, prompt.options) == (said, "", {"seed": 3})
+
+
+def test_other_fields_are_kept(tmp_path: Path) -> None:
+    (prompt,) = read_prompt_file(json_file(tmp_path, '{"custom_id": "a-1", "prompt": "one", "metadata": {"x": [1]}, "top_k": 2}'))
+    assert (prompt.metadata, prompt.options) == ({"custom_id": "a-1", "metadata": {"x": [1]}}, {"top_k": 2})
+
+
+@pytest.mark.parametrize(
+    ("content", "prompts"),
+    [("one\n{two}\n", ["one", "{two}"]), ('{"prompt": "one"}\n\n{"prompt": [2]}\n', ["one", [2]])],
+    ids=["text", "JSON"],
+)
+def test_stdin_is_json_if_every_line_is_an_object(monkeypatch: pytest.MonkeyPatch, content: str, prompts: list[object]) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(content.encode())))
+    found = read_prompt_file(Path("-"))
+    assert [prompt.prompt for prompt in found] == prompts
+    assert found[0].place == "stdin:1"
+
+
 def test_a_text_file_that_looks_like_json_is_text(tmp_path: Path) -> None:
     assert read_prompt_file(text_file(tmp_path, '"one"'))[0].prompt == '"one"'
 
@@ -69,11 +94,15 @@ def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
         ("{", "expected JSON in UTF-8, got an error: Expecting property name"),
         ("[" * 9**5, "expected JSON in UTF-8, got an error:"),
         ('"\\ud800"', "expected JSON in UTF-8, got an error: 'utf-8' codec can't encode"),
-        ("5", 'expected a text, a list of token ids, or an object with one as "prompt", got 5.'),
-        ('{"text": "a"}', 'expected a text, a list of token ids, or an object with one as "prompt", got {"text": "a"}.'),
-        ("null", 'expected a text, a list of token ids, or an object with one as "prompt", got null.'),
+        ("5", 'expected a text, a list of token ids, or an object with one as "prompt" or with "messages", got 5.'),
+        ('{"text": "a"}', 'expected a text, a list of token ids, or an object with one as "prompt" or with "messages", got {"text": "a"}.'),
+        ('{"prompt": "a", "messages": []}', "expected a text, a list of token ids,"),
+        ('{"messages": []}', 'messages: expected a list of objects with "role" and "content", oldest first, got [].'),
+        ('{"messages": ["a"]}', "messages: expected a list of objects"),
+        ('{"prompt": "a", "index": 3}', "index: expected another name; the answer has a field of this name."),
+        ("null", 'expected a text, a list of token ids, or an object with one as "prompt" or with "messages", got null.'),
     ],
-    ids=["syntax", "too deep", "surrogate", "number", "no prompt", "null"],
+    ids=["syntax", "too deep", "surrogate", "number", "no prompt", "both", "no messages", "no message", "field of answers", "null"],
 )
 def test_a_line_that_is_no_prompt_is_refused_with_its_number(tmp_path: Path, line: str, message: str) -> None:
     file = json_file(tmp_path, '"fine"', line)

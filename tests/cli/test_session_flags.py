@@ -13,16 +13,14 @@ from trt_kvcache.session.session_source import SessionSource
 
 from .conftest import SHIPPED
 
-NOT_GIVEN: dict[str, Any] = {"engine": "reference", "flavour": "auto", "max_sequence_length": None, "dtype": None, "attention": None}
-
 
 def source(folder: Path, *, slots: int = 1, **given: Any) -> SessionSource:
-    return SessionFlags(folder=folder, **{**NOT_GIVEN, **given}).source(slots=slots)
+    return SessionFlags(**{"engine": "reference", **given}).source(folder, slots=slots, prompt_cache_bytes=5)
 
 
 def test_options_are_passed_on() -> None:
     given = {"max_sequence_length": 99, "dtype": "float32", "attention": "mask", "flavour": "tensorrt_rtx", "cuda_graphs": False}
-    found = source(SHIPPED, max_batch_size=3, prompt_cache_bytes=5, **given)
+    found = source(SHIPPED, max_batch_size=3, **given)
     assert found == SessionSource(SHIPPED, engine="reference", max_batch_size=3, prompt_cache_bytes=5, **given)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
+import fcntl
+import json
 import os
 import pty
 import re
 import select
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +20,9 @@ from pathlib import Path
 import pytest
 
 from .conftest import SHIPPED
+
+#: Makes stdin the terminal of the process, whose keys send it signals.
+OF_THE_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
 
 #: The command, slowed down so that there is time to interrupt it.
 SLOW = """
@@ -34,10 +40,12 @@ REFERENCE = ("--engine", "reference", "--max-new-tokens", "400")
 class Terminal:
     """A process whose stdin, stdout and stderr are one terminal."""
 
-    def __init__(self, *arguments: str) -> None:
+    def __init__(self, *arguments: str, term: str = "xterm") -> None:
         self._master, slave = pty.openpty()
-        environment = {**os.environ, "TERM": "xterm", "COLUMNS": "200"}
-        self.process = subprocess.Popen([sys.executable, "-c", SLOW, *arguments], stdin=slave, stdout=slave, stderr=slave, env=environment)
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 200, 0, 0))
+        environment = {**os.environ, "TERM": term, "COLUMNS": "200", "PROMPT_TOOLKIT_NO_CPR": "1"}
+        command = [sys.executable, "-c", OF_THE_TERMINAL + SLOW, *arguments]
+        self.process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment, start_new_session=True)
         os.close(slave)
         self.shown = ""
 
@@ -50,20 +58,17 @@ class Terminal:
                 break
         assert text in self.shown
 
-    def type(self, line: str) -> None:
+    def type(self, line: str, end: str = "\r") -> None:
         self.shown = ""
-        os.write(self._master, f"{line}\n".encode())
+        os.write(self._master, f"{line}{end}".encode())
+
+    def press_the_ctrl_c_key(self) -> None:
+        """Press the key, of which the terminal makes a signal unless the program reads every key itself."""
+        self.shown = ""
+        os.write(self._master, b"\x03")
 
     def press_ctrl_c(self) -> None:
         self.process.send_signal(signal.SIGINT)
-
-    def press_ctrl_c_until_it_ends(self) -> None:
-        """Press it again where it came just before the process began to wait for a line, which then goes on waiting."""
-        for _ in range(PATIENCE_SECONDS):
-            self.press_ctrl_c()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self.process.wait(1)
-                return
 
     def press_ctrl_d(self) -> None:
         os.write(self._master, b"\x04")
@@ -94,8 +99,8 @@ class Terminal:
 def terminal() -> Iterator[Callable[..., Terminal]]:
     opened: list[Terminal] = []
 
-    def open_terminal(*arguments: str) -> Terminal:
-        opened.append(Terminal(*arguments))
+    def open_terminal(*arguments: str, term: str = "xterm") -> Terminal:
+        opened.append(Terminal(*arguments, term=term))
         return opened[-1]
 
     yield open_terminal
@@ -103,29 +108,73 @@ def terminal() -> Iterator[Callable[..., Terminal]]:
         one.close()
 
 
+PROMPT = "\r\n>"
+UP, PASTE, END_OF_PASTE = "\x1b[A", "\x1b[200~", "\x1b[201~"
+
+
 def test_a_chat(terminal: Callable[..., Terminal]):
     screen = terminal("chat", str(SHIPPED), *REFERENCE)
-    screen.wait_for("Ctrl-C stops an answer.")
-    screen.wait_for("> ")
+    screen.wait_for("/help lists the commands, Ctrl-C stops an answer")
+    screen.wait_for(PROMPT)
     screen.type("The rabbit-hole went straight")
     screen.wait_for(" on like a tunnel")
     screen.press_ctrl_c()
     screen.wait_for("(stopped)")
+    screen.wait_for(PROMPT)
     screen.type("/stats")
     screen.wait_for("ReferenceEngine on cpu: prefill 13 tokens")
+    screen.wait_for(PROMPT)
     screen.type("/undo")
     screen.wait_for("Taken back: The rabbit-hole went straight")
+    screen.wait_for(PROMPT)
     screen.press_ctrl_d()
     assert screen.end() == 0
     assert "Traceback" not in screen.shown
 
 
-def test_ctrl_c_at_the_prompt_of_a_chat_ends_it(terminal: Callable[..., Terminal]):
+def test_arrow_keys_bring_back_earlier_lines(terminal: Callable[..., Terminal]):
     screen = terminal("chat", str(SHIPPED), *REFERENCE)
-    screen.wait_for("> ")
-    screen.press_ctrl_c_until_it_ends()
+    screen.wait_for(PROMPT)
+    screen.type("/undo")
+    screen.wait_for("There is no turn to take back.")
+    screen.wait_for(PROMPT)
+    screen.type(UP)
+    screen.wait_for("There is no turn to take back.")
+
+
+def test_pasted_lines_are_one_message(terminal: Callable[..., Terminal], tmp_path: Path):
+    screen = terminal("chat", str(SHIPPED), *REFERENCE[:2], "--max-new-tokens", "2")
+    screen.wait_for(PROMPT)
+    screen.type(f"{PASTE}The rabbit-hole\nwent straight{END_OF_PASTE}")
+    screen.wait_for("(ended after 2 tokens")
+    screen.wait_for(PROMPT)
+    screen.type(f"/save {tmp_path / 'talk.json'}")
+    screen.wait_for("1 turn saved.")
+    saved = json.loads((tmp_path / "talk.json").read_text())
+    assert saved["messages"][0]["content"] == "The rabbit-hole\nwent straight"
+
+
+@pytest.mark.parametrize("kind", ["xterm", "dumb"])
+def test_ctrl_c_at_the_prompt_of_a_chat_asks_before_it_leaves(terminal: Callable[..., Terminal], kind: str):
+    screen = terminal("chat", str(SHIPPED), *REFERENCE, term=kind)
+    screen.wait_for(PROMPT)
+    screen.press_the_ctrl_c_key()
+    screen.wait_for("Press Ctrl-C again to leave")
+    screen.wait_for(PROMPT)
+    screen.press_the_ctrl_c_key()
     assert screen.end() == 130
     assert screen.shown.rstrip().endswith("interrupted")
+
+
+def test_ctrl_c_clears_a_line_that_was_begun(terminal: Callable[..., Terminal]):
+    screen = terminal("chat", str(SHIPPED), *REFERENCE)
+    screen.wait_for(PROMPT)
+    screen.type("a question that", end="")
+    screen.wait_for("that")
+    screen.press_the_ctrl_c_key()
+    screen.type("/undo")
+    screen.wait_for("There is no turn to take back.")
+    assert "Press Ctrl-C again" not in screen.shown
 
 
 def test_ctrl_c_ends_generate(terminal: Callable[..., Terminal]):

@@ -80,6 +80,12 @@ def test_one_profile_for_prefill_and_one_for_decode() -> None:
     )
 
 
+def test_no_profile_of_one_slot_has_fixed_shapes_alone() -> None:
+    prefill, decode = decoder_profiles(max_batch_size=1, max_prefill_length=11)
+    assert (prefill.min_batch, prefill.max_batch) == (1, 1)
+    assert (decode.min_batch, decode.max_batch, decode.max_width) == (1, 2, 1)
+
+
 @pytest.mark.parametrize(
     ("shape", "expected"),
     [((-1, -1), (5, 7)), ((-1, 2, 38, 24), (5, 2, 38, 24)), ((3, 4), (3, 4)), ((-1, -1, 40), (5, 7, 40)), ((), ())],

@@ -55,6 +55,15 @@ def test_a_folder_of_the_first_format_is_still_read(folder):
     assert EngineFolder.open(folder.path).config == folder.config
 
 
+def test_one_slot_whose_decode_profile_accepts_one_alone_is_still_read(model):
+    with Checkpoint.open(model) as checkpoint:
+        data = make_config(checkpoint).to_dict()
+    data["kv_cache"]["max_batch_size"] = 1
+    for profile in data["profiles"]:
+        profile["max_batch"] = 1
+    assert [profile.max_batch for profile in EngineConfig.from_dict(data).profiles] == [1, 1]
+
+
 def edit(folder: EngineFolder, change: Callable[[dict[str, Any]], object]) -> None:
     path = folder.path / "config.json"
     data = json.loads(path.read_text())

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.tokenizer_folders import BOS
+from trt_kvcache import ChatPrompt
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ConfigError, KVCacheError, RangeError, ShapeError
 from trt_kvcache.generation.prompts import PromptReader, as_prompts
@@ -56,6 +57,14 @@ def test_text_that_continues_is_encoded_without_special_tokens(tokenizer: Tokeni
     [
         ("text", ShapeError, "prompts: expected a sequence of prompts, got str."),
         (3, ShapeError, "prompts: expected a sequence of prompts, got int."),
+        (b"ab", ShapeError, "prompts: expected a sequence of prompts, got bytes."),
+        ([b"ab"], ShapeError, "prompts[0]: expected text or token ids, got bytes. Make it a text: prompt.decode()."),
+        ([bytearray(b"ab")], ShapeError, "prompts[0]: expected text or token ids, got bytearray. Make it a text: prompt.decode()."),
+        (
+            [[{"role": "user"}]],
+            ShapeError,
+            "prompts[0]: expected text or token ids, got messages. Pass them to session.chat, or as a ChatPrompt.",
+        ),
         ([[1], 2], ShapeError, "prompts[1]: expected a sequence of token ids, got int."),
         (["text"], ConfigError, "prompts[0]: expected token ids, got text. The model folder has no tokenizer.json."),
         ([[1, 9]], RangeError, "prompts[0][1]: expected an integer from 0 to 8, got 9."),
@@ -93,3 +102,14 @@ def test_one_array_becomes_a_sequence_of_one() -> None:
 @pytest.mark.parametrize("prompts", [[[1], [2]], [[1]], []])
 def test_a_sequence_of_prompts_stays_as_it_is(prompts: Any) -> None:
     assert as_prompts(prompts) is prompts
+
+
+def test_bytes_are_one_prompt_that_is_refused() -> None:
+    with pytest.raises(ShapeError, match=r"^prompts\[0\]: expected text or token ids, got bytes\."):
+        READER.rows(as_prompts(b"abc"))  # type: ignore[arg-type]
+
+
+def test_conversations_are_prompts() -> None:
+    one = ChatPrompt([{"role": "user", "content": "hi"}])
+    assert as_prompts(one) == [one]
+    assert as_prompts([one, one]) == [one, one]

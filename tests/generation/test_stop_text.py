@@ -71,3 +71,23 @@ def test_the_stop_text_that_is_complete_first_ends_the_text(pieces):
     stream = StopText(["abcd", "bc"])
     assert "".join(map(stream.push, pieces)) == "a"
     assert stream.stopped
+
+
+def test_the_longest_text_that_could_become_a_stop_text_is_held_back():
+    stream = StopText(["abab", "bx"])
+    assert [stream.push(piece) for piece in ["xab", "y", "xb"]] == ["x", "aby", "x"]
+
+
+def test_a_copy_has_held_back_the_same_text_and_continues_on_its_own():
+    stream = StopText(["END"])
+    assert stream.push("one E") == "one "
+    other = stream.copy()
+    assert (other.push("ND"), other.stopped) == ("", True)
+    assert (stream.stopped, stream.push("cho"), stream.flush()) == (False, "Echo", "")
+
+
+def test_a_copy_of_a_stream_that_was_stopped_lets_nothing_through():
+    stream = StopText(["END"])
+    stream.push("END")
+    other = stream.copy()
+    assert (other.stopped, other.push("more"), other.flush()) == (True, "", "")

@@ -9,6 +9,7 @@ from trt_kvcache.kernels import compile, sources
 from trt_kvcache.kernels.attention_tiles import HEAD_DIMS
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("all_forms", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_110", "sm_120", "sm_121"])
 def test_every_source_for_every_architecture(arch, all_forms):

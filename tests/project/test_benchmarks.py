@@ -57,6 +57,7 @@ def test_import_time(tmp_path):
     assert 0 < results["trt_kvcache"]["best_s"] < 60
 
 
+@pytest.mark.long
 def test_moves(tmp_path, monkeypatch):
     result = measured("moves.py", tmp_path / "moves.json", "--quick")
     monkeypatch.syspath_prepend(str(BENCHMARKS))

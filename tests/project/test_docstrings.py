@@ -9,6 +9,7 @@ from functools import cache
 from importlib import import_module
 
 import pytest
+from numpydoc.docscrape import NumpyDocString
 from numpydoc.validate import validate
 
 import trt_kvcache
@@ -20,12 +21,13 @@ PACKAGE = ROOT / "trt_kvcache"
 KERNEL_FORMS = ("trt_kvcache.kernels.cuda", "trt_kvcache.kernels.host")
 
 #: What numpydoc checks in every docstring (``numpydoc.validate.ERROR_MSGS`` describes each code). Not checked is what a short
-#: docstring may do without: an extended summary, See Also, examples, a Returns section if the summary says it all, and a description
-#: of a parameter if its type says it all.
+#: docstring may do without: an extended summary, See Also, examples, and a Returns section if the summary says it all. A parameter or
+#: a return value that has an entry has a description too: a name and a type never say it all.
 FORM = {
     *("GL01", "GL02", "GL03", "GL05", "GL06", "GL07", "GL08", "GL09", "GL10"),  # there is a docstring, and its sections parse
     *("SS01", "SS02", "SS03", "SS04", "SS06"),  # the summary is one sentence in one line
-    *("PR02", "PR04", "PR05", "PR10"),  # each documented parameter exists and has a type
+    *("PR02", "PR04", "PR05", "PR07", "PR10"),  # each documented parameter exists and has a type and a description
+    "RT03",  # each documented return value has a description; see also undescribed_results
 }
 
 #: Every parameter is documented. Checked in docstrings with a Parameters section, and for the names that ``trt_kvcache`` exports.
@@ -70,16 +72,25 @@ def has_no_constructor(value):
     return inspect.isclass(value) and (issubclass(value, enum.Enum) or getattr(value, "_is_protocol", False))
 
 
+def undescribed_results(value, docstring):
+    """Return the types that have no description in the sections that RT03 is not about: Yields, and Returns of a class method."""
+    sections = ("Yields",) if inspect.isfunction(value) else ("Returns", "Yields")
+    parsed = NumpyDocString(docstring)
+    return [f"{section}: {result.type or result.name}" for section in sections for result in parsed[section] if not result.desc]
+
+
 def complaints(name, value):
     """Return what is wrong with the docstring of a class, function, method or property."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of an unknown section, which is among the errors too
         checked = validate(name)
-    docstring = checked["docstring"] or ""
+        docstring = checked["docstring"] or ""
+        undescribed = undescribed_results(value, docstring)
     is_complete = "\nParameters\n---" in docstring or any(value is exported for exported in exported_values())
     codes = FORM | {ALL_PARAMETERS} if is_complete and not has_no_constructor(value) else FORM
     return [
         *(f"{code}: {text}" for code, text in checked["errors"] if code in codes),
+        *(f"a result without a description in {result}" for result in undescribed),
         *(f"a list of names where a section is expected: {match.group().strip()}" for match in LIST_OF_NAMES.finditer(docstring)),
         *(f"prose where a Raises section is expected: {match.group()}" for match in RAISES_IN_PROSE.finditer(docstring)),
     ]
@@ -120,6 +131,11 @@ GOOD = """Return both.
     second : int
         The other.
 
+    Returns
+    -------
+    tuple of int
+        In this order.
+
     Raises
     ------
     ConfigError
@@ -138,6 +154,13 @@ def test_a_docstring_of_the_form_passes():
         ("    second : int\n        The other.\n", "", "PR01"),
         ("first : int", "first", "PR04"),
         ("first : int", "first: int", "PR10"),
+        ("    first : int\n        One.\n", "    first : int\n", "PR07"),
+        ("    tuple of int\n        In this order.\n", "    tuple of int\n", "RT03"),
+        (
+            "Returns\n    -------\n    tuple of int\n        In this order.\n",
+            "Yields\n    ------\n    int\n",
+            "a result without a description",
+        ),
         ("Parameters\n    ----------", "Arguments\n    ---------", "GL06"),
         ("Raises\n    ------\n    ConfigError\n        Never.", "Raises ConfigError: never.", "prose where a Raises section"),
         ("Return both.", "Return both. Raises :class:`ConfigError` if it cannot.", "prose where a Raises section"),
@@ -147,3 +170,9 @@ def test_a_docstring_of_the_form_passes():
 )
 def test_a_docstring_of_another_form_is_found(old, new, complaint):
     assert any(found.startswith(complaint) for found in documented(GOOD.replace(old, new)))
+
+
+def test_the_result_of_a_class_method_needs_a_description_too():
+    docstring = "Open it.\n\nReturns\n-------\nint\n"
+    assert undescribed_results(classmethod(documented), docstring) == ["Returns: int"]
+    assert undescribed_results(classmethod(documented), f"{docstring}    Open.\n") == []

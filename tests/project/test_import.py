@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 import trt_kvcache
+from tests.paths import ROOT
 from trt_kvcache import errors
 
 NAMES = """
     CacheConfig CudaMemory DeviceTensor HostMemory InferenceSession KVCacheConfig KVCacheManager KVLayerConfig KVLayout Lengths
-    LinearKVCache estimate_memory largest_batch longest_sequence
+    LinearKVCache Memory SessionSource estimate_memory largest_batch longest_sequence
 """
 USE_A_CACHE = """
 memory = trt_kvcache.HostMemory()
@@ -41,7 +42,7 @@ import sys
 class Nothing:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] not in {{"numpy", "ml_dtypes", "trt_kvcache", *sys.stdlib_module_names}}:
-            raise ModuleNotFoundError(name)
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Nothing())
 import numpy, trt_kvcache
 {use}
@@ -61,6 +62,47 @@ def test_only_numpy_and_ml_dtypes_are_needed(program, use, printed):
     command = [sys.executable, "-c", program.format(use=use)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{printed}\n", "")
+
+
+SHIPPED = str(ROOT / "examples" / "tiny-llama")
+OWN_ENGINE = f"""
+import runpy
+example = runpy.run_path({str(ROOT / "examples" / "bring_your_own_engine.py")!r})
+memory = trt_kvcache.HostMemory()
+engine, cache = example["InductionEngine"](memory), trt_kvcache.KVCacheManager(example["KV"], memory=memory)
+with trt_kvcache.InferenceSession(engine, cache, names=example["NAMES"]) as session:
+    assert len(list(session.generate([[1, 2, 3, 1, 2]], max_new_tokens=6))) == 6
+"""
+
+
+def run_alone(use):
+    """Run a program where NumPy and ml_dtypes alone are installed."""
+    command = [sys.executable, "-c", NOTHING_ELSE.format(use=use)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_an_engine_of_your_own_needs_no_extra():
+    done = run_alone(OWN_ENGINE)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "refused\n", "")
+
+
+@pytest.mark.parametrize(
+    ("use", "library", "extra"),
+    [
+        (
+            f"trt_kvcache.InferenceSession.from_model({str(ROOT / 'examples' / 'tiny-llama')!r}, engine='reference')",
+            "safetensors",
+            "models",
+        ),
+        (f"trt_kvcache.Tokenizer.open({str(ROOT / 'examples' / 'tiny-llama')!r})", "tokenizers", "models"),
+        ("trt_kvcache.compare_paths", "polygraphy", "polygraphy"),
+    ],
+)
+def test_what_needs_an_extra_names_it(use, library, extra):
+    done = run_alone(use)
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith(f"ModuleNotFoundError: {library}")
+    assert last.endswith(f" is not installed. Run: pip install 'trt-kvcache[{extra}]'")
 
 
 def test_the_names_of_the_package():

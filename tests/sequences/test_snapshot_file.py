@@ -59,7 +59,7 @@ class TestAnyReader:
             "1",
             {
                 "model": {"fingerprint": MODEL.fingerprint, "rope": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}},
-                "sampler": {"seed": SAMPLER.seed, "counter": 12},
+                "sampler": {"seed": SAMPLER.seed, "counter": 12, "generated": 0},
                 "slot": {"kv": kv_config().to_dict(), "mamba": mamba_config().to_dict()},
             },
         )

@@ -384,17 +384,23 @@ class TestCompanions:
         with self.opened(copy) as session:
             assert session.defaults == SamplingParams(temperature=0.6, top_k=20, top_p=0.9, min_p=0.1)
 
+    @pytest.mark.parametrize("do_sample", [False, True])
+    def test_the_repetition_penalty_is_a_default_without_a_warning(self, copy, do_sample):
+        self.write(copy, "generation_config.json", do_sample=do_sample, repetition_penalty=1.05)
+        with self.opened(copy) as session:
+            assert session.defaults.repetition_penalty == 1.05
+
     def test_one_warning_names_generation_options_that_are_not_supported(self, copy):
-        self.write(copy, "generation_config.json", repetition_penalty=1.05, no_repeat_ngram_size=3)
-        text = r"generation_config\.json: ignored, as it is not supported: repetition_penalty, no_repeat_ngram_size\. Other"
+        self.write(copy, "generation_config.json", min_length=2, no_repeat_ngram_size=3)
+        text = r"generation_config\.json: ignored, as it is not supported: no_repeat_ngram_size, min_length\. Other"
         with pytest.warns(UserWarning, match=text) as caught:
             InferenceSession.from_model(copy, engine="reference").close()
         assert [one.filename for one in caught] == [__file__]
 
     def test_the_warning_comes_before_the_cache_is_allocated(self, copy, monkeypatch):
-        self.write(copy, "generation_config.json", repetition_penalty=1.05)
+        self.write(copy, "generation_config.json", min_length=2)
         monkeypatch.setattr(opening, "KVCacheManager", lambda *_, **__: pytest.fail("the cache was allocated"))
-        with pytest.raises(UserWarning, match="repetition_penalty"):
+        with pytest.raises(UserWarning, match="min_length"):
             self.opened(copy)
 
     def test_prompts_and_answers_can_be_text(self, tmp_path):

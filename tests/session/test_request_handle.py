@@ -75,6 +75,25 @@ def test_a_handle_in_words(session: InferenceSession) -> None:
     assert repr(handle) == "RequestHandle(index=0, state='decoding', tokens=1)"
 
 
+def test_the_seed_that_was_drawn_gives_the_same_tokens_again(session: InferenceSession) -> None:
+    first = session.submit([1, 2], temperature=3.0, max_new_tokens=6)
+    again = session.submit([1, 2], temperature=3.0, max_new_tokens=6, seed=first.seed)
+    drain(session)
+    assert first.tokens == again.tokens
+    assert repr(first) == f"RequestHandle(index=0, state='finished', tokens=6, seed={first.seed})"
+
+
+def test_events_are_the_tokens_with_text_and_index(tokenizer: Tokenizer) -> None:
+    session = make(tokenizer=tokenizer, limit=32)
+    session.submit("tea", max_new_tokens=2)
+    handle = session.submit("see", max_new_tokens=12)
+    drain(session)
+    assert [event.token for event in handle.events] == list(handle.tokens)
+    assert "".join(event.text for event in handle.events) == handle.text
+    assert {event.index for event in handle.events} == {1}
+    assert [event.finish_reason for event in handle.events] == [None] * 11 + ["length"]
+
+
 @pytest.mark.parametrize("steps", range(7), ids=["queued", "prefilling", "prefilling too", "one", "two", "three", "finished"])
 def test_a_request_can_be_cancelled_in_any_state(steps):
     session = make(slots=2)

@@ -48,6 +48,17 @@ def test_collecting_ends_with_its_block(log: TensorRTLog, caplog: pytest.LogCapt
     assert outer.errors == ["one", "two"]
 
 
+def test_everything_is_logged_for_people(log: TensorRTLog, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="trt_kvcache.tensorrt"), log.collect():
+        for severity, text in ((INFO, " chatter \n"), (FakeLogger.Severity.VERBOSE, "more"), (WARNING, "collected")):
+            log.logger.log(severity, text)
+    assert [(record.levelname, record.message) for record in caplog.records] == [
+        ("INFO", "chatter"),
+        ("DEBUG", "more"),
+        ("INFO", "collected"),
+    ]
+
+
 def test_missing_driver_is_dropped_only_where_no_gpu_is_needed(log: TensorRTLog) -> None:
     with log.collect() as needed, log.collect(ignore_missing_driver=True) as not_needed:
         log.logger.log(ERROR, CUDA_35)

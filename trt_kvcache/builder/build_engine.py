@@ -9,8 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.builder.definition import DecoderDefinition, define_constants, define_decoder, define_segments
-from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.options import (
+    DEFAULT_MAX_BATCH_SIZE,
+    DEFAULT_MAX_PREFILL_LENGTH,
+    DEFAULT_MAX_SEQUENCE_LENGTH,
+    BuildOptions,
+)
 from trt_kvcache.builder.serialization import serialize
+from trt_kvcache.builder.timing_cache import check_timing_cache
 from trt_kvcache.checkpoint import Checkpoint, Tokenizer
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
@@ -65,14 +71,16 @@ def build_engine(
     model_path: str | os.PathLike[str],
     engine_path: str | os.PathLike[str],
     *,
-    max_batch_size: int,
-    max_sequence_length: int,
-    max_prefill_length: int,
+    max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
+    max_sequence_length: int | None = None,
+    max_prefill_length: int | None = None,
     dtype: str | None = None,
     attention: str = "native",
     flavour: str = "auto",
     embed_weights: bool = False,
     compute_capabilities: Sequence[str] | None = None,
+    builder_optimization_level: int | None = None,
+    timing_cache: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> BuildReport:
     """Build a TensorRT engine from a Hugging Face folder.
@@ -85,10 +93,10 @@ def build_engine(
         The engine folder to make. An engine folder of this name is replaced once the new one is complete.
     max_batch_size : int
         Slots, B.
-    max_sequence_length : int
-        Tokens that a slot can hold, S.
-    max_prefill_length : int
-        Most new tokens per slot in one enqueue; at most S. Longer prompts are prefilled in chunks.
+    max_sequence_length : int, optional
+        Tokens that a slot can hold, S. If left out the model's ``max_position_embeddings``, at most 2048.
+    max_prefill_length : int, optional
+        Most new tokens per slot in one enqueue; at most S. Longer prompts are prefilled in chunks. If left out S, at most 512.
     dtype : str, optional
         What the engine computes in, and its cache holds: ``"float16"``, ``"bfloat16"`` or ``"float32"``. That of the checkpoint if left
         out.
@@ -102,6 +110,11 @@ def build_engine(
     compute_capabilities : sequence of str, optional
         GPUs to build for, such as ``("8.6", "12.0")``; for TensorRT for RTX only. All that it knows if left out. Full TensorRT builds for
         the GPU that it runs on.
+    builder_optimization_level : int, optional
+        How hard TensorRT searches for fast kernels, from 0 (shortest build) to 5; TensorRT's default, 3, if left out.
+    timing_cache : path, optional
+        For full TensorRT only: a file with measurements of kernels, from which a build starts and to which it adds, so that the next one
+        is shorter. It need not exist.
     progress : callable, optional
         Called as ``progress(stage, fraction)``; ``fraction`` is None while it is not known. An exception that it raises
         stops the build and is raised by this function.
@@ -109,6 +122,7 @@ def build_engine(
     Returns
     -------
     BuildReport
+        The folder that was written, what the build took, how the attention of each layer was built, and what TensorRT warned of.
 
     Raises
     ------
@@ -128,24 +142,29 @@ def build_engine(
     --------
     >>> from trt_kvcache import build_engine
     >>> report = build_engine(
-    ...     "examples/tiny-llama", "tiny-engine", max_batch_size=4, max_sequence_length=256, max_prefill_length=64, flavour="tensorrt_rtx"
+    ...     "examples/tiny-llama", "tiny-engine", max_batch_size=4, max_sequence_length=256, flavour="tensorrt_rtx"
     ... )  # doctest: +SKIP
     >>> report.attention[0].variant  # doctest: +SKIP
     'native'
     """
     started = time.perf_counter()
     report = progress or (lambda stage, done: None)
+    sequence_length = _default_sequence_length(Path(model_path)) if max_sequence_length is None else max_sequence_length
     options = BuildOptions(
         max_batch_size=max_batch_size,
-        max_sequence_length=max_sequence_length,
-        max_prefill_length=max_prefill_length,
+        max_sequence_length=sequence_length,
+        max_prefill_length=_default_prefill_length(sequence_length) if max_prefill_length is None else max_prefill_length,
         dtype=dtype,
         attention=attention,
         flavour=flavour,
         compute_capabilities=None if compute_capabilities is None else _as_tuple(compute_capabilities),
+        builder_optimization_level=builder_optimization_level,
+        timing_cache=None if timing_cache is None else Path(timing_cache),
     )
     target = Path(engine_path)
     check_target(target, Path(model_path))
+    if options.timing_cache is not None:
+        check_timing_cache(options.timing_cache)
     tensorrt = load(flavour, error=BuildError)
     options.check_tensorrt(tensorrt)
     with Checkpoint.open(Path(model_path)) as checkpoint, tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
@@ -195,6 +214,16 @@ def build_engine(
             attention=definition.attention,
             warnings=tuple(messages.warnings),
         )
+
+
+def _default_sequence_length(model_path: Path) -> int:
+    with Checkpoint.open(model_path) as checkpoint:
+        return min(checkpoint.config.max_position_embeddings, DEFAULT_MAX_SEQUENCE_LENGTH)
+
+
+def _default_prefill_length(sequence_length: Any) -> int:
+    """Return at most S. What is no number is refused later, by ``BuildOptions``."""
+    return min(sequence_length, DEFAULT_MAX_PREFILL_LENGTH) if isinstance(sequence_length, int) else DEFAULT_MAX_PREFILL_LENGTH
 
 
 def _segments_record(checkpoint: Checkpoint, definition: DecoderDefinition, plans: Sequence[Any], constants: bytes) -> SegmentsRecord:

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from safetensors.numpy import save
-
 from trt_kvcache.builder.network import Graph, Weights, add_decoder, add_segments
 from trt_kvcache.builder.network.rope import cos_sin
 from trt_kvcache.builder.options import BuildOptions
@@ -82,6 +80,8 @@ def define_decoder(
     Returns
     -------
     DecoderDefinition
+        The network of the whole decoder, not built yet, with the cache, tensors and profiles that it is for. Keep it until the build is
+        done.
 
     Raises
     ------
@@ -186,6 +186,8 @@ def define_constants(checkpoint: Checkpoint, cache: KVCacheConfig) -> bytes:
         A safetensors file with the embedding table and the cosines and sines of RoPE: see
         :func:`~trt_kvcache.engine_folder.decoder_segments.decoder_constants`.
     """
+    from safetensors.numpy import save
+
     table = Weights(checkpoint, cache.dtype)(EMBEDDING)
     return save({EMBEDDING: table, COS_SIN: cos_sin(checkpoint.config, length=cache.max_sequence_length)})
 

@@ -5,6 +5,7 @@ that), and its messages do not name the option at fault. So everything that is k
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.cache.config import KVCacheConfig
@@ -20,6 +21,14 @@ from trt_kvcache.trt.plugin.versions import check_plugins
 
 #: Head dimensions that TensorRT has attention kernels for: multiples of the step.
 HEAD_DIM_STEP, HEAD_DIM_MIN, HEAD_DIM_MAX = 8, 16, 256
+
+#: The highest ``builder_optimization_level``.
+MAX_OPTIMIZATION_LEVEL = 5
+
+#: Sizes of engines for which none are given: upper bounds of the lengths, which are taken from the model.
+DEFAULT_MAX_BATCH_SIZE = 1
+DEFAULT_MAX_SEQUENCE_LENGTH = 2048
+DEFAULT_MAX_PREFILL_LENGTH = 512
 
 _TURING = "7.5"
 
@@ -46,6 +55,10 @@ class BuildOptions:
     compute_capabilities : tuple of str, optional
         GPUs to build for, such as ``("8.6", "12.0")``; all that TensorRT for RTX knows if left out. Full TensorRT builds for the GPU that
         it runs on.
+    builder_optimization_level : int, optional
+        How hard TensorRT searches for fast kernels, from 0 to 5; TensorRT's default if left out.
+    timing_cache : path, optional
+        File with measurements of kernels, for full TensorRT.
 
     Raises
     ------
@@ -68,6 +81,8 @@ class BuildOptions:
     attention: str = "native"
     flavour: str = "auto"
     compute_capabilities: tuple[str, ...] | None = None
+    builder_optimization_level: int | None = None
+    timing_cache: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_sequence_length", "max_prefill_length"):
@@ -81,6 +96,10 @@ class BuildOptions:
             one_of("dtype", self.dtype, MODEL_DTYPES)
         one_of("attention", self.attention, ATTENTION_VARIANTS)
         one_of("flavour", self.flavour, FLAVOURS)
+        level = self.builder_optimization_level
+        if level is not None:
+            level = int_in_range("builder_optimization_level", level, 0, MAX_OPTIMIZATION_LEVEL, error=ConfigError)
+            object.__setattr__(self, "builder_optimization_level", level)
         if self.compute_capabilities is not None:
             self._check_compute_capabilities()
 
@@ -106,6 +125,7 @@ class BuildOptions:
         Returns
         -------
         KVCacheConfig
+            With the sizes of these options, their dtype (by default that of the model), and the layout that their attention works on.
 
         Raises
         ------
@@ -175,6 +195,8 @@ class BuildOptions:
                 check_plugins(tensorrt)
             except EngineError as error:
                 raise ConfigError(f"attention: {error}") from None
+        if self.timing_cache is not None and tensorrt.is_rtx:
+            raise ConfigError("timing_cache: expected with full TensorRT only; TensorRT for RTX measures no kernels when it builds.")
         if self.compute_capabilities is None:
             return
         if not tensorrt.is_rtx:

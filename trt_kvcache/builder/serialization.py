@@ -7,6 +7,7 @@ from trt_kvcache.builder.definition import DecoderDefinition
 from trt_kvcache.builder.options import BuildOptions, known_compute_capabilities
 from trt_kvcache.builder.progress import BuildProgress, make_monitor
 from trt_kvcache.builder.tensorrt_calls import require
+from trt_kvcache.builder.timing_cache import read_timing_cache, write_timing_cache
 from trt_kvcache.engine.decoder_tensors import shape_at
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode
 from trt_kvcache.errors import BuildError
@@ -23,7 +24,7 @@ def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: 
     definition : DecoderDefinition
         The network to build.
     options : BuildOptions
-        ``compute_capabilities`` are used.
+        Compute capabilities, optimisation level and timing cache are used.
     tensorrt : TensorRT
         The imported TensorRT.
     messages : Messages
@@ -41,7 +42,7 @@ def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: 
     """
     config = require(definition.builder.create_builder_config, messages, "TensorRT cannot make a builder configuration")
     for profile in definition.profiles:
-        _add_profile(definition, config, profile, messages)
+        _add_profile(definition, config, profile, messages, slots=definition.profiles[0].max_batch)
     if options.compute_capabilities is not None:
         known = known_compute_capabilities(tensorrt)
         config.num_compute_capabilities = len(options.compute_capabilities)
@@ -54,6 +55,10 @@ def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: 
         flag = getattr(tensorrt.module.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)
         if flag is not None:  # else TensorRT may allocate in an enqueue, which a capture refuses
             config.set_flag(flag)
+    if options.builder_optimization_level is not None:
+        config.builder_optimization_level = options.builder_optimization_level
+    if options.timing_cache is not None:
+        read_timing_cache(config, options.timing_cache, messages)
     config.clear_flag(tensorrt.module.BuilderFlag.TF32)  # on by default; it rounds float32 to 10 bits of fraction
     return config
 
@@ -95,18 +100,21 @@ def serialize(
     if plan is None:
         messages.fail(BuildError, "the engine could not be built")
     messages.check(BuildError, "the engine could not be built")
+    if options.timing_cache is not None:
+        write_timing_cache(config, options.timing_cache)
     return plan
 
 
-def _add_profile(definition: DecoderDefinition, config: Any, profile: EngineProfile, messages: Messages) -> None:
-    """Add an optimisation profile that is tuned for its largest enqueue (``kOPT`` is ``kMAX``)."""
+def _add_profile(definition: DecoderDefinition, config: Any, profile: EngineProfile, messages: Messages, *, slots: int) -> None:
+    """Add an optimisation profile that is tuned (``kOPT``) for its widest enqueue of all slots of the cache."""
     smallest, largest = (profile.min_batch, profile.min_width), (profile.max_batch, profile.max_width)
+    tuned = (slots, profile.max_width)
     trt_profile = definition.builder.create_optimization_profile()
     for spec in definition.tensors:
         if spec.mode is TensorMode.INPUT:
-            low, high = (shape_at(spec.shape, *size) for size in (smallest, largest))
+            low, opt, high = (shape_at(spec.shape, *size) for size in (smallest, tuned, largest))
             try:
-                trt_profile.set_shape(spec.name, low, high, high)
+                trt_profile.set_shape(spec.name, low, opt, high)
             except (RuntimeError, ValueError) as error:
                 messages.add(f"`{spec.name}`: {error}", is_error=True)
                 messages.fail(BuildError, f"optimisation profile {profile.name}: TensorRT refused it")

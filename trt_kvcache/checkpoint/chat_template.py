@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache.checkpoint.json_file import read_text
 from trt_kvcache.errors import CheckpointError, ConfigError
 
@@ -45,7 +46,8 @@ class ChatTemplate:
     """
 
     def __init__(self, text: str, source: Path) -> None:
-        from jinja2 import TemplateError
+        with naming_the_extra():
+            from jinja2 import TemplateError
 
         self._source = source
         try:
@@ -53,15 +55,16 @@ class ChatTemplate:
         except TemplateError as error:
             raise CheckpointError(f"{source}: the chat template cannot be read: {error}.") from error
 
-    def render(self, messages: Sequence[Mapping[str, Any]], special_tokens: Mapping[str, str], *, add_generation_prompt: bool) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
         """Return the text of a conversation.
 
         Parameters
         ----------
         messages : sequence of mapping
             ``{"role": ..., "content": ...}``, oldest first.
-        special_tokens : mapping of str to str
-            Texts of the special tokens by the names that templates use (``"bos_token"``, ``"eos_token"``, ...).
+        variables : mapping of str to object
+            The other variables of the template: texts of the special tokens (``"bos_token"``, ``"eos_token"``, ...), ``"tools"``, and those
+            that this template alone knows.
         add_generation_prompt : bool
             Whether the text ends with the opening of the assistant's turn.
 
@@ -76,9 +79,8 @@ class ChatTemplate:
             The template rejects the messages (roles out of order, ...), or fails on them.
         """
         try:
-            return self._template.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **special_tokens
-            )
+            known = {"tools": None, "documents": None, **variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
+            return self._template.render(known)
         except Exception as error:
             raise ConfigError(f"{self._source}: the chat template refuses these messages: {error}") from error
 

@@ -17,6 +17,7 @@ from trt_kvcache.checkpoint.model_config import ModelConfig
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.checkpoint.tensor_shapes import EMBEDDING, HEAD, tensor_shapes
 from trt_kvcache.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, open_weight_files
+from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
 
 CONFIG_FILE = "config.json"
@@ -196,10 +197,13 @@ class Checkpoint:
 
 
 def _with_stored_dtype(config: ModelConfig, file: SafetensorsFile) -> ModelConfig:
-    try:
-        return replace(config, dtype=file.tensors[EMBEDDING].dtype)
-    except ConfigError as error:
-        raise CheckpointError(f"{file.path}: {error}") from error
+    stored = file.tensors[EMBEDDING].dtype
+    if stored not in MODEL_DTYPES:
+        raise CheckpointError(
+            f"{file.path}: expected weights in one of {', '.join(MODEL_DTYPES)}, got {EMBEDDING} in {stored}. "
+            "Convert the checkpoint, or use an unquantised one."
+        )
+    return replace(config, dtype=stored)
 
 
 def _check(config: ModelConfig, files: Mapping[str, SafetensorsFile], folder: Path) -> None:
@@ -214,9 +218,10 @@ def _check(config: ModelConfig, files: Mapping[str, SafetensorsFile], folder: Pa
         if stored.shape != shape:
             raise CheckpointError(f"{files[name].path}: expected {name} of shape {shape} by {CONFIG_FILE}, got {stored.shape}.")
         if stored.dtype != config.dtype:
+            hint = f"; if all are {stored.dtype}, {CONFIG_FILE} must say so" if stored.dtype in MODEL_DTYPES else ""
             raise CheckpointError(
                 f"{files[name].path}: expected every tensor in {config.dtype}, got {name} in {stored.dtype}. "
-                f"Mixed or quantised weights are not supported; if all are {stored.dtype}, {CONFIG_FILE} must say so."
+                f"Mixed or quantised weights are not supported{hint}."
             )
     tied_head = config.tie_word_embeddings and HEAD in files
     extra = sorted(name for name in files if name not in shapes and not name.endswith(_IGNORED_SUFFIX) and not (tied_head and name == HEAD))

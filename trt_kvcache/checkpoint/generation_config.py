@@ -15,7 +15,6 @@ GENERATION_FILE = "generation_config.json"
 # Fields that change which tokens are generated and that are not supported, with the value that disables each. Null and an empty
 # list disable it too.
 _IGNORED_FIELDS: dict[str, Any] = {
-    "repetition_penalty": 1,
     "encoder_repetition_penalty": 1,
     "no_repeat_ngram_size": 0,
     "encoder_no_repeat_ngram_size": 0,
@@ -59,6 +58,8 @@ class GenerationDefaults:
         Sample from the most likely tokens whose probabilities reach this sum; 1.0 disables the limit.
     min_p : float
         Sample from tokens that have at least this share of the highest probability; 0.0 disables the limit.
+    repetition_penalty : float
+        Makes tokens of the prompt and of the answer less likely; 1.0 disables it.
     ignored : tuple of str
         Fields of the file that would change which tokens are generated, but are not supported.
 
@@ -76,6 +77,7 @@ class GenerationDefaults:
     top_k: int = 50
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0
     ignored: tuple[str, ...] = ()
 
     @classmethod
@@ -115,6 +117,7 @@ class GenerationDefaults:
                 top_k=fields.integer("top_k", cls.top_k) if fields.get("top_k") != 0 else 0,
                 top_p=top_p,
                 min_p=min_p,
+                repetition_penalty=fields.number("repetition_penalty", cls.repetition_penalty),
                 ignored=tuple(name for name, off in candidates.items() if fields.get(name) not in (None, off, [], {})),
             )
         except ConfigError as error:

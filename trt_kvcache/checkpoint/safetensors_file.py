@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError, safe_open
 
+from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CheckpointError
 
@@ -68,6 +68,9 @@ class SafetensorsFile:
     """
 
     def __init__(self, path: Path) -> None:
+        with naming_the_extra():
+            from safetensors import SafetensorError, safe_open
+
         self.path = path
         try:
             with safe_open(path, framework="numpy"):

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import tokenizers
-
+from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache.checkpoint.chat_template import ChatTemplate, find_chat_template
 from trt_kvcache.checkpoint.json_file import read_json_if_present, read_text
 from trt_kvcache.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import tokenizers
 
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_CONFIG_FILE = "tokenizer_config.json"
@@ -135,7 +137,14 @@ class Tokenizer:
         """Whether the folder has a chat template."""
         return self._chat_template is not None
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_args: Mapping[str, Any] | None = None,
+    ) -> str:
         """Return the text of a conversation. Encode it with ``add_special_tokens=False``.
 
         Parameters
@@ -144,6 +153,10 @@ class Tokenizer:
             ``{"role": ..., "content": ...}``, oldest first.
         add_generation_prompt : bool
             Whether the text ends with the opening of the assistant's turn.
+        tools : sequence of mapping, optional
+            Descriptions of the functions that the model may call, in the form that the model was trained with (usually JSON schema).
+        template_args : mapping of str to object, optional
+            Further variables of the template, such as ``{"enable_thinking": False}``.
 
         Returns
         -------
@@ -157,10 +170,14 @@ class Tokenizer:
         """
         if self._chat_template is None:
             raise ConfigError(f"{self.path}: expected a chat template in {TOKENIZER_CONFIG_FILE} or chat_template.jinja, got none.")
-        return self._chat_template.render(messages, self.special_tokens, add_generation_prompt=add_generation_prompt)
+        variables = {**self.special_tokens, "tools": tools, **(template_args or {})}
+        return self._chat_template.render(messages, variables, add_generation_prompt=add_generation_prompt)
 
 
 def _parse(text: str, file: Path) -> tokenizers.Tokenizer:
+    with naming_the_extra():
+        import tokenizers
+
     try:
         return tokenizers.Tokenizer.from_str(text)
     except Exception as error:

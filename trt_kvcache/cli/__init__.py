@@ -3,11 +3,10 @@
 import sys
 from collections.abc import Sequence
 
+from trt_kvcache._util.extras import missing_library
 from trt_kvcache.cli.interrupt import held_interrupts
 
 FAILED, INTERRUPTED = 1, 130
-
-_EXTRAS = {"polygraphy": "polygraphy", "cuda": "cuda"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -17,8 +16,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from trt_kvcache.cli.app import run
         return run(arguments)
     except ModuleNotFoundError as error:
-        extra = _EXTRAS.get((error.name or "").partition(".")[0], "models")
-        sys.stderr.write(f"error: {error.name} is not installed. Run: pip install 'trt-kvcache[{extra}]'\n")
+        sys.stderr.write(f"error: {missing_library(error) or error}\n")
         return FAILED
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

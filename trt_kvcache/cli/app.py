@@ -2,11 +2,13 @@
 
 import contextlib
 import functools
+import inspect
 import io
 import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from inspect import Parameter
 from typing import Any
 
 import typer
@@ -18,9 +20,12 @@ from trt_kvcache.cli.chat import chat
 from trt_kvcache.cli.compare import compare
 from trt_kvcache.cli.console import complain, warn
 from trt_kvcache.cli.generate import generate
-from trt_kvcache.cli.inspect import inspect
+from trt_kvcache.cli.help import Command
+from trt_kvcache.cli.inspect import inspect as inspect_command
 from trt_kvcache.cli.memory import memory
+from trt_kvcache.cli.options import call_with_flat, flat_parameters
 from trt_kvcache.cli.serve_file import serve_file
+from trt_kvcache.cli.verbosity import SHARED_OPTIONS, chosen_verbosity
 from trt_kvcache.errors import KVCacheError
 from trt_kvcache.session.open_model import EngineFallbackWarning
 
@@ -31,20 +36,20 @@ app = typer.Typer(
     help="The KV cache layer for TensorRT: build engines from Hugging Face folders, run them, compare them.",
     epilog="Exit codes: 0 done, 1 failed, 2 wrong usage, 3 compare found a difference, 130 Ctrl-C.",
     no_args_is_help=True,
-    rich_markup_mode="rich",
-    add_completion=False,
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 
 def _with_clear_errors(command: Callable[..., None]) -> Callable[..., None]:
-    """Report what a command raises as one message and an exit code, never as a traceback."""
+    """Add the options that all commands have; report what a command raises as one message and an exit code, never as a traceback."""
 
     @functools.wraps(command)
-    def run_command(*arguments: Any, **options: Any) -> None:
+    def run_command(*, quiet: bool, verbose: int, **options: Any) -> None:
         try:
-            command(*arguments, **options)
+            with chosen_verbosity(quiet=quiet, verbose=verbose):
+                call_with_flat(command, options)
         except KeyboardInterrupt:
             complain("interrupted")
             raise typer.Exit(INTERRUPTED) from None
@@ -57,11 +62,15 @@ def _with_clear_errors(command: Callable[..., None]) -> Callable[..., None]:
             complain("error:", f"out of memory. {error}")
             raise typer.Exit(FAILED) from None
 
+    shared = [Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=kind) for name, default, kind in SHARED_OPTIONS]
+    parameters = [*flat_parameters(command), *shared]
+    run_command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    run_command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return run_command
 
 
-for command in (build, generate, chat, serve_file, compare, memory, inspect):
-    app.command()(_with_clear_errors(command))
+for command in (build, generate, chat, serve_file, compare, memory, inspect_command):
+    app.command(command.__name__.replace("_", "-"), cls=Command)(_with_clear_errors(command))
 
 
 def _print_version(wanted: bool) -> None:

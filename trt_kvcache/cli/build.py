@@ -5,64 +5,96 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.builder.build_engine import build_engine
-from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.cli.console import count, progress_bar, say, size
-from trt_kvcache.cli.session_flags import ATTENTION_HELP, DTYPE_HELP, MAX_SEQUENCE_LENGTH_HELP, DTypeName, FlavourName
+from trt_kvcache.builder.build_engine import BuildReport
+from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, MAX_OPTIMIZATION_LEVEL
+from trt_kvcache.cli.build_process import build_in_child
+from trt_kvcache.cli.console import count, note, progress_display, put_json, say, size
+from trt_kvcache.cli.json_document import as_json
+from trt_kvcache.cli.options import Json, choice
+from trt_kvcache.cli.session_flags import ATTENTION_HELP, DTYPE_HELP, MAX_SEQUENCE_LENGTH_HELP, DTypeName, FlavourName, located
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import CheckpointError
 from trt_kvcache.reference import Attention
-from trt_kvcache.session.session_options import DEFAULT_MAX_PREFILL_LENGTH, DEFAULT_MAX_SEQUENCE_LENGTH
+
+_STOPPING = "Ctrl-C: the build stops when TensorRT next reports, which can take a minute. Press Ctrl-C again to end it at once."
 
 
 def build(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder: config.json and safetensors.")],
+    model: Annotated[
+        Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder (config.json and safetensors), or an id of the Hugging Face Hub.")
+    ],
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="ENGINE", help="The engine folder to write. An existing one is replaced.")
     ],
-    max_batch_size: Annotated[int, typer.Option(min=1, help="Slots of the cache.")] = 1,
-    max_sequence_length: Annotated[int | None, typer.Option(min=1, help=MAX_SEQUENCE_LENGTH_HELP)] = None,
+    max_batch_size: Annotated[int, typer.Option(min=1, metavar="SLOTS", help="Slots of the cache.")] = 1,
+    max_sequence_length: Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help=MAX_SEQUENCE_LENGTH_HELP)] = None,
     max_prefill_length: Annotated[
         int | None,
         typer.Option(
             min=1,
+            metavar="TOKENS",
             help=f"Most new tokens of a slot in one enqueue; longer prompts run in chunks. Default: at most {DEFAULT_MAX_PREFILL_LENGTH}.",
         ),
     ] = None,
-    dtype: Annotated[DTypeName | None, typer.Option(metavar="DTYPE", help=DTYPE_HELP)] = None,
+    dtype: Annotated[DTypeName | None, choice(DTypeName, "--dtype", help=DTYPE_HELP)] = None,
     attention: Annotated[
         Attention,
-        typer.Option(help=ATTENTION_HELP),
+        choice(Attention, "--attention", help=ATTENTION_HELP),
     ] = "native",
     flavour: Annotated[
-        FlavourName, typer.Option(help="Which TensorRT to use. auto: full TensorRT if it works, otherwise TensorRT for RTX.")
+        FlavourName,
+        choice(FlavourName, "--flavour", help="Which TensorRT to use. auto: full TensorRT if it works, otherwise TensorRT for RTX."),
     ] = "auto",
     embed_weights: Annotated[bool, typer.Option("--embed-weights", help="Copy the checkpoint into the engine folder.")] = False,
     compute_capability: Annotated[
         list[str] | None,
         typer.Option(metavar="X.Y", help="Build for this compute capability only (TensorRT for RTX). Can be given several times."),
     ] = None,
+    builder_optimization_level: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            max=MAX_OPTIMIZATION_LEVEL,
+            metavar="N",
+            help="How hard TensorRT searches for fast kernels; 0 builds fastest. Default: 3.",
+        ),
+    ] = None,
+    timing_cache: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Start from the kernel timings in this file and add to them (full TensorRT). It need not exist."),
+    ] = None,
+    json: Json = False,
 ) -> None:
     """Build a TensorRT engine from a model folder. TensorRT for RTX needs no GPU for it."""
+    model = located(model)
     if is_engine_folder(model):
         raise CheckpointError(f"{model}: expected a Hugging Face folder, got an engine folder.")
-    with Checkpoint.open(model) as checkpoint:
-        positions = checkpoint.config.max_position_embeddings
-    length = max_sequence_length or min(positions, DEFAULT_MAX_SEQUENCE_LENGTH)
-    with progress_bar() as progress:
-        report = build_engine(
+    with progress_display() as progress:
+        report = build_in_child(
             model,
             output,
             max_batch_size=max_batch_size,
-            max_sequence_length=length,
-            max_prefill_length=max_prefill_length or min(length, DEFAULT_MAX_PREFILL_LENGTH),
+            max_sequence_length=max_sequence_length,
+            max_prefill_length=max_prefill_length,
             dtype=dtype,
             attention=attention,
             flavour=flavour,
             embed_weights=embed_weights,
             compute_capabilities=compute_capability or None,
+            builder_optimization_level=builder_optimization_level,
+            timing_cache=timing_cache,
             progress=progress,
+            on_interrupt=lambda: note(_STOPPING),
         )
+    for warning in report.warnings:
+        note(f"TensorRT warns: {warning}")
+    if json:
+        put_json(as_json(report))
+    else:
+        _print_report(report)
+
+
+def _print_report(report: BuildReport) -> None:
     peak = "" if report.peak_memory_nbytes is None else f", peak memory {size(report.peak_memory_nbytes)}"
     say(f"{report.path}: {size(report.plan_nbytes)} by {report.tensorrt} in {report.seconds:.1f} s{peak}")
     decomposed = sum(choice.decomposable for choice in report.attention)

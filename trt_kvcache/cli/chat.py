@@ -1,143 +1,188 @@
 """``trt-kvcache chat``: talk to a model in the terminal."""
 
-import sys
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from trt_kvcache.checkpoint.tokenizer import TOKENIZER_FILE
 from trt_kvcache.cli import session_flags
-from trt_kvcache.cli.console import complain, messages, note, put
-from trt_kvcache.cli.sampling_flags import MaxNewTokens, MinP, SamplingFlags, Seed, Stop, Temperature, TopK, TopP
-from trt_kvcache.cli.session_notes import note_statistics, warn_of_full_cache
+from trt_kvcache.cli.chat_flags import ChatFlags, Template
+from trt_kvcache.cli.chat_input import LineReader, open_reader
+from trt_kvcache.cli.console import complain, count, note, put
+from trt_kvcache.cli.conversation import Conversation
+from trt_kvcache.cli.sampling_flags import MaxNewTokens, SamplingFlags, with_drawn_seed
+from trt_kvcache.cli.session_flags import SessionFlags
+from trt_kvcache.cli.session_notes import note_seeds, note_statistics, warn_of_full_cache
 from trt_kvcache.errors import CapacityError, ConfigError, KVCacheError
 from trt_kvcache.generation.prompts import Prompt
+from trt_kvcache.generation.sampling import with_options
 from trt_kvcache.session.session import InferenceSession
 
-_HELP = "/undo removes the last turn, /reset begins a new conversation, /stats shows times and bytes, /quit ends; Ctrl-C stops an answer."
+_HELP = """\
+/undo          remove the last question and its answer
+/reset         begin a new conversation
+/system TEXT   set the system message; without TEXT, remove it
+/save FILE     write the conversation to a file
+/load FILE     continue the conversation of a file
+/stats         show times, bytes and the seed
+/quit          end; so does Ctrl-D
+Ctrl-C stops an answer. Alt-Enter begins a new line."""
+_WELCOME = "/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends."
+_ASK = "Press Ctrl-C again to leave, or type on. /save FILE keeps the conversation."
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSamplingFlags(SamplingFlags):
+    """The sampling options of a chat, whose answers may be longer."""
+
+    max_new_tokens: MaxNewTokens = 512
 
 
 def chat(
     folder: session_flags.Folder,
-    max_new_tokens: MaxNewTokens = 256,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    engine: session_flags.EngineOption = "auto",
-    flavour: session_flags.FlavourOption = "auto",
-    cuda_graphs: session_flags.CudaGraphs = True,
-    max_sequence_length: session_flags.MaxSequenceLength = None,
-    dtype: session_flags.DTypeOption = None,
-    attention: session_flags.AttentionOption = None,
+    chat_flags: ChatFlags,
+    sampling: ChatSamplingFlags,
+    flags: SessionFlags,
 ) -> None:
-    """Talk to a model. A model without a chat template continues your text instead.
+    """Talk to a model.
 
-    In each turn only what is new is run: the cache keeps the conversation so far.
+    In each turn only what is new is run: the cache keeps the conversation so far. A model without a chat template continues your text.
+    Type /help for the commands.
     """
-    options = SamplingFlags(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=stop,
-    ).options()
+    options = sampling.options()
+    folder = session_flags.located(folder)
     if folder.is_dir() and not (folder / TOKENIZER_FILE).is_file():
         raise ConfigError(f"{folder}: chat needs a {TOKENIZER_FILE}. `trt-kvcache generate --prompt-ids` works on token ids.")
-    flags = session_flags.SessionFlags(
-        folder=folder,
-        engine=engine,
-        flavour=flavour,
-        cuda_graphs=cuda_graphs,
-        max_sequence_length=max_sequence_length,
-        dtype=dtype,
-        attention=attention,
-    )
-    with session_flags.open_session(flags.source(slots=1)) as session:
-        Conversation(session, options).run()
+    with session_flags.open_session(flags.source(folder, slots=1)) as session:
+        template = chat_flags.template(session.tokenizer)
+        Chat(session, template, options, open_reader()).run()
 
 
-class Conversation:
-    """The turns of a chat, on slot 0 of a session.
+class Chat:
+    """A chat on slot 0 of a session.
 
     Parameters
     ----------
     session : InferenceSession
         With a tokenizer. Stays its owner's to close.
+    template : Template or None
+        Of the model; None continues texts.
     options : dict
         Sampling options of each answer.
+    reader : LineReader
+        Where the lines come from.
     """
 
-    def __init__(self, session: InferenceSession, options: dict[str, Any]) -> None:
+    def __init__(self, session: InferenceSession, template: Template | None, options: dict[str, Any], reader: LineReader) -> None:
         self._session = session
-        self._options = options
-        self._interactive = sys.stdin.isatty()
-        #: What was asked, and what was answered.
-        self._turns: list[tuple[str, str]] = []
+        self._template = template
+        self._params = with_drawn_seed(with_options(session.defaults, options))
+        self._reader = reader
+        self._conversation = Conversation(None if template is None else template.system)
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/undo": self._undo,
+            "/reset": self._reset,
+            "/system": self._set_system,
+            "/save": self._save,
+            "/load": self._load,
+            "/stats": self._show_statistics,
+        }
 
     def run(self) -> None:
-        """Read lines until the end of input or ``/quit``."""
-        if self._interactive:
-            note(_HELP)
-        while (line := self._read()) is not None and line not in ("/quit", "/exit"):
-            if line.startswith("/"):
-                self._command(line)
-            elif line:
-                self._answer(line)
+        """Read messages until the end of input or ``/quit``. At a terminal, one Ctrl-C never ends it."""
+        if self._reader.interactive:
+            note(_WELCOME)
+        asked_to_leave = False
+        while True:
+            try:
+                line = self._reader.read()
+                if line is None or line in ("/quit", "/exit"):
+                    return
+                if line:
+                    asked_to_leave = False
+                    self._take(line)
+            except KeyboardInterrupt:
+                if asked_to_leave or not self._reader.interactive:
+                    raise
+                asked_to_leave = True
+                note(_ASK)
 
-    def _read(self) -> str | None:
-        if self._interactive:
-            messages().print("> ", style="bold", end="")
-        line = sys.stdin.readline()
-        if self._interactive and not line:
-            note("")  # the shell prompt starts on a new line
-        return line.strip() if line else None
-
-    def _command(self, line: str) -> None:
-        if line == "/reset":
-            self._turns.clear()
-            note("A new conversation begins.")
-        elif line == "/undo":
-            note(f"Taken back: {self._turns.pop()[0]}" if self._turns else "There is no turn to take back.")
-        elif line == "/stats":
-            note_statistics(self._session)
-        else:
-            note(_HELP)
-
-    def _answer(self, line: str) -> None:
-        """Print the answer to a line as it is generated. If it fails, or is stopped before its first word, the turn is not kept."""
-        answer: list[str] = []
-        stopped = False
+    def _take(self, line: str) -> None:
+        """Obey a command or answer a message. At a terminal, an error is shown and the chat goes on."""
+        name, _, rest = line.partition(" ")
         try:
-            for event in self._session.generate(self._prompt(line), reuse=self._session.cache.active_batch_size == 1, **self._options):
-                put(event.text)
-                answer.append(event.text)
-        except KeyboardInterrupt:
-            stopped = True
-        except KVCacheError as error:
-            if not self._interactive:
+            if not line.startswith("/"):
+                self._answer(line)
+            elif name in self._commands:
+                self._commands[name](rest.strip())
+            else:
+                note(_HELP)
+        except (KVCacheError, OSError) as error:
+            if not self._reader.interactive:
                 raise
             complain("error:", f"{error} /undo and /reset make room." if isinstance(error, CapacityError) else str(error))
-            return
+
+    def _answer(self, question: str) -> None:
+        """Print the answer as it is generated. If it fails, or is stopped before its first word, the turn is not kept."""
+        pieces: list[str] = []
+        reason = None
+        stopped = False
+        try:
+            for event in self._session.generate(self._prompt(question), self._params, reuse=self._session.cache.active_batch_size == 1):
+                pieces.append(event.text)
+                put(event.text)
+                reason = event.finish_reason
+        except KeyboardInterrupt:
+            stopped = True
+        if pieces or not stopped:
+            self._conversation.turns.append((question, "".join(pieces)))
         put("\n")
         if stopped:
             note("(stopped)")
-        if answer or not stopped:
-            self._turns.append((line, "".join(answer)))
+        elif reason == "length" and self._reader.interactive and len(pieces) == self._params.max_new_tokens:
+            note(f"(ended after {count(len(pieces), 'token')}: --max-new-tokens)")
         warn_of_full_cache(self._session)
 
-    def _prompt(self, line: str) -> Prompt:
+    def _prompt(self, question: str) -> Prompt:
         """Return the whole conversation; the session runs what its cache does not hold yet."""
-        tokenizer = self._session.tokenizer
-        assert tokenizer is not None
-        if not tokenizer.has_chat_template:
-            return "".join(f"{asked}{answered}\n" for asked, answered in self._turns) + line
-        messages = [
-            message
-            for asked, answered in self._turns
-            for message in ({"role": "user", "content": asked}, {"role": "assistant", "content": answered})
-        ]
-        text = tokenizer.apply_chat_template([*messages, {"role": "user", "content": line}])
-        return tokenizer.encode(text, add_special_tokens=False)
+        if self._template is None:
+            return self._conversation.text(question)
+        return self._template.tokens(self._conversation.messages(question))
+
+    def _undo(self, _: str) -> None:
+        turns = self._conversation.turns
+        note(f"Taken back: {turns.pop()[0]}" if turns else "There is no turn to take back.")
+
+    def _reset(self, _: str) -> None:
+        self._conversation.turns.clear()
+        note("A new conversation begins.")
+
+    def _set_system(self, text: str) -> None:
+        if self._template is None:
+            note("A model without a chat template has no system message.")
+            return
+        self._conversation.system = text or None
+        note("The system message is set." if text else "The system message is removed.")
+
+    def _save(self, name: str) -> None:
+        if path := _path(name, "/save"):
+            self._conversation.save(path)
+            note(f"{path}: {count(len(self._conversation.turns), 'turn')} saved.")
+
+    def _load(self, name: str) -> None:
+        if path := _path(name, "/load"):
+            self._conversation.load(path)
+            note(f"{path}: {count(len(self._conversation.turns), 'turn')} loaded.")
+
+    def _show_statistics(self, _: str) -> None:
+        note_statistics(self._session)
+        note_seeds([self._params.seed] if self._params.temperature > 0 else [])
+
+
+def _path(name: str, command: str) -> Path | None:
+    if not name:
+        note(f"{command} needs the name of a file.")
+        return None
+    return Path(os.path.expanduser(name))

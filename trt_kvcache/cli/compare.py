@@ -2,18 +2,24 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
 from trt_kvcache.cli import session_flags
-from trt_kvcache.cli.console import messages, say, warn
+from trt_kvcache.cli.console import messages, put_json, say, warn
 from trt_kvcache.cli.interrupt import held_interrupts
+from trt_kvcache.cli.json_document import as_json
+from trt_kvcache.cli.options import Json
 from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
 from trt_kvcache.session.open_model import why_no_tensorrt
+from trt_kvcache.session.session_options import DTypeChoice, FlavourChoice
 from trt_kvcache.session.session_source import SessionSource
+
+if TYPE_CHECKING:
+    from trt_kvcache.polygraphy.comparison import Comparison
 
 DIFFERS = 3
 
@@ -22,22 +28,27 @@ def compare(
     folder: session_flags.Folder,
     prompt: Prompts = None,
     prompt_ids: PromptIds = None,
-    steps: Annotated[int, typer.Option(min=0, help="Decode steps after the prefill.")] = 16,
+    steps: Annotated[int, typer.Option(min=0, metavar="N", help="Decode steps after the prefill.")] = 16,
     tolerance: Annotated[
         float | None,
-        typer.Option(help="Largest allowed difference, relative to the largest value of the slot and head. Default: depends on the dtype."),
+        typer.Option(
+            metavar="X",
+            help="Largest allowed difference, relative to the largest value of the slot and head. Default: depends on the dtype.",
+        ),
     ] = None,
     engine: session_flags.EngineOption = "auto",
     flavour: session_flags.FlavourOption = "auto",
     max_sequence_length: session_flags.MaxSequenceLength = None,
     dtype: session_flags.DTypeOption = None,
     attention: session_flags.AttentionOption = None,
+    json: Json = False,
 ) -> None:
-    """Run a model in several ways on the same tokens and compare logits and live cache rows.
+    """Check that several ways to run a model agree.
 
-    The ways are the NumPy reference engine, recomputing everything at each step, and TensorRT if a supported GPU is present. Each runs
-    with TensorRT's attention and with the plugin's, unless --attention names one. At a difference, the first step, layer, slot and head
-    are named, and the exit code is 3. For an engine folder, the engine with the other attention is built from its checkpoint.
+    They run the same tokens, and logits and live cache rows are compared. The ways are the NumPy reference engine, recomputing everything
+    at each step, and TensorRT if a supported GPU is present. Each runs with TensorRT's attention and with the plugin's, unless --attention
+    names one. At a difference, the first step, layer, slot and head are named, and the exit code is 3. For an engine folder, the engine
+    with the other attention is built from its checkpoint.
     """
     from trt_kvcache.polygraphy.compare_paths import TOLERANCES, compare_paths
     from trt_kvcache.polygraphy.comparison import comparison_lines
@@ -47,15 +58,15 @@ def compare(
     if tolerance is not None and not tolerance >= 0:
         raise typer.BadParameter(f"expected 0 or more, got {tolerance}.", param_hint="--tolerance")
 
+    folder = session_flags.located(folder)
     flags = session_flags.SessionFlags(
-        folder=folder,
         engine="reference",
         flavour=flavour,
         max_sequence_length=max_sequence_length,
         dtype=dtype,
         attention=attention,
     )
-    reference = flags.source(slots=len(prompts))
+    reference = flags.source(folder, slots=len(prompts))
     sources = {"": reference}
     paths = [SessionRunner(reference, "reference"), RecomputeRunner(reference, "full recomputation")]
     if attention is None:
@@ -81,10 +92,20 @@ def compare(
                 tolerances=TOLERANCES if tolerance is None else dict.fromkeys(TOLERANCES, tolerance),
                 on_step=lambda step: status.update(f"step {step} of {steps}"),
             )
-    for line in comparison_lines(comparison):
-        say(line)
+    if json:
+        put_json(_document(comparison))
+    else:
+        for line in comparison_lines(comparison):
+            say(line)
     if not comparison.agrees:
         raise typer.Exit(DIFFERS)
+
+
+def _document(comparison: "Comparison") -> dict[str, Any]:
+    """Return what ``--json`` prints: all that the comparison knows."""
+    document: dict[str, Any] = {"agrees": comparison.agrees, **as_json(comparison)}
+    document["pairs"] = [{"agrees": pair.agrees, **as_json(pair)} for pair in comparison.pairs]
+    return document
 
 
 def _with_tensorrt(engine: str, folder: Path, flavour: str) -> bool:
@@ -107,10 +128,10 @@ def _other_attention(folder: Path, reference: SessionSource) -> SessionSource:
     config = engine.config
     return reference.replace(
         engine.checkpoint_path if engine.checkpoint_path.is_dir() else config.checkpoint.path,
-        flavour=config.tensorrt_flavour if reference.options.flavour == "auto" else reference.options.flavour,
+        flavour=cast(FlavourChoice, config.tensorrt_flavour) if reference.options.flavour == "auto" else reference.options.flavour,
         max_batch_size=config.cache.max_batch_size,
         max_sequence_length=config.cache.max_sequence_length,
         max_prefill_length=config.max_prefill_length,
-        dtype=config.dtype,
+        dtype=cast(DTypeChoice, config.dtype),
         attention="native" if config.attention_variant == "plugin" else "plugin",
     )

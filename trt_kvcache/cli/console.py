@@ -1,16 +1,18 @@
 """Output of the command line: results and messages, progress bars, tables, sizes."""
 
+import json
 import sys
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
 from trt_kvcache.builder.build_engine import BUILDING, Progress as ProgressCallback
 from trt_kvcache.cli.interrupt import held_interrupts
+from trt_kvcache.cli.verbosity import is_quiet
 
 _WIDTH_OF_A_PIPE = 160
 
@@ -35,6 +37,11 @@ def say(line: str, style: str = "") -> None:
     _print(results(), Text(line, style))
 
 
+def put_json(document: object) -> None:
+    """Print the one JSON document of a command with ``--json``."""
+    put(json.dumps(document, ensure_ascii=False, indent=2) + "\n")
+
+
 def put(text: str) -> None:
     """Write generated text, at once and as it is."""
     sys.stdout.write(text)
@@ -42,13 +49,15 @@ def put(text: str) -> None:
 
 
 def note(text: str) -> None:
-    """Print a note on stderr."""
-    _print(messages(), Text(text, "dim"))
+    """Print a note on stderr, unless the command is to be quiet."""
+    if not is_quiet():
+        _print(messages(), Text(text, "dim"))
 
 
 def warn(text: str) -> None:
-    """Print a warning on stderr."""
-    _print(messages(), Text.assemble(("warning:", "yellow"), " ", text))
+    """Print a warning on stderr, unless the command is to be quiet."""
+    if not is_quiet():
+        _print(messages(), Text.assemble(("warning:", "yellow"), " ", text))
 
 
 def complain(head: str, text: str = "") -> None:
@@ -62,7 +71,7 @@ def _print(console: Console, text: Text) -> None:
 
 @contextmanager
 def progress_bar() -> Iterator[ProgressCallback]:
-    """Show the stages of long work as progress bars, if stderr is a terminal.
+    """Show the stages of long work in this process as progress bars, if stderr is a terminal.
 
     Yields
     ------
@@ -74,8 +83,7 @@ def progress_bar() -> Iterator[ProgressCallback]:
     Before the first stage, and while TensorRT builds, Ctrl-C is held back until the next report: see
     :func:`~trt_kvcache.cli.interrupt.held_interrupts`.
     """
-    console = messages()
-    with held_interrupts() as interrupts, _bars(console) if console.is_terminal else nullcontext(_ignore) as show:
+    with held_interrupts() as interrupts, progress_display() as show:
 
         def report(stage: str, done: float | None) -> None:
             interrupts.check()
@@ -86,8 +94,20 @@ def progress_bar() -> Iterator[ProgressCallback]:
 
 
 @contextmanager
-def _bars(console: Console) -> Iterator[ProgressCallback]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+def progress_display() -> Iterator[ProgressCallback]:
+    """Show the stages of long work as progress bars, if stderr is a terminal; Ctrl-C is left alone.
+
+    Yields
+    ------
+    callable
+        To be called as ``progress(stage, fraction)``.
+    """
+    console = messages()
+    if is_quiet() or not console.is_terminal:
+        yield _ignore
+        return
+    # The spinner goes on turning where a fraction stands still: one step of TensorRT may take half a minute.
+    columns = (SpinnerColumn("line"), TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bars:
         tasks: dict[str, TaskID] = {}
 

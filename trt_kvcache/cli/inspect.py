@@ -6,7 +6,6 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cache.plot import draw_cache
 from trt_kvcache.cli.console import count, results, say, size, span, table
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.engine_folder.inspection import EngineInspection, inspect_engine
@@ -16,12 +15,15 @@ from trt_kvcache.ops.segments import Segment
 
 def inspect(
     engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="An engine folder.")],
-    plot: Annotated[Path | None, typer.Option(help="Draw its cache into this file (SVG): slots by tokens, and bytes by layer.")] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw its sizes into this file: .svg, .png or .pdf.")] = None,
 ) -> None:
-    """Show an engine folder: tensors, aliases, profiles, sizes, attention. Needs neither TensorRT nor a GPU."""
+    """Show what is in an engine folder.
+
+    Tensors, aliases, profiles, sizes, attention. Needs neither TensorRT nor a GPU.
+    """
     found = inspect_engine(engine)
     if plot is not None:
-        plot.write_text(draw_cache(found.cache, title=str(found.path)), encoding="utf-8")
+        found.plot().save(plot)
     _print_head(found)
     _print_tensors(found)
     _print_profiles(found)

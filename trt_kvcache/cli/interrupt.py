@@ -13,17 +13,18 @@ class Interrupts:
     def __init__(self) -> None:
         #: Whether to hold the next Ctrl-C back. A second one is raised at once.
         self.hold = True
-        self._held = False
+        #: Whether one is held back.
+        self.held = False
 
     def check(self) -> None:
         """Raise ``KeyboardInterrupt`` if one was held back."""
-        if self._held:
+        if self.held:
             raise KeyboardInterrupt
 
     def take(self) -> bool:
         """Take a Ctrl-C that has just arrived, and return whether it is held back."""
-        take = self.hold and not self._held
-        self._held |= take
+        take = self.hold and not self.held
+        self.held |= take
         return take
 
 

@@ -13,6 +13,8 @@ from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory, largest_
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.cli.console import count, results, say, size, span, table
+from trt_kvcache.cli.options import choice
+from trt_kvcache.cli.session_flags import located
 from trt_kvcache.engine.decoder_tensors import cache_config
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError, CheckpointError
@@ -28,23 +30,33 @@ KVDTypeName = Literal["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"]
 
 def memory(
     folder: Annotated[
-        Path | None, typer.Argument(metavar="ENGINE|MODEL", help="Folder to take layers and heads from. Only its config.json is read.")
+        Path | None,
+        typer.Argument(
+            metavar="ENGINE|MODEL", help="Folder or id of the Hugging Face Hub to take layers and heads from. Only config.json is read."
+        ),
     ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, max=10_000, help="Attention layers.", rich_help_panel=_PANEL)] = None,
-    kv_heads: Annotated[int | None, typer.Option(min=1, help="Key-value heads of each layer.", rich_help_panel=_PANEL)] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, help="Elements of one K or V row.", rich_help_panel=_PANEL)] = None,
-    max_batch_size: Annotated[int | None, typer.Option(min=1, help="Slots. Default: those of the engine folder, or 1.")] = None,
-    max_sequence_length: Annotated[int | None, typer.Option(min=1, help="Tokens that a slot can hold. Default: the folder's.")] = None,
-    dtype: Annotated[KVDTypeName | None, typer.Option(metavar="DTYPE", help=_DTYPE_HELP)] = None,
+    layers: Annotated[int | None, typer.Option(min=1, max=10_000, metavar="N", help="Attention layers.", rich_help_panel=_PANEL)] = None,
+    kv_heads: Annotated[int | None, typer.Option(min=1, metavar="N", help="Key-value heads of each layer.", rich_help_panel=_PANEL)] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, metavar="N", help="Elements of one K or V row.", rich_help_panel=_PANEL)] = None,
+    max_batch_size: Annotated[
+        int | None, typer.Option(min=1, metavar="SLOTS", help="Slots. Default: those of the engine folder, or 1.")
+    ] = None,
+    max_sequence_length: Annotated[
+        int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens that a slot can hold. Default: the folder's.")
+    ] = None,
+    dtype: Annotated[KVDTypeName | None, choice(KVDTypeName, "--dtype", metavar="DTYPE", help=_DTYPE_HELP)] = None,
     gib: Annotated[float | None, typer.Option(metavar="N", help="Also print what fits into N GiB (2^30 bytes).")] = None,
 ) -> None:
-    """Print the size of a cache in bytes: per layer, per sequence and in total. Nothing is allocated."""
+    """Print the size of a cache in bytes.
+
+    Per layer, per sequence and in total. Nothing is allocated.
+    """
     if gib is not None and not 0 <= gib <= _MAX_GIB:
         raise typer.BadParameter(f"expected 0 to {_MAX_GIB:g}, got {gib}.", param_hint="--gib")
     if folder is None:
         config = _config_of_numbers(layers, kv_heads, head_dim, max_sequence_length)
     elif (layers, kv_heads, head_dim) == (None, None, None):
-        config = _config_of_folder(folder)
+        config = _config_of_folder(located(folder, ["config.json"]))
     else:
         raise typer.BadParameter("expected a folder, or --layers, --kv-heads and --head-dim, got both.")
     config = replace(
@@ -69,7 +81,7 @@ def _config_of_folder(folder: Path) -> KVCacheConfig:
     if is_engine_folder(folder):
         return EngineFolder.open(folder).config.cache
     if not folder.is_dir():
-        raise CheckpointError(f"{folder}: expected an engine or model folder, got {'a file' if folder.exists() else 'nothing there'}.")
+        raise CheckpointError(f"{folder}: expected an engine or model folder, got a file.")
     model = ModelConfig.from_dict(read_json(folder / "config.json"))
     return cache_config(model, max_batch_size=1, max_sequence_length=model.max_position_embeddings, dtype=model.dtype)
 

@@ -1,12 +1,20 @@
 """Reading files of prompts: text with one prompt per line, or JSON lines."""
 
 import json
-from dataclasses import dataclass, field
+import sys
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.prompts import Prompt
+from trt_kvcache.generation.sampling import SamplingParams
+
+#: What an answer consists of, beside the metadata of its prompt.
+ANSWER_FIELDS = frozenset({"index", "text", "tokens", "finish_reason", "seed", "logprobs"})
+
+#: Sampling options that a prompt may have.
+OPTION_FIELDS = frozenset(field.name for field in fields(SamplingParams)) - {"logits_processors"}
 
 
 @dataclass(frozen=True)
@@ -18,14 +26,20 @@ class FilePrompt:
     place : str
         File and line, for error messages.
     prompt : prompt
-        As it is in the file; the session checks it.
+        As it is in the file; the session checks it. Empty if there are messages.
     options : dict
         Fields of :class:`~trt_kvcache.generation.sampling.SamplingParams` for this prompt alone; not checked.
+    messages : list of dict or None
+        A conversation to answer, instead of a prompt.
+    metadata : dict
+        All other fields. They come back with the answer.
     """
 
     place: str
     prompt: Prompt
     options: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
 
 
 def read_prompt_file(path: Path) -> list[FilePrompt]:
@@ -34,8 +48,9 @@ def read_prompt_file(path: Path) -> list[FilePrompt]:
     Parameters
     ----------
     path : Path
-        ``.jsonl``: each line is a text, a list of token ids, or an object with one of them as ``prompt`` and sampling options. Any other
-        file: each line is a prompt.
+        ``.jsonl``: each line is a text, a list of token ids, or an object with one of them as ``prompt``, or a conversation as
+        ``messages``, with sampling options and other fields. Any other file: each line is a prompt. ``-`` is stdin: JSON if each line
+        begins with ``{``, else text.
 
     Returns
     -------
@@ -49,15 +64,20 @@ def read_prompt_file(path: Path) -> list[FilePrompt]:
     OSError
         The file cannot be read.
     """
+    stdin = str(path) == "-"
+    name = "stdin" if stdin else str(path)
     try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
+        text = (sys.stdin.buffer.read() if stdin else path.read_bytes()).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: expected UTF-8, got byte {error.object[error.start]:#04x} at {error.start}.") from None
-    parse = _json_prompt if path.suffix == ".jsonl" else FilePrompt
-    prompts = [parse(f"{path}:{number}", line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not prompts:
-        raise ConfigError(f"{path}: expected at least one prompt, got none.")
-    return prompts
+        raise ConfigError(f"{name}: expected UTF-8, got byte {error.object[error.start]:#04x} at {error.start}.") from None
+    lines = [
+        (number, line) for number, line in enumerate(text.replace("\r\n", "\n").replace("\r", "\n").split("\n"), start=1) if line.strip()
+    ]
+    if not lines:
+        raise ConfigError(f"{name}: expected at least one prompt, got none.")
+    is_json = all(line.lstrip().startswith("{") for _, line in lines) if stdin else path.suffix == ".jsonl"
+    parse = _json_prompt if is_json else FilePrompt
+    return [parse(f"{name}:{number}", line) for number, line in lines]
 
 
 def _json_prompt(place: str, line: str) -> FilePrompt:
@@ -68,6 +88,19 @@ def _json_prompt(place: str, line: str) -> FilePrompt:
         raise ConfigError(f"{place}: expected JSON in UTF-8, got an error: {error}.") from None
     if not isinstance(value, dict):
         value = {"prompt": value}
-    if not isinstance(value.get("prompt"), str | list):
-        raise ConfigError(f'{place}: expected a text, a list of token ids, or an object with one as "prompt", got {line.strip():.60}.')
-    return FilePrompt(place, value.pop("prompt"), value)
+    prompt, messages = value.pop("prompt", None), value.pop("messages", None)
+    if (messages is None) == (prompt is None) or not isinstance(prompt, str | list | None):
+        raise ConfigError(
+            f'{place}: expected a text, a list of token ids, or an object with one as "prompt" or with "messages", got {line.strip():.60}.'
+        )
+    if messages is not None and not _is_conversation(messages):
+        raise ConfigError(f'{place}: messages: expected a list of objects with "role" and "content", oldest first, got {messages!r:.60}.')
+    options = {name: value.pop(name) for name in sorted(OPTION_FIELDS & value.keys())}
+    taken = sorted(ANSWER_FIELDS & value.keys())
+    if taken:
+        raise ConfigError(f"{place}: {', '.join(taken)}: expected another name; the answer has a field of this name.")
+    return FilePrompt(place, "" if prompt is None else prompt, options, messages, value)
+
+
+def _is_conversation(messages: object) -> bool:
+    return isinstance(messages, list) and bool(messages) and all(isinstance(message, dict) and "role" in message for message in messages)

@@ -24,6 +24,7 @@ def read_prompts(texts: Sequence[str] | None, ids: Sequence[str] | None) -> list
     Returns
     -------
     list of prompts
+        At least one: the texts as str, then the token ids as lists of int.
 
     Raises
     ------

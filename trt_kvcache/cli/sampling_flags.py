@@ -1,6 +1,7 @@
 """The command-line options for sampling, which ``generate``, ``chat`` and ``serve-file`` share."""
 
-from dataclasses import asdict, dataclass
+import secrets
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Any
 
 import typer
@@ -10,20 +11,60 @@ from trt_kvcache.generation.sampling import SamplingParams
 
 _PANEL = "Sampling"
 
-MaxNewTokens = Annotated[int, typer.Option(min=1, help="Generate at most this many tokens for a prompt.", rich_help_panel=_PANEL)]
+_SEED_BITS = 32
+
+MaxNewTokens = Annotated[
+    int, typer.Option(min=1, metavar="N", help="Generate at most this many tokens for a prompt.", rich_help_panel=_PANEL)
+]
 Temperature = Annotated[
     float | None,
-    typer.Option(help="Logits are divided by it; 0 always takes the most likely token. Default: the model's.", rich_help_panel=_PANEL),
+    typer.Option(
+        metavar="X", help="Logits are divided by it; 0 always takes the most likely token. Default: the model's.", rich_help_panel=_PANEL
+    ),
 ]
-TopK = Annotated[int | None, typer.Option(min=0, help="Keep the k most likely tokens; 0 keeps all.", rich_help_panel=_PANEL)]
-TopP = Annotated[float | None, typer.Option(help="Keep the most likely tokens until their probabilities sum to p.", rich_help_panel=_PANEL)]
+TopK = Annotated[int | None, typer.Option(min=0, metavar="K", help="Keep the k most likely tokens; 0 keeps all.", rich_help_panel=_PANEL)]
+TopP = Annotated[
+    float | None, typer.Option(metavar="P", help="Keep the most likely tokens until their probabilities sum to p.", rich_help_panel=_PANEL)
+]
 MinP = Annotated[
-    float | None, typer.Option(help="Drop tokens that are less likely than p times the most likely one.", rich_help_panel=_PANEL)
+    float | None,
+    typer.Option(metavar="P", help="Drop tokens that are less likely than p times the most likely one.", rich_help_panel=_PANEL),
 ]
-Seed = Annotated[int | None, typer.Option(min=0, help="The same seed gives the same text.", rich_help_panel=_PANEL)]
+Seed = Annotated[int | None, typer.Option(min=0, metavar="N", help="The same seed gives the same text.", rich_help_panel=_PANEL)]
 Stop = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", help="End the output before this text. Can be given several times.", rich_help_panel=_PANEL),
+]
+RepetitionPenalty = Annotated[
+    float | None,
+    typer.Option(
+        metavar="X",
+        help="Make tokens of the prompt and of the answer less likely: above 1. Default: the model's.",
+        rich_help_panel=_PANEL,
+    ),
+]
+PresencePenalty = Annotated[
+    float | None, typer.Option(metavar="X", help="Subtract it from the logits of tokens that the answer has.", rich_help_panel=_PANEL)
+]
+FrequencyPenalty = Annotated[
+    float | None, typer.Option(metavar="X", help="Subtract it for each time that the answer has a token.", rich_help_panel=_PANEL)
+]
+LogitBias = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ID=BIAS",
+        help="Add BIAS to the logit of token ID; ID=-inf excludes it. Can be given several times.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Logprobs = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        metavar="N",
+        help="Add the log-probability of each token to the answer, and those of the N most likely ones.",
+        rich_help_panel=_PANEL,
+    ),
 ]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Continue past the model's end token.", rich_help_panel=_PANEL)]
 
@@ -44,16 +85,24 @@ class SamplingFlags:
         None if not given.
     ignore_eos : bool
         False if not given.
+    repetition_penalty, presence_penalty, frequency_penalty : float or None
+        None if not given.
+    logit_bias : list of str or None
+        As given: ``id=bias``.
     """
 
-    max_new_tokens: int
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    seed: int | None
-    stop: list[str] | None
-    ignore_eos: bool = False
+    max_new_tokens: MaxNewTokens = 128
+    temperature: Temperature = None
+    top_k: TopK = None
+    top_p: TopP = None
+    min_p: MinP = None
+    seed: Seed = None
+    stop: Stop = None
+    ignore_eos: IgnoreEos = False
+    repetition_penalty: RepetitionPenalty = None
+    presence_penalty: PresencePenalty = None
+    frequency_penalty: FrequencyPenalty = None
+    logit_bias: LogitBias = None
 
     def options(self) -> dict[str, Any]:
         """Return the options that were given, by field name of ``SamplingParams``.
@@ -66,9 +115,38 @@ class SamplingFlags:
         given = {name: value for name, value in asdict(self).items() if value not in (None, []) and value is not False}
         if "stop" in given:
             given["stop"] = tuple(given["stop"])
+        if "logit_bias" in given:
+            given["logit_bias"] = dict(_bias(text) for text in given["logit_bias"])
         try:
             SamplingParams(**given)
         except RangeError as error:
             name, _, text = str(error).removeprefix("SamplingParams.").partition(": ")
             raise typer.BadParameter(text, param_hint=f"--{name.replace('_', '-')}") from None
         return given
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnswerSamplingFlags(SamplingFlags):
+    """The sampling options of commands whose answers are read by programs.
+
+    Parameters
+    ----------
+    logprobs : int or None
+        None if not given.
+    """
+
+    logprobs: Logprobs = None
+
+
+def _bias(text: str) -> tuple[int, float]:
+    """Return token id and bias of ``id=bias``."""
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise typer.BadParameter(f"expected ID=BIAS such as 42=-1.5, got {text!r}.", param_hint="--logit-bias") from None
+
+
+def with_drawn_seed(params: SamplingParams) -> SamplingParams:
+    """Return sampling parameters with a seed of their own, if they sample and have none: so the seed can be printed, and given again."""
+    return replace(params, seed=secrets.randbits(_SEED_BITS)) if params.temperature > 0 and params.seed is None else params

@@ -3,6 +3,8 @@
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, TextIO
 
@@ -10,17 +12,37 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from trt_kvcache.cli import session_flags
-from trt_kvcache.cli.console import count, messages, say
+from trt_kvcache.cli.answer_file import AnswerFile
+from trt_kvcache.cli.chat_flags import ChatFlags, Template
+from trt_kvcache.cli.console import count, messages, note, warn
 from trt_kvcache.cli.interrupt import held_interrupts
-from trt_kvcache.cli.prompt_file import FilePrompt, read_prompt_file
-from trt_kvcache.cli.sampling_flags import IgnoreEos, MaxNewTokens, MinP, SamplingFlags, Seed, Stop, Temperature, TopK, TopP
-from trt_kvcache.cli.session_notes import Statistics, note_statistics
-from trt_kvcache.errors import KVCacheError
+from trt_kvcache.cli.prompt_file import OPTION_FIELDS, FilePrompt, read_prompt_file
+from trt_kvcache.cli.sampling_flags import AnswerSamplingFlags, with_drawn_seed
+from trt_kvcache.cli.session_flags import SessionFlags
+from trt_kvcache.cli.session_notes import Statistics, logprobs_document, note_statistics
+from trt_kvcache.cli.verbosity import is_quiet
+from trt_kvcache.errors import ConfigError, KVCacheError
+from trt_kvcache.generation.prompts import Prompt
 from trt_kvcache.generation.sampling import with_options
 from trt_kvcache.session.request_handle import RequestHandle
 from trt_kvcache.session.session import InferenceSession
 
 _MAX_SLOTS = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingFlags(SessionFlags):
+    """The options that say which session serves a file."""
+
+    max_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="SLOTS",
+            help=f"Slots of the cache. Default: one per prompt, at most {_MAX_SLOTS}.",
+            rich_help_panel=session_flags.MODEL_PANEL,
+        ),
+    ] = None
 
 
 def serve_file(
@@ -29,10 +51,18 @@ def serve_file(
         Path,
         typer.Argument(
             metavar="PROMPTS",
-            help='A text file with one prompt per line; or .jsonl: a text, token ids, or {"prompt": ..., "max_new_tokens": ...} per line.',
+            help="A text file with one prompt per line. In a .jsonl file each line is a text, token ids, or an object with "
+            '"prompt" or "messages", sampling options, and fields that come back with the answer. - is stdin.',
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="The file to write. An existing one is replaced.")],
+    chat_flags: ChatFlags,
+    sampling: AnswerSamplingFlags,
+    flags: ServingFlags,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="OUT.jsonl", help="The file to write. - is stdout.")] = Path("-"),
+    continued: Annotated[
+        bool, typer.Option("--continue", help="Keep the answers that OUT.jsonl has, and append those that are missing.")
+    ] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the answers that OUT.jsonl has.")] = False,
     prompt_cache: Annotated[
         int,
         typer.Option(
@@ -40,72 +70,81 @@ def serve_file(
         ),
     ] = 0,
     statistics: Statistics = True,
-    max_new_tokens: MaxNewTokens = 128,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Seed = None,
-    stop: Stop = None,
-    ignore_eos: IgnoreEos = False,
-    engine: session_flags.EngineOption = "auto",
-    flavour: session_flags.FlavourOption = "auto",
-    cuda_graphs: session_flags.CudaGraphs = True,
-    max_batch_size: Annotated[
-        int | None, typer.Option(min=1, help=f"Slots of the cache, for a model folder. Default: one per prompt, at most {_MAX_SLOTS}.")
-    ] = None,
-    max_sequence_length: session_flags.MaxSequenceLength = None,
-    dtype: session_flags.DTypeOption = None,
-    attention: session_flags.AttentionOption = None,
 ) -> None:
-    """Continue all prompts of a file. As one ends, the next takes its slot.
+    """Answer or continue all prompts of a file.
 
-    Each answer is written when it ends, with the index of its prompt.
+    As one ends, the next takes its slot. Each answer is written when it ends, with the index of its prompt. A model with a chat template
+    answers; without one, or with --raw, it continues the text.
     """
-    options = SamplingFlags(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        seed=seed,
-        stop=stop,
-        ignore_eos=ignore_eos,
-    ).options()
+    options = sampling.options()
     wanted = read_prompt_file(prompts)
-    if output.exists() and output.samefile(prompts):
+    _warn_of_misspelt_options(wanted)
+    if output.exists() and prompts.exists() and output.samefile(prompts):
         raise typer.BadParameter(f"expected another file than the prompts, got {output}.", param_hint="--output")
-    flags = session_flags.SessionFlags(
-        folder=folder,
-        engine=engine,
-        flavour=flavour,
-        cuda_graphs=cuda_graphs,
-        prompt_cache_bytes=prompt_cache << 20,
-        max_batch_size=max_batch_size,
-        max_sequence_length=max_sequence_length,
-        dtype=dtype,
-        attention=attention,
-    )
-    with session_flags.open_session(flags.source(slots=min(len(wanted), _MAX_SLOTS))) as session:
-        left = [_submit(session, prompt, options) for prompt in wanted]
-        with output.open("w", encoding="utf-8") as file:
+    answers = AnswerFile(output, continued=continued, overwrite=overwrite)
+    answers.check(prompts, wanted)
+    missing = {index: prompt for index, prompt in enumerate(wanted) if index not in answers.finished}
+    if not missing:
+        note(f"{answers}: {count(len(wanted), 'answer')}, all there")
+        return
+    source = flags.source(session_flags.located(folder), slots=min(len(missing), _MAX_SLOTS), prompt_cache_bytes=prompt_cache << 20)
+    with session_flags.open_session(source) as session:
+        template = chat_flags.template(session.tokenizer)
+        left = dict(_submit(session, _Task(index, prompt), template, options) for index, prompt in missing.items())
+        with answers.open() as file:
             try:
                 with _progress(len(left)) as show:
                     _serve(session, left, file, show)
             finally:
-                say(f"{output}: {len(wanted) - len(left)} of {count(len(wanted), 'answer')}")
+                note(f"{answers}: {len(wanted) - len(left)} of {count(len(wanted), 'answer')}")
         if statistics:
             note_statistics(session)
 
 
-def _submit(session: InferenceSession, prompt: FilePrompt, options: dict[str, Any]) -> RequestHandle:
+def _warn_of_misspelt_options(prompts: Iterable[FilePrompt]) -> None:
+    """Warn, once for each name, of fields that are not options but nearly are."""
+    seen: set[str] = set()
+    for prompt in prompts:
+        for name in prompt.metadata.keys() - seen:
+            seen.add(name)
+            if meant := get_close_matches(name, OPTION_FIELDS, n=1, cutoff=0.85):
+                warn(f"{prompt.place}: {name}: no sampling option ({meant[0]} is one); it comes back with the answer.")
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A prompt of the file, by its place in it, and the seed of its answer if tokens are drawn."""
+
+    index: int
+    prompt: FilePrompt
+    seed: int | None = None
+
+    def answer(self, handle: RequestHandle) -> dict[str, Any]:
+        """Return the line of the answer."""
+        answer = {"index": self.index, "text": handle.text, "tokens": handle.tokens, "finish_reason": handle.finish_reason}
+        seed = {} if self.seed is None else {"seed": self.seed}
+        return {**self.prompt.metadata, **answer, **seed, **logprobs_document(handle.events)}
+
+
+def _submit(session: InferenceSession, task: _Task, template: Template | None, options: dict[str, Any]) -> tuple[RequestHandle, _Task]:
+    prompt = task.prompt
     try:
-        return session.submit(prompt.prompt, with_options(session.defaults, {**options, **prompt.options}))
+        params = with_drawn_seed(with_options(session.defaults, {**options, **prompt.options}))
+        handle = session.submit(_prompt(prompt, template), params)
     except KVCacheError as error:
         raise type(error)(f"{prompt.place}: {error}") from None
+    return handle, replace(task, seed=params.seed if params.temperature > 0 else None)
 
 
-def _serve(session: InferenceSession, left: list[RequestHandle], file: TextIO, show: Callable[[int, int], None]) -> None:
+def _prompt(prompt: FilePrompt, template: Template | None) -> Prompt:
+    if prompt.messages is None:
+        return prompt.prompt if template is None else template.prompt(prompt.prompt)
+    if template is None:
+        raise ConfigError("messages: expected a model with a chat template, and no --raw.")
+    return template.tokens(prompt.messages)
+
+
+def _serve(session: InferenceSession, left: dict[RequestHandle, _Task], file: TextIO, show: Callable[[int, int], None]) -> None:
     """Run until all requests have ended. Those that have ended are written even if the run fails."""
     total, tokens = len(left), 0
     try:
@@ -117,13 +156,11 @@ def _serve(session: InferenceSession, left: list[RequestHandle], file: TextIO, s
         _write(left, list(left), file)
 
 
-def _write(left: list[RequestHandle], handles: Iterable[RequestHandle], file: TextIO) -> None:
+def _write(left: dict[RequestHandle, _Task], handles: Iterable[RequestHandle], file: TextIO) -> None:
     ended = [handle for handle in handles if handle.finished]
     with held_interrupts():
         for handle in ended:
-            answer = {"index": handle.index, "text": handle.text, "tokens": handle.tokens, "finish_reason": handle.finish_reason}
-            file.write(json.dumps(answer, ensure_ascii=False) + "\n")
-            left.remove(handle)
+            file.write(json.dumps(left.pop(handle).answer(handle), ensure_ascii=False) + "\n")
         if ended:
             file.flush()
 
@@ -132,6 +169,6 @@ def _write(left: list[RequestHandle], handles: Iterable[RequestHandle], file: Te
 def _progress(total: int) -> Iterator[Callable[[int, int], None]]:
     console = messages()
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[tokens]} tokens"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with Progress(*columns, console=console, transient=True, disable=is_quiet() or not console.is_terminal) as bars:
         task = bars.add_task("prompts", total=total, tokens=0)
         yield lambda done, tokens: bars.update(task, completed=done, tokens=tokens)

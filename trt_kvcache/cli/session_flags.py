@@ -1,50 +1,61 @@
 """The command-line options that select model, engine and sizes, shared by several commands, and the session that is opened from them."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from trt_kvcache.builder.options import DEFAULT_MAX_SEQUENCE_LENGTH
 from trt_kvcache.cli.console import progress_bar
+from trt_kvcache.cli.options import choice
+from trt_kvcache.cli.verbosity import is_quiet
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.reference import Attention
+from trt_kvcache.session.model_location import NEEDED_FILES, locate_model
 from trt_kvcache.session.session import InferenceSession
-from trt_kvcache.session.session_options import DEFAULT_MAX_SEQUENCE_LENGTH, EngineChoice
+from trt_kvcache.session.session_options import EngineChoice
 from trt_kvcache.session.session_source import SessionSource
 
-DTYPE_HELP = "Data type of weights, K and V: float16, bfloat16 or float32. Default: the checkpoint's."
+DTYPE_HELP = "Data type of weights, K and V. Default: the checkpoint's."
 MAX_SEQUENCE_LENGTH_HELP = f"Tokens that a slot can hold. Default: the model's limit, at most {DEFAULT_MAX_SEQUENCE_LENGTH}."
 
 ATTENTION_HELP = (
     "native: TensorRT's causal attention. mask: with an explicit mask (avoids a defect of 11.x). plugin: this package's kernels."
 )
 
-_PANEL, _MODEL_PANEL = "Engine", "For a model folder (an engine folder has them from its build)"
+_PANEL, MODEL_PANEL = "Engine", "For a model folder (an engine folder has them from its build)"
 
 
 DTypeName = Literal["float16", "bfloat16", "float32"]
 FlavourName = Literal["auto", "tensorrt", "tensorrt_rtx"]
 
 Folder = Annotated[
-    Path, typer.Argument(metavar="ENGINE|MODEL", help="An engine folder (it has engine.plan), or a Hugging Face model folder.")
+    Path,
+    typer.Argument(
+        metavar="ENGINE|MODEL", help="An engine folder, a Hugging Face model folder, or an id of the Hugging Face Hub (organisation/name)."
+    ),
 ]
 EngineOption = Annotated[
     EngineChoice,
-    typer.Option(
+    choice(
+        EngineChoice,
         "--engine",
         help="auto uses TensorRT if a supported GPU is present; otherwise prints a warning and falls back to the NumPy reference engine.",
         rich_help_panel=_PANEL,
     ),
 ]
 FlavourOption = Annotated[
-    FlavourName, typer.Option("--flavour", help="Which TensorRT to use if both are installed.", rich_help_panel=_PANEL)
+    FlavourName, choice(FlavourName, "--flavour", help="Which TensorRT to use if both are installed.", rich_help_panel=_PANEL)
 ]
 CudaGraphs = Annotated[bool, typer.Option(help="Capture decode steps of an engine in segments as CUDA graphs.", rich_help_panel=_PANEL)]
-MaxBatchSize = Annotated[int | None, typer.Option(min=1, help="Slots of the cache. Default: one per prompt.", rich_help_panel=_MODEL_PANEL)]
-MaxSequenceLength = Annotated[int | None, typer.Option(min=1, help=MAX_SEQUENCE_LENGTH_HELP, rich_help_panel=_MODEL_PANEL)]
-DTypeOption = Annotated[DTypeName | None, typer.Option("--dtype", metavar="DTYPE", help=DTYPE_HELP, rich_help_panel=_MODEL_PANEL)]
-AttentionOption = Annotated[Attention | None, typer.Option("--attention", help=ATTENTION_HELP, rich_help_panel=_MODEL_PANEL)]
+MaxBatchSize = Annotated[
+    int | None, typer.Option(min=1, metavar="SLOTS", help="Slots of the cache. Default: one per prompt.", rich_help_panel=MODEL_PANEL)
+]
+MaxSequenceLength = Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help=MAX_SEQUENCE_LENGTH_HELP, rich_help_panel=MODEL_PANEL)]
+DTypeOption = Annotated[DTypeName | None, choice(DTypeName, "--dtype", help=DTYPE_HELP, rich_help_panel=MODEL_PANEL)]
+AttentionOption = Annotated[Attention | None, choice(Attention, "--attention", help=ATTENTION_HELP, rich_help_panel=MODEL_PANEL)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,54 +64,81 @@ class SessionFlags:
 
     Parameters
     ----------
-    folder : Path
-        An engine folder or a Hugging Face folder.
     engine, flavour : str
         As in :class:`~trt_kvcache.session.session_options.SessionOptions`, like all that follow.
     cuda_graphs : bool
         True if not given.
-    prompt_cache_bytes : int
-        0 if not given.
     max_batch_size, max_sequence_length : int or None
         None if not given.
     dtype, attention : str or None
         None if not given.
     """
 
-    folder: Path
-    engine: EngineChoice
-    flavour: FlavourName
-    cuda_graphs: bool = True
-    prompt_cache_bytes: int = 0
-    max_batch_size: int | None = None
-    max_sequence_length: int | None
-    dtype: DTypeName | None
-    attention: Attention | None
+    engine: EngineOption = "auto"
+    flavour: FlavourOption = "auto"
+    cuda_graphs: CudaGraphs = True
+    max_batch_size: MaxBatchSize = None
+    max_sequence_length: MaxSequenceLength = None
+    dtype: DTypeOption = None
+    attention: AttentionOption = None
 
-    def source(self, *, slots: int) -> SessionSource:
+    def source(self, folder: Path, *, slots: int, prompt_cache_bytes: int = 0) -> SessionSource:
         """Return where the session comes from.
 
         Parameters
         ----------
+        folder : Path
+            An engine folder or a Hugging Face folder.
         slots : int
             How many slots the command needs: the batch size for a model folder if none was given.
+        prompt_cache_bytes : int
+            Memory for copies of prompts, in bytes.
 
         Returns
         -------
         SessionSource
+            Nothing is opened yet; :func:`open_session` opens a session from it.
         """
-        max_batch_size = self.max_batch_size if is_engine_folder(self.folder) else self.max_batch_size or slots
+        max_batch_size = self.max_batch_size if is_engine_folder(folder) else self.max_batch_size or slots
         return SessionSource(
-            self.folder,
+            folder,
             engine=self.engine,
             flavour=self.flavour,
             cuda_graphs=self.cuda_graphs,
-            prompt_cache_bytes=self.prompt_cache_bytes,
+            prompt_cache_bytes=prompt_cache_bytes,
             max_batch_size=max_batch_size,
             max_sequence_length=self.max_sequence_length,
             dtype=self.dtype,
             attention=self.attention,
         )
+
+
+def located(folder: Path, files: Sequence[str] = NEEDED_FILES) -> Path:
+    """Return the folder that an argument names; a model of the Hugging Face Hub is downloaded first.
+
+    Parameters
+    ----------
+    folder : Path
+        A folder, or what was typed as ``organisation/name``.
+    files : sequence of str
+        Which files of it are needed.
+
+    Returns
+    -------
+    Path
+
+    Raises
+    ------
+    CheckpointError
+        There is no such folder, and the Hub has no such model or cannot be reached.
+    """
+    if folder.exists():
+        return folder
+    if is_quiet():
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+
+        disable_progress_bars()
+    return locate_model(folder.as_posix(), files=files)
 
 
 def open_session(source: SessionSource) -> InferenceSession:

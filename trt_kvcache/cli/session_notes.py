@@ -1,10 +1,13 @@
 """What commands print about a session on stderr."""
 
-from typing import Annotated
+from collections.abc import Iterable
+from typing import Annotated, Any
 
 import typer
 
-from trt_kvcache.cli.console import note, size, warn
+from trt_kvcache.cli.console import count, note, size, warn
+from trt_kvcache.cli.json_document import as_json
+from trt_kvcache.generation.request import GeneratedToken
 from trt_kvcache.session.session import InferenceSession
 
 Statistics = Annotated[bool, typer.Option("--stats/--no-stats", help="Print times and bytes on stderr at the end.")]
@@ -15,10 +18,34 @@ def note_statistics(session: InferenceSession) -> None:
     stats = session.statistics
     reused = f" ({stats.reused_tokens} more were in the cache)" if stats.reused_tokens else ""
     note(
-        f"{type(session.engine).__name__} on {session.cache.memory.device}: prefill {stats.prefill_tokens} tokens{reused} in "
-        f"{stats.prefill_seconds:.3f} s; decode {stats.decode_tokens} tokens, {stats.decode_tokens_per_second:.1f} tokens/s; "
+        f"{type(session.engine).__name__} on {session.cache.memory.device}: prefill {count(stats.prefill_tokens, 'token')}{reused} in "
+        f"{stats.prefill_seconds:.3f} s; decode {count(stats.decode_tokens, 'token')}, {stats.decode_tokens_per_second:.1f} tokens/s; "
         f"cache {size(stats.cache_bytes_live)} live of {size(stats.cache_bytes_reserved)}"
     )
+
+
+def note_seeds(seeds: Iterable[int | None]) -> None:
+    """Print the seeds that were used; nothing if every token was the most likely one."""
+    known = [str(seed) for seed in seeds if seed is not None]
+    if known:
+        note(f"seed{'s' if len(known) > 1 else ''}: {', '.join(known)}")
+
+
+def logprobs_document(events: Iterable[GeneratedToken]) -> dict[str, Any]:
+    """Return the log-probabilities of an answer, as a field of its JSON object; nothing if there are none."""
+    known = [{"token": event.token, "logprob": event.logprob, "top": event.top_logprobs} for event in events if event.logprob is not None]
+    return {"logprobs": as_json(known)} if known else {}
+
+
+def session_document(session: InferenceSession) -> dict[str, Any]:
+    """Return what ``--json`` prints of a session: its engine, device and statistics."""
+    stats = session.statistics
+    rates = {"prefill_tokens_per_second": stats.prefill_tokens_per_second, "decode_tokens_per_second": stats.decode_tokens_per_second}
+    return {
+        "engine": type(session.engine).__name__,
+        "device": session.cache.memory.device,
+        "statistics": {**as_json(stats), **rates},
+    }
 
 
 def warn_of_full_cache(session: InferenceSession) -> None:

@@ -83,6 +83,7 @@ def attention_variant(name: str) -> AttentionVariant:
     Returns
     -------
     AttentionVariant
+        The cache layout that the variant works on, and the TensorRT that it needs.
 
     Raises
     ------
@@ -110,6 +111,7 @@ def cache_layout(name: str) -> KVLayout:
     Returns
     -------
     KVLayout
+        ``SEPARATE`` for native and mask, ``COMBINED`` for plugin.
 
     Raises
     ------

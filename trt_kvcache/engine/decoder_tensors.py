@@ -34,6 +34,7 @@ def cache_config(
     Returns
     -------
     KVCacheConfig
+        One attention layer for each layer of the model, all with the model's K/V heads and head dimension. Nothing is allocated.
     """
     layer = KVLayerConfig(num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
     return KVCacheConfig(
@@ -92,7 +93,8 @@ def decoder_profiles(*, max_batch_size: int, max_prefill_length: int) -> tuple[E
     prefill : EngineProfile
         Profile 0: 1 to ``max_prefill_length`` new tokens per slot.
     decode : EngineProfile
-        Profile 1: one new token per slot.
+        Profile 1: one new token per slot. With one slot it accepts two slots as well: of a profile whose shapes are all fixed, TensorRT
+        keeps a copy of the weights of its own, which makes the plan half as large again.
 
     Examples
     --------
@@ -100,10 +102,9 @@ def decoder_profiles(*, max_batch_size: int, max_prefill_length: int) -> tuple[E
     >>> prefill.accepts(batch=8, width=512), decode.accepts(batch=8, width=2)
     (True, False)
     """
-    batch = {"min_batch": MIN_BATCH_SIZE, "max_batch": max_batch_size}
     return (
-        EngineProfile(name="prefill", min_width=1, max_width=max_prefill_length, **batch),
-        EngineProfile(name="decode", min_width=1, max_width=1, **batch),
+        EngineProfile(name="prefill", min_batch=MIN_BATCH_SIZE, max_batch=max_batch_size, min_width=1, max_width=max_prefill_length),
+        EngineProfile(name="decode", min_batch=MIN_BATCH_SIZE, max_batch=max(2, max_batch_size), min_width=1, max_width=1),
     )
 
 
@@ -120,6 +121,7 @@ def shape_at(shape: Sequence[int], batch: int, width: int) -> tuple[int, ...]:
     Returns
     -------
     tuple of int
+        ``shape`` with ``batch`` in place of the first ``-1`` and ``width`` in place of the second; other sizes stay.
 
     Examples
     --------

@@ -71,6 +71,7 @@ class TensorSpec:
         Returns
         -------
         TensorSpec
+            Its mode is ``TensorMode.INPUT``, and it shares memory with no other tensor.
         """
         return cls(name=name, shape=shape, dtype=dtype, mode=TensorMode.INPUT)
 
@@ -92,6 +93,7 @@ class TensorSpec:
         Returns
         -------
         TensorSpec
+            Its mode is ``TensorMode.OUTPUT``.
         """
         return cls(name=name, shape=shape, dtype=dtype, mode=TensorMode.OUTPUT, alias=alias)
 
@@ -140,6 +142,7 @@ class EngineProfile:
         Returns
         -------
         bool
+            True if both are from the profile's minimum to its maximum.
         """
         return self.min_batch <= batch <= self.max_batch and self.min_width <= width <= self.max_width
 

@@ -116,6 +116,7 @@ class EngineConfig:
         Returns
         -------
         EngineConfig
+            Checked, and equal to the one that was written.
 
         Raises
         ------

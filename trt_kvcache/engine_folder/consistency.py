@@ -92,13 +92,17 @@ def _check_attention(config: EngineConfig) -> None:
 
 
 def _check_profiles(config: EngineConfig) -> None:
-    """Check that the profiles are those of an engine of this package; only the width of the first is free, up to S."""
+    """Check that the profiles are those of an engine of this package; only the width of the first is free, up to S.
+
+    Engines for one slot are read too that were built when their decode profile accepted one slot alone: see ``decoder_profiles``.
+    """
     if len(config.profiles) != 2:
         raise EngineError(f"profiles: expected 2, for prefill and decode, got {len(config.profiles)}.")
     width = int_in_range("profiles[0].max_width", config.profiles[0].max_width, 1, config.cache.max_sequence_length, error=EngineError)
     expected = decoder_profiles(max_batch_size=config.cache.max_batch_size, max_prefill_length=width)
     for wanted, got in zip(map(asdict, expected), map(asdict, config.profiles), strict=True):
         for name, value in wanted.items():
-            if got[name] != value:
+            is_older = (wanted["name"], name, got[name], config.cache.max_batch_size) == ("decode", "max_batch", 1, 1)
+            if got[name] != value and not is_older:
                 source = " as in kv_cache" if name == "max_batch" else ""
                 raise EngineError(f"profile {wanted['name']}: expected {name} {value}{source}, got {got[name]}.")

@@ -26,6 +26,7 @@ def hidden_state_name(layer: int) -> str:
     Returns
     -------
     str
+        ``"hidden_0"`` for the first layer: what the embedding gives.
     """
     return f"hidden_{layer}"
 

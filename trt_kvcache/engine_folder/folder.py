@@ -83,6 +83,7 @@ class EngineFolder:
         Returns
         -------
         EngineFolder
+            Its configuration is read and checked; no file stays open.
 
         Raises
         ------
@@ -269,6 +270,7 @@ def write_engine_folder(
     Returns
     -------
     EngineFolder
+        The complete folder at ``target``, with ``config`` as its configuration.
     """
     with atomic_folder(target) as folder:
         with (folder / PLAN_FILE).open("wb") as plan_file:

@@ -47,6 +47,7 @@ class FileRecord:
         Returns
         -------
         FileRecord
+            Size in bytes and SHA-256 of all buffers, one after another.
         """
         nbytes, digest = 0, hashlib.sha256()
         for chunk in chunks:
@@ -127,6 +128,7 @@ class SegmentsRecord:
         Returns
         -------
         SegmentsRecord
+            Equal to the one that was written. Whether its operations are registered is not checked here.
 
         Raises
         ------
@@ -152,6 +154,7 @@ def tensor_from_dict(data: Mapping[str, Any]) -> TensorSpec:
     Returns
     -------
     TensorSpec
+        With its shape as a tuple and its mode as a :class:`~trt_kvcache.engine.protocol.TensorMode`.
 
     Raises
     ------

@@ -1,17 +1,22 @@
 """Prompts: text or token ids, checked and turned into token ids."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ConfigError, ShapeError
+from trt_kvcache.generation.chat_prompt import ChatPrompt
 
 #: A prompt: token ids, or text for a model with a tokenizer.
 Prompt = str | Sequence[int]
 
+#: A prompt, or a conversation for a model with a chat template.
+AnyPrompt = Prompt | ChatPrompt
+
 _SEQUENCE = (Sequence, np.ndarray)
+_BYTES = (bytes, bytearray, memoryview)
 
 
 class PromptReader:
@@ -29,7 +34,7 @@ class PromptReader:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
 
-    def rows(self, prompts: Sequence[Prompt], *, add_special_tokens: bool = True) -> list[list[int]]:
+    def rows(self, prompts: Sequence[AnyPrompt], *, add_special_tokens: bool = True) -> list[list[int]]:
         """Return the token ids of each prompt.
 
         Parameters
@@ -37,7 +42,8 @@ class PromptReader:
         prompts : sequence of prompts (n,)
             Text or token ids, mixed freely.
         add_special_tokens : bool
-            Put the special tokens that begin a text in front of text; False for text that continues another.
+            Put the special tokens that begin a text in front of text; False for text that continues another. A conversation has those that
+            its template writes.
 
         Returns
         -------
@@ -51,18 +57,34 @@ class PromptReader:
         RangeError
             A token id is not an integer from 0 to ``vocab_size - 1``.
         ConfigError
-            Text without a tokenizer.
+            Text without a tokenizer, or a conversation that continues another text, without a chat template, or refused by it.
         """
-        if isinstance(prompts, str) or not isinstance(prompts, _SEQUENCE):
+        if isinstance(prompts, (str, *_BYTES)) or not isinstance(prompts, _SEQUENCE):
             raise ShapeError(f"prompts: expected a sequence of prompts, got {type(prompts).__name__}.")
         return [self._row(f"prompts[{index}]", prompt, add_special_tokens) for index, prompt in enumerate(prompts)]
 
-    def _row(self, what: str, prompt: Prompt, add_special_tokens: bool) -> list[int]:
+    def _row(self, what: str, prompt: AnyPrompt, add_special_tokens: bool) -> list[int]:
+        if isinstance(prompt, ChatPrompt):
+            return self.tokens(what, self._conversation(what, prompt, add_special_tokens))
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise ConfigError(f"{what}: expected token ids, got text. The model folder has no tokenizer.json.")
             prompt = self._tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         return self.tokens(what, prompt)
+
+    def _conversation(self, what: str, prompt: ChatPrompt, begins: bool) -> list[int]:
+        if self._tokenizer is None:
+            raise ConfigError(f"{what}: expected token ids, got a conversation. The model folder has no tokenizer.json.")
+        if not self._tokenizer.has_chat_template:
+            raise ConfigError(
+                f"{what}: expected a model with a chat template for a conversation, got one without. Pass a text to continue."
+            )
+        if not begins:
+            raise ConfigError(f"{what}: expected text or token ids for a next turn, got a conversation. Pass all of it with reuse=True.")
+        text = self._tokenizer.apply_chat_template(
+            prompt.messages, prompt.add_generation_prompt, tools=prompt.tools, template_args=prompt.template_args
+        )
+        return self._tokenizer.encode(text, add_special_tokens=False)
 
     def tokens(self, what: str, tokens: Sequence[int]) -> list[int]:
         """Return checked token ids as a new list.
@@ -77,6 +99,7 @@ class PromptReader:
         Returns
         -------
         list of int
+            The ids as Python integers, in the same order.
 
         Raises
         ------
@@ -85,15 +108,19 @@ class PromptReader:
         RangeError
             A token id is not an integer from 0 to ``vocab_size - 1``.
         """
+        if isinstance(tokens, _BYTES):
+            raise ShapeError(f"{what}: expected text or token ids, got {type(tokens).__name__}. Make it a text: prompt.decode().")
         if isinstance(tokens, str) or not isinstance(tokens, _SEQUENCE):
             raise ShapeError(f"{what}: expected a sequence of token ids, got {type(tokens).__name__}.")
         limit = self._vocab_size
         if all(type(token) is int and 0 <= token < limit for token in tokens):
             return list(tokens)
+        if any(isinstance(token, Mapping) for token in tokens):
+            raise ShapeError(f"{what}: expected text or token ids, got messages. Pass them to session.chat, or as a ChatPrompt.")
         return [int_in_range(f"{what}[{index}]", token, 0, limit - 1) for index, token in enumerate(tokens)]
 
 
-def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
+def as_prompts(prompts: AnyPrompt | Sequence[AnyPrompt]) -> Sequence[AnyPrompt]:
     """Return one prompt as a sequence of one, and a sequence of prompts as it is.
 
     Parameters
@@ -104,6 +131,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     Returns
     -------
     sequence of prompts
+        ``prompts`` itself, or a list with the one prompt.
 
     Examples
     --------
@@ -111,8 +139,8 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     >>> as_prompts("Hello"), as_prompts([1, 2]), as_prompts([[1], [2]])
     (['Hello'], [[1, 2]], [[1], [2]])
     """
-    if isinstance(prompts, str):
-        return [prompts]
-    if isinstance(prompts, _SEQUENCE) and len(prompts) and not isinstance(prompts[0], _SEQUENCE):
+    if isinstance(prompts, (str, ChatPrompt, *_BYTES)):
+        return [prompts]  # bytes are refused with the others, by their type
+    if isinstance(prompts, _SEQUENCE) and len(prompts) and not isinstance(prompts[0], (*_SEQUENCE, ChatPrompt)):
         return [prompts]  # type: ignore[list-item]
     return prompts  # type: ignore[return-value]

@@ -7,9 +7,11 @@ from typing import Any, Literal
 import numpy as np
 
 from trt_kvcache.checkpoint import StreamDecoder, Tokenizer
-from trt_kvcache.errors import ConfigError
-from trt_kvcache.generation.sampling import Sampler, SamplerPosition, SamplingParams
+from trt_kvcache.errors import ConfigError, ProcessorError
+from trt_kvcache.generation.logits_edits import LogitsEdits
+from trt_kvcache.generation.sampling import Sampler, SamplerPosition, SamplingParams, check_logits
 from trt_kvcache.generation.stop_text import StopText
+from trt_kvcache.generation.token_logprobs import token_logprobs
 
 FinishReason = Literal["stop", "length"]
 
@@ -30,6 +32,12 @@ class GeneratedToken:
     finish_reason : {"stop", "length"} or None
         Set with the last token of a request. ``"stop"``: a stop token or stop text. ``"length"``: ``max_new_tokens`` is reached, or
         the slot is full.
+    logprob : float or None
+        With ``SamplingParams.logprobs``: the natural logarithm of the token's probability in the softmax of the model's own logits, before
+        bias, penalties, logits processors and temperature, as OpenAI and vLLM report it.
+    top_logprobs : tuple of (int, float), or None
+        With ``SamplingParams.logprobs``: the most likely tokens and their log-probabilities, the most likely one first; of equally likely
+        ones the lowest id first. The chosen token need not be among them.
 
     Examples
     --------
@@ -38,12 +46,27 @@ class GeneratedToken:
     ...     *_, last = session.generate([5, 6, 7], max_new_tokens=3, ignore_eos=True)
     >>> last.index, last.finish_reason
     (0, 'length')
+
+    In an interactive session, only what is set is shown:
+
+    >>> from trt_kvcache import GeneratedToken
+    >>> GeneratedToken(0, 12, " cat", None)
+    GeneratedToken(index=0, token=12, text=' cat')
     """
 
     index: int
     token: int
     text: str
     finish_reason: FinishReason | None
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] | None = None
+
+    def __repr__(self) -> str:
+        shown = [f"index={self.index}", f"token={self.token}", f"text={self.text!r}"]
+        shown += [] if self.finish_reason is None else [f"finish_reason={self.finish_reason!r}"]
+        shown += [] if self.logprob is None else [f"logprob={self.logprob:.4f}"]
+        shown += [f"top_logprobs=<{len(self.top_logprobs)}>"] if self.top_logprobs else []
+        return f"GeneratedToken({', '.join(shown)})"
 
 
 #: What a :class:`Request` needs to return to an earlier state: number of tokens, reason to finish, counter of the sampler, and for a
@@ -66,6 +89,8 @@ class Request:
         Without one, there is no text.
     eos_token_ids : collection of int
         The model's own end tokens.
+    generated : int
+        How many tokens at the end of ``prompt`` an earlier part of this request has generated.
 
     Raises
     ------
@@ -74,7 +99,14 @@ class Request:
     """
 
     def __init__(
-        self, index: int, prompt: Sequence[int], params: SamplingParams, *, tokenizer: Tokenizer | None, eos_token_ids: Collection[int]
+        self,
+        index: int,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        *,
+        tokenizer: Tokenizer | None,
+        eos_token_ids: Collection[int],
+        generated: int = 0,
     ) -> None:
         if params.stop and tokenizer is None:
             raise ConfigError("stop texts: expected a model folder with tokenizer.json, got none. Use stop_token_ids.")
@@ -87,7 +119,9 @@ class Request:
         #: Why it ended, or None while it continues.
         self.finish_reason: FinishReason | None = None
         self._params = params
+        self._generated = generated
         self._sampler = Sampler(params)
+        self._edits = LogitsEdits(params, self.prompt, generated=generated)
         self._decoder = None if tokenizer is None else StreamDecoder(tokenizer, prompt)
         self._stop_text = StopText(params.stop)
         self._stop_tokens = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else frozenset(eos_token_ids))
@@ -99,9 +133,29 @@ class Request:
         return sampler.seed, sampler.counter
 
     @property
+    def sampled(self) -> bool:
+        """Whether random numbers choose its tokens: whether it is not greedy."""
+        return self._params.temperature != 0
+
+    @property
+    def generated(self) -> int:
+        """Tokens generated so far, those of an earlier part of the request included."""
+        return self._generated + len(self.tokens)
+
+    @property
     def finished(self) -> bool:
         """Whether it has ended."""
         return self.finish_reason is not None
+
+    def follow(self, held: Sequence[int]) -> None:
+        """Take what its slot holds for its prompt, where penalties and logits processors ask for the tokens before the generated ones.
+
+        Parameters
+        ----------
+        held : sequence of int
+            The tokens in the slot, before the first one is generated: for a next turn more than the prompt of the request.
+        """
+        self._edits.set_prompt(held)
 
     def choose(self, logits: np.ndarray[Any, Any], *, full: bool) -> GeneratedToken:
         """Choose the next token.
@@ -116,13 +170,18 @@ class Request:
         Returns
         -------
         GeneratedToken
+            The token, the text that has become certain with it, and the reason to finish if it is the last one. The request has taken it.
 
         Raises
         ------
         EngineError
             A logit is NaN, or no logit is finite. The request is unchanged.
+        ProcessorError
+            A logits processor failed, or bias and penalties leave no token. The request is unchanged.
         """
-        token = self._sampler.choose(logits)
+        token = self._choose(logits)
+        logprobs = None if self._params.logprobs is None else token_logprobs(logits, token, self._params.logprobs)
+        self._edits.add(token)
         self.tokens.append(token)
         text = ""
         if token in self._stop_tokens:
@@ -136,7 +195,21 @@ class Request:
                 text += self._stop_text.push(self._decoder.flush()) + self._stop_text.flush()
             if self._stop_text.stopped:
                 self.finish_reason = "stop"
-        return GeneratedToken(self.index, token, text, self.finish_reason)
+        if logprobs is None:
+            return GeneratedToken(self.index, token, text, self.finish_reason)
+        return GeneratedToken(self.index, token, text, self.finish_reason, logprobs.chosen, logprobs.top)
+
+    def _choose(self, logits: np.ndarray[Any, Any]) -> int:
+        if not self._edits.active:
+            return self._sampler.choose(logits)
+        check_logits(logits)  # before bias and penalties: a NaN in them is no fault of the engine
+        try:
+            edited = self._edits.apply(logits, self.tokens)
+        except ProcessorError as error:
+            named = ProcessorError(f"request {self.index}: {error}")
+            named.request = self.index
+            raise named from error.__cause__
+        return self._sampler.choose(edited)
 
     def savepoint(self) -> RequestSavepoint:
         """Return the state now, for one :meth:`rollback`."""
@@ -153,6 +226,7 @@ class Request:
         """
         num_tokens, self.finish_reason, counter, text = savepoint
         del self.tokens[num_tokens:]
+        self._edits.count(self.tokens)
         self._sampler.move_to(counter)
         if text is not None:
             self._decoder, self._stop_text = text

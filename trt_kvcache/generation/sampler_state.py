@@ -1,8 +1,8 @@
-"""``SamplerState``: the seed and the counter of a sampler, from which another process draws the same random numbers."""
+"""``SamplerState``: what another process needs of a sampler to choose the tokens that would have come next."""
 
 from dataclasses import dataclass
 
-from trt_kvcache._util.checks import as_int
+from trt_kvcache._util.checks import as_int, int_in_range
 from trt_kvcache.generation.sampling import SamplingParams
 
 
@@ -16,6 +16,8 @@ class SamplerState:
         The seed of the request, from 0 to ``2**63 - 1``.
     counter : int
         Tokens that were chosen with this seed so far, 0 or more.
+    generated : int
+        How many tokens at the end of the sequence the request has generated, 0 or more: those that presence and frequency penalties count.
 
     Raises
     ------
@@ -35,8 +37,10 @@ class SamplerState:
 
     seed: int
     counter: int
+    generated: int = 0
 
     def __post_init__(self) -> None:
         for name in ("seed", "counter"):
             object.__setattr__(self, name, as_int(f"SamplerState.{name}", getattr(self, name)))
+        object.__setattr__(self, "generated", int_in_range("SamplerState.generated", self.generated, 0))
         SamplingParams(seed=self.seed, counter=self.counter)

@@ -1,18 +1,28 @@
 """Choosing the next token from logits, on the host: greedy, temperature, top-k, top-p, min-p, one seed per request."""
 
+from __future__ import annotations
+
 import math
 import secrets
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from numbers import Real
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
+import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.errors import EngineError, RangeError, ShapeError
 
+#: A function of the caller's that changes logits: ``f(tokens, logits) -> logits``. ``tokens`` are those of the prompt and the generated
+#: ones; ``logits`` is a float32 array ``(vocab,)`` on the host that the function may change and return.
+LogitsProcessor = Callable[[Sequence[int], npt.NDArray[np.float32]], npt.NDArray[Any]]
+
 _SEED_BITS = 63
+
+#: Bounds of numbers that are added to logits or multiplied with them, in float32.
+_LARGEST, _TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
 
 # A Philox generator produces four numbers per block, and can skip whole blocks.
 _NUMBERS_PER_BLOCK = 4
@@ -48,11 +58,41 @@ class SamplingParams:
         Texts that end the request. They are not part of the output, and need a tokenizer.
     ignore_eos : bool
         Continue past the model's own end tokens.
+    repetition_penalty : float
+        Makes tokens of the prompt and tokens generated so far less likely, however often they occur: a positive logit is divided by it,
+        a negative one multiplied. Above 0; 1 changes nothing, below 1 they become more likely.
+    presence_penalty : float
+        Subtracted from the logits of tokens that were generated so far. 0 changes nothing, a negative number makes them more likely.
+    frequency_penalty : float
+        Subtracted from the logits of tokens once for each time that they were generated so far. 0 changes nothing.
+    logit_bias : mapping of int to float
+        Added to the logits of these token ids; ``-inf`` excludes one. Ids may be written as decimal texts, as in JSON.
+    logprobs : int, optional
+        Report the log-probability of each chosen token, and those of so many most likely tokens (0 for none). Nothing if left out.
+    logits_processors : sequence of callable
+        Functions ``f(tokens, logits) -> logits`` that are called for every token, one after another: see the notes.
 
     Raises
     ------
     RangeError
         A field is out of range.
+
+    Notes
+    -----
+    The logits of the model go through these steps, in this order, which is that of Hugging Face transformers:
+
+    1. ``logit_bias`` is added;
+    2. ``repetition_penalty``;
+    3. ``frequency_penalty``, then ``presence_penalty`` (as OpenAI and vLLM define them: generated tokens only);
+    4. ``logits_processors``;
+    5. ``temperature``; greedy decoding (``temperature=0``) takes the largest logit here;
+    6. ``top_k``, then ``top_p``, then ``min_p``.
+
+    ``logprobs`` are those before all of these steps: the log-softmax of the logits as the model gave them, as OpenAI and vLLM report it.
+
+    A logits processor gets the token ids of the prompt and of everything generated so far as a tuple, and the logits as a float32 array
+    ``(vocab,)`` on the host. The array is its own to change. It returns it, or another one of that shape. ``-inf`` excludes a token; NaN,
+    ``+inf`` and the exclusion of all tokens are errors. A step that failed is repeated with the same arguments.
 
     Examples
     --------
@@ -73,9 +113,15 @@ class SamplingParams:
     min_p: float = 0.0
     seed: int | None = None
     counter: int = 0
-    stop_token_ids: tuple[int, ...] = ()
-    stop: tuple[str, ...] = ()
+    stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
     ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    logprobs: int | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
 
     def __post_init__(self) -> None:
         int_in_range("SamplingParams.max_new_tokens", self.max_new_tokens, 1)
@@ -88,11 +134,96 @@ class SamplingParams:
             int_in_range("SamplingParams.seed", self.seed, 0, 2**_SEED_BITS - 1)
         object.__setattr__(self, "stop_token_ids", _token_ids(self.stop_token_ids))
         object.__setattr__(self, "stop", _stop_texts(self.stop))
+        _check_number("repetition_penalty", self.repetition_penalty, "a finite number above 0", lambda value: _TINY <= value <= _LARGEST)
+        _check_number("presence_penalty", self.presence_penalty, "a finite number", _is_finite)
+        _check_number("frequency_penalty", self.frequency_penalty, "a finite number", _is_finite)
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        if self.logprobs is not None:
+            int_in_range("SamplingParams.logprobs", self.logprobs, 0)
+        object.__setattr__(self, "logits_processors", _processors(self.logits_processors))
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Check what only a model can tell: that the tokens of ``logit_bias`` exist.
+
+        Parameters
+        ----------
+        vocab_size : int
+            Token ids are from 0 to ``vocab_size - 1``.
+
+        Raises
+        ------
+        RangeError
+            A token id is not one of the model's.
+        """
+        for token in self.logit_bias:
+            int_in_range("SamplingParams.logit_bias", token, 0, vocab_size - 1)
+
+
+class SamplingOptions(TypedDict, total=False):
+    """Keyword arguments of ``generate``, ``submit`` and their like: the fields of :class:`SamplingParams`."""
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    counter: int
+    stop_token_ids: Sequence[int]
+    stop: Sequence[str]
+    ignore_eos: bool
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    logprobs: int | None
+    logits_processors: Sequence[LogitsProcessor]
 
 
 def _check_number(name: str, value: Any, expected: str, good: Callable[[float], bool]) -> None:
-    if isinstance(value, bool) or not isinstance(value, Real) or not good(float(value)):
+    if not _is_number(value) or not good(float(value)):
         raise RangeError(f"SamplingParams.{name}: expected {expected}, got {value!r}.")
+
+
+def _is_number(value: Any) -> bool:
+    """Tell whether a value is a real number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:
+        return False
+    return True
+
+
+def _is_finite(value: float) -> bool:
+    """Tell whether a number is finite in float32."""
+    return abs(value) <= _LARGEST
+
+
+def _biases(values: Any) -> dict[int, float]:
+    if not isinstance(values, Mapping):
+        raise RangeError(f"SamplingParams.logit_bias: expected a mapping of token ids to numbers, got {values!r}.")
+    biases: dict[int, float] = {}
+    for key, bias in values.items():
+        decimal = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
+        token = int_in_range("SamplingParams.logit_bias", int(key) if decimal else key, 0)
+        if not _is_number(bias) or not (_is_finite(bias) or bias == -math.inf):
+            raise RangeError(f"SamplingParams.logit_bias[{token}]: expected a finite number or -inf, got {bias!r}.")
+        biases[token] = float(bias)
+    return biases
+
+
+def _processors(values: Any) -> tuple[LogitsProcessor, ...]:
+    if callable(values):
+        return (values,)
+    if not isinstance(values, Iterable):
+        raise RangeError(f"SamplingParams.logits_processors: expected a sequence of callables, got {values!r}.")
+    processors = tuple(values)
+    for index, processor in enumerate(processors):
+        if not callable(processor):
+            raise RangeError(f"SamplingParams.logits_processors[{index}]: expected a callable f(tokens, logits), got {processor!r}.")
+    return processors
 
 
 def _token_ids(values: Any) -> tuple[int, ...]:
@@ -109,26 +240,27 @@ def _stop_texts(values: Any) -> tuple[str, ...]:
     return texts
 
 
-def with_options(params: SamplingParams, options: dict[str, Any]) -> SamplingParams:
+def with_options(params: SamplingParams, options: Mapping[str, Any]) -> SamplingParams:
     """Return ``params`` with some fields replaced.
 
     Parameters
     ----------
     params : SamplingParams
         Not changed.
-    options : dict
+    options : mapping
         New values by field name.
 
     Returns
     -------
     SamplingParams
+        A new object. Fields that ``options`` does not name are those of ``params``.
 
     Raises
     ------
     RangeError
         A name is not a field of SamplingParams, or its value is out of range.
     """
-    known = {field.name for field in fields(SamplingParams)}
+    known = {one.name for one in fields(SamplingParams)}
     unknown = sorted(set(options) - known)
     if unknown:
         raise RangeError(f"generate: unknown option {', '.join(unknown)}. Expected {', '.join(sorted(known))}.")
@@ -136,7 +268,7 @@ def with_options(params: SamplingParams, options: dict[str, Any]) -> SamplingPar
 
 
 def params_for(
-    count: int, defaults: SamplingParams, params: SamplingParams | Sequence[SamplingParams] | None, options: dict[str, Any]
+    count: int, defaults: SamplingParams, params: SamplingParams | Sequence[SamplingParams] | None, options: Mapping[str, Any]
 ) -> list[SamplingParams]:
     """Return the SamplingParams of each of ``count`` prompts.
 
@@ -148,12 +280,13 @@ def params_for(
         Used, with ``options``, where ``params`` is None.
     params : SamplingParams, or sequence of SamplingParams (count,), or None
         One for all prompts, or one for each.
-    options : dict
+    options : mapping
         Fields that replace those of ``defaults``.
 
     Returns
     -------
     list of SamplingParams (count,)
+        In the order of the prompts. Unless ``params`` is a sequence, all of them are one object (SamplingParams cannot be changed).
 
     Raises
     ------
@@ -227,9 +360,7 @@ class Sampler:
         EngineError
             A logit is NaN, or no logit is finite. The sampler is unchanged.
         """
-        best = int(np.argmax(logits))  # NaN counts as the largest
-        if not np.isfinite(logits[best]):
-            raise EngineError(f"logits: expected finite numbers, got {logits[best]} for token {best}. The engine or its cache is damaged.")
+        best = check_logits(logits)
         self.counter += 1
         if self._params.temperature == 0:
             return best
@@ -252,6 +383,30 @@ class Sampler:
             tokens, weights = tokens[kept], weights[kept]
         likely = weights >= params.min_p
         return tokens[likely], weights[likely]
+
+
+def check_logits(logits: np.ndarray[Any, Any]) -> int:
+    """Check that tokens can be chosen from logits.
+
+    Parameters
+    ----------
+    logits : ndarray (vocab,) float32
+        On the host.
+
+    Returns
+    -------
+    int
+        The most likely token; of equally likely ones the first.
+
+    Raises
+    ------
+    EngineError
+        A logit is NaN, or no logit is finite.
+    """
+    best = int(np.argmax(logits))  # NaN counts as the largest
+    if not np.isfinite(logits[best]):
+        raise EngineError(f"logits: expected finite numbers, got {logits[best]} for token {best}. The engine or its cache is damaged.")
+    return best
 
 
 def _generator_at(seed: int, counter: int) -> np.random.Generator:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from itertools import accumulate
 
 
 class StopText:
@@ -23,6 +25,8 @@ class StopText:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
+        #: Every text that a stop text begins with, the longest first.
+        self._starts = tuple(sorted({start for stop in self._stops for start in accumulate(stop)}, key=len, reverse=True))
         self._held = ""
         #: Whether a stop text was found. Nothing is let through after it.
         self.stopped = False
@@ -49,8 +53,8 @@ class StopText:
             self.stopped = True
             certain, self._held = self._held[:place], ""
             return certain
-        keep = self._length_of_possible_start()
-        certain, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        start = next((start for start in self._starts if self._held.endswith(start)), "")
+        certain, self._held = self._held.removesuffix(start), start
         return certain
 
     def flush(self) -> str:
@@ -60,14 +64,4 @@ class StopText:
 
     def copy(self) -> StopText:
         """Return another one in the same state, which continues on its own."""
-        other = StopText(self._stops)
-        other._held, other.stopped = self._held, self.stopped
-        return other
-
-    def _length_of_possible_start(self) -> int:
-        """Return the length of the longest end of the held text that a stop text begins with."""
-        longest = max((len(stop) for stop in self._stops), default=1) - 1
-        for length in range(min(longest, len(self._held)), 0, -1):
-            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
-                return length
-        return 0
+        return copy.copy(self)  # nothing that it has can be changed in place

@@ -60,6 +60,7 @@ def common_prefix(first: Sequence[int] | TokenArray, second: Sequence[int] | Tok
     Parameters
     ----------
     first, second : sequence of int, or ndarray (n,), (m,)
+        Token ids, on the host. Not changed.
 
     Returns
     -------

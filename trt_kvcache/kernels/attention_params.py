@@ -15,9 +15,13 @@ class AttentionParams:
     Parameters
     ----------
     q, out : DeviceTensor ``[B, s, num_heads, D]``
+        Queries of the new tokens, before RoPE; and what attention gives for them. ``out`` is contiguous and may be ``q``.
     k, v : DeviceTensor ``[B, s, num_kv_heads, D]``
+        K and V of the new tokens, before RoPE, to be appended to the cache. Like ``q`` they may be strided by slot and token.
     cache : DeviceTensor ``[B, 2, num_kv_heads, S, D]``
+        The cache of the layer, of either layout. New K and V are written into it in place, rounded to its dtype.
     lengths : DeviceTensor (B,) int32
+        Live rows of each slot before the call, and so the position of its first new token.
     new_lengths : DeviceTensor (B,) int32, or None
         None: all s tokens of each slot are new.
     cos_sin : DeviceTensor ``[S or more, 2, rotary_dim / 2]`` float32, or None

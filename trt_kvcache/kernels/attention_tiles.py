@@ -76,6 +76,7 @@ def decode_block_nbytes(head_dim: int, rows: int, warps: int, stages: int, tile_
     Parameters
     ----------
     head_dim : int
+        Elements of a head, D: one of :data:`HEAD_DIMS`.
     rows : int
         Of the matrix of query heads: one of :data:`DECODE_ROWS`.
     warps : int

@@ -27,6 +27,7 @@ def partials_shape(blocks: int, group: int, head_dim: int) -> tuple[int, ...]:
     group : int
         Query heads for each K/V head.
     head_dim : int
+        Elements of a head, D.
 
     Returns
     -------
@@ -80,6 +81,7 @@ class AttentionWorkspace(Uncopyable):
         name : str
             For messages.
         cache : DeviceTensor ``[B, 2, num_kv_heads, S, D]``
+            What the calls will run on. Its memory, its number of heads and D are compared with those of the workspace.
         num_heads : int
             Query heads.
 

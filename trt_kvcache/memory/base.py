@@ -46,10 +46,25 @@ class Allocation(Protocol):
 class Memory(Protocol):
     """A place where caches live: it allocates, copies, and makes streams.
 
+    This is the type of what runs unchanged on :class:`~trt_kvcache.memory.host_memory.HostMemory` and on
+    :class:`~trt_kvcache.memory.cuda_memory.CudaMemory`.
+
     Notes
     -----
     Copies and writes are ordered on ``stream`` and do not wait, unless they say so. ``stream`` is keyword-only and mandatory, on
     host memory too, so that code runs unchanged on a device.
+
+    Examples
+    --------
+    >>> import numpy
+    >>> from trt_kvcache import DeviceTensor, HostMemory, Memory
+    >>> def ones(memory: Memory, count: int) -> DeviceTensor:
+    ...     stream = memory.create_stream()
+    ...     tensor = memory.to_device(numpy.ones(count, numpy.float32), stream=stream)
+    ...     memory.synchronize(stream)
+    ...     return tensor
+    >>> ones(HostMemory(), 3).numpy()
+    array([1., 1., 1.], dtype=float32)
     """
 
     @property

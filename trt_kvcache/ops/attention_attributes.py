@@ -123,6 +123,7 @@ class AttentionAttributes:
         Returns
         -------
         AttentionAttributes
+            What a field says; attributes without a field have their defaults.
 
         Raises
         ------

@@ -92,6 +92,7 @@ class AttentionOp:
         Returns
         -------
         AttentionAttributes
+            What the operation was created with, as the kernels and the plugin take it.
 
         Raises
         ------

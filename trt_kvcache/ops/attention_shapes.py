@@ -44,6 +44,7 @@ def input_names(attributes: AttentionAttributes, count: int) -> tuple[str, ...]:
     Returns
     -------
     tuple of str
+        In the order of the operation. ``cos_sin`` is left out if RoPE is not applied, ``new_lengths`` if ``count`` has no place for it.
 
     Raises
     ------

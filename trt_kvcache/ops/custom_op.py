@@ -53,6 +53,8 @@ class CustomOp(Protocol):
         Returns
         -------
         tuple of TensorType
+            Shape, dtype and alias of each output, in the order in which :meth:`enqueue` gets them. A size is ``-1`` if it depends on
+            one that is.
 
         Raises
         ------

@@ -92,6 +92,7 @@ def create_operation(kind: str, attributes: Mapping[str, int | float]) -> Custom
     Returns
     -------
     CustomOp
+        What the factory returned: a new operation in each call.
 
     Raises
     ------

@@ -51,6 +51,7 @@ class CustomOpNode:
         Returns
         -------
         CustomOp
+            A new operation in each call.
 
         Raises
         ------

@@ -32,8 +32,9 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
     Parameters
     ----------
     session : InferenceSession or callable
-        A callable that returns a session is called at each activation, and its session is closed at deactivation. A session that is
-        passed directly is not closed; do not pass it to two runners, since they would share its cache.
+        A callable that returns a session, such as a :class:`~trt_kvcache.session.session_source.SessionSource`, is called at each
+        activation, and its session is closed at deactivation. A session that is passed directly is not closed; do not pass it to two
+        runners, since they would share its cache.
     name : str, optional
         Name of the runner; by default Polygraphy makes one from a prefix and the time.
     live_rows : bool

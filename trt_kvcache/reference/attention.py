@@ -178,6 +178,7 @@ def attend(q: Float32, keys: Float32, values: Float32, first: int) -> Float32:
     Returns
     -------
     ndarray float32 ``[s, Hq, D]``
+        For each new token and query head the mean of the values that it sees, weighted by the softmax of the scores.
     """
     width, query_heads, head_dim = q.shape
     kv_heads, rows, _ = keys.shape
@@ -198,12 +199,14 @@ def apply_rope(x: Float32, angles: tuple[Float32, Float32]) -> Float32:
     Parameters
     ----------
     x : ndarray float32 ``[A, s, heads, D]``
+        Queries or keys of the new tokens; not changed.
     angles : pair of ndarray float32 ``[A, s, 1, D // 2]``
         Cosine and sine.
 
     Returns
     -------
     ndarray float32 ``[A, s, heads, D]``
+        The rotated heads, in a new array.
     """
     cos, sin = angles
     low, high = np.split(x, 2, axis=-1)

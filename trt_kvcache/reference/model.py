@@ -39,6 +39,7 @@ def decoder_step(
     Returns
     -------
     ndarray float32 ``[A, vocab]``
+        Logits of the token of each slot that ``last`` selects.
     """
     hidden = weights.embedding[input_ids]
     for layer, attention in zip(weights.layers, attentions, strict=True):
@@ -68,6 +69,7 @@ def self_attention(config: ModelConfig, layer: LayerWeights, attention: LayerAtt
     Returns
     -------
     ndarray float32 ``[A, s, hidden]``
+        The result after the output projection. The caller adds it to the residual.
     """
     slots, width, _ = hidden.shape
     q, k, v = (project(part, hidden).reshape(slots, width, -1, config.head_dim) for part in (layer.q, layer.k, layer.v))

@@ -75,6 +75,7 @@ def load_weights(checkpoint: Checkpoint, dtype: str, progress: Callable[[int, in
     Returns
     -------
     DecoderWeights
+        All weights on the host, as arrays that are float32 and hold only values of ``dtype``.
 
     Raises
     ------

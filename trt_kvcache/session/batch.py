@@ -119,14 +119,17 @@ class Batch:
             )
         return lengths
 
-    def check_prompts(self, prompts: Rows, *, reuse: bool = False) -> None:
+    def check_prompts(self, prompts: Rows, *, reuse: bool = False, queued: bool = False) -> None:
         """Check that prompts can start new sequences.
 
         Parameters
         ----------
         prompts : sequence of sequence of int (n,)
+            Token ids of each prompt.
         reuse : bool
             Whether each is for the active slot of the same index.
+        queued : bool
+            Whether there may be more prompts than slots.
 
         Raises
         ------
@@ -136,7 +139,9 @@ class Batch:
             A prompt is longer than a slot.
         """
         slots = self._cache.max_batch_size
-        if not 1 <= len(prompts) <= slots:
+        if queued and len(prompts) > slots:
+            self._steps.check_all_batch_sizes()
+        elif not 1 <= len(prompts) <= slots:
             raise ShapeError(f"prompts: expected 1 to max_batch_size={slots} of them, got {len(prompts)}.")
         _check_not_empty(prompts)
         self.check_room([0] * len(prompts), prompts)
@@ -399,6 +404,21 @@ class Batch:
         self._counters.prefill_seconds += time.perf_counter() - started
         return logits
 
+    def take_back(self, tokens: Sequence[int], going: Sequence[bool]) -> None:
+        """Make the tokens of the last :meth:`decode` pending again.
+
+        Parameters
+        ----------
+        tokens : sequence of int (A,)
+            What it ran.
+        going : sequence of bool (A,)
+            False for a slot that was idle in it.
+        """
+        with self.transaction():
+            for slot, (token, went) in enumerate(zip(tokens, going, strict=True)):
+                if went:
+                    self._rewind(slot, len(self._slots[slot].tokens) - 1, pending=(token,))
+
     def rewind(self, slot: int, length: int) -> None:
         """Shorten a slot to its first ``length`` tokens and drop its pending ones."""
         with self.transaction():
@@ -446,11 +466,12 @@ class Batch:
         """Record which sampler chooses the tokens of a slot."""
         self._slots[slot].sampler = sampler
 
-    def record_token(self, slot: int, token: int, sampler: SamplerPosition | None) -> None:
-        """Record the token that was chosen for a slot as pending, and where its sampler is now."""
+    def record_token(self, slot: int, token: int, sampler: SamplerPosition | None, *, generated: int = 0) -> None:
+        """Record the token that was chosen for a slot as pending, where its sampler is now, and how many its request has generated."""
         state = self._slots[slot]
         state.pending = (token,)
         state.sampler = sampler
+        state.generated = generated
 
     def remember(self, slots: Iterable[int]) -> None:
         """Copy what slots hold into the prompt cache, if it is on."""
@@ -507,7 +528,8 @@ class Batch:
 def _slot_of(snapshot: Snapshot) -> SlotState:
     """Return a slot that holds what is in a snapshot."""
     sampler = None if snapshot.sampler is None else (snapshot.sampler.seed, snapshot.sampler.counter)
-    return SlotState(list(snapshot.tokens), pending=snapshot.pending, reused=len(snapshot.tokens), sampler=sampler)
+    generated = 0 if snapshot.sampler is None else snapshot.sampler.generated
+    return SlotState(list(snapshot.tokens), pending=snapshot.pending, reused=len(snapshot.tokens), sampler=sampler, generated=generated)
 
 
 def _check_not_empty(prompts: Rows) -> None:

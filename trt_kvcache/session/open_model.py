@@ -11,6 +11,7 @@ from typing import Any, cast
 
 from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache.builder.build_engine import Progress, build_engine
+from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, DEFAULT_MAX_SEQUENCE_LENGTH
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.kv_cache_manager import KVCacheManager
 from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, ModelConfig, Tokenizer
@@ -18,7 +19,7 @@ from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
 from trt_kvcache.engine.decoder_tensors import cache_config
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
-from trt_kvcache.engine_folder.folder import EngineFolder
+from trt_kvcache.engine_folder.folder import CONFIG_FILE, PLAN_FILE, EngineFolder, is_engine_folder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
 from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.memory.cuda_memory import CudaMemory, find_gpu
@@ -26,13 +27,8 @@ from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.reference import Attention, ReferenceEngine
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
-from trt_kvcache.session.session_options import (
-    DEFAULT_ATTENTION,
-    DEFAULT_MAX_BATCH_SIZE,
-    DEFAULT_MAX_PREFILL_LENGTH,
-    DEFAULT_MAX_SEQUENCE_LENGTH,
-    SessionOptions,
-)
+from trt_kvcache.session.model_location import expanded
+from trt_kvcache.session.session_options import DEFAULT_ATTENTION, SessionOptions
 from trt_kvcache.trt.module import load as load_tensorrt
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
@@ -98,7 +94,13 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
     if options.given_build_options:
         given = ", ".join(options.given_build_options)
         raise ConfigError(f"{given}: expected with a Hugging Face folder only; {path} is an engine folder, built with its own.")
-    folder = EngineFolder.open(Path(path))
+    place = expanded(path)
+    if not is_engine_folder(place) and (place / CONFIG_FILE).is_file():
+        raise EngineError(
+            f"{path}: expected an engine folder, but it has no {PLAN_FILE}. `trt-kvcache build` makes one; "
+            "InferenceSession.from_model and trt_kvcache.load open a model folder."
+        )
+    folder = EngineFolder.open(place)
     config = folder.config
     built_for = config.tensorrt_flavour if options.flavour == "auto" else options.flavour
     if _tries_tensorrt(options, built_for):
@@ -143,9 +145,12 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
     CheckpointError, BuildError, EngineError, CudaError
         The checkpoint is damaged or not supported, or an engine cannot be built or run.
     """
-    with Checkpoint.open(Path(path)) as checkpoint:
+    place = expanded(path)
+    if is_engine_folder(place):
+        raise ConfigError(f"{path}: expected a model folder, got an engine folder. InferenceSession.open and trt_kvcache.load open it.")
+    with Checkpoint.open(place) as checkpoint:
         model = checkpoint.config
-        attention = cast(Attention, options.attention or DEFAULT_ATTENTION)
+        attention = options.attention or DEFAULT_ATTENTION
         cache = _cache_config(model, options, attention)
         width = options.max_prefill_length or min(cache.max_sequence_length, DEFAULT_MAX_PREFILL_LENGTH)
 
@@ -306,9 +311,10 @@ def _sampling(defaults: GenerationDefaults, folder: Path) -> SamplingParams:
     if defaults.ignored:
         text = f"{folder / GENERATION_FILE}: ignored, as it is not supported: {', '.join(defaults.ignored)}. Other tokens may come out."
         warn_caller(text, UserWarning)
+    greedy = SamplingParams(repetition_penalty=defaults.repetition_penalty)  # as in transformers, where it is no part of sampling
     if not defaults.do_sample:
-        return SamplingParams()
-    return SamplingParams(temperature=defaults.temperature, top_k=defaults.top_k, top_p=defaults.top_p, min_p=defaults.min_p)
+        return greedy
+    return replace(greedy, temperature=defaults.temperature, top_k=defaults.top_k, top_p=defaults.top_p, min_p=defaults.min_p)
 
 
 def _bytes_progress(progress: Progress | None, stage: str) -> Callable[[int, int], object] | None:

@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trt_kvcache.generation.request import FinishReason, Request, RequestSavepoint
+from trt_kvcache.generation.request import FinishReason, GeneratedToken, Request, RequestSavepoint
 from trt_kvcache.generation.sampling import SamplerPosition
 
 #: Where a request that has not ended is.
@@ -23,10 +23,8 @@ class RequestHandle:
 
     Parameters
     ----------
-    index : int
-        How many prompts were submitted before.
     request : Request
-        Its prompt, without tokens so far.
+        Its prompt, without tokens so far. Its index is how many prompts were submitted before.
 
     Examples
     --------
@@ -44,16 +42,22 @@ class RequestHandle:
     >>> session.close()
     """
 
-    def __init__(self, index: int, request: Request) -> None:
+    def __init__(self, request: Request) -> None:
         self._request = request
         self._stage: RequestStage = "queued"
         self._cancelled = False
         self._text = ""
-        #: How many prompts were submitted before.
-        self.index = index
+        self._events: list[GeneratedToken] = []
+        self._num_read = 0
 
     def __repr__(self) -> str:
-        return f"RequestHandle(index={self.index}, state={self.state!r}, tokens={len(self._request.tokens)})"
+        seed = f", seed={self.seed}" if self._request.sampled else ""
+        return f"RequestHandle(index={self.index}, state={self.state!r}, tokens={len(self._request.tokens)}{seed})"
+
+    @property
+    def index(self) -> int:
+        """How many prompts were submitted before."""
+        return self._request.index
 
     @property
     def prompt(self) -> tuple[int, ...]:
@@ -69,6 +73,16 @@ class RequestHandle:
     def tokens(self) -> tuple[int, ...]:
         """Tokens generated so far, including the stop token."""
         return tuple(self._request.tokens)
+
+    @property
+    def events(self) -> tuple[GeneratedToken, ...]:
+        """The tokens generated so far, each with its text and, with ``SamplingParams.logprobs``, its log-probabilities."""
+        return tuple(self._events)
+
+    @property
+    def seed(self) -> int:
+        """The seed of its random numbers: the given one, or the one that was drawn for it."""
+        return self._request.sampler[0]
 
     @property
     def text(self) -> str:
@@ -106,7 +120,13 @@ class RequestHandle:
         self._cancelled = True
         return True
 
-    # --- for the queue ---
+    # --- for the queue and its readers ---
+
+    def new_events(self) -> list[GeneratedToken]:
+        """Return the tokens that came since the last call of this method."""
+        new = self._events[self._num_read :]
+        self._num_read += len(new)
+        return new
 
     @property
     def row(self) -> list[int]:
@@ -127,9 +147,16 @@ class RequestHandle:
         """Record where it is now."""
         self._stage = stage
 
+    @property
+    def generated(self) -> int:
+        """Number of tokens generated so far."""
+        return self._request.generated
+
     def choose(self, logits: np.ndarray[Any, Any], *, full: bool) -> None:
         """Choose the next token: see ``Request.choose``."""
-        self._text += self._request.choose(logits, full=full).text
+        event = self._request.choose(logits, full=full)
+        self._events.append(event)
+        self._text += event.text
 
     def savepoint(self) -> HandleSavepoint:
         """Return the state now, for one :meth:`rollback`."""
@@ -139,3 +166,4 @@ class RequestHandle:
         """Return to the state at ``savepoint``. A request that was cancelled since stays cancelled."""
         self._stage, self._text, request = savepoint
         self._request.rollback(request)
+        del self._events[len(self._request.tokens) :]

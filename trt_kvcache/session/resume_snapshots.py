@@ -9,6 +9,7 @@ from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.slot_format import AnyCache
 from trt_kvcache.sequences.snapshot import Snapshot
+from trt_kvcache.session.model_location import expanded
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -47,7 +48,7 @@ def read_snapshots(paths: Paths, cache: AnyCache, model: ModelIdentity) -> list[
     limit = cache.lengths.max_sequence_length
     snapshots = []
     for path in each:
-        snapshot = Snapshot.read(path)
+        snapshot = Snapshot.read(expanded(path))
         snapshot.check_fits(cache, model)
         held = len(snapshot.tokens)
         if held > limit:

@@ -12,19 +12,17 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.reference import Attention
 
 EngineChoice = Literal["auto", "reference", "tensorrt"]
+FlavourChoice = Literal["auto", "tensorrt", "tensorrt_rtx"]
+DTypeChoice = Literal["float16", "bfloat16", "float32"]
 
 DEFAULT_ATTENTION: Attention = "native"
-DEFAULT_MAX_BATCH_SIZE = 1
-#: Upper bounds of the lengths that are taken from the model if they are left out.
-DEFAULT_MAX_SEQUENCE_LENGTH = 2048
-DEFAULT_MAX_PREFILL_LENGTH = 512
 
 
 class OpenOptions(TypedDict, total=False):
     """Keyword arguments of ``InferenceSession.open``: fields of :class:`SessionOptions`."""
 
     engine: EngineChoice
-    flavour: str
+    flavour: FlavourChoice
     device: int
     prompt_cache_bytes: int
     cuda_graphs: bool
@@ -36,8 +34,8 @@ class ModelOptions(OpenOptions, total=False):
     max_batch_size: int | None
     max_sequence_length: int | None
     max_prefill_length: int | None
-    dtype: str | None
-    attention: str | None
+    dtype: DTypeChoice | None
+    attention: Attention | None
 
 
 #: Options that an engine folder has fixed at its build.
@@ -94,15 +92,15 @@ class SessionOptions:
     """
 
     engine: EngineChoice = "auto"
-    flavour: str = "auto"
+    flavour: FlavourChoice = "auto"
     device: int = 0
     prompt_cache_bytes: int = 0
     cuda_graphs: bool = True
     max_batch_size: int | None = None
     max_sequence_length: int | None = None
     max_prefill_length: int | None = None
-    dtype: str | None = None
-    attention: str | None = None
+    dtype: DTypeChoice | None = None
+    attention: Attention | None = None
 
     def __post_init__(self) -> None:
         one_of("engine", self.engine, get_args(EngineChoice))

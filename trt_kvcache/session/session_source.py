@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from trt_kvcache.builder.build_engine import Progress
 from trt_kvcache.engine_folder.folder import is_engine_folder
+from trt_kvcache.session.model_location import locate_model
 from trt_kvcache.session.session import InferenceSession
 from trt_kvcache.session.session_options import SessionOptions
 
@@ -23,8 +24,9 @@ class SessionSource:
 
     Parameters
     ----------
-    folder : path
-        A folder with ``engine.plan`` is an engine folder, any other a Hugging Face folder.
+    folder : path or str
+        A folder with ``engine.plan`` is an engine folder, any other a Hugging Face folder. A text ``organisation/name`` that is no folder
+        is a model of the Hugging Face Hub, downloaded when a session is opened.
     **options
         Fields of :class:`~trt_kvcache.session.session_options.SessionOptions`.
 
@@ -35,7 +37,7 @@ class SessionSource:
 
     Examples
     --------
-    >>> from trt_kvcache.session.session_source import SessionSource
+    >>> from trt_kvcache import SessionSource
     >>> source = SessionSource("examples/tiny-llama", engine="reference", max_batch_size=2)
     >>> with source() as session:
     ...     session.prefill([[5, 6, 7]]).shape
@@ -50,7 +52,25 @@ class SessionSource:
         object.__setattr__(self, "options", SessionOptions(**options))
 
     def replace(self, folder: str | os.PathLike[str] | None = None, **options: Unpack[ModelOptions]) -> SessionSource:
-        """Return a source with another folder, if one is given, and some options replaced."""
+        """Return a source with another folder, if one is given, and some options replaced.
+
+        Parameters
+        ----------
+        folder : path, optional
+            An engine folder or a Hugging Face folder. The same folder if left out.
+        **options
+            Fields of :class:`~trt_kvcache.session.session_options.SessionOptions`. Those that are left out stay as they are.
+
+        Returns
+        -------
+        SessionSource
+            A new one; this one is not changed.
+
+        Raises
+        ------
+        ConfigError, RangeError
+            An option is out of range.
+        """
         return SessionSource(self.folder if folder is None else folder, **vars(replace(self.options, **options)))
 
     def __call__(self, progress: Progress | None = None) -> InferenceSession:
@@ -73,7 +93,7 @@ class SessionSource:
         ConfigError, CheckpointError, BuildError, EngineError, CudaError
             As ``InferenceSession.open`` and ``InferenceSession.from_model``.
         """
-        folder = os.fspath(self.folder)
+        folder = locate_model(self.folder)
         given = {name: value for name, value in vars(self.options).items() if value is not None}
         if is_engine_folder(folder):
             return InferenceSession.open(folder, progress=progress, **given)

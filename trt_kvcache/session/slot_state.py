@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from trt_kvcache.generation.sampling import SamplerPosition
 
 #: What a :class:`SlotState` needs to return to an earlier state: its fields then.
-SlotSavepoint = tuple[list[int], tuple[int, ...], int, SamplerPosition | None]
+SlotSavepoint = tuple[list[int], tuple[int, ...], int, SamplerPosition | None, int]
 
 
 class SlotState:
@@ -23,20 +23,31 @@ class SlotState:
         How many tokens at the start of the slot were not run for this sequence: they were kept, restored or loaded.
     sampler : tuple of int, optional
         Seed and counter of the request's sampler; None if its tokens are not chosen by this session.
+    generated : int
+        How many tokens at the end, pending ones included, its request has generated.
     """
 
-    __slots__ = ("pending", "reused", "sampler", "tokens")
+    __slots__ = ("generated", "pending", "reused", "sampler", "tokens")
 
     def __init__(
-        self, tokens: list[int], *, pending: tuple[int, ...] = (), reused: int = 0, sampler: SamplerPosition | None = None
+        self,
+        tokens: list[int],
+        *,
+        pending: tuple[int, ...] = (),
+        reused: int = 0,
+        sampler: SamplerPosition | None = None,
+        generated: int = 0,
     ) -> None:
         self.tokens = tokens
         self.pending = pending
         self.reused = reused
         self.sampler = sampler
+        self.generated = generated
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens that were run. They take the place of pending ones."""
+        """Add tokens that were run. They take the place of pending ones; if they are others, no request has generated them."""
+        if self.generated and tuple(tokens) != self.pending:
+            self.generated = 0
         self.tokens.extend(tokens)
         self.pending = ()
 
@@ -47,17 +58,19 @@ class SlotState:
 
     def shorten(self, length: int, pending: Sequence[int] = ()) -> None:
         """Keep the first ``length`` tokens, with others pending."""
+        dropped = len(self.tokens) + len(self.pending) - length - len(pending)
+        self.generated = max(0, self.generated - dropped)
         self.tokens = self.tokens[:length]
         self.pending = tuple(pending)
 
     def savepoint(self) -> SlotSavepoint:
         """Return the state now, for one :meth:`rollback`. It costs the same for any number of tokens."""
-        return self.tokens, self.pending, self.reused, self.sampler
+        return self.tokens, self.pending, self.reused, self.sampler, self.generated
 
     def rollback(self, savepoint: SlotSavepoint, length: int) -> None:
         """Return to the state at ``savepoint``, when the slot held ``length`` tokens.
 
         Between the two, tokens are only ever added to the list, or another list takes its place: so the old one is cut to its length.
         """
-        self.tokens, self.pending, self.reused, self.sampler = savepoint
+        self.tokens, self.pending, self.reused, self.sampler, self.generated = savepoint
         del self.tokens[length:]

@@ -260,6 +260,7 @@ def stream_handle(stream: Any) -> int:
     Returns
     -------
     int
+        What TensorRT and the CUDA driver take as the stream. It does not keep the stream alive.
 
     Raises
     ------

@@ -60,6 +60,7 @@ class EngineResources:
         Returns
         -------
         Allocation
+            Bytes at an address that does not change, aligned to 256. :meth:`close` frees them.
         """
         allocation = self.memory.allocate(nbytes, zeroed=zeroed, stream=stream)
         self._stack.callback(allocation.close)

@@ -41,6 +41,7 @@ def load_tensorrt_for(folder: EngineFolder, flavour: str) -> TensorRT:
     Returns
     -------
     TensorRT
+        Of the flavour that built the folder. Its version may be another than that of the build.
 
     Raises
     ------

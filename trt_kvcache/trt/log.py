@@ -16,8 +16,8 @@ from trt_kvcache.errors import KVCacheError
 #: Part of a message that TensorRT logs after each error on a machine without a driver. It says nothing about the error itself.
 _MISSING_DRIVER = "cudaError 35"
 
-#: Logger for messages that no collection is open for.
-_FALLBACK = logging.getLogger("trt_kvcache.tensorrt")
+#: Everything that TensorRT logs, for people. What a collection has is logged at INFO: whoever collects it decides what it means.
+_LOGGER = logging.getLogger("trt_kvcache.tensorrt")
 
 
 class Messages:
@@ -104,7 +104,7 @@ class Messages:
 
 
 class TensorRTLog:
-    """The one logger of an imported TensorRT module. Messages below WARNING are dropped.
+    """The one logger of an imported TensorRT module. Messages below WARNING only go to Python's logger ``trt_kvcache.tensorrt``.
 
     A message goes to every collection that is open, whatever thread it comes from: two builds at the same time see each other's messages.
 
@@ -136,6 +136,7 @@ class TensorRTLog:
         Yields
         ------
         Messages
+            Empty at first. What TensorRT logs in the block is added to it; it stays readable after the block.
         """
         messages = Messages(ignore_missing_driver=ignore_missing_driver)
         with self._lock:
@@ -147,7 +148,7 @@ class TensorRTLog:
                 self._open.remove(messages)
 
     def receive(self, text: str, *, is_error: bool) -> None:
-        """Pass a message to the open collections, or to Python's logging if there is none.
+        """Pass a message to the open collections, and to Python's logging: at its own level only if there is no collection.
 
         Parameters
         ----------
@@ -160,8 +161,8 @@ class TensorRTLog:
             for messages in self._open:
                 messages.add(text, is_error=is_error)
             collected = bool(self._open)
-        if not collected:
-            _FALLBACK.log(logging.ERROR if is_error else logging.WARNING, "%s", text)
+        level = logging.INFO if collected else logging.ERROR if is_error else logging.WARNING
+        _LOGGER.log(level, "%s", text)
 
     def receive_exception(self, where: str, error: Exception) -> None:
         """Pass the exception of a plugin to the open collections: TensorRT itself only prints it, and logs that the call failed.
@@ -190,5 +191,7 @@ def _make_logger(module: Any, log: TensorRTLog) -> Any:
         def log(self, level: Any, text: str) -> None:
             if int(level) <= int(severity.WARNING):
                 log.receive(text.strip(), is_error=int(level) <= int(severity.ERROR))
+            else:
+                _LOGGER.log(logging.INFO if int(level) <= int(severity.INFO) else logging.DEBUG, "%s", text.strip())
 
     return Logger()

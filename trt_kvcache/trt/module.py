@@ -120,6 +120,7 @@ class TensorRT:
         Returns
         -------
         DataType
+            A member of the enumeration of this TensorRT, such as ``DataType.HALF`` for ``"float16"``.
 
         Raises
         ------
@@ -162,6 +163,7 @@ def load(flavour: str = "auto", *, error: type[KVCacheError] = EngineError) -> T
     Returns
     -------
     TensorRT
+        Full TensorRT only if it can start on this machine. Further calls with the same flavour return the same object.
 
     Raises
     ------

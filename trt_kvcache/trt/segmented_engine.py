@@ -155,6 +155,7 @@ class SegmentedEngine:
         Returns
         -------
         SegmentedEngine
+            Ready to be bound. Close it after use.
 
         Raises
         ------

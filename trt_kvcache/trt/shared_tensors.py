@@ -70,6 +70,7 @@ class SharedTensors:
         Returns
         -------
         DeviceTensor
+            Contiguous, in device memory of the engine. A constant has its own shape, an intermediate tensor the shape of this enqueue.
         """
         if name in self._constants:
             return self._constants[name]

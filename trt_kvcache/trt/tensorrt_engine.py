@@ -120,6 +120,7 @@ class TensorRTEngine:
         Returns
         -------
         TensorRTEngine
+            Ready to be bound. Close it after use.
 
         Raises
         ------

@@ -47,6 +47,8 @@ def attention_layer_config(
     Returns
     -------
     AttentionLayerConfig
+        Whether TensorRT may decompose the attention of this layer, and why. The plugin variant is never decomposed: it is no layer of
+        TensorRT.
 
     Notes
     -----

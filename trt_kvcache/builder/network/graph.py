@@ -62,6 +62,7 @@ class Graph:
         Returns
         -------
         ITensor
+            The input as a tensor of the network, to be given to layers.
 
         Raises
         ------
@@ -168,6 +169,7 @@ class Graph:
         Returns
         -------
         ITensor
+            The layer's first output, which has the name of the layer.
 
         Raises
         ------
@@ -234,6 +236,7 @@ class Graph:
         Returns
         -------
         ITensor
+            Of ``dtype``, with the shape ``(1,) * rank``.
 
         Raises
         ------
@@ -257,6 +260,7 @@ class Graph:
         Returns
         -------
         ITensor
+            Of ``dtype``, with the shape of ``tensor``; ``tensor`` itself if there is nothing to convert.
 
         Raises
         ------
@@ -283,6 +287,7 @@ class Graph:
         Returns
         -------
         ITensor
+            Of the shape that both operands are broadcast to: a size of 1 fits any other. Its dtype is theirs, or bool for a comparison.
 
         Raises
         ------
@@ -316,6 +321,7 @@ class Graph:
         Returns
         -------
         ITensor
+            The same elements, of the same dtype, in the new order and shape.
         """
         layer = self.layer(name, "shuffle", tensor)
         if first_transpose is not None:

@@ -23,6 +23,7 @@ def embedding_table(graph: Graph, weights: Weights) -> Any:
     Returns
     -------
     ITensor [vocab, hidden]
+        In the dtype that the model computes in. Where they are tied, the LM head reads it too.
     """
     return graph.constant(EMBEDDING, weights(EMBEDDING))
 
@@ -42,6 +43,7 @@ def embed(graph: Graph, table: Any, input_ids: Any) -> Any:
     Returns
     -------
     ITensor [B, s, hidden]
+        The row of each token, in the dtype of the table.
 
     Notes
     -----
@@ -65,6 +67,7 @@ def last_token(graph: Graph, x: Any, last_token_ids: Any) -> Any:
     Returns
     -------
     ITensor [B, hidden]
+        The hidden state of the selected token of each slot, in the dtype of ``x``.
 
     Notes
     -----
@@ -94,6 +97,7 @@ def logits(graph: Graph, x: Any, weights: Weights, model: ModelConfig, table: An
     Returns
     -------
     ITensor [B, vocab] float32
+        Logits of the token that follows in each slot. The head computes in the dtype of the model; its result is cast.
     """
     normed = rms_norm(graph, x, weights, "model.norm", epsilon=model.rms_norm_eps)
     lm_head = table if model.tie_word_embeddings else graph.constant("lm_head.weight", weights("lm_head.weight"))

@@ -23,6 +23,7 @@ def matmul_transposed(graph: Graph, name: str, x: Any, weight: Any) -> Any:
     Returns
     -------
     ITensor [..., out]
+        The product over the last dimension of both, in their dtype.
     """
     plain, transposed = graph.trt.MatrixOperation.NONE, graph.trt.MatrixOperation.TRANSPOSE
     return graph.op(name, "matrix_multiply", x, plain, weight, transposed)
@@ -47,6 +48,7 @@ def linear(graph: Graph, x: Any, weights: Weights, module: str, *, bias: bool) -
     Returns
     -------
     ITensor [B, s, out]
+        ``x W^T``, plus the bias if there is one, in the dtype of ``x``.
     """
     weight = graph.constant(f"{module}.weight", weights(f"{module}.weight")[None])
     y = matmul_transposed(graph, f"{module}/matmul", x, weight)

@@ -26,6 +26,7 @@ def mlp(graph: Graph, x: Any, weights: Weights, module: str, *, bias: bool) -> A
     Returns
     -------
     ITensor [B, s, hidden]
+        ``down_proj(silu(gate_proj(x)) * up_proj(x))``, in the dtype of ``x``. The caller adds it to the residual.
     """
     gate = linear(graph, x, weights, f"{module}.gate_proj", bias=bias)
     sigmoid = graph.op(f"{module}/sigmoid", "activation", gate, graph.trt.ActivationType.SIGMOID)

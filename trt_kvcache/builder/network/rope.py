@@ -57,6 +57,7 @@ def cos_sin(model: ModelConfig, *, length: int) -> np.ndarray[Any, Any]:
     Returns
     -------
     ndarray [S, 2, D / 2] float32
+        Cosines (``[:, 0]``) and sines (``[:, 1]``) of the angles of each position, on the host.
     """
     return np.stack(rope_table(model.rope, model.head_dim, length), axis=1)
 

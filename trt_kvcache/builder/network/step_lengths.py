@@ -42,6 +42,7 @@ def step_lengths(graph: Graph, *, input_ids: Any, start_index: Any) -> StepLengt
     Returns
     -------
     StepLengths
+        The start, the positions and the key lengths of the step, as int32 tensors of the network.
     """
     shape = graph.op("lengths/shape", "shape", input_ids)
     layer = graph.layer("lengths/arange", "fill", (1,), graph.trt.FillOperation.LINSPACE, graph.tensorrt.data_type("int32"))

@@ -64,6 +64,7 @@ def compile_ptx(fields: AttentionAttributes, dtype: str, arch: str) -> str:
     Parameters
     ----------
     fields : AttentionAttributes
+        Attributes of the attention, which are compiled into the kernel as constants.
     dtype : str
         ``"float16"`` or ``"bfloat16"``.
     arch : str

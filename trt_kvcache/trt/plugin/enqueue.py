@@ -148,6 +148,7 @@ def current_memory() -> CudaMemory:
     Returns
     -------
     CudaMemory
+        One object for each device: later calls on the same device return it again.
 
     Raises
     ------

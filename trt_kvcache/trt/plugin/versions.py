@@ -109,6 +109,7 @@ def ahead_of_time_module(tensorrt: TensorRT) -> Any:
     Returns
     -------
     module
+        It has every name that is used to register a plugin compiled ahead of time.
 
     Raises
     ------

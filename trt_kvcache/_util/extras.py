@@ -1,0 +1,57 @@
+"""Which extra of the package a missing library belongs to."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+_EXTRA_OF = {
+    "cuda": "cuda",
+    "huggingface_hub": "models",
+    "jinja2": "models",
+    "matplotlib": "plot",
+    "polygraphy": "polygraphy",
+    "prompt_toolkit": "models",
+    "rich": "models",
+    "safetensors": "models",
+    "tokenizers": "models",
+    "typer": "models",
+}
+
+
+def missing_library(error: ModuleNotFoundError) -> str | None:
+    """Return what to do about a library that is not installed.
+
+    Parameters
+    ----------
+    error : ModuleNotFoundError
+        What its import raised.
+
+    Returns
+    -------
+    str or None
+        The library and the extra to install; None if it belongs to no extra.
+
+    Examples
+    --------
+    >>> missing_library(ModuleNotFoundError("No module named 'rich'", name="rich"))
+    "rich is not installed. Run: pip install 'trt-kvcache[models]'"
+    """
+    extra = _EXTRA_OF.get((error.name or "").partition(".")[0])
+    return None if extra is None else f"{error.name} is not installed. Run: pip install 'trt-kvcache[{extra}]'"
+
+
+@contextmanager
+def naming_the_extra() -> Iterator[None]:
+    """Have the import of a library that is not installed name the extra that it belongs to.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        With the text of :func:`missing_library`.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        text = missing_library(error)
+        if text is None:
+            raise
+        raise ModuleNotFoundError(text, name=error.name) from None

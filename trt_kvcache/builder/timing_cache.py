@@ -1,0 +1,75 @@
+"""The timing cache of a build with full TensorRT, in a file: measurements of kernels, which the next build need not repeat."""
+
+from pathlib import Path
+from typing import Any
+
+from trt_kvcache._util.atomic_file import atomic_file
+from trt_kvcache.builder.tensorrt_calls import require
+from trt_kvcache.errors import BuildError, ConfigError
+from trt_kvcache.trt.log import Messages
+
+
+def check_timing_cache(path: Path) -> None:
+    """Check that a timing cache can be written, before a long build.
+
+    Parameters
+    ----------
+    path : Path
+        The file, which need not exist.
+
+    Raises
+    ------
+    ConfigError
+        Its folder does not exist, or it is a folder itself.
+    """
+    if not path.parent.is_dir() or path.is_dir():
+        raise ConfigError(f"timing_cache: expected a file in a folder that exists, got {path}.")
+
+
+def read_timing_cache(config: Any, path: Path, messages: Messages) -> None:
+    """Have a build use the measurements in a file. If there is no file, it begins with none.
+
+    Parameters
+    ----------
+    config : IBuilderConfig
+        Of the build.
+    path : Path
+        The file.
+    messages : Messages
+        An open collection of TensorRT's log.
+
+    Raises
+    ------
+    BuildError
+        The file is of another GPU or release of TensorRT, or no timing cache; the text is what TensorRT logged.
+    OSError
+        It cannot be read.
+    """
+    data = path.read_bytes() if path.exists() else b""
+    warnings = len(messages.warnings)
+    cache = require(config.create_timing_cache, messages, f"{path}: the timing cache cannot be read", data)
+    if data and len(messages.warnings) > warnings:
+        messages.fail(BuildError, f"{path}: expected a timing cache of this TensorRT")  # it would be replaced by an empty one
+    if not config.set_timing_cache(cache, False):
+        messages.fail(BuildError, f"{path}: the timing cache is of another GPU or release of TensorRT. Give each its own file")
+
+
+def write_timing_cache(config: Any, path: Path) -> None:
+    """Write what a build has measured, and what it read, to a file. An existing one is replaced once the new one is complete.
+
+    Parameters
+    ----------
+    config : IBuilderConfig
+        Of a build that has ended.
+    path : Path
+        The file; its folder exists.
+
+    Raises
+    ------
+    OSError
+        It cannot be written.
+    """
+    cache = config.get_timing_cache()
+    if cache is not None:
+        with atomic_file(path) as file:
+            file.write(memoryview(cache.serialize()))

@@ -1,0 +1,101 @@
+"""The file of answers that ``serve-file`` writes: JSON lines, which a later run may continue."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+import typer
+
+from trt_kvcache.cli.prompt_file import FilePrompt
+from trt_kvcache.errors import ConfigError
+
+
+class AnswerFile:
+    """A file of answers, as it is before a run.
+
+    Parameters
+    ----------
+    path : Path
+        ``-`` is stdout.
+    continued : bool
+        Whether answers that it has are kept.
+    overwrite : bool
+        Whether answers that it has are replaced.
+
+    Raises
+    ------
+    typer.BadParameter
+        The options contradict each other, or the file has answers and neither option says what becomes of them.
+    ConfigError
+        The file is to be continued, and a line of it is no answer.
+    OSError
+        It cannot be read.
+
+    Attributes
+    ----------
+    finished : dict of int to dict
+        The answers that are kept, by the index of their prompt.
+    """
+
+    def __init__(self, path: Path, *, continued: bool, overwrite: bool) -> None:
+        self.path = path
+        self.finished: dict[int, dict[str, Any]] = {}
+        self._is_stdout = str(path) == "-"
+        self._kept_nbytes = 0
+        if continued and (overwrite or self._is_stdout):
+            raise typer.BadParameter(f"expected a file without {'--overwrite' if overwrite else '-o -'}.", param_hint="--continue")
+        if self._is_stdout or overwrite or not path.is_file() or not path.stat().st_size:
+            return
+        if not continued:
+            raise typer.BadParameter(f"{path} has answers already. Give --continue to keep them, or --overwrite.", param_hint="--output")
+        self._read()
+
+    def __str__(self) -> str:
+        return "stdout" if self._is_stdout else str(self.path)
+
+    def _read(self) -> None:
+        """Read the answers that are there. A last line without its end was cut off, and is no answer."""
+        for number, line in enumerate(self.path.read_bytes().splitlines(keepends=True), start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                answer = json.loads(line)
+                self.finished[answer["index"]] = answer
+            except (ValueError, TypeError, KeyError):
+                text = line.decode(errors="replace").strip()
+                raise ConfigError(f"{self.path}:{number}: expected an answer of serve-file, got {text:.60}. Nothing was changed.") from None
+            self._kept_nbytes += len(line)
+
+    def check(self, prompts_path: Path, prompts: Sequence[FilePrompt]) -> None:
+        """Check that the answers that the file has are answers to these prompts.
+
+        Parameters
+        ----------
+        prompts_path : Path
+            Where the prompts were read.
+        prompts : sequence of FilePrompt
+            All of them.
+
+        Raises
+        ------
+        ConfigError
+            An answer belongs to another prompt.
+        """
+        for index, answer in self.finished.items():
+            belongs = isinstance(index, int) and 0 <= index < len(prompts)
+            if not belongs or any(answer.get(name) != value for name, value in prompts[index].metadata.items()):
+                raise ConfigError(f"{self.path}: answer {index}: there is no such prompt in {prompts_path}. Nothing was changed.")
+
+    @contextmanager
+    def open(self) -> Iterator[TextIO]:
+        """Yield the file to write the missing answers to."""
+        if self._is_stdout:
+            yield sys.stdout
+            return
+        with self.path.open("r+" if self._kept_nbytes else "w", encoding="utf-8", newline="\n") as file:
+            file.truncate(self._kept_nbytes)
+            file.seek(self._kept_nbytes)
+            yield file

@@ -1,0 +1,173 @@
+"""The command-line options for chat templates, which ``generate``, ``chat`` and ``serve-file`` share."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from trt_kvcache.checkpoint import Tokenizer
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.generation.prompts import Prompt
+
+_PANEL = "Chat template"
+
+Raw = Annotated[
+    bool,
+    typer.Option("--raw", help="Continue texts as they are. Default: the model's chat template, if it has one.", rich_help_panel=_PANEL),
+]
+System = Annotated[
+    str | None, typer.Option("--system", metavar="TEXT", help="The system message, before the user's.", rich_help_panel=_PANEL)
+]
+TemplateArgs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--template-arg",
+        metavar="NAME=VALUE",
+        help="A variable of the template, such as enable_thinking=false: JSON, or else a text. Can be given several times.",
+        rich_help_panel=_PANEL,
+    ),
+]
+Tools = Annotated[
+    Path | None,
+    typer.Option("--tools", metavar="FILE", help="A JSON file with a list of tools that the model may call.", rich_help_panel=_PANEL),
+]
+
+#: A message of a conversation: ``{"role": ..., "content": ...}``.
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatFlags:
+    """The options of a command line that say how texts become conversations.
+
+    Parameters
+    ----------
+    raw : bool
+        Whether texts are continued as they are.
+    system : str or None
+        The system message.
+    template_args : list of str or None
+        As given: ``name=value``.
+    tools : Path or None
+        A JSON file.
+
+    Raises
+    ------
+    typer.BadParameter
+        The options contradict each other, or a template argument has no name.
+    """
+
+    raw: Raw = False
+    system: System = None
+    template_args: TemplateArgs = None
+    tools: Tools = None
+
+    def __post_init__(self) -> None:
+        if self.raw and self._needs_template:
+            raise typer.BadParameter(f"expected --raw or {self._needs_template[0]}, got both.")
+        for text in self.template_args or ():
+            name, equals, _ = text.partition("=")
+            if not equals or not name.isidentifier():
+                raise typer.BadParameter(f"expected NAME=VALUE, got {text!r}.", param_hint="--template-arg")
+
+    @property
+    def _needs_template(self) -> list[str]:
+        """The options that were given and mean nothing without a chat template."""
+        given = {"--system": self.system, "--template-arg": self.template_args, "--tools": self.tools}
+        return [name for name, value in given.items() if value]
+
+    def template(self, tokenizer: Tokenizer | None) -> "Template | None":
+        """Return how conversations are rendered, or None if texts are continued as they are.
+
+        Parameters
+        ----------
+        tokenizer : Tokenizer or None
+            Of the model.
+
+        Returns
+        -------
+        Template or None
+
+        Raises
+        ------
+        ConfigError
+            An option needs a chat template and the model has none, or the file of tools is not a JSON list.
+        """
+        if tokenizer is None or not tokenizer.has_chat_template:
+            if self._needs_template:
+                raise ConfigError(f"{', '.join(self._needs_template)}: expected a model with a chat template, this one has none.")
+            return None
+        if self.raw:
+            return None
+        arguments = dict(_argument(text) for text in self.template_args or ())
+        return Template(tokenizer, self.system, None if self.tools is None else _read_tools(self.tools), arguments)
+
+
+@dataclass(frozen=True)
+class Template:
+    """The chat template of a model, with the options of a command line.
+
+    Parameters
+    ----------
+    tokenizer : Tokenizer
+        With a chat template.
+    system : str or None
+        The system message of conversations that have none.
+    tools : list or None
+        Descriptions of tools.
+    arguments : dict of str to object
+        Further variables of the template.
+    """
+
+    tokenizer: Tokenizer
+    system: str | None
+    tools: list[Any] | None
+    arguments: dict[str, Any]
+
+    def prompt(self, prompt: Prompt) -> Prompt:
+        """Return a prompt for a model: a text is what a user says, token ids are left as they are."""
+        return self.tokens([{"role": "user", "content": prompt}]) if isinstance(prompt, str) else prompt
+
+    def tokens(self, messages: Sequence[Message]) -> list[int]:
+        """Return the token ids of a conversation that the model is to answer.
+
+        Parameters
+        ----------
+        messages : sequence of mapping
+            Oldest first. If the first is no system message, that of the command line comes before it.
+
+        Returns
+        -------
+        list of int
+            With the opening of the answer.
+
+        Raises
+        ------
+        ConfigError
+            The template refuses the messages.
+        """
+        first = [] if self.system is None or messages[0].get("role") == "system" else [{"role": "system", "content": self.system}]
+        text = self.tokenizer.apply_chat_template([*first, *messages], tools=self.tools, template_args=self.arguments)
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    """Return name and value of ``name=value``; what is not JSON is a text."""
+    name, _, value = text.partition("=")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _read_tools(path: Path) -> list[Any]:
+    try:
+        tools = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path}: expected a JSON list of tools, got an error: {error}.") from None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ConfigError(f"{path}: expected a JSON list of objects, each the description of a tool.")
+    return tools

@@ -1,0 +1,91 @@
+"""Kinds of command-line options that several commands have, and groups of options in dataclasses."""
+
+import inspect
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from inspect import Parameter
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout; everything else goes to stderr.")]
+
+
+def choice(kind: Any, *names: str, **options: Any) -> Any:
+    """Return an option that takes one of a few words.
+
+    Parameters
+    ----------
+    kind : Literal
+        The words.
+    *names : str
+        The names of the option.
+    **options
+        As those of ``typer.Option``.
+
+    Returns
+    -------
+    typer option
+        Another word is wrong usage, in the same words as everywhere in this package.
+    """
+    words = get_args(kind)
+
+    def parse(text: str) -> str:
+        if text not in words:
+            raise typer.BadParameter(f"expected one of {', '.join(words)}, got {text!r}.")
+        return text
+
+    return typer.Option(*names, parser=parse, autocompletion=lambda: list(words), **{"metavar": "|".join(words), **options})
+
+
+def flat_parameters(command: Callable[..., object]) -> list[Parameter]:
+    """Return the parameters of a command for typer: those whose type is a dataclass are replaced by its fields.
+
+    Parameters
+    ----------
+    command : callable
+        With annotations that typer understands, or dataclasses whose fields have them.
+
+    Returns
+    -------
+    list of inspect.Parameter
+    """
+    hints = get_type_hints(command, include_extras=True)
+    flat = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        kind = hints[name]
+        if not is_dataclass(kind):
+            flat.append(parameter.replace(annotation=kind, kind=Parameter.KEYWORD_ONLY))
+            continue
+        assert isinstance(kind, type)
+        of_fields = get_type_hints(kind, include_extras=True)
+        for field in fields(kind):
+            default = Parameter.empty if field.default is MISSING else field.default
+            flat.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=of_fields[field.name]))
+    return flat
+
+
+def call_with_flat(command: Callable[..., None], values: Mapping[str, Any]) -> None:
+    """Call a command with the values of its :func:`flat_parameters`. In paths, ``~`` is the home folder.
+
+    Parameters
+    ----------
+    command : callable
+        The command.
+    values : mapping of str to object
+        What typer read, by name.
+    """
+    left = {name: _expanded(value) for name, value in values.items()}
+    hints = get_type_hints(command)
+    groups: dict[str, Any] = {name: kind for name, kind in hints.items() if name != "return" and is_dataclass(kind)}
+    made = {name: kind(**{field.name: left.pop(field.name) for field in fields(kind)}) for name, kind in groups.items()}
+    command(**left, **made)
+
+
+def _expanded(value: Any) -> Any:
+    """Return a value, with ``~`` at the start of its paths replaced: a shell leaves it after ``=``."""
+    if isinstance(value, Path):
+        return Path(os.path.expanduser(value))
+    return [_expanded(item) for item in value] if isinstance(value, list) else value

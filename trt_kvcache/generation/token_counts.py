@@ -1,0 +1,61 @@
+"""``TokenCounts``: how often each token was generated, as arrays that grow by one token at a time."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+#: Different tokens that there is room for at first; doubled whenever it does not suffice.
+_FIRST_CAPACITY = 64
+
+
+class TokenCounts:
+    """Counts tokens as they come.
+
+    Parameters
+    ----------
+    tokens : iterable of int
+        Counted at once.
+
+    Examples
+    --------
+    >>> from trt_kvcache.generation.token_counts import TokenCounts
+    >>> counts = TokenCounts([7, 5, 7])
+    >>> counts.add(5)
+    >>> counts.ids.tolist(), counts.counts.tolist()
+    ([7, 5], [2.0, 2.0])
+    """
+
+    def __init__(self, tokens: Iterable[int] = ()) -> None:
+        self._places: dict[int, int] = {}
+        self._ids = np.empty(_FIRST_CAPACITY, np.intp)
+        self._counts = np.empty(_FIRST_CAPACITY, np.float32)
+        for token in tokens:
+            self.add(token)
+
+    @property
+    def ids(self) -> npt.NDArray[np.intp]:
+        """The different tokens, in the order in which each came first; a view that the next change may alter."""
+        return self._ids[: len(self._places)]
+
+    @property
+    def counts(self) -> npt.NDArray[np.float32]:
+        """How often each of :attr:`ids` came; a view that the next change may alter."""
+        return self._counts[: len(self._places)]
+
+    def add(self, token: int) -> None:
+        """Count one more token."""
+        place = self._places.get(token)
+        if place is not None:
+            self._counts[place] += 1
+            return
+        place = len(self._places)
+        if place == self._ids.size:
+            self._ids, self._counts = _doubled(self._ids), _doubled(self._counts)
+        self._ids[place], self._counts[place] = token, 1
+        self._places[token] = place
+
+
+def _doubled(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    return np.concatenate((array, np.empty_like(array)))

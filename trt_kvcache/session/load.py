@@ -1,0 +1,70 @@
+"""``load``: a session from whatever names a model."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from trt_kvcache.builder.build_engine import Progress
+from trt_kvcache.session.model_location import locate_model
+from trt_kvcache.session.session import InferenceSession
+from trt_kvcache.session.session_source import SessionSource
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from trt_kvcache.session.session_options import ModelOptions
+
+
+def load(
+    path_or_hub_id: str | os.PathLike[str],
+    *,
+    revision: str | None = None,
+    progress: Progress | None = None,
+    **options: Unpack[ModelOptions],
+) -> InferenceSession:
+    """Open a model: a Hugging Face folder, an engine folder, or a model of the Hugging Face Hub.
+
+    Parameters
+    ----------
+    path_or_hub_id : path or str
+        A folder, or an id ``organisation/name`` of the Hub. A folder of that name takes precedence; the network is not used then.
+    revision : str, optional
+        Branch, tag or commit on the Hub; for a Hub id only.
+    progress : callable, optional
+        Called as ``progress(stage, fraction)`` during long work, except for the download, which has a bar of its own.
+    **options
+        Fields of :class:`~trt_kvcache.session.session_options.SessionOptions`.
+
+    Returns
+    -------
+    InferenceSession
+        Close it, or use it in a ``with`` block.
+
+    Raises
+    ------
+    CheckpointError
+        There is no such folder, and the Hub has no such model or cannot be reached; or the model is damaged or not supported.
+    ConfigError
+        An option is out of range, or fixed by the build of an engine folder.
+    BuildError, EngineError, CudaError
+        An engine cannot be built or run.
+
+    Warns
+    -----
+    EngineFallbackWarning
+        ``engine="auto"`` falls back to the NumPy reference engine.
+
+    Notes
+    -----
+    Of a Hub model, the files that are needed are downloaded into the cache of ``huggingface_hub`` (``HF_HOME``), once. What is there
+    already is used without a network, and with ``HF_HUB_OFFLINE=1`` nothing else is.
+
+    Examples
+    --------
+    >>> import trt_kvcache
+    >>> with trt_kvcache.load("examples/tiny-llama", engine="reference") as session:
+    ...     "".join(token.text for token in session.generate("Alice was", max_new_tokens=4))
+    ' beginn'
+    """
+    return SessionSource(locate_model(path_or_hub_id, revision=revision), **options)(progress)
