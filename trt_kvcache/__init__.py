@@ -17,6 +17,7 @@ logging.getLogger("trt_kvcache").addHandler(logging.NullHandler())  # silent unl
 
 if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.builder.build_engine import BuildReport as BuildReport, build_engine as build_engine
+    from trt_kvcache.builder.estimate import BuildEstimate as BuildEstimate, estimate_build as estimate_build
     from trt_kvcache.cache.config import CacheConfig as CacheConfig, KVCacheConfig as KVCacheConfig, KVLayerConfig as KVLayerConfig
     from trt_kvcache.cache.estimate import (
         estimate_memory as estimate_memory,
@@ -113,6 +114,7 @@ _MODULE_OF = {
     "BindingError": "errors",
     "BindingPlan": "engine.bindings",
     "BuildError": "errors",
+    "BuildEstimate": "builder.estimate",
     "BuildReport": "builder.build_engine",
     "CacheConfig": "cache.config",
     "CapacityError": "errors",
@@ -191,6 +193,7 @@ _MODULE_OF = {
     "TokenStream": "session.token_stream",
     "Tokenizer": "checkpoint",
     "build_engine": "builder.build_engine",
+    "estimate_build": "builder.estimate",
     "compare_paths": "polygraphy.compare_paths",
     "estimate_memory": "cache.estimate",
     "draw_cache": "cache.plot",

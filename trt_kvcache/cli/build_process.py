@@ -206,6 +206,7 @@ def run_child() -> None:
         parent.finish(_DONE, report)
     except BaseException as error:  # noqa: BLE001  # raised again in the parent
         parent.finish(_FAILED, (_picklable(error), traceback.format_exc()))
+    os._exit(0)  # at once: Python cannot end properly while the other thread reads
 
 
 def _picklable(error: BaseException) -> BaseException:

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.generation.request import FinishReason, GeneratedToken, Request, RequestSavepoint
 from trt_kvcache.generation.sampling import SamplerPosition
 
@@ -18,7 +19,7 @@ RequestState = Literal["queued", "prefilling", "decoding", "finished"]
 HandleSavepoint = tuple[RequestStage, str, RequestSavepoint]
 
 
-class RequestHandle:
+class RequestHandle(Uncopyable):
     """One submitted prompt. ``InferenceSession.submit`` makes it, ``InferenceSession.step`` advances it.
 
     Parameters

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trt_kvcache._util.checks import slot_index
+from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.builder.build_engine import Progress
 from trt_kvcache.cache.kv_cache_base import KVCacheBase
 from trt_kvcache.cache.plot import draw_cache
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger("trt_kvcache.session")
 
 
-class InferenceSession:
+class InferenceSession(Uncopyable):
     """Sequences that are generated together on one cache and one engine. For one thread at a time.
 
     Most callers open one with :meth:`open` or :meth:`from_model`; the constructor joins an engine and a cache of your own.
