@@ -166,6 +166,7 @@ class AsyncSession:
         Yields
         ------
         GeneratedToken
+            The next token, as soon as it is there.
 
         Raises
         ------
