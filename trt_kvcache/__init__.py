@@ -74,9 +74,9 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.ops.custom_op import CustomOp as CustomOp, TensorType as TensorType, run_on_host as run_on_host
     from trt_kvcache.ops.embedding_op import EmbeddingOp as EmbeddingOp
     from trt_kvcache.ops.registry import register_operation as register_operation, unregister_operation as unregister_operation
-    from trt_kvcache.polygraphy.compare_paths import compare_paths as compare_paths
     from trt_kvcache.polygraphy.feeds import greedy_feeds as greedy_feeds, make_feed as make_feed
     from trt_kvcache.polygraphy.network_script import NetworkScript as NetworkScript
+    from trt_kvcache.polygraphy.path_comparison import compare_paths as compare_paths
     from trt_kvcache.polygraphy.runners import (
         RecomputeRunner as RecomputeRunner,
         ReferenceRunner as ReferenceRunner,
@@ -176,7 +176,7 @@ _MODULE_OF = {
     "TensorType": "ops.custom_op",
     "Tokenizer": "checkpoint",
     "build_engine": "builder.build_engine",
-    "compare_paths": "polygraphy.compare_paths",
+    "compare_paths": "polygraphy.path_comparison",
     "estimate_memory": "cache.estimate",
     "greedy_feeds": "polygraphy.feeds",
     "inspect_engine": "engine_folder.inspection",
