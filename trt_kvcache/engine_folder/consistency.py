@@ -6,7 +6,6 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from trt_kvcache._util.checks import int_in_range, one_of
-from trt_kvcache._util.shown import shown
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS
 from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
 from trt_kvcache.engine.flavours import FLAVOURS
@@ -43,7 +42,7 @@ def check_consistency(config: EngineConfig) -> None:
     if cache != expected:
         wanted, got = expected.to_dict(), cache.to_dict()
         field = next(name for name in wanted if wanted[name] != got[name])
-        raise EngineError(f"kv_cache.{field}: expected {shown(wanted[field])} for this model, got {shown(got[field])}.")
+        raise EngineError(f"kv_cache.{field}: expected {wanted[field]!s:.300} for this model, got {got[field]!s:.300}.")
     one_of("tensorrt.flavour", config.tensorrt_flavour, FLAVOURS[1:], error=EngineError)
     _check_profiles(config)
     wanted_tensors = decoder_tensors(config.model, cache, names)
@@ -72,7 +71,7 @@ def _check_segments(config: EngineConfig) -> None:
         raise EngineError(f"segments.steps: expected {len(stages)} for this model and kv_cache, got {len(config.segments.stages)}.")
     for index, (wanted, got) in enumerate(zip(stages, config.segments.stages, strict=True)):
         if not can_replace(got, wanted):
-            raise EngineError(f"segments.steps[{index}]: expected {shown(wanted)} for this model and kv_cache, got {shown(got)}.")
+            raise EngineError(f"segments.steps[{index}]: expected {wanted!s:.300} for this model and kv_cache, got {got!s:.300}.")
     _, end = config.segments.spans[-1]
     if end != config.plan.nbytes:
         raise EngineError(f"plan.nbytes: expected {end}, the end of the last segment, got {config.plan.nbytes}.")
