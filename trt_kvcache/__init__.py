@@ -81,9 +81,9 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.ops.embedding_op import EmbeddingOp as EmbeddingOp
     from trt_kvcache.ops.registry import register_operation as register_operation, unregister_operation as unregister_operation
     from trt_kvcache.plot import Plot as Plot
-    from trt_kvcache.polygraphy.compare_paths import compare_paths as compare_paths
     from trt_kvcache.polygraphy.feeds import greedy_feeds as greedy_feeds, make_feed as make_feed
     from trt_kvcache.polygraphy.network_script import NetworkScript as NetworkScript
+    from trt_kvcache.polygraphy.path_comparison import compare_paths as compare_paths
     from trt_kvcache.polygraphy.runners import (
         RecomputeRunner as RecomputeRunner,
         ReferenceRunner as ReferenceRunner,
@@ -194,7 +194,7 @@ _MODULE_OF = {
     "Tokenizer": "checkpoint",
     "build_engine": "builder.build_engine",
     "estimate_build": "builder.estimate",
-    "compare_paths": "polygraphy.compare_paths",
+    "compare_paths": "polygraphy.path_comparison",
     "estimate_memory": "cache.estimate",
     "draw_cache": "cache.plot",
     "Plot": "plot",

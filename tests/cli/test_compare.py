@@ -166,7 +166,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr("trt_kvcache.polygraphy.runners.SessionRunner", lambda source, name: f"{name} {source.options.attention}")
     monkeypatch.setattr("trt_kvcache.polygraphy.runners.RecomputeRunner", lambda source, name: f"{name} {source.options.attention}")
-    monkeypatch.setattr("trt_kvcache.polygraphy.compare_paths.compare_paths", note)
+    monkeypatch.setattr("trt_kvcache.polygraphy.path_comparison.compare_paths", note)
     monkeypatch.setattr("trt_kvcache.cli.session_flags.open_session", open_session)
     monkeypatch.setattr(compare_module, "why_no_tensorrt", lambda flavour: None)
     return found

@@ -55,6 +55,7 @@ def build_in_child(*arguments: Any, progress: Progress, on_interrupt: Callable[[
     Returns
     -------
     BuildReport
+        What ``build_engine`` returned.
 
     Raises
     ------

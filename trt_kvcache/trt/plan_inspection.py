@@ -53,6 +53,7 @@ def inspect_plan(path: Path, flavour: str = "auto") -> PlanInspection:
     Returns
     -------
     PlanInspection
+        What the plan says of itself.
 
     Raises
     ------
