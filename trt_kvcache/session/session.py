@@ -360,7 +360,7 @@ class InferenceSession(Uncopyable):
         >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
         ...     _ = session.prefill([[5, 6, 7]])
         ...     session.plot()
-        Plot(9 x 3.16 inches)
+        Plot(9 x 2.12 inches)
         """
         self._check_open()
         plot = draw_cache(self._cache.kv_config, self._cache.lengths.upper_bounds, self._batch.reused)
