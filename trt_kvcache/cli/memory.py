@@ -8,12 +8,15 @@ from typing import Annotated, Literal
 
 import typer
 
+from trt_kvcache.builder.estimate import BuildEstimate, estimate_build
 from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory, largest_batch, longest_sequence
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.checkpoint.json_file import read_json
-from trt_kvcache.cli.console import count, results, say, size, span, table
-from trt_kvcache.cli.options import choice
+from trt_kvcache.cli.build_sizes import print_build_sizes
+from trt_kvcache.cli.console import count, put_json, results, say, size, span, table
+from trt_kvcache.cli.json_document import as_json
+from trt_kvcache.cli.options import Json, choice
 from trt_kvcache.cli.session_flags import located
 from trt_kvcache.engine.decoder_tensors import cache_config
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
@@ -46,6 +49,10 @@ def memory(
     ] = None,
     dtype: Annotated[KVDTypeName | None, choice(KVDTypeName, "--dtype", metavar="DTYPE", help=_DTYPE_HELP)] = None,
     gib: Annotated[float | None, typer.Option(metavar="N", help="Also print what fits into N GiB (2^30 bytes).")] = None,
+    engine: Annotated[
+        bool, typer.Option("--engine", help="Also print what an engine of this model takes: plan, activations, peak memory of the build.")
+    ] = False,
+    json: Json = False,
 ) -> None:
     """Print the size of a cache in bytes.
 
@@ -65,7 +72,16 @@ def memory(
         max_sequence_length=max_sequence_length or config.max_sequence_length,
         dtype=dtype or config.dtype,
     )
-    _print_estimate(config, estimate_memory(config))
+    estimate = estimate_memory(config)
+    build = _build_estimate(folder, config, dtype) if engine else None
+    if json:
+        extra = {} if build is None else {"build": as_json(build)}
+        fits = {} if gib is None else _what_fits(config, gib, _positions_of(folder))
+        put_json({"config": as_json(config), "estimate": as_json(estimate), **extra, **fits})
+        return
+    _print_estimate(config, estimate)
+    if build is not None:
+        print_build_sizes(build)
     if gib is not None:
         _print_what_fits(config, gib, _positions_of(folder))
 
@@ -75,6 +91,19 @@ def _config_of_numbers(layers: int | None, kv_heads: int | None, head_dim: int |
         raise typer.BadParameter("expected a folder, or --layers, --kv-heads, --head-dim and --max-sequence-length.")
     layer = KVLayerConfig(num_kv_heads=kv_heads, head_dim=head_dim)
     return KVCacheConfig(layers=(layer,) * layers, max_batch_size=1, max_sequence_length=max_sequence_length)
+
+
+def _build_estimate(folder: Path | None, config: KVCacheConfig, dtype: str | None) -> BuildEstimate:
+    if folder is None or is_engine_folder(folder):
+        raise typer.BadParameter(
+            "expected a model folder with it; `trt-kvcache inspect` has the sizes of an engine.", param_hint="--engine"
+        )
+    return estimate_build(
+        located(folder, ["config.json"]),
+        max_batch_size=config.max_batch_size,
+        max_sequence_length=config.max_sequence_length,
+        dtype=dtype,
+    )
 
 
 def _config_of_folder(folder: Path) -> KVCacheConfig:
@@ -110,6 +139,19 @@ def _print_estimate(config: KVCacheConfig, estimate: MemoryEstimate) -> None:
     if estimate.scales_nbytes:
         say(f"scales:       {_bytes(estimate.scales_nbytes)}")
     say(f"in all:       {_bytes(estimate.nbytes)}")
+
+
+def _what_fits(config: KVCacheConfig, gib: float, positions: int | None) -> dict[str, int]:
+    """Return what fits, for ``--json``; 0 where not even one slot or token does."""
+    found = {}
+    for name, search in (("longest_sequence", longest_sequence), ("largest_batch", largest_batch)):
+        try:
+            found[name] = search(config, int(gib * _GIB))
+        except CapacityError:
+            found[name] = 0
+    if positions is not None:
+        found["longest_sequence"] = min(found["longest_sequence"], positions)
+    return found
 
 
 def _print_what_fits(config: KVCacheConfig, gib: float, positions: int | None) -> None:

@@ -95,6 +95,7 @@ class TensorRT:
         Returns
         -------
         IRuntime or IBuilder
+            Of this module, with its logger.
 
         Raises
         ------
