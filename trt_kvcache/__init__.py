@@ -6,14 +6,18 @@ only; CUDA, TensorRT, Polygraphy and Hugging Face folders come with the names th
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache._version import __version__ as __version__
 
+logging.getLogger("trt_kvcache").addHandler(logging.NullHandler())  # silent unless a program asks for it
+
 if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.builder.build_engine import BuildReport as BuildReport, build_engine as build_engine
+    from trt_kvcache.builder.estimate import BuildEstimate as BuildEstimate, estimate_build as estimate_build
     from trt_kvcache.cache.config import CacheConfig as CacheConfig, KVCacheConfig as KVCacheConfig, KVLayerConfig as KVLayerConfig
     from trt_kvcache.cache.estimate import (
         estimate_memory as estimate_memory,
@@ -77,9 +81,9 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.ops.embedding_op import EmbeddingOp as EmbeddingOp
     from trt_kvcache.ops.registry import register_operation as register_operation, unregister_operation as unregister_operation
     from trt_kvcache.plot import Plot as Plot
-    from trt_kvcache.polygraphy.compare_paths import compare_paths as compare_paths
     from trt_kvcache.polygraphy.feeds import greedy_feeds as greedy_feeds, make_feed as make_feed
     from trt_kvcache.polygraphy.network_script import NetworkScript as NetworkScript
+    from trt_kvcache.polygraphy.path_comparison import compare_paths as compare_paths
     from trt_kvcache.polygraphy.runners import (
         RecomputeRunner as RecomputeRunner,
         ReferenceRunner as ReferenceRunner,
@@ -110,6 +114,7 @@ _MODULE_OF = {
     "BindingError": "errors",
     "BindingPlan": "engine.bindings",
     "BuildError": "errors",
+    "BuildEstimate": "builder.estimate",
     "BuildReport": "builder.build_engine",
     "CacheConfig": "cache.config",
     "CapacityError": "errors",
@@ -188,7 +193,8 @@ _MODULE_OF = {
     "TokenStream": "session.token_stream",
     "Tokenizer": "checkpoint",
     "build_engine": "builder.build_engine",
-    "compare_paths": "polygraphy.compare_paths",
+    "estimate_build": "builder.estimate",
+    "compare_paths": "polygraphy.path_comparison",
     "estimate_memory": "cache.estimate",
     "draw_cache": "cache.plot",
     "Plot": "plot",

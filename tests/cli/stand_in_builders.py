@@ -31,7 +31,7 @@ def report_of(target: Path) -> BuildReport:
 
 
 def succeed(model: Path, target: Path, *, progress: Any, **options: Any) -> BuildReport:
-    print("a library that prints on stdout")
+    print("a library that prints on stdout", flush=True)
     warnings.warn("this is a warning", UserWarning, stacklevel=1)
     progress(BUILDING, 0.5)
     progress(WRITING, None)

@@ -52,7 +52,7 @@ def test_report_progress_and_warnings_come_back(build_with: Callable[..., Any], 
         report = build_with("succeed", progress=lambda stage, done: seen.append((stage, done)))
     assert report == report_of(tmp_path / "engine")
     assert seen == [(BUILDING, 0.5), (WRITING, None)]
-    assert capfd.readouterr().out == "", "what libraries print is no result"
+    assert capfd.readouterr() == ("", "a library that prints on stdout\n"), "which is no result"
 
 
 def test_an_error_is_the_one_that_was_raised(build_with: Callable[..., Any]):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import signal
 from contextlib import nullcontext
 from pathlib import Path
@@ -165,7 +166,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr("trt_kvcache.polygraphy.runners.SessionRunner", lambda source, name: f"{name} {source.options.attention}")
     monkeypatch.setattr("trt_kvcache.polygraphy.runners.RecomputeRunner", lambda source, name: f"{name} {source.options.attention}")
-    monkeypatch.setattr("trt_kvcache.polygraphy.compare_paths.compare_paths", note)
+    monkeypatch.setattr("trt_kvcache.polygraphy.path_comparison.compare_paths", note)
     monkeypatch.setattr("trt_kvcache.cli.session_flags.open_session", open_session)
     monkeypatch.setattr(compare_module, "why_no_tensorrt", lambda flavour: None)
     return found
@@ -197,3 +198,18 @@ def test_an_engine_folder_is_compared_with_the_other_attention(run: Run, compare
     assert run("compare", folder, *PROMPTS).err == "error: enough seen\n"
     paths = ["TensorRT None", f"{other} TensorRT {other}", "reference None", "full recomputation None"]
     assert compared == [*paths, f"{other} reference {other}"]
+
+
+def test_json_is_one_document(run: Run):
+    done = run("compare", SHIPPED, "--engine", "reference", "-p", "Alice", "--steps", 1, "--attention", "native", "--json")
+    found = json.loads(done.out)
+    assert list(found) == ["agrees", "paths", "pairs", "steps", "prompt_lengths", "continuations", "live_rows"]
+    assert (found["agrees"], found["steps"]) == (True, 1)
+    (pair,) = found["pairs"]
+    assert (pair["agrees"], pair["first"], pair["second"]) == (True, "reference", "full recomputation")
+
+
+def test_json_keeps_the_exit_code_of_a_difference(run: Run):
+    done = run("compare", SHIPPED, "--engine", "reference", "-p", "Alice", "--steps", 1, "--dtype", "float16", "--tolerance", 0, "--json")
+    assert (done.code, json.loads(done.out)["agrees"]) == (3, False)
+    assert any(pair["difference"] is not None for pair in json.loads(done.out)["pairs"])

@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.engine_files import make_engine_folder
+from tests.helpers.fake_tensorrt import FakeTensorRT
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.cli.console import size
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
+from trt_kvcache.engine_folder.folder import EngineFolder
+from trt_kvcache.trt import plan_inspection
 
 from .conftest import CACHE_NBYTES, CONFIG, SHIPPED, TOKEN_NBYTES, Run
 
@@ -30,15 +34,78 @@ def test_model_cache_and_origin(run: Run, engine: Path):
     assert built_from.startswith(f"built from: {engine.parent / 'model'}, fingerprint ")
 
 
-def test_tensors_and_aliases(run: Run, engine: Path):
-    found = rows(run("inspect", engine).out, "Tensors")
+def test_tensors_of_layers_that_are_alike_share_a_row(run: Run, engine: Path):
+    shape = f"[?, {CONFIG.num_kv_heads}, 38, {CONFIG.head_dim}]"
+    assert rows(run("inspect", engine).out, "Tensors") == [
+        ["input_ids", "input", "int32", "[?, ?]", ""],
+        ["kvcache_start_index", "input", "int32", "[?]", ""],
+        ["last_token_ids", "input", "int32", "[?, 1]", ""],
+        ["k_cache_{0..1}", "input", "float16", shape, ""],
+        ["v_cache_{0..1}", "input", "float16", shape, ""],
+        ["present_k_cache_{0..1}", "output", "float16", shape, "k_cache_{0..1}"],
+        ["present_v_cache_{0..1}", "output", "float16", shape, "v_cache_{0..1}"],
+        ["logits", "output", "float32", f"[?, {CONFIG.vocab_size}]", ""],
+    ]
+
+
+def test_every_tensor_can_be_listed(run: Run, engine: Path):
+    found = rows(run("inspect", engine, "--tensors").out, "Tensors")
     assert [row[0] for row in found] == [
         *("input_ids", "kvcache_start_index", "last_token_ids", "k_cache_0", "v_cache_0", "k_cache_1", "v_cache_1"),
         *("present_k_cache_0", "present_v_cache_0", "present_k_cache_1", "present_v_cache_1", "logits"),
     ]
-    assert found[0] == ["input_ids", "input", "int32", "[?, ?]", ""]
     assert found[8] == ["present_v_cache_0", "output", "float16", f"[?, {CONFIG.num_kv_heads}, 38, {CONFIG.head_dim}]", "v_cache_0"]
-    assert found[-1] == ["logits", "output", "float32", f"[?, {CONFIG.vocab_size}]", ""]
+
+
+def test_json_is_one_document(run: Run, engine: Path):
+    done = run("inspect", engine, "--json")
+    found = json.loads(done.out)
+    assert (found["path"], found["dtype"], found["cache"]["max_batch_size"]) == (str(engine), "float16", 3)
+    assert [tensor["name"] for tensor in found["tensors"]][:4] == ["input_ids", "kvcache_start_index", "last_token_ids", "k_cache_0"]
+    assert found["memory"]["bytes_per_token"] == TOKEN_NBYTES
+
+
+class TestPlan:
+    @pytest.fixture
+    def plan(self, tmp_path: Path) -> Path:
+        (tmp_path / "other.plan").write_bytes(b"plan")
+        return tmp_path / "other.plan"
+
+    @pytest.fixture
+    def tensorrt(self, engine: Path, monkeypatch: pytest.MonkeyPatch) -> FakeTensorRT:
+        config = EngineFolder.open(engine).config
+        fake = FakeTensorRT(list(config.tensors), list(config.profiles))
+        monkeypatch.setattr(plan_inspection, "load", fake.tensorrt)
+        return fake
+
+    def test_the_plan_of_an_engine_folder_is_that_folder(self, run: Run, engine: Path):
+        assert run("inspect", engine / "engine.plan").out == run("inspect", engine).out
+
+    @pytest.mark.usefixtures("tensorrt")
+    def test_a_plan_alone_is_read_by_tensorrt(self, run: Run, plan: Path):
+        done = run("inspect", plan)
+        assert done.code == 0
+        assert done.out.splitlines()[:2] == [str(plan), "4 B (4 B), activations 4.9 KiB, read by tensorrt 1.7.1"]
+        assert rows(done.out, "Tensors")[0] == ["input_ids", "input", "int32", "[?, ?]", ""]
+        assert rows(done.out, "Optimisation profiles")[0] == ["0", "input_ids", "[1, 1]", "[3, 11]"]
+
+    @pytest.mark.usefixtures("tensorrt")
+    def test_json(self, run: Run, plan: Path):
+        found = json.loads(run("inspect", plan, "--json").out)
+        assert (found["nbytes"], found["activations_nbytes"], len(found["profiles"])) == (4, 5000, 2)
+        assert found["profiles"][1]["ranges"]["input_ids"] == [[1, 1], [3, 1]]
+
+    def test_what_tensorrt_refuses_is_an_error_with_the_reason_of_each(self, run: Run, plan: Path, tensorrt: FakeTensorRT):
+        tensorrt.errors["deserialize_cuda_engine"] = "no GPU"
+        tensorrt.refuse.add("deserialize_cuda_engine")
+        done = run("inspect", plan)
+        assert (done.code, done.out) == (1, "")
+        assert f"error: {plan}: a plan without its engine folder can be read by TensorRT on a GPU only. " in done.err
+        for flavour in ("tensorrt", "tensorrt_rtx"):
+            assert f"{flavour} 1.7.1 refuses it. TensorRT says: no GPU" in done.err
+
+    def test_it_has_no_cache_to_draw(self, run: Run, plan: Path, tmp_path: Path):
+        assert run("inspect", plan, "--plot", tmp_path / "cache.svg").code == 2
 
 
 def test_profiles(run: Run, engine: Path):
@@ -97,6 +164,8 @@ def test_what_is_no_engine_folder_is_refused(run: Run, folder: Path, complaint: 
 def test_segments_and_operations(run: Run, model: Path, tmp_path: Path):
     folder = make_engine_folder(model, tmp_path / "engine", segmented=True)
     out = run("inspect", folder.path).out
+    assert "3 segments, with operations between them: embedding (1), attention (2); --tensors lists them" in out
+    out = run("inspect", folder.path, "--tensors").out
     steps = rows(out, "Segments and operations")
     assert [row[0] for row in steps] == ["embedding", "segment 0", "attention", "segment 1", "attention", "segment 2"]
     assert steps[2][2] == "attended_0, present_key_values_0"

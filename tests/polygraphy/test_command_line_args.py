@@ -86,10 +86,48 @@ def test_every_option_reaches_its_runner() -> None:
     options = [word for name, value in given.items() for word in (f"--kvcache-{name}", value)] + ["--kvcache-no-live-rows"]
     script = _passes(MODEL, "--kvcache-session", "--kvcache-recompute", "--kvcache-reference", *options, "--gen", "-")
     shared = "flavour='tensorrt_rtx', max_batch_size=2, max_sequence_length=32, max_prefill_length=7, dtype='bfloat16', attention='mask'"
-    assert f"SessionSource({str(MODEL)!r}, engine='tensorrt', {shared})" in script
-    assert "    SessionRunner(kvcache_session_source, live_rows=False)," in script
-    assert "    RecomputeRunner(kvcache_session_source, live_rows=False)," in script
-    assert f"    ReferenceRunner({str(MODEL)!r}, live_rows=False, {shared})," in script
+    assert f"SessionFromFolder({str(MODEL)!r}, engine='tensorrt', {shared})" in script
+    assert f"SessionFromFolder({str(MODEL)!r}, engine='reference', {shared})" in script
+    assert "    SessionRunner(kvcache_load_session, live_rows=False, tokens_only=True)," in script
+    assert "    RecomputeRunner(kvcache_load_session, live_rows=False, tokens_only=True)," in script
+    assert "    SessionRunner(kvcache_load_session_1, name='kvcache-reference', live_rows=False, tokens_only=True)," in script
+
+
+def test_default_inputs_are_whole_prompts() -> None:
+    text = _passes(MODEL, "--kvcache-reference", "--kvcache-recompute", *CPU, "--kvcache-max-prefill-length", "7")
+    assert "{input_ids [dtype=int32, shape=(2, 7)]}" in text
+    assert "Passed: 1/1 iterations" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["--kvcache-reference", "--kvcache-max-sequence-length", "100000"], "max_sequence_length: expected at most"),
+        (["--kvcache-reference", *SHAPES, "--val-range", "new_lengths:[0,0]", *CPU[2:]], "prompts[0]: expected at least one token"),
+        (["--kvcache-session", "--kvcache-engine", "tensorrt"], "[!] "),
+    ],
+    ids=["option", "step", "no GPU"],
+)
+def test_what_fails_is_one_message_without_a_traceback(arguments: list[str], complaint: str) -> None:
+    done = _polygraphy("run", MODEL, *arguments, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1
+    assert complaint in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert "FAILED | Runtime" in done.stdout + done.stderr
+
+
+def test_warnings_are_in_the_log_of_polygraphy() -> None:
+    text = _passes(MODEL, "--kvcache-session", "--kvcache-max-batch-size", "1", CUDA_VISIBLE_DEVICES="")
+    assert "[W] running the NumPy reference engine: " in text
+
+
+def test_our_tolerances_can_be_used(tmp_path: Path) -> None:
+    script = tmp_path / "compare.py"
+    script.write_text("from trt_kvcache.polygraphy import SessionCompareFunc\ncompare_outputs = SessionCompareFunc(dtype='float16')\n")
+    exact = tmp_path / "float32.json"
+    _passes(MODEL, "--kvcache-reference", "--kvcache-dtype", "float32", *CPU[2:], *RANDOM, "--save-outputs", exact)
+    half = [MODEL, "--kvcache-reference", "--kvcache-dtype", "float16", *CPU[2:], *RANDOM, "--load-outputs", exact]
+    assert "Passed: 4/4 iterations" in _passes(*half, "--compare-func-script", script)
 
 
 @pytest.mark.trt

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import polygraphy.config
 import pytest
-from polygraphy.comparator import Comparator
+from polygraphy.comparator import Comparator, DataLoader
 from polygraphy.exception import PolygraphyException
 from polygraphy.logger import G_LOGGER
 
@@ -15,6 +15,7 @@ from tests.paths import GOLDEN, SHIPPED
 from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, EngineError, ShapeError
 from trt_kvcache.polygraphy.feeds import greedy_feeds, make_feed
 from trt_kvcache.polygraphy.live_rows import live_rows
+from trt_kvcache.polygraphy.loaders import SessionFromFolder
 from trt_kvcache.polygraphy.runners import RecomputeRunner, ReferenceRunner, SessionRunner
 from trt_kvcache.session.session import InferenceSession
 from trt_kvcache.session.session_source import SessionSource
@@ -124,14 +125,49 @@ def test_the_time_of_an_inference_is_that_of_the_session() -> None:
         assert runner.last_inference_time() >= runner.session.statistics.prefill_seconds
 
 
-def test_metadata_names_the_inputs(either: RunnerMaker) -> None:
+def test_metadata_names_the_inputs_and_their_largest_shapes(either: RunnerMaker) -> None:
     with either(SOURCE) as runner:
         metadata = runner.get_input_metadata(use_numpy_dtypes=False)
-        assert {name: (str(entry.dtype), list(entry.shape)) for name, entry in metadata.items()} == {
-            "input_ids": ("int32", [None, None]),
-            "new_lengths": ("int32", [None]),
-            "reset": ("bool", [1]),
-        }
+    assert {name: (str(entry.dtype), list(entry.shape), entry.shape.max) for name, entry in metadata.items()} == {
+        "input_ids": ("int32", [None, None], (3, 5)),
+        "new_lengths": ("int32", [None], (3,)),
+        "reset": ("bool", [1], (1,)),
+    }
+
+
+def test_metadata_may_name_the_tokens_only(either: RunnerMaker) -> None:
+    with either(SOURCE, tokens_only=True) as runner:
+        assert list(runner.get_input_metadata(use_numpy_dtypes=False)) == ["input_ids"]
+        runner.infer(make_feed(PROMPTS, reset=True))  # lengths may be passed nevertheless
+
+
+def test_default_inputs_fill_all_slots(either: RunnerMaker) -> None:
+    results = Comparator.run([either(SOURCE, tokens_only=True)], data_loader=DataLoader(val_range={"input_ids": (0, 78)}))
+    ((_, (result,)),) = results.items()
+    assert result["kvcache_lengths"].tolist() == [5, 5, 5]
+
+
+def test_without_lengths_all_tokens_are_real(either: RunnerMaker) -> None:
+    with either(SOURCE) as runner:
+        outputs = runner.infer({"input_ids": np.array([[1, 2], [3, 4]], np.int32)})
+    assert outputs["kvcache_lengths"].tolist() == [2, 2]
+
+
+class TestErrorsOfPolygraphy:
+    """With a loader of Polygraphy, errors are its own, and logged."""
+
+    def test_a_folder_that_is_not_there(self, either: RunnerMaker, tmp_path: Path) -> None:
+        with (
+            pytest.raises(PolygraphyException, match="expected a model folder, an engine folder, or an id"),
+            either(SessionFromFolder(tmp_path / "none")),
+        ):
+            pass
+
+    def test_a_step_that_fails(self, either: RunnerMaker) -> None:
+        with either(SessionFromFolder(MODEL, engine="reference", **SIZES)) as runner:
+            runner.infer(make_feed(PROMPTS, reset=True))
+            with pytest.raises(PolygraphyException, match="expected one"):
+                runner.infer(make_feed([[1], [2]], reset=False))
 
 
 @pytest.mark.parametrize(
@@ -140,7 +176,7 @@ def test_metadata_names_the_inputs(either: RunnerMaker) -> None:
         (make_feed([[1], [2]], reset=False), ShapeError, "expected one"),
         (make_feed([[1] * 10, [2], [3]], reset=False), CapacityError, "Nothing was changed"),
         (make_feed([[1], []], reset=True), ShapeError, r"prompts\[1\]: expected at least one token"),
-        ({"input_ids": np.zeros((3, 1), np.int32)}, PolygraphyException, "new_lengths"),
+        ({"new_lengths": np.ones(3, np.int32)}, PolygraphyException, "input_ids"),
         ({**make_feed([[1]], reset=False), "other": np.zeros(1)}, PolygraphyException, "other"),
     ],
 )

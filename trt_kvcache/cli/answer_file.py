@@ -25,6 +25,11 @@ class AnswerFile:
     overwrite : bool
         Whether answers that it has are replaced.
 
+    Attributes
+    ----------
+    finished : dict of int to dict
+        The answers that are kept, by the index of their prompt.
+
     Raises
     ------
     typer.BadParameter
@@ -33,11 +38,6 @@ class AnswerFile:
         The file is to be continued, and a line of it is no answer.
     OSError
         It cannot be read.
-
-    Attributes
-    ----------
-    finished : dict of int to dict
-        The answers that are kept, by the index of their prompt.
     """
 
     def __init__(self, path: Path, *, continued: bool, overwrite: bool) -> None:

@@ -55,6 +55,7 @@ def build_in_child(*arguments: Any, progress: Progress, on_interrupt: Callable[[
     Returns
     -------
     BuildReport
+        What ``build_engine`` returned.
 
     Raises
     ------
@@ -206,6 +207,7 @@ def run_child() -> None:
         parent.finish(_DONE, report)
     except BaseException as error:  # noqa: BLE001  # raised again in the parent
         parent.finish(_FAILED, (_picklable(error), traceback.format_exc()))
+    os._exit(0)  # at once: Python cannot end properly while the other thread reads
 
 
 def _picklable(error: BaseException) -> BaseException:

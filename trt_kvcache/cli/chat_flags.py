@@ -90,6 +90,7 @@ class ChatFlags:
         Returns
         -------
         Template or None
+            What makes prompts of texts and conversations.
 
         Raises
         ------

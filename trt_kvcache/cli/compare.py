@@ -50,8 +50,8 @@ def compare(
     names one. At a difference, the first step, layer, slot and head are named, and the exit code is 3. For an engine folder, the engine
     with the other attention is built from its checkpoint.
     """
-    from trt_kvcache.polygraphy.compare_paths import TOLERANCES, compare_paths
     from trt_kvcache.polygraphy.comparison import comparison_lines
+    from trt_kvcache.polygraphy.path_comparison import TOLERANCES, compare_paths
     from trt_kvcache.polygraphy.runners import RecomputeRunner, SessionRunner
 
     prompts = read_prompts(prompt, prompt_ids)

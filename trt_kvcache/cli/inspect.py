@@ -1,36 +1,78 @@
 """``trt-kvcache inspect``: show the tensors, profiles and sizes of an engine folder."""
 
+from collections import Counter
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from trt_kvcache.cli.console import count, results, say, size, span, table
-from trt_kvcache.engine.protocol import TensorMode
+from trt_kvcache.cli.console import count, put_json, results, say, size, span, table
+from trt_kvcache.cli.json_document import as_json
+from trt_kvcache.cli.options import Json, choice
+from trt_kvcache.cli.session_flags import FlavourName
+from trt_kvcache.cli.tensor_rows import tensor_rows
+from trt_kvcache.engine.protocol import TensorMode, TensorSpec
+from trt_kvcache.engine_folder.folder import CONFIG_FILE, PLAN_FILE
 from trt_kvcache.engine_folder.inspection import EngineInspection, inspect_engine
 from trt_kvcache.engine_folder.records import SegmentsRecord
 from trt_kvcache.ops.segments import Segment
+from trt_kvcache.trt.plan_inspection import PlanInspection, inspect_plan
 
 
 def inspect(
-    engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="An engine folder.")],
+    engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="An engine folder, or a plan without one (needs its GPU).")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors of every layer, and every segment.")] = False,
     plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw its sizes into this file: .svg, .png or .pdf.")] = None,
+    flavour: Annotated[FlavourName, choice(FlavourName, "--flavour", help="Which TensorRT reads a plan without a folder.")] = "auto",
+    json: Json = False,
 ) -> None:
     """Show what is in an engine folder.
 
-    Tensors, aliases, profiles, sizes, attention. Needs neither TensorRT nor a GPU.
+    Tensors, aliases, profiles, sizes, attention. Needs neither TensorRT nor a GPU. A file with a plan alone is read by TensorRT.
     """
-    found = inspect_engine(engine)
+    folder = _folder_of(engine)
+    if folder is None:
+        if plot is not None:
+            raise typer.BadParameter("expected an engine folder with it, got a plan.", param_hint="--plot")
+        _show_plan(inspect_plan(engine, flavour), every_tensor=tensors, json=json)
+        return
+    found = inspect_engine(folder)
     if plot is not None:
         found.plot().save(plot)
+    if json:
+        put_json(as_json(found))
+        return
     _print_head(found)
-    _print_tensors(found)
+    _print_tensors(found.tensors, every_tensor=tensors)
     _print_profiles(found)
     _print_attention(found)
     if found.segments is not None:
-        _print_segments(found.segments)
+        _print_segments(found.segments, every_segment=tensors)
     _print_sizes(found)
+
+
+def _folder_of(engine: Path) -> Path | None:
+    """Return the engine folder of an argument, or None for a plan without one."""
+    if not engine.is_file() or engine.suffix in (".json", ".safetensors"):
+        return engine
+    return engine.parent if engine.name == PLAN_FILE and (engine.parent / CONFIG_FILE).is_file() else None
+
+
+def _show_plan(found: PlanInspection, *, every_tensor: bool, json: bool) -> None:
+    if json:
+        put_json(as_json(found))
+        return
+    say(str(found.path), style="bold")
+    say(f"{found.nbytes} B ({size(found.nbytes)}), activations {size(found.activations_nbytes)}, read by {found.tensorrt}")
+    _print_tensors(found.tensors, every_tensor=every_tensor)
+    rows = table("index", "input", "smallest", "largest", title="Optimisation profiles")
+    for index, profile in enumerate(found.profiles):
+        for name, (low, high) in profile.ranges.items():
+            if low != high:
+                rows.add_row(str(index), name, str(list(low)), str(list(high)))
+    results().print(rows)
 
 
 def _print_head(found: EngineInspection) -> None:
@@ -43,10 +85,10 @@ def _print_head(found: EngineInspection) -> None:
     say(f"built from: {checkpoint.path}{' (embedded)' if checkpoint.embedded else ''}, fingerprint {checkpoint.fingerprint[:16]}")
 
 
-def _print_tensors(found: EngineInspection) -> None:
+def _print_tensors(tensors: Sequence[TensorSpec], *, every_tensor: bool) -> None:
     rows = table("tensor", "mode", "dtype", "shape", "shares memory with", title="Tensors")
-    for spec in found.tensors:
-        rows.add_row(spec.name, spec.mode.value, spec.dtype, str(list(spec.shape)).replace("-1", "?"), spec.alias or "")
+    for row in tensor_rows(tensors, grouped=not every_tensor):
+        rows.add_row(*row)
     results().print(rows)
 
 
@@ -68,7 +110,12 @@ def _print_attention(found: EngineInspection) -> None:
     results().print(rows)
 
 
-def _print_segments(segments: SegmentsRecord) -> None:
+def _print_segments(segments: SegmentsRecord, *, every_segment: bool) -> None:
+    if not every_segment:
+        operations = Counter(step.operation for step in segments.stages if not isinstance(step, Segment))
+        between = ", ".join(f"{operation} ({number})" for operation, number in operations.items())
+        say(f"{count(len(segments.plans), 'segment')}, with operations between them: {between}; --tensors lists them")
+        return
     rows = table("step", "reads", "writes", "bytes", numbers=("bytes",), title="Segments and operations")
     plans = iter(enumerate(segments.plans))
     for step in segments.stages:

@@ -51,6 +51,7 @@ def flat_parameters(command: Callable[..., object]) -> list[Parameter]:
     Returns
     -------
     list of inspect.Parameter
+        In the order of the command's, all of them keyword-only.
     """
     hints = get_type_hints(command, include_extras=True)
     flat = []

@@ -127,13 +127,7 @@ class SamplingFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerSamplingFlags(SamplingFlags):
-    """The sampling options of commands whose answers are read by programs.
-
-    Parameters
-    ----------
-    logprobs : int or None
-        None if not given.
-    """
+    """The sampling options of commands whose answers are read by programs: those of all commands, and ``logprobs``."""
 
     logprobs: Logprobs = None
 

@@ -126,6 +126,7 @@ def located(folder: Path, files: Sequence[str] = NEEDED_FILES) -> Path:
     Returns
     -------
     Path
+        A folder that exists.
 
     Raises
     ------

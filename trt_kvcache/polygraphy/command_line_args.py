@@ -6,12 +6,13 @@ session, and so a cache, of its own.
 
 from typing import Any, get_args
 
-from polygraphy.tools.args import ModelArgs, util as args_util
+from polygraphy.tools.args import DataLoaderArgs, ModelArgs, util as args_util
 from polygraphy.tools.args.base import BaseArgs, BaseRunnerArgs
 from polygraphy.tools.script import make_invocable
 
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.flavours import FLAVOURS
+from trt_kvcache.polygraphy.feeds import NEW_LENGTHS
 from trt_kvcache.reference import Attention
 from trt_kvcache.session.session_options import EngineChoice
 
@@ -34,6 +35,7 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
     Depends on:
 
         - ModelArgs
+        - DataLoaderArgs
     """
 
     def add_parser_args_impl(self) -> None:
@@ -74,22 +76,30 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
         self.options: dict[str, Any] = {name: args_util.get(args, f"kvcache_{name}") for name in names}
         self.live_rows: bool | None = False if args_util.get(args, "kvcache_no_live_rows") else None
 
-    def add_source_to_script(self, script: Any) -> Any:
-        """Add a ``SessionSource`` to the script that Polygraphy generates.
+    def add_loader_to_script(self, script: Any, *, engine: str | None) -> Any:
+        """Add a ``SessionFromFolder`` to the script that Polygraphy generates.
 
         Parameters
         ----------
         script : polygraphy.tools.script.Script
             The script, which is changed.
+        engine : str or None
+            Which engine runs; None for the default.
 
         Returns
         -------
         str
-            Name of the variable that holds the source.
+            Name of the variable that holds the loader.
         """
-        script.add_import(imports=["SessionSource"], frm="trt_kvcache.session.session_source")
-        source = make_invocable("SessionSource", self.arg_groups[ModelArgs].path, engine=self.engine, **self.options)
-        return script.add_loader(source, "kvcache_session_source")
+        script.add_import(imports=["SessionFromFolder"], frm="trt_kvcache.polygraphy")
+        loader = make_invocable("SessionFromFolder", self.arg_groups[ModelArgs].path, engine=engine, **self.options)
+        return script.add_loader(loader, "kvcache_load_session")
+
+    @property
+    def tokens_only(self) -> bool | None:
+        """True if the inputs are random and the command line does not ask for lengths, else None."""
+        random = self.arg_groups[DataLoaderArgs].is_using_random_data()
+        return True if random and NEW_LENGTHS not in (self.arg_groups[ModelArgs].input_shapes or {}) else None
 
 
 class _RunnerArgs(BaseRunnerArgs):  # type: ignore[misc]
@@ -97,6 +107,10 @@ class _RunnerArgs(BaseRunnerArgs):  # type: ignore[misc]
 
     _NAME_AND_FLAG: tuple[str, str]
     _RUNNER: str
+    #: The engine that runs, if it is always the same.
+    _ENGINE: str | None = None
+    #: Name of the runner, if it is not its own.
+    _NAME: str | None = None
 
     def get_name_opt_impl(self) -> tuple[str, str]:
         """Return the runner's name and its flag."""
@@ -105,13 +119,10 @@ class _RunnerArgs(BaseRunnerArgs):  # type: ignore[misc]
     def add_to_script_impl(self, script: Any) -> None:
         """Add the runner."""
         shared = self.arg_groups[KVCacheArgs]
-        script.add_import(imports=[self._RUNNER], frm="trt_kvcache.polygraphy.runners")
-        source, options = self._source(shared, script)
-        script.add_runner(make_invocable(self._RUNNER, source, live_rows=shared.live_rows, **options))
-
-    def _source(self, shared: KVCacheArgs, script: Any) -> tuple[Any, dict[str, Any]]:
-        """Return the first argument of the runner, and its other options."""
-        return shared.add_source_to_script(script), {}
+        script.add_import(imports=[self._RUNNER], frm="trt_kvcache.polygraphy")
+        loader = shared.add_loader_to_script(script, engine=self._ENGINE or shared.engine)
+        options = {"name": self._NAME, "live_rows": shared.live_rows, "tokens_only": shared.tokens_only}
+        script.add_runner(make_invocable(self._RUNNER, loader, **options))
 
 
 class KVCacheSessionArgs(_RunnerArgs):
@@ -151,7 +162,6 @@ class KVCacheReferenceArgs(_RunnerArgs):
     """
 
     _NAME_AND_FLAG = "a KV cache session on the NumPy reference engine", "kvcache-reference"
-    _RUNNER = "ReferenceRunner"
-
-    def _source(self, shared: KVCacheArgs, script: Any) -> tuple[Any, dict[str, Any]]:
-        return self.arg_groups[ModelArgs].path, shared.options
+    _RUNNER = "SessionRunner"
+    _ENGINE = "reference"
+    _NAME = "kvcache-reference"

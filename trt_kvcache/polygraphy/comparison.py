@@ -125,7 +125,7 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     Parameters
     ----------
     comparison : Comparison
-        The result of :func:`~trt_kvcache.polygraphy.compare_paths.compare_paths`.
+        The result of :func:`~trt_kvcache.polygraphy.path_comparison.compare_paths`.
 
     Returns
     -------

@@ -2,7 +2,7 @@
 
 ============= ============== ===================================================================
 input_ids     int32 [B, s]   new tokens of each slot, padded on the right
-new_lengths   int32 [B]      how many of them are real; 0 for a slot without new tokens
+new_lengths   int32 [B]      how many of them are real; 0 for a slot without new tokens; all if left out
 reset         bool [1]       True: start new sequences; False or left out: continue the sequences
 ============= ============== ===================================================================
 """
@@ -68,7 +68,7 @@ def complete_feed(feed: Mapping[str, Any]) -> dict[str, Any]:
     Parameters
     ----------
     feed : mapping of str to array
-        ``reset`` may be left out or a scalar; integers may be int64.
+        ``reset`` may be left out or a scalar; without ``new_lengths``, all tokens are real; integers may be int64.
 
     Returns
     -------
@@ -83,6 +83,9 @@ def complete_feed(feed: Mapping[str, Any]) -> dict[str, Any]:
         A value does not fit in int32.
     """
     complete = {RESET: np.array([False]), **feed}
+    if NEW_LENGTHS not in feed and INPUT_IDS in feed and np.ndim(feed[INPUT_IDS]) == 2:
+        slots, width = np.shape(feed[INPUT_IDS])
+        complete[NEW_LENGTHS] = np.full(slots, width, np.int32)
     for name in (INPUT_IDS, NEW_LENGTHS):
         if name in feed:
             complete[name] = _as_int32(name, np.asarray(feed[name]))

@@ -10,15 +10,18 @@ The runners use TensorRT through this package and not through Polygraphy. So the
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-from polygraphy.backend.base import BaseRunner
+from polygraphy.backend.base import BaseLoader, BaseRunner
+from polygraphy.backend.base.util import check_inputs as check_feed
 from polygraphy.common import TensorMetadata
 
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.errors import ClosedError, ShapeError
-from trt_kvcache.polygraphy.feeds import FEED_INPUTS, INPUT_IDS, complete_feed, read_feed
+from trt_kvcache.polygraphy.failures import as_polygraphy
+from trt_kvcache.polygraphy.feeds import FEED_INPUTS, INPUT_IDS, NEW_LENGTHS, RESET, complete_feed, read_feed
 from trt_kvcache.polygraphy.live_rows import live_rows
 from trt_kvcache.session.session import InferenceSession
 from trt_kvcache.session.session_source import SessionSource
@@ -33,12 +36,16 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
     ----------
     session : InferenceSession or callable
         A callable that returns a session, such as a :class:`~trt_kvcache.session.session_source.SessionSource`, is called at each
-        activation, and its session is closed at deactivation. A session that is passed directly is not closed; do not pass it to two
-        runners, since they would share its cache.
+        activation, and its session is closed at deactivation. With a loader of Polygraphy
+        (:class:`~trt_kvcache.polygraphy.loaders.SessionFromFolder`) errors are ``PolygraphyException``. A session that is passed
+        directly is not closed; do not pass it to two runners, since they would share its cache.
     name : str, optional
         Name of the runner; by default Polygraphy makes one from a prefix and the time.
     live_rows : bool
         Whether the live rows of the cache are among the outputs.
+    tokens_only : bool
+        Whether the metadata names the tokens only. Polygraphy's default data loader then fills all slots with whole sequences, while random
+        lengths would be 0 and 1. The Comparator passes on nothing but what the metadata names.
 
     Attributes
     ----------
@@ -71,9 +78,16 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
 
     _PREFIX = "kvcache-session"
 
-    def __init__(self, session: InferenceSession | Callable[[], InferenceSession], name: str | None = None, live_rows: bool = True) -> None:
+    def __init__(
+        self,
+        session: InferenceSession | Callable[[], InferenceSession],
+        name: str | None = None,
+        live_rows: bool = True,
+        tokens_only: bool = False,
+    ) -> None:
         super().__init__(name=name, prefix=self._PREFIX)
         self._source = session
+        self._tokens_only = tokens_only
         #: Whether the live rows of the cache are among the outputs.
         self.live_rows = live_rows
         self._session: InferenceSession | None = None
@@ -113,11 +127,17 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
         Returns
         -------
         TensorMetadata
-            A size of None is known only when an inference is run.
+            A size of None is known only when an inference is run. The largest shapes are those of the session: all slots, and the greatest
+            prefill length.
         """
+        return self._metadata(everything=not self._tokens_only)
+
+    def _metadata(self, *, everything: bool) -> Any:
+        largest: dict[str, tuple[int, ...]] = {} if self._session is None else _largest_shapes(self._session)
         metadata = TensorMetadata()
         for name, dtype, shape in FEED_INPUTS:
-            metadata.add(name, np.dtype(dtype), shape)
+            if everything or name == INPUT_IDS:
+                metadata.add(name, np.dtype(dtype), shape, max_shape=largest.get(name))
         return metadata
 
     def infer(self, feed_dict: Mapping[str, Any], check_inputs: bool = True, *args: Any, **kwargs: Any) -> dict[str, Arrays]:
@@ -142,7 +162,10 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
         KVCacheError
             The feed is not valid, or the session rejects the step.
         """
-        outputs: dict[str, Arrays] = super().infer(complete_feed(feed_dict), check_inputs, *args, **kwargs)
+        feed = complete_feed(feed_dict)
+        if check_inputs and self.is_active:
+            check_feed(feed, self._metadata(everything=True))
+        outputs: dict[str, Arrays] = super().infer(feed, False, *args, **kwargs)
         return outputs
 
     def infer_impl(self, feed_dict: Mapping[str, Any]) -> dict[str, Arrays]:
@@ -158,6 +181,14 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
         dict of str to ndarray
             The outputs: see the notes of the class.
         """
+        with self._errors():
+            return self._infer(feed_dict)
+
+    def _errors(self) -> AbstractContextManager[None]:
+        """Have errors be those of Polygraphy, if the session comes from one of its loaders."""
+        return as_polygraphy() if isinstance(self._source, BaseLoader) else nullcontext()
+
+    def _infer(self, feed_dict: Mapping[str, Any]) -> dict[str, Arrays]:
         rows, reset = read_feed(feed_dict)
         started = time.perf_counter()
         logits = self._run(rows, reset or self._last_logits is None)
@@ -178,6 +209,13 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
         return logits
 
 
+def _largest_shapes(session: InferenceSession) -> dict[str, tuple[int, ...]]:
+    """Return the largest shape of each input of a session."""
+    slots = session.cache.kv_config.max_batch_size
+    width = max(profile.max_width for profile in session.engine.profiles)
+    return {INPUT_IDS: (slots, width), NEW_LENGTHS: (slots,), RESET: (1,)}
+
+
 class RecomputeRunner(SessionRunner):
     """Runs a session without relying on its cache: every inference starts new sequences with all tokens so far.
 
@@ -191,6 +229,8 @@ class RecomputeRunner(SessionRunner):
     name : str, optional
         As for :class:`SessionRunner`.
     live_rows : bool
+        As for :class:`SessionRunner`.
+    tokens_only : bool
         As for :class:`SessionRunner`.
 
     Examples
@@ -206,8 +246,14 @@ class RecomputeRunner(SessionRunner):
 
     _PREFIX = "kvcache-recompute"
 
-    def __init__(self, session: InferenceSession | Callable[[], InferenceSession], name: str | None = None, live_rows: bool = True) -> None:
-        super().__init__(session, name, live_rows)
+    def __init__(
+        self,
+        session: InferenceSession | Callable[[], InferenceSession],
+        name: str | None = None,
+        live_rows: bool = True,
+        tokens_only: bool = False,
+    ) -> None:
+        super().__init__(session, name, live_rows, tokens_only)
         self._history: list[list[int]] = []
 
     def deactivate_impl(self) -> None:

@@ -86,6 +86,10 @@ class Snapshot:
     model: ModelIdentity
     contents: SlotCopy
 
+    def __repr__(self) -> str:
+        nbytes = sum(array.nbytes for array in self.contents.arrays)
+        return f"Snapshot(tokens={len(self.tokens)}, pending={len(self.pending)}, sampler={self.sampler}, nbytes={nbytes})"
+
     @property
     def slot_format(self) -> SlotFormat:
         """The layers, dtypes and scales of the cache that it was taken from."""
@@ -235,8 +239,8 @@ class Snapshot:
         stored = SnapshotFile.read(Path(path))
         try:
             return cls._of_file(stored)
-        except (KVCacheError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise SnapshotError(f"{path}: expected a snapshot, got a file with contradicting contents ({error}).") from error
+        except (KVCacheError, KeyError, TypeError, ValueError, AttributeError, OverflowError, MemoryError, RecursionError) as error:
+            raise SnapshotError(f"{path}: expected a snapshot, got a file with contradicting contents ({error!s:.300}).") from error
 
     @classmethod
     def _of_file(cls, stored: SnapshotFile) -> Snapshot:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trt_kvcache._util.checks import slot_index
+from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.builder.build_engine import Progress
 from trt_kvcache.cache.kv_cache_base import KVCacheBase
 from trt_kvcache.cache.plot import draw_cache
@@ -46,8 +48,10 @@ if TYPE_CHECKING:
     from trt_kvcache.generation.sampling import SamplingOptions
     from trt_kvcache.session.session_options import ModelOptions, OpenOptions
 
+_LOGGER = logging.getLogger("trt_kvcache.session")
 
-class InferenceSession:
+
+class InferenceSession(Uncopyable):
     """Sequences that are generated together on one cache and one engine. For one thread at a time.
 
     Most callers open one with :meth:`open` or :meth:`from_model`; the constructor joins an engine and a cache of your own.
@@ -226,6 +230,12 @@ class InferenceSession:
         except BaseException:
             parts.close()
             raise
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"active={len(self._batch)}"
+        engine, limit = type(self._engine).__name__, self._batch.max_sequence_length
+        slots = self._cache.kv_config.max_batch_size
+        return f"InferenceSession(engine={engine}, slots={slots}, max_sequence_length={limit}, vocab_size={self.vocab_size}, {state})"
 
     # --- what it is ---
 
@@ -568,6 +578,7 @@ class InferenceSession:
         requests = self._requests(rows, per_request)
         if not append and len(rows) > self._cache.max_batch_size:
             queue = RequestQueue(self._steps, self._batch)
+            queue.timeline = self._queue.timeline
             return TokenStream(requests, generate_queued(self._batch, queue, requests, check_open=self._check_open), user=self._user)
         return self._generate(requests, lambda: self._batch.append(rows) if append else self._batch.start(rows, reuse=reuse))
 
@@ -625,6 +636,10 @@ class InferenceSession:
         return self.generate(prompt, params, reuse=len(self._batch) == 1, **options)
 
     def _generate(self, requests: list[Request], prefill: Callable[[], np.ndarray[Any, Any]]) -> TokenStream:
+        if _LOGGER.isEnabledFor(logging.INFO):
+            for request in requests:
+                seed = f", seed {request.sampler[0]}" if request.sampled else ""
+                _LOGGER.info("prompt %d: %d tokens%s", request.index, len(request.prompt), seed)
         tokens = generate_tokens(self._batch, requests, prefill, check_open=self._check_open)
         return TokenStream(requests, tokens, user=self._user)
 

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.config import EngineConfig
@@ -29,7 +30,7 @@ from trt_kvcache.trt.plugin import register
 from trt_kvcache.trt.tensors import add_plugin_aliases, compare_profiles, compare_tensors, read_profiles
 
 
-class TensorRTEngine:
+class TensorRTEngine(Uncopyable):
     """A TensorRT engine in one piece (implements :class:`trt_kvcache.engine.protocol.Engine`).
 
     Made by :meth:`open`; a context manager. Not thread-safe.

@@ -8,9 +8,9 @@ import pytest
 
 from tests.paths import GOLDEN
 from trt_kvcache.errors import CapacityError, ConfigError, RangeError, ShapeError
-from trt_kvcache.polygraphy.compare_paths import TOLERANCES, compare_paths
 from trt_kvcache.polygraphy.comparison import Comparison, comparison_lines
 from trt_kvcache.polygraphy.first_difference import Difference
+from trt_kvcache.polygraphy.path_comparison import TOLERANCES, compare_paths
 from trt_kvcache.polygraphy.runners import RecomputeRunner, SessionRunner
 from trt_kvcache.session.session import InferenceSession
 from trt_kvcache.session.session_source import SessionSource

@@ -1,0 +1,94 @@
+"""Reading what a serialised engine ("plan") says of itself, without an engine folder: from TensorRT, which needs a GPU for it."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trt_kvcache._util.checks import one_of
+from trt_kvcache.engine.flavours import FLAVOURS
+from trt_kvcache.engine.protocol import TensorSpec
+from trt_kvcache.errors import EngineError
+from trt_kvcache.trt.module import TensorRT, load
+from trt_kvcache.trt.tensors import ProfileRanges, read_ranges, read_tensors
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInspection:
+    """A plan in plain values.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    nbytes : int
+        Its size in bytes.
+    tensorrt : str
+        Flavour and version of the TensorRT that read it.
+    tensors : tuple of TensorSpec
+        Inputs and outputs, the inputs first, with shapes, dtypes, modes and aliases.
+    profiles : tuple of ProfileRanges
+        Smallest and largest shape of each input, by optimisation profile.
+    activations_nbytes : int
+        Bytes that the engine needs on the GPU while it runs, beside weights and cache.
+    """
+
+    path: Path
+    nbytes: int
+    tensorrt: str
+    tensors: tuple[TensorSpec, ...]
+    profiles: tuple[ProfileRanges, ...]
+    activations_nbytes: int
+
+
+def inspect_plan(path: Path, flavour: str = "auto") -> PlanInspection:
+    """Read a plan with TensorRT. This needs the GPU, or one like it, that the plan was built for.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    flavour : str
+        ``"tensorrt"``, ``"tensorrt_rtx"``, or ``"auto"`` for the first that can read it.
+
+    Returns
+    -------
+    PlanInspection
+        What the plan says of itself.
+
+    Raises
+    ------
+    EngineError
+        No TensorRT that is installed can read it here; the text has the reason of each.
+    OSError
+        The file cannot be read.
+    """
+    one_of("TensorRT flavour", flavour, FLAVOURS, error=EngineError)
+    plan = path.read_bytes()
+    failures = []
+    for candidate in FLAVOURS[1:] if flavour == "auto" else (flavour,):
+        try:
+            return _inspect(path, plan, load(candidate))
+        except EngineError as error:
+            failures.append(str(error))
+    raise EngineError(f"{path}: a plan without its engine folder can be read by TensorRT on a GPU only. {' '.join(failures)}")
+
+
+def _inspect(path: Path, plan: bytes, tensorrt: TensorRT) -> PlanInspection:
+    with tensorrt.log.collect() as messages:
+        try:
+            engine = tensorrt.module.Runtime(tensorrt.log.logger).deserialize_cuda_engine(plan)
+        except (TypeError, RuntimeError):
+            engine = None
+        if engine is None:
+            messages.fail(EngineError, f"{tensorrt} refuses it")
+        tensors: Mapping[str, TensorSpec] = read_tensors(tensorrt, engine)
+        profiles = tuple(read_ranges(engine, tensors))
+        activations = max(int(engine.get_device_memory_size_for_profile_v2(index)) for index in range(len(profiles)))
+        return PlanInspection(
+            path=path,
+            nbytes=len(plan),
+            tensorrt=str(tensorrt),
+            tensors=tuple(tensors.values()),
+            profiles=profiles,
+            activations_nbytes=activations,
+        )
