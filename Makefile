@@ -11,7 +11,7 @@ SUMS := tests/end_to_end tests/reference tests/session tests/kernels
 
 .PHONY: help
 help:  ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 .PHONY: demo
 demo: $(READY)  ## Build an engine from the shipped model, generate text, compare cached and full recomputation
@@ -52,6 +52,11 @@ test-slow: $(READY)  ## Run the tests that take minutes
 .PHONY: test-trt
 test-trt: $(READY)  ## Build engines with TensorRT for RTX (no GPU needed)
 	$(BIN)/pytest -n $(JOBS) -m "trt and not gpu"
+
+# The bindings of each release are 1 MB, come from the package index and are kept in build/bindings; gcc makes the libraries behind them.
+.PHONY: test-bindings
+test-bindings: $(READY)  ## Hold the code against NVIDIA's Python bindings of each release of full TensorRT (no GPU needed)
+	$(BIN)/python tests/bindings/run.py
 
 .PHONY: test-gpu
 test-gpu: $(READY)  ## Run everything that runs on an NVIDIA GPU; a missing GPU is a failure

@@ -23,6 +23,7 @@ TREE = {
     "CaptureError": RuntimeError,
     "LengthsUnknown": RuntimeError,
     "ClosedError": RuntimeError,
+    "ThreadError": RuntimeError,
     "CudaError": RuntimeError,
 }
 

@@ -14,6 +14,7 @@ from trt_kvcache._version import __version__ as __version__
 
 if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.builder.build_engine import BuildReport as BuildReport, build_engine as build_engine
+    from trt_kvcache.builder.estimate import BuildEstimate as BuildEstimate, estimate_build as estimate_build
     from trt_kvcache.cache.config import CacheConfig as CacheConfig, KVCacheConfig as KVCacheConfig, KVLayerConfig as KVLayerConfig
     from trt_kvcache.cache.estimate import (
         estimate_memory as estimate_memory,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.cache.linear_kv_cache import LinearKVCache as LinearKVCache
     from trt_kvcache.cache.mamba_cache_manager import MambaCacheManager as MambaCacheManager
     from trt_kvcache.cache.mamba_config import MambaCacheConfig as MambaCacheConfig
+    from trt_kvcache.cache.plot import draw_cache as draw_cache
     from trt_kvcache.checkpoint import Checkpoint as Checkpoint, ModelConfig as ModelConfig, Tokenizer as Tokenizer
     from trt_kvcache.engine.bindings import BindingPlan as BindingPlan
     from trt_kvcache.engine.names import TensorNames as TensorNames
@@ -62,6 +64,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
         ShapeError as ShapeError,
         SlotError as SlotError,
         SnapshotError as SnapshotError,
+        ThreadError as ThreadError,
     )
     from trt_kvcache.generation.chat_prompt import ChatPrompt as ChatPrompt
     from trt_kvcache.generation.request import GeneratedToken as GeneratedToken
@@ -74,6 +77,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.ops.custom_op import CustomOp as CustomOp, TensorType as TensorType, run_on_host as run_on_host
     from trt_kvcache.ops.embedding_op import EmbeddingOp as EmbeddingOp
     from trt_kvcache.ops.registry import register_operation as register_operation, unregister_operation as unregister_operation
+    from trt_kvcache.plot import Plot as Plot
     from trt_kvcache.polygraphy.feeds import greedy_feeds as greedy_feeds, make_feed as make_feed
     from trt_kvcache.polygraphy.network_script import NetworkScript as NetworkScript
     from trt_kvcache.polygraphy.path_comparison import compare_paths as compare_paths
@@ -87,6 +91,8 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.sequences.prompt_cache import PromptCache as PromptCache, PromptEntry as PromptEntry, PromptMatch as PromptMatch
     from trt_kvcache.sequences.sequence_cache_manager import SequenceCacheManager as SequenceCacheManager
     from trt_kvcache.sequences.snapshot import Snapshot as Snapshot, load_snapshot as load_snapshot, save_snapshot as save_snapshot
+    from trt_kvcache.session.async_request import AsyncRequest as AsyncRequest
+    from trt_kvcache.session.async_session import AsyncSession as AsyncSession
     from trt_kvcache.session.load import load as load
     from trt_kvcache.session.open_model import EngineFallbackWarning as EngineFallbackWarning
     from trt_kvcache.session.request_handle import RequestHandle as RequestHandle
@@ -94,13 +100,18 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.session.session_options import SessionOptions as SessionOptions
     from trt_kvcache.session.session_source import SessionSource as SessionSource
     from trt_kvcache.session.statistics import SessionStatistics as SessionStatistics
+    from trt_kvcache.session.timeline import Timeline as Timeline
+    from trt_kvcache.session.token_stream import TokenStream as TokenStream
     from trt_kvcache.trt.segmented_engine import SegmentedEngine as SegmentedEngine
     from trt_kvcache.trt.tensorrt_engine import TensorRTEngine as TensorRTEngine
 
 _MODULE_OF = {
+    "AsyncRequest": "session.async_request",
+    "AsyncSession": "session.async_session",
     "BindingError": "errors",
     "BindingPlan": "engine.bindings",
     "BuildError": "errors",
+    "BuildEstimate": "builder.estimate",
     "BuildReport": "builder.build_engine",
     "CacheConfig": "cache.config",
     "CapacityError": "errors",
@@ -164,6 +175,7 @@ _MODULE_OF = {
     "SessionOptions": "session.session_options",
     "SessionRunner": "polygraphy.runners",
     "SessionSource": "session.session_source",
+    "Timeline": "session.timeline",
     "SessionStatistics": "session.statistics",
     "ShapeError": "errors",
     "SlotError": "errors",
@@ -174,10 +186,15 @@ _MODULE_OF = {
     "TensorRTEngine": "trt.tensorrt_engine",
     "TensorSpec": "engine.protocol",
     "TensorType": "ops.custom_op",
+    "ThreadError": "errors",
+    "TokenStream": "session.token_stream",
     "Tokenizer": "checkpoint",
     "build_engine": "builder.build_engine",
+    "estimate_build": "builder.estimate",
     "compare_paths": "polygraphy.path_comparison",
     "estimate_memory": "cache.estimate",
+    "draw_cache": "cache.plot",
+    "Plot": "plot",
     "greedy_feeds": "polygraphy.feeds",
     "inspect_engine": "engine_folder.inspection",
     "largest_batch": "cache.estimate",

@@ -16,7 +16,7 @@ Examples
 ...     KVLayerConfig(num_kv_heads=0, head_dim=64)
 ... except KVCacheError as error:
 ...     print(error, isinstance(error, ValueError))
-KVLayerConfig.num_kv_heads: expected at least 1, got 0. True
+KVLayerConfig.num_kv_heads: expected an integer from 1 to 2147483647, got 0. True
 """
 
 
@@ -113,6 +113,10 @@ class LengthsUnknown(KVCacheError, RuntimeError):
 
 class ClosedError(KVCacheError, RuntimeError):
     """An object was used after ``close()``."""
+
+
+class ThreadError(KVCacheError, RuntimeError):
+    """An object that one thread may use at a time was used by a second one, while the first was in a call."""
 
 
 class CudaError(KVCacheError, RuntimeError):

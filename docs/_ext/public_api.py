@@ -35,7 +35,7 @@ import trt_kvcache
 
 #: Pages of ``docs/reference``, each with the subpackages and modules of ``trt_kvcache`` whose public names it lists.
 AREAS = {
-    "cache": ("cache",),
+    "cache": ("cache", "plot"),
     "memory": ("memory", "dtypes"),
     "sequences": ("sequences",),
     "sessions": ("session",),

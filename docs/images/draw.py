@@ -102,7 +102,7 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     (GREEN, (("cache", "managers, layouts, lengths, states"),)),
     (GREEN, (("generation", "logits to text"), ("kernels", "CUDA and NumPy"), ("checkpoint", "model folders"))),
     (GREY, (("memory", "host and GPU memory, tensors, DLPack"),)),
-    (GREY, (("_util", "checks, files"), ("dtypes", "names and sizes"), ("errors", "the exceptions"))),
+    (GREY, (("plot", "pictures"), ("_util", "checks, files"), ("dtypes", "names and sizes"), ("errors", "the exceptions"))),
 )
 
 

@@ -25,7 +25,7 @@ class Owner(Closable):
 def test_an_owner_is_never_copied(operation):
     with pytest.raises(TypeError) as caught:
         operation(Owner())
-    assert str(caught.value) == "a Owner owns device memory and cannot be copied or pickled."
+    assert str(caught.value) == "an Owner owns memory, or shares it, and cannot be copied or pickled."
 
 
 def test_close_releases():

@@ -24,6 +24,7 @@ from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BuildError, CheckpointError, ConfigError, EngineError
+from trt_kvcache.trt import module as trt_module
 from trt_kvcache.trt.module import TensorRT, load
 
 TOKENIZER = (SHIPPED / "tokenizer.json").read_text(encoding="utf-8")
@@ -136,6 +137,7 @@ def test_network_for_full_tensorrt(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         kinds.append(kind)
         return real(graph, name, kind, *arguments)
 
+    monkeypatch.setattr(trt_module, "driver_failure", lambda: None)
     monkeypatch.setattr(Graph, "layer", recording)
     monkeypatch.setattr(builder, "load", lambda flavour, *, error: full)
     build_engine(write_model(tmp_path / "model"), tmp_path / "engine", **{**SIZES, "flavour": "tensorrt", "attention": attention})

@@ -97,9 +97,17 @@ def test_cache_of_a_model() -> None:
 
 @pytest.mark.parametrize("version", ["10.15.2", "10.16.1"])
 def test_native_attention_needs_a_newer_tensorrt(version: str) -> None:
-    message = f"attention: expected mask, got native: TensorRT {version} has no causal attention over a cache (11.0 has)."
+    message = f"attention: expected mask, got native: tensorrt {version} has no causal attention over a cache (11.0 has)."
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
         BuildOptions(**GOOD).check_tensorrt(full_tensorrt(version))
+
+
+def test_native_attention_needs_a_newer_tensorrt_for_rtx() -> None:
+    rtx = replace(full_tensorrt("1.4.0.76"), flavour="tensorrt_rtx")
+    message = "attention: expected mask, got native: tensorrt_rtx 1.4.0.76 has no causal attention over a cache (1.5 has)."
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        BuildOptions(**GOOD).check_tensorrt(rtx)
+    BuildOptions(**GOOD, attention="mask").check_tensorrt(rtx)
 
 
 def test_versions_that_have_what_the_options_ask_for() -> None:

@@ -1,6 +1,7 @@
 """``KVLayerConfig``, ``KVCacheConfig`` and ``CacheConfig``: what they hold, how many bytes, and which fields they refuse."""
 
 import dataclasses
+import itertools
 import json
 
 import numpy as np
@@ -18,6 +19,7 @@ from trt_kvcache import (
     MambaCacheConfig,
     estimate_memory,
 )
+from trt_kvcache._util.shown import shown
 from trt_kvcache.errors import ConfigError
 
 LAYER = KVLayerConfig(num_kv_heads=2, head_dim=16)
@@ -26,7 +28,7 @@ LINEAR = {"num_attention_layers": 4, "max_batch_size": 3, "max_sequence_length":
 MAMBA = {"num_layers": 2, "max_batch_size": 3, "num_heads": 2, "head_dim": 3, "state_size": 5, "conv_dim": 7, "conv_kernel": 4}
 #: The same states in a CacheConfig.
 LINEAR_STATES = {"num_mamba_layers": 2, "mamba_num_heads": 2, "mamba_head_dim": 3, "ssm_state_size": 5, "conv_dim": 7, "conv_kernel": 4}
-INT32_MAX = 2147483647
+INT32_MAX, MAX_SLOTS, MAX_LAYERS = 2147483647, 65535, 10_000
 #: Bytes of the array that kernels read: five words for a K/V layer, three for a state.
 KV_INFO, STATE_INFO = 40, 24
 
@@ -190,16 +192,16 @@ def test_a_linear_config_layer_by_layer():
 
 
 def _integers(name, high):
-    low = "at least 1" if high is None else f"an integer from 1 to {high}"
+    low = f"an integer from 1 to {high}"
     wrong = [(0, f"{low}, got 0"), (-1, f"{low}, got -1"), (2.0, "an integer, got 2.0"), (True, "an integer, got True")]
-    wrong += [("2", "an integer, got '2'"), (None, "an integer, got None")]
-    wrong += [] if high is None else [(high + 1, f"{low}, got {high + 1}")]
+    wrong += [("2", "an integer, got '2'"), (None, "an integer, got None"), (high + 1, f"{low}, got {high + 1}")]
+    wrong += [(10**5000, f"{low}, got an int that is too large to print")]
     return [(value, f"{name}: expected {text}.") for value, text in wrong]
 
 
 def _scales(name):
-    wrong = [0, 0.0, -1.0, float("nan"), float("inf"), 1e300, 10**400, 1e-60, True, "1.0", None]
-    return [(value, f"{name}: expected a finite float32 above 0, got {value!r}.") for value in wrong]
+    wrong = [0, 0.0, -1.0, float("nan"), float("inf"), 1e300, 10**400, 10**5000, 1e-60, True, "1.0", None]
+    return [(value, f"{name}: expected a finite float32 above 0, got {shown(value)}.") for value in wrong]
 
 
 DTYPES = [
@@ -212,36 +214,44 @@ LAYOUTS = [
 ]
 
 BAD = [
-    *[(KVLayerConfig, dataclasses.asdict(LAYER), "num_kv_heads", *bad) for bad in _integers("KVLayerConfig.num_kv_heads", None)],
-    *[(KVLayerConfig, dataclasses.asdict(LAYER), "head_dim", *bad) for bad in _integers("KVLayerConfig.head_dim", None)],
+    *[(KVLayerConfig, dataclasses.asdict(LAYER), "num_kv_heads", *bad) for bad in _integers("KVLayerConfig.num_kv_heads", INT32_MAX)],
+    *[(KVLayerConfig, dataclasses.asdict(LAYER), "head_dim", *bad) for bad in _integers("KVLayerConfig.head_dim", INT32_MAX)],
     *[(KVLayerConfig, dataclasses.asdict(LAYER), "k_scale", *bad) for bad in _scales("KVLayerConfig.k_scale")],
     *[(KVLayerConfig, dataclasses.asdict(LAYER), "v_scale", *bad) for bad in _scales("KVLayerConfig.v_scale")],
-    *[(KVCacheConfig, KV, "max_batch_size", *bad) for bad in _integers("KVCacheConfig.max_batch_size", INT32_MAX)],
+    *[(KVCacheConfig, KV, "max_batch_size", *bad) for bad in _integers("KVCacheConfig.max_batch_size", MAX_SLOTS)],
     *[(KVCacheConfig, KV, "max_sequence_length", *bad) for bad in _integers("KVCacheConfig.max_sequence_length", INT32_MAX)],
     *[(KVCacheConfig, KV, "dtype", value, f"KVCacheConfig.{text}") for value, text in DTYPES],
     *[(KVCacheConfig, KV, "layout", value, f"KVCacheConfig.{text}") for value, text in LAYOUTS],
     (KVCacheConfig, KV, "layers", [], "KVCacheConfig.layers: expected at least one layer, got none."),
     (KVCacheConfig, KV, "layers", LAYER, "KVCacheConfig.layers: expected a sequence of KVLayerConfig, got KVLayerConfig."),
     (KVCacheConfig, KV, "layers", "ab", "KVCacheConfig.layers: expected a sequence of KVLayerConfig, got str."),
+    (KVCacheConfig, KV, "layers", [LAYER] * (MAX_LAYERS + 1), "KVCacheConfig.layers: expected at most 10000 layers, got more."),
+    (KVCacheConfig, KV, "layers", itertools.repeat(LAYER), "KVCacheConfig.layers: expected at most 10000 layers, got more."),
     (KVCacheConfig, KV, "layers", 3, "KVCacheConfig.layers: expected a sequence of KVLayerConfig, got 3."),
     (KVCacheConfig, KV, "layers", [LAYER, (2, 16)], "KVCacheConfig.layers[1]: expected a KVLayerConfig, got tuple."),
-    *[(CacheConfig, LINEAR, "num_attention_layers", *bad) for bad in _integers("CacheConfig.num_attention_layers", None)],
-    *[(CacheConfig, LINEAR, "max_batch_size", *bad) for bad in _integers("CacheConfig.max_batch_size", INT32_MAX)],
+    *[(CacheConfig, LINEAR, "num_attention_layers", *bad) for bad in _integers("CacheConfig.num_attention_layers", MAX_LAYERS)],
+    *[(CacheConfig, LINEAR, "max_batch_size", *bad) for bad in _integers("CacheConfig.max_batch_size", MAX_SLOTS)],
     *[(CacheConfig, LINEAR, "max_sequence_length", *bad) for bad in _integers("CacheConfig.max_sequence_length", INT32_MAX)],
-    *[(CacheConfig, LINEAR, "num_kv_heads", *bad) for bad in _integers("KVLayerConfig.num_kv_heads", None)],
-    *[(CacheConfig, LINEAR, "head_dim", *bad) for bad in _integers("KVLayerConfig.head_dim", None)],
+    *[(CacheConfig, LINEAR, "num_kv_heads", *bad) for bad in _integers("KVLayerConfig.num_kv_heads", INT32_MAX)],
+    *[(CacheConfig, LINEAR, "head_dim", *bad) for bad in _integers("KVLayerConfig.head_dim", INT32_MAX)],
     *[(CacheConfig, LINEAR, "k_scale", *bad) for bad in _scales("KVLayerConfig.k_scale")],
     *[(CacheConfig, LINEAR, "v_scale", *bad) for bad in _scales("KVLayerConfig.v_scale")],
     *[(CacheConfig, LINEAR, "dtype", value, f"CacheConfig.{text}") for value, text in DTYPES],
     *[(CacheConfig, LINEAR, "layout", value, f"CacheConfig.{text}") for value, text in LAYOUTS],
-    (CacheConfig, LINEAR, "num_mamba_layers", -1, "CacheConfig.num_mamba_layers: expected at least 0, got -1."),
+    (CacheConfig, LINEAR, "num_mamba_layers", -1, "CacheConfig.num_mamba_layers: expected an integer from 0 to 10000, got -1."),
     (CacheConfig, LINEAR, "num_mamba_layers", 1.0, "CacheConfig.num_mamba_layers: expected an integer, got 1.0."),
-    (CacheConfig, LINEAR, "num_mamba_layers", 2, "MambaCacheConfig.num_heads: expected at least 1, got 0."),
-    (CacheConfig, {**LINEAR, **LINEAR_STATES}, "conv_kernel", 0, "MambaCacheConfig.conv_kernel: expected at least 1, got 0."),
+    (CacheConfig, LINEAR, "num_mamba_layers", 2, "MambaCacheConfig.num_heads: expected an integer from 1 to 2147483647, got 0."),
+    (
+        CacheConfig,
+        {**LINEAR, **LINEAR_STATES},
+        "conv_kernel",
+        0,
+        "MambaCacheConfig.conv_kernel: expected an integer from 1 to 2147483647, got 0.",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("kind", "fields", "name", "value", "text"), BAD, ids=[f"{b[0].__name__}.{b[2]}={b[3]!r:.12}" for b in BAD])
+@pytest.mark.parametrize(("kind", "fields", "name", "value", "text"), BAD, ids=[f"{b[0].__name__}.{b[2]}={shown(b[3]):.12}" for b in BAD])
 def test_a_field_out_of_range(kind, fields, name, value, text):
     with pytest.raises(ConfigError) as caught:
         kind(**{**fields, name: value})
@@ -280,7 +290,7 @@ BAD_STORED = [
     ({**STORED, "layers": [3]}, "a missing or unknown field"),
     ({**STORED, "layers": 3}, "a missing or unknown field"),
     ({**STORED, "layout": "paged"}, "'paged' is not a valid KVLayout"),
-    ({**STORED, "max_batch_size": 0}, "KVCacheConfig.max_batch_size: expected an integer from 1 to 2147483647, got 0."),
+    ({**STORED, "max_batch_size": 0}, "KVCacheConfig.max_batch_size: expected an integer from 1 to 65535, got 0."),
     ([], "a missing or unknown field"),
     (None, "a missing or unknown field"),
     ([1, 2], "KVCacheConfig"),

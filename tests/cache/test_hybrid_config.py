@@ -1,6 +1,7 @@
 """``HybridCacheConfig``: layers of two kinds, their bytes, the stored form, and what does not fit together."""
 
 import dataclasses
+import itertools
 import json
 from random import Random
 
@@ -130,6 +131,7 @@ LINEAR = CacheConfig(num_attention_layers=1, max_batch_size=3, max_sequence_leng
 BAD = [
     ("layer_types", [], "HybridCacheConfig.layer_types: expected at least one layer, got none."),
     ("layer_types", "MAM", "HybridCacheConfig.layer_types: expected a sequence of LayerType, got 'MAM'."),
+    ("layer_types", itertools.repeat(LayerType.MAMBA), "HybridCacheConfig.layer_types: expected at most 20000 layers, got more."),
     ("layer_types", 3, "HybridCacheConfig.layer_types: expected a sequence of LayerType, got 3."),
     ("layer_types", [*TYPES[:2], "mamba"], "HybridCacheConfig.layer_types[2]: expected a LayerType, got 'mamba'."),
     (

@@ -594,5 +594,5 @@ def test_sync_refuses_a_length_that_cannot_be(memory, stream):
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
 def test_lengths_cannot_be_copied(duplicate, memory):
-    with pytest.raises(TypeError, match="a Lengths owns device memory and cannot be copied or pickled"):
+    with pytest.raises(TypeError, match="a Lengths owns memory, or shares it, and cannot be copied or pickled"):
         duplicate(Lengths(2, 5, memory=memory))

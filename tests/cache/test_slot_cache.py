@@ -257,7 +257,7 @@ class TestLife:
     def test_a_manager_is_never_copied(self, memory, kind, operation):
         with make_cache(kind, memory) as cache, pytest.raises(TypeError) as caught:
             operation(cache)
-        assert str(caught.value) == f"a {type(cache).__name__} owns device memory and cannot be copied or pickled."
+        assert str(caught.value) == f"a {type(cache).__name__} owns memory, or shares it, and cannot be copied or pickled."
 
     @ALL_KINDS
     def test_views_keep_their_owners_alive(self, memory, stream, kind):
@@ -367,9 +367,25 @@ class TestConstruction:
             cache.clear_slot(1, stream=stream)
             assert memory.calls == allocations
 
+    @ALL_KINDS
+    @pytest.mark.parametrize(
+        ("memory", "got"),
+        [(None, "None"), ("cpu", "'cpu'"), (HostMemory, "the class HostMemory. Create one: HostMemory()"), (3, "3")],
+        ids=["None", "text", "class", "number"],
+    )
+    def test_something_that_is_no_memory(self, kind, memory, got):
+        with pytest.raises(PlaceError) as caught:
+            make_cache(kind, memory)
+        assert str(caught.value) == f"memory: expected a HostMemory or CudaMemory, got {got}."
+
+    def test_something_that_is_no_lengths(self):
+        with pytest.raises(ConfigError) as caught:
+            KVCacheManager(kv_config(), memory=HostMemory(), lengths=[1, 2])
+        assert str(caught.value) == "lengths: expected the Lengths of another cache, got [1, 2]."
+
     def test_more_than_the_host_has(self):
         memory = HostMemory()
-        kv = kv_config([(1 << 30, 16), (1, 16)], max_batch_size=2**31 - 1, max_sequence_length=2**31 - 1)
+        kv = kv_config([(1 << 30, 16), (1, 16)], max_batch_size=65535, max_sequence_length=2**31 - 1)
         with pytest.raises(CapacityError, match="could not be allocated"):
             KVCacheManager(kv, memory=memory)
         assert memory.live_nbytes == 0

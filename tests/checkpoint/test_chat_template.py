@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 
-from trt_kvcache.checkpoint import Tokenizer
+from trt_kvcache.checkpoint import Tokenizer, template_process
 from trt_kvcache.errors import CheckpointError, ConfigError
 
 from .tokenizer_folders import BOS, EOS, byte_level_folder, opened
@@ -93,3 +95,105 @@ def test_no_chat_template(tmp_path: Path, config: dict[str, object]) -> None:
     assert not tokenizer.has_chat_template
     with pytest.raises(ConfigError, match=r"expected a chat template in tokenizer_config\.json or chat_template\.jinja, got none"):
         tokenizer.apply_chat_template(MESSAGES)
+
+
+def test_tools_and_other_variables_are_passed(tmp_path: Path) -> None:
+    template = "{{ tools | tojson }} {{ thinking }} {{ messages[0].content }}"
+    tokenizer = opened(byte_level_folder(tmp_path, chat_template=template))
+    text = tokenizer.apply_chat_template(MESSAGES, tools=[MappingProxyType({"name": "add"})], template_args={"thinking": False})
+    assert text == '[{"name": "add"}] False  hi '
+
+
+def test_values_that_json_has_not_are_refused(tmp_path: Path) -> None:
+    tokenizer = opened(byte_level_folder(tmp_path, chat_template=TEMPLATE))
+    with pytest.raises(ConfigError, match=r"expected messages and variables of plain values, as JSON has them: got object\."):
+        tokenizer.apply_chat_template([{"role": "user", "content": object()}])
+
+
+ENDLESS = {
+    "constant, when compiled": "{{ '%1000000000d' % 1 }}",
+    "power, when compiled": "{{ 9 ** (9 ** 9) }}",
+    "when rendered": "{{ ('%' ~ 1000000000 ~ 'd') % messages | length }}",
+    "nested ranges": "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
+    "growing text": "{% set n = namespace(x='a') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "a filter": "{{ 'x' | center(9999999999) }}",
+    "much text": "{{ 'x' * 20000000 }}",
+    "calling itself": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+}
+
+
+@pytest.mark.parametrize("template", ENDLESS.values(), ids=ENDLESS)
+def test_a_template_without_end_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str) -> None:
+    monkeypatch.setattr(template_process, "SECONDS", 0.5)
+    tokenizer = opened(byte_level_folder(tmp_path, chat_template=template))
+    with pytest.raises((ConfigError, CheckpointError), match=r"tokenizer_config\.json: the chat template (refuses|cannot be read)"):
+        tokenizer.apply_chat_template(MESSAGES)
+
+
+def test_a_template_that_was_stopped_can_be_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    template = "{% if messages | length > 1 %}{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}fine"
+    tokenizer = opened(byte_level_folder(tmp_path, chat_template=template))
+    assert tokenizer.apply_chat_template(MESSAGES[:1]) == "fine"
+    with monkeypatch.context() as patch:
+        patch.setattr(template_process, "SECONDS", 0.5)
+        with pytest.raises(ConfigError, match=r"it was stopped, because it took longer than 0\.5 s or too much memory"):
+            tokenizer.apply_chat_template(MESSAGES)
+    assert tokenizer.apply_chat_template(MESSAGES[:1]) == "fine"
+
+
+def test_the_process_ends_with_the_tokenizer(tmp_path: Path) -> None:
+    tokenizer = opened(byte_level_folder(tmp_path, chat_template=TEMPLATE))
+    tokenizer.apply_chat_template(MESSAGES)
+    process = tokenizer._chat_template._process._process  # type: ignore[union-attr]
+    assert process is not None
+    assert process.poll() is None
+    del tokenizer
+    gc.collect()
+    assert process.poll() is not None
+
+
+def test_a_process_that_was_killed_is_started_again(tmp_path: Path) -> None:
+    tokenizer = opened(byte_level_folder(tmp_path, chat_template="fine"))
+    assert tokenizer.apply_chat_template(MESSAGES) == "fine"
+    process = tokenizer._chat_template._process._process  # type: ignore[union-attr]
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert tokenizer.apply_chat_template(MESSAGES) == "fine"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{{" + "(" * 100_000, "{% if x %}" * 5000, "{{ 1 if " * 3000, "x" * (1 << 21), "{{ " + "9" * 5000 + " }}"],
+    ids=["parentheses", "statements", "conditions", "long", "digits"],
+)
+def test_a_template_that_cannot_be_parsed_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: the chat template cannot be read: "):
+        opened(byte_level_folder(tmp_path, chat_template=text))
+
+
+def test_a_template_with_an_unknown_filter_is_refused_when_it_is_used(tmp_path: Path) -> None:
+    tokenizer = opened(byte_level_folder(tmp_path, chat_template="{{ messages | nothing }}"))
+    with pytest.raises(CheckpointError, match="the chat template cannot be read: No filter named 'nothing'"):
+        tokenizer.apply_chat_template(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ ''.__class__.__mro__ }}",
+        "{{ messages.append(1) }}",
+        "{% include '/etc/passwd' %}",
+        "{% import 'os' as os %}",
+        "{{ cycler.__init__.__globals__ }}",
+        "{{ '{0.__class__}'.format(1) }}",
+    ],
+)
+def test_no_template_leaves_the_sandbox(tmp_path: Path, template: str) -> None:
+    tokenizer = opened(byte_level_folder(tmp_path, chat_template=template))
+    try:
+        text = tokenizer.apply_chat_template(MESSAGES)
+    except (ConfigError, CheckpointError):
+        return
+    assert "root:" not in text
+    assert "class" not in text

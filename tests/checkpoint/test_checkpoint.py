@@ -13,7 +13,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.checkpoint.folders import Q_PROJ, CopyOf, Tensors, edit_config, edit_tensors, refused, unshard
+from trt_kvcache import InferenceSession
 from trt_kvcache.checkpoint import Checkpoint, checkpoint as checkpoint_module
+from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CheckpointError, ClosedError
 
 
@@ -177,8 +179,11 @@ def test_untied_without_a_head_gets_a_hint(copy_of: CopyOf) -> None:
             lambda t: t.update({"model.layers.0.mlp.down_proj.weight": t["model.layers.0.mlp.down_proj.weight"].T.copy()}),
             "expected model.layers.0.mlp.down_proj.weight of shape (32, 40) by config.json, got (40, 32)",
         ),
-        (lambda t: t.update({Q_PROJ: t[Q_PROJ].astype(np.float16)}), f"expected every tensor in float32, got {Q_PROJ} in float16"),
-        (lambda t: t.update({Q_PROJ: t[Q_PROJ].astype(np.int8)}), f"expected every tensor in float32, got {Q_PROJ} in I8"),
+        (
+            lambda t: t.update({Q_PROJ: t[Q_PROJ].astype(np.int8)}),
+            f"expected every tensor in float16, bfloat16, float32, got {Q_PROJ} in I8. Quantised weights are not supported.",
+        ),
+        (lambda t: t.update({Q_PROJ: t[Q_PROJ].astype(np.float64)}), f"got {Q_PROJ} in F64"),
         (
             lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": np.ones(32, np.float32)}),
             "1 tensor(s) that a llama model by config.json does not use: model.layers.0.self_attn.q_proj.bias",
@@ -195,10 +200,67 @@ def test_tensors_that_do_not_fit_the_config(copy_of: CopyOf, edit: Callable[[Ten
     assert message in refused(folder)
 
 
-def test_a_config_dtype_that_is_not_that_of_the_weights(copy_of: CopyOf) -> None:
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_are_converted_to_the_dtype_of_the_config(copy_of: CopyOf, dtype: str) -> None:
     folder = copy_of("llama")
-    edit_config(folder, dtype="bfloat16")
-    assert "if all are float32, config.json must say so" in refused(folder)
+    stored = load_file(folder / "model.safetensors")
+    edit_config(folder, dtype=dtype)
+    with pytest.warns(UserWarning, match="are converted") as caught:
+        opened = Checkpoint.open(folder)
+    with opened as checkpoint:
+        assert checkpoint.config.dtype == dtype
+        assert checkpoint.nbytes == sum(array.nbytes for array in stored.values()) // 2
+        for name, array in stored.items():
+            np.testing.assert_array_equal(checkpoint.tensor(name), array.astype(numpy_dtype(dtype)))
+            assert not checkpoint.tensor(name).flags.writeable
+    assert [str(warning.message) for warning in caught] == [
+        f"{folder}: {len(stored)} tensor(s) are stored in float32 and are converted to {dtype}, the dtype of the model by config.json: "
+        "model.embed_tokens.weight, model.layers.0.input_layernorm.weight, model.layers.0.self_attn.q_proj.weight, ...."
+    ]
+    assert caught[0].filename == __file__
+
+
+def widen_norms(tensors: Tensors) -> None:
+    tensors.update({name: array.astype(np.float32) for name, array in tensors.items() if "norm" in name})
+
+
+@pytest.mark.parametrize("name", ["llama-bfloat16-old", "llama-linear"])
+def test_norms_in_float32_run_as_those_of_the_dtype_of_the_model(copy_of: CopyOf, name: str) -> None:
+    folder = copy_of(name)
+    before, tokens = fingerprint(folder), greedy_tokens(folder)
+    edit_tensors(folder, widen_norms)
+    with pytest.warns(UserWarning, match=r"tensor\(s\) are stored in float32 and are converted to b?float16"):
+        after = fingerprint(folder)
+    with pytest.warns(UserWarning, match="are converted"):
+        assert greedy_tokens(folder) == tokens
+    assert after == before
+
+
+def greedy_tokens(folder: Path) -> list[int]:
+    with InferenceSession.from_model(folder, engine="reference", max_sequence_length=16) as session:
+        return [event.token for event in session.generate([5, 6, 7], max_new_tokens=4, ignore_eos=True)]
+
+
+def test_weights_that_the_dtype_of_the_config_cannot_hold_are_refused_when_they_are_read(copy_of: CopyOf) -> None:
+    folder = copy_of("llama")
+    edit_tensors(folder, lambda tensors: tensors[Q_PROJ].__setitem__((0, 0), 1e5))
+    edit_config(folder, dtype="float16")
+    with pytest.warns(UserWarning, match="are converted"):
+        opened = Checkpoint.open(folder)
+    with opened as checkpoint:
+        checkpoint.tensor("model.norm.weight")
+        with pytest.raises(CheckpointError, match=f"{Q_PROJ} is stored in float32 and has values that float16, the dtype of"):
+            checkpoint.tensor(Q_PROJ)
+
+
+def test_a_tied_head_in_another_dtype_is_compared_after_the_conversion(copy_of: CopyOf) -> None:
+    folder = copy_of("qwen2-tied")
+    head = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].astype(np.float32)
+    edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": head}))
+    with Checkpoint.open(folder) as checkpoint:
+        assert "lm_head.weight" not in checkpoint.tensor_names
+    edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": -head}))
+    assert "lm_head.weight differs from model.embed_tokens.weight" in refused(folder)
 
 
 def test_many_missing_tensors_are_not_all_listed(copy_of: CopyOf) -> None:
@@ -245,12 +307,4 @@ def test_weights_of_an_unsupported_dtype_are_refused_with_file_and_tensor_if_the
     assert refused(folder) == (
         f"{folder / 'model.safetensors'}: expected weights in one of float16, bfloat16, float32, got model.embed_tokens.weight in F64. "
         "Convert the checkpoint, or use an unquantised one."
-    )
-
-
-def test_no_hint_to_name_an_unsupported_dtype_in_the_config(copy_of: CopyOf) -> None:
-    folder = copy_of("llama")
-    edit_tensors(folder, in_float64)
-    assert refused(folder).endswith(
-        "expected every tensor in float32, got model.embed_tokens.weight in F64. Mixed or quantised weights are not supported."
     )

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -121,19 +122,36 @@ def test_end_tokens_one_or_many(given: Any, expected: tuple[int, ...]) -> None:
     assert ModelConfig.from_dict(new_spelling(eos_token_id=given)).eos_token_ids == expected
 
 
+QWEN2_WINDOW = {"model_type": "qwen2", "architectures": None, "sliding_window": 512, "use_sliding_window": True}
+
+
 @pytest.mark.parametrize(
     "changes",
     [
         {"model_type": "qwen2", "architectures": None, "sliding_window": 4096},
         {"model_type": "qwen3", "architectures": None, "sliding_window": 4096, "use_sliding_window": False},
         {"model_type": "qwen2", "architectures": None, "sliding_window": None, "use_sliding_window": True},
+        {**QWEN2_WINDOW, "max_window_layers": 2},
+        {**QWEN2_WINDOW, "max_window_layers": 28},
+        QWEN2_WINDOW,
+        {**QWEN2_WINDOW, "max_window_layers": 0, "layer_types": ["full_attention"] * 2},
+        {"sliding_window": 512, "use_sliding_window": False},
+        {"sliding_window": 1 << 20},
         {"layer_types": ["full_attention", "full_attention"]},
         {"quantization_config": None},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0, "partial_rotary_factor": 1.0}},
     ],
 )
 def test_unsupported_features_that_are_off_are_ignored(changes: dict[str, Any]) -> None:
-    ModelConfig.from_dict(new_spelling(**changes))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ModelConfig.from_dict(new_spelling(**changes))
+
+
+def test_a_window_that_llama_ignores_gets_a_warning() -> None:
+    with pytest.warns(UserWarning, match="sliding_window: Llama has no sliding window; the one of 64 tokens is ignored"):
+        config = ModelConfig.from_dict(new_spelling(sliding_window=64))
+    assert config == ModelConfig.from_dict(new_spelling())
 
 
 @pytest.mark.parametrize(
@@ -142,9 +160,12 @@ def test_unsupported_features_that_are_off_are_ignored(changes: dict[str, Any]) 
         ({"model_type": "mistral"}, r"model_type: 'mistral' is not supported\. Supported: Llama, Qwen2 and Qwen3 .*llama3.*bfloat16"),
         ({"model_type": None, "architectures": ["GPT2LMHeadModel"]}, r"architectures: \['GPT2LMHeadModel'\] is not supported"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: expected LlamaForCausalLM for model_type 'llama'"),
-        ({"sliding_window": 512}, "sliding_window: a window of 512 tokens is not supported"),
         (
-            {"model_type": "qwen2", "architectures": None, "sliding_window": 512, "use_sliding_window": True},
+            {"model_type": "qwen3", "architectures": None, "use_sliding_window": True, "max_window_layers": 1},
+            "sliding_window: a window of 4096 tokens is not supported",
+        ),
+        (
+            {"model_type": "qwen2", "architectures": None, "sliding_window": 512, "use_sliding_window": True, "max_window_layers": 1},
             "sliding_window: a window of 512",
         ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: sliding_attention is not supported"),

@@ -85,10 +85,12 @@ def test_spellings(config: dict[str, Any], expected: RopeConfig) -> None:
     assert read(**config) == expected
 
 
-@pytest.mark.parametrize(("top", "expected"), [({}, 128), ({"original_max_position_embeddings": 32}, 32)])
-def test_llama3_context_length_may_be_elsewhere(top: dict[str, Any], expected: int) -> None:
+@pytest.mark.parametrize("spelling", ["rope_parameters", "rope_scaling"])
+@pytest.mark.parametrize("top", [{}, {"original_max_position_embeddings": 32}], ids=["nowhere", "beside the scaling"])
+def test_llama3_without_its_context_length_in_the_scaling_takes_that_of_the_model(top: dict[str, Any], spelling: str) -> None:
+    """As LlamaConfig of transformers 5.23 does: it looks for the field in the scaling only."""
     scaling = {name: value for name, value in LLAMA3.items() if name != "original_max_position_embeddings"}
-    assert read(rope_parameters=scaling, **top).original_max_position_embeddings == expected
+    assert read(**{spelling: scaling}, **top).original_max_position_embeddings == 128
 
 
 @pytest.mark.parametrize(

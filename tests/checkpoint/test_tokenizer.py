@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import tokenizers
 
 from trt_kvcache.checkpoint import Tokenizer
-from trt_kvcache.errors import CheckpointError
+from trt_kvcache.errors import CheckpointError, ConfigError, RangeError
 
 from .tokenizer_folders import BOS, EOS, byte_fallback_folder, byte_level_folder, opened
 
@@ -43,6 +47,84 @@ def test_end_token(tmp_path: Path, eos: object) -> None:
 def test_no_end_token(tmp_path: Path) -> None:
     assert opened(byte_level_folder(tmp_path)).eos_token_ids == ()
     assert opened(byte_level_folder(tmp_path, eos_token="<nowhere>")).eos_token_ids == ()
+
+
+@pytest.mark.parametrize("adds", [False, True], ids=["tokenizer.json does not", "tokenizer.json does"])
+@pytest.mark.parametrize(("wanted", "begins"), [(True, True), (False, False), (None, None), (..., None)])
+def test_add_bos_token_decides_how_a_text_begins(tmp_path: Path, adds: bool, wanted: object, begins: bool | None) -> None:
+    config = {"bos_token": BOS} | ({} if wanted is ... else {"add_bos_token": wanted})
+    folder = byte_level_folder(tmp_path, **config)
+    if not adds:
+        data = json.loads((folder / "tokenizer.json").read_text()) | {"post_processor": None}
+        (folder / "tokenizer.json").write_text(json.dumps(data))
+    tokenizer = opened(folder)
+    bos, plain = tokenizer.encode(BOS, add_special_tokens=False), tokenizer.encode("the", add_special_tokens=False)
+    assert tokenizer.encode("the") == (bos if (adds if begins is None else begins) else []) + plain
+    assert tokenizer.encode("") == (bos if (adds if begins is None else begins) else [])
+
+
+def test_a_begin_token_that_the_text_itself_has_is_kept(tmp_path: Path) -> None:
+    folder = byte_level_folder(tmp_path, bos_token=BOS, add_bos_token=False)
+    data = json.loads((folder / "tokenizer.json").read_text()) | {"post_processor": None}
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+    tokenizer = opened(folder)
+    assert tokenizer.encode(f"{BOS}the") == tokenizer.encode(f"{BOS}the", add_special_tokens=False)
+
+
+def test_add_bos_token_without_a_begin_token_does_nothing(tmp_path: Path) -> None:
+    tokenizer = opened(byte_level_folder(tmp_path, add_bos_token=False))
+    assert tokenizer.encode("the") == tokenizer.encode(f"{BOS}the", add_special_tokens=False)
+
+
+def test_an_add_bos_token_that_is_no_flag_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: add_bos_token: expected true or false, got 'yes'\."):
+        Tokenizer.open(byte_level_folder(tmp_path, add_bos_token="yes"))
+
+
+def test_text_with_lone_surrogates_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected characters that UTF-8 can encode, got lone surrogates"):
+        opened(byte_level_folder(tmp_path)).encode("a\ud800")
+
+
+@pytest.mark.parametrize("token", [-1, 2**32, 10**30])
+def test_an_id_that_is_no_id_is_refused(tmp_path: Path, token: int) -> None:
+    with pytest.raises(RangeError, match="expected token ids from 0"):
+        opened(byte_level_folder(tmp_path)).decode([token])
+
+
+class PanicException(BaseException):
+    """What a panic of the library raises: no ``Exception``."""
+
+
+@pytest.mark.parametrize("error", [PanicException("index out of bounds"), Exception("regex"), ValueError("merges"), RecursionError()])
+def test_whatever_the_library_raises_is_an_error_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    folder = byte_level_folder(tmp_path)
+    tokenizer = opened(folder)
+    monkeypatch.setattr(tokenizer, "_backend", SimpleNamespace(encode=fail, decode=fail))
+    text = f"tokenizer.json: the tokenizer fails: {type(error).__name__}: {error}."
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        tokenizer.encode("the")
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        tokenizer.decode([1])
+    monkeypatch.setattr(tokenizers, "Tokenizer", SimpleNamespace(from_str=fail))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: expected a tokenizer, got an error"):
+        Tokenizer.open(folder)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_what_is_no_error_of_the_library_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    tokenizer = opened(byte_level_folder(tmp_path))
+    monkeypatch.setattr(tokenizer, "_backend", SimpleNamespace(encode=fail, decode=fail))
+    with pytest.raises(error):
+        tokenizer.encode("the")
+    with pytest.raises(error):
+        tokenizer.decode([1])
 
 
 def test_damaged_files(tmp_path: Path) -> None:

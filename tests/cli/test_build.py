@@ -156,3 +156,16 @@ class TestWithTensorRT:
         assert (done.code, done.out, done.err.count("\n")) == (1, "", 1)
         assert complaint in done.err
         assert list(tmp_path.iterdir()) == []
+
+
+def test_a_dry_run_prints_sizes_and_builds_nothing(run: Run, tmp_path: Path):
+    done = run("build", SHIPPED, "-o", tmp_path / "engine", "--dry-run")
+    assert done.code == 0
+    assert "plan: weights and kernels" in done.out
+    assert not (tmp_path / "engine").exists()
+
+
+def test_a_dry_run_refuses_what_the_build_would(run: Run, tmp_path: Path):
+    done = run("build", SHIPPED, "-o", tmp_path / "engine", "--dry-run", "--max-sequence-length", 513)
+    assert done.code == 1
+    assert "max_sequence_length: expected at most 512" in done.err

@@ -173,6 +173,14 @@ def test_segments_and_operations(run: Run, model: Path, tmp_path: Path):
     assert rows(out, "Sizes")[1][:2] == ["constants.safetensors", str(folder.config.segments.constants.nbytes)]
 
 
-def test_plot_writes_a_picture_of_the_cache(run: Run, engine: Path, tmp_path: Path):
-    assert run("inspect", engine, "--plot", tmp_path / "cache.svg").code == 0
-    assert "slot 2 (not active)" in (tmp_path / "cache.svg").read_text()
+def test_plot_writes_a_picture_of_the_sizes(run: Run, engine: Path, tmp_path: Path):
+    assert run("inspect", engine, "--plot", tmp_path / "sizes.svg").code == 0
+    picture = (tmp_path / "sizes.svg").read_text()
+    assert ("plan" in picture, "K and V" in picture, "3 slots of 38 tokens" in picture) == (True, True, True)
+
+
+def test_plot_refuses_a_name_that_is_no_picture(run: Run, engine: Path, tmp_path: Path):
+    result = run("inspect", engine, "--plot", tmp_path / "sizes.jpg")
+    assert result.code == 1
+    assert "expected a file name that ends with .svg, .png, .pdf" in result.err.replace("\n", " ")
+    assert not (tmp_path / "sizes.jpg").exists()

@@ -45,7 +45,16 @@ def test_a_model_folder(run: Run):
     done = run("memory", SHIPPED, "--gib", 0.5)
     assert f"1 slot of {CONFIG.max_position_embeddings} tokens, float16, separate" in done.out
     assert f"per token:    {TOKEN_NBYTES} B" in done.out
-    assert f"longest sequence with 1 slot: {2**29 // TOKEN_NBYTES} tokens" in done.out
+    assert f"longest sequence with 1 slot: {CONFIG.max_position_embeddings} tokens, all positions of the model" in done.out
+
+
+def test_a_budget_for_less_than_the_positions_of_the_model(run: Run):
+    done = run("memory", SHIPPED, "--gib", 300 * TOKEN_NBYTES / 2**30)
+    assert "longest sequence with 1 slot: 300 tokens\n" in done.out
+
+
+def test_an_engine_folder_has_the_positions_of_its_model(run: Run, engine: Path):
+    assert "tokens, all positions of the model" in run("memory", engine, "--gib", 1).out
 
 
 def test_a_model_folder_with_other_sizes(run: Run, tmp_path: Path):
@@ -124,3 +133,21 @@ def test_json_is_one_document(run: Run):
 def test_json_says_0_where_nothing_fits(run: Run):
     found = json.loads(run("memory", SHIPPED, "--gib", 0, "--json").out)
     assert (found["longest_sequence"], found["largest_batch"]) == (0, 0)
+
+
+def test_engine_adds_what_a_build_takes(run: Run):
+    done = run("memory", SHIPPED, "--engine", "--max-batch-size", 4)
+    assert done.code == 0
+    assert "plan: weights and kernels" in done.out
+    assert "host, at the peak of the build" in done.out
+
+
+def test_engine_is_in_the_json_too(run: Run):
+    found = json.loads(run("memory", SHIPPED, "--engine", "--json").out)
+    assert found["build"]["cache_nbytes"] == found["estimate"]["nbytes"]
+
+
+def test_engine_needs_a_model(run: Run):
+    done = run("memory", "--layers", 2, "--kv-heads", 1, "--head-dim", 64, "--max-sequence-length", 8, "--engine")
+    assert (done.code, done.out) == (2, "")
+    assert "expected a model folder" in done.err

@@ -91,8 +91,9 @@ def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "expected JSON in UTF-8, got an error: Expecting property name"),
-        ("[" * 9**5, "expected JSON in UTF-8, got an error:"),
+        ("{", "expected JSON, got a syntax error: Expecting property name"),
+        ("[" * 9**5, "expected JSON, got values nested more than 100 deep."),
+        ("[" + "9" * 5000 + "]", "expected JSON, got an integer of more than 4300 digits."),
         ('"\\ud800"', "expected JSON in UTF-8, got an error: 'utf-8' codec can't encode"),
         ("5", 'expected a text, a list of token ids, or an object with one as "prompt" or with "messages", got 5.'),
         ('{"text": "a"}', 'expected a text, a list of token ids, or an object with one as "prompt" or with "messages", got {"text": "a"}.'),
@@ -102,7 +103,10 @@ def test_a_file_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
         ('{"prompt": "a", "index": 3}', "index: expected another name; the answer has a field of this name."),
         ("null", 'expected a text, a list of token ids, or an object with one as "prompt" or with "messages", got null.'),
     ],
-    ids=["syntax", "too deep", "surrogate", "number", "no prompt", "both", "no messages", "no message", "field of answers", "null"],
+    ids=[
+        *("syntax", "too deep", "too many digits", "surrogate", "number", "no prompt", "both", "no messages", "no message"),
+        *("field of answers", "null"),
+    ],
 )
 def test_a_line_that_is_no_prompt_is_refused_with_its_number(tmp_path: Path, line: str, message: str) -> None:
     file = json_file(tmp_path, '"fine"', line)

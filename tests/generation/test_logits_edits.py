@@ -107,7 +107,7 @@ class TestPenalties:
             request.choose(LOGITS, full=False)
         savepoint = request.savepoint()
         for _ in range(4):
-            request.choose(-LOGITS, full=False)
+            request.choose(LOGITS, full=False)
         request.rollback(savepoint)
         assert [request.choose(LOGITS, full=False) for _ in range(before, 9)] == expected[before:]
 

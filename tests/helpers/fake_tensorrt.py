@@ -63,6 +63,7 @@ class FakeTensorRT:
         self.cache_content = b"compiled"
         self.cache_refuses = False  # whether a runtime cache says that it cannot read its file
         self.host_tensors = set()
+        self.alias_of = lambda name: self.specs[name].alias  # None: TensorRT before 10.15, which does not have the method
         self.contexts = []
         self.logger = None
         self.segments = {}  # plan to FakeSegment
@@ -130,6 +131,8 @@ class _Engine(_Part):
         self.names = sorted(fake.specs)  # not our order
         self.num_io_tensors = len(self.names)
         self.num_optimization_profiles = len(fake.profiles)
+        if fake.alias_of is not None:
+            self.get_aliased_input_tensor = fake.alias_of
 
     def get_tensor_name(self, index):
         return self.names[index]
@@ -145,9 +148,6 @@ class _Engine(_Part):
 
     def get_tensor_dtype(self, name):
         return self.fake.loaded.data_type(self.fake.specs[name].dtype)
-
-    def get_aliased_input_tensor(self, name):
-        return self.fake.specs[name].alias
 
     def get_tensor_profile_shape(self, name, index):
         spec, profile = self.fake.specs[name], self.fake.profiles[index]

@@ -14,7 +14,7 @@ from trt_kvcache.dtypes import numpy_dtype
 TOKEN = {"manager": 2 * 2 * (2 * 16 + 48 + 3 * 16), "linear": 2 * 2 * 2 * (2 * 16), "hybrid": 2 * 2 * (2 * 16 + 48 + 3 * 16)}
 STATES = 2 * (30 * 4 + 21 * 2)
 #: Why a sequence is lost whose slot somebody else has used.
-LOST = "its slot was taken by whoever runs the cache, and its tokens are gone. Pin a sequence after its slot was made active."
+LOST = "a compaction took its slot for another one, and its tokens are gone. Unpin a sequence before its slot is dropped."
 
 
 @lru_cache

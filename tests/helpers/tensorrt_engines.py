@@ -6,7 +6,7 @@ import pytest
 from tests.helpers.fake_tensorrt import FakeStream
 from trt_kvcache.engine.decoder_tensors import shape_at
 from trt_kvcache.engine.protocol import TensorMode
-from trt_kvcache.trt import engine_sources, loaded_plan, tensorrt_engine
+from trt_kvcache.trt import engine_sources, loaded_plan, module as trt_module, tensorrt_engine
 
 # The engine of ``small_model``: H=2, S=38, D=24, 37 tokens, B=3, prefill up to 11.
 H, S, D, VOCAB, BATCH, PREFILL = 2, 38, 24, 37, 3, 11
@@ -20,6 +20,7 @@ def install(fake, monkeypatch, caches, flavour="tensorrt_rtx"):
     for module in (engine_sources, tensorrt_engine):
         monkeypatch.setattr(module, "load", lambda wanted: asked.append(wanted) or loaded)
     monkeypatch.setattr(loaded_plan, "gpu_identity", lambda device: IDENTITY)
+    monkeypatch.setattr(trt_module, "driver_failure", lambda: None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(caches))
     return asked
 

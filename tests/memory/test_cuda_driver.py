@@ -2,10 +2,12 @@
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
 from trt_kvcache.errors import CudaError, RangeError
+from trt_kvcache.memory import cuda_driver
 from trt_kvcache.memory.cuda_memory import CudaMemory, find_gpu
 
 
@@ -72,3 +74,41 @@ class TestFindGpu:
         loaded = "name for name in sys.modules if name.partition('.')[0] == 'cuda'"
         program = f"import sys, trt_kvcache.memory.cuda_memory; print(sorted({loaded}))"
         assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "[]\n"
+
+
+class TestWhetherTheDriverStarts:
+    class Driver:
+        """A libcuda whose cuInit returns ``status``."""
+
+        def __init__(self, status: int, name: bytes | None = None) -> None:
+            self.status, self.name = status, name
+
+        def cuInit(self, flags: int) -> int:
+            return self.status
+
+        def cuGetErrorName(self, status: int, text: Any) -> int:
+            assert status == self.status
+            text._obj.value = self.name
+            return 0 if self.name else 1
+
+    @pytest.mark.parametrize(
+        ("driver", "reason"),
+        [
+            (Driver(0), None),
+            (Driver(100, b"CUDA_ERROR_NO_DEVICE"), "the CUDA driver does not start: CUDA_ERROR_NO_DEVICE"),
+            (Driver(4711), "the CUDA driver does not start: error 4711"),
+            (object(), "there is no NVIDIA driver on this machine (libcuda.so.1 was not found)"),  # not a libcuda
+        ],
+    )
+    def test_what_cu_init_returns(self, monkeypatch: pytest.MonkeyPatch, driver: object, reason: str | None) -> None:
+        monkeypatch.setattr("sys.platform", "linux")
+        monkeypatch.setattr(cuda_driver.ctypes, "CDLL", lambda name: driver)
+        assert cuda_driver.driver_failure() == reason
+
+    def test_a_machine_without_the_library(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def missing(name: str) -> Any:
+            raise OSError(f"{name}: cannot open shared object file")
+
+        monkeypatch.setattr("sys.platform", "win32")
+        monkeypatch.setattr(cuda_driver.ctypes, "CDLL", missing)
+        assert cuda_driver.driver_failure() == "there is no NVIDIA driver on this machine (nvcuda.dll was not found)"

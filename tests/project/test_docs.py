@@ -135,7 +135,7 @@ def test_the_picture_of_the_layers_has_all_of_them_in_their_order(monkeypatch):
     drawn = [name for _, rooms in reversed(rows) for name, _ in reversed(rooms)]
     assert sorted(drawn) == sorted(LAYERS)
     assert drawn.index("cache") < drawn.index("engine") < drawn.index("session") < drawn.index("cli")
-    bottom = {"errors", "dtypes", "_util"}
+    bottom = {"errors", "dtypes", "_util", "plot"}
     assert [name for name in drawn if name not in bottom] == [name for name in LAYERS if name not in bottom]
 
 

@@ -14,6 +14,7 @@ LAYERS = (
     "errors",
     "dtypes",
     "_util",
+    "plot",
     "memory",
     "checkpoint",
     "kernels",

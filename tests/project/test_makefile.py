@@ -18,6 +18,7 @@ TARGETS = (
     "coverage",
     "test-slow",
     "test-trt",
+    "test-bindings",
     "test-gpu",
     "docs",
     "plugins",

@@ -466,7 +466,7 @@ class TestLife:
     @pytest.mark.parametrize("operation", [copy.copy, copy.deepcopy, pickle.dumps])
     def test_it_is_never_copied(self, memory, operation):
         sequences = SequenceCacheManager(make_cache("manager", memory))
-        with pytest.raises(TypeError, match=r"^a SequenceCacheManager owns device memory and cannot be copied or pickled\.$"):
+        with pytest.raises(TypeError, match=r"^a SequenceCacheManager owns memory, or shares it, and cannot be copied or pickled\.$"):
             operation(sequences)
 
 

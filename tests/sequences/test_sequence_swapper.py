@@ -496,5 +496,7 @@ class TestPageLockedMemory:
 def test_a_lost_sequence_is_not_brought_back(make):
     cache, sequences = make(swapping=True)
     (seq,) = sequences.new(2)
-    cache.set_active_batch_size(B)
+    cache.reset_for_new_sequences([0, 1])
+    sequences.pin(seq, slot=0)
+    cache.compact_batch([-1, 0], 2, 1)
     sequences.refuses(SequenceError, f"sequence {seq}: {LOST}", sequences.get, seq)

@@ -2,15 +2,23 @@
 
 import pytest
 
-from tests.helpers.cache_cases import B, Image, fill_all, on_device
-from tests.helpers.sequence_cases import LOST, TOKEN, slots_of
-from trt_kvcache.errors import LengthsUnknown, SequenceError
+from tests.helpers.cache_cases import SEQUENCE_KINDS, B, FailingMemory, Image, fill_all, on_device
+from tests.helpers.sequence_cases import LOST, TOKEN, make_sequences, slots_of
+from trt_kvcache.errors import CapacityError, LengthsUnknown, SequenceError
+
+UNPIN = "Reset the slot to the length of the sequence, or unpin it before. Nothing was changed."
+WAITS = (
+    "slot {} would become active, but sequence {} waits there, and no other slot is free. "
+    "Pin it there and reset the slot to its length, destroy it, or enable swapping. Nothing was changed."
+)
 
 #: How the last token of a sequence is committed: so that the host knows it, or only the device.
 KNOWN = pytest.mark.parametrize("known", [True, False], ids=["known to the host", "known to the device"])
 
+SWAPPING = pytest.mark.parametrize("swapping", [False, True], ids=["without swapping", "with swapping"])
+
 #: What is done to a sequence whose slot, the last one, is active and holds five tokens; how many it has afterwards if it is not
-#: pinned, and if it is. None if they are lost.
+#: pinned, and if it is. None if the last call is refused, because they would be lost: there is no other slot.
 LEAVE, ENTER, RUN = ("set_active_batch_size", 0), ("set_active_batch_size", B), ("commit_sequence_length", 1)
 RESET, COMPACT, CLEAR = "reset_for_new_sequences", "compact_batch", ("clear_slot", B - 1)
 FATES = {
@@ -18,7 +26,7 @@ FATES = {
     "it runs and its slot leaves the batch": ([RUN, LEAVE], 6, 6),
     "its slot leaves and enters empty": ([LEAVE, ENTER], None, None),
     "its slot leaves and is reset to nothing": ([LEAVE, (RESET, [0] * B)], None, None),
-    "its slot leaves, is reset to fewer tokens, and runs": ([LEAVE, (RESET, [0, 0, 0, 0, 4]), RUN], None, 5),
+    "its slot leaves and is reset to fewer tokens": ([LEAVE, (RESET, [0, 0, 0, 0, 4])], None, 4),
     "its slot leaves and is reset to more tokens": ([LEAVE, (RESET, [0, 0, 0, 0, 6])], None, 6),
     "its active slot is reset to nothing": ([(RESET, [0] * B)], 0, 0),
     "a reset without its slot, which then enters": ([(RESET, [1, 1]), ENTER], None, None),
@@ -50,15 +58,29 @@ def test_what_becomes_of_a_sequence(make, memory, stream, known, pin, calls, unp
         cache.commit_sequence_length([0, 0, 0, 0, 1])
     else:
         cache.commit_sequence_length(on_device(memory, [0, 0, 0, 0, 1], stream), max_increment=1)
+    expected = pinned if pin else unpinned
+    *calls, last = calls
     for name, *arguments in calls:
         getattr(cache, name)(*arguments)
-    expected = pinned if pin else unpinned
     if expected is None:
-        sequences.refuses(SequenceError, f"sequence {seq}: {LOST}", sequences.length, seq)
-        return
+        expected = sequences.length(seq)  # so that what is known of it stays the same
+        text = (
+            f"slot 4 would become active and empty, but sequence {seq} is pinned there with tokens. {UNPIN}"
+            if pin
+            else WAITS.format(4, seq)
+        )
+        sequences.refuses(CapacityError, text, getattr(cache, last[0]), *last[1:])
+    else:
+        getattr(cache, last[0])(*last[1:])
     others = [bound for slot, bound in enumerate(cache.lengths.upper_bounds) if slot != sequences.slots[seq]]
     assert sequences.memory_used == (sum(others) + expected) * TOKEN["manager"]
     assert sequences.length(seq) == expected
+
+
+def contents(cache, slot, length):
+    """The bytes of the first tokens of a slot, and of its states."""
+    image = Image(cache)
+    return [rows[slot, :, :, :length].tobytes() for rows in image.rows], [states[slot].tobytes() for states in image.states]
 
 
 class TestActiveSlot:
@@ -232,9 +254,101 @@ class TestCompaction:
         cache.compact_batch(on_device(memory, [0, -1, 1], stream), 3, 2)
         sequences.check(3, 4)
 
-    def test_one_that_waits_is_lost_where_its_slot_is_made_active(self, both):
-        cache, sequences = both
-        cache.compact_batch([0, 1, 2, -1, -1], 5, 3)
-        sequences.unpin(3)
+
+class TestEnteringSlot:
+    """Sequences wait in slots that become active: nobody has asked for them, and none is lost."""
+
+    @SWAPPING
+    def test_the_recipe_of_the_documentation_keeps_a_sequence_that_waits_in_slot_0(self, make, swapping):
+        cache, sequences = make(swapping=swapping)
+        seqs = sequences.new(*range(1, B + 1))  # every slot is taken; the last one waits in slot 0
+        sequences.destroy_sequence(seqs[0])
+        cache.set_active_batch_size(1)
+        assert sequences.pin(seqs[1], slot=0) == 0
+        assert cache.host_kv_cache_lengths == (2,)
+        for seq in seqs[1:]:
+            sequences.check(seq, seq + 1)
+
+    @SWAPPING
+    def test_the_sequence_that_waits_there_can_be_the_one_to_run(self, make, swapping):
+        cache, sequences = make(swapping=swapping)
+        seqs = sequences.new(1, 2, 3, 4, 5)
+        sequences.destroy_sequence(seqs[0])
+        cache.set_active_batch_size(1)
+        sequences.pin(seqs[-1], slot=0)
+        assert cache.host_kv_cache_lengths == (5,)
+        for seq in seqs[1:]:
+            sequences.check(seq, seq + 1)
+
+    @pytest.mark.parametrize("kind", SEQUENCE_KINDS)
+    def test_rows_and_states_come_back_bit_for_bit(self, memory, stream, kind):
+        cache, sequences = make_sequences(memory, stream, kind, swapping=True)
+        seqs = [sequences.create_sequence() for _ in range(B)]
         cache.set_active_batch_size(B)
-        sequences.refuses(SequenceError, f"sequence 3: {LOST}", sequences.length, 3)
+        fill_all(cache, stream)
+        cache.commit_sequence_length([1, 2, 3, 4, 5])
+        cache.set_active_batch_size(0)
+        held = {seq: contents(cache, slots_of(sequences)[seq], sequences.length(seq)) for seq in seqs}
+        cache.set_active_batch_size(B)  # all of them go to the host
+        assert set(slots_of(sequences).values()) == {None}
+        fill_all(cache, stream, seed=1)
+        cache.set_active_batch_size(0)
+        for seq in seqs:
+            assert contents(cache, sequences.pin(seq), sequences.length(seq)) == held[seq]
+            sequences.unpin(seq)
+
+    def test_the_most_recently_used_ones_stay_in_the_cache(self, make):
+        cache, sequences = make(swapping=True)
+        seqs = sequences.new(1, 1, 1, 1, 1)
+        sequences.destroy_sequence(seqs[0])  # slot 4 is free
+        cache.set_active_batch_size(3)  # sequences 4, 3 and 2 wait there
+        assert slots_of(sequences) == {1: 3, 2: None, 3: None, 4: 4}
+
+    def test_without_another_slot_the_active_batch_stays_as_it_is(self, make):
+        cache, sequences = make()
+        sequences.new(1, 2, 3, 4, 5)
+        sequences.refuses(CapacityError, WAITS.format(0, 4), cache.set_active_batch_size, 1)
+        sequences.refuses(CapacityError, WAITS.format(0, 4), cache.reset_for_new_sequences, [1])
+
+    def test_without_another_slot_it_can_be_pinned_there_and_the_slot_reset_to_its_length(self, make):
+        cache, sequences = make()
+        seqs = sequences.new(1, 2, 3, 4, 5)
+        sequences.pin(seqs[4], slot=0)
+        cache.reset_for_new_sequences([5])
+        for seq in seqs:
+            sequences.check(seq, seq + 1)
+
+    def test_an_empty_one_stays_in_a_slot_that_begins_empty(self, make):
+        cache, sequences = make()
+        seqs = [sequences.create_sequence() for _ in range(B)]
+        cache.set_active_batch_size(2)
+        assert sequences.slots == [4, 3, 2, 1, 0]
+        cache.commit_sequence_length([2, 1])
+        assert [sequences.length(seq) for seq in seqs] == [0, 0, 0, 1, 2]
+
+    def test_an_empty_one_leaves_a_slot_that_begins_with_tokens(self, make):
+        cache, sequences = make(swapping=True)
+        seqs = [sequences.create_sequence() for _ in range(B)]
+        cache.reset_for_new_sequences([3])
+        assert sequences.slots == [4, 3, 2, 1, None]
+        assert sequences.length(seqs[4]) == 0
+
+    def test_one_whose_length_only_the_device_knows_keeps_it(self, make, memory, stream):
+        cache, sequences = make(swapping=True)
+        seq = sequences.create_sequence()
+        sequences.pin(seq, slot=0)
+        cache.set_active_batch_size(1)
+        cache.commit_sequence_length(on_device(memory, [2], stream), max_increment=3)
+        cache.set_active_batch_size(0)
+        sequences.unpin(seq)
+        cache.set_active_batch_size(1)
+        assert sequences.length(seq) == 2
+
+    def test_where_the_host_has_no_room_the_active_batch_stays_as_it_is(self):
+        memory = FailingMemory()
+        cache, sequences = make_sequences(memory, memory.create_stream(), swapping=True)
+        sequences.new(1, 2, 3, 4, 5)
+        memory.failures = 1
+        sequences.refuses(CapacityError, "no room.", cache.set_active_batch_size, 1)
+        cache.set_active_batch_size(1)
+        sequences.check(4, 5)

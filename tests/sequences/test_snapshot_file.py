@@ -13,6 +13,7 @@ from tests.helpers.cache_cases import Unchanged, kv_config, mamba_config
 from tests.helpers.snapshot_cases import MODEL, SAMPLER, TOKENS, host_cache, load, refused, rewritten, save
 from trt_kvcache import HostMemory, HybridCacheConfig, HybridCacheManager, LayerType, __version__
 from trt_kvcache.errors import SnapshotError
+from trt_kvcache.sequences import snapshot_file
 from trt_kvcache.sequences.snapshot import Snapshot
 from trt_kvcache.sequences.snapshot_file import SnapshotFile
 
@@ -268,9 +269,42 @@ class TestWriting:
 
         def longer(number):
             class Status:
-                st_size = real(number).st_size + 7
+                st_size, st_mode = real(number).st_size + 7, real(number).st_mode
 
             return Status()
 
         monkeypatch.setattr(os, "fstat", longer)
         refused(f"{path}: cannot be read: it became shorter while it was read", path, cache)
+
+
+class TestWhatIsNoFile:
+    """Nothing is read, waited for or allocated."""
+
+    def test_a_sparse_file_of_a_terabyte(self, path):
+        with path.open("wb") as file:
+            file.truncate(1 << 43)
+        with host_cache("manager", 5, 0) as cache:
+            refused(f"{path}: cannot be read: it has {1 << 43} bytes, and the memory of this machine ", path, cache)
+
+    def test_a_file_that_memory_has_no_room_for(self, path, monkeypatch):
+        def no_room(*_):
+            raise MemoryError
+
+        with host_cache("manager", 5, 0) as cache:
+            save(path, cache)
+            with monkeypatch.context() as patch:
+                patch.setattr(snapshot_file.np, "empty", no_room)
+                with pytest.raises(SnapshotError) as caught:
+                    SnapshotFile.read(path)
+        assert str(caught.value) == f"{path}: cannot be read: there is not enough memory."
+
+    @pytest.mark.parametrize("kind", ["a named pipe", "a device", "a folder"])
+    def test_something_else(self, path, kind):
+        if kind == "a named pipe":
+            os.mkfifo(path)
+        elif kind == "a device":
+            path.symlink_to("/dev/zero")
+        else:
+            path.mkdir()
+        with host_cache("manager", 5, 0) as cache:
+            refused(f"{path}: cannot be read: expected a regular file, got {kind}.", path, cache)

@@ -92,7 +92,7 @@ MISTAKES = {
         RACE,
     ),
     "lengths are written while others read": ("lengths.cu", "    __syncthreads();\n    if", "    if", "thread", COMPACT, RACE),
-    "lengths by a mapping are too": ("lengths.cu", "        __syncthreads();\n", "", "thread", f"{COMPACT}::test_every_byte", RACE),
+    "lengths by a mapping are too": ("lengths.cu", "        __syncthreads();\n", "", "thread", COMPACT, RACE),
     "one vector too many": ("vector_copy.cuh", COUNT, ONE_MORE, "address", "test_cuda.py", OVERRUN),
     "one vector too many, inside": ("vector_copy.cuh", COUNT, ONE_MORE, "none", "test_kv_copies.py", BYTES),
     "an address that is not looked at": ("states.cu", "address_of(data) | ", "", "address", "test_state_rows.py", MISALIGNED),

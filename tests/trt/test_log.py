@@ -78,6 +78,22 @@ def test_check_and_fail(log: TensorRTLog) -> None:
             messages.check(EngineError, "the work")
 
 
+def test_the_exception_of_a_plugin_is_the_cause(log: TensorRTLog) -> None:
+    with log.collect() as messages:
+        log.receive_exception("Plugin.enqueue", reason := ValueError("seven rows"))
+        log.logger.log(ERROR, "enqueue failed")
+        with pytest.raises(
+            EngineError, match=r"^the step. TensorRT says: Plugin\.enqueue: ValueError: seven rows \| enqueue failed$"
+        ) as raised:
+            messages.check(EngineError, "the step")
+        assert raised.value.__cause__ is reason
+        messages.clear_errors()
+        messages.check(EngineError, "the step")
+        with pytest.raises(EngineError, match="nothing") as raised:
+            messages.fail(EngineError, "the step")
+        assert raised.value.__cause__ is None
+
+
 def test_fail_without_a_message(log: TensorRTLog) -> None:
     with log.collect() as messages, pytest.raises(BuildError, match=r"the work. TensorRT says: nothing"):
         messages.fail(BuildError, "the work")

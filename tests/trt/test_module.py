@@ -14,7 +14,8 @@ from tests.helpers.tensorrt_modules import fake_module
 from trt_kvcache.engine.attention_variants import attention_variant
 from trt_kvcache.errors import BuildError, DTypeError, EngineError
 from trt_kvcache.trt import module as trt_module
-from trt_kvcache.trt.module import load
+from trt_kvcache.trt.log import TensorRTLog
+from trt_kvcache.trt.module import TensorRT, load
 
 NATIVE = attention_variant("native")
 
@@ -23,6 +24,7 @@ NATIVE = attention_variant("native")
 def forget_imports(monkeypatch: pytest.MonkeyPatch) -> None:
     """Import again in each test, and leave alone what others have imported: TensorRT keeps its first logger."""
     monkeypatch.setattr(trt_module, "_import", cache(trt_module._import.__wrapped__))
+    monkeypatch.setattr(trt_module, "driver_failure", lambda: None)
 
 
 @pytest.fixture
@@ -72,6 +74,29 @@ def test_auto_skips_a_full_tensorrt_that_cannot_start(installed: Any) -> None:
         load("tensorrt")
 
 
+@pytest.mark.parametrize("kind", ["Runtime", "Builder"])
+def test_full_tensorrt_is_not_called_where_the_driver_does_not_start(installed: Any, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Without a GPU, the libraries from 10.15 to 11.4 return an invalid pointer, which ends the process."""
+
+    def end_the_process(logger: Any) -> Any:
+        raise AssertionError("TensorRT was called")
+
+    full, rtx = fake_module("11.4.0"), fake_module("1.7.1")
+    full.Runtime = full.Builder = end_the_process  # type: ignore[attr-defined]
+    rtx.Builder = rtx.Runtime  # type: ignore[attr-defined]
+    installed(tensorrt=full, tensorrt_rtx=rtx)
+    reason = "the CUDA driver does not start: CUDA_ERROR_NO_DEVICE"
+    monkeypatch.setattr(trt_module, "driver_failure", lambda: reason)
+    assert load().flavour == "tensorrt_rtx"
+    with pytest.raises(EngineError, match=rf"tensorrt: cannot start here: {reason}\.$"):
+        load("tensorrt")
+    tensorrt = TensorRT(module=full, flavour="tensorrt", version="11.4.0", log=TensorRTLog(full))
+    with tensorrt.log.collect() as messages, pytest.raises(RuntimeError, match=reason):
+        tensorrt.create(kind)
+    assert messages.errors == [reason]
+    assert load("tensorrt_rtx").create(kind) is not None  # it needs no GPU
+
+
 def test_auto_skips_a_full_tensorrt_that_is_too_old(installed: Any) -> None:
     installed(tensorrt=fake_module("10.2.0.34"), tensorrt_rtx=fake_module("1.7.1"))
     assert load().flavour == "tensorrt_rtx"
@@ -104,9 +129,13 @@ def test_auto_prefers_rtx_to_a_full_tensorrt_without_native_attention(installed:
     assert load("tensorrt").flavour == "tensorrt"
 
 
-def test_native_attention_in_rtx(installed: Any) -> None:
-    installed(tensorrt_rtx=fake_module("1.7.1"))
-    assert load().supports(NATIVE)
+@pytest.mark.parametrize(("version", "native"), [("1.4.0.76", False), ("1.5.0.114", True), ("1.7.1", True)])
+def test_native_attention_in_rtx(installed: Any, version: str, native: bool) -> None:
+    installed(tensorrt_rtx=fake_module(version))
+    rtx = load()
+    assert rtx.supports(NATIVE) is native
+    assert rtx.supports(attention_variant("mask"))
+    assert rtx.supports(attention_variant("plugin"))
 
 
 def test_module_that_is_not_tensorrt(installed: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.helpers.engine_files import PLAN, make_engine_folder
 from tests.helpers.fake_tensorrt import FakeGpuMemory, FakeStream, FakeTensorRT
 from tests.helpers.small_model import write_model
-from tests.helpers.tensorrt_engines import BATCH, IDENTITY, PREFILL, VOCAB, D, H, S, install, set_shapes, tensor
+from tests.helpers.tensorrt_engines import BATCH, IDENTITY, PREFILL, VOCAB, D, H, S, enqueue, install, make_ready, set_shapes, tensor
 from tests.helpers.tensorrt_modules import FakeLogger
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
@@ -134,17 +134,25 @@ def test_full_tensorrt_has_no_runtime_cache(
     assert not (tmp_path / "caches").exists()
 
 
+@pytest.mark.parametrize("alias_of", [None, lambda name: None, lambda name: ""], ids=["before 10.15", "None", "empty"])
 def test_full_tensorrt_registers_the_plugin_before_it_reads_an_engine_that_has_it(
-    tmp_path: Path, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch, alias_of: Any
 ) -> None:
     changes = {"segments": None, "tensorrt_flavour": "tensorrt"}
     folder = make_engine_folder(write_model(tmp_path / "model"), tmp_path / "engine", segmented=True, **changes)
     fake = FakeTensorRT(folder.config.tensors, folder.config.profiles, plan=PLAN)
+    fake.alias_of = alias_of  # TensorRT does not report what a plugin aliases: config.json says it
     install(fake, monkeypatch, tmp_path / "caches", "tensorrt")
     monkeypatch.setattr(tensorrt_engine, "register", lambda tensorrt: fake.calls.append(("register", tensorrt)))
     with TensorRTEngine.open(folder, memory=memory) as engine:
         assert fake.calls[0] == ("register", fake.loaded)
+        assert dict(engine.tensors) == {spec.name: spec for spec in folder.config.tensors}
         assert engine.tensors["present_key_values_0"].alias == "past_key_values_0"
+        make_ready(engine, memory)
+        engine.bind("present_key_values_0", elsewhere := tensor(memory, (BATCH, 2, H, S, D), "float16"))
+        with pytest.raises(BindingError, match=r"^`present_key_values_0`: expected the address of `past_key_values_0`"):
+            enqueue(engine)
+        elsewhere.allocation.close()
 
 
 def test_host_memory_is_refused(fake: FakeTensorRT, folder: EngineFolder) -> None:
@@ -186,6 +194,13 @@ class TestWhatAnEngineMayNotBe:
             fake,
             r"tensorrt_rtx 1\.7\.1 refuses this engine built with tensorrt_rtx 1\.7\.1\. TensorRT says: serialized with another version",
         )
+
+    def test_a_plan_without_a_folder_whose_plugin_is_not_registered(self, memory: FakeGpuMemory, fake: FakeTensorRT) -> None:
+        fake.refuse.add("deserialize_cuda_engine")
+        fake.errors["deserialize_cuda_engine"] = "Cannot find plugin: KVCacheAttention, version: 1, namespace: trt_kvcache."
+        hint = r"namespace: trt_kvcache\. The engine has plugin layers of this package\. Open its engine folder, .* call "
+        hint += r"trt_kvcache\.trt\.plugin\.register\(trt_kvcache\.trt\.module\.load\('tensorrt'\)\) before\.$"
+        self.refused(None, memory, fake, hint, PLAN)  # type: ignore[arg-type]
 
     @pytest.mark.parametrize(
         ("name", "change", "message"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,15 @@ import pytest
 from tests.helpers.fake_tensorrt import FakeTensorRT
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.errors import BindingError, EngineError
-from trt_kvcache.trt.tensors import ProfileRanges, compare_profiles, compare_tensors, read_profiles, read_ranges, read_tensors
+from trt_kvcache.trt.tensors import (
+    ProfileRanges,
+    add_plugin_aliases,
+    compare_profiles,
+    compare_tensors,
+    read_profiles,
+    read_ranges,
+    read_tensors,
+)
 
 PREFILL = EngineProfile(name="prefill", min_batch=1, max_batch=3, min_width=1, max_width=11)
 DECODE = EngineProfile(name="decode", min_batch=1, max_batch=3, min_width=1, max_width=1)
@@ -39,6 +48,19 @@ def ranges(fake: FakeTensorRT) -> list[ProfileRanges]:
 
 def test_tensors_are_read_with_dtype_mode_and_alias(fake: FakeTensorRT) -> None:
     assert read(fake) == {spec.name: spec for spec in SPECS}
+
+
+@pytest.mark.parametrize("alias_of", [None, lambda name: None, lambda name: ""], ids=["before 10.15", "None", "empty"])
+def test_an_alias_that_tensorrt_does_not_report_is_none(fake: FakeTensorRT, alias_of: Callable[[str], str | None] | None) -> None:
+    fake.alias_of = alias_of
+    assert read(fake)["present"].alias is None
+
+
+def test_recorded_aliases_of_a_plugin_are_added_and_reported_ones_are_kept() -> None:
+    found = {spec.name: spec for spec in (CACHE, replace(PRESENT, alias=None), LOGITS)}
+    assert add_plugin_aliases(found, SPECS) == {spec.name: spec for spec in (CACHE, PRESENT, LOGITS)}
+    found["present"] = replace(PRESENT, alias="ids")
+    assert add_plugin_aliases(found, SPECS)["present"].alias == "ids"  # which the comparison then refuses
 
 
 def test_inputs_come_first(fake: FakeTensorRT) -> None:

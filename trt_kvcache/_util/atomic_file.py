@@ -9,6 +9,30 @@ from pathlib import Path
 from typing import BinaryIO
 
 
+def check_target(target: Path) -> None:
+    """Check that a file can be made, before the work that it is to hold.
+
+    Parameters
+    ----------
+    target : Path
+        Where the file is to be.
+
+    Raises
+    ------
+    OSError
+        ``target`` is a folder, or its own folder is missing or cannot be written to.
+    """
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+    parent = target.absolute().parent
+    if not parent.exists():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(parent))
+    if not parent.is_dir():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent))
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
+
+
 @contextmanager
 def atomic_file(target: Path) -> Iterator[BinaryIO]:
     """Yield an empty file that becomes ``target`` when the block ends and its bytes are on disk.
@@ -31,8 +55,7 @@ def atomic_file(target: Path) -> Iterator[BinaryIO]:
     OSError
         No file can be written there, or ``target`` is a folder.
     """
-    if target.is_dir():
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(target))
+    check_target(target)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.new")
     try:
         with temporary.open("xb") as file:

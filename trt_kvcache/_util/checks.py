@@ -4,6 +4,7 @@ import operator
 from collections.abc import Collection
 from typing import Any
 
+from trt_kvcache._util.shown import shown
 from trt_kvcache.errors import ConfigError, KVCacheError, LayerIndexError, RangeError, SlotError
 
 
@@ -25,11 +26,11 @@ def as_int(what: str, value: Any, *, error: type[KVCacheError] = RangeError) -> 
         The value is a bool, a float, or anything else that is not an integer.
     """
     if isinstance(value, bool):
-        raise error(f"{what}: expected an integer, got {value!r}.")
+        raise error(f"{what}: expected an integer, got {shown(value)}.")
     try:
         return operator.index(value)
     except TypeError:
-        raise error(f"{what}: expected an integer, got {value!r}.") from None
+        raise error(f"{what}: expected an integer, got {shown(value)}.") from None
 
 
 def int_in_range(what: str, value: Any, low: int, high: int | None = None, *, error: type[KVCacheError] = RangeError) -> int:
@@ -54,7 +55,7 @@ def int_in_range(what: str, value: Any, low: int, high: int | None = None, *, er
     number = value if type(value) is int else as_int(what, value, error=error)
     if number < low or (high is not None and number > high):
         expected = f"at least {low}" if high is None else f"an integer from {low} to {high}"
-        raise error(f"{what}: expected {expected}, got {number}.")
+        raise error(f"{what}: expected {expected}, got {shown(number)}.")
     return number
 
 
@@ -77,8 +78,8 @@ def one_of(what: str, value: Any, known: Collection[str], *, error: type[KVCache
     error
         It is not.
     """
-    if value not in known:
-        raise error(f"{what}: expected one of {', '.join(known)}, got {value!r}.")
+    if not isinstance(value, str) or value not in known:
+        raise error(f"{what}: expected one of {', '.join(known)}, got {shown(value)}.")
 
 
 def slot_index(slot: Any, count: int, *, of: str = "batch slots") -> int:
@@ -100,7 +101,7 @@ def slot_index(slot: Any, count: int, *, of: str = "batch slots") -> int:
     """
     number = as_int("slot", slot, error=SlotError)
     if not 0 <= number < count:
-        raise SlotError(f"slot {number}: expected 0 <= slot < {count} ({of}). Slots never wrap.")
+        raise SlotError(f"slot {shown(number)}: expected 0 <= slot < {count} ({of}). Slots never wrap.")
     return number
 
 
@@ -123,5 +124,5 @@ def layer_index(index: Any, count: int, *, name: str = "attn_layer_idx") -> int:
     """
     number = as_int(name, index, error=LayerIndexError)
     if not 0 <= number < count:
-        raise LayerIndexError(f"{name} {number}: expected 0 <= {name} < {count}. Indices never wrap.")
+        raise LayerIndexError(f"{name} {shown(number)}: expected 0 <= {name} < {count}. Indices never wrap.")
     return number

@@ -7,6 +7,7 @@ _EXTRA_OF = {
     "cuda": "cuda",
     "huggingface_hub": "models",
     "jinja2": "models",
+    "matplotlib": "plot",
     "polygraphy": "polygraphy",
     "prompt_toolkit": "models",
     "rich": "models",

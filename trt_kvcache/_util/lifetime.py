@@ -11,8 +11,11 @@ _Self = TypeVar("_Self", bound="Closable")
 class Uncopyable:
     """Refuses ``copy.copy``, ``copy.deepcopy`` and pickling with a TypeError: two owners of the same memory would disagree."""
 
+    __slots__ = ()
+
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"a {type(self).__name__} owns device memory and cannot be copied or pickled.")
+        name = type(self).__name__
+        raise TypeError(f"{'an' if name[0] in 'AEIOU' else 'a'} {name} owns memory, or shares it, and cannot be copied or pickled.")
 
     def __copy__(self) -> NoReturn:
         self.__reduce__()

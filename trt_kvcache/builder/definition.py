@@ -86,10 +86,11 @@ def define_decoder(
     Raises
     ------
     ConfigError
-        The options do not fit the model, or they request plugin attention from a TensorRT without plugin layers.
+        The options do not fit the model or this TensorRT, or they request plugin attention from a TensorRT without plugin layers.
     BuildError
         TensorRT refused a layer, which is named.
     """
+    options.check_tensorrt(tensorrt)
     model = checkpoint.config
     cache = options.cache_for(model)
     if options.attention == "plugin" and not can_add_plugins(tensorrt):
@@ -193,7 +194,7 @@ def define_constants(checkpoint: Checkpoint, cache: KVCacheConfig) -> bytes:
 
 def _network_factory(model: ModelConfig, tensorrt: TensorRT, messages: Messages) -> tuple[Any, Callable[[], Any]]:
     """Return an ``IBuilder``, and a function that makes an empty network with it."""
-    builder = require(tensorrt.module.Builder, messages, "TensorRT cannot start a builder", tensorrt.log.logger)
+    builder = require(tensorrt.create, messages, f"{tensorrt} cannot start a builder", "Builder")
     flags = 0 if tensorrt.is_rtx else 1 << int(tensorrt.module.NetworkDefinitionCreationFlag.STRONGLY_TYPED)  # RTX always is
 
     def create_network() -> Any:

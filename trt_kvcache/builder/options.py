@@ -188,10 +188,8 @@ class BuildOptions:
         for name, served in (("mask", "plugin"), ("native", "mask")):  # native needs what mask needs, and more
             variant = attention_variant(name)
             if self.attention in ("native", name) and not tensorrt.supports(variant):
-                raise ConfigError(
-                    f"attention: expected {served}, got {self.attention}: TensorRT {tensorrt.version} has no {variant.needs} "
-                    f"({variant.first_release} has)."
-                )
+                first = variant.first_rtx_release if tensorrt.is_rtx else variant.first_release
+                raise ConfigError(f"attention: expected {served}, got {self.attention}: {tensorrt} has no {variant.needs} ({first} has).")
         if self.attention == "plugin" and not tensorrt.is_rtx:
             try:
                 check_plugins(tensorrt)

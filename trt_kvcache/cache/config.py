@@ -8,17 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache._util.serialization import config_from_dict
+from trt_kvcache._util.shown import shown
 from trt_kvcache.cache.layout import KVLayerStorage, KVLayout, kv_layer_storage
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.dtypes import KV_DTYPES, SCALED_KV_DTYPES
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.memory.shapes import MAX_DIMENSION, ROW_GRANULE, align_up, dense_nbytes, row_nbytes
+from trt_kvcache.memory.shapes import MAX_BATCH_SIZE, MAX_DIMENSION, MAX_LAYERS, ROW_GRANULE, align_up, dense_nbytes, row_nbytes
 
 # Scales are stored as float32: below the smallest normal one or above the largest they would become 0 or infinite.
 _SCALE_MIN, _SCALE_MAX = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
@@ -61,18 +63,18 @@ class KVLayerConfig:
 
     def __post_init__(self) -> None:
         for name in ("num_kv_heads", "head_dim"):
-            object.__setattr__(self, name, int_in_range(f"KVLayerConfig.{name}", getattr(self, name), 1, error=ConfigError))
+            object.__setattr__(self, name, int_in_range(f"KVLayerConfig.{name}", getattr(self, name), 1, MAX_DIMENSION, error=ConfigError))
         for name in ("k_scale", "v_scale"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float | np.floating) or not _SCALE_MIN <= value <= _SCALE_MAX:
-                raise ConfigError(f"KVLayerConfig.{name}: expected a finite float32 above 0, got {value!r}.")
+                raise ConfigError(f"KVLayerConfig.{name}: expected a finite float32 above 0, got {shown(value)}.")
             object.__setattr__(self, name, float(value))
 
 
 def _check_common(config: KVCacheConfig | CacheConfig) -> None:
     owner = type(config).__name__
-    for name in ("max_batch_size", "max_sequence_length"):
-        object.__setattr__(config, name, int_in_range(f"{owner}.{name}", getattr(config, name), 1, MAX_DIMENSION, error=ConfigError))
+    for name, high in (("max_batch_size", MAX_BATCH_SIZE), ("max_sequence_length", MAX_DIMENSION)):
+        object.__setattr__(config, name, int_in_range(f"{owner}.{name}", getattr(config, name), 1, high, error=ConfigError))
     one_of(f"{owner}.dtype", config.dtype, KV_DTYPES)
     if not isinstance(config.layout, KVLayout):
         raise ConfigError(f"{owner}.layout: expected KVLayout.COMBINED or KVLayout.SEPARATE, got {config.layout!r}.")
@@ -132,12 +134,14 @@ class KVCacheConfig:
         if isinstance(self.layers, KVLayerConfig | str | bytes):
             raise ConfigError(f"KVCacheConfig.layers: expected a sequence of KVLayerConfig, got {type(self.layers).__name__}.")
         try:
-            layers = tuple(self.layers)
+            layers = tuple(islice(iter(self.layers), MAX_LAYERS + 1))
         except TypeError:
-            raise ConfigError(f"KVCacheConfig.layers: expected a sequence of KVLayerConfig, got {self.layers!r}.") from None
+            raise ConfigError(f"KVCacheConfig.layers: expected a sequence of KVLayerConfig, got {shown(self.layers)}.") from None
         object.__setattr__(self, "layers", layers)
         if not layers:
             raise ConfigError("KVCacheConfig.layers: expected at least one layer, got none.")
+        if len(layers) > MAX_LAYERS:
+            raise ConfigError(f"KVCacheConfig.layers: expected at most {MAX_LAYERS} layers, got more.")
         _check_common(self)
         for index, layer in enumerate(layers):
             if not isinstance(layer, KVLayerConfig):
@@ -303,11 +307,11 @@ class CacheConfig:
     ping_pong: bool = False
 
     def __post_init__(self) -> None:
-        number = int_in_range("CacheConfig.num_attention_layers", self.num_attention_layers, 1, error=ConfigError)
+        number = int_in_range("CacheConfig.num_attention_layers", self.num_attention_layers, 1, MAX_LAYERS, error=ConfigError)
         object.__setattr__(self, "num_attention_layers", number)
         _check_common(self)
         _check_row("CacheConfig", 0, self._layer, self.dtype)
-        number = int_in_range("CacheConfig.num_mamba_layers", self.num_mamba_layers, 0, error=ConfigError)
+        number = int_in_range("CacheConfig.num_mamba_layers", self.num_mamba_layers, 0, MAX_LAYERS, error=ConfigError)
         object.__setattr__(self, "num_mamba_layers", number)
         _ = self.mamba  # whose own fields are checked when it is made
 

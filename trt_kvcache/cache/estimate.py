@@ -8,7 +8,7 @@ from trt_kvcache.cache.config import CacheConfig, KVCacheConfig
 from trt_kvcache.cache.hybrid_config import HybridCacheConfig
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.errors import CapacityError
-from trt_kvcache.memory.shapes import MAX_DIMENSION, row_nbytes, slot_kv_nbytes
+from trt_kvcache.memory.shapes import MAX_BATCH_SIZE, MAX_DIMENSION, row_nbytes, slot_kv_nbytes
 
 AnyCacheConfig = KVCacheConfig | CacheConfig | MambaCacheConfig | HybridCacheConfig
 
@@ -109,7 +109,7 @@ def longest_sequence(config: AnyCacheConfig, nbytes: int) -> int:
     4096
     """
     budget = int_in_range("nbytes", nbytes, 0)
-    length = _largest(lambda n: config.with_max_sequence_length(n).nbytes <= budget)
+    length = _largest(MAX_DIMENSION, lambda n: config.with_max_sequence_length(n).nbytes <= budget)
     if not length:
         raise CapacityError(f"{budget} bytes do not hold one token for each of {config.max_batch_size} slots. Lower max_batch_size.")
     return length
@@ -128,7 +128,7 @@ def largest_batch(config: AnyCacheConfig, nbytes: int) -> int:
     Returns
     -------
     int
-        Slots, from 1 to the largest int32.
+        Slots, from 1 to 65535, the most that a cache can have.
 
     Raises
     ------
@@ -145,7 +145,7 @@ def largest_batch(config: AnyCacheConfig, nbytes: int) -> int:
     8
     """
     budget = int_in_range("nbytes", nbytes, 0)
-    batch = _largest(lambda n: config.with_max_batch_size(n).nbytes <= budget)
+    batch = _largest(MAX_BATCH_SIZE, lambda n: config.with_max_batch_size(n).nbytes <= budget)
     if not batch:
         kv = config.kv
         slot = "the states of one slot." if kv is None else f"one slot of {kv.max_sequence_length} tokens. Lower max_sequence_length."
@@ -153,9 +153,9 @@ def largest_batch(config: AnyCacheConfig, nbytes: int) -> int:
     return batch
 
 
-def _largest(fits: Callable[[int], bool]) -> int:
-    """Return the largest n from 0 to ``MAX_DIMENSION`` with ``fits(n)``, for a condition that holds up to some n and then no more."""
-    low, high = 0, MAX_DIMENSION + 1
+def _largest(limit: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest n from 0 to ``limit`` with ``fits(n)``, for a condition that holds up to some n and then no more."""
+    low, high = 0, limit + 1
     while low + 1 < high:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(middle) else (low, middle)

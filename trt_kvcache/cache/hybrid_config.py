@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
+from itertools import count, islice
 from typing import Any
 
 from trt_kvcache._util.serialization import config_from_dict
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.memory.shapes import MAX_DIMENSION
+from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
 
 
 class LayerType(Enum):
@@ -63,7 +64,9 @@ class HybridCacheConfig:
         types = self.layer_types
         if isinstance(types, str | bytes) or not hasattr(types, "__iter__"):
             raise ConfigError(f"HybridCacheConfig.layer_types: expected a sequence of LayerType, got {types!r}.")
-        types = tuple(types)
+        types = tuple(islice(iter(types), 2 * MAX_LAYERS + 1))
+        if len(types) > 2 * MAX_LAYERS:
+            raise ConfigError(f"HybridCacheConfig.layer_types: expected at most {2 * MAX_LAYERS} layers, got more.")
         object.__setattr__(self, "layer_types", types)
         for index, layer_type in enumerate(types):
             if not isinstance(layer_type, LayerType):
@@ -105,7 +108,8 @@ class HybridCacheConfig:
     @cached_property
     def indices_in_kind(self) -> tuple[int, ...]:
         """For each decoder layer its index among the layers of the same kind."""
-        return tuple(self.layer_types[:index].count(layer_type) for index, layer_type in enumerate(self.layer_types))
+        counters = {layer_type: count() for layer_type in LayerType}
+        return tuple(next(counters[layer_type]) for layer_type in self.layer_types)
 
     @property
     def nbytes(self) -> int:

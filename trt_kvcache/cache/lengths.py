@@ -14,9 +14,9 @@ from trt_kvcache.cache.slot_contents import SlotContents
 from trt_kvcache.errors import ClosedError, ConfigError, DTypeError, MappingError, PlaceError, RangeError, ShapeError
 from trt_kvcache.kernels import AnyCompactionPlan, CompactionPlan, compact_length_tensor, increment_length_tensor, store_length_values
 from trt_kvcache.kernels.layer_views import check_memory
-from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.base import Memory, check_memory_given
 from trt_kvcache.memory.graph_capture import refuse_capture
-from trt_kvcache.memory.shapes import MAX_DIMENSION, align_up, dense_nbytes
+from trt_kvcache.memory.shapes import MAX_BATCH_SIZE, MAX_DIMENSION, align_up, dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
 #: With the value 1, device mappings of compactions are read back, which waits for the device, and checked.
@@ -44,7 +44,9 @@ class Lengths(Uncopyable):
     Raises
     ------
     ConfigError
-        A size is not from 1 to the largest int32.
+        ``max_batch_size`` is not from 1 to 65535, or ``max_sequence_length`` not from 1 to the largest int32.
+    PlaceError
+        ``memory`` is not a memory.
     CapacityError
         The memory has no room for the tensor.
 
@@ -52,8 +54,9 @@ class Lengths(Uncopyable):
     -----
     The mirror is exact while the host knows every change. After a commit of a device tensor, or a compaction by a device mapping,
     it is an upper bound until :meth:`sync_lengths`. Methods are ordered on ``stream``; they neither wait nor allocate, except
-    :meth:`sync_lengths`. They raise :class:`~trt_kvcache.errors.PlaceError` for a stream of another memory and
-    :class:`~trt_kvcache.errors.ClosedError` once the lengths are closed. If a method raises, nothing was changed.
+    :meth:`sync_lengths`, and a reset or resize that activates the slot in which a sequence of a ``SequenceCacheManager`` waits. They
+    raise :class:`~trt_kvcache.errors.PlaceError` for a stream of another memory and :class:`~trt_kvcache.errors.ClosedError` once the
+    lengths are closed. If a method raises, nothing was changed.
 
     Examples
     --------
@@ -72,9 +75,10 @@ class Lengths(Uncopyable):
 
     def __init__(self, max_batch_size: int, max_sequence_length: int, *, memory: Memory) -> None:
         self._mirror = LengthMirror(
-            int_in_range("max_batch_size", max_batch_size, 1, MAX_DIMENSION, error=ConfigError),
+            int_in_range("max_batch_size", max_batch_size, 1, MAX_BATCH_SIZE, error=ConfigError),
             int_in_range("max_sequence_length", max_sequence_length, 1, MAX_DIMENSION, error=ConfigError),
         )
+        check_memory_given(memory)
         self._memory = memory
         stream = memory.create_stream()
         self._allocation = memory.allocate(self.nbytes_for(self._mirror.max_batch_size), zeroed=True, stream=stream)
@@ -231,6 +235,8 @@ class Lengths(Uncopyable):
             ``reuse_lengths`` does not fit.
         CaptureError
             The stream is capturing: the values would be frozen into the CUDA graph.
+        CapacityError
+            A sequence of a ``SequenceCacheManager`` waits in a slot that becomes active, and cannot move to another place.
         """
         self._check_open()
         after = self._mirror.after_reset(_host_integers("reuse_lengths", reuse_lengths))
@@ -336,6 +342,8 @@ class Lengths(Uncopyable):
             ``new_active_batch_size`` is not from 0 to B.
         CaptureError
             The stream is capturing, and slots are added.
+        CapacityError
+            A sequence of a ``SequenceCacheManager`` waits in a slot that becomes active, and cannot move to another place.
         """
         self._check_open()
         after = self._mirror.after_resize(new_active_batch_size)

@@ -12,17 +12,17 @@ from trt_kvcache._util.serialization import config_from_dict
 from trt_kvcache.cache.layout import StateStorage
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.memory.shapes import MAX_DIMENSION
+from trt_kvcache.memory.shapes import MAX_BATCH_SIZE, MAX_DIMENSION, MAX_LAYERS
 
-#: The sizes, with the largest value of each if there is one.
+#: The sizes, with the largest value of each.
 _SIZES = {
-    "num_layers": None,
-    "max_batch_size": MAX_DIMENSION,
-    "num_heads": None,
-    "head_dim": None,
-    "state_size": None,
-    "conv_dim": None,
-    "conv_kernel": None,
+    "num_layers": MAX_LAYERS,
+    "max_batch_size": MAX_BATCH_SIZE,
+    "num_heads": MAX_DIMENSION,
+    "head_dim": MAX_DIMENSION,
+    "state_size": MAX_DIMENSION,
+    "conv_dim": MAX_DIMENSION,
+    "conv_kernel": MAX_DIMENSION,
 }
 _DTYPES = ("recurrent_dtype", "conv_dtype")
 

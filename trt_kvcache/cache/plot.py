@@ -1,27 +1,26 @@
-"""A plot of a cache as SVG: the tokens of each slot, and the bytes of each layer."""
+"""A plot of a cache: the tokens of each slot, and the bytes of each layer."""
 
-from collections.abc import Iterable, Sequence
-from xml.etree import ElementTree
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
 
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.estimate import estimate_memory
 from trt_kvcache.errors import ShapeError
+from trt_kvcache.plot import GREY, INK, Plot, draw, paint_sizes, size_text
 
 #: The kinds of tokens of a slot and their colours, which differ in brightness too.
 COLOURS = {"reused": "#1b4f72", "live": "#5dade2", "free": "#e8eef2"}
 #: The colour of the bytes of a layer.
 LAYER_COLOUR = "#ca6f1e"
 
-_WIDTH, _LABEL, _MARGIN = 760, 150, 16
-_BAR = _WIDTH - _LABEL - 3 * _MARGIN - 90
-_PANEL_HEIGHT = 320  # shared by the rows of a panel
-_MIN_TEXT_SIZE = 6.0  # smaller text cannot be read
-_INK, _PAPER = "#1c2833", "#ffffff"
+#: Up to so many slots each has its name and its number of tokens.
+_MAX_NAMED_SLOTS = 40
 
 
-def draw_cache(config: KVCacheConfig, lengths: Sequence[int] = (), reused: Sequence[int] = (), *, title: str = "KV cache") -> str:
-    """Return a plot of a cache as an SVG document.
+def draw_cache(config: KVCacheConfig, lengths: Sequence[int] = (), reused: Sequence[int] = (), *, title: str = "KV cache") -> Plot:
+    """Return a plot of a cache.
 
     Parameters
     ----------
@@ -37,87 +36,118 @@ def draw_cache(config: KVCacheConfig, lengths: Sequence[int] = (), reused: Seque
 
     Returns
     -------
-    str
-        Two panels: a row of S tokens per slot, with the reused, live and free ones; a bar per layer for its bytes. Rows that
-        are too thin have no label.
+    Plot
+        Two panels: a bar of S tokens per slot, with the reused, live and free ones; and the bytes of the layers, where neighbours of one
+        shape share a bar.
 
     Raises
     ------
     ShapeError, RangeError
         There are more lengths than slots, or one is not from 0 to S.
+    ModuleNotFoundError
+        matplotlib is not installed.
 
     Examples
     --------
-    >>> from trt_kvcache import KVCacheConfig, KVLayerConfig
+    >>> from trt_kvcache import KVCacheConfig, KVLayerConfig, draw_cache
     >>> config = KVCacheConfig(layers=[KVLayerConfig(num_kv_heads=2, head_dim=64)], max_batch_size=2, max_sequence_length=256)
-    >>> svg = draw_cache(config, lengths=[100, 30], reused=[80], title="after the prefill")
-    >>> svg.startswith("<svg"), "100 / 256" in svg
-    (True, True)
+    >>> plot = draw_cache(config, lengths=[100, 30], reused=[80], title="after the prefill")
+    >>> "slot 1" in plot.svg
+    True
     """
-    longest = config.max_sequence_length
     for what, values in (("lengths", lengths), ("reused", reused)):
         if len(values) > config.max_batch_size:
             raise ShapeError(f"{what}: expected at most max_batch_size={config.max_batch_size} of them, got {len(values)}.")
         for slot, value in enumerate(values):
-            int_in_range(f"{what}[{slot}]", value, 0, longest)
-    svg = ElementTree.Element("svg", xmlns="http://www.w3.org/2000/svg", width=str(_WIDTH))
-    svg.set("font-family", "sans-serif")
-    ElementTree.SubElement(svg, "rect", width="100%", height="100%", fill=_PAPER)
-    ElementTree.SubElement(svg, "title").text = title
-    y = _text(svg, _MARGIN, 2 * _MARGIN, title, size=16)
-    y = _text(svg, _MARGIN, y, f"{config.max_batch_size} slots of {longest} tokens, {config.dtype}, {config.layout.value}")
-    y = _legend(svg, y)
-    slots = []
-    for slot in range(config.max_batch_size):
-        length = lengths[slot] if slot < len(lengths) else 0
-        kept = min(reused[slot], length) if slot < len(reused) else 0
-        shares = zip(COLOURS.values(), (kept / longest, (length - kept) / longest, (longest - length) / longest), strict=True)
-        slots.append((f"slot {slot}" + ("" if slot < len(lengths) else " (not active)"), list(shares), f"{length} / {longest}"))
-    y = _rows(svg, y, slots)
+            int_in_range(f"{what}[{slot}]", value, 0, config.max_sequence_length)
+    slots = config.max_batch_size
+    heights = (0.5 + (0.26 * slots if slots <= _MAX_NAMED_SLOTS else 5.5), 0.6 + 0.26 * len(layer_runs(config)))
+
+    def paint(figure: Any) -> None:
+        figure.suptitle(title, x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
+        upper, lower = figure.subplots(2, 1, height_ratios=heights)
+        _paint_slots(upper, config, lengths, reused)
+        paint_layers(lower, config)
+
+    return draw(0.5 + sum(heights), paint)
+
+
+def _paint_slots(axes: Any, config: KVCacheConfig, lengths: Sequence[int], reused: Sequence[int]) -> None:
+    slots, longest = config.max_batch_size, config.max_sequence_length
+    held = [*lengths, *[0] * (slots - len(lengths))]
+    kept = [min(length, count) for length, count in zip(held, [*reused, *[0] * (slots - len(reused))], strict=True)]
+    rows = range(slots)
+    is_named = slots <= _MAX_NAMED_SLOTS
+    bar: dict[str, Any] = {"height": 0.78 if is_named else 1.0, "linewidth": 0}
+    starts = {"reused": ([0] * slots, kept), "live": (kept, held), "free": (held, [longest] * slots)}
+    for name, (first, end) in starts.items():
+        widths = [after - before for before, after in zip(first, end, strict=True)]
+        axes.barh(rows, widths, left=first, color=COLOURS[name], label=name, **bar)
+    if len(lengths) < slots:
+        left_out = range(len(lengths), slots)
+        axes.barh(left_out, longest, facecolor="none", edgecolor=GREY, hatch="//", alpha=0.35, label="not active", **bar)
+    axes.set_xlim(0, longest)
+    axes.set_xticks(_token_ticks(longest))
+    axes.set_ylim(slots - 0.5, -0.5)
+    axes.set_xlabel("tokens")
+    if is_named:
+        axes.set_yticks(rows, [f"slot {slot}" for slot in rows])
+        for slot, length in enumerate(held):
+            text = f"{length:,} ({length / longest:.0%})" if slot < len(lengths) else "not active"
+            axes.annotate(text, (1, slot), (6, 0), xycoords=("axes fraction", "data"), textcoords="offset points", va="center", color=INK)
+    else:
+        axes.set_ylabel("slot")
+    share = sum(held) / (slots * longest)
+    axes.set_title(f"{sum(held):,} of {slots * longest:,} tokens ({share:.0%}) in {len(lengths)} of {slots} slots", fontsize=9, color=INK)
+    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, borderaxespad=0.1, handlelength=1, handleheight=1)
+    axes.tick_params(left=not is_named)
+
+
+def paint_layers(axes: Any, config: KVCacheConfig) -> None:
+    """Draw the bytes of the layers, where neighbours of one shape share a bar.
+
+    Parameters
+    ----------
+    axes : matplotlib.axes.Axes
+        Where to draw.
+    config : KVCacheConfig
+        The cache.
+    """
+    layers = layer_runs(config)
+    total = sum(count * nbytes for _, count, nbytes in layers)
+    texts = [size_text(nbytes) if count == 1 else f"{count} x {size_text(nbytes)}" for _, count, nbytes in layers]
+    paint_sizes(axes, [(name, nbytes) for name, _, nbytes in layers], [LAYER_COLOUR] * len(layers), texts)
+    axes.set_title(f"K and V of each layer: {size_text(total)} in all, {config.dtype}, {config.layout.value}", fontsize=9, color=INK)
+
+
+def _token_ticks(longest: int) -> list[int]:
+    """Return up to 9 numbers of tokens from 0 to S, in steps of a power of two."""
+    step = 1
+    while longest // step > 8:
+        step *= 2
+    return list(range(0, longest + 1, step))
+
+
+def layer_runs(config: KVCacheConfig) -> list[tuple[str, int, int]]:
+    """Return the runs of neighbouring layers that have one shape.
+
+    Parameters
+    ----------
+    config : KVCacheConfig
+        The cache.
+
+    Returns
+    -------
+    list of (str, int, int)
+        Of each run its name, number of layers, and the bytes of one of them as allocated.
+    """
     sizes = estimate_memory(config).bytes_per_layer
-    y = _text(svg, _MARGIN, y + _MARGIN, f"bytes per layer, {sum(sizes):,} in all")
-    layers = [
-        (f"layer {index}: {layer.num_kv_heads} x {layer.head_dim}", [(LAYER_COLOUR, size / max(sizes))], f"{size:,}")
-        for index, (layer, size) in enumerate(zip(config.layers, sizes, strict=True))
-    ]
-    y = _rows(svg, y, layers)
-    svg.set("height", str(round(y + _MARGIN)))
-    svg.set("viewBox", f"0 0 {_WIDTH} {svg.get('height')}")
-    return ElementTree.tostring(svg, encoding="unicode")
-
-
-def _text(svg: ElementTree.Element, x: float, y: float, text: str, *, size: float = 12) -> float:
-    """Draw a line of text and return the y of the next one."""
-    line = ElementTree.SubElement(svg, "text", {"x": f"{x:g}", "y": f"{y:g}", "font-size": f"{size:g}", "fill": _INK})
-    line.text = text
-    return y + 1.6 * size
-
-
-def _legend(svg: ElementTree.Element, y: float) -> float:
-    for place, (name, colour) in enumerate(COLOURS.items()):
-        x = _MARGIN + 90 * place
-        _rectangle(svg, x, y - 10, 12, 12, colour)
-        _text(svg, x + 18, y, name)
-    return y + 2 * _MARGIN
-
-
-def _rows(svg: ElementTree.Element, y: float, rows: Sequence[tuple[str, Iterable[tuple[str, float]], str]]) -> float:
-    """Draw a bar for each row, with a label before and a number behind it. The more rows, the thinner they are."""
-    height = max(3.0, min(20.0, _PANEL_HEIGHT / len(rows)))
-    for label, parts, number in rows:
-        x = float(_LABEL + _MARGIN)
-        for colour, share in parts:
-            _rectangle(svg, x, y, share * _BAR, height * 0.85, colour)
-            x += share * _BAR
-        size = min(11.0, height * 0.8)
-        if size >= _MIN_TEXT_SIZE:
-            _text(svg, _MARGIN, y + height * 0.65, label, size=size)
-            _text(svg, _LABEL + 2 * _MARGIN + _BAR, y + height * 0.65, number, size=size)
-        y += height
-    return y + _MARGIN
-
-
-def _rectangle(svg: ElementTree.Element, x: float, y: float, width: float, height: float, colour: str) -> None:
-    if width:
-        sizes = {"x": x, "y": y, "width": width, "height": height}
-        ElementTree.SubElement(svg, "rect", {**{name: f"{size:.2f}" for name, size in sizes.items()}, "fill": colour})
+    shapes = [(layer.num_kv_heads, layer.head_dim, nbytes) for layer, nbytes in zip(config.layers, sizes, strict=True)]
+    runs = []
+    first = 0
+    for (heads, dim, nbytes), run in groupby(shapes):
+        count = len(list(run))
+        name = f"layer {first}" if count == 1 else f"layers {first} to {first + count - 1}"
+        runs.append((f"{name}: {heads} x {dim}", count, nbytes))
+        first += count
+    return runs

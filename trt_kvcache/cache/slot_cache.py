@@ -8,6 +8,7 @@ import numpy as np
 
 from trt_kvcache._util.checks import slot_index
 from trt_kvcache._util.lifetime import Closable
+from trt_kvcache._util.shown import shown
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup
 from trt_kvcache.cache.lengths import Lengths
@@ -39,7 +40,7 @@ class SlotCache(Closable):
     Raises
     ------
     ConfigError, PlaceError
-        ``lengths`` have other sizes, or are in another memory.
+        ``memory`` is not a memory; or ``lengths`` are not lengths, have other sizes, or are in another memory.
     CapacityError
         An allocation failed. Those made before were released.
 
@@ -161,6 +162,8 @@ class SlotCache(Closable):
             ``reuse_lengths`` does not fit.
         CaptureError
             The stream is capturing: the values would be frozen into the CUDA graph.
+        CapacityError
+            A sequence of a ``SequenceCacheManager`` waits in a slot that becomes active, and cannot move to another place.
 
         Notes
         -----
@@ -234,6 +237,8 @@ class SlotCache(Closable):
             ``new_active_batch_size`` is not from 0 to B.
         CaptureError
             The stream is capturing, and slots are added.
+        CapacityError
+            A sequence of a ``SequenceCacheManager`` waits in a slot that becomes active, and cannot move to another place.
 
         Notes
         -----
@@ -352,6 +357,8 @@ class SlotCache(Closable):
 
 
 def _check_shared(lengths: Lengths, max_batch_size: int, max_sequence_length: int, memory: Memory) -> None:
+    if not isinstance(lengths, Lengths):
+        raise ConfigError(f"lengths: expected the Lengths of another cache, got {shown(lengths)}.")
     if (lengths.max_batch_size, lengths.max_sequence_length) != (max_batch_size, max_sequence_length):
         raise ConfigError(
             f"lengths: expected those of {max_batch_size} slots of {max_sequence_length} tokens, got "

@@ -9,7 +9,7 @@ from trt_kvcache.kernels import AnyCompactionPlan
 class SlotContents(Protocol):
     """K and V, or recurrent states, or any bookkeeping by slot. ``Lengths.attach`` lets it follow the slots of a cache.
 
-    Calls are ordered on ``stream`` and neither wait nor allocate. The arguments were checked.
+    Calls are ordered on ``stream``. Only ``resize`` may wait, or refuse. The arguments were checked.
     """
 
     @property
@@ -36,6 +36,11 @@ class SlotContents(Protocol):
             Tokens that each slot of the new active batch holds. New slots of length 0 are reset after this call.
         stream : cuda.core.Stream
             What must be copied is ordered on it.
+
+        Raises
+        ------
+        CapacityError
+            What waits in a slot that enters has no other place. Nothing was changed.
         """
 
     def reset_slots(self, slots: Sequence[int], *, stream: Any) -> None:

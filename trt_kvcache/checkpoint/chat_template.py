@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache.checkpoint.json_file import read_text
+from trt_kvcache.checkpoint.template_process import TemplateFailure, TemplateProcess
+from trt_kvcache.checkpoint.template_worker import make_environment
 from trt_kvcache.errors import CheckpointError, ConfigError
-
-if TYPE_CHECKING:
-    from jinja2.nodes import Node
-    from jinja2.parser import Parser
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 TEMPLATE_FILE = "chat_template.jinja"
 
+# The most bytes of a template: the longest in use has a twentieth of it.
+_MAX_NBYTES = 1 << 20
+
 
 class ChatTemplate:
-    """A compiled chat template.
+    """A chat template. It is rendered in a process of its own, which a template that takes too long or too much memory cannot leave.
 
     Parameters
     ----------
@@ -50,10 +48,15 @@ class ChatTemplate:
             from jinja2 import TemplateError
 
         self._source = source
+        if len(text) > _MAX_NBYTES:
+            raise CheckpointError(
+                f"{source}: the chat template cannot be read: expected at most {_MAX_NBYTES} characters, got {len(text)}."
+            )
         try:
-            self._template = _environment().from_string(text)
-        except TemplateError as error:
-            raise CheckpointError(f"{source}: the chat template cannot be read: {error}.") from error
+            make_environment().parse(text)  # compiling it would evaluate what is constant in it
+        except (TemplateError, RecursionError, ValueError) as error:
+            raise CheckpointError(f"{source}: the chat template cannot be read: {error!s:.1000}.") from error
+        self._process = TemplateProcess(text)
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], *, add_generation_prompt: bool) -> str:
         """Return the text of a conversation.
@@ -63,8 +66,8 @@ class ChatTemplate:
         messages : sequence of mapping
             ``{"role": ..., "content": ...}``, oldest first.
         variables : mapping of str to object
-            The other variables of the template: texts of the special tokens (``"bos_token"``, ``"eos_token"``, ...), ``"tools"``, and those
-            that this template alone knows.
+            The other variables of the template, as JSON has them: texts of the special tokens (``"bos_token"``, ``"eos_token"``, ...),
+            ``"tools"``, and those that this template alone knows.
         add_generation_prompt : bool
             Whether the text ends with the opening of the assistant's turn.
 
@@ -76,13 +79,20 @@ class ChatTemplate:
         Raises
         ------
         ConfigError
-            The template rejects the messages (roles out of order, ...), or fails on them.
+            The template rejects the messages (roles out of order, ...), or fails on them; it was stopped, because it took longer than
+            10 s or too much memory; or the messages are no plain JSON values.
+        CheckpointError
+            The template is not valid: it uses a filter that Jinja does not have, ...
         """
+        known = {"tools": None, "documents": None, **variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
-            known = {"tools": None, "documents": None, **variables, "messages": messages, "add_generation_prompt": add_generation_prompt}
-            return self._template.render(known)
-        except Exception as error:
-            raise ConfigError(f"{self._source}: the chat template refuses these messages: {error}") from error
+            return self._process.render(known)
+        except TemplateFailure as error:
+            if error.cannot_be_read:
+                raise CheckpointError(f"{self._source}: the chat template cannot be read: {error}.") from None
+            raise ConfigError(f"{self._source}: the chat template refuses these messages: {error}") from None
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"chat template: expected messages and variables of plain values, as JSON has them: {error}.") from error
 
 
 def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any], config_file: Path) -> ChatTemplate | None:
@@ -108,49 +118,14 @@ def find_chat_template(folder: Path, tokenizer_config: Mapping[str, Any], config
         The template has the wrong type, is not valid, or its file cannot be read.
     """
     file = folder / TEMPLATE_FILE
-    if file.is_file():
-        return ChatTemplate(read_text(file), file)
+    if file.exists():
+        return ChatTemplate(read_text(file, _MAX_NBYTES), file)
     given = tokenizer_config.get("chat_template")
     if isinstance(given, list):
-        named = {item["name"]: item["template"] for item in given if isinstance(item, dict) and {"name", "template"} <= item.keys()}
-        given = named.get("default")
+        named = [item for item in given if isinstance(item, dict) and item.get("name") == "default" and "template" in item]
+        given = named[-1]["template"] if named else None
     if given is None:
         return None
     if not isinstance(given, str):
         raise CheckpointError(f"{config_file}: chat_template: expected a text or a list of named texts, got {type(given).__name__}.")
     return ChatTemplate(given, config_file)
-
-
-def _environment() -> ImmutableSandboxedEnvironment:
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class GenerationBlock(Extension):
-        """``{% generation %}``: marks what the assistant said, for training; here its body is simply rendered."""
-
-        tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as a plain class attribute
-
-        def parse(self, parser: Parser) -> Node | list[Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, GenerationBlock])
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = _strftime_now
-    return environment
-
-
-def _raise_exception(message: str) -> NoReturn:
-    from jinja2 import TemplateError
-
-    raise TemplateError(message)
-
-
-def _strftime_now(pattern: str) -> str:
-    return datetime.now().strftime(pattern)
-
-
-def _to_json(value: Any, indent: int | None = None) -> str:
-    """Unlike Jinja's own filter, escape nothing for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)

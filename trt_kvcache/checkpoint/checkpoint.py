@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.model_config import ModelConfig
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.checkpoint.tensor_shapes import EMBEDDING, HEAD, tensor_shapes
 from trt_kvcache.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, open_weight_files
-from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.dtypes import MODEL_DTYPES, dtype_name, itemsize, numpy_dtype
 from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
 
 CONFIG_FILE = "config.json"
@@ -35,7 +37,8 @@ class Checkpoint:
     """The weights of a model folder. The presence, shape and dtype of every tensor have been checked.
 
     Create one with :meth:`open`. It is a context manager. The arrays that it returns are read-only views of the memory-mapped files;
-    they keep the mapping alive and stay valid after :meth:`close`.
+    they keep the mapping alive and stay valid after :meth:`close`. A tensor that is stored in another dtype than the model's is
+    converted when it is read.
 
     Parameters
     ----------
@@ -87,6 +90,12 @@ class Checkpoint:
         ------
         CheckpointError
             The folder is incomplete, a file is damaged, or the model is not supported. The message names the file.
+
+        Warns
+        -----
+        UserWarning
+            Weights are stored in another floating-point dtype than ``config.json`` says (float32 norms in a bfloat16 model, ...). They
+            are converted when they are read, as transformers does.
         """
         folder = Path(path)
         if not folder.is_dir():
@@ -101,7 +110,9 @@ class Checkpoint:
         if data.get("dtype") is None and data.get("torch_dtype") is None and EMBEDDING in files:
             config = _with_stored_dtype(config, files[EMBEDDING])
         _check(config, files, folder)
-        return cls(folder, config, files)
+        checkpoint = cls(folder, config, files)
+        _warn_of_conversion(config, files, checkpoint.tensor_names, folder)
+        return checkpoint
 
     @property
     def tensor_names(self) -> tuple[str, ...]:
@@ -109,7 +120,7 @@ class Checkpoint:
         return tuple(self._shapes)
 
     def tensor(self, name: str) -> npt.NDArray[Any]:
-        """Return one tensor without copying it.
+        """Return one tensor, without copying it unless it must be converted.
 
         Parameters
         ----------
@@ -119,25 +130,25 @@ class Checkpoint:
         Returns
         -------
         ndarray
-            Read-only, in host memory, in the stored dtype (bfloat16 through ml_dtypes).
+            Read-only, in host memory, in the dtype of the model (bfloat16 through ml_dtypes).
 
         Raises
         ------
         CheckpointError
-            The model has no such tensor.
+            The model has no such tensor, or it is stored in another dtype and holds values that the dtype of the model cannot.
         ClosedError
             The checkpoint is closed.
         """
         files = self._open_files()
         if name not in self._shapes:
             raise CheckpointError(f"{self.path}: expected the name of a tensor of the model, got {name!r}.")
-        return files[name].array(name)
+        return _array(files[name], name, self.config.dtype)
 
     @property
     def nbytes(self) -> int:
-        """Size of the model's weights in bytes."""
-        files = self._open_files()
-        return sum(files[name].tensors[name].nbytes for name in self._shapes)
+        """Size of the model's weights in bytes, in the dtype of the model."""
+        self._open_files()
+        return sum(math.prod(shape) for shape in self._shapes.values()) * itemsize(self.config.dtype)
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -162,16 +173,18 @@ class Checkpoint:
 
         Raises
         ------
+        CheckpointError
+            As for :meth:`tensor`.
         ClosedError
             The checkpoint is closed.
         """
-        files = self._open_files()
+        self._open_files()
         names = sorted(self._shapes)
-        index = [(name, files[name].tensors[name].dtype, self._shapes[name]) for name in names]
+        index = [(name, self.config.dtype, self._shapes[name]) for name in names]
         digest = hashlib.sha256(json.dumps([self.config.to_dict(), index], sort_keys=True).encode())
         done, total = 0, self.nbytes
         for name in names:
-            content = _bytes(files[name].array(name))
+            content = _bytes(self.tensor(name))
             for start in range(0, content.size, _HASH_CHUNK_BYTES):
                 chunk = content[start : start + _HASH_CHUNK_BYTES]
                 digest.update(chunk.data)
@@ -217,11 +230,10 @@ def _check(config: ModelConfig, files: Mapping[str, SafetensorsFile], folder: Pa
         stored = files[name].tensors[name]
         if stored.shape != shape:
             raise CheckpointError(f"{files[name].path}: expected {name} of shape {shape} by {CONFIG_FILE}, got {stored.shape}.")
-        if stored.dtype != config.dtype:
-            hint = f"; if all are {stored.dtype}, {CONFIG_FILE} must say so" if stored.dtype in MODEL_DTYPES else ""
+        if stored.dtype not in MODEL_DTYPES:
             raise CheckpointError(
-                f"{files[name].path}: expected every tensor in {config.dtype}, got {name} in {stored.dtype}. "
-                f"Mixed or quantised weights are not supported{hint}."
+                f"{files[name].path}: expected every tensor in {', '.join(MODEL_DTYPES)}, got {name} in {stored.dtype}. "
+                "Quantised weights are not supported."
             )
     tied_head = config.tie_word_embeddings and HEAD in files
     extra = sorted(name for name in files if name not in shapes and not name.endswith(_IGNORED_SUFFIX) and not (tied_head and name == HEAD))
@@ -231,14 +243,44 @@ def _check(config: ModelConfig, files: Mapping[str, SafetensorsFile], folder: Pa
             "Leaving them out would run another model."
         )
     if tied_head:
-        _check_tied_head(files)
+        _check_tied_head(config, files)
 
 
-def _check_tied_head(files: Mapping[str, SafetensorsFile]) -> None:
+def _check_tied_head(config: ModelConfig, files: Mapping[str, SafetensorsFile]) -> None:
     head, embedding = files[HEAD].tensors[HEAD], files[EMBEDDING].tensors[EMBEDDING]
-    same_kind = (head.dtype, head.shape) == (embedding.dtype, embedding.shape)
-    if not same_kind or not np.array_equal(_bytes(files[HEAD].array(HEAD)), _bytes(files[EMBEDDING].array(EMBEDDING))):
+    same = head.shape == embedding.shape and head.dtype in MODEL_DTYPES
+    if same:
+        arrays = [_bytes(_array(files[name], name, config.dtype)) for name in (HEAD, EMBEDDING)]
+        same = np.array_equal(arrays[0], arrays[1])
+    if not same:
         raise CheckpointError(f"{files[HEAD].path}: {CONFIG_FILE} says `tie_word_embeddings`, but {HEAD} differs from {EMBEDDING}.")
+
+
+def _warn_of_conversion(config: ModelConfig, files: Mapping[str, SafetensorsFile], names: Iterable[str], folder: Path) -> None:
+    converted = [name for name in names if files[name].tensors[name].dtype != config.dtype]
+    if converted:
+        stored = sorted({files[name].tensors[name].dtype for name in converted})
+        warn_caller(
+            f"{folder}: {len(converted)} tensor(s) are stored in {' and '.join(stored)} and are converted to {config.dtype}, "
+            f"the dtype of the model by {CONFIG_FILE}: {_some(converted)}.",
+            UserWarning,
+        )
+
+
+def _array(file: SafetensorsFile, name: str, dtype: str) -> npt.NDArray[Any]:
+    """Return a tensor in a dtype, as a view of the file if it is stored in it."""
+    stored = file.array(name)
+    if stored.dtype == numpy_dtype(dtype):
+        return stored
+    with np.errstate(over="ignore"):
+        converted = stored.astype(numpy_dtype(dtype))
+    if not np.isfinite(converted).all():
+        raise CheckpointError(
+            f"{file.path}: {name} is stored in {dtype_name(stored.dtype)} and has values that {dtype}, the dtype of the model by "
+            f"{CONFIG_FILE}, cannot hold."
+        )
+    converted.flags.writeable = False
+    return converted
 
 
 def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:

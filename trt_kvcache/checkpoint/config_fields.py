@@ -4,7 +4,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from trt_kvcache._util.shown import shown
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.memory.shapes import MAX_DIMENSION
 
 
 class ConfigFields:
@@ -58,12 +60,54 @@ class ConfigFields:
         Raises
         ------
         ConfigError
-            The value is not a positive integer, or a required field is absent.
+            The value is not a positive integer that an int32 can hold, or a required field is absent.
         """
         value = self._required(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
             raise self.refusal(name, "a positive integer")
+        if value > MAX_DIMENSION:
+            raise self.refusal(name, f"an integer of at most {MAX_DIMENSION}")
         return value
+
+    def count(self, name: str, default: int) -> int:
+        """Return an integer that may be 0 or negative.
+
+        Parameters
+        ----------
+        name : str
+            The field.
+        default : int
+            Returned if the field is absent.
+
+        Returns
+        -------
+        int
+            The value.
+
+        Raises
+        ------
+        ConfigError
+            The value is not an integer.
+        """
+        value = self._required(name, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.refusal(name, "an integer")
+        return value
+
+    def null(self, name: str) -> bool:
+        """Tell whether a field is there and ``null``, which switches off what it describes.
+
+        Parameters
+        ----------
+        name : str
+            The field.
+
+        Returns
+        -------
+        bool
+            False if the field is absent.
+        """
+        return name in self._data and self._data[name] is None
 
     def number(self, name: str, default: float | None = None) -> float:
         """Return a positive finite number.
@@ -86,9 +130,13 @@ class ConfigFields:
             The value is not a finite number > 0, or a required field is absent.
         """
         value = self._required(name, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        try:
+            number = math.nan if isinstance(value, bool) or not isinstance(value, (int, float)) else float(value)
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number) or number <= 0:
             raise self.refusal(name, "a finite number > 0")
-        return float(value)
+        return number
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a boolean.
@@ -137,7 +185,7 @@ class ConfigFields:
         if value is None:
             return ()
         values = value if isinstance(value, list) else [value]
-        if any(isinstance(item, bool) or not isinstance(item, int) for item in values):
+        if any(isinstance(item, bool) or not isinstance(item, int) or abs(item) > MAX_DIMENSION for item in values):
             raise self.refusal(name, "a token id or a list of token ids")
         return tuple(values)
 
@@ -156,7 +204,7 @@ class ConfigFields:
         ConfigError
             It names the field, what was expected, and the value.
         """
-        return ConfigError(f"{self._prefix}{name}: expected {expected}, got {self._data.get(name)!r}.")
+        return ConfigError(f"{self._prefix}{name}: expected {expected}, got {shown(self._data.get(name))}.")
 
     def _required(self, name: str, default: Any) -> Any:
         value = self._data.get(name)

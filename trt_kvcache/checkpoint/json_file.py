@@ -1,19 +1,28 @@
 """Read text and JSON files of a model folder, with errors that name the file."""
 
-import json
 from pathlib import Path
 from typing import Any
 
+from trt_kvcache._util.json_text import JSONTextError, parse_json
+from trt_kvcache._util.regular_file import read_regular
 from trt_kvcache.errors import CheckpointError
 
+#: The most bytes of a text file: the largest ``tokenizer.json`` in use has a fifth of it.
+MAX_TEXT_NBYTES = 1 << 28
 
-def read_text(path: Path) -> str:
+#: The most bytes of a JSON file that is parsed here: the index of a thousand shards has a tenth of it.
+MAX_JSON_NBYTES = 1 << 26
+
+
+def read_text(path: Path, limit: int = MAX_TEXT_NBYTES) -> str:
     """Return the text of a UTF-8 file.
 
     Parameters
     ----------
     path : Path
         The file.
+    limit : int
+        The most bytes that it may have.
 
     Returns
     -------
@@ -23,10 +32,10 @@ def read_text(path: Path) -> str:
     Raises
     ------
     CheckpointError
-        The file is missing or cannot be read.
+        The file is missing, cannot be read, is too large, or is not a regular file (a pipe, a device, ...).
     """
     try:
-        return path.read_text(encoding="utf-8")
+        return read_regular(path, limit).decode("utf-8")
     except FileNotFoundError:
         raise CheckpointError(f"{path}: expected a file, got nothing there. A Hugging Face model folder has one.") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -51,10 +60,12 @@ def read_json(path: Path) -> dict[str, Any]:
     CheckpointError
         The file is missing, cannot be read, is not JSON, or holds a JSON value other than an object.
     """
+    text = read_text(path, MAX_JSON_NBYTES)
     try:
-        value = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
-        raise CheckpointError(f"{path}: expected JSON, got a syntax error: {error}. The file may be truncated.") from error
+        value = parse_json(text)
+    except JSONTextError as error:
+        hint = " The file may be truncated." if "syntax error" in str(error) else ""
+        raise CheckpointError(f"{path}: {error}.{hint}") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: expected a JSON object, got {type(value).__name__}.")
     return value
@@ -78,4 +89,4 @@ def read_json_if_present(path: Path) -> dict[str, Any]:
     CheckpointError
         The file cannot be read, is not JSON, or holds a JSON value other than an object.
     """
-    return read_json(path) if path.is_file() else {}
+    return read_json(path) if path.exists() else {}

@@ -9,11 +9,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache._util.checks import one_of
+from trt_kvcache._util.shown import shown
 from trt_kvcache.checkpoint.config_fields import ConfigFields
 from trt_kvcache.checkpoint.rope import ROPE_KINDS, RopeConfig
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.memory.shapes import MAX_LAYERS
 
 SUPPORTED = (
     f"Supported: Llama, Qwen2 and Qwen3 causal language models, full attention, SiLU, RoPE {', '.join(ROPE_KINDS)}, "
@@ -71,6 +74,10 @@ _REFUSED_FIELDS = {
     "num_experts": "mixture of experts",
     "num_local_experts": "mixture of experts",
 }
+
+
+# Defaults of Qwen: the window in tokens, and how many layers from the first one on do without it.
+_QWEN_WINDOW, _QWEN_WINDOW_LAYERS = 4096, 28
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,6 +159,8 @@ class ModelConfig:
     def __post_init__(self) -> None:
         one_of("ModelConfig.family", self.family, FAMILIES)
         one_of("ModelConfig.dtype", self.dtype, MODEL_DTYPES)
+        if self.num_layers > MAX_LAYERS:
+            raise ConfigError(f"num_hidden_layers: expected at most {MAX_LAYERS}, got {self.num_layers}.")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim: expected an even number (RoPE rotates pairs of elements), got {self.head_dim}.")
         if self.num_attention_heads % self.num_kv_heads:
@@ -179,6 +188,11 @@ class ModelConfig:
         ------
         ConfigError
             The model is not supported, or the file is incomplete. The message names the field.
+
+        Warns
+        -----
+        UserWarning
+            A Llama model names a sliding window. Llama has none, so it is ignored, as in transformers.
         """
         fields = ConfigFields(data)
         family = _family(fields)
@@ -246,17 +260,19 @@ def _family(fields: ConfigFields) -> Family:
     """Choose the family by ``model_type``, or by ``architectures`` if there is no ``model_type``. If both are present, they must agree."""
     model_type = fields.get("model_type")
     architectures = fields.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise fields.refusal("architectures", "a list of names")
     if model_type is None:
         for family in FAMILIES.values():
             if family.architecture in architectures:
                 return family
-        raise ConfigError(f"architectures: {architectures!r} is not supported, and there is no model_type. {SUPPORTED}")
-    if model_type not in FAMILIES:
-        raise ConfigError(f"model_type: {model_type!r} is not supported. {SUPPORTED}")
+        raise ConfigError(f"architectures: {shown(architectures)} is not supported, and there is no model_type. {SUPPORTED}")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise ConfigError(f"model_type: {shown(model_type)} is not supported. {SUPPORTED}")
     family = FAMILIES[model_type]
     if architectures and family.architecture not in architectures:
         raise ConfigError(
-            f"architectures: expected {family.architecture} for model_type {model_type!r}, got {architectures!r}. {SUPPORTED}"
+            f"architectures: expected {family.architecture} for model_type {model_type!r}, got {shown(architectures)}. {SUPPORTED}"
         )
     return family
 
@@ -264,17 +280,31 @@ def _family(fields: ConfigFields) -> Family:
 def _refuse_unsupported(fields: ConfigFields, family: Family) -> None:
     for name, meaning in _REFUSED_FIELDS.items():
         if fields.get(name):
-            raise ConfigError(f"{name}: a model with {meaning} is not supported, got {fields.get(name)!r}. {SUPPORTED}")
+            raise ConfigError(f"{name}: a model with {meaning} is not supported, got {shown(fields.get(name))}. {SUPPORTED}")
     if fields.get("hidden_act") not in (None, "silu"):
-        raise ConfigError(f"hidden_act: {fields.get('hidden_act')!r} is not supported. {SUPPORTED}")
-    # Qwen names a window that is off unless use_sliding_window; another family that names one means it.
-    windowed = fields.flag("use_sliding_window", family.name == "llama")
-    if windowed and fields.get("sliding_window"):
-        raise ConfigError(f"sliding_window: a window of {fields.get('sliding_window')!r} tokens is not supported. {SUPPORTED}")
+        raise ConfigError(f"hidden_act: {shown(fields.get('hidden_act'))} is not supported. {SUPPORTED}")
+    _check_window(fields, family)
     layer_types = fields.get("layer_types") or []
-    other = sorted({str(kind) for kind in layer_types} - {"full_attention"})
+    if not isinstance(layer_types, list):
+        raise fields.refusal("layer_types", "a list of names")
+    other = [kind for kind in layer_types if kind != "full_attention"]
     if other:
-        raise ConfigError(f"layer_types: {', '.join(other)} is not supported. {SUPPORTED}")
+        raise ConfigError(f"layer_types: {other[0] if isinstance(other[0], str) else shown(other[0])} is not supported. {SUPPORTED}")
+
+
+def _check_window(fields: ConfigFields, family: Family) -> None:
+    """Refuse a sliding window, as far as a family of transformers has one."""
+    if not fields.flag("use_sliding_window", family.name == "llama"):
+        return
+    if family.name == "llama":  # attention of Llama has no window, whatever the field says
+        window = fields.get("sliding_window")
+        if isinstance(window, int) and 0 < window < fields.integer("max_position_embeddings", family.max_position_embeddings):
+            warn_caller(f"sliding_window: Llama has no sliding window; the one of {window} tokens is ignored.", UserWarning)
+        return
+    sliding = fields.count("max_window_layers", _QWEN_WINDOW_LAYERS) < fields.integer("num_hidden_layers")
+    if fields.null("sliding_window") or not sliding or fields.get("layer_types"):  # layer_types says which layers have a window
+        return
+    raise ConfigError(f"sliding_window: a window of {fields.get('sliding_window') or _QWEN_WINDOW} tokens is not supported. {SUPPORTED}")
 
 
 def _num_kv_heads(data: Mapping[str, Any], family: Family, heads: int) -> int:
@@ -297,12 +327,12 @@ def _head_dim(data: Mapping[str, Any], family: Family, heads: int) -> int:
 
 
 def _dtype(fields: ConfigFields, default: str | None) -> str:
-    given = {fields.get(name) for name in ("dtype", "torch_dtype") if name in fields}
-    if len(given) > 1:
-        raise ConfigError(f"dtype and torch_dtype: expected one value, got {fields.get('dtype')!r} and {fields.get('torch_dtype')!r}.")
-    dtype = given.pop() if given else default
+    given = [fields.get(name) for name in ("dtype", "torch_dtype") if name in fields]
+    if len(given) > 1 and given[0] != given[1]:
+        raise ConfigError(f"dtype and torch_dtype: expected one value, got {shown(given[0])} and {shown(given[1])}.")
+    dtype = given[0] if given else default
     if dtype not in MODEL_DTYPES:
-        raise ConfigError(f"dtype: {dtype!r} is not supported. {SUPPORTED}")
+        raise ConfigError(f"dtype: {shown(dtype)} is not supported. {SUPPORTED}")
     return str(dtype)
 
 

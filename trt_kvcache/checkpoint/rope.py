@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache._util.checks import one_of
+from trt_kvcache._util.shown import shown
 from trt_kvcache.checkpoint.config_fields import ConfigFields
 from trt_kvcache.errors import ConfigError
 
@@ -19,6 +21,9 @@ ROPE_KINDS = ("default", "linear", "llama3")
 DEFAULT_THETA = 10000.0
 
 _NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+# A larger int has no float.
+_LARGEST = sys.float_info.max
+
 _KNOWN_FIELDS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", *_NUMBERS})
 
 
@@ -66,8 +71,8 @@ class RopeConfig:
         one_of("RopeConfig.kind", self.kind, ROPE_KINDS)
         for name in ("theta", *_NUMBERS):
             value = getattr(self, name)
-            if not math.isfinite(value) or value <= 0:
-                raise ConfigError(f"RopeConfig.{name}: expected a finite number > 0, got {value!r}.")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= _LARGEST:
+                raise ConfigError(f"RopeConfig.{name}: expected a finite number > 0, got {shown(value)}.")
         if self.kind == "llama3" and self.high_freq_factor <= self.low_freq_factor:
             raise ConfigError(
                 f"RopeConfig.high_freq_factor: expected more than low_freq_factor={self.low_freq_factor}, got {self.high_freq_factor}."
@@ -82,7 +87,8 @@ class RopeConfig:
         config : mapping of str to object
             The whole ``config.json``, with ``rope_parameters``, or with ``rope_theta`` and ``rope_scaling``.
         max_position_embeddings : int
-            Used if a ``llama3`` scaling has no ``original_max_position_embeddings``, as in transformers.
+            Used if a ``llama3`` scaling has no ``original_max_position_embeddings``, as in transformers, which does not look for it
+            beside the scaling either.
 
         Returns
         -------
@@ -99,7 +105,7 @@ class RopeConfig:
         kind = _kind(rope, spelling)
         unknown = sorted(name for name in rope if name not in _KNOWN_FIELDS and rope[name] is not None)
         if unknown:
-            raise ConfigError(f"{spelling}: expected only {', '.join(sorted(_KNOWN_FIELDS))}, got {', '.join(unknown)} as well.")
+            raise ConfigError(f"{spelling}: expected only {', '.join(sorted(_KNOWN_FIELDS))}, got {', '.join(unknown):.200} as well.")
         fields = ConfigFields(rope, f"{spelling}.")
         for place in (fields, top):
             if "partial_rotary_factor" in place and place.get("partial_rotary_factor") != 1:
@@ -111,14 +117,14 @@ class RopeConfig:
             return cls(kind=kind, theta=theta, factor=fields.number("factor"))
         name = "original_max_position_embeddings"
         if name in fields and name in top and fields.get(name) != top.get(name):
-            raise ConfigError(f"{name}: expected one value, got {top.get(name)!r} and, in {spelling}, {fields.get(name)!r}.")
+            raise ConfigError(f"{name}: expected one value, got {shown(top.get(name))} and, in {spelling}, {shown(fields.get(name))}.")
         return cls(
             kind=kind,
             theta=theta,
             factor=fields.number("factor"),
             low_freq_factor=fields.number("low_freq_factor"),
             high_freq_factor=fields.number("high_freq_factor"),
-            original_max_position_embeddings=fields.integer(name, top.integer(name, max_position_embeddings)),
+            original_max_position_embeddings=fields.integer(name, max_position_embeddings),
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -203,20 +209,22 @@ def _rope_object(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     if not given:
         return "rope_parameters", {}
     if len(given) == 2 and given[0][1] != given[1][1]:
-        raise ConfigError(f"rope_parameters and rope_scaling: expected one of them, got both: {given[0][1]!r} and {given[1][1]!r}.")
+        raise ConfigError(
+            f"rope_parameters and rope_scaling: expected one of them, got both: {shown(given[0][1])} and {shown(given[1][1])}."
+        )
     name, value = given[0]
     if not isinstance(value, Mapping):
-        raise ConfigError(f"{name}: expected an object, got {value!r}.")
+        raise ConfigError(f"{name}: expected an object, got {shown(value)}.")
     if any(isinstance(item, Mapping) for item in value.values()):
-        raise ConfigError(f"{name}: expected one RoPE for all layers, got one per layer type: {', '.join(value)}.")
+        raise ConfigError(f"{name}: expected one RoPE for all layers, got one per layer type: {', '.join(value):.200}.")
     return name, value
 
 
 def _kind(rope: Mapping[str, Any], spelling: str) -> str:
-    kinds = {rope[name] for name in ("rope_type", "type") if rope.get(name) is not None}
-    if len(kinds) > 1:
-        raise ConfigError(f"{spelling}: expected `rope_type` and `type` to agree, got {rope['rope_type']!r} and {rope['type']!r}.")
-    kind = kinds.pop() if kinds else "default"
+    kinds = [rope[name] for name in ("rope_type", "type") if rope.get(name) is not None]
+    if len(kinds) > 1 and kinds[0] != kinds[1]:
+        raise ConfigError(f"{spelling}: expected `rope_type` and `type` to agree, got {shown(kinds[0])} and {shown(kinds[1])}.")
+    kind = kinds[0] if kinds else "default"
     if kind not in ROPE_KINDS:
-        raise ConfigError(f"{spelling}: RoPE scaling {kind!r} is not supported. Supported: {', '.join(ROPE_KINDS)}.")
+        raise ConfigError(f"{spelling}: RoPE scaling {shown(kind)} is not supported. Supported: {', '.join(ROPE_KINDS)}.")
     return str(kind)

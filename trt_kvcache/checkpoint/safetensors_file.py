@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache._util.extras import naming_the_extra
+from trt_kvcache._util.regular_file import open_regular
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CheckpointError
 
@@ -73,17 +74,17 @@ class SafetensorsFile:
 
         self.path = path
         try:
-            with safe_open(path, framework="numpy"):
-                pass
-            with path.open("rb") as file:
+            with open_regular(path) as file:
+                with safe_open(path, framework="numpy"):
+                    pass
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except SafetensorError as error:
             raise CheckpointError(
                 f"{path}: expected a whole safetensors file, got {path.stat().st_size} bytes that are not one ({error}). "
                 "It may be truncated: fetch or copy it again."
             ) from error
-        except OSError as error:
-            raise CheckpointError(f"{path}: cannot be read: {error}.") from error
+        except (OSError, MemoryError, OverflowError) as error:  # a sparse file may be larger than memory and address space
+            raise CheckpointError(f"{path}: cannot be read: {str(error) or 'there is not enough memory'}.") from error
         self.tensors = _stored_tensors(self._map)
 
     def array(self, name: str) -> npt.NDArray[Any]:

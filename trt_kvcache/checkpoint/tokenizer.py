@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trt_kvcache._util.extras import naming_the_extra
+from trt_kvcache._util.shown import shown
 from trt_kvcache.checkpoint.chat_template import ChatTemplate, find_chat_template
 from trt_kvcache.checkpoint.json_file import read_json_if_present, read_text
-from trt_kvcache.errors import CheckpointError, ConfigError
+from trt_kvcache.errors import CheckpointError, ConfigError, RangeError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -31,6 +32,8 @@ class Tokenizer:
         Texts of the special tokens by the names that chat templates use: ``"bos_token"``, ``"eos_token"``, ...
     chat_template : ChatTemplate or None
         None if the folder has none.
+    add_bos_token : bool, optional
+        Whether a text begins with the token ``"bos_token"``. If left out, ``tokenizer.json`` decides.
 
     Attributes
     ----------
@@ -51,12 +54,20 @@ class Tokenizer:
     """
 
     def __init__(
-        self, path: Path, backend: tokenizers.Tokenizer, special_tokens: Mapping[str, str], chat_template: ChatTemplate | None
+        self,
+        path: Path,
+        backend: tokenizers.Tokenizer,
+        special_tokens: Mapping[str, str],
+        chat_template: ChatTemplate | None,
+        *,
+        add_bos_token: bool | None = None,
     ) -> None:
         self.path = path
         self.special_tokens = special_tokens
         self._backend = backend
         self._chat_template = chat_template
+        self._add_bos_token = add_bos_token
+        self._bos_token_id = self._token_id("bos_token")
 
     @classmethod
     def open(cls, folder: str | Path) -> Tokenizer | None:
@@ -79,11 +90,20 @@ class Tokenizer:
         """
         path = Path(folder)
         file = path / TOKENIZER_FILE
-        if not file.is_file():
+        if not file.exists():
             return None
         config_file = path / TOKENIZER_CONFIG_FILE
         config = read_json_if_present(config_file)
-        return cls(path, _parse(read_text(file), file), _special_tokens(config), find_chat_template(path, config, config_file))
+        add_bos_token = config.get("add_bos_token")
+        if not isinstance(add_bos_token, bool | None):
+            raise CheckpointError(f"{config_file}: add_bos_token: expected true or false, got {shown(add_bos_token)}.")
+        return cls(
+            path,
+            _parse(read_text(file), file),
+            _special_tokens(config),
+            find_chat_template(path, config, config_file),
+            add_bos_token=add_bos_token,
+        )
 
     @property
     def vocab_size(self) -> int:
@@ -93,9 +113,12 @@ class Tokenizer:
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """The id of ``eos_token`` in ``tokenizer_config.json``; empty if the file does not name one."""
-        text = self.special_tokens.get("eos_token")
-        token = None if text is None else self._backend.token_to_id(text)
+        token = self._token_id("eos_token")
         return () if token is None else (token,)
+
+    def _token_id(self, name: str) -> int | None:
+        text = self.special_tokens.get(name)
+        return None if text is None or not _is_utf8(text) else self._backend.token_to_id(text)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text.
@@ -106,14 +129,36 @@ class Tokenizer:
             The text.
         add_special_tokens : bool
             Whether to add the tokenizer's own special tokens (begin of text, ...). Pass False for the text of a chat template, which
-            already contains them.
+            already contains them. If ``tokenizer_config.json`` has ``add_bos_token``, it decides whether the text begins with
+            ``bos_token``, as for the Llama tokenizers of transformers 4.
 
         Returns
         -------
         list of int
             The token ids.
+
+        Raises
+        ------
+        ConfigError
+            The text cannot be encoded in UTF-8 (it has lone surrogates).
+        CheckpointError
+            The tokenizer fails on the text, because ``tokenizer.json`` is damaged.
         """
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except BaseException as error:
+            if isinstance(text, str) and not _is_utf8(text):
+                raise ConfigError("text: expected characters that UTF-8 can encode, got lone surrogates.") from error
+            if not _is_of_library(error):
+                raise
+            raise self._failure(error) from error
+        if add_special_tokens and self._add_bos_token is not None and self._bos_token_id is not None:
+            begins = ids[:1] == [self._bos_token_id] and not text.startswith(self.special_tokens["bos_token"])
+            if self._add_bos_token and ids[:1] != [self._bos_token_id]:
+                return [self._bos_token_id, *ids]
+            if not self._add_bos_token and begins:
+                return ids[1:]
+        return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Return the text of token ids.
@@ -129,8 +174,25 @@ class Tokenizer:
         -------
         str
             Bytes that are not valid UTF-8 become U+FFFD.
+
+        Raises
+        ------
+        RangeError
+            An id is negative, or larger than 32 bits.
+        CheckpointError
+            The tokenizer fails on the ids, because ``tokenizer.json`` is damaged.
         """
-        return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        try:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        except OverflowError as error:
+            raise RangeError("ids: expected token ids from 0 to 2**32 - 1.") from error
+        except BaseException as error:
+            if not _is_of_library(error):
+                raise
+            raise self._failure(error) from error
+
+    def _failure(self, error: BaseException) -> CheckpointError:
+        return CheckpointError(f"{self.path / TOKENIZER_FILE}: the tokenizer fails: {type(error).__name__}: {error!s:.300}.")
 
     @property
     def has_chat_template(self) -> bool:
@@ -166,7 +228,9 @@ class Tokenizer:
         Raises
         ------
         ConfigError
-            The folder has no chat template, or the template rejects the messages.
+            The folder has no chat template, the template rejects the messages, or it was stopped because it takes too long.
+        CheckpointError
+            The template is not valid.
         """
         if self._chat_template is None:
             raise ConfigError(f"{self.path}: expected a chat template in {TOKENIZER_CONFIG_FILE} or chat_template.jinja, got none.")
@@ -180,8 +244,23 @@ def _parse(text: str, file: Path) -> tokenizers.Tokenizer:
 
     try:
         return tokenizers.Tokenizer.from_str(text)
-    except Exception as error:
-        raise CheckpointError(f"{file}: expected a tokenizer, got an error: {error}. The file may be truncated.") from error
+    except BaseException as error:
+        if not _is_of_library(error):
+            raise
+        raise CheckpointError(f"{file}: expected a tokenizer, got an error: {error!s:.300}. The file may be truncated.") from error
+
+
+def _is_of_library(error: BaseException) -> bool:
+    """Tell whether the tokenizers library raised an error because of its file. A panic of it is no ``Exception``."""
+    return (isinstance(error, Exception) and not isinstance(error, MemoryError | TypeError)) or type(error).__name__ == "PanicException"
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

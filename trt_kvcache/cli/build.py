@@ -6,8 +6,10 @@ from typing import Annotated
 import typer
 
 from trt_kvcache.builder.build_engine import BuildReport
+from trt_kvcache.builder.estimate import estimate_build
 from trt_kvcache.builder.options import DEFAULT_MAX_PREFILL_LENGTH, MAX_OPTIMIZATION_LEVEL
 from trt_kvcache.cli.build_process import build_in_child
+from trt_kvcache.cli.build_sizes import print_build_sizes
 from trt_kvcache.cli.console import count, note, progress_display, put_json, say, size
 from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice
@@ -63,12 +65,28 @@ def build(
         Path | None,
         typer.Option(metavar="FILE", help="Start from the kernel timings in this file and add to them (full TensorRT). It need not exist."),
     ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Build nothing: print how large plan, cache and peak memory will be.")] = False,
     json: Json = False,
 ) -> None:
     """Build a TensorRT engine from a model folder. TensorRT for RTX needs no GPU for it."""
     model = located(model)
     if is_engine_folder(model):
         raise CheckpointError(f"{model}: expected a Hugging Face folder, got an engine folder.")
+    if dry_run:
+        estimate = estimate_build(
+            model,
+            max_batch_size=max_batch_size,
+            max_sequence_length=max_sequence_length,
+            max_prefill_length=max_prefill_length,
+            dtype=dtype,
+            attention=attention,
+            flavour=flavour,
+        )
+        if json:
+            put_json(as_json(estimate))
+        else:
+            print_build_sizes(estimate)
+        return
     with progress_display() as progress:
         report = build_in_child(
             model,

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.checkpoint.checkpoint import CONFIG_FILE
+from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.tokenizer import TOKENIZER_FILE
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.chat_flags import ChatFlags, Template
@@ -15,7 +18,8 @@ from trt_kvcache.cli.conversation import Conversation
 from trt_kvcache.cli.sampling_flags import MaxNewTokens, SamplingFlags, with_drawn_seed
 from trt_kvcache.cli.session_flags import SessionFlags
 from trt_kvcache.cli.session_notes import note_seeds, note_statistics, warn_of_full_cache
-from trt_kvcache.errors import CapacityError, ConfigError, KVCacheError
+from trt_kvcache.engine_folder.folder import is_engine_folder
+from trt_kvcache.errors import CapacityError, CheckpointError, ConfigError, KVCacheError
 from trt_kvcache.generation.prompts import Prompt
 from trt_kvcache.generation.sampling import with_options
 from trt_kvcache.session.session import InferenceSession
@@ -54,10 +58,22 @@ def chat(
     options = sampling.options()
     folder = session_flags.located(folder)
     if folder.is_dir() and not (folder / TOKENIZER_FILE).is_file():
+        _check_family(folder)
         raise ConfigError(f"{folder}: chat needs a {TOKENIZER_FILE}. `trt-kvcache generate --prompt-ids` works on token ids.")
     with session_flags.open_session(flags.source(folder, slots=1)) as session:
         template = chat_flags.template(session.tokenizer)
         Chat(session, template, options, open_reader()).run()
+
+
+def _check_family(folder: Path) -> None:
+    """Refuse a model that is not supported, before anything that it lacks beside."""
+    path = folder / CONFIG_FILE
+    if is_engine_folder(folder) or not path.is_file():
+        return
+    try:
+        ModelConfig.from_dict(read_json(path), default_dtype="float32")
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
 
 
 class Chat:

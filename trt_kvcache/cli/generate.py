@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from trt_kvcache._util.atomic_file import check_target
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.chat_flags import ChatFlags
 from trt_kvcache.cli.console import put, put_json
@@ -56,6 +57,8 @@ def generate(
         raise typer.BadParameter(f"expected one prompt or --resume, got {count}.", param_hint="--save-snapshot")
     if sampling.logprobs is not None and not json:
         raise typer.BadParameter("expected --json with it, which prints them.", param_hint="--logprobs")
+    if save_snapshot is not None:
+        check_target(save_snapshot)
     options = sampling.options()
     source = flags.source(session_flags.located(folder), slots=count)
     with session_flags.open_session(source) as session:

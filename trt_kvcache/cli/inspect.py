@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from trt_kvcache.cache.plot import draw_cache
 from trt_kvcache.cli.console import count, put_json, results, say, size, span, table
 from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice
@@ -25,9 +24,7 @@ from trt_kvcache.trt.plan_inspection import PlanInspection, inspect_plan
 def inspect(
     engine: Annotated[Path, typer.Argument(metavar="ENGINE", help="An engine folder, or a plan without one (needs its GPU).")],
     tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors of every layer, and every segment.")] = False,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw its cache into this file (SVG): slots by tokens, and bytes by layer.")
-    ] = None,
+    plot: Annotated[Path | None, typer.Option(metavar="FILE", help="Draw its sizes into this file: .svg, .png or .pdf.")] = None,
     flavour: Annotated[FlavourName, choice(FlavourName, "--flavour", help="Which TensorRT reads a plan without a folder.")] = "auto",
     json: Json = False,
 ) -> None:
@@ -43,7 +40,7 @@ def inspect(
         return
     found = inspect_engine(folder)
     if plot is not None:
-        plot.write_text(draw_cache(found.cache, title=str(found.path)), encoding="utf-8")
+        found.plot().save(plot)
     if json:
         put_json(as_json(found))
         return

@@ -8,10 +8,12 @@ from typing import Annotated, Literal
 
 import typer
 
+from trt_kvcache.builder.estimate import BuildEstimate, estimate_build
 from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory, largest_batch, longest_sequence
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.checkpoint.json_file import read_json
+from trt_kvcache.cli.build_sizes import print_build_sizes
 from trt_kvcache.cli.console import count, put_json, results, say, size, span, table
 from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice
@@ -47,6 +49,9 @@ def memory(
     ] = None,
     dtype: Annotated[KVDTypeName | None, choice(KVDTypeName, "--dtype", metavar="DTYPE", help=_DTYPE_HELP)] = None,
     gib: Annotated[float | None, typer.Option(metavar="N", help="Also print what fits into N GiB (2^30 bytes).")] = None,
+    engine: Annotated[
+        bool, typer.Option("--engine", help="Also print what an engine of this model takes: plan, activations, peak memory of the build.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Print the size of a cache in bytes.
@@ -68,12 +73,17 @@ def memory(
         dtype=dtype or config.dtype,
     )
     estimate = estimate_memory(config)
+    build = _build_estimate(folder, config, dtype) if engine else None
     if json:
-        put_json({"config": as_json(config), "estimate": as_json(estimate), **({} if gib is None else _what_fits(config, gib))})
+        extra = {} if build is None else {"build": as_json(build)}
+        fits = {} if gib is None else _what_fits(config, gib, _positions_of(folder))
+        put_json({"config": as_json(config), "estimate": as_json(estimate), **extra, **fits})
         return
     _print_estimate(config, estimate)
+    if build is not None:
+        print_build_sizes(build)
     if gib is not None:
-        _print_what_fits(config, gib)
+        _print_what_fits(config, gib, _positions_of(folder))
 
 
 def _config_of_numbers(layers: int | None, kv_heads: int | None, head_dim: int | None, max_sequence_length: int | None) -> KVCacheConfig:
@@ -83,6 +93,19 @@ def _config_of_numbers(layers: int | None, kv_heads: int | None, head_dim: int |
     return KVCacheConfig(layers=(layer,) * layers, max_batch_size=1, max_sequence_length=max_sequence_length)
 
 
+def _build_estimate(folder: Path | None, config: KVCacheConfig, dtype: str | None) -> BuildEstimate:
+    if folder is None or is_engine_folder(folder):
+        raise typer.BadParameter(
+            "expected a model folder with it; `trt-kvcache inspect` has the sizes of an engine.", param_hint="--engine"
+        )
+    return estimate_build(
+        located(folder, ["config.json"]),
+        max_batch_size=config.max_batch_size,
+        max_sequence_length=config.max_sequence_length,
+        dtype=dtype,
+    )
+
+
 def _config_of_folder(folder: Path) -> KVCacheConfig:
     if is_engine_folder(folder):
         return EngineFolder.open(folder).config.cache
@@ -90,6 +113,16 @@ def _config_of_folder(folder: Path) -> KVCacheConfig:
         raise CheckpointError(f"{folder}: expected an engine or model folder, got a file.")
     model = ModelConfig.from_dict(read_json(folder / "config.json"))
     return cache_config(model, max_batch_size=1, max_sequence_length=model.max_position_embeddings, dtype=model.dtype)
+
+
+def _positions_of(folder: Path | None) -> int | None:
+    """Return the most tokens that the model of a folder was made for."""
+    if folder is None:
+        return None
+    folder = located(folder, ["config.json"])
+    if is_engine_folder(folder):
+        return EngineFolder.open(folder).config.model.max_position_embeddings
+    return ModelConfig.from_dict(read_json(folder / "config.json")).max_position_embeddings
 
 
 def _print_estimate(config: KVCacheConfig, estimate: MemoryEstimate) -> None:
@@ -108,7 +141,7 @@ def _print_estimate(config: KVCacheConfig, estimate: MemoryEstimate) -> None:
     say(f"in all:       {_bytes(estimate.nbytes)}")
 
 
-def _what_fits(config: KVCacheConfig, gib: float) -> dict[str, int]:
+def _what_fits(config: KVCacheConfig, gib: float, positions: int | None) -> dict[str, int]:
     """Return what fits, for ``--json``; 0 where not even one slot or token does."""
     found = {}
     for name, search in (("longest_sequence", longest_sequence), ("largest_batch", largest_batch)):
@@ -116,22 +149,26 @@ def _what_fits(config: KVCacheConfig, gib: float) -> dict[str, int]:
             found[name] = search(config, int(gib * _GIB))
         except CapacityError:
             found[name] = 0
+    if positions is not None:
+        found["longest_sequence"] = min(found["longest_sequence"], positions)
     return found
 
 
-def _print_what_fits(config: KVCacheConfig, gib: float) -> None:
+def _print_what_fits(config: KVCacheConfig, gib: float, positions: int | None) -> None:
     budget = int(gib * _GIB)
     say(f"in {gib:g} GiB ({budget} B):")
     slots, length = count(config.max_batch_size, "slot"), count(config.max_sequence_length, "token")
-    say(f"  longest sequence with {slots}: {_fitting(longest_sequence, config, budget, 'token')}")
+    longest = _fitting(longest_sequence, config, budget, "token", positions)
+    say(f"  longest sequence with {slots}: {longest}")
     say(f"  largest batch of {length}: {_fitting(largest_batch, config, budget, 'slot')}")
 
 
-def _fitting(search: Callable[[KVCacheConfig, int], int], config: KVCacheConfig, budget: int, what: str) -> str:
+def _fitting(search: Callable[[KVCacheConfig, int], int], config: KVCacheConfig, budget: int, what: str, limit: int | None = None) -> str:
     try:
-        return count(search(config, budget), what)
+        found = search(config, budget)
     except CapacityError:
         return f"not even 1 {what} fits"
+    return count(found, what) if limit is None or found <= limit else f"{count(limit, what)}, all positions of the model"
 
 
 def _bytes(nbytes: int) -> str:

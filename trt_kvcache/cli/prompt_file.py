@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from trt_kvcache._util.json_text import JSONTextError, parse_json
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.prompts import Prompt
 from trt_kvcache.generation.sampling import SamplingParams
@@ -82,9 +83,12 @@ def read_prompt_file(path: Path) -> list[FilePrompt]:
 
 def _json_prompt(place: str, line: str) -> FilePrompt:
     try:
-        value = json.loads(line)
+        value = parse_json(line)
+    except JSONTextError as error:
+        raise ConfigError(f"{place}: {error}.") from None
+    try:
         json.dumps(value, ensure_ascii=False).encode()
-    except (ValueError, RecursionError) as error:
+    except UnicodeEncodeError as error:
         raise ConfigError(f"{place}: expected JSON in UTF-8, got an error: {error}.") from None
     if not isinstance(value, dict):
         value = {"prompt": value}

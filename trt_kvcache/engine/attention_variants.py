@@ -1,14 +1,14 @@
 """The variants of attention that an engine can be built with: which TensorRT each needs, and which cache layout it binds.
 
-======== ========================= ======== ==================================================================
-variant  full TensorRT             layout   tensors of a layer's cache
-======== ========================= ======== ==================================================================
-native   11.0: attention_v2        SEPARATE ``k_cache``, ``v_cache`` in, ``present_k_cache``, ``present_v_cache`` out
-mask     10.15: KVCacheUpdate      SEPARATE the same
-plugin   10.3: aliased plugin I/O  COMBINED ``kv_cache`` in, ``present_kv_cache`` out
-======== ========================= ======== ==================================================================
+======== ========================= ===== ======== ==================================================================
+variant  full TensorRT             RTX   layout   tensors of a layer's cache
+======== ========================= ===== ======== ==================================================================
+native   11.0: attention_v2        1.5   SEPARATE ``k_cache``, ``v_cache`` in, ``present_k_cache``, ``present_v_cache`` out
+mask     10.15: KVCacheUpdate      1.4   SEPARATE the same
+plugin   10.3: aliased plugin I/O  1.4   COMBINED ``kv_cache`` in, ``present_kv_cache`` out
+======== ========================= ===== ======== ==================================================================
 
-TensorRT for RTX has everything that native and mask need; it has no plugin layers, so the plugin variant is built in segments there.
+TensorRT for RTX has no plugin layers, so the plugin variant is built in segments there.
 """
 
 from dataclasses import dataclass
@@ -36,6 +36,8 @@ class AttentionVariant:
         Layout of the cache that it works on.
     first_tensorrt : tuple of int
         First release of full TensorRT, ``(major, minor)``, that has what it needs.
+    first_rtx : tuple of int
+        The same for TensorRT for RTX.
     needs : str
         What that release has, for messages.
     """
@@ -43,6 +45,7 @@ class AttentionVariant:
     name: AttentionName
     layout: KVLayout
     first_tensorrt: tuple[int, int]
+    first_rtx: tuple[int, int]
     needs: str
 
     @property
@@ -50,15 +53,20 @@ class AttentionVariant:
         """The first release of full TensorRT as text, such as ``"10.15"``."""
         return ".".join(map(str, self.first_tensorrt))
 
+    @property
+    def first_rtx_release(self) -> str:
+        """The first release of TensorRT for RTX as text, such as ``"1.5"``."""
+        return ".".join(map(str, self.first_rtx))
+
 
 _NATIVE = AttentionVariant(
-    name="native", layout=KVLayout.SEPARATE, first_tensorrt=(11, 0), needs="causal attention over a cache"
+    name="native", layout=KVLayout.SEPARATE, first_tensorrt=(11, 0), first_rtx=(1, 5), needs="causal attention over a cache"
 )  # INetworkDefinition.add_attention_v2, CausalMaskKind.LOWER_RIGHT, IAttention.key_value_lengths
 _MASK = AttentionVariant(
-    name="mask", layout=KVLayout.SEPARATE, first_tensorrt=(10, 15), needs="KVCacheUpdate"
+    name="mask", layout=KVLayout.SEPARATE, first_tensorrt=(10, 15), first_rtx=(1, 4), needs="KVCacheUpdate"
 )  # INetworkDefinition.add_kv_cache_update
 _PLUGIN = AttentionVariant(
-    name="plugin", layout=KVLayout.COMBINED, first_tensorrt=(10, 3), needs="plugins with aliased outputs"
+    name="plugin", layout=KVLayout.COMBINED, first_tensorrt=(10, 3), first_rtx=(1, 4), needs="plugins with aliased outputs"
 )  # IPluginV3OneBuildV2.get_aliased_input
 
 _VARIANTS = {variant.name: variant for variant in (_NATIVE, _MASK, _PLUGIN)}

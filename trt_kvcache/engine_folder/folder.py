@@ -24,8 +24,11 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.atomic_folder import atomic_folder
+from trt_kvcache._util.json_text import JSONTextError, parse_json
+from trt_kvcache._util.regular_file import open_regular, read_regular
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.checkpoint import COMPANION_FILES
+from trt_kvcache.checkpoint.json_file import MAX_JSON_NBYTES
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.engine_folder.config import EngineConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
@@ -99,8 +102,8 @@ class EngineFolder:
                 raise EngineError(f"{folder}: expected an engine folder, but it has no {name}. `trt-kvcache build` makes one.")
         config_path = folder / CONFIG_FILE
         try:
-            data = json.loads(config_path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            data = parse_json(read_regular(config_path, MAX_JSON_NBYTES))
+        except (OSError, JSONTextError) as error:
             raise EngineError(f"{config_path}: cannot be read as JSON: {error}.") from error
         if not isinstance(data, dict):
             raise EngineError(f"{config_path}: expected a JSON object, got {type(data).__name__}.")
@@ -206,8 +209,11 @@ class EngineFolder:
 
 def _read_file(path: Path, record: FileRecord) -> mmap.mmap:
     """Return a file as a read-only memory map, after comparing it with its recorded hash. Raises EngineError."""
-    with path.open("rb") as file:
-        content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    try:
+        with open_regular(path) as file:
+            content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError, OverflowError, MemoryError) as error:  # a file may be empty, or larger than an address space
+        raise EngineError(f"{path}: cannot be read: {error}.") from error
     found = hashlib.sha256(content).hexdigest()
     if found != record.sha256:
         content.close()

@@ -3,14 +3,20 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory
+from trt_kvcache.cache.plot import LAYER_COLOUR, layer_runs, paint_layers
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import CheckpointRecord, SegmentsRecord
+from trt_kvcache.plot import INK, Plot, draw, paint_sizes, size_text
+
+#: The colour of the bytes of plan and constants.
+PLAN_COLOUR = "#5d6d7e"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +72,36 @@ class EngineInspection:
     def decomposable_layers(self) -> tuple[AttentionLayerConfig, ...]:
         """The layers whose attention may run as several plain layers instead of a fused kernel."""
         return tuple(layer for layer in self.attention if layer.decomposable)
+
+    def plot(self) -> Plot:
+        """Draw what the engine takes in GPU memory as far as it is known before it runs: its plan, its constants, and K and V by layer.
+
+        Returns
+        -------
+        Plot
+            Two panels.
+
+        Raises
+        ------
+        ModuleNotFoundError
+            matplotlib is not installed.
+        """
+        sizes = {"plan": self.plan_nbytes}
+        if self.segments is not None:
+            sizes["constants"] = self.segments.constants.nbytes
+        sizes["K and V"] = self.memory.nbytes
+        heights = (0.6 + 0.26 * len(sizes), 0.6 + 0.26 * len(layer_runs(self.cache)))
+
+        def paint(figure: Any) -> None:
+            figure.suptitle(str(self.path), x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
+            upper, lower = figure.subplots(2, 1, height_ratios=heights)
+            cache = self.cache
+            slots = f"{cache.max_batch_size} {'slot' if cache.max_batch_size == 1 else 'slots'} of {cache.max_sequence_length:,} tokens"
+            paint_sizes(upper, list(sizes.items()), [PLAN_COLOUR] * (len(sizes) - 1) + [LAYER_COLOUR])
+            upper.set_title(f"{size_text(sum(sizes.values()))} for {slots}, without activations", fontsize=9, color=INK)
+            paint_layers(lower, cache)
+
+        return draw(0.5 + sum(heights), paint)
 
 
 def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:

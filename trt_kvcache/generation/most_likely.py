@@ -44,10 +44,10 @@ def most_likely(logits: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.i
     largest = np.float64(logits.max())
     candidates = _candidates(logits, count, largest)
     below = largest - logits[candidates].astype(np.float64)
-    return candidates[smallest(below, count)]
+    return candidates[_smallest(below, count)]
 
 
-def smallest(below: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.intp]:
+def _smallest(below: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.intp]:
     """Return the places of the ``count`` smallest numbers, in their order; of equal ones the first.
 
     Parameters
@@ -74,10 +74,9 @@ def _candidates(logits: npt.NDArray[np.float32], count: int, largest: Any) -> np
     """Return tokens, in the order of their ids, that contain the ``count`` most likely ones and all that are as likely as the last."""
     groups = max(_GROUPS_PER_TOKEN * count, _MIN_GROUPS)
     rows = logits.size // groups
-    if rows < 2:
-        return np.arange(logits.size)
-    maxima = logits[: rows * groups].reshape(rows, groups).max(axis=0)
-    bound = np.float64(np.partition(maxima, groups - count)[groups - count])
+    maxima = logits if rows < 2 else logits[: rows * groups].reshape(rows, groups).max(axis=0)
+    place = maxima.size - count
+    bound = np.float64(np.partition(maxima, place)[place])
     # Distances to the largest are rounded to 53 bits: a logit a little below the bound may be as likely as it.
     lowest = np.nextafter(np.float32(bound - (largest - bound) * 2.0**-51), np.float32(-np.inf))
     return np.flatnonzero(logits >= lowest)

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.errors import EngineError, RangeError, ShapeError
+from trt_kvcache.generation.token_choice import choose_token
 
 #: A function of the caller's that changes logits: ``f(tokens, logits) -> logits``. ``tokens`` are those of the prompt and the generated
 #: ones; ``logits`` is a float32 array ``(vocab,)`` on the host that the function may change and return.
@@ -26,9 +27,6 @@ _LARGEST, _TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).ti
 
 # A Philox generator produces four numbers per block, and can skip whole blocks.
 _NUMBERS_PER_BLOCK = 4
-
-# How many of the most likely tokens are searched for the top-p nucleus before the whole vocabulary is.
-_NUCLEUS_CANDIDATES = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -364,25 +362,14 @@ class Sampler:
         self.counter += 1
         if self._params.temperature == 0:
             return best
-        uniform = self._generator.random()
-        tokens, weights = self._distribution(logits)
-        sums = np.cumsum(weights)
-        place = int(np.searchsorted(sums, uniform * sums[-1], side="right"))
-        return int(tokens[min(place, len(tokens) - 1)])
-
-    def _distribution(self, logits: np.ndarray[Any, Any]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-        """Return the tokens that are kept and their weights: probabilities times a common factor. The most likely token has weight 1."""
-        params = self._params
-        below = logits.max() - logits.astype(np.float64)
-        tokens = _most_likely(below, params.top_k or below.size)
-        below = below[tokens]
-        with np.errstate(over="ignore"):  # a tiny temperature leaves only the most likely token
-            weights = np.exp(-below / params.temperature)
-        if params.top_p < 1:
-            kept = _nucleus(below, weights, params.top_p)
-            tokens, weights = tokens[kept], weights[kept]
-        likely = weights >= params.min_p
-        return tokens[likely], weights[likely]
+        return choose_token(
+            logits,
+            uniform=self._generator.random(),
+            temperature=self._params.temperature,
+            top_k=self._params.top_k,
+            top_p=self._params.top_p,
+            min_p=self._params.min_p,
+        )
 
 
 def check_logits(logits: np.ndarray[Any, Any]) -> int:
@@ -415,28 +402,3 @@ def _generator_at(seed: int, counter: int) -> np.random.Generator:
     generator = np.random.Generator(np.random.Philox(key=seed).advance(blocks))
     generator.random(rest)
     return generator
-
-
-def _most_likely(below: np.ndarray[Any, Any], count: int) -> np.ndarray[Any, Any]:
-    """Return the ``count`` most likely tokens in the order of their ids; of equally likely ones the first.
-
-    ``below`` is how far the logit of each token is below the largest.
-    """
-    if count >= below.size:
-        return np.arange(below.size)
-    edge = np.partition(below, count - 1)[count - 1]
-    sure, tied = np.flatnonzero(below < edge), np.flatnonzero(below == edge)
-    return np.sort(np.concatenate((sure, tied[: count - sure.size])))
-
-
-def _nucleus(below: np.ndarray[Any, Any], weights: np.ndarray[Any, Any], top_p: float) -> np.ndarray[Any, Any]:
-    """Return the smallest set of most likely tokens whose weights sum to at least ``top_p`` of all weights.
-
-    Sorting a whole vocabulary is slow and the nucleus is usually small, so a few candidates are searched first.
-    """
-    wanted = top_p * weights.sum()
-    kept = _most_likely(below, _NUCLEUS_CANDIDATES)
-    if weights[kept].sum() < wanted:
-        kept = np.arange(below.size)
-    kept = kept[np.argsort(below[kept], kind="stable")]
-    return kept[: int(np.searchsorted(np.cumsum(weights[kept]), wanted)) + 1]

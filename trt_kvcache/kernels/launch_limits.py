@@ -1,5 +1,7 @@
 """How many values one launch carries in its arguments. The sources under ``plugins/`` have the same numbers."""
 
+from trt_kvcache.memory.shapes import MAX_BATCH_SIZE
+
 #: Host values that one launch of ``store_values`` carries.
 MAX_STORED_VALUES = 16
 
@@ -13,4 +15,4 @@ MAX_MOVES = MOVE_CAPACITIES[-1]
 MAX_SAVED_TENSORS = 64
 
 #: Batch slots that a move can name: 16 bits, less the one value that stands for the register.
-MAX_SLOTS = 0xFFFF
+MAX_SLOTS = MAX_BATCH_SIZE

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from trt_kvcache._util.shown import shown
 from trt_kvcache.errors import DTypeError, PlaceError, ShapeError
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -288,6 +289,25 @@ class Memory(Protocol):
         **kwargs :
             Of the ``__dlpack__`` protocol.
         """
+
+
+def check_memory_given(memory: Any) -> None:
+    """Check that an argument is a memory, before anything is allocated in it.
+
+    Parameters
+    ----------
+    memory : object
+        What a caller gave.
+
+    Raises
+    ------
+    PlaceError
+        It is not one.
+    """
+    if isinstance(memory, type) or not callable(getattr(memory, "allocate", None)):
+        name = getattr(memory, "__name__", "")
+        got = f"the class {name}. Create one: {name}()" if isinstance(memory, type) else shown(memory)
+        raise PlaceError(f"memory: expected a HostMemory or CudaMemory, got {got}.")
 
 
 def check_copy(what: str, tensor: DeviceTensor, array: Array, memory: Memory) -> None:

@@ -3,6 +3,8 @@
 Nothing of cuda-python is imported before a function is called.
 """
 
+import ctypes
+import sys
 from typing import Any
 
 from trt_kvcache._util.checks import int_in_range
@@ -44,6 +46,32 @@ def find_gpu(device: int = 0) -> str | None:
     if device >= count:
         return f"there is no GPU {device}: the driver counts {count}, from 0."
     return None
+
+
+def driver_failure() -> str | None:
+    """Tell whether the CUDA driver starts in this process. Needs no cuda-python.
+
+    Returns
+    -------
+    str or None
+        None when it does, else why it does not, in one line without a full stop.
+
+    Notes
+    -----
+    ``cuInit``. After the first call in a process it takes less than a microsecond; in the child of a fork of a process that used CUDA
+    it fails.
+    """
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        driver = ctypes.CDLL(name)
+        status = int(driver.cuInit(0))
+    except (OSError, AttributeError):
+        return f"there is no NVIDIA driver on this machine ({name} was not found)"
+    if not status:
+        return None
+    text = ctypes.c_char_p()
+    driver.cuGetErrorName(status, ctypes.byref(text))
+    return f"the CUDA driver does not start: {text.value.decode() if text.value else f'error {status}'}"
 
 
 def check(result: tuple[Any, ...]) -> Any:

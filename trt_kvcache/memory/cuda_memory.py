@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.checks import int_in_range
+from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.dtypes import dtype_name, numpy_dtype
 from trt_kvcache.errors import CaptureError, CudaError, PlaceError, RangeError, ShapeError
 from trt_kvcache.memory.base import Array, check_copy
@@ -37,7 +38,7 @@ class CudaAllocation(OwnedBytes["CudaMemory", CudaBuffer]):
         return self.storage.ptr
 
 
-class CudaMemory:
+class CudaMemory(Uncopyable):
     """Caches in the memory of one NVIDIA GPU: see :class:`~trt_kvcache.memory.base.Memory`.
 
     Parameters

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.checks import int_in_range
+from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.dtypes import dtype_name, numpy_dtype
 from trt_kvcache.errors import CapacityError, DTypeError, PlaceError, ShapeError
 from trt_kvcache.memory.base import Array, check_copy
@@ -34,7 +35,7 @@ class HostAllocation(OwnedBytes["HostMemory", Array]):
         return int(self.storage.ctypes.data)
 
 
-class HostMemory:
+class HostMemory(Uncopyable):
     """Caches in NumPy memory, for machines without a GPU and for tests: see :class:`~trt_kvcache.memory.base.Memory`.
 
     Examples

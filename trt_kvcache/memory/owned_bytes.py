@@ -2,6 +2,7 @@
 
 from typing import Generic, Protocol, TypeVar
 
+from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.errors import ClosedError
 
 
@@ -13,7 +14,7 @@ _Counter = TypeVar("_Counter", bound=_Counting)
 _Owner = TypeVar("_Owner")
 
 
-class OwnedBytes(Generic[_Counter, _Owner]):
+class OwnedBytes(Uncopyable, Generic[_Counter, _Owner]):
     """Bytes that an owner holds, counted in its memory until they are closed: an ``Allocation`` without the address.
 
     Parameters

@@ -11,8 +11,14 @@ ALIGNMENT = 256
 #: A K/V row is moved in accesses of this many bytes, so its size is a multiple of it.
 ROW_GRANULE = 16
 
-#: The largest ``max_batch_size`` and ``max_sequence_length``: lengths and slots are int32 on the device.
+#: The largest ``max_sequence_length`` and other sizes: lengths are int32 on the device.
 MAX_DIMENSION = 2**31 - 1
+
+#: The largest ``max_batch_size``: compaction names a slot in 16 bits, and one value of them stands for no slot.
+MAX_BATCH_SIZE = 0xFFFF
+
+#: The most layers of a cache, of either kind. No model has a hundredth of it; more is a mistake that would take all memory.
+MAX_LAYERS = 10_000
 
 
 def align_up(nbytes: int, alignment: int = ALIGNMENT) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trt_kvcache._util.checks import as_int
+from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import LayoutError, ShapeError
 from trt_kvcache.memory.shapes import dense_nbytes, is_dense, row_major_strides, span_elements
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from trt_kvcache.memory.base import Allocation, Memory
 
 
-class DeviceTensor:
+class DeviceTensor(Uncopyable):
     """A view of memory, on the host or on a device, that some :class:`~trt_kvcache.memory.base.Allocation` owns.
 
     The view keeps its owner alive. It is immutable; the bytes that it shows are not.
@@ -116,7 +117,7 @@ class DeviceTensor:
     def __delattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"a DeviceTensor is immutable; `{name}` cannot be deleted.")
 
-    def __copy__(self) -> DeviceTensor:
+    def __copy__(self) -> DeviceTensor:  # type: ignore[override]
         return self  # it is immutable
 
     @property

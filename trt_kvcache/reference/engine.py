@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range, one_of
+from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.model_config import ModelConfig
@@ -27,7 +28,7 @@ from trt_kvcache.reference.model import decoder_step
 from trt_kvcache.reference.weights import DecoderWeights, load_weights
 
 
-class ReferenceEngine:
+class ReferenceEngine(Uncopyable):
     """A decoder in NumPy with the tensors, aliases and profiles of the TensorRT engine of the same model.
 
     It reads and writes the *bound* cache memory as TensorRT's KVCacheUpdate and attention layers, or our plugin, do: a step of

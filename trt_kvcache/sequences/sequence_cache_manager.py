@@ -12,6 +12,7 @@ from trt_kvcache.errors import CapacityError, ConfigError, DTypeError, RangeErro
 from trt_kvcache.memory.base import Array
 from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.sequences.sequence_follower import SequenceFollower
 from trt_kvcache.sequences.sequence_swapper import SequenceSwapper
 from trt_kvcache.sequences.sequence_table import SequenceEntry, SequenceTable
 from trt_kvcache.sequences.slot_format import AnyCache, SlotFormat
@@ -55,14 +56,18 @@ class SequenceCacheManager(Closable):
         ...                                              # enqueue, commit
         sequences.unpin(seq, stream=stream)              # it leaves the active slot
 
-    A sequence follows its slot through ``compact_batch``, and keeps its tokens and states when its slot leaves the active batch. It is
-    lost, and everything but destroying it raises :class:`SequenceError`, if
+    A sequence follows its slot through ``compact_batch``, and keeps its tokens and states when its slot leaves the active batch. If a
+    slot becomes active (``set_active_batch_size``, ``reset_for_new_sequences``), the sequence that waits there moves to another slot
+    or, with swapping, to the host, and the call waits for the copy. If it cannot move, the call raises :class:`CapacityError`, and
+    nothing was changed. Two kinds of sequences stay: an empty one where the slot begins empty, and a pinned one where the slot was
+    reset to a length, with which it continues. A pinned one with tokens cannot stay where the slot would begin empty: that is a
+    :class:`CapacityError` too.
+
+    A sequence in an active slot is lost, and everything but destroying it raises :class:`SequenceError`, if
 
     - a compaction overwrites its slot,
-    - a compaction with a mapping on the device drops any slot while the sequence is in an active one, because the host does not know
-      which slots were moved (unpin sequences before a captured one is replayed),
-    - its slot is made active with length 0, unless the sequence is empty,
-    - its slot is made active with a length that was reset, unless the sequence is pinned: then it continues with that length.
+    - a compaction with a mapping on the device drops any slot, because the host does not know which slots were moved (unpin sequences
+      before a captured one is replayed).
 
     Examples
     --------
@@ -105,7 +110,7 @@ class SequenceCacheManager(Closable):
             raise ConfigError(f"enable_swapping: expected True or False, got {enable_swapping!r}.")
         if isinstance(swap_threshold, bool) or not isinstance(swap_threshold, int | float) or not 0 < swap_threshold <= 1:
             raise ConfigError(f"swap_threshold: expected a number above 0 and at most 1, got {swap_threshold!r}.")
-        if any(isinstance(contents, SequenceTable) for contents in cache.lengths.contents()):
+        if any(isinstance(contents, SequenceFollower) for contents in cache.lengths.contents()):
             raise ConfigError(
                 "SequenceCacheManager: expected a cache that no other SequenceCacheManager uses, got one in use. Close that one first."
             )
@@ -117,7 +122,8 @@ class SequenceCacheManager(Closable):
         self._table = SequenceTable(cache.lengths, self._transfer.copy_to_both_buffers)
         threshold = float(swap_threshold) if enable_swapping else None
         self._swapper = SequenceSwapper(self._table, self._transfer, cache.lengths, threshold=threshold)
-        self._lengths.attach(self._table)
+        self._follower = SequenceFollower(self._table, self._swapper)
+        self._lengths.attach(self._follower)
 
     @property
     def cache(self) -> AnyCache:
@@ -508,5 +514,5 @@ class SequenceCacheManager(Closable):
         super().close()
 
     def _release(self) -> None:
-        self._lengths.detach(self._table)
+        self._lengths.detach(self._follower)
         self._table.clear()

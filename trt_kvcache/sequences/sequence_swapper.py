@@ -140,6 +140,46 @@ class SequenceSwapper:
             raise CapacityError(f"sequence {other.id} must leave slot {slot}, and no other is free. Nothing was changed.")
         self._restore(entry, slot, stream)
 
+    def make_way(self, lengths: Sequence[int], *, stream: Any) -> None:
+        """Move the sequences that wait in slots that become active to other slots, or to the host: their owner will write there.
+
+        An empty sequence may stay where the slot begins empty, and a pinned one where the slot begins with tokens: it continues with
+        that many.
+
+        Parameters
+        ----------
+        lengths : sequence of int
+            Of the slots that will be active.
+        stream : cuda.core.Stream
+            Copies are ordered on it, and waited for.
+
+        Raises
+        ------
+        CapacityError
+            A pinned sequence would lose its tokens; or no other slot is free and swapping is off, or the host has no room. Nothing
+            was changed.
+        """
+        leaving = []
+        for entry in self._table:
+            if entry.slot is None or not self._lengths.active_batch_size <= entry.slot < len(lengths):
+                continue
+            if not entry.pinned and (entry.length or lengths[entry.slot]):
+                leaving.append(entry)
+            elif entry.pinned and entry.length and not lengths[entry.slot]:
+                raise CapacityError(
+                    f"slot {entry.slot} would become active and empty, but sequence {entry.id} is pinned there with tokens. "
+                    "Reset the slot to the length of the sequence, or unpin it before. Nothing was changed."
+                )
+        free = [slot for slot in self._table.free_slots() if slot >= len(lengths)]
+        if len(leaving) > len(free) and not self.enabled:
+            raise CapacityError(
+                f"slot {leaving[0].slot} would become active, but sequence {leaving[0].id} waits there, and no other slot is free. "
+                "Pin it there and reset the slot to its length, destroy it, or enable swapping. Nothing was changed."
+            )
+        self._swap_out(leaving, stream)
+        for entry, slot in zip(reversed(leaving), free, strict=False):  # the most recently used ones stay in the cache
+            self._restore(entry, slot, stream)
+
     def leave_active_slot(self, entry: SequenceEntry, *, stream: Any) -> None:
         """Move a sequence out of its active slot, to a free slot or to the host. The slot keeps what it holds.
 

@@ -43,9 +43,7 @@ class SequenceEntry:
 class SequenceTable:
     """The sequences over the slots of one cache, in the order of their last use.
 
-    It is attached to the lengths of the cache and follows what the owner of the cache does there, as every
-    :class:`~trt_kvcache.cache.slot_contents.SlotContents` does. Active slots belong to whoever made them active. A slot is free if
-    it is neither active nor holds a sequence.
+    Active slots belong to whoever made them active. A slot is free if it is neither active nor holds a sequence.
 
     Parameters
     ----------
@@ -54,8 +52,6 @@ class SequenceTable:
     before_slot_leaves : callable
         ``before_slot_leaves(slot, stream=stream)`` is called before the slot of a sequence with tokens leaves the active batch.
     """
-
-    is_recurrent = False
 
     def __init__(self, lengths: Lengths, before_slot_leaves: Callable[..., None]) -> None:
         self._lengths = lengths
@@ -116,7 +112,7 @@ class SequenceTable:
 
     def _why_missing(self, number: int) -> str:
         if number in self._lost_ids:
-            return "its slot was taken by whoever runs the cache, and its tokens are gone. Pin a sequence after its slot was made active."
+            return "a compaction took its slot for another one, and its tokens are gone. Unpin a sequence before its slot is dropped."
         if 0 <= number < self._next_id:
             return "it was destroyed."
         return "expected an id that create_sequence returned."
@@ -252,10 +248,7 @@ class SequenceTable:
         return entry.length
 
     def resize(self, lengths: Sequence[int], *, stream: Any) -> None:
-        """Follow a change of the active batch size, which is still the old one.
-
-        Sequences in slots that leave keep their tokens. In slots that enter, only an empty sequence stays, or with a length that was
-        reset a pinned one: it continues with that many tokens. Other sequences there are lost.
+        """Follow a change of the active batch size, which is still the old one. Sequences in slots that leave keep their tokens.
 
         Parameters
         ----------
@@ -264,30 +257,15 @@ class SequenceTable:
         stream : cuda.core.Stream
             States of slots that leave are copied on it.
         """
-        before, after = self._lengths.active_batch_size, len(lengths)
-        for entry in [entry for entry in self if entry.slot is not None]:
+        for entry in self:
             slot = entry.slot
-            assert slot is not None
-            if after <= slot < before:
+            if slot is not None and len(lengths) <= slot < self._lengths.active_batch_size:
                 length = self._lengths.upper_bounds[slot]
                 if length:
                     self._before_slot_leaves(slot, stream=stream)
                 entry.length, entry.exact = length, self._lengths.is_exact(slot)
-            elif before <= slot < after and (not entry.pinned if lengths[slot] else entry.length):
-                self._mark_lost(entry)
 
-    def reset_slots(self, slots: Sequence[int], *, stream: Any) -> None:
-        """Do nothing: the cache's lengths count for sequences in active slots.
-
-        Parameters
-        ----------
-        slots : sequence of int
-            Active slots that become empty.
-        stream : cuda.core.Stream
-            Not used.
-        """
-
-    def compact(self, plan: AnyCompactionPlan, *, stream: Any) -> None:
+    def compact(self, plan: AnyCompactionPlan) -> None:
         """Follow the moves of a compaction.
 
         A sequence whose slot is overwritten is lost. With a mapping on the device the host does not know the moves, so that all
@@ -297,8 +275,6 @@ class SequenceTable:
         ----------
         plan : CompactionPlan or DeviceCompactionPlan
             The moves.
-        stream : cuda.core.Stream
-            Not used.
         """
         if isinstance(plan, CompactionPlan):
             new_slots = _slots_after(plan)

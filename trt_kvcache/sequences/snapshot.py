@@ -235,8 +235,8 @@ class Snapshot:
         stored = SnapshotFile.read(Path(path))
         try:
             return cls._of_file(stored)
-        except (KVCacheError, KeyError, TypeError, ValueError, AttributeError) as error:
-            raise SnapshotError(f"{path}: expected a snapshot, got a file with contradicting contents ({error}).") from error
+        except (KVCacheError, KeyError, TypeError, ValueError, AttributeError, OverflowError, MemoryError, RecursionError) as error:
+            raise SnapshotError(f"{path}: expected a snapshot, got a file with contradicting contents ({error!s:.300}).") from error
 
     @classmethod
     def _of_file(cls, stored: SnapshotFile) -> Snapshot:

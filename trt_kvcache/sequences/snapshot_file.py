@@ -16,13 +16,16 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache._util.atomic_file import atomic_file
 from trt_kvcache._util.background_hash import DIGEST_NBYTES, BackgroundHash
+from trt_kvcache._util.json_text import JSONTextError, parse_json
+from trt_kvcache._util.regular_file import open_regular
+from trt_kvcache._util.shown import shown
 from trt_kvcache.dtypes import dtype_name, itemsize, numpy_dtype
 from trt_kvcache.errors import SnapshotError
 
@@ -116,16 +119,16 @@ class SnapshotFile:
         """
         try:
             content, digest = _read_hashed(path)
-        except OSError as error:
-            raise SnapshotError(f"{path}: cannot be read: {error}.") from error
+        except (OSError, MemoryError, ValueError) as error:  # NumPy has a ValueError for more bytes than addresses
+            raise SnapshotError(f"{path}: cannot be read: {str(error) or 'there is not enough memory'}.") from error
         header, start = _read_header(path, content)
         _check_format(path, header)
         if digest != content[-DIGEST_NBYTES:].tobytes():
             raise SnapshotError(f"{path}: the file was truncated or altered: its SHA-256 differs. Save it again.")
         try:
-            return cls(json.loads(header["__metadata__"][_DESCRIPTION_KEY]), _arrays(header, content[start:]))
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-            raise SnapshotError(f"{path}: expected a snapshot, got a file with contradicting contents ({error}).") from error
+            return cls(parse_json(header["__metadata__"][_DESCRIPTION_KEY]), _arrays(header, content[start:]))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise SnapshotError(f"{path}: expected a snapshot, got a file with contradicting contents ({error!s:.300}).") from error
 
 
 def _bytes(array: npt.NDArray[Any]) -> memoryview:
@@ -134,23 +137,42 @@ def _bytes(array: npt.NDArray[Any]) -> memoryview:
 
 def _read_hashed(path: Path) -> tuple[npt.NDArray[np.uint8], bytes]:
     """Return all bytes of a file, read-only, and the SHA-256 of all but the last 32."""
-    with path.open("rb") as file, BackgroundHash() as sha256:
-        content = np.empty(os.fstat(file.fileno()).st_size, np.uint8)
+    with open_regular(path) as file, BackgroundHash() as sha256:
+        nbytes = os.fstat(file.fileno()).st_size
+        if nbytes > (memory_nbytes := _machine_nbytes()):  # a sparse file may claim any size
+            raise OSError(f"it has {nbytes} bytes, and the memory of this machine {memory_nbytes}")
+        content = np.empty(nbytes, np.uint8)
         hashed = content[:-DIGEST_NBYTES]
         for start in range(0, content.size, _CHUNK_NBYTES):
             chunk = content[start : start + _CHUNK_NBYTES].data
-            if file.readinto(chunk) != len(chunk):
-                raise OSError("it became shorter while it was read")
+            _fill(file, chunk)
             sha256.update(hashed[start : start + _CHUNK_NBYTES].data)
         content.flags.writeable = False
         return content, sha256.digest()
 
 
+def _fill(file: BinaryIO, chunk: memoryview) -> None:
+    """Read as many bytes as a chunk has; one call may return fewer."""
+    while len(chunk):
+        count = file.readinto(chunk)  # type: ignore[attr-defined]
+        if not count:
+            raise OSError("it became shorter while it was read")
+        chunk = chunk[count:]
+
+
+def _machine_nbytes() -> int:
+    """Return the memory of this machine; a number that nothing exceeds where the system does not say it."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):  # Windows
+        return 1 << 62
+
+
 def _read_header(path: Path, content: npt.NDArray[np.uint8]) -> tuple[dict[str, Any], int]:
     start = _LENGTH_NBYTES + int.from_bytes(content[:_LENGTH_NBYTES].tobytes(), "little")
     try:
-        header = json.loads(content[_LENGTH_NBYTES:start].tobytes()) if start <= content.size - DIGEST_NBYTES else None
-    except (ValueError, RecursionError):
+        header = parse_json(content[_LENGTH_NBYTES:start].tobytes()) if start <= content.size - DIGEST_NBYTES else None
+    except JSONTextError:
         header = None
     if not isinstance(header, dict) or not isinstance(header.get("__metadata__"), dict) or _FORMAT_KEY not in header["__metadata__"]:
         raise SnapshotError(
@@ -162,7 +184,7 @@ def _read_header(path: Path, content: npt.NDArray[np.uint8]) -> tuple[dict[str, 
 def _check_format(path: Path, header: dict[str, Any]) -> None:
     number = header["__metadata__"][_FORMAT_KEY]
     if not isinstance(number, str) or not number.isdecimal() or len(number) > 9 or int(number) < 1:
-        raise SnapshotError(f"{path}: format: expected a number of 1 or more, got {number!r}.")
+        raise SnapshotError(f"{path}: format: expected a number of 1 or more, got {shown(number)}.")
     if int(number) > FORMAT:
         raise SnapshotError(f"{path}: format: this package reads up to {FORMAT}, got {number}. A newer trt-kvcache saved it: upgrade.")
 

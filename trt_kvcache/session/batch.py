@@ -119,7 +119,7 @@ class Batch:
             )
         return lengths
 
-    def check_prompts(self, prompts: Rows, *, reuse: bool = False) -> None:
+    def check_prompts(self, prompts: Rows, *, reuse: bool = False, queued: bool = False) -> None:
         """Check that prompts can start new sequences.
 
         Parameters
@@ -128,6 +128,8 @@ class Batch:
             Token ids of each prompt.
         reuse : bool
             Whether each is for the active slot of the same index.
+        queued : bool
+            Whether there may be more prompts than slots.
 
         Raises
         ------
@@ -137,7 +139,9 @@ class Batch:
             A prompt is longer than a slot.
         """
         slots = self._cache.max_batch_size
-        if not 1 <= len(prompts) <= slots:
+        if queued and len(prompts) > slots:
+            self._steps.check_all_batch_sizes()
+        elif not 1 <= len(prompts) <= slots:
             raise ShapeError(f"prompts: expected 1 to max_batch_size={slots} of them, got {len(prompts)}.")
         _check_not_empty(prompts)
         self.check_room([0] * len(prompts), prompts)

@@ -1,6 +1,6 @@
 """The loop behind ``InferenceSession.generate``: choose a token for each slot, hand it out, decode."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,11 +8,12 @@ import numpy as np
 from trt_kvcache.errors import ClosedError
 from trt_kvcache.generation.request import GeneratedToken, Request
 from trt_kvcache.session.batch import Batch
+from trt_kvcache.session.request_queue import RequestQueue
 
 
 def generate_tokens(
     batch: Batch, requests: Sequence[Request], prefill: Callable[[], np.ndarray[Any, Any]], *, check_open: Callable[[], None]
-) -> Iterator[GeneratedToken]:
+) -> Generator[GeneratedToken, None, None]:
     """Yield the tokens of requests that have one slot each.
 
     Parameters
@@ -38,12 +39,6 @@ def generate_tokens(
     EngineError, ProcessorError
         A token cannot be chosen. What the slots hold is as before the step: its tokens are pending.
     """
-
-    def check_unchanged(changes: int) -> None:
-        check_open()
-        if changes != batch.changes:
-            raise ClosedError("this iterator cannot continue: another call has changed the sequences since. Call generate again.")
-
     check_open()
     logits = prefill()
     for slot, request in enumerate(requests):
@@ -53,7 +48,7 @@ def generate_tokens(
     while True:
         changes = batch.changes
         for token in chosen:
-            check_unchanged(changes)
+            _check_unchanged(batch, changes, check_open)
             request = requests[token.index]
             batch.record_token(token.index, token.token, request.sampler, generated=request.generated)
             if token.finish_reason is not None:
@@ -62,7 +57,7 @@ def generate_tokens(
         going = [not request.finished for request in requests]
         if not any(going):
             return
-        check_unchanged(changes)
+        _check_unchanged(batch, changes, check_open)
         last = [request.tokens[-1] for request in requests]
         logits = batch.decode(last, None if all(going) else going)
         try:
@@ -70,6 +65,54 @@ def generate_tokens(
         except BaseException:
             batch.take_back(last, going)
             raise
+
+
+def generate_queued(
+    batch: Batch, queue: RequestQueue, requests: Sequence[Request], *, check_open: Callable[[], None]
+) -> Generator[GeneratedToken, None, None]:
+    """Yield the tokens of more requests than there are slots.
+
+    Parameters
+    ----------
+    batch : Batch
+        Its slots are those of the requests until all have ended; then none is active.
+    queue : RequestQueue
+        Over ``batch``, empty.
+    requests : sequence of Request (n,)
+        They get slots in this order.
+    check_open : callable
+        Raises if the session is closed.
+
+    Yields
+    ------
+    GeneratedToken
+        Step by step: one for each request that has advanced by a token, in the order of the requests.
+
+    Raises
+    ------
+    ClosedError
+        The session is closed, or another call has changed the batch since the last token.
+    """
+    check_open()
+    handles = [queue.submit(request) for request in requests]
+    while moved := queue.step():
+        events = [event for handle in moved for event in handle.new_events()]
+        finished = all(handle.finished for handle in handles)
+        if finished:
+            queue.step()  # frees the slots, before the last tokens are handed out
+        changes = batch.changes
+        for event in events:
+            _check_unchanged(batch, changes, check_open)
+            yield event
+        if finished:
+            return
+        _check_unchanged(batch, changes, check_open)
+
+
+def _check_unchanged(batch: Batch, changes: int, check_open: Callable[[], None]) -> None:
+    check_open()
+    if changes != batch.changes:
+        raise ClosedError("this iterator cannot continue: another call has changed the sequences since. Call generate again.")
 
 
 def _choose(batch: Batch, requests: Sequence[Request], logits: np.ndarray[Any, Any]) -> list[GeneratedToken]:

@@ -4,6 +4,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.generation.request import FinishReason, GeneratedToken, Request, RequestSavepoint
 from trt_kvcache.generation.sampling import SamplerPosition
 
@@ -18,7 +19,7 @@ RequestState = Literal["queued", "prefilling", "decoding", "finished"]
 HandleSavepoint = tuple[RequestStage, str, RequestSavepoint]
 
 
-class RequestHandle:
+class RequestHandle(Uncopyable):
     """One submitted prompt. ``InferenceSession.submit`` makes it, ``InferenceSession.step`` advances it.
 
     Parameters
@@ -48,6 +49,7 @@ class RequestHandle:
         self._cancelled = False
         self._text = ""
         self._events: list[GeneratedToken] = []
+        self._num_read = 0
 
     def __repr__(self) -> str:
         seed = f", seed={self.seed}" if self._request.sampled else ""
@@ -119,7 +121,13 @@ class RequestHandle:
         self._cancelled = True
         return True
 
-    # --- for the queue ---
+    # --- for the queue and its readers ---
+
+    def new_events(self) -> list[GeneratedToken]:
+        """Return the tokens that came since the last call of this method."""
+        new = self._events[self._num_read :]
+        self._num_read += len(new)
+        return new
 
     @property
     def row(self) -> list[int]:

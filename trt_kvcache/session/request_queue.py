@@ -13,6 +13,7 @@ from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.chunks import Chunk
 from trt_kvcache.session.request_handle import RequestHandle
 from trt_kvcache.session.step_executor import StepExecutor
+from trt_kvcache.session.timeline import Activity, Timeline
 
 
 class RequestQueue:
@@ -40,6 +41,8 @@ class RequestQueue:
         self._running: list[RequestHandle] = []
         #: ``batch.changes`` after the last step; None if the slots may hold something else than the running requests.
         self._own_changes: int | None = None
+        #: Records what the slots do, if it is there.
+        self.timeline: Timeline | None = None
 
     def submit(self, request: Request) -> RequestHandle:
         """Put a request at the end of the queue.
@@ -83,6 +86,7 @@ class RequestQueue:
         running, admitted = self._running, self._next_waiting()
         if not running and not admitted:
             return []
+        begin = self.timeline.now() if self.timeline else 0.0
         savepoints = [(handle, handle.savepoint()) for handle in (*running, *admitted)]
         decoding = [handle.state == "decoding" for handle in running] + [False] * len(admitted)
         with self._track_slot_owner():
@@ -97,7 +101,18 @@ class RequestQueue:
                 for handle, savepoint in savepoints:
                     handle.rollback(savepoint)
                 raise
+        if self.timeline:
+            self._record_step(self.timeline, begin, decoding, advanced)
         return sorted(advanced, key=lambda handle: handle.index)
+
+    def _record_step(self, timeline: Timeline, begin: float, decoding: Sequence[bool], advanced: Sequence[RequestHandle]) -> None:
+        """Record what each slot did in the step that has just ended."""
+        moved = set(map(id, advanced))
+        did: list[tuple[int, Activity] | None] = [
+            (handle.index, "decode" if goes else "prefill") if id(handle) in moved else None
+            for handle, goes in zip(self._running, decoding, strict=True)
+        ]
+        timeline.record_step(begin, did, sum(handle.state == "queued" for handle in self._waiting))
 
     def _free_slots(self) -> None:
         """Free the slots of requests that have ended; all slots if another call has used the batch."""
@@ -123,6 +138,8 @@ class RequestQueue:
         mapping = [-1 if not kept else slot if slot < count else next(holes) for slot, kept in enumerate(keep)]
         with self._track_slot_owner():
             self._batch.compact(mapping)
+            if self.timeline:
+                self.timeline.record_moves([handle.index for handle in self._running], mapping)
             self._running = [self._running[slot] for _, slot in sorted((new, slot) for slot, new in enumerate(mapping) if new >= 0)]
 
     def _next_waiting(self) -> list[RequestHandle]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trt_kvcache._util.checks import slot_index
+from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.builder.build_engine import Progress
 from trt_kvcache.cache.kv_cache_base import KVCacheBase
 from trt_kvcache.cache.plot import draw_cache
@@ -19,22 +20,26 @@ from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.errors import ClosedError, ConfigError, RangeError, ShapeError
 from trt_kvcache.generation.chat_prompt import ChatPrompt
 from trt_kvcache.generation.prompts import AnyPrompt, Prompt, PromptReader, as_prompts
-from trt_kvcache.generation.request import GeneratedToken, Request
+from trt_kvcache.generation.request import Request
 from trt_kvcache.generation.sampler_state import SamplerState
 from trt_kvcache.generation.sampling import SamplingParams, params_for
+from trt_kvcache.plot import Plot
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
 from trt_kvcache.sequences.snapshot import Snapshot
 from trt_kvcache.session.batch import Batch
-from trt_kvcache.session.generate_tokens import generate_tokens
+from trt_kvcache.session.generate_tokens import generate_queued, generate_tokens
 from trt_kvcache.session.model_location import expanded
 from trt_kvcache.session.open_model import SessionParts, open_engine_folder, open_model
 from trt_kvcache.session.request_handle import RequestHandle
 from trt_kvcache.session.request_queue import RequestQueue
 from trt_kvcache.session.resume_snapshots import Paths, next_tokens, read_snapshots, resumed_params
 from trt_kvcache.session.session_options import SessionOptions
+from trt_kvcache.session.single_user import SingleUser, exclusive
 from trt_kvcache.session.statistics import SessionStatistics
 from trt_kvcache.session.step_executor import StepExecutor
+from trt_kvcache.session.timeline import Timeline
+from trt_kvcache.session.token_stream import TokenStream
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -43,8 +48,8 @@ if TYPE_CHECKING:
     from trt_kvcache.session.session_options import ModelOptions, OpenOptions
 
 
-class InferenceSession:
-    """Sequences that are generated together on one cache and one engine. Not thread-safe.
+class InferenceSession(Uncopyable):
+    """Sequences that are generated together on one cache and one engine. For one thread at a time.
 
     Most callers open one with :meth:`open` or :meth:`from_model`; the constructor joins an engine and a cache of your own.
 
@@ -81,6 +86,9 @@ class InferenceSession:
     -----
     If a step fails or is interrupted, lengths and tokens are as before that step, and it can be repeated.
 
+    A call while another thread is in one raises :class:`ThreadError` and changes nothing. Between calls, and between the tokens of a
+    :class:`TokenStream`, a session may pass to another thread. :class:`AsyncSession` serves many callers.
+
     Examples
     --------
     >>> from trt_kvcache import InferenceSession
@@ -106,6 +114,7 @@ class InferenceSession:
         identity: Callable[[], ModelIdentity] | None = None,
         on_close: Callable[[], object] | None = None,
     ) -> None:
+        self._user = SingleUser("this InferenceSession")
         self._steps = StepExecutor(engine, cache, names=names)
         self._engine = engine
         self._cache = cache
@@ -286,42 +295,73 @@ class InferenceSession:
         """
         return self._batch[self._slot(slot)].pending
 
-    def plot(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Draw the cache: per slot the tokens that were reused, are live and are free; per layer its bytes.
-
-        Parameters
-        ----------
-        path : path, optional
-            Write the picture there too.
+    def record(self) -> Timeline:
+        """Record from now on what the slots do in :meth:`step`.
 
         Returns
         -------
-        str
-            An SVG document.
+        Timeline
+            What was recorded so far, at any time; its ``plot`` is a picture of it. An earlier recording of this session ends.
 
         Raises
         ------
         ClosedError
             The session is closed.
-        OSError
-            The file cannot be written.
+
+        Examples
+        --------
+        >>> from trt_kvcache import InferenceSession
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+        ...     timeline = session.record()
+        ...     _ = session.submit([5, 6, 7], max_new_tokens=2, ignore_eos=True)
+        ...     while session.step():
+        ...         pass
+        >>> [(span.slot, span.request, span.activity) for span in timeline.spans]
+        [(0, 0, 'prefill'), (0, 0, 'decode')]
+        """
+        self._check_open()
+        self._queue.timeline = Timeline()
+        return self._queue.timeline
+
+    def plot(self, path: str | os.PathLike[str] | None = None) -> Plot:
+        """Draw the cache: per slot the tokens that were reused, are live and are free; per layer its bytes.
+
+        Parameters
+        ----------
+        path : path, optional
+            Save the picture there too: a name that ends with ``.svg``, ``.png`` or ``.pdf``.
+
+        Returns
+        -------
+        Plot
+            The picture, which a notebook shows.
+
+        Raises
+        ------
+        ClosedError
+            The session is closed.
+        ModuleNotFoundError
+            matplotlib is not installed.
+        ConfigError, OSError
+            The file cannot be written, or its name has another ending.
 
         Examples
         --------
         >>> from trt_kvcache import InferenceSession
         >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
         ...     _ = session.prefill([[5, 6, 7]])
-        ...     session.plot().startswith("<svg")
-        True
+        ...     session.plot()
+        Plot(9 x 3.16 inches)
         """
         self._check_open()
-        svg = draw_cache(self._cache.kv_config, self._cache.lengths.upper_bounds, self._batch.reused)
+        plot = draw_cache(self._cache.kv_config, self._cache.lengths.upper_bounds, self._batch.reused)
         if path is not None:
-            expanded(path).write_text(svg, encoding="utf-8")
-        return svg
+            plot.save(expanded(path))
+        return plot
 
     # --- prefill and decode ---
 
+    @exclusive
     def prefill(self, prompts: Sequence[AnyPrompt], *, reuse: bool = False) -> np.ndarray[Any, Any]:
         """Start new sequences and run their prompts.
 
@@ -362,6 +402,7 @@ class InferenceSession:
         self._batch.check_prompts(rows)
         return self._batch.start(rows, reuse=reuse)
 
+    @exclusive
     def append(self, turns: Sequence[Prompt]) -> np.ndarray[Any, Any]:
         """Add tokens to the active sequences, after those that ``generate`` left pending.
 
@@ -400,6 +441,7 @@ class InferenceSession:
         self._check_open()
         return self._batch.append(self._prompts.rows(turns, add_special_tokens=False))
 
+    @exclusive
     def decode(self, tokens: Sequence[int]) -> np.ndarray[Any, Any]:
         """Run one token for every active sequence.
 
@@ -435,6 +477,7 @@ class InferenceSession:
             raise ShapeError("tokens: there are no active slots. Call prefill first.")
         return np.array(self._batch.decode(row))
 
+    @exclusive
     def rewind(self, slot: int, length: int) -> None:
         """Shorten an active sequence to its first tokens. Pending tokens are dropped.
 
@@ -464,6 +507,7 @@ class InferenceSession:
 
     # --- generate ---
 
+    @exclusive
     def generate(
         self,
         prompts: AnyPrompt | Sequence[AnyPrompt],
@@ -472,7 +516,7 @@ class InferenceSession:
         append: bool = False,
         reuse: bool = False,
         **options: Unpack[SamplingOptions],
-    ) -> Iterator[GeneratedToken]:
+    ) -> TokenStream:
         """Continue prompts, token by token.
 
         Parameters
@@ -490,11 +534,14 @@ class InferenceSession:
 
         Returns
         -------
-        iterator of GeneratedToken
-            One per prompt and step, until each has a ``finish_reason``. A sequence at ``max_sequence_length`` ends with
-            ``"length"`` while the others continue. Arguments are checked at once, work is done as the iterator is read. It can be
-            left at any token: those that it has handed out are then in the cache or pending. Once another call has changed the
-            sequences, reading on raises :class:`ClosedError`.
+        TokenStream
+            Iterator of :class:`GeneratedToken`: one per prompt and step, until each has a ``finish_reason``. A sequence at
+            ``max_sequence_length`` ends with ``"length"`` while the others continue. Arguments are checked at once, work is done as the
+            iterator is read. It can be left at any token: those that it has handed out are then in the cache or pending. Once another call
+            has changed the sequences, reading on raises :class:`ClosedError`.
+
+            If there are more prompts than slots, they get slots in their order, each as soon as one is free, as with :meth:`submit`. Tokens
+            still come step by step, within a step in the order of the prompts: ``index`` says whose each is. No slot is active at the end.
 
         Raises
         ------
@@ -518,10 +565,14 @@ class InferenceSession:
         if append:
             self._batch.check_turns(rows)
         else:
-            self._batch.check_prompts(rows, reuse=reuse)
+            self._batch.check_prompts(rows, reuse=reuse, queued=not reuse)
         requests = self._requests(rows, per_request)
+        if not append and len(rows) > self._cache.max_batch_size:
+            queue = RequestQueue(self._steps, self._batch)
+            return TokenStream(requests, generate_queued(self._batch, queue, requests, check_open=self._check_open), user=self._user)
         return self._generate(requests, lambda: self._batch.append(rows) if append else self._batch.start(rows, reuse=reuse))
 
+    @exclusive
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -530,7 +581,7 @@ class InferenceSession:
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_args: Mapping[str, Any] | None = None,
         **options: Unpack[SamplingOptions],
-    ) -> Iterator[GeneratedToken]:
+    ) -> TokenStream:
         """Answer a conversation. What slot 0 holds of it from the last answer is not run again.
 
         Parameters
@@ -548,7 +599,7 @@ class InferenceSession:
 
         Returns
         -------
-        iterator of GeneratedToken
+        TokenStream
             As of :meth:`generate`.
 
         Raises
@@ -574,8 +625,9 @@ class InferenceSession:
         prompt = ChatPrompt(messages, tools, {} if template_args is None else template_args)
         return self.generate(prompt, params, reuse=len(self._batch) == 1, **options)
 
-    def _generate(self, requests: list[Request], prefill: Callable[[], np.ndarray[Any, Any]]) -> Iterator[GeneratedToken]:
-        return generate_tokens(self._batch, requests, prefill, check_open=self._check_open)
+    def _generate(self, requests: list[Request], prefill: Callable[[], np.ndarray[Any, Any]]) -> TokenStream:
+        tokens = generate_tokens(self._batch, requests, prefill, check_open=self._check_open)
+        return TokenStream(requests, tokens, user=self._user)
 
     def _requests(
         self, rows: Sequence[Sequence[int]], params: Sequence[SamplingParams], generated: Sequence[int] | None = None
@@ -590,6 +642,7 @@ class InferenceSession:
 
     # --- serving a queue ---
 
+    @exclusive
     def submit(self, prompt: AnyPrompt, params: SamplingParams | None = None, **options: Unpack[SamplingOptions]) -> RequestHandle:
         """Put a prompt in the queue, to be continued by :meth:`step` as soon as a slot is free.
 
@@ -628,6 +681,7 @@ class InferenceSession:
         [request] = self._requests(rows, params_for(1, self._defaults, params, options))
         return self._queue.submit(request)
 
+    @exclusive
     def step(self) -> list[RequestHandle]:
         """Advance the submitted requests: one chunk of each new prompt, and one token of all others together.
 
@@ -662,6 +716,7 @@ class InferenceSession:
 
     # --- snapshots ---
 
+    @exclusive
     def save_snapshot(self, path: str | os.PathLike[str], slot: int = 0) -> Snapshot:
         """Write an active sequence to a file, with its pending tokens and the state of its sampler. Waits for the device.
 
@@ -721,6 +776,7 @@ class InferenceSession:
         snapshot.write(expanded(path))
         return snapshot
 
+    @exclusive
     def load_snapshots(self, paths: Paths) -> list[Snapshot]:
         """Start new sequences from files, one each. Continue with ``append``, ``decode`` or ``generate(..., append=True)``.
 
@@ -745,9 +801,10 @@ class InferenceSession:
         self._batch.load(snapshots)
         return snapshots
 
+    @exclusive
     def resume(
         self, paths: Paths, params: SamplingParams | Sequence[SamplingParams] | None = None, **options: Unpack[SamplingOptions]
-    ) -> Iterator[GeneratedToken]:
+    ) -> TokenStream:
         """Start new sequences from files and continue them, each with its own seed and counter unless a seed is given.
 
         Parameters
@@ -761,7 +818,7 @@ class InferenceSession:
 
         Returns
         -------
-        iterator of GeneratedToken
+        TokenStream
             As :meth:`generate`: the tokens that would have come next. Files are read before it is returned.
 
         Raises
@@ -814,6 +871,7 @@ class InferenceSession:
 
     # --- life ---
 
+    @exclusive
     def close(self) -> None:
         """Wait for the device, then close engine and cache. Idempotent."""
         if self._closed:

@@ -6,6 +6,7 @@ from typing import Any
 from trt_kvcache.errors import EngineError
 from trt_kvcache.trt.engine_resources import EngineResources
 from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.plugin.versions import PLUGIN_NAME
 from trt_kvcache.trt.runtime_cache import RuntimeCacheFile, gpu_identity
 from trt_kvcache.trt.tensors import read_ranges, read_tensors
 
@@ -52,12 +53,24 @@ class LoadedPlan:
         self._contexts: list[Any] = []
         resources.callback(self._release_engine)
         try:
-            self._runtime = tensorrt.module.Runtime(tensorrt.log.logger)
+            self._runtime = tensorrt.create("Runtime")
         except (TypeError, RuntimeError):
             self._messages.fail(EngineError, f"{tensorrt} cannot start")
-        self._engine = self._create(f"{tensorrt} refuses this engine{built_by}", self._runtime.deserialize_cuda_engine, plan)
+        self._engine = self._deserialize(plan, f"{tensorrt} refuses this engine{built_by}")
         self.tensors = read_tensors(tensorrt, self._engine)
         self.ranges = read_ranges(self._engine, self.tensors)
+
+    def _deserialize(self, plan: Any, failure: str) -> Any:
+        """Return the ``ICudaEngine`` of a plan."""
+        try:
+            return self._create(failure, self._runtime.deserialize_cuda_engine, plan)
+        except EngineError as error:
+            if PLUGIN_NAME in str(error) and error.__cause__ is None:  # TensorRT does not know the plugin: the plan has no folder
+                raise EngineError(
+                    f"{error} The engine has plugin layers of this package. Open its engine folder, which says so; for a plan alone, call "
+                    "trt_kvcache.trt.plugin.register(trt_kvcache.trt.module.load('tensorrt')) before."
+                ) from None
+            raise
 
     @property
     def context_memory_nbytes(self) -> int:
@@ -232,7 +245,7 @@ class LoadedPlan:
 
     def _call(self, failure: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call TensorRT; raise EngineError where it returns False, raises, or logs an error."""
-        self._messages.errors.clear()
+        self._messages.clear_errors()
         try:
             result = function(*arguments)
         except (RuntimeError, ValueError) as error:  # the Python bindings turn some refusals into exceptions

@@ -33,6 +33,8 @@ class Messages:
     ----------
     errors, warnings : list of str
         Messages of severity ERROR and worse, and of severity WARNING.
+    cause : Exception or None
+        The last exception of a plugin, which TensorRT does not pass on.
 
     Examples
     --------
@@ -48,6 +50,7 @@ class Messages:
     def __init__(self, *, ignore_missing_driver: bool) -> None:
         self.errors: list[str] = []
         self.warnings: list[str] = []
+        self.cause: Exception | None = None
         self._ignore_missing_driver = ignore_missing_driver
 
     def add(self, text: str, *, is_error: bool) -> None:
@@ -66,6 +69,11 @@ class Messages:
         if text not in kept:
             kept.append(text)
 
+    def clear_errors(self) -> None:
+        """Forget the errors, and the exception of a plugin, of earlier calls."""
+        self.errors.clear()
+        self.cause = None
+
     def check(self, error: type[KVCacheError], what: str) -> None:
         """Raise an exception if TensorRT logged an error, whatever its call returned.
 
@@ -82,6 +90,8 @@ class Messages:
     def fail(self, error: type[KVCacheError], what: str) -> NoReturn:
         """Raise an exception with everything that TensorRT logged: its errors, or its warnings if there is no error.
 
+        The exception of a plugin, if there was one, is its ``__cause__``.
+
         Parameters
         ----------
         error : type
@@ -90,7 +100,7 @@ class Messages:
             What failed.
         """
         said = self.errors or self.warnings or ["nothing"]
-        raise error(f"{what}. TensorRT says: {' | '.join(said)}")
+        raise error(f"{what}. TensorRT says: {' | '.join(said)}") from self.cause
 
 
 class TensorRTLog:
@@ -153,6 +163,21 @@ class TensorRTLog:
             collected = bool(self._open)
         level = logging.INFO if collected else logging.ERROR if is_error else logging.WARNING
         _LOGGER.log(level, "%s", text)
+
+    def receive_exception(self, where: str, error: Exception) -> None:
+        """Pass the exception of a plugin to the open collections: TensorRT itself only prints it, and logs that the call failed.
+
+        Parameters
+        ----------
+        where : str
+            Which method of which plugin raised it.
+        error : Exception
+            The exception.
+        """
+        with self._lock:
+            for messages in self._open:
+                messages.cause = error
+        self.receive(f"{where}: {type(error).__name__}: {error}", is_error=True)
 
 
 def _make_logger(module: Any, log: TensorRTLog) -> Any:

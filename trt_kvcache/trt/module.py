@@ -13,6 +13,7 @@ from trt_kvcache._util.checks import one_of
 from trt_kvcache.engine.attention_variants import AttentionVariant, attention_variant
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import DTypeError, EngineError, KVCacheError
+from trt_kvcache.memory.cuda_driver import driver_failure
 from trt_kvcache.trt.log import TensorRTLog
 
 _INSTALL_HINT = {
@@ -71,9 +72,43 @@ class TensorRT:
         Returns
         -------
         bool
-            For TensorRT for RTX always True: where it has no plugin layers, the engine is built in segments.
+            For the plugin variant in TensorRT for RTX it is True: that has no plugin layers, the engine is built in segments.
         """
-        return self.is_rtx or _release(self.version) >= variant.first_tensorrt
+        return self.release >= (variant.first_rtx if self.is_rtx else variant.first_tensorrt)
+
+    @property
+    def release(self) -> tuple[int, ...]:
+        """Major and minor number of the version, such as ``(10, 15)``."""
+        return tuple(int(part) for part in re.findall(r"\d+", self.version)[:2])
+
+    def create(self, kind: str) -> Any:
+        """Return a new object of TensorRT that needs the GPU in full TensorRT, after checking that there is one.
+
+        Without a GPU, the libraries of some releases return an invalid pointer where they should return null, and the first use of it
+        ends the process.
+
+        Parameters
+        ----------
+        kind : str
+            ``"Runtime"`` or ``"Builder"``.
+
+        Returns
+        -------
+        IRuntime or IBuilder
+            Of this module, with its logger.
+
+        Raises
+        ------
+        RuntimeError
+            The CUDA driver does not start; full TensorRT only. The reason is in the log as an error.
+        TypeError
+            TensorRT refuses. What it logged says why.
+        """
+        failure = None if self.is_rtx else driver_failure()
+        if failure is not None:
+            self.log.receive(failure, is_error=True)
+            raise RuntimeError(failure)
+        return getattr(self.module, kind)(self.log.logger)
 
     def data_type(self, name: str) -> Any:
         """Return the ``DataType`` of a dtype name.
@@ -178,12 +213,7 @@ def _start_failure(tensorrt: TensorRT) -> str | None:
     """Return why full TensorRT cannot start here (no GPU, or too old a driver), or None if it can."""
     with tensorrt.log.collect() as messages:
         try:
-            tensorrt.module.Runtime(tensorrt.log.logger)
+            tensorrt.create("Runtime")
         except (TypeError, RuntimeError) as error:
             return f"cannot start here: {' | '.join(messages.errors or messages.warnings) or error}."
     return None
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Return major and minor number of a version."""
-    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.engine.decoder_tensors import shape_at
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.engine_folder.config import EngineConfig
@@ -57,7 +58,7 @@ class _PreparedStep:
             launch(stream, handle)
 
 
-class SegmentedEngine:
+class SegmentedEngine(Uncopyable):
     """An engine in segments (implements :class:`trt_kvcache.engine.protocol.Engine`).
 
     Its inputs, outputs and profiles are those of the same engine in one piece. Made by :meth:`open`; a context manager. Not thread-safe.

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.config import EngineConfig
@@ -26,10 +27,10 @@ from trt_kvcache.trt.engine_sources import load_tensorrt_for, map_plan_file, req
 from trt_kvcache.trt.loaded_plan import LoadedPlan
 from trt_kvcache.trt.module import TensorRT, load
 from trt_kvcache.trt.plugin import register
-from trt_kvcache.trt.tensors import compare_profiles, compare_tensors, read_profiles
+from trt_kvcache.trt.tensors import add_plugin_aliases, compare_profiles, compare_tensors, read_profiles
 
 
-class TensorRTEngine:
+class TensorRTEngine(Uncopyable):
     """A TensorRT engine in one piece (implements :class:`trt_kvcache.engine.protocol.Engine`).
 
     Made by :meth:`open`; a context manager. Not thread-safe.
@@ -79,6 +80,8 @@ class TensorRTEngine:
             self._plan = LoadedPlan(tensorrt, plan, resources=self._resources, built_by=built_by)
             self._profiles = read_profiles(self._plan.ranges, names.input_ids)
             if config is not None:
+                if config.attention_variant == "plugin":
+                    self._plan.tensors = add_plugin_aliases(self._plan.tensors, config.tensors)
                 compare_tensors(self._plan.tensors, config.tensors)
                 compare_profiles(self._profiles, config.profiles)
             nbytes = self._plan.context_memory_nbytes

@@ -4,7 +4,7 @@ Everything is read from the engine itself, so this also works for engines that t
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
@@ -70,7 +70,7 @@ def read_tensors(tensorrt: TensorRT, engine: Any) -> dict[str, TensorSpec]:
     Returns
     -------
     dict of str to TensorSpec
-        By name, the inputs first.
+        By name, the inputs first. An output has an alias only where TensorRT reports it: see :func:`add_plugin_aliases`.
 
     Raises
     ------
@@ -79,9 +79,11 @@ def read_tensors(tensorrt: TensorRT, engine: Any) -> dict[str, TensorSpec]:
 
     Notes
     -----
-    ``ICudaEngine.get_aliased_input_tensor`` says which output shares memory with which input.
+    ``ICudaEngine.get_aliased_input_tensor`` (full TensorRT from 10.15 on) says which output of a KVCacheUpdate layer shares memory with
+    which input, and None or an empty string for any other output.
     """
     trt = tensorrt.module
+    aliased_input = getattr(engine, "get_aliased_input_tensor", lambda name: None)
     specs = []
     for index in range(engine.num_io_tensors):
         name = engine.get_tensor_name(index)
@@ -94,10 +96,37 @@ def read_tensors(tensorrt: TensorRT, engine: Any) -> dict[str, TensorSpec]:
                 shape=tuple(engine.get_tensor_shape(name)),
                 dtype=tensorrt.dtype_name(engine.get_tensor_dtype(name)),
                 mode=TensorMode.INPUT if is_input else TensorMode.OUTPUT,
-                alias=None if is_input else engine.get_aliased_input_tensor(name),
+                alias=None if is_input else aliased_input(name) or None,
             )
         )
     return {spec.name: spec for spec in sorted(specs, key=lambda spec: spec.mode is TensorMode.OUTPUT)}
+
+
+def add_plugin_aliases(found: Mapping[str, TensorSpec], recorded: Sequence[TensorSpec]) -> dict[str, TensorSpec]:
+    """Return the tensors of an engine with plugin layers, with the aliases that were recorded at the build.
+
+    TensorRT does not report which outputs of a plugin share memory with an input.
+
+    Parameters
+    ----------
+    found : mapping of str to TensorSpec
+        What :func:`read_tensors` returned.
+    recorded : sequence of TensorSpec
+        From ``config.json``.
+
+    Returns
+    -------
+    dict of str to TensorSpec
+        As ``found``; an output without an alias has the recorded one.
+
+    Examples
+    --------
+    >>> recorded = [TensorSpec.output("present", (-1, 2), "float16", alias="past")]
+    >>> add_plugin_aliases({"present": TensorSpec.output("present", (-1, 2), "float16")}, recorded)["present"].alias
+    'past'
+    """
+    aliases = {spec.name: spec.alias for spec in recorded}
+    return {name: spec if spec.alias else replace(spec, alias=aliases.get(name)) for name, spec in found.items()}
 
 
 def compare_tensors(found: Mapping[str, TensorSpec], recorded: Sequence[TensorSpec]) -> None:

@@ -40,6 +40,14 @@ def test_decomposable_beyond_them(change: dict, reason: str) -> None:
     assert choice.reason == reason
 
 
+@pytest.mark.parametrize("variant", ["native", "mask"])
+def test_every_layer_in_full_tensorrt_whose_limits_are_not_known(variant: str) -> None:
+    choice = attention_layer_config(0, variant, is_rtx=False, **FUSED)
+    assert choice.decomposable
+    assert choice.reason == "full TensorRT decides: its limits of fused attention are not known"
+    assert not attention_layer_config(0, "plugin", is_rtx=False, **FUSED).decomposable
+
+
 def build(rtx: TensorRT, model: Path, length: int, attention: str) -> None:
     options = BuildOptions(max_batch_size=2, max_sequence_length=length, max_prefill_length=5, attention=attention)
     with Checkpoint.open(model) as checkpoint, rtx.log.collect(ignore_missing_driver=True) as messages:

@@ -109,3 +109,11 @@ def test_cast_to_the_same_dtype_adds_nothing(graph: Graph) -> None:
     assert graph.cast("same", x, "float16") is x
     assert graph.network.num_layers == 0
     assert graph.cast("other", x, "float32").dtype == graph.trt.float32
+
+
+def test_layer_that_this_tensorrt_does_not_have(graph: Graph) -> None:
+    x = graph.input("x", "float16", (-1, 3))
+    layers = graph.network.num_layers
+    with pytest.raises(BuildError, match=r"^layer `new`: expected a TensorRT with layers of kind attention_v9, tensorrt_rtx .* has none\."):
+        graph.op("new", "attention_v9", x)
+    assert graph.network.num_layers == layers

@@ -22,6 +22,7 @@ from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING, decod
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.ops.custom_op import run_on_host
 from trt_kvcache.ops.segments import Segment
+from trt_kvcache.trt import module as trt_module
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin import AttentionAttributes
 from trt_kvcache.trt.plugin.versions import PLUGIN_VERSION
@@ -130,6 +131,7 @@ def test_full_tensorrt_gets_plugin_layers_in_one_network(rtx, define, monkeypatc
         define("llama", attention="plugin")
     for module in (network_definition, serialization):
         monkeypatch.setattr(module, "can_add_plugins", lambda tensorrt: True)
+    monkeypatch.setattr(trt_module, "driver_failure", lambda: None)
     monkeypatch.setattr(Graph, "layer", layer)
     monkeypatch.setattr(attention_lowering, "register", lambda tensorrt: None)
     model = write_model(tmp_path / "model", head_dim=64, num_hidden_layers=2)

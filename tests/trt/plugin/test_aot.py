@@ -4,11 +4,11 @@ import inspect
 import re
 import sys
 import typing
-from dataclasses import asdict
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from tests.trt.plugin.stand_in import DataType, tensorrt
 from trt_kvcache.errors import CudaError, KVCacheError
@@ -91,7 +91,7 @@ def tensors():
 
 def test_signatures_are_annotated_as_tensorrt_requires(registered):
     describe, implement = map(inspect.signature, registered)
-    kinds = {name: int if ATTRIBUTE_TYPES[name] == "INT32" else float for name in asdict(FIELDS)}
+    kinds = {name: NDArray[np.int32 if kind == "INT32" else np.float64] for name, kind in ATTRIBUTE_TYPES.items()}
     assert {name: one.annotation for name, one in describe.parameters.items()} == dict.fromkeys(SHAPES, Described) | kinds
     assert list(implement.parameters) == [*describe.parameters, "outputs", "tactic"]
     assert typing.get_args(describe.return_annotation) == (Described, Described)
@@ -101,14 +101,14 @@ def test_signatures_are_annotated_as_tensorrt_requires(registered):
 
 def test_outputs_are_described(registered, tensors):
     describe, _ = registered
-    assert describe(*tensors.values(), **asdict(FIELDS)) == (("like", tensors["q"]), ("aliased", tensors["cache"]))
+    assert describe(*tensors.values(), **FIELDS.plugin_field_arrays()) == (("like", tensors["q"]), ("aliased", tensors["cache"]))
 
 
 @pytest.fixture
 def implemented(registered, tensors):
     """What the implementation returns: name, PTX, launch and extra arguments."""
     _, implement = registered
-    return implement(*tensors.values(), *asdict(FIELDS).values(), [], 0)
+    return implement(*tensors.values(), *FIELDS.plugin_field_arrays().values(), [], 0)
 
 
 def test_the_kernel_is_compiled_for_the_dtype_and_the_architecture(implemented):
@@ -139,4 +139,4 @@ def test_the_tokens_of_a_slot_are_an_argument(implemented, tensors):
 def test_tensors_that_do_not_fit_are_refused(registered, tensors, changed, said):
     tensors |= {name: Described(*what) for name, what in changed.items()}
     with pytest.raises(KVCacheError, match=f"^{re.escape(said)}"):
-        registered[1](*tensors.values(), *asdict(FIELDS).values(), [], 0)
+        registered[1](*tensors.values(), *FIELDS.plugin_field_arrays().values(), [], 0)

@@ -2,12 +2,13 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.kernels.attention import DECODE_CASES, PREFILL_CASES
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, need_cuda_memory, needs_standin
 from tests.trt.plugin.bound import Bound
-from trt_kvcache.errors import BindingError, CapacityError, KVCacheError
+from trt_kvcache.errors import CapacityError, KVCacheError
 from trt_kvcache.ops.attention_shapes import MAX_MULTIPROCESSORS
 from trt_kvcache.trt.plugin import enqueue as step
 
@@ -67,11 +68,41 @@ def test_the_default_stream_is_taken(memory, stream):
     bound.check("float16")
 
 
-def test_a_cache_that_is_not_aliased_is_refused(memory, stream):
+@pytest.mark.parametrize("name", ["groups", "chunks"])
+def test_a_cache_that_is_not_aliased_is_copied(memory, stream, name, caplog):
+    step._warn_of_copies.cache_clear()
+    bound = Bound(_CASES[name], memory, stream)
+    past = bound.tensors["cache"]
+    present = memory.to_device(np.full_like(bound.host["cache"], np.nan), stream=stream)
+    for _ in range(2):
+        bound.enqueue(cache=present.ptr)
+    memory.synchronize(stream)
+    assert past.numpy().tobytes() == bound.host["cache"].tobytes()
+    bound.tensors["cache"] = present
+    bound.check(_CASES[name].dtype)
+    assert [record.getMessage() for record in caplog.records] == [
+        "TensorRT gave a plugin layer separate memory for the cache's output: each step copies the layer's whole cache."
+    ]
+
+
+@needs_standin
+def test_the_copy_neither_waits_nor_allocates(memory, stream):
     bound = Bound(_CASES["groups"], memory, stream)
-    with pytest.raises(BindingError, match=r"^cache: expected the output at the address of the input 0x\w+, got 0x100\. Build with allow_"):
-        bound.enqueue(cache=0x100)
-    assert bound.tensors["cache"].numpy().tobytes() == bound.host["cache"].tobytes()
+    present = memory.to_device(bound.host["cache"], stream=stream)
+    bound.enqueue(cache=present.ptr)
+    standin = StandIn()
+    bound.enqueue(cache=present.ptr)
+    made = standin.take_calls()
+    assert not {*made} & (WAITS | ALLOCATIONS)
+    assert made.count("cuMemcpyDtoDAsync_v2") == 1
+
+
+def test_after_copies_an_aliased_cache_is_updated_in_place_again(memory, stream):
+    bound = Bound(_CASES["groups"], memory, stream)
+    elsewhere = memory.to_device(bound.host["cache"], stream=stream)
+    bound.enqueue(cache=elsewhere.ptr)
+    bound.enqueue()
+    bound.check("float16")
 
 
 @needs_standin

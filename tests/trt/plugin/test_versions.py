@@ -1,14 +1,16 @@
 """The version of the plugin, and versions of TensorRT."""
 
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from tests.ops.test_attention_shapes import FIELDS
 from tests.trt.plugin.stand_in import tensorrt
 from trt_kvcache.errors import EngineError
 from trt_kvcache.trt.plugin import allow_aliasing, can_add_plugins, plugin_class
-from trt_kvcache.trt.plugin.versions import PLUGIN_VERSION, abi_digest, ahead_of_time_module, constant_of
+from trt_kvcache.trt.plugin.versions import PLUGIN_VERSION, abi_digest, ahead_of_time_module, constant_of, needs_extra_reference
 
 #: Of every version that was given out. A change of inputs, outputs or fields takes a new version, never a new digest.
 DIGESTS = {"1": "0009ac9ee71b24c7"}
@@ -53,3 +55,12 @@ def test_a_tensorrt_without_plugins_ahead_of_time_is_refused(monkeypatch):
 @pytest.mark.parametrize(("size", "value"), [((True, 3), 3), ((True, lambda: 4), 4), ((False, 5), None)])
 def test_constants_are_read_in_either_form(size, value):
     assert constant_of(SimpleNamespace(is_constant=size[0], constant_value=size[1])) == value
+
+
+@pytest.mark.parametrize(("version", "needed"), [("10.3.0", True), ("10.4.0", False), ("11.4.0", False)])
+def test_plugins_of_10_3_get_a_reference_more(version, needed):
+    """So that Python never frees them: the bindings of 10.3 would free them twice. With real bindings: tests/bindings/plugin_lives.py."""
+    full = replace(tensorrt(), version=version)
+    assert needs_extra_reference(full) is needed
+    plugin, plain = plugin_class(full)(FIELDS), plugin_class(replace(full, version="11.4.0"))(FIELDS)
+    assert sys.getrefcount(plugin) - sys.getrefcount(plain) == int(needed)

@@ -75,7 +75,12 @@ def add_decoder(
             mask = causal_mask(graph, position_ids=lengths.position_ids, max_sequence_length=max_sequence_length)
             context = replace(context, mask=mask)
     configs = attention_layer_configs(
-        model, attention, dtype=graph.dtype, min_batch_size=min_batch_size, max_sequence_length=max_sequence_length
+        model,
+        attention,
+        is_rtx=graph.tensorrt.is_rtx,
+        dtype=graph.dtype,
+        min_batch_size=min_batch_size,
+        max_sequence_length=max_sequence_length,
     )
     table = head.embedding_table(graph, weights)
     x = head.embed(graph, table, input_ids)
@@ -149,7 +154,7 @@ def add_segments(
 
 
 def attention_layer_configs(
-    model: ModelConfig, attention: str, *, dtype: str, min_batch_size: int, max_sequence_length: int
+    model: ModelConfig, attention: str, *, is_rtx: bool = True, dtype: str, min_batch_size: int, max_sequence_length: int
 ) -> tuple[AttentionLayerConfig, ...]:
     """Return how the attention of each layer is to be built.
 
@@ -158,6 +163,8 @@ def attention_layer_configs(
     model : ModelConfig
         Configuration of the model.
     attention, dtype : str
+        See :func:`~trt_kvcache.builder.network.decomposable.attention_layer_config`.
+    is_rtx : bool
         See :func:`~trt_kvcache.builder.network.decomposable.attention_layer_config`.
     min_batch_size, max_sequence_length : int
         See :func:`~trt_kvcache.builder.network.decomposable.attention_layer_config`.
@@ -171,6 +178,7 @@ def attention_layer_configs(
         attention_layer_config(
             layer,
             attention,
+            is_rtx=is_rtx,
             dtype=dtype,
             num_attention_heads=model.num_attention_heads,
             head_dim=model.head_dim,

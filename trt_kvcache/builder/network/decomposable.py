@@ -2,7 +2,7 @@
 
 Where TensorRT has no fused attention kernel, it refuses to build the layer unless ``IAttention.decomposable`` allows it to use several
 plain layers instead. That is decided here, with a reason that can be shown: decomposed attention writes its scores to memory and is
-slower.
+slower. TensorRT takes a fused kernel where it has one, whether the layer is decomposable or not.
 """
 
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
@@ -15,7 +15,15 @@ FUSED_DECODE_MAX_SCORES = 24576
 
 
 def attention_layer_config(
-    layer: int, variant: str, *, dtype: str, num_attention_heads: int, head_dim: int, min_batch_size: int, max_sequence_length: int
+    layer: int,
+    variant: str,
+    *,
+    is_rtx: bool = True,
+    dtype: str,
+    num_attention_heads: int,
+    head_dim: int,
+    min_batch_size: int,
+    max_sequence_length: int,
 ) -> AttentionLayerConfig:
     """Return how the attention of a layer is to be built.
 
@@ -25,6 +33,8 @@ def attention_layer_config(
         Index of the layer.
     variant : str
         One of :data:`~trt_kvcache.engine.attention_variants.ATTENTION_VARIANTS`.
+    is_rtx : bool
+        Whether TensorRT for RTX builds the network. Its limits are known; for full TensorRT each layer is decomposable.
     dtype : str
         What the model computes in.
     num_attention_heads, head_dim : int
@@ -55,7 +65,9 @@ def attention_layer_config(
     reason = ""
     if variant == "plugin":
         return AttentionLayerConfig(layer=layer, variant=variant, decomposable=False)
-    if dtype == "float32":
+    if not is_rtx:
+        reason = "full TensorRT decides: its limits of fused attention are not known"
+    elif dtype == "float32":
         reason = "no fused attention in float32"
     elif min_batch_size * num_attention_heads < FUSED_DECODE_MIN_QUERY_HEADS:
         reason = (

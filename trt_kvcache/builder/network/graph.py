@@ -113,9 +113,12 @@ class Graph:
         Raises
         ------
         BuildError
-            TensorRT refused it.
+            TensorRT refused it, or has no such layers.
         """
-        layer = getattr(self.network, f"add_{kind}")(*arguments)
+        add = getattr(self.network, f"add_{kind}", None)
+        if add is None:
+            raise BuildError(f"layer `{name}`: expected a TensorRT with layers of kind {kind}, {self.tensorrt} has none. Use a newer one.")
+        layer = add(*arguments)
         if layer is None:
             self._messages.fail(BuildError, f"layer `{name}`: TensorRT refused {kind}")
         layer.name = name

@@ -11,6 +11,9 @@ from inspect import Parameter, Signature
 from types import GenericAlias
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from trt_kvcache.errors import CudaError, ShapeError
 from trt_kvcache.kernels.attention_params import score_factors
 from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, ELEMENT_TYPES, decode_block_nbytes, decode_tiles
@@ -102,7 +105,7 @@ def compile_ptx(fields: AttentionAttributes, dtype: str, arch: str) -> str:
 def register_decode(tensorrt: TensorRT, *, arch: str) -> Any:
     """Make the plugin known to ``tensorrt.plugin``, as ``trt_kvcache::KVCacheAttentionDecode``.
 
-    ``tensorrt.plugin.op.trt_kvcache.KVCacheAttentionDecode(q, k, v, cache, lengths, cos_sin, **dataclasses.asdict(fields))`` is what
+    ``tensorrt.plugin.op.trt_kvcache.KVCacheAttentionDecode(q, k, v, cache, lengths, cos_sin, **fields.plugin_field_arrays())`` is what
     ``INetworkDefinition.add_plugin`` then takes, with ``aot=True``; s is 1. Build with
     :func:`~trt_kvcache.trt.plugin.allow_aliasing`.
 
@@ -133,7 +136,7 @@ def register_decode(tensorrt: TensorRT, *, arch: str) -> Any:
         given = dict(zip((*INPUT_NAMES, *ATTRIBUTE_TYPES, "outputs", "tactic"), arguments, strict=True))
         q, cache = given["q"], given["cache"]
         dtype = check_dtypes({name: tensorrt.dtype_name(given[name].dtype) for name in INPUT_NAMES})
-        fields = AttentionAttributes(**{name: given[name] for name in ATTRIBUTE_TYPES})
+        fields = AttentionAttributes(**{name: given[name].item() for name in ATTRIBUTE_TYPES})
         names = input_names(fields, len(INPUT_NAMES) - (not fields.rotary_dim))
         sizes = check_shapes(fields, {name: [constant_of(size) for size in given[name].shape_expr] for name in names})
         if sizes["s"] != 1:
@@ -148,7 +151,9 @@ def register_decode(tensorrt: TensorRT, *, arch: str) -> Any:
 
     # TensorRT inspects the signatures: parameter names, and its own classes as annotations.
     tensors = dict.fromkeys(INPUT_NAMES, trtp.TensorDesc)
-    kinds = {name: float if kind.startswith("FLOAT") else int for name, kind in ATTRIBUTE_TYPES.items()}
+    # Attributes are arrays of one element: with int and float, releases up to 11.1 fail in their own code with NumPy 2.4 (int(array([8]))).
+    integers, floats = NDArray[np.int32], NDArray[np.float64]
+    kinds = {name: floats if kind.startswith("FLOAT") else integers for name, kind in ATTRIBUTE_TYPES.items()}
     kernel = (str | bytes, str | bytes, trtp.KernelLaunchParams, trtp.SymIntExprs)
     _sign(describe, tensors | kinds, (trtp.TensorDesc,) * 2)
     _sign(implement, {**tensors, **kinds, "outputs": Parameter.empty, "tactic": int}, kernel)

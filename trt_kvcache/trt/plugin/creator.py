@@ -11,6 +11,7 @@ from trt_kvcache.errors import EngineError
 from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, AttentionAttributes
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.plugin import plugin_class
+from trt_kvcache.trt.plugin.reported import reporter
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION
 
 
@@ -50,6 +51,7 @@ def register(tensorrt: TensorRT) -> Any:
                 [trt.PluginField(name, empty, getattr(kinds, kind)) for name, kind in ATTRIBUTE_TYPES.items()]
             )
 
+        @reporter(tensorrt)
         def create_plugin(self, name: str, fields: Any, phase: Any) -> Any:
             return plugin(AttentionAttributes.from_plugin_fields(fields))
 

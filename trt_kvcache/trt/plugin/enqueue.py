@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
-from trt_kvcache.errors import BindingError, CapacityError
+from trt_kvcache.errors import CapacityError
 from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.memory.cuda_driver import check
@@ -16,6 +17,8 @@ from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
 from trt_kvcache.ops.attention_shapes import INPUTS, MAX_MULTIPROCESSORS
 from trt_kvcache.ops.unowned_workspace import UnownedAllocation, UnownedWorkspace
+
+_LOG = logging.getLogger("trt_kvcache.tensorrt")
 
 
 class PluginEnqueue:
@@ -85,18 +88,23 @@ class PluginEnqueue:
 
         Raises
         ------
-        BindingError
-            The output of the cache is not at the address of its input. Nothing was launched.
         CudaError
             A kernel could not be loaded or launched.
+
+        Notes
+        -----
+        TensorRT may put copies between the tensors of an engine and those of a plugin, so the output of the cache can be elsewhere than
+        its input. Then the whole input is copied to the output first, on ``stream``, and the kernels work on the output. That is what
+        the operation means without aliasing, whatever the two addresses are: the input is only read, and TensorRT never lets two
+        tensors overlap in part. If TensorRT then copies the output to where the caller has bound it, the new tokens arrive there too.
         """
-        if outputs[1] != inputs[self._cache]:
-            raise BindingError(
-                f"cache: expected the output at the address of the input {inputs[self._cache]:#x}, got {outputs[1]:#x}. "
-                "Build with allow_aliasing, and bind both to one address."
-            )
         for allocation, address in zip(self._inputs, inputs, strict=True):
             allocation.ptr = address
+        if outputs[1] != inputs[self._cache]:
+            _warn_of_copies()
+            cache = self._inputs[self._cache]
+            _copy(outputs[1], cache.ptr, cache.nbytes, stream)
+            cache.ptr = outputs[1]
         self._out.ptr = outputs[0]
         self._workspace.bytes.ptr = workspace
         if not self._call.q.shape[0]:
@@ -104,6 +112,19 @@ class PluginEnqueue:
         if self.is_decode:
             _zero(self._workspace.partials.ptr, self._workspace.zeroed_nbytes, stream)
         backend_of(self._memory).attend(self._call, self._workspace, _stream(stream))
+
+
+@cache
+def _warn_of_copies() -> None:
+    """Warn once in a process: the copies are correct, but each costs the time of reading and writing a whole cache."""
+    _LOG.warning("TensorRT gave a plugin layer separate memory for the cache's output: each step copies the layer's whole cache.")
+
+
+def _copy(destination: int, source: int, nbytes: int, stream: int) -> None:
+    """Copy device memory, ordered on a stream."""
+    from cuda.bindings import driver
+
+    check(driver.cuMemcpyDtoDAsync(destination, source, nbytes, stream))
 
 
 def _zero(ptr: int, nbytes: int, stream: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
@@ -10,7 +11,8 @@ from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, AttentionAttri
 from trt_kvcache.ops.attention_shapes import INPUTS, OUTPUTS, check_dtypes, check_shapes, input_names, workspace_nbytes
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.enqueue import PluginEnqueue, current_memory
-from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION, check_plugins
+from trt_kvcache.trt.plugin.reported import reporter
+from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION, check_plugins, needs_extra_reference
 
 _INPUT_NAMES = tuple(INPUTS)
 
@@ -40,7 +42,7 @@ def plugin_class(tensorrt: TensorRT) -> Any:
         This TensorRT has no plugins with aliased outputs.
     """
     check_plugins(tensorrt)
-    trt = tensorrt.module
+    trt, reported = tensorrt.module, reporter(tensorrt)
 
     class KVCacheAttention(trt.IPluginV3, trt.IPluginV3OneCore, trt.IPluginV3OneBuildV2, trt.IPluginV3OneRuntime):  # type: ignore[misc, name-defined]
         """Attention over a combined cache as an ``IPluginV3``. The methods are those that TensorRT calls."""
@@ -52,33 +54,43 @@ def plugin_class(tensorrt: TensorRT) -> Any:
             self.num_outputs = len(OUTPUTS)
             self.attributes = attributes
             self._field_arrays = attributes.plugin_field_arrays()  # the plugin fields point into them
+            self._stored_fields: Any = None
+            self._stored_struct: Any = None
             self._prepared: PluginEnqueue | None = None
+            if needs_extra_reference(tensorrt):
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(self))
 
         # IPluginV3OneCore
 
+        @reported
         def get_capability_interface(self, kind: Any) -> Any:
             return self
 
+        @reported
         def clone(self) -> KVCacheAttention:
             return KVCacheAttention(self.attributes)
 
         # IPluginV3OneBuildV2
 
+        @reported
         def get_output_data_types(self, input_types: Sequence[Any]) -> list[Any]:
             names = input_names(self.attributes, len(input_types))
             check_dtypes(dict(zip(names, map(tensorrt.dtype_name, input_types), strict=True)))
             return [input_types[0]] * len(OUTPUTS)
 
+        @reported
         def get_output_shapes(self, inputs: Sequence[Any], shape_inputs: Sequence[Any], builder: Any) -> list[Any]:
             names = input_names(self.attributes, len(inputs))
             known = [[size.get_constant_value() if size.is_constant() else None for size in shape] for shape in inputs]
             check_shapes(self.attributes, dict(zip(names, known, strict=True)))
             return [trt.DimsExprs(inputs[names.index(like)]) for like, _ in OUTPUTS.values()]
 
+        @reported
         def get_aliased_input(self, output: int) -> int:
             like, aliased = tuple(OUTPUTS.values())[output]
             return _INPUT_NAMES.index(like) if aliased else -1
 
+        @reported
         def supports_format_combination(self, position: int, tensors: Sequence[Any], num_inputs: int) -> bool:
             names = (*input_names(self.attributes, num_inputs), *(like for like, _ in OUTPUTS.values()))
             desc = tensors[position].desc
@@ -89,17 +101,20 @@ def plugin_class(tensorrt: TensorRT) -> Any:
                 return desc.type in (trt.DataType.HALF, trt.DataType.BF16)
             return bool(desc.type == (tensors[0].desc.type if expected == "q" else tensorrt.data_type(expected)))
 
+        @reported
         def configure_plugin(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
             names = input_names(self.attributes, len(inputs))
             check_dtypes({name: tensorrt.dtype_name(one.desc.type) for name, one in zip(names, inputs, strict=True)})
             for dims in ([one.min for one in inputs], [one.max for one in inputs]):
                 check_shapes(self.attributes, dict(zip(names, map(_sizes, dims), strict=True)))
 
+        @reported
         def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
             return workspace_nbytes(self.attributes, width=int(inputs[0].min[1]))
 
         # IPluginV3OneRuntime
 
+        @reported
         def on_shape_change(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> None:
             self._prepared = None
             self._read_inputs(inputs)
@@ -112,6 +127,7 @@ def plugin_class(tensorrt: TensorRT) -> Any:
             check_shapes(self.attributes, shapes)
             return dtype, shapes
 
+        @reported
         def enqueue(
             self,
             input_desc: Sequence[Any],
@@ -125,16 +141,23 @@ def plugin_class(tensorrt: TensorRT) -> Any:
                 self._prepared = PluginEnqueue(self.attributes, *self._read_inputs(input_desc), current_memory())
             self._prepared.run(inputs, outputs, workspace, stream)
 
+        @reported
         def attach_to_context(self, context: Any) -> KVCacheAttention:
-            return self.clone()
+            return KVCacheAttention(self.attributes)
 
+        @reported
         def set_tactic(self, tactic: int) -> None:
             """Do nothing: there is one tactic."""
 
+        @reported
         def get_fields_to_serialize(self) -> Any:
-            kinds = trt.PluginFieldType
-            return trt.PluginFieldCollection(
-                [trt.PluginField(name, array, getattr(kinds, ATTRIBUTE_TYPES[name])) for name, array in self._field_arrays.items()]
-            )
+            # TensorRT calls this from its own threads and reads what the pointer that it gets points to. There a list is not converted,
+            # and a result that nobody keeps is gone: so it is the C++ class itself, which points into the list, and the plugin keeps both.
+            if self._stored_fields is None:
+                kinds, arrays = trt.PluginFieldType, self._field_arrays
+                stored = [trt.PluginField(name, array, getattr(kinds, ATTRIBUTE_TYPES[name])) for name, array in arrays.items()]
+                self._stored_fields = trt.PluginFieldCollection(stored)
+                self._stored_struct = trt.PluginFieldCollection_(self._stored_fields)
+            return self._stored_struct
 
     return KVCacheAttention

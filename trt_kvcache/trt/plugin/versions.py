@@ -41,6 +41,24 @@ def check_plugins(tensorrt: TensorRT) -> None:
         raise EngineError(f"{PLUGIN_NAME}: expected TensorRT 10.3 or newer, got {tensorrt}, which has no {missing[0]}.")
 
 
+def needs_extra_reference(tensorrt: TensorRT) -> bool:
+    """Return whether Python must never free a plugin.
+
+    Parameters
+    ----------
+    tensorrt : TensorRT
+        The imported TensorRT.
+
+    Returns
+    -------
+    bool
+        True before 10.4. There the C++ destructor of a Python plugin drops a reference that it does not have: a plugin that Python frees is
+        freed twice. One reference more, which nobody drops, prevents that; it costs the memory of the object, one for each plugin layer,
+        clone and execution context, until the process ends.
+    """
+    return not tensorrt.is_rtx and tensorrt.release < (10, 4)
+
+
 def can_add_plugins(tensorrt: TensorRT) -> bool:
     """Return whether networks have plugin layers.
 

@@ -1,0 +1,44 @@
+"""Run the tests of this folder over the real bindings of each release of full TensorRT.
+
+``python tests/bindings/run.py [pytest arguments]``. A process for each release, since a process can import one ``tensorrt``. Needs gcc and
+the package index the first time; what it makes is kept in ``build/bindings``. ``TRT_KVCACHE_BINDINGS=11.4.0.106`` limits the run to one
+release.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+from tests.bindings.packages import NoWheel, Unavailable, prepare
+from tests.bindings.versions import VERSIONS
+from tests.paths import ROOT
+
+
+def main(arguments: list[str]) -> int:
+    """Return the exit status: 0 if the tests of every release have passed."""
+    failed, ran = [], 0
+    only = os.environ.get("TRT_KVCACHE_BINDINGS")
+    for version in (only,) if only else VERSIONS:
+        try:
+            prepare(version)
+        except NoWheel as error:
+            print(f"tensorrt {version}: left out, {error}", file=sys.stderr)
+            continue
+        except Unavailable as error:
+            print(f"tensorrt {version}: {error}", file=sys.stderr)
+            return 1
+        print(f"tensorrt {version}", flush=True)
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-r", "fE", str(Path(__file__).parent), *arguments]
+        if subprocess.run(command, cwd=ROOT, env={**os.environ, "TRT_KVCACHE_BINDINGS": version}, check=False).returncode:
+            failed.append(version)
+        ran += 1
+    if failed:
+        print(f"failed with tensorrt {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed) or not ran)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,183 @@
+"""Networks of every variant of attention that a release has are defined and built, and engines opened and enqueued: by this package, over
+the real bindings.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.fake_tensorrt import FakeGpuMemory
+from tests.helpers.small_model import write_model
+from tests.helpers.tensorrt_engines import enqueue, make_ready, set_shapes
+from trt_kvcache import build_engine
+from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant
+from trt_kvcache.engine_folder.folder import EngineFolder
+from trt_kvcache.errors import BindingError, ConfigError, EngineError, ShapeError
+from trt_kvcache.trt.module import TensorRT
+from trt_kvcache.trt.plugin import plugin as plugin_module
+from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
+
+SIZES = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11}
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model(tmp_path_factory.mktemp("models") / "model", head_dim=64, num_hidden_layers=LAYERS)
+
+
+@pytest.fixture(params=ATTENTION_VARIANTS)
+def variant(request: pytest.FixtureRequest, full: TensorRT) -> str:
+    """A variant that this release has."""
+    if not full.supports(attention_variant(request.param)):
+        pytest.skip(f"{full} has no {attention_variant(request.param).needs}")
+    return str(request.param)
+
+
+@pytest.fixture
+def built(stand_in: Any, full: TensorRT, model: Path, tmp_path: Path, variant: str) -> Path:
+    """An engine folder with an engine in one piece."""
+    fractions: list[float | None] = []
+    report = build_engine(
+        model, tmp_path / "engine", **SIZES, attention=variant, flavour="tensorrt", progress=lambda stage, done: fractions.append(done)
+    )
+    assert 0.5 in fractions  # TensorRT's progress came through
+    assert {layer.variant for layer in report.attention} == {variant}
+    return report.path
+
+
+@pytest.mark.parametrize("name", ATTENTION_VARIANTS)
+def test_a_variant_is_built_or_refused_before_anything_is_written(full: TensorRT, model: Path, tmp_path: Path, name: str) -> None:
+    target = tmp_path / "engine"
+    if full.supports(attention_variant(name)):
+        assert build_engine(model, target, **SIZES, attention=name, flavour="tensorrt").path == target
+        return
+    with pytest.raises(ConfigError, match=rf"^attention: expected (mask|plugin), got {name}: {full} has no "):
+        build_engine(model, target, **SIZES, attention=name, flavour="tensorrt")
+    assert not target.exists()
+
+
+def test_the_network_has_the_tensors_of_the_engine_folder(stand_in: Any, full: TensorRT, built: Path) -> None:
+    config, network = EngineFolder.open(built).config, stand_in.networks[-1]
+    expected = {spec.name: (spec.shape, int(full.data_type(spec.dtype))) for spec in config.tensors}
+    assert network.tensors() == expected
+    names = [layer.name for layer in network.layers]
+    assert len(set(names)) == len(names)
+    assert all(names)
+
+
+def test_the_network_has_the_attention_of_the_variant(stand_in: Any, built: Path, variant: str, full: TensorRT) -> None:
+    kinds = [layer.values.kind for layer in stand_in.networks[-1].layers]
+    causal = "attention_v2" if full.release >= (11, 0) else "attention"
+    assert [kinds.count(kind) for kind in ("plugin_v3", "kv_cache_update", causal)] == (
+        [LAYERS, 0, 0] if variant == "plugin" else [0, 2 * LAYERS, LAYERS]
+    )
+    for layer in stand_in.networks[-1].layers:
+        if layer.values.kind == causal:
+            settings = layer.values.settings
+            assert settings["decomposable"] is True
+            assert ("key lengths" in settings, "mask" in settings) == (variant == "native", variant == "mask")
+
+
+def test_the_builder_is_configured(stand_in: Any, full: TensorRT, built: Path, variant: str) -> None:
+    config, trt = stand_in.configs[-1], full.module
+    assert [profile["input_ids"] for profile in config.profiles] == [[(1, 1), (3, 11), (3, 11)], [(1, 1), (3, 1), (3, 1)]]
+    assert config.cleared == [int(trt.BuilderFlag.TF32)]
+    assert config.features == ({int(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03): True} if variant == "plugin" else {})
+
+
+@pytest.mark.parametrize("reported", [None, b""], ids=["null", "empty"])
+def test_an_engine_is_opened_and_enqueued(
+    stand_in: Any, full: TensorRT, built: Path, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch, reported: bytes | None
+) -> None:
+    runs = record_plugin_runs(monkeypatch)
+    monkeypatch.setattr(stand_in, "reports_plugin_alias", reported)
+    enqueues = len(stand_in.enqueues)
+    with TensorRTEngine.open(built, memory=memory) as engine:
+        folder = EngineFolder.open(built).config
+        assert dict(engine.tensors) == {spec.name: spec for spec in folder.tensors}
+        assert tuple(engine.profiles) == folder.profiles
+        bound = make_ready(engine, memory, batch=3, width=5)
+        enqueue(engine)
+        engine.use_profile(1)
+        for name, tensor in bound.items():
+            engine.bind(name, tensor)
+        set_shapes(engine, batch=2)
+        enqueue(engine)
+        prefill, decode = stand_in.enqueues[enqueues:]
+        assert (prefill.profile, prefill.shapes["input_ids"], decode.profile, decode.shapes["input_ids"]) == (0, (3, 5), 1, (2, 1))
+        assert prefill.memory == decode.memory
+        assert prefill.addresses == decode.addresses == {name: tensor.ptr for name, tensor in bound.items()}
+        assert prefill.stream == 0x77
+        if folder.attention_variant == "plugin":
+            caches = [bound[f"past_key_values_{layer}"].ptr for layer in range(LAYERS)]
+            assert [(shapes["q"], outputs[1]) for shapes, inputs, outputs in runs] == [
+                (shape, cache) for shape in ((3, 5, 4, 64), (2, 1, 4, 64)) for cache in caches
+            ]
+            assert all(inputs[3] == outputs[1] for shapes, inputs, outputs in runs)
+    del engine
+    gc.collect()
+
+
+def test_an_output_that_shares_memory_must_be_bound_there(built: Path, full: TensorRT, memory: FakeGpuMemory) -> None:
+    with TensorRTEngine.open(built, memory=memory) as engine:
+        bound = make_ready(engine, memory)
+        name, alias = next((spec.name, spec.alias) for spec in engine.tensors.values() if spec.alias)
+        elsewhere = memory.to_device(bound[name].numpy().copy(), stream=memory.streams[0])
+        engine.bind(name, elsewhere)
+        with pytest.raises(BindingError, match=f"^`{name}`: expected the address of `{alias}`, whose memory it shares"):
+            enqueue(engine)
+
+
+class TestPluginErrors:
+    @pytest.fixture
+    def variant(self) -> str:
+        return "plugin"
+
+    def test_what_the_plugin_raises_is_in_the_error(
+        self, built: Path, full: TensorRT, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    ) -> None:
+        record_plugin_runs(monkeypatch, ShapeError("q: expected something else"))
+        with TensorRTEngine.open(built, memory=memory) as engine:
+            make_ready(engine, memory)
+            with pytest.raises(
+                EngineError, match=r"^the step failed\. .*KVCacheAttention\.enqueue: ShapeError: q: expected something else"
+            ) as raised:
+                enqueue(engine)
+            assert isinstance(raised.value.__cause__, ShapeError)
+        capfd.readouterr()  # the bindings print it too
+
+    def test_a_plan_that_is_opened_alone_says_what_its_plugin_needs(
+        self, built: Path, stand_in: Any, full: TensorRT, memory: FakeGpuMemory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def deserialize(plan: Any) -> None:
+            full.log.receive("Cannot find plugin: KVCacheAttention, version: 1, namespace: trt_kvcache.", is_error=True)
+
+        monkeypatch.setattr(stand_in, "creators", {})
+        with pytest.raises(EngineError, match=r"refuses this engine\. TensorRT says: "):
+            TensorRTEngine.open(EngineFolder.open(built).plan_path, memory=memory, flavour="tensorrt")
+
+
+def record_plugin_runs(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> list[Any]:
+    """Write down shapes, inputs and outputs of each run of the plugin, instead of launching kernels; or raise ``error``."""
+    runs: list[Any] = []
+
+    class Recorded:
+        def __init__(self, attributes: Any, dtype: str, shapes: Any, memory: Any) -> None:
+            assert dtype == "float16"
+            self.shapes = shapes
+
+        def run(self, inputs: Any, outputs: Any, workspace: int, stream: int) -> None:
+            if error is not None:
+                raise error
+            assert workspace
+            assert stream == 0x77
+            runs.append((self.shapes, [*inputs], [*outputs]))
+
+    monkeypatch.setattr(plugin_module, "current_memory", lambda: None)
+    monkeypatch.setattr(plugin_module, "PluginEnqueue", Recorded)
+    return runs

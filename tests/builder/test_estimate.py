@@ -1,0 +1,84 @@
+"""``estimate_build``: exact where it can be, near real builds elsewhere, and the refusals of a build."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.small_model import write_model
+from tests.paths import SHIPPED
+from trt_kvcache import Checkpoint, build_engine, estimate_build
+from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.errors import CheckpointError, ConfigError
+
+SIZES: dict[str, Any] = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11}
+
+
+def test_weights_are_those_of_the_checkpoint(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    with Checkpoint.open(model) as checkpoint:
+        assert estimate_build(model, **SIZES).weights_nbytes == checkpoint.nbytes
+
+
+def test_weights_in_another_dtype_have_its_size(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    as_stored, wider = (estimate_build(model, **SIZES, dtype=dtype) for dtype in (None, "float32"))
+    assert wider.weights_nbytes == 2 * as_stored.weights_nbytes
+    assert wider.cache_nbytes == 2 * as_stored.cache_nbytes
+
+
+def test_the_cache_is_that_of_the_engine(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    with Checkpoint.open(model) as checkpoint:
+        cache = BuildOptions(**SIZES).cache_for(checkpoint.config)
+    assert estimate_build(model, **SIZES).cache_nbytes == cache.nbytes
+
+
+def test_sizes_have_the_defaults_of_a_build() -> None:
+    assert estimate_build(SHIPPED) == estimate_build(SHIPPED, max_batch_size=1, max_sequence_length=512, max_prefill_length=512)
+
+
+def test_plugin_attention_has_its_constants_beside_the_plan(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", head_dim=64)
+    native, plugin = (estimate_build(model, attention=attention) for attention in ("native", "plugin"))
+    assert native.constants_nbytes == 0
+    assert plugin.constants_nbytes > 0
+    assert plugin.weights_nbytes == native.weights_nbytes
+    assert plugin.disk_nbytes == plugin.plan_nbytes + plugin.constants_nbytes
+
+
+def test_more_slots_and_tokens_take_more_activations() -> None:
+    sizes = ((1, 64), (4, 64), (1, 256))
+    one, slots, tokens = (
+        estimate_build(SHIPPED, max_batch_size=batch, max_prefill_length=width).activations_nbytes for batch, width in sizes
+    )
+    assert slots == 4 * one
+    assert one < tokens < slots
+
+
+@pytest.mark.trt
+@pytest.mark.parametrize("attention", ["native", "plugin"])
+def test_the_plan_of_a_real_build_is_within_a_tenth(tmp_path: Path, attention: str) -> None:
+    model = write_model(tmp_path / "model", vocab_size=3000, hidden_size=1024, head_dim=64, intermediate_size=8192, num_hidden_layers=3)
+    options = {**SIZES, "attention": attention}
+    report = build_engine(model, tmp_path / "engine", **options, flavour="tensorrt_rtx")
+    assert estimate_build(model, **options).plan_nbytes == pytest.approx(report.plan_nbytes, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"max_sequence_length": 65}, "max_sequence_length: expected at most 64"),
+        ({"max_batch_size": 0}, "max_batch_size: expected at least 1, got 0"),
+        ({"attention": "paged"}, "attention: expected one of"),
+        ({"attention": "plugin"}, "head_dim: expected one of"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        estimate_build(write_model(tmp_path / "model"), **options)
+
+
+def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        estimate_build(tmp_path)

@@ -1,0 +1,140 @@
+"""The fast choice of a token against the definition: the same token for every random number."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from tests.generation.plain_choice import plain_choice, plain_distribution
+from trt_kvcache.generation import token_choice
+from trt_kvcache.generation.token_choice import choose_token
+
+#: Sizes with which a vocabulary of a few dozen tokens is a large one.
+SMALL = {"_FEW": 2, "_BLOCK": 3, "_NUCLEUS_CANDIDATES": 4, "_BINS": 5}
+
+
+@pytest.fixture(params=[False, True], ids=["", "sums are never certain"])
+def small(request, monkeypatch):
+    for name, value in SMALL.items():
+        monkeypatch.setattr(token_choice, name, value)
+    if request.param:
+        monkeypatch.setattr(token_choice, "_ERROR", 1.0)
+        monkeypatch.setattr(token_choice, "_error32", lambda size: 1.0)
+
+
+OPTIONS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([1e-30, 0.3, 1.0, 2.5, 60.0]),
+        "top_k": st.sampled_from([0, 1, 3, 17, 100]),
+        "top_p": st.sampled_from([0.05, 0.31, 0.77, 0.999, 1.0]),
+        "min_p": st.sampled_from([0.0, 1e-9, 0.07, 0.6]),
+    }
+)
+
+
+@pytest.mark.parametrize("kind", ["ties", "floats", "excluded"])
+@settings(max_examples=300, deadline=None)
+@given(data=st.data(), options=OPTIONS, uniform=st.floats(0, 1, exclude_max=True))
+def test_every_way_chooses_the_token_of_the_definition(kind, data, options, uniform):
+    values = {
+        "ties": st.integers(-4, 4),
+        "floats": st.floats(-30, 30, width=32),
+        "excluded": st.sampled_from([-np.inf, -1e30, -2.0, 0.0, 0.5, 3.0]),
+    }[kind]
+    logits = np.array([0.0, *data.draw(st.lists(values, max_size=40))], np.float32)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SMALL.items():
+            patch.setattr(token_choice, name, value)
+        assert choose_token(logits, uniform=uniform, **options) == plain_choice(logits, uniform=uniform, **options)
+
+
+def vocabulary(kind: str, size: int = 50_000) -> np.ndarray:
+    rng = np.random.default_rng(size)
+    normal = rng.normal(size=size)
+    logits = {
+        "normal": normal * 2,
+        "peaked": normal * 2.5 + np.where(rng.random(size) < 2e-4, rng.exponential(6, size) + 8, 0),
+        "flat": normal * 0.01,
+        "coarse": np.round(normal * 8) / 4,
+        "equal": np.zeros(size),
+        "excluded": np.where(rng.random(size) < 0.5, -np.inf, normal),
+        "outlier": np.where(np.arange(size) == 7, -1e30, normal),
+        "one": np.where(np.arange(size) == 123, 400.0, normal),
+    }
+    return logits[kind].astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["normal", "peaked", "flat", "coarse", "equal", "excluded", "outlier", "one"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 1.0},
+        {"temperature": 0.3},
+        {"temperature": 1e-25},
+        {"temperature": 1e25},
+        {"temperature": 1.0, "top_k": 50},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
+        {"temperature": 1.5, "top_k": 20_000},
+        {"temperature": 1.5, "top_k": 20_000, "top_p": 0.9},
+        {"temperature": 1.0, "top_p": 0.9},
+        {"temperature": 1e25, "top_p": 0.5},
+        {"temperature": 1e-25, "top_p": 0.5},
+        {"temperature": 60.0, "top_p": 0.999},
+        {"temperature": 1.0, "min_p": 0.05},
+        {"temperature": 60.0, "min_p": 1e-6},
+        {"temperature": 1.5, "top_p": 0.95, "min_p": 0.2},
+    ],
+    ids=lambda options: "-".join(f"{name}{value}" for name, value in options.items()),
+)
+def test_a_large_vocabulary(kind, options):
+    logits = vocabulary(kind)
+    before = logits.copy()
+    for uniform in np.random.default_rng(1).random(3):
+        assert choose_token(logits, uniform=uniform, **options) == plain_choice(logits, uniform=uniform, **options)
+    np.testing.assert_array_equal(logits, before)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.6}, {"min_p": 0.01}, {"top_k": 30, "top_p": 0.9}, {"top_p": 0.9, "min_p": 0.3}])
+@pytest.mark.usefixtures("small")
+def test_edges_between_tokens(options):
+    """Random numbers at, just below and just above the edges of the sums."""
+    logits = np.random.default_rng(5).normal(size=40).astype(np.float32)
+    edges = np.linspace(0, 1, 17)[:-1]
+    sums = np.cumsum(np.sort(np.exp(logits.astype(np.float64) - logits.max()))[::-1])
+    for edge in (*edges, *(sums / sums[-1])[:-1], 1 - 2.0**-53):
+        for uniform in (np.nextafter(edge, 0), edge, min(np.nextafter(edge, 1), 1 - 2.0**-53)):
+            given_options = {"temperature": 1.0, **options, "uniform": float(uniform)}
+            assert choose_token(logits, **given_options) == plain_choice(logits, **given_options)
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.9}, {"min_p": 1e-9}, {"top_p": 0.97, "min_p": 0.2}])
+@pytest.mark.parametrize("distance", [0.0, 1e-15, 1e-9, 1e-7])
+def test_edges_that_fast_sums_place_on_the_wrong_side(options, distance):
+    logits = np.random.default_rng(6).normal(size=30_000).astype(np.float32)
+    _, weights = plain_distribution(logits, temperature=1.0, **options)
+    edges = np.cumsum(weights) / weights.sum()
+    for edge in edges[:: edges.size // 40][:-1]:
+        for uniform in (edge * (1 - distance), edge * (1 + distance)):
+            given_options = {"temperature": 1.0, **options, "uniform": float(uniform)}
+            assert choose_token(logits, **given_options) == plain_choice(logits, **given_options)
+
+
+def test_threads_do_not_share_what_they_compute_in():
+    from concurrent.futures import ThreadPoolExecutor
+
+    logits = [vocabulary(kind, 20_000) for kind in ("normal", "flat", "coarse", "peaked")] * 8
+    options = {"temperature": 1.3, "top_p": 0.97, "uniform": 0.61}
+    expected = [choose_token(one, **options) for one in logits]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(lambda one: choose_token(one, **options), logits)) == expected
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.9}, {}, {"top_k": 40}, {"min_p": 0.05}])
+def test_a_vocabulary_is_not_sorted(options, monkeypatch):
+    sizes = []
+    argsort = np.argsort
+    monkeypatch.setattr(np, "argsort", lambda array, **more: (sizes.append(array.size), argsort(array, **more))[1])
+    for kind in ("normal", "peaked", "flat"):
+        choose_token(vocabulary(kind), uniform=0.4, temperature=1.0, **options)
+    assert max(sizes, default=0) <= token_choice._NUCLEUS_CANDIDATES

@@ -1,0 +1,34 @@
+"""Values as error messages show them: never too long, and never an error of their own."""
+
+from typing import Any
+
+_MAX_LENGTH = 200
+
+
+def shown(value: Any) -> str:
+    """Return the ``repr`` of a value for an error message.
+
+    Parameters
+    ----------
+    value : object
+        Anything that a caller or a file gave.
+
+    Returns
+    -------
+    str
+        At most a few hundred characters. The name of the type where there is no ``repr``: Python refuses to print an integer of more
+        than 4300 digits, and lists that are nested too deeply.
+
+    Examples
+    --------
+    >>> shown("float16"), shown(10**5000)
+    ("'float16'", 'an int that is too large to print')
+    """
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a {type(value).__name__} that is nested too deeply to print"
+    except ValueError:
+        name = type(value).__name__
+        return "an int that is too large to print" if name == "int" else f"a {name} that cannot be printed"
+    return text if len(text) <= _MAX_LENGTH else f"{text[:_MAX_LENGTH]}... ({len(text)} characters)"

@@ -1,0 +1,155 @@
+"""``estimate_build``: what a build will need and what it will give, in bytes, before it is started."""
+
+import math
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, DEFAULT_MAX_SEQUENCE_LENGTH, BuildOptions
+from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.checkpoint.json_file import read_json
+from trt_kvcache.checkpoint.tensor_shapes import EMBEDDING, tensor_shapes
+from trt_kvcache.dtypes import itemsize
+from trt_kvcache.engine_folder.decoder_segments import decoder_constants
+from trt_kvcache.memory.shapes import dense_nbytes
+
+#: Bytes of compiled kernels in the plan: once, and for each layer.
+_KERNELS, _KERNELS_PER_LAYER, _KERNELS_PER_SEGMENT = 2_500_000, 1_050_000, 2_100_000
+
+#: The peak of the host: Python with TensorRT loaded, and what TensorRT keeps for each layer.
+_HOST, _HOST_PER_LAYER = 207_000_000, 12_000_000
+
+#: How often the host holds the weights at the peak: in pages of the checkpoint or converted, in TensorRT, and in the plan.
+_COPIES = 3.1
+#: The same of an engine in segments: of the embedding, which stands beside its plan, and of the rest.
+_COPIES_IN_SEGMENTS = (2.9, 2.07)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BuildEstimate:
+    """Bytes of a build and of the engine that it makes.
+
+    Parameters
+    ----------
+    weights_nbytes : int
+        Weights of the model in the dtype of the engine.
+    plan_nbytes : int
+        The serialised engine: weights and compiled kernels.
+    constants_nbytes : int
+        What an engine in segments has beside its plan: the embedding table, cosines and sines. 0 for other engines.
+    cache_nbytes : int
+        K and V as allocated. Exact.
+    activations_nbytes : int
+        Activations and logits of the largest enqueue, as the shapes of the network tell: TensorRT may need more or less.
+    host_peak_nbytes : int
+        Most memory of the host during the build.
+
+    See Also
+    --------
+    trt_kvcache.BuildReport : What a build did take.
+    """
+
+    weights_nbytes: int
+    plan_nbytes: int
+    constants_nbytes: int
+    cache_nbytes: int
+    activations_nbytes: int
+    host_peak_nbytes: int
+
+    @property
+    def device_nbytes(self) -> int:
+        """GPU memory of a session with this engine: plan, constants, cache and activations."""
+        return self.plan_nbytes + self.constants_nbytes + self.cache_nbytes + self.activations_nbytes
+
+    @property
+    def disk_nbytes(self) -> int:
+        """The engine folder, without a copy of the checkpoint."""
+        return self.plan_nbytes + self.constants_nbytes
+
+
+def estimate_build(
+    model_path: str | os.PathLike[str],
+    *,
+    max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
+    max_sequence_length: int | None = None,
+    max_prefill_length: int | None = None,
+    dtype: str | None = None,
+    attention: str = "native",
+    flavour: str = "auto",
+) -> BuildEstimate:
+    """Estimate what ``build_engine`` would take and give. Only ``config.json`` is read; TensorRT is not needed.
+
+    Parameters
+    ----------
+    model_path : path
+        A Hugging Face folder.
+    max_batch_size, max_sequence_length, max_prefill_length : int
+        As for ``build_engine``, with the same defaults.
+    dtype : str, optional
+        What the engine computes in; that of the checkpoint if left out.
+    attention : str
+        ``"native"``, ``"mask"`` or ``"plugin"``.
+    flavour : str
+        ``"tensorrt"`` builds plugin attention into one network; otherwise it runs between the segments of the engine.
+
+    Returns
+    -------
+    BuildEstimate
+        The weights, and K and V, are exact. Plan and peak were within 10 % of the builds of ``benchmarks/build_estimate.py``: TensorRT for
+        RTX 1.7, all its GPUs, Linux. The plan of a small model is mostly kernels, and less certain. Activations are not measured.
+
+    Raises
+    ------
+    ConfigError
+        The model cannot be built with these options.
+    CheckpointError
+        There is no ``config.json``, or it is damaged or not supported.
+
+    Examples
+    --------
+    >>> from trt_kvcache import estimate_build
+    >>> estimate = estimate_build("examples/tiny-llama", max_batch_size=4, max_sequence_length=256)
+    >>> estimate.cache_nbytes, estimate.weights_nbytes
+    (262144, 60736)
+    """
+    model = ModelConfig.from_dict(read_json(Path(model_path) / "config.json"))
+    length = min(model.max_position_embeddings, DEFAULT_MAX_SEQUENCE_LENGTH) if max_sequence_length is None else max_sequence_length
+    options = BuildOptions(
+        max_batch_size=max_batch_size,
+        max_sequence_length=length,
+        max_prefill_length=min(length, DEFAULT_MAX_PREFILL_LENGTH) if max_prefill_length is None else max_prefill_length,
+        dtype=dtype,
+        attention=attention,
+        flavour=flavour,
+    )
+    cache = options.cache_for(model)
+    options.check_kernels(model)
+    segmented = attention == "plugin" and flavour != "tensorrt"
+    size, shapes = itemsize(cache.dtype), tensor_shapes(model)
+    weights = sum(math.prod(shape) for shape in shapes.values()) * size
+    embedding = math.prod(shapes[EMBEDDING]) * size if segmented else 0
+    kernels = model.num_layers * _KERNELS_PER_SEGMENT if segmented else _KERNELS + model.num_layers * _KERNELS_PER_LAYER
+    return BuildEstimate(
+        weights_nbytes=weights,
+        plan_nbytes=weights - embedding + kernels,
+        constants_nbytes=sum(dense_nbytes(spec.shape, spec.dtype) for spec in decoder_constants(model, cache)) if segmented else 0,
+        cache_nbytes=cache.nbytes,
+        activations_nbytes=_activations_nbytes(model, cache.dtype, options),
+        host_peak_nbytes=_host_peak_nbytes(model, cache.dtype, weights, embedding, segmented=segmented),
+    )
+
+
+def _activations_nbytes(model: ModelConfig, dtype: str, options: BuildOptions) -> int:
+    """Return the bytes of the widest point of a layer, for the largest enqueue, and of the logits."""
+    tokens = options.max_batch_size * options.max_prefill_length
+    attention = (2 * model.num_attention_heads + 2 * model.num_kv_heads) * model.head_dim
+    widest = 2 * model.hidden_size + max(attention, 3 * model.intermediate_size)  # the residual, its norm, and gate, up and their product
+    logits = options.max_batch_size * model.vocab_size * (itemsize(dtype) + itemsize("float32"))
+    return tokens * widest * itemsize(dtype) + logits
+
+
+def _host_peak_nbytes(model: ModelConfig, dtype: str, weights: int, embedding: int, *, segmented: bool) -> int:
+    """Return most memory of the host during the build of ``weights`` bytes in ``dtype``."""
+    copies = _COPIES_IN_SEGMENTS[0] * embedding + _COPIES_IN_SEGMENTS[1] * (weights - embedding) if segmented else _COPIES * weights
+    stored = weights // itemsize(dtype) * itemsize(model.dtype) if dtype != model.dtype else 0  # pages beside the converted weights
+    return round(_HOST + model.num_layers * _HOST_PER_LAYER + copies + stored)

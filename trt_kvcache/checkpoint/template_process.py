@@ -1,0 +1,166 @@
+"""``TemplateProcess``: renders a chat template in a process of its own, so that a template can take neither time nor memory for ever.
+
+A template is a program that came with a model. Jinja's sandbox keeps it away from files and from Python, but ``'%1000000000d' % 1`` or
+nested loops stop the process that evaluates them, some already when they are compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from os import getpid
+from pathlib import Path
+from typing import Any
+
+from trt_kvcache.checkpoint import template_worker
+
+#: How long a template may take for one text, in seconds. Templates take milliseconds.
+SECONDS = 10.0
+
+#: The most memory of the process.
+MEMORY_NBYTES = 1 << 30
+
+#: The most characters of a text.
+MAX_LENGTH = 1 << 24
+
+
+class TemplateFailure(Exception):
+    """A template gave no text. The message says why, without a full stop.
+
+    Parameters
+    ----------
+    message : str
+        Why.
+    cannot_be_read : bool
+        Whether the template itself is at fault, whatever it is rendered with.
+    """
+
+    def __init__(self, message: str, *, cannot_be_read: bool = False) -> None:
+        super().__init__(message)
+        self.cannot_be_read = cannot_be_read
+
+
+class TemplateProcess:
+    """A template, and the process that renders it: started when it is first needed, and stopped with this object. Thread-safe.
+
+    Parameters
+    ----------
+    text : str
+        The template.
+    """
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self._owner = 0
+
+    def render(self, values: Mapping[str, Any]) -> str:
+        """Return the text of a template.
+
+        Parameters
+        ----------
+        values : mapping of str to object
+            What the template may use: plain JSON values. Any mapping counts as an object, any sequence as a list.
+
+        Returns
+        -------
+        str
+            The text.
+
+        Raises
+        ------
+        TemplateFailure
+            The template cannot be read or fails on the values, or was stopped because it took too long or too much memory.
+        TypeError, ValueError
+            The values are no JSON.
+        """
+        line = json.dumps(values, default=_plain)
+        with self._lock:
+            if self._process is None or self._owner != getpid() or self._process.poll() is not None:
+                self._start()
+            answer = self._ask(line)
+        if answer is None:
+            raise TemplateFailure(f"it was stopped, because it took longer than {SECONDS:g} s or too much memory")
+        if "text" in answer:
+            return str(answer["text"])
+        if "cannot_be_read" in answer:
+            raise TemplateFailure(answer["cannot_be_read"], cannot_be_read=True)
+        raise TemplateFailure(answer["refuses"])
+
+    def __reduce__(self) -> tuple[type[TemplateProcess], tuple[str]]:
+        """A copy starts a process of its own."""
+        return TemplateProcess, (self._text,)
+
+    def _start(self) -> None:
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", str(Path(template_worker.__file__))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                encoding="ascii",
+            )
+        except OSError as error:
+            raise TemplateFailure(f"no process can be started for it: {error}") from error
+        self._owner = getpid()
+        weakref.finalize(self, _stop, self._process)
+        start = {"path": sys.path, "template": self._text, "memory_nbytes": MEMORY_NBYTES, "max_length": MAX_LENGTH}
+        self._send(json.dumps(start))
+
+    def _send(self, line: str) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except OSError:  # it has ended: there will be no answer either
+            return
+
+    def _ask(self, line: str) -> dict[str, Any] | None:
+        """Return the answer of the process; None if it was stopped."""
+        process = self._process
+        assert process is not None
+        assert process.stdout is not None
+        timer = threading.Timer(SECONDS, process.kill)
+        timer.daemon = True
+        timer.start()
+        try:
+            self._send(line)
+            answer = process.stdout.readline()
+        except BaseException:  # an interrupt: the answer would be taken for that of the next text
+            self._process = None
+            _stop(process)
+            raise
+        finally:
+            timer.cancel()
+        if answer.endswith("\n"):
+            found: dict[str, Any] = json.loads(answer)
+            return found
+        self._process = None
+        _stop(process)
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """Return the form in which JSON has a value that ``json.dumps`` does not know."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    raise TypeError(f"got {type(value).__name__}")
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    """End a process, and release what belongs to it."""
+    process.kill()
+    for pipe in (process.stdin, process.stdout):
+        with suppress(OSError):  # something was not written yet
+            if pipe is not None:
+                pipe.close()
+    process.wait()
