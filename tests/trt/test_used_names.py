@@ -20,3 +20,8 @@ def test_only_plugin_layers_are_missing_in_tensorrt_for_rtx() -> None:
         return reduce(lambda found, part: getattr(found, part, None), name.split("."), module)
 
     assert sorted({use.name for use in find_uses() if find(use.name) is None}) == ["INetworkDefinition.add_plugin_v3"]
+
+
+def test_runtimes_and_builders_are_made_where_the_driver_is_asked_first() -> None:
+    """``TensorRT.create``: without a GPU, some libraries of full TensorRT return an invalid pointer."""
+    assert [use.where for use in find_uses() if use.name in ("Runtime", "Builder")] == []

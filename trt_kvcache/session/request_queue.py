@@ -221,13 +221,13 @@ class RequestQueue:
 
     @contextmanager
     def _track_slot_owner(self) -> Iterator[None]:
-        """Record that the slots are those of the running requests: after the block, or if it failed and all it did was undone."""
-        held = self._batch.held
+        """Record that the slots are those of the running requests: after the block, or if they were before and it undid all it did."""
+        held, owned = self._batch.held, self._own_changes == self._batch.changes
         self._own_changes = None
         try:
             yield
         except BaseException:
-            if self._batch.held == held:
+            if owned and self._batch.held == held:
                 self._own_changes = self._batch.changes
             raise
         self._own_changes = self._batch.changes
