@@ -55,7 +55,7 @@ def test_raw_uses_no_template(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"), [("{", "expected a JSON list of tools, got an error"), ("{}", "expected a JSON list of objects")]
+    ("text", "complaint"), [("{", "tools.json: expected JSON, got a syntax error"), ("{}", "expected a JSON list of objects")]
 )
 def test_a_file_that_holds_no_tools(tokenizer: Tokenizer, tmp_path: Path, text: str, complaint: str) -> None:
     (tmp_path / "tools.json").write_text(text)

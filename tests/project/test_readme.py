@@ -66,7 +66,7 @@ def run_commands(block, checkout):
     for command in commands(block):
         done = run(shlex.split(command), checkout)
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
-        assert done.stdout.strip(), command
+        assert (done.stdout + done.stderr).strip(), command
 
 
 @pytest.mark.trt

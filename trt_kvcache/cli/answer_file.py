@@ -1,6 +1,5 @@
 """The file of answers that ``serve-file`` writes: JSON lines, which a later run may continue."""
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from typing import Any, TextIO
 
 import typer
 
+from trt_kvcache._util.json_text import JSONTextError, parse_json
 from trt_kvcache.cli.prompt_file import FilePrompt
 from trt_kvcache.errors import ConfigError
 
@@ -62,9 +62,9 @@ class AnswerFile:
             if not line.endswith(b"\n"):
                 return
             try:
-                answer = json.loads(line)
+                answer = parse_json(line)
                 self.finished[answer["index"]] = answer
-            except (ValueError, TypeError, KeyError):
+            except (JSONTextError, TypeError, KeyError):
                 text = line.decode(errors="replace").strip()
                 raise ConfigError(f"{self.path}:{number}: expected an answer of serve-file, got {text:.60}. Nothing was changed.") from None
             self._kept_nbytes += len(line)

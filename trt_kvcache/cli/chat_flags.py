@@ -1,6 +1,5 @@
 """The command-line options for chat templates, which ``generate``, ``chat`` and ``serve-file`` share."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from trt_kvcache._util.json_text import JSONTextError, parse_json
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.generation.prompts import Prompt
@@ -159,16 +159,16 @@ def _argument(text: str) -> tuple[str, Any]:
     """Return name and value of ``name=value``; what is not JSON is a text."""
     name, _, value = text.partition("=")
     try:
-        return name, json.loads(value)
-    except ValueError:
+        return name, parse_json(value)
+    except JSONTextError:
         return name, value
 
 
 def _read_tools(path: Path) -> list[Any]:
     try:
-        tools = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path}: expected a JSON list of tools, got an error: {error}.") from None
+        tools = parse_json(path.read_bytes())
+    except JSONTextError as error:
+        raise ConfigError(f"{path}: {error}.") from None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         raise ConfigError(f"{path}: expected a JSON list of objects, each the description of a tool.")
     return tools

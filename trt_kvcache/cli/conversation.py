@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache._util.atomic_file import atomic_file
+from trt_kvcache._util.json_text import JSONTextError, parse_json
 from trt_kvcache.errors import ConfigError
 
 
@@ -72,9 +73,9 @@ class Conversation:
             It cannot be read.
         """
         try:
-            found = json.loads(path.read_bytes())
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{path}: expected a conversation in JSON, got an error: {error}.") from None
+            found = parse_json(path.read_bytes())
+        except JSONTextError as error:
+            raise ConfigError(f"{path}: {error}.") from None
         said = found.get("messages") if isinstance(found, dict) else found
         self.system, self.turns = _parse(said, path)
 

@@ -359,8 +359,9 @@ class InferenceSession(Uncopyable):
         >>> from trt_kvcache import InferenceSession
         >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
         ...     _ = session.prefill([[5, 6, 7]])
-        ...     session.plot()
-        Plot(9 x 3.16 inches)
+        ...     plot = session.plot()
+        >>> "in 1 of 1 slots" in plot.svg
+        True
         """
         self._check_open()
         plot = draw_cache(self._cache.kv_config, self._cache.lengths.upper_bounds, self._batch.reused)
