@@ -6,11 +6,14 @@ only; CUDA, TensorRT, Polygraphy and Hugging Face folders come with the names th
 
 from __future__ import annotations
 
+import logging
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from trt_kvcache._util.extras import naming_the_extra
 from trt_kvcache._version import __version__ as __version__
+
+logging.getLogger("trt_kvcache").addHandler(logging.NullHandler())  # silent unless a program asks for it
 
 if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.builder.build_engine import BuildReport as BuildReport, build_engine as build_engine

@@ -136,6 +136,26 @@ def format_of(path: Path) -> str:
     return kind
 
 
+def check_can_draw(path: Path) -> None:
+    """Check that a plot can be drawn and saved under a name, before the work that it will show.
+
+    Parameters
+    ----------
+    path : Path
+        Where the plot is to be saved.
+
+    Raises
+    ------
+    ConfigError
+        The name has another ending than those of :data:`FORMATS`.
+    ModuleNotFoundError
+        matplotlib is not installed.
+    """
+    format_of(path)
+    with naming_the_extra():
+        import matplotlib.figure  # noqa: F401
+
+
 def draw(height: float, paint: Callable[[Any], object], *, width: float = 9.0) -> Plot:
     """Return a plot.
 

@@ -1,9 +1,11 @@
 """A folder that is made appears complete or not at all."""
 
 import os
+import sys
 
 import pytest
 
+from trt_kvcache._util import atomic_folder as atomic_folder_module
 from trt_kvcache._util.atomic_folder import atomic_folder
 
 
@@ -53,6 +55,31 @@ def test_no_other_folder_is_left(target):
     assert os.listdir(target.parent) == ["engine"]
 
 
+@pytest.mark.parametrize("exchange", [True, False], ids=["in one step", "in two steps"])
+def test_a_folder_that_is_there_is_replaced_by_either_way(target, monkeypatch, exchange):
+    if not exchange:
+        monkeypatch.setattr(atomic_folder_module, "_exchange", lambda *_: False)
+    make(target, "old")
+    make(target, "new")
+    assert (os.listdir(target.parent), held(target)) == (["engine"], ["new"])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems need two steps")
+def test_a_whole_folder_is_there_at_every_moment(target, monkeypatch):
+    make(target, "old")
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, lambda *_: pytest.fail("a step in which nothing is there"))
+    make(target, "new")
+    assert held(target) == ["new"]
+
+
+def test_another_process_may_be_faster(target):
+    with atomic_folder(target) as folder:
+        (folder / "slow").touch()
+        make(target, "fast")
+    assert (os.listdir(target.parent), held(target)) == (["engine"], ["slow"])
+
+
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_an_error_inside_leaves_the_old_folder(target, error):
     make(target, "old")
@@ -68,6 +95,7 @@ def test_an_error_inside_leaves_nothing_where_nothing_was(target):
 
 
 def test_where_the_new_folder_gets_no_name_the_old_one_comes_back(target, monkeypatch):
+    monkeypatch.setattr(atomic_folder_module, "_exchange", lambda *_: False)  # as where the system cannot do it in one step
     make(target, "old")
     rename, calls = os.rename, []
 

@@ -6,6 +6,7 @@ GPU). It needs nine C functions of them: ``stub.c`` has these.
 
 import ctypes
 import importlib
+import platform
 import shutil
 import subprocess
 import sys
@@ -42,11 +43,13 @@ def prepare(version: str) -> Path:
     NoWheel
         The package index has no bindings of this release for this Python.
     Unavailable
-        There is no gcc, or no package index.
+        This is not Linux on x86-64, or there is no gcc or no package index.
     """
     folder = FOLDER / f"{version}-cp{sys.version_info.major}{sys.version_info.minor}"
     if (folder / "complete").exists() and (folder / "complete").read_bytes() == _STUB.read_bytes():
         return folder
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        raise Unavailable("expected Linux on x86-64, whose calling convention is the only one that tests/bindings/cpp.py knows.")
     if shutil.which("gcc") is None:
         raise Unavailable("gcc was not found. Install it (apt-get install gcc).")
     shutil.rmtree(folder, ignore_errors=True)

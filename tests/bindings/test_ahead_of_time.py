@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import warnings
 from typing import Any
 
@@ -26,16 +28,15 @@ SHAPES = {
 @pytest.fixture(scope="module")
 def operation(full: TensorRT) -> Any:
     """What makes the plugin of a network's tensors."""
+    with warnings.catch_warnings(), contextlib.suppress(ImportError):
+        warnings.simplefilter("ignore")  # of NVIDIA's code, when it is compiled
+        importlib.import_module("tensorrt.plugin")
     if full.release < (10, 9):
         with pytest.raises(EngineError, match=r"^tensorrt\.plugin: expected (full TensorRT with )?plugins compiled ahead of time, "):
             register_decode(full, arch="sm_87")
         pytest.skip(f"{full} has no plugins compiled ahead of time")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of NVIDIA's code, when it is compiled
-        import tensorrt.plugin
     register_decode(full, arch="sm_87")
-
-    return tensorrt.plugin.op.trt_kvcache.KVCacheAttentionDecode
+    return importlib.import_module("tensorrt.plugin").op.trt_kvcache.KVCacheAttentionDecode
 
 
 @pytest.fixture

@@ -16,9 +16,9 @@ from trt_kvcache.trt.module import TensorRT
 _MASK, _NATIVE = "attention mask: BuildOptions.check_tensorrt", "attention native: BuildOptions.check_tensorrt, TensorRT.supports"
 _RTX = "TensorRT.is_rtx"
 SINCE: dict[str, tuple[tuple[int, int] | None, str]] = {
-    "AttentionNormalizationOp": ((10, 15), _MASK),
-    "IAttention": ((10, 15), _MASK),
-    "INetworkDefinition.add_attention": ((10, 15), _MASK),
+    "AttentionNormalizationOp": ((10, 14), _MASK),
+    "IAttention": ((10, 14), _MASK),
+    "INetworkDefinition.add_attention": ((10, 14), _MASK),
     "INetworkDefinition.add_kv_cache_update": ((10, 15), _MASK),
     "INetworkDefinition.add_rotary_embedding": ((10, 15), _MASK),
     "IRotaryEmbeddingLayer": ((10, 15), _MASK),

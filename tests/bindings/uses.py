@@ -44,6 +44,7 @@ OBJECTS = {
         "self._engine": "ICudaEngine",
         "self._runtime": "Runtime",
     },
+    "trt/plan_inspection.py": {"engine": "ICudaEngine"},
     "trt/plugin/creator.py": {"trt.get_plugin_registry()": "IPluginRegistry"},
     "trt/plugin/plugin.py": {"desc": "PluginTensorDesc", "size": "IDimensionExpr"},
     "trt/plugin/versions.py": {"config": "IBuilderConfig"},

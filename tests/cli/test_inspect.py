@@ -76,6 +76,7 @@ class TestPlan:
         config = EngineFolder.open(engine).config
         fake = FakeTensorRT(list(config.tensors), list(config.profiles))
         monkeypatch.setattr(plan_inspection, "load", fake.tensorrt)
+        monkeypatch.setattr("trt_kvcache.trt.module.driver_failure", lambda: None)
         return fake
 
     def test_the_plan_of_an_engine_folder_is_that_folder(self, run: Run, engine: Path):

@@ -263,3 +263,23 @@ class TestContinue:
     def test_options_that_contradict_each_other(self, run, tmp_path, options):
         (tmp_path / "prompts.txt").write_text("a")
         assert run("serve-file", SHIPPED, tmp_path / "prompts.txt", *options, *REFERENCE).code == 2
+
+
+def test_the_timeline_of_a_run_is_drawn(run, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Alice\nThe rabbit\nDown\n")
+    picture = tmp_path / "slots.svg"
+    done = run(
+        "serve-file", SHIPPED, prompts, "-o", tmp_path / "out.jsonl", "--timeline", picture, "--max-batch-size", 2, "--max-new-tokens", 3
+    )
+    assert done.code == 0
+    assert "3 requests in 2 slots" in picture.read_text()
+
+
+def test_a_timeline_that_cannot_be_saved_is_refused_before_the_work(run, tmp_path):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("Alice\n")
+    done = run("serve-file", SHIPPED, prompts, "-o", tmp_path / "out.jsonl", "--timeline", tmp_path / "slots.jpg")
+    assert done.code == 1
+    assert "expected a file name that ends with .svg, .png, .pdf" in " ".join(done.err.split())
+    assert not (tmp_path / "out.jsonl").exists()

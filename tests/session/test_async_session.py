@@ -75,6 +75,31 @@ def test_cancelled_tasks_do_not_change_what_the_others_get(slots):
             assert tuple(result) == alone(make(slots=1), PROMPTS[index], params[index])[0]
 
 
+def test_a_task_that_is_cancelled_while_it_waits_cancels_its_request():
+    release = threading.Event()
+
+    async def main():
+        session = make(slots=1)
+        enqueue = session.engine.enqueue
+
+        def slow(stream):
+            assert release.wait(60)
+            enqueue(stream)
+
+        session.engine.enqueue = slow
+        async with AsyncSession(session) as served:
+            request = await served.submit([1], max_new_tokens=15)
+            waiting = asyncio.create_task(request.wait())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            await asyncio.gather(waiting, return_exceptions=True)
+            release.set()
+            await request.wait()
+            assert (request.finish_reason, len(request.tokens) < 15) == ("cancelled", True)
+
+    run(main)
+
+
 def test_requests_share_batches():
     session = make(slots=8)
 

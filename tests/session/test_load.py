@@ -79,7 +79,7 @@ class TestFolders:
                 session.save_snapshot("~/a.kv")
                 session.load_snapshots(["~/a.kv"])
                 session.plot("~/a.svg")
-        assert {"model", "a.kv", "a.svg"} == {path.name for path in tmp_path.iterdir()}
+        assert {"model", "a.kv", "a.svg"} <= {path.name for path in tmp_path.iterdir()}
 
     def test_a_folder_takes_precedence_over_a_model_of_the_hub(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)

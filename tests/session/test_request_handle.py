@@ -75,6 +75,11 @@ def test_a_handle_in_words(session: InferenceSession) -> None:
     assert repr(handle) == "RequestHandle(index=0, state='decoding', tokens=1)"
 
 
+def test_a_handle_shows_what_is_for_callers(session: InferenceSession) -> None:
+    shown = {name for name in dir(session.submit([1])) if not name.startswith("_")}
+    assert shown == {"cancel", "events", "finish_reason", "finished", "index", "prompt", "sampler", "seed", "state", "text", "tokens"}
+
+
 def test_the_seed_that_was_drawn_gives_the_same_tokens_again(session: InferenceSession) -> None:
     first = session.submit([1, 2], temperature=3.0, max_new_tokens=6)
     again = session.submit([1, 2], temperature=3.0, max_new_tokens=6, seed=first.seed)

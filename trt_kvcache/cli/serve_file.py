@@ -24,6 +24,7 @@ from trt_kvcache.cli.verbosity import is_quiet
 from trt_kvcache.errors import ConfigError, KVCacheError
 from trt_kvcache.generation.prompts import Prompt
 from trt_kvcache.generation.sampling import with_options
+from trt_kvcache.plot import check_can_draw
 from trt_kvcache.session.request_handle import RequestHandle
 from trt_kvcache.session.session import InferenceSession
 
@@ -69,6 +70,10 @@ def serve_file(
             min=0, metavar="MIB", help="Memory for copies of prompts, in MiB: what prompts have in common at their start is then run once."
         ),
     ] = 0,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Draw what each slot did over time into this file: .svg, .png or .pdf."),
+    ] = None,
     statistics: Statistics = True,
 ) -> None:
     """Answer or continue all prompts of a file.
@@ -81,6 +86,8 @@ def serve_file(
     _warn_of_misspelt_options(wanted)
     if output.exists() and prompts.exists() and output.samefile(prompts):
         raise typer.BadParameter(f"expected another file than the prompts, got {output}.", param_hint="--output")
+    if timeline is not None:
+        check_can_draw(timeline)
     answers = AnswerFile(output, continued=continued, overwrite=overwrite)
     answers.check(prompts, wanted)
     missing = {index: prompt for index, prompt in enumerate(wanted) if index not in answers.finished}
@@ -89,6 +96,7 @@ def serve_file(
         return
     source = flags.source(session_flags.located(folder), slots=min(len(missing), _MAX_SLOTS), prompt_cache_bytes=prompt_cache << 20)
     with session_flags.open_session(source) as session:
+        recording = None if timeline is None else session.record()
         template = chat_flags.template(session.tokenizer)
         left = dict(_submit(session, _Task(index, prompt), template, options) for index, prompt in missing.items())
         with answers.open() as file:
@@ -97,6 +105,8 @@ def serve_file(
                     _serve(session, left, file, show)
             finally:
                 note(f"{answers}: {len(wanted) - len(left)} of {count(len(wanted), 'answer')}")
+                if recording is not None and timeline is not None:
+                    note(f"{recording.plot(title=str(prompts)).save(timeline)}: what each slot did")
         if statistics:
             note_statistics(session)
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, TypeVar, get_type_hints
 
 from trt_kvcache._util.checks import int_in_range
+from trt_kvcache._util.shown import shown
 from trt_kvcache._version import __version__
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.checkpoint import ModelConfig
@@ -144,8 +145,8 @@ class EngineConfig:
             check_consistency(config)
         except KVCacheError as error:
             raise EngineError(str(error)) from error
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(f"a field is missing, unknown or of the wrong kind ({type(error).__name__}: {error}).") from error
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
+            raise EngineError(f"a field is missing, unknown or of the wrong kind ({type(error).__name__}: {error!s:.300}).") from error
         return config
 
 
@@ -165,7 +166,7 @@ def _typed(field: str, value: Any, kind: type, *, low: int = 1) -> Any:
     if kind is int:
         return int_in_range(field, value, low, error=EngineError)
     if not isinstance(value, kind):
-        raise EngineError(f"{field}: expected a {kind.__name__}, got {value!r}.")
+        raise EngineError(f"{field}: expected a {kind.__name__}, got {shown(value)}.")
     return value
 
 
@@ -191,6 +192,8 @@ def _check_format(data: Mapping[str, Any]) -> None:
     """Raise EngineError for a format that this package does not read."""
     number = data.get("format")
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise EngineError(f"format: expected a number of 1 or more, got {number!r}. This is not the configuration of an engine folder.")
+        raise EngineError(
+            f"format: expected a number of 1 or more, got {shown(number)}. This is not the configuration of an engine folder."
+        )
     if number > FORMAT:
-        raise EngineError(f"format: this package reads up to {FORMAT}, got {number}. A newer trt-kvcache built the engine: upgrade.")
+        raise EngineError(f"format: this package reads up to {FORMAT}, got {shown(number)}. A newer trt-kvcache built the engine: upgrade.")

@@ -42,7 +42,7 @@ def check_consistency(config: EngineConfig) -> None:
     if cache != expected:
         wanted, got = expected.to_dict(), cache.to_dict()
         field = next(name for name in wanted if wanted[name] != got[name])
-        raise EngineError(f"kv_cache.{field}: expected {wanted[field]} for this model, got {got[field]}.")
+        raise EngineError(f"kv_cache.{field}: expected {wanted[field]!s:.300} for this model, got {got[field]!s:.300}.")
     one_of("tensorrt.flavour", config.tensorrt_flavour, FLAVOURS[1:], error=EngineError)
     _check_profiles(config)
     wanted_tensors = decoder_tensors(config.model, cache, names)
@@ -51,7 +51,7 @@ def check_consistency(config: EngineConfig) -> None:
     for wanted_spec, spec in zip(wanted_tensors, config.tensors, strict=True):
         if wanted_spec != spec:
             raise EngineError(
-                f"tensor `{spec.name}`: expected {wanted_spec.describe()} for this model and kv_cache, got {spec.describe()}."
+                f"tensor `{spec.name}`: expected {wanted_spec.describe()} for this model and kv_cache, got {spec.describe():.300}."
             )
     _check_segments(config)
 
@@ -71,7 +71,7 @@ def _check_segments(config: EngineConfig) -> None:
         raise EngineError(f"segments.steps: expected {len(stages)} for this model and kv_cache, got {len(config.segments.stages)}.")
     for index, (wanted, got) in enumerate(zip(stages, config.segments.stages, strict=True)):
         if not can_replace(got, wanted):
-            raise EngineError(f"segments.steps[{index}]: expected {wanted} for this model and kv_cache, got {got}.")
+            raise EngineError(f"segments.steps[{index}]: expected {wanted!s:.300} for this model and kv_cache, got {got!s:.300}.")
     _, end = config.segments.spans[-1]
     if end != config.plan.nbytes:
         raise EngineError(f"plan.nbytes: expected {end}, the end of the last segment, got {config.plan.nbytes}.")

@@ -40,6 +40,7 @@ def token_logprobs(logits: npt.NDArray[np.float32], token: int, count: int) -> T
     Returns
     -------
     TokenLogprobs
+        Of the chosen token, and of the most likely ones.
 
     Examples
     --------

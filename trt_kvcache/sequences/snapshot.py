@@ -86,6 +86,10 @@ class Snapshot:
     model: ModelIdentity
     contents: SlotCopy
 
+    def __repr__(self) -> str:
+        nbytes = sum(array.nbytes for array in self.contents.arrays)
+        return f"Snapshot(tokens={len(self.tokens)}, pending={len(self.pending)}, sampler={self.sampler}, nbytes={nbytes})"
+
     @property
     def slot_format(self) -> SlotFormat:
         """The layers, dtypes and scales of the cache that it was taken from."""

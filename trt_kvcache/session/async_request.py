@@ -31,6 +31,7 @@ class AsyncRequest:
         self._on_end = on_end
         self._handle: RequestHandle | None = None
         self._events: list[GeneratedToken] = []
+        self._num_read = 0
         self._ended = False
         self._error: BaseException | None = None
         self._change: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -110,6 +111,12 @@ class AsyncRequest:
     def begin(self, handle: RequestHandle) -> None:
         """Record the request in the queue of the session."""
         self._handle = handle
+
+    def unread(self) -> list[GeneratedToken]:
+        """Return the tokens that came since the last call, in the thread of the session."""
+        new = list(self.handle.events[self._num_read :])
+        self._num_read += len(new)
+        return new
 
     def deliver(self, events: list[GeneratedToken], *, ended: bool, error: BaseException | None = None) -> None:
         """Take new tokens, in the event loop, and wake those who wait.

@@ -166,6 +166,7 @@ class AsyncSession:
         Yields
         ------
         GeneratedToken
+            The next token, as soon as it is there.
 
         Raises
         ------
@@ -290,7 +291,7 @@ class AsyncSession:
             reason = failed if request in concerned else None
             if reason is not None:
                 request.handle.cancel()
-            events = request.handle.new_events()
+            events = request.unread()
             if request.handle.finished:
                 self._running.remove(request)
             if events or request.handle.finished:

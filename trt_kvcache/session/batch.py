@@ -1,5 +1,6 @@
 """``Batch``: the active slots of a session. What they hold and what the cache says change together or not at all."""
 
+import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,6 +23,8 @@ from trt_kvcache.session.step_executor import StepExecutor
 Rows = Sequence[Sequence[int]]
 
 Logits = np.ndarray[Any, Any]
+
+_LOGGER = logging.getLogger("trt_kvcache.session")
 
 
 class BatchSavepoint(NamedTuple):
@@ -297,6 +300,8 @@ class Batch:
         reused = [found[slot].length if slot in found else count for slot, count in enumerate(kept)]
         rows = [prompt[count:] for prompt, count in zip(prompts, reused, strict=True)]
         chunks = self.plan_prefill(reused, rows)
+        for slot, match in found.items():
+            _LOGGER.info("slot %d: %d of %d prompt tokens are from the prompt cache", slot, match.length, len(prompts[slot]))
         self._reset(kept)
         if found:
             with self.transaction():

@@ -95,8 +95,13 @@ def generate_queued(
     """
     check_open()
     handles = [queue.submit(request) for request in requests]
+    seen = [0] * len(handles)
     while moved := queue.step():
-        events = [event for handle in moved for event in handle.new_events()]
+        events: list[GeneratedToken] = []
+        for handle in moved:
+            new = handle.events[seen[handle.index] :]
+            seen[handle.index] += len(new)
+            events += new
         finished = all(handle.finished for handle in handles)
         if finished:
             queue.step()  # frees the slots, before the last tokens are handed out

@@ -29,10 +29,12 @@ def expanded(path: str | os.PathLike[str]) -> Path:
     Parameters
     ----------
     path : path
+        Need not exist.
 
     Returns
     -------
     Path
+        The same one where it does not begin with ``~``.
     """
     return Path(os.path.expanduser(os.fspath(path)))
 

@@ -1,5 +1,6 @@
 """Opening a folder: which engine runs, in which memory, with which cache and tokenizer."""
 
+import logging
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -32,6 +33,8 @@ from trt_kvcache.session.session_options import DEFAULT_ATTENTION, SessionOption
 from trt_kvcache.trt.module import load as load_tensorrt
 from trt_kvcache.trt.segmented_engine import SegmentedEngine
 from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
+
+_LOGGER = logging.getLogger("trt_kvcache.session")
 
 #: Stages of long work, as ``progress`` is told.
 CHECKING, LOADING = "check checkpoint", "load weights"
@@ -199,9 +202,12 @@ def why_no_tensorrt(flavour: str, device: int = 0) -> str | None:
 def _tries_tensorrt(options: SessionOptions, flavour: str) -> bool:
     """Tell whether to open an engine on TensorRT. If ``auto`` finds that it cannot run here, warn with the reason."""
     if options.engine != "auto":
+        _LOGGER.info("engine: %s, as asked for", options.engine)
         return options.engine == "tensorrt"
     reason = why_no_tensorrt(flavour, options.device)
-    if reason is not None:
+    if reason is None:
+        _LOGGER.info("engine: tensorrt, as device %d can run it", options.device)
+    else:
         _warn_of_fallback(reason)
     return reason is None
 
@@ -214,6 +220,7 @@ def _fall_back(options: SessionOptions, error: Exception) -> None:
 
 
 def _warn_of_fallback(reason: str) -> None:
+    _LOGGER.info("engine: reference, because %s", reason)
     warn_caller(f"running the NumPy reference engine: {reason}", EngineFallbackWarning)
 
 
@@ -303,6 +310,15 @@ def _parts(
             identity=cached(lambda: ModelIdentity(fingerprint=fingerprint(), rope=model.rope.to_dict())),
         )
         undo.pop_all()
+    _LOGGER.info(
+        "opened %s: %s, %d slots of %d tokens in %s, %d MiB of K and V",
+        folder,
+        type(engine).__name__,
+        config.max_batch_size,
+        config.max_sequence_length,
+        config.dtype,
+        cache.nbytes >> 20,
+    )
     return parts
 
 

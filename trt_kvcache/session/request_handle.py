@@ -1,12 +1,15 @@
 """``RequestHandle``: a prompt that was submitted to a session, and its state and the tokens so far."""
 
-from typing import Any, Literal
+from __future__ import annotations
 
-import numpy as np
+from typing import TYPE_CHECKING, Literal
 
 from trt_kvcache._util.lifetime import Uncopyable
-from trt_kvcache.generation.request import FinishReason, GeneratedToken, Request, RequestSavepoint
+from trt_kvcache.generation.request import FinishReason, GeneratedToken
 from trt_kvcache.generation.sampling import SamplerPosition
+
+if TYPE_CHECKING:
+    from trt_kvcache.session.queued_request import QueuedRequest
 
 #: Where a request that has not ended is.
 RequestStage = Literal["queued", "prefilling", "decoding"]
@@ -15,17 +18,13 @@ RequestStage = Literal["queued", "prefilling", "decoding"]
 RequestState = Literal["queued", "prefilling", "decoding", "finished"]
 
 
-#: What a :class:`RequestHandle` needs to return to an earlier state: stage, text, and its request's.
-HandleSavepoint = tuple[RequestStage, str, RequestSavepoint]
-
-
 class RequestHandle(Uncopyable):
     """One submitted prompt. ``InferenceSession.submit`` makes it, ``InferenceSession.step`` advances it.
 
     Parameters
     ----------
-    request : Request
-        Its prompt, without tokens so far. Its index is how many prompts were submitted before.
+    queued : QueuedRequest
+        The request in the queue of the session.
 
     Examples
     --------
@@ -43,62 +42,62 @@ class RequestHandle(Uncopyable):
     >>> session.close()
     """
 
-    def __init__(self, request: Request) -> None:
-        self._request = request
-        self._stage: RequestStage = "queued"
-        self._cancelled = False
-        self._text = ""
-        self._events: list[GeneratedToken] = []
-        self._num_read = 0
+    def __init__(self, queued: QueuedRequest) -> None:
+        self._queued = queued
 
     def __repr__(self) -> str:
-        seed = f", seed={self.seed}" if self._request.sampled else ""
-        return f"RequestHandle(index={self.index}, state={self.state!r}, tokens={len(self._request.tokens)}{seed})"
+        seed = f", seed={self.seed}" if self._queued.request.sampled else ""
+        return f"RequestHandle(index={self.index}, state={self.state!r}, tokens={len(self._queued.request.tokens)}{seed})"
 
     @property
     def index(self) -> int:
         """How many prompts were submitted before."""
-        return self._request.index
+        return self._queued.request.index
 
     @property
     def prompt(self) -> tuple[int, ...]:
         """Token ids of the prompt."""
-        return self._request.prompt
+        return self._queued.request.prompt
 
     @property
     def state(self) -> RequestState:
         """Where it is: ``"queued"``, ``"prefilling"``, ``"decoding"`` or ``"finished"``."""
-        return "finished" if self.finished else self._stage
+        return self._queued.state
 
     @property
     def tokens(self) -> tuple[int, ...]:
         """Tokens generated so far, including the stop token."""
-        return tuple(self._request.tokens)
+        return tuple(self._queued.request.tokens)
 
     @property
     def events(self) -> tuple[GeneratedToken, ...]:
         """The tokens generated so far, each with its text and, with ``SamplingParams.logprobs``, its log-probabilities."""
-        return tuple(self._events)
+        return tuple(self._queued.events)
+
+    @property
+    def sampler(self) -> SamplerPosition:
+        """Seed and counter of its random numbers."""
+        return self._queued.request.sampler
 
     @property
     def seed(self) -> int:
         """The seed of its random numbers: the given one, or the one that was drawn for it."""
-        return self._request.sampler[0]
+        return self.sampler[0]
 
     @property
     def text(self) -> str:
         """The text that has become certain. Empty without a tokenizer."""
-        return self._text
+        return self._queued.text
 
     @property
     def finish_reason(self) -> FinishReason | Literal["cancelled"] | None:
         """Why it ended: ``"stop"``, ``"length"`` or ``"cancelled"``; None while it continues."""
-        return self._request.finish_reason or ("cancelled" if self._cancelled else None)
+        return self._queued.request.finish_reason or ("cancelled" if self._queued.cancelled else None)
 
     @property
     def finished(self) -> bool:
         """Whether it has ended."""
-        return self.finish_reason is not None
+        return self._queued.finished
 
     def cancel(self) -> bool:
         """End the request where it is, and keep what it has generated. Its slot is free from the next step on.
@@ -118,53 +117,5 @@ class RequestHandle(Uncopyable):
         """
         if self.finished:
             return False
-        self._cancelled = True
+        self._queued.cancelled = True
         return True
-
-    # --- for the queue and its readers ---
-
-    def new_events(self) -> list[GeneratedToken]:
-        """Return the tokens that came since the last call of this method."""
-        new = self._events[self._num_read :]
-        self._num_read += len(new)
-        return new
-
-    @property
-    def row(self) -> list[int]:
-        """What a slot must hold before the next token can be chosen: the prompt and the tokens so far."""
-        return [*self._request.prompt, *self._request.tokens]
-
-    @property
-    def last_token(self) -> int:
-        """The token that was chosen last."""
-        return self._request.tokens[-1]
-
-    @property
-    def sampler(self) -> SamplerPosition:
-        """Seed and counter of its sampler."""
-        return self._request.sampler
-
-    def move_to(self, stage: RequestStage) -> None:
-        """Record where it is now."""
-        self._stage = stage
-
-    @property
-    def generated(self) -> int:
-        """Number of tokens generated so far."""
-        return self._request.generated
-
-    def choose(self, logits: np.ndarray[Any, Any], *, full: bool) -> None:
-        """Choose the next token: see ``Request.choose``."""
-        event = self._request.choose(logits, full=full)
-        self._events.append(event)
-        self._text += event.text
-
-    def savepoint(self) -> HandleSavepoint:
-        """Return the state now, for one :meth:`rollback`."""
-        return self._stage, self._text, self._request.savepoint()
-
-    def rollback(self, savepoint: HandleSavepoint) -> None:
-        """Return to the state at ``savepoint``. A request that was cancelled since stays cancelled."""
-        self._stage, self._text, request = savepoint
-        self._request.rollback(request)
-        del self._events[len(self._request.tokens) :]

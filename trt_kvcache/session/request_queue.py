@@ -1,6 +1,7 @@
 """``RequestQueue``: submitted prompts share the slots of a session; as one ends, the next takes its slot."""
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,9 +12,12 @@ import numpy as np
 from trt_kvcache.generation.request import Request
 from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.chunks import Chunk
+from trt_kvcache.session.queued_request import QueuedRequest
 from trt_kvcache.session.request_handle import RequestHandle
 from trt_kvcache.session.step_executor import StepExecutor
 from trt_kvcache.session.timeline import Activity, Timeline
+
+_LOGGER = logging.getLogger("trt_kvcache.session")
 
 
 class RequestQueue:
@@ -36,9 +40,9 @@ class RequestQueue:
         self._steps = steps
         self._batch = batch
         self._num_submitted = 0
-        self._waiting: deque[RequestHandle] = deque()
+        self._waiting: deque[QueuedRequest] = deque()
         #: Requests that have a slot, by slot.
-        self._running: list[RequestHandle] = []
+        self._running: list[QueuedRequest] = []
         #: ``batch.changes`` after the last step; None if the slots may hold something else than the running requests.
         self._own_changes: int | None = None
         #: Records what the slots do, if it is there.
@@ -64,10 +68,14 @@ class RequestQueue:
         """
         self._steps.check_all_batch_sizes()
         request.index = self._num_submitted
-        handle = RequestHandle(request)
+        queued = QueuedRequest(request)
         self._num_submitted += 1
-        self._waiting.append(handle)
-        return handle
+        self._waiting.append(queued)
+        seed = f", seed {request.sampler[0]}" if request.sampled else ""
+        _LOGGER.info(
+            "request %d: %d prompt tokens%s, is number %d in the queue", request.index, len(request.prompt), seed, len(self._waiting)
+        )
+        return queued.handle
 
     def step(self) -> list[RequestHandle]:
         """Advance each request by one token, or by one chunk of its prompt.
@@ -87,8 +95,8 @@ class RequestQueue:
         if not running and not admitted:
             return []
         begin = self.timeline.now() if self.timeline else 0.0
-        savepoints = [(handle, handle.savepoint()) for handle in (*running, *admitted)]
-        decoding = [handle.state == "decoding" for handle in running] + [False] * len(admitted)
+        savepoints = [(queued, queued.savepoint()) for queued in (*running, *admitted)]
+        decoding = [queued.state == "decoding" for queued in running] + [False] * len(admitted)
         with self._track_slot_owner():
             try:
                 with self._batch.transaction():
@@ -98,32 +106,43 @@ class RequestQueue:
                         advanced += self._decode(decoding)
             except BaseException:
                 self._running = running
-                for handle, savepoint in savepoints:
-                    handle.rollback(savepoint)
+                for queued, savepoint in savepoints:
+                    queued.rollback(savepoint)
                 raise
         if self.timeline:
             self._record_step(self.timeline, begin, decoding, advanced)
-        return sorted(advanced, key=lambda handle: handle.index)
+        if _LOGGER.isEnabledFor(logging.INFO):
+            self._log_step(admitted)
+        return [queued.handle for queued in sorted(advanced, key=lambda queued: queued.index)]
 
-    def _record_step(self, timeline: Timeline, begin: float, decoding: Sequence[bool], advanced: Sequence[RequestHandle]) -> None:
+    def _log_step(self, admitted: Sequence[QueuedRequest]) -> None:
+        """Log which requests began and ended in the step that has just ended."""
+        for slot, queued in enumerate(self._running):
+            if queued in admitted:
+                reused = self._batch.reused[slot]
+                _LOGGER.info("request %d: begins in slot %d, %d of its tokens are from the prompt cache", queued.index, slot, reused)
+            if queued.finished:
+                _LOGGER.info("request %d: ended after %d tokens, %s", queued.index, len(queued.request.tokens), queued.handle.finish_reason)
+
+    def _record_step(self, timeline: Timeline, begin: float, decoding: Sequence[bool], advanced: Sequence[QueuedRequest]) -> None:
         """Record what each slot did in the step that has just ended."""
         moved = set(map(id, advanced))
         did: list[tuple[int, Activity] | None] = [
-            (handle.index, "decode" if goes else "prefill") if id(handle) in moved else None
-            for handle, goes in zip(self._running, decoding, strict=True)
+            (queued.index, "decode" if goes else "prefill") if id(queued) in moved else None
+            for queued, goes in zip(self._running, decoding, strict=True)
         ]
-        timeline.record_step(begin, did, sum(handle.state == "queued" for handle in self._waiting))
+        timeline.record_step(begin, did, sum(queued.state == "queued" for queued in self._waiting))
 
     def _free_slots(self) -> None:
         """Free the slots of requests that have ended; all slots if another call has used the batch."""
         if self._own_changes == self._batch.changes:
-            if any(handle.finished for handle in self._running):
+            if any(queued.finished for queued in self._running):
                 self._drop_ended()
             return
         self._drop_cancelled()
-        again = sorted((handle for handle in self._running if not handle.finished), key=lambda handle: handle.index)
-        for handle in again:
-            handle.move_to("queued")
+        again = sorted((queued for queued in self._running if not queued.finished), key=lambda queued: queued.index)
+        for queued in again:
+            queued.stage = "queued"
         self._waiting.extendleft(reversed(again))
         self._running = []
         if self._next_waiting():
@@ -132,60 +151,60 @@ class RequestQueue:
 
     def _drop_ended(self) -> None:
         """Move the last slots to the places of requests that have ended. Nothing that is still needed is overwritten."""
-        keep = [not handle.finished for handle in self._running]
+        keep = [not queued.finished for queued in self._running]
         count = sum(keep)
         holes = (slot for slot in range(count) if not keep[slot])
         mapping = [-1 if not kept else slot if slot < count else next(holes) for slot, kept in enumerate(keep)]
         with self._track_slot_owner():
             self._batch.compact(mapping)
             if self.timeline:
-                self.timeline.record_moves([handle.index for handle in self._running], mapping)
+                self.timeline.record_moves([queued.index for queued in self._running], mapping)
             self._running = [self._running[slot] for _, slot in sorted((new, slot) for slot, new in enumerate(mapping) if new >= 0)]
 
-    def _next_waiting(self) -> list[RequestHandle]:
+    def _next_waiting(self) -> list[QueuedRequest]:
         """Return the requests that get a slot now. They stay in the queue until the step is done."""
         self._drop_cancelled()
         first, limit = len(self._running), self._batch.max_sequence_length
-        filling = any(handle.state == "prefilling" and len(handle.row) == limit for handle in self._running)
+        filling = any(queued.state == "prefilling" and len(queued.row) == limit for queued in self._running)
         if filling and not self._steps.plan.can_start_at(first):
             return []  # its slot will be full, and then the slot behind it could not be reached by an aligned view
         free = self._steps.cache.max_batch_size - first
-        return list(itertools.islice((handle for handle in self._waiting if handle.state == "queued"), free))
+        return list(itertools.islice((queued for queued in self._waiting if queued.state == "queued"), free))
 
     def _drop_cancelled(self) -> None:
         """Remove requests from the front of the queue that do not wait any more: they have a slot, or were cancelled."""
         while self._waiting and self._waiting[0].state != "queued":
             self._waiting.popleft()
 
-    def _admit(self, admitted: Sequence[RequestHandle]) -> None:
+    def _admit(self, admitted: Sequence[QueuedRequest]) -> None:
         """Give each a slot behind the others, and what the prompt cache has of its prompt."""
         if not admitted:
             return
-        self._batch.add([handle.row for handle in admitted], [handle.sampler for handle in admitted])
+        self._batch.add([queued.row for queued in admitted], [queued.request.sampler for queued in admitted])
         self._running = [*self._running, *admitted]
-        for handle in admitted:
-            handle.move_to("prefilling")
+        for queued in admitted:
+            queued.stage = "prefilling"
 
-    def _prefill(self) -> list[RequestHandle]:
+    def _prefill(self) -> list[QueuedRequest]:
         """Run one chunk of every prompt that is not in its slot yet, and return the requests that have advanced."""
         held = self._batch.held
-        rows = [handle.row[count:] if handle.state == "prefilling" else [] for handle, count in zip(self._running, held, strict=True)]
+        rows = [queued.row[count:] if queued.state == "prefilling" else [] for queued, count in zip(self._running, held, strict=True)]
         if not any(rows):
             return []
         logits = self._batch.prefill(rows, _first_round(self._batch.plan_prefill(held, rows)))
         advanced = []
-        for slot, (handle, row, before, after) in enumerate(zip(self._running, rows, held, self._batch.held, strict=True)):
+        for slot, (queued, row, before, after) in enumerate(zip(self._running, rows, held, self._batch.held, strict=True)):
             if after > before:
-                advanced.append(handle)
+                advanced.append(queued)
             if row and after == before + len(row):
-                handle.move_to("decoding")
+                queued.stage = "decoding"
                 self._batch.remember([slot])
                 self._choose(slot, logits[slot])
         return advanced
 
-    def _decode(self, decoding: Sequence[bool]) -> list[RequestHandle]:
+    def _decode(self, decoding: Sequence[bool]) -> list[QueuedRequest]:
         """Run the last token of the requests that are decoding; the other slots are idle in this step."""
-        tokens = [handle.last_token if goes else 0 for handle, goes in zip(self._running, decoding, strict=True)]
+        tokens = [queued.last_token if goes else 0 for queued, goes in zip(self._running, decoding, strict=True)]
         logits = self._batch.decode(tokens, None if all(decoding) else decoding)
         slots = list(itertools.compress(range(len(decoding)), decoding))
         for slot in slots:
@@ -194,21 +213,21 @@ class RequestQueue:
 
     def _choose(self, slot: int, logits: np.ndarray[Any, Any]) -> None:
         """Choose the next token of a slot's request."""
-        handle = self._running[slot]
-        handle.choose(logits, full=self._batch.is_full(slot))
-        self._batch.record_token(slot, handle.last_token, handle.sampler, generated=handle.generated)
-        if handle.finished:
+        queued = self._running[slot]
+        queued.choose(logits, full=self._batch.is_full(slot))
+        self._batch.record_token(slot, queued.last_token, queued.request.sampler, generated=queued.request.generated)
+        if queued.finished:
             self._batch.remember([slot])
 
     @contextmanager
     def _track_slot_owner(self) -> Iterator[None]:
-        """Record that the slots are those of the running requests: after the block, or if it failed and all it did was undone."""
-        held = self._batch.held
+        """Record that the slots are those of the running requests: after the block, or if they were before and it undid all it did."""
+        held, owned = self._batch.held, self._own_changes == self._batch.changes
         self._own_changes = None
         try:
             yield
         except BaseException:
-            if self._batch.held == held:
+            if owned and self._batch.held == held:
                 self._own_changes = self._batch.changes
             raise
         self._own_changes = self._batch.changes

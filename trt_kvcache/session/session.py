@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -46,6 +47,8 @@ if TYPE_CHECKING:
 
     from trt_kvcache.generation.sampling import SamplingOptions
     from trt_kvcache.session.session_options import ModelOptions, OpenOptions
+
+_LOGGER = logging.getLogger("trt_kvcache.session")
 
 
 class InferenceSession(Uncopyable):
@@ -228,6 +231,12 @@ class InferenceSession(Uncopyable):
             parts.close()
             raise
 
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"active={len(self._batch)}"
+        engine, limit = type(self._engine).__name__, self._batch.max_sequence_length
+        slots = self._cache.kv_config.max_batch_size
+        return f"InferenceSession(engine={engine}, slots={slots}, max_sequence_length={limit}, vocab_size={self.vocab_size}, {state})"
+
     # --- what it is ---
 
     @property
@@ -350,8 +359,9 @@ class InferenceSession(Uncopyable):
         >>> from trt_kvcache import InferenceSession
         >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
         ...     _ = session.prefill([[5, 6, 7]])
-        ...     session.plot()
-        Plot(9 x 3.16 inches)
+        ...     plot = session.plot()
+        >>> "in 1 of 1 slots" in plot.svg
+        True
         """
         self._check_open()
         plot = draw_cache(self._cache.kv_config, self._cache.lengths.upper_bounds, self._batch.reused)
@@ -569,6 +579,7 @@ class InferenceSession(Uncopyable):
         requests = self._requests(rows, per_request)
         if not append and len(rows) > self._cache.max_batch_size:
             queue = RequestQueue(self._steps, self._batch)
+            queue.timeline = self._queue.timeline
             return TokenStream(requests, generate_queued(self._batch, queue, requests, check_open=self._check_open), user=self._user)
         return self._generate(requests, lambda: self._batch.append(rows) if append else self._batch.start(rows, reuse=reuse))
 
@@ -626,6 +637,10 @@ class InferenceSession(Uncopyable):
         return self.generate(prompt, params, reuse=len(self._batch) == 1, **options)
 
     def _generate(self, requests: list[Request], prefill: Callable[[], np.ndarray[Any, Any]]) -> TokenStream:
+        if _LOGGER.isEnabledFor(logging.INFO):
+            for request in requests:
+                seed = f", seed {request.sampler[0]}" if request.sampled else ""
+                _LOGGER.info("prompt %d: %d tokens%s", request.index, len(request.prompt), seed)
         tokens = generate_tokens(self._batch, requests, prefill, check_open=self._check_open)
         return TokenStream(requests, tokens, user=self._user)
 

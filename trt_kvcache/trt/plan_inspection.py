@@ -76,7 +76,7 @@ def inspect_plan(path: Path, flavour: str = "auto") -> PlanInspection:
 def _inspect(path: Path, plan: bytes, tensorrt: TensorRT) -> PlanInspection:
     with tensorrt.log.collect() as messages:
         try:
-            engine = tensorrt.module.Runtime(tensorrt.log.logger).deserialize_cuda_engine(plan)
+            engine = tensorrt.create("Runtime").deserialize_cuda_engine(plan)
         except (TypeError, RuntimeError):
             engine = None
         if engine is None:

@@ -1,0 +1,77 @@
+"""Snapshots that are damaged, or written by somebody else with a right hash: refused, or with the same contents."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.faults.mutations import damage_bytes, damage_value, damaged_json
+from tests.faults.watch import Findings
+from tests.helpers.snapshot_cases import MODEL, SAMPLER, host_cache, load, save
+from trt_kvcache.sequences.snapshot import Snapshot
+
+
+def damaged(content: bytes, seed: int) -> bytes:
+    """Damage any bytes; or the header or description, and give the file a hash that is right."""
+    chance = random.Random(seed)
+    if seed % 4 == 0:
+        return damage_bytes(content, chance)
+    start = 8 + int.from_bytes(content[:8], "little")
+    header, payload = content[8:start], content[start:-32]
+    if seed % 4 == 1:
+        header = damaged_json(header, chance)
+    else:
+        data = json.loads(header)
+        description = json.loads(data["__metadata__"]["description"])
+        for _ in range(chance.choice([1, 1, 2])):
+            damage_value(description, chance)
+        data["__metadata__"]["description"] = json.dumps(description)
+        header = json.dumps(data).encode()
+    if seed % 7 == 0:
+        payload = damage_bytes(payload, chance)
+    body = len(header).to_bytes(8, "little") + header + payload
+    return body + hashlib.sha256(body).digest()
+
+
+def check(path: Path, cache: Any, before: Snapshot, *, payload_was_changed: bool) -> None:
+    """Read a file. If it is accepted, it says what it said before."""
+    found = Snapshot.read(path)
+    found.check_fits(cache, MODEL)
+    if not payload_was_changed:
+        assert [array.tobytes() for array in found.contents.arrays] == [array.tobytes() for array in before.contents.arrays]
+        assert (found.tokens, found.pending) == (before.tokens, before.pending)
+
+
+def cases(path: Path, kind: str, seeds: range) -> None:
+    findings = Findings()
+    with host_cache(kind, 5, 0) as cache:
+        save(path, cache, pending=[1], sampler=SAMPLER)
+        original, before = path.read_bytes(), Snapshot.read(path)
+        for seed in seeds:
+            path.write_bytes(damaged(original, seed))
+            findings.run(seed, partial(check, path, cache, before, payload_was_changed=seed % 7 == 0))
+    findings.check()
+    assert findings.refused
+
+
+@pytest.mark.parametrize("kind", ["manager", "hybrid"])
+def test_damaged_snapshots(tmp_path: Path, kind: str) -> None:
+    cases(tmp_path / "a.kv", kind, range(60))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["manager", "linear", "hybrid"])
+def test_thousands_of_damaged_snapshots(tmp_path: Path, kind: str) -> None:
+    cases(tmp_path / "a.kv", kind, range(1000, 3000))
+
+
+def test_the_undamaged_one_is_loaded(tmp_path: Path) -> None:
+    with host_cache("hybrid", 5, 0) as cache:
+        save(tmp_path / "a.kv", cache, pending=[1], sampler=SAMPLER)
+        assert load(tmp_path / "a.kv", cache).reused_tokens == 5

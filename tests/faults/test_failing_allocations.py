@@ -1,0 +1,69 @@
+"""The n-th allocation fails, for every n of every operation: nothing is held that was not held before, and the session goes on."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.faults.sessions import MODEL, OPERATIONS, answers, check_usable, live_nbytes, prepared
+from tests.helpers.cache_cases import FailingMemory
+from trt_kvcache import InferenceSession
+from trt_kvcache.errors import CapacityError, ClosedError
+from trt_kvcache.session import open_model
+
+
+@pytest.fixture
+def memories(monkeypatch: pytest.MonkeyPatch) -> list[FailingMemory]:
+    """The memories of the sessions that are opened."""
+    made: list[FailingMemory] = []
+
+    def make() -> FailingMemory:
+        made.append(FailingMemory())
+        return made[-1]
+
+    monkeypatch.setattr(open_model, "HostMemory", make)
+    return made
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_in_an_operation(tmp_path: Path, memories: list[FailingMemory], name: str) -> None:
+    with prepared(tmp_path) as session:
+        memory = memories[-1]
+        OPERATIONS[name](session, tmp_path)
+        expected = answers(session)
+        for n in range(1000):
+            session.prompt_cache.clear()
+            list(session.generate([[5, 6, 7, 8, 9], [10, 11]], temperature=0.0, ignore_eos=True, max_new_tokens=3))
+            session.prompt_cache.clear()
+            before = live_nbytes(session)
+            memory.left, memory.failures = n, 1
+            with suppress(CapacityError):  # the prompt cache does without a copy that it has no room for
+                OPERATIONS[name](session, tmp_path)
+            done, memory.failures = memory.failures == 1, 0
+            session.prompt_cache.clear()
+            assert live_nbytes(session) == before
+            check_usable(session, expected)
+            if done:  # the operation has no n-th allocation
+                return
+    pytest.fail("a thousand allocations")
+
+
+def test_while_a_session_is_opened(memories: list[FailingMemory]) -> None:
+    options = {"engine": "reference", "max_batch_size": 2, "max_sequence_length": 32, "prompt_cache_bytes": 1 << 16}
+    for n in range(1000):
+        FailingMemory.left, FailingMemory.failures = n, 1  # of the memory that is made next
+        try:
+            with InferenceSession.from_model(MODEL, **options) as session:  # type: ignore[arg-type]
+                memories[-1].failures = 0
+                assert n
+                session.close()
+                with pytest.raises(ClosedError):
+                    session.prefill([[1]])
+                break
+        except CapacityError:
+            assert memories[-1].live_nbytes == 0
+        finally:
+            FailingMemory.left, FailingMemory.failures = 0, 0
+    assert memories[-1].live_nbytes == 0

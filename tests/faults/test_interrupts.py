@@ -1,0 +1,65 @@
+"""Ctrl-C at any line of the package: the session goes on, and nothing that it says about its sequences is wrong."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.faults.sessions import OPERATIONS, answers, check_usable, prepared
+from tests.helpers.interrupts import LineTracer
+
+
+def interrupt_at_random_lines(folder: Path, name: str, count: int, seed: int) -> None:
+    operation, chance = OPERATIONS[name], random.Random(seed)
+    with prepared(folder) as calm:
+        visits = LineTracer(lambda: operation(calm, folder)).visits
+        expected = answers(calm)
+    lines = sorted(visits)
+    with prepared(folder) as session:
+        for number in range(count):
+            line = chance.choice(lines)
+            at = (line, chance.randrange(visits[line]))
+            try:
+                LineTracer(lambda: operation(session, folder), at=at)
+            except KeyboardInterrupt:
+                pass
+            except Exception as error:
+                raise AssertionError(f"{name}, seed {seed}, number {number}, {at}") from error
+            try:
+                check_usable(session, expected)
+                list(session.generate([[5, 6, 7, 8, 9], [10, 11]], temperature=0.0, ignore_eos=True, max_new_tokens=3))
+            except Exception as error:
+                raise AssertionError(f"{name}, seed {seed}, number {number}, after an interrupt at {at}") from error
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_interrupt_at_some_lines(tmp_path: Path, name: str) -> None:
+    interrupt_at_random_lines(tmp_path, name, 4, seed=0)
+
+
+def test_an_interrupt_before_slots_of_another_call_are_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slots are still those of ``generate`` afterwards: they must be freed by the next step."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    with prepared(tmp_path) as session:
+        expected = answers(session)
+        handle = session.submit([5, 6, 7], temperature=0.0, ignore_eos=True, max_new_tokens=2)
+        with monkeypatch.context() as patch:
+            patch.setattr(session.cache.lengths, "reset", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                session.step()
+        while session.step():
+            pass
+        assert len(handle.tokens) == 2
+        check_usable(session, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file that was opened and not yet in its block
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_an_interrupt_at_a_thousand_lines(tmp_path: Path, name: str) -> None:
+    interrupt_at_random_lines(tmp_path, name, 120, seed=1)

@@ -1,0 +1,87 @@
+"""Many requests that share few slots, a tenth of them cancelled: each gets what it gets alone, and memory stays flat."""
+
+from __future__ import annotations
+
+import gc
+import random
+import resource
+import sys
+from typing import Any
+
+import pytest
+
+from tests.faults.sessions import MODEL
+from trt_kvcache import InferenceSession
+
+OPTIONS: dict[str, Any] = {"engine": "reference", "max_batch_size": 8, "max_sequence_length": 64, "max_prefill_length": 8}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
+
+
+def drawn_prompts(chance: random.Random, count: int) -> list[tuple[list[int], int]]:
+    """Prompts, some of which begin alike, and how many tokens each gets."""
+    beginnings = [[chance.randrange(3, 300) for _ in range(chance.randrange(1, 20))] for _ in range(10)]
+    return [
+        (chance.choice(beginnings) + [chance.randrange(3, 300) for _ in range(chance.randrange(1, 12))], chance.randrange(1, 12))
+        for _ in range(count)
+    ]
+
+
+def alone(session: InferenceSession, prompt: list[int], count: int) -> tuple[int, ...]:
+    return tuple(event.token for event in session.generate([prompt], **GREEDY, max_new_tokens=count))
+
+
+@pytest.mark.parametrize("count", [100, pytest.param(2000, marks=pytest.mark.slow)])
+def test_each_gets_what_it_gets_alone(count: int) -> None:
+    chance = random.Random(3)
+    wanted = drawn_prompts(chance, count)
+    with InferenceSession.from_model(MODEL, dtype="float32", prompt_cache_bytes=1 << 18, **OPTIONS) as session:
+        handles: list[Any] = []
+        cancelled = 0
+        while len(handles) < count or not all(handle.finished for handle in handles[-50:]):
+            for prompt, limit in wanted[len(handles) : len(handles) + chance.randrange(0, 6)]:
+                handles.append(session.submit(prompt, **GREEDY, max_new_tokens=limit))
+            if handles and chance.random() < 0.3:
+                cancelled += chance.choice(handles[-20:]).cancel()
+            session.step()
+        while session.step():
+            pass
+        assert all(handle.finished for handle in handles)
+        assert count * 0.05 < cancelled < count * 0.4
+    with InferenceSession.from_model(MODEL, dtype="float32", **{**OPTIONS, "max_batch_size": 1}) as session:
+        for (prompt, limit), handle in zip(wanted, handles, strict=True):
+            expected = alone(session, prompt, limit)
+            assert handle.tokens == expected[: len(handle.tokens)]
+            assert len(handle.tokens) == len(expected) or handle.finish_reason == "cancelled"
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(20_000, marks=pytest.mark.slow)])
+def test_memory_stays_flat(count: int) -> None:
+    chance = random.Random(4)
+    with InferenceSession.from_model(MODEL, prompt_cache_bytes=1 << 16, **OPTIONS) as session:
+        run_steps(session, chance, 60)
+        gc.collect()
+        before, live, objects = _peak(), session.cache.memory.live_nbytes, len(gc.get_objects())
+        run_steps(session, chance, count)
+        gc.collect()
+        assert _peak() - before < 16 << 20
+        assert session.cache.memory.live_nbytes <= live + (1 << 16)
+        assert len(gc.get_objects()) < objects + 5000
+
+
+def run_steps(session: InferenceSession, chance: random.Random, count: int) -> None:
+    """Keep the slots full for so many steps; then let all requests end."""
+    running: list[Any] = []
+    for _ in range(count):
+        running = [handle for handle in running if not handle.finished]
+        while len(running) < 10:
+            ((prompt, limit),) = drawn_prompts(chance, 1)
+            running.append(session.submit(prompt, **GREEDY, max_new_tokens=limit))
+        if chance.random() < 0.05:
+            chance.choice(running).cancel()
+        session.step()
+    while session.step():
+        pass
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

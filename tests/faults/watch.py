@@ -1,0 +1,75 @@
+"""Running one damaged file after another: which errors are ours, and what took too long or too much memory."""
+
+from __future__ import annotations
+
+import resource
+import signal
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from trt_kvcache.errors import KVCacheError
+
+#: How long one file may take. Most take milliseconds; a busy machine is slower, a hang has no end.
+SECONDS = 30
+
+
+class TooSlow(BaseException):
+    """A case hangs."""
+
+
+@contextmanager
+def time_limit(seconds: int = SECONDS) -> Iterator[None]:
+    """Raise :class:`TooSlow` in the block after that time."""
+
+    def stop(*_: object) -> None:
+        raise TooSlow
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def peak_nbytes() -> int:
+    """The most memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Findings:
+    """What went wrong in a series of cases, by the seed of each."""
+
+    def __init__(self, allowed: tuple[type[BaseException], ...] = (KVCacheError,)) -> None:
+        self._allowed = allowed
+        self._found: list[str] = []
+        self.refused = self.accepted = 0
+
+    def run(self, seed: object, call: Callable[[], Any]) -> None:
+        """Run a case: it returns, or raises an error of ours."""
+        try:
+            with time_limit(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                call()
+        except self._allowed as error:
+            self.refused += 1
+            if len(str(error)) > 20_000:
+                self._found.append(f"seed {seed}: a message of {len(str(error))} characters")
+        except TooSlow:
+            self._found.append(f"seed {seed}: still running after {SECONDS} s\n{traceback.format_exc(limit=-4)}")
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                raise
+            self._found.append(f"seed {seed}: {type(error).__name__}\n{traceback.format_exc(limit=-4)}")
+        else:
+            self.accepted += 1
+
+    def check(self) -> None:
+        """Fail if there was one."""
+        assert not self._found, f"{len(self._found)} of {self.refused + self.accepted + len(self._found)} cases:\n" + "\n".join(
+            self._found[:5]
+        )
