@@ -339,16 +339,9 @@ def test_prompts_and_sizes_that_do_not_fit_are_refused(run: Run, arguments: list
     assert done.err.count("\n") == 1
 
 
-<<<<<<< HEAD
 def test_more_prompts_than_slots_take_turns(run: Run):
     arguments = ["generate", SHIPPED, *REFERENCE, "-p", "Alice was", "-p", "The", "--max-new-tokens", 4]
     assert run(*arguments, "--max-batch-size", 1).out == run(*arguments).out != ""
-=======
-def test_more_prompts_than_slots_wait_for_one(run: Run):
-    done = run("generate", SHIPPED, *REFERENCE, "-p", "Alice was", "-p", PROMPT, "--max-batch-size", 1, "--max-new-tokens", 3)
-    assert done.code == 0
-    assert [line[:9] for line in done.out.splitlines()] == ["[0] Alice", "[1] The r"]
->>>>>>> refs/heads/cli
 
 
 def test_an_empty_prompt_is_the_begin_token_alone(run: Run):
