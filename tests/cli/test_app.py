@@ -87,6 +87,8 @@ def test_quiet_keeps_errors(run: Run):
 
 @pytest.mark.parametrize(("switch", "shown"), [([], "w"), (["-v"], "iw"), (["-vv"], "diw"), (["-q"], "")])
 def test_verbose_shows_the_log(run: Run, monkeypatch: pytest.MonkeyPatch, switch: list[str], shown: str):
+    before = list(logging.getLogger("trt_kvcache").handlers)
+
     def log(config: object) -> NoReturn:
         logger = logging.getLogger("trt_kvcache.part")
         logger.debug("d"), logger.info("i"), logger.warning("w")
@@ -95,7 +97,7 @@ def test_verbose_shows_the_log(run: Run, monkeypatch: pytest.MonkeyPatch, switch
     monkeypatch.setattr("trt_kvcache.cli.memory.estimate_memory", log)
     done = run("memory", SHIPPED, *switch)
     assert done.err == "".join(f"trt_kvcache.part: {text}\n" for text in shown) + "error: end\n"
-    assert logging.getLogger("trt_kvcache").handlers == []
+    assert logging.getLogger("trt_kvcache").handlers == before
 
 
 def test_version(run: Run):

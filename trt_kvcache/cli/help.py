@@ -26,6 +26,7 @@ class Command(TyperCommand):
             record = parameter.get_help_record(ctx)
             if record is None:
                 continue
+            record = (record[0], record[1].replace("\\[", "["))  # typer before 0.20 marks them for rich
             if parameter.param_type_name == "argument":
                 groups["Arguments"].append((parameter.metavar or record[0], record[1]))
             else:
