@@ -106,6 +106,10 @@ class Beside:
             if seq is not None and self.held[seq][0]:
                 self.tokens[slot], self.states[0][slot] = self.held[seq]
         lengths = [0 if self.states[0][slot] is None else self.upto(len(self.tokens[slot])) for slot in range(count)]
+        if self.would_empty_a_pinned_sequence(lengths):
+            with pytest.raises(CapacityError, match="is pinned there with tokens"):
+                self.cache.reset_for_new_sequences(lengths)
+            return
         self.resize(lengths)
         self.blurred = False
         self.cache.reset_for_new_sequences(lengths)
@@ -115,6 +119,10 @@ class Beside:
     def activate(self):
         old, new = len(self.lengths), self.upto(self.slots)
         lengths = self.lengths[:new] + [0] * (new - old)
+        if self.would_empty_a_pinned_sequence(lengths):
+            with pytest.raises(CapacityError, match="is pinned there with tokens"):
+                self.cache.set_active_batch_size(new)
+            return
         self.resize(lengths)
         self.cache.set_active_batch_size(new)
         self.lengths = lengths
@@ -265,6 +273,11 @@ class Beside:
         self.places.pop(seq, None)
         self.pinned.discard(seq)
 
+    def would_empty_a_pinned_sequence(self, lengths):
+        """Whether a slot enters the active batch without tokens, in which a pinned sequence waits with some."""
+        entering = [(slot, self.waiting_in(slot)) for slot in range(len(self.lengths), len(lengths))]
+        return any(not lengths[slot] and seq in self.pinned and self.held[seq][0] for slot, seq in entering)
+
     def resize(self, lengths):
         """Before slots leave or enter the active batch: those that enter get so many tokens."""
         old, new = len(self.lengths), len(lengths)
@@ -278,9 +291,8 @@ class Beside:
                     del self.places[seq]
         for slot in range(old, new):
             seq = self.waiting_in(slot)
-            if seq is not None and (seq not in self.pinned if lengths[slot] else self.held[seq][0]):
-                self.lose(seq)
-            elif seq is not None:
+            moves_away = seq is not None and seq not in self.pinned and (lengths[slot] or self.held[seq][0])
+            if seq is not None and not moves_away:
                 self.places[seq] = slot
 
     def sequence(self):
@@ -409,7 +421,7 @@ class Beside:
         self.memory.synchronize(self.stream)
         self.forget_inactive()
         while self.lost:
-            with pytest.raises(SequenceError, match="its slot was taken"):
+            with pytest.raises(SequenceError, match="its tokens are gone"):
                 self.seqs.length(self.lost[-1])
             self.seqs.destroy_sequence(self.lost.pop())
         assert cache.active_batch_size == len(self.lengths)
