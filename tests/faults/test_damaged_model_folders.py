@@ -114,3 +114,26 @@ def test_damaged_weights(folder: Path) -> None:
 @pytest.mark.slow
 def test_thousands_of_damaged_weights(folder: Path) -> None:
     damaged_weights(folder, range(1000, 4000))
+
+
+SHARDED = ROOT / "tests" / "golden" / "qwen3-sharded"
+
+
+def damaged_indices(folder: Path, seeds: range) -> None:
+    index = folder / "model.safetensors.index.json"
+    original = index.read_bytes()
+    findings = Findings()
+    for seed in seeds:
+        index.write_bytes(damaged_json(original, random.Random(seed)))
+        findings.run(f"{index.name} {seed}", lambda: run_model(folder))
+    findings.check()
+    assert findings.refused
+
+
+def test_damaged_shard_indices(tmp_path: Path) -> None:
+    damaged_indices(Path(shutil.copytree(SHARDED, tmp_path / "model")), range(20))
+
+
+@pytest.mark.slow
+def test_thousands_of_damaged_shard_indices(tmp_path: Path) -> None:
+    damaged_indices(Path(shutil.copytree(SHARDED, tmp_path / "model")), range(1000, 4000))

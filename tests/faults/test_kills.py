@@ -18,6 +18,7 @@ from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.small_model import write_model
 from tests.helpers.snapshot_cases import host_cache, save
 from tests.paths import ROOT
+from trt_kvcache.builder.build_engine import build_engine
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.sequences.snapshot import Snapshot
 
@@ -78,6 +79,23 @@ def test_two_processes_on_one_engine_folder(tmp_path: Path, times: int) -> None:
     for process in both:
         kill_at_random(process, random.Random(0), 0)
     assert int(read_engine(tmp_path).split()[1]) in (1, 2)
+
+
+@pytest.mark.trt
+@pytest.mark.parametrize("times", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_while_an_engine_is_built(tmp_path: Path, times: int) -> None:
+    model, sizes = write_model(tmp_path / "model"), {"max_sequence_length": 32, "max_prefill_length": 8}
+    build_engine(model, tmp_path / "engine", **sizes, flavour="tensorrt_rtx")
+    command = [sys.executable, "-m", "trt_kvcache", "build", str(model), "-o", str(tmp_path / "engine"), "--flavour", "tensorrt_rtx"]
+    command += ["--max-batch-size", "2", "--max-sequence-length", "32", "--max-prefill-length", "8"]
+    chance = random.Random(3)
+    for _ in range(times):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+        time.sleep(chance.uniform(0, 6))
+        process.kill()
+        process.wait()
+        assert read_engine(tmp_path)  # whole, and what its config.json records: that of before, or that of this build
+    assert EngineFolder.open(tmp_path / "engine").config.cache.max_batch_size in (1, 2)
 
 
 def serve(place: Path, *more: str) -> subprocess.Popen[str]:
