@@ -45,7 +45,11 @@ def build(
     ] = "native",
     flavour: Annotated[
         FlavourName,
-        choice(FlavourName, "--flavour", help="Which TensorRT to use. auto: full TensorRT if it works, otherwise TensorRT for RTX."),
+        choice(
+            FlavourName,
+            "--flavour",
+            help="Which TensorRT to use. auto: full TensorRT if it works and has native attention, else TensorRT for RTX.",
+        ),
     ] = "auto",
     embed_weights: Annotated[bool, typer.Option("--embed-weights", help="Copy the checkpoint into the engine folder.")] = False,
     compute_capability: Annotated[
