@@ -83,6 +83,7 @@ bench: $(READY)  ## Measure what needs no GPU: host time of a step, imports, mov
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/moves.py
 	$(BIN)/python benchmarks/build.py
+	$(BIN)/python benchmarks/build_estimate.py
 	$(BIN)/python benchmarks/segments.py
 	$(BIN)/python benchmarks/tables.py
 

@@ -51,6 +51,10 @@ def _build(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     yield "peak memory beyond the bare build, over the weights", f"{beyond:.2f}", f"{content['limit']:g}"
 
 
+def _build_estimate(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    yield "estimates of plan and peak of a build, most off", f"{content['largest_error']:.1%}", f"{content['limit']:.0%}"
+
+
 def _import_time(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for modules, result in content["results"].items():
         limit = f"{content['limit_s']:g} s" if modules == "trt_kvcache" else ""
@@ -153,6 +157,7 @@ def _gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 _FILES = {
     "host_step": _host_step,
     "build": _build,
+    "build_estimate": _build_estimate,
     "import_time": _import_time,
     "moves_host": _moves,
     "segments": _segments,
