@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-FAST := not trt and not gpu and not slow
+FAST := not trt and not gpu and not slow and not long
 JOBS ?= auto
 SUMS := tests/end_to_end tests/reference tests/session tests/kernels
 
@@ -44,6 +44,10 @@ coverage: $(READY)  ## Measure branch coverage: host tests, then those on the em
 	$(BIN)/python tests/simt/run.py -q -n $(JOBS) -m "device and $(FAST)" --cov --cov-append --cov-report=
 	$(BIN)/pytest -q -n $(JOBS) -m "trt and not gpu" --cov --cov-append --cov-report=
 	$(BIN)/coverage report --fail-under=92
+
+.PHONY: test-long
+test-long: $(READY)  ## Run the tests that take ten seconds and more: sanitizers, the kernels compiled for every GPU
+	$(BIN)/pytest -n $(JOBS) -m "long and not trt and not gpu and not slow"
 
 .PHONY: test-slow
 test-slow: $(READY)  ## Run the tests that take minutes

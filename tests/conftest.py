@@ -52,8 +52,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if "memory" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.device)
-    # The long ones first: pytest-xdist hands out tests in this order, and at the end one worker would wait for them alone.
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     needing_gpu = [item for item in items if item.get_closest_marker("gpu")]
     missing = _missing_gpu() if needing_gpu and not REQUIRE_GPU else None
     if missing:

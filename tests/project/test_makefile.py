@@ -16,6 +16,7 @@ TARGETS = (
     "test",
     "test-cpus",
     "coverage",
+    "test-long",
     "test-slow",
     "test-trt",
     "test-bindings",
@@ -27,7 +28,8 @@ TARGETS = (
     "clean",
 )
 CHOSEN = {
-    "test": '-m "not trt and not gpu and not slow"',
+    "test": '-m "not trt and not gpu and not slow and not long"',
+    "test-long": '-m "long and not trt and not gpu and not slow"',
     "test-trt": '-m "trt and not gpu"',
     "test-slow": '-m "slow and not trt and not gpu"',
     "test-gpu": "TRT_KVCACHE_REQUIRE_GPU=1",
