@@ -248,7 +248,7 @@ __device__ __forceinline__ SplitKVReduce first_head_reduce(const DecodeParams& p
     const int num_blocks = work.is_even_split ? min((work.first.num_tiles - 1) / kMinTilesPerBlock, params.splits_per_head - 1) + 1
                                               : block - first_block + 1;
     float4* own = work.is_even_split ? reinterpret_cast<float4*>(smem.heads) : params.own_partials;
-    return {params.group_size * kStripsPerRow, first_block, num_blocks, work.is_even_split, params.partials, own};
+    return {params.group_size * kStripsPerRow, params.group_size * kStripsPerRow, first_block, num_blocks, work.is_even_split, params.partials, own};
 }
 
 template <int kRows>

@@ -151,3 +151,48 @@ def prefill_form(head_dim: int, arch: str, *, short: bool) -> PrefillForm:
     warps, row_tiles, keys = (tiles[prefix + name] for name in ("WARPS", "ROW_TILES", "TILE_KEYS"))
     rows = 16 * warps * row_tiles
     return PrefillForm(rows, warps, (rows + 2 * tiles["STAGES"] * keys) * row_nbytes(head_dim, "float16"))
+
+
+class ExtendForm(NamedTuple):
+    """What a launch of an extend kernel needs to know of its tiles."""
+
+    #: Rows of a row block: new tokens times query heads.
+    rows: int
+    #: Warps of a block.
+    warps: int
+    #: Keys of a tile.
+    tile_keys: int
+    #: Fewest tiles of a block.
+    min_tiles: int
+    #: Blocks of a multiprocessor.
+    blocks_per_sm: int
+    #: Bytes of dynamic shared memory of a block.
+    shared_nbytes: int
+
+
+#: Rows of a row block in each of the extend kernels.
+EXTEND_ROWS = (16, 32, 64, 128)
+
+_EXTEND_NAMES = ("ROW_WARPS", "KEY_WARPS", "ROW_TILES", "TILE_KEYS", "STAGES", "MIN_TILES", "BLOCKS_PER_SM")
+
+
+@cache
+def extend_tiles(head_dim: int, arch: str) -> dict[str, int]:
+    """Return the macros of the extend kernels, each with the rows of its row blocks at the end of its name."""
+    large = shared_limit(arch) >= 227 * _KIB
+    if head_dim > 128 and not large:
+        forms = {16: (1, 2, 1, 32, 2, 2, 1), 32: (2, 1, 1, 32, 2, 2, 1), 64: (4, 1, 1, 32, 2, 2, 1), 128: (4, 1, 1, 32, 2, 2, 1)}
+    else:
+        per_sm, stages = (2, 3) if large and head_dim <= 128 else (1, 2)
+        small = {16: (1, 4, 1, 64, stages, 1, per_sm), 32: (2, 2, 1, 64, stages, 1, per_sm), 64: (4, 1, 1, 64, stages, 1, per_sm)}
+        forms = {**small, 128: (4, 1, 1, 64, stages, 1, per_sm)}
+    return {f"{name}_{rows}": value for rows, form in forms.items() for name, value in zip(_EXTEND_NAMES, form, strict=True)}
+
+
+@cache
+def extend_form(head_dim: int, arch: str, rows: int) -> ExtendForm:
+    """Return what a launch over row blocks of so many rows, one of :data:`EXTEND_ROWS`, needs to know."""
+    tiles = extend_tiles(head_dim, arch)
+    row_warps, key_warps, row_tiles, tile_keys, stages, min_tiles, blocks_per_sm = (tiles[f"{name}_{rows}"] for name in _EXTEND_NAMES)
+    shared_nbytes = (16 * row_warps * row_tiles + 2 * stages * tile_keys) * row_nbytes(head_dim, "float16")
+    return ExtendForm(16 * row_warps * row_tiles, row_warps * key_warps, tile_keys, min_tiles, blocks_per_sm, shared_nbytes)

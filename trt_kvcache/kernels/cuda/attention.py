@@ -8,10 +8,12 @@ from trt_kvcache.dtypes import itemsize
 from trt_kvcache.kernels.attention_params import AttentionParams, score_factors
 from trt_kvcache.kernels.attention_tiles import (
     DECODE_ROWS,
+    EXTEND_ROWS,
     MIN_PDL_ARCH,
     arch_number,
     decode_shared_nbytes,
     decode_tiles,
+    extend_form,
     prefill_form,
 )
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
@@ -25,12 +27,16 @@ _WARP = 32
 #: Blocks of the long form for each multiprocessor, up to which prefill takes its short form. Measured on an H200.
 _SHORT_FORM_BLOCKS_PER_SM = 3
 
+_EXTEND_WIDTH = 1 << 30
+
 
 def attend(params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
     if params.q.shape[1] == 1:
         _decode(params, workspace, stream)
+    elif _extends(params):
+        _extend(params, workspace, stream)
     else:
-        _append(params, stream)
+        _append(params, "attention_prefill", stream)
         _prefill(params, stream)
 
 
@@ -82,6 +88,53 @@ def _decode(params: AttentionParams, workspace: AttentionWorkspace, stream: Any)
     )
 
 
+def _extends(params: AttentionParams) -> bool:
+    return params.q.shape[1] <= _EXTEND_WIDTH
+
+
+def _extend(params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
+    memory, cache, (q, k, v) = _memory(params), params.cache, (params.q, params.k, params.v)
+    slots, _, kv_heads, tokens, head_dim = cache.shape
+    width = q.shape[1]
+    rows = _extend_rows(width * params.group)
+    form = extend_form(head_dim, memory.arch, rows)
+    row_blocks = -(-width * params.group // form.rows)
+    items = slots * kv_heads * row_blocks
+    resident = memory.multiprocessor_count * form.blocks_per_sm
+    splits = rows < EXTEND_ROWS[-1] and items <= resident and width <= form.tile_keys
+    if not splits:
+        form = extend_form(head_dim, memory.arch, EXTEND_ROWS[-1])
+        row_blocks = -(-width * params.group // form.rows)
+        items = slots * kv_heads * row_blocks
+        _append(params, "attention_extend", stream)
+    useful_blocks = items * (-(-tokens // (form.tile_keys * form.min_tiles)) + 1)
+    blocks = min(resident, useful_blocks) if splits else items
+    arguments = (
+        *(params.lengths.ptr, _address(params.new_lengths), tokens, params.window),
+        *(slots, kv_heads, params.group, width, row_blocks),
+        *(cache.ptr, *_strides(0, cache), *_strides(1, cache)),
+        *(q.ptr, *_strides(0, q), *_strides(1, q), k.ptr, *_strides(0, k), *_strides(1, k), v.ptr, *_strides(0, v), *_strides(1, v)),
+        *(_address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap)),
+        *(params.out.ptr, workspace.extend_partials.ptr),
+    )
+    launch(
+        memory,
+        variant_name("attention_extend", cache.dtype, head_dim),
+        f"attention_extend_{rows if splits else EXTEND_ROWS[-1]}",
+        (blocks, 1, 1),
+        arguments,
+        stream,
+        threads=_WARP * form.warps,
+        shared_nbytes=form.shared_nbytes,
+        cooperative=splits and blocks > 1,
+        programmatic_dependent_launch=arch_number(memory.arch) >= MIN_PDL_ARCH,
+    )
+
+
+def _extend_rows(rows: int) -> int:
+    return next((one for one in EXTEND_ROWS if rows <= one), EXTEND_ROWS[-1])
+
+
 def _cache_arguments(params: AttentionParams) -> tuple[int, ...]:
     """Return the arguments for cache, lengths and angles, which are the same in both launches of a prefill."""
     cache = params.cache
@@ -89,12 +142,12 @@ def _cache_arguments(params: AttentionParams) -> tuple[int, ...]:
     return (cache.ptr, *_strides(0, cache), *_strides(1, cache), cache.shape[3], *addresses, params.rotary_dim)
 
 
-def _append(params: AttentionParams, stream: Any) -> None:
+def _append(params: AttentionParams, source: str, stream: Any) -> None:
     k, v = params.k, params.v
     slots, width, kv_heads, head_dim = k.shape
     words = width * kv_heads * head_dim // 2  # of two elements, one for each thread
     arguments = (k.ptr, v.ptr, *_strides(0, k, v), *_strides(1, k, v), *_cache_arguments(params), width, kv_heads)
-    name = variant_name("attention_prefill", params.cache.dtype, head_dim)
+    name = variant_name(source, params.cache.dtype, head_dim)
     launch(_memory(params), name, "attention_append", (-(-words // THREADS_PER_BLOCK), slots, 1), arguments, stream)
 
 

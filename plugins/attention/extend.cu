@@ -1,0 +1,52 @@
+// The extend kernels: several new tokens per slot. attention_append writes their keys and values to the cache, for launches that do not do so
+// themselves; attention_extend_16 to _128, for row blocks of so many rows, attend. Launched by trt_kvcache/kernels/cuda/attention.py.
+
+#include "attention/extend.cuh"
+
+constexpr int kAppendThreads = 256;
+
+// Writes k, with RoPE, and v of the new tokens to the cache. Grid: x over words of the new rows of a slot, y over slots. Strides in bytes.
+extern "C" __global__ void __launch_bounds__(kAppendThreads)
+    attention_append(const unsigned char* k, const unsigned char* v, long long k_stride, long long v_stride, long long k_token_stride,
+                     long long v_token_stride, unsigned char* cache, long long slot_stride, long long kv_stride, long long max_sequence_length,
+                     const int* lengths, const int* new_lengths, const float* cos_sin, long long rotary_dim, long long width,
+                     long long num_kv_heads) {
+    grid_dependents_may_launch();
+    grid_dependency_wait();
+    const long long slot = blockIdx.y, x = static_cast<long long>(blockIdx.x) * kAppendThreads + threadIdx.x;
+    const int word = static_cast<int>(x % kRowWords), token = static_cast<int>(x / (kRowWords * num_kv_heads));
+    const long long kv_head = x / kRowWords % num_kv_heads;
+    if (token >= count_new_tokens(lengths, new_lengths, slot, width, max_sequence_length)) return;
+    const int position = lengths[slot] + token;
+    const unsigned char* key = k + slot * k_stride + token * k_token_stride + kv_head * kRowBytes;
+    const unsigned char* value = v + slot * v_stride + token * v_token_stride + kv_head * kRowBytes;
+    unsigned char* to = cache + slot * slot_stride + (kv_head * max_sequence_length + position) * kRowBytes + 4 * word;
+    *reinterpret_cast<unsigned*>(to) = apply_rope(reinterpret_cast<const unsigned*>(key), word, RopeAngles(cos_sin, rotary_dim, position));
+    *reinterpret_cast<unsigned*>(to + kv_stride) = reinterpret_cast<const unsigned*>(value)[word];
+}
+
+#define PARAMETERS                                                                                                                            \
+    const int *lengths, const int *new_lengths, long long max_sequence_length, long long window, long long batch_size,                        \
+        long long num_kv_heads, long long group_size, long long width, long long row_blocks, unsigned char *cache,         \
+        long long slot_stride, long long kv_stride, const unsigned char *q, long long q_stride, long long q_token_stride,                     \
+        const unsigned char *k, long long k_stride, long long k_token_stride, const unsigned char *v, long long v_stride,                     \
+        long long v_token_stride, const float *cos_sin, long long rotary_dim, double factor, double inverse_softcap, unsigned char *out,      \
+        float4 *partials
+#define ARGUMENTS                                                                                                                         \
+    {lengths, new_lengths, static_cast<int>(max_sequence_length), static_cast<int>(min(window, 0x7FFFFFFFLL)),                            \
+     static_cast<int>(batch_size), static_cast<int>(num_kv_heads), static_cast<int>(group_size), static_cast<int>(width),                 \
+     static_cast<int>(row_blocks), cache, slot_stride, kv_stride, q, q_stride, q_token_stride, k, k_stride,    \
+     k_token_stride, v, v_stride, v_token_stride, cos_sin, static_cast<int>(rotary_dim), {factor, inverse_softcap}, out, partials}
+
+extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_16 * KEY_WARPS_16, BLOCKS_PER_SM_16) attention_extend_16(PARAMETERS) {
+    Extend<true, ROW_WARPS_16, KEY_WARPS_16, ROW_TILES_16, TILE_KEYS_16, STAGES_16, MIN_TILES_16>::run<true>(ARGUMENTS);
+}
+extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_32 * KEY_WARPS_32, BLOCKS_PER_SM_32) attention_extend_32(PARAMETERS) {
+    Extend<true, ROW_WARPS_32, KEY_WARPS_32, ROW_TILES_32, TILE_KEYS_32, STAGES_32, MIN_TILES_32>::run<true>(ARGUMENTS);
+}
+extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_64 * KEY_WARPS_64, BLOCKS_PER_SM_64) attention_extend_64(PARAMETERS) {
+    Extend<true, ROW_WARPS_64, KEY_WARPS_64, ROW_TILES_64, TILE_KEYS_64, STAGES_64, MIN_TILES_64>::run<true>(ARGUMENTS);
+}
+extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_128 * KEY_WARPS_128, BLOCKS_PER_SM_128) attention_extend_128(PARAMETERS) {
+    Extend<false, ROW_WARPS_128, KEY_WARPS_128, ROW_TILES_128, TILE_KEYS_128, STAGES_128, MIN_TILES_128>::run<false>(ARGUMENTS);
+}
