@@ -48,5 +48,8 @@ extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_64 * KEY_WARPS_64, B
     Extend<true, ROW_WARPS_64, KEY_WARPS_64, ROW_TILES_64, TILE_KEYS_64, STAGES_64, MIN_TILES_64>::run<true>(ARGUMENTS);
 }
 extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_128 * KEY_WARPS_128, BLOCKS_PER_SM_128) attention_extend_128(PARAMETERS) {
+    Extend<false, ROW_WARPS_128, KEY_WARPS_128, ROW_TILES_128, TILE_KEYS_128, STAGES_128, MIN_TILES_128>::run<true>(ARGUMENTS);
+}
+extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_128 * KEY_WARPS_128, BLOCKS_PER_SM_128) attention_extend_whole(PARAMETERS) {
     Extend<false, ROW_WARPS_128, KEY_WARPS_128, ROW_TILES_128, TILE_KEYS_128, STAGES_128, MIN_TILES_128>::run<false>(ARGUMENTS);
 }

@@ -182,10 +182,12 @@ def extend_tiles(head_dim: int, arch: str) -> dict[str, int]:
     large = shared_limit(arch) >= 227 * _KIB
     if head_dim > 128 and not large:
         forms = {16: (1, 2, 1, 32, 2, 2, 1), 32: (2, 1, 1, 32, 2, 2, 1), 64: (4, 1, 1, 32, 2, 2, 1), 128: (4, 1, 1, 32, 2, 2, 1)}
+    elif large and head_dim <= 128:
+        forms = {16: (1, 8, 1, 128, 3, 1, 1), 32: (2, 4, 1, 128, 3, 1, 1), 64: (4, 2, 1, 128, 3, 1, 1), 128: (4, 1, 2, 64, 2, 1, 2)}
+    elif large:
+        forms = {16: (1, 4, 1, 64, 3, 1, 1), 32: (2, 4, 1, 64, 3, 1, 1), 64: (4, 1, 1, 64, 3, 1, 1), 128: (8, 1, 1, 64, 2, 1, 1)}
     else:
-        per_sm, stages = (2, 3) if large and head_dim <= 128 else (1, 2)
-        small = {16: (1, 4, 1, 64, stages, 1, per_sm), 32: (2, 2, 1, 64, stages, 1, per_sm), 64: (4, 1, 1, 64, stages, 1, per_sm)}
-        forms = {**small, 128: (4, 1, 1, 64, stages, 1, per_sm)}
+        forms = {16: (1, 4, 1, 64, 2, 1, 1), 32: (2, 2, 1, 64, 2, 1, 1), 64: (4, 1, 1, 64, 2, 1, 1), 128: (4, 1, 2, 32, 2, 1, 1)}
     return {f"{name}_{rows}": value for rows, form in forms.items() for name, value in zip(_EXTEND_NAMES, form, strict=True)}
 
 

@@ -67,7 +67,7 @@ class AttentionWorkspace(Uncopyable):
         allocation = memory.allocate(dense_nbytes(shape, "float32"), zeroed=True, stream=stream)
         #: Partial results, float32.
         self.partials = DeviceTensor(allocation, shape=shape, dtype="float32")
-        shape = (self.blocks, 64, -(-head_dim // 16), 5, 4)
+        shape = (self.blocks, 128, -(-head_dim // 16), 5, 4)
         a = memory.allocate(dense_nbytes(shape, "float32"), zeroed=True, stream=stream)
         self.extend_partials = DeviceTensor(a, shape=shape, dtype="float32")
 

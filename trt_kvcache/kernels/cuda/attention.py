@@ -96,16 +96,16 @@ def _extend(params: AttentionParams, workspace: AttentionWorkspace, stream: Any)
     memory, cache, (q, k, v) = _memory(params), params.cache, (params.q, params.k, params.v)
     slots, _, kv_heads, tokens, head_dim = cache.shape
     width = q.shape[1]
-    rows = _extend_rows(width * params.group)
+    all_rows = width * params.group
+    rows = next((one for one in EXTEND_ROWS if all_rows <= one), EXTEND_ROWS[-1])
     form = extend_form(head_dim, memory.arch, rows)
-    row_blocks = -(-width * params.group // form.rows)
+    if rows < EXTEND_ROWS[-1] and (width > form.tile_keys or slots * kv_heads > memory.multiprocessor_count * form.blocks_per_sm):
+        rows, form = EXTEND_ROWS[-1], extend_form(head_dim, memory.arch, EXTEND_ROWS[-1])
+    row_blocks = -(-all_rows // form.rows)
     items = slots * kv_heads * row_blocks
     resident = memory.multiprocessor_count * form.blocks_per_sm
-    splits = rows < EXTEND_ROWS[-1] and items <= resident and width <= form.tile_keys
-    if not splits:
-        form = extend_form(head_dim, memory.arch, EXTEND_ROWS[-1])
-        row_blocks = -(-width * params.group // form.rows)
-        items = slots * kv_heads * row_blocks
+    splits = items <= resident
+    if rows == EXTEND_ROWS[-1]:
         _append(params, "attention_extend", stream)
     useful_blocks = items * (-(-tokens // (form.tile_keys * form.min_tiles)) + 1)
     blocks = min(resident, useful_blocks) if splits else items
@@ -120,7 +120,7 @@ def _extend(params: AttentionParams, workspace: AttentionWorkspace, stream: Any)
     launch(
         memory,
         variant_name("attention_extend", cache.dtype, head_dim),
-        f"attention_extend_{rows if splits else EXTEND_ROWS[-1]}",
+        f"attention_extend_{rows if splits else 'whole'}",
         (blocks, 1, 1),
         arguments,
         stream,
@@ -129,10 +129,6 @@ def _extend(params: AttentionParams, workspace: AttentionWorkspace, stream: Any)
         cooperative=splits and blocks > 1,
         programmatic_dependent_launch=arch_number(memory.arch) >= MIN_PDL_ARCH,
     )
-
-
-def _extend_rows(rows: int) -> int:
-    return next((one for one in EXTEND_ROWS if rows <= one), EXTEND_ROWS[-1])
 
 
 def _cache_arguments(params: AttentionParams) -> tuple[int, ...]:
