@@ -99,7 +99,7 @@ def _extend(params: AttentionParams, workspace: AttentionWorkspace, stream: Any)
     all_rows = width * params.group
     rows = next((one for one in EXTEND_ROWS if all_rows <= one), EXTEND_ROWS[-1])
     form = extend_form(head_dim, memory.arch, rows)
-    if rows < EXTEND_ROWS[-1] and (width > form.tile_keys or slots * kv_heads > memory.multiprocessor_count * form.blocks_per_sm):
+    if rows < EXTEND_ROWS[-1] and width > form.tile_keys:
         rows, form = EXTEND_ROWS[-1], extend_form(head_dim, memory.arch, EXTEND_ROWS[-1])
     row_blocks = -(-all_rows // form.rows)
     items = slots * kv_heads * row_blocks
@@ -120,7 +120,7 @@ def _extend(params: AttentionParams, workspace: AttentionWorkspace, stream: Any)
     launch(
         memory,
         variant_name("attention_extend", cache.dtype, head_dim),
-        f"attention_extend_{rows if splits else 'whole'}",
+        f"attention_extend_{rows if splits or rows < EXTEND_ROWS[-1] else 'whole'}",
         (blocks, 1, 1),
         arguments,
         stream,
