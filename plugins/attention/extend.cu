@@ -47,9 +47,9 @@ extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_32 * KEY_WARPS_32, B
 extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_64 * KEY_WARPS_64, BLOCKS_PER_SM_64) attention_extend_64(PARAMETERS) {
     Extend<true, ROW_WARPS_64, KEY_WARPS_64, ROW_TILES_64, TILE_KEYS_64, STAGES_64, MIN_TILES_64>::run<true>(ARGUMENTS);
 }
-extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_128 * KEY_WARPS_128, BLOCKS_PER_SM_128) attention_extend_128(PARAMETERS) {
-    Extend<false, ROW_WARPS_128, KEY_WARPS_128, ROW_TILES_128, TILE_KEYS_128, STAGES_128, MIN_TILES_128>::run<true>(ARGUMENTS);
+extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_WIDE * KEY_WARPS_WIDE, BLOCKS_PER_SM_WIDE) attention_extend_wide(PARAMETERS) {
+    Extend<false, ROW_WARPS_WIDE, KEY_WARPS_WIDE, ROW_TILES_WIDE, TILE_KEYS_WIDE, STAGES_WIDE, MIN_TILES_WIDE>::run<true>(ARGUMENTS);
 }
-extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_128 * KEY_WARPS_128, BLOCKS_PER_SM_128) attention_extend_whole(PARAMETERS) {
-    Extend<false, ROW_WARPS_128, KEY_WARPS_128, ROW_TILES_128, TILE_KEYS_128, STAGES_128, MIN_TILES_128>::run<false>(ARGUMENTS);
+extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_WHOLE * KEY_WARPS_WHOLE, BLOCKS_PER_SM_WHOLE) attention_extend_whole(PARAMETERS) {
+    Extend<false, ROW_WARPS_WHOLE, KEY_WARPS_WHOLE, ROW_TILES_WHOLE, TILE_KEYS_WHOLE, STAGES_WHOLE, MIN_TILES_WHOLE>::run<false>(ARGUMENTS);
 }

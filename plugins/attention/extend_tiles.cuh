@@ -79,11 +79,12 @@ struct ExtendTiles {
         }
     }
 
-    // Applies RoPE to the keys in the tile of the new tokens, and appends keys and values to the cache. For all threads of the block; ends with
-    // a barrier behind RoPE.
+    // Applies RoPE to the keys in the tile of the new tokens. The first row block of a slot appends keys and values to the cache. For all threads
+    // of the block; there is a barrier behind RoPE.
     static __device__ __forceinline__ void append_new_tokens(unsigned char* tiles, const ExtendParams& params, const Rows& rows, int kv_head) {
-        apply_rope<2>(tiles, params, rows.count, [&](int row) { return rows.past + row; }, [] {});
+        apply_rope<4>(tiles, params, rows.count, [&](int row) { return rows.past + row; }, [] {});
         __syncthreads();
+        if (rows.first_row > 0) return;
         const long long row = static_cast<long long>(kv_head) * params.max_sequence_length + rows.past;
         unsigned char* const keys = params.cache + rows.slot * params.slot_stride + row * kRowBytes;
 #pragma unroll 1

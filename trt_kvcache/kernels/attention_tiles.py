@@ -170,31 +170,36 @@ class ExtendForm(NamedTuple):
     shared_nbytes: int
 
 
-#: Rows of a row block in each of the extend kernels.
-EXTEND_ROWS = (16, 32, 64, 128)
+#: The extend kernels: for few new tokens, with so many rows in a row block; for more of them; and one block for each row block.
+EXTEND_FORMS = ("16", "32", "64", "wide", "whole")
 
 _EXTEND_NAMES = ("ROW_WARPS", "KEY_WARPS", "ROW_TILES", "TILE_KEYS", "STAGES", "MIN_TILES", "BLOCKS_PER_SM")
 
 
 @cache
 def extend_tiles(head_dim: int, arch: str) -> dict[str, int]:
-    """Return the macros of the extend kernels, each with the rows of its row blocks at the end of its name."""
+    """Return the macros of the extend kernels, each with the form at the end of its name."""
     large = shared_limit(arch) >= 227 * _KIB
     if head_dim > 128 and not large:
-        forms = {16: (1, 2, 1, 32, 2, 2, 1), 32: (2, 1, 1, 32, 2, 2, 1), 64: (4, 1, 1, 32, 2, 2, 1), 128: (4, 1, 1, 32, 2, 2, 1)}
+        forms = [(1, 2, 1, 32, 2, 2, 1), (2, 1, 1, 32, 2, 2, 1), (4, 1, 1, 32, 2, 2, 1), (4, 1, 1, 32, 2, 4, 1), (4, 1, 1, 32, 2, 1, 1)]
     elif large and head_dim <= 128:
-        forms = {16: (1, 8, 1, 128, 3, 1, 1), 32: (2, 4, 1, 128, 3, 1, 1), 64: (4, 2, 1, 128, 3, 1, 1), 128: (4, 1, 2, 64, 2, 1, 2)}
+        forms = [(1, 8, 1, 128, 3, 1, 1), (2, 4, 1, 128, 3, 1, 1), (4, 2, 1, 128, 3, 1, 1), (4, 1, 1, 64, 3, 4, 2), (4, 1, 2, 64, 2, 1, 2)]
     elif large:
-        forms = {16: (1, 4, 1, 64, 3, 1, 1), 32: (2, 4, 1, 64, 3, 1, 1), 64: (4, 1, 1, 64, 3, 1, 1), 128: (8, 1, 1, 64, 2, 1, 1)}
+        forms = [(1, 4, 1, 64, 3, 1, 1), (2, 4, 1, 64, 3, 1, 1), (4, 1, 1, 64, 3, 1, 1), (4, 1, 1, 64, 3, 4, 1), (8, 1, 1, 64, 2, 1, 1)]
     else:
-        forms = {16: (1, 4, 1, 64, 2, 1, 1), 32: (2, 2, 1, 64, 2, 1, 1), 64: (4, 1, 1, 64, 2, 1, 1), 128: (4, 1, 2, 32, 2, 1, 1)}
-    return {f"{name}_{rows}": value for rows, form in forms.items() for name, value in zip(_EXTEND_NAMES, form, strict=True)}
+        forms = [(1, 4, 1, 64, 2, 1, 1), (2, 2, 1, 64, 2, 1, 1), (4, 1, 1, 64, 2, 1, 1), (4, 1, 1, 64, 2, 4, 1), (4, 1, 2, 32, 2, 1, 1)]
+    return {
+        f"{name}_{form.upper()}": value
+        for form, values in zip(EXTEND_FORMS, forms, strict=True)
+        for name, value in zip(_EXTEND_NAMES, values, strict=True)
+    }
 
 
 @cache
-def extend_form(head_dim: int, arch: str, rows: int) -> ExtendForm:
-    """Return what a launch over row blocks of so many rows, one of :data:`EXTEND_ROWS`, needs to know."""
+def extend_form(head_dim: int, arch: str, form: str) -> ExtendForm:
+    """Return what a launch of a form, one of :data:`EXTEND_FORMS`, needs to know."""
     tiles = extend_tiles(head_dim, arch)
-    row_warps, key_warps, row_tiles, tile_keys, stages, min_tiles, blocks_per_sm = (tiles[f"{name}_{rows}"] for name in _EXTEND_NAMES)
-    shared_nbytes = (16 * row_warps * row_tiles + 2 * stages * tile_keys) * row_nbytes(head_dim, "float16")
-    return ExtendForm(16 * row_warps * row_tiles, row_warps * key_warps, tile_keys, min_tiles, blocks_per_sm, shared_nbytes)
+    row_warps, key_warps, row_tiles, tile_keys, stages, min_tiles, blocks_per_sm = (tiles[f"{name}_{form.upper()}"] for name in _EXTEND_NAMES)
+    rows = 16 * row_warps * row_tiles
+    shared_nbytes = (rows + 2 * stages * tile_keys) * row_nbytes(head_dim, "float16")
+    return ExtendForm(rows, row_warps * key_warps, tile_keys, min_tiles, blocks_per_sm, shared_nbytes)

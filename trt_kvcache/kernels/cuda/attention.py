@@ -8,7 +8,6 @@ from trt_kvcache.dtypes import itemsize
 from trt_kvcache.kernels.attention_params import AttentionParams, score_factors
 from trt_kvcache.kernels.attention_tiles import (
     DECODE_ROWS,
-    EXTEND_ROWS,
     MIN_PDL_ARCH,
     arch_number,
     decode_shared_nbytes,
@@ -28,6 +27,7 @@ _WARP = 32
 _SHORT_FORM_BLOCKS_PER_SM = 3
 
 _EXTEND_WIDTH = 1 << 30
+_APPEND_WIDTH = 32
 
 
 def attend(params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
@@ -96,17 +96,22 @@ def _extend(params: AttentionParams, workspace: AttentionWorkspace, stream: Any)
     memory, cache, (q, k, v) = _memory(params), params.cache, (params.q, params.k, params.v)
     slots, _, kv_heads, tokens, head_dim = cache.shape
     width = q.shape[1]
-    all_rows = width * params.group
-    rows = next((one for one in EXTEND_ROWS if all_rows <= one), EXTEND_ROWS[-1])
-    form = extend_form(head_dim, memory.arch, rows)
-    if rows < EXTEND_ROWS[-1] and width > form.tile_keys:
-        rows, form = EXTEND_ROWS[-1], extend_form(head_dim, memory.arch, EXTEND_ROWS[-1])
-    row_blocks = -(-all_rows // form.rows)
-    items = slots * kv_heads * row_blocks
-    resident = memory.multiprocessor_count * form.blocks_per_sm
-    splits = items <= resident
-    if rows == EXTEND_ROWS[-1]:
+    def of(name):
+        form = extend_form(head_dim, memory.arch, name)
+        row_blocks = -(-width * params.group // form.rows)
+        return form, row_blocks, slots * kv_heads * row_blocks, memory.multiprocessor_count * form.blocks_per_sm
+
+    name = next((one for one in ("16", "32", "64") if width * params.group <= int(one)), "64" if width <= _APPEND_WIDTH else "wide")
+    form, row_blocks, items, resident = of(name)
+    if name != "wide" and width > form.tile_keys:
+        name = "wide"
+        form, row_blocks, items, resident = of(name)
+    if items > resident and (name == "wide" or row_blocks > 1):
+        name = "whole"
+        form, row_blocks, items, resident = of(name)
+    if name in ("wide", "whole"):
         _append(params, "attention_extend", stream)
+    splits = name != "whole" and items <= resident
     useful_blocks = items * (-(-tokens // (form.tile_keys * form.min_tiles)) + 1)
     blocks = min(resident, useful_blocks) if splits else items
     arguments = (
@@ -120,7 +125,7 @@ def _extend(params: AttentionParams, workspace: AttentionWorkspace, stream: Any)
     launch(
         memory,
         variant_name("attention_extend", cache.dtype, head_dim),
-        f"attention_extend_{rows if splits or rows < EXTEND_ROWS[-1] else 'whole'}",
+        f"attention_extend_{name}",
         (blocks, 1, 1),
         arguments,
         stream,
