@@ -11,7 +11,6 @@ extern "C" __global__ void __launch_bounds__(kAppendThreads)
                      long long v_token_stride, unsigned char* cache, long long slot_stride, long long kv_stride, long long max_sequence_length,
                      const int* lengths, const int* new_lengths, const float* cos_sin, long long rotary_dim, long long width,
                      long long num_kv_heads) {
-    grid_dependents_may_launch();
     grid_dependency_wait();
     const long long slot = blockIdx.y, x = static_cast<long long>(blockIdx.x) * kAppendThreads + threadIdx.x;
     const int word = static_cast<int>(x % kRowWords), token = static_cast<int>(x / (kRowWords * num_kv_heads));
@@ -23,6 +22,7 @@ extern "C" __global__ void __launch_bounds__(kAppendThreads)
     unsigned char* to = cache + slot * slot_stride + (kv_head * max_sequence_length + position) * kRowBytes + 4 * word;
     *reinterpret_cast<unsigned*>(to) = apply_rope(reinterpret_cast<const unsigned*>(key), word, RopeAngles(cos_sin, rotary_dim, position));
     *reinterpret_cast<unsigned*>(to + kv_stride) = reinterpret_cast<const unsigned*>(value)[word];
+    grid_dependents_may_launch();  // at the end: its blocks would take the place of blocks of this launch
 }
 
 #define PARAMETERS                                                                                                                            \

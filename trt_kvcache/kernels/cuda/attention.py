@@ -106,7 +106,7 @@ def _extend(params: AttentionParams, workspace: AttentionWorkspace, stream: Any)
     if name != "wide" and width > form.tile_keys:
         name = "wide"
         form, row_blocks, items, resident = of(name)
-    if items > resident and (name == "wide" or row_blocks > 1):
+    if items > resident and (name == "wide" or row_blocks > 1) and of("whole")[2] > _SHORT_FORM_BLOCKS_PER_SM * memory.multiprocessor_count:
         name = "whole"
         form, row_blocks, items, resident = of(name)
     if name in ("wide", "whole"):
@@ -149,7 +149,15 @@ def _append(params: AttentionParams, source: str, stream: Any) -> None:
     words = width * kv_heads * head_dim // 2  # of two elements, one for each thread
     arguments = (k.ptr, v.ptr, *_strides(0, k, v), *_strides(1, k, v), *_cache_arguments(params), width, kv_heads)
     name = variant_name(source, params.cache.dtype, head_dim)
-    launch(_memory(params), name, "attention_append", (-(-words // THREADS_PER_BLOCK), slots, 1), arguments, stream)
+    launch(
+        _memory(params),
+        name,
+        "attention_append",
+        (-(-words // THREADS_PER_BLOCK), slots, 1),
+        arguments,
+        stream,
+        programmatic_dependent_launch=arch_number(_memory(params).arch) >= MIN_PDL_ARCH and source == "attention_extend",
+    )
 
 
 def _prefill(params: AttentionParams, stream: Any) -> None:
