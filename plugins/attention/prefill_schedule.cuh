@@ -1,4 +1,4 @@
-// Which rows and which keys an extend block works on.
+// Which rows and which keys a prefill block works on.
 //
 // The rows of a K/V head of a slot are its new tokens times its query heads: row `token * group_size + head`. They are cut into row blocks
 // of kBlockRows, so K and V are read once for as many rows as a block holds. A row block sees the tiles of keys from the first one inside
@@ -10,7 +10,7 @@
 // begin with another one costs a block as much time as several tiles. In order: slot, row block, K/V head, part.
 #pragma once
 
-#include "attention/extend_params.cuh"
+#include "attention/prefill_params.cuh"
 #include "attention/math.cuh"
 #include "attention/new_tokens.cuh"
 
@@ -24,7 +24,7 @@ struct RowBlock {
     int first_tile, num_tiles;  // num_tiles: with the one of the new tokens
 
     // `number`: slot * row_blocks + number of the row block in the slot.
-    __device__ __forceinline__ void load(const ExtendParams& params, int number) {
+    __device__ __forceinline__ void load(const PrefillParams& params, int number) {
         slot = divide(number, params.row_blocks);
         past = params.lengths[slot];
         count = count_new_tokens(params.lengths, params.new_lengths, slot, params.width, params.max_sequence_length);
@@ -40,7 +40,7 @@ struct RowBlock {
 
 // What a block works on: tiles begin to end of a row block, counted from its first one. None if begin is end.
 template <class RowBlock>
-struct ExtendWork {
+struct PrefillWork {
     RowBlock rows{};
     int kv_head = 0;
     int begin = 0, end = 0;
@@ -50,7 +50,7 @@ struct ExtendWork {
 
 // Row block `number`; with no tiles behind the last one.
 template <class RowBlock>
-__device__ __forceinline__ RowBlock row_block(const ExtendParams& params, int number) {
+__device__ __forceinline__ RowBlock row_block(const PrefillParams& params, int number) {
     RowBlock rows;
     const int last = params.batch_size * params.row_blocks - 1;
     rows.load(params, min(number, last));
@@ -60,8 +60,8 @@ __device__ __forceinline__ RowBlock row_block(const ExtendParams& params, int nu
 
 // One block for each row block, those of the last tokens, which see most keys, first.
 template <class RowBlock>
-__device__ __forceinline__ ExtendWork<RowBlock> whole_row_block(const ExtendParams& params) {
-    ExtendWork<RowBlock> work;
+__device__ __forceinline__ PrefillWork<RowBlock> whole_row_block(const PrefillParams& params) {
+    PrefillWork<RowBlock> work;
     const int numbers = params.batch_size * params.row_blocks, from_last = static_cast<int>(blockIdx.x) / (params.num_kv_heads * params.batch_size);
     const int other = static_cast<int>(blockIdx.x) % (params.num_kv_heads * params.batch_size), slot = other / params.num_kv_heads;
     work.kv_head = other - slot * params.num_kv_heads;
@@ -73,11 +73,11 @@ __device__ __forceinline__ ExtendWork<RowBlock> whole_row_block(const ExtendPara
 
 // A part of a row block for each block. For a whole warp; the same in all of them.
 template <class RowBlock>
-__device__ __forceinline__ ExtendWork<RowBlock> part_of_row_block(const ExtendParams& params, int min_tiles_per_part) {
+__device__ __forceinline__ PrefillWork<RowBlock> part_of_row_block(const PrefillParams& params, int min_tiles_per_part) {
     const int lane = threadIdx.x % 32, numbers = params.batch_size * params.row_blocks, num_blocks = static_cast<int>(gridDim.x);
     const int items = numbers * params.num_kv_heads;  // there are at least as many blocks
     const RowBlock early = row_block<RowBlock>(params, lane);
-    ExtendWork<RowBlock> work;
+    PrefillWork<RowBlock> work;
     int total = early.num_tiles, longest = total;
     bool is_padded = early.count < params.width;
 #pragma unroll 1

@@ -1,10 +1,10 @@
 // Attention of several new tokens per slot over what the cache holds already, with RoPE and, for few tokens, append.
 //
-// Flash attention over row blocks (extend_schedule.cuh): the rows are new tokens times query heads of a K/V head, so K and V are read once for
+// Flash attention over row blocks (prefill_schedule.cuh): the rows are new tokens times query heads of a K/V head, so K and V are read once for
 // all of them. Tiles of kTileKeys keys and values pass by in a ring in shared memory; scores, probabilities and output stay in registers.
 //
-//     extend_schedule.cuh   row blocks, and which tiles of them this block has
-//     extend_tiles.cuh      how shared memory is filled; RoPE; append
+//     prefill_schedule.cuh   row blocks, and which tiles of them this block has
+//     prefill_tiles.cuh      how shared memory is filled; RoPE; append
 //     mma.cuh               which lane has which element
 //     softmax_state.cuh     what a warp accumulates
 //     split_kv_reduce.cuh   how the results of several blocks become one
@@ -19,20 +19,20 @@
 // in flight. Behind the barrier that follows, all warps have left the tile before, and its place is filled with tile n + kStages - 1.
 #pragma once
 
-#include "attention/extend_schedule.cuh"
-#include "attention/extend_tiles.cuh"
+#include "attention/prefill_schedule.cuh"
+#include "attention/prefill_tiles.cuh"
 #include "attention/mma.cuh"
 #include "attention/split_kv_reduce.cuh"
 
 // The output stays relative to an older maximum until a score is so many powers of 2 above it: a probability of up to 256 is as exact as one
 // of 1, and most steps need no rescaling.
 constexpr float kRescaleThreshold = 8;
-constexpr int kExtendPolledAtOnce = 8;  // vectors that a thread polls together
+constexpr int kPrefillPolledAtOnce = 8;  // vectors that a thread polls together
 
 // The sizes of a form of the kernel, and its steps. Warps are kRowWarps x kKeyWarps: each has kRowTiles times 16 rows and a part of the keys of
 // every tile.
 template <bool kAppends, int kRowWarps, int kKeyWarps, int kRowTiles, int kTileKeys, int kStages, int kMinTilesPerPart>
-struct Extend {
+struct Prefill {
     static constexpr int kThreads = 32 * kRowWarps * kKeyWarps, kWarpRows = 16 * kRowTiles, kBlockRows = kRowWarps * kWarpRows;
     static constexpr int kWarpKeys = kTileKeys / kKeyWarps, kTileBytes = kTileKeys * kRowBytes, kRingBytes = kStages * 2 * kTileBytes;
     static constexpr int kMaxStrips = kBlockRows * kStripsPerRow, kStripBytes = kStripVectors * 16;
@@ -40,11 +40,11 @@ struct Extend {
     static_assert(kWarpKeys % 16 == 0, "a warp's part of a tile is whole fragments");
     static_assert(kKeyWarps == 1 || kStagingBytes >= kKeyWarps * kMaxStrips * kStripBytes, "the ring also holds the strips of all warps");
 
-    using Tiles = ExtendTiles<kAppends, kThreads, kBlockRows, kTileKeys>;
+    using Tiles = PrefillTiles<kAppends, kThreads, kBlockRows, kTileKeys>;
     using Rows = typename Tiles::Rows;
     using Scores = float[kRowTiles][kWarpKeys / 8][4];
     using State = SoftmaxState<16>[kRowTiles];
-    using Work = ExtendWork<Rows>;
+    using Work = PrefillWork<Rows>;
 
     static __device__ __forceinline__ void compute_scores(Scores& scores, const LdmatrixAddress& queries, const LdmatrixAddress& key_tile) {
 #pragma unroll
@@ -140,7 +140,7 @@ struct Extend {
     }
 
     // Computes what the tiles of a part contribute to its row block. Ends with all copies arrived, without a barrier.
-    static __device__ __forceinline__ void accumulate(State& state, unsigned char* queries, unsigned char* ring, const ExtendParams& params,
+    static __device__ __forceinline__ void accumulate(State& state, unsigned char* queries, unsigned char* ring, const PrefillParams& params,
                                                       const Work& work) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp / kKeyWarps, key_warp = warp % kKeyWarps;
         const int span = params.window > 0 ? params.window : 0x7FFFFFFF;
@@ -204,14 +204,14 @@ struct Extend {
         cp_async_wait_group<0>();
     }
 
-    static __device__ __forceinline__ unsigned char* output_row(const ExtendParams& params, const Rows& rows, int kv_head, int row) {
+    static __device__ __forceinline__ unsigned char* output_row(const PrefillParams& params, const Rows& rows, int kv_head, int row) {
         const int at = rows.first_row + row, token = divide(at, params.group_size), head = at - token * params.group_size;
         const long long first = (static_cast<long long>(rows.slot) * params.width + token) * params.num_kv_heads + kv_head;
         return params.out + (first * params.group_size + head) * kRowBytes;
     }
 
     // Writes one vector of a strip to the output.
-    static __device__ __forceinline__ void store_vector(const ExtendParams& params, const Rows& rows, int kv_head, int strip, int vector,
+    static __device__ __forceinline__ void store_vector(const PrefillParams& params, const Rows& rows, int kv_head, int strip, int vector,
                                                         const PartialState& state) {
         const float inverse = reciprocal_approx(state.sum);
         unsigned* const to = reinterpret_cast<unsigned*>(output_row(params, rows, kv_head, strip / kStripsPerRow) + strip % kStripsPerRow * 32) + vector;
@@ -221,7 +221,7 @@ struct Extend {
 
     // Writes the output of a warp, that has all keys of its rows: through the place of its queries in shared memory, so that it leaves in chunks
     // of 16 bytes.
-    static __device__ __forceinline__ void store_rows(const State& state, unsigned char* queries, const ExtendParams& params, const Rows& rows,
+    static __device__ __forceinline__ void store_rows(const State& state, unsigned char* queries, const PrefillParams& params, const Rows& rows,
                                                       int kv_head) {
         const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kWarpRows;
         unsigned char* const warp_rows = queries + warp_row * kRowBytes;
@@ -290,7 +290,7 @@ struct Extend {
     }
 
     // Zeros for the tokens of each slot that are not new: the blocks of the launch share them.
-    static __device__ __forceinline__ void store_zeros(const ExtendParams& params) {
+    static __device__ __forceinline__ void store_zeros(const PrefillParams& params) {
         const int lane = threadIdx.x % 32, token_chunks = params.num_kv_heads * params.group_size * kRowChunks;
         const int block = static_cast<int>(blockIdx.x), num_blocks = static_cast<int>(gridDim.x);
 #pragma unroll 1
@@ -309,13 +309,13 @@ struct Extend {
         }
     }
 
-    // Grid: x alone. kSplits: parts of row blocks; the launch is cooperative. Else one block for each row block.
+    // Grid: x alone. kSplits: if params.splits, several blocks may share a row block, and the launch is cooperative. Else one block for each.
     template <bool kSplits>
-    static __device__ __forceinline__ void run(const ExtendParams& params) {
+    static __device__ __forceinline__ void run(const PrefillParams& params) {
         DYNAMIC_SHARED(unsigned char, queries);
         unsigned char* const ring = queries + kBlockRows * kRowBytes;
         grid_dependency_wait();
-        const Work work = kSplits ? part_of_row_block<Rows>(params, kMinTilesPerPart) : whole_row_block<Rows>(params);
+        const Work work = kSplits && params.splits ? part_of_row_block<Rows>(params, kMinTilesPerPart) : whole_row_block<Rows>(params);
         const Rows& rows = work.rows;
         const float factor = params.score.factor;
         if (work.begin < work.end) {
@@ -329,7 +329,7 @@ struct Extend {
                 for_each_vector(state, ring, rows, factor, [&](int strip, int vector, const PartialState& merged) {
                     reduce.publish(strip, vector, merged, false);
                 });
-                reduce.collect<kExtendPolledAtOnce>(reinterpret_cast<float4*>(ring), kStagingBytes, factor, store);
+                reduce.collect<kPrefillPolledAtOnce>(reinterpret_cast<float4*>(ring), kStagingBytes, factor, store);
             } else if constexpr (kKeyWarps == 1) {
                 store_rows(state, queries, params, rows, work.kv_head);
             } else {

@@ -1,19 +1,19 @@
-// How an extend block fills its shared memory: queries, with RoPE, and tiles of keys and values, from the cache or from the new tokens.
+// How a prefill block fills its shared memory: queries, with RoPE, and tiles of keys and values, from the cache or from the new tokens.
 #pragma once
 
 #include "attention/cp_async.cuh"
-#include "attention/extend_params.cuh"
-#include "attention/extend_schedule.cuh"
+#include "attention/prefill_params.cuh"
+#include "attention/prefill_schedule.cuh"
 #include "attention/rope.cuh"
 #include "attention/swizzle.cuh"
 
 // kAppends: keys and values of the new tokens are in `k` and `v`, and this launch appends them; else they are in the cache.
 template <bool kAppends, int kThreads, int kBlockRows, int kTileKeys>
-struct ExtendTiles {
+struct PrefillTiles {
     using Rows = RowBlock<kAppends, kBlockRows, kTileKeys>;
     static constexpr int kTileBytes = kTileKeys * kRowBytes;
 
-    static __device__ __forceinline__ void fill_queries(unsigned char* queries, const ExtendParams& params, const Rows& rows, int kv_head) {
+    static __device__ __forceinline__ void fill_queries(unsigned char* queries, const PrefillParams& params, const Rows& rows, int kv_head) {
         const unsigned char* const source = params.q + rows.slot * params.q_stride + static_cast<long long>(kv_head) * params.group_size * kRowBytes;
         const SharedAddress to = shared_address(queries);
 #pragma unroll
@@ -28,7 +28,7 @@ struct ExtendTiles {
     // Applies RoPE to the first `count` rows of a tile; position(row) is that of a row. The angles of several words are loaded together, as
     // each load takes long, and the first ones before arrived() is called, which says when the rows are there. For all threads of the block.
     template <int kAtOnce, class Position, class Arrived>
-    static __device__ __forceinline__ void apply_rope(unsigned char* tile, const ExtendParams& params, int count, Position position, Arrived arrived) {
+    static __device__ __forceinline__ void apply_rope(unsigned char* tile, const PrefillParams& params, int count, Position position, Arrived arrived) {
         const int half = params.rotary_dim / 4, words = count * half;
 #pragma unroll 1
         for (int first = 0; first == 0 || first < words; first += kThreads * kAtOnce) {
@@ -53,7 +53,7 @@ struct ExtendTiles {
     }
 
     // Keys, then values, of a tile; rows that are not live are zeros. `tile` is counted from the first one of the row block.
-    static __device__ __forceinline__ void fill(unsigned char* tiles, const ExtendParams& params, const Rows& rows, int kv_head, int tile) {
+    static __device__ __forceinline__ void fill(unsigned char* tiles, const PrefillParams& params, const Rows& rows, int kv_head, int tile) {
         const int first_key = (rows.first_tile + tile) * kTileKeys;
         const bool is_new = kAppends && tile == rows.num_tiles - 1;
         const long long row = static_cast<long long>(kv_head) * params.max_sequence_length + first_key;
@@ -81,7 +81,7 @@ struct ExtendTiles {
 
     // Applies RoPE to the keys in the tile of the new tokens. The first row block of a slot appends keys and values to the cache. For all threads
     // of the block; there is a barrier behind RoPE.
-    static __device__ __forceinline__ void append_new_tokens(unsigned char* tiles, const ExtendParams& params, const Rows& rows, int kv_head) {
+    static __device__ __forceinline__ void append_new_tokens(unsigned char* tiles, const PrefillParams& params, const Rows& rows, int kv_head) {
         apply_rope<4>(tiles, params, rows.count, [&](int row) { return rows.past + row; }, [] {});
         __syncthreads();
         if (rows.first_row > 0) return;
