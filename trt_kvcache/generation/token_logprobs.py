@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.generation.most_likely import most_likely
+from trt_kvcache.kernels.host.most_likely import most_likely
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,9 @@ from trt_kvcache.kernels.kv_copies import (
 from trt_kvcache.kernels.launch_limits import MAX_MOVES, MAX_SAVED_TENSORS, MAX_STORED_VALUES
 from trt_kvcache.kernels.layer_infos import KVLayerInfo, KVLayerInfos
 from trt_kvcache.kernels.lengths import increment_length_tensor, store_length_values
+from trt_kvcache.kernels.sampling import choose_tokens
+from trt_kvcache.kernels.sampling_rows import SamplingRows
+from trt_kvcache.kernels.sampling_workspace import SamplingWorkspace
 from trt_kvcache.kernels.state_infos import StateInfo, StateInfos
 from trt_kvcache.kernels.state_rows import copy_rows, instantiate_rows, save_rows, zero_rows
 
@@ -33,9 +36,12 @@ __all__ = [
     "MAX_SAVED_TENSORS",
     "MAX_MOVES",
     "MAX_STORED_VALUES",
+    "SamplingRows",
+    "SamplingWorkspace",
     "StateInfo",
     "StateInfos",
     "attend",
+    "choose_tokens",
     "compact_kv_cache_batched",
     "compact_length_tensor",
     "compact_rows",

@@ -10,6 +10,8 @@ from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan
 from trt_kvcache.kernels.layer_infos import KVLayerInfos
+from trt_kvcache.kernels.sampling_rows import SamplingRows
+from trt_kvcache.kernels.sampling_workspace import SamplingWorkspace
 from trt_kvcache.kernels.state_infos import StateInfos
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -23,6 +25,11 @@ class Backend(Protocol):
 
     def attend(self, params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
         """Apply RoPE to q and k, append k and v to the cache, and compute attention."""
+
+    def choose_tokens(
+        self, logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor, workspace: SamplingWorkspace, stream: Any
+    ) -> None:
+        """Choose a token for each row of logits, and advance the rows."""
 
     def embed(self, table: DeviceTensor, ids: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
         """Gather rows of a table ``[vocab, hidden]`` by ids ``[B, s]``; zeros for an id that is out of range."""

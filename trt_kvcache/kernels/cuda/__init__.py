@@ -8,10 +8,12 @@ from trt_kvcache.kernels.cuda.attention import attend
 from trt_kvcache.kernels.cuda.embedding import embed
 from trt_kvcache.kernels.cuda.kv import compact_layers, copy_layer, instantiate_layers, save_layers
 from trt_kvcache.kernels.cuda.lengths import compact_lengths, increment_scalar, increment_tensor, store_values
+from trt_kvcache.kernels.cuda.sampling import choose_tokens
 from trt_kvcache.kernels.cuda.states import compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
 
 __all__ = [
     "attend",
+    "choose_tokens",
     "compact_layers",
     "compact_lengths",
     "compact_rows",

@@ -33,7 +33,7 @@ def most_likely(logits: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.i
     Examples
     --------
     >>> import numpy as np
-    >>> from trt_kvcache.generation.most_likely import most_likely
+    >>> from trt_kvcache.kernels.host.most_likely import most_likely
     >>> most_likely(np.array([1, 3, 2, 3, 2], np.float32), 3).tolist()
     [1, 2, 3]
     """

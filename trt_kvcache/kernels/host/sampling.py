@@ -1,0 +1,82 @@
+"""Sampling in host memory."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.kernels.host.arrays import array_of
+from trt_kvcache.kernels.host.philox import random_bits
+from trt_kvcache.kernels.host.token_choice import ChoiceParams, choose_place
+from trt_kvcache.kernels.sampling_rows import (
+    ACTIVE,
+    BAD_LOGITS,
+    BIASED,
+    GREEDY,
+    IN_PROMPT,
+    NO_ERROR,
+    NOTHING_LEFT,
+    PENALISED,
+    ROW_PARAMS,
+    ROW_RESULT,
+    SamplingRows,
+)
+from trt_kvcache.kernels.sampling_workspace import SamplingWorkspace
+from trt_kvcache.memory.tensor import DeviceTensor
+
+
+def choose_tokens(logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor, workspace: SamplingWorkspace, stream: Any) -> None:
+    all_logits, into = array_of(logits), array_of(tokens)
+    params, results = (array_of(tensor).view(dtype)[:, 0] for tensor, dtype in ((rows.params, ROW_PARAMS), (rows.results, ROW_RESULT)))
+    for row in np.flatnonzero(params["flags"] & ACTIVE).tolist():
+        of_row = params[row]
+        edited = all_logits[row]
+        best, error = _best(edited), BAD_LOGITS
+        if np.isfinite(edited[best]) and of_row["flags"] & (PENALISED | BIASED):
+            edited, error = _edited(edited, of_row, rows, row), NOTHING_LEFT
+            best = _best(edited)
+        if not np.isfinite(edited[best]):
+            into[row] = -1
+            results[row] = (-1, error, best, edited[best])
+            continue
+        token = best if of_row["flags"] & GREEDY else _choose(edited, of_row)
+        into[row] = token
+        results[row] = (token, NO_ERROR, 0, 0)
+        of_row["counter"] += 1
+        if of_row["flags"] & PENALISED:
+            _uses(rows)[row, token] += 1
+
+
+def _best(logits: npt.NDArray[np.float32]) -> int:
+    return int(np.argmax(logits))  # NaN counts as the largest
+
+
+def _uses(rows: SamplingRows) -> npt.NDArray[np.uint32]:
+    assert rows.uses is not None
+    return array_of(rows.uses).view(np.uint32)
+
+
+def _edited(logits: npt.NDArray[np.float32], of_row: Any, rows: SamplingRows, row: int) -> npt.NDArray[np.float32]:
+    """Return the logits after bias and penalties."""
+    edited: npt.NDArray[np.float32] = logits.copy()
+    with np.errstate(over="ignore", invalid="ignore"):
+        if of_row["flags"] & BIASED:
+            assert rows.bias is not None
+            edited += array_of(rows.bias)[row]
+        if of_row["flags"] & PENALISED:
+            uses = _uses(rows)[row]
+            counts = uses & ~np.uint32(IN_PROMPT)
+            used, generated = np.flatnonzero(uses), np.flatnonzero(counts)
+            if of_row["repetition"] != 1:
+                values = edited[used]
+                edited[used] = np.where(values < 0, values * of_row["repetition"], values / of_row["repetition"])
+            if of_row["frequency"]:
+                edited[generated] -= of_row["frequency"] * counts[generated].astype(np.float32)
+            if of_row["presence"]:
+                edited[generated] -= of_row["presence"]
+    return edited
+
+
+def _choose(logits: npt.NDArray[np.float32], of_row: Any) -> int:
+    numbers = ChoiceParams(float(of_row["scale"]), *(int(of_row[name]) for name in ("top_k", "top_p", "min_weight")))
+    return choose_place(logits, random_bits(int(of_row["seed"]), int(of_row["counter"])), numbers)
