@@ -41,7 +41,7 @@ def assert_distribution(params: SamplingParams, logits: np.ndarray) -> None:
     options = {"temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p, "min_p": params.min_p}
     tokens, weights = plain_distribution(logits, **options)
     found = {token: weight / sum(weights) for token, weight in zip(tokens, weights, strict=True)}
-    assert found == pytest.approx(naive_distribution(logits, params), rel=1e-12)
+    assert found == pytest.approx(naive_distribution(logits, params), rel=2e-5)
 
 
 LOGITS = np.array([1.0, 3.0, 2.5, -1.0, 3.0, 0.0, 2.0, -8.0], np.float32)

@@ -64,12 +64,12 @@ def scale_of(temperature: float) -> float:
 
 def top_p_bits(top_p: float) -> int:
     """Return ``top_p`` as a multiple of ``2**-53``, rounded up; 0 for 1, which keeps all."""
-    return 0 if top_p >= 1 else math.ceil(Fraction(float(top_p)) * 2**RANDOM_BITS)
+    return 0 if top_p >= 1 else math.ceil(Fraction(float(top_p)) * (1 << RANDOM_BITS))
 
 
 def min_weight(min_p: float) -> int:
     """Return the smallest weight that ``min_p`` keeps."""
-    return math.ceil(Fraction(float(min_p)) * 2**WEIGHT_BITS)
+    return math.ceil(Fraction(float(min_p)) * (1 << WEIGHT_BITS))
 
 
 def token_classes(logits: Float32, largest: Any, scale: float, *, out: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
