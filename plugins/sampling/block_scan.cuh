@@ -1,7 +1,8 @@
 // Sums, prefix sums and maxima over the threads of a block.
 #pragma once
 
-constexpr int kThreads = 512, kWarpsOfBlock = kThreads / 32;
+constexpr int kRowThreads = 512;
+constexpr int kWarpsOfBlock = kRowThreads / 32;
 
 using Number = unsigned long long;
 

@@ -52,7 +52,7 @@ struct RowSampler {
         if (!params.top_p) return choose_by_id(last, random);
         if (border.token_class == kClasses) {
             Number weight = 0;
-            for (int bin = threadIdx.x; bin < kCoarseBins; bin += kThreads) weight += row.coarse_weight[bin];
+            for (int bin = threadIdx.x; bin < kCoarseBins; bin += kRowThreads) weight += row.coarse_weight[bin];
             border.weight = block_prefix_sum(weight, scratch).total;
         }
         const unsigned long long shifted = params.top_p << 11;
@@ -126,8 +126,8 @@ struct RowSampler {
         const unsigned first_class = static_cast<unsigned>(coarse.bin) << kFineBits, token_class = first_class + fine.bin;
         const Number members = wanted - coarse.before - fine.before;
         Number weight = 0;
-        for (int bin = threadIdx.x; bin < kCoarseBins; bin += kThreads) weight += bin < coarse.bin ? row.coarse_weight[bin] : 0;
-        for (int bin = threadIdx.x; bin < fine.bin; bin += kThreads) weight += counts[bin] ? counts[bin] * weight_of(first_class + bin) : 0;
+        for (int bin = threadIdx.x; bin < kCoarseBins; bin += kRowThreads) weight += bin < coarse.bin ? row.coarse_weight[bin] : 0;
+        for (int bin = threadIdx.x; bin < fine.bin; bin += kRowThreads) weight += counts[bin] ? counts[bin] * weight_of(first_class + bin) : 0;
         weight = block_prefix_sum(weight, scratch).total + members * weight_of(token_class);
         last = {token_class, 0, 0x7FFFFFFF};
         if (members < counts[fine.bin]) last = break_ties(token_class, members);
@@ -177,7 +177,7 @@ struct RowSampler {
         Number before = block_prefix_sum(lower, scratch).total;
         if (target < before || target - before >= own) return -1;
         int chosen = -1;
-        for (int first = chunk.begin; before <= target; first += kThreads) {
+        for (int first = chunk.begin; before <= target; first += kRowThreads) {
             const int token = first + threadIdx.x;
             const Number value = token < chunk.end ? value_of(token, chunk.logits[token]) : 0;
             const PrefixSum sum = block_prefix_sum(value, scratch);
@@ -189,7 +189,7 @@ struct RowSampler {
 
     // Once all blocks have taken what they need.
     __device__ __forceinline__ void reset_workspace() const {
-        const int first = rank * kThreads + threadIdx.x, step = blocks * kThreads;
+        const int first = rank * kRowThreads + threadIdx.x, step = blocks * kRowThreads;
         if (!params.top_k && !params.top_p) return;
         for (int bin = first; bin < kCoarseBins; bin += step) {
             row.coarse_weight[bin] = 0;
@@ -203,16 +203,9 @@ struct RowSampler {
     }
 };
 
-__device__ __forceinline__ Number ranked(float logit, int token) {
-    return static_cast<Number>(order_of(logit)) << 32 | (~0u - static_cast<unsigned>(token));
-}
-__device__ __forceinline__ int token_of(Number best) { return static_cast<int>(~0u - static_cast<unsigned>(best)); }
-__device__ __forceinline__ float logit_of_best(Number best) { return logit_of(static_cast<unsigned>(best >> 32)); }
-__device__ __forceinline__ bool is_finite(float logit) { return (__float_as_uint(logit) & 0x7F800000u) != 0x7F800000u; }
-
 // tokens[row] = the token that a row chooses; -1 if it cannot. Rows that are not active keep theirs.
 // counts [rows, vocab] and bias [rows, vocab] may be null where no row asks for them; edited [groups, vocab] with them.
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
+extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
     choose_tokens(const float* logits, long long row_stride, long long vocab, long long rows, RowParams* all_params, unsigned* counts,
                   const float* bias, float* edited, int* tokens, RowResult* results, RowWorkspace* workspaces, long long blocks_of_row) {
     SHARED_ARRAY(unsigned, bins, kSharedBins);
@@ -255,20 +248,20 @@ extern "C" __global__ void __launch_bounds__(kThreads, 2)
         best = block_max(thread < blocks ? workspace.best[turn][thread] : 0, scratch);
         best_edited = is_edited ? block_max(thread < blocks ? workspace.best_edited[turn][thread] : 0, scratch) : best;
         turn ^= 1;
-        const bool is_good = is_finite(logit_of_best(best));
-        if (!is_good || !is_finite(logit_of_best(best_edited))) {
+        const bool is_good = is_finite(logit_of_ranked(best));
+        if (!is_good || !is_finite(logit_of_ranked(best_edited))) {
             const Number bad = is_good ? best_edited : best;
             if (rank == 0 && thread == 0) {
                 tokens[row] = -1;
-                results[row] = {-1, is_good ? kNothingLeft : kBadLogits, token_of(bad), logit_of_best(bad)};
+                results[row] = {-1, is_good ? kNothingLeft : kBadLogits, token_of_ranked(bad), logit_of_ranked(bad)};
             }
             continue;
         }
         int chosen = -1;
         if (params.flags & kGreedy) {
-            if (rank == 0 && thread == 0) chosen = token_of(best_edited);
+            if (rank == 0 && thread == 0) chosen = token_of_ranked(best_edited);
         } else {
-            RowSampler sampler{params, workspace, barrier, chunk, rank, blocks, logit_of_best(best_edited), bins, scratch, found};
+            RowSampler sampler{params, workspace, barrier, chunk, rank, blocks, logit_of_ranked(best_edited), bins, scratch, found};
             chosen = sampler.choose(random_bits(params.seed, params.counter));
             sampler.reset_workspace();
         }

@@ -22,16 +22,16 @@ struct RowChunk {
     }
     template <class Visit>
     __device__ __forceinline__ void for_each(int from, int to, Visit visit) const {
-        for (int first = from; first < to; first += kTokensAtOnce * kThreads) {
+        for (int first = from; first < to; first += kTokensAtOnce * kRowThreads) {
             float loaded[kTokensAtOnce];
 #pragma unroll
             for (int i = 0; i < kTokensAtOnce; i++) {
-                const int token = first + i * kThreads + threadIdx.x;
+                const int token = first + i * kRowThreads + threadIdx.x;
                 loaded[i] = token < to ? logits[token] : __uint_as_float(0xFF800000u);
             }
 #pragma unroll
             for (int i = 0; i < kTokensAtOnce; i++) {
-                if (first + i * kThreads < to) visit(first + i * kThreads + static_cast<int>(threadIdx.x), loaded[i]);
+                if (first + i * kRowThreads < to) visit(first + i * kRowThreads + static_cast<int>(threadIdx.x), loaded[i]);
             }
         }
     }
@@ -53,11 +53,11 @@ __device__ __forceinline__ void count_in_bin(unsigned* bins, int bin) {
 template <class BinOf>
 __device__ __forceinline__ void add_counts(const RowChunk& chunk, int num_bins, unsigned* of_row, unsigned* bins, BinOf bin_of) {
     __syncthreads();
-    for (int bin = threadIdx.x; bin < num_bins; bin += kThreads) bins[bin] = 0;
+    for (int bin = threadIdx.x; bin < num_bins; bin += kRowThreads) bins[bin] = 0;
     __syncthreads();
     chunk.for_each([&](int token, float logit) { count_in_bin(bins, bin_of(token, logit)); });
     __syncthreads();
-    for (int bin = threadIdx.x; bin < num_bins; bin += kThreads) {
+    for (int bin = threadIdx.x; bin < num_bins; bin += kRowThreads) {
         if (bins[bin]) atomicAdd(of_row + bin, bins[bin]);
     }
 }
@@ -68,7 +68,7 @@ __device__ __forceinline__ void add_weights(const RowChunk& chunk, RowWorkspace&
     unsigned *const counts = bins, *const low = bins + kCoarseBins, *const high = bins + 2 * kCoarseBins;
     for (int from = chunk.begin; from < chunk.end; from += kTokensOfHistogram) {
         __syncthreads();
-        for (int bin = threadIdx.x; bin < kSharedBins; bin += kThreads) bins[bin] = 0;
+        for (int bin = threadIdx.x; bin < kSharedBins; bin += kRowThreads) bins[bin] = 0;
         __syncthreads();
         chunk.for_each(from, min(chunk.end, from + kTokensOfHistogram), [&](int, float logit) {
             const unsigned token_class = class_of_logit(logit);
@@ -91,7 +91,7 @@ __device__ __forceinline__ void add_weights(const RowChunk& chunk, RowWorkspace&
             }
         });
         __syncthreads();
-        for (int bin = threadIdx.x; bin < kCoarseBins; bin += kThreads) {
+        for (int bin = threadIdx.x; bin < kCoarseBins; bin += kRowThreads) {
             if (!counts[bin]) continue;
             atomicAdd(row.coarse_count + bin, counts[bin]);
             atomicAdd(row.coarse_weight + bin, low[bin] + (static_cast<Weight>(high[bin]) << 16));
@@ -107,7 +107,7 @@ struct FoundBin {
 // The first bin with which the sum of value_of(bin) exceeds the target. For all threads of the block; `found` and `scratch` in shared memory.
 template <class ValueOf>
 __device__ __forceinline__ FoundBin find_bin(int num_bins, Number target, FoundBin* found, Number* scratch, ValueOf value_of) {
-    const int each = (num_bins + kThreads - 1) / kThreads, begin = min(num_bins, each * static_cast<int>(threadIdx.x)), end = min(num_bins, begin + each);
+    const int each = (num_bins + kRowThreads - 1) / kRowThreads, begin = min(num_bins, each * static_cast<int>(threadIdx.x)), end = min(num_bins, begin + each);
     Number sum = 0;
     for (int bin = begin; bin < end; bin++) sum += value_of(bin);
     __syncthreads();

@@ -20,3 +20,5 @@ struct RowWorkspace {
     unsigned fine_count[3][kFineBins];  // for the borders of top_k and top_p, and for the token
     unsigned order_count[3][kFineBins]; // tokens of the last class of top_k, by digits of their logits
 };
+constexpr int kRowWorkspaceBytes = 68376;
+static_assert(sizeof(RowWorkspace) == kRowWorkspaceBytes, "as the host allocates");

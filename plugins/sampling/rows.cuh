@@ -1,7 +1,7 @@
 // What the kernels are told about a row, and what they say. trt_kvcache/kernels/sampling_rows.py has the same fields.
 #pragma once
 
-constexpr long long kActive = 1, kGreedy = 2, kPenalised = 4, kBiased = 8;
+constexpr long long kActive = 1, kGreedy = 2, kPenalised = 4, kBiased = 8, kLogprobs = 16;
 
 struct RowParams {
     long long flags;

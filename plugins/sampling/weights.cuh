@@ -38,3 +38,11 @@ __device__ __forceinline__ unsigned order_of(float logit) {
 __device__ __forceinline__ float logit_of(unsigned order) {
     return __uint_as_float(order & 0x80000000u ? order & 0x7FFFFFFFu : ~order);
 }
+__device__ __forceinline__ bool is_finite(float logit) { return (__float_as_uint(logit) & 0x7F800000u) != 0x7F800000u; }
+
+// A token with its logit, as one number: the largest logit has the largest, of equal logits the lowest id. Never 0.
+__device__ __forceinline__ unsigned long long ranked(float logit, int token) {
+    return static_cast<unsigned long long>(order_of(logit)) << 32 | (~0u - static_cast<unsigned>(token));
+}
+__device__ __forceinline__ int token_of_ranked(unsigned long long ranked) { return static_cast<int>(~0u - static_cast<unsigned>(ranked)); }
+__device__ __forceinline__ float logit_of_ranked(unsigned long long ranked) { return logit_of(static_cast<unsigned>(ranked >> 32)); }

@@ -134,6 +134,7 @@ inline void __pipeline_wait_prior(int groups) { simt::running->block->wait_for_c
 
 inline int atomicAdd(int* place, int value) { return __atomic_fetch_add(place, value, __ATOMIC_RELAXED); }
 inline unsigned atomicAdd(unsigned* place, unsigned value) { return __atomic_fetch_add(place, value, __ATOMIC_RELAXED); }
+inline unsigned atomicOr(unsigned* place, unsigned bits) { return __atomic_fetch_or(place, bits, __ATOMIC_RELAXED); }
 inline unsigned long long atomicAdd(unsigned long long* place, unsigned long long value) {
     return __atomic_fetch_add(place, value, __ATOMIC_RELAXED);
 }

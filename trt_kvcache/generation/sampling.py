@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range
-from trt_kvcache.errors import EngineError, RangeError, ShapeError
+from trt_kvcache.errors import EngineError, ProcessorError, RangeError, ShapeError
 from trt_kvcache.kernels.host.philox import generator_at
 from trt_kvcache.kernels.host.token_choice import choose_token
 
@@ -390,5 +390,15 @@ def check_logits(logits: np.ndarray[Any, Any]) -> int:
     """
     best = int(np.argmax(logits))  # NaN counts as the largest
     if not np.isfinite(logits[best]):
-        raise EngineError(f"logits: expected finite numbers, got {logits[best]} for token {best}. The engine or its cache is damaged.")
+        raise bad_logits(logits[best], best)
     return best
+
+
+def bad_logits(logit: Any, token: int) -> EngineError:
+    """Return the error for logits whose largest, that of a token, is not finite."""
+    return EngineError(f"logits: expected finite numbers, got {logit} for token {token}. The engine or its cache is damaged.")
+
+
+def nothing_left(logit: Any) -> ProcessorError:
+    """Return the error for a largest logit, after bias and penalties, that is not finite."""
+    return ProcessorError(f"logit_bias and penalties: expected a largest logit that is finite after them, got {logit}.")

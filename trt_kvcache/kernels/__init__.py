@@ -20,7 +20,7 @@ from trt_kvcache.kernels.kv_copies import (
 from trt_kvcache.kernels.launch_limits import MAX_MOVES, MAX_SAVED_TENSORS, MAX_STORED_VALUES
 from trt_kvcache.kernels.layer_infos import KVLayerInfo, KVLayerInfos
 from trt_kvcache.kernels.lengths import increment_length_tensor, store_length_values
-from trt_kvcache.kernels.sampling import choose_tokens
+from trt_kvcache.kernels.sampling import choose_tokens, token_logprobs
 from trt_kvcache.kernels.sampling_rows import SamplingRows
 from trt_kvcache.kernels.sampling_workspace import SamplingWorkspace
 from trt_kvcache.kernels.state_infos import StateInfo, StateInfos
@@ -55,5 +55,6 @@ __all__ = [
     "save_rows",
     "split_qkv",
     "store_length_values",
+    "token_logprobs",
     "zero_rows",
 ]

@@ -31,6 +31,20 @@ class Backend(Protocol):
     ) -> None:
         """Choose a token for each row of logits, and advance the rows."""
 
+    def token_logprobs(
+        self, logits: DeviceTensor, rows: SamplingRows, out: DeviceTensor, workspace: SamplingWorkspace, stream: Any
+    ) -> None:
+        """Compute log-probabilities of the tokens that were chosen, and of the most likely ones."""
+
+    def set_row(self, rows: SamplingRows, row: int, words: Sequence[int], stream: Any) -> None:
+        """Store the parameters of a row: eight words of 64 bits."""
+
+    def count_tokens(self, uses: DeviceTensor, tokens: DeviceTensor, in_prompt: bool, more: int, stream: Any) -> None:
+        """Mark tokens as those of a prompt, or add to the uses of each."""
+
+    def set_bias(self, bias: DeviceTensor, tokens: DeviceTensor, values: DeviceTensor, stream: Any) -> None:
+        """Store the bias of tokens."""
+
     def embed(self, table: DeviceTensor, ids: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
         """Gather rows of a table ``[vocab, hidden]`` by ids ``[B, s]``; zeros for an id that is out of range."""
 

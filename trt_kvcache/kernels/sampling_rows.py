@@ -9,7 +9,7 @@ import numpy as np
 from trt_kvcache.memory.tensor import DeviceTensor
 
 #: Bits of ``flags``. ``plugins/sampling/rows.cuh`` has the same numbers and fields.
-ACTIVE, GREEDY, PENALISED, BIASED = 1, 2, 4, 8
+ACTIVE, GREEDY, PENALISED, BIASED, LOGPROBS = 1, 2, 4, 8, 16
 
 #: Parameters of one row.
 ROW_PARAMS = np.dtype(

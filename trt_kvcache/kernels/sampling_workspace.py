@@ -16,12 +16,15 @@ ROW_WORKSPACE_NBYTES, MAX_BLOCKS_OF_ROW = 68376, 128
 #: Blocks that are resident on a multiprocessor at once.
 BLOCKS_PER_SM = 2
 
+#: Most likely tokens that are reported for a row at most, and blocks of a row that look for them.
+MAX_TOP_LOGPROBS, LOGPROBS_BLOCKS = 20, 32
+
 #: Tokens of a vocabulary at most: sums of their weights fit into 53 bits.
 MAX_VOCAB_SIZE = 1 << 20
 
 
 class SamplingWorkspace(Uncopyable):
-    """Memory for :func:`~trt_kvcache.kernels.choose_tokens`, allocated once.
+    """Memory for :func:`~trt_kvcache.kernels.choose_tokens` and :func:`~trt_kvcache.kernels.token_logprobs`, allocated once.
 
     Parameters
     ----------
@@ -53,6 +56,9 @@ class SamplingWorkspace(Uncopyable):
         shape = (self.groups, ROW_WORKSPACE_NBYTES)
         #: One ``RowWorkspace`` for each group of blocks. Its counts are 0 before and after every call.
         self.meeting = DeviceTensor(memory.allocate(dense_nbytes(shape, "uint8"), zeroed=True, stream=stream), shape=shape, dtype="uint8")
+        found = (0 if memory.is_host else rows, 1 + LOGPROBS_BLOCKS * (2 + MAX_TOP_LOGPROBS))
+        #: What the blocks of a row found for its log-probabilities. The first word of a row is 0 before and after every call.
+        self.found = DeviceTensor(memory.allocate(dense_nbytes(found, "int64"), zeroed=True, stream=stream), shape=found, dtype="int64")
         edited = (self.groups, vocab_size)
         #: Logits after bias and penalties.
         self.edited = DeviceTensor(memory.allocate(dense_nbytes(edited, "float32"), stream=stream), shape=edited, dtype="float32")
@@ -60,4 +66,5 @@ class SamplingWorkspace(Uncopyable):
     def close(self) -> None:
         """Release the memory. Idempotent."""
         self.meeting.allocation.close()
+        self.found.allocation.close()
         self.edited.allocation.close()

@@ -8,12 +8,16 @@ from trt_kvcache.kernels.cuda.attention import attend
 from trt_kvcache.kernels.cuda.embedding import embed
 from trt_kvcache.kernels.cuda.kv import compact_layers, copy_layer, instantiate_layers, save_layers
 from trt_kvcache.kernels.cuda.lengths import compact_lengths, increment_scalar, increment_tensor, store_values
-from trt_kvcache.kernels.cuda.sampling import choose_tokens
+from trt_kvcache.kernels.cuda.sampling import choose_tokens, count_tokens, set_bias, set_row, token_logprobs
 from trt_kvcache.kernels.cuda.states import compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
 
 __all__ = [
     "attend",
     "choose_tokens",
+    "count_tokens",
+    "set_bias",
+    "set_row",
+    "token_logprobs",
     "compact_layers",
     "compact_lengths",
     "compact_rows",

@@ -1,11 +1,13 @@
 """Sampling in host memory."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.kernels.host.arrays import array_of
+from trt_kvcache.kernels.host.log_probabilities import log_probabilities
 from trt_kvcache.kernels.host.philox import random_bits
 from trt_kvcache.kernels.host.token_choice import ChoiceParams, choose_place
 from trt_kvcache.kernels.sampling_rows import (
@@ -14,6 +16,7 @@ from trt_kvcache.kernels.sampling_rows import (
     BIASED,
     GREEDY,
     IN_PROMPT,
+    LOGPROBS,
     NO_ERROR,
     NOTHING_LEFT,
     PENALISED,
@@ -80,3 +83,34 @@ def _edited(logits: npt.NDArray[np.float32], of_row: Any, rows: SamplingRows, ro
 def _choose(logits: npt.NDArray[np.float32], of_row: Any) -> int:
     numbers = ChoiceParams(float(of_row["scale"]), *(int(of_row[name]) for name in ("top_k", "top_p", "min_weight")))
     return choose_place(logits, random_bits(int(of_row["seed"]), int(of_row["counter"])), numbers)
+
+
+def token_logprobs(logits: DeviceTensor, rows: SamplingRows, out: DeviceTensor, workspace: SamplingWorkspace, stream: Any) -> None:
+    all_logits, words = array_of(logits), array_of(out)
+    params, results = array_of(rows.params).view(ROW_PARAMS)[:, 0], array_of(rows.results).view(ROW_RESULT)[:, 0]
+    top = (words.shape[1] - 1) // 2
+    for row in np.flatnonzero(
+        (params["flags"] & ACTIVE != 0) & (params["flags"] & LOGPROBS != 0) & (results["error"] == NO_ERROR)
+    ).tolist():
+        chosen, ids, values = log_probabilities(all_logits[row], int(results["token"][row]), top)
+        words[row] = -1
+        numbers = words[row].view(np.float32)
+        numbers[0], numbers[1 + top :] = chosen, 0
+        words[row, 1 : 1 + len(ids)] = ids
+        numbers[1 + top : 1 + top + len(ids)] = values
+
+
+def set_row(rows: SamplingRows, row: int, words: Sequence[int], stream: Any) -> None:
+    array_of(rows.params)[row] = np.array(words, np.int64).view(np.uint8)
+
+
+def count_tokens(uses: DeviceTensor, tokens: DeviceTensor, in_prompt: bool, more: int, stream: Any) -> None:
+    counts, ids = array_of(uses).view(np.uint32), array_of(tokens)
+    if in_prompt:
+        counts[ids] |= np.uint32(IN_PROMPT)
+    else:
+        np.add.at(array_of(uses), ids, np.int32(more))
+
+
+def set_bias(bias: DeviceTensor, tokens: DeviceTensor, values: DeviceTensor, stream: Any) -> None:
+    array_of(bias)[array_of(tokens)] = array_of(values)
