@@ -3,14 +3,13 @@
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from trt_kvcache.kernels.host.most_likely import most_likely
 
 
 def log_probabilities(
-    logits: npt.NDArray[np.float32], token: int, count: int
-) -> tuple[float, npt.NDArray[np.intp], npt.NDArray[np.float64]]:
+    logits: np.ndarray[Any, np.dtype[np.float32]], token: int, count: int
+) -> tuple[float, np.ndarray[Any, np.dtype[np.intp]], np.ndarray[Any, np.dtype[np.float64]]]:
     """Return the log-probability of a token, and the most likely tokens with theirs.
 
     Parameters
@@ -34,6 +33,6 @@ def log_probabilities(
     largest = logits.max()
     with np.errstate(invalid="ignore"):
         total = float(largest) + float(np.log(np.exp(logits - largest).sum(dtype=np.float64)))
-    top: npt.NDArray[Any] = most_likely(logits, min(count, logits.size))
+    top: np.ndarray[Any, Any] = most_likely(logits, min(count, logits.size))
     top = top[np.argsort(-logits[top], kind="stable")]
     return float(logits[token]) - total, top, logits[top].astype(np.float64) - total

@@ -3,13 +3,12 @@
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 #: Groups that a vocabulary is divided into to find a bound of the k-th largest logit, per token that is wanted, and at least.
 _GROUPS_PER_TOKEN, _MIN_GROUPS = 4, 1024
 
 
-def most_likely(logits: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.intp]:
+def most_likely(logits: np.ndarray[Any, np.dtype[np.float32]], count: int) -> np.ndarray[Any, np.dtype[np.intp]]:
     """Return the tokens with the largest logits.
 
     Parameters
@@ -47,7 +46,7 @@ def most_likely(logits: npt.NDArray[np.float32], count: int) -> npt.NDArray[np.i
     return candidates[_smallest(below, count)]
 
 
-def _smallest(below: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.intp]:
+def _smallest(below: np.ndarray[Any, np.dtype[np.float64]], count: int) -> np.ndarray[Any, np.dtype[np.intp]]:
     """Return the places of the ``count`` smallest numbers, in their order; of equal ones the first.
 
     Parameters
@@ -70,7 +69,7 @@ def _smallest(below: npt.NDArray[np.float64], count: int) -> npt.NDArray[np.intp
     return np.flatnonzero(kept)
 
 
-def _candidates(logits: npt.NDArray[np.float32], count: int, largest: Any) -> npt.NDArray[np.intp]:
+def _candidates(logits: np.ndarray[Any, np.dtype[np.float32]], count: int, largest: Any) -> np.ndarray[Any, np.dtype[np.intp]]:
     """Return tokens, in the order of their ids, that contain the ``count`` most likely ones and all that are as likely as the last."""
     groups = max(_GROUPS_PER_TOKEN * count, _MIN_GROUPS)
     rows = logits.size // groups

@@ -1,5 +1,7 @@
 """Random numbers by their index: Philox (Salmon et al., 2011) is counter-based, so any of them is reached at once."""
 
+from __future__ import annotations
+
 import numpy as np
 
 from trt_kvcache.kernels.host.token_weights import RANDOM_BITS

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from trt_kvcache.kernels.host.arrays import array_of
 from trt_kvcache.kernels.host.log_probabilities import log_probabilities
@@ -50,18 +49,20 @@ def choose_tokens(logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor
             _uses(rows)[row, token] += 1
 
 
-def _best(logits: npt.NDArray[np.float32]) -> int:
+def _best(logits: np.ndarray[Any, np.dtype[np.float32]]) -> int:
     return int(np.argmax(logits))  # NaN counts as the largest
 
 
-def _uses(rows: SamplingRows) -> npt.NDArray[np.uint32]:
+def _uses(rows: SamplingRows) -> np.ndarray[Any, np.dtype[np.uint32]]:
     assert rows.uses is not None
     return array_of(rows.uses).view(np.uint32)
 
 
-def _edited(logits: npt.NDArray[np.float32], of_row: Any, rows: SamplingRows, row: int) -> npt.NDArray[np.float32]:
+def _edited(
+    logits: np.ndarray[Any, np.dtype[np.float32]], of_row: Any, rows: SamplingRows, row: int
+) -> np.ndarray[Any, np.dtype[np.float32]]:
     """Return the logits after bias and penalties."""
-    edited: npt.NDArray[np.float32] = logits.copy()
+    edited: np.ndarray[Any, np.dtype[np.float32]] = logits.copy()
     with np.errstate(over="ignore", invalid="ignore"):
         if of_row["flags"] & BIASED:
             assert rows.bias is not None
@@ -80,7 +81,7 @@ def _edited(logits: npt.NDArray[np.float32], of_row: Any, rows: SamplingRows, ro
     return edited
 
 
-def _choose(logits: npt.NDArray[np.float32], of_row: Any) -> int:
+def _choose(logits: np.ndarray[Any, np.dtype[np.float32]], of_row: Any) -> int:
     numbers = ChoiceParams(float(of_row["scale"]), *(int(of_row[name]) for name in ("top_k", "top_p", "min_weight")))
     return choose_place(logits, random_bits(int(of_row["seed"]), int(of_row["counter"])), numbers)
 

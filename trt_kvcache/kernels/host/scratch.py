@@ -4,16 +4,15 @@ import threading
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 
 class Scratch(threading.local):
     """Arrays by name, separate ones for each thread."""
 
     def __init__(self) -> None:
-        self._arrays: dict[str, npt.NDArray[Any]] = {}
+        self._arrays: dict[str, np.ndarray[Any, Any]] = {}
 
-    def array(self, name: str, dtype: str, size: int) -> npt.NDArray[Any]:
+    def array(self, name: str, dtype: str, size: int) -> np.ndarray[Any, Any]:
         """Return an array of any content; the next call with this name overwrites it.
 
         Parameters

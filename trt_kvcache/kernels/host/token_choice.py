@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from trt_kvcache.kernels.host.most_likely import most_likely
 from trt_kvcache.kernels.host.scratch import scratch
 from trt_kvcache.kernels.host.token_weights import (
+    CHUNK,
     FRACTION_BITS,
-    NUM_CLASSES,
     RANDOM_BITS,
     WEIGHT_BITS,
     Float32,
@@ -25,10 +24,16 @@ from trt_kvcache.kernels.host.token_weights import (
     top_p_bits,
 )
 
-_Float64 = npt.NDArray[np.float64]
+Float64 = np.ndarray[Any, np.dtype[np.float64]]
 
-#: Up to so many tokens are sorted; more are first counted in bins of so many classes.
-_FEW, _BIN_BITS = 2048, 11
+#: Up to so many tokens are sorted. Of more, so many are taken as a sample.
+_FEW, _SAMPLE = 2048, 2400
+
+#: Which token of the sorted sample the most likely tokens, which are sorted, end with; and how far off the sample may be.
+_FIRST_OF_SAMPLE, _SLACK = 15, 120
+
+#: Tokens near a target are counted in at most so many bins, as a power of 2.
+_BIN_BITS = 11
 
 #: Tokens whose weights are added up together, when a place among all sums is looked for.
 _BLOCK = 512
@@ -121,8 +126,10 @@ def choose_place(logits: Float32, random: int, params: ChoiceParams) -> int:
     with np.errstate(over="ignore", invalid="ignore"):  # distances to -inf
         if params.min_weight and not params.top_p:
             # Only an estimate from above, so that few tokens are left: their weights are compared later.
-            likely = np.flatnonzero((logits if tokens is None else logits[tokens]) >= np.float32(_lowest_likely(largest, params)))
-            tokens = likely if tokens is None else tokens[likely]
+            is_likely = (logits if tokens is None else logits[tokens]) >= np.float32(_lowest_likely(largest, params))
+            if 4 * np.count_nonzero(is_likely) < logits.size:
+                likely = np.flatnonzero(is_likely)
+                tokens = likely if tokens is None else tokens[likely]
         kept = logits if tokens is None else logits[tokens]
         place = _place_in_nucleus(kept, largest, random, params) if params.top_p else _place(kept, largest, random, params)
     return place if tokens is None else int(tokens[place])
@@ -145,7 +152,7 @@ def _target(random: int, total: float) -> int:
 def _place(logits: Float32, largest: Any, random: int, params: ChoiceParams) -> int:
     weights = token_weights(logits, largest, params.scale, out=scratch.array("weights", "float32", logits.size))
     if params.min_weight:
-        weights[weights < params.min_weight] = 0
+        np.multiply(weights, weights >= params.min_weight, out=weights)
     ends = np.cumsum(np.add.reduceat(weights, np.arange(0, weights.size, _BLOCK), dtype=np.float64))
     target = _target(random, ends[-1])
     block = int(np.searchsorted(ends, target, side="right"))
@@ -158,15 +165,20 @@ def _place(logits: Float32, largest: Any, random: int, params: ChoiceParams) -> 
 
 
 def _place_in_nucleus(logits: Float32, largest: Any, random: int, params: ChoiceParams) -> int:
-    classes = scratch.array("all classes", "int32", logits.size)
-    token_classes(logits, largest, params.scale, out=classes)
-    if logits.size <= _FEW:
-        return _place_in_sorted(classes, random, params)
-    return _place_by_bins(classes, random, params)
-
-
-def _weights_of(classes: npt.NDArray[np.int32]) -> Float32:
-    return class_weights(np.array(classes), out=np.empty(classes.size, np.float32))
+    size = logits.size
+    classes = token_classes(logits, largest, params.scale, out=scratch.array("all classes", "int32", size))
+    weights = scratch.array("exact weights", "float64", size)
+    for start in range(0, size, CHUNK):
+        part = slice(start, start + CHUNK)
+        of_chunk = scratch.array("classes", "int32", classes[part].size)
+        np.copyto(of_chunk, classes[part])
+        weights[part] = class_weights(of_chunk, out=scratch.array("weights", "float32", of_chunk.size))
+    total = int(weights.sum())
+    tokens = Ordered(classes, weights, total)
+    _, kept = tokens.find(_nucleus_target(params.top_p, total))
+    if params.min_weight:
+        kept = min(kept, int(np.multiply(weights, weights >= params.min_weight).sum()))
+    return tokens.find(_target(random, kept))[0]
 
 
 def _nucleus_target(top_p: int, total: int) -> int:
@@ -174,39 +186,60 @@ def _nucleus_target(top_p: int, total: int) -> int:
     return (top_p * total + (1 << RANDOM_BITS) - 1 >> RANDOM_BITS) - 1
 
 
-def _place_in_sorted(classes: npt.NDArray[np.int32], random: int, params: ChoiceParams) -> int:
-    """Return the place by the definition: sort all tokens."""
-    order = np.argsort(classes, kind="stable")
-    weights = _weights_of(classes[order])
-    sums = np.cumsum(weights, dtype=np.float64)
-    count = int(np.searchsorted(sums, _nucleus_target(params.top_p, int(sums[-1])), side="right")) + 1
-    count = min(count, int(np.count_nonzero(weights >= params.min_weight)))
-    return int(order[np.searchsorted(sums, _target(random, sums[count - 1]), side="right")])
+class Ordered:
+    """Tokens in the order of their classes, then of their ids, of which only few are sorted.
 
+    Parameters
+    ----------
+    classes : ndarray (n,) int32
+        Of the tokens.
+    weights : ndarray (n,) float64
+        Theirs: integers.
+    total : int
+        Their sum.
+    """
 
-def _place_by_bins(classes: npt.NDArray[np.int32], random: int, params: ChoiceParams) -> int:
-    """Return the place without sorting: only the bins in which the nucleus ends and in which the random number falls are looked into."""
-    weights = scratch.array("weights", "float32", classes.size)
-    bins = scratch.array("bins", "intp", classes.size)
-    chunk = scratch.array("classes", "int32", min(classes.size, 1 << 14))
-    for start in range(0, classes.size, 1 << 14):
-        part = slice(start, start + (1 << 14))
-        np.right_shift(classes[part], _BIN_BITS, out=bins[part])
-        few = chunk[: classes[part].size]
-        np.copyto(few, classes[part])
-        class_weights(few, out=weights[part])
-    ends = np.cumsum(np.bincount(bins, weights, minlength=(NUM_CLASSES >> _BIN_BITS) + 1))
+    def __init__(self, classes: np.ndarray[Any, np.dtype[np.int32]], weights: Float64, total: int) -> None:
+        self._classes, self._weights, self._total = classes, weights, total
+        if classes.size > _FEW:
+            self._sample = np.sort(classes[:: max(classes.size // _SAMPLE, 1)])
+            self._first = self._sorted(np.flatnonzero(classes <= self._sample[min(_FIRST_OF_SAMPLE, self._sample.size - 1)]))
+        else:
+            self._first = self._sorted(np.arange(classes.size))
 
-    def find(target: int) -> tuple[int, float]:
-        """Return the first token, in order, with which the sum exceeds the target, and that sum."""
-        chosen = int(np.searchsorted(ends, target, side="right"))
-        members = np.flatnonzero(bins == chosen)
-        members = members[np.argsort(classes[members], kind="stable")]
-        sums = (ends[chosen - 1] if chosen else 0.0) + np.cumsum(weights[members], dtype=np.float64)
+    def find(self, target: int) -> tuple[int, int]:
+        """Return the first token with which the sum of the weights exceeds a target, and that sum.
+
+        Parameters
+        ----------
+        target : int
+            At least 0, less than the sum of all weights.
+        """
+        members, sums = self._first
+        if target >= sums[-1]:
+            members, sums = self._near(target)
         place = int(np.searchsorted(sums, target, side="right"))
-        return int(members[place]), float(sums[place])
+        return int(members[place]), int(sums[place])
 
-    _, total = find(_nucleus_target(params.top_p, int(ends[-1])))
-    if params.min_weight:
-        total = min(total, float(weights[weights >= params.min_weight].sum(dtype=np.float64)))
-    return find(_target(random, total))[0]
+    def _sorted(
+        self, members: np.ndarray[Any, np.dtype[np.intp]], before: float = 0.0
+    ) -> tuple[np.ndarray[Any, np.dtype[np.intp]], Float64]:
+        """Return tokens in order, and the sum up to each."""
+        members = members[np.argsort(self._classes[members], kind="stable")]
+        return members, before + np.cumsum(self._weights[members])
+
+    def _near(self, target: int) -> tuple[np.ndarray[Any, np.dtype[np.intp]], Float64]:
+        """Return tokens, in order, of which one reaches the target: from a range of classes that a sample of the tokens suggests."""
+        classes, weights, sample = self._classes, self._weights, self._sample
+        of_sample = np.cumsum(class_weights(np.array(sample), out=np.empty(sample.size, np.float32)), dtype=np.float64)
+        place = int(np.searchsorted(of_sample, target / self._total * of_sample[-1]))
+        low, high = int(sample[max(place - _SLACK, 0)]), int(sample[min(place + _SLACK, sample.size - 1)])
+        below = scratch.array("below", "float64", classes.size)
+        before = float(np.multiply(weights, classes < low, out=below).sum())
+        members = np.flatnonzero((classes >= low) & (classes <= high))
+        if not before <= target < before + weights[members].sum():  # the sample was misleading
+            low, high, before, members = 0, int(classes.max()), 0.0, np.arange(classes.size)
+        bins = classes[members] - low >> max((high - low).bit_length() - _BIN_BITS, 0)
+        ends = before + np.cumsum(np.bincount(bins, weights[members]))
+        chosen = int(np.searchsorted(ends, target, side="right"))
+        return self._sorted(members[bins == chosen], ends[chosen - 1] if chosen else before)

@@ -25,11 +25,10 @@ from fractions import Fraction
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from trt_kvcache.kernels.host.scratch import scratch
 
-Float32 = npt.NDArray[np.float32]
+Float32 = np.ndarray[Any, np.dtype[np.float32]]
 
 #: Bits of a class behind the point, bits of the largest weight, and the class from which on weights are 0.
 FRACTION_BITS, WEIGHT_BITS = 16, 33
@@ -40,14 +39,14 @@ RANDOM_BITS = 53
 
 _FLOAT32 = np.finfo(np.float32)
 
-#: Of 2**-x for x from 0 to 1, the highest power first. The variable is 2**16 times x.
+#: Of 2**(33 - x) for x from 0 to 1, the highest power first. The variable is 2**16 times x.
 _POLYNOMIAL = tuple(
     np.float32(float.fromhex(coefficient))
-    for coefficient in ("-0x1.ef66d0p-91", "0x1.2da7d4p-71", "-0x1.c4fef8p-53", "0x1.ebe392p-35", "-0x1.62e3bcp-17")
+    for coefficient in ("-0x1.ef66d0p-58", "0x1.2da7d4p-38", "-0x1.c4fef8p-20", "0x1.ebe392p-2", "-0x1.62e3bcp16", "0x1p33")
 )
 
 #: Tokens that are computed at once: they stay in the nearest cache.
-_CHUNK = 1 << 15
+CHUNK = 1 << 15
 
 
 def scale_of(temperature: float) -> float:
@@ -72,7 +71,9 @@ def min_weight(min_p: float) -> int:
     return math.ceil(Fraction(float(min_p)) * (1 << WEIGHT_BITS))
 
 
-def token_classes(logits: Float32, largest: Any, scale: float, *, out: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+def token_classes(
+    logits: Float32, largest: Any, scale: float, *, out: np.ndarray[Any, np.dtype[np.int32]]
+) -> np.ndarray[Any, np.dtype[np.int32]]:
     """Return the classes of tokens.
 
     Parameters
@@ -84,21 +85,23 @@ def token_classes(logits: Float32, largest: Any, scale: float, *, out: npt.NDArr
     scale : float
         Of :func:`scale_of`.
     out : ndarray (n,) int32
-        What is returned, overwritten. From ``NUM_CLASSES`` on, classes are all the same.
+        What is returned, overwritten. From ``NUM_CLASSES`` on, weights are 0; classes end at twice as much.
     """
     distances = out.view(np.float32)
     np.subtract(largest, logits, out=distances)
     np.multiply(distances, np.float32(scale), out=distances)
-    np.minimum(out, _END_BITS, out=out)  # floats that are not negative have the order of their bits
+    if not distances.max() < _MAX_CLASS:
+        np.minimum(distances, _MAX_CLASS, out=distances)
     np.rint(distances, out=distances)
     np.copyto(out, distances, casting="unsafe")
     return out
 
 
-_END_BITS = np.float32(NUM_CLASSES).view(np.int32)
+#: Up to here, the exponent of a float32 can be that of a weight before it is rounded down.
+_MAX_CLASS = np.float32(2 * NUM_CLASSES)
 
 
-def class_weights(classes: npt.NDArray[np.int32], *, out: Float32) -> Float32:
+def class_weights(classes: np.ndarray[Any, np.dtype[np.int32]], *, out: Float32) -> Float32:
     """Return the weights of classes: integers, though float32.
 
     Parameters
@@ -113,18 +116,14 @@ def class_weights(classes: npt.NDArray[np.int32], *, out: Float32) -> Float32:
     np.bitwise_xor(classes, fractions.view(np.int32), out=classes)
     np.copyto(fractions, fractions.view(np.int32), casting="unsafe")
     np.multiply(fractions, _POLYNOMIAL[0], out=out)
-    for coefficient in _POLYNOMIAL[1:]:
-        np.add(out, coefficient, out=out)
+    np.add(out, _POLYNOMIAL[1], out=out)
+    for coefficient in _POLYNOMIAL[2:]:
         np.multiply(out, fractions, out=out)
-    np.add(out, np.float32(1), out=out)
-    # Times 2 to the power of WEIGHT_BITS - class / 2**16, in the exponent of the float32.
+        np.add(out, coefficient, out=out)
+    # Times 2 to the power of -(class >> 16), in the exponent of the float32.
     np.left_shift(classes, 23 - FRACTION_BITS, out=classes)
-    np.subtract(_WEIGHT_EXPONENT, classes, out=classes)
-    np.add(out.view(np.int32), classes, out=out.view(np.int32))
+    np.subtract(out.view(np.int32), classes, out=out.view(np.int32))
     return np.floor(out, out=out)
-
-
-_WEIGHT_EXPONENT = np.int32(WEIGHT_BITS << 23)
 
 
 def token_weights(logits: Float32, largest: Any, scale: float, *, out: Float32) -> Float32:
@@ -150,8 +149,8 @@ def token_weights(logits: Float32, largest: Any, scale: float, *, out: Float32) 
     >>> (weights / 2**33).tolist()
     [0.5, 1.0, 0.25]
     """
-    for start in range(0, logits.size, _CHUNK):
-        part = slice(start, start + _CHUNK)
+    for start in range(0, logits.size, CHUNK):
+        part = slice(start, start + CHUNK)
         classes = scratch.array("classes", "int32", logits[part].size)
         class_weights(token_classes(logits[part], largest, scale, out=classes), out=out[part])
     return out
