@@ -21,8 +21,7 @@ def most_likely(logits: np.ndarray[Any, np.dtype[np.float32]], count: int) -> np
     Returns
     -------
     ndarray (count,) intp
-        In the order of their ids. Of equally likely tokens those with the lowest ids. Equal are logits whose distance to the largest
-        one is the same in float64.
+        In the order of their ids. Of tokens with equal logits (0 and -0 are equal) those with the lowest ids.
 
     Notes
     -----
@@ -40,42 +39,21 @@ def most_likely(logits: np.ndarray[Any, np.dtype[np.float32]], count: int) -> np
         return np.arange(logits.size)
     if not count:
         return np.empty(0, np.intp)
-    largest = np.float64(logits.max())
-    candidates = _candidates(logits, count, largest)
-    below = largest - logits[candidates].astype(np.float64)
-    return candidates[_smallest(below, count)]
-
-
-def _smallest(below: np.ndarray[Any, np.dtype[np.float64]], count: int) -> np.ndarray[Any, np.dtype[np.intp]]:
-    """Return the places of the ``count`` smallest numbers, in their order; of equal ones the first.
-
-    Parameters
-    ----------
-    below : ndarray (n,) float64
-        Without NaN.
-    count : int
-        From 1 to n.
-
-    Returns
-    -------
-    ndarray (count,) intp
-    """
-    if count >= below.size:
-        return np.arange(below.size)
-    edge = np.partition(below, count - 1)[count - 1]
-    kept = below < edge
-    tied = np.flatnonzero(below == edge)
+    candidates = _candidates(logits, count)
+    of_candidates = logits[candidates]
+    place = of_candidates.size - count
+    edge = np.partition(of_candidates, place)[place]
+    kept = of_candidates > edge
+    tied = np.flatnonzero(of_candidates == edge)
     kept[tied[: count - int(np.count_nonzero(kept))]] = True
-    return np.flatnonzero(kept)
+    chosen: np.ndarray[Any, np.dtype[np.intp]] = candidates[kept]
+    return chosen
 
 
-def _candidates(logits: np.ndarray[Any, np.dtype[np.float32]], count: int, largest: Any) -> np.ndarray[Any, np.dtype[np.intp]]:
+def _candidates(logits: np.ndarray[Any, np.dtype[np.float32]], count: int) -> np.ndarray[Any, np.dtype[np.intp]]:
     """Return tokens, in the order of their ids, that contain the ``count`` most likely ones and all that are as likely as the last."""
     groups = max(_GROUPS_PER_TOKEN * count, _MIN_GROUPS)
     rows = logits.size // groups
     maxima = logits if rows < 2 else logits[: rows * groups].reshape(rows, groups).max(axis=0)
     place = maxima.size - count
-    bound = np.float64(np.partition(maxima, place)[place])
-    # Distances to the largest are rounded to 53 bits: a logit a little below the bound may be as likely as it.
-    lowest = np.nextafter(np.float32(bound - (largest - bound) * 2.0**-51), np.float32(-np.inf))
-    return np.flatnonzero(logits >= lowest)
+    return np.flatnonzero(logits >= np.partition(maxima, place)[place])
