@@ -82,8 +82,9 @@ engines: $(READY)  ## Build the shipped model's engines into out/
 	$(BIN)/trt-kvcache build examples/tiny-llama -o out/tiny-llama-mask --max-batch-size 4 --attention mask
 
 .PHONY: bench
-bench: $(READY)  ## Measure what needs no GPU: host time of a step, imports, moves, builds, segments; results go to benchmarks/results
+bench: $(READY)  ## Measure what needs no GPU: host time of a step, sampling, imports, moves, builds, segments; results go to benchmarks/results
 	$(BIN)/python benchmarks/host_step.py
+	$(BIN)/python benchmarks/sampling.py
 	$(BIN)/python benchmarks/import_time.py
 	$(BIN)/python benchmarks/moves.py
 	$(BIN)/python benchmarks/build.py

@@ -42,6 +42,21 @@ def _host_step(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     yield "the same, 64 layers over 16", f"{content['ratio_64_to_16']:.2f}", f"{limits['ratio_64_to_16']:g}"
 
 
+def _sampling(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    rows = [row for row in content["host_us"] if row["vocab"] == content["limit_vocab"]]
+    for name in (name for name in rows[0] if name not in ("vocab", "logits")):
+        times = ", ".join(f"{row[name]:.0f} ({row['logits']})" for row in rows)
+        yield f"sampling on the host, a row of {content['limit_vocab']}, {name}", f"{times} us", f"{content['limit_us']:g} us"
+
+
+def _sampling_gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    yield "sampling on a GPU: rows whose tokens are those of the host", f"{content['checked_rows']}", "all"
+    for row in content["gpu_us"]:
+        times = [value for kind in ("peaked", "flat") for value in row[kind].values()]
+        limit = "30 us" if (row["vocab"], row["batch"]) == (151_936, 8) else ""
+        yield f"sampling on a GPU, {row['batch']} rows of {row['vocab']}", f"{min(times):.1f} to {max(times):.1f} us", limit
+
+
 def _build(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     for name in ("bare", "ours"):
         result = content["results"][name]
@@ -156,6 +171,8 @@ def _gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 _FILES = {
     "host_step": _host_step,
+    "sampling": _sampling,
+    "sampling_gpu": _sampling_gpu,
     "build": _build,
     "build_estimate": _build_estimate,
     "import_time": _import_time,

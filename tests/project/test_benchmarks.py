@@ -39,6 +39,12 @@ def test_host_step(tmp_path):
     assert (result["batch_size"], result["steps"]) == (8, 20)
 
 
+def test_sampling(tmp_path):
+    rows = measured("sampling.py", tmp_path / "sampling.json", "--quick", "--runs", "1")["host_us"]
+    assert [row["logits"] for row in rows] == ["peaked", "normal", "flat"]
+    assert all(value > 0 for row in rows for name, value in row.items() if name != "logits")
+
+
 def test_segments(tmp_path):
     result = measured("segments.py", tmp_path / "segments.json", "--steps", "5")
     assert 0 < result["eager_us_per_layer"] < 1000
