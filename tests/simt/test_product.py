@@ -82,6 +82,7 @@ DECODING, PIPELINE, SCHEDULE, PREFILLING, REDUCE, SOFTMAX = (
     f"attention/{name}"
     for name in ("decode.cuh", "kv_pipeline.cuh", "schedule.cuh", "prefill.cu", "split_kv_reduce.cuh", "softmax_state.cuh")
 )
+SAMPLING, CHOOSE = "test_sampling.py", "sampling/choose.cu"
 COMPACT, COUNT, ONE_MORE = "test_compaction.py", "(sizeof(Vector)), stride", "(sizeof(Vector)) + 1, stride"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -182,6 +183,34 @@ MISTAKES = {
         RACE,
     ),
     "a sum relative to an older maximum": (SOFTMAX, "sums[i] *= scale;", "", "none", PREFILL, "error <="),
+    "random numbers that are one block off": ("sampling/philox.cuh", "index / 4 + 1", "index / 4", "none", SAMPLING, "assert"),
+    "ties that go to the smallest logits": (
+        CHOOSE,
+        "const unsigned order = ~order_of",
+        "const unsigned order = order_of",
+        "none",
+        SAMPLING,
+        "assert",
+    ),
+    "a border that is one token too far": (CHOOSE, "find_border(wanted - 1)", "find_border(wanted)", "none", SAMPLING, "assert"),
+    "counts that are not left as they were": (CHOOSE, "            row.coarse_count[bin] = 0;\n", "", "none", SAMPLING, "assert"),
+    "min_p that is left out of top_p": (CHOOSE, "if (params.min_weight) kept", "if (false) kept", "none", SAMPLING, "assert"),
+    "a barrier that not all threads have come to": (
+        "sampling/row_barrier.cuh",
+        "wait() {\n        __syncthreads();",
+        "wait() {",
+        "thread",
+        SAMPLING,
+        RACE,
+    ),
+    "sums of 32 lanes that leave one out": (
+        "sampling/histogram.cuh",
+        "atomicAdd(counts + bin, 32u)",
+        "atomicAdd(counts + bin, 31u)",
+        "none",
+        SAMPLING,
+        "assert",
+    ),
     "the first layer's heads": ("kv.cu", "head(layers)", "head(layers - blockIdx.z)", "address", "test_kv_copies.py", OVERRUN),
 }
 

@@ -165,15 +165,14 @@ def _place(logits: Float32, largest: Any, random: int, params: ChoiceParams) -> 
 
 
 def _place_in_nucleus(logits: Float32, largest: Any, random: int, params: ChoiceParams) -> int:
-    size = logits.size
-    classes = token_classes(logits, largest, params.scale, out=scratch.array("all classes", "int32", size))
-    weights = scratch.array("exact weights", "float64", size)
+    size, total = logits.size, 0
+    classes, weights = scratch.array("all classes", "int32", size), scratch.array("exact weights", "float64", size)
     for start in range(0, size, CHUNK):
         part = slice(start, start + CHUNK)
         of_chunk = scratch.array("classes", "int32", classes[part].size)
-        np.copyto(of_chunk, classes[part])
+        np.copyto(of_chunk, token_classes(logits[part], largest, params.scale, out=classes[part]))
         weights[part] = class_weights(of_chunk, out=scratch.array("weights", "float32", of_chunk.size))
-    total = int(weights.sum())
+        total += int(weights[part].sum())
     tokens = Ordered(classes, weights, total)
     _, kept = tokens.find(_nucleus_target(params.top_p, total))
     if params.min_weight:
@@ -203,6 +202,9 @@ class Ordered:
         self._classes, self._weights, self._total = classes, weights, total
         if classes.size > _FEW:
             self._sample = np.sort(classes[:: max(classes.size // _SAMPLE, 1)])
+            of_sample = class_weights(self._sample.copy(), out=np.empty(self._sample.size, np.float32))
+            self._sums_of_sample = np.cumsum(of_sample, dtype=np.float64)
+            self._few: Any = None
             self._first = self._sorted(np.flatnonzero(classes <= self._sample[min(_FIRST_OF_SAMPLE, self._sample.size - 1)]))
         else:
             self._first = self._sorted(np.arange(classes.size))
@@ -230,16 +232,24 @@ class Ordered:
 
     def _near(self, target: int) -> tuple[np.ndarray[Any, np.dtype[np.intp]], Float64]:
         """Return tokens, in order, of which one reaches the target: from a range of classes that a sample of the tokens suggests."""
-        classes, weights, sample = self._classes, self._weights, self._sample
-        of_sample = np.cumsum(class_weights(np.array(sample), out=np.empty(sample.size, np.float32)), dtype=np.float64)
-        place = int(np.searchsorted(of_sample, target / self._total * of_sample[-1]))
+        sample = self._sample
+        place = int(np.searchsorted(self._sums_of_sample, target / self._total * self._sums_of_sample[-1]))
         low, high = int(sample[max(place - _SLACK, 0)]), int(sample[min(place + _SLACK, sample.size - 1)])
+        if place + _SLACK < sample.size // 4 and self._few is None:
+            few = np.flatnonzero(self._classes <= high)  # a next target is likely to be among them too
+            self._few = few, self._classes[few], self._weights[few], high
+        if self._few is not None and high <= self._few[3]:
+            ids, classes, weights, _ = self._few
+        else:
+            ids, classes, weights = None, self._classes, self._weights
         below = scratch.array("below", "float64", classes.size)
         before = float(np.multiply(weights, classes < low, out=below).sum())
         members = np.flatnonzero((classes >= low) & (classes <= high))
-        if not before <= target < before + weights[members].sum():  # the sample was misleading
-            low, high, before, members = 0, int(classes.max()), 0.0, np.arange(classes.size)
-        bins = classes[members] - low >> max((high - low).bit_length() - _BIN_BITS, 0)
-        ends = before + np.cumsum(np.bincount(bins, weights[members]))
+        if ids is not None:
+            members = ids[members]
+        if not before <= target < before + self._weights[members].sum():  # the sample was misleading
+            low, high, before, members = 0, int(self._classes.max()), 0.0, np.arange(self._classes.size)
+        bins = self._classes[members] - low >> max((high - low).bit_length() - _BIN_BITS, 0)
+        ends = before + np.cumsum(np.bincount(bins, self._weights[members]))
         chosen = int(np.searchsorted(ends, target, side="right"))
         return self._sorted(members[bins == chosen], ends[chosen - 1] if chosen else before)
