@@ -8,9 +8,11 @@ from dataclasses import replace
 import pytest
 from safetensors.numpy import load_file
 
+from tests.helpers.fakes import kv_config
 from tests.paths import ROOT
-from trt_kvcache import HostMemory, InferenceSession
+from trt_kvcache import HostMemory, InferenceSession, KVCacheManager
 from trt_kvcache.benchmarking import MemoryLimit, copy_bytes_per_second, copy_speed, describe_environment
+from trt_kvcache.benchmarking.memory_use import memory_use
 from trt_kvcache.checkpoint import ModelConfig
 
 SHIPPED = ROOT / "examples" / "tiny-llama"
@@ -41,6 +43,17 @@ def test_a_copy_counts_bytes_read_and_written(monkeypatch):
     assert copy_bytes_per_second(HostMemory()) == 2 * (1 << 16) / 0.5
 
 
+@pytest.mark.usefixtures("small_copies")
+def test_a_copy_and_the_memory_in_use_in_any_memory(memory, monkeypatch):
+    monkeypatch.setattr(copy_speed, "_DEVICE_NBYTES", 1 << 16)
+    assert copy_bytes_per_second(memory) > 0
+    held = memory.allocate(1 << 20, stream=memory.create_stream())
+    used = memory_use(memory)
+    assert used is None or (used.of == "process") == memory.is_host
+    assert used is None or used.nbytes >= held.nbytes
+    held.close()
+
+
 def test_the_fastest_run_counts_and_the_first_does_not(monkeypatch):
     ticks = iter([0.0, 0.1, 1.0, 3.0, 4.0, 5.5, 6.0, 9.0, 10.0, 14.0, 20.0, 22.0])
     monkeypatch.setattr(copy_speed.time, "perf_counter", lambda: next(ticks))
@@ -55,6 +68,20 @@ def test_a_copy_is_larger_than_the_last_level_cache(monkeypatch):
     monkeypatch.setattr(copy_speed.np, "ones", lambda nbytes, dtype: (sizes.append(nbytes), ones(nbytes, dtype))[1])
     assert copy_bytes_per_second(HostMemory()) > 0
     assert sizes == [4 << 20] * 2
+
+
+def test_the_environment_of_any_memory_is_json(memory):
+    class Session:
+        """What is asked of a session."""
+
+        engine = "an engine"
+
+    with KVCacheManager(kv_config(), memory=memory) as cache:
+        Session.cache = cache
+        found = json.loads(json.dumps(describe_environment(Session())))
+    assert (found["device"], found["engine"], found["cache"]["max_batch_size"]) == (memory.device, "str", 3)
+    assert (found["cuda_driver"] is None) == memory.is_host
+    assert found["device_name"]
 
 
 def test_the_environment_is_json_and_names_engine_device_and_cache():

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from trt_kvcache.benchmarking.memory_use import free_and_total
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.cuda_driver import check
 
@@ -55,8 +56,7 @@ def _on_host() -> float:
 def _on_device(memory: Any) -> float:
     from cuda.bindings import driver
 
-    memory.make_current()
-    free: int = check(driver.cuMemGetInfo())[0]
+    free, _ = free_and_total(memory)
     nbytes = max(_MIB, min(_DEVICE_NBYTES, free // _DEVICE_SHARE_OF_FREE))
     stream = memory.create_stream()
     source = memory.allocate(nbytes, zeroed=True, stream=stream)

@@ -41,17 +41,20 @@ def memory_use(memory: Memory) -> MemoryUse | None:
         None on a system that does not tell.
     """
     if not memory.is_host:
-        return MemoryUse(_in_use_on_device(memory), "device")
+        free, total = free_and_total(memory)
+        return MemoryUse(total - free, "device")
     peak = _peak_of_process()
     return None if peak is None else MemoryUse(peak, "process")
 
 
-def _in_use_on_device(memory: Any) -> int:
+def free_and_total(memory: Any) -> tuple[int, int]:
+    """Return the free and all bytes of a GPU, whose :class:`~trt_kvcache.memory.cuda_memory.CudaMemory` is given."""
     from cuda.bindings import driver
 
     memory.make_current()
-    free, total = check(driver.cuMemGetInfo())
-    return int(total - free)
+    status, free, total = driver.cuMemGetInfo()
+    check((status,))
+    return free, total
 
 
 def _peak_of_process() -> int | None:
