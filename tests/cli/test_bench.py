@@ -45,9 +45,18 @@ def test_the_table(run: Run):
     for said in (
         "2 runs after 1 to warm up; prompts of random tokens, seed 0",
         "included: logits on the host, the choice of tokens (greedy), and their text",
-        "of limit: decode steps beside reading weights, K and V at the speed of a copy",
+        "limit: share of what reading weights, K and V at ",
+        "memory: ",
     ):
         assert said in done.out
+
+
+def test_the_table_fits_a_terminal_of_80_columns(run: Run, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("trt_kvcache.cli.console._WIDTH_OF_A_PIPE", 80)
+    done = run("bench", SHIPPED, *FAST, "-p", 256, "-n", 100, "-d", 32)
+    lines = [line for line in done.out.splitlines() if line.startswith("│")]
+    assert [line.split("│")[1].strip() for line in lines] == ["pp256 @ d32", "tg100 @ d32"]
+    assert max(len(line) for line in lines) <= 80
 
 
 def test_json(run: Run):
@@ -176,7 +185,7 @@ class TestCtrlC:
         interrupt_after(1)
         done = run("bench", SHIPPED, *SMALL)
         assert (done.code, done.err) == (130, "interrupted\n")
-        assert "│ pp8 " in done.out
+        assert "│pp8 " in done.out
         assert "tg3" not in done.out
 
     def test_json_says_that_it_is_not_complete(self, run: Run, interrupt_after: Callable[[int], None]):

@@ -13,7 +13,7 @@ from trt_kvcache.cli.console import count, results, say, size, table
 from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.generation.sampling import SamplingParams
 
-_LATENCIES = ("first token", "per token", "p95", "p99")
+_NUMBERS = ("batch", "tokens/s", "first ms", "token ms", "p95", "p99", "limit")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,19 +79,22 @@ class BenchReport:
         say(str(self.folder), style="bold")
         say(f"{self.environment['engine']} on {self.environment['device_name']} ({self.environment['device']}), {self.dtype}")
         say(f"weights {size(self.limit.weights_nbytes)}; cache {size(cache['nbytes'])} in {cache['dtype']}")
-        numbers = ("batch", "tokens/s", *(f"{name}, ms" for name in _LATENCIES), "of limit", "memory")
-        shown = table("test", *numbers, numbers=numbers)
+        shown = table("test", *_NUMBERS, numbers=_NUMBERS)
+        shown.pad_edge = False
+        for column in shown.columns[1:]:
+            column.no_wrap = True
         for row in rows:
             shown.add_row(row.case.name, str(row.case.batch_size), *_cells(row, self.limit.share(row)))
         results().print(shown)
-        first = rows[0]
-        say(f"{count(first.runs, 'run')} after {first.warmup} to warm up; prompts of random tokens, seed {self.seed}")
+        last = rows[-1]
+        say(f"{count(last.runs, 'run')} after {last.warmup} to warm up; prompts of random tokens, seed {self.seed}")
         text = ", and their text" if self.makes_text else ""
         say(f"included: logits on the host, the choice of tokens ({self._sampling}){text}")
         speed = self.limit.copy_bytes_per_second / 1e9
-        say(f"of limit: decode steps beside reading weights, K and V at the speed of a copy, {speed:.1f} GB/s here")
-        if first.memory is not None:
-            say("memory: in use on the device" if first.memory.of == "device" else "memory: the most that the process had")
+        say(f"limit: share of what reading weights, K and V at {speed:.1f} GB/s allows")
+        if last.memory is not None:
+            where = "in use on the device" if last.memory.of == "device" else "the most that the process had"
+            say(f"memory: {size(last.memory.nbytes)}, {where}")
 
     @property
     def _sampling(self) -> str:
@@ -135,11 +138,17 @@ class BenchReport:
 def _cells(row: BenchmarkRow, limit_share: float | None) -> list[str]:
     """Return the cells of a row behind its batch, as text for people."""
     speed, first, latency = row.tokens_per_second, row.time_to_first_token, row.inter_token_latency
-    percentiles = [""] * 3 if latency is None else [f"{seconds * 1e3:.2f}" for seconds in (latency.median, latency.p95, latency.p99)]
+    percentiles = [""] * 3 if latency is None else [_milliseconds(value) for value in (latency.median, latency.p95, latency.p99)]
+    digits = 2 if speed.mean < 10 else 1 if speed.mean < 100 else 0
     return [
-        f"{speed.mean:.2f} ± {speed.deviation:.2f}",
-        f"{first.mean * 1e3:.2f} ± {first.deviation * 1e3:.2f}",
+        f"{speed.mean:.{digits}f} ± {speed.deviation:.{digits}f}",
+        _milliseconds(first.mean),
         *percentiles,
         "" if limit_share is None else f"{limit_share:.0%}",
-        "" if row.memory is None else size(row.memory.nbytes),
     ]
+
+
+def _milliseconds(seconds: float) -> str:
+    """Return a time with as many digits as say something: the table must fit a terminal."""
+    value = seconds * 1e3
+    return f"{value:.2f}" if value < 100 else f"{value:.0f}"
