@@ -6,6 +6,7 @@ import csv
 import io
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -200,3 +201,15 @@ class TestCtrlC:
         for form in ((), ("--csv",)):
             done = run("bench", SHIPPED, *SMALL, *form)
             assert (done.code, done.out, done.err) == (130, "", "interrupted\n")
+
+
+def test_progress_says_which_case_runs_and_how_far_it_is(run: Run, monkeypatch: pytest.MonkeyPatch):
+    seen: list[tuple[str, float | None]] = []
+
+    @contextmanager
+    def display() -> Iterator[Callable[[str, float | None], None]]:
+        yield lambda stage, done: seen.append((stage, done))
+
+    monkeypatch.setattr(bench_module, "progress_display", display)
+    assert run("bench", SHIPPED, *SMALL, "-b", 2, "--warmup", 0).code == 0
+    assert seen == [(f"{test}, batch 2", done) for test in ("pp8", "tg3") for done in (0.0, 0.5, 1.0)]
