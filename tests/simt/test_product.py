@@ -195,13 +195,13 @@ MISTAKES = {
     "a border that is one token too far": (CHOOSE, "find_border(wanted - 1)", "find_border(wanted)", "none", SAMPLING, "assert"),
     "counts that are not left as they were": (CHOOSE, "            row.coarse_count[bin] = 0;\n", "", "none", SAMPLING, "assert"),
     "min_p that is left out of top_p": (CHOOSE, "if (params.min_weight) kept", "if (false) kept", "none", SAMPLING, "assert"),
-    "a barrier that not all threads have come to": (
+    "a barrier that only one thread waits at": (
         "sampling/row_barrier.cuh",
-        "wait() {\n        __syncthreads();",
-        "wait() {",
-        "thread",
-        f"{SAMPLING}::test_the_workspace_is_left_as_it_was",
-        RACE,
+        "current++;\n        __syncthreads();",
+        "current++;",
+        "none",
+        SAMPLING,
+        "assert",
     ),
     "a weight of 32 lanes that leaves one out": (
         "sampling/histogram.cuh",
