@@ -41,7 +41,7 @@ def plain_tokens(logits, rows, steps=1):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("vocab_size", [1, 37, 3001])
+@pytest.mark.parametrize("vocab_size", [1, 37, pytest.param(3001, marks=pytest.mark.long)])
 def test_the_definition(memory, stream, kind, vocab_size):
     rng = np.random.default_rng(vocab_size)
     rows = [Row(seed=index + 5, counter=int(rng.integers(0, 9)), **one) for index, one in enumerate(CHOICES)]
