@@ -135,7 +135,11 @@ class StepExecutor:
 
         Parameters
         ----------
-        chunk, rows, every_logit
+        chunk : Chunk
+            As for :meth:`run`.
+        rows : sequence of sequence of int (chunk.count,)
+            As for :meth:`run`.
+        every_logit : bool
             As for :meth:`run`.
         """
         self.run(chunk, rows, every_logit=every_logit)
