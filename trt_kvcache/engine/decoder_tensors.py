@@ -115,6 +115,31 @@ def logits_tensors(model: ModelConfig, names: TensorNames, *, max_logits_per_slo
     )
 
 
+def check_logits_per_slot(wanted: int | Literal["all"]) -> int | Literal["all"]:
+    """Return a number of logits per slot as it was asked for, checked as far as it can be without the length of a prefill.
+
+    Parameters
+    ----------
+    wanted : int or "all"
+        As a build or a session is asked for it.
+
+    Returns
+    -------
+    int or "all"
+        At least 1.
+
+    Raises
+    ------
+    ConfigError
+        It is neither.
+    """
+    if wanted == "all":
+        return wanted
+    if isinstance(wanted, str):
+        raise ConfigError(f"max_logits_per_slot: expected a number of new tokens or 'all', got {wanted!r}.")
+    return int_in_range("max_logits_per_slot", wanted, 1, error=ConfigError)
+
+
 def logits_per_slot(wanted: int | Literal["all"], *, max_prefill_length: int) -> int:
     """Return how many new tokens per slot an engine is to have logits of in one enqueue.
 
@@ -135,11 +160,9 @@ def logits_per_slot(wanted: int | Literal["all"], *, max_prefill_length: int) ->
     ConfigError
         It is out of range.
     """
-    if wanted == "all":
+    found = check_logits_per_slot(wanted)
+    if found == "all":
         return max_prefill_length
-    if isinstance(wanted, str):
-        raise ConfigError(f"max_logits_per_slot: expected a number of new tokens or 'all', got {wanted!r}.")
-    found = int_in_range("max_logits_per_slot", wanted, 1, error=ConfigError)
     if found > max_prefill_length:
         raise ConfigError(
             f"max_logits_per_slot: expected at most max_prefill_length={max_prefill_length}, got {found}. "

@@ -7,6 +7,7 @@ from typing import Literal, TypedDict, get_args
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.engine.decoder_tensors import check_logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.reference import Attention
@@ -115,8 +116,8 @@ class SessionOptions:
         for name in ("max_batch_size", "max_sequence_length", "max_prefill_length"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, int_in_range(name, getattr(self, name), 1, error=ConfigError))
-        if self.max_logits_per_slot not in (None, "all"):
-            int_in_range("max_logits_per_slot", self.max_logits_per_slot, 1, error=ConfigError)
+        if self.max_logits_per_slot is not None:
+            check_logits_per_slot(self.max_logits_per_slot)
         if self.dtype is not None:
             one_of("dtype", self.dtype, MODEL_DTYPES)
         if self.attention is not None:

@@ -151,8 +151,8 @@ class SegmentedEngine(Uncopyable):
         flavour : str
             ``"auto"``, or the flavour that built the folder.
         cuda_graphs : bool
-            Whether decode steps become CUDA graphs. A decode step whose addresses or shapes are new runs eagerly, the next time it is
-            captured, and from then on replayed; one that cannot be captured runs eagerly, with a warning.
+            Whether decode steps, and verifications of drafts, become CUDA graphs. A step whose addresses or shapes are new runs eagerly,
+            the next time it is captured, and from then on replayed; one that cannot be captured runs eagerly, with a warning.
 
         Returns
         -------
@@ -328,8 +328,9 @@ class SegmentedEngine(Uncopyable):
                 launches.append(partial(_enqueue_segment, next(plans), active.index))
             else:
                 launches.append(self._op_launch(stage, [tensor(name) for name in stage.inputs], [tensor(name) for name in stage.outputs]))
-        is_decode = width == 1
-        graph_key = (active.index, batch, *(active.tensors[name].ptr for name in self._tensors)) if is_decode else None
+        verifies = logits > 1 and self.profiles[active.index].name == "verify"
+        sizes = (active.index, batch, width, logits)
+        graph_key = (*sizes, *(active.tensors[name].ptr for name in self._tensors)) if width == 1 or verifies else None
         return _PreparedStep(launches, graph_key, partial(self._can_capture, active.index))
 
     def _op_launch(self, node: CustomOpNode, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor]) -> _Launch:
