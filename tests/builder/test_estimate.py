@@ -57,10 +57,11 @@ def test_more_slots_and_tokens_take_more_activations() -> None:
 
 
 @pytest.mark.trt
+@pytest.mark.parametrize("logits", [1, 5])
 @pytest.mark.parametrize("attention", ["native", "plugin"])
-def test_the_plan_of_a_real_build_is_within_a_tenth(tmp_path: Path, attention: str) -> None:
+def test_the_plan_of_a_real_build_is_within_a_tenth(tmp_path: Path, attention: str, logits: int) -> None:
     model = write_model(tmp_path / "model", vocab_size=3000, hidden_size=1024, head_dim=64, intermediate_size=8192, num_hidden_layers=3)
-    options = {**SIZES, "attention": attention}
+    options = {**SIZES, "attention": attention, "max_logits_per_slot": logits}
     report = build_engine(model, tmp_path / "engine", **options, flavour="tensorrt_rtx")
     assert estimate_build(model, **options).plan_nbytes == pytest.approx(report.plan_nbytes, rel=0.1)
 

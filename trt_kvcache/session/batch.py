@@ -510,14 +510,15 @@ class Batch:
         if verified is None or verified.changes != self.changes:
             raise RangeError("accept: expected a verify before it, and no other change of the sequences since. Call verify again.")
         self._check_one_each("counts", len(counts))
-        for slot, (count, row) in enumerate(zip(counts, verified.rows, strict=True)):
-            int_in_range(f"counts[{slot}]", count, 0, len(row))
+        taken = [
+            int_in_range(f"counts[{slot}]", count, 0, len(row)) for slot, (count, row) in enumerate(zip(counts, verified.rows, strict=True))
+        ]
         with self.transaction():
-            self._cache.commit_sequence_length(counts, stream=self._steps.stream)
-            for state, row, count in zip(self._slots, verified.rows, counts, strict=True):
+            self._cache.commit_sequence_length(taken, stream=self._steps.stream)
+            for state, row, count in zip(self._slots, verified.rows, taken, strict=True):
                 if count:
                     state.extend(row[:count])
-            self._counters.decode_tokens += sum(counts)
+            self._counters.decode_tokens += sum(taken)
 
     def take_back(self, tokens: Sequence[int], going: Sequence[bool]) -> None:
         """Make the tokens of the last :meth:`decode` pending again.
