@@ -1,4 +1,4 @@
-"""Write the table of results into benchmarks/README.md, from the files in benchmarks/results.
+"""Write the table of results into benchmarks/README.md, and the main ones into README.md, from the files in benchmarks/results.
 
     python benchmarks/tables.py [--check]
 
@@ -13,11 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import end_to_end_report
 from environment import of_table
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"
 BEGIN, END = "<!-- results: benchmarks/tables.py -->", "<!-- end of results -->"
+MAIN_README = HERE.parent / "README.md"
+END_TO_END = HERE / "results" / "end_to_end.json"
 
 _MIB = 2**20
 
@@ -164,18 +167,27 @@ _FILES = {
     "attention": _attention,
     "compare_kernels": _compare_kernels,
     "gpu": _gpu,
+    "end_to_end": end_to_end_report.rows,
 }
 
 
 def main() -> int:
-    """Write the table, or with ``--check`` compare it."""
-    text = README.read_text(encoding="utf-8")
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    wanted = f"{before}\n{table(HERE / 'results')}\n{after}"
+    """Write what the files say, or with ``--check`` compare it."""
+    wanted = {README: with_block(README.read_text(encoding="utf-8"), table(HERE / "results"))}
+    if END_TO_END.is_file():
+        content = json.loads(END_TO_END.read_text(encoding="utf-8"))
+        wanted[MAIN_README] = with_block(MAIN_README.read_text(encoding="utf-8"), end_to_end_report.readme_block(content))
+        wanted[HERE.parent / end_to_end_report.IMAGE] = end_to_end_report.picture(content)
     if "--check" in sys.argv[1:]:
-        return int(wanted != text)
-    README.write_text(wanted, encoding="utf-8")
+        return int(any(not path.is_file() or path.read_text(encoding="utf-8") != text for path, text in wanted.items()))
+    for path, text in wanted.items():
+        path.write_text(text, encoding="utf-8")
     return 0
+
+
+def with_block(text: str, block: str) -> str:
+    """Return a page with another text between :data:`BEGIN` and :data:`END`."""
+    return f"{text[: text.index(BEGIN) + len(BEGIN)]}\n{block}\n{text[text.index(END) :]}"
 
 
 if __name__ == "__main__":

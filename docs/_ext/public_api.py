@@ -45,6 +45,7 @@ AREAS = {
     "kernels": ("kernels",),
     "checkpoints": ("checkpoint",),
     "polygraphy": ("polygraphy",),
+    "benchmarking": ("benchmarking",),
     "errors": ("errors",),
 }
 

@@ -94,7 +94,7 @@ def overview() -> str:
 
 #: The rooms of the package from the top to the ground; a room in a row may import those to its right.
 ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
-    (RED, (("cli", "the trt-kvcache command"), ("polygraphy", "runners, comparisons"))),
+    (RED, (("cli", "the trt-kvcache command"), ("polygraphy", "runners, comparisons"), ("benchmarking", "speed of a session"))),
     (BLUE, (("session", "steps, generation, request queue"),)),
     (YELLOW, (("builder", "networks, engine builds"), ("trt", "TensorRT engines, CUDA graphs"), ("engine_folder", "files of an engine"))),
     (YELLOW, (("reference", "the decoder in NumPy"), ("ops", "custom operations"), ("engine", "protocol, names, bindings"))),

@@ -28,6 +28,7 @@ LAYERS = (
     "trt",
     "builder",
     "session",
+    "benchmarking",
     "polygraphy",
     "cli",
 )

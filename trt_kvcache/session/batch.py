@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trt_kvcache._util.checks import int_in_range
+from trt_kvcache._util.nvtx_ranges import nvtx_range
 from trt_kvcache.cache.estimate import estimate_memory
 from trt_kvcache.errors import CapacityError, RangeError, ShapeError
 from trt_kvcache.generation.sampling import SamplerPosition
@@ -262,6 +263,7 @@ class Batch:
             self._slots += [SlotState([], sampler=sampler) for sampler in samplers]
             self._restore({slot: match for slot, row in enumerate(prompts, start=first) if (match := self._prompt_cache.find(row))})
 
+    @nvtx_range("compaction")
     def compact(self, mapping: Sequence[int]) -> None:
         """Drop and move slots. The moves cannot be rolled back: a dropped slot may have been overwritten.
 
@@ -344,6 +346,7 @@ class Batch:
         with self._rollback_to(self._savepoint_at(lengths)):
             return self.prefill(rows, chunks)
 
+    @nvtx_range("decode")
     def decode(self, tokens: Sequence[int], going: Sequence[bool] | None = None) -> Logits:
         """Run one token of every active slot in one enqueue.
 
@@ -389,6 +392,7 @@ class Batch:
             self._counters.decode_seconds += time.perf_counter() - started
         return logits
 
+    @nvtx_range("prefill")
     def prefill(self, rows: Rows, chunks: Sequence[Chunk]) -> Logits:
         """Run new tokens in chunks. Each chunk is atomic, the call as a whole is not.
 
@@ -448,6 +452,7 @@ class Batch:
                 if part:
                     yield slot, found[: len(part)]
 
+    @nvtx_range("verify")
     def verify(self, rows: Rows) -> Logits:
         """Run tokens of the active slots and return the logits of all of them. The slots do not hold them before :meth:`accept`.
 
