@@ -43,6 +43,8 @@ def test_options_that_a_build_has_fixed_are_named():
         ({"max_batch_size": 0}, ConfigError, "max_batch_size: expected at least 1, got 0."),
         ({"max_sequence_length": 2.5}, ConfigError, "max_sequence_length: expected an integer, got 2.5."),
         ({"max_prefill_length": True}, ConfigError, "max_prefill_length: expected an integer, got True."),
+        ({"max_logits_per_slot": 0}, ConfigError, "max_logits_per_slot: expected at least 1, got 0."),
+        ({"max_logits_per_slot": "every"}, ConfigError, "max_logits_per_slot: expected a number of new tokens or 'all', got 'every'."),
         ({"dtype": "int8"}, ConfigError, "dtype: expected one of "),
         ({"attention": "flash"}, ConfigError, "attention: expected one of native, mask, plugin, got 'flash'."),
     ],

@@ -6,6 +6,8 @@ from typing import Any
 import numpy.typing as npt
 
 from trt_kvcache.engine.bindable import check_bindable
+from trt_kvcache.engine.decoder_tensors import step_shape
+from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, EngineError
 from trt_kvcache.memory.host_memory import HostMemory
@@ -22,13 +24,16 @@ class BoundTensors:
         Inputs and outputs of the engine by name.
     profile : EngineProfile
         Range of the input shapes.
+    names : TensorNames
+        Names of the engine's inputs and outputs.
     memory : HostMemory
         Memory that bound tensors must be in.
     """
 
-    def __init__(self, tensors: Mapping[str, TensorSpec], profile: EngineProfile, memory: HostMemory) -> None:
+    def __init__(self, tensors: Mapping[str, TensorSpec], profile: EngineProfile, names: TensorNames, memory: HostMemory) -> None:
         self._tensors = tensors
         self._profile = profile
+        self._names = names
         self._memory = memory
         self._bound: dict[str, DeviceTensor] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -44,9 +49,10 @@ class BoundTensors:
         if spec.mode is not TensorMode.INPUT:
             raise BindingError(f"`{name}`: expected an input, got an output; its shape follows from the inputs.")
         given = tuple(int(size) for size in shape)
-        profile = self._profile
-        limits = iter(((profile.min_batch, profile.max_batch), (profile.min_width, profile.max_width)))
-        allowed = [next(limits) if size < 0 else (size, size) for size in spec.shape]
+        profile, names = self._profile, self._names
+        lowest = step_shape(spec, names, batch=profile.min_batch, width=profile.min_width, logits=1)
+        highest = step_shape(spec, names, batch=profile.max_batch, width=profile.max_width, logits=profile.max_logits)
+        allowed = list(zip(lowest, highest, strict=True))
         if len(given) != len(allowed) or any(not low <= size <= high for size, (low, high) in zip(given, allowed, strict=False)):
             ranges = ", ".join(f"{low}" if low == high else f"{low}..{high}" for low, high in allowed)
             raise BindingError(f"`{name}`: expected a shape within [{ranges}] (profile {profile.name!r}), got {list(given)}.")

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from types import MappingProxyType
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ from trt_kvcache.checkpoint.model_config import ModelConfig
 from trt_kvcache.checkpoint.rope import rope_table
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.attention_variants import cache_layout
-from trt_kvcache.engine.decoder_tensors import decoder_profiles, decoder_tensors
+from trt_kvcache.engine.decoder_tensors import decoder_profiles, decoder_tensors, logits_per_slot, step_shape
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.errors import ClosedError, ConfigError, EngineError, PlaceError, RangeError
@@ -47,6 +47,9 @@ class ReferenceEngine(Uncopyable):
         ``"native"`` and ``"plugin"`` never read a row past ``start + s``. ``"mask"`` reads all S rows, dead ones with a weight of 0:
         a NaN there reaches the result, as with the explicit-mask variant on a device. ``"plugin"`` is for COMBINED caches, the
         others are for SEPARATE ones.
+    max_logits_per_slot : int or "all"
+        The most new tokens per slot whose logits one step returns, ``1 <= max_logits_per_slot <= max_prefill_length``: see
+        :func:`~trt_kvcache.engine.decoder_tensors.decoder_tensors`. ``"all"`` stands for ``max_prefill_length``.
     names : TensorNames
         Names of inputs and outputs.
     memory : HostMemory
@@ -59,7 +62,8 @@ class ReferenceEngine(Uncopyable):
     tensors : mapping of str to TensorSpec
         Inputs and outputs by name, inputs first.
     profiles : tuple of EngineProfile
-        ``prefill`` (up to ``max_prefill_length`` new tokens) and ``decode`` (one).
+        ``prefill`` (up to ``max_prefill_length`` new tokens) and ``decode`` (one), and with more logits than one ``verify``: see
+        :func:`~trt_kvcache.engine.decoder_tensors.decoder_profiles`.
     memory : HostMemory
         Memory that bound tensors must be in.
 
@@ -95,6 +99,7 @@ class ReferenceEngine(Uncopyable):
         kv: KVCacheConfig,
         max_prefill_length: int,
         attention: Attention = "native",
+        max_logits_per_slot: int | Literal["all"] = 1,
         names: TensorNames = DEFAULT_NAMES,
         memory: HostMemory,
         progress: Callable[[int, int], object] | None = None,
@@ -106,14 +111,16 @@ class ReferenceEngine(Uncopyable):
         if kv.layout is not cache_layout(attention):
             raise ConfigError(f"kv.layout: expected {cache_layout(attention)} for attention {attention!r}, got {kv.layout}.")
         width = int_in_range("max_prefill_length", max_prefill_length, 1, kv.max_sequence_length, error=ConfigError)
+        wanted = logits_per_slot(max_logits_per_slot, max_prefill_length=width)
         self._config = checkpoint.config
         self._kv = kv
         self._attention = attention
         self._names = names
         self.memory = memory
-        self.tensors = MappingProxyType({spec.name: spec for spec in decoder_tensors(checkpoint.config, kv, names)})
-        self.profiles = decoder_profiles(max_batch_size=kv.max_batch_size, max_prefill_length=width)
-        self._bound = [BoundTensors(self.tensors, profile, memory) for profile in self.profiles]
+        tensors = decoder_tensors(checkpoint.config, kv, names, max_logits_per_slot=wanted)
+        self.tensors = MappingProxyType({spec.name: spec for spec in tensors})
+        self.profiles = decoder_profiles(max_batch_size=kv.max_batch_size, max_prefill_length=width, max_logits_per_slot=wanted)
+        self._bound = [BoundTensors(self.tensors, profile, names, memory) for profile in self.profiles]
         self._current = self._bound[0]
         self._rope = rope_table(checkpoint.config.rope, checkpoint.config.head_dim, kv.max_sequence_length)
         self._weights: DecoderWeights | None = load_weights(checkpoint, kv.dtype, progress)
@@ -206,14 +213,15 @@ class ReferenceEngine(Uncopyable):
                 raise EngineError(f"`{name}`: expected {slots} slots as `{names.input_ids}` has, got shape {bound.shape(name)}.")
         input_ids = bound.array(names.input_ids, (slots, width))
         start = bound.tensor(names.kvcache_start_index, (slots,))
-        last = bound.array(names.last_token_ids, (slots, 1))[:, 0]
-        logits = bound.array(names.logits, (slots, self._config.vocab_size))
+        last = bound.array(names.last_token_ids, bound.shape(names.last_token_ids))
+        shape = step_shape(self.tensors[names.logits], names, batch=slots, width=width, logits=last.shape[1])
+        logits = bound.array(names.logits, shape)
         attentions = self._attentions(slots, width, start, stream)
         _check_values(names.input_ids, input_ids, self._config.vocab_size - 1)
         _check_values(names.last_token_ids, last, width - 1)
         _check_values(names.kvcache_start_index, self.memory.array(start), self._kv.max_sequence_length)
         with np.errstate(over="ignore", invalid="ignore"):
-            logits[...] = decoder_step(self._config, weights, attentions, input_ids, last)
+            logits[...] = decoder_step(self._config, weights, attentions, input_ids, last).reshape(shape)
 
     def close(self) -> None:
         """Release the weights and the bound tensors. Idempotent."""
