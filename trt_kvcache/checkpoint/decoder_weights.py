@@ -76,35 +76,37 @@ def decoder_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> Dec
     DecoderWeights
         Of what ``tensor`` returned.
     """
-    names = frozenset(tensor_shapes(config))
-
-    def optional(name: str) -> ArrayT | None:
-        return tensor(name) if name in names else None
-
-    def projection(name: str) -> Projection[ArrayT]:
-        return Projection(tensor(f"{name}.weight"), optional(f"{name}.bias"))
-
-    def layer(prefix: str) -> LayerWeights[ArrayT]:
-        attention, mlp = prefix + "self_attn.", prefix + "mlp."
-        return LayerWeights(
-            input_norm=tensor(prefix + "input_layernorm.weight"),
-            q=projection(attention + "q_proj"),
-            k=projection(attention + "k_proj"),
-            v=projection(attention + "v_proj"),
-            o=projection(attention + "o_proj"),
-            q_norm=optional(attention + "q_norm.weight"),
-            k_norm=optional(attention + "k_norm.weight"),
-            post_attention_norm=tensor(prefix + "post_attention_layernorm.weight"),
-            gate=projection(mlp + "gate_proj"),
-            up=projection(mlp + "up_proj"),
-            down=projection(mlp + "down_proj"),
-        )
-
     embedding = tensor(EMBEDDING)
-    layers = tuple(layer(f"model.layers.{index}.") for index in range(config.num_layers))
+    layers = tuple(layer_weights(config, index, tensor) for index in range(config.num_layers))
     final_norm = tensor(FINAL_NORM)
     head = embedding if config.tie_word_embeddings else tensor(HEAD)
     return DecoderWeights(embedding=embedding, layers=layers, final_norm=final_norm, head=head)
+
+
+def layer_weights(config: ModelConfig, index: int, tensor: Callable[[str], ArrayT]) -> LayerWeights[ArrayT]:
+    """Collect the weights of one layer: see :func:`decoder_weights`."""
+    names = frozenset(tensor_shapes(config))
+    prefix = f"model.layers.{index}."
+
+    def optional(name: str) -> ArrayT | None:
+        return tensor(prefix + name) if prefix + name in names else None
+
+    def projection(name: str) -> Projection[ArrayT]:
+        return Projection(tensor(f"{prefix}{name}.weight"), optional(f"{name}.bias"))
+
+    return LayerWeights(
+        input_norm=tensor(prefix + "input_layernorm.weight"),
+        q=projection("self_attn.q_proj"),
+        k=projection("self_attn.k_proj"),
+        v=projection("self_attn.v_proj"),
+        o=projection("self_attn.o_proj"),
+        q_norm=optional("self_attn.q_norm.weight"),
+        k_norm=optional("self_attn.k_norm.weight"),
+        post_attention_norm=tensor(prefix + "post_attention_layernorm.weight"),
+        gate=projection("mlp.gate_proj"),
+        up=projection("mlp.up_proj"),
+        down=projection("mlp.down_proj"),
+    )
 
 
 class RoundedTensors:
@@ -118,11 +120,16 @@ class RoundedTensors:
         The precision of the engine.
     progress : callable, optional
         Called as ``progress(done_bytes, total_bytes)`` with each tensor.
+
+    Attributes
+    ----------
+    dtype : numpy.dtype
+        What values are rounded to.
     """
 
     def __init__(self, checkpoint: Checkpoint, dtype: str, progress: Callable[[int, int], object] | None = None) -> None:
         self._checkpoint = checkpoint
-        self._dtype = numpy_dtype(dtype)
+        self.dtype = numpy_dtype(dtype)
         self._progress = progress
         self._done, self._total = 0, checkpoint.nbytes
 
@@ -153,10 +160,10 @@ class RoundedTensors:
         return values
 
     def _rounded(self, name: str, stored: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        if np.can_cast(stored.dtype, self._dtype):
+        if np.can_cast(stored.dtype, self.dtype):
             return stored
         with np.errstate(over="ignore"):
-            rounded = stored.astype(self._dtype)
+            rounded = stored.astype(self.dtype)
         if not np.isfinite(rounded).all():
-            raise CheckpointError(f"{self._checkpoint.path}: {name} has values that {self._dtype} cannot hold. Choose another dtype.")
+            raise CheckpointError(f"{self._checkpoint.path}: {name} has values that {self.dtype} cannot hold. Choose another dtype.")
         return rounded
