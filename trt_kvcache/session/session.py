@@ -163,7 +163,7 @@ class InferenceSession(Uncopyable):
         Warns
         -----
         EngineFallbackWarning
-            ``engine="auto"`` falls back to the NumPy reference engine.
+            ``engine="auto"`` falls back to PyTorch or the NumPy reference engine.
 
         Examples
         --------
@@ -206,7 +206,7 @@ class InferenceSession(Uncopyable):
         Warns
         -----
         EngineFallbackWarning
-            ``engine="auto"`` falls back to the NumPy reference engine.
+            ``engine="auto"`` falls back to PyTorch or the NumPy reference engine.
 
         Notes
         -----
