@@ -274,7 +274,7 @@ def bind_too_small(name: str) -> Callable[[Rig], None]:
     [
         (lambda rig: rig.step([[1, 2], [3, 67]], [0, 0]), r"`input_ids`: expected values from 0 to 66, got 67 at \[1, 1\]"),
         (lambda rig: rig.step([[-1]], [0]), r"`input_ids`: expected values from 0 to 66, got -1 at \[0, 0\]"),
-        (lambda rig: rig.step([[1, 2]], [0], [2]), r"`last_token_ids`: expected values from 0 to 1, got 2 at \[0\]"),
+        (lambda rig: rig.step([[1, 2]], [0], [2]), r"`last_token_ids`: expected values from 0 to 1, got 2 at \[0, 0\]"),
         (lambda rig: rig.step([[1], [2]], [0, -1]), r"`kvcache_start_index`: expected values from 0 to 29, got -1 at \[1\]"),
         (lambda rig: rig.step([[1]], [30]), r"`kvcache_start_index`: expected values from 0 to 29, got 30 at \[0\]"),
     ],

@@ -40,7 +40,7 @@ def folder(request, tmp_path_factory):
 @pytest.fixture
 def fake(folder, monkeypatch, tmp_path):
     config = folder.config
-    made = FakeTensorRT(config.tensors, config.profiles, lambda spec, batch, width: shape_at(spec.shape, batch, width))
+    made = FakeTensorRT(config.tensors, config.profiles)
     install(made, monkeypatch, tmp_path / "caches")
     steps = [step for step in config.segments.stages if isinstance(step, Segment)]
     for index, (plan, step) in enumerate(zip(segment_plans(LAYERS), steps, strict=True)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +18,7 @@ from trt_kvcache.checkpoint.model_config import ModelConfig
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, AttentionName, cache_layout
 from trt_kvcache.engine.bound_tensors import BoundTensors
-from trt_kvcache.engine.decoder_tensors import decoder_profiles, decoder_tensors
+from trt_kvcache.engine.decoder_tensors import decoder_profiles, decoder_tensors, logits_per_slot, step_shape
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.errors import ClosedError, ConfigError, EngineError, RangeError
@@ -35,9 +36,9 @@ class StepTensors:
         New tokens, right-padded.
     start : DeviceTensor int32 ``[A]``
         Tokens that each slot holds already.
-    last : DeviceTensor int32 ``[A, 1]``
-        Index of the token whose logits are wanted.
-    logits : DeviceTensor float32 ``[A, vocab]``
+    last : DeviceTensor int32 ``[A, m]``
+        Indices of the tokens whose logits are wanted.
+    logits : DeviceTensor float32 ``[A, vocab]`` or ``[A, m, vocab]``
         Where they go.
     caches : sequence of sequence of DeviceTensor
         By layer: one combined tensor ``[A, 2, H, S, D]``, or K and V ``[A, H, S, D]``.
@@ -63,6 +64,9 @@ class DecoderEngine(Uncopyable):
         The most new tokens per slot in one step, ``1 <= max_prefill_length <= S``.
     attention : {"native", "mask", "plugin"}
         ``"plugin"`` is for COMBINED caches, the others are for SEPARATE ones.
+    max_logits_per_slot : int or "all"
+        The most new tokens per slot whose logits one step returns, ``1 <= max_logits_per_slot <= max_prefill_length``: see
+        :func:`~trt_kvcache.engine.decoder_tensors.decoder_tensors`. ``"all"`` stands for ``max_prefill_length``.
     names : TensorNames
         Names of inputs and outputs.
     memory : Memory
@@ -81,6 +85,7 @@ class DecoderEngine(Uncopyable):
         kv: KVCacheConfig,
         max_prefill_length: int,
         attention: AttentionName,
+        max_logits_per_slot: int | Literal["all"],
         names: TensorNames,
         memory: Memory,
     ) -> None:
@@ -89,14 +94,16 @@ class DecoderEngine(Uncopyable):
         if kv.layout is not cache_layout(attention):
             raise ConfigError(f"kv.layout: expected {cache_layout(attention)} for attention {attention!r}, got {kv.layout}.")
         width = int_in_range("max_prefill_length", max_prefill_length, 1, kv.max_sequence_length, error=ConfigError)
+        wanted = logits_per_slot(max_logits_per_slot, max_prefill_length=width)
         self._config = model
         self._kv = kv
         self._names = names
         self._closed = False
         self.memory = memory
-        self.tensors = MappingProxyType({spec.name: spec for spec in decoder_tensors(model, kv, names)})
-        self.profiles = decoder_profiles(max_batch_size=kv.max_batch_size, max_prefill_length=width)
-        self._bound = [BoundTensors(self.tensors, profile, memory) for profile in self.profiles]
+        tensors = decoder_tensors(model, kv, names, max_logits_per_slot=wanted)
+        self.tensors = MappingProxyType({spec.name: spec for spec in tensors})
+        self.profiles = decoder_profiles(max_batch_size=kv.max_batch_size, max_prefill_length=width, max_logits_per_slot=wanted)
+        self._bound = [BoundTensors(self.tensors, profile, names, memory) for profile in self.profiles]
         self._current = self._bound[0]
 
     def use_profile(self, index: int) -> None:
@@ -176,12 +183,14 @@ class DecoderEngine(Uncopyable):
         for name, spec in self.tensors.items():
             if spec.mode is TensorMode.INPUT and bound.shape(name)[0] != slots:
                 raise EngineError(f"`{name}`: expected {slots} slots as `{names.input_ids}` has, got shape {bound.shape(name)}.")
+        last = bound.shape(names.last_token_ids)
+        logits = step_shape(self.tensors[names.logits], names, batch=slots, width=width, logits=last[1])
         combined = self._kv.layout is KVLayout.COMBINED
         return StepTensors(
             input_ids=bound.tensor(names.input_ids, (slots, width)),
             start=bound.tensor(names.kvcache_start_index, (slots,)),
-            last=bound.tensor(names.last_token_ids, (slots, 1)),
-            logits=bound.tensor(names.logits, (slots, self._config.vocab_size)),
+            last=bound.tensor(names.last_token_ids, last),
+            logits=bound.tensor(names.logits, logits),
             caches=tuple(
                 tuple(self._in_place(*pair, slots) for pair in names.layer_pairs(layer, combined=combined))
                 for layer in range(self._config.num_layers)
@@ -199,7 +208,7 @@ class DecoderEngine(Uncopyable):
         names = self._names
         for name, values, highest in (
             (names.input_ids, input_ids, self._config.vocab_size - 1),
-            (names.last_token_ids, last[:, 0], input_ids.shape[1] - 1),
+            (names.last_token_ids, last, input_ids.shape[1] - 1),
             (names.kvcache_start_index, start, self._kv.max_sequence_length),
         ):
             wrong = np.argwhere((values < 0) | (values > highest))

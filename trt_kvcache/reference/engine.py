@@ -1,7 +1,7 @@
 """``ReferenceEngine``: a checkpoint run in NumPy behind the :class:`~trt_kvcache.engine.protocol.Engine` protocol."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -38,6 +38,9 @@ class ReferenceEngine(DecoderEngine):
         ``"native"`` and ``"plugin"`` never read a row past ``start + s``. ``"mask"`` reads all S rows, dead ones with a weight of 0:
         a NaN there reaches the result, as with the explicit-mask variant on a device. ``"plugin"`` is for COMBINED caches, the
         others are for SEPARATE ones.
+    max_logits_per_slot : int or "all"
+        The most new tokens per slot whose logits one step returns, ``1 <= max_logits_per_slot <= max_prefill_length``: see
+        :func:`~trt_kvcache.engine.decoder_tensors.decoder_tensors`. ``"all"`` stands for ``max_prefill_length``.
     names : TensorNames
         Names of inputs and outputs.
     memory : HostMemory
@@ -50,7 +53,8 @@ class ReferenceEngine(DecoderEngine):
     tensors : mapping of str to TensorSpec
         Inputs and outputs by name, inputs first.
     profiles : tuple of EngineProfile
-        ``prefill`` (up to ``max_prefill_length`` new tokens) and ``decode`` (one).
+        ``prefill`` (up to ``max_prefill_length`` new tokens) and ``decode`` (one), and with more logits than one ``verify``: see
+        :func:`~trt_kvcache.engine.decoder_tensors.decoder_profiles`.
     memory : HostMemory
         Memory that bound tensors must be in.
 
@@ -88,13 +92,22 @@ class ReferenceEngine(DecoderEngine):
         kv: KVCacheConfig,
         max_prefill_length: int,
         attention: Attention = "native",
+        max_logits_per_slot: int | Literal["all"] = 1,
         names: TensorNames = DEFAULT_NAMES,
         memory: HostMemory,
         progress: Callable[[int, int], object] | None = None,
     ) -> None:
         if not memory.is_host:
             raise PlaceError(f"memory: expected host memory, which NumPy can work in, got {memory.device}.")
-        super().__init__(checkpoint.config, kv=kv, max_prefill_length=max_prefill_length, attention=attention, names=names, memory=memory)
+        super().__init__(
+            checkpoint.config,
+            kv=kv,
+            max_prefill_length=max_prefill_length,
+            attention=attention,
+            max_logits_per_slot=max_logits_per_slot,
+            names=names,
+            memory=memory,
+        )
         self._masked = attention == "mask"
         self._rope = rope_table(checkpoint.config.rope, checkpoint.config.head_dim, kv.max_sequence_length)
         self._weights: DecoderWeights | None = load_weights(checkpoint, kv.dtype, progress)
@@ -126,7 +139,7 @@ class ReferenceEngine(DecoderEngine):
         attentions = self._attentions(step, stream)
         self._check_values(input_ids, last, start)
         with np.errstate(over="ignore", invalid="ignore"):
-            logits[...] = decoder_step(self._config, self._weights, attentions, input_ids, last[:, 0])
+            logits[...] = decoder_step(self._config, self._weights, attentions, input_ids, last).reshape(logits.shape)
 
     def close(self) -> None:
         """Release the weights and the bound tensors. Idempotent."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -51,6 +51,9 @@ class TorchEngine(DecoderEngine):
         The most new tokens per slot in one step, ``1 <= max_prefill_length <= S``.
     attention : {"native", "mask", "plugin"}
         ``"plugin"`` is for COMBINED caches, the others are for SEPARATE ones. All compute the same.
+    max_logits_per_slot : int or "all"
+        The most new tokens per slot whose logits one step returns, ``1 <= max_logits_per_slot <= max_prefill_length``: see
+        :func:`~trt_kvcache.engine.decoder_tensors.decoder_tensors`. ``"all"`` stands for ``max_prefill_length``.
     names : TensorNames
         Names of inputs and outputs.
     memory : Memory
@@ -61,7 +64,8 @@ class TorchEngine(DecoderEngine):
     tensors : mapping of str to TensorSpec
         Inputs and outputs by name, inputs first.
     profiles : tuple of EngineProfile
-        ``prefill`` (up to ``max_prefill_length`` new tokens) and ``decode`` (one).
+        ``prefill`` (up to ``max_prefill_length`` new tokens) and ``decode`` (one), and with more logits than one ``verify``: see
+        :func:`~trt_kvcache.engine.decoder_tensors.decoder_profiles`.
     memory : Memory
         Memory that bound tensors must be in.
 
@@ -97,10 +101,19 @@ class TorchEngine(DecoderEngine):
         kv: KVCacheConfig,
         max_prefill_length: int,
         attention: AttentionName = "native",
+        max_logits_per_slot: int | Literal["all"] = 1,
         names: TensorNames = DEFAULT_NAMES,
         memory: Memory,
     ) -> None:
-        super().__init__(model, kv=kv, max_prefill_length=max_prefill_length, attention=attention, names=names, memory=memory)
+        super().__init__(
+            model,
+            kv=kv,
+            max_prefill_length=max_prefill_length,
+            attention=attention,
+            max_logits_per_slot=max_logits_per_slot,
+            names=names,
+            memory=memory,
+        )
         self._device = torch_device(memory)
         self._steps: dict[BoundTensors, TorchStep] = {}
         cos, sin = rope_table(model.rope, model.head_dim, kv.max_sequence_length)
@@ -121,6 +134,7 @@ class TorchEngine(DecoderEngine):
         kv: KVCacheConfig,
         max_prefill_length: int,
         attention: AttentionName = "native",
+        max_logits_per_slot: int | Literal["all"] = 1,
         names: TensorNames = DEFAULT_NAMES,
         memory: Memory,
         progress: Callable[[int, int], object] | None = None,
@@ -131,7 +145,7 @@ class TorchEngine(DecoderEngine):
         ----------
         checkpoint : Checkpoint
             Where the weights come from. It may be closed afterwards.
-        kv, max_prefill_length, attention, names, memory
+        kv, max_prefill_length, attention, max_logits_per_slot, names, memory
             As for the class.
         progress : callable, optional
             Called as ``progress(done_bytes, total_bytes)`` while weights are read.
@@ -149,8 +163,16 @@ class TorchEngine(DecoderEngine):
             A weight has no finite value in the dtype.
         """
         load = checkpoint_loader(checkpoint, kv.dtype, torch_device(memory).torch_device, progress)
-        sizes = {"kv": kv, "max_prefill_length": max_prefill_length, "attention": attention, "names": names, "memory": memory}
-        return cls(checkpoint.config, load, **sizes)  # type: ignore[arg-type]
+        return cls(
+            checkpoint.config,
+            load,
+            kv=kv,
+            max_prefill_length=max_prefill_length,
+            attention=attention,
+            max_logits_per_slot=max_logits_per_slot,
+            names=names,
+            memory=memory,
+        )
 
     def bind(self, name: str, tensor: DeviceTensor) -> None:
         """See :meth:`DecoderEngine.bind`."""
@@ -260,17 +282,18 @@ def write_logits(normed: torch.Tensor, last: torch.Tensor, head: torch.Tensor, l
     ----------
     normed : torch.Tensor ``[A, s, hidden]``
         Of all new tokens.
-    last : torch.Tensor int32 ``[A, 1]``
+    last : torch.Tensor int32 ``[A, m]``
         Which of them.
     head : torch.Tensor ``[vocab, hidden]``
         The head.
-    logits : torch.Tensor float32 ``[A, vocab]``
+    logits : torch.Tensor float32 ``[A, vocab]`` or ``[A, m, vocab]``
         Overwritten.
     """
     slots, width, _ = normed.shape
     rows = normed.flatten(0, 1)
-    if width > 1:
+    if width > 1 or last.shape[1] > 1:
         rows = rows.index_select(0, (last + width * torch.arange(slots, device=last.device)[:, None]).flatten())
+    logits = logits.flatten(0, -2)
     if rows.dtype == logits.dtype:
         torch.mm(rows, head.t(), out=logits)
     elif logits.is_cuda:

@@ -10,7 +10,8 @@ from tests.helpers.fake_tensorrt import FakeSegment, FakeStream, FakeTensorRT
 from tests.helpers.tensorrt_engines import install
 from trt_kvcache import InferenceSession, KVCacheManager, SamplingParams
 from trt_kvcache.dtypes import numpy_dtype
-from trt_kvcache.engine.decoder_tensors import shape_at
+from trt_kvcache.engine.decoder_tensors import step_shape
+from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.memory.host_memory import HostMemory, HostStream
 from trt_kvcache.ops.segments import Segment
@@ -41,8 +42,11 @@ def array_at(address, shape, dtype):
 def interpreter_of(segments, definition):
     def run(context):
         ids = context.shapes["hidden_0"] if "hidden_0" in context.shapes else context.shapes[definition.tensors[0].name]
+        _, logits = context.shapes.get("last_token_ids", (0, 1))
+        sizes = {"batch": ids[0], "width": ids[1], "logits": logits}
         arrays = {
-            spec.name: array_at(context.addresses[spec.name], shape_at(spec.shape, *ids[:2]), spec.dtype) for spec in definition.tensors
+            spec.name: array_at(context.addresses[spec.name], step_shape(spec, DEFAULT_NAMES, **sizes), spec.dtype)
+            for spec in definition.tensors
         }
         feed = {spec.name: arrays[spec.name] for spec in definition.tensors if spec.mode is TensorMode.INPUT}
         assert {name: array.shape for name, array in feed.items()}.items() >= context.shapes.items()
