@@ -75,7 +75,7 @@ class CudaDevice:
 
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
-        self.torch_device = torch.device(*memory.device.split(":")[:1], int(memory.device.partition(":")[2]))
+        self.torch_device = torch.device(memory.device)
         reason = why_no_gpu(self.torch_device.index)
         if reason is not None:
             raise EngineError(f"torch: expected one that can use {memory.device}, got {reason}.")
