@@ -87,10 +87,12 @@ class TorchEngine(DecoderEngine):
     --------
     >>> from trt_kvcache import Checkpoint, HostMemory
     >>> from trt_kvcache.engine.decoder_tensors import cache_config
-    >>> from trt_kvcache.torch_engine import TorchEngine  # doctest: +SKIP
+    >>> from trt_kvcache.torch_engine import TorchEngine
     >>> with Checkpoint.open("examples/tiny-llama") as checkpoint:
     ...     kv = cache_config(checkpoint.config, max_batch_size=2, max_sequence_length=64, dtype="float32")
-    ...     engine = TorchEngine.open(checkpoint, kv=kv, max_prefill_length=32, memory=HostMemory())  # doctest: +SKIP
+    ...     engine = TorchEngine.open(checkpoint, kv=kv, max_prefill_length=32, memory=HostMemory())
+    >>> [profile.name for profile in engine.profiles]
+    ['prefill', 'decode']
     """
 
     def __init__(
@@ -145,8 +147,18 @@ class TorchEngine(DecoderEngine):
         ----------
         checkpoint : Checkpoint
             Where the weights come from. It may be closed afterwards.
-        kv, max_prefill_length, attention, max_logits_per_slot, names, memory
-            As for the class.
+        kv : KVCacheConfig
+            As for the class, like all that follow but the last.
+        max_prefill_length : int
+            The most new tokens per slot in one step.
+        attention : {"native", "mask", "plugin"}
+            Which decides the layout of the cache.
+        max_logits_per_slot : int or "all"
+            The most new tokens per slot whose logits one step returns.
+        names : TensorNames
+            Names of inputs and outputs.
+        memory : Memory
+            Where torch computes.
         progress : callable, optional
             Called as ``progress(done_bytes, total_bytes)`` while weights are read.
 
@@ -271,7 +283,13 @@ class TorchEngine(DecoderEngine):
 
 
 def torch_device(memory: Memory) -> TorchDevice:
-    """Return where torch computes over a memory. Raises EngineError where the installed torch cannot use the GPU."""
+    """Return where torch computes over a memory.
+
+    Raises
+    ------
+    EngineError
+        The installed torch cannot use the GPU.
+    """
     return HostDevice() if memory.is_host else CudaDevice(memory)
 
 

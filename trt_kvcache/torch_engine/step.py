@@ -30,6 +30,8 @@ class TorchStep:
         The cache of each layer as the attention kernels take it; None where K and V are not in one allocation.
     key : hashable
         Equal for steps of equal addresses and shapes.
+    allocations : frozenset of Allocation
+        The owners of what is bound.
     """
 
     tensors: StepTensors
