@@ -90,15 +90,21 @@ def test_a_given_length_limits_the_default_prefill(tmp_path: Path) -> None:
 
 
 @pytest.mark.trt
-def test_profiles_that_tensorrt_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("logits", "profiles"), [(1, [(11, 1), (1, 1)]), (5, [(11, 5), (1, 1), (5, 5)])])
+def test_profiles_that_tensorrt_was_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logits: int, profiles: list[tuple[int, int]]
+) -> None:
     profile, seen = load("tensorrt_rtx").module.IOptimizationProfile, []
     real = profile.set_shape
     monkeypatch.setattr(profile, "set_shape", lambda self, *given: seen.append((self, *given)) or real(self, *given))
-    build_engine(write_model(tmp_path / "model"), tmp_path / "engine", **SIZES)
+    build_engine(write_model(tmp_path / "model"), tmp_path / "engine", **SIZES, max_logits_per_slot=logits)
     cache = ((1, 2, 38, 24), (3, 2, 38, 24), (3, 2, 38, 24))
-    common = {"kvcache_start_index": ((1,), (3,), (3,)), "last_token_ids": ((1, 1), (3, 1), (3, 1)), "k_cache_0": cache, "v_cache_0": cache}
+    common = {"kvcache_start_index": ((1,), (3,), (3,)), "k_cache_0": cache, "v_cache_0": cache}
     shapes = [{name: tuple(given) for by, name, *given in seen if by is each} for each in dict.fromkeys(by for by, *_ in seen)]
-    assert shapes == [{"input_ids": ((1, 1), (3, width), (3, width)), **common} for width in (11, 1)]
+    assert shapes == [
+        {"input_ids": ((1, 1), (3, width), (3, width)), "last_token_ids": ((1, 1), (3, most), (3, most)), **common}
+        for width, most in profiles
+    ]
 
 
 @pytest.mark.trt

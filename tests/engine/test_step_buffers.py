@@ -61,7 +61,7 @@ def test_all_tokens_of_each_row(memory, stream):
     buffers = StepBuffers(memory, **OPTIONS, max_logits_per_slot=3)
     chosen = buffers.last_token_ids.reshape(9)
     for width, expected in ((3, [0, 1, 2, 0, 1, 2]), (2, [0, 1, 0, 1])):
-        buffers.write_rows([[5, 6][:width], [7]], width, stream=stream, all_logits=True)
+        buffers.write_rows([[5, 6][:width], [7]], width, stream=stream, every_logit=True)
         assert chosen[: 2 * width].numpy().tolist() == expected
         buffers.write_rows([[5, 6], [7]], 3, stream=stream)
         assert chosen[:2].numpy().tolist() == [1, 0]

@@ -111,7 +111,7 @@ class StepBuffers:
         self._memory.upload(ids, host_ids, stream=stream)
         self._write_last([0] * len(tokens), stream)
 
-    def write_rows(self, rows: Sequence[Sequence[int]], width: int, *, stream: Any, all_logits: bool = False) -> None:
+    def write_rows(self, rows: Sequence[Sequence[int]], width: int, *, stream: Any, every_logit: bool = False) -> None:
         """Upload the new tokens of each slot, right-padded with 0.
 
         Parameters
@@ -122,7 +122,7 @@ class StepBuffers:
             Tokens per slot after padding.
         stream : cuda.core.Stream
             The copies are ordered on it; the call does not wait.
-        all_logits : bool
+        every_logit : bool
             Whether the logits of all ``width`` tokens are wanted, those of padding included, instead of the last of each slot.
         """
         ids, host_ids = self._ids_of(len(rows), width)
@@ -130,7 +130,7 @@ class StepBuffers:
         for padded, row in zip(host_ids, rows, strict=True):
             padded[: len(row)] = row
         self._memory.upload(ids, host_ids, stream=stream)
-        self._write_last([*range(width)] * len(rows) if all_logits else [max(len(row) - 1, 0) for row in rows], stream)
+        self._write_last([*range(width)] * len(rows) if every_logit else [max(len(row) - 1, 0) for row in rows], stream)
 
     def _write_last(self, last: list[int], stream: Any) -> None:
         """Upload the indices of the tokens whose logits are wanted, slot by slot, unless they are those of the step before."""

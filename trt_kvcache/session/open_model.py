@@ -17,7 +17,7 @@ from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.kv_cache_manager import KVCacheManager
 from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, ModelConfig, Tokenizer
 from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
-from trt_kvcache.engine.decoder_tensors import cache_config
+from trt_kvcache.engine.decoder_tensors import cache_config, logits_per_slot
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.engine_folder.folder import CONFIG_FILE, PLAN_FILE, EngineFolder, is_engine_folder
@@ -118,6 +118,7 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
             options,
             kv=config.cache,
             max_prefill_length=config.max_prefill_length,
+            max_logits_per_slot=config.max_logits_per_slot,
             attention=cast(Attention, config.attention_variant),
             names=config.names,
             progress=_bytes_progress(progress, LOADING),
@@ -157,9 +158,9 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
         attention = options.attention or DEFAULT_ATTENTION
         cache = _cache_config(model, options, attention)
         width = options.max_prefill_length or min(cache.max_sequence_length, DEFAULT_MAX_PREFILL_LENGTH)
-
+        logits = logits_per_slot(options.max_logits_per_slot or 1, max_prefill_length=width)
         if _tries_tensorrt(options, options.flavour):
-            build_options = {"max_prefill_length": width, "attention": attention, "progress": progress}
+            build_options = {"max_prefill_length": width, "max_logits_per_slot": logits, "attention": attention, "progress": progress}
             try:
                 memory = _cuda_memory(options)  # first: without a GPU, nothing is built
                 return _built_parts(checkpoint.path, cache, memory, options, **build_options)
@@ -170,6 +171,7 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
             options,
             kv=cache,
             max_prefill_length=width,
+            max_logits_per_slot=logits,
             attention=attention,
             progress=_bytes_progress(progress, LOADING),
         )

@@ -34,12 +34,13 @@ class ModelOptions(OpenOptions, total=False):
     max_batch_size: int | None
     max_sequence_length: int | None
     max_prefill_length: int | None
+    max_logits_per_slot: int | Literal["all"] | None
     dtype: DTypeChoice | None
     attention: Attention | None
 
 
 #: Options that an engine folder has fixed at its build.
-BUILD_OPTIONS = ("max_batch_size", "max_sequence_length", "max_prefill_length", "dtype", "attention")
+BUILD_OPTIONS = ("max_batch_size", "max_sequence_length", "max_prefill_length", "max_logits_per_slot", "dtype", "attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +70,9 @@ class SessionOptions:
         Tokens that a slot can hold, S. If left out the model's ``max_position_embeddings``, at most 2048.
     max_prefill_length : int, optional
         Most new tokens of a slot in one enqueue; longer prompts are run in chunks. If left out S, at most 512.
+    max_logits_per_slot : int or "all", optional
+        Most new tokens of a slot whose logits one enqueue returns, for ``score`` and ``verify``; 1 if left out, ``"all"`` for
+        ``max_prefill_length``. The logits take ``max_batch_size * max_logits_per_slot * vocab * 4`` bytes.
     dtype : {"float16", "bfloat16", "float32"}, optional
         Of weights, K and V; the checkpoint's if left out.
     attention : {"native", "mask", "plugin"}, optional
@@ -100,6 +104,7 @@ class SessionOptions:
     max_batch_size: int | None = None
     max_sequence_length: int | None = None
     max_prefill_length: int | None = None
+    max_logits_per_slot: int | Literal["all"] | None = None
     dtype: DTypeChoice | None = None
     attention: Attention | None = None
 
@@ -111,6 +116,8 @@ class SessionOptions:
         for name in ("max_batch_size", "max_sequence_length", "max_prefill_length"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, int_in_range(name, getattr(self, name), 1, error=ConfigError))
+        if self.max_logits_per_slot not in (None, "all"):
+            int_in_range("max_logits_per_slot", self.max_logits_per_slot, 1, error=ConfigError)
         if self.dtype is not None:
             one_of("dtype", self.dtype, MODEL_DTYPES)
         if self.attention is not None:
