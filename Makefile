@@ -71,6 +71,7 @@ test-gpu: $(READY)  ## Run everything that runs on an NVIDIA GPU; a missing GPU 
 .PHONY: test-torch
 test-torch: $(TORCH_READY)  ## Run the tests of the PyTorch engine on the CPU; installs torch
 	TRT_KVCACHE_REQUIRE_TORCH=1 $(BIN)/pytest -n $(JOBS) -m "$(FAST)" tests/torch_engine tests/project/test_docstrings.py
+	TRT_KVCACHE_REQUIRE_TORCH=1 $(BIN)/python tests/simt/run.py -m "device and $(FAST)" tests/torch_engine
 
 .PHONY: docs
 docs: $(READY)  ## Build the documentation into build/docs; a warning is a failure
