@@ -1,4 +1,4 @@
-"""Attention of the torch engine: RoPE, the rows of K and V of the new tokens, and attention over the bound cache.
+"""Attention by operations of torch: RoPE, the rows of K and V of the new tokens, and attention over the bound cache.
 
 Shapes: A slots, s new tokens per slot, Hq query heads, H K/V heads, S rows of cache per slot, D head_dim.
 """
@@ -6,60 +6,13 @@ Shapes: A slots, s new tokens per slot, Hq query heads, H K/V heads, S rows of c
 from __future__ import annotations
 
 from itertools import groupby
-from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from trt_kvcache.kernels import AttentionWorkspace, attend, split_qkv
-from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.ops.unowned_workspace import UnownedAllocation
 from trt_kvcache.torch_engine.step import TorchStep
 
 Angles = tuple[torch.Tensor, torch.Tensor]
-
-
-class KernelAttention:
-    """The attention kernels of this package, on a GPU.
-
-    Parameters
-    ----------
-    step : TorchStep
-        Of which ``combined`` is not None.
-    memory : Memory
-        The GPU.
-    cos_sin : DeviceTensor float32 ``[S, 2, D // 2]``
-        Cosine and sine of each position.
-    workspace : AttentionWorkspace
-        Of the kernels.
-    stream : cuda.core.Stream
-        The launches are ordered on it.
-    """
-
-    def __init__(self, step: TorchStep, memory: Memory, cos_sin: DeviceTensor, workspace: AttentionWorkspace, stream: Any) -> None:
-        assert step.combined is not None
-        self._caches, self._start = step.combined, step.tensors.start
-        self._memory, self._cos_sin, self._workspace, self._stream = memory, cos_sin, workspace, stream
-
-    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
-        """Write k and v of the new tokens into the cache and return the attention of q over it."""
-        cache = self._caches[layer]
-        kv_heads = cache.shape[2]
-        heads = qkv.shape[2] - 2 * kv_heads
-        out = qkv.new_empty((*qkv.shape[:2], heads, qkv.shape[3]))
-        q, k, v = split_qkv(self._borrowed(qkv, cache.dtype), heads, kv_heads)
-        attend(
-            q, k, v, cache, self._start,
-            out=self._borrowed(out, cache.dtype), workspace=self._workspace, cos_sin=self._cos_sin, stream=self._stream,
-        )  # fmt: skip
-        return out
-
-    def _borrowed(self, tensor: torch.Tensor, dtype: str) -> DeviceTensor:
-        """Return a view of a dense torch tensor, which must live until its kernel is launched: torch frees in the order of the stream."""
-        allocation = UnownedAllocation(self._memory, tensor.nbytes)
-        allocation.ptr = tensor.data_ptr()
-        return DeviceTensor(allocation, shape=tensor.shape, dtype=dtype)
 
 
 class LiveRowsAttention:

@@ -23,9 +23,10 @@ from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, MAX_GROUP, MIN_ARCH, arch_number
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.torch_engine.attention import Angles, KernelAttention, LiveRowsAttention, MaskedAttention, rope_factors
+from trt_kvcache.torch_engine.attention import Angles, LiveRowsAttention, MaskedAttention, rope_factors
 from trt_kvcache.torch_engine.device import CudaDevice, HostDevice, TorchDevice
-from trt_kvcache.torch_engine.model import TorchAttention, decoder_step
+from trt_kvcache.torch_engine.kernels import KernelAttention, KernelElementwise
+from trt_kvcache.torch_engine.model import Elementwise, TorchAttention, decoder_step
 from trt_kvcache.torch_engine.step import TorchStep
 from trt_kvcache.torch_engine.weights import LoadTensor, TorchWeights, checkpoint_loader, torch_weights
 
@@ -251,7 +252,8 @@ class TorchEngine(DecoderEngine):
     def _run(self, step: TorchStep, stream: Any) -> None:
         assert self._weights is not None
         with torch.inference_mode():
-            normed = decoder_step(self._config, self._weights, self._attention_of(step, stream), step.input_ids)
+            elementwise = Elementwise() if self._kernel_inputs is None else KernelElementwise(self.memory, stream)
+            normed = decoder_step(self._config, self._weights, self._attention_of(step, stream), elementwise, step.input_ids)
             write_logits(normed, step.last, self._weights.head, step.logits)
 
     def _attention_of(self, step: TorchStep, stream: Any) -> TorchAttention:

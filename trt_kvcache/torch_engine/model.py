@@ -15,7 +15,25 @@ from trt_kvcache.torch_engine.weights import TorchLayer, TorchWeights
 TorchAttention = Callable[[int, torch.Tensor], torch.Tensor]
 
 
-def decoder_step(config: ModelConfig, weights: TorchWeights, attention: TorchAttention, input_ids: torch.Tensor) -> torch.Tensor:
+class Elementwise:
+    """What is computed between matrix products, by operations of torch."""
+
+    def add_rms_norm(
+        self, hidden: torch.Tensor, change: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of two tensors ``[A, s, hidden]``, of which the first one is no longer needed, and the norm of the sum."""
+        hidden = hidden + change
+        return hidden, rms_norm(hidden, weight, eps)
+
+    def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Return ``silu(gate) * up`` of ``[A, s, 2 * intermediate]``."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+
+def decoder_step(
+    config: ModelConfig, weights: TorchWeights, attention: TorchAttention, elementwise: Elementwise, input_ids: torch.Tensor
+) -> torch.Tensor:
     """Run the new tokens of every slot through the layers.
 
     Parameters
@@ -26,6 +44,8 @@ def decoder_step(config: ModelConfig, weights: TorchWeights, attention: TorchAtt
         Its weights.
     attention : callable
         Attention over the cache of a layer.
+    elementwise : Elementwise
+        How sums, norms and gates are computed.
     input_ids : torch.Tensor int32 ``[A, s]``
         New tokens, right-padded.
 
@@ -40,8 +60,9 @@ def decoder_step(config: ModelConfig, weights: TorchWeights, attention: TorchAtt
     next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
     for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
         mixed = attention(index, heads_of(config, layer, normed))
-        hidden, normed = add_rms_norm(hidden, project(layer.o, mixed.flatten(2)), layer.post_attention_norm, eps)
-        hidden, normed = add_rms_norm(hidden, project(layer.down, gated(project(layer.gate_up, normed))), next_norm, eps)
+        hidden, normed = elementwise.add_rms_norm(hidden, project(layer.o, mixed.flatten(2)), layer.post_attention_norm, eps)
+        activated = elementwise.gated(project(layer.gate_up, normed))
+        hidden, normed = elementwise.add_rms_norm(hidden, project(layer.down, activated), next_norm, eps)
     return normed
 
 
@@ -52,18 +73,6 @@ def heads_of(config: ModelConfig, layer: TorchLayer, normed: torch.Tensor) -> to
         return qkv
     q, k, v = qkv.split((config.num_attention_heads, config.num_kv_heads, config.num_kv_heads), dim=2)
     return torch.cat((rms_norm(q, layer.q_norm, config.rms_norm_eps), rms_norm(k, layer.k_norm, config.rms_norm_eps), v), dim=2)
-
-
-def gated(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return ``silu(gate) * up`` of ``[..., 2 * intermediate]``."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def add_rms_norm(hidden: torch.Tensor, change: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sum of two tensors, and its norm."""
-    hidden = hidden + change
-    return hidden, rms_norm(hidden, weight, eps)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
