@@ -44,3 +44,22 @@ def test_a_failure_of_torch_is_an_engine_error(monkeypatch) -> None:
     monkeypatch.setattr(engine, "decoder_step", fail)
     with pytest.raises(EngineError, match=r"^torch: a step failed: out of luck$"):
         rig.step([[1]], [0])
+
+
+def test_what_is_bound_after_a_step_is_what_the_next_one_uses() -> None:
+    rig = Rig("llama")
+    first = rig.step(random_ids(61, 1, 5), [0])
+    other = rig.to_memory(np.zeros((3, 61), np.float32))
+    rig.engine.bind("logits", other)
+    rig.engine.enqueue(rig.stream)
+    np.testing.assert_array_equal(other.numpy()[:1], first)
+
+
+def test_a_cache_that_is_closed_after_a_step_is_refused() -> None:
+    from trt_kvcache.errors import ClosedError
+
+    rig = Rig("llama")
+    rig.step([[1]], [0])
+    rig.cache.close()
+    with pytest.raises(ClosedError):
+        rig.engine.enqueue(rig.stream)
