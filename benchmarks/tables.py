@@ -1,4 +1,4 @@
-"""Write the table of results into benchmarks/README.md, from the files in benchmarks/results.
+"""Write the table of results into benchmarks/README.md, and the main ones into README.md, from the files in benchmarks/results.
 
     python benchmarks/tables.py [--check]
 
@@ -13,11 +13,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import end_to_end_report
 from environment import of_table
 
 HERE = Path(__file__).parent
 README = HERE / "README.md"
 BEGIN, END = "<!-- results: benchmarks/tables.py -->", "<!-- end of results -->"
+MAIN_README = HERE.parent / "README.md"
+END_TO_END = HERE / "results" / "end_to_end.json"
 
 _MIB = 2**20
 
@@ -40,6 +43,21 @@ def _host_step(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         limit = f"{limits['median_us_at_32_layers']:g} us" if layers == "32" else ""
         yield f"host time of a decode step, {layers} layers, B = {content['batch_size']}", f"{times['median_us']:.1f} us", limit
     yield "the same, 64 layers over 16", f"{content['ratio_64_to_16']:.2f}", f"{limits['ratio_64_to_16']:g}"
+
+
+def _sampling(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    rows = [row for row in content["host_us"] if row["vocab"] == content["limit_vocab"]]
+    for name in (name for name in rows[0] if name not in ("vocab", "logits")):
+        times = ", ".join(f"{row[name]:.0f} ({row['logits']})" for row in rows)
+        yield f"sampling on the host, a row of {content['limit_vocab']}, {name}", f"{times} us", f"{content['limit_us']:g} us"
+
+
+def _sampling_gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    yield "sampling on a GPU: rows whose tokens are those of the host", f"{content['checked_rows']}", "all"
+    for row in content["gpu_us"]:
+        times = [value for kind in ("peaked", "flat") for value in row[kind].values()]
+        limit = "30 us" if (row["vocab"], row["batch"]) == (151_936, 8) else ""
+        yield f"sampling on a GPU, {row['batch']} rows of {row['vocab']}", f"{min(times):.1f} to {max(times):.1f} us", limit
 
 
 def _build(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -156,6 +174,8 @@ def _gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 _FILES = {
     "host_step": _host_step,
+    "sampling": _sampling,
+    "sampling_gpu": _sampling_gpu,
     "build": _build,
     "build_estimate": _build_estimate,
     "import_time": _import_time,
@@ -164,18 +184,27 @@ _FILES = {
     "attention": _attention,
     "compare_kernels": _compare_kernels,
     "gpu": _gpu,
+    "end_to_end": end_to_end_report.rows,
 }
 
 
 def main() -> int:
-    """Write the table, or with ``--check`` compare it."""
-    text = README.read_text(encoding="utf-8")
-    before, after = text[: text.index(BEGIN) + len(BEGIN)], text[text.index(END) :]
-    wanted = f"{before}\n{table(HERE / 'results')}\n{after}"
+    """Write what the files say, or with ``--check`` compare it."""
+    wanted = {README: with_block(README.read_text(encoding="utf-8"), table(HERE / "results"))}
+    if END_TO_END.is_file():
+        content = json.loads(END_TO_END.read_text(encoding="utf-8"))
+        wanted[MAIN_README] = with_block(MAIN_README.read_text(encoding="utf-8"), end_to_end_report.readme_block(content))
+        wanted[HERE.parent / end_to_end_report.IMAGE] = end_to_end_report.picture(content)
     if "--check" in sys.argv[1:]:
-        return int(wanted != text)
-    README.write_text(wanted, encoding="utf-8")
+        return int(any(not path.is_file() or path.read_text(encoding="utf-8") != text for path, text in wanted.items()))
+    for path, text in wanted.items():
+        path.write_text(text, encoding="utf-8")
     return 0
+
+
+def with_block(text: str, block: str) -> str:
+    """Return a page with another text between :data:`BEGIN` and :data:`END`."""
+    return f"{text[: text.index(BEGIN) + len(BEGIN)]}\n{block}\n{text[text.index(END) :]}"
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
         ThreadError as ThreadError,
     )
     from trt_kvcache.generation.chat_prompt import ChatPrompt as ChatPrompt
+    from trt_kvcache.generation.prompt_score import PromptScore as PromptScore, perplexity as perplexity
     from trt_kvcache.generation.request import GeneratedToken as GeneratedToken
     from trt_kvcache.generation.sampler_state import SamplerState as SamplerState
     from trt_kvcache.generation.sampling import SamplingOptions as SamplingOptions, SamplingParams as SamplingParams
@@ -164,6 +165,7 @@ _MODULE_OF = {
     "PromptCache": "sequences.prompt_cache",
     "PromptEntry": "sequences.prompt_cache",
     "PromptMatch": "sequences.prompt_cache",
+    "PromptScore": "generation.prompt_score",
     "RangeError": "errors",
     "RecomputeRunner": "polygraphy.runners",
     "ReferenceEngine": "reference",
@@ -205,6 +207,7 @@ _MODULE_OF = {
     "load_snapshot": "sequences.snapshot",
     "longest_sequence": "cache.estimate",
     "make_feed": "polygraphy.feeds",
+    "perplexity": "generation.prompt_score",
     "register_operation": "ops.registry",
     "run_on_host": "ops.custom_op",
     "save_snapshot": "sequences.snapshot",

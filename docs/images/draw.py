@@ -94,10 +94,11 @@ def overview() -> str:
 
 #: The rooms of the package from the top to the ground; a room in a row may import those to its right.
 ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
-    (RED, (("cli", "the trt-kvcache command"), ("polygraphy", "runners, comparisons"))),
+    (RED, (("cli", "the trt-kvcache command"), ("polygraphy", "runners, comparisons"), ("benchmarking", "speed of a session"))),
     (BLUE, (("session", "steps, generation, request queue"),)),
     (YELLOW, (("builder", "networks, engine builds"), ("trt", "TensorRT engines, CUDA graphs"), ("engine_folder", "files of an engine"))),
-    (YELLOW, (("reference", "the decoder in NumPy"), ("ops", "custom operations"), ("engine", "protocol, names, bindings"))),
+    (YELLOW, (("torch_engine", "decoder in PyTorch"), ("reference", "decoder in NumPy"))),
+    (YELLOW, (("ops", "custom operations"), ("engine", "protocol, names, bindings"))),
     (PURPLE, (("sequences", "handles, swapping, prompt cache, snapshots"),)),
     (GREEN, (("cache", "managers, layouts, lengths, states"),)),
     (GREEN, (("generation", "logits to text"), ("kernels", "CUDA and NumPy"), ("checkpoint", "model folders"))),

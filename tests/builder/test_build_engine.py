@@ -24,6 +24,7 @@ from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
+from trt_kvcache.engine_folder.inspection import inspect_engine
 from trt_kvcache.errors import BuildError, CheckpointError, ConfigError, EngineError
 from trt_kvcache.trt import module as trt_module
 from trt_kvcache.trt.module import TensorRT, load
@@ -89,15 +90,45 @@ def test_a_given_length_limits_the_default_prefill(tmp_path: Path) -> None:
 
 
 @pytest.mark.trt
-def test_profiles_that_tensorrt_was_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("logits", "profiles"), [(1, [(11, 1), (1, 1)]), (5, [(11, 5), (1, 1), (5, 5)])])
+def test_profiles_that_tensorrt_was_given(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, logits: int, profiles: list[tuple[int, int]]
+) -> None:
     profile, seen = load("tensorrt_rtx").module.IOptimizationProfile, []
     real = profile.set_shape
     monkeypatch.setattr(profile, "set_shape", lambda self, *given: seen.append((self, *given)) or real(self, *given))
-    build_engine(write_model(tmp_path / "model"), tmp_path / "engine", **SIZES)
+    build_engine(write_model(tmp_path / "model"), tmp_path / "engine", **SIZES, max_logits_per_slot=logits)
     cache = ((1, 2, 38, 24), (3, 2, 38, 24), (3, 2, 38, 24))
-    common = {"kvcache_start_index": ((1,), (3,), (3,)), "last_token_ids": ((1, 1), (3, 1), (3, 1)), "k_cache_0": cache, "v_cache_0": cache}
+    common = {"kvcache_start_index": ((1,), (3,), (3,)), "k_cache_0": cache, "v_cache_0": cache}
     shapes = [{name: tuple(given) for by, name, *given in seen if by is each} for each in dict.fromkeys(by for by, *_ in seen)]
-    assert shapes == [{"input_ids": ((1, 1), (3, width), (3, width)), **common} for width in (11, 1)]
+    assert shapes == [
+        {"input_ids": ((1, 1), (3, width), (3, width)), "last_token_ids": ((1, 1), (3, most), (3, most)), **common}
+        for width, most in profiles
+    ]
+
+
+@pytest.mark.trt
+@pytest.mark.parametrize("attention", ["native", "plugin"])
+def test_an_engine_with_more_logits(tmp_path: Path, attention: str) -> None:
+    options = {**SIZES, "attention": attention, "flavour": "tensorrt_rtx", "max_logits_per_slot": 5}
+    build_engine(write_model(tmp_path / "model", head_dim=64), tmp_path / "engine", **options)
+    engine = inspect_engine(tmp_path / "engine")
+    assert [(one.name, one.max_width, one.max_logits) for one in engine.profiles] == [
+        ("prefill", 11, 5),
+        ("decode", 1, 1),
+        ("verify", 5, 5),
+    ]
+    shapes = {spec.name: spec.shape for spec in engine.tensors}
+    assert (shapes["last_token_ids"], shapes["logits"]) == ((-1, -1), (-1, -1, 37))
+
+
+@pytest.mark.trt
+def test_more_logits_store_the_weights_once(tmp_path: Path) -> None:
+    """Neither the profile for drafts nor the head over several tokens may keep weights of its own."""
+    model = write_model(tmp_path / "model", intermediate_size=80_000, vocab_size=100_000)
+    one, more = (build_engine(model, tmp_path / "engine", **SIZES, max_logits_per_slot=logits) for logits in (1, 9))
+    assert one.weights_nbytes > 2**25
+    assert more.plan_nbytes < one.plan_nbytes + one.weights_nbytes / 4
 
 
 @pytest.mark.trt
@@ -259,8 +290,8 @@ def test_error_in_the_network_names_the_layer_and_not_the_missing_gpu(tmp_path: 
 
 @pytest.mark.trt
 def test_profile_that_tensorrt_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = serialization.shape_at
-    monkeypatch.setattr(serialization, "shape_at", lambda shape, batch, width: tuple(-size for size in real(shape, batch, width)))
+    real = serialization.step_shape
+    monkeypatch.setattr(serialization, "step_shape", lambda *given, **sizes: tuple(-size for size in real(*given, **sizes)))
     with pytest.raises(BuildError, match=r"optimisation profile prefill: TensorRT refused it. TensorRT says: "):
         build_engine(write_model(tmp_path / "model"), tmp_path / "engine", **SIZES)
     assert os.listdir(tmp_path) == ["model"]

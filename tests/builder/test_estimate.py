@@ -57,10 +57,11 @@ def test_more_slots_and_tokens_take_more_activations() -> None:
 
 
 @pytest.mark.trt
+@pytest.mark.parametrize("logits", [1, 5])
 @pytest.mark.parametrize("attention", ["native", "plugin"])
-def test_the_plan_of_a_real_build_is_within_a_tenth(tmp_path: Path, attention: str) -> None:
+def test_the_plan_of_a_real_build_is_within_a_tenth(tmp_path: Path, attention: str, logits: int) -> None:
     model = write_model(tmp_path / "model", vocab_size=3000, hidden_size=1024, head_dim=64, intermediate_size=8192, num_hidden_layers=3)
-    options = {**SIZES, "attention": attention}
+    options = {**SIZES, "attention": attention, "max_logits_per_slot": logits}
     report = build_engine(model, tmp_path / "engine", **options, flavour="tensorrt_rtx")
     assert estimate_build(model, **options).plan_nbytes == pytest.approx(report.plan_nbytes, rel=0.1)
 
@@ -82,3 +83,16 @@ def test_what_cannot_be_built_is_refused(tmp_path: Path, options: dict[str, Any]
 def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json"):
         estimate_build(tmp_path)
+
+
+def test_logits_of_more_tokens_take_more_activations(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model")
+    one, five, every = (estimate_build(model, **SIZES, max_logits_per_slot=logits).activations_nbytes for logits in (1, 5, "all"))
+    row = 3 * 37 * (2 + 4)  # slots, vocabulary, float16 and the float32 that is given out
+    assert five - one == 4 * row
+    assert every - one == 10 * row
+
+
+def test_more_logits_than_new_tokens_are_refused() -> None:
+    with pytest.raises(ConfigError, match="max_logits_per_slot: expected at most max_prefill_length=16, got 17"):
+        estimate_build(SHIPPED, max_prefill_length=16, max_logits_per_slot=17)

@@ -23,7 +23,7 @@ from trt_kvcache.session.session import InferenceSession
 
 from .conftest import GOLDEN, SHIPPED, Run
 
-COMMANDS = ("build", "generate", "chat", "serve-file", "compare", "memory", "inspect")
+COMMANDS = ("build", "generate", "chat", "serve-file", "score", "compare", "memory", "inspect")
 PROGRAM = "import sys; from trt_kvcache.cli import main; sys.exit(main(sys.argv[1:]))"
 
 
@@ -114,7 +114,7 @@ def test_version(run: Run):
         (["build", SHIPPED], "Missing option '--output' / '-o'."),
         (
             ["generate", SHIPPED, "-p", "A", "--engine", "gpu"],
-            "Invalid value for '--engine': expected one of auto, reference, tensorrt, got 'gpu'.",
+            "Invalid value for '--engine': expected one of auto, reference, tensorrt, torch, got 'gpu'.",
         ),
     ],
     ids=str,

@@ -37,6 +37,7 @@ def test_what_is_not_given_is_left_to_the_builder(run: Run, asked: dict[str, Any
         "max_batch_size": 1,
         "max_sequence_length": None,
         "max_prefill_length": None,
+        "max_logits_per_slot": 1,
         "dtype": None,
         "attention": "native",
         "flavour": "auto",
@@ -56,6 +57,16 @@ def test_options_reach_the_builder(run: Run, asked: dict[str, Any], tmp_path: Pa
     assert asked["compute_capabilities"] == ["8.6", "12.0"]
     run("build", SHIPPED, "-o", tmp_path, "--builder-optimization-level", 0, "--timing-cache", tmp_path / "timings")
     assert (asked["builder_optimization_level"], asked["timing_cache"]) == (0, tmp_path / "timings")
+    for given, expected in (("all", "all"), ("17", 17)):
+        run("build", SHIPPED, "-o", tmp_path, "--max-logits-per-slot", given)
+        assert asked["max_logits_per_slot"] == expected
+
+
+@pytest.mark.parametrize("given", ["0", "-1", "every", "1.5"])
+def test_a_number_of_logits_that_is_none(run: Run, asked: dict[str, Any], tmp_path: Path, given: str):
+    done = run("build", SHIPPED, "-o", tmp_path, "--max-logits-per-slot", given)
+    assert (done.code, done.out, asked) == (2, "", {})
+    assert f"expected a number of tokens from 1, or all, got '{given}'." in done.complaint
 
 
 @pytest.mark.parametrize(

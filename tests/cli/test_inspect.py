@@ -48,6 +48,17 @@ def test_tensors_of_layers_that_are_alike_share_a_row(run: Run, engine: Path):
     ]
 
 
+def test_profiles_with_more_logits(run: Run, tmp_path: Path):
+    engine = make_engine_folder(SHIPPED, tmp_path / "engine", max_logits_per_slot=5).path
+    shown = run("inspect", engine).out
+    assert rows(shown, "Optimisation profiles") == [
+        ["0", "prefill", "1-3", "1-11", "1-5"],
+        ["1", "decode", "1-3", "1", "1"],
+        ["2", "verify", "1-3", "1-5", "1-5"],
+    ]
+    assert ["logits", "output", "float32", f"[?, ?, {CONFIG.vocab_size}]", ""] in rows(shown, "Tensors")
+
+
 def test_every_tensor_can_be_listed(run: Run, engine: Path):
     found = rows(run("inspect", engine, "--tensors").out, "Tensors")
     assert [row[0] for row in found] == [

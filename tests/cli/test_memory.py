@@ -147,6 +147,14 @@ def test_engine_is_in_the_json_too(run: Run):
     assert found["build"]["cache_nbytes"] == found["estimate"]["nbytes"]
 
 
+def test_engine_counts_the_logits_of_more_tokens(run: Run):
+    one, more = (
+        json.loads(run("memory", SHIPPED, "--engine", "--json", *given).out)["build"]["activations_nbytes"]
+        for given in ((), ("--max-logits-per-slot", 9))
+    )
+    assert more - one == 8 * CONFIG.vocab_size * (2 + 4)
+
+
 def test_engine_needs_a_model(run: Run):
     done = run("memory", "--layers", 2, "--kv-heads", 1, "--head-dim", 64, "--max-sequence-length", 8, "--engine")
     assert (done.code, done.out) == (2, "")

@@ -26,6 +26,13 @@ from trt_kvcache.errors import BindingError, ClosedError, KVCacheError, LayoutEr
 # Dimensions all different: B=3, H=1 and 2, S=16, D=8; two layers.
 KV = kv_config(head_dim=8)
 
+#: Of an engine with the logits of more new tokens than one.
+MORE_LOGITS = [
+    EngineProfile(name="prefill", min_batch=1, max_batch=3, min_width=1, max_width=9, max_logits=5),
+    EngineProfile(name="decode", min_batch=1, max_batch=3, min_width=1, max_width=1),
+    EngineProfile(name="verify", min_batch=1, max_batch=3, min_width=1, max_width=3, max_logits=3),
+]
+
 
 @pytest.fixture
 def memory():
@@ -297,6 +304,23 @@ class TestProfiles:
             "prefill",
         ]
 
+    def test_the_narrowest_profile_that_has_the_logits(self, memory, cache):
+        engine = RecordingEngine(KV, memory, profiles=MORE_LOGITS, more_logits=True)
+        plan = BindingPlan(engine, cache)
+        found = [engine.profiles[plan.profile_for(3, width, logits)].name for width, logits in [(1, 1), (2, 1), (3, 3), (4, 3), (9, 5)]]
+        assert found == ["decode", "verify", "verify", "prefill", "prefill"]
+        assert plan.max_logits_per_slot == 5
+        with pytest.raises(BindingError) as error:
+            plan.profile_for(3, 9, 6)
+        assert str(error.value) == (
+            "no optimisation profile takes 3 slots of 9 new tokens with the logits of 6. The engine has "
+            "prefill: batch 1-3, width 1-9, logits 1-5; decode: batch 1-3, width 1-1; verify: batch 1-3, width 1-3, logits 1-3."
+        )
+
+    def test_one_token_has_logits_where_the_engine_has_no_more(self, memory, cache):
+        profiles = [replace(profile, max_logits=5) for profile in MORE_LOGITS]
+        assert BindingPlan(RecordingEngine(KV, memory, profiles=profiles), cache).max_logits_per_slot == 1
+
     @pytest.mark.parametrize(("count", "width"), [(3, 5), (4, 1)])
     def test_an_enqueue_that_no_profile_takes(self, engine, cache, count, width):
         with pytest.raises(BindingError) as error:
@@ -355,6 +379,29 @@ class TestPrepare:
         memory.journal.take()
         plan.prepare(0, 2, 3, buffers)
         assert memory.journal.take() == [("use_profile", 0), ("set_input_shape", "input_ids", (2, 3))]
+
+    def test_another_number_of_logits_sets_one_shape_more(self, memory, cache):
+        plan = BindingPlan(RecordingEngine(KV, memory, profiles=MORE_LOGITS, more_logits=True), cache)
+        buffers = StepBuffers(
+            memory,
+            max_batch_size=3,
+            max_width=9,
+            vocab_size=VOCAB,
+            index_dtypes=("int32", "int32"),
+            logits_dtype="float32",
+            max_logits_per_slot=5,
+        )
+        plan.prepare(0, 2, 6, buffers, logits=4)
+        memory.journal.take()
+        plan.prepare(0, 2, 6, buffers, logits=5)
+        assert memory.journal.take() == [
+            ("use_profile", 0),
+            ("set_input_shape", "input_ids", (2, 6)),
+            ("set_input_shape", "last_token_ids", (2, 5)),
+        ]
+        plan.prepare(0, 2, 6, buffers, logits=5)
+        assert memory.journal.take() == [("use_profile", 0)]
+        buffers.close()
 
     def test_another_batch_sets_the_shapes_and_binds_nothing(self, plan, buffers, memory):
         plan.prepare(0, 2, 4, buffers)

@@ -46,3 +46,9 @@ def test_a_profile_accepts_sizes_up_to_its_limits(batch: int, width: int) -> Non
 @pytest.mark.parametrize(("batch", "width"), [(1, 5), (6, 5), (3, 2), (3, 8)])
 def test_a_profile_refuses_sizes_beyond_its_limits(batch: int, width: int) -> None:
     assert not PROFILE.accepts(batch, width)
+
+
+def test_a_profile_accepts_as_many_logits_as_it_has() -> None:
+    profile = dataclasses.replace(PROFILE, max_logits=4)
+    assert [profile.accepts(3, 5, logits) for logits in (0, 1, 4, 5)] == [False, True, True, False]
+    assert [PROFILE.accepts(3, 5, logits) for logits in (1, 2)] == [True, False]

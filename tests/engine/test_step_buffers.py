@@ -57,6 +57,26 @@ def test_the_last_tokens_follow_the_rows(buffers, stream):
         assert last(buffers, len(rows)) == [0] * len(rows)
 
 
+def test_all_tokens_of_each_row(memory, stream):
+    buffers = StepBuffers(memory, **OPTIONS, max_logits_per_slot=3)
+    chosen = buffers.last_token_ids.reshape(9)
+    for width, expected in ((3, [0, 1, 2, 0, 1, 2]), (2, [0, 1, 0, 1])):
+        buffers.write_rows([[5, 6][:width], [7]], width, stream=stream, every_logit=True)
+        assert chosen[: 2 * width].numpy().tolist() == expected
+        buffers.write_rows([[5, 6], [7]], 3, stream=stream)
+        assert chosen[:2].numpy().tolist() == [1, 0]
+    buffers.close()
+
+
+def test_logits_of_several_tokens_of_each_slot(memory, stream):
+    buffers = StepBuffers(memory, **OPTIONS, max_logits_per_slot=3)
+    assert buffers.logits.shape == (9, 5)
+    values = np.arange(45, dtype=np.float32).reshape(9, 5)
+    memory.upload(buffers.logits, values, stream=stream)
+    np.testing.assert_array_equal(buffers.read_logits(6, stream=stream), values[:6])
+    buffers.close()
+
+
 def test_the_start_index(buffers, stream):
     buffers.write_start_index([5, 6], stream=stream)
     assert buffers.start_index.numpy().tolist() == [5, 6, 0]

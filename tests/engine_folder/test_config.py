@@ -47,6 +47,57 @@ def test_config_is_plain_json(model: Path) -> None:
     assert data["tensors"][3] == {"name": "k_cache_0", "shape": [-1, 2, 38, 24], "dtype": "float16", "mode": "input", "alias": None}
 
 
+def with_more_logits(model: Path, *, segmented: bool = False) -> EngineConfig:
+    with Checkpoint.open(model) as checkpoint:
+        return make_config(checkpoint, segmented=segmented, max_logits_per_slot=5)
+
+
+@pytest.mark.parametrize("segmented", [False, True])
+def test_more_logits_are_a_format_of_their_own(model: Path, segmented: bool) -> None:
+    config = with_more_logits(model, segmented=segmented)
+    data = json.loads(json.dumps(config.to_dict()))
+    assert EngineConfig.from_dict(data) == config
+    assert (data["format"], config.max_logits_per_slot, [profile.name for profile in config.profiles]) == (
+        3,
+        5,
+        ["prefill", "decode", "verify"],
+    )
+    with pytest.raises(EngineError, match=r"^format: expected 3 with these profiles, got 2\.$"):
+        EngineConfig.from_dict({**data, "format": 2})
+
+
+@pytest.mark.parametrize(
+    ("profile", "name", "value", "message"),
+    [
+        (0, "max_logits", 12, r"profiles\[0\]\.max_logits: expected an integer from 1 to 11, got 12"),
+        (0, "max_logits", 4, "profile verify: expected max_width 4, got 5"),
+        (0, "max_logits", 1, "profiles: expected 2, for prefill and decode, got 3"),
+        (1, "max_logits", 2, "profile decode: expected max_logits 1, got 2"),
+        (2, "max_logits", 4, "profile verify: expected max_logits 5, got 4"),
+        (2, "max_width", 6, "profile verify: expected max_width 5, got 6"),
+        (0, "max_width", 5, "profiles: expected 2, for prefill and decode, got 3"),
+    ],
+)
+def test_a_profile_that_does_not_fit_the_others_is_refused(model: Path, profile: int, name: str, value: int, message: str) -> None:
+    data = with_more_logits(model).to_dict()
+    data["profiles"][profile][name] = value
+    with pytest.raises(EngineError, match=message):
+        EngineConfig.from_dict(data)
+
+
+def test_tensors_without_more_logits_are_refused_where_the_profiles_have_them(model: Path) -> None:
+    data = with_more_logits(model).to_dict()
+    data["tensors"][-1]["shape"] = [-1, 37]
+    with pytest.raises(EngineError, match=r"tensor `logits`: expected output `logits` float32 \(-1, -1, 37\) for this model"):
+        EngineConfig.from_dict(data)
+
+
+def test_an_engine_with_the_logits_of_one_token_is_written_as_before(model: Path) -> None:
+    with Checkpoint.open(model) as checkpoint:
+        profiles = make_config(checkpoint).to_dict()["profiles"]
+    assert profiles[0] == {"name": "prefill", "min_batch": 1, "max_batch": 3, "min_width": 1, "max_width": 11}
+
+
 def test_a_folder_of_the_first_format_is_still_read(folder):
     config = folder.path / "config.json"
     data = json.loads(config.read_text())

@@ -20,7 +20,8 @@ GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_new_token
 @contextmanager
 def prepared(folder: Path) -> Iterator[InferenceSession]:
     """A session of two slots whose sequences have some tokens; ``folder`` has a snapshot of the first one."""
-    options = {"max_batch_size": 2, "max_sequence_length": 32, "max_prefill_length": 4, "prompt_cache_bytes": 1 << 16}
+    sizes = {"max_batch_size": 2, "max_sequence_length": 32, "max_prefill_length": 4, "max_logits_per_slot": 3}
+    options = {**sizes, "prompt_cache_bytes": 1 << 16}
     with InferenceSession.from_model(MODEL, engine="reference", **options) as session:  # type: ignore[arg-type]
         list(session.generate(PROMPTS, **GREEDY))
         session.save_snapshot(folder / "saved.kv")
@@ -35,6 +36,11 @@ def _serve(session: InferenceSession) -> None:
         pass
 
 
+def _verify(session: InferenceSession) -> None:
+    session.verify([[40, 41, 42], [43]])
+    session.accept([2, 1])
+
+
 #: What is done to a prepared session.
 OPERATIONS: dict[str, Callable[[InferenceSession, Path], Any]] = {
     "prefill": lambda session, _: session.prefill([[21, 22, 23, 24, 25, 26], [27]]),
@@ -43,6 +49,8 @@ OPERATIONS: dict[str, Callable[[InferenceSession, Path], Any]] = {
     "decode": lambda session, _: session.decode([40, 41]),
     "generate": lambda session, _: list(session.generate([[5, 6, 7], [50, 51, 52, 53, 54]], **GREEDY)),
     "submit and step": lambda session, _: _serve(session),
+    "verify and accept": lambda session, _: _verify(session),
+    "score": lambda session, _: session.score([[21, 22, 23, 24, 25, 26], [27], [28, 29]], top_logprobs=1),
     "rewind": lambda session, _: session.rewind(0, 2),
     "save": lambda session, folder: session.save_snapshot(folder / "again.kv"),
     "resume": lambda session, folder: list(session.resume(folder / "saved.kv", **GREEDY)),

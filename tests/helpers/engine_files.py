@@ -15,15 +15,15 @@ PLAN = b"these bytes stand for an engine"
 
 def make_config(checkpoint, *, plan=PLAN, embedded=False, **changes):
     model = checkpoint.config
-    segmented = changes.pop("segmented", False)
+    segmented, logits = changes.pop("segmented", False), {"max_logits_per_slot": changes.pop("max_logits_per_slot", 1)}
     variant = "plugin" if segmented else "native"
     cache = cache_config(model, max_batch_size=3, max_sequence_length=38, dtype="float16", attention=variant)
     values = {
         "model": model,
         "cache": cache,
         "names": DEFAULT_NAMES,
-        "tensors": decoder_tensors(model, cache, DEFAULT_NAMES),
-        "profiles": decoder_profiles(max_batch_size=3, max_prefill_length=11),
+        "tensors": decoder_tensors(model, cache, DEFAULT_NAMES, **logits),
+        "profiles": decoder_profiles(max_batch_size=3, max_prefill_length=11, **logits),
         "attention": tuple(AttentionLayerConfig(layer=layer, variant=variant, decomposable=False) for layer in range(model.num_layers)),
         "tensorrt_flavour": "tensorrt_rtx",
         "tensorrt_version": "1.7.1",
@@ -34,7 +34,7 @@ def make_config(checkpoint, *, plan=PLAN, embedded=False, **changes):
         ),
     }
     if segmented and changes.get("segments", True):
-        steps = decoder_stages(model, cache, DEFAULT_NAMES)
+        steps = decoder_stages(model, cache, DEFAULT_NAMES, **logits)
         plans = segment_plans(model.num_layers)
         record = FileRecord.of([define_constants(checkpoint, cache)])
         values["segments"] = SegmentsRecord(stages=steps, plans=tuple(map(len, plans)), constants=record)

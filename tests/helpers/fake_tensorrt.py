@@ -7,7 +7,8 @@ import enum
 from types import SimpleNamespace
 
 from tests.helpers.tensorrt_modules import FakeLogger
-from trt_kvcache.engine.decoder_tensors import shape_at
+from trt_kvcache.engine.decoder_tensors import step_shape
+from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.trt.log import TensorRTLog
@@ -52,10 +53,9 @@ class FakeGpuMemory(HostMemory):
 class FakeTensorRT:
     """The module, and everything it makes. ``calls`` is what was called, in order."""
 
-    def __init__(self, specs, profiles, shape_of=None, *, plan=b"plan"):
+    def __init__(self, specs, profiles, *, plan=b"plan"):
         self.specs = {spec.name: spec for spec in specs}
         self.profiles = list(profiles)
-        self.shape_of = shape_of or (lambda spec, batch, width: shape_at(spec.shape, batch, width))  # of an input
         self.plan = plan
         self.calls = []
         self.errors = {}  # what to log, by call
@@ -68,7 +68,7 @@ class FakeTensorRT:
         self.logger = None
         self.segments = {}  # plan to FakeSegment
         self.capturable = True
-        self.activations = (3000, 5000)  # the first is not the largest
+        self.activations = (3000, 5000, 4000)  # the first is not the largest
         self.run = lambda context: None  # what a step does
 
     def record(self, name, *details):
@@ -110,7 +110,7 @@ class FakeSegment(FakeTensorRT):
     """One plan of several; what is called is noted with ``label`` in the calls of ``whole``."""
 
     def __init__(self, whole, label, specs):
-        super().__init__(specs, whole.profiles, whole.shape_of)
+        super().__init__(specs, whole.profiles)
         self.whole, self.label = whole, label
         self.module, self.loaded = whole.module, whole.loaded
 
@@ -152,8 +152,8 @@ class _Engine(_Part):
     def get_tensor_profile_shape(self, name, index):
         spec, profile = self.fake.specs[name], self.fake.profiles[index]
         assert -1 in spec.shape
-        low = list(self.fake.shape_of(spec, profile.min_batch, profile.min_width))
-        high = list(self.fake.shape_of(spec, profile.max_batch, profile.max_width))
+        low = list(step_shape(spec, DEFAULT_NAMES, batch=profile.min_batch, width=profile.min_width, logits=1))
+        high = list(step_shape(spec, DEFAULT_NAMES, batch=profile.max_batch, width=profile.max_width, logits=profile.max_logits))
         return [low, high, high]
 
     def get_device_memory_size_for_profile_v2(self, index):

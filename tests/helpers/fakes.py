@@ -33,14 +33,14 @@ def kv_config(*, slots=3, limit=16, layers=2, dtype="float32", head_dim=16, layo
     return KVCacheConfig(layers=each, max_batch_size=slots, max_sequence_length=limit, dtype=dtype, layout=layout)
 
 
-def engine_tensors(kv, names=DEFAULT_NAMES, *, index_dtype="int32", logits_dtype="float32", combined=False):
+def engine_tensors(kv, names=DEFAULT_NAMES, *, index_dtype="int32", logits_dtype="float32", combined=False, more_logits=False):
     """The inputs and outputs of an engine over this cache, written out without the package's own list."""
     inputs = {
         names.input_ids: ((-1, -1), index_dtype),
         names.kvcache_start_index: ((-1,), "int32"),
-        names.last_token_ids: ((-1, 1), index_dtype),
+        names.last_token_ids: ((-1, -1 if more_logits else 1), index_dtype),
     }
-    outputs = {names.logits: ((-1, VOCAB), logits_dtype, None)}
+    outputs = {names.logits: ((-1, *[-1] * more_logits, VOCAB), logits_dtype, None)}
     for index, layer in enumerate(kv.layers):
         pairs = [names.combined_pair(index)] if combined else names.cache_pairs(index)
         for before, after in pairs:
@@ -171,6 +171,8 @@ class RecordingEngine:
             assert profile.min_batch <= shape[0] <= profile.max_batch
             if name == self._names.input_ids:
                 assert profile.min_width <= shape[1] <= profile.max_width
+            if name == self._names.last_token_ids:
+                assert 1 <= shape[1] <= profile.max_logits
             self._shapes[self._profile][name] = tuple(shape)
 
     def enqueue(self, stream):
@@ -188,9 +190,10 @@ class RecordingEngine:
         assert all(shape[0] == slots for shape in shapes.values())
         ids = self._array(names.input_ids, (slots, width))
         start = self._array(names.kvcache_start_index, (slots,))
-        last = self._array(names.last_token_ids, (slots, 1))[:, 0]
+        chosen = self._array(names.last_token_ids, shapes[names.last_token_ids])
+        last = chosen[:, -1]
         assert (start + width <= self._kv.max_sequence_length).all(), "a row would be written past the end of its slot"
-        assert ((last >= 0) & (last < width)).all()
+        assert ((chosen >= 0) & (chosen < width)).all()
         self.steps.append(
             Step(
                 self.profiles[self._profile].name,
@@ -201,7 +204,7 @@ class RecordingEngine:
                 dict(shapes),
             )
         )
-        logits = self._array(names.logits, (slots, VOCAB))
+        logits = self._array(names.logits, (*chosen.shape, VOCAB))
         for layer in range(self._kv.num_layers):
             pairs = [names.combined_pair(layer)] if self._combined else names.cache_pairs(layer)
             sides = [self._in_place(before, after, shapes[before]) for before, after in pairs]
@@ -214,7 +217,8 @@ class RecordingEngine:
                 seen = k[slot, 0, :live, 0]
                 assert (k[slot, :, :live] == seen[:, np.newaxis]).all(), "a row was lost"
                 assert (v[slot, :, :live] == layer + np.arange(live)[:, np.newaxis]).all(), "a row was moved"
-                logits[slot] = logits_after(seen)
+                for place, index in enumerate(chosen[slot]):
+                    logits[slot, place] = logits_after(seen[: start[slot] + index + 1])
 
     def _array(self, name, shape):
         tensor = self._bound[self._profile][name]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.fake_tensorrt import FakeStream
-from trt_kvcache.engine.decoder_tensors import shape_at
+from trt_kvcache.engine.decoder_tensors import shape_at, step_shape
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.trt import engine_sources, loaded_plan, module as trt_module, tensorrt_engine
 
@@ -34,13 +34,13 @@ def tensor(memory, shape, dtype):
     return memory.to_device(np.zeros(shape, dtype), stream=memory.streams[0])
 
 
-def make_ready(engine, memory, batch=BATCH, width=1):
+def make_ready(engine, memory, batch=BATCH, width=1, logits=1):
     """Bind what a step needs in the profile in use, and set the shapes; return what is bound."""
     bound = {}
     for spec in engine.tensors.values():
         bound[spec.name] = bound[spec.alias] if spec.alias else tensor(memory, shape_at(spec.shape, BATCH, PREFILL), spec.dtype)
         engine.bind(spec.name, bound[spec.name])
-    set_shapes(engine, batch, width)
+    set_shapes(engine, batch, width, logits)
     return bound
 
 
@@ -48,7 +48,7 @@ def enqueue(engine):
     engine.enqueue(FakeStream(0x77))
 
 
-def set_shapes(engine, batch, width=1):
+def set_shapes(engine, batch, width=1, logits=1):
     for spec in engine.tensors.values():
         if spec.mode is TensorMode.INPUT:
-            engine.set_input_shape(spec.name, shape_at(spec.shape, batch, width))
+            engine.set_input_shape(spec.name, step_shape(spec, engine.names, batch=batch, width=width, logits=logits))

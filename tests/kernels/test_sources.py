@@ -11,7 +11,11 @@ from trt_kvcache.kernels import MAX_SAVED_TENSORS, MAX_STORED_VALUES, KVLayerInf
 from trt_kvcache.kernels.attention_tiles import decode_tiles, prefill_tiles
 from trt_kvcache.kernels.compaction_moves import REGISTER
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, VECTORS_IN_FLIGHT
+from trt_kvcache.kernels.cuda.sampling import ROW_THREADS
+from trt_kvcache.kernels.host.token_weights import FRACTION_BITS, WEIGHT_BITS
 from trt_kvcache.kernels.launch_limits import MOVE_CAPACITIES
+from trt_kvcache.kernels.sampling_rows import ROW_PARAMS
+from trt_kvcache.kernels.sampling_workspace import MAX_BLOCKS_OF_ROW, ROW_WORKSPACE_NBYTES
 from trt_kvcache.kernels.source_variants import variant_macros
 
 
@@ -26,7 +30,7 @@ def test_the_name_of_a_source_is_its_path():
 
 def test_names_are_those_of_all_variants():
     names = sources.source_names()
-    assert len(names) == len(set(names)) == 4 + 2 * 2 * 5
+    assert len(names) == len(set(names)) == 8 + 2 * 2 * 5
     assert all(sources.source_path(name).is_file() for name in names)
 
 
@@ -41,7 +45,17 @@ class TestBothSides:
     TEXT = "".join((sources.source_folder() / path).read_text() for path in sources.source_files())
 
     @pytest.mark.parametrize(
-        ("name", "value"), [("kThreads", THREADS_PER_BLOCK), ("kInFlight", VECTORS_IN_FLIGHT), ("kRegister", REGISTER)]
+        ("name", "value"),
+        [
+            ("kThreads", THREADS_PER_BLOCK),
+            ("kInFlight", VECTORS_IN_FLIGHT),
+            ("kRegister", REGISTER),
+            ("kRowThreads", ROW_THREADS),
+            ("kRowWorkspaceBytes", ROW_WORKSPACE_NBYTES),
+            ("kMaxBlocksOfRow", MAX_BLOCKS_OF_ROW),
+            ("kFractionBits", FRACTION_BITS),
+            ("kWeightBits", WEIGHT_BITS),
+        ],
     )
     def test_numbers(self, name, value):
         (number,) = re.findall(rf"constexpr int {name} = (\w+);", self.TEXT)
@@ -53,7 +67,7 @@ class TestBothSides:
         lists = {name: int(re.findall(r"LIST_(\d+)", rest)[0]) for name, rest in kernels if "LIST_" in rest}
         moves = {f"compact_{what}_{capacity}": capacity for what in ("layers", "rows", "lengths") for capacity in MOVE_CAPACITIES}
         saved = dict.fromkeys(("save_layers", "instantiate_layers", "save_rows", "instantiate_rows"), MAX_SAVED_TENSORS)
-        assert lists == {**moves, **saved, "store_values": MAX_STORED_VALUES}
+        assert lists == {**moves, **saved, "store_values": MAX_STORED_VALUES, "set_row": ROW_PARAMS.itemsize // 8}
 
     @pytest.mark.parametrize(("struct", "info"), [("KVLayer", KVLayerInfo), ("State", StateInfo)])
     def test_infos(self, struct, info):

@@ -110,6 +110,8 @@ def test_the_weights_outlive_the_script(monkeypatch: pytest.MonkeyPatch) -> None
 @pytest.mark.trt
 def test_options_are_checked_at_once_and_the_folder_when_it_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(network_script.polygraphy_config, "USE_TENSORRT_RTX", True)
+    with pytest.raises(ConfigError, match="max_logits_per_slot"):
+        NetworkScript(MODEL, max_batch_size=1, max_sequence_length=8, max_prefill_length=8, max_logits_per_slot=9)
     with pytest.raises(ConfigError, match="max_prefill_length"):
         NetworkScript(MODEL, max_batch_size=1, max_sequence_length=8, max_prefill_length=9)
     with pytest.raises(CheckpointError):

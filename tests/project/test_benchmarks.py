@@ -39,6 +39,12 @@ def test_host_step(tmp_path):
     assert (result["batch_size"], result["steps"]) == (8, 20)
 
 
+def test_sampling(tmp_path):
+    rows = measured("sampling.py", tmp_path / "sampling.json", "--quick", "--runs", "1")["host_us"]
+    assert [row["logits"] for row in rows] == ["peaked", "normal", "flat"]
+    assert all(value > 0 for row in rows for name, value in row.items() if name != "logits")
+
+
 def test_segments(tmp_path):
     result = measured("segments.py", tmp_path / "segments.json", "--steps", "5")
     assert 0 < result["eager_us_per_layer"] < 1000
@@ -179,3 +185,70 @@ def test_the_table_of_compare_kernels(monkeypatch):
 
 def test_the_table_is_that_of_the_files():
     assert run("tables.py", "--check").returncode == 0, "run: python benchmarks/tables.py"
+
+
+@pytest.mark.long
+def test_end_to_end(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("trt_kvcache.torch_engine")
+    out = tmp_path / "end_to_end.json"
+    command = [sys.executable, str(BENCHMARKS / "end_to_end.py"), "--device", "cpu", "--quick", "--cells", "b3,Qwen3-4B", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(out.read_text())
+    assert all(one["tokens"] == 36 and one["distinct"] > 6 for one in result["compared"].values())
+    assert [one["ties"] for name, one in result["compared"].items() if "float32" in name] == [[], [], []]
+    assert list(result["cells"]) == [f"Qwen3-4B b3 p24 {side}" for side in ("ours", "eager", "compiled")]
+    ours = result["cells"]["Qwen3-4B b3 p24 ours"]
+    assert ours["steps"] == 6
+    assert ours["of_limit"] > 0 < ours["engine_alone_ms"]
+
+
+def end_to_end_results():
+    def cell(model, batch, past, side, ms, **more):
+        one = {"ok": True, "model": model, "batch": batch, "past": past, "side": side, "step_ms": {"median": ms}, **more}
+        return {f"{model} b{batch} p{past} {side}": one}
+
+    ours = {"of_limit": 0.8123, "limit_ms": 3.5, "between_engine_us": 41.4}
+    return {
+        "device": "Some GPU",
+        "limits": {"of_limit_8b_batch_1": 0.8, "compiled_over_ours_8b": {"1": 1.6, "8": 2.0}, "between_engine_us_05b": 60.0},
+        "compared": {"a float32": {"ok": True, "tokens": 192, "ties": []}, "a bfloat16": {"ok": True, "tokens": 192, "ties": [{}]}},
+        "cells": {
+            **cell("Llama-3-8B", 1, 1024, "ours", 4.0, **ours),
+            **cell("Llama-3-8B", 1, 1024, "compiled", 7.0),
+            **cell("Llama-3-8B", 8, 1024, "eager", 9.0),
+            **cell("Qwen2-0.5B", 1, 8192, "ours", 1.0, **ours),
+            "Qwen2-0.5B b8 p1024 ours": {"ok": False, "model": "Qwen2-0.5B", "batch": 8, "past": 1024, "side": "ours", "error": "x"},
+        },
+    }
+
+
+def test_the_table_of_end_to_end(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    report = importlib.import_module("end_to_end_report")
+    content = end_to_end_results()
+    at = "Llama-3-8B, batch 1, 1024 past"
+    assert [*report.rows(content)] == [
+        ("whole models: greedy tokens equal to those of transformers", "383, and 1 at ties of floats", ""),
+        (f"{at}: time per token", "4.00 ms", ""),
+        (f"{at}: share of the limit", "0.81", "at least 0.80"),
+        (f"{at}: time of a step outside the engine", "41 us", ""),
+        (f"{at}: time of transformers, static cache + torch.compile over ours", "1.75", "at least 1.6"),
+        ("Qwen2-0.5B, batch 1, 8192 past: time per token", "1.00 ms", ""),
+        ("Qwen2-0.5B, batch 1, 8192 past: share of the limit", "0.81", ""),
+        ("Qwen2-0.5B, batch 1, 8192 past: time of a step outside the engine", "41 us", "60 us"),
+    ]
+    assert report.readme_block(content).splitlines()[-1] == "| Llama-3-8B | 1 | 3.50 | 4.00 | 7.00 |  |"
+    assert ">7.00</text>" in report.picture(content)
+    content["compared"]["a float32"] = {"ok": False, "error": "AssertionError: token 3"}
+    assert next(report.rows(content))[1] == "no"
+
+
+def test_readme_shows_end_to_end_where_there_is_a_result(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    tables = importlib.import_module("tables")
+    readme = tables.MAIN_README.read_text(encoding="utf-8")
+    assert tables.with_block(readme, "one") == tables.with_block(tables.with_block(readme, "two"), "one") != readme
+    if not tables.END_TO_END.is_file():
+        assert f"{tables.BEGIN}\n{tables.END}" in readme

@@ -24,10 +24,12 @@ LAYERS = (
     "engine",
     "ops",
     "reference",
+    "torch_engine",
     "engine_folder",
     "trt",
     "builder",
     "session",
+    "benchmarking",
     "polygraphy",
     "cli",
 )

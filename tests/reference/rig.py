@@ -1,4 +1,4 @@
-"""A reference engine over a real cache, driven step by step."""
+"""An engine over a real cache, driven step by step: the reference engine, or that which a test puts in its place."""
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -18,17 +18,21 @@ SAME_LOGITS = 1e-5
 
 PREFILL, DECODE = 0, 1
 
+#: How a rig makes its engine from a checkpoint.
+open_engine = ReferenceEngine
+
 
 class Rig:
-    def __init__(self, model, *, batch=3, length=29, width=24, dtype="float32", attention="native"):
+    def __init__(self, model, *, batch=3, length=29, width=24, dtype="float32", attention="native", logits=1):
         self.memory = HostMemory()
         self.stream = self.memory.create_stream()
         with Checkpoint.open(GOLDEN / model) as checkpoint:
             self.model = checkpoint.config
             self.kv = cache_config(self.model, max_batch_size=batch, max_sequence_length=length, dtype=dtype, attention=attention)
-            self.engine = ReferenceEngine(checkpoint, kv=self.kv, max_prefill_length=width, attention=attention, memory=self.memory)
+            options = {"max_prefill_length": width, "max_logits_per_slot": logits, "attention": attention}
+            self.engine = open_engine(checkpoint, kv=self.kv, **options, memory=self.memory)
         self.cache = KVCacheManager(self.kv, memory=self.memory)
-        self.logits = self.to_memory(np.zeros((batch, self.model.vocab_size), np.float32))
+        self.logits = self.to_memory(np.zeros((batch * logits, self.model.vocab_size), np.float32))
 
     def to_memory(self, array):
         return self.memory.to_device(array, stream=self.stream)
@@ -50,11 +54,11 @@ class Rig:
     def prepare(self, ids, start, last=None, profile=PREFILL):
         ids = np.atleast_2d(np.asarray(ids, np.int32))
         slots, width = ids.shape
-        wanted = [width - 1] * slots if last is None else last
+        wanted = np.asarray([width - 1] * slots if last is None else last, np.int32)
         values = {
             "input_ids": ids,
             "kvcache_start_index": np.asarray(start, np.int32),
-            "last_token_ids": np.asarray(wanted, np.int32)[:, None],
+            "last_token_ids": wanted.reshape(slots, -1),
         }
         self.engine.use_profile(profile)
         for name, value in values.items():
@@ -67,9 +71,12 @@ class Rig:
                 self.engine.set_input_shape(name, values[name].shape if name in values else (slots, *spec.shape[1:]))
 
     def step(self, ids, start, last=None, profile=PREFILL):
+        """Run a step; return the logits ``[A, vocab]``, or ``[A, m, vocab]`` of the tokens ``last`` ``[A, m]``."""
         self.prepare(ids, start, last, profile)
         self.engine.enqueue(self.stream)
-        return self.logits[: len(start)].numpy()
+        chosen = np.size(last) if last is not None else len(start)
+        logits = self.logits[:chosen].numpy()
+        return logits if np.ndim(last) < 2 else logits.reshape(*np.shape(last), -1)
 
     def run(self, ids, widths):
         """Run one sequence in slot 0 in chunks of these widths; return the logits after each chunk."""

@@ -36,13 +36,15 @@ def test_options_that_a_build_has_fixed_are_named():
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"engine": "onnx"}, ConfigError, "engine: expected one of auto, reference, tensorrt, got 'onnx'."),
+        ({"engine": "onnx"}, ConfigError, "engine: expected one of auto, reference, tensorrt, torch, got 'onnx'."),
         ({"flavour": "x"}, ConfigError, "flavour: expected one of auto, tensorrt, tensorrt_rtx, got 'x'."),
         ({"device": -1}, RangeError, "device: expected at least 0, got -1."),
         ({"prompt_cache_bytes": -1}, RangeError, "prompt_cache_bytes: expected at least 0, got -1."),
         ({"max_batch_size": 0}, ConfigError, "max_batch_size: expected at least 1, got 0."),
         ({"max_sequence_length": 2.5}, ConfigError, "max_sequence_length: expected an integer, got 2.5."),
         ({"max_prefill_length": True}, ConfigError, "max_prefill_length: expected an integer, got True."),
+        ({"max_logits_per_slot": 0}, ConfigError, "max_logits_per_slot: expected at least 1, got 0."),
+        ({"max_logits_per_slot": "every"}, ConfigError, "max_logits_per_slot: expected a number of new tokens or 'all', got 'every'."),
         ({"dtype": "int8"}, ConfigError, "dtype: expected one of "),
         ({"attention": "flash"}, ConfigError, "attention: expected one of native, mask, plugin, got 'flash'."),
     ],

@@ -18,6 +18,7 @@ from tests.helpers.interrupts import (
     state,
 )
 from trt_kvcache import InferenceSession, SamplingParams
+from trt_kvcache.engine.decoder_tensors import decoder_profiles
 from trt_kvcache.errors import EngineError
 
 
@@ -68,6 +69,37 @@ def test_a_decode_step_does_nothing_per_layer():
         session = decoding(layers=layers)
         session.engine._run = lambda: None
         return count_calls(lambda: session.decode([8, 9]))
+
+    count(2)  # what is done once in a process
+    assert count(2) == count(9)
+
+
+def verifying(**options):
+    """A session that has verified drafts."""
+    profiles = decoder_profiles(max_batch_size=3, max_prefill_length=6, max_logits_per_slot=4)
+    session = InferenceSession(*recorded(kv_config(**options), profiles=profiles, more_logits=True))
+    session.prefill([[1, 2, 3], [4, 5]])
+    session.verify([[6, 7, 8], [9]])
+    return session
+
+
+def test_the_verification_of_drafts_enqueues_once_and_commits_once():
+    session = verifying()
+    live, stream = session.cache.memory.live_nbytes, session._steps.stream
+    for _ in range(3):
+        session.accept([0, 1])
+        calls = calls_of(session, lambda: session.verify([[6, 7, 8], [9]]))
+        assert names(calls) == ["upload", "use_profile", "enqueue", "download", "synchronize"]
+        assert calls_of(session, lambda: session.accept([1, 0])) == [("commit", [1, 0], stream)]
+        session.verify([[6, 7, 8], [9]])
+    assert session.cache.memory.live_nbytes == live
+
+
+def test_the_verification_of_drafts_does_nothing_per_layer():
+    def count(layers):
+        session = verifying(layers=layers)
+        session.engine._run = lambda: None
+        return count_calls(lambda: session.verify([[6, 7, 8], [9]])) + count_calls(lambda: session.accept([2, 1]))
 
     count(2)  # what is done once in a process
     assert count(2) == count(9)

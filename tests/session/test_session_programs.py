@@ -13,7 +13,8 @@ from tests.helpers.fakes import (
     logits_after,
     poison,
 )
-from tests.helpers.sessions import MAX_SEQUENCE_LENGTH, by_prompt, continuation, make
+from tests.helpers.sessions import MAX_SEQUENCE_LENGTH, by_prompt, continuation
+from tests.session.every_logit import with_every_logit
 from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.errors import (
     CapacityError,
@@ -46,7 +47,7 @@ TOKENS = st.integers(0, 30)
 @pytest.mark.parametrize("combined", [False, True], ids=["separate", "combined"])
 @pytest.mark.parametrize(("slots", "limit"), [(3, 16), (4, 7), (9, 7)], ids=["aligned", "not aligned", "every eighth"])
 def test_random_programs(slots, limit, combined, data):
-    session, oracle = make(slots=slots, limit=limit, combined=combined), Oracle()
+    session, oracle = with_every_logit(slots=slots, limit=limit, width=4, logits=3, combined=combined), Oracle()
     rows = st.lists(st.lists(TOKENS, min_size=1, max_size=limit), min_size=1, max_size=slots)
     for _ in range(data.draw(st.integers(1, 8))):
         poison(session.cache)
@@ -100,6 +101,33 @@ def _decode(session, oracle, data, rows, limit):
     np.testing.assert_array_equal(logits, [logits_after(held) for held in oracle.cached])
 
 
+def _verify(session, oracle, data, rows, limit):
+    tokens = [data.draw(st.lists(TOKENS, max_size=3)) for _ in oracle.cached]
+    try:
+        logits = session.verify(tokens)
+    except ShapeError:
+        assert not any(tokens)
+        return
+    except CapacityError:
+        assert any(len(held) + len(row) > limit for held, row in zip(oracle.cached, tokens, strict=True))
+        return
+    except LayoutError:
+        assert limit == 7
+        assert any(len(held) == limit for held in oracle.cached)
+        return
+    oracle.check(session)
+    for held, row, of_slot in zip(oracle.cached, tokens, logits, strict=True):
+        expected = [logits_after([*held, *row[: place + 1]]) for place in range(len(row))]
+        np.testing.assert_array_equal(of_slot, [*expected, *np.full((len(of_slot) - len(row), VOCAB), np.nan, np.float32)])
+    if data.draw(st.booleans()):
+        return  # what was run is not kept
+    counts = [data.draw(st.integers(0, len(row))) for row in tokens]
+    session.accept(counts)
+    for slot, (row, count) in enumerate(zip(tokens, counts, strict=True)):
+        oracle.cached[slot] += row[:count]
+        oracle.pending[slot] = [] if count else oracle.pending[slot]
+
+
 def _rewind(session, oracle, data, rows, limit):
     if oracle.cached:
         slot = data.draw(st.integers(0, len(oracle.cached) - 1))
@@ -140,4 +168,4 @@ def _generate(session, oracle, data, rows, limit):
     oracle.pending = [list(session.pending_tokens(slot)) for slot in slots]
 
 
-_OPERATIONS = {"prefill": _prefill, "append": _append, "decode": _decode, "rewind": _rewind, "generate": _generate}
+_OPERATIONS = {"prefill": _prefill, "append": _append, "decode": _decode, "verify": _verify, "rewind": _rewind, "generate": _generate}

@@ -113,3 +113,7 @@ inline float4 poll_vector(const float4* place) {
 }
 inline void reset_vector(float4* place) { __atomic_store_n(last_word(place), 0u, __ATOMIC_RELAXED); }
 inline void poll_again() { simt::running->block->look_again(); }
+
+inline unsigned add_acq_rel(unsigned* word, unsigned value) { return __atomic_fetch_add(word, value, __ATOMIC_ACQ_REL); }
+inline unsigned load_acquire(const unsigned* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
+inline void store_release(unsigned* word, unsigned value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <tuple>
 #include <type_traits>
@@ -43,6 +44,24 @@ using std::min;
 
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fsub_rn(float a, float b) { return a - b; }
+inline float __fdiv_rn(float a, float b) { return a / b; }
+inline int __float2int_rn(float value) { return static_cast<int>(std::nearbyint(value)); }
+inline unsigned __float_as_uint(float value) {
+    unsigned bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+inline float __uint_as_float(unsigned bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
+    return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
+}
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
 
 // --- shared memory: see plugins/shared_memory.cuh ---
 
@@ -115,6 +134,10 @@ inline void __pipeline_wait_prior(int groups) { simt::running->block->wait_for_c
 
 inline int atomicAdd(int* place, int value) { return __atomic_fetch_add(place, value, __ATOMIC_RELAXED); }
 inline unsigned atomicAdd(unsigned* place, unsigned value) { return __atomic_fetch_add(place, value, __ATOMIC_RELAXED); }
+inline unsigned atomicOr(unsigned* place, unsigned bits) { return __atomic_fetch_or(place, bits, __ATOMIC_RELAXED); }
+inline unsigned long long atomicAdd(unsigned long long* place, unsigned long long value) {
+    return __atomic_fetch_add(place, value, __ATOMIC_RELAXED);
+}
 
 // --- what plugins/attention/*.cuh have for a GPU ---
 

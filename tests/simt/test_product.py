@@ -43,7 +43,7 @@ def count_passed(result: subprocess.CompletedProcess[str]) -> int:
     ("sanitizer", "left_out"),
     [
         ("address", ATTENTION),
-        ("thread", f"{ATTENTION} or more_layers or many_layers or 28-1-1024"),
+        ("thread", f"{ATTENTION} or more_layers or many_layers or 28-1-1024 or the_definition or the_same or at_the_border"),
         pytest.param("thread", ATTENTION, marks=pytest.mark.slow),
     ],
 )
@@ -82,6 +82,7 @@ DECODING, PIPELINE, SCHEDULE, PREFILLING, REDUCE, SOFTMAX = (
     f"attention/{name}"
     for name in ("decode.cuh", "kv_pipeline.cuh", "schedule.cuh", "prefill.cu", "split_kv_reduce.cuh", "softmax_state.cuh")
 )
+SAMPLING, CHOOSE = "test_sampling.py", "sampling/choose.cu"
 COMPACT, COUNT, ONE_MORE = "test_compaction.py", "(sizeof(Vector)), stride", "(sizeof(Vector)) + 1, stride"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -182,6 +183,34 @@ MISTAKES = {
         RACE,
     ),
     "a sum relative to an older maximum": (SOFTMAX, "sums[i] *= scale;", "", "none", PREFILL, "error <="),
+    "random numbers that are one block off": ("sampling/philox.cuh", "index / 4 + 1", "index / 4", "none", SAMPLING, "assert"),
+    "ties that go to the smallest logits": (
+        CHOOSE,
+        "const unsigned order = ~order_of",
+        "const unsigned order = order_of",
+        "none",
+        SAMPLING,
+        "assert",
+    ),
+    "a border that is one token too far": (CHOOSE, "find_border(wanted - 1)", "find_border(wanted)", "none", SAMPLING, "assert"),
+    "counts that are not left as they were": (CHOOSE, "            row.coarse_count[bin] = 0;\n", "", "none", SAMPLING, "assert"),
+    "min_p that is left out of top_p": (CHOOSE, "if (params.min_weight) kept", "if (false) kept", "none", SAMPLING, "assert"),
+    "a barrier that only one thread waits at": (
+        "sampling/row_barrier.cuh",
+        "current++;\n        __syncthreads();",
+        "current++;",
+        "none",
+        SAMPLING,
+        "assert",
+    ),
+    "a weight of 32 lanes that leaves one out": (
+        "sampling/histogram.cuh",
+        "warp_sum(static_cast<int>(high_part))",
+        "static_cast<int>(31 * high_part)",
+        "none",
+        SAMPLING,
+        "assert",
+    ),
     "the first layer's heads": ("kv.cu", "head(layers)", "head(layers - blockIdx.z)", "address", "test_kv_copies.py", OVERRUN),
 }
 

@@ -39,13 +39,18 @@ def folder(request, tmp_path_factory):
 
 @pytest.fixture
 def fake(folder, monkeypatch, tmp_path):
+    return fake_of(folder, monkeypatch, tmp_path)
+
+
+def fake_of(folder, monkeypatch, tmp_path):
+    """Return a stand-in for TensorRT that knows the segments of a folder."""
     config = folder.config
-    made = FakeTensorRT(config.tensors, config.profiles, lambda spec, batch, width: shape_at(spec.shape, batch, width))
+    made = FakeTensorRT(config.tensors, config.profiles)
     install(made, monkeypatch, tmp_path / "caches")
     steps = [step for step in config.segments.stages if isinstance(step, Segment)]
     for index, (plan, step) in enumerate(zip(segment_plans(LAYERS), steps, strict=True)):
         made.segments[plan] = FakeSegment(made, index, step.tensors)
-        made.segments[plan].activations = (3000, 7000 if index == 1 else 5000)
+        made.segments[plan].activations = (3000, 7000 if index == 1 else 5000, 4000)
     for op in (AttentionOp, EmbeddingOp):
 
         def enqueue(self, inputs, outputs, workspace, stream):
@@ -182,13 +187,13 @@ def test_tensors_that_are_live_together_do_not_overlap(opens, fake, folder, memo
 
 
 class Decoding:
-    """An engine in its decode profile, and a stream that captures."""
+    """An engine in one profile, by default that for decoding, and a stream that captures."""
 
-    def __init__(self, engine, fake, memory):
+    def __init__(self, engine, fake, memory, *, profile=1, **sizes):
         self.engine, self.fake, self.memory = engine, fake, memory
         self.stream = GraphStream(0x77, fake.calls)
-        engine.use_profile(1)
-        self.bound = make_ready(engine, memory)
+        engine.use_profile(profile)
+        self.bound = make_ready(engine, memory, **sizes)
 
     def run(self, count):
         """Enqueue so many steps; return their stages, and the graphs that were launched."""
@@ -237,6 +242,34 @@ def test_prefill_is_not_captured(decoding):
     decoding.engine.use_profile(0)
     make_ready(decoding.engine, decoding.memory, BATCH, PREFILL)
     assert decoding.run(3) == ORDER * 3
+
+
+@pytest.fixture
+def verifying(folder, monkeypatch, tmp_path, memory):
+    """An engine with the logits of 7 tokens per slot, in its profile for drafts."""
+    made = make_engine_folder(folder.config.checkpoint.path, tmp_path / "engine", segmented=True, max_logits_per_slot=7)
+    fake = fake_of(made, monkeypatch, tmp_path)
+    with SegmentedEngine.open(made, memory=memory) as engine:
+        yield Decoding(engine, fake, memory, profile=2, width=5, logits=5)
+
+
+def test_the_verification_of_drafts_is_captured_for_each_width(verifying):
+    assert verifying.run(3) == [*ORDER, *ORDER, "graph 1", "graph 1"]
+    set_shapes(verifying.engine, BATCH, 3, 3)
+    assert verifying.run(3) == [*ORDER, *ORDER, "graph 2", "graph 2"]
+    set_shapes(verifying.engine, BATCH, 5, 5)
+    assert verifying.run(1) == ["graph 1"]
+
+
+def test_another_number_of_logits_is_another_graph(verifying):
+    verifying.run(2)
+    set_shapes(verifying.engine, BATCH, 5, 4)
+    assert verifying.run(1) == ORDER
+
+
+def test_a_short_prefill_in_the_profile_for_drafts_is_not_captured(verifying):
+    set_shapes(verifying.engine, BATCH, 5, 1)
+    assert verifying.run(3) == ORDER * 3
 
 
 def test_nothing_is_captured_where_tensorrt_says_no(decoding, fake):

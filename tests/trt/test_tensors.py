@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.helpers.fake_tensorrt import FakeTensorRT
+from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.errors import BindingError, EngineError
 from trt_kvcache.trt.tensors import (
@@ -100,19 +101,25 @@ def test_a_shape_outside_the_range_is_refused(shape: tuple[int, ...]) -> None:
 
 
 def test_profiles_are_named_after_their_width(fake: FakeTensorRT) -> None:
-    assert read_profiles(ranges(fake), "ids") == (PREFILL, DECODE)
+    assert read_profiles(ranges(fake), TensorNames(input_ids="ids")) == (PREFILL, DECODE)
+
+
+def test_the_most_logits_of_a_profile_are_those_that_can_be_chosen() -> None:
+    shapes = {"ids": ((1, 1), (3, 11)), "last": ((1, 1), (3, 7))}
+    names = TensorNames(input_ids="ids", last_token_ids="last")
+    assert read_profiles([ProfileRanges(shapes)], names) == (replace(PREFILL, max_logits=7),)
 
 
 def test_profiles_need_the_token_ids(fake: FakeTensorRT) -> None:
     with pytest.raises(
         EngineError, match=r"^`tokens`: the engine has no such input, it has `ids`, `past`, `table`\. Pass the engine's names as"
     ):
-        read_profiles(ranges(fake), "tokens")
+        read_profiles(ranges(fake), TensorNames(input_ids="tokens"))
 
 
 def test_token_ids_have_two_dimensions(fake: FakeTensorRT) -> None:
     with pytest.raises(EngineError, match=r"^`past`: expected two dimensions \(slots, new tokens per slot\), the engine has 3\."):
-        read_profiles(ranges(fake), "past")
+        read_profiles(ranges(fake), TensorNames(input_ids="past"))
 
 
 def by_name(*specs: TensorSpec) -> dict[str, TensorSpec]:
@@ -146,8 +153,10 @@ def test_names_of_profiles_are_not_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    "found", [[PREFILL], [DECODE, PREFILL], [replace(PREFILL, max_width=12), DECODE]], ids=["missing", "order", "width"]
+    "found",
+    [[PREFILL], [DECODE, PREFILL], [replace(PREFILL, max_width=12), DECODE], [replace(PREFILL, max_logits=2), DECODE]],
+    ids=["missing", "order", "width", "logits"],
 )
 def test_other_profiles_are_refused(found: list[EngineProfile]) -> None:
-    with pytest.raises(EngineError, match=r"expected profiles \[\(1, 3, 1, 11\), \(1, 3, 1, 1\)\] \(batch, width\), got \["):
+    with pytest.raises(EngineError, match=r"expected profiles \[\(1, 3, 1, 11, 1\), \(1, 3, 1, 1, 1\)\] \(batch, width, logits\), got \["):
         compare_profiles(found, [PREFILL, DECODE])

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trt_kvcache.builder.definition import DecoderDefinition, define_constants, define_decoder, define_segments
 from trt_kvcache.builder.options import (
@@ -74,6 +74,7 @@ def build_engine(
     max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
     max_sequence_length: int | None = None,
     max_prefill_length: int | None = None,
+    max_logits_per_slot: int | Literal["all"] = 1,
     dtype: str | None = None,
     attention: str = "native",
     flavour: str = "auto",
@@ -97,6 +98,9 @@ def build_engine(
         Tokens that a slot can hold, S. If left out the model's ``max_position_embeddings``, at most 2048.
     max_prefill_length : int, optional
         Most new tokens per slot in one enqueue; at most S. Longer prompts are prefilled in chunks. If left out S, at most 512.
+    max_logits_per_slot : int or "all"
+        Most new tokens per slot whose logits one enqueue returns, for ``score`` and ``verify``; ``"all"`` for all that it takes. See
+        :class:`~trt_kvcache.builder.options.BuildOptions` for the bytes.
     dtype : str, optional
         What the engine computes in, and its cache holds: ``"float16"``, ``"bfloat16"`` or ``"float32"``. That of the checkpoint if left
         out.
@@ -154,6 +158,7 @@ def build_engine(
         max_batch_size=max_batch_size,
         max_sequence_length=sequence_length,
         max_prefill_length=_default_prefill_length(sequence_length) if max_prefill_length is None else max_prefill_length,
+        max_logits_per_slot=max_logits_per_slot,
         dtype=dtype,
         attention=attention,
         flavour=flavour,
@@ -191,7 +196,7 @@ def build_engine(
             model=checkpoint.config,
             cache=definition.cache,
             names=definition.names,
-            tensors=decoder_tensors(checkpoint.config, definition.cache, definition.names),
+            tensors=decoder_tensors(checkpoint.config, definition.cache, definition.names, max_logits_per_slot=options.logits_per_slot),
             profiles=definition.profiles,
             attention=definition.attention,
             tensorrt_flavour=tensorrt.flavour,
@@ -201,7 +206,7 @@ def build_engine(
             checkpoint=CheckpointRecord(
                 path=os.path.abspath(model_path), fingerprint=fingerprint, nbytes=checkpoint.nbytes, embedded=embed_weights
             ),
-            segments=None if constants is None else _segments_record(checkpoint, definition, plans, constants),
+            segments=None if constants is None else _segments_record(checkpoint, definition, options, plans, constants),
         )
         write_engine_folder(target, config=config, plans=chunks, checkpoint=checkpoint, constants=constants)
         return BuildReport(
@@ -226,9 +231,11 @@ def _default_prefill_length(sequence_length: Any) -> int:
     return min(sequence_length, DEFAULT_MAX_PREFILL_LENGTH) if isinstance(sequence_length, int) else DEFAULT_MAX_PREFILL_LENGTH
 
 
-def _segments_record(checkpoint: Checkpoint, definition: DecoderDefinition, plans: Sequence[Any], constants: bytes) -> SegmentsRecord:
+def _segments_record(
+    checkpoint: Checkpoint, definition: DecoderDefinition, options: BuildOptions, plans: Sequence[Any], constants: bytes
+) -> SegmentsRecord:
     """Return what ``config.json`` records of an engine in segments."""
-    stages = decoder_stages(checkpoint.config, definition.cache, definition.names)
+    stages = decoder_stages(checkpoint.config, definition.cache, definition.names, max_logits_per_slot=options.logits_per_slot)
     return SegmentsRecord(stages=stages, plans=tuple(plan.nbytes for plan in plans), constants=FileRecord.of([constants]))
 
 

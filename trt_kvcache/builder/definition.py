@@ -12,7 +12,7 @@ from trt_kvcache.builder.tensorrt_calls import require
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.checkpoint import Checkpoint, ModelConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
-from trt_kvcache.engine.decoder_tensors import MIN_BATCH_SIZE, decoder_profiles, decoder_tensors
+from trt_kvcache.engine.decoder_tensors import MIN_BATCH_SIZE, decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING, decoder_stages
@@ -107,6 +107,7 @@ def define_decoder(
         max_sequence_length=cache.max_sequence_length,
         attention=options.attention,
         min_batch_size=MIN_BATCH_SIZE,
+        max_logits_per_slot=options.logits_per_slot,
         names=names,
     )
     return DecoderDefinition(
@@ -115,8 +116,8 @@ def define_decoder(
         graph=graph,
         cache=cache,
         names=names,
-        tensors=decoder_tensors(model, cache, names),
-        profiles=decoder_profiles(max_batch_size=cache.max_batch_size, max_prefill_length=options.max_prefill_length),
+        tensors=decoder_tensors(model, cache, names, max_logits_per_slot=options.logits_per_slot),
+        profiles=options.profiles,
         attention=attention,
     )
 
@@ -162,11 +163,19 @@ def define_segments(
 
     graph = Graph(tensorrt, networks[0], messages, dtype=cache.dtype)
     attention = add_segments(
-        graph, Weights(checkpoint, cache.dtype), model, create_next, max_sequence_length=cache.max_sequence_length, names=names
+        graph,
+        Weights(checkpoint, cache.dtype),
+        model,
+        create_next,
+        max_sequence_length=cache.max_sequence_length,
+        max_logits_per_slot=options.logits_per_slot,
+        names=names,
     )
-    segments = [stage for stage in decoder_stages(model, cache, names) if isinstance(stage, Segment)]
-    profiles = decoder_profiles(max_batch_size=cache.max_batch_size, max_prefill_length=options.max_prefill_length)
-    make = partial(DecoderDefinition, builder=builder, graph=graph, cache=cache, names=names, profiles=profiles, attention=attention)
+    stages = decoder_stages(model, cache, names, max_logits_per_slot=options.logits_per_slot)
+    segments = [stage for stage in stages if isinstance(stage, Segment)]
+    make = partial(
+        DecoderDefinition, builder=builder, graph=graph, cache=cache, names=names, profiles=options.profiles, attention=attention
+    )
     return tuple(make(network=network, tensors=segment.tensors) for network, segment in zip(networks, segments, strict=True))
 
 

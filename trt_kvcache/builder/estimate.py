@@ -4,6 +4,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, DEFAULT_MAX_SEQUENCE_LENGTH, BuildOptions
 from trt_kvcache.checkpoint import ModelConfig
@@ -15,6 +16,10 @@ from trt_kvcache.memory.shapes import dense_nbytes
 
 #: Bytes of compiled kernels in the plan: once, and for each layer.
 _KERNELS, _KERNELS_PER_LAYER, _KERNELS_PER_SEGMENT = 2_500_000, 1_050_000, 2_100_000
+
+#: The same of the third profile, which an engine with the logits of more tokens has: once and for each layer, in one piece and in segments.
+_VERIFY_KERNELS = (2_250_000, 630_000)
+_VERIFY_KERNELS_IN_SEGMENTS = (520_000, 1_050_000)
 
 #: The peak of the host: Python with TensorRT loaded, and what TensorRT keeps for each layer.
 _HOST, _HOST_PER_LAYER = 207_000_000, 12_000_000
@@ -73,6 +78,7 @@ def estimate_build(
     max_batch_size: int = DEFAULT_MAX_BATCH_SIZE,
     max_sequence_length: int | None = None,
     max_prefill_length: int | None = None,
+    max_logits_per_slot: int | Literal["all"] = 1,
     dtype: str | None = None,
     attention: str = "native",
     flavour: str = "auto",
@@ -85,6 +91,8 @@ def estimate_build(
         A Hugging Face folder.
     max_batch_size, max_sequence_length, max_prefill_length : int
         As for ``build_engine``, with the same defaults.
+    max_logits_per_slot : int or "all"
+        As for ``build_engine``.
     dtype : str, optional
         What the engine computes in; that of the checkpoint if left out.
     attention : str
@@ -118,6 +126,7 @@ def estimate_build(
         max_batch_size=max_batch_size,
         max_sequence_length=length,
         max_prefill_length=min(length, DEFAULT_MAX_PREFILL_LENGTH) if max_prefill_length is None else max_prefill_length,
+        max_logits_per_slot=max_logits_per_slot,
         dtype=dtype,
         attention=attention,
         flavour=flavour,
@@ -129,6 +138,9 @@ def estimate_build(
     weights = sum(math.prod(shape) for shape in shapes.values()) * size
     embedding = math.prod(shapes[EMBEDDING]) * size if segmented else 0
     kernels = model.num_layers * _KERNELS_PER_SEGMENT if segmented else _KERNELS + model.num_layers * _KERNELS_PER_LAYER
+    if len(options.profiles) > 2:
+        once, per_layer = _VERIFY_KERNELS_IN_SEGMENTS if segmented else _VERIFY_KERNELS
+        kernels += once + model.num_layers * per_layer
     return BuildEstimate(
         weights_nbytes=weights,
         plan_nbytes=weights - embedding + kernels,
@@ -144,7 +156,8 @@ def _activations_nbytes(model: ModelConfig, dtype: str, options: BuildOptions) -
     tokens = options.max_batch_size * options.max_prefill_length
     attention = (2 * model.num_attention_heads + 2 * model.num_kv_heads) * model.head_dim
     widest = 2 * model.hidden_size + max(attention, 3 * model.intermediate_size)  # the residual, its norm, and gate, up and their product
-    logits = options.max_batch_size * model.vocab_size * (itemsize(dtype) + itemsize("float32"))
+    rows = options.max_batch_size * options.logits_per_slot
+    logits = rows * model.vocab_size * (itemsize(dtype) + itemsize("float32"))
     return tokens * widest * itemsize(dtype) + logits
 
 

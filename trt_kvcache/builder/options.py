@@ -6,14 +6,16 @@ that), and its messages do not name the option at fault. So everything that is k
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant
-from trt_kvcache.engine.decoder_tensors import cache_config
+from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
+from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, MAX_GROUP
 from trt_kvcache.trt.module import TensorRT
@@ -45,6 +47,9 @@ class BuildOptions:
         Tokens that a slot can hold, S.
     max_prefill_length : int
         Most new tokens per slot in one enqueue; at most S.
+    max_logits_per_slot : int or "all"
+        Most new tokens per slot whose logits one enqueue returns; ``"all"`` for ``max_prefill_length``. Activations and buffers take
+        ``max_batch_size * max_logits_per_slot * vocab * 4`` bytes each.
     dtype : str, optional
         What the engine computes in, and its cache holds; that of the checkpoint if left out.
     attention : str
@@ -77,6 +82,7 @@ class BuildOptions:
     max_batch_size: int
     max_sequence_length: int
     max_prefill_length: int
+    max_logits_per_slot: int | Literal["all"] = 1
     dtype: str | None = None
     attention: str = "native"
     flavour: str = "auto"
@@ -92,6 +98,7 @@ class BuildOptions:
                 f"max_prefill_length: expected at most max_sequence_length={self.max_sequence_length}, got {self.max_prefill_length}. "
                 "Longer prompts are prefilled in chunks of this length."
             )
+        _ = self.logits_per_slot  # is checked
         if self.dtype is not None:
             one_of("dtype", self.dtype, MODEL_DTYPES)
         one_of("attention", self.attention, ATTENTION_VARIANTS)
@@ -113,6 +120,20 @@ class BuildOptions:
             raise ConfigError(f"compute_capabilities: expected each one once, got {', '.join(given)}.")
         if self.attention == "plugin" and _TURING in given:
             raise ConfigError(f"compute_capabilities: expected 8.0 or more for plugin attention, got {_TURING}. Build with native or mask.")
+
+    @property
+    def logits_per_slot(self) -> int:
+        """Most new tokens per slot whose logits one enqueue returns, as a number."""
+        return logits_per_slot(self.max_logits_per_slot, max_prefill_length=self.max_prefill_length)
+
+    @property
+    def profiles(self) -> tuple[EngineProfile, ...]:
+        """The optimisation profiles: see :func:`~trt_kvcache.engine.decoder_tensors.decoder_profiles`."""
+        return decoder_profiles(
+            max_batch_size=self.max_batch_size,
+            max_prefill_length=self.max_prefill_length,
+            max_logits_per_slot=self.logits_per_slot,
+        )
 
     def cache_for(self, model: ModelConfig) -> KVCacheConfig:
         """Return the configuration of the engine's cache, after checking that the model can be built with these options.

@@ -8,7 +8,7 @@ from trt_kvcache.builder.options import BuildOptions, known_compute_capabilities
 from trt_kvcache.builder.progress import BuildProgress, make_monitor
 from trt_kvcache.builder.tensorrt_calls import require
 from trt_kvcache.builder.timing_cache import read_timing_cache, write_timing_cache
-from trt_kvcache.engine.decoder_tensors import shape_at
+from trt_kvcache.engine.decoder_tensors import step_shape
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode
 from trt_kvcache.errors import BuildError
 from trt_kvcache.trt.log import Messages
@@ -107,12 +107,13 @@ def serialize(
 
 def _add_profile(definition: DecoderDefinition, config: Any, profile: EngineProfile, messages: Messages, *, slots: int) -> None:
     """Add an optimisation profile that is tuned (``kOPT``) for its widest enqueue of all slots of the cache."""
-    smallest, largest = (profile.min_batch, profile.min_width), (profile.max_batch, profile.max_width)
-    tuned = (slots, profile.max_width)
+    smallest = {"batch": profile.min_batch, "width": profile.min_width, "logits": 1}
+    largest = {"batch": profile.max_batch, "width": profile.max_width, "logits": profile.max_logits}
+    tuned = {**largest, "batch": slots}
     trt_profile = definition.builder.create_optimization_profile()
     for spec in definition.tensors:
         if spec.mode is TensorMode.INPUT:
-            low, opt, high = (shape_at(spec.shape, *size) for size in (smallest, tuned, largest))
+            low, opt, high = (step_shape(spec, definition.names, **sizes) for sizes in (smallest, tuned, largest))
             try:
                 trt_profile.set_shape(spec.name, low, opt, high)
             except (RuntimeError, ValueError) as error:

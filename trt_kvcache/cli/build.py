@@ -1,7 +1,7 @@
 """``trt-kvcache build``: build an engine folder from a model folder."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,7 +12,7 @@ from trt_kvcache.cli.build_process import build_in_child
 from trt_kvcache.cli.build_sizes import print_build_sizes
 from trt_kvcache.cli.console import count, note, progress_display, put_json, say, size
 from trt_kvcache.cli.json_document import as_json
-from trt_kvcache.cli.options import Json, choice
+from trt_kvcache.cli.options import Json, choice, logits_per_slot
 from trt_kvcache.cli.session_flags import ATTENTION_HELP, DTYPE_HELP, MAX_SEQUENCE_LENGTH_HELP, DTypeName, FlavourName, located
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import CheckpointError
@@ -38,6 +38,13 @@ def build(
             help=f"Most new tokens of a slot in one enqueue; longer prompts run in chunks. Default: at most {DEFAULT_MAX_PREFILL_LENGTH}.",
         ),
     ] = None,
+    max_logits_per_slot: Annotated[
+        Any,
+        logits_per_slot(
+            help="Most new tokens of a slot whose logits one enqueue returns: for score, and for verifying drafts. They take memory for "
+            "slots x tokens x vocabulary numbers of 4 bytes."
+        ),
+    ] = 1,
     dtype: Annotated[DTypeName | None, choice(DTypeName, "--dtype", help=DTYPE_HELP)] = None,
     attention: Annotated[
         Attention,
@@ -82,6 +89,7 @@ def build(
             max_batch_size=max_batch_size,
             max_sequence_length=max_sequence_length,
             max_prefill_length=max_prefill_length,
+            max_logits_per_slot=max_logits_per_slot,
             dtype=dtype,
             attention=attention,
             flavour=flavour,
@@ -98,6 +106,7 @@ def build(
             max_batch_size=max_batch_size,
             max_sequence_length=max_sequence_length,
             max_prefill_length=max_prefill_length,
+            max_logits_per_slot=max_logits_per_slot,
             dtype=dtype,
             attention=attention,
             flavour=flavour,

@@ -93,9 +93,13 @@ def _print_tensors(tensors: Sequence[TensorSpec], *, every_tensor: bool) -> None
 
 
 def _print_profiles(found: EngineInspection) -> None:
-    rows = table("index", "profile", "slots", "new tokens per slot", title="Optimisation profiles")
+    has_more = any(profile.max_logits > 1 for profile in found.profiles)
+    more = ["logits per slot"] if has_more else []
+    rows = table("index", "profile", "slots", "new tokens per slot", *more, title="Optimisation profiles")
     for index, profile in enumerate(found.profiles):
-        rows.add_row(str(index), profile.name, span(profile.min_batch, profile.max_batch), span(profile.min_width, profile.max_width))
+        sizes = [span(profile.min_batch, profile.max_batch), span(profile.min_width, profile.max_width)]
+        sizes += [span(1, profile.max_logits)] if has_more else []
+        rows.add_row(str(index), profile.name, *sizes)
     results().print(rows)
 
 

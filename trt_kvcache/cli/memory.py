@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -16,7 +16,7 @@ from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.cli.build_sizes import print_build_sizes
 from trt_kvcache.cli.console import count, put_json, results, say, size, span, table
 from trt_kvcache.cli.json_document import as_json
-from trt_kvcache.cli.options import Json, choice
+from trt_kvcache.cli.options import Json, choice, logits_per_slot
 from trt_kvcache.cli.session_flags import located
 from trt_kvcache.engine.decoder_tensors import cache_config
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
@@ -52,6 +52,9 @@ def memory(
     engine: Annotated[
         bool, typer.Option("--engine", help="Also print what an engine of this model takes: plan, activations, peak memory of the build.")
     ] = False,
+    max_logits_per_slot: Annotated[
+        Any, logits_per_slot(help="With --engine: most new tokens of a slot whose logits one enqueue returns.")
+    ] = 1,
     json: Json = False,
 ) -> None:
     """Print the size of a cache in bytes.
@@ -73,7 +76,7 @@ def memory(
         dtype=dtype or config.dtype,
     )
     estimate = estimate_memory(config)
-    build = _build_estimate(folder, config, dtype) if engine else None
+    build = _build_estimate(folder, config, dtype, max_logits_per_slot) if engine else None
     if json:
         extra = {} if build is None else {"build": as_json(build)}
         fits = {} if gib is None else _what_fits(config, gib, _positions_of(folder))
@@ -93,7 +96,7 @@ def _config_of_numbers(layers: int | None, kv_heads: int | None, head_dim: int |
     return KVCacheConfig(layers=(layer,) * layers, max_batch_size=1, max_sequence_length=max_sequence_length)
 
 
-def _build_estimate(folder: Path | None, config: KVCacheConfig, dtype: str | None) -> BuildEstimate:
+def _build_estimate(folder: Path | None, config: KVCacheConfig, dtype: str | None, logits: Any) -> BuildEstimate:
     if folder is None or is_engine_folder(folder):
         raise typer.BadParameter(
             "expected a model folder with it; `trt-kvcache inspect` has the sizes of an engine.", param_hint="--engine"
@@ -102,6 +105,7 @@ def _build_estimate(folder: Path | None, config: KVCacheConfig, dtype: str | Non
         located(folder, ["config.json"]),
         max_batch_size=config.max_batch_size,
         max_sequence_length=config.max_sequence_length,
+        max_logits_per_slot=logits,
         dtype=dtype,
     )
 

@@ -40,6 +40,34 @@ def choice(kind: Any, *names: str, **options: Any) -> Any:
     return typer.Option(*names, parser=parse, autocompletion=lambda: list(words), **{"metavar": "|".join(words), **options})
 
 
+def logits_per_slot(**options: Any) -> Any:
+    """Return the option ``--max-logits-per-slot``, which takes a number of tokens or ``all``.
+
+    Parameters
+    ----------
+    **options
+        As those of ``typer.Option``.
+
+    Returns
+    -------
+    typer option
+        Its value is an int or ``"all"``. Anything else is wrong usage.
+    """
+
+    def parse(text: str) -> int | str:
+        if text == "all":
+            return text
+        try:
+            number = int(text)
+        except ValueError:
+            number = 0
+        if number < 1:
+            raise typer.BadParameter(f"expected a number of tokens from 1, or all, got {text!r}.")
+        return number
+
+    return typer.Option("--max-logits-per-slot", parser=parse, metavar="TOKENS|all", **options)
+
+
 def flat_parameters(command: Callable[..., object]) -> list[Parameter]:
     """Return the parameters of a command for typer: those whose type is a dataclass are replaced by its fields.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from trt_kvcache.cache.kv_cache_base import KVCacheBase
 from trt_kvcache.cache.layout import KVLayout
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
-from trt_kvcache.engine.protocol import Engine, TensorMode, TensorSpec
+from trt_kvcache.engine.protocol import Engine, EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, LayoutError, PlaceError
 from trt_kvcache.memory.shapes import ALIGNMENT, dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -92,8 +92,8 @@ class BindingPlan:
         self._slot_nbytes = sorted({dense_nbytes(view.shape[1:], view.dtype) for _, _, view in self._pairs})
         self._views: dict[int, list[tuple[str, DeviceTensor]]] = {}
         self._first_slot: dict[int, int] = {}
-        self._shape: dict[int, tuple[int, int]] = {}
-        self._profile_of: dict[tuple[int, int], int] = {}
+        self._shape: dict[int, tuple[int, int, int]] = {}
+        self._profile_of: dict[tuple[int, int, int], int] = {}
 
     @property
     def vocab_size(self) -> int:
@@ -103,7 +103,18 @@ class BindingPlan:
     @property
     def max_width(self) -> int:
         """Most new tokens per slot in one enqueue of all slots."""
-        return max(p.max_width for p in self.engine.profiles if p.max_batch >= self.cache.kv_config.max_batch_size)
+        return max(p.max_width for p in self._profiles_of_all_slots)
+
+    @property
+    def max_logits_per_slot(self) -> int:
+        """Most new tokens per slot of which one enqueue of all slots returns all logits."""
+        if self.last_token_ids.shape[1] != -1 or self.logits.shape[1:-1] != (-1,):
+            return 1
+        return max(min(p.max_width, p.max_logits) for p in self._profiles_of_all_slots)
+
+    @property
+    def _profiles_of_all_slots(self) -> list[EngineProfile]:
+        return [p for p in self.engine.profiles if p.max_batch >= self.cache.kv_config.max_batch_size]
 
     def can_start_at(self, slot: int) -> bool:
         """Return whether an enqueue may start at a slot.
@@ -120,7 +131,7 @@ class BindingPlan:
         """
         return all(slot * nbytes % ALIGNMENT == 0 for nbytes in self._slot_nbytes)
 
-    def prepare(self, first_slot: int, count: int, width: int, buffers: StepBuffers) -> None:
+    def prepare(self, first_slot: int, count: int, width: int, buffers: StepBuffers, *, logits: int = 1) -> None:
         """Choose the optimisation profile for an enqueue, and bind and set what differs from its last one.
 
         Addresses are bound once per profile and first slot, and shapes are set when the batch or the width changes, so a decode step
@@ -134,29 +145,31 @@ class BindingPlan:
             New tokens per slot, padding included.
         buffers : StepBuffers
             Holds the token ids, the start index and the logits.
+        logits : int
+            Of how many new tokens per slot the logits are wanted.
 
         Raises
         ------
         BindingError
-            No profile takes this batch and width.
+            No profile takes this batch and width, and this number of logits.
         LayoutError
             A view that starts at ``first_slot`` is not aligned.
         EngineError
             The engine refuses an address or a shape.
         """
-        profile = self.profile_for(count, width)
+        profile = self.profile_for(count, width, logits)
         self.engine.use_profile(profile)
         if self._first_slot.get(profile) != first_slot:
             self._first_slot.pop(profile, None)
             self._bind(first_slot, buffers)
             self._first_slot[profile] = first_slot
         before = self._shape.get(profile)
-        if before != (count, width):
+        if before != (count, width, logits):
             self._shape.pop(profile, None)
-            self._set_shapes(count, width, batch_changed=before is None or before[0] != count)
-            self._shape[profile] = (count, width)
+            self._set_shapes((count, width, logits), before or (0, 0, 0))
+            self._shape[profile] = (count, width, logits)
 
-    def profile_for(self, count: int, width: int) -> int:
+    def profile_for(self, count: int, width: int, logits: int = 1) -> int:
         """Return the index of the optimisation profile for an enqueue.
 
         Parameters
@@ -165,6 +178,8 @@ class BindingPlan:
             Slots.
         width : int
             New tokens per slot, padding included.
+        logits : int
+            Of how many of them, per slot, the logits are wanted.
 
         Returns
         -------
@@ -176,13 +191,14 @@ class BindingPlan:
         BindingError
             No profile does.
         """
-        profile = self._profile_of.get((count, width))
+        profile = self._profile_of.get((count, width, logits))
         if profile is None:
-            fitting = [index for index, profile in enumerate(self.engine.profiles) if profile.accepts(count, width)]
+            fitting = [index for index, profile in enumerate(self.engine.profiles) if profile.accepts(count, width, logits)]
             if not fitting:
-                raise BindingError(f"no optimisation profile takes {count} slots of {width} new tokens. {_profiles_in_words(self.engine)}")
+                what = f"{count} slots of {width} new tokens" + (f" with the logits of {logits}" if logits > 1 else "")
+                raise BindingError(f"no optimisation profile takes {what}. {_profiles_in_words(self.engine)}")
             profile = min(fitting, key=lambda index: self.engine.profiles[index].max_width)
-            self._profile_of[count, width] = profile
+            self._profile_of[count, width, logits] = profile
         return profile
 
     def _bind(self, first_slot: int, buffers: StepBuffers) -> None:
@@ -209,12 +225,14 @@ class BindingPlan:
             views = self._views[first_slot] = [(name, part) for names, part in parts for name in names]
         return views
 
-    def _set_shapes(self, count: int, width: int, *, batch_changed: bool) -> None:
-        """Set the shapes of the inputs that depend on the width, and the others if the batch has changed."""
+    def _set_shapes(self, sizes: tuple[int, int, int], before: tuple[int, int, int]) -> None:
+        """Set the shapes of the inputs that depend on the width, and of the others those that the last enqueue had otherwise."""
+        (count, width, logits), (count_before, _width_before, logits_before) = sizes, before
         set_shape = self.engine.set_input_shape
         set_shape(self.names.input_ids, (count, width))
-        if batch_changed:
-            set_shape(self.names.last_token_ids, (count, 1))
+        if (count, logits) != (count_before, logits_before):
+            set_shape(self.names.last_token_ids, (count, logits))
+        if count != count_before:
             set_shape(self.names.kvcache_start_index, (count,))
             for input_name, _, view in self._pairs:
                 set_shape(input_name, (count, *view.shape[1:]))
@@ -322,7 +340,11 @@ def _check_all_known(names_of_engine: Iterable[str], known: set[str]) -> None:
 
 def _profiles_in_words(engine: Engine) -> str:
     """Return which batches and widths the engine takes, for messages."""
-    profiles = (f"{p.name}: batch {p.min_batch}-{p.max_batch}, width {p.min_width}-{p.max_width}" for p in engine.profiles)
+    profiles = (
+        f"{p.name}: batch {p.min_batch}-{p.max_batch}, width {p.min_width}-{p.max_width}"
+        + (f", logits 1-{p.max_logits}" if p.max_logits > 1 else "")
+        for p in engine.profiles
+    )
     return f"The engine has {'; '.join(profiles)}."
 
 

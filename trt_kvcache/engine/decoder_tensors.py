@@ -1,16 +1,23 @@
 """Inputs, outputs and optimisation profiles of the engines that this package builds, for builder, engine folder and inspection."""
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Literal
 
+from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
 from trt_kvcache.cache.layout import KVLayout
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.engine.attention_variants import cache_layout
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
+from trt_kvcache.errors import ConfigError
 
 #: Slots in the smallest enqueue of every profile.
 MIN_BATCH_SIZE = 1
+
+#: New tokens per slot that the profile for verifying drafts is tuned for: a token and a draft of 16.
+VERIFY_WIDTH = 17
 
 
 def cache_config(
@@ -46,7 +53,9 @@ def cache_config(
     )
 
 
-def decoder_tensors(model: ModelConfig, cache: KVCacheConfig, names: TensorNames) -> tuple[TensorSpec, ...]:
+def decoder_tensors(
+    model: ModelConfig, cache: KVCacheConfig, names: TensorNames, *, max_logits_per_slot: int = 1
+) -> tuple[TensorSpec, ...]:
     """Return the inputs and outputs of an engine.
 
     Parameters
@@ -57,16 +66,20 @@ def decoder_tensors(model: ModelConfig, cache: KVCacheConfig, names: TensorNames
         The cache that the engine runs on. In the COMBINED layout a layer has one cache tensor, else one for K and one for V.
     names : TensorNames
         Names of the engine's inputs and outputs.
+    max_logits_per_slot : int
+        Most new tokens per slot whose logits one enqueue returns. With 1, ``last_token_ids`` is ``[B, 1]`` and ``logits`` ``[B, vocab]``;
+        with more they are ``[B, m]`` and ``[B, m, vocab]``, with m from 1 to that number.
 
     Returns
     -------
     tuple of TensorSpec
         The inputs, then the outputs; ``-1`` for sizes that are known at run time only.
     """
+    last_token_ids, logits = logits_tensors(model, names, max_logits_per_slot=max_logits_per_slot)
     inputs = [
         TensorSpec.input(names.input_ids, (-1, -1), "int32"),
         TensorSpec.input(names.kvcache_start_index, (-1,), "int32"),
-        TensorSpec.input(names.last_token_ids, (-1, 1), "int32"),
+        last_token_ids,
     ]
     outputs = []
     combined = cache.layout is KVLayout.COMBINED
@@ -75,10 +88,90 @@ def decoder_tensors(model: ModelConfig, cache: KVCacheConfig, names: TensorNames
         for past, present in names.layer_pairs(index, combined=combined):
             inputs.append(TensorSpec.input(past, shape, cache.dtype))
             outputs.append(TensorSpec.output(present, shape, cache.dtype, alias=past))
-    return (*inputs, *outputs, TensorSpec.output(names.logits, (-1, model.vocab_size), "float32"))
+    return (*inputs, *outputs, logits)
 
 
-def decoder_profiles(*, max_batch_size: int, max_prefill_length: int) -> tuple[EngineProfile, EngineProfile]:
+def logits_tensors(model: ModelConfig, names: TensorNames, *, max_logits_per_slot: int) -> tuple[TensorSpec, TensorSpec]:
+    """Return the input that says of which new tokens the logits are wanted, and the output of these logits.
+
+    Parameters
+    ----------
+    model : ModelConfig
+        Configuration of the model.
+    names : TensorNames
+        Names of the engine's inputs and outputs.
+    max_logits_per_slot : int
+        As for :func:`decoder_tensors`.
+
+    Returns
+    -------
+    last_token_ids, logits : TensorSpec
+        As for :func:`decoder_tensors`.
+    """
+    last, many = ((-1, 1), ()) if max_logits_per_slot == 1 else ((-1, -1), (-1,))
+    return (
+        TensorSpec.input(names.last_token_ids, last, "int32"),
+        TensorSpec.output(names.logits, (-1, *many, model.vocab_size), "float32"),
+    )
+
+
+def check_logits_per_slot(wanted: int | Literal["all"]) -> int | Literal["all"]:
+    """Return a number of logits per slot as it was asked for, checked as far as it can be without the length of a prefill.
+
+    Parameters
+    ----------
+    wanted : int or "all"
+        As a build or a session is asked for it.
+
+    Returns
+    -------
+    int or "all"
+        At least 1.
+
+    Raises
+    ------
+    ConfigError
+        It is neither.
+    """
+    if wanted == "all":
+        return wanted
+    if isinstance(wanted, str):
+        raise ConfigError(f"max_logits_per_slot: expected a number of new tokens or 'all', got {wanted!r}.")
+    return int_in_range("max_logits_per_slot", wanted, 1, error=ConfigError)
+
+
+def logits_per_slot(wanted: int | Literal["all"], *, max_prefill_length: int) -> int:
+    """Return how many new tokens per slot an engine is to have logits of in one enqueue.
+
+    Parameters
+    ----------
+    wanted : int or "all"
+        As a build or a session is asked for it.
+    max_prefill_length : int
+        Most new tokens per slot in one enqueue.
+
+    Returns
+    -------
+    int
+        From 1 to ``max_prefill_length``, which ``"all"`` stands for.
+
+    Raises
+    ------
+    ConfigError
+        It is out of range.
+    """
+    found = check_logits_per_slot(wanted)
+    if found == "all":
+        return max_prefill_length
+    if found > max_prefill_length:
+        raise ConfigError(
+            f"max_logits_per_slot: expected at most max_prefill_length={max_prefill_length}, got {found}. "
+            "Longer prompts are scored in chunks."
+        )
+    return found
+
+
+def decoder_profiles(*, max_batch_size: int, max_prefill_length: int, max_logits_per_slot: int = 1) -> tuple[EngineProfile, ...]:
     """Return the optimisation profiles of an engine.
 
     Parameters
@@ -87,25 +180,38 @@ def decoder_profiles(*, max_batch_size: int, max_prefill_length: int) -> tuple[E
         Slots, B.
     max_prefill_length : int
         Most new tokens per slot in one enqueue.
+    max_logits_per_slot : int
+        Most new tokens per slot whose logits one enqueue returns; at most ``max_prefill_length``.
 
     Returns
     -------
     prefill : EngineProfile
-        Profile 0: 1 to ``max_prefill_length`` new tokens per slot.
+        Profile 0: 1 to ``max_prefill_length`` new tokens per slot, and the logits of 1 to ``max_logits_per_slot`` of them.
     decode : EngineProfile
         Profile 1: one new token per slot. With one slot it accepts two slots as well: of a profile whose shapes are all fixed, TensorRT
         keeps a copy of the weights of its own, which makes the plan half as large again.
+    verify : EngineProfile
+        Profile 2, where more logits than one per slot were asked for: up to 17 new tokens per slot, and the logits of all of them, for the
+        verification of drafts. It is left out where it would equal the first one.
 
     Examples
     --------
     >>> prefill, decode = decoder_profiles(max_batch_size=8, max_prefill_length=512)
     >>> prefill.accepts(batch=8, width=512), decode.accepts(batch=8, width=2)
     (True, False)
+    >>> profiles = decoder_profiles(max_batch_size=8, max_prefill_length=512, max_logits_per_slot=128)
+    >>> [(profile.name, profile.max_width, profile.max_logits) for profile in profiles]
+    [('prefill', 512, 128), ('decode', 1, 1), ('verify', 17, 17)]
     """
-    return (
-        EngineProfile(name="prefill", min_batch=MIN_BATCH_SIZE, max_batch=max_batch_size, min_width=1, max_width=max_prefill_length),
-        EngineProfile(name="decode", min_batch=MIN_BATCH_SIZE, max_batch=max(2, max_batch_size), min_width=1, max_width=1),
+    profile = partial(EngineProfile, min_batch=MIN_BATCH_SIZE, min_width=1)
+    profiles = (
+        profile(name="prefill", max_batch=max_batch_size, max_width=max_prefill_length, max_logits=max_logits_per_slot),
+        profile(name="decode", max_batch=max(2, max_batch_size), max_width=1),
     )
+    width = min(VERIFY_WIDTH, max_logits_per_slot)
+    if not 1 < width < max_prefill_length:
+        return profiles
+    return (*profiles, profile(name="verify", max_batch=max_batch_size, max_width=width, max_logits=width))
 
 
 def shape_at(shape: Sequence[int], batch: int, width: int) -> tuple[int, ...]:
@@ -130,3 +236,31 @@ def shape_at(shape: Sequence[int], batch: int, width: int) -> tuple[int, ...]:
     """
     sizes = iter((batch, width))
     return tuple(next(sizes) if size < 0 else size for size in shape)
+
+
+def step_shape(spec: TensorSpec, names: TensorNames, *, batch: int, width: int, logits: int) -> tuple[int, ...]:
+    """Return the shape of an input or output of an engine in an enqueue.
+
+    Parameters
+    ----------
+    spec : TensorSpec
+        Of the engine, or of one of its segments.
+    names : TensorNames
+        Names of the engine's inputs and outputs.
+    batch, width, logits : int
+        Slots, new tokens per slot, and of how many of these the logits are wanted.
+
+    Returns
+    -------
+    tuple of int
+        The second size of ``last_token_ids`` and of ``logits``, where it is known at run time only, is ``logits``; of others ``width``.
+
+    Examples
+    --------
+    >>> from trt_kvcache.engine.names import DEFAULT_NAMES
+    >>> logits = TensorSpec.output("logits", (-1, -1, 320), "float32")
+    >>> step_shape(logits, DEFAULT_NAMES, batch=8, width=17, logits=5)
+    (8, 5, 320)
+    """
+    per_slot = logits if spec.name in (names.last_token_ids, names.logits) else width
+    return shape_at(spec.shape, batch, per_slot)

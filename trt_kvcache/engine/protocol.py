@@ -1,7 +1,7 @@
 """The engine protocol: what a class must offer so that a session can run the steps of a decoder with it.
 
-:class:`~trt_kvcache.trt.tensorrt_engine.TensorRTEngine`, :class:`~trt_kvcache.trt.segmented_engine.SegmentedEngine` and
-:class:`~trt_kvcache.reference.engine.ReferenceEngine` implement it.
+:class:`~trt_kvcache.trt.tensorrt_engine.TensorRTEngine`, :class:`~trt_kvcache.trt.segmented_engine.SegmentedEngine`,
+:class:`~trt_kvcache.reference.engine.ReferenceEngine` and ``trt_kvcache.torch_engine.TorchEngine`` implement it.
 """
 
 from __future__ import annotations
@@ -110,11 +110,13 @@ class EngineProfile:
     Parameters
     ----------
     name : str
-        ``"prefill"`` or ``"decode"`` for engines of this package.
+        ``"prefill"``, ``"decode"`` or ``"verify"`` for engines of this package.
     min_batch, max_batch : int
         Fewest and most slots in one enqueue.
     min_width, max_width : int
         Fewest and most new tokens per slot in one enqueue, padding included.
+    max_logits : int
+        Most new tokens per slot whose logits one enqueue returns; 1 is the fewest.
 
     Examples
     --------
@@ -128,8 +130,9 @@ class EngineProfile:
     max_batch: int
     min_width: int
     max_width: int
+    max_logits: int = 1
 
-    def accepts(self, batch: int, width: int) -> bool:
+    def accepts(self, batch: int, width: int, logits: int = 1) -> bool:
         """Return whether an enqueue fits the profile.
 
         Parameters
@@ -138,13 +141,15 @@ class EngineProfile:
             Slots.
         width : int
             New tokens per slot, padding included.
+        logits : int
+            Of how many of them, per slot, the logits are wanted.
 
         Returns
         -------
         bool
-            True if both are from the profile's minimum to its maximum.
+            True if all are from the profile's minimum to its maximum.
         """
-        return self.min_batch <= batch <= self.max_batch and self.min_width <= width <= self.max_width
+        return self.min_batch <= batch <= self.max_batch and self.min_width <= width <= self.max_width and 1 <= logits <= self.max_logits
 
 
 class Engine(Protocol):

@@ -31,13 +31,15 @@ class StepBuffers:
         Dtypes of ``input_ids`` and ``last_token_ids``: ``"int32"`` or ``"int64"``.
     logits_dtype : str
         Dtype of the logits.
+    max_logits_per_slot : int
+        Most new tokens per slot whose logits one enqueue returns.
 
     Attributes
     ----------
     input_ids : DeviceTensor (max_batch_size * max_width,)
-    last_token_ids : DeviceTensor (max_batch_size, 1)
+    last_token_ids : DeviceTensor (max_batch_size, max_logits_per_slot)
     start_index : DeviceTensor (max_batch_size,) int32
-    logits : DeviceTensor (max_batch_size, vocab_size)
+    logits : DeviceTensor (max_batch_size * max_logits_per_slot, vocab_size)
 
     Raises
     ------
@@ -57,18 +59,27 @@ class StepBuffers:
     """
 
     def __init__(
-        self, memory: Memory, *, max_batch_size: int, max_width: int, vocab_size: int, index_dtypes: tuple[str, str], logits_dtype: str
+        self,
+        memory: Memory,
+        *,
+        max_batch_size: int,
+        max_width: int,
+        vocab_size: int,
+        index_dtypes: tuple[str, str],
+        logits_dtype: str,
+        max_logits_per_slot: int = 1,
     ) -> None:
         self._memory = memory
         self._allocations: list[Allocation] = []
         stream = memory.create_stream()
         try:
             self.input_ids = self._tensor((max_batch_size * max_width,), index_dtypes[0], stream)
-            self.last_token_ids = self._tensor((max_batch_size, 1), index_dtypes[1], stream)
+            self.last_token_ids = self._tensor((max_batch_size, max_logits_per_slot), index_dtypes[1], stream)
             self.start_index = self._tensor((max_batch_size,), "int32", stream)
-            self.logits = self._tensor((max_batch_size, vocab_size), logits_dtype, stream)
+            self.logits = self._tensor((max_batch_size * max_logits_per_slot, vocab_size), logits_dtype, stream)
             self._host_ids = memory.staging(self.input_ids.shape, index_dtypes[0])
-            self._host_last = memory.staging(self.last_token_ids.shape, index_dtypes[1])
+            self._last_tokens = self.last_token_ids.reshape(max_batch_size * max_logits_per_slot)
+            self._host_last = memory.staging(self._last_tokens.shape, index_dtypes[1])
             self._host_start = memory.staging(self.start_index.shape, "int32")
             self._host_logits = memory.staging(self.logits.shape, logits_dtype)
             memory.synchronize(stream)
@@ -100,7 +111,7 @@ class StepBuffers:
         self._memory.upload(ids, host_ids, stream=stream)
         self._write_last([0] * len(tokens), stream)
 
-    def write_rows(self, rows: Sequence[Sequence[int]], width: int, *, stream: Any) -> None:
+    def write_rows(self, rows: Sequence[Sequence[int]], width: int, *, stream: Any, every_logit: bool = False) -> None:
         """Upload the new tokens of each slot, right-padded with 0.
 
         Parameters
@@ -111,20 +122,22 @@ class StepBuffers:
             Tokens per slot after padding.
         stream : cuda.core.Stream
             The copies are ordered on it; the call does not wait.
+        every_logit : bool
+            Whether the logits of all ``width`` tokens are wanted, those of padding included, instead of the last of each slot.
         """
         ids, host_ids = self._ids_of(len(rows), width)
         host_ids[...] = 0
         for padded, row in zip(host_ids, rows, strict=True):
             padded[: len(row)] = row
         self._memory.upload(ids, host_ids, stream=stream)
-        self._write_last([max(len(row) - 1, 0) for row in rows], stream)
+        self._write_last([*range(width)] * len(rows) if every_logit else [max(len(row) - 1, 0) for row in rows], stream)
 
     def _write_last(self, last: list[int], stream: Any) -> None:
-        """Upload the indices of the tokens whose logits are wanted, unless they are those of the step before."""
+        """Upload the indices of the tokens whose logits are wanted, slot by slot, unless they are those of the step before."""
         if last != self._last:
             self._last = []
-            self._host_last[: len(last), 0] = last
-            self._memory.upload(self.last_token_ids[: len(last)], self._host_last[: len(last)], stream=stream)
+            self._host_last[: len(last)] = last
+            self._memory.upload(self._last_tokens[: len(last)], self._host_last[: len(last)], stream=stream)
             self._last = last
 
     def write_start_index(self, lengths: Sequence[int], *, stream: Any) -> None:
@@ -146,14 +159,14 @@ class StepBuffers:
         Parameters
         ----------
         count : int
-            Slots of the enqueue.
+            Slots of the enqueue, times the number of tokens per slot whose logits were wanted.
         stream : cuda.core.Stream
             The stream of the enqueue.
 
         Returns
         -------
         ndarray (count, vocab_size)
-            In the engine's dtype, in a host buffer that the next call overwrites.
+            Slot by slot. In the engine's dtype, in a host buffer that the next call overwrites.
         """
         views = self._logits_views.get(count)
         if views is None:

@@ -20,10 +20,10 @@ from trt_kvcache.errors import EngineError, KVCacheError
 
 _Record = TypeVar("_Record")
 
-#: Format of ``config.json`` that this package writes. It reads this format and older ones.
-FORMAT = 2
-#: The first format that knows engines in segments.
-_FIRST_WITH_SEGMENTS = 2
+#: The newest format of ``config.json`` that this package writes. It reads this format and older ones.
+FORMAT = 3
+#: The first format that knows engines in segments, and the first that knows logits of several new tokens per slot.
+_FIRST_WITH_SEGMENTS, _FIRST_WITH_MORE_LOGITS = 2, 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class EngineConfig:
     tensors : tuple of TensorSpec
         The inputs, then the outputs.
     profiles : tuple of EngineProfile
-        For prefill, then for decode: see :func:`trt_kvcache.engine.decoder_tensors.decoder_profiles`.
+        For prefill, decode and perhaps verification of drafts: see :func:`trt_kvcache.engine.decoder_tensors.decoder_profiles`.
     attention : tuple of AttentionLayerConfig
         How the attention of each layer was built.
     tensorrt_flavour, tensorrt_version : str
@@ -87,10 +87,15 @@ class EngineConfig:
         """Most new tokens per slot in one enqueue."""
         return max(profile.max_width for profile in self.profiles)
 
+    @property
+    def max_logits_per_slot(self) -> int:
+        """Most new tokens per slot whose logits one enqueue returns."""
+        return max((profile.max_logits for profile in self.profiles), default=1)
+
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values that :meth:`from_dict` reads back."""
+        """Return plain JSON values that :meth:`from_dict` reads back, in the oldest format that has all of them."""
         return {
-            "format": FORMAT,
+            "format": _FIRST_WITH_SEGMENTS if self.max_logits_per_slot == 1 else _FIRST_WITH_MORE_LOGITS,
             "producer": {"name": "trt-kvcache", "version": self.package_version},
             "tensorrt": {"flavour": self.tensorrt_flavour, "version": self.tensorrt_version},
             "compute_capabilities": None if self.compute_capabilities is None else list(self.compute_capabilities),
@@ -99,7 +104,7 @@ class EngineConfig:
             "segments": None if self.segments is None else self.segments.to_dict(),
             "kv_cache": self.cache.to_dict(),
             "names": asdict(self.names),
-            "profiles": [asdict(profile) for profile in self.profiles],
+            "profiles": [_profile_to_dict(profile, self.max_logits_per_slot) for profile in self.profiles],
             "attention": [asdict(layer) for layer in self.attention],
             "model": self.model.to_dict(),
             "tensors": [{**asdict(spec), "shape": list(spec.shape), "mode": spec.mode.value} for spec in self.tensors],
@@ -143,11 +148,19 @@ class EngineConfig:
                 package_version=_typed("producer.version", data["producer"]["version"], str),
             )
             check_consistency(config)
+            if (data["format"] >= _FIRST_WITH_MORE_LOGITS) is not (config.max_logits_per_slot > 1):
+                wanted = config.to_dict()["format"]
+                raise EngineError(f"format: expected {wanted} with these profiles, got {data['format']}.")
         except KVCacheError as error:
             raise EngineError(str(error)) from error
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise EngineError(f"a field is missing, unknown or of the wrong kind ({type(error).__name__}: {error!s:.300}).") from error
         return config
+
+
+def _profile_to_dict(profile: EngineProfile, max_logits_per_slot: int) -> dict[str, Any]:
+    """Return a profile as JSON values; in an engine that has logits of one new token per slot without their number, as older formats."""
+    return {name: value for name, value in asdict(profile).items() if name != "max_logits" or max_logits_per_slot > 1}
 
 
 def _segments(data: Any) -> SegmentsRecord | None:

@@ -45,7 +45,7 @@ def check_consistency(config: EngineConfig) -> None:
         raise EngineError(f"kv_cache.{field}: expected {wanted[field]!s:.300} for this model, got {got[field]!s:.300}.")
     one_of("tensorrt.flavour", config.tensorrt_flavour, FLAVOURS[1:], error=EngineError)
     _check_profiles(config)
-    wanted_tensors = decoder_tensors(config.model, cache, names)
+    wanted_tensors = decoder_tensors(config.model, cache, names, max_logits_per_slot=config.max_logits_per_slot)
     if len(wanted_tensors) != len(config.tensors):
         raise EngineError(f"tensors: expected {len(wanted_tensors)} for this model and kv_cache, got {len(config.tensors)}.")
     for wanted_spec, spec in zip(wanted_tensors, config.tensors, strict=True):
@@ -66,7 +66,7 @@ def _check_segments(config: EngineConfig) -> None:
         )
     if config.segments is None:
         return
-    stages = decoder_stages(config.model, config.cache, config.names)
+    stages = decoder_stages(config.model, config.cache, config.names, max_logits_per_slot=config.max_logits_per_slot)
     if len(stages) != len(config.segments.stages):
         raise EngineError(f"segments.steps: expected {len(stages)} for this model and kv_cache, got {len(config.segments.stages)}.")
     for index, (wanted, got) in enumerate(zip(stages, config.segments.stages, strict=True)):
@@ -92,14 +92,19 @@ def _check_attention(config: EngineConfig) -> None:
 
 
 def _check_profiles(config: EngineConfig) -> None:
-    """Check that the profiles are those of an engine of this package; only the width of the first is free, up to S.
+    """Check that the profiles are those of an engine of this package; only width and logits of the first are free, up to S.
 
     Engines for one slot are read too that were built when their decode profile accepted one slot alone: see ``decoder_profiles``.
     """
-    if len(config.profiles) != 2:
-        raise EngineError(f"profiles: expected 2, for prefill and decode, got {len(config.profiles)}.")
-    width = int_in_range("profiles[0].max_width", config.profiles[0].max_width, 1, config.cache.max_sequence_length, error=EngineError)
-    expected = decoder_profiles(max_batch_size=config.cache.max_batch_size, max_prefill_length=width)
+    if not config.profiles:
+        raise EngineError("profiles: expected 2, for prefill and decode, got 0.")
+    first = config.profiles[0]
+    width = int_in_range("profiles[0].max_width", first.max_width, 1, config.cache.max_sequence_length, error=EngineError)
+    logits = int_in_range("profiles[0].max_logits", first.max_logits, 1, width, error=EngineError)
+    expected = decoder_profiles(max_batch_size=config.cache.max_batch_size, max_prefill_length=width, max_logits_per_slot=logits)
+    if len(config.profiles) != len(expected):
+        for_what = "prefill and decode" if len(expected) == 2 else "prefill, decode and verification of drafts"
+        raise EngineError(f"profiles: expected {len(expected)}, for {for_what}, got {len(config.profiles)}.")
     for wanted, got in zip(map(asdict, expected), map(asdict, config.profiles), strict=True):
         for name, value in wanted.items():
             is_older = (wanted["name"], name, got[name], config.cache.max_batch_size) == ("decode", "max_batch", 1, 1)

@@ -5,6 +5,7 @@ Segment ``i`` ends where layer ``i`` needs its attention; the last one ends in t
 
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.engine.decoder_tensors import logits_tensors
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.ops.attention_op import AttentionOp
@@ -68,7 +69,7 @@ def decoder_constants(model: ModelConfig, cache: KVCacheConfig) -> tuple[TensorS
     return TensorSpec.input(EMBEDDING, table, cache.dtype), TensorSpec.input(COS_SIN, cos_sin, "float32")
 
 
-def decoder_stages(model: ModelConfig, cache: KVCacheConfig, names: TensorNames) -> tuple[Stage, ...]:
+def decoder_stages(model: ModelConfig, cache: KVCacheConfig, names: TensorNames, *, max_logits_per_slot: int = 1) -> tuple[Stage, ...]:
     """Return the stages of an engine of ``model`` over a combined cache.
 
     Parameters
@@ -79,6 +80,8 @@ def decoder_stages(model: ModelConfig, cache: KVCacheConfig, names: TensorNames)
         In the COMBINED layout.
     names : TensorNames
         Names of the engine's inputs and outputs.
+    max_logits_per_slot : int
+        Most new tokens per slot whose logits one enqueue returns.
 
     Returns
     -------
@@ -97,9 +100,8 @@ def decoder_stages(model: ModelConfig, cache: KVCacheConfig, names: TensorNames)
             attended = (-1, -1, model.num_attention_heads, model.head_dim)
             tensors.append(TensorSpec.input(attention_tensor_names(layer - 1)[-1], attended, cache.dtype))
         if layer == model.num_layers:
-            tensors.append(TensorSpec.input(names.last_token_ids, (-1, 1), "int32"))
-            tensors += [table] if model.tie_word_embeddings else []
-            tensors.append(TensorSpec.output(names.logits, (-1, model.vocab_size), "float32"))
+            last_token_ids, logits = logits_tensors(model, names, max_logits_per_slot=max_logits_per_slot)
+            tensors += [last_token_ids, table, logits] if model.tie_word_embeddings else [last_token_ids, logits]
             stages.append(Segment(tensors=tuple(tensors)))
             break
         *qkv, attended_name = attention_tensor_names(layer)

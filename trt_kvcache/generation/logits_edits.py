@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import ProcessorError
-from trt_kvcache.generation.sampling import LogitsProcessor, SamplingParams
+from trt_kvcache.generation.sampling import LogitsProcessor, SamplingParams, nothing_left
 from trt_kvcache.generation.token_counts import TokenCounts
 
 
@@ -93,7 +93,7 @@ class LogitsEdits:
             if self._has_penalties:
                 self._penalise(edited)
         if not np.isfinite(edited.max()):
-            raise ProcessorError(f"logit_bias and penalties: expected a largest logit that is finite after them, got {edited.max()}.")
+            raise nothing_left(edited.max())
         if self._params.logits_processors:
             held = (*self._prompt, *tokens)
             for index, processor in enumerate(self._params.logits_processors):

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range
-from trt_kvcache.errors import EngineError, RangeError, ShapeError
-from trt_kvcache.generation.token_choice import choose_token
+from trt_kvcache.errors import EngineError, ProcessorError, RangeError, ShapeError
+from trt_kvcache.kernels.host.philox import generator_at
+from trt_kvcache.kernels.host.token_choice import choose_token
 
 #: A function of the caller's that changes logits: ``f(tokens, logits) -> logits``. ``tokens`` are those of the prompt and the generated
 #: ones; ``logits`` is a float32 array ``(vocab,)`` on the host that the function may change and return.
@@ -24,9 +25,6 @@ _SEED_BITS = 63
 
 #: Bounds of numbers that are added to logits or multiplied with them, in float32.
 _LARGEST, _TINY = float(np.finfo(np.float32).max), float(np.finfo(np.float32).tiny)
-
-# A Philox generator produces four numbers per block, and can skip whole blocks.
-_NUMBERS_PER_BLOCK = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -327,7 +325,7 @@ class Sampler:
         self.seed = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed
         #: Tokens chosen so far.
         self.counter = params.counter
-        self._generator = _generator_at(self.seed, self.counter)
+        self._generator = generator_at(self.seed, self.counter)
 
     def move_to(self, counter: int) -> None:
         """Continue as if ``counter`` tokens had been chosen so far.
@@ -337,7 +335,7 @@ class Sampler:
         counter : int
             A count of tokens, not negative.
         """
-        self._generator = _generator_at(self.seed, counter)
+        self._generator = generator_at(self.seed, counter)
         self.counter = counter
 
     def choose(self, logits: np.ndarray[Any, Any]) -> int:
@@ -392,13 +390,15 @@ def check_logits(logits: np.ndarray[Any, Any]) -> int:
     """
     best = int(np.argmax(logits))  # NaN counts as the largest
     if not np.isfinite(logits[best]):
-        raise EngineError(f"logits: expected finite numbers, got {logits[best]} for token {best}. The engine or its cache is damaged.")
+        raise bad_logits(logits[best], best)
     return best
 
 
-def _generator_at(seed: int, counter: int) -> np.random.Generator:
-    """Return the random numbers of a seed, from the one with index ``counter`` on."""
-    blocks, rest = divmod(counter, _NUMBERS_PER_BLOCK)
-    generator = np.random.Generator(np.random.Philox(key=seed).advance(blocks))
-    generator.random(rest)
-    return generator
+def bad_logits(logit: Any, token: int) -> EngineError:
+    """Return the error for logits whose largest, that of a token, is not finite."""
+    return EngineError(f"logits: expected finite numbers, got {logit} for token {token}. The engine or its cache is damaged.")
+
+
+def nothing_left(logit: Any) -> ProcessorError:
+    """Return the error for a largest logit, after bias and penalties, that is not finite."""
+    return ProcessorError(f"logit_bias and penalties: expected a largest logit that is finite after them, got {logit}.")

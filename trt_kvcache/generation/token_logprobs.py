@@ -1,12 +1,11 @@
 """Log-probabilities of tokens: the log-softmax of the logits as a model gave them."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.generation.most_likely import most_likely
+from trt_kvcache.kernels.host.log_probabilities import log_probabilities
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,5 @@ def token_logprobs(logits: npt.NDArray[np.float32], token: int, count: int) -> T
     >>> round(found.chosen, 3), [(token, round(value, 3)) for token, value in found.top]
     (-1.609, [(0, -0.693), (2, -1.204)])
     """
-    largest = logits.max()
-    total = float(largest) + float(np.log(np.exp(logits - largest).sum(dtype=np.float64)))
-    top: npt.NDArray[Any] = most_likely(logits, min(count, logits.size))
-    top = top[np.argsort(-logits[top], kind="stable")]
-    return TokenLogprobs(float(logits[token]) - total, tuple((int(one), float(logits[one]) - total) for one in top))
+    chosen, top, values = log_probabilities(logits, token, count)
+    return TokenLogprobs(chosen, tuple(zip(top.tolist(), values.tolist(), strict=True)))

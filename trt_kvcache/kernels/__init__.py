@@ -11,6 +11,7 @@ from trt_kvcache.kernels.attention import attend, split_qkv
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.compaction import compact_kv_cache_batched, compact_length_tensor, compact_rows
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, CompactionPlan, DeviceCompactionPlan
+from trt_kvcache.kernels.decoder_layer import add_rms_norm, silu_mul
 from trt_kvcache.kernels.kv_copies import (
     instantiate_kv_cache_batched,
     instantiate_kv_cache_layer_from_tensor,
@@ -20,6 +21,9 @@ from trt_kvcache.kernels.kv_copies import (
 from trt_kvcache.kernels.launch_limits import MAX_MOVES, MAX_SAVED_TENSORS, MAX_STORED_VALUES
 from trt_kvcache.kernels.layer_infos import KVLayerInfo, KVLayerInfos
 from trt_kvcache.kernels.lengths import increment_length_tensor, store_length_values
+from trt_kvcache.kernels.sampling import choose_tokens, token_logprobs
+from trt_kvcache.kernels.sampling_rows import SamplingRows
+from trt_kvcache.kernels.sampling_workspace import SamplingWorkspace
 from trt_kvcache.kernels.state_infos import StateInfo, StateInfos
 from trt_kvcache.kernels.state_rows import copy_rows, instantiate_rows, save_rows, zero_rows
 
@@ -33,9 +37,13 @@ __all__ = [
     "MAX_SAVED_TENSORS",
     "MAX_MOVES",
     "MAX_STORED_VALUES",
+    "SamplingRows",
+    "SamplingWorkspace",
     "StateInfo",
     "StateInfos",
+    "add_rms_norm",
     "attend",
+    "choose_tokens",
     "compact_kv_cache_batched",
     "compact_length_tensor",
     "compact_rows",
@@ -47,7 +55,9 @@ __all__ = [
     "save_kv_cache_batched",
     "save_kv_cache_layer_into_tensor",
     "save_rows",
+    "silu_mul",
     "split_qkv",
     "store_length_values",
+    "token_logprobs",
     "zero_rows",
 ]

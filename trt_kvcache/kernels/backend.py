@@ -10,6 +10,8 @@ from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan
 from trt_kvcache.kernels.layer_infos import KVLayerInfos
+from trt_kvcache.kernels.sampling_rows import SamplingRows
+from trt_kvcache.kernels.sampling_workspace import SamplingWorkspace
 from trt_kvcache.kernels.state_infos import StateInfos
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -24,8 +26,35 @@ class Backend(Protocol):
     def attend(self, params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
         """Apply RoPE to q and k, append k and v to the cache, and compute attention."""
 
+    def choose_tokens(
+        self, logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor, workspace: SamplingWorkspace, stream: Any
+    ) -> None:
+        """Choose a token for each row of logits, and advance the rows."""
+
+    def token_logprobs(
+        self, logits: DeviceTensor, rows: SamplingRows, out: DeviceTensor, workspace: SamplingWorkspace, stream: Any
+    ) -> None:
+        """Compute log-probabilities of the tokens that were chosen, and of the most likely ones."""
+
+    def set_row(self, rows: SamplingRows, row: int, words: Sequence[int], stream: Any) -> None:
+        """Store the parameters of a row: eight words of 64 bits."""
+
+    def count_tokens(self, uses: DeviceTensor, tokens: DeviceTensor, in_prompt: bool, more: int, stream: Any) -> None:
+        """Mark tokens as those of a prompt, or add to the uses of each."""
+
+    def set_bias(self, bias: DeviceTensor, tokens: DeviceTensor, values: DeviceTensor, stream: Any) -> None:
+        """Store the bias of tokens."""
+
     def embed(self, table: DeviceTensor, ids: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
         """Gather rows of a table ``[vocab, hidden]`` by ids ``[B, s]``; zeros for an id that is out of range."""
+
+    def add_rms_norm(
+        self, hidden: DeviceTensor, change: DeviceTensor, weight: DeviceTensor, out: DeviceTensor, eps: float, stream: Any
+    ) -> None:
+        """Add rows to the residual stream, and norm the sum."""
+
+    def silu_mul(self, gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
+        """Multiply the SiLU of the first half of each row with its second half."""
 
     def increment_scalar(self, lengths: DeviceTensor, increment: int, stream: Any) -> None:
         """Add the same number to all lengths."""

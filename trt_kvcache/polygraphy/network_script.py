@@ -5,7 +5,7 @@ A script creates one at its top level and assigns its two methods to the names t
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from polygraphy import config as polygraphy_config
 
@@ -34,6 +34,8 @@ class NetworkScript:
         Tokens that a slot can hold.
     max_prefill_length : int
         The most new tokens per slot in one enqueue.
+    max_logits_per_slot : int or "all"
+        The most new tokens per slot whose logits one enqueue returns.
     dtype : {"float16", "bfloat16", "float32"}, optional
         Dtype of computation and cache; by default that of the checkpoint.
     attention : {"native", "mask", "plugin"}
@@ -67,6 +69,7 @@ class NetworkScript:
         max_batch_size: int,
         max_sequence_length: int,
         max_prefill_length: int,
+        max_logits_per_slot: int | Literal["all"] = 1,
         dtype: str | None = None,
         attention: str = "native",
     ) -> None:
@@ -75,6 +78,7 @@ class NetworkScript:
             max_batch_size=max_batch_size,
             max_sequence_length=max_sequence_length,
             max_prefill_length=max_prefill_length,
+            max_logits_per_slot=max_logits_per_slot,
             dtype=dtype,
             attention=attention,
         )

@@ -33,13 +33,13 @@ def decoder_step(
         One per layer: attention over the cache of that layer.
     input_ids : ndarray int32 ``[A, s]``
         New tokens, right-padded.
-    last : ndarray int32 ``[A]``
-        Index of the token whose logits are returned, per slot.
+    last : ndarray int32 ``[A, m]``
+        Indices of the tokens whose logits are returned, per slot.
 
     Returns
     -------
-    ndarray float32 ``[A, vocab]``
-        Logits of the token of each slot that ``last`` selects.
+    ndarray float32 ``[A * m, vocab]``
+        Logits of the tokens that ``last`` selects, slot by slot.
     """
     hidden = weights.embedding[input_ids]
     for layer, attention in zip(weights.layers, attentions, strict=True):
@@ -47,7 +47,7 @@ def decoder_step(
         hidden = hidden + self_attention(config, layer, attention, normed)
         normed = rms_norm(hidden, layer.post_attention_norm, config.rms_norm_eps)
         hidden = hidden + mlp(layer, normed)
-    wanted = hidden[np.arange(len(last)), last]
+    wanted = hidden[np.arange(len(last))[:, None], last].reshape(-1, config.hidden_size)
     logits: Float32 = rms_norm(wanted, weights.final_norm, config.rms_norm_eps) @ weights.head.T
     return logits
 

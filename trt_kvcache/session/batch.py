@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trt_kvcache._util.checks import int_in_range
+from trt_kvcache._util.nvtx_ranges import nvtx_range
 from trt_kvcache.cache.estimate import estimate_memory
 from trt_kvcache.errors import CapacityError, RangeError, ShapeError
 from trt_kvcache.generation.sampling import SamplerPosition
@@ -45,6 +47,13 @@ class BatchSavepoint(NamedTuple):
     lengths: tuple[int, ...]
 
 
+class _Verified(NamedTuple):
+    """What the last :meth:`Batch.verify` has run: the rows of its slots, and ``changes`` then."""
+
+    changes: int
+    rows: list[tuple[int, ...]]
+
+
 class Batch:
     """The active slots of a session, and the steps that add to them.
 
@@ -72,6 +81,7 @@ class Batch:
         self.max_sequence_length = steps.cache.kv_config.max_sequence_length
         #: Grows with every change of what the cache holds, so that an iterator notices that another call came between.
         self.changes = 0
+        self._verified: _Verified | None = None
 
     # --- what the slots hold ---
 
@@ -253,6 +263,7 @@ class Batch:
             self._slots += [SlotState([], sampler=sampler) for sampler in samplers]
             self._restore({slot: match for slot, row in enumerate(prompts, start=first) if (match := self._prompt_cache.find(row))})
 
+    @nvtx_range("compaction")
     def compact(self, mapping: Sequence[int]) -> None:
         """Drop and move slots. The moves cannot be rolled back: a dropped slot may have been overwritten.
 
@@ -335,6 +346,7 @@ class Batch:
         with self._rollback_to(self._savepoint_at(lengths)):
             return self.prefill(rows, chunks)
 
+    @nvtx_range("decode")
     def decode(self, tokens: Sequence[int], going: Sequence[bool] | None = None) -> Logits:
         """Run one token of every active slot in one enqueue.
 
@@ -380,6 +392,7 @@ class Batch:
             self._counters.decode_seconds += time.perf_counter() - started
         return logits
 
+    @nvtx_range("prefill")
     def prefill(self, rows: Rows, chunks: Sequence[Chunk]) -> Logits:
         """Run new tokens in chunks. Each chunk is atomic, the call as a whole is not.
 
@@ -408,6 +421,109 @@ class Batch:
                     logits[slot] = chunk_logits[place]
         self._counters.prefill_seconds += time.perf_counter() - started
         return logits
+
+    def start_every_logit(self, prompts: Rows) -> Iterator[tuple[int, Logits]]:
+        """Start new sequences, run their prompts, and yield the logits of all their tokens, chunk by chunk.
+
+        Parameters
+        ----------
+        prompts : sequence of sequence of int (n,)
+            Checked with :meth:`check_prompts`. Nothing is taken from the prompt cache, which has no logits.
+
+        Yields
+        ------
+        slot : int
+            Whose they are.
+        logits : ndarray float32 ``[k, vocab]``
+            Of the next k tokens of the slot. On the host; the next chunk overwrites them.
+
+        Raises
+        ------
+        LayoutError, BindingError
+            Nothing was changed.
+        """
+        chunks = self._steps.plan_prefill([0] * len(prompts), [len(row) for row in prompts], every_logit=True)
+        self._reset([0] * len(prompts))
+        for chunk, parts in _parts_of(prompts, chunks):
+            started = time.perf_counter()
+            logits = self._prefill_chunk(chunk, parts, every_logit=True)
+            self._counters.prefill_seconds += time.perf_counter() - started
+            for slot, part, found in zip(range(chunk.first, chunk.end), parts, logits, strict=True):
+                if part:
+                    yield slot, found[: len(part)]
+
+    @nvtx_range("verify")
+    def verify(self, rows: Rows) -> Logits:
+        """Run tokens of the active slots and return the logits of all of them. The slots do not hold them before :meth:`accept`.
+
+        Parameters
+        ----------
+        rows : sequence of sequence of int (A,)
+            Empty for a slot that is idle.
+
+        Returns
+        -------
+        ndarray float32 ``[A, m, vocab]``
+            On the host; m is the number of tokens of the longest row. NaN behind the tokens of shorter ones.
+
+        Raises
+        ------
+        ShapeError, CapacityError, LayoutError, BindingError
+            Nothing was changed.
+
+        Notes
+        -----
+        One enqueue, whose rows of K and V lie behind the committed lengths. Where a slot is so full that the padding of its row has no
+        room, there are several; their lengths are committed for one another and set back.
+        """
+        started = time.perf_counter()
+        lengths = self._check_one_each("tokens", len(rows))
+        self.check_room(lengths, rows)
+        chunks = self._steps.plan_prefill(lengths, [len(row) for row in rows], every_logit=True)
+        self._verified = None
+        found = np.full((len(rows), max(map(len, rows)), self._steps.plan.vocab_size), np.nan, np.float32)
+        done = [0] * len(rows)
+        try:
+            for chunk, parts in _parts_of(rows, chunks):
+                (self._steps.run if chunk is chunks[-1] else self._steps.prefill)(chunk, parts, every_logit=True)
+                logits = self._steps.every_logit(chunk)
+                for slot, part, of_slot in zip(range(chunk.first, chunk.end), parts, logits, strict=True):
+                    found[slot, done[slot] : done[slot] + len(part)] = of_slot[: len(part)]
+                    done[slot] += len(part)
+        finally:
+            if len(chunks) > 1 and not self._cache.closed:
+                self._cache.reset_for_new_sequences(lengths, stream=self._steps.stream)
+        self._verified = _Verified(self.changes, [tuple(row) for row in rows])
+        self._counters.decode_steps += 1
+        self._counters.decode_seconds += time.perf_counter() - started
+        return found
+
+    def accept(self, counts: Sequence[int]) -> None:
+        """Commit the first tokens that the last :meth:`verify` has run, and drop the others.
+
+        Parameters
+        ----------
+        counts : sequence of int (A,)
+            How many of each slot.
+
+        Raises
+        ------
+        ShapeError, RangeError
+            Nothing was changed.
+        """
+        verified = self._verified
+        if verified is None or verified.changes != self.changes:
+            raise RangeError("accept: expected a verify before it, and no other change of the sequences since. Call verify again.")
+        self._check_one_each("counts", len(counts))
+        taken = [
+            int_in_range(f"counts[{slot}]", count, 0, len(row)) for slot, (count, row) in enumerate(zip(counts, verified.rows, strict=True))
+        ]
+        with self.transaction():
+            self._cache.commit_sequence_length(taken, stream=self._steps.stream)
+            for state, row, count in zip(self._slots, verified.rows, taken, strict=True):
+                if count:
+                    state.extend(row[:count])
+            self._counters.decode_tokens += sum(taken)
 
     def take_back(self, tokens: Sequence[int], going: Sequence[bool]) -> None:
         """Make the tokens of the last :meth:`decode` pending again.
@@ -507,13 +623,13 @@ class Batch:
             state.restore(match.entry.tokens[len(state.tokens) : match.length].tolist())
         self._counters.reused_tokens += sum(increments)
 
-    def _prefill_chunk(self, chunk: Chunk, parts: Rows) -> Logits:
+    def _prefill_chunk(self, chunk: Chunk, parts: Rows, *, every_logit: bool = False) -> Logits:
         with self.transaction():
-            self._steps.prefill(chunk, parts)
+            self._steps.prefill(chunk, parts, every_logit=every_logit)
             for slot, part in enumerate(parts, start=chunk.first):
                 if part:
                     self._slots[slot].extend(part)
-            logits = self._steps.logits(chunk.count)
+            logits = self._steps.every_logit(chunk) if every_logit else self._steps.logits(chunk.count)
             self._counters.prefill_tokens += sum(chunk.takes)
         return logits
 
@@ -528,6 +644,16 @@ class Batch:
     def _rewind(self, slot: int, length: int, *, pending: Sequence[int] = ()) -> None:
         self._cache.rewind(slot, length, stream=self._steps.stream)
         self._slots[slot].shorten(length, pending)
+
+
+def _parts_of(rows: Rows, chunks: Iterable[Chunk]) -> Iterator[tuple[Chunk, list[Sequence[int]]]]:
+    """Yield each chunk with the tokens that it takes of the rows of its slots."""
+    done = [0] * len(rows)
+    for chunk in chunks:
+        slots = range(chunk.first, chunk.end)
+        yield chunk, [rows[slot][done[slot] : done[slot] + take] for slot, take in zip(slots, chunk.takes, strict=True)]
+        for slot, take in zip(slots, chunk.takes, strict=True):
+            done[slot] += take
 
 
 def _slot_of(snapshot: Snapshot) -> SlotState:

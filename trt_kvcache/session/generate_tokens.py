@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from trt_kvcache._util.nvtx_ranges import nvtx_range
 from trt_kvcache.errors import ClosedError
 from trt_kvcache.generation.request import GeneratedToken, Request
 from trt_kvcache.session.batch import Batch
@@ -120,6 +121,7 @@ def _check_unchanged(batch: Batch, changes: int, check_open: Callable[[], None])
         raise ClosedError("this iterator cannot continue: another call has changed the sequences since. Call generate again.")
 
 
+@nvtx_range("sampling")
 def _choose(batch: Batch, requests: Sequence[Request], logits: np.ndarray[Any, Any]) -> list[GeneratedToken]:
     """Return the next token of each request that has not ended."""
     going = [(slot, request) for slot, request in enumerate(requests) if not request.finished]

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from trt_kvcache._util.nvtx_ranges import nvtx_range
 from trt_kvcache.generation.request import Request
 from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.chunks import Chunk
@@ -211,6 +212,7 @@ class RequestQueue:
             self._choose(slot, logits[slot])
         return [self._running[slot] for slot in slots]
 
+    @nvtx_range("sampling")
     def _choose(self, slot: int, logits: np.ndarray[Any, Any]) -> None:
         """Choose the next token of a slot's request."""
         queued = self._running[slot]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trt_kvcache._util.checks import slot_index
+from trt_kvcache._util.checks import int_in_range, slot_index
 from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.builder.build_engine import Progress
 from trt_kvcache.cache.kv_cache_base import KVCacheBase
@@ -20,6 +20,7 @@ from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.errors import ClosedError, ConfigError, RangeError, ShapeError
 from trt_kvcache.generation.chat_prompt import ChatPrompt
+from trt_kvcache.generation.prompt_score import PromptScore
 from trt_kvcache.generation.prompts import AnyPrompt, Prompt, PromptReader, as_prompts
 from trt_kvcache.generation.request import Request
 from trt_kvcache.generation.sampler_state import SamplerState
@@ -35,6 +36,7 @@ from trt_kvcache.session.open_model import SessionParts, open_engine_folder, ope
 from trt_kvcache.session.request_handle import RequestHandle
 from trt_kvcache.session.request_queue import RequestQueue
 from trt_kvcache.session.resume_snapshots import Paths, next_tokens, read_snapshots, resumed_params
+from trt_kvcache.session.scoring import score_prompts
 from trt_kvcache.session.session_options import SessionOptions
 from trt_kvcache.session.single_user import SingleUser, exclusive
 from trt_kvcache.session.statistics import SessionStatistics
@@ -163,7 +165,7 @@ class InferenceSession(Uncopyable):
         Warns
         -----
         EngineFallbackWarning
-            ``engine="auto"`` falls back to the NumPy reference engine.
+            ``engine="auto"`` falls back to PyTorch or the NumPy reference engine.
 
         Examples
         --------
@@ -189,7 +191,8 @@ class InferenceSession(Uncopyable):
             Called as ``progress(stage, fraction)`` during long work.
         **options
             ``engine``, ``flavour``, ``device``, ``prompt_cache_bytes``, ``cuda_graphs``, ``max_batch_size``, ``max_sequence_length``,
-            ``max_prefill_length``, ``dtype``, ``attention``: see :class:`~trt_kvcache.session.session_options.SessionOptions`.
+            ``max_prefill_length``, ``max_logits_per_slot``, ``dtype``, ``attention``: see
+            :class:`~trt_kvcache.session.session_options.SessionOptions`.
 
         Returns
         -------
@@ -206,7 +209,7 @@ class InferenceSession(Uncopyable):
         Warns
         -----
         EngineFallbackWarning
-            ``engine="auto"`` falls back to the NumPy reference engine.
+            ``engine="auto"`` falls back to PyTorch or the NumPy reference engine.
 
         Notes
         -----
@@ -488,6 +491,87 @@ class InferenceSession(Uncopyable):
         return np.array(self._batch.decode(row))
 
     @exclusive
+    def verify(self, tokens: Sequence[Sequence[int]]) -> np.ndarray[Any, Any]:
+        """Run several tokens of every active sequence in one enqueue, and return the logits of all of them.
+
+        This is the step of speculative decoding: run the token that was chosen last and a draft of those that may follow, compare the draft
+        with what the logits choose, and :meth:`accept` what agrees.
+
+        Parameters
+        ----------
+        tokens : sequence of sequence of int (A,)
+            For each active slot the token that was chosen last and a draft, which may be empty. An empty row for a slot that is idle.
+
+        Returns
+        -------
+        ndarray float32 ``[A, m, vocab]``
+            On the host, a new array; m is the length of the longest row. ``[slot, i]`` are the logits after ``tokens[slot][i]``; NaN where
+            a row has ended.
+
+        Raises
+        ------
+        ConfigError
+            The engine does not have the logits of so many tokens per slot. Nothing was changed.
+        CapacityError, RangeError, ShapeError, LayoutError, BindingError, ClosedError
+            Nothing was changed.
+
+        Notes
+        -----
+        The sequences do not hold the tokens before :meth:`accept`. Without it, or if an enqueue fails, nothing has happened: :meth:`verify`
+        or :meth:`decode` can be called again.
+
+        Examples
+        --------
+        >>> from trt_kvcache import InferenceSession
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_logits_per_slot=17) as session:
+        ...     token = int(session.prefill([[5, 6, 7]])[0].argmax())
+        ...     row = [token, 8, 9]
+        ...     chosen = session.verify([row])[0].argmax(axis=-1)
+        ...     agree = [int(one) for one in chosen[:-1]] == row[1:]
+        ...     session.accept([3 if agree else 1])
+        ...     agree, session.tokens(0) == (5, 6, 7, token)
+        (False, True)
+        """
+        self._check_open()
+        if isinstance(tokens, str) or not isinstance(tokens, (Sequence, np.ndarray)):
+            raise ShapeError(f"tokens: expected a sequence of token ids for each active slot, got {type(tokens).__name__}.")
+        rows = [self._prompts.tokens(f"tokens[{slot}]", row) for slot, row in enumerate(tokens)]
+        if not any(rows):
+            raise ShapeError("tokens: expected at least one token of an active slot, got none.")
+        self._check_logits_per_slot("verify", max(map(len, rows)))
+        return self._batch.verify(rows)
+
+    @exclusive
+    def accept(self, counts: Sequence[int]) -> None:
+        """Keep the first tokens that the last :meth:`verify` has run of each sequence. The others are dropped.
+
+        Parameters
+        ----------
+        counts : sequence of int (A,)
+            How many tokens of each row to keep, from 0 to all: the token that was chosen before, and what agrees of its draft. They take
+            the place of pending ones.
+
+        Raises
+        ------
+        RangeError
+            A count is out of range, or another call has changed the sequences since :meth:`verify`. Nothing was changed.
+        ShapeError, ClosedError
+            Nothing was changed.
+
+        Examples
+        --------
+        >>> from trt_kvcache import InferenceSession
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_logits_per_slot=17) as session:
+        ...     _ = session.prefill([[5, 6, 7]])
+        ...     _ = session.verify([[8, 9, 10]])
+        ...     session.accept([2])
+        ...     session.tokens(0)
+        (5, 6, 7, 8, 9)
+        """
+        self._check_open()
+        self._batch.accept(counts)
+
+    @exclusive
     def rewind(self, slot: int, length: int) -> None:
         """Shorten an active sequence to its first tokens. Pending tokens are dropped.
 
@@ -514,6 +598,62 @@ class InferenceSession(Uncopyable):
         """
         self._check_open()
         self._batch.rewind(slot, length)
+
+    # --- score ---
+
+    @exclusive
+    def score(self, prompts: AnyPrompt | Sequence[AnyPrompt], *, top_logprobs: int = 0) -> list[PromptScore]:
+        """Return how likely the model finds each token of texts, given those before it.
+
+        Parameters
+        ----------
+        prompts : prompt, or sequence of prompts (n,)
+            Token ids, text, or a :class:`ChatPrompt`; any number, of any lengths up to ``max_sequence_length``.
+        top_logprobs : int
+            How many of the most likely tokens to report at each place; 0 for none.
+
+        Returns
+        -------
+        list of PromptScore (n,)
+            In the order of the prompts: token ids and their log-probabilities, None for the first token of each. :func:`perplexity` makes
+            one number of them.
+
+        Raises
+        ------
+        ConfigError
+            The engine has the logits of one new token per slot only; the text says how to get one that has more. Nothing was changed.
+        CapacityError, RangeError, ShapeError, BindingError, ClosedError
+            Nothing was changed.
+        EngineError
+            The engine failed, or its logits are NaN. No slot is active.
+
+        Notes
+        -----
+        The texts are prefilled, in chunks of up to ``max_logits_per_slot`` tokens. As with :meth:`prefill`, they take the place of the
+        active sequences; afterwards no slot is active. The prompt cache is neither read, as it holds no logits, nor written.
+
+        Examples
+        --------
+        >>> from trt_kvcache import InferenceSession
+        >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_logits_per_slot="all") as session:
+        ...     [score] = session.score("Alice was beginning to get very tired.", top_logprobs=1)
+        >>> score.logprobs[0], round(score.logprobs[1], 1), round(score.perplexity)
+        (None, -4.9, 5)
+        """
+        self._check_open()
+        count = int_in_range("top_logprobs", top_logprobs, 0)
+        self._check_logits_per_slot("score", 2)
+        rows = self._prompts.rows(as_prompts(prompts))
+        self._batch.check_prompts(rows, queued=True)
+        return score_prompts(self._batch, rows, slots=self._cache.kv_config.max_batch_size, top_logprobs=count)
+
+    def _check_logits_per_slot(self, what: str, count: int) -> None:
+        known = self._steps.plan.max_logits_per_slot
+        if count > known:
+            raise ConfigError(
+                f"{what}: expected an engine with the logits of {count} new tokens per slot or more, got one with those of {known}. "
+                "Build it with max_logits_per_slot (trt-kvcache build --max-logits-per-slot all), or open a model folder with it."
+            )
 
     # --- generate ---
 

@@ -7,11 +7,12 @@ from typing import Literal, TypedDict, get_args
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.engine.decoder_tensors import check_logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.reference import Attention
 
-EngineChoice = Literal["auto", "reference", "tensorrt"]
+EngineChoice = Literal["auto", "reference", "tensorrt", "torch"]
 FlavourChoice = Literal["auto", "tensorrt", "tensorrt_rtx"]
 DTypeChoice = Literal["float16", "bfloat16", "float32"]
 
@@ -34,12 +35,13 @@ class ModelOptions(OpenOptions, total=False):
     max_batch_size: int | None
     max_sequence_length: int | None
     max_prefill_length: int | None
+    max_logits_per_slot: int | Literal["all"] | None
     dtype: DTypeChoice | None
     attention: Attention | None
 
 
 #: Options that an engine folder has fixed at its build.
-BUILD_OPTIONS = ("max_batch_size", "max_sequence_length", "max_prefill_length", "dtype", "attention")
+BUILD_OPTIONS = ("max_batch_size", "max_sequence_length", "max_prefill_length", "max_logits_per_slot", "dtype", "attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +50,10 @@ class SessionOptions:
 
     Parameters
     ----------
-    engine : {"auto", "reference", "tensorrt"}
-        ``"auto"`` uses TensorRT if a supported GPU is present; otherwise it warns with the reason and falls back to the NumPy reference
-        engine. ``"tensorrt"`` never falls back: it raises.
+    engine : {"auto", "reference", "tensorrt", "torch"}
+        ``"auto"`` uses TensorRT if a supported GPU is present; otherwise it warns with the reason and falls back to PyTorch, or to the
+        NumPy reference engine if PyTorch is not installed. ``"tensorrt"`` never falls back: it raises. ``"torch"`` runs on the GPU if
+        PyTorch can use it, else on the CPU.
     flavour : {"auto", "tensorrt", "tensorrt_rtx"}
         Which TensorRT. ``"auto"`` is the one that built the engine folder; for a Hugging Face folder full TensorRT where it works, else
         TensorRT for RTX.
@@ -68,6 +71,9 @@ class SessionOptions:
         Tokens that a slot can hold, S. If left out the model's ``max_position_embeddings``, at most 2048.
     max_prefill_length : int, optional
         Most new tokens of a slot in one enqueue; longer prompts are run in chunks. If left out S, at most 512.
+    max_logits_per_slot : int or "all", optional
+        Most new tokens of a slot whose logits one enqueue returns, for ``score`` and ``verify``; 1 if left out, ``"all"`` for
+        ``max_prefill_length``. The logits take ``max_batch_size * max_logits_per_slot * vocab * 4`` bytes.
     dtype : {"float16", "bfloat16", "float32"}, optional
         Of weights, K and V; the checkpoint's if left out.
     attention : {"native", "mask", "plugin"}, optional
@@ -88,7 +94,7 @@ class SessionOptions:
     >>> SessionOptions(engine="onnx")
     Traceback (most recent call last):
         ...
-    trt_kvcache.errors.ConfigError: engine: expected one of auto, reference, tensorrt, got 'onnx'.
+    trt_kvcache.errors.ConfigError: engine: expected one of auto, reference, tensorrt, torch, got 'onnx'.
     """
 
     engine: EngineChoice = "auto"
@@ -99,6 +105,7 @@ class SessionOptions:
     max_batch_size: int | None = None
     max_sequence_length: int | None = None
     max_prefill_length: int | None = None
+    max_logits_per_slot: int | Literal["all"] | None = None
     dtype: DTypeChoice | None = None
     attention: Attention | None = None
 
@@ -110,6 +117,8 @@ class SessionOptions:
         for name in ("max_batch_size", "max_sequence_length", "max_prefill_length"):
             if getattr(self, name) is not None:
                 object.__setattr__(self, name, int_in_range(name, getattr(self, name), 1, error=ConfigError))
+        if self.max_logits_per_slot is not None:
+            check_logits_per_slot(self.max_logits_per_slot)
         if self.dtype is not None:
             one_of("dtype", self.dtype, MODEL_DTYPES)
         if self.attention is not None:

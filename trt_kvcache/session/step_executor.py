@@ -49,15 +49,18 @@ class StepExecutor:
             vocab_size=self.plan.vocab_size,
             index_dtypes=(self.plan.input_ids.dtype, self.plan.last_token_ids.dtype),
             logits_dtype=self.plan.logits.dtype,
+            max_logits_per_slot=self.plan.max_logits_per_slot,
         )
 
-    def plan_prefill(self, lengths: Sequence[int], counts: Sequence[int]) -> list[Chunk]:
+    def plan_prefill(self, lengths: Sequence[int], counts: Sequence[int], *, every_logit: bool = False) -> list[Chunk]:
         """Cut new tokens into enqueues that the engine accepts.
 
         Parameters
         ----------
         lengths, counts : sequence of int (A,)
             Tokens that each slot holds, and new ones; ``length + count <= S``.
+        every_logit : bool
+            Whether the logits of all new tokens are wanted, instead of the last one of each slot.
 
         Returns
         -------
@@ -74,12 +77,12 @@ class StepExecutor:
         chunks = plan_chunks(
             lengths,
             counts,
-            max_width=self.plan.max_width,
+            max_width=self.plan.max_logits_per_slot if every_logit else self.plan.max_width,
             max_sequence_length=self.cache.kv_config.max_sequence_length,
             can_start_at=self.plan.can_start_at,
         )
         for chunk in chunks:
-            self.plan.profile_for(chunk.count, chunk.width)
+            self.plan.profile_for(chunk.count, chunk.width, chunk.width if every_logit else 1)
         return chunks
 
     def check_all_batch_sizes(self) -> None:
@@ -109,8 +112,8 @@ class StepExecutor:
         self.engine.enqueue(self.stream)
         self.cache.commit_sequence_length(increment, stream=self.stream)
 
-    def prefill(self, chunk: Chunk, rows: Sequence[Sequence[int]]) -> None:
-        """Enqueue the new tokens of a contiguous range of slots and commit. Does not wait.
+    def run(self, chunk: Chunk, rows: Sequence[Sequence[int]], *, every_logit: bool) -> None:
+        """Enqueue the new tokens of a contiguous range of slots; nothing is committed. Does not wait.
 
         Parameters
         ----------
@@ -118,12 +121,28 @@ class StepExecutor:
             Which slots, and how many tokens of each.
         rows : sequence of sequence of int (chunk.count,)
             The new tokens of each slot of the run, as many as ``chunk.takes`` says. They are padded here.
+        every_logit : bool
+            Whether the logits of all new tokens are wanted, instead of the last one of each slot.
         """
         if chunk.first:
             self._buffers.write_start_index(self.cache.host_kv_cache_lengths[chunk.first : chunk.end], stream=self.stream)
-        self._buffers.write_rows(rows, chunk.width, stream=self.stream)
-        self.plan.prepare(chunk.first, chunk.count, chunk.width, self._buffers)
+        self._buffers.write_rows(rows, chunk.width, stream=self.stream, every_logit=every_logit)
+        self.plan.prepare(chunk.first, chunk.count, chunk.width, self._buffers, logits=chunk.width if every_logit else 1)
         self.engine.enqueue(self.stream)
+
+    def prefill(self, chunk: Chunk, rows: Sequence[Sequence[int]], *, every_logit: bool = False) -> None:
+        """Enqueue the new tokens of a contiguous range of slots and commit. Does not wait.
+
+        Parameters
+        ----------
+        chunk : Chunk
+            As for :meth:`run`.
+        rows : sequence of sequence of int (chunk.count,)
+            As for :meth:`run`.
+        every_logit : bool
+            As for :meth:`run`.
+        """
+        self.run(chunk, rows, every_logit=every_logit)
         after = self.cache.active_batch_size - chunk.end
         self.cache.commit_sequence_length([0] * chunk.first + [*chunk.takes] + [0] * after, stream=self.stream)
 
@@ -142,6 +161,21 @@ class StepExecutor:
         """
         logits = self._buffers.read_logits(count, stream=self.stream)
         return logits if logits.dtype == np.float32 else logits.astype(np.float32)
+
+    def every_logit(self, chunk: Chunk) -> np.ndarray[Any, Any]:
+        """Wait for the last enqueue, which was to return all logits, and return them.
+
+        Parameters
+        ----------
+        chunk : Chunk
+            What that enqueue has run.
+
+        Returns
+        -------
+        ndarray float32 ``[chunk.count, chunk.width, vocab]``
+            On the host, those of padding too. The next call overwrites it.
+        """
+        return self.logits(chunk.count * chunk.width).reshape(chunk.count, chunk.width, -1)
 
     def synchronize(self) -> None:
         """Wait until everything that was enqueued is done."""

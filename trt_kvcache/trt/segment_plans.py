@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from trt_kvcache.engine.decoder_tensors import shape_at
+from trt_kvcache.engine.decoder_tensors import shape_at, step_shape
+from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import TensorMode, TensorSpec
 from trt_kvcache.trt.loaded_plan import LoadedPlan
 
@@ -18,8 +19,8 @@ class SegmentPlans:
         Inputs and outputs of the whole engine.
     intermediates : mapping of str to TensorSpec
         What one stage writes and a later one reads.
-    input_ids : str
-        Name of the token ids ``[B, s]``, whose shape gives those of the intermediate tensors.
+    names : TensorNames
+        Names of the engine's inputs and outputs. The shape of the token ids ``[B, s]`` gives those of the intermediate tensors.
 
     Attributes
     ----------
@@ -28,12 +29,12 @@ class SegmentPlans:
     """
 
     def __init__(
-        self, plans: Sequence[LoadedPlan], *, tensors: Mapping[str, TensorSpec], intermediates: Mapping[str, TensorSpec], input_ids: str
+        self, plans: Sequence[LoadedPlan], *, tensors: Mapping[str, TensorSpec], intermediates: Mapping[str, TensorSpec], names: TensorNames
     ) -> None:
         self.plans = plans
         self._tensors = tensors
         self._intermediates = intermediates
-        self._input_ids = input_ids
+        self._names = names
         self._plans_of: dict[str, list[LoadedPlan]] = {}
         for plan in plans:
             for name in plan.tensors:
@@ -82,7 +83,7 @@ class SegmentPlans:
         self._warm_profiles.discard(profile)
         for plan in self._plans_of.get(name, ()):
             plan.set_input_shape(profile, name, shape)
-        if name == self._input_ids:
+        if name == self._names.input_ids:
             for other, spec in self._intermediates.items():
                 for plan in self._plans_of.get(other, ()):
                     if plan.tensors[other].mode is TensorMode.INPUT:
@@ -107,8 +108,10 @@ class SegmentPlans:
         spec, shapes = self._tensors[name], self._input_shapes.get(profile, {})
         if spec.mode is TensorMode.INPUT:
             return shapes.get(name, spec.shape)
-        ids = shapes.get(self._input_ids)
-        return spec.shape if ids is None else shape_at(spec.shape, *ids)
+        ids, last = shapes.get(self._names.input_ids), shapes.get(self._names.last_token_ids)
+        if ids is None or last is None:
+            return spec.shape
+        return step_shape(spec, self._names, batch=ids[0], width=ids[1], logits=last[1])
 
     def note_eager_run(self, profile: int) -> None:
         """Note that all segments ran eagerly with the current shapes: TensorRT has loaded or compiled what they need.

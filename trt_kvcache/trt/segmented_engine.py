@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.lifetime import Uncopyable
-from trt_kvcache.engine.decoder_tensors import shape_at
+from trt_kvcache.engine.decoder_tensors import step_shape
+from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.engine_folder.config import EngineConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
@@ -128,8 +129,8 @@ class SegmentedEngine(Uncopyable):
             if self._graphs is not None:
                 self._resources.callback(self._graphs.close)  # before the contexts, whose memory the graphs use
             memory.synchronize(stream)
-            self._plans = SegmentPlans(plans, tensors=self._tensors, intermediates=intermediates, input_ids=self.names.input_ids)
-            ranges = [_profile_ranges(config.tensors, profile) for profile in config.profiles]
+            self._plans = SegmentPlans(plans, tensors=self._tensors, intermediates=intermediates, names=self.names)
+            ranges = [_profile_ranges(config.tensors, profile, self.names) for profile in config.profiles]
             self._bindings = EngineBindings(type(self).__name__, tensors=self._tensors, ranges=ranges, memory=memory, target=self._plans)
         except BaseException:
             self._resources.close()
@@ -150,8 +151,8 @@ class SegmentedEngine(Uncopyable):
         flavour : str
             ``"auto"``, or the flavour that built the folder.
         cuda_graphs : bool
-            Whether decode steps become CUDA graphs. A decode step whose addresses or shapes are new runs eagerly, the next time it is
-            captured, and from then on replayed; one that cannot be captured runs eagerly, with a warning.
+            Whether decode steps, and verifications of drafts, become CUDA graphs. A step whose addresses or shapes are new runs eagerly,
+            the next time it is captured, and from then on replayed; one that cannot be captured runs eagerly, with a warning.
 
         Returns
         -------
@@ -306,8 +307,10 @@ class SegmentedEngine(Uncopyable):
     def _prepare(self, active: ProfileBindings) -> _PreparedStep:
         """Check that the shapes fit each other, and make the launches of all stages."""
         batch, width = self._plans.tensor_shape(active.index, self.names.input_ids)
+        _, logits = self._plans.tensor_shape(active.index, self.names.last_token_ids)
         for name, spec in self._tensors.items():
-            expected, got = shape_at(spec.shape, batch, width), self._plans.tensor_shape(active.index, name)
+            expected = step_shape(spec, self.names, batch=batch, width=width, logits=logits)
+            got = self._plans.tensor_shape(active.index, name)
             if got != expected:
                 raise BindingError(f"`{name}`: expected shape {expected} beside `{self.names.input_ids}` {(batch, width)}, got {got}.")
 
@@ -325,8 +328,9 @@ class SegmentedEngine(Uncopyable):
                 launches.append(partial(_enqueue_segment, next(plans), active.index))
             else:
                 launches.append(self._op_launch(stage, [tensor(name) for name in stage.inputs], [tensor(name) for name in stage.outputs]))
-        is_decode = width == 1
-        graph_key = (active.index, batch, *(active.tensors[name].ptr for name in self._tensors)) if is_decode else None
+        verifies = logits > 1 and self.profiles[active.index].name == "verify"
+        sizes = (active.index, batch, width, logits)
+        graph_key = (*sizes, *(active.tensors[name].ptr for name in self._tensors)) if width == 1 or verifies else None
         return _PreparedStep(launches, graph_key, partial(self._can_capture, active.index))
 
     def _op_launch(self, node: CustomOpNode, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor]) -> _Launch:
@@ -373,20 +377,21 @@ def _load_plans(
         for segment, (start, end) in zip(segments, record.spans, strict=True):
             with whole[start:end] as part:
                 loaded = LoadedPlan(tensorrt, part, resources=resources, built_by=built_by)
-            _compare_segment(loaded, segment, config.profiles)
+            _compare_segment(loaded, segment, config.profiles, config.names)
             yield loaded
 
 
-def _profile_ranges(tensors: Sequence[TensorSpec], profile: EngineProfile) -> ProfileRanges:
+def _profile_ranges(tensors: Sequence[TensorSpec], profile: EngineProfile, names: TensorNames) -> ProfileRanges:
     """Return the shapes that the inputs of an engine of this package take in a profile."""
-    sizes = ((profile.min_batch, profile.min_width), (profile.max_batch, profile.max_width))
-    low, high = ({spec.name: shape_at(spec.shape, *size) for spec in tensors if spec.mode is TensorMode.INPUT} for size in sizes)
-    return ProfileRanges({name: (low[name], high[name]) for name in low})
+    low = {"batch": profile.min_batch, "width": profile.min_width, "logits": 1}
+    high = {"batch": profile.max_batch, "width": profile.max_width, "logits": profile.max_logits}
+    inputs = [spec for spec in tensors if spec.mode is TensorMode.INPUT]
+    return ProfileRanges({spec.name: (step_shape(spec, names, **low), step_shape(spec, names, **high)) for spec in inputs})
 
 
-def _compare_segment(loaded: LoadedPlan, segment: Segment, profiles: Sequence[EngineProfile]) -> None:
+def _compare_segment(loaded: LoadedPlan, segment: Segment, profiles: Sequence[EngineProfile], names: TensorNames) -> None:
     """Raise EngineError where a deserialised segment is not what was built."""
     compare_tensors(loaded.tensors, segment.tensors)
-    expected = [_profile_ranges(segment.tensors, profile) for profile in profiles]
+    expected = [_profile_ranges(segment.tensors, profile, names) for profile in profiles]
     if loaded.ranges != expected:
         raise EngineError(f"the engine is not what its config.json says: expected shapes {expected}, got {loaded.ranges}.")

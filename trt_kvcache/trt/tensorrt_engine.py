@@ -78,12 +78,13 @@ class TensorRTEngine(Uncopyable):
                 if config.attention_variant == "plugin":
                     register(tensorrt)
             self._plan = LoadedPlan(tensorrt, plan, resources=self._resources, built_by=built_by)
-            self._profiles = read_profiles(self._plan.ranges, names.input_ids)
+            self._profiles = read_profiles(self._plan.ranges, names)
             if config is not None:
                 if config.attention_variant == "plugin":
                     self._plan.tensors = add_plugin_aliases(self._plan.tensors, config.tensors)
                 compare_tensors(self._plan.tensors, config.tensors)
                 compare_profiles(self._profiles, config.profiles)
+                self._profiles = config.profiles  # with their names
             nbytes = self._plan.context_memory_nbytes
             context_memory = self._resources.allocate(nbytes, stream=stream)
             self._plan.create_contexts(context_memory.ptr, nbytes, plan_sha256=plan_sha256, stream=stream)

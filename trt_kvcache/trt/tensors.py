@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, EngineError
 from trt_kvcache.trt.module import TensorRT
@@ -169,9 +170,11 @@ def compare_profiles(found: Sequence[EngineProfile], recorded: Sequence[EnginePr
     EngineError
         They differ.
     """
-    sizes = [[(p.min_batch, p.max_batch, p.min_width, p.max_width) for p in profiles] for profiles in (recorded, found)]
+    sizes = [[(p.min_batch, p.max_batch, p.min_width, p.max_width, p.max_logits) for p in profiles] for profiles in (recorded, found)]
     if sizes[0] != sizes[1]:
-        raise EngineError(f"the engine is not what its config.json says: expected profiles {sizes[0]} (batch, width), got {sizes[1]}.")
+        raise EngineError(
+            f"the engine is not what its config.json says: expected profiles {sizes[0]} (batch, width, logits), got {sizes[1]}."
+        )
 
 
 def read_ranges(engine: Any, tensors: Mapping[str, TensorSpec]) -> list[ProfileRanges]:
@@ -205,15 +208,15 @@ def _range(engine: Any, spec: TensorSpec, profile: int) -> ShapeRange:
     return (tuple(smallest), tuple(largest))
 
 
-def read_profiles(ranges: Sequence[ProfileRanges], input_ids: str) -> tuple[EngineProfile, ...]:
-    """Return the optimisation profiles of a decoder, from the shapes of its token ids ``[B, s]``.
+def read_profiles(ranges: Sequence[ProfileRanges], names: TensorNames) -> tuple[EngineProfile, ...]:
+    """Return the optimisation profiles of a decoder, from the shapes of ``input_ids`` ``[B, s]`` and ``last_token_ids`` ``[B, m]``.
 
     Parameters
     ----------
     ranges : sequence of ProfileRanges
         By profile.
-    input_ids : str
-        Name of the token ids.
+    names : TensorNames
+        Names of the engine's inputs and outputs.
 
     Returns
     -------
@@ -225,15 +228,23 @@ def read_profiles(ranges: Sequence[ProfileRanges], input_ids: str) -> tuple[Engi
     EngineError
         There is no such input, or it has another number of dimensions.
     """
-    return tuple(_profile(profile.ranges, input_ids) for profile in ranges)
+    return tuple(_profile(profile.ranges, names) for profile in ranges)
 
 
-def _profile(ranges: Mapping[str, ShapeRange], input_ids: str) -> EngineProfile:
+def _profile(ranges: Mapping[str, ShapeRange], names: TensorNames) -> EngineProfile:
+    input_ids = names.input_ids
     if input_ids not in ranges:
         known = ", ".join(f"`{name}`" for name in ranges)
         raise EngineError(f"`{input_ids}`: the engine has no such input, it has {known}. Pass the engine's names as TensorNames.")
     low, high = ranges[input_ids]
     if len(low) != 2:
         raise EngineError(f"`{input_ids}`: expected two dimensions (slots, new tokens per slot), the engine has {len(low)}.")
-    name = "decode" if high[1] == 1 else "prefill"
-    return EngineProfile(name=name, min_batch=low[0], max_batch=high[0], min_width=low[1], max_width=high[1])
+    _, last = ranges.get(names.last_token_ids, ((), ()))
+    return EngineProfile(
+        name="decode" if high[1] == 1 else "prefill",
+        min_batch=low[0],
+        max_batch=high[0],
+        min_width=low[1],
+        max_width=high[1],
+        max_logits=last[1] if len(last) == 2 else 1,
+    )

@@ -56,11 +56,11 @@ def rtx():
 
 @pytest.fixture(scope="session")
 def define(rtx):
-    """Return ``define(model, dtype="float32", attention="native")``: the network of a golden model."""
+    """Return ``define(model, dtype="float32", attention="native", logits=1)``: the network of a golden model."""
 
     @cache
-    def make(model, *, dtype="float32", attention="native"):
-        options = BuildOptions(**SIZES, dtype=dtype, attention=attention)
+    def make(model, *, dtype="float32", attention="native", logits=1):
+        options = BuildOptions(**SIZES, dtype=dtype, attention=attention, max_logits_per_slot=logits)
         with recording(rtx, model) as (checkpoint, constants, messages):
             return Defined(rtx, define_decoder(checkpoint, options, rtx, messages), options, constants)
 

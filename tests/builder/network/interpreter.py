@@ -86,13 +86,15 @@ def _matmul(layer, inputs):
 
 def _shuffle(layer, inputs):
     x = inputs[0].transpose(tuple(layer.first_transpose)[: inputs[0].ndim])
-    sizes = [x.shape[axis] if size == 0 else size for axis, size in enumerate(layer.reshape_dims)]
-    x = x.reshape(sizes)
+    sizes = inputs[1] if len(inputs) == 2 else layer.reshape_dims
+    x = x.reshape([x.shape[axis] if size == 0 else size for axis, size in enumerate(sizes)])
     return x.transpose(tuple(layer.second_transpose)[: x.ndim])
 
 
 def _gather(layer, inputs):
     data, indices = inputs
+    if layer.mode.name == "DEFAULT" and layer.num_elementwise_dims:
+        return np.stack([np.take(row, index, axis=layer.axis - 1) for row, index in zip(data, indices, strict=True)])
     if layer.mode.name == "DEFAULT":
         return np.take(data, indices, axis=layer.axis)
     assert layer.mode.name == "ND"
@@ -156,6 +158,7 @@ _LAYERS = {
     "ATTENTION_INPUT": _attention,
     "ATTENTION_OUTPUT": lambda layer, inputs: inputs[0],
     "CAST": lambda layer, inputs: inputs[0],
+    "CONCATENATION": lambda layer, inputs: np.concatenate(inputs, axis=layer.axis),
     "ELEMENTWISE": _elementwise,
     "FILL": _fill,
     "GATHER": _gather,

@@ -10,7 +10,7 @@ import pytest
 
 from tests.builder.network.parts import Part, StoredWeights, normal
 from tests.helpers.small_model import SMALL
-from trt_kvcache.builder.network.head import embed, embedding_table, last_token, logits
+from trt_kvcache.builder.network.head import by_slot, chosen_tokens, embed, embedding_table, last_token, logits
 from trt_kvcache.checkpoint import ModelConfig
 
 pytestmark = pytest.mark.trt
@@ -32,6 +32,23 @@ def test_one_token_of_each_slot_is_selected(part: MakePart) -> None:
     made, x, last = part(), normal(3, 4, 5), np.array([[3], [0], [2]], np.int32)
     y = last_token(made.graph, made.graph.input("x", "float32", (-1, -1, 5)), made.graph.input("last", "int32", (-1, 1)))
     np.testing.assert_array_equal(made.run(y, x=x, last=last), np.stack([x[0, 3], x[1, 0], x[2, 2]]))
+
+
+def test_several_tokens_of_each_slot_are_selected(part: MakePart) -> None:
+    made, x, last = part(), normal(3, 4, 5), np.array([[3, 0], [0, 0], [2, 1]], np.int32)
+    y = chosen_tokens(made.graph, made.graph.input("x", "float32", (-1, -1, 5)), made.graph.input("last", "int32", (-1, -1)))
+    np.testing.assert_array_equal(made.run(y, x=x, last=last), np.stack([x[0, 3], x[0, 0], x[1, 0], x[1, 0], x[2, 2], x[2, 1]]))
+
+
+def test_rows_are_given_back_to_their_slots(part: MakePart) -> None:
+    made, rows, last = part(), normal(6, MODEL.vocab_size), np.zeros((3, 2), np.int32)
+    y = by_slot(
+        made.graph,
+        made.graph.input("rows", "float32", (-1, MODEL.vocab_size)),
+        made.graph.input("last", "int32", (-1, -1)),
+        MODEL,
+    )
+    np.testing.assert_array_equal(made.run(y, rows=rows, last=last), rows.reshape(3, 2, -1))
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["a head of its own", "a tied head"])

@@ -53,12 +53,12 @@ class Network:
         return self._caches
 
     def step(self, ids, start, last):
-        """Run new tokens ``[A, s]`` at ``start`` ``[A]``; return the logits ``[A, vocab]``."""
+        """Run new tokens ``[A, s]`` at ``start`` ``[A]``; return the logits ``[A, vocab]``, or ``[A, m, vocab]`` of ``last`` ``[A, m]``."""
         slots = len(ids)
         feed = {
             "input_ids": ids.astype(np.int32),
             "kvcache_start_index": np.array(start, np.int32),
-            "last_token_ids": np.array(last, np.int32)[:, None],
+            "last_token_ids": np.array(last, np.int32).reshape(slots, -1),
             **{before: cache[:slots] for (before, _), cache in zip(self._names, self._caches, strict=True)},
         }
         outputs = interpret(self.defined.tensorrt, self.defined.definition.network, self.defined.constants, feed)
@@ -69,6 +69,7 @@ class Network:
 
 def runners(defined, model):
     sizes = {"batch": MAX_BATCH_SIZE, "length": MAX_SEQUENCE_LENGTH, "width": MAX_PREFILL_LENGTH}
+    sizes["logits"] = defined.options.logits_per_slot
     return Network(defined), Rig(model, **sizes, dtype=defined.definition.cache.dtype, attention=defined.options.attention)
 
 

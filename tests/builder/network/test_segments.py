@@ -37,8 +37,8 @@ pytestmark = pytest.mark.trt
 class Segments:
     """The segments of a golden model, and combined caches; driven as ``test_network_values.Network`` is."""
 
-    def __init__(self, rtx, folder, model, dtype):
-        self.tensorrt, self.options = rtx, BuildOptions(**SIZES, dtype=dtype, attention="plugin")
+    def __init__(self, rtx, folder, model, dtype, *, logits=1):
+        self.tensorrt, self.options = rtx, BuildOptions(**SIZES, dtype=dtype, attention="plugin", max_logits_per_slot=logits)
         with recording(rtx, model) as (checkpoint, self.arrays, messages):
             self.definitions = define_segments(checkpoint, self.options, rtx, messages)
             self.model, self.cache = checkpoint.config, self.definitions[0].cache
@@ -58,12 +58,12 @@ class Segments:
         known = self.values | {
             "input_ids": ids.astype(np.int32),
             "kvcache_start_index": np.array(start, np.int32),
-            "last_token_ids": np.array(last, np.int32)[:, None],
+            "last_token_ids": np.array(last, np.int32).reshape(slots, -1),
         }
         pairs = [DEFAULT_NAMES.combined_pair(layer) for layer in range(len(self.combined))]
         known |= {before: cache[:slots] for (before, _), cache in zip(pairs, self.combined, strict=True)}
         networks = iter(self.definitions)
-        for step in decoder_stages(self.model, self.cache, DEFAULT_NAMES):
+        for step in decoder_stages(self.model, self.cache, DEFAULT_NAMES, max_logits_per_slot=self.options.logits_per_slot):
             if isinstance(step, Segment):
                 feed = {spec.name: known[spec.name] for spec in step.tensors if spec.mode is TensorMode.INPUT}
                 known |= interpret(self.tensorrt, next(networks).network, self.arrays, feed)

@@ -171,6 +171,15 @@ CUresult cuMemsetD8Async(CUdeviceptr start, unsigned char value, size_t nbytes, 
     return standin::give(stream, [=] { std::memset(pointer(start), value, nbytes); });
 }
 
+// A device of 1 GiB, of which device memory takes what is allocated.
+CUresult cuMemGetInfo(size_t* free, size_t* total) {
+    LOG_CALL_IN_CONTEXT();
+    *total = size_t(1) << 30;
+    *free = *total;
+    for (const auto& [start, block] : blocks) *free -= block.on_device ? block.nbytes : 0;
+    return CUDA_SUCCESS;
+}
+
 // Every device pointer belongs to the one device; anything else is host memory.
 CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdeviceptr address) {
     const Block* block = block_around(address, 1);

@@ -16,6 +16,7 @@ from trt_kvcache.builder.network.step_lengths import step_lengths
 from trt_kvcache.builder.network.weights import Weights
 from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
+from trt_kvcache.engine.decoder_tensors import logits_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING, hidden_state_name
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
@@ -29,6 +30,7 @@ def add_decoder(
     max_sequence_length: int,
     attention: str = "native",
     min_batch_size: int = 1,
+    max_logits_per_slot: int = 1,
     names: TensorNames = DEFAULT_NAMES,
 ) -> tuple[AttentionLayerConfig, ...]:
     """Fill an empty network with a decoder.
@@ -47,6 +49,8 @@ def add_decoder(
         One of :data:`~trt_kvcache.engine.attention_variants.ATTENTION_VARIANTS`.
     min_batch_size : int
         Smallest batch of any optimisation profile.
+    max_logits_per_slot : int
+        Most new tokens per slot whose logits are an output: see :func:`~trt_kvcache.engine.decoder_tensors.decoder_tensors`.
     names : TensorNames
         Names of the inputs and outputs.
 
@@ -62,7 +66,7 @@ def add_decoder(
     """
     input_ids = graph.input(names.input_ids, "int32", (-1, -1))
     start_index = graph.input(names.kvcache_start_index, "int32", (-1,))
-    last_token_ids = graph.input(names.last_token_ids, "int32", (-1, 1))
+    last_token_ids = _last_token_ids(graph, model, names, max_logits_per_slot)
 
     context = DecoderContext(model=model, names=names, max_sequence_length=max_sequence_length)
     if attention == "plugin":
@@ -86,9 +90,24 @@ def add_decoder(
     x = head.embed(graph, table, input_ids)
     for config in configs:
         x = decoder_layer(graph, x, weights, context, config)
-    x = head.last_token(graph, x, last_token_ids)
-    graph.output(head.logits(graph, x, weights, model, table), names.logits)
+    _add_head(graph, x, last_token_ids, weights, model, table, names)
     return configs
+
+
+def _last_token_ids(graph: Graph, model: ModelConfig, names: TensorNames, max_logits_per_slot: int) -> Any:
+    """Add the input that says of which new tokens the logits are wanted."""
+    spec, _ = logits_tensors(model, names, max_logits_per_slot=max_logits_per_slot)
+    return graph.input(spec.name, spec.dtype, spec.shape)
+
+
+def _add_head(graph: Graph, x: Any, last_token_ids: Any, weights: Weights, model: ModelConfig, table: Any, names: TensorNames) -> None:
+    """Add the logits of one new token of each slot, or of as many as ``last_token_ids`` has."""
+    if last_token_ids.shape[1] == 1:
+        found = head.logits(graph, head.last_token(graph, x, last_token_ids), weights, model, table)
+    else:
+        chosen = head.chosen_tokens(graph, x, last_token_ids)
+        found = head.by_slot(graph, head.logits(graph, chosen, weights, model, table), last_token_ids, model)
+    graph.output(found, names.logits)
 
 
 def _plugin_layers(
@@ -109,6 +128,7 @@ def add_segments(
     create_network: Callable[[], Any],
     *,
     max_sequence_length: int,
+    max_logits_per_slot: int = 1,
     names: TensorNames = DEFAULT_NAMES,
 ) -> tuple[AttentionLayerConfig, ...]:
     """Fill one network after another with the segments of a decoder.
@@ -127,6 +147,8 @@ def add_segments(
         Returns the next, empty network.
     max_sequence_length : int
         Tokens that a slot can hold, S.
+    max_logits_per_slot : int
+        As for :func:`add_decoder`.
     names : TensorNames
         Names of the whole engine's inputs and outputs.
 
@@ -146,10 +168,10 @@ def add_segments(
     x = graph.input(hidden_state_name(0), graph.dtype, (-1, -1, model.hidden_size))
     for config in configs:
         x = decoder_layer(graph, x, weights, context, config)
-    x = head.last_token(graph, x, graph.input(names.last_token_ids, "int32", (-1, 1)))
+    last_token_ids = _last_token_ids(graph, model, names, max_logits_per_slot)
     tied = model.tie_word_embeddings
     table = graph.input(EMBEDDING, graph.dtype, (model.vocab_size, model.hidden_size)) if tied else None
-    graph.output(head.logits(graph, x, weights, model, table), names.logits)
+    _add_head(graph, x, last_token_ids, weights, model, table, names)
     return configs
 
 

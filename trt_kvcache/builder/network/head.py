@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.linear import matmul_transposed
 from trt_kvcache.builder.network.rms_norm import rms_norm
@@ -78,6 +80,60 @@ def last_token(graph: Graph, x: Any, last_token_ids: Any) -> Any:
     return graph.result(layer)
 
 
+def chosen_tokens(graph: Graph, x: Any, last_token_ids: Any) -> Any:
+    """Select several tokens of each slot, and put them into rows.
+
+    Parameters
+    ----------
+    graph : Graph
+        The network under construction.
+    x : ITensor [B, s, hidden]
+        The last hidden state of all new tokens.
+    last_token_ids : ITensor [B, m] int32
+        Indices among the ``s`` new tokens.
+
+    Returns
+    -------
+    ITensor [B * m, hidden]
+        The hidden states of the selected tokens, slot by slot, in the dtype of ``x``.
+
+    Notes
+    -----
+    ``INetworkDefinition.add_gather_v2`` with ``GatherMode.DEFAULT`` over the new tokens, each slot with indices of its own. The LM head
+    then multiplies one matrix of rows, as it does for one token per slot.
+    """
+    layer = graph.layer("chosen_tokens", "gather_v2", x, last_token_ids, graph.trt.GatherMode.DEFAULT)
+    layer.axis = 1
+    layer.num_elementwise_dims = 1  # the batch
+    return graph.shuffle("chosen_tokens/rows", graph.result(layer), reshape=(-1, x.shape[-1]))
+
+
+def by_slot(graph: Graph, rows: Any, last_token_ids: Any, model: ModelConfig) -> Any:
+    """Give the logits of selected tokens the shape of what selected them.
+
+    Parameters
+    ----------
+    graph : Graph
+        The network under construction.
+    rows : ITensor [B * m, vocab] float32
+        Logits, slot by slot.
+    last_token_ids : ITensor [B, m] int32
+        Only its shape is read.
+    model : ModelConfig
+        Configuration of the model.
+
+    Returns
+    -------
+    ITensor [B, m, vocab] float32
+        The same logits.
+    """
+    vocab = graph.constant("logits/vocab", np.array([model.vocab_size], np.int64))
+    shape = graph.op("logits/shape", "concatenation", [graph.op("logits/slots_and_tokens", "shape", last_token_ids), vocab])
+    layer = graph.layer("logits/by_slot", "shuffle", rows)
+    layer.set_input(1, shape)
+    return graph.result(layer)
+
+
 def logits(graph: Graph, x: Any, weights: Weights, model: ModelConfig, table: Any) -> Any:
     """Apply the final norm and the LM head.
 
@@ -86,7 +142,7 @@ def logits(graph: Graph, x: Any, weights: Weights, model: ModelConfig, table: An
     graph : Graph
         The network under construction.
     x : ITensor [B, hidden]
-        The last hidden state of one token per slot.
+        The last hidden state of one token per slot, or of each row of selected tokens.
     weights : Weights
         Weights of the model.
     model : ModelConfig
@@ -97,7 +153,7 @@ def logits(graph: Graph, x: Any, weights: Weights, model: ModelConfig, table: An
     Returns
     -------
     ITensor [B, vocab] float32
-        Logits of the token that follows in each slot. The head computes in the dtype of the model; its result is cast.
+        Logits of the token that follows each of them. The head computes in the dtype of the model; its result is cast.
     """
     normed = rms_norm(graph, x, weights, "model.norm", epsilon=model.rms_norm_eps)
     lm_head = table if model.tie_word_embeddings else graph.constant("lm_head.weight", weights("lm_head.weight"))

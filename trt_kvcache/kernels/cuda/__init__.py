@@ -5,13 +5,21 @@ once before capturing it.
 """
 
 from trt_kvcache.kernels.cuda.attention import attend
+from trt_kvcache.kernels.cuda.decoder_layer import add_rms_norm, silu_mul
 from trt_kvcache.kernels.cuda.embedding import embed
 from trt_kvcache.kernels.cuda.kv import compact_layers, copy_layer, instantiate_layers, save_layers
 from trt_kvcache.kernels.cuda.lengths import compact_lengths, increment_scalar, increment_tensor, store_values
+from trt_kvcache.kernels.cuda.sampling import choose_tokens, count_tokens, set_bias, set_row, token_logprobs
 from trt_kvcache.kernels.cuda.states import compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
 
 __all__ = [
+    "add_rms_norm",
     "attend",
+    "choose_tokens",
+    "count_tokens",
+    "set_bias",
+    "set_row",
+    "token_logprobs",
     "compact_layers",
     "compact_lengths",
     "compact_rows",
@@ -24,6 +32,7 @@ __all__ = [
     "instantiate_rows",
     "save_layers",
     "save_rows",
+    "silu_mul",
     "store_values",
     "zero_rows",
 ]

@@ -1,14 +1,13 @@
-"""``BoundTensors``: the addresses and shapes that are bound in one profile of the reference engine, with the checks that TensorRT makes."""
+"""``BoundTensors``: the addresses and shapes that are bound in one profile of an engine, with the checks that TensorRT makes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy.typing as npt
 
 from trt_kvcache.engine.bindable import check_bindable
+from trt_kvcache.engine.decoder_tensors import step_shape
+from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, EngineError
-from trt_kvcache.memory.host_memory import HostMemory
+from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -22,13 +21,16 @@ class BoundTensors:
         Inputs and outputs of the engine by name.
     profile : EngineProfile
         Range of the input shapes.
-    memory : HostMemory
+    names : TensorNames
+        Names of the engine's inputs and outputs.
+    memory : Memory
         Memory that bound tensors must be in.
     """
 
-    def __init__(self, tensors: Mapping[str, TensorSpec], profile: EngineProfile, memory: HostMemory) -> None:
+    def __init__(self, tensors: Mapping[str, TensorSpec], profile: EngineProfile, names: TensorNames, memory: Memory) -> None:
         self._tensors = tensors
         self._profile = profile
+        self._names = names
         self._memory = memory
         self._bound: dict[str, DeviceTensor] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
@@ -44,9 +46,10 @@ class BoundTensors:
         if spec.mode is not TensorMode.INPUT:
             raise BindingError(f"`{name}`: expected an input, got an output; its shape follows from the inputs.")
         given = tuple(int(size) for size in shape)
-        profile = self._profile
-        limits = iter(((profile.min_batch, profile.max_batch), (profile.min_width, profile.max_width)))
-        allowed = [next(limits) if size < 0 else (size, size) for size in spec.shape]
+        profile, names = self._profile, self._names
+        lowest = step_shape(spec, names, batch=profile.min_batch, width=profile.min_width, logits=1)
+        highest = step_shape(spec, names, batch=profile.max_batch, width=profile.max_width, logits=profile.max_logits)
+        allowed = list(zip(lowest, highest, strict=True))
         if len(given) != len(allowed) or any(not low <= size <= high for size, (low, high) in zip(given, allowed, strict=False)):
             ranges = ", ".join(f"{low}" if low == high else f"{low}..{high}" for low, high in allowed)
             raise BindingError(f"`{name}`: expected a shape within [{ranges}] (profile {profile.name!r}), got {list(given)}.")
@@ -63,18 +66,6 @@ class BoundTensors:
         if name not in self._shapes:
             raise EngineError(f"`{name}`: no shape was set for profile {self._profile.name!r}. Call set_input_shape first.")
         return self._shapes[name]
-
-    def array(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """Return the memory bound to ``name`` as an array of ``shape`` over the same bytes.
-
-        Raises
-        ------
-        EngineError
-            As for :meth:`tensor`.
-        ClosedError
-            The owner of the memory is closed.
-        """
-        return self._memory.array(self.tensor(name, shape))
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> DeviceTensor:
         """Return the memory bound to ``name`` as a tensor of ``shape`` over the same bytes.

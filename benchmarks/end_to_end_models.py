@@ -1,0 +1,140 @@
+"""Models of real shapes with random weights on a device, as transformers and this package run them; both have the same tensors."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+import torch
+from random_model import QWEN2_0_5B
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from trt_kvcache import InferenceSession, KVCacheManager, Tokenizer
+from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.engine.decoder_tensors import cache_config
+from trt_kvcache.torch_engine import TorchEngine
+
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 8192 + 1024,  # room for tokens after 8192
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+QWEN3_4B = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "hidden_size": 2560,
+    "intermediate_size": 9728,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+
+MODELS = {"Llama-3-8B": LLAMA_3_8B, "Qwen2-0.5B": QWEN2_0_5B, "Qwen3-4B": QWEN3_4B}
+
+#: What the models become where only the script is tried.
+_TINY = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16}
+#: What they become where tokens are compared: small, and of a head dim that the attention kernels know.
+_SMALL = {
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "head_dim": 64,
+}
+
+#: Standard deviation of logits: top-p then keeps some tokens, and the most likely one is seldom near the next. A small model whose head is
+#: its embedding repeats one token, unless the embedding is small beside what the layers add to it.
+_LOGITS_DEVIATION, _SMALL_TIED_LOGITS_DEVIATION = 4.0, 1.0
+
+
+def tiny(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a model of the same family that any machine runs in a moment."""
+    return {**config, **_TINY, "num_key_value_heads": 2}
+
+
+def small(config: dict[str, Any], dtype: str) -> dict[str, Any]:
+    """Return a model of the same family whose tokens are compared."""
+    return {**config, **_SMALL, "num_key_value_heads": 2, "torch_dtype": dtype}
+
+
+class RandomModel:
+    """A model of transformers, and sessions of this package over the same weights.
+
+    ``config`` is a ``config.json``. Matrices are normal with a standard deviation that keeps activations of order 1, norms are near 1.
+    """
+
+    def __init__(self, config: dict[str, Any], device: str, folder: Path, *, seed: int = 0) -> None:
+        self.config = ModelConfig.from_dict(config)
+        self.device = device
+        self.tokenizer = _tokenizer(self.config.vocab_size, folder)
+        fields = {name: value for name, value in config.items() if name not in ("model_type", "torch_dtype")}
+        fields |= {"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+        peer = AutoConfig.for_model(config["model_type"], **fields)
+        with torch.device(device):
+            self.peer = AutoModelForCausalLM.from_config(peer, dtype=getattr(torch, self.config.dtype)).eval()
+        self._fill(seed)
+
+    @torch.no_grad()
+    def _fill(self, seed: int) -> None:
+        random = torch.Generator(self.device).manual_seed(seed)
+        is_small_and_tied = self.config.tie_word_embeddings and self.config.hidden_size <= _SMALL["hidden_size"]
+        logits_deviation = _SMALL_TIED_LOGITS_DEVIATION if is_small_and_tied else _LOGITS_DEVIATION
+        for name, weight in self.peer.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.normal_(1.0, 0.02, generator=random)
+            elif name.endswith("bias"):
+                weight.normal_(0.0, 0.02, generator=random)
+            elif "embed_tokens" in name or "lm_head" in name:
+                weight.normal_(0.0, logits_deviation / math.sqrt(self.config.hidden_size), generator=random)
+            else:
+                weight.normal_(0.0, 1.0 / math.sqrt(weight.shape[1]), generator=random)
+
+    def session(self, memory: Any, *, slots: int, length: int, width: int) -> InferenceSession:
+        """Return a session on the torch engine, with the tokenizer. No weight is read from a file."""
+        tensors = self.peer.state_dict()
+        kv = cache_config(self.config, max_batch_size=slots, max_sequence_length=length, dtype=self.config.dtype)
+        engine = TorchEngine(self.config, lambda name: tensors[name].detach(), kv=kv, max_prefill_length=width, memory=memory)
+        try:
+            cache = KVCacheManager(kv, memory=memory)
+        except BaseException:
+            engine.close()
+            raise
+        return InferenceSession(engine, cache, tokenizer=self.tokenizer)
+
+    def prompts(self, count: int, length: int, *, seed: int) -> list[list[int]]:
+        """Return random token ids."""
+        random = torch.Generator().manual_seed(seed)
+        return torch.randint(self.config.vocab_size, (count, length), generator=random).tolist()
+
+
+def _tokenizer(vocab_size: int, folder: Path) -> Tokenizer:
+    """Return a byte-level tokenizer of so many tokens: all bytes, then words of them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = [*alphabet, *(f"Ġword{index}" for index in range(vocab_size - len(alphabet)))]
+    made = tokenizers.Tokenizer(models.BPE({word: index for index, word in enumerate(words)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    folder.mkdir(parents=True, exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps({}), encoding="utf-8")
+    return Tokenizer.open(folder)

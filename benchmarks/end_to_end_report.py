@@ -1,0 +1,106 @@
+"""What ``end_to_end.py`` measured, as the block of README.md and its picture: made by ``tables.py`` from the file of results."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "docs" / "images"))
+
+from draw import BLUE, GREEN, GREY, SOFT, Picture  # noqa: E402
+
+SIDES = {
+    "ours": ("trt_kvcache", GREEN),
+    "compiled": ("transformers, static cache + torch.compile", BLUE),
+    "eager": ("transformers, eager", GREY),
+}
+IMAGE = "docs/images/end_to_end.svg"
+
+#: Tokens past in README; all of them are in benchmarks/README.md.
+_SHOWN_PAST = 1024
+
+Shape = tuple[str, int, int]
+
+
+def shapes(content: dict[str, Any]) -> dict[Shape, dict[str, dict[str, Any]]]:
+    """Return what was measured, by shape and side. Shapes without ours are left out."""
+    found: dict[Shape, dict[str, dict[str, Any]]] = {}
+    for cell in content["cells"].values():
+        if cell["ok"]:
+            found.setdefault((cell["model"], cell["batch"], cell["past"]), {})[cell["side"]] = cell
+    return {shape: sides for shape, sides in sorted(found.items()) if "ours" in sides}
+
+
+def rows(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield the rows of the table of all results: what, measured, limit."""
+    limits = content["limits"]
+    compared = content["compared"].values()
+    ties = sum(len(one["ties"]) for one in compared if one["ok"])
+    equal = f"{sum(one['tokens'] for one in compared) - ties}, and {ties} at ties of floats" if all(one["ok"] for one in compared) else "no"
+    yield "whole models: greedy tokens equal to those of transformers", equal, ""
+    for (model, batch, past), sides in shapes(content).items():
+        ours, is_8b = sides["ours"], model == "Llama-3-8B"
+        at = f"{model}, batch {batch}, {past} past"
+        yield f"{at}: time per token", f"{ours['step_ms']['median']:.2f} ms", ""
+        share = f"at least {limits['of_limit_8b_batch_1']:.2f}" if is_8b and batch == 1 else ""
+        yield f"{at}: share of the limit", f"{ours['of_limit']:.2f}", share
+        between = f"{limits['between_engine_us_05b']:g} us" if model == "Qwen2-0.5B" else ""
+        yield f"{at}: time of a step outside the engine", f"{ours['between_engine_us']:.0f} us", between
+        for side in ("compiled", "eager"):
+            if side in sides:
+                least = limits["compiled_over_ours_8b"].get(str(batch)) if side == "compiled" and is_8b and past == _SHOWN_PAST else None
+                ratio = f"{sides[side]['step_ms']['median'] / ours['step_ms']['median']:.2f}"
+                yield f"{at}: time of {SIDES[side][0]} over ours", ratio, "" if least is None else f"at least {least:g}"
+
+
+def readme_block(content: dict[str, Any]) -> str:
+    """Return the block of README.md."""
+    device = content["device"]
+    lines = [
+        f"![Milliseconds per token of whole models on an {device}, beside the time that reading weights, K and V takes]({IMAGE})",
+        "",
+        f"Milliseconds per token (all slots get one), {_SHOWN_PAST} tokens past, bfloat16, random weights, {device}:",
+        '`InferenceSession.generate` with `engine="torch"`, top-p sampling, text and a stop text, beside `generate` of transformers',
+        "with sampling and text. The limit is the time that reading weights, K and V takes at the speed of a copy.",
+        "",
+        "| model | batch | limit | trt_kvcache | static + compile | eager |",
+        "|---|---|---|---|---|---|",
+    ]
+    for (model, batch, past), sides in shapes(content).items():
+        if past == _SHOWN_PAST:
+            times = [f"{sides[side]['step_ms']['median']:.2f}" if side in sides else "" for side in SIDES]
+            lines.append(f"| {model} | {batch} | {sides['ours']['limit_ms']:.2f} | {' | '.join(times)} |")
+    return "\n".join(lines)
+
+
+def picture(content: dict[str, Any]) -> str:
+    """Return the SVG: for each model and batch a bar for each side, and a line where the limit is."""
+    shown = [(model, batch, sides) for (model, batch, past), sides in shapes(content).items() if past == _SHOWN_PAST]
+    longest = max(side["step_ms"]["median"] for _, _, sides in shown for side in sides.values())
+    left, width, bar, gap = 160, 560, 16, 14
+    height = 70 + sum(len(sides) * bar + gap for _, _, sides in shown)
+    drawn = Picture(800, height, f"Milliseconds per token, {_SHOWN_PAST} tokens past, on an {content['device']}")
+    x = 20
+    for name, fill in SIDES.values():
+        drawn.box(x, 14, 14, 14, fill, rounded=3)
+        drawn.text(x + 20, 26, name, size=12, color=SOFT)
+        x += 40 + 7 * len(name)
+    drawn.text(20, 48, f"milliseconds per token, {_SHOWN_PAST} tokens past; red: the limit of the memory", size=12, color=SOFT)
+    y = 62
+    for model, batch, sides in shown:
+        drawn.text(left - 10, y + 12, f"{model}, batch {batch}", size=12, anchor="end")
+        top = y
+        for name, (_, fill) in SIDES.items():
+            if name in sides:
+                time = sides[name]["step_ms"]["median"]
+                long = max(1, round(width * time / longest))
+                drawn.box(left, y, long, bar - 2, fill, rounded=2)
+                drawn.text(left + long + 6, y + 11, f"{time:.2f}", size=11, color=SOFT)
+                y += bar
+        limit = left + round(width * sides["ours"]["limit_ms"] / longest)
+        drawn.box(limit, top - 2, 1, y - top + 2, "#b91c1c", rounded=0)
+        y += gap
+    return drawn.svg()

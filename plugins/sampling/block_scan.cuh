@@ -1,0 +1,46 @@
+// Sums, prefix sums and maxima over the threads of a block.
+#pragma once
+
+constexpr int kRowThreads = 512;
+constexpr int kWarpsOfBlock = kRowThreads / 32;
+
+using Number = unsigned long long;
+
+__device__ __forceinline__ Number warp_prefix_sum(Number value) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+        const Number below = __shfl_up_sync(~0u, value, distance);
+        if (lane >= distance) value += below;
+    }
+    return value;
+}
+
+struct PrefixSum {
+    Number before, total;  // of the threads before this one, and of all
+};
+
+// `scratch`: shared memory for kWarpsOfBlock numbers. For all threads of the block.
+__device__ __forceinline__ PrefixSum block_prefix_sum(Number value, Number* scratch) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Number up_to = warp_prefix_sum(value);
+    __syncthreads();
+    if (lane == 31) scratch[warp] = up_to;
+    __syncthreads();
+    const Number of_warps = warp_prefix_sum(lane < kWarpsOfBlock ? scratch[lane] : 0);
+    const Number before_warp = __shfl_sync(~0u, of_warps, warp ? warp - 1 : 0);
+    return {(warp ? before_warp : 0) + up_to - value, __shfl_sync(~0u, of_warps, 31)};
+}
+
+__device__ __forceinline__ Number block_max(Number value, Number* scratch) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) value = max(value, __shfl_xor_sync(~0u, value, distance));
+    __syncthreads();
+    if (lane == 0) scratch[warp] = value;
+    __syncthreads();
+    value = lane < kWarpsOfBlock ? scratch[lane] : 0;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) value = max(value, __shfl_xor_sync(~0u, value, distance));
+    return value;
+}

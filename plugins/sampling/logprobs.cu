@@ -1,0 +1,91 @@
+// Log-probabilities of chosen tokens, and the most likely tokens with theirs. Launched by trt_kvcache/kernels/cuda/sampling.py.
+// Grid: x the blocks of a row, y the rows. The last block of a row to come merges what all of them found.
+
+#include "attention/math.cuh"
+#include "sampling/block_scan.cuh"
+#include "sampling/row_barrier.cuh"
+#include "sampling/rows.cuh"
+#include "sampling/weights.cuh"
+#include "shared_memory.cuh"
+
+constexpr float kLog2E = 1.44269504f;
+// Sums of probabilities are integers, so they do not depend on their order.
+constexpr float kOne = 0x1p40f;
+
+// What a block found, followed by its most likely tokens as ranked().
+struct ChunkSum {
+    float largest;
+    unsigned unused;
+    Number sum;  // of exp(logit - largest), times kOne
+};
+
+// Of `count` ranked tokens the largest that is below `limit`; 0 if there is none. For all threads of the block.
+template <class RankedAt>
+__device__ __forceinline__ Number next_ranked(int begin, int end, Number limit, Number* scratch, RankedAt ranked_at) {
+    Number best = 0;
+    for (int i = begin + threadIdx.x; i < end; i += kRowThreads) {
+        const Number value = ranked_at(i);
+        if (value < limit) best = max(best, value);
+    }
+    return block_max(best, scratch);
+}
+
+__device__ __forceinline__ float exp_approx(float x) { return exp2_approx(x * kLog2E); }
+
+// out [rows, 1 + 2 * top], 32 bits each: the log-probability of the token, then `top` ids (-1: none), then theirs. Rows that did not ask
+// for it keep theirs. workspace [rows, 1 + blocks * (2 + top)], 64 bits each: the first is 0 between two launches.
+extern "C" __global__ void __launch_bounds__(kRowThreads)
+    token_logprobs(const float* all_logits, long long row_stride, long long vocab, const RowParams* params, const RowResult* results, unsigned* out,
+                   long long num_top, Number* workspace) {
+    SHARED_ARRAY(Number, scratch, kWarpsOfBlock);
+    SHARED_ARRAY(unsigned, arrived, 1);
+    const long long row = blockIdx.y;
+    if ((params[row].flags & (kActive | kLogprobs)) != (kActive | kLogprobs) || results[row].error) return;
+    const float* const logits = all_logits + row * row_stride;
+    const int blocks = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x), top = static_cast<int>(num_top), of_block = 2 + top;
+    const int size = (static_cast<int>(vocab) + blocks - 1) / blocks;
+    const int begin = min(static_cast<int>(vocab), rank * size), end = min(static_cast<int>(vocab), begin + size);
+    Number *const mine = workspace + row * (1 + blocks * of_block), *const found = mine + 1 + rank * of_block;
+
+    Number limit = ~0ull;
+    float largest = 0;
+    for (int i = 0; i < max(top, 1); i++) {
+        limit = next_ranked(begin, end, limit, scratch, [&](int token) { return ranked(logits[token], token); });
+        if (i == 0) largest = logit_of_ranked(limit);
+        if (threadIdx.x == 0 && i < top) found[2 + i] = limit;
+    }
+    Number sum = 0;
+    if (is_finite(largest)) {
+        for (int token = begin + threadIdx.x; token < end; token += kRowThreads) {
+            sum += static_cast<Number>(__fmul_rn(exp_approx(logits[token] - largest), kOne));
+        }
+    }
+    sum = block_prefix_sum(sum, scratch).total;
+    if (threadIdx.x == 0) {
+        *reinterpret_cast<ChunkSum*>(found) = {largest, 0, sum};
+        arrived[0] = add_acq_rel(reinterpret_cast<unsigned*>(mine), 1);
+    }
+    __syncthreads();
+    if (static_cast<int>(arrived[0]) != blocks - 1) return;
+
+    if (threadIdx.x == 0) *reinterpret_cast<unsigned*>(mine) = 0;
+    const auto sum_of = [&](int block) { return *reinterpret_cast<const ChunkSum*>(mine + 1 + block * of_block); };
+    float highest = sum_of(0).largest;
+    for (int block = 1; block < blocks; block++) highest = max(highest, sum_of(block).largest);
+    double total = 0;
+    for (int block = 0; block < blocks; block++) {
+        const ChunkSum one = sum_of(block);
+        if (one.sum) total += static_cast<double>(one.sum) * exp_approx(one.largest - highest);
+    }
+    const double logarithm = highest + log(total / kOne);
+    unsigned* const of_row = out + row * (1 + 2 * top);
+    if (threadIdx.x == 0) of_row[0] = __float_as_uint(static_cast<float>(logits[results[row].token] - logarithm));
+    limit = ~0ull;
+    for (int i = 0; i < top; i++) {
+        limit = next_ranked(0, blocks * top, limit, scratch, [&](int at) { return mine[1 + at / top * of_block + 2 + at % top]; });
+        if (threadIdx.x == 0) {
+            of_row[1 + i] = limit ? static_cast<unsigned>(token_of_ranked(limit)) : ~0u;
+            of_row[1 + top + i] = __float_as_uint(limit ? static_cast<float>(logit_of_ranked(limit) - logarithm) : 0);
+        }
+    }
+}

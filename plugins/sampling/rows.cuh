@@ -1,0 +1,39 @@
+// What the kernels are told about a row, and what they say. trt_kvcache/kernels/sampling_rows.py has the same fields.
+#pragma once
+
+constexpr long long kActive = 1, kGreedy = 2, kPenalised = 4, kBiased = 8, kLogprobs = 16;
+
+struct RowParams {
+    long long flags;
+    unsigned long long seed, counter;  // the counter is advanced by each token
+    long long top_k;                   // 0: all
+    unsigned long long top_p;          // times 2^53, rounded up; 0: all
+    unsigned long long min_weight;     // tokens of a smaller weight are dropped
+    float scale;                       // 2^16 * log2(e) / temperature
+    float repetition, frequency, presence;
+};
+
+constexpr int kNoError = 0, kBadLogits = 1, kNothingLeft = 2;
+
+struct RowResult {
+    int token, error;  // the token is -1 with an error
+    int place;         // with an error: of the largest logit
+    float logit;       // with an error: the largest logit
+};
+
+// How often a token was generated; the highest bit: it is in the prompt.
+constexpr unsigned kInPrompt = 0x80000000u;
+
+// The logit after bias and penalties: the operations of LogitsEdits.
+__device__ __forceinline__ float edited_logit(float logit, const RowParams& row, float bias, unsigned uses) {
+    if (row.flags & kBiased) logit = __fadd_rn(logit, bias);
+    if (row.flags & kPenalised && uses) {
+        if (row.repetition != 1.0f) logit = logit < 0 ? __fmul_rn(logit, row.repetition) : __fdiv_rn(logit, row.repetition);
+        const unsigned count = uses & ~kInPrompt;
+        if (count) {
+            if (row.frequency != 0.0f) logit = __fsub_rn(logit, __fmul_rn(row.frequency, static_cast<float>(count)));
+            if (row.presence != 0.0f) logit = __fsub_rn(logit, row.presence);
+        }
+    }
+    return logit;
+}

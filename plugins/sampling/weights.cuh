@@ -1,0 +1,48 @@
+// The weights of tokens, as integers: the same on the device and in NumPy (trt_kvcache/generation/token_weights.py says what they are).
+// Sums of integers do not depend on their order. All float operations are single ones, rounded to nearest: never an fma.
+#pragma once
+
+// A class is the distance of a logit to the largest one, in powers of 2 after the temperature, rounded to a multiple of 2^-16.
+constexpr int kFractionBits = 16;
+// The weight of the largest logit is 2^33; from here on a weight is 0.
+constexpr int kWeightBits = 33;
+constexpr unsigned kClasses = (kWeightBits + 1) << kFractionBits;
+
+using Weight = unsigned long long;
+
+// scale: 2^16 * log2(e) / temperature.
+__device__ __forceinline__ unsigned class_of(float largest, float logit, float scale) {
+    const float distance = __fmul_rn(__fsub_rn(largest, logit), scale);
+    return distance < static_cast<float>(kClasses) ? static_cast<unsigned>(__float2int_rn(distance)) : kClasses;
+}
+
+// 2^(33 - class / 2^16), rounded down. It falls with the class: the polynomial does for all 2^16 fractions.
+__device__ __forceinline__ Weight weight_of(unsigned token_class) {
+    const float fraction = static_cast<float>(token_class & ((1u << kFractionBits) - 1));
+    float power = -0x1.ef66d0p-91f;
+    power = __fadd_rn(__fmul_rn(power, fraction), 0x1.2da7d4p-71f);
+    power = __fadd_rn(__fmul_rn(power, fraction), -0x1.c4fef8p-53f);
+    power = __fadd_rn(__fmul_rn(power, fraction), 0x1.ebe392p-35f);
+    power = __fadd_rn(__fmul_rn(power, fraction), -0x1.62e3bcp-17f);
+    power = __fadd_rn(__fmul_rn(power, fraction), 1.0f);
+    const Weight scaled = static_cast<Weight>(static_cast<unsigned>(__fmul_rn(power, 0x1p24f))) << (kWeightBits - 24);
+    return token_class < kClasses ? scaled >> (token_class >> kFractionBits) : 0;
+}
+
+// The order of logits, as unsigned numbers: NaN is the largest, -0 and 0 are equal.
+__device__ __forceinline__ unsigned order_of(float logit) {
+    if (logit != logit) return ~0u;
+    const unsigned bits = __float_as_uint(__fadd_rn(logit, 0.0f));
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+__device__ __forceinline__ float logit_of(unsigned order) {
+    return __uint_as_float(order & 0x80000000u ? order & 0x7FFFFFFFu : ~order);
+}
+__device__ __forceinline__ bool is_finite(float logit) { return (__float_as_uint(logit) & 0x7F800000u) != 0x7F800000u; }
+
+// A token with its logit, as one number: the largest logit has the largest, of equal logits the lowest id. Never 0.
+__device__ __forceinline__ unsigned long long ranked(float logit, int token) {
+    return static_cast<unsigned long long>(order_of(logit)) << 32 | (~0u - static_cast<unsigned>(token));
+}
+__device__ __forceinline__ int token_of_ranked(unsigned long long ranked) { return static_cast<int>(~0u - static_cast<unsigned>(ranked)); }
+__device__ __forceinline__ float logit_of_ranked(unsigned long long ranked) { return logit_of(static_cast<unsigned>(ranked >> 32)); }

@@ -1,0 +1,86 @@
+"""What a measurement was made on: device, driver, versions, engine, cache."""
+
+import importlib.metadata
+import platform
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from trt_kvcache._version import __version__
+from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.cuda_driver import check
+from trt_kvcache.session.session import InferenceSession
+
+_PACKAGES = ("numpy", "ml_dtypes", "tensorrt", "tensorrt-rtx", "cuda-core", "cuda-bindings", "torch")
+
+
+def describe_environment(session: InferenceSession) -> dict[str, Any]:
+    """Describe what a session runs on.
+
+    Parameters
+    ----------
+    session : InferenceSession
+        An open one.
+
+    Returns
+    -------
+    dict
+        In the types of JSON: ``date``, ``engine``, ``device``, ``device_name``, ``driver`` and ``cuda_driver`` (null on the host),
+        ``cache`` (slots, length, dtype, layout, bytes), ``versions``, ``platform``.
+    """
+    memory, kv = session.cache.memory, session.cache.kv_config
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "engine": type(session.engine).__name__,
+        "device": memory.device,
+        **(_host() if memory.is_host else _gpu(memory)),
+        "cache": {
+            "max_batch_size": kv.max_batch_size,
+            "max_sequence_length": kv.max_sequence_length,
+            "dtype": kv.dtype,
+            "layout": kv.layout.value,
+            "nbytes": session.cache.nbytes,
+        },
+        "versions": {"trt_kvcache": __version__, "python": platform.python_version(), **_versions()},
+        "platform": platform.platform(terse=True),
+    }
+
+
+def _host() -> dict[str, Any]:
+    return {"device_name": _processor_name(), "driver": None, "cuda_driver": None}
+
+
+def _gpu(memory: Memory) -> dict[str, Any]:
+    from cuda.bindings import driver
+    from cuda.core import Device
+
+    cuda = check(driver.cuDriverGetVersion())
+    index = memory.dlpack_device[1]
+    return {"device_name": Device(index).name, "driver": _kernel_driver(), "cuda_driver": f"{cuda // 1000}.{cuda % 1000 // 10}"}
+
+
+def _kernel_driver() -> str | None:
+    """Return the release of the NVIDIA driver, such as 580.65; None where the kernel module does not name it, as on a Jetson or Windows."""
+    try:
+        return Path("/sys/module/nvidia/version").read_text(encoding="ascii").strip()
+    except OSError:
+        return None
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found

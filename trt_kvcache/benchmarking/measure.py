@@ -1,0 +1,205 @@
+"""``measure``: run cases on a session and time them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+import numpy as np
+
+from trt_kvcache._util.checks import int_in_range
+from trt_kvcache.benchmarking.cases import BenchmarkCase, check_cases
+from trt_kvcache.benchmarking.memory_use import MemoryUse, memory_use
+from trt_kvcache.benchmarking.spread import MeanDeviation, Percentiles
+from trt_kvcache.cache.estimate import estimate_memory
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.generation.sampling import SamplingParams
+from trt_kvcache.session.session import InferenceSession
+
+#: Called with a case, the runs of it that are done, and how many there are, warm-up included.
+OnRun = Callable[[BenchmarkCase, int, int], object]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchmarkRow:
+    """What was measured of a case. Times are in seconds, on the host's clock.
+
+    Parameters
+    ----------
+    case : BenchmarkCase
+        What was run.
+    runs, warmup : int
+        How often it was timed, and run before that without being timed.
+    tokens_per_second : MeanDeviation
+        Over all slots. Prompt alone: prompt tokens over the time to the first token. Decode steps alone: their tokens over the time from
+        the first token to the last one. Both: prompt and generated tokens over the time to the last token.
+    time_to_first_token : MeanDeviation
+        From the call until every slot has its first token: its logits, and the choice of the token, are included.
+    inter_token_latency : Percentiles or None
+        Time from a token of all slots to the next one, over all steps of all runs. None without decode steps.
+    generation_seconds : float or None
+        Time of all decode steps of a run, the mean over the runs. None without decode steps.
+    kv_bytes_per_token : int
+        K and V of one token over all layers.
+    memory : MemoryUse or None
+        After the last run.
+    """
+
+    case: BenchmarkCase
+    runs: int
+    warmup: int
+    tokens_per_second: MeanDeviation
+    time_to_first_token: MeanDeviation
+    inter_token_latency: Percentiles | None
+    generation_seconds: float | None
+    kv_bytes_per_token: int
+    memory: MemoryUse | None
+
+
+def measure(
+    session: InferenceSession,
+    cases: Sequence[BenchmarkCase],
+    *,
+    runs: int = 5,
+    warmup: int = 1,
+    seed: int = 0,
+    params: SamplingParams | None = None,
+    on_run: OnRun = lambda case, done, total: None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Iterator[BenchmarkRow]:
+    """Run cases on a session, one after another.
+
+    Parameters
+    ----------
+    session : InferenceSession
+        Its sequences are replaced.
+    cases : sequence of BenchmarkCase
+        In the order in which they are run. What slots hold before a case is kept for the next one of equal batch and depth.
+    runs, warmup : int
+        How often each case is timed, and run before that.
+    seed : int
+        Of the prompts, which are random token ids, new ones in each run.
+    params : SamplingParams, optional
+        How tokens are chosen; greedy if left out. Nothing ends a request early: end tokens and stop texts are left out.
+    on_run : callable
+        Called before the first run of a case and after each.
+    clock : callable
+        Returns seconds.
+
+    Returns
+    -------
+    iterator of BenchmarkRow
+        One for each case, as soon as it was measured. The arguments are checked at once.
+
+    Raises
+    ------
+    CapacityError, ConfigError
+        A case does not fit into the cache, or a number is out of range. Nothing was run.
+
+    Notes
+    -----
+    Everything is run by ``session.generate``, so that times include what a user of it pays: uploads, the choice of tokens, and turning them
+    into text if the session has a tokenizer.
+
+    Examples
+    --------
+    >>> from trt_kvcache import InferenceSession
+    >>> from trt_kvcache.benchmarking import BenchmarkCase, measure
+    >>> cases = [BenchmarkCase(prompt_tokens=16), BenchmarkCase(generate_tokens=4, depth=16)]
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference") as session:
+    ...     for row in measure(session, cases, runs=2):
+    ...         print(row.case.name, row.tokens_per_second.mean > 0, row.inter_token_latency is None)
+    pp16 True True
+    tg4 @ d16 True False
+    """
+    int_in_range("runs", runs, 1, error=ConfigError)
+    int_in_range("warmup", warmup, 0, error=ConfigError)
+    int_in_range("seed", seed, 0, error=ConfigError)
+    check_cases(cases, max_batch_size=session.cache.kv_config.max_batch_size, max_sequence_length=session.max_sequence_length)
+    prompts = _RandomPrompts(session.vocab_size, seed)
+    chosen = replace(params or SamplingParams(), ignore_eos=True, stop=(), stop_token_ids=())
+    return _rows(_Runner(session, prompts, chosen, clock), cases, runs, warmup, on_run)
+
+
+def _rows(runner: _Runner, cases: Sequence[BenchmarkCase], runs: int, warmup: int, on_run: OnRun) -> Iterator[BenchmarkRow]:
+    total = warmup + runs
+    cache = runner.session.cache
+    bytes_per_token = estimate_memory(cache.kv_config).bytes_per_token
+    for case in cases:
+        on_run(case, 0, total)
+        runner.fill(case)
+        timed = []
+        for done in range(1, total + 1):
+            times = runner.run(case)
+            if done > warmup:
+                timed.append(times)
+            on_run(case, done, total)
+        yield _row(case, timed, warmup, bytes_per_token, memory_use(cache.memory))
+
+
+def _row(
+    case: BenchmarkCase, timed: Sequence[Sequence[float]], warmup: int, kv_bytes_per_token: int, memory: MemoryUse | None
+) -> BenchmarkRow:
+    """Return the row of a case from the times of its runs: of each run when it began, and when each token was there."""
+    tokens = case.batch_size * (case.prompt_tokens + case.generate_tokens)
+    counted = [times[-1] - times[0 if case.prompt_tokens else 1] for times in timed]
+    latencies = [after - before for times in timed for before, after in pairwise(times[1:])]
+    return BenchmarkRow(
+        case=case,
+        runs=len(timed),
+        warmup=warmup,
+        tokens_per_second=MeanDeviation.of([tokens / seconds for seconds in counted]),
+        time_to_first_token=MeanDeviation.of([times[1] - times[0] for times in timed]),
+        inter_token_latency=Percentiles.of(latencies) if latencies else None,
+        generation_seconds=sum(latencies) / len(timed) if latencies else None,
+        kv_bytes_per_token=kv_bytes_per_token,
+        memory=memory,
+    )
+
+
+class _RandomPrompts:
+    """Random token ids, never the same prompt twice, so that a prompt cache finds nothing."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        self._vocab_size = vocab_size
+        self._random = np.random.default_rng(seed)
+
+    def draw(self, count: int, length: int) -> list[list[int]]:
+        rows: list[list[int]] = self._random.integers(self._vocab_size, size=(count, length)).tolist()
+        return rows
+
+
+class _Runner:
+    """Runs cases on a session, and says when tokens came."""
+
+    def __init__(self, session: InferenceSession, prompts: _RandomPrompts, params: SamplingParams, clock: Callable[[], float]) -> None:
+        self.session = session
+        self._prompts = prompts
+        self._params = params
+        self._clock = clock
+        self._filled: tuple[int, int] | None = None
+
+    def fill(self, case: BenchmarkCase) -> None:
+        """Have the slots hold as many tokens as the case says, and keep them if they do."""
+        if case.depth and self._filled != (case.batch_size, case.depth):
+            self._filled = None
+            self.session.prefill(self._prompts.draw(case.batch_size, case.depth))
+            self._filled = case.batch_size, case.depth
+
+    def run(self, case: BenchmarkCase) -> list[float]:
+        """Run a case once. Return when it began, and when all slots had their first token, their second one, and so on."""
+        params = replace(self._params, max_new_tokens=case.generate_tokens + 1)
+        prompts = self._prompts.draw(case.batch_size, case.prompt_length)
+        if case.depth:
+            for slot in range(case.batch_size):
+                self.session.rewind(slot, case.depth)
+        else:
+            self._filled = None
+        times = [self._clock()]
+        last = case.batch_size - 1
+        for token in self.session.generate(prompts, params, append=case.depth > 0):
+            if token.index == last:
+                times.append(self._clock())
+        return times

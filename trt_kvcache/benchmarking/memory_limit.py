@@ -1,0 +1,104 @@
+"""``MemoryLimit``: how fast decode steps could be if they only read weights, K and V."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from trt_kvcache.benchmarking.cases import BenchmarkCase
+from trt_kvcache.benchmarking.copy_speed import copy_bytes_per_second
+from trt_kvcache.benchmarking.measure import BenchmarkRow
+from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.checkpoint.tensor_shapes import EMBEDDING, tensor_shapes
+from trt_kvcache.dtypes import itemsize
+from trt_kvcache.memory.base import Memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryLimit:
+    """What a decode step has to read, and how fast the memory is.
+
+    Parameters
+    ----------
+    weights_nbytes : int
+        Bytes of all weights.
+    step_weights_nbytes : int
+        Bytes of the weights that a decode step reads: without the embedding, of which it reads a few rows, unless the head is the same
+        tensor.
+    copy_bytes_per_second : float
+        Speed of a plain copy in the memory where the model runs, bytes read plus bytes written.
+
+    Examples
+    --------
+    >>> from trt_kvcache.benchmarking import BenchmarkCase, MemoryLimit
+    >>> limit = MemoryLimit(weights_nbytes=1_200, step_weights_nbytes=1_000, copy_bytes_per_second=1e6)
+    >>> case = BenchmarkCase(generate_tokens=2, batch_size=4, depth=9)
+    >>> limit.generation_nbytes(case, bytes_per_token=10)  # twice the weights, and 4 slots of 11 and then of 12 tokens
+    2920
+    """
+
+    weights_nbytes: int
+    step_weights_nbytes: int
+    copy_bytes_per_second: float
+
+    @classmethod
+    def measured(cls, model: ModelConfig, dtype: str, memory: Memory) -> MemoryLimit:
+        """Return the limit for a model, with the speed of a copy that is made here.
+
+        Parameters
+        ----------
+        model : ModelConfig
+            Its shape says how many weights there are.
+        dtype : str
+            Of the weights, as in :mod:`trt_kvcache.dtypes`.
+        memory : Memory
+            Where the model runs. A copy is measured in it, which takes memory of its own: make it after what is measured.
+
+        Returns
+        -------
+        MemoryLimit
+            Bytes that are counted, and a speed that was measured.
+        """
+        elements = {name: math.prod(shape) for name, shape in tensor_shapes(model).items()}
+        total = sum(elements.values())
+        unread = 0 if model.tie_word_embeddings else elements[EMBEDDING]
+        size = itemsize(dtype)
+        return cls(
+            weights_nbytes=total * size, step_weights_nbytes=(total - unread) * size, copy_bytes_per_second=copy_bytes_per_second(memory)
+        )
+
+    def generation_nbytes(self, case: BenchmarkCase, bytes_per_token: int) -> int:
+        """Return what the decode steps of a case have to read.
+
+        Parameters
+        ----------
+        case : BenchmarkCase
+            With ``generate_tokens`` steps.
+        bytes_per_token : int
+            K and V of one token over all layers.
+
+        Returns
+        -------
+        int
+            Bytes of the weights once per step, and of K and V of all tokens that the slots hold in each step, the new one included.
+        """
+        steps, first = case.generate_tokens, case.depth + case.prompt_length + 1
+        tokens = steps * first + steps * (steps - 1) // 2
+        return steps * self.step_weights_nbytes + case.batch_size * tokens * bytes_per_token
+
+    def share(self, row: BenchmarkRow) -> float | None:
+        """Return the time that reading :meth:`generation_nbytes` takes at the speed of the copy over the time that the decode steps took.
+
+        Parameters
+        ----------
+        row : BenchmarkRow
+            What was measured.
+
+        Returns
+        -------
+        float or None
+            1 where decode steps take no longer than reading; None for a row without decode steps.
+        """
+        if row.generation_seconds is None:
+            return None
+        return self.generation_nbytes(row.case, row.kv_bytes_per_token) / self.copy_bytes_per_second / row.generation_seconds

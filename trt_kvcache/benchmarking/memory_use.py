@@ -1,0 +1,66 @@
+"""How much memory is in use: of a process, at its peak, or of a device, now."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.cuda_driver import check
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Bytes in use.
+
+    Parameters
+    ----------
+    nbytes : int
+        The bytes.
+    of : {"process", "device"}
+        ``"process"``: the most resident memory that this process has had since it began. ``"device"``: what is in use on the GPU, by all
+        processes.
+    """
+
+    nbytes: int
+    of: Literal["process", "device"]
+
+
+def memory_use(memory: Memory) -> MemoryUse | None:
+    """Return how much memory is in use.
+
+    Parameters
+    ----------
+    memory : Memory
+        Where the model runs.
+
+    Returns
+    -------
+    MemoryUse or None
+        None on a system that does not tell.
+    """
+    if not memory.is_host:
+        free, total = free_and_total(memory)
+        return MemoryUse(total - free, "device")
+    peak = _peak_of_process()
+    return None if peak is None else MemoryUse(peak, "process")
+
+
+def free_and_total(memory: Any) -> tuple[int, int]:
+    """Return the free and all bytes of a GPU, whose :class:`~trt_kvcache.memory.cuda_memory.CudaMemory` is given."""
+    from cuda.bindings import driver
+
+    memory.make_current()
+    status, free, total = driver.cuMemGetInfo()
+    check((status,))
+    return free, total
+
+
+def _peak_of_process() -> int | None:
+    if sys.platform == "win32":
+        return None
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10

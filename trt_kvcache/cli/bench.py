@@ -1,0 +1,220 @@
+"""``trt-kvcache bench``: measure how fast a model runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from trt_kvcache.benchmarking import BenchmarkCase, BenchmarkRow, MemoryLimit, describe_environment, measure
+from trt_kvcache.benchmarking.cases import check_cases
+from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.checkpoint.json_file import read_json
+from trt_kvcache.cli import session_flags
+from trt_kvcache.cli.bench_report import BenchReport
+from trt_kvcache.cli.console import progress_display, put, put_json
+from trt_kvcache.cli.options import Json
+from trt_kvcache.cli.session_flags import SessionFlags
+from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
+from trt_kvcache.errors import CapacityError, RangeError
+from trt_kvcache.generation.sampling import SamplingParams
+
+_PANEL = "What is measured"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseFlags:
+    """The options that say which cases are measured, as texts with commas.
+
+    Parameters
+    ----------
+    prompt_tokens, generate_tokens, batch_size, depth : str
+        Numbers.
+    prompt_and_generate : str or None
+        Pairs of numbers; None if not given.
+    """
+
+    prompt_tokens: Annotated[
+        str, typer.Option("--prompt-tokens", "-p", metavar="N,...", help="Lengths of prompts; 0 for none.", rich_help_panel=_PANEL)
+    ] = "512"
+    generate_tokens: Annotated[
+        str, typer.Option("--generate-tokens", "-n", metavar="N,...", help="Decode steps; 0 for none.", rich_help_panel=_PANEL)
+    ] = "128"
+    prompt_and_generate: Annotated[
+        str | None,
+        typer.Option("--pg", metavar="P+N,...", help="Also a prompt and decode steps together, such as 512+128.", rich_help_panel=_PANEL),
+    ] = None
+    batch_size: Annotated[
+        str, typer.Option("--batch-size", "-b", metavar="N,...", help="Slots that run together.", rich_help_panel=_PANEL)
+    ] = "1"
+    depth: Annotated[
+        str,
+        typer.Option(
+            "--depth", "-d", metavar="N,...", help="Tokens that each slot holds before, which are not measured.", rich_help_panel=_PANEL
+        ),
+    ] = "0"
+
+    def cases(self) -> list[BenchmarkCase]:
+        """Return the cases: for each batch size and depth, the prompts, the decode steps, and both together.
+
+        Raises
+        ------
+        typer.BadParameter
+            A text is not a list of numbers, or they say that nothing is measured.
+        """
+        pairs = [(prompt, 0) for prompt in _numbers("--prompt-tokens", self.prompt_tokens) if prompt]
+        pairs += [(0, steps) for steps in _numbers("--generate-tokens", self.generate_tokens) if steps]
+        pairs += _pairs("--pg", self.prompt_and_generate or "")
+        if not pairs:
+            raise typer.BadParameter("expected something to measure: a number above 0 for --prompt-tokens or --generate-tokens, or --pg.")
+        places = product(_numbers("--batch-size", self.batch_size, least=1), _numbers("--depth", self.depth), pairs)
+        return [
+            BenchmarkCase(prompt_tokens=prompt, generate_tokens=steps, batch_size=batch, depth=depth)
+            for batch, depth, (prompt, steps) in places
+        ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class BenchSessionFlags(SessionFlags):
+    """The options that say which session is measured."""
+
+    max_batch_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="SLOTS",
+            help="Slots of the cache. Default: the largest --batch-size.",
+            rich_help_panel=session_flags.MODEL_PANEL,
+        ),
+    ] = None
+    max_sequence_length: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="TOKENS",
+            help="Tokens that a slot can hold. Default: what the longest case needs.",
+            rich_help_panel=session_flags.MODEL_PANEL,
+        ),
+    ] = None
+
+
+def bench(
+    folder: session_flags.Folder,
+    case_flags: CaseFlags,
+    flags: BenchSessionFlags,
+    runs: Annotated[int, typer.Option("--runs", "-r", min=1, metavar="N", help="Timed runs of each case.")] = 5,
+    warmup: Annotated[int, typer.Option(min=0, metavar="N", help="Runs of each case before those.")] = 1,
+    temperature: Annotated[float, typer.Option(metavar="X", help="0 always takes the most likely token.")] = 0.0,
+    top_p: Annotated[
+        float | None, typer.Option(metavar="P", help="With a temperature: keep the most likely tokens until they sum to p.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, metavar="N", help="Of the random prompts, and of tokens that are drawn.")] = 0,
+    json: Json = False,
+    csv: Annotated[
+        bool, typer.Option("--csv", help="Print one line of CSV for each row on stdout; everything else goes to stderr.")
+    ] = False,
+) -> None:
+    """Measure how fast a model runs.
+
+    Each row is a prompt (pp512), decode steps (tg128) or both, named as llama-bench does. Prompts are random tokens. What is measured is
+    generation as a whole: the choice of tokens and their text are included. Numbers are given with commas: -p 512,2048 -b 1,8.
+    """
+    if json and csv:
+        raise typer.BadParameter("expected --json or --csv, got both.")
+    cases = case_flags.cases()
+    params = _sampling(temperature, top_p, seed)
+    place = session_flags.located(folder)
+    model, dtype, flags = _fitted(place, flags, cases)
+    with session_flags.open_session(flags.source(place, slots=max(case.batch_size for case in cases))) as session:
+        environment = describe_environment(session)
+        rows: list[BenchmarkRow] = []
+        try:
+            with progress_display() as show:
+                measured = measure(
+                    session,
+                    cases,
+                    runs=runs,
+                    warmup=warmup,
+                    seed=seed,
+                    params=params,
+                    on_run=lambda case, done, total: show(f"{case.name}, batch {case.batch_size}", done / total),
+                )
+                for row in measured:
+                    rows.append(row)
+            interrupt = None
+        except KeyboardInterrupt as error:
+            interrupt = error
+        report = BenchReport(
+            model=model,
+            folder=folder,
+            dtype=dtype,
+            limit=MemoryLimit.measured(model, dtype, session.cache.memory),  # after the rows, whose memory it would add to
+            environment=environment,
+            params=params,
+            seed=seed,
+            makes_text=session.tokenizer is not None,
+        )
+        if json:
+            put_json(report.document(rows, interrupted=interrupt is not None))
+        elif csv:
+            put(report.csv(rows))
+        elif rows:
+            report.print(rows)
+        if interrupt is not None:
+            raise interrupt
+
+
+def _sampling(temperature: float, top_p: float | None, seed: int) -> SamplingParams:
+    if top_p is not None and temperature == 0:
+        raise typer.BadParameter("expected --temperature above 0 with it, which draws tokens.", param_hint="--top-p")
+    try:
+        return SamplingParams(temperature=temperature, top_p=1.0 if top_p is None else top_p, seed=seed)
+    except RangeError as error:
+        name, _, text = str(error).removeprefix("SamplingParams.").partition(": ")
+        raise typer.BadParameter(text, param_hint=f"--{name.replace('_', '-')}") from None
+
+
+def _fitted(place: Path, flags: BenchSessionFlags, cases: Sequence[BenchmarkCase]) -> tuple[ModelConfig, str, BenchSessionFlags]:
+    """Return model, dtype and flags with the sizes of a session in which all cases fit; wrong usage if there is none."""
+    if is_engine_folder(place):
+        config = EngineFolder.open(place).config
+        built = "The engine was built for it."
+        _check(cases, config.cache.max_batch_size, config.cache.max_sequence_length, built, built)
+        return config.model, config.dtype, flags
+    model = ModelConfig.from_dict(read_json(place / "config.json"))
+    slots = flags.max_batch_size or max(case.batch_size for case in cases)
+    length = flags.max_sequence_length or min(max(case.tokens_per_slot for case in cases), model.max_position_embeddings)
+    why = "--max-sequence-length says so." if flags.max_sequence_length else "The model has no more positions."
+    _check(cases, slots, length, "--max-batch-size says so.", why)
+    return model, flags.dtype or model.dtype, replace(flags, max_batch_size=slots, max_sequence_length=length)
+
+
+def _check(cases: Sequence[BenchmarkCase], slots: int, length: int, why_slots: str, why_length: str) -> None:
+    try:
+        check_cases(cases, max_batch_size=slots, max_sequence_length=length)
+    except CapacityError as error:
+        if any(case.batch_size > slots for case in cases):
+            raise typer.BadParameter(f"{error} {why_slots}", param_hint="--batch-size") from None
+        lengths = "--prompt-tokens, --generate-tokens, --pg, --depth"
+        raise typer.BadParameter(f"{error} {why_length}", param_hint=lengths) from None
+
+
+def _numbers(flag: str, text: str, *, least: int = 0) -> list[int]:
+    """Return the numbers of a list with commas, each once."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) >= least for part in parts):
+        raise typer.BadParameter(f"expected numbers of at least {least} with commas between them, got {text!r}.", param_hint=flag)
+    return list(dict.fromkeys(int(part) for part in parts))
+
+
+def _pairs(flag: str, text: str) -> list[tuple[int, int]]:
+    """Return the pairs of ``P+N,P+N``; none for an empty text."""
+    pairs = []
+    for part in text.split(",") if text else ():
+        prompt, _, steps = (side.strip() for side in part.partition("+"))
+        if not (prompt.isdecimal() and steps.isdecimal() and int(prompt) and int(steps)):
+            raise typer.BadParameter(f"expected pairs such as 512+128 with commas between them, got {text!r}.", param_hint=flag)
+        pairs.append((int(prompt), int(steps)))
+    return list(dict.fromkeys(pairs))

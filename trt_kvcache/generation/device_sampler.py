@@ -1,0 +1,413 @@
+"""``DeviceSampler``: what is needed to choose tokens where the logits are, for all slots of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache._util.checks import int_in_range, slot_index
+from trt_kvcache._util.lifetime import Uncopyable
+from trt_kvcache.errors import ConfigError, KVCacheError, RangeError
+from trt_kvcache.generation.sampling import SamplingParams, bad_logits, nothing_left
+from trt_kvcache.generation.token_logprobs import TokenLogprobs
+from trt_kvcache.kernels import AnyCompactionPlan, SamplingRows, SamplingWorkspace, StateInfos, choose_tokens, compact_rows, token_logprobs
+from trt_kvcache.kernels.backend import backend_of
+from trt_kvcache.kernels.host.token_choice import choice_params
+from trt_kvcache.kernels.sampling_rows import ACTIVE, BAD_LOGITS, BIASED, GREEDY, LOGPROBS, NO_ERROR, PENALISED, ROW_PARAMS, ROW_RESULT
+from trt_kvcache.kernels.sampling_workspace import MAX_TOP_LOGPROBS
+from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.shapes import dense_nbytes
+from trt_kvcache.memory.tensor import DeviceTensor
+
+#: Pages of results that may be on their way to the host at once.
+_PAGES = 2
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """What was chosen for one slot.
+
+    Parameters
+    ----------
+    token : int
+        Token id; -1 with an error.
+    error : KVCacheError or None
+        What ``Request.choose`` would have raised; the slot's counter and counts are as before.
+    logprobs : TokenLogprobs or None
+        With ``SamplingParams.logprobs``.
+    """
+
+    token: int
+    error: KVCacheError | None = None
+    logprobs: TokenLogprobs | None = None
+
+
+class SampledTokens:
+    """Tokens of one step, on their way to the host. Of :meth:`DeviceSampler.download`."""
+
+    def __init__(self, results: Any, logprobs: Any, tops: Sequence[int | None], done: Any) -> None:
+        self._results, self._logprobs, self._tops, self._done = results, logprobs, tops, done
+
+    def read(self) -> list[SampledToken]:
+        """Wait for this step alone, and return its tokens.
+
+        Returns
+        -------
+        list of SampledToken (batch,)
+            One for each slot; -1 without an error for one that is not active.
+        """
+        if self._done is not None:
+            self._done.sync()
+        return [self._token(slot, top) for slot, top in enumerate(self._tops)]
+
+    def _token(self, slot: int, top: int | None) -> SampledToken:
+        if top is None:
+            return SampledToken(-1)
+        token, error, place, logit = self._results[slot].tolist()
+        if error != NO_ERROR:
+            return SampledToken(-1, bad_logits(logit, place) if error == BAD_LOGITS else nothing_left(logit))
+        if top < 0 or self._logprobs is None:
+            return SampledToken(token)
+        ids, values = self._logprobs[slot, 1:].reshape(2, -1)[:, :top]
+        top_values = values.view(np.float32).tolist()
+        chosen = float(self._logprobs[slot, :1].view(np.float32)[0])
+        return SampledToken(token, None, TokenLogprobs(chosen, tuple(zip(ids.tolist(), top_values, strict=True))))
+
+
+class DeviceSampler(Uncopyable):
+    """Parameters, random numbers, penalties and bias of the slots of a batch, in device memory.
+
+    Parameters
+    ----------
+    memory : Memory
+        Of the logits.
+    max_batch_size : int
+        Slots.
+    vocab_size : int
+        Logits of a slot, at most ``2**20``.
+    stream : cuda.core.Stream
+        The memory is allocated on it.
+
+    Raises
+    ------
+    RangeError
+        A size is out of range.
+    CapacityError, CaptureError
+        The memory could not be allocated.
+
+    Notes
+    -----
+    A step is :meth:`sample`, then :meth:`download`; :meth:`SampledTokens.read` waits for that step alone, so the next one may run
+    meanwhile. The tokens are those of ``Request.choose`` for the same logits. Where counts for penalties, or bias, are first asked
+    for, ``max_batch_size * vocab_size * 4`` bytes are allocated for each.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from trt_kvcache import HostMemory, SamplingParams
+    >>> from trt_kvcache.generation.device_sampler import DeviceSampler
+    >>> memory = HostMemory()
+    >>> stream = memory.create_stream()
+    >>> sampler = DeviceSampler(memory, max_batch_size=2, vocab_size=4, stream=stream)
+    >>> sampler.set_slot(0, SamplingParams(temperature=0.5), seed=7, counter=0, stream=stream)
+    >>> logits = memory.to_device(np.log(np.array([[1, 2, 3, 4], [1, 1, 1, 1]], np.float32)), stream=stream)
+    >>> tokens = memory.to_device(np.zeros(2, np.int32), stream=stream)
+    >>> sampler.sample(logits, tokens, stream=stream)
+    >>> [one.token for one in sampler.download(stream=stream).read()]
+    [3, -1]
+    """
+
+    def __init__(self, memory: Memory, *, max_batch_size: int, vocab_size: int, stream: Any) -> None:
+        int_in_range("max_batch_size", max_batch_size, 1)
+        self._memory, self._vocab_size = memory, vocab_size
+        self._workspace = SamplingWorkspace(memory, rows=max_batch_size, vocab_size=vocab_size, stream=stream)
+        words = 1 + 2 * MAX_TOP_LOGPROBS
+        params, results, logprobs = (
+            self._allocate((max_batch_size, width), dtype, stream)
+            for width, dtype in ((ROW_PARAMS.itemsize, "uint8"), (ROW_RESULT.itemsize, "uint8"), (words, "int32"))
+        )
+        self._rows = SamplingRows(params, results)
+        self._logprobs = logprobs
+        self._infos = StateInfos([params], stream=stream)
+        self._pages = [
+            (memory.staging((max_batch_size, ROW_RESULT.itemsize), "uint8"), memory.staging((max_batch_size, words), "int32"))
+            for _ in range(_PAGES)
+        ]
+        self._page = 0
+        self._batch = 0
+        # For each slot the number of most likely tokens to report: -1 for none at all, None if it is not active.
+        self._tops: list[int | None] = [None] * max_batch_size
+
+    @staticmethod
+    def check(params: SamplingParams) -> None:
+        """Check that a request can be sampled on the device.
+
+        Parameters
+        ----------
+        params : SamplingParams
+            Of the request.
+
+        Raises
+        ------
+        ConfigError
+            It has ``logits_processors``, which are Python functions, or asks for more than 20 ``logprobs``. ``Request.choose`` takes it.
+        """
+        if params.logits_processors:
+            raise ConfigError("sampling on the device: expected no logits_processors, got some. They are called on the host.")
+        if (params.logprobs or 0) > MAX_TOP_LOGPROBS:
+            raise ConfigError(f"sampling on the device: expected at most {MAX_TOP_LOGPROBS} logprobs, got {params.logprobs}.")
+
+    @property
+    def graph_key(self) -> tuple[bool, ...]:
+        """What a captured :meth:`sample` depends on beside its arguments: capture again when it has changed."""
+        return self._rows.uses is not None, self._rows.bias is not None, self._wants_logprobs
+
+    @property
+    def _wants_logprobs(self) -> bool:
+        return any(top is not None and top >= 0 for top in self._tops)
+
+    def set_slot(
+        self,
+        slot: int,
+        params: SamplingParams,
+        *,
+        seed: int,
+        counter: int,
+        prompt: Sequence[int] = (),
+        generated: Sequence[int] = (),
+        stream: Any,
+    ) -> None:
+        """Begin a request in a slot, or continue one that was elsewhere before.
+
+        Parameters
+        ----------
+        slot : int
+            Which one; whatever it held is replaced.
+        params : SamplingParams
+            How its tokens are chosen. ``seed`` and ``counter`` of it are not looked at.
+        seed, counter : int
+            Of the request's ``Sampler``: the random numbers, and how many of them were used.
+        prompt : sequence of int
+            Token ids in front of the generated ones: ``repetition_penalty`` makes them less likely.
+        generated : sequence of int
+            Token ids that were generated so far, each as often as it was: all penalties count them.
+        stream : cuda.core.Stream
+            All of it is ordered on it; the call does not wait. It may allocate.
+
+        Raises
+        ------
+        ConfigError
+            See :meth:`check`. Nothing was changed.
+        SlotError, RangeError
+            An argument is out of range. Nothing was changed.
+        CapacityError, CaptureError
+            Memory for counts or bias could not be allocated.
+        """
+        index = slot_index(slot, len(self._tops))
+        self.check(params)
+        params.check_vocabulary(self._vocab_size)
+        used = [self._token_ids(name, tokens) for name, tokens in (("prompt", prompt), ("generated", generated))]
+        row = _row_of(params, seed, counter)
+        flags = int(row["flags"])
+        self._make_room(flags, stream)
+        if flags & PENALISED:
+            assert self._rows.uses is not None
+            uses = self._row(self._rows.uses, index)
+            self._memory.zero(uses, stream=stream)
+            for tokens, in_prompt in zip(used, (True, False), strict=True):
+                self._count(uses, tokens, in_prompt, stream)
+        if flags & BIASED:
+            assert self._rows.bias is not None
+            bias = self._row(self._rows.bias, index)
+            self._memory.zero(bias, stream=stream)
+            ids = self._memory.to_device(np.fromiter(params.logit_bias.keys(), np.int32, len(params.logit_bias)), stream=stream)
+            values = self._memory.to_device(np.fromiter(params.logit_bias.values(), np.float32, len(params.logit_bias)), stream=stream)
+            backend_of(self._memory).set_bias(bias, ids, values, stream)
+        self._set_row(index, row, stream)
+        self._tops[index] = -1 if params.logprobs is None else params.logprobs
+
+    def rewind(self, slot: int, params: SamplingParams, *, seed: int, counter: int, removed: Sequence[int], stream: Any) -> None:
+        """Take tokens back that were chosen last.
+
+        Parameters
+        ----------
+        slot : int
+            Which one.
+        params, seed : SamplingParams, int
+            Those of :meth:`set_slot`.
+        counter : int
+            That of the sampler before the first of these tokens.
+        removed : sequence of int
+            The tokens: they are no longer counted.
+        stream : cuda.core.Stream
+            All of it is ordered on it; the call does not wait. It may allocate.
+
+        Raises
+        ------
+        SlotError, RangeError
+            An argument is out of range. Nothing was changed.
+        """
+        index = slot_index(slot, len(self._tops))
+        tokens = self._token_ids("removed", removed)
+        row = _row_of(params, seed, counter)
+        if int(row["flags"]) & PENALISED:
+            assert self._rows.uses is not None
+            self._count(self._row(self._rows.uses, index), tokens, False, stream, more=-1)
+        self._set_row(index, row, stream)
+
+    def clear_slot(self, slot: int, *, stream: Any) -> None:
+        """Let a slot be idle: it gets no token until :meth:`set_slot`.
+
+        Parameters
+        ----------
+        slot : int
+            Which one.
+        stream : cuda.core.Stream
+            The launch is ordered on it; the call neither waits nor allocates.
+
+        Raises
+        ------
+        SlotError
+            There is no such slot.
+        """
+        index = slot_index(slot, len(self._tops))
+        backend_of(self._memory).set_row(self._rows, index, [0] * (ROW_PARAMS.itemsize // 8), stream)
+        self._tops[index] = None
+
+    def compact(self, moves: AnyCompactionPlan, mapping: Sequence[int], *, stream: Any) -> None:
+        """Move the kept slots, as the cache moves them.
+
+        Parameters
+        ----------
+        moves : CompactionPlan
+            That of the cache.
+        mapping : sequence of int
+            What the plan was made from: the new slot of each old slot, or -1. Slots that are not kept become idle.
+        stream : cuda.core.Stream
+            The launches are ordered on it; the call neither waits nor allocates.
+
+        Raises
+        ------
+        MappingError, ShapeError, PlaceError, ClosedError
+            The plan does not fit. Nothing was changed.
+        """
+        compact_rows(self._infos, moves, stream=stream)
+        tops = list(self._tops)
+        kept = {new for new in mapping if new >= 0}
+        for old, new in enumerate(mapping):
+            if new >= 0:
+                self._tops[new] = tops[old]
+        for slot in range(len(mapping)):
+            if slot not in kept:
+                self.clear_slot(slot, stream=stream)
+
+    def sample(self, logits: DeviceTensor, tokens: DeviceTensor, *, stream: Any) -> None:
+        """Choose the next token of each active slot, and count it.
+
+        Parameters
+        ----------
+        logits : DeviceTensor (B, vocab) float32
+            Of the slots 0 to B - 1, as the model gave them. Not changed.
+        tokens : DeviceTensor (B,) int32
+            The tokens, such as the next ``input_ids``; -1 for a slot with an error. Slots that are not active keep what is there.
+        stream : cuda.core.Stream or GraphBuilder
+            One launch, two with log-probabilities. The call neither waits nor allocates, and can be captured in a graph.
+
+        Raises
+        ------
+        ShapeError, DTypeError, LayoutError, PlaceError, ClosedError
+            An argument does not fit. Nothing was changed.
+        """
+        batch, rows = len(logits), self._rows
+        if batch != len(self._tops):
+            uses, bias = (None if tensor is None else tensor[:batch] for tensor in (rows.uses, rows.bias))
+            rows = SamplingRows(rows.params[:batch], rows.results[:batch], uses, bias)
+        choose_tokens(logits, rows, tokens, workspace=self._workspace, stream=stream)
+        if self._wants_logprobs:
+            token_logprobs(logits, rows, self._logprobs[:batch], workspace=self._workspace, stream=stream)
+        self._batch = batch
+
+    def download(self, *, stream: Any) -> SampledTokens:
+        """Send the tokens of the last :meth:`sample` to the host.
+
+        Parameters
+        ----------
+        stream : cuda.core.Stream
+            The copies, into page-locked memory, are ordered on it; the call neither waits nor allocates on the device.
+
+        Returns
+        -------
+        SampledTokens
+            To be read before the second next call of this method overwrites it.
+        """
+        batch = self._batch
+        results, logprobs = (page[:batch] for page in self._pages[self._page])
+        self._page = (self._page + 1) % _PAGES
+        self._memory.download(results, self._rows.results[:batch], stream=stream)
+        wanted = self._wants_logprobs
+        if wanted:
+            self._memory.download(logprobs, self._logprobs[:batch], stream=stream)
+        done = None if self._memory.is_host else stream.record()
+        return SampledTokens(results.view(ROW_RESULT)[:, 0], logprobs if wanted else None, self._tops[:batch], done)
+
+    def close(self) -> None:
+        """Release the memory. Idempotent."""
+        self._workspace.close()
+        self._infos.close()
+        for tensor in (self._rows.params, self._rows.results, self._rows.uses, self._rows.bias, self._logprobs):
+            if tensor is not None:
+                tensor.allocation.close()
+
+    def _allocate(self, shape: tuple[int, ...], dtype: str, stream: Any) -> DeviceTensor:
+        return DeviceTensor(self._memory.allocate(dense_nbytes(shape, dtype), zeroed=True, stream=stream), shape=shape, dtype=dtype)
+
+    def _make_room(self, flags: int, stream: Any) -> None:
+        """Allocate counts and bias where they are first asked for."""
+        rows, shape = self._rows, (len(self._tops), self._vocab_size)
+        uses = self._allocate(shape, "int32", stream) if flags & PENALISED and rows.uses is None else rows.uses
+        bias = self._allocate(shape, "float32", stream) if flags & BIASED and rows.bias is None else rows.bias
+        if uses is not rows.uses or bias is not rows.bias:
+            self._rows = SamplingRows(rows.params, rows.results, uses, bias)
+            self._infos.close()
+            self._infos = StateInfos([tensor for tensor in (rows.params, uses, bias) if tensor is not None], stream=stream)
+
+    def _row(self, tensor: DeviceTensor, slot: int) -> DeviceTensor:
+        return tensor[slot : slot + 1].reshape(self._vocab_size)
+
+    def _token_ids(self, name: str, tokens: Sequence[int]) -> npt.NDArray[np.int64]:
+        ids = np.asarray(tokens, np.int64)
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
+            raise RangeError(f"{name}: expected token ids from 0 to {self._vocab_size - 1}, got {int(ids.min())} to {int(ids.max())}.")
+        return ids
+
+    def _set_row(self, slot: int, row: Any, stream: Any) -> None:
+        backend_of(self._memory).set_row(self._rows, slot, row.reshape(1).view(np.int64).tolist(), stream)
+
+    def _count(self, uses: DeviceTensor, tokens: npt.NDArray[np.int64], in_prompt: bool, stream: Any, *, more: int = 1) -> None:
+        if tokens.size:
+            ids = self._memory.to_device(tokens.astype(np.int32), stream=stream)
+            backend_of(self._memory).count_tokens(uses, ids, in_prompt, more, stream)
+
+
+def _row_of(params: SamplingParams, seed: int, counter: int) -> Any:
+    """Return the parameters of a request as a row of the device."""
+    row = np.zeros((), ROW_PARAMS)
+    penalised = params.repetition_penalty != 1 or params.frequency_penalty != 0 or params.presence_penalty != 0
+    asked = (
+        (ACTIVE, True),
+        (GREEDY, params.temperature == 0),
+        (PENALISED, penalised),
+        (BIASED, bool(params.logit_bias)),
+        (LOGPROBS, params.logprobs is not None),
+    )
+    row["flags"] = sum(flag for flag, is_set in asked if is_set)
+    row["seed"], row["counter"] = seed, counter
+    row["repetition"], row["frequency"], row["presence"] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+    if params.temperature:
+        numbers = choice_params(params.temperature, params.top_k, params.top_p, params.min_p)
+        row["scale"], row["top_k"], row["top_p"], row["min_weight"] = numbers.scale, numbers.top_k, numbers.top_p, numbers.min_weight
+    return row

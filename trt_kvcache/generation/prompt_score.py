@@ -1,0 +1,78 @@
+"""``PromptScore``: how likely a model finds each token of a text. ``perplexity`` of one or more of them."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class PromptScore:
+    """The log-probability of each token of a text, given those before it.
+
+    Log-probabilities are natural logarithms, of the softmax of the logits as the model gave them, as those of ``generate``.
+
+    Parameters
+    ----------
+    tokens : tuple of int (n,)
+        The token ids of the text, with the special tokens that begin it.
+    logprobs : tuple of float or None (n,)
+        None for the first token: nothing comes before it.
+    top_logprobs : tuple of (tuple of (int, float), or None) (n,), or None
+        The most likely tokens at each place with theirs, the most likely one first, of equally likely ones the lowest id first; None at the
+        first place. The token of the text need not be among them. None as a whole where they were not asked for.
+
+    Examples
+    --------
+    >>> from trt_kvcache.generation.prompt_score import PromptScore
+    >>> score = PromptScore(tokens=(1, 5, 7), logprobs=(None, -0.5, -1.5))
+    >>> score.logprob, round(score.perplexity, 3)
+    (-2.0, 2.718)
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float | None, ...]
+    top_logprobs: tuple[tuple[tuple[int, float], ...] | None, ...] | None = None
+
+    @property
+    def num_scored(self) -> int:
+        """Tokens that have a log-probability: all but the first."""
+        return sum(value is not None for value in self.logprobs)
+
+    @property
+    def logprob(self) -> float:
+        """The log-probability of the text after its first token: the sum."""
+        return math.fsum(value for value in self.logprobs if value is not None)
+
+    @property
+    def perplexity(self) -> float:
+        """As :func:`perplexity` of this text alone."""
+        return perplexity([self])
+
+
+def perplexity(scores: Iterable[PromptScore]) -> float:
+    """Return the perplexity of texts: the exponential of the mean negative log-probability of their tokens.
+
+    Parameters
+    ----------
+    scores : iterable of PromptScore
+        Of ``InferenceSession.score``. Each token counts the same, whichever text it is in; first tokens do not count.
+
+    Returns
+    -------
+    float
+        1 for a model that was certain of every token; NaN if no token has a log-probability, infinity if one was impossible.
+
+    Examples
+    --------
+    >>> from trt_kvcache import InferenceSession, perplexity
+    >>> with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_logits_per_slot="all") as session:
+    ...     round(perplexity(session.score(["Alice was beginning to get very tired.", "Down the rabbit hole."])), 1)
+    15.5
+    """
+    known = [value for score in scores for value in score.logprobs if value is not None]
+    if not known:
+        return math.nan
+    try:
+        return math.exp(-math.fsum(known) / len(known))
+    except OverflowError:
+        return math.inf

@@ -1,0 +1,33 @@
+"""Arrays of a vocabulary that are used again: new ones of that size cost as much as what is computed in them."""
+
+import threading
+from typing import Any
+
+import numpy as np
+
+
+class Scratch(threading.local):
+    """Arrays by name, separate ones for each thread."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, np.ndarray[Any, Any]] = {}
+
+    def array(self, name: str, dtype: str, size: int) -> np.ndarray[Any, Any]:
+        """Return an array of any content; the next call with this name overwrites it.
+
+        Parameters
+        ----------
+        name : str
+            What it is for.
+        dtype : str
+            Always the same for a name.
+        size : int
+            Elements.
+        """
+        array = self._arrays.get(name)
+        if array is None or array.size < size:
+            self._arrays[name] = array = np.empty(size, dtype)
+        return array[:size]
+
+
+scratch = Scratch()

@@ -1,0 +1,70 @@
+"""``SamplingWorkspace``: memory in which the blocks that share a row of logits meet."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trt_kvcache._util.checks import int_in_range
+from trt_kvcache._util.lifetime import Uncopyable
+from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.shapes import dense_nbytes
+from trt_kvcache.memory.tensor import DeviceTensor
+
+#: Bytes of ``RowWorkspace`` in ``plugins/sampling/row_workspace.cuh``, and blocks of a row at most.
+ROW_WORKSPACE_NBYTES, MAX_BLOCKS_OF_ROW = 68376, 128
+
+#: Blocks that are resident on a multiprocessor at once.
+BLOCKS_PER_SM = 2
+
+#: Most likely tokens that are reported for a row at most, and blocks of a row that look for them.
+MAX_TOP_LOGPROBS, LOGPROBS_BLOCKS = 20, 32
+
+#: Tokens of a vocabulary at most: sums of their weights fit into 53 bits.
+MAX_VOCAB_SIZE = 1 << 20
+
+
+class SamplingWorkspace(Uncopyable):
+    """Memory for :func:`~trt_kvcache.kernels.choose_tokens` and :func:`~trt_kvcache.kernels.token_logprobs`, allocated once.
+
+    Parameters
+    ----------
+    memory : Memory
+        Of the logits. In host memory nothing is needed, and the workspace is empty.
+    rows : int
+        Rows of logits in any call, at most.
+    vocab_size : int
+        Logits of a row, at most ``2**20``.
+    stream : cuda.core.Stream
+        The memory is allocated and zeroed on it.
+
+    Raises
+    ------
+    RangeError
+        A size is out of range.
+    CapacityError, CaptureError
+        The memory could not be allocated.
+    """
+
+    def __init__(self, memory: Memory, *, rows: int, vocab_size: int, stream: Any) -> None:
+        int_in_range("rows", rows, 1)
+        int_in_range("vocab_size", vocab_size, 1, MAX_VOCAB_SIZE)
+        #: Blocks of a launch, at most.
+        self.blocks = 0 if memory.is_host else BLOCKS_PER_SM * memory.multiprocessor_count  # type: ignore[attr-defined]
+        #: Rows that are worked on at once, at most.
+        self.groups = min(rows, self.blocks)
+        self.rows, self.vocab_size = rows, vocab_size
+        shape = (self.groups, ROW_WORKSPACE_NBYTES)
+        #: One ``RowWorkspace`` for each group of blocks. Its counts are 0 before and after every call.
+        self.meeting = DeviceTensor(memory.allocate(dense_nbytes(shape, "uint8"), zeroed=True, stream=stream), shape=shape, dtype="uint8")
+        found = (0 if memory.is_host else rows, 1 + LOGPROBS_BLOCKS * (2 + MAX_TOP_LOGPROBS))
+        #: What the blocks of a row found for its log-probabilities. The first word of a row is 0 before and after every call.
+        self.found = DeviceTensor(memory.allocate(dense_nbytes(found, "int64"), zeroed=True, stream=stream), shape=found, dtype="int64")
+        edited = (self.groups, vocab_size)
+        #: Logits after bias and penalties.
+        self.edited = DeviceTensor(memory.allocate(dense_nbytes(edited, "float32"), stream=stream), shape=edited, dtype="float32")
+
+    def close(self) -> None:
+        """Release the memory. Idempotent."""
+        self.meeting.allocation.close()
+        self.found.allocation.close()
+        self.edited.allocation.close()
