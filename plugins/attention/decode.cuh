@@ -19,6 +19,7 @@
 #include "attention/schedule.cuh"
 #include "attention/softmax_state.cuh"
 #include "attention/split_kv_reduce.cuh"
+#include "dependent_launch.cuh"
 
 // Applies RoPE to the head's q in its buffer, puts the new token's k and v into smem.new_token, and appends them to the cache if this block
 // has the head's last tile. Ends with a barrier.

@@ -23,6 +23,7 @@
 #include "attention/prefill_tiles.cuh"
 #include "attention/mma.cuh"
 #include "attention/split_kv_reduce.cuh"
+#include "dependent_launch.cuh"
 
 // The output stays relative to an older maximum until a score is so many powers of 2 above it: a probability of up to 256 is as exact as one
 // of 1, and most steps need no rescaling.

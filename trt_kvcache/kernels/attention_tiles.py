@@ -147,7 +147,13 @@ def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
     large = shared_limit(arch) >= 227 * _KIB
     if head_dim <= 128:
         if large:
-            forms = [(1, 8, 1, 128, 3, 1, 1), (2, 4, 1, 128, 3, 1, 1), (4, 2, 1, 128, 3, 1, 1), (4, 1, 1, 64, 3, 4, 2), (4, 1, 2, 64, 2, 1, 2)]
+            forms = [
+                (1, 8, 1, 128, 3, 1, 1),
+                (2, 4, 1, 128, 3, 1, 1),
+                (4, 2, 1, 128, 3, 1, 1),
+                (4, 1, 1, 64, 3, 4, 2),
+                (4, 1, 2, 64, 2, 1, 2),
+            ]
         else:
             forms = [(1, 4, 1, 64, 2, 1, 1), (2, 2, 1, 64, 2, 1, 1), (4, 1, 1, 64, 2, 1, 1), (4, 1, 1, 64, 2, 4, 1), (4, 1, 2, 32, 2, 1, 1)]
     elif large:
@@ -169,4 +175,3 @@ def prefill_form(head_dim: int, arch: str, form: str) -> PrefillForm:
     rows = 16 * row_warps * row_tiles
     shared_nbytes = (rows + 2 * stages * tile_keys) * row_nbytes(head_dim, "float16")
     return PrefillForm(rows, row_warps * key_warps, tile_keys, min_tiles, per_sm, shared_nbytes)
-

@@ -6,9 +6,9 @@ from typing import Any
 
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.kernels.attention_params import AttentionParams, score_factors
-from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, MIN_PDL_ARCH, arch_number, decode_shared_nbytes, decode_tiles
+from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, decode_shared_nbytes, decode_tiles
 from trt_kvcache.kernels.attention_workspace import MAX_BLOCKS_PER_SM, AttentionWorkspace, partials_shape
-from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch
+from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch, starts_early
 from trt_kvcache.kernels.cuda.prefill_plan import prefill_plan
 from trt_kvcache.kernels.source_variants import variant_name
 from trt_kvcache.memory.cuda_memory import CudaMemory
@@ -79,7 +79,7 @@ def _decode(params: AttentionParams, workspace: AttentionWorkspace, stream: Any)
         threads=_WARP * tiles["WARPS"],
         shared_nbytes=decode_shared_nbytes(head_dim, rows, memory.arch),
         cooperative=blocks > 1,
-        programmatic_dependent_launch=arch_number(memory.arch) >= MIN_PDL_ARCH,
+        programmatic_dependent_launch=starts_early(memory),
     )
 
 
@@ -98,7 +98,7 @@ def _append(params: AttentionParams, stream: Any) -> None:
         (-(-words // THREADS_PER_BLOCK), slots, 1),
         arguments,
         stream,
-        programmatic_dependent_launch=arch_number(memory.arch) >= MIN_PDL_ARCH,
+        programmatic_dependent_launch=starts_early(memory),
     )
 
 
@@ -125,5 +125,5 @@ def _prefill(params: AttentionParams, workspace: AttentionWorkspace, stream: Any
         threads=_WARP * plan.form.warps,
         shared_nbytes=plan.form.shared_nbytes,
         cooperative=plan.splits,
-        programmatic_dependent_launch=arch_number(memory.arch) >= MIN_PDL_ARCH,
+        programmatic_dependent_launch=starts_early(memory),
     )

@@ -8,8 +8,8 @@ from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.attention_tiles import MAX_APPENDED_WIDTH, PrefillForm, prefill_form
 from trt_kvcache.memory.cuda_memory import CudaMemory
 
-#: Row blocks of the form ``"whole"`` for each multiprocessor, from which it is taken: up to there, smaller ones fill the GPU better. Measured
-#: on an H200.
+#: Row blocks of the form ``"whole"`` for each multiprocessor, from which it is taken: up to there, smaller ones fill the GPU better.
+#: Measured on an H200.
 _WHOLE_BLOCKS_PER_SM = 3
 
 
