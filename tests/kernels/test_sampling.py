@@ -83,6 +83,15 @@ def test_ties_at_the_border(memory, stream, options):
     assert chosen == plain_tokens(logits, rows)
 
 
+@pytest.mark.parametrize("options", [{"top_p": 0.8}, {"top_k": 3000, "top_p": 0.7}])
+def test_sorted_logits(memory, stream, options):
+    """Each block has classes that no other one has."""
+    logits = np.linspace(3, -3, 6000, dtype=np.float32)[None].repeat(2, 0)
+    rows = [Row(seed=seed, **options) for seed in range(2)]
+    chosen, _ = run(memory, stream, logits, rows)
+    assert chosen == plain_tokens(logits, rows)
+
+
 def test_rows_that_are_not_active_are_left_alone(memory, stream):
     logits = np.random.default_rng(0).normal(size=(3, 5000)).astype(np.float32)
     logits[1] = np.nan
