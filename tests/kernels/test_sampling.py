@@ -10,6 +10,7 @@ from tests.kernels.sampling import CHOICES, KINDS, Row, make_logits, make_rows, 
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.errors import DTypeError, PlaceError, RangeError, ShapeError
 from trt_kvcache.kernels import SamplingWorkspace, choose_tokens, token_logprobs
+from trt_kvcache.kernels.host.log_probabilities import log_probabilities
 from trt_kvcache.kernels.host.philox import random_bits
 
 OPTIONS = ("temperature", "top_k", "top_p", "min_p")
@@ -161,6 +162,21 @@ def test_strided_rows(memory, stream):
     made, tokens = make_rows(memory, rows, 700, stream), make_tokens(memory, 3, stream)
     choose_tokens(last, made, tokens, workspace=SamplingWorkspace(memory, rows=3, vocab_size=700, stream=stream), stream=stream)
     assert tokens.numpy().tolist() == plain_tokens(logits[:, 1], rows)[0]
+
+
+def test_log_probabilities_of_several_sizes_share_a_workspace(memory, stream):
+    logits = np.random.default_rng(5).normal(size=(3, 5000)).astype(np.float32)
+    rows = [Row(seed=index, logprobs=True) for index in range(3)]
+    made, tokens = make_rows(memory, rows, 5000, stream), make_tokens(memory, 3, stream)
+    on_device, workspace = memory.to_device(logits, stream=stream), SamplingWorkspace(memory, rows=3, vocab_size=5000, stream=stream)
+    choose_tokens(on_device, made, tokens, workspace=workspace, stream=stream)
+    for top in (20, 0, 3, 20):
+        out = memory.to_device(np.full((3, 1 + 2 * top), -9, np.int32), stream=stream)
+        token_logprobs(on_device, made, out, workspace=workspace, stream=stream)
+        for row, (words, token) in enumerate(zip(out.numpy(), tokens.numpy().tolist(), strict=True)):
+            chosen, ids, values = log_probabilities(logits[row], token, top)
+            assert words[1 : 1 + top].tolist() == ids.tolist()
+            np.testing.assert_allclose(words.view(np.float32)[[0, *range(1 + top, 1 + 2 * top)]], [chosen, *values], rtol=2e-6)
 
 
 class TestRefused:

@@ -40,7 +40,7 @@ def choose_tokens(logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor
 def token_logprobs(logits: DeviceTensor, rows: SamplingRows, out: DeviceTensor, workspace: SamplingWorkspace, stream: Any) -> None:
     batch, vocab_size = logits.shape
     blocks = min(LOGPROBS_BLOCKS, -(-vocab_size // _MIN_TOKENS_OF_BLOCK))
-    addresses = (rows.params.ptr, rows.results.ptr, out.ptr, (out.shape[1] - 1) // 2, workspace.found.ptr)
+    addresses = (rows.params.ptr, rows.results.ptr, out.ptr, (out.shape[1] - 1) // 2, workspace.found.ptr, workspace.found.shape[1])
     arguments = (logits.ptr, logits.strides[0], vocab_size, *addresses)
     launch(logits.memory, "sampling_logprobs", "token_logprobs", (blocks, batch, 1), arguments, stream, threads=ROW_THREADS)
 
