@@ -176,6 +176,28 @@ def test_requests_that_only_the_host_takes(scene, params, message):
     scene.step()
 
 
+def test_numbers_of_any_size(memory, stream):
+    params = [SamplingParams(seed=2**63 - 1, counter=2**40 + 3, temperature=1.0), SamplingParams(seed=1, temperature=1.0, top_k=10**30)]
+    scene = Scene(memory, stream, params)
+    for _ in range(3):
+        scene.step()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seed": -1, "counter": 0}, "seed: expected an integer from 0 to 18446744073709551615, got -1."),
+        ({"seed": 1, "counter": 2**64}, "counter: expected an integer from 0 to 18446744073709551615, got 18446744073709551616."),
+    ],
+)
+def test_random_numbers_that_there_are_not(scene, arguments, message):
+    with pytest.raises(RangeError, match=f"^{message}"):
+        scene.sampler.set_slot(2, PARAMS[2], **arguments, stream=scene.stream)
+    with pytest.raises(RangeError, match=f"^{message}"):
+        scene.sampler.rewind(2, PARAMS[2], **arguments, removed=[5], stream=scene.stream)
+    scene.step()
+
+
 def test_refused_before_anything_changed(scene):
     for arguments in ({"prompt": [VOCAB]}, {"generated": [-1]}):
         with pytest.raises(RangeError, match="expected token ids from 0 to 2499"):

@@ -18,13 +18,16 @@ from trt_kvcache.kernels import AnyCompactionPlan, SamplingRows, SamplingWorkspa
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.kernels.host.token_choice import choice_params
 from trt_kvcache.kernels.sampling_rows import ACTIVE, BAD_LOGITS, BIASED, GREEDY, LOGPROBS, NO_ERROR, PENALISED, ROW_PARAMS, ROW_RESULT
-from trt_kvcache.kernels.sampling_workspace import MAX_TOP_LOGPROBS
+from trt_kvcache.kernels.sampling_workspace import MAX_TOP_LOGPROBS, MAX_VOCAB_SIZE
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
 #: Pages of results that may be on their way to the host at once.
 _PAGES = 2
+
+#: Of a seed and a counter.
+_LARGEST_NUMBER = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -405,9 +408,10 @@ def _row_of(params: SamplingParams, seed: int, counter: int) -> Any:
         (LOGPROBS, params.logprobs is not None),
     )
     row["flags"] = sum(flag for flag, is_set in asked if is_set)
-    row["seed"], row["counter"] = seed, counter
+    row["seed"], row["counter"] = int_in_range("seed", seed, 0, _LARGEST_NUMBER), int_in_range("counter", counter, 0, _LARGEST_NUMBER)
     row["repetition"], row["frequency"], row["presence"] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
     if params.temperature:
         numbers = choice_params(params.temperature, params.top_k, params.top_p, params.min_p)
-        row["scale"], row["top_k"], row["top_p"], row["min_weight"] = numbers.scale, numbers.top_k, numbers.top_p, numbers.min_weight
+        row["scale"], row["top_p"], row["min_weight"] = numbers.scale, numbers.top_p, numbers.min_weight
+        row["top_k"] = min(numbers.top_k, MAX_VOCAB_SIZE)
     return row
