@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trt_kvcache import SamplingParams
-from trt_kvcache.errors import ConfigError, EngineError, ProcessorError, RangeError, SlotError
+from trt_kvcache.errors import CapacityError, ConfigError, EngineError, ProcessorError, RangeError, SlotError
 from trt_kvcache.generation.device_sampler import DeviceSampler
 from trt_kvcache.generation.request import Request
 from trt_kvcache.kernels import CompactionPlan
@@ -173,6 +173,28 @@ def test_a_step_is_read_while_the_next_one_is_on_its_way(scene):
 def test_requests_that_only_the_host_takes(scene, params, message):
     with pytest.raises((ConfigError, RangeError), match=f"^{message}"):
         scene.sampler.set_slot(1, params, seed=1, counter=0, stream=scene.stream)
+    scene.step()
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2, 3])
+def test_room_for_penalties_that_cannot_be_had(memory, stream, failing, monkeypatch):
+    """Whichever allocation fails, the sampler is as it was, and the next attempt succeeds."""
+    scene = Scene(memory, stream, PARAMS[:2])
+    allocate, calls = type(memory).allocate, iter(range(99))
+
+    def allocate_or_fail(self, *arguments, **options):
+        if next(calls) == failing:
+            raise CapacityError("full")
+        return allocate(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(memory), "allocate", allocate_or_fail)
+        with pytest.raises(CapacityError, match="full"):
+            scene.sampler.set_slot(1, PARAMS[4], seed=9, counter=0, stream=stream)
+    scene.step()
+    scene.sampler.compact(CompactionPlan.from_host([0, 1], 2, 2, [0] * 2), [0, 1], stream=stream)
+    scene.params[1], scene.requests[1] = PARAMS[4], requests_of()[4]
+    scene.set_slot(1)
     scene.step()
 
 

@@ -216,6 +216,18 @@ class TestRefused:
         with pytest.raises(ShapeError, match=r"workspace: expected one for \[2, 9\], got one for \[1, 9\]\."):
             choose_tokens(**scene)
 
+    def test_a_workspace_without_room_for_edits(self, memory, stream, scene):
+        scene["workspace"] = SamplingWorkspace(memory, rows=2, vocab_size=9, edits=False, stream=stream)
+        before = params_of(scene["rows"])
+        with pytest.raises(
+            ShapeError, match=r"workspace: expected one with room for penalties and bias, got one without. Use edits=True\."
+        ):
+            choose_tokens(**scene)
+        assert scene["tokens"].numpy().tolist() == [-7, -7]
+        np.testing.assert_array_equal(params_of(scene["rows"]), before)
+        scene["workspace"].make_room_for_edits(stream=stream)
+        choose_tokens(**scene)
+
     def test_other_memory(self, scene):
         host = HostMemory()
         scene["tokens"] = make_tokens(host, 2, host.create_stream())

@@ -105,8 +105,8 @@ class DeviceSampler(Uncopyable):
     Notes
     -----
     A step is :meth:`sample`, then :meth:`download`; :meth:`SampledTokens.read` waits for that step alone, so the next one may run
-    meanwhile. The tokens are those of ``Request.choose`` for the same logits. Where counts for penalties, or bias, are first asked
-    for, ``max_batch_size * vocab_size * 4`` bytes are allocated for each.
+    meanwhile. The tokens are those of ``Request.choose`` for the same logits. When a slot first asks for penalties, or for bias,
+    ``max_batch_size * vocab_size * 4`` bytes are allocated for each, and as many for the logits after them.
 
     Examples
     --------
@@ -127,7 +127,7 @@ class DeviceSampler(Uncopyable):
     def __init__(self, memory: Memory, *, max_batch_size: int, vocab_size: int, stream: Any) -> None:
         int_in_range("max_batch_size", max_batch_size, 1)
         self._memory, self._vocab_size = memory, vocab_size
-        self._workspace = SamplingWorkspace(memory, rows=max_batch_size, vocab_size=vocab_size, stream=stream)
+        self._workspace = SamplingWorkspace(memory, rows=max_batch_size, vocab_size=vocab_size, edits=False, stream=stream)
         words = 1 + 2 * MAX_TOP_LOGPROBS
         params, results, logprobs = (
             self._allocate((max_batch_size, width), dtype, stream)
@@ -374,9 +374,11 @@ class DeviceSampler(Uncopyable):
         uses = self._allocate(shape, "int32", stream) if flags & PENALISED and rows.uses is None else rows.uses
         bias = self._allocate(shape, "float32", stream) if flags & BIASED and rows.bias is None else rows.bias
         if uses is not rows.uses or bias is not rows.bias:
+            self._workspace.make_room_for_edits(stream=stream)
+            infos = StateInfos([tensor for tensor in (rows.params, uses, bias) if tensor is not None], stream=stream)
             self._rows = SamplingRows(rows.params, rows.results, uses, bias)
             self._infos.close()
-            self._infos = StateInfos([tensor for tensor in (rows.params, uses, bias) if tensor is not None], stream=stream)
+            self._infos = infos
 
     def _row(self, tensor: DeviceTensor, slot: int) -> DeviceTensor:
         return tensor[slot : slot + 1].reshape(self._vocab_size)

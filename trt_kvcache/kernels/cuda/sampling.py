@@ -22,7 +22,7 @@ def choose_tokens(logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor
     blocks = max(1, min(workspace.blocks // groups, useful, MAX_BLOCKS_OF_ROW))
     arguments = (
         *(logits.ptr, logits.strides[0], vocab_size, batch, rows.params.ptr),
-        *(0 if rows.uses is None else rows.uses.ptr, 0 if rows.bias is None else rows.bias.ptr, workspace.edited.ptr),
+        *(0 if tensor is None else tensor.ptr for tensor in (rows.uses, rows.bias, workspace.edited)),
         *(tokens.ptr, rows.results.ptr, workspace.meeting.ptr, blocks),
     )
     launch(
