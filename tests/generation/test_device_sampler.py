@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trt_kvcache import SamplingParams
-from trt_kvcache.errors import CapacityError, ConfigError, EngineError, ProcessorError, RangeError, SlotError
+from trt_kvcache.errors import CapacityError, ConfigError, EngineError, ProcessorError, RangeError, ShapeError, SlotError
 from trt_kvcache.generation.device_sampler import DeviceSampler
 from trt_kvcache.generation.request import Request
 from trt_kvcache.kernels import CompactionPlan
@@ -217,6 +217,15 @@ def test_random_numbers_that_there_are_not(scene, arguments, message):
         scene.sampler.set_slot(2, PARAMS[2], **arguments, stream=scene.stream)
     with pytest.raises(RangeError, match=f"^{message}"):
         scene.sampler.rewind(2, PARAMS[2], **arguments, removed=[5], stream=scene.stream)
+    scene.step()
+
+
+@pytest.mark.parametrize("shape", [(7, VOCAB), (6, VOCAB - 1), (6,)])
+def test_logits_of_another_shape(scene, shape):
+    logits = scene.memory.to_device(np.zeros(shape, np.float32), stream=scene.stream)
+    with pytest.raises(ShapeError, match=rf"^logits: expected \[B, {VOCAB}\] with B up to 6, got \[{', '.join(map(str, shape))}\]\.$"):
+        scene.sampler.sample(logits, scene.tokens, stream=scene.stream)
+    assert scene.tokens.numpy().tolist() == [-7] * 6
     scene.step()
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range, slot_index
 from trt_kvcache._util.lifetime import Uncopyable
-from trt_kvcache.errors import ConfigError, KVCacheError, RangeError
+from trt_kvcache.errors import ConfigError, KVCacheError, RangeError, ShapeError
 from trt_kvcache.generation.sampling import SamplingParams, bad_logits, nothing_left
 from trt_kvcache.generation.token_logprobs import TokenLogprobs
 from trt_kvcache.kernels import AnyCompactionPlan, SamplingRows, SamplingWorkspace, StateInfos, choose_tokens, compact_rows, token_logprobs
@@ -326,6 +326,8 @@ class DeviceSampler(Uncopyable):
             An argument does not fit. Nothing was changed.
         """
         batch, rows = len(logits), self._rows
+        if batch > len(self._tops) or logits.shape[1:] != (self._vocab_size,):
+            raise ShapeError(f"logits: expected [B, {self._vocab_size}] with B up to {len(self._tops)}, got {list(logits.shape)}.")
         if batch != len(self._tops):
             uses, bias = (None if tensor is None else tensor[:batch] for tensor in (rows.uses, rows.bias))
             rows = SamplingRows(rows.params[:batch], rows.results[:batch], uses, bias)
