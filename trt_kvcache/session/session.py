@@ -165,7 +165,7 @@ class InferenceSession(Uncopyable):
         Warns
         -----
         EngineFallbackWarning
-            ``engine="auto"`` falls back to the NumPy reference engine.
+            ``engine="auto"`` falls back to PyTorch or the NumPy reference engine.
 
         Examples
         --------
@@ -209,7 +209,7 @@ class InferenceSession(Uncopyable):
         Warns
         -----
         EngineFallbackWarning
-            ``engine="auto"`` falls back to the NumPy reference engine.
+            ``engine="auto"`` falls back to PyTorch or the NumPy reference engine.
 
         Notes
         -----
