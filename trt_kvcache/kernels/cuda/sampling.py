@@ -22,7 +22,7 @@ def choose_tokens(logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor
     blocks = max(1, min(workspace.blocks // groups, useful, MAX_BLOCKS_OF_ROW))
     arguments = (
         *(logits.ptr, logits.strides[0], vocab_size, batch, rows.params.ptr),
-        *(0 if rows.uses is None else rows.uses.ptr, 0 if rows.bias is None else rows.bias.ptr, workspace.edited.ptr),
+        *(0 if tensor is None else tensor.ptr for tensor in (rows.uses, rows.bias, workspace.edited)),
         *(tokens.ptr, rows.results.ptr, workspace.meeting.ptr, blocks),
     )
     launch(
@@ -40,7 +40,7 @@ def choose_tokens(logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor
 def token_logprobs(logits: DeviceTensor, rows: SamplingRows, out: DeviceTensor, workspace: SamplingWorkspace, stream: Any) -> None:
     batch, vocab_size = logits.shape
     blocks = min(LOGPROBS_BLOCKS, -(-vocab_size // _MIN_TOKENS_OF_BLOCK))
-    addresses = (rows.params.ptr, rows.results.ptr, out.ptr, (out.shape[1] - 1) // 2, workspace.found.ptr)
+    addresses = (rows.params.ptr, rows.results.ptr, out.ptr, (out.shape[1] - 1) // 2, workspace.found.ptr, workspace.found.shape[1])
     arguments = (logits.ptr, logits.strides[0], vocab_size, *addresses)
     launch(logits.memory, "sampling_logprobs", "token_logprobs", (blocks, batch, 1), arguments, stream, threads=ROW_THREADS)
 
