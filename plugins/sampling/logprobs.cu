@@ -2,6 +2,7 @@
 // Grid: x the blocks of a row, y the rows. The last block of a row to come merges what all of them found.
 
 #include "attention/math.cuh"
+#include "dependent_launch.cuh"
 #include "sampling/block_scan.cuh"
 #include "sampling/row_barrier.cuh"
 #include "sampling/rows.cuh"
@@ -40,6 +41,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads)
     SHARED_ARRAY(Number, scratch, kWarpsOfBlock);
     SHARED_ARRAY(unsigned, arrived, 1);
     const long long row = blockIdx.y;
+    grid_dependency_wait();
     if ((params[row].flags & (kActive | kLogprobs)) != (kActive | kLogprobs) || results[row].error) return;
     const float* const logits = all_logits + row * row_stride;
     const int blocks = static_cast<int>(gridDim.x), rank = static_cast<int>(blockIdx.x), top = static_cast<int>(num_top), of_block = 2 + top;

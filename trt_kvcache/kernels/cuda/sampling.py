@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch
+from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch, starts_early
 from trt_kvcache.kernels.sampling_rows import SamplingRows
 from trt_kvcache.kernels.sampling_workspace import LOGPROBS_BLOCKS, MAX_BLOCKS_OF_ROW, SamplingWorkspace
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -34,6 +34,7 @@ def choose_tokens(logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor
         stream,
         threads=ROW_THREADS,
         cooperative=blocks > 1,
+        programmatic_dependent_launch=starts_early(logits.memory),
     )
 
 
@@ -42,7 +43,16 @@ def token_logprobs(logits: DeviceTensor, rows: SamplingRows, out: DeviceTensor, 
     blocks = min(LOGPROBS_BLOCKS, -(-vocab_size // _MIN_TOKENS_OF_BLOCK))
     addresses = (rows.params.ptr, rows.results.ptr, out.ptr, (out.shape[1] - 1) // 2, workspace.found.ptr, workspace.found.shape[1])
     arguments = (logits.ptr, logits.strides[0], vocab_size, *addresses)
-    launch(logits.memory, "sampling_logprobs", "token_logprobs", (blocks, batch, 1), arguments, stream, threads=ROW_THREADS)
+    launch(
+        logits.memory,
+        "sampling_logprobs",
+        "token_logprobs",
+        (blocks, batch, 1),
+        arguments,
+        stream,
+        threads=ROW_THREADS,
+        programmatic_dependent_launch=starts_early(logits.memory),
+    )
 
 
 def set_row(rows: SamplingRows, row: int, words: Sequence[int], stream: Any) -> None:
