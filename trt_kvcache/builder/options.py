@@ -128,7 +128,7 @@ class BuildOptions:
 
     @property
     def profiles(self) -> tuple[EngineProfile, ...]:
-        """The optimisation profiles: see :func:`~trt_kvcache.engine.decoder_tensors.decoder_profiles`."""
+        """The optimisation profiles: see ``trt_kvcache.engine.decoder_tensors.decoder_profiles``."""
         return decoder_profiles(
             max_batch_size=self.max_batch_size,
             max_prefill_length=self.max_prefill_length,

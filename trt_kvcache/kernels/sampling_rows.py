@@ -44,11 +44,11 @@ class SamplingRows:
     Parameters
     ----------
     params : DeviceTensor (B, 64) uint8
-        :data:`ROW_PARAMS`. Each token advances ``counter``.
+        ``ROW_PARAMS``. Each token advances ``counter``.
     results : DeviceTensor (B, 16) uint8
-        :data:`ROW_RESULT`. Overwritten for rows that are active.
+        ``ROW_RESULT``. Overwritten for rows that are active.
     uses : DeviceTensor (B, vocab) int32, optional
-        How often each token was generated; the highest bit, :data:`IN_PROMPT`, is set for tokens of the prompt. Needed for rows with the
+        How often each token was generated; the highest bit, ``IN_PROMPT``, is set for tokens of the prompt. Needed for rows with the
         flag ``PENALISED``; the token that is chosen is counted.
     bias : DeviceTensor (B, vocab) float32, optional
         Added to the logits of rows with the flag ``BIASED``.

@@ -40,7 +40,7 @@ class ReferenceEngine(DecoderEngine):
         others are for SEPARATE ones.
     max_logits_per_slot : int or "all"
         The most new tokens per slot whose logits one step returns, ``1 <= max_logits_per_slot <= max_prefill_length``: see
-        :func:`~trt_kvcache.engine.decoder_tensors.decoder_tensors`. ``"all"`` stands for ``max_prefill_length``.
+        ``trt_kvcache.engine.decoder_tensors.decoder_tensors``. ``"all"`` stands for ``max_prefill_length``.
     names : TensorNames
         Names of inputs and outputs.
     memory : HostMemory
@@ -54,7 +54,7 @@ class ReferenceEngine(DecoderEngine):
         Inputs and outputs by name, inputs first.
     profiles : tuple of EngineProfile
         ``prefill`` (up to ``max_prefill_length`` new tokens) and ``decode`` (one), and with more logits than one ``verify``: see
-        :func:`~trt_kvcache.engine.decoder_tensors.decoder_profiles`.
+        ``trt_kvcache.engine.decoder_tensors.decoder_profiles``.
     memory : HostMemory
         Memory that bound tensors must be in.
 

@@ -54,7 +54,7 @@ class TorchEngine(DecoderEngine):
         ``"plugin"`` is for COMBINED caches, the others are for SEPARATE ones. All compute the same.
     max_logits_per_slot : int or "all"
         The most new tokens per slot whose logits one step returns, ``1 <= max_logits_per_slot <= max_prefill_length``: see
-        :func:`~trt_kvcache.engine.decoder_tensors.decoder_tensors`. ``"all"`` stands for ``max_prefill_length``.
+        ``trt_kvcache.engine.decoder_tensors.decoder_tensors``. ``"all"`` stands for ``max_prefill_length``.
     names : TensorNames
         Names of inputs and outputs.
     memory : Memory
@@ -66,7 +66,7 @@ class TorchEngine(DecoderEngine):
         Inputs and outputs by name, inputs first.
     profiles : tuple of EngineProfile
         ``prefill`` (up to ``max_prefill_length`` new tokens) and ``decode`` (one), and with more logits than one ``verify``: see
-        :func:`~trt_kvcache.engine.decoder_tensors.decoder_profiles`.
+        ``trt_kvcache.engine.decoder_tensors.decoder_profiles``.
     memory : Memory
         Memory that bound tensors must be in.
 
