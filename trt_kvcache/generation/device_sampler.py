@@ -161,6 +161,11 @@ class DeviceSampler(Uncopyable):
         if (params.logprobs or 0) > MAX_TOP_LOGPROBS:
             raise ConfigError(f"sampling on the device: expected at most {MAX_TOP_LOGPROBS} logprobs, got {params.logprobs}.")
 
+    @classmethod
+    def accepts(cls, params: SamplingParams) -> bool:
+        """Return whether :meth:`check` raises nothing."""
+        return not params.logits_processors and (params.logprobs or 0) <= MAX_TOP_LOGPROBS
+
     @property
     def graph_key(self) -> tuple[bool, ...]:
         """What a captured :meth:`sample` depends on beside its arguments: capture again when it has changed."""
