@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+TORCH ?= torch==2.13.0
+TORCH_READY := .venv/.torch
 FAST := not trt and not gpu and not slow and not long
 JOBS ?= auto
 SUMS := tests/end_to_end tests/reference tests/session tests/kernels
@@ -66,6 +68,11 @@ test-bindings: $(READY)  ## Hold the code against NVIDIA's Python bindings of ea
 test-gpu: $(READY)  ## Run everything that runs on an NVIDIA GPU; a missing GPU is a failure
 	TRT_KVCACHE_REQUIRE_GPU=1 TRT_KVCACHE_TEST_DEVICE=gpu $(BIN)/pytest -m "gpu or device"
 
+.PHONY: test-torch
+test-torch: $(TORCH_READY)  ## Run the tests of the PyTorch engine on the CPU; installs torch
+	TRT_KVCACHE_REQUIRE_TORCH=1 $(BIN)/pytest -n $(JOBS) -m "$(FAST)" tests/torch_engine tests/project/test_docstrings.py
+	TRT_KVCACHE_REQUIRE_TORCH=1 $(BIN)/python tests/simt/run.py -m "device and $(FAST)" tests/torch_engine
+
 .PHONY: docs
 docs: $(READY)  ## Build the documentation into build/docs; a warning is a failure
 	@$(BIN)/python docs/images/draw.py --check
@@ -102,3 +109,9 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
 	$(BIN)/python -m pip install --disable-pip-version-check --editable ".[dev,rtx,cuda]"
 	@touch $(READY)
+
+# What pip installs by this name may be a build for CUDA, of gigabytes; that for a CPU is on an index of PyTorch's:
+# make test-torch TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+$(TORCH_READY): $(READY)
+	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
+	@touch $(TORCH_READY)

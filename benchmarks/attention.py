@@ -1,10 +1,11 @@
 """The attention kernels on a GPU, beside those of others: is it right, and how fast is it. Needs torch.
 
-    python benchmarks/attention.py [--quick] [--max-seconds 420] [--only decode|prefill] [--dims 64,128] [--tiles WARPS=8,TILE_KEYS=64,...]
+    python benchmarks/attention.py [--quick] [--max-seconds 420] [--only decode|chunks|prefill] [--dims 64,128]
+                                   [--tiles WARPS=8,TILE_KEYS=64,...]
 
-Decode, against the copy bandwidth: caches take turns, so that none is in L2. Prefill, against a matrix product of torch. Each has
-two rows: attention alone (a decode step appends all the same), and RoPE, append and attention; the others only attend. All run in
-CUDA graphs. First everything is compared with float64. ``--tiles`` tries other tiles in the kernel of ``--only``.
+Decode, against the copy bandwidth: caches take turns, so that none is in L2. Chunks, of several new tokens over a past, against a decode
+step. Prefill, against a matrix product of torch. Each has two times: of append and attention, and of RoPE, append and attention; the others
+only attend. All run in CUDA graphs. First everything is compared with float64. ``--tiles`` tries other tiles in the kernel of ``--only``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from attention_peers import Call, peer_versions, peers
@@ -34,19 +35,40 @@ from tests.kernels import attention as cases  # noqa: E402
 from trt_kvcache import CudaMemory, DeviceTensor  # noqa: E402
 from trt_kvcache.dtypes import itemsize  # noqa: E402
 from trt_kvcache.kernels import AttentionWorkspace, attend, attention_tiles, source_variants  # noqa: E402
-from trt_kvcache.kernels.attention_params import AttentionParams  # noqa: E402
 from trt_kvcache.kernels.cuda import attention as launcher  # noqa: E402
 from trt_kvcache.memory.shapes import dense_nbytes  # noqa: E402
 
 #: Decode: share of the copy bandwidth from 64 MB, and microseconds up to 8 MB; its time over the best other's from 64 MB, and with 8
-#: query heads over 1 (these differ by 2 % from run to run). Prefill: TFLOP/s over torch's FLASH_ATTENTION.
-LIMITS = {"of_copy": 0.85, "small_us": 8.0, "of_best_peer": 1.02, "group_8_of_1": 1.02, "of_flash": 0.9}
+#: query heads over 1 (these differ by 2 % from run to run). Chunks: their time over that of one new token, for up to 8 and for 16 of
+#: them, or so many microseconds more up to 8 MB; and over the best other's. Prefill: TFLOP/s over torch's FLASH_ATTENTION.
+LIMITS = {
+    "of_copy": 0.85,
+    "small_us": 8.0,
+    "of_best_peer": 1.02,
+    "group_8_of_1": 1.02,
+    "8_of_1": 1.3,
+    "16_of_1": 1.6,
+    "small_more_us": 4.0,
+    "chunk_of_best_peer": 1.02,
+    "of_flash": 0.9,
+}
 
 KV_HEADS, RUNS, ROUNDS, _LARGE_MB, _SMALL_MB, _MIB = 8, 7, 3, 64, 8, 2**20
 _ROTATED_NBYTES, _GRAPH_SECONDS = 256 * _MIB, 2e-3  # several times an L2; of work in a graph, where all caches once is less
 _REST_SECONDS, _WARM_SECONDS = 0.15, 0.1
 
-_KEYS = ("batch", "width", "past", "group", "head_dim")  # of a shape: past tokens at most, query heads of a K/V head
+
+class Shape(NamedTuple):
+    """What is measured: past tokens at most, query heads of a K/V head."""
+
+    batch: int
+    width: int
+    past: int
+    group: int
+    head_dim: int
+    kv_heads: int = KV_HEADS
+
+
 _LARGE = {
     "decode": [
         *((5, 1, 40000, 4, 128), (3, 1, 9000, 16, 256), (70, 1, 3000, 8, 64)),
@@ -56,21 +78,45 @@ _LARGE = {
         *((2, 1500, 0, 4, 128), (2, 333, 2100, 4, 128), (1, 600, 77, 2, 256)),
         *((2, 1000, 500, 1, 64), (2, 700, 10, 4, 96), (1, 500, 0, 8, 80)),
     ],
+    "chunks": [
+        *((1, 2, 40000, 7, 128), (3, 8, 9000, 4, 256), (9, 5, 3000, 8, 64)),
+        *((2, 40, 5000, 4, 128), (1, 17, 131000, 2, 96), (4, 100, 6000, 7, 80), (2, 33, 5000, 2, 256)),
+    ],
 }
-
-Shape = tuple[int, int, int, int, int]
 
 
 def shapes(which: str, quick: bool, dims: Sequence[int]) -> list[Shape]:
     """Return what is measured, in the order of :data:`_LARGE`."""
+    if which == "chunks":
+        return _chunks(quick, dims)
     heads = [(4, 128), (8, 128), (1, 128), (4, 64), (4, 256)][: 1 if quick else None]
     heads = [one for one in heads if one[1] in dims] or [(4, dim) for dim in dims]
     if which == "decode":
         lengths = (1024, 8192, 32768) if quick else (1024, 4096, 8192, 32768, 131072)
-        return [(batch, 1, length, *one) for batch in (1, 8, 32) for length in lengths for one in heads]
+        return [Shape(batch, 1, length, *one) for batch in (1, 8, 32) for length in lengths for one in heads]
     widths = (2048, 8192) if quick else (512, 1024, 2048, 4096, 8192, 16384, 32768)
-    chunks = [] if quick else [(1, 512, 8192, *heads[0]), (1, 2048, 32768, *heads[0])]
-    return [(1, width, 0, *one) for one in heads for width in widths] + chunks
+    few = (
+        []
+        if quick
+        else [
+            Shape(1, width, 0, group, dim, n)
+            for n, group, dim in ((2, 4, 128), (2, 1, 128), (32, 1, 128), (2, 4, 256))
+            for width in (512, 1024)
+        ]
+    )
+    chunks = [] if quick else [Shape(1, 512, 8192, *heads[0]), Shape(1, 2048, 32768, *heads[0])]
+    return [Shape(1, width, 0, *one) for one in heads for width in widths] + [one for one in few if one.head_dim in dims] + chunks
+
+
+def _chunks(quick: bool, dims: Sequence[int]) -> list[Shape]:
+    """Several new tokens over a past, beside one; and models of few heads."""
+    widths = (1, 2, 8, 16, 128) if quick else (1, 2, 4, 8, 16, 32, 64, 128, 512)
+    models = [(4, 128, 8), (7, 128, 4), (4, 64, 8), (2, 256, 8)][: 1 if quick else None]
+    sizes = [(1, 1024), (1, 8192)] if quick else [(1, 1024), (1, 8192), (1, 32768), (8, 1024), (8, 8192)]
+    small = [] if quick else [(1, 128, 7, 64, 2), (4, 2048, 7, 64, 2), (1, 16384, 8, 128, 1), (4, 1024, 4, 128, 4), (1, 2048, 1, 128, 32)]
+    shapes = [Shape(batch, width, past, *model) for model in models for batch, past in sizes for width in widths]
+    shapes += [Shape(batch, width, past, *model) for batch, past, *model in small for width in (1, 2, 8, 64)]
+    return [one for one in shapes if one.head_dim in dims]
 
 
 class Gpu:
@@ -154,17 +200,17 @@ class Problem:
     """One shape: tensors, and calls of ours over ``copies`` caches."""
 
     def __init__(self, gpu: Gpu, shape: Shape, copies: int = 1, dtype: str = "float16") -> None:
-        batch, width, past, group, dim = shape
-        heads, tokens = KV_HEADS * group, past + width
-        sizes = {"num_heads": heads, "num_kv_heads": KV_HEADS, "head_dim": dim}
+        batch, width, past, group, dim, kv_heads = shape
+        heads, tokens = kv_heads * group, past + width
+        sizes = {"num_heads": heads, "num_kv_heads": kv_heads, "head_dim": dim}
         workspace = AttentionWorkspace(gpu.memory, **sizes, stream=gpu.stream)
         (q, self.q), (out, self.out) = (gpu.tensor((batch, width, heads, dim), dtype) for _ in range(2))
-        (k, self.k), (v, self.v) = (gpu.tensor((batch, width, KV_HEADS, dim), dtype) for _ in range(2))
+        (k, self.k), (v, self.v) = (gpu.tensor((batch, width, kv_heads, dim), dtype) for _ in range(2))
         lengths, self.lengths = gpu.tensor((batch,), "int32")
         table, angles = gpu.tensor((tokens, 2, dim // 2), "float32")
         self.lengths.fill_(past)
         angles.copy_(torch.stack([angles[:, 0].cos(), angles[:, 0].sin()], 1))
-        made = gpu.caches((batch, 2, KV_HEADS, tokens, dim), dtype, copies)
+        made = gpu.caches((batch, 2, kv_heads, tokens, dim), dtype, copies)
         self.caches = [view for _, view in made]
 
         fixed = {"q": q, "k": k, "v": v, "lengths": lengths, "out": out}
@@ -173,16 +219,8 @@ class Problem:
             options |= {**fixed, "workspace": workspace}
             return [lambda stream, c=cache: attend(**options, cache=c, stream=stream) for cache, _ in made]
 
-        def alone(cache: DeviceTensor) -> Callable[[Any], object]:
-            options = {"new_lengths": None, "cos_sin": None, "scale": dim**-0.5, "window": 0, "softcap": 0.0}
-            params = AttentionParams(**fixed, **options, cache=cache)
-            return lambda stream: launcher._prefill(params, stream)
-
         self.calls = calls()
-        self.rows = {
-            "attention": [alone(cache) for cache, _ in made] if width > 1 else self.calls,
-            "rope_append_attention": calls(cos_sin=table),
-        }
+        self.rows = {"attention": self.calls, "rope_append_attention": calls(cos_sin=table)}
 
     def error(self) -> float:
         """Return max|error| / max|reference| over slots and some heads, without RoPE; the reference is in float64."""
@@ -190,8 +228,8 @@ class Problem:
         for slot in range(batch):
             n = int(self.lengths[slot]) + width
             future = torch.ones(width, n, dtype=torch.bool, device="cuda").triu(n - width + 1)
-            for head in range(0, heads, heads // 4):
-                keys, values = self.caches[0][slot, :, head * KV_HEADS // heads, :n].double()
+            for head in range(0, heads, max(heads // 4, 1)):
+                keys, values = self.caches[0][slot, :, head * self.k.shape[2] // heads, :n].double()
                 scores = (self.q[slot, :, head].double() @ keys.T) * dim**-0.5
                 expected = scores.masked_fill(future, -torch.inf).softmax(-1) @ values
                 error = float((self.out[slot, :, head].double() - expected).abs().max() / expected.abs().max())
@@ -203,10 +241,10 @@ def check(gpu: Gpu, which: str) -> dict[str, float]:
     """Compare; the dead rows are NaN. Returns the largest error of the large shapes for each dtype."""
     errors: dict[str, float] = {}
     for dtype, tolerance in cases.TOLERANCE.items():
-        for case in getattr(cases, f"{which.upper()}_CASES").values():
+        for case in getattr(cases, f"{which.upper()}_CASES", {}).values():
             cases.check(dataclasses.replace(case, dtype=dtype), gpu.memory, gpu.stream)
         for shape in _LARGE[which]:
-            problem = Problem(gpu, shape, dtype=dtype)
+            problem = Problem(gpu, Shape(*shape), dtype=dtype)
             problem.lengths.copy_(torch.randint(0, shape[2] + 1, (shape[0],), device="cuda"))
             for slot, length in enumerate(problem.lengths.tolist()):
                 problem.caches[0][slot, :, :, length:] = torch.nan
@@ -219,22 +257,20 @@ def check(gpu: Gpu, which: str) -> dict[str, float]:
 
 
 def _shape(row: dict[str, Any]) -> Shape:
-    batch, width, past, group, dim = (row[key] for key in _KEYS)
-    return batch, width, past, group, dim
+    return Shape(*(row[key] for key in Shape._fields))
 
 
 def _nbytes(shape: Shape) -> int:
-    batch, width, past, _, dim = shape
-    return batch * 2 * KV_HEADS * (past + width) * dim * itemsize("float16")
+    return shape.batch * 2 * shape.kv_heads * (shape.past + shape.width) * shape.head_dim * itemsize("float16")
 
 
 def _flop(shape: Shape) -> float:
-    batch, width, past, group, dim = shape
-    return 4 * batch * KV_HEADS * group * dim * (width * past + width * (width + 1) / 2)
+    pairs = shape.width * shape.past + shape.width * (shape.width + 1) / 2
+    return 4 * shape.batch * shape.kv_heads * shape.group * shape.head_dim * pairs
 
 
 def _problem(gpu: Gpu, shape: Shape) -> Problem:
-    return Problem(gpu, shape, max(1, min(64 if shape[1] == 1 else 4, -(-_ROTATED_NBYTES // _nbytes(shape)))))
+    return Problem(gpu, shape, max(1, min(64 if shape.past > shape.width else 4, -(-_ROTATED_NBYTES // _nbytes(shape)))))
 
 
 def measure_ours(gpu: Gpu, alike: Sequence[Shape], least: Callable[[Shape], float]) -> Iterator[dict[str, Any]]:
@@ -248,11 +284,11 @@ def measure_ours(gpu: Gpu, alike: Sequence[Shape], least: Callable[[Shape], floa
     for shape, problem in problems.items():
         seconds = {name: median(times[shape, name]) for name in problem.rows}
         yield {
-            **dict(zip(_KEYS, shape, strict=True)),
+            **shape._asdict(),
             "kv_mb": round(_nbytes(shape) / _MIB, 1),
             "us": {name: round(one * 1e6, 2) for name, one in seconds.items()},
-            "of_copy" if shape[1] == 1 else "of_matrix_peak": {name: round(least(shape) / one, 3) for name, one in seconds.items()},
-            **({} if shape[1] == 1 else {"tflops": {name: round(_flop(shape) / one / 1e12, 1) for name, one in seconds.items()}}),
+            "of_copy" if shape.width == 1 else "of_matrix_peak": {name: round(least(shape) / one, 3) for name, one in seconds.items()},
+            **({} if shape.width == 1 else {"tflops": {name: round(_flop(shape) / one / 1e12, 1) for name, one in seconds.items()}}),
         }
 
 
@@ -277,7 +313,7 @@ def measure(
     """
     gpu, deadline = Gpu(), time.monotonic() + max_seconds
     result: dict[str, Any] = {"peer_versions": peer_versions(), "limits": LIMITS, "kv_heads": KV_HEADS, "dtype": "float16", "left_out": []}
-    names = [only] if only else ["decode", "prefill"]
+    names = [only] if only else ["decode", "chunks", "prefill"]
     memory_nbytes = torch.cuda.get_device_properties(0).total_memory
     with torch.cuda.stream(gpu.torch_stream):
         result["errors"] = {which: check(gpu, which) for which in names}
@@ -285,11 +321,11 @@ def measure(
         result |= {"copy_gb_per_second": round(copy / 1e9), "matrix_tflops": round(peak / 1e12)}
 
         def least(shape: Shape) -> float:
-            return _nbytes(shape) / copy if shape[1] == 1 else _flop(shape) / peak
+            return max(_nbytes(shape) / copy, _flop(shape) / peak)
 
         for which in names:
             result[which] = []
-            for _, group in groupby(shapes(which, quick, dims), lambda shape: (*shape[:3], shape[4])):
+            for _, group in groupby(shapes(which, quick, dims), lambda shape: (*shape[:3], *shape[4:])):
                 alike = list(group)
                 fits = 2.5 * _nbytes(alike[0]) < memory_nbytes
                 if not fits or time.monotonic() > deadline:
@@ -316,7 +352,7 @@ def exceeded(result: dict[str, Any]) -> list[str]:
 
     def limit(row: dict[str, Any], name: str, value: float, *, least: bool = False) -> None:
         if value < LIMITS[name] if least else value > LIMITS[name]:
-            shape = " ".join(f"{key} {row[key]}" for key in _KEYS)
+            shape = " ".join(f"{key} {row[key]}" for key in Shape._fields)
             slow.append(f"{shape}: {name} {value:.3f}")
 
     decode = result.get("decode", [])
@@ -330,6 +366,15 @@ def exceeded(result: dict[str, Any]) -> list[str]:
             limit(row, "of_best_peer", ours / min(others) if others else math.inf)
         if (row["group"], row["head_dim"]) == (8, 128) and (row["batch"], row["past"]) in single:
             limit(row, "group_8_of_1", ours / single[row["batch"], row["past"]])
+    chunks = result.get("chunks", [])
+    one = {_shape(row)._replace(width=1): row["us"]["rope_append_attention"] for row in chunks if row["width"] == 1}
+    for row in chunks:
+        ours, others = row["us"]["attention"], [other for other in row["peers_us"].values() if isinstance(other, float)]
+        step, more = one.get(_shape(row)._replace(width=1)), row["us"]["rope_append_attention"]
+        if 1 < row["width"] <= 16 and step and not (row["kv_mb"] <= _SMALL_MB and more - step <= LIMITS["small_more_us"]):
+            limit(row, "8_of_1" if row["width"] <= 8 else "16_of_1", more / step)
+        if row["width"] > 1 and others:
+            limit(row, "chunk_of_best_peer", ours / min(others))
     for row in result.get("prefill", []):
         flash = row["peers_us"].get(SDPBackend.FLASH_ATTENTION.name, "")
         if not row["past"]:
@@ -355,7 +400,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="few shapes")
     parser.add_argument("--max-seconds", type=float, default=420, help="then the rest is left out")
-    parser.add_argument("--only", choices=("decode", "prefill"))
+    parser.add_argument("--only", choices=("decode", "chunks", "prefill"))
     parser.add_argument("--dims", default="64,128,256")
     parser.add_argument("--tiles", help="of the kernel that --only names")
     parser.add_argument("--out", type=Path, default=HERE / "results" / "attention.json")
@@ -368,7 +413,7 @@ def main() -> int:
     result = measure(arguments.quick, max_seconds=arguments.max_seconds, only=arguments.only, dims=dims)
     for line in {*result["exceeded"], *result["left_out"]}:
         print(f"over the limit, or left out: {line}")
-    tables = {name: to_table(result[name]) for name in ("decode", "prefill") if name in result}
+    tables = {name: to_table(result[name]) for name in ("decode", "chunks", "prefill") if name in result}
     write_result(arguments.out, {**describe_environment(gpu=True), **result, **tables})
     return 1 if result["exceeded"] else 0
 

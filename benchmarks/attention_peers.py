@@ -14,7 +14,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 Call = Callable[[], object]
 
-_FLEX = {(8, 1, 8192, 4, 128), (1, 8192, 0, 4, 128)}  # torch compiles it anew for each shape
+_FLEX = {(8, 1, 8192, 4, 128, 8), (1, 8192, 0, 4, 128, 8)}  # torch compiles it anew for each shape
 _PAGE = 16  # of FlashInfer
 
 
@@ -34,9 +34,9 @@ def peer_versions() -> dict[str, str]:
     return versions
 
 
-def peers(problem: Any, shape: tuple[int, int, int, int, int]) -> Iterator[tuple[str, Callable[[], list[Call]]]]:
+def peers(problem: Any, shape: tuple[int, int, int, int, int, int]) -> Iterator[tuple[str, Callable[[], list[Call]]]]:
     """Yield names of others, and what makes their calls: one for each cache, over K and V as each wants them."""
-    batch, width, past, group, dim = shape
+    batch, width, past, group, dim, _ = shape
     causal, q, kv_heads = width > 1, problem.q, problem.k.shape[2]
     both = [(c[:, 0], c[:, 1]) for c in problem.caches] if past else [(problem.k.transpose(1, 2), problem.v.transpose(1, 2))]
 
@@ -53,6 +53,14 @@ def peers(problem: Any, shape: tuple[int, int, int, int, int]) -> Iterator[tuple
                 return scaled_dot_product_attention(*tensors, is_causal=causal, enable_gqa=group > 1)
 
         return over(call, heads_first=True)
+
+    def lower_right() -> list[Call]:
+        """Torch's flash attention with the causal mask that ends at the last key, which it offers in no other way with grouped heads."""
+
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> object:
+            return torch.ops.aten._flash_attention_forward(q, k, v, None, None, width, k.shape[1], 0.0, True, False)
+
+        return over(call)
 
     def flex() -> list[Call]:
         module = importlib.import_module("torch.nn.attention.flex_attention")
@@ -88,6 +96,8 @@ def peers(problem: Any, shape: tuple[int, int, int, int, int]) -> Iterator[tuple
     for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
         if not (causal and past):  # their causal mask starts at the first key
             yield backend.name, partial(sdpa, backend)
+    if causal and past:
+        yield SDPBackend.FLASH_ATTENTION.name, lower_right
     if shape in _FLEX:
         yield "flex_attention", flex
     for name in _installed():

@@ -84,9 +84,9 @@ class Case(NamedTuple):
     head_dim: int
 
     @property
-    def shape(self) -> tuple[int, int, int, int, int]:
+    def shape(self) -> attention.Shape:
         """What ``attention.py`` calls a shape."""
-        return self.batch, self.width, self.past, self.group, self.head_dim
+        return attention.Shape(self.batch, self.width, self.past, self.group, self.head_dim)
 
 
 def cases() -> list[Case]:

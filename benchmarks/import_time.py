@@ -26,7 +26,7 @@ MEASURED = {
 }
 
 #: Packages that wait until they are needed.
-_LATE = frozenset({"cuda", "jinja2", "polygraphy", "safetensors", "tensorrt", "tensorrt_rtx", "tokenizers"})
+_LATE = frozenset({"cuda", "jinja2", "polygraphy", "safetensors", "tensorrt", "tensorrt_rtx", "tokenizers", "torch"})
 
 _PROGRAM = """
 import sys, time

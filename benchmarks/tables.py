@@ -121,6 +121,13 @@ def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             best += [row["us"]["attention"] / min(others)] if others else []
         elif row["kv_mb"] <= 8:
             small.append(row["us"][rope])
+    chunks = list(of_table(content["chunks"])) if "chunks" in content else []
+    one = {_but_width(row): row["us"][rope] for row in chunks if row["width"] == 1}
+    of_one = [(row["width"], row["us"][rope] / one[_but_width(row)], row["kv_mb"]) for row in chunks]
+    to_8, to_16 = ([times for n, times, mb in of_one if low <= n <= high and mb > 8] for low, high in ((2, 8), (16, 16)))
+    more = [row["us"][rope] - one[_but_width(row)] for row in chunks if 2 <= row["width"] <= 16 and row["kv_mb"] <= 8]
+    flashes = [(row["us"]["attention"], row.get("peers_us", {}).get(flash)) for row in chunks if row["width"] > 1]
+    of_flash = [ours / other for ours, other in flashes if isinstance(other, float)]
     rows = [(row["us"]["attention"], row.get("peers_us", {}).get(flash)) for row in of_table(content["prefill"])]
     shares = [other / ours for ours, other in rows if isinstance(other, float)]
     eight = [time / times[(1, *shape)] for (group, *shape), time in times.items() if group == 8 and (1, *shape) in times]
@@ -130,11 +137,20 @@ def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         ("decode from 64 MB: time over that of the fastest other", best, "", f"{limits['of_best_peer']:g}"),
         ("decode, 8 query heads for a K/V head: time over that of 1", eight, "", f"{limits['group_8_of_1']:g}"),
         ("decode up to 8 MB", small, " us", f"{limits['small_us']:g} us"),
+        ("2 to 8 new tokens, more than 8 MB: time over that of 1", to_8, "", f"{limits.get('8_of_1', 0):g}"),
+        ("16 new tokens, more than 8 MB: time over that of 1", to_16, "", f"{limits.get('16_of_1', 0):g}"),
+        ("2 to 16 new tokens, up to 8 MB: more than 1", more, " us", f"{limits.get('small_more_us', 0):g} us"),
+        (f"2 to 512 new tokens: time over that of torch's {flash}", of_flash, "", f"{limits.get('chunk_of_best_peer', 0):g}"),
         (f"prefill: speed over torch's {flash}", shares, "", f"at least {limits['of_flash']:g}"),
     ):
         if found:
             digits = 3 if "time over" in what else 2
             yield f"attention, {what}", f"{min(found):.{digits}f} to {max(found):.{digits}f}{unit} ({len(found)} shapes)", limit
+
+
+def _but_width(row: dict[str, Any]) -> tuple[int, ...]:
+    """Return the shape of a row without its new tokens."""
+    return tuple(row[key] for key in ("batch", "past", "group", "head_dim", "kv_heads"))
 
 
 def _compare_kernels(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:

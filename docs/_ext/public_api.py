@@ -50,7 +50,7 @@ AREAS = {
 }
 
 #: Subpackages without public names: the command line has a page of its own, the rest is internal.
-INTERNAL = {"_util", "cli"}
+INTERNAL = {"_util", "cli", "torch_engine"}
 
 #: Classes that are not exported and yet have a page, because docstrings send readers there: what managers, memories and builds share.
 DESCRIBED = {

@@ -1,5 +1,5 @@
-// Asynchronous copies of 16 bytes from global to shared memory (cp.async), L2 prefetches and cache policies, and programmatic dependent
-// launch: one thin wrapper for each instruction.
+// Asynchronous copies of 16 bytes from global to shared memory (cp.async), L2 prefetches and cache policies: one thin wrapper for each
+// instruction.
 #pragma once
 
 #include "shared_memory.cuh"
@@ -39,12 +39,5 @@ __device__ __forceinline__ void cp_async_wait_group() {
 
 // Brings 128 bytes into the L2 and no further: a later read sees what is in memory by then.
 __device__ __forceinline__ void prefetch_l2_line(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
-
-// Waits until the previous launch on the stream has ended, if this launch was allowed to start earlier (sm_90 and later).
-__device__ __forceinline__ void grid_dependency_wait() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
 
 #endif

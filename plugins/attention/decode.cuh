@@ -19,6 +19,7 @@
 #include "attention/schedule.cuh"
 #include "attention/softmax_state.cuh"
 #include "attention/split_kv_reduce.cuh"
+#include "dependent_launch.cuh"
 
 // Applies RoPE to the head's q in its buffer, puts the new token's k and v into smem.new_token, and appends them to the cache if this block
 // has the head's last tile. Ends with a barrier.
@@ -248,7 +249,7 @@ __device__ __forceinline__ SplitKVReduce first_head_reduce(const DecodeParams& p
     const int num_blocks = work.is_even_split ? min((work.first.num_tiles - 1) / kMinTilesPerBlock, params.splits_per_head - 1) + 1
                                               : block - first_block + 1;
     float4* own = work.is_even_split ? reinterpret_cast<float4*>(smem.heads) : params.own_partials;
-    return {params.group_size * kStripsPerRow, first_block, num_blocks, work.is_even_split, params.partials, own};
+    return {params.group_size * kStripsPerRow, params.group_size * kStripsPerRow, first_block, num_blocks, work.is_even_split, params.partials, own};
 }
 
 template <int kRows>

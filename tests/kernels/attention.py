@@ -31,6 +31,7 @@ class Case:
     scale: float | None = None
     layout: str = "combined"
     packed: bool = False
+    in_place: bool = False  # out is q
 
 
 def _apply_rope(row, angles):
@@ -105,8 +106,10 @@ def check(case, memory, stream, seed=0):
     if case.packed:
         qkv = to_device(np.concatenate([arrays[name] for name in "qkv"], axis=2))
         tensors.update(zip("qkv", split_qkv(qkv, heads, case.kv_heads), strict=True))
-    out, workspace = to_device(np.full_like(q, np.nan)), make_workspace(case, memory, stream)
+    workspace = make_workspace(case, memory, stream)
     for _ in range(2):  # the second time finds the same: nothing is left in the workspace, and the rows are written over
+        out = to_device(q if case.in_place else np.full_like(q, np.nan))
+        tensors |= {"q": out} if case.in_place else {}
         options = {"scale": case.scale, "window": case.window, "softcap": case.softcap}
         attend(**tensors, cache=cache, out=out, workspace=workspace, **options, stream=stream)
         memory.synchronize(stream)
@@ -116,7 +119,7 @@ def check(case, memory, stream, seed=0):
         assert (error <= TOLERANCE[case.dtype] * size).all(), (error.tolist(), size.tolist())
         cache_bytes = np.ascontiguousarray(stored.numpy().transpose(order)).view(np.uint8)
         assert np.array_equal(cache_bytes, np.ascontiguousarray(expected_cache).view(np.uint8))
-        assert not workspace.partials.numpy()[:1].reshape(-1, 4)[:, 3].any()
+        assert not workspace.partials.numpy().reshape(-1, 4)[: workspace.flagged_nbytes // 16, 3].any()
 
 
 #: Lengths at and beside borders of tiles and steps, 0, and the last that fits.
@@ -151,6 +154,15 @@ PREFILL_CASES = {
     "large window": Case(lengths=(3,), width=5, window=2**32 + 1),
     "large softcap": Case(lengths=(40,), width=3, softcap=1e5),
     "large scores": Case(lengths=(120, 0), width=20, scale=1.5, kv_heads=1),  # some are far above those before
+    "some keys for each part": Case(lengths=(1400,), width=2, tokens=1500, group=7, head_dim=128, kv_heads=1, in_place=True),
+    "parts of different slots": Case(lengths=(1000, 3, 400), new=(5, 1, 0), width=5, tokens=1100, group=4, head_dim=128, kv_heads=1),
+    "more slots than a warp has lanes": Case(lengths=tuple(range(3, 40)), width=2, tokens=60, kv_heads=1),
+    "several row blocks of few tokens": Case(lengths=(700, 31), width=20, tokens=730, group=8, head_dim=128, kv_heads=1, in_place=True),
+    "a window that begins behind the first part": Case(lengths=(900,), width=3, tokens=1000, group=16, window=130, kv_heads=1),
+    "a window inside the new tokens": Case(lengths=(70, 200), width=30, tokens=240, group=2, window=5, dtype="bfloat16", head_dim=80),
+    "parts with softcap": Case(lengths=(500,), width=8, tokens=600, group=4, softcap=5.0, head_dim=256, kv_heads=1, rotary_dim=16),
+    "a full cache": Case(lengths=(496, 498), width=8, tokens=500, kv_heads=1, head_dim=128, group=3),
+    "row blocks of many tokens": Case(lengths=(300, 0), new=(90, 33), width=90, tokens=400, group=3, head_dim=128, layout="separate"),
 }
 
 
@@ -171,3 +183,29 @@ GRID = {
     for group in (1, 2, 4, 7, 8, 16)
     for width in (1, 70)
 }
+
+
+def random_prefill(seed):
+    """Return a case of several new tokens, over more keys than a block has."""
+    random = np.random.default_rng(seed)
+
+    def one_of(*values):
+        return values[random.integers(len(values))]
+
+    slots, tokens, width = one_of(1, 2, 3), one_of(200, 700, 1500), one_of(2, 3, 5, 8, 16, 17, 33, 40, 70, 150)
+    head_dim, dtype = one_of((64, "float16"), (80, "bfloat16"), (128, "float16"), (256, "float16"))
+    return Case(
+        lengths=tuple(one_of(0, int(random.integers(tokens)), tokens - width, tokens - 1) for _ in range(slots)),
+        new=one_of(None, tuple(random.integers(0, width + 1, slots).tolist())),
+        width=width,
+        tokens=tokens,
+        kv_heads=one_of(1, 2),
+        group=one_of(1, 2, 3, 4, 7, 8, 16),
+        head_dim=head_dim,
+        dtype=dtype,
+        rotary_dim=one_of(None, 0, 32, 16),
+        window=one_of(0, 0, 0, 1, 20, 130, 600),
+        softcap=one_of(0.0, 0.0, 5.0),
+        layout=one_of("combined", "separate"),
+        packed=one_of(False, True),
+    )

@@ -8,11 +8,13 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.kernels.attention import DECODE_CASES, GRID, PREFILL_CASES, check
+from tests.kernels.attention import DECODE_CASES, GRID, PREFILL_CASES, check, random_prefill
 from tests.simt.standin import needs_standin
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.errors import CudaError, KVCacheError
 from trt_kvcache.kernels import AttentionWorkspace, attend, split_qkv
+from trt_kvcache.kernels.attention_tiles import PREFILL_FORMS, prefill_form
+from trt_kvcache.kernels.cuda.prefill_plan import plan_of
 
 
 @pytest.mark.parametrize("name", list(DECODE_CASES))
@@ -40,10 +42,23 @@ def test_more_blocks_than_can_run_together(memory, stream, monkeypatch):
 
 
 @pytest.mark.parametrize("name", list(PREFILL_CASES))
-@pytest.mark.parametrize("form", ["long", "short"])
+@pytest.mark.parametrize("form", ["planned", *PREFILL_FORMS])
 def test_prefill(memory, stream, name, form, monkeypatch):
-    monkeypatch.setattr("trt_kvcache.kernels.cuda.attention._SHORT_FORM_BLOCKS_PER_SM", {"long": 0, "short": 1 << 20}[form])
-    check(PREFILL_CASES[name], memory, stream)
+    case = PREFILL_CASES[name]
+    appends = form not in ("planned", "wide", "whole")
+    if appends and not memory.is_host and case.width > prefill_form(case.head_dim, memory.arch, form).tile_keys:
+        return  # new tokens are in one tile
+    monkeypatch.setattr(memory, "multiprocessor_count", 6, raising=False)
+    if form != "planned":
+        monkeypatch.setattr("trt_kvcache.kernels.cuda.attention.prefill_plan", lambda params: plan_of(params, form))
+    check(case, memory, stream)
+
+
+@pytest.mark.parametrize("multiprocessors", [2, 6])
+@pytest.mark.parametrize("seed", range(20))
+def test_random_prefill(memory, stream, seed, multiprocessors, monkeypatch):
+    monkeypatch.setattr(memory, "multiprocessor_count", multiprocessors, raising=False)
+    check(random_prefill(seed), memory, stream, seed)
 
 
 @pytest.mark.slow

@@ -30,7 +30,7 @@ def test_the_name_of_a_source_is_its_path():
 
 def test_names_are_those_of_all_variants():
     names = sources.source_names()
-    assert len(names) == len(set(names)) == 7 + 2 * 2 * 5
+    assert len(names) == len(set(names)) == 8 + 2 * 2 * 5
     assert all(sources.source_path(name).is_file() for name in names)
 
 

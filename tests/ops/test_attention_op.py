@@ -152,7 +152,7 @@ def test_no_workspace_where_only_numpy_serves_the_dtype() -> None:
 def test_the_workspace_is_that_of_the_kernels() -> None:
     op = AttentionOp(num_heads=6, num_kv_heads=2, head_dim=64)
     nbytes = op.workspace_nbytes(types(q=TensorType((1, 1, 6, 64), "float16")))
-    assert nbytes == workspace_nbytes(op.kernel_attributes(), 1) > 0
+    assert nbytes == workspace_nbytes(op.kernel_attributes()) > 0
 
 
 def test_attributes_beyond_the_kernels_are_refused_for_them() -> None:

@@ -1,11 +1,11 @@
 """The examples in docstrings run, and print what they say."""
 
 import doctest
-from importlib import import_module
 
 import pytest
 
 from tests.paths import ROOT
+from tests.torch_engine.needs_torch import imported
 
 MODULES = [
     ".".join(path.relative_to(ROOT).with_suffix("").parts)
@@ -17,7 +17,7 @@ MODULES = [
 @pytest.mark.parametrize("module", MODULES)
 def test_examples_run(module, monkeypatch):
     monkeypatch.chdir(ROOT)
-    found = doctest.testmod(import_module(module), optionflags=doctest.NORMALIZE_WHITESPACE)
+    found = doctest.testmod(imported(module), optionflags=doctest.NORMALIZE_WHITESPACE)
     assert found.attempted
     assert not found.failed
 

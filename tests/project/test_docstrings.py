@@ -6,7 +6,6 @@ import inspect
 import re
 import warnings
 from functools import cache
-from importlib import import_module
 
 import pytest
 from numpydoc.docscrape import NumpyDocString
@@ -14,6 +13,7 @@ from numpydoc.validate import validate
 
 import trt_kvcache
 from tests.paths import ROOT
+from tests.torch_engine.needs_torch import imported
 
 PACKAGE = ROOT / "trt_kvcache"
 
@@ -99,14 +99,14 @@ def complaints(name, value):
 @pytest.mark.parametrize("name", module_names(">>> "))
 def test_examples_run(name, monkeypatch):
     monkeypatch.chdir(ROOT)
-    result = doctest.testmod(import_module(name), verbose=False)
+    result = doctest.testmod(imported(name), verbose=False)
     assert result.attempted > 0
     assert result.failed == 0, "see the captured output"
 
 
 @pytest.mark.parametrize("name", [name for name in module_names() if is_public(name)])
 def test_docstrings_have_the_form_of_numpydoc(name):
-    objects = public_objects(import_module(name))
+    objects = public_objects(imported(name))
     wrong = [f"{place}: {complaint}" for place, value in objects.items() for complaint in complaints(place, value)]
     assert not wrong, "\n".join(wrong)
 

@@ -24,6 +24,7 @@ LAYERS = (
     "engine",
     "ops",
     "reference",
+    "torch_engine",
     "engine_folder",
     "trt",
     "builder",

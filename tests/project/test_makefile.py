@@ -21,6 +21,7 @@ TARGETS = (
     "test-trt",
     "test-bindings",
     "test-gpu",
+    "test-torch",
     "docs",
     "plugins",
     "engines",
@@ -33,6 +34,7 @@ CHOSEN = {
     "test-trt": '-m "trt and not gpu"',
     "test-slow": '-m "slow and not trt and not gpu"',
     "test-gpu": "TRT_KVCACHE_REQUIRE_GPU=1",
+    "test-torch": "TRT_KVCACHE_REQUIRE_TORCH=1",
 }
 
 
@@ -45,9 +47,10 @@ def checkout(tmp_path):
 
 @pytest.fixture
 def ready(checkout):
-    """A checkout whose environment is newer than what it was made from."""
+    """A checkout whose environment, torch too, is newer than what it was made from."""
     (checkout / ".venv").mkdir()
-    (checkout / ".venv" / ".ready").touch()
+    for name in (".ready", ".torch"):
+        (checkout / ".venv" / name).touch()
     os.utime(checkout / "pyproject.toml", (0, 0))
     return checkout
 

@@ -1,4 +1,4 @@
-"""A reference engine over a real cache, driven step by step."""
+"""An engine over a real cache, driven step by step: the reference engine, or that which a test puts in its place."""
 
 import numpy as np
 from safetensors.numpy import load_file
@@ -18,6 +18,9 @@ SAME_LOGITS = 1e-5
 
 PREFILL, DECODE = 0, 1
 
+#: How a rig makes its engine from a checkpoint.
+open_engine = ReferenceEngine
+
 
 class Rig:
     def __init__(self, model, *, batch=3, length=29, width=24, dtype="float32", attention="native", logits=1):
@@ -27,7 +30,7 @@ class Rig:
             self.model = checkpoint.config
             self.kv = cache_config(self.model, max_batch_size=batch, max_sequence_length=length, dtype=dtype, attention=attention)
             options = {"max_prefill_length": width, "max_logits_per_slot": logits, "attention": attention}
-            self.engine = ReferenceEngine(checkpoint, kv=self.kv, **options, memory=self.memory)
+            self.engine = open_engine(checkpoint, kv=self.kv, **options, memory=self.memory)
         self.cache = KVCacheManager(self.kv, memory=self.memory)
         self.logits = self.to_memory(np.zeros((batch * logits, self.model.vocab_size), np.float32))
 

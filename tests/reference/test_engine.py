@@ -89,18 +89,6 @@ def test_padding_rows_are_written_as_the_native_layer_does() -> None:
         assert np.abs(expected[0, :, 5:9]).min(axis=-1).all()
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_stored_rows_are_rounded_once(dtype: str) -> None:
-    """Layer 0 does not depend on the cache: its rows are those of the float32 engine, rounded."""
-    model = {"float16": "qwen2-tied", "bfloat16": "llama-bfloat16-old"}[dtype]
-    ids = random_ids(59, 1, 9)
-    exact, rounded = Rig(model), Rig(model, dtype=dtype)
-    exact.step(ids, [0])
-    rounded.step(ids, [0])
-    for wide, narrow in zip(exact.caches()[:2], rounded.caches()[:2], strict=True):
-        np.testing.assert_array_equal(wide[0, :, :9].astype(narrow.dtype), narrow[0, :, :9])
-
-
 def test_weights_are_rounded_to_the_dtype_of_the_cache(tmp_path: Path) -> None:
     """A checkpoint whose float32 weights bfloat16 can hold gives the same logits as the one that it was rounded from."""
     rounded = shutil.copytree(GOLDEN / "llama", tmp_path / "rounded")
@@ -141,13 +129,6 @@ def test_dead_rows_change_no_bit(attention, dead, dtype):
     clean, poisoned = (Rig(MODEL, dtype=dtype, attention=attention) for _ in range(2))
     poisoned.poison(dead)
     equal(poisoned.run(ids, widths), clean.run(ids, widths))
-
-
-def test_the_mask_variant_shows_nan_in_dead_rows() -> None:
-    """As on a device, where a weight of 0 times NaN is NaN."""
-    rig = Rig(MODEL, attention="mask")
-    rig.poison(np.nan)
-    assert np.isnan(rig.step(random_ids(VOCAB, 1, 5), [0])).all()
 
 
 def test_live_rows_are_read_from_the_bound_memory() -> None:
@@ -365,7 +346,7 @@ def test_close_releases_what_was_bound_and_is_idempotent() -> None:
     rig.engine.close()
     assert rig.memory.live_nbytes == live - 12  # the three inputs of one int32, which only the engine held
     for act in (lambda: rig.engine.enqueue(rig.stream), lambda: rig.engine.bind("logits", rig.logits), lambda: rig.engine.use_profile(0)):
-        with pytest.raises(ClosedError, match="this ReferenceEngine is closed"):
+        with pytest.raises(ClosedError, match=f"this {type(rig.engine).__name__} is closed"):
             act()
 
 

@@ -43,6 +43,7 @@ def folder(model, tmp_path_factory):
 @pytest.fixture
 def no_gpu(monkeypatch):
     monkeypatch.setattr(opening, "find_gpu", lambda device: NO_GPU)
+    monkeypatch.setattr(opening, "why_no_torch", lambda: "torch is not installed")
 
 
 @pytest.fixture
@@ -71,6 +72,7 @@ class FakeGPU:
         monkeypatch.setattr(opening, "load_tensorrt", lambda flavour: None)
         monkeypatch.setattr(opening, "CudaMemory", lambda device, **_: self.memory)
         monkeypatch.setattr(opening, "TensorRTEngine", self)
+        monkeypatch.setattr(opening, "why_no_torch", lambda: "torch is not installed")
 
     def open(self, folder: EngineFolder, *, memory: HostMemory, flavour: str) -> ReferenceEngine:
         assert memory is self.memory
@@ -288,8 +290,8 @@ class TestModel:
     @pytest.mark.parametrize(
         ("options", "kind", "text"),
         [
-            ({"engine": "onnx"}, ConfigError, "engine: expected one of auto, reference, tensorrt, got 'onnx'."),
-            ({"engine": None}, ConfigError, "engine: expected one of auto, reference, tensorrt, got None."),
+            ({"engine": "onnx"}, ConfigError, "engine: expected one of auto, reference, tensorrt, torch, got 'onnx'."),
+            ({"engine": None}, ConfigError, "engine: expected one of auto, reference, tensorrt, torch, got None."),
             ({"attention": "flash"}, ConfigError, "attention: expected one of native, mask, plugin, got 'flash'."),
             (
                 {"max_sequence_length": 65},
@@ -318,7 +320,7 @@ class TestModel:
 
     def test_the_engine_option_is_checked_before_the_folder(self, tmp_path):
         for call in (InferenceSession.open, InferenceSession.from_model):
-            with pytest.raises(ConfigError, match=r"^engine: expected one of auto, reference, tensorrt, got 'fast'\.$"):
+            with pytest.raises(ConfigError, match=r"^engine: expected one of auto, reference, tensorrt, torch, got 'fast'\.$"):
                 call(tmp_path / "none", engine="fast")
 
     def test_a_session_that_cannot_be_made_leaves_nothing(self, model, memories, monkeypatch):

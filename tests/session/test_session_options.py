@@ -36,7 +36,7 @@ def test_options_that_a_build_has_fixed_are_named():
 @pytest.mark.parametrize(
     ("options", "kind", "text"),
     [
-        ({"engine": "onnx"}, ConfigError, "engine: expected one of auto, reference, tensorrt, got 'onnx'."),
+        ({"engine": "onnx"}, ConfigError, "engine: expected one of auto, reference, tensorrt, torch, got 'onnx'."),
         ({"flavour": "x"}, ConfigError, "flavour: expected one of auto, tensorrt, tensorrt_rtx, got 'x'."),
         ({"device": -1}, RangeError, "device: expected at least 0, got -1."),
         ({"prompt_cache_bytes": -1}, RangeError, "prompt_cache_bytes: expected at least 0, got -1."),

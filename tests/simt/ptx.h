@@ -44,6 +44,7 @@ inline void cp_async_speculative(SharedAddress to, const void* from, bool valid,
 }
 inline void prefetch_l2_line(const void*) {}
 inline void grid_dependency_wait() {}
+inline void grid_dependents_may_launch() {}
 inline void cp_async_commit_group() { simt::running->block->commit_copies(); }
 template <int kGroups>
 void cp_async_wait_group() {

@@ -14,6 +14,7 @@ import pytest
 from tests.kernels.attention import DECODE_CASES, GRID, PREFILL_CASES
 from tests.simt import run
 from tests.simt.standin import need_compiler
+from trt_kvcache.kernels.attention_tiles import PREFILL_FORMS
 from trt_kvcache.kernels.source_variants import variant_macros, variant_names
 from trt_kvcache.kernels.sources import cubin_name, source_folder, source_names, source_path
 
@@ -56,7 +57,7 @@ def test_nothing_is_found(sanitizer, left_out):
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_nothing_is_found_in_attention(sanitizer, tests, cases):
     passed = count_passed(run_tests(run.build_cubins(sanitizer), sanitizer, f"tests/kernels/{ATTENTION}.py", "-k", tests))
-    assert passed == len(cases) * (1 + (cases is PREFILL_CASES))  # in both forms
+    assert passed == len(cases) * (1 + (cases is PREFILL_CASES) * len(PREFILL_FORMS))  # and as it is planned
 
 
 @pytest.mark.slow
@@ -72,16 +73,16 @@ def test_tiles_of_smaller_gpus(arch):
     command = [sys.executable, str(run.HERE / "run.py"), "-q", "-p", "no:cacheprovider", "-m", "device and not slow"]
     command += [f"tests/kernels/{ATTENTION}.py", "-k", "test_decode or test_prefill"]
     result = subprocess.run(command, env={**os.environ, "SIMT_TILES": arch}, cwd=run.REPOSITORY, capture_output=True, text=True)
-    assert count_passed(result) == len(DECODE_CASES) + 2 * len(PREFILL_CASES)  # in both forms
+    assert count_passed(result) == len(DECODE_CASES) + (1 + len(PREFILL_FORMS)) * len(PREFILL_CASES)  # and as it is planned
 
 
 RACE, BYTES, MISALIGNED = "WARNING: ThreadSanitizer: data race", "bytes differ", "misaligned address"
 OVERRUN = "ERROR: AddressSanitizer: heap-"  # an overflow, or a use after free where memory beside it was freed
 DECODE, PREFILL = (f"{ATTENTION}.py::{test}" for test in ("test_decode", "test_prefill"))
-DECODING, PIPELINE, SCHEDULE, PREFILLING, REDUCE, SOFTMAX = (
-    f"attention/{name}"
-    for name in ("decode.cuh", "kv_pipeline.cuh", "schedule.cuh", "prefill.cu", "split_kv_reduce.cuh", "softmax_state.cuh")
+DECODING, PIPELINE, SCHEDULE, REDUCE, SOFTMAX = (
+    f"attention/{name}.cuh" for name in ("decode", "kv_pipeline", "schedule", "split_kv_reduce", "softmax_state")
 )
+PREFILLING, PREFILL_TILES, PARTS = (f"attention/{name}.cuh" for name in ("prefill", "prefill_tiles", "prefill_schedule"))
 SAMPLING, CHOOSE = "test_sampling.py", "sampling/choose.cu"
 COMPACT, COUNT, ONE_MORE = "test_compaction.py", "(sizeof(Vector)), stride", "(sizeof(Vector)) + 1, stride"
 
@@ -118,13 +119,32 @@ MISTAKES = {
     "rows behind the new token": (PIPELINE, "at.position - at.first_token(warp)", "kTileTokens", "none", DECODE, "isnan"),
     "a decode window that is one token too wide": (SCHEDULE, "(params.window - 1)", "params.window", "none", DECODE, "assert"),
     "a prefill window that is one token too wide": (PREFILLING, "distance >= span", "distance > span", "none", PREFILL, "error <="),
-    "keys behind the last one": (
-        PREFILLING,
-        "const bool is_live = tile * kTileKeys + row < block.keys_end;",
-        "const bool is_live = true;",
+    "keys behind the last one": (PREFILL_TILES, "key < live", "true", "none", PREFILL, "isnan"),
+    "new tokens that no block appends": (PREFILL_TILES, "if (rows.first_row > 0) return;", "return;", "none", PREFILL, "array_equal"),
+    "new keys before all have their RoPE": (
+        PREFILL_TILES,
+        "__syncthreads();\n        if (rows.first_row",
+        "if (rows.first_row",
+        "thread",
+        PREFILL,
+        RACE,
+    ),
+    "parts that no block has": (PARTS, "divide(longest + alike - 1, alike)", "divide(longest, alike)", "none", PREFILL, "waits for"),
+    "row blocks of different sizes share places": (
+        REDUCE,
+        "block) * place_strips",
+        "block) * num_strips",
         "none",
         PREFILL,
-        "isnan",
+        "waits for",
+    ),
+    "a part that another one has, too": (
+        PARTS,
+        "work.end = min(work.begin + tiles_per_part",
+        "work.end = min(work.begin + 1 + tiles_per_part",
+        "none",
+        PREFILL,
+        "assert",
     ),
     "a partial result is left out": (REDUCE, "vectors, others, factor", "vectors, others - 1, factor", "none", DECODE, "assert"),
     "strips that there is no room for are left out": (REDUCE, "first = last)", "first = end)", "none", DECODE, "assert"),
@@ -174,14 +194,7 @@ MISTAKES = {
         DECODE,
         "assert",
     ),
-    "a tile that is still read": (
-        PREFILLING,
-        "__syncthreads();\n            if (tile + kStages - 1",
-        "if (tile + kStages - 1",
-        "thread",
-        PREFILL,
-        RACE,
-    ),
+    "a tile that is still read": (PREFILLING, "__syncthreads();\n            const int next", "const int next", "thread", PREFILL, RACE),
     "a sum relative to an older maximum": (SOFTMAX, "sums[i] *= scale;", "", "none", PREFILL, "error <="),
     "random numbers that are one block off": ("sampling/philox.cuh", "index / 4 + 1", "index / 4", "none", SAMPLING, "assert"),
     "ties that go to the smallest logits": (

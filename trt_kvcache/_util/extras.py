@@ -13,6 +13,7 @@ _EXTRA_OF = {
     "rich": "models",
     "safetensors": "models",
     "tokenizers": "models",
+    "torch": "torch",
     "typer": "models",
 }
 

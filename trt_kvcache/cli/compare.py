@@ -2,7 +2,7 @@
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 
 import typer
 
@@ -10,7 +10,7 @@ from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.console import messages, put_json, say, warn
 from trt_kvcache.cli.interrupt import held_interrupts
 from trt_kvcache.cli.json_document import as_json
-from trt_kvcache.cli.options import Json
+from trt_kvcache.cli.options import Json, choice
 from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from trt_kvcache.polygraphy.comparison import Comparison
 
 DIFFERS = 3
+
+ReferenceName = Literal["reference", "torch"]
 
 
 def compare(
@@ -37,6 +39,9 @@ def compare(
         ),
     ] = None,
     engine: session_flags.EngineOption = "auto",
+    reference: Annotated[
+        ReferenceName, choice(ReferenceName, "--reference", help="What the others are compared with: NumPy, or PyTorch (faster).")
+    ] = "reference",
     flavour: session_flags.FlavourOption = "auto",
     max_sequence_length: session_flags.MaxSequenceLength = None,
     dtype: session_flags.DTypeOption = None,
@@ -46,9 +51,9 @@ def compare(
     """Check that several ways to run a model agree.
 
     They run the same tokens, and logits and live cache rows are compared. The ways are the NumPy reference engine, recomputing everything
-    at each step, and TensorRT if a supported GPU is present. Each runs with TensorRT's attention and with the plugin's, unless --attention
-    names one. At a difference, the first step, layer, slot and head are named, and the exit code is 3. For an engine folder, the engine
-    with the other attention is built from its checkpoint.
+    at each step, and TensorRT if a supported GPU is present, or PyTorch with --engine torch. Each runs with TensorRT's attention and with
+    the plugin's, unless --attention names one. At a difference, the first step, layer, slot and head are named, and the exit code is 3. For
+    an engine folder, the engine with the other attention is built from its checkpoint.
     """
     from trt_kvcache.polygraphy.comparison import comparison_lines
     from trt_kvcache.polygraphy.path_comparison import TOLERANCES, compare_paths
@@ -60,19 +65,21 @@ def compare(
 
     folder = session_flags.located(folder)
     flags = session_flags.SessionFlags(
-        engine="reference",
+        engine=reference,
         flavour=flavour,
         max_sequence_length=max_sequence_length,
         dtype=dtype,
         attention=attention,
     )
-    reference = flags.source(folder, slots=len(prompts))
-    sources = {"": reference}
-    paths = [SessionRunner(reference, "reference"), RecomputeRunner(reference, "full recomputation")]
+    source = flags.source(folder, slots=len(prompts))
+    sources = {"": source}
+    paths = [SessionRunner(source, reference), RecomputeRunner(source, "full recomputation")]
     if attention is None:
-        other = _other_attention(folder, reference)
+        other = _other_attention(folder, source)
         sources[f"{other.options.attention} "] = other
-        paths.append(SessionRunner(other, f"{other.options.attention} reference"))
+        paths.append(SessionRunner(other, f"{other.options.attention} {reference}"))
+    if engine == "torch" != reference:
+        paths[:0] = [SessionRunner(one.replace(engine="torch"), f"{name}torch") for name, one in sources.items()]
     with ExitStack() as opened:
         if _with_tensorrt(engine, folder, flavour):
             refusals = (BuildError, CudaError, EngineError) if engine == "auto" else ()

@@ -42,7 +42,8 @@ EngineOption = Annotated[
     choice(
         EngineChoice,
         "--engine",
-        help="auto uses TensorRT if a supported GPU is present; otherwise prints a warning and falls back to the NumPy reference engine.",
+        help="auto uses TensorRT if a supported GPU is present; otherwise prints a warning and falls back to PyTorch if it is installed, "
+        "else to the NumPy reference engine.",
         rich_help_panel=_PANEL,
     ),
 ]

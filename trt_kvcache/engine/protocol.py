@@ -1,7 +1,7 @@
 """The engine protocol: what a class must offer so that a session can run the steps of a decoder with it.
 
-:class:`~trt_kvcache.trt.tensorrt_engine.TensorRTEngine`, :class:`~trt_kvcache.trt.segmented_engine.SegmentedEngine` and
-:class:`~trt_kvcache.reference.engine.ReferenceEngine` implement it.
+:class:`~trt_kvcache.trt.tensorrt_engine.TensorRTEngine`, :class:`~trt_kvcache.trt.segmented_engine.SegmentedEngine`,
+:class:`~trt_kvcache.reference.engine.ReferenceEngine` and ``trt_kvcache.torch_engine.TorchEngine`` implement it.
 """
 
 from __future__ import annotations

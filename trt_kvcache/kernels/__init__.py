@@ -11,6 +11,7 @@ from trt_kvcache.kernels.attention import attend, split_qkv
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.compaction import compact_kv_cache_batched, compact_length_tensor, compact_rows
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, CompactionPlan, DeviceCompactionPlan
+from trt_kvcache.kernels.decoder_layer import add_rms_norm, silu_mul
 from trt_kvcache.kernels.kv_copies import (
     instantiate_kv_cache_batched,
     instantiate_kv_cache_layer_from_tensor,
@@ -40,6 +41,7 @@ __all__ = [
     "SamplingWorkspace",
     "StateInfo",
     "StateInfos",
+    "add_rms_norm",
     "attend",
     "choose_tokens",
     "compact_kv_cache_batched",
@@ -53,6 +55,7 @@ __all__ = [
     "save_kv_cache_batched",
     "save_kv_cache_layer_into_tensor",
     "save_rows",
+    "silu_mul",
     "split_qkv",
     "store_length_values",
     "token_logprobs",

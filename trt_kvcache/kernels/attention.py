@@ -141,7 +141,8 @@ def attend(
     softcap : float
         Scores become ``softcap * tanh(score / softcap)``, 1e-6 to 1e6; 0 for no softcap.
     stream : cuda.core.Stream or GraphBuilder
-        The launches are ordered on it: one for s = 1, else two. The call neither waits nor allocates, and can be captured in a graph.
+        The launches are ordered on it: one for up to 32 new tokens, as a rule, else two. The call neither waits nor allocates, and can
+        be captured in a graph.
 
     Raises
     ------

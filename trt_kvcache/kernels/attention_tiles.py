@@ -44,10 +44,16 @@ _STREAMK_COST_TILES = {"sm_90": 20}
 class PrefillForm(NamedTuple):
     """What a launch of a prefill kernel needs to know of its tiles."""
 
-    #: New tokens of a block.
+    #: Rows of a row block: new tokens times query heads.
     rows: int
     #: Warps of a block.
     warps: int
+    #: Keys of a tile.
+    tile_keys: int
+    #: Fewest tiles that are worth a block of their own.
+    min_tiles: int
+    #: Blocks that are resident on a multiprocessor at once.
+    blocks_per_sm: int
     #: Bytes of dynamic shared memory of a block.
     shared_nbytes: int
 
@@ -122,32 +128,50 @@ def decode_shared_nbytes(head_dim: int, rows: int, arch: str) -> int:
     return decode_block_nbytes(head_dim, rows, tiles["WARPS"], tiles["STAGES"], tiles["TILE_TOKENS"])
 
 
+#: The prefill kernels: for few new tokens, which they append too, with so many rows in a row block; for more; one block for each row block.
+PREFILL_FORMS = ("16", "32", "64", "wide", "whole")
+
+#: New tokens of a slot that the first three of them append, at most.
+MAX_APPENDED_WIDTH = 32
+
+_PREFILL_MACROS = ("ROW_WARPS", "KEY_WARPS", "ROW_TILES", "TILE_KEYS", "STAGES", "MIN_TILES", "BLOCKS_PER_SM")
+
+
 @cache
 def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
-    """Return the macros of the prefill kernels: warps, tiles of 16 rows of a warp, keys of a tile, blocks of a multiprocessor, stages.
+    """Return the macros of the prefill kernels: their names end with a form of :data:`PREFILL_FORMS`.
 
-    Those of the short form, which may be the same, start with ``SHORT_``.
+    Warps for rows, times warps for keys; tiles of 16 rows of a warp; keys of a tile; stages; fewest tiles of a block; blocks of a
+    multiprocessor. ``benchmarks/attention_notes.md`` says what else was measured.
     """
-    limit = shared_limit(arch)
-    large = limit >= 227 * _KIB
-    if head_dim > 128:
-        form = short = (8, 1, 64, 1) if large else (4, 1, 32, 1)
-    elif limit == _MIN_SHARED_NBYTES:
-        form = short = (4, 1, 32, 2)
+    large = shared_limit(arch) >= 227 * _KIB
+    if head_dim <= 128:
+        if large:
+            forms = [
+                (1, 8, 1, 128, 3, 1, 1),
+                (2, 4, 1, 128, 3, 1, 1),
+                (4, 2, 1, 128, 3, 1, 1),
+                (4, 1, 1, 64, 3, 4, 2),
+                (4, 1, 2, 64, 2, 1, 2),
+            ]
+        else:
+            forms = [(1, 4, 1, 64, 2, 1, 1), (2, 2, 1, 64, 2, 1, 1), (4, 1, 1, 64, 2, 1, 1), (4, 1, 1, 64, 2, 4, 1), (4, 1, 2, 32, 2, 1, 1)]
+    elif large:
+        forms = [(1, 4, 1, 64, 3, 1, 1), (2, 4, 1, 64, 3, 1, 1), (4, 1, 1, 32, 3, 2, 1), (4, 1, 1, 32, 2, 6, 2), (8, 1, 1, 64, 2, 1, 1)]
     else:
-        keys = 64 if large else 32
-        form, short = (8, 1, 128, 1) if large and head_dim > 64 else (4, 2, keys, 2), (4, 1, keys, 2)
-    names = ("WARPS", "ROW_TILES", "TILE_KEYS", "BLOCKS_PER_SM")
+        forms = [(1, 2, 1, 32, 2, 2, 1), (2, 1, 1, 32, 2, 2, 1), (4, 1, 1, 32, 2, 2, 1), (4, 1, 1, 32, 2, 4, 1), (4, 1, 1, 32, 2, 1, 1)]
     return {
-        **dict(zip(names, form, strict=True)),
-        **{f"SHORT_{name}": value for name, value in zip(names, short, strict=True)},
-        "STAGES": 2,
+        f"{macro}_{form.upper()}": value
+        for form, values in zip(PREFILL_FORMS, forms, strict=True)
+        for macro, value in zip(_PREFILL_MACROS, values, strict=True)
     }
 
 
-def prefill_form(head_dim: int, arch: str, *, short: bool) -> PrefillForm:
-    """Return the rows, warps and shared memory of a prefill block, of the long or of the short form."""
-    tiles, prefix = prefill_tiles(head_dim, arch), "SHORT_" if short else ""
-    warps, row_tiles, keys = (tiles[prefix + name] for name in ("WARPS", "ROW_TILES", "TILE_KEYS"))
-    rows = 16 * warps * row_tiles
-    return PrefillForm(rows, warps, (rows + 2 * tiles["STAGES"] * keys) * row_nbytes(head_dim, "float16"))
+@cache
+def prefill_form(head_dim: int, arch: str, form: str) -> PrefillForm:
+    """Return what a launch of a form, one of :data:`PREFILL_FORMS`, needs to know."""
+    tiles = prefill_tiles(head_dim, arch)
+    row_warps, key_warps, row_tiles, tile_keys, stages, min_tiles, per_sm = (tiles[f"{macro}_{form.upper()}"] for macro in _PREFILL_MACROS)
+    rows = 16 * row_warps * row_tiles
+    shared_nbytes = (rows + 2 * stages * tile_keys) * row_nbytes(head_dim, "float16")
+    return PrefillForm(rows, row_warps * key_warps, tile_keys, min_tiles, per_sm, shared_nbytes)

@@ -1,8 +1,7 @@
-"""``AttentionWorkspace``: memory in which the blocks of a decode launch hand partial results to each other."""
+"""``AttentionWorkspace``: memory in which the blocks of an attention launch hand partial results to each other."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from trt_kvcache._util.checks import int_in_range
@@ -16,14 +15,30 @@ from trt_kvcache.memory.tensor import DeviceTensor
 #: Decode blocks that are resident on a multiprocessor at once, at most.
 MAX_BLOCKS_PER_SM = 2
 
+#: Rows of all prefill blocks that are resident on a multiprocessor at once and split K and V, at most.
+MAX_PREFILL_ROWS_PER_SM = 128
 
-def partials_shape(blocks: int, group: int, head_dim: int) -> tuple[int, ...]:
+
+def flagged_rows(multiprocessors: int, group: int) -> int:
+    """Return the rows of partial results that the blocks of a launch have for other blocks, at most.
+
+    Parameters
+    ----------
+    multiprocessors : int
+        Of the GPU.
+    group : int
+        Query heads for each K/V head: rows of a decode block.
+    """
+    return multiprocessors * max(MAX_BLOCKS_PER_SM * group, MAX_PREFILL_ROWS_PER_SM)
+
+
+def partials_shape(multiprocessors: int, group: int, head_dim: int) -> tuple[int, ...]:
     """Return the shape, in float32, of the partial results of a launch.
 
     Parameters
     ----------
-    blocks : int
-        Of the launch.
+    multiprocessors : int
+        Of the GPU.
     group : int
         Query heads for each K/V head.
     head_dim : int
@@ -32,10 +47,17 @@ def partials_shape(blocks: int, group: int, head_dim: int) -> tuple[int, ...]:
     Returns
     -------
     tuple of int
-        ``(2, blocks, group, strips, 5, 4)``. A strip is 16 columns of a row: four vectors of 4 values, and one with maximum and sum
-        (``plugins/attention/split_kv_reduce.cuh``). First half: flagged vectors for other blocks; second half: what a block keeps.
+        ``(rows, strips, 5, 4)``. A strip is 16 columns of a row: four vectors of 4 values, and one with maximum and sum
+        (``plugins/attention/split_kv_reduce.cuh``). First :func:`flagged_rows`, flagged vectors for other blocks; then what a decode block
+        keeps for itself.
     """
-    return (2, blocks, group, -(-head_dim // 16), 5, 4)
+    own = multiprocessors * MAX_BLOCKS_PER_SM * group
+    return (flagged_rows(multiprocessors, group) + own, strips_per_row(head_dim), 5, 4)
+
+
+def strips_per_row(head_dim: int) -> int:
+    """Return the strips of 16 columns of a row."""
+    return -(-head_dim // 16)
 
 
 class AttentionWorkspace(Uncopyable):
@@ -61,17 +83,17 @@ class AttentionWorkspace(Uncopyable):
     def __init__(self, memory: Memory, *, num_heads: int, num_kv_heads: int, head_dim: int, stream: Any) -> None:
         int_in_range("num_kv_heads", num_kv_heads, 1)
         group = -(-int_in_range("num_heads", num_heads, num_kv_heads) // num_kv_heads)
-        #: Blocks of a decode launch, at most.
-        self.blocks = 0 if memory.is_host else MAX_BLOCKS_PER_SM * memory.multiprocessor_count  # type: ignore[attr-defined]
-        shape = partials_shape(self.blocks, group, int_in_range("head_dim", head_dim, 1))
+        multiprocessors = 0 if memory.is_host else memory.multiprocessor_count  # type: ignore[attr-defined]
+        shape = partials_shape(multiprocessors, group, int_in_range("head_dim", head_dim, 1))
         allocation = memory.allocate(dense_nbytes(shape, "float32"), zeroed=True, stream=stream)
-        #: Partial results, float32.
-        self.partials = DeviceTensor(allocation, shape=shape, dtype="float32")
+        self._set(DeviceTensor(allocation, shape=shape, dtype="float32"), multiprocessors, group)
 
-    @property
-    def zeroed_nbytes(self) -> int:
-        """Bytes of the first half, the flagged vectors: the last 4 of each 16 bytes are 0 before and after every call."""
-        return self.partials.nbytes // 2
+    def _set(self, partials: DeviceTensor, multiprocessors: int, group: int) -> None:
+        #: Partial results, float32, of the shape that :func:`partials_shape` says.
+        self.partials = partials
+        self._group = group
+        #: Bytes of the flagged vectors, at the start: the last 4 of each 16 bytes are 0 before and after every call.
+        self.flagged_nbytes = dense_nbytes((flagged_rows(multiprocessors, group), *partials.shape[1:]), "float32")
 
     def check(self, name: str, cache: DeviceTensor, num_heads: int) -> None:
         """Check that it is large enough for calls over a cache.
@@ -97,7 +119,8 @@ class AttentionWorkspace(Uncopyable):
         _, _, kv_heads, _, head_dim = cache.shape
         if self.partials.memory is not cache.memory:
             raise PlaceError(f"{name}: expected one of {cache.memory.device}, got one of {self.partials.memory.device}.")
-        if math.prod(self.partials.shape[2:]) < math.prod(partials_shape(1, num_heads // kv_heads, head_dim)[2:]):
+        strips, room = strips_per_row(head_dim), self.partials.shape[1]
+        if strips > room or num_heads // kv_heads * strips > self._group * room:
             raise ShapeError(f"{name}: expected one made for {num_heads} over {kv_heads} heads of {head_dim}, got less.")
         check_open(name, self.partials)
 

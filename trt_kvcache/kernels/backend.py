@@ -48,6 +48,14 @@ class Backend(Protocol):
     def embed(self, table: DeviceTensor, ids: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
         """Gather rows of a table ``[vocab, hidden]`` by ids ``[B, s]``; zeros for an id that is out of range."""
 
+    def add_rms_norm(
+        self, hidden: DeviceTensor, change: DeviceTensor, weight: DeviceTensor, out: DeviceTensor, eps: float, stream: Any
+    ) -> None:
+        """Add rows to the residual stream, and norm the sum."""
+
+    def silu_mul(self, gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
+        """Multiply the SiLU of the first half of each row with its second half."""
+
     def increment_scalar(self, lengths: DeviceTensor, increment: int, stream: Any) -> None:
         """Add the same number to all lengths."""
 

@@ -9,9 +9,10 @@ import numpy as np
 
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache._util.lifetime import Uncopyable
-from trt_kvcache.dtypes import dtype_name, numpy_dtype
-from trt_kvcache.errors import CapacityError, DTypeError, PlaceError, ShapeError
+from trt_kvcache.dtypes import dlpack_code, dtype_name, numpy_dtype
+from trt_kvcache.errors import CapacityError, PlaceError, ShapeError
 from trt_kvcache.memory.base import Array, check_copy
+from trt_kvcache.memory.dlpack import dltensor_in
 from trt_kvcache.memory.owned_bytes import OwnedBytes
 from trt_kvcache.memory.shapes import ALIGNMENT
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -312,12 +313,15 @@ class HostMemory(Uncopyable):
         **kwargs :
             Of the ``__dlpack__`` protocol.
 
-        Raises
-        ------
-        DTypeError
-            NumPy, which makes the capsule, does not know the dtype (bfloat16, float8).
+        Returns
+        -------
+        capsule
+            For one consumer. NumPy makes it; it does not know bfloat16 and float8, so these are exported as integers of the same size,
+            and the dtype in the capsule is corrected afterwards.
         """
         array = self.array(tensor)
-        if array.dtype.kind not in "iuf":
-            raise DTypeError(f"DLPack from host memory: NumPy does not know {tensor.dtype}. Use .numpy(), which copies.")
-        return array.__dlpack__(**kwargs)
+        if array.dtype.kind in "iuf":
+            return array.__dlpack__(**kwargs)
+        capsule = array.view(f"i{array.itemsize}").__dlpack__(**kwargs)
+        dltensor_in(capsule).dtype_code = dlpack_code(tensor.dtype)
+        return capsule

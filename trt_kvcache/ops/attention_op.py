@@ -122,10 +122,10 @@ class AttentionOp:
         0 for inputs that the kernels do not support, which only NumPy can compute.
         """
         served = inputs[0].dtype in ELEMENT_TYPES and self._head_dim in HEAD_DIMS
-        return workspace_nbytes(self.kernel_attributes(), 1) if served else 0
+        return workspace_nbytes(self.kernel_attributes()) if served else 0
 
     def enqueue(self, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor], workspace: DeviceTensor, stream: Any) -> None:
-        """See :meth:`CustomOp.enqueue <trt_kvcache.ops.custom_op.CustomOp.enqueue>`. One launch for a decode step, else two."""
+        """See :meth:`CustomOp.enqueue <trt_kvcache.ops.custom_op.CustomOp.enqueue>`. One launch for up to 32 new tokens, else two."""
         q, k, v, cache, lengths, *angles = inputs
         call = AttentionParams(
             q=q, k=k, v=v, cache=cache, lengths=lengths, new_lengths=None, cos_sin=angles[0] if angles else None,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from trt_kvcache.errors import DTypeError, ShapeError
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES
-from trt_kvcache.kernels.attention_workspace import MAX_BLOCKS_PER_SM, partials_shape
+from trt_kvcache.kernels.attention_workspace import partials_shape
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
 
@@ -127,20 +127,17 @@ def check_dtypes(dtypes: Mapping[str, str]) -> str:
     return dtypes["q"]
 
 
-def workspace_nbytes(attributes: AttentionAttributes, width: int) -> int:
-    """Return the size of the workspace. Only a decode step needs one, for the partial results of split heads.
+def workspace_nbytes(attributes: AttentionAttributes) -> int:
+    """Return the size of the workspace: room for the partial results of a launch on any GPU of up to :data:`MAX_MULTIPROCESSORS`.
 
     Parameters
     ----------
     attributes : AttentionAttributes
         Attributes of the attention.
-    width : int
-        Fewest new tokens per slot.
 
     Returns
     -------
     int
         Bytes.
     """
-    partials = partials_shape(MAX_BLOCKS_PER_SM * MAX_MULTIPROCESSORS, attributes.group, attributes.head_dim)
-    return dense_nbytes(partials, "float32") if width == 1 else 0
+    return dense_nbytes(partials_shape(MAX_MULTIPROCESSORS, attributes.group, attributes.head_dim), "float32")

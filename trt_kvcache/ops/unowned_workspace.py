@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trt_kvcache.kernels.attention_workspace import MAX_BLOCKS_PER_SM, AttentionWorkspace, partials_shape
+from trt_kvcache.kernels.attention_workspace import AttentionWorkspace, partials_shape
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.cuda_memory import CudaMemory
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -54,6 +54,7 @@ class UnownedWorkspace(AttentionWorkspace):
     """
 
     def __init__(self, attributes: AttentionAttributes, memory: CudaMemory) -> None:
-        self.blocks = MAX_BLOCKS_PER_SM * memory.multiprocessor_count
-        self.bytes = UnownedAllocation(memory, workspace_nbytes(attributes, 1))
-        self.partials = DeviceTensor(self.bytes, shape=partials_shape(self.blocks, attributes.group, attributes.head_dim), dtype="float32")
+        self.bytes = UnownedAllocation(memory, workspace_nbytes(attributes))
+        count, group = memory.multiprocessor_count, attributes.group
+        partials = DeviceTensor(self.bytes, shape=partials_shape(count, group, attributes.head_dim), dtype="float32")
+        self._set(partials, count, group)

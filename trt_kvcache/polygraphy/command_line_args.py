@@ -44,7 +44,7 @@ class KVCacheArgs(BaseArgs):  # type: ignore[misc]  # polygraphy has no types
         add(
             "--kvcache-engine",
             choices=get_args(EngineChoice),
-            help="Engine of --kvcache-session and --kvcache-recompute: TensorRT, the NumPy reference engine, or TensorRT if it runs here",
+            help="Engine of --kvcache-session and --kvcache-recompute: TensorRT, PyTorch, NumPy, or the first of them that runs here",
         )
         add("--kvcache-flavour", choices=FLAVOURS, help="Which TensorRT; auto chooses the one that built the engine")
         add(

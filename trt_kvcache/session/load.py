@@ -53,7 +53,7 @@ def load(
     Warns
     -----
     EngineFallbackWarning
-        ``engine="auto"`` falls back to the NumPy reference engine.
+        ``engine="auto"`` falls back to PyTorch or the NumPy reference engine.
 
     Notes
     -----

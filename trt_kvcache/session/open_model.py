@@ -23,6 +23,7 @@ from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.engine_folder.folder import CONFIG_FILE, PLAN_FILE, EngineFolder, is_engine_folder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
 from trt_kvcache.generation.sampling import SamplingParams
+from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.cuda_memory import CudaMemory, find_gpu
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.reference import Attention, ReferenceEngine
@@ -41,7 +42,7 @@ CHECKING, LOADING = "check checkpoint", "load weights"
 
 
 class EngineFallbackWarning(UserWarning):
-    """``engine="auto"`` runs the NumPy reference engine, because TensorRT cannot run here."""
+    """``engine="auto"`` runs PyTorch or the NumPy reference engine, because TensorRT cannot run here."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +113,14 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
         except (EngineError, CudaError) as error:
             _fall_back(options, error)
     with folder.open_checkpoint(_bytes_progress(progress, CHECKING)) as checkpoint:
-        running = ReferenceEngine(
+        running = _checkpoint_engine(
             checkpoint,
+            options,
             kv=config.cache,
             max_prefill_length=config.max_prefill_length,
             max_logits_per_slot=config.max_logits_per_slot,
             attention=cast(Attention, config.attention_variant),
             names=config.names,
-            memory=HostMemory(),
             progress=_bytes_progress(progress, LOADING),
         )
     return _parts(running, config.cache, config.names, folder.path, config.model, lambda: config.checkpoint.fingerprint, options)
@@ -165,13 +166,13 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
                 return _built_parts(checkpoint.path, cache, memory, options, **build_options)
             except (BuildError, ConfigError, EngineError, CudaError) as error:
                 _fall_back(options, error)
-        running = ReferenceEngine(
+        running = _checkpoint_engine(
             checkpoint,
+            options,
             kv=cache,
             max_prefill_length=width,
             max_logits_per_slot=logits,
             attention=attention,
-            memory=HostMemory(),
             progress=_bytes_progress(progress, LOADING),
         )
         return _parts(running, cache, DEFAULT_NAMES, checkpoint.path, model, partial(_fingerprint, checkpoint.path), options)
@@ -201,6 +202,21 @@ def why_no_tensorrt(flavour: str, device: int = 0) -> str | None:
     return reason
 
 
+def why_no_torch() -> str | None:
+    """Return why PyTorch cannot be used, or None if it can. Imports it.
+
+    Returns
+    -------
+    str or None
+        It is not installed, or cannot be imported.
+    """
+    try:
+        import trt_kvcache.torch_engine  # noqa: F401
+    except (ImportError, OSError) as error:
+        return str(error)
+    return None
+
+
 def _tries_tensorrt(options: SessionOptions, flavour: str) -> bool:
     """Tell whether to open an engine on TensorRT. If ``auto`` finds that it cannot run here, warn with the reason."""
     if options.engine != "auto":
@@ -215,15 +231,40 @@ def _tries_tensorrt(options: SessionOptions, flavour: str) -> bool:
 
 
 def _fall_back(options: SessionOptions, error: Exception) -> None:
-    """Warn that the reference engine runs because TensorRT failed; raise the error instead if TensorRT was requested."""
+    """Warn that another engine runs because TensorRT failed; raise the error instead if TensorRT was requested."""
     if options.engine == "tensorrt":
         raise error
     _warn_of_fallback(str(error))
 
 
 def _warn_of_fallback(reason: str) -> None:
-    _LOGGER.info("engine: reference, because %s", reason)
-    warn_caller(f"running the NumPy reference engine: {reason}", EngineFallbackWarning)
+    no_torch = why_no_torch()
+    if no_torch is None:
+        _LOGGER.info("engine: torch, because %s", reason)
+        warn_caller(f"running the PyTorch engine: {reason}", EngineFallbackWarning)
+    else:
+        _LOGGER.info("engine: reference, because %s; and %s", reason, no_torch)
+        warn_caller(f"running the NumPy reference engine: {reason}", EngineFallbackWarning)
+
+
+def _checkpoint_engine(checkpoint: Checkpoint, options: SessionOptions, **arguments: Any) -> Engine:
+    """Open the engine that runs a checkpoint without TensorRT: PyTorch, or NumPy if that was asked for or PyTorch is not there."""
+    if options.engine == "reference" or (options.engine == "auto" and why_no_torch() is not None):
+        return ReferenceEngine(checkpoint, memory=HostMemory(), **arguments)
+    from trt_kvcache.torch_engine import TorchEngine
+
+    return TorchEngine.open(checkpoint, memory=_torch_memory(options), **arguments)
+
+
+def _torch_memory(options: SessionOptions) -> Memory:
+    """Return the memory of the GPU if PyTorch and cuda-python can use it, else host memory."""
+    from trt_kvcache.torch_engine.device import why_no_gpu
+
+    reason = find_gpu(options.device) or why_no_gpu(options.device)
+    if reason is None:
+        return _cuda_memory(options)
+    _LOGGER.info("torch runs on the CPU: %s", reason)
+    return HostMemory()
 
 
 def _cache_config(model: ModelConfig, options: SessionOptions, attention: Attention) -> KVCacheConfig:

@@ -167,7 +167,7 @@ class InferenceSession(Uncopyable):
         Warns
         -----
         EngineFallbackWarning
-            ``engine="auto"`` falls back to the NumPy reference engine.
+            ``engine="auto"`` falls back to PyTorch or the NumPy reference engine.
 
         Examples
         --------
@@ -211,7 +211,7 @@ class InferenceSession(Uncopyable):
         Warns
         -----
         EngineFallbackWarning
-            ``engine="auto"`` falls back to the NumPy reference engine.
+            ``engine="auto"`` falls back to PyTorch or the NumPy reference engine.
 
         Notes
         -----

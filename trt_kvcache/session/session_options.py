@@ -12,7 +12,7 @@ from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.reference import Attention
 
-EngineChoice = Literal["auto", "reference", "tensorrt"]
+EngineChoice = Literal["auto", "reference", "tensorrt", "torch"]
 FlavourChoice = Literal["auto", "tensorrt", "tensorrt_rtx"]
 DTypeChoice = Literal["float16", "bfloat16", "float32"]
 
@@ -50,9 +50,10 @@ class SessionOptions:
 
     Parameters
     ----------
-    engine : {"auto", "reference", "tensorrt"}
-        ``"auto"`` uses TensorRT if a supported GPU is present; otherwise it warns with the reason and falls back to the NumPy reference
-        engine. ``"tensorrt"`` never falls back: it raises.
+    engine : {"auto", "reference", "tensorrt", "torch"}
+        ``"auto"`` uses TensorRT if a supported GPU is present; otherwise it warns with the reason and falls back to PyTorch, or to the
+        NumPy reference engine if PyTorch is not installed. ``"tensorrt"`` never falls back: it raises. ``"torch"`` runs on the GPU if
+        PyTorch can use it, else on the CPU.
     flavour : {"auto", "tensorrt", "tensorrt_rtx"}
         Which TensorRT. ``"auto"`` is the one that built the engine folder; for a Hugging Face folder full TensorRT where it works, else
         TensorRT for RTX.
@@ -93,7 +94,7 @@ class SessionOptions:
     >>> SessionOptions(engine="onnx")
     Traceback (most recent call last):
         ...
-    trt_kvcache.errors.ConfigError: engine: expected one of auto, reference, tensorrt, got 'onnx'.
+    trt_kvcache.errors.ConfigError: engine: expected one of auto, reference, tensorrt, torch, got 'onnx'.
     """
 
     engine: EngineChoice = "auto"

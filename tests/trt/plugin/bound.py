@@ -28,7 +28,7 @@ class Bound:
         self.memory, self.stream, self.handle = memory, stream, int(stream.__cuda_stream__()[1])
         self.tensors = {name: memory.to_device(np.ascontiguousarray(array), stream=stream) for name, array in self.host.items()}
         self.out = memory.to_device(np.zeros((slots + 1, *rest), self.host["q"].dtype), stream=stream)
-        self.workspace = memory.to_device(np.empty(workspace_nbytes(self.fields, case.width), np.uint8), stream=stream)
+        self.workspace = memory.to_device(np.empty(workspace_nbytes(self.fields), np.uint8), stream=stream)
         self.fill()
         self.plugin = plugin_class(tensorrt())(self.fields)
 

@@ -5,6 +5,7 @@ once before capturing it.
 """
 
 from trt_kvcache.kernels.cuda.attention import attend
+from trt_kvcache.kernels.cuda.decoder_layer import add_rms_norm, silu_mul
 from trt_kvcache.kernels.cuda.embedding import embed
 from trt_kvcache.kernels.cuda.kv import compact_layers, copy_layer, instantiate_layers, save_layers
 from trt_kvcache.kernels.cuda.lengths import compact_lengths, increment_scalar, increment_tensor, store_values
@@ -12,6 +13,7 @@ from trt_kvcache.kernels.cuda.sampling import choose_tokens, count_tokens, set_b
 from trt_kvcache.kernels.cuda.states import compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
 
 __all__ = [
+    "add_rms_norm",
     "attend",
     "choose_tokens",
     "count_tokens",
@@ -30,6 +32,7 @@ __all__ = [
     "instantiate_rows",
     "save_layers",
     "save_rows",
+    "silu_mul",
     "store_values",
     "zero_rows",
 ]

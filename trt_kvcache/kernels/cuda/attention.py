@@ -6,32 +6,33 @@ from typing import Any
 
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.kernels.attention_params import AttentionParams, score_factors
-from trt_kvcache.kernels.attention_tiles import (
-    DECODE_ROWS,
-    MIN_PDL_ARCH,
-    arch_number,
-    decode_shared_nbytes,
-    decode_tiles,
-    prefill_form,
-)
-from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
-from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch
+from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, decode_shared_nbytes, decode_tiles
+from trt_kvcache.kernels.attention_workspace import MAX_BLOCKS_PER_SM, AttentionWorkspace, partials_shape
+from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch, starts_early
+from trt_kvcache.kernels.cuda.prefill_plan import prefill_plan
 from trt_kvcache.kernels.source_variants import variant_name
 from trt_kvcache.memory.cuda_memory import CudaMemory
+from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
 _WARP = 32
-
-#: Blocks of the long form for each multiprocessor, up to which prefill takes its short form. Measured on an H200.
-_SHORT_FORM_BLOCKS_PER_SM = 3
 
 
 def attend(params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
     if params.q.shape[1] == 1:
         _decode(params, workspace, stream)
     else:
-        _append(params, stream)
-        _prefill(params, stream)
+        _prefill(params, workspace, stream)
+
+
+def flagged_nbytes(params: AttentionParams) -> int:
+    """Return how many bytes of flagged vectors, at the start of the workspace, a call uses. They must be zeros before it."""
+    if params.q.shape[1] == 1:
+        rows = MAX_BLOCKS_PER_SM * _memory(params).multiprocessor_count * params.group
+    else:
+        plan = prefill_plan(params)
+        rows = plan.blocks * plan.form.rows if plan.splits else 0
+    return dense_nbytes((rows, *partials_shape(1, 1, params.q.shape[3])[1:]), "float32")
 
 
 def _memory(params: AttentionParams) -> CudaMemory:
@@ -66,7 +67,7 @@ def _decode(params: AttentionParams, workspace: AttentionWorkspace, stream: Any)
         *(cache.ptr, *_strides(0, cache), *_strides(1, cache)),
         *(q.ptr, *_strides(0, q), k.ptr, *_strides(0, k), v.ptr, *_strides(0, v)),
         *(_address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap)),
-        *(params.out.ptr, workspace.partials.ptr, workspace.partials.ptr + workspace.zeroed_nbytes),
+        *(params.out.ptr, workspace.partials.ptr, workspace.partials.ptr + workspace.flagged_nbytes),
     )
     launch(
         memory,
@@ -78,43 +79,51 @@ def _decode(params: AttentionParams, workspace: AttentionWorkspace, stream: Any)
         threads=_WARP * tiles["WARPS"],
         shared_nbytes=decode_shared_nbytes(head_dim, rows, memory.arch),
         cooperative=blocks > 1,
-        programmatic_dependent_launch=arch_number(memory.arch) >= MIN_PDL_ARCH,
+        programmatic_dependent_launch=starts_early(memory),
     )
-
-
-def _cache_arguments(params: AttentionParams) -> tuple[int, ...]:
-    """Return the arguments for cache, lengths and angles, which are the same in both launches of a prefill."""
-    cache = params.cache
-    addresses = (params.lengths.ptr, _address(params.new_lengths), _address(params.cos_sin))
-    return (cache.ptr, *_strides(0, cache), *_strides(1, cache), cache.shape[3], *addresses, params.rotary_dim)
 
 
 def _append(params: AttentionParams, stream: Any) -> None:
-    k, v = params.k, params.v
+    memory, cache, (k, v) = _memory(params), params.cache, (params.k, params.v)
     slots, width, kv_heads, head_dim = k.shape
     words = width * kv_heads * head_dim // 2  # of two elements, one for each thread
-    arguments = (k.ptr, v.ptr, *_strides(0, k, v), *_strides(1, k, v), *_cache_arguments(params), width, kv_heads)
-    name = variant_name("attention_prefill", params.cache.dtype, head_dim)
-    launch(_memory(params), name, "attention_append", (-(-words // THREADS_PER_BLOCK), slots, 1), arguments, stream)
-
-
-def _prefill(params: AttentionParams, stream: Any) -> None:
-    memory, q = _memory(params), params.q
-    slots, width, heads, head_dim = q.shape
-    long_blocks = -(-width // prefill_form(head_dim, memory.arch, short=False).rows) * heads * slots
-    short = long_blocks <= _SHORT_FORM_BLOCKS_PER_SM * memory.multiprocessor_count
-    form = prefill_form(head_dim, memory.arch, short=short)
     arguments = (
-        *(q.ptr, *_strides(0, q), *_strides(1, q), *_cache_arguments(params)),
-        *(params.out.ptr, width, params.group, params.window, *score_factors(params.scale, params.softcap)),
+        *(k.ptr, v.ptr, *_strides(0, k, v), *_strides(1, k, v), cache.ptr, *_strides(0, cache), *_strides(1, cache), cache.shape[3]),
+        *(params.lengths.ptr, _address(params.new_lengths), _address(params.cos_sin), params.rotary_dim, width, kv_heads),
     )
     launch(
         memory,
-        variant_name("attention_prefill", params.cache.dtype, head_dim),
-        "attention_prefill_short" if short else "attention_prefill",
-        (heads, -(-width // form.rows), slots),
+        variant_name("attention_prefill", cache.dtype, head_dim),
+        "attention_append",
+        (-(-words // THREADS_PER_BLOCK), slots, 1),
         arguments,
         stream,
-        threads=_WARP * form.warps,
-        shared_nbytes=form.shared_nbytes,
+        programmatic_dependent_launch=starts_early(memory),
+    )
+
+
+def _prefill(params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
+    memory, cache, (q, k, v) = _memory(params), params.cache, (params.q, params.k, params.v)
+    plan = prefill_plan(params)
+    if not plan.appends:
+        _append(params, stream)
+    arguments = (
+        *(params.lengths.ptr, _address(params.new_lengths), cache.shape[3], params.window),
+        *(q.shape[0], k.shape[2], params.group, q.shape[1], plan.row_blocks, int(plan.splits)),
+        *(cache.ptr, *_strides(0, cache), *_strides(1, cache)),
+        *(q.ptr, *_strides(0, q), *_strides(1, q), k.ptr, *_strides(0, k), *_strides(1, k), v.ptr, *_strides(0, v), *_strides(1, v)),
+        *(_address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap)),
+        *(params.out.ptr, workspace.partials.ptr),
+    )
+    launch(
+        memory,
+        variant_name("attention_prefill", cache.dtype, cache.shape[4]),
+        f"attention_prefill_{plan.name}",
+        (plan.blocks, 1, 1),
+        arguments,
+        stream,
+        threads=_WARP * plan.form.warps,
+        shared_nbytes=plan.form.shared_nbytes,
+        cooperative=plan.splits,
+        programmatic_dependent_launch=starts_early(memory),
     )

@@ -4,6 +4,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from trt_kvcache.errors import CudaError
+from trt_kvcache.kernels.attention_tiles import MIN_PDL_ARCH, arch_number
 from trt_kvcache.kernels.compile import cubin
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.cuda_driver import check, cuda_core_error
@@ -111,6 +112,12 @@ def launch(
         launch_kernel(stream, _launch_config(grid, threads, shared_nbytes, cooperative, programmatic_dependent_launch), kernel, *arguments)
     except (ValueError, cuda_core_error()) as error:  # ValueError: cuda.core counts the blocks that can run together
         raise CudaError(f"{name} could not be launched on {memory.device}: {error}") from None
+
+
+def starts_early(memory: Memory) -> bool:
+    """Tell whether a launch on this GPU can start before the previous one has ended: programmatic dependent launch."""
+    assert isinstance(memory, CudaMemory)
+    return arch_number(memory.arch) >= MIN_PDL_ARCH
 
 
 def blocks_for(vectors: int, runs: int = 1, *, max_blocks: int = _MAX_BLOCKS) -> int:

@@ -1,6 +1,7 @@
 """The kernels of :class:`~trt_kvcache.kernels.backend.Backend` in NumPy, for host memory. ``stream`` is accepted and ignored."""
 
 from trt_kvcache.kernels.host.attention import attend
+from trt_kvcache.kernels.host.decoder_layer import add_rms_norm, silu_mul
 from trt_kvcache.kernels.host.embedding import embed
 from trt_kvcache.kernels.host.kv import compact_layers, copy_layer, instantiate_layers, save_layers
 from trt_kvcache.kernels.host.lengths import compact_lengths, increment_scalar, increment_tensor, store_values
@@ -8,6 +9,7 @@ from trt_kvcache.kernels.host.sampling import choose_tokens, count_tokens, set_b
 from trt_kvcache.kernels.host.states import compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
 
 __all__ = [
+    "add_rms_norm",
     "attend",
     "choose_tokens",
     "count_tokens",
@@ -26,6 +28,7 @@ __all__ = [
     "instantiate_rows",
     "save_layers",
     "save_rows",
+    "silu_mul",
     "store_values",
     "zero_rows",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 from trt_kvcache.errors import CapacityError
 from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.backend import backend_of
+from trt_kvcache.kernels.cuda.attention import flagged_nbytes
 from trt_kvcache.memory.cuda_driver import check
 from trt_kvcache.memory.cuda_memory import CudaMemory
 from trt_kvcache.memory.shapes import dense_nbytes
@@ -34,11 +35,6 @@ class PluginEnqueue:
         Shapes of the inputs by name, in the order of the plugin; checked.
     memory : CudaMemory
         The device.
-
-    Attributes
-    ----------
-    is_decode : bool
-        Whether each slot has one new token.
 
     Raises
     ------
@@ -68,6 +64,7 @@ class PluginEnqueue:
             window=attributes.window,
             softcap=attributes.softcap,
         )
+        self._flagged_nbytes = flagged_nbytes(self._call) if q.shape[0] else 0
 
     def _tensor(self, shape: Sequence[int], dtype: str) -> DeviceTensor:
         """Return a tensor whose address is set at each run."""
@@ -109,8 +106,8 @@ class PluginEnqueue:
         self._workspace.bytes.ptr = workspace
         if not self._call.q.shape[0]:
             return
-        if self.is_decode:
-            _zero(self._workspace.partials.ptr, self._workspace.zeroed_nbytes, stream)
+        if self._flagged_nbytes:
+            _zero(workspace, self._flagged_nbytes, stream)
         backend_of(self._memory).attend(self._call, self._workspace, _stream(stream))
 
 

@@ -110,7 +110,7 @@ def plugin_class(tensorrt: TensorRT) -> Any:
 
         @reported
         def get_workspace_size(self, inputs: Sequence[Any], outputs: Sequence[Any]) -> int:
-            return workspace_nbytes(self.attributes, width=int(inputs[0].min[1]))
+            return workspace_nbytes(self.attributes)
 
         # IPluginV3OneRuntime
 

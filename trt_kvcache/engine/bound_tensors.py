@@ -1,16 +1,13 @@
-"""``BoundTensors``: the addresses and shapes that are bound in one profile of the reference engine, with the checks that TensorRT makes."""
+"""``BoundTensors``: the addresses and shapes that are bound in one profile of an engine, with the checks that TensorRT makes."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy.typing as npt
 
 from trt_kvcache.engine.bindable import check_bindable
 from trt_kvcache.engine.decoder_tensors import step_shape
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, EngineError
-from trt_kvcache.memory.host_memory import HostMemory
+from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -26,11 +23,11 @@ class BoundTensors:
         Range of the input shapes.
     names : TensorNames
         Names of the engine's inputs and outputs.
-    memory : HostMemory
+    memory : Memory
         Memory that bound tensors must be in.
     """
 
-    def __init__(self, tensors: Mapping[str, TensorSpec], profile: EngineProfile, names: TensorNames, memory: HostMemory) -> None:
+    def __init__(self, tensors: Mapping[str, TensorSpec], profile: EngineProfile, names: TensorNames, memory: Memory) -> None:
         self._tensors = tensors
         self._profile = profile
         self._names = names
@@ -69,18 +66,6 @@ class BoundTensors:
         if name not in self._shapes:
             raise EngineError(f"`{name}`: no shape was set for profile {self._profile.name!r}. Call set_input_shape first.")
         return self._shapes[name]
-
-    def array(self, name: str, shape: tuple[int, ...]) -> npt.NDArray[Any]:
-        """Return the memory bound to ``name`` as an array of ``shape`` over the same bytes.
-
-        Raises
-        ------
-        EngineError
-            As for :meth:`tensor`.
-        ClosedError
-            The owner of the memory is closed.
-        """
-        return self._memory.array(self.tensor(name, shape))
 
     def tensor(self, name: str, shape: tuple[int, ...]) -> DeviceTensor:
         """Return the memory bound to ``name`` as a tensor of ``shape`` over the same bytes.

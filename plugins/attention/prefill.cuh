@@ -1,0 +1,342 @@
+// Attention of several new tokens per slot over what the cache holds already, with RoPE and, for few tokens, append.
+//
+// Flash attention over row blocks (prefill_schedule.cuh): the rows are new tokens times query heads of a K/V head, so K and V are read once for
+// all of them. Tiles of kTileKeys keys and values pass by in a ring in shared memory; scores, probabilities and output stay in registers.
+//
+//     prefill_schedule.cuh   row blocks, and which tiles of them this block has
+//     prefill_tiles.cuh      how shared memory is filled; RoPE; append
+//     mma.cuh               which lane has which element
+//     softmax_state.cuh     what a warp accumulates
+//     split_kv_reduce.cuh   how the results of several blocks become one
+//
+// Shared memory of a block; trt_kvcache/kernels/attention_tiles.py computes the same size:
+//
+//     queries   [kBlockRows] rows, swizzled. A warp reads its own rows; at the end they may hold its output, until it is stored.
+//     ring      [kStages][2] tiles of kTileKeys rows, swizzled: keys, then values. Filled and read by all threads. At the end of the kernel it
+//               holds the strips of the warps (and then what other blocks published), and behind them the strips that this block merges.
+//
+// Pipeline: commit group 0 is q, group 1 + n is tile n with its keys and values. A step waits for its tile; kStages - 2 younger groups may stay
+// in flight. Behind the barrier that follows, all warps have left the tile before, and its place is filled with tile n + kStages - 1.
+#pragma once
+
+#include "attention/prefill_schedule.cuh"
+#include "attention/prefill_tiles.cuh"
+#include "attention/mma.cuh"
+#include "attention/split_kv_reduce.cuh"
+#include "dependent_launch.cuh"
+
+// The output stays relative to an older maximum until a score is so many powers of 2 above it: a probability of up to 256 is as exact as one
+// of 1, and most steps need no rescaling.
+constexpr float kRescaleThreshold = 8;
+constexpr int kPrefillPolledAtOnce = 8;  // vectors that a thread polls together
+
+// The sizes of a form of the kernel, and its steps. Warps are kRowWarps x kKeyWarps: each has kRowTiles times 16 rows and a part of the keys of
+// every tile.
+template <bool kAppends, int kRowWarps, int kKeyWarps, int kRowTiles, int kTileKeys, int kStages, int kMinTilesPerPart>
+struct Prefill {
+    static constexpr int kThreads = 32 * kRowWarps * kKeyWarps, kWarpRows = 16 * kRowTiles, kBlockRows = kRowWarps * kWarpRows;
+    static constexpr int kWarpKeys = kTileKeys / kKeyWarps, kTileBytes = kTileKeys * kRowBytes, kRingBytes = kStages * 2 * kTileBytes;
+    static constexpr int kMaxStrips = kBlockRows * kStripsPerRow, kStripBytes = kStripVectors * 16;
+    static constexpr int kOwnBytes = kMaxStrips / 2 * kStripBytes, kStagingBytes = kRingBytes - kOwnBytes;
+    static_assert(kWarpKeys % 16 == 0, "a warp's part of a tile is whole fragments");
+    static_assert(kKeyWarps == 1 || kStagingBytes >= kKeyWarps * kMaxStrips * kStripBytes, "the ring also holds the strips of all warps");
+
+    using Tiles = PrefillTiles<kAppends, kThreads, kBlockRows, kTileKeys>;
+    using Rows = typename Tiles::Rows;
+    using Scores = float[kRowTiles][kWarpKeys / 8][4];
+    using State = SoftmaxState<16>[kRowTiles];
+    using Work = PrefillWork<Rows>;
+
+    static __device__ __forceinline__ void compute_scores(Scores& scores, const LdmatrixAddress& queries, const LdmatrixAddress& key_tile) {
+#pragma unroll
+        for (int d = 0; d < kHeadDim / 16; d++) {
+            unsigned a[kRowTiles][4];
+#pragma unroll
+            for (int m = 0; m < kRowTiles; m++) ldmatrix_x4(a[m], queries(d, 16 * m));
+#pragma unroll
+            for (int j = 0; j < kWarpKeys / 16; j++) {
+                unsigned b[4];
+                ldmatrix_x4(b, key_tile(d, 16 * j));
+#pragma unroll
+                for (int m = 0; m < kRowTiles; m++) {
+                    mma_m16n8k16(Element{}, scores[m][2 * j], a[m], b[0], b[1]);
+                    mma_m16n8k16(Element{}, scores[m][2 * j + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+    }
+
+    static __device__ __forceinline__ void apply_softcap(Scores& scores, const ScoreTransform& score) {
+        if (!score.has_softcap()) return;
+#pragma unroll
+        for (int m = 0; m < kRowTiles; m++) {
+#pragma unroll
+            for (int j = 0; j < kWarpKeys / 8; j++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) scores[m][j][e] = score.softcap(scores[m][j][e]);
+            }
+        }
+    }
+
+    // Causal, and within the window. positions: of this lane's two rows in each row tile; first_key: of the warp's part of the tile; there are no
+    // keys from keys_end on.
+    static __device__ __forceinline__ void apply_mask(Scores& scores, const int (&positions)[kRowTiles][2], int first_key, int keys_end, int span) {
+        const int lane = threadIdx.x % 32;
+#pragma unroll
+        for (int m = 0; m < kRowTiles; m++) {
+#pragma unroll
+            for (int j = 0; j < kWarpKeys / 8; j++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) {
+                    const int key = first_key + 8 * j + lane % 4 * 2 + e % 2, distance = positions[m][e / 2] - key;
+                    if (distance < 0 || distance >= span || key >= keys_end) scores[m][j][e] = kMaskedScore;
+                }
+            }
+        }
+    }
+
+    // Turns scores into probabilities. Maxima follow only when a row of the warp is kRescaleThreshold above its own.
+    static __device__ __forceinline__ void update_softmax(State& state, Scores& scores, float factor) {
+        float highest[kRowTiles][2];
+        bool is_far = false;
+#pragma unroll
+        for (int m = 0; m < kRowTiles; m++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                highest[m][i] = state[m].max_with(scores[m], i);
+                is_far = is_far || (highest[m][i] - state[m].maxima[i]) * factor > kRescaleThreshold;
+            }
+        }
+        if (__any_sync(~0u, is_far)) {
+#pragma unroll
+            for (int m = 0; m < kRowTiles; m++) {
+#pragma unroll
+                for (int i = 0; i < 2; i++) state[m].rescale(i, highest[m][i], factor);
+            }
+        }
+#pragma unroll
+        for (int m = 0; m < kRowTiles; m++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) state[m].exponentiate(scores[m], i, factor);
+        }
+    }
+
+    static __device__ __forceinline__ void accumulate_output(State& state, const Scores& probabilities, const LdmatrixAddress& value_tile) {
+#pragma unroll
+        for (int j = 0; j < kWarpKeys / 16; j++) {
+            unsigned a[kRowTiles][4];
+#pragma unroll
+            for (int m = 0; m < kRowTiles; m++) pack_a_fragment(Element{}, a[m], probabilities[m][2 * j], probabilities[m][2 * j + 1]);
+#pragma unroll
+            for (int d = 0; d < kHeadDim / 16; d++) {
+                unsigned b[4];
+                ldmatrix_x4_trans(b, value_tile(d, 16 * j));
+#pragma unroll
+                for (int m = 0; m < kRowTiles; m++) {
+                    mma_m16n8k16(Element{}, state[m].output[2 * d], a[m], b[0], b[1]);
+                    mma_m16n8k16(Element{}, state[m].output[2 * d + 1], a[m], b[2], b[3]);
+                }
+            }
+        }
+    }
+
+    // Computes what the tiles of a part contribute to its row block. Ends with all copies arrived, without a barrier.
+    static __device__ __forceinline__ void accumulate(State& state, unsigned char* queries, unsigned char* ring, const PrefillParams& params,
+                                                      const Work& work) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp / kKeyWarps, key_warp = warp % kKeyWarps;
+        const int span = params.window > 0 ? params.window : 0x7FFFFFFF;
+        const Rows& rows = work.rows;
+        Tiles::fill_queries(queries, params, rows, work.kv_head);
+        cp_async_commit_group();
+#pragma unroll 1
+        for (int stage = 0; stage < kStages - 1; stage++) {
+            if (work.begin + stage < work.end) Tiles::fill(ring + stage * 2 * kTileBytes, params, rows, work.kv_head, work.begin + stage);
+            cp_async_commit_group();
+        }
+        int positions[kRowTiles][2];
+#pragma unroll
+        for (int m = 0; m < kRowTiles; m++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                positions[m][i] = rows.past + divide(rows.first_row + row_warp * kWarpRows + 16 * m + 8 * i + lane / 4, params.group_size);
+            }
+        }
+        // Of the warp's rows: positions of the first and of the last one that is live; the last one is before the first if none is.
+        const int warp_row = row_warp * kWarpRows, live = min(kWarpRows, rows.rows - warp_row);
+        const int warp_first = rows.past + divide(rows.first_row + warp_row, params.group_size);
+        const int warp_last = live > 0 ? rows.past + divide(rows.first_row + warp_row + live - 1, params.group_size) : -1;
+#pragma unroll
+        for (int m = 0; m < kRowTiles; m++) state[m].reset();
+        Tiles::template apply_rope<8>(
+            queries, params, rows.rows, [&](int row) { return rows.past + divide(rows.first_row + row, params.group_size); },
+            [] {
+                cp_async_wait_group<kStages - 1>();  // q
+                __syncthreads();
+            });  // the barrier of the first step follows
+
+        const LdmatrixAddress query_rows(shared_address(queries + row_warp * kWarpRows * kRowBytes), lane % 16, lane / 16);
+        int place = 0;  // in the ring, of this step's tile
+        for (int tile = work.begin; tile < work.end; tile++) {
+            cp_async_wait_group<kStages - 2>();  // this tile
+            __syncthreads();
+            const int next = tile + kStages - 1;
+            if (next < work.end) Tiles::fill(ring + (place == 0 ? kStages - 1 : place - 1) * 2 * kTileBytes, params, rows, work.kv_head, next);
+            cp_async_commit_group();
+            unsigned char* const tiles = ring + place * 2 * kTileBytes;
+            place = place + 1 == kStages ? 0 : place + 1;
+            int first_key = (rows.first_tile + tile) * kTileKeys, keys_end = rows.keys_end;
+            if (kAppends && tile == rows.num_tiles - 1) {
+                Tiles::append_new_tokens(tiles, params, rows, work.kv_head);
+                first_key = rows.past;
+                keys_end = rows.past + rows.count;
+            }
+            first_key += key_warp * kWarpKeys;
+            if (first_key > warp_last || first_key >= keys_end || first_key + kWarpKeys <= warp_first - span + 1) continue;
+            const SharedAddress part = shared_address(tiles + key_warp * kWarpKeys * kRowBytes);
+            const LdmatrixAddress key_tile(part, lane % 8 + lane / 16 * 8, lane / 8 % 2), value_tile(part + kTileBytes, lane % 16, lane / 16);
+            Scores scores = {};
+            compute_scores(scores, query_rows, key_tile);
+            apply_softcap(scores, params.score);
+            const bool needs_mask = first_key + kWarpKeys - 1 > warp_first || first_key <= positions[kRowTiles - 1][1] - span;
+            if (needs_mask || first_key + kWarpKeys > keys_end) apply_mask(scores, positions, first_key, keys_end, span);
+            update_softmax(state, scores, params.score.factor);
+            accumulate_output(state, scores, value_tile);
+        }
+        cp_async_wait_group<0>();
+    }
+
+    static __device__ __forceinline__ unsigned char* output_row(const PrefillParams& params, const Rows& rows, int kv_head, int row) {
+        const int at = rows.first_row + row, token = divide(at, params.group_size), head = at - token * params.group_size;
+        const long long first = (static_cast<long long>(rows.slot) * params.width + token) * params.num_kv_heads + kv_head;
+        return params.out + (first * params.group_size + head) * kRowBytes;
+    }
+
+    // Writes one vector of a strip to the output.
+    static __device__ __forceinline__ void store_vector(const PrefillParams& params, const Rows& rows, int kv_head, int strip, int vector,
+                                                        const PartialState& state) {
+        const float inverse = reciprocal_approx(state.sum);
+        unsigned* const to = reinterpret_cast<unsigned*>(output_row(params, rows, kv_head, strip / kStripsPerRow) + strip % kStripsPerRow * 32) + vector;
+        to[0] = pack(Element{}, {state.value.x * inverse, state.value.y * inverse});
+        to[4] = pack(Element{}, {state.value.z * inverse, state.value.w * inverse});
+    }
+
+    // Writes the output of a warp, that has all keys of its rows: through the place of its queries in shared memory, so that it leaves in chunks
+    // of 16 bytes.
+    static __device__ __forceinline__ void store_rows(const State& state, unsigned char* queries, const PrefillParams& params, const Rows& rows,
+                                                      int kv_head) {
+        const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kWarpRows;
+        unsigned char* const warp_rows = queries + warp_row * kRowBytes;
+        __syncwarp();
+#pragma unroll
+        for (int m = 0; m < kRowTiles; m++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float inverse = reciprocal_approx(quad_sum(state[m].sums[i]));
+                const int row = 16 * m + lane / 4 + 8 * i;
+#pragma unroll
+                for (int d = 0; d < kHeadDim / 8; d++) {
+                    *reinterpret_cast<unsigned*>(warp_rows + swizzled_offset(row, d) + lane % 4 * 4) =
+                        pack(Element{}, {state[m].output[d][2 * i] * inverse, state[m].output[d][2 * i + 1] * inverse});
+                }
+            }
+        }
+        __syncwarp();
+        const int live = min(kWarpRows, rows.rows - warp_row);
+#pragma unroll 1
+        for (int x = lane; x < live * kRowChunks; x += 32) {
+            const int row = x / kRowChunks, chunk = x % kRowChunks;
+            *reinterpret_cast<uint4*>(output_row(params, rows, kv_head, warp_row + row) + chunk * 16) =
+                *reinterpret_cast<const uint4*>(warp_rows + swizzled_offset(row, chunk));
+        }
+    }
+
+    // Calls emit(strip, vector, PartialState) for each vector of the row block, with what this block has of it. For all threads of the block.
+    template <class Emit>
+    static __device__ __forceinline__ void for_each_vector(const State& state, unsigned char* ring, const Rows& rows, float factor, Emit emit) {
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp / kKeyWarps, key_warp = warp % kKeyWarps;
+        float4* const strips = reinterpret_cast<float4*>(ring);  // [kKeyWarps][kMaxStrips][kStripVectors]
+        if (kKeyWarps > 1) __syncthreads();                      // all warps have left the ring
+#pragma unroll
+        for (int m = 0; m < kRowTiles; m++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float sum = quad_sum(state[m].sums[i]);
+                const int row = row_warp * kWarpRows + 16 * m + 8 * i + lane / 4;
+                if (row >= rows.rows) continue;
+#pragma unroll
+                for (int s = 0; s < kStripsPerRow; s++) {
+                    const float(&low)[4] = state[m].output[2 * s], (&high)[4] = state[m].output[2 * s + 1];
+                    const PartialState part{state[m].maxima[i], sum, {low[2 * i], low[2 * i + 1], high[2 * i], high[2 * i + 1]}};
+                    if constexpr (kKeyWarps == 1) {
+                        emit(row * kStripsPerRow + s, lane % 4, part);
+                    } else {
+                        float4* const strip = strips + (key_warp * kMaxStrips + row * kStripsPerRow + s) * kStripVectors;
+                        strip[lane % 4] = part.value;
+                        if (lane % 4 == 0) strip[4] = {part.maximum, part.sum, 0, 0};
+                    }
+                }
+            }
+        }
+        if constexpr (kKeyWarps > 1) {
+            __syncthreads();
+#pragma unroll 1
+            for (int x = threadIdx.x; x < rows.rows * kStripsPerRow * 4; x += kThreads) {
+                const unsigned char* const first = reinterpret_cast<const unsigned char*>(strips + x / 4 * kStripVectors);
+                constexpr int kStride = 16 * kMaxStrips * kStripVectors;
+                PartialState merged;
+                merged.merge<kKeyWarps>(first + x % 4 * 16, kStride, first + 64, kStride, kKeyWarps, factor);
+                emit(x / 4, x % 4, merged);
+            }
+        }
+    }
+
+    // Zeros for the tokens of each slot that are not new: the blocks of the launch share them.
+    static __device__ __forceinline__ void store_zeros(const PrefillParams& params) {
+        const int lane = threadIdx.x % 32, token_chunks = params.num_kv_heads * params.group_size * kRowChunks;
+        const int block = static_cast<int>(blockIdx.x), num_blocks = static_cast<int>(gridDim.x);
+#pragma unroll 1
+        for (int first = 0; first < params.batch_size; first += 32) {
+            const int own = min(first + lane, params.batch_size - 1);
+            const int own_count = count_new_tokens(params.lengths, params.new_lengths, own, params.width, params.max_sequence_length);
+            const unsigned padded = __ballot_sync(~0u, own_count < params.width && first + lane < params.batch_size);
+#pragma unroll 1
+            for (int i = 0; i < 32 && padded >> i; i++) {
+                if (!(padded >> i & 1)) continue;
+                const int count = __shfl_sync(~0u, own_count, i), chunks = (params.width - count) * token_chunks;
+                uint4* const to = reinterpret_cast<uint4*>(params.out) + (static_cast<long long>(first + i) * params.width + count) * token_chunks;
+#pragma unroll 1
+                for (int x = block * kThreads + threadIdx.x; x < chunks; x += num_blocks * kThreads) to[x] = uint4{};
+            }
+        }
+    }
+
+    // Grid: x alone. kSplits: if params.splits, several blocks may share a row block, and the launch is cooperative. Else one block for each.
+    template <bool kSplits>
+    static __device__ __forceinline__ void run(const PrefillParams& params) {
+        DYNAMIC_SHARED(unsigned char, queries);
+        unsigned char* const ring = queries + kBlockRows * kRowBytes;
+        grid_dependency_wait();
+        const Work work = kSplits && params.splits ? part_of_row_block<Rows>(params, kMinTilesPerPart) : whole_row_block<Rows>(params);
+        const Rows& rows = work.rows;
+        const float factor = params.score.factor;
+        if (work.begin < work.end) {
+            State state;
+            accumulate(state, queries, ring, params, work);
+            const auto store = [&](int strip, int vector, const PartialState& merged) { store_vector(params, rows, work.kv_head, strip, vector, merged); };
+            if (kSplits && work.num_blocks > 1) {
+                __syncthreads();  // all warps have left the ring
+                float4* const own = reinterpret_cast<float4*>(ring + kStagingBytes);
+                const SplitKVReduce reduce(rows.rows * kStripsPerRow, kMaxStrips, work.first_block, work.num_blocks, true, params.partials, own);
+                for_each_vector(state, ring, rows, factor, [&](int strip, int vector, const PartialState& merged) {
+                    reduce.publish(strip, vector, merged, false);
+                });
+                reduce.collect<kPrefillPolledAtOnce>(reinterpret_cast<float4*>(ring), kStagingBytes, factor, store);
+            } else if constexpr (kKeyWarps == 1) {
+                store_rows(state, queries, params, rows, work.kv_head);
+            } else {
+                for_each_vector(state, ring, rows, factor, store);
+            }
+        }
+        if (work.has_padding) store_zeros(params);
+    }
+};

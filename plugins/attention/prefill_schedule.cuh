@@ -1,0 +1,127 @@
+// Which rows and which keys a prefill block works on.
+//
+// The rows of a K/V head of a slot are its new tokens times its query heads: row `token * group_size + head`. They are cut into row blocks
+// of kBlockRows, so K and V are read once for as many rows as a block holds. A row block sees the tiles of keys from the first one inside
+// the window of its first token on. If the launch appends, new tokens are in none of these tiles, but in one more behind them.
+//
+// Lengths live on the device, so the launch depends on shapes alone. Where blocks are more than row blocks, the tiles of each row block are
+// divided into parts of tiles_per_part tiles, one for each block. That number is as small as the blocks allow: for row blocks of equal
+// lengths (as many parts for each) or of different ones (in proportion), whichever gives less. A part belongs to one row block, because to
+// begin with another one costs a block as much time as several tiles. In order: slot, row block, K/V head, part.
+#pragma once
+
+#include "attention/prefill_params.cuh"
+#include "attention/math.cuh"
+#include "attention/new_tokens.cuh"
+
+// A row block of a slot, for any K/V head, and what lengths make of it.
+template <bool kAppends, int kBlockRows, int kTileKeys>
+struct RowBlock {
+    int slot;
+    int past, count;            // tokens in the cache, and new ones
+    int first_row, rows;        // rows: 0 if there are no new tokens for it
+    int keys_end;               // behind the last key in a tile
+    int first_tile, num_tiles;  // num_tiles: with the one of the new tokens
+
+    // `number`: slot * row_blocks + number of the row block in the slot.
+    __device__ __forceinline__ void load(const PrefillParams& params, int number) {
+        slot = divide(number, params.row_blocks);
+        past = params.lengths[slot];
+        count = count_new_tokens(params.lengths, params.new_lengths, slot, params.width, params.max_sequence_length);
+        first_row = (number - slot * params.row_blocks) * kBlockRows;
+        rows = max(min(kBlockRows, count * params.group_size - first_row), 0);
+        const int first_token = divide(first_row, params.group_size), last_token = divide(first_row + max(rows, 1) - 1, params.group_size);
+        const int first_key = params.window > 0 ? max(0, past + first_token - (params.window - 1)) : 0;
+        keys_end = kAppends ? past : past + last_token + 1;
+        first_tile = first_key / kTileKeys;
+        num_tiles = rows > 0 ? max((keys_end + kTileKeys - 1) / kTileKeys - first_tile, 0) + kAppends : 0;
+    }
+};
+
+// What a block works on: tiles begin to end of a row block, counted from its first one. None if begin is end.
+template <class RowBlock>
+struct PrefillWork {
+    RowBlock rows{};
+    int kv_head = 0;
+    int begin = 0, end = 0;
+    int first_block = 0, num_blocks = 1;  // that share the row block
+    bool has_padding = false;             // some slot has fewer new tokens than there is room for
+};
+
+// Row block `number`; with no tiles behind the last one.
+template <class RowBlock>
+__device__ __forceinline__ RowBlock row_block(const PrefillParams& params, int number) {
+    RowBlock rows;
+    const int last = params.batch_size * params.row_blocks - 1;
+    rows.load(params, min(number, last));
+    if (number > last) rows.num_tiles = 0;
+    return rows;
+}
+
+// One block for each row block, those of the last tokens, which see most keys, first.
+template <class RowBlock>
+__device__ __forceinline__ PrefillWork<RowBlock> whole_row_block(const PrefillParams& params) {
+    PrefillWork<RowBlock> work;
+    const int numbers = params.batch_size * params.row_blocks, from_last = static_cast<int>(blockIdx.x) / (params.num_kv_heads * params.batch_size);
+    const int other = static_cast<int>(blockIdx.x) % (params.num_kv_heads * params.batch_size), slot = other / params.num_kv_heads;
+    work.kv_head = other - slot * params.num_kv_heads;
+    work.rows.load(params, slot * params.row_blocks + params.row_blocks - 1 - from_last);
+    work.end = work.rows.num_tiles;
+    work.has_padding = numbers > 0;
+    return work;
+}
+
+// A part of a row block for each block. For a whole warp; the same in all of them.
+template <class RowBlock>
+__device__ __forceinline__ PrefillWork<RowBlock> part_of_row_block(const PrefillParams& params, int min_tiles_per_part) {
+    const int lane = threadIdx.x % 32, numbers = params.batch_size * params.row_blocks, num_blocks = static_cast<int>(gridDim.x);
+    const int items = numbers * params.num_kv_heads;  // there are at least as many blocks
+    const RowBlock early = row_block<RowBlock>(params, lane);
+    PrefillWork<RowBlock> work;
+    int total = early.num_tiles, longest = total;
+    bool is_padded = early.count < params.width;
+#pragma unroll 1
+    for (int first = 32; first < numbers; first += 32) {
+        const RowBlock rows = row_block<RowBlock>(params, first + lane);
+        total += rows.num_tiles;
+        longest = max(longest, rows.num_tiles);
+        is_padded = is_padded || rows.count < params.width;
+    }
+    work.has_padding = __any_sync(~0u, is_padded);
+    total = warp_sum(total) * params.num_kv_heads;
+    longest = warp_max(longest);
+    const int alike = divide(num_blocks, items), rest = num_blocks - items;
+    int tiles_per_part = divide(longest + alike - 1, alike);
+    if (rest > 0) tiles_per_part = min(tiles_per_part, divide(total + rest - 1, rest));
+    tiles_per_part = max(tiles_per_part, min_tiles_per_part);
+
+    int before = 0;  // parts of the row blocks before
+#pragma unroll 1
+    for (int first = 0; first < numbers; first += 32) {
+        const int tiles = first ? row_block<RowBlock>(params, first + lane).num_tiles : early.num_tiles;
+        const int own = divide(tiles + tiles_per_part - 1, tiles_per_part) * params.num_kv_heads;
+        int sum = own;
+#pragma unroll
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int lower = __shfl_up_sync(~0u, sum, distance);
+            sum += lane >= distance ? lower : 0;
+        }
+        const unsigned beyond = __ballot_sync(~0u, before + sum > static_cast<int>(blockIdx.x));
+        if (beyond) {
+            int found = 0;
+#pragma unroll 1
+            while (!(beyond >> found & 1)) found++;
+            const int found_own = __shfl_sync(~0u, own, found);
+            before += __shfl_sync(~0u, sum, found) - found_own;
+            work.rows.load(params, first + found);
+            work.num_blocks = divide(found_own, params.num_kv_heads);
+            work.kv_head = divide(static_cast<int>(blockIdx.x) - before, work.num_blocks);
+            work.first_block = before + work.kv_head * work.num_blocks;
+            work.begin = (static_cast<int>(blockIdx.x) - work.first_block) * tiles_per_part;
+            work.end = min(work.begin + tiles_per_part, work.rows.num_tiles);
+            break;
+        }
+        before += __shfl_sync(~0u, sum, 31);
+    }
+    return work;
+}

@@ -1,0 +1,110 @@
+// What a decoder layer does between its matrix products. Launched by trt_kvcache/kernels/cuda/decoder_layer.py.
+// Elements have 16 bits; a thread handles words of two. Sums are float32.
+
+#include "attention/element.cuh"
+#include "dependent_launch.cuh"
+#include "shared_memory.cuh"
+
+constexpr int kMaxWarps = 32;
+constexpr int kHeldWords = 4;  // that a thread keeps in registers between the two passes over a row
+
+// The sum of a value over the block.
+__device__ __forceinline__ float block_sum(float value) {
+    SHARED_ARRAY(float, sums, kMaxWarps);
+    for (int lanes = 16; lanes; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    if (lane == 0) sums[warp] = value;
+    __syncthreads();
+    float sum = lane < warps ? sums[lane] : 0.0f;
+    for (int lanes = 16; lanes; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+    return sum;
+}
+
+// Adds a word to one of the residual stream, rounds the sum and adds its squares to `squares`.
+template <class Element>
+__device__ __forceinline__ unsigned add_word(Element, unsigned hidden, unsigned change, float& squares) {
+    const float2 before = unpack(Element{}, hidden), added = unpack(Element{}, change);
+    const unsigned sum = pack(Element{}, {before.x + added.x, before.y + added.y});
+    const float2 rounded = unpack(Element{}, sum);
+    squares += rounded.x * rounded.x + rounded.y * rounded.y;
+    return sum;
+}
+
+template <class Element>
+__device__ __forceinline__ unsigned scale_word(Element, unsigned sum, unsigned weight, float scale) {
+    const float2 value = unpack(Element{}, sum), factor = unpack(Element{}, weight);
+    return pack(Element{}, {value.x * scale * factor.x, value.y * scale * factor.y});
+}
+
+// hidden += change, rounded; out = hidden / sqrt(mean(hidden^2) + eps) * weight. Grid: a block for each row of `words` words. The first
+// kHeldWords words of a thread are loaded together; weights before the launch that makes `change` has ended.
+template <class Element>
+__device__ __forceinline__ void add_rms_norm(unsigned* hidden, const unsigned* change, const unsigned* weight, unsigned* out, long long words,
+                                             double eps) {
+    hidden += blockIdx.x * words;
+    change += blockIdx.x * words;
+    out += blockIdx.x * words;
+    unsigned sums[kHeldWords], added[kHeldWords], weights[kHeldWords];
+    const long long held = static_cast<long long>(kHeldWords) * blockDim.x;
+#pragma unroll
+    for (int i = 0; i < kHeldWords; i++) {
+        const long long word = threadIdx.x + static_cast<long long>(i) * blockDim.x;
+        weights[i] = word < words ? weight[word] : 0;
+    }
+    grid_dependency_wait();
+#pragma unroll
+    for (int i = 0; i < kHeldWords; i++) {
+        const long long word = threadIdx.x + static_cast<long long>(i) * blockDim.x;
+        sums[i] = word < words ? hidden[word] : 0;
+        added[i] = word < words ? change[word] : 0;
+    }
+    float squares = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kHeldWords; i++) {
+        const long long word = threadIdx.x + static_cast<long long>(i) * blockDim.x;
+        sums[i] = add_word(Element{}, sums[i], added[i], squares);
+        if (word < words) hidden[word] = sums[i];
+    }
+    for (long long word = held + threadIdx.x; word < words; word += blockDim.x) {
+        hidden[word] = add_word(Element{}, hidden[word], change[word], squares);
+    }
+    const float mean = block_sum(squares) / static_cast<float>(2 * words), scale = 1.0f / sqrtf(mean + static_cast<float>(eps));
+#pragma unroll
+    for (int i = 0; i < kHeldWords; i++) {
+        const long long word = threadIdx.x + static_cast<long long>(i) * blockDim.x;
+        if (word < words) out[word] = scale_word(Element{}, sums[i], weights[i], scale);
+    }
+    for (long long word = held + threadIdx.x; word < words; word += blockDim.x) {  // what this thread has written
+        out[word] = scale_word(Element{}, hidden[word], weight[word], scale);
+    }
+}
+
+__device__ __forceinline__ float silu(float x) { return x / (1.0f + expf(-x)); }
+
+// out = silu(gate) * up. A row of gate_up is `words` words of gate, then as many of up. Grid: x along a row, y over rows.
+template <class Element>
+__device__ __forceinline__ void silu_mul(const unsigned* gate_up, unsigned* out, long long words) {
+    const long long word = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x, row = blockIdx.y;
+    grid_dependency_wait();
+    if (word >= words) return;
+    const float2 gate = unpack(Element{}, gate_up[2 * row * words + word]), up = unpack(Element{}, gate_up[(2 * row + 1) * words + word]);
+    out[row * words + word] = pack(Element{}, {silu(gate.x) * up.x, silu(gate.y) * up.y});
+}
+
+extern "C" __global__ void add_rms_norm_float16(unsigned* hidden, const unsigned* change, const unsigned* weight, unsigned* out,
+                                                long long words, double eps) {
+    add_rms_norm<Float16>(hidden, change, weight, out, words, eps);
+}
+
+extern "C" __global__ void add_rms_norm_bfloat16(unsigned* hidden, const unsigned* change, const unsigned* weight, unsigned* out,
+                                                 long long words, double eps) {
+    add_rms_norm<BFloat16>(hidden, change, weight, out, words, eps);
+}
+
+extern "C" __global__ void silu_mul_float16(const unsigned* gate_up, unsigned* out, long long words) {
+    silu_mul<Float16>(gate_up, out, words);
+}
+
+extern "C" __global__ void silu_mul_bfloat16(const unsigned* gate_up, unsigned* out, long long words) {
+    silu_mul<BFloat16>(gate_up, out, words);
+}

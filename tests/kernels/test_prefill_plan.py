@@ -1,0 +1,69 @@
+"""``prefill_plan``: which kernel attends to several new tokens, from shapes alone; and that what it plans has room everywhere."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from trt_kvcache.kernels.attention_tiles import HEAD_DIMS, MAX_APPENDED_WIDTH, PREFILL_FORMS, prefill_form, shared_limit
+from trt_kvcache.kernels.attention_workspace import MAX_PREFILL_ROWS_PER_SM
+from trt_kvcache.kernels.compile import ARCHITECTURES
+from trt_kvcache.kernels.cuda import prefill_plan as module
+from trt_kvcache.kernels.cuda.prefill_plan import plan_of, prefill_plan
+
+
+@pytest.fixture
+def call(monkeypatch):
+    """Return what makes the parameters of a call on a GPU of 132 multiprocessors."""
+
+    def make(width, *, slots=1, kv_heads=8, group=4, head_dim=128, tokens=8200, arch="sm_90"):
+        memory = SimpleNamespace(arch=arch, multiprocessor_count=132)
+        monkeypatch.setattr(module, "_memory", lambda params: memory)
+        q = SimpleNamespace(shape=(slots, width, kv_heads * group, head_dim))
+        return SimpleNamespace(q=q, group=group, cache=SimpleNamespace(shape=(slots, 2, kv_heads, tokens, head_dim), memory=memory))
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("width", "sizes", "name", "splits"),
+    [
+        (2, {}, "16", True),
+        (4, {"group": 7, "kv_heads": 4}, "32", True),
+        (8, {"group": 7}, "64", True),
+        (16, {"group": 7}, "64", True),
+        (32, {"slots": 8}, "64", True),
+        (32, {"slots": 16}, "wide", True),
+        (2, {"slots": 32}, "16", False),
+        (MAX_APPENDED_WIDTH + 1, {}, "wide", True),
+        (512, {}, "wide", True),
+        (1024, {}, "wide", False),
+        (2048, {}, "whole", False),
+        (33, {"slots": 64, "group": 8}, "whole", False),
+        (2, {"tokens": 4}, "16", True),
+    ],
+)
+def test_form(call, width, sizes, name, splits):
+    plan = prefill_plan(call(width, **sizes))
+    assert (plan.name, plan.splits) == (name, splits)
+    assert plan.appends == (width <= MAX_APPENDED_WIDTH and name in ("16", "32", "64"))
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_room(call, arch, head_dim):
+    for name in PREFILL_FORMS:
+        form = prefill_form(head_dim, arch, name)
+        assert form.shared_nbytes * form.blocks_per_sm <= shared_limit(arch) + (1 if form.blocks_per_sm == 1 else 0)
+        if name != "whole":
+            assert form.rows * form.blocks_per_sm <= MAX_PREFILL_ROWS_PER_SM
+        if name in ("16", "32", "64"):
+            assert form.tile_keys >= MAX_APPENDED_WIDTH  # new tokens are in one tile
+        plan = plan_of(call(40, head_dim=head_dim, arch=arch), name)
+        assert plan.row_blocks * form.rows >= 40 * 4
+        assert plan.blocks >= plan.row_blocks * 8
+        assert not plan.splits or plan.blocks <= 132 * form.blocks_per_sm
+
+
+def test_no_block_without_keys(call):
+    """A cache of one tile has one block for it, and one for the new tokens."""
+    assert plan_of(call(2, tokens=100), "16").blocks == 8 * 2

@@ -1,0 +1,65 @@
+"""What holds for the reference engine holds for the torch engine: the same tests, on a rig that opens it; and what is its own."""
+
+import numpy as np
+import pytest
+
+from tests.torch_engine.needs_torch import need_torch
+
+need_torch()
+
+from tests.reference.rig import Rig, random_ids  # noqa: E402
+from tests.reference.test_engine import *  # noqa: E402, F403
+
+
+def test_no_variant_reads_dead_rows() -> None:
+    rigs = [Rig("llama", attention="mask") for _ in range(2)]
+    rigs[1].poison(np.nan)
+    clean, poisoned = (rig.run(random_ids(61, 9), [5, 1, 3]) for rig in rigs)
+    np.testing.assert_array_equal(clean, poisoned)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_have_the_dtype_of_the_cache_and_are_joined(dtype: str) -> None:
+    rig = Rig("llama-llama3-bias", dtype=dtype)
+    layer = rig.engine._weights.layers[1]
+    heads = rig.model.num_attention_heads + 2 * rig.model.num_kv_heads
+    assert layer.qkv.weight.shape == (heads * rig.model.head_dim, rig.model.hidden_size)
+    assert layer.qkv.bias.shape == (heads * rig.model.head_dim,)
+    assert str(layer.gate_up.weight.dtype) == f"torch.{dtype}"
+
+
+def test_a_tied_head_is_one_tensor() -> None:
+    weights = Rig("qwen2-tied").engine._weights
+    assert weights.head is weights.embedding
+
+
+def test_a_failure_of_torch_is_an_engine_error(monkeypatch) -> None:
+    from trt_kvcache.errors import EngineError
+    from trt_kvcache.torch_engine import engine
+
+    def fail(*_):
+        raise RuntimeError("out of luck")
+
+    rig = Rig("llama")
+    monkeypatch.setattr(engine, "decoder_step", fail)
+    with pytest.raises(EngineError, match=r"^torch: a step failed: out of luck$"):
+        rig.step([[1]], [0])
+
+
+def test_what_is_bound_after_a_step_is_what_the_next_one_uses() -> None:
+    rig = Rig("llama")
+    first = rig.step(random_ids(61, 1, 5), [0])
+    other = rig.to_memory(np.zeros((3, 61), np.float32))
+    rig.engine.bind("logits", other)
+    rig.engine.enqueue(rig.stream)
+    np.testing.assert_array_equal(other.numpy()[:1], first)
+
+
+def test_a_cache_that_is_closed_after_a_step_is_refused() -> None:
+    from trt_kvcache.errors import ClosedError
+
+    rig = Rig("llama")
+    rig.step([[1]], [0])
+    rig.cache.close()
+    with pytest.raises(ClosedError):
+        rig.engine.enqueue(rig.stream)

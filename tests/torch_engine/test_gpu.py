@@ -1,0 +1,86 @@
+"""The torch engine on a GPU against the NumPy engine on the host: prefill in chunks, decode steps as graphs, slots, rewinds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.helpers.small_model import write_model
+from tests.paths import GOLDEN
+from tests.reference.rig import MODELS
+from tests.torch_engine.needs_torch import need_torch
+
+need_torch()
+
+from trt_kvcache import CudaMemory, InferenceSession  # noqa: E402
+from trt_kvcache.errors import CaptureError, EngineError  # noqa: E402
+from trt_kvcache.torch_engine import device  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+ATTENTION = pytest.mark.parametrize("attention", ["native", "mask", "plugin"])
+SIZES = {"max_batch_size": 3, "max_sequence_length": 61, "max_prefill_length": 9}
+SHAPES = {64: (6, 2), 80: (3, 3), 96: (4, 1), 128: (14, 2), 256: (2, 1)}
+
+#: Relative to the largest logit: see ``trt_kvcache.polygraphy.path_comparison.TOLERANCES``. float32 sums in another order.
+TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 8e-2}
+
+
+def rows_of(session, vocab):
+    """Return the logits of a ragged prefill, decode steps, a rewind and a second turn."""
+    random = np.random.default_rng(0)
+    prompts = [random.integers(0, vocab, size).tolist() for size in (23, 5, 14)]
+    found = [session.prefill(prompts)]
+    found += [session.decode(random.integers(0, vocab, 3).tolist()) for _ in range(6)]
+    session.rewind(1, 3)
+    found += [session.decode(random.integers(0, vocab, 3).tolist()) for _ in range(3)]
+    found.append(session.prefill([prompts[2][:4], prompts[0]]))
+    found += [session.decode(random.integers(0, vocab, 2).tolist()) for _ in range(4)]
+    return [row for rows in found for row in rows]
+
+
+def assert_same(folder, dtype, attention, vocab):
+    options = {**SIZES, "dtype": dtype, "attention": attention}
+    with (
+        InferenceSession.from_model(folder, engine="torch", **options) as ours,
+        InferenceSession.from_model(folder, engine="reference", **options) as reference,
+    ):
+        assert ours.engine.memory.device == "cuda:0"
+        for found, expected in zip(rows_of(ours, vocab), rows_of(reference, vocab), strict=True):
+            assert np.abs(found - expected).max() <= TOLERANCES[dtype] * np.abs(expected).max()
+        assert len(ours.engine._device._graphs) == 2, "decode steps of 3 and of 2 slots are replayed"
+
+
+@ATTENTION
+@pytest.mark.parametrize("model", MODELS)
+def test_in_float32(model, attention):
+    assert_same(GOLDEN / model, "float32", attention, 59)
+
+
+@ATTENTION
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("head_dim", SHAPES)
+def test_with_the_attention_kernels(head_dim, dtype, attention, tmp_path):
+    heads, kv_heads = SHAPES[head_dim]
+    changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim, "num_hidden_layers": 2}
+    folder = write_model(tmp_path / "model", **changes, torch_dtype=dtype)
+    assert_same(folder, dtype, attention, 37)
+
+
+def test_a_capturing_stream_is_refused():
+    with InferenceSession.from_model(GOLDEN / "llama", engine="torch", **SIZES) as session:
+        session.prefill([[1, 2]])
+        session.decode([3])
+        builder = session.engine.memory.create_stream().create_graph_builder()
+        builder.begin_building()
+        session.engine.use_profile(1)
+        with pytest.raises(CaptureError, match="a step in PyTorch cannot be captured"):
+            session.engine.enqueue(builder)
+        builder.end_building()
+        builder.close()
+
+
+def test_a_torch_that_cannot_use_the_gpu_is_refused(monkeypatch):
+    monkeypatch.setattr(device, "why_no_gpu", lambda index: "torch 9.9 without CUDA")
+    with pytest.raises(EngineError, match=r"^torch: expected one that can use cuda:0, got torch 9\.9 without CUDA\.$"):
+        device.CudaDevice(CudaMemory())

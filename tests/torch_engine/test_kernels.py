@@ -1,0 +1,84 @@
+"""The torch engine with the attention kernels, on the emulated device, whose addresses are those of the host: torch computes there too.
+
+The emulated device runs what is enqueued when it is waited for, torch at once: so every launch is waited for.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tests.helpers.small_model import write_model
+from tests.simt.standin import needs_standin
+from tests.torch_engine.needs_torch import need_torch
+
+need_torch()
+
+import torch  # noqa: E402
+
+from trt_kvcache import InferenceSession, KVCacheManager  # noqa: E402
+from trt_kvcache.checkpoint import Checkpoint  # noqa: E402
+from trt_kvcache.engine.decoder_tensors import cache_config  # noqa: E402
+from trt_kvcache.kernels import add_rms_norm, attend, silu_mul  # noqa: E402
+from trt_kvcache.torch_engine import TorchEngine, engine, kernels  # noqa: E402
+from trt_kvcache.torch_engine.device import HostDevice  # noqa: E402
+
+pytestmark = [needs_standin, pytest.mark.device]
+
+SIZES = {"max_batch_size": 2, "max_sequence_length": 24}
+TOLERANCES = {"float16": 1e-2, "bfloat16": 8e-2}
+
+
+class EmulatedDevice(HostDevice):
+    """Torch's CPU over the memory of the emulated device."""
+
+    def __init__(self, memory):
+        self._memory = memory
+
+    def run(self, key, stream, work):
+        self._memory.synchronize(stream)
+        work()
+
+    def view(self, tensor):
+        dtype = getattr(torch, tensor.dtype)
+        if not tensor.nbytes:
+            return torch.empty(tensor.shape, dtype=dtype)
+        assert tensor.is_contiguous
+        return torch.frombuffer((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.ptr), dtype=dtype).reshape(tensor.shape)
+
+
+@pytest.mark.parametrize("attention", ["native", "plugin"])
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), ("bfloat16", 80)])
+def test_sessions_agree_with_the_reference_engine(memory, monkeypatch, tmp_path, dtype, head_dim, attention):
+    calls = Counter()
+
+    def at_once(kernel):
+        def call(*tensors, stream, **options):
+            kernel(*tensors, stream=stream, **options)
+            memory.synchronize(stream)
+            calls[kernel] += 1
+
+        return call
+
+    monkeypatch.setattr(engine, "torch_device", EmulatedDevice)
+    for kernel in (attend, add_rms_norm, silu_mul):
+        monkeypatch.setattr(kernels, kernel.__name__, at_once(kernel))
+    changes = {"head_dim": head_dim, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    folder = write_model(tmp_path / "model", **changes, torch_dtype=dtype)
+    with Checkpoint.open(folder) as checkpoint:
+        kv = cache_config(checkpoint.config, **SIZES, dtype=dtype, attention=attention)
+        ours = TorchEngine.open(checkpoint, kv=kv, max_prefill_length=7, attention=attention, memory=memory)
+    prompts, steps = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [35, 8]], [[9, 7], [9, 3]]
+    found = []
+    with (
+        InferenceSession(ours, KVCacheManager(kv, memory=memory)) as session,
+        InferenceSession.from_model(folder, engine="reference", attention=attention, dtype=dtype, **SIZES) as reference,
+    ):
+        for one in (session, reference):
+            found.append([one.prefill(prompts), *(one.decode(tokens) for tokens in steps)])
+    for logits, expected in zip(*found, strict=True):
+        assert np.abs(logits - expected).max() <= TOLERANCES[dtype] * np.abs(expected).max()
+    assert calls[attend] == calls[silu_mul] == calls[add_rms_norm] / 2 > 0

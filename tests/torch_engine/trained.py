@@ -1,0 +1,70 @@
+"""Small models of Hugging Face transformers that have learned a text by heart: their greedy tokens do not hang on rounding."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tests.paths import ROOT
+
+TEXT = (ROOT / "examples" / "tiny-llama" / "text.txt").read_bytes()[:1024]
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 192,
+    "intermediate_size": 320,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+#: By name: the ``model_type``, and what differs from :data:`COMMON`. Their heads are those that the attention kernels know.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"head_dim": 64, "tie_word_embeddings": False}),
+    "qwen2": ("qwen2", {"hidden_size": 384, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"head_dim": 128, "tie_word_embeddings": False}),
+}
+
+
+def train(family: str, device: torch.device, *, steps: int = 600, length: int = 160) -> Any:
+    """Return a model in float32 that continues any part of :data:`TEXT` with what follows there."""
+    torch.manual_seed(0)
+    kind, changes = FAMILIES[family]
+    config = transformers.AutoConfig.for_model(kind, **{**COMMON, **changes})
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    text = torch.tensor(list(TEXT), device=device)
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = 3e-3 * min(1.0, (step + 1) / 20) * max(0.02, 1 - step / steps)
+        starts = torch.randint(0, len(TEXT) - length, (16,)).tolist()
+        batch = torch.stack([text[start : start + length] for start in starts])
+        loss = model(input_ids=batch, labels=batch).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return model.eval()
+
+
+def greedy_tokens(model: Any, prompt: list[int], count: int) -> list[int]:
+    """Return what transformers generates after a prompt."""
+    ids = torch.tensor([prompt], device=model.device)
+    with torch.inference_mode():
+        found = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=count, pad_token_id=0)
+    return [int(token) for token in found[0, len(prompt) :]]
+
+
+def save(model: Any, folder: Path) -> Path:
+    """Write the model as a Hugging Face folder without a tokenizer."""
+    model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    return folder

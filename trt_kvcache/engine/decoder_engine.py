@@ -1,0 +1,229 @@
+"""``DecoderEngine``: what the engines that run a checkpoint themselves have in common, whatever they compute with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache._util.checks import int_in_range, one_of
+from trt_kvcache._util.lifetime import Uncopyable
+from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
+from trt_kvcache.cache.layout import KVLayout
+from trt_kvcache.checkpoint.model_config import ModelConfig
+from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, AttentionName, cache_layout
+from trt_kvcache.engine.bound_tensors import BoundTensors
+from trt_kvcache.engine.decoder_tensors import decoder_profiles, decoder_tensors, logits_per_slot, step_shape
+from trt_kvcache.engine.names import TensorNames
+from trt_kvcache.engine.protocol import TensorMode
+from trt_kvcache.errors import ClosedError, ConfigError, EngineError, RangeError
+from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.tensor import DeviceTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTensors:
+    """What is bound for one step of A slots by s new tokens, in the shapes of that step.
+
+    Parameters
+    ----------
+    input_ids : DeviceTensor int32 ``[A, s]``
+        New tokens, right-padded.
+    start : DeviceTensor int32 ``[A]``
+        Tokens that each slot holds already.
+    last : DeviceTensor int32 ``[A, m]``
+        Indices of the tokens whose logits are wanted.
+    logits : DeviceTensor float32 ``[A, vocab]`` or ``[A, m, vocab]``
+        Where they go.
+    caches : sequence of sequence of DeviceTensor
+        By layer: one combined tensor ``[A, 2, H, S, D]``, or K and V ``[A, H, S, D]``.
+    """
+
+    input_ids: DeviceTensor
+    start: DeviceTensor
+    last: DeviceTensor
+    logits: DeviceTensor
+    caches: tuple[tuple[DeviceTensor, ...], ...]
+
+
+class DecoderEngine(Uncopyable):
+    """Tensors, profiles and bindings of an engine that runs a checkpoint. A subclass adds weights and ``enqueue``.
+
+    Parameters
+    ----------
+    model : ModelConfig
+        The model.
+    kv : KVCacheConfig
+        The cache that will be bound; its dtype is the engine's. The dtypes with scales are for storage only and refused.
+    max_prefill_length : int
+        The most new tokens per slot in one step, ``1 <= max_prefill_length <= S``.
+    attention : {"native", "mask", "plugin"}
+        ``"plugin"`` is for COMBINED caches, the others are for SEPARATE ones.
+    max_logits_per_slot : int or "all"
+        The most new tokens per slot whose logits one step returns, ``1 <= max_logits_per_slot <= max_prefill_length``: see
+        :func:`~trt_kvcache.engine.decoder_tensors.decoder_tensors`. ``"all"`` stands for ``max_prefill_length``.
+    names : TensorNames
+        Names of inputs and outputs.
+    memory : Memory
+        Memory that bound tensors must be in.
+
+    Raises
+    ------
+    ConfigError
+        The cache does not fit the model, or an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        model: ModelConfig,
+        *,
+        kv: KVCacheConfig,
+        max_prefill_length: int,
+        attention: AttentionName,
+        max_logits_per_slot: int | Literal["all"],
+        names: TensorNames,
+        memory: Memory,
+    ) -> None:
+        _check_cache(model, kv)
+        one_of("attention", attention, ATTENTION_VARIANTS)
+        if kv.layout is not cache_layout(attention):
+            raise ConfigError(f"kv.layout: expected {cache_layout(attention)} for attention {attention!r}, got {kv.layout}.")
+        width = int_in_range("max_prefill_length", max_prefill_length, 1, kv.max_sequence_length, error=ConfigError)
+        wanted = logits_per_slot(max_logits_per_slot, max_prefill_length=width)
+        self._config = model
+        self._kv = kv
+        self._names = names
+        self._closed = False
+        self.memory = memory
+        tensors = decoder_tensors(model, kv, names, max_logits_per_slot=wanted)
+        self.tensors = MappingProxyType({spec.name: spec for spec in tensors})
+        self.profiles = decoder_profiles(max_batch_size=kv.max_batch_size, max_prefill_length=width, max_logits_per_slot=wanted)
+        self._bound = [BoundTensors(self.tensors, profile, names, memory) for profile in self.profiles]
+        self._current = self._bound[0]
+
+    def use_profile(self, index: int) -> None:
+        """Choose the profile that ``bind``, ``set_input_shape`` and ``enqueue`` act on.
+
+        Parameters
+        ----------
+        index : int
+            Index into ``profiles``.
+
+        Raises
+        ------
+        RangeError
+            There is no such profile.
+        ClosedError
+            The engine is closed.
+        """
+        self._check_open()
+        self._current = self._bound[int_in_range("profile", index, 0, len(self._bound) - 1, error=RangeError)]
+
+    def bind(self, name: str, tensor: DeviceTensor) -> None:
+        """Bind a tensor of the engine to the address of ``tensor``, which is kept alive.
+
+        Parameters
+        ----------
+        name : str
+            An input or output of the engine.
+        tensor : DeviceTensor
+            A dense view in the engine's memory, aligned to 256 bytes.
+
+        Raises
+        ------
+        BindingError
+            The name is unknown, or the tensor has another dtype or is in another memory.
+        LayoutError
+            The view is not dense, or not aligned to 256 bytes.
+        ClosedError
+            The engine is closed.
+        """
+        self._check_open()
+        self._current.bind(name, tensor)
+
+    def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
+        """Set the shape of an input for the next enqueues.
+
+        Parameters
+        ----------
+        name : str
+            An input of the engine.
+        shape : sequence of int
+            Within the current profile.
+
+        Raises
+        ------
+        BindingError
+            The name is not an input's, or the shape is outside the profile.
+        ClosedError
+            The engine is closed.
+        """
+        self._check_open()
+        self._current.set_input_shape(name, shape)
+
+    def close(self) -> None:
+        """Release the weights and the bound tensors. Idempotent."""
+        self._closed = True
+        for bound in self._bound:
+            bound.release()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"this {type(self).__name__} is closed.")
+
+    def _step_tensors(self) -> StepTensors:
+        """Return what is bound in the profile in use. Raises EngineError where something is missing or does not fit together."""
+        names, bound = self._names, self._current
+        slots, width = bound.shape(names.input_ids)
+        for name, spec in self.tensors.items():
+            if spec.mode is TensorMode.INPUT and bound.shape(name)[0] != slots:
+                raise EngineError(f"`{name}`: expected {slots} slots as `{names.input_ids}` has, got shape {bound.shape(name)}.")
+        last = bound.shape(names.last_token_ids)
+        logits = step_shape(self.tensors[names.logits], names, batch=slots, width=width, logits=last[1])
+        combined = self._kv.layout is KVLayout.COMBINED
+        return StepTensors(
+            input_ids=bound.tensor(names.input_ids, (slots, width)),
+            start=bound.tensor(names.kvcache_start_index, (slots,)),
+            last=bound.tensor(names.last_token_ids, last),
+            logits=bound.tensor(names.logits, logits),
+            caches=tuple(
+                tuple(self._in_place(*pair, slots) for pair in names.layer_pairs(layer, combined=combined))
+                for layer in range(self._config.num_layers)
+            ),
+        )
+
+    def _in_place(self, name: str, present: str, slots: int) -> DeviceTensor:
+        """Return a cache tensor, which is input and output at one address."""
+        shape = (slots, *self.tensors[name].shape[1:])
+        self._current.tensor(name, shape)
+        return self._current.tensor(present, shape)
+
+    def _check_values(self, input_ids: npt.NDArray[np.int32], last: npt.NDArray[np.int32], start: npt.NDArray[np.int32]) -> None:
+        """Refuse input values that a device would read as addresses outside a tensor. The arguments are the inputs, on the host."""
+        names = self._names
+        for name, values, highest in (
+            (names.input_ids, input_ids, self._config.vocab_size - 1),
+            (names.last_token_ids, last, input_ids.shape[1] - 1),
+            (names.kvcache_start_index, start, self._kv.max_sequence_length),
+        ):
+            wrong = np.argwhere((values < 0) | (values > highest))
+            if len(wrong):
+                index = tuple(int(i) for i in wrong[0])
+                raise EngineError(f"`{name}`: expected values from 0 to {highest}, got {values[index]} at {list(index)}.")
+
+
+def _check_cache(config: ModelConfig, kv: KVCacheConfig) -> None:
+    """Refuse a cache that does not fit the model."""
+    if kv.dtype not in MODEL_DTYPES:
+        raise ConfigError(f"kv.dtype: expected one of {', '.join(MODEL_DTYPES)}, got {kv.dtype!r}, which is storage only.")
+    if kv.num_layers != config.num_layers:
+        raise ConfigError(f"kv.layers: expected {config.num_layers} as the model has, got {kv.num_layers}.")
+    for index, layer in enumerate(kv.layers):
+        expected = KVLayerConfig(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+        if layer != expected:
+            raise ConfigError(f"kv.layers[{index}]: expected {expected} as the model has, got {layer}.")

@@ -1,0 +1,39 @@
+"""What a decoder layer does between its matrix products, on the device: ``plugins/decoder_layer.cu``."""
+
+from typing import Any
+
+from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch, starts_early
+from trt_kvcache.memory.tensor import DeviceTensor
+
+_SOURCE = "decoder_layer"
+
+_WARP, _MAX_THREADS = 32, 1024
+
+#: Words that a thread keeps in registers: ``kHeldWords`` of the source.
+_HELD_WORDS = 4
+
+
+def add_rms_norm(hidden: DeviceTensor, change: DeviceTensor, weight: DeviceTensor, out: DeviceTensor, eps: float, stream: Any) -> None:
+    rows, columns = hidden.shape
+    words = columns // 2
+    threads = min(_MAX_THREADS, -(-words // (_WARP * _HELD_WORDS)) * _WARP)
+    arguments = (hidden.ptr, change.ptr, weight.ptr, out.ptr, words, float(eps))
+    early = starts_early(hidden.memory)
+    launch(
+        hidden.memory,
+        _SOURCE,
+        f"add_rms_norm_{hidden.dtype}",
+        (rows, 1, 1),
+        arguments,
+        stream,
+        threads=threads,
+        programmatic_dependent_launch=early,
+    )
+
+
+def silu_mul(gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
+    rows, columns = out.shape
+    words = columns // 2
+    grid = (-(-words // THREADS_PER_BLOCK), rows, 1)
+    early = starts_early(out.memory)
+    launch(out.memory, _SOURCE, f"silu_mul_{out.dtype}", grid, (gate_up.ptr, out.ptr, words), stream, programmatic_dependent_launch=early)

@@ -1,0 +1,92 @@
+"""What a decoder layer does between its matrix products: residual and norm in one launch, and the gate of the MLP."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trt_kvcache.errors import DTypeError, LayoutError, PlaceError, ShapeError
+from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES
+from trt_kvcache.kernels.backend import backend_of
+from trt_kvcache.kernels.layer_views import check_memory, check_open
+from trt_kvcache.memory.tensor import DeviceTensor
+
+#: Rows of a call, at most: blocks of a launch along y.
+MAX_ROWS = 65535
+
+
+def add_rms_norm(hidden: DeviceTensor, change: DeviceTensor, weight: DeviceTensor, *, out: DeviceTensor, eps: float, stream: Any) -> None:
+    """Add ``change`` to ``hidden`` and write the RMS norm of the sum, times ``weight``, into ``out``.
+
+    Parameters
+    ----------
+    hidden : DeviceTensor ``[rows, columns]`` float16 or bfloat16
+        The residual stream; an even number of columns. Overwritten with the rounded sum.
+    change : DeviceTensor ``[rows, columns]``
+        What is added.
+    weight : DeviceTensor ``[columns]``
+        Of the norm.
+    out : DeviceTensor ``[rows, columns]``
+        Overwritten.
+    eps : float
+        Added to the mean square.
+    stream : cuda.core.Stream or GraphBuilder
+        The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.
+
+    Raises
+    ------
+    ShapeError, DTypeError, LayoutError, PlaceError, ClosedError
+        An argument does not fit. Nothing was changed.
+
+    Notes
+    -----
+    Sums are float32, over the rounded values.
+    """
+    _check("hidden", hidden, hidden)
+    if hidden.ndim != 2 or hidden.shape[1] % 2 or len(hidden) > MAX_ROWS:
+        raise ShapeError(f"hidden: expected [up to {MAX_ROWS} rows, an even number of columns], got {hidden!r}.")
+    for name, tensor, shape in (("change", change, hidden.shape), ("weight", weight, hidden.shape[1:]), ("out", out, hidden.shape)):
+        _check(name, tensor, hidden)
+        if tensor.shape != shape:
+            raise ShapeError(f"{name}: expected shape {shape}, got {tensor!r}.")
+    hidden.memory.check_stream(stream)
+    if hidden.nbytes:
+        backend_of(hidden.memory).add_rms_norm(hidden, change, weight, out, eps, stream)
+
+
+def silu_mul(gate_up: DeviceTensor, *, out: DeviceTensor, stream: Any) -> None:
+    """Write ``silu(gate) * up`` into ``out``.
+
+    Parameters
+    ----------
+    gate_up : DeviceTensor ``[rows, 2 * columns]`` float16 or bfloat16
+        Columns of gate, then as many of up; an even number of each.
+    out : DeviceTensor ``[rows, columns]``
+        Overwritten.
+    stream : cuda.core.Stream or GraphBuilder
+        The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.
+
+    Raises
+    ------
+    ShapeError, DTypeError, LayoutError, PlaceError, ClosedError
+        An argument does not fit. Nothing was changed.
+    """
+    _check("gate_up", gate_up, gate_up)
+    _check("out", out, gate_up)
+    if gate_up.ndim != 2 or gate_up.shape[1] % 4 or len(gate_up) > MAX_ROWS:
+        raise ShapeError(f"gate_up: expected [up to {MAX_ROWS} rows, a multiple of 4 columns], got {gate_up!r}.")
+    if out.shape != (len(gate_up), gate_up.shape[1] // 2):
+        raise ShapeError(f"out: expected shape {(len(gate_up), gate_up.shape[1] // 2)}, got {out!r}.")
+    out.memory.check_stream(stream)
+    if out.nbytes:
+        backend_of(out.memory).silu_mul(gate_up, out, stream)
+
+
+def _check(name: str, tensor: DeviceTensor, like: DeviceTensor) -> None:
+    if not isinstance(tensor, DeviceTensor):
+        raise PlaceError(f"{name}: expected a DeviceTensor, got {type(tensor).__name__}.")
+    check_memory(name, tensor, like.memory)
+    check_open(name, tensor)
+    if tensor.dtype not in ELEMENT_TYPES or tensor.dtype != like.dtype:
+        raise DTypeError(f"{name}: expected {' or '.join(ELEMENT_TYPES)}, all of one dtype, got {tensor.dtype}.")
+    if not tensor.is_contiguous or tensor.offset % 4:
+        raise LayoutError(f"{name}: expected a dense tensor, got {tensor!r}.")

@@ -1,0 +1,143 @@
+"""Where torch computes: views of bound memory, and how the work of a step is put on a stream."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
+
+import torch
+
+from trt_kvcache.errors import EngineError
+from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.graph_capture import refuse_capture
+from trt_kvcache.memory.tensor import DeviceTensor
+
+#: Most CUDA graphs that are kept, and most keys that are remembered without a graph.
+MAX_GRAPHS = 64
+
+
+class TorchDevice(Protocol):
+    """A device of torch over one of our memories."""
+
+    @property
+    def torch_device(self) -> torch.device:
+        """As torch names it."""
+
+    def view(self, tensor: DeviceTensor) -> torch.Tensor:
+        """Return a torch tensor over the same bytes, through DLPack. Nothing waits."""
+
+    def run(self, key: Hashable | None, stream: Any, work: Callable[[], None]) -> None:
+        """Run ``work()`` so that it is ordered on ``stream``. Work of one key, which is not None, may be replayed from a CUDA graph."""
+
+    def synchronize(self) -> None:
+        """Wait for all work of torch."""
+
+    def close(self) -> None:
+        """Release graphs. Idempotent."""
+
+
+class HostDevice:
+    """The CPU, over host memory."""
+
+    torch_device = torch.device("cpu")
+
+    def view(self, tensor: DeviceTensor) -> torch.Tensor:
+        """See :meth:`TorchDevice.view`."""
+        return torch.from_dlpack(tensor.__dlpack__())
+
+    def run(self, key: Hashable | None, stream: Any, work: Callable[[], None]) -> None:
+        """Run the work at once."""
+        work()
+
+    def synchronize(self) -> None:
+        """Do nothing: nothing runs later."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+class CudaDevice:
+    """A GPU, over its :class:`~trt_kvcache.memory.cuda_memory.CudaMemory`.
+
+    The second time that work of a key runs it is captured in a CUDA graph, and from then on the graph is replayed.
+
+    Parameters
+    ----------
+    memory : CudaMemory
+        Of the GPU.
+
+    Raises
+    ------
+    EngineError
+        This torch cannot use the GPU.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self.torch_device = torch.device(memory.device)
+        reason = why_no_gpu(self.torch_device.index)
+        if reason is not None:
+            raise EngineError(f"torch: expected one that can use {memory.device}, got {reason}.")
+        self._graphs: OrderedDict[Hashable, torch.cuda.CUDAGraph] = OrderedDict()
+        self._ran: OrderedDict[Hashable, None] = OrderedDict()
+        self._stream: torch.cuda.ExternalStream | None = None
+
+    def view(self, tensor: DeviceTensor) -> torch.Tensor:
+        """See :meth:`TorchDevice.view`."""
+        return torch.from_dlpack(tensor.__dlpack__(stream=-1))
+
+    def run(self, key: Hashable | None, stream: Any, work: Callable[[], None]) -> None:
+        """Run the work on the stream, or replay its graph."""
+        refuse_capture(self._memory, "a step in PyTorch", stream, because="memory of PyTorch's allocator would not belong to the graph")
+        with torch.cuda.device(self.torch_device), torch.cuda.stream(self._torch_stream(stream)):
+            graph = self._graphs.get(key)
+            if graph is None and key in self._ran:
+                graph = self._capture(key, work)
+            if graph is not None:
+                self._graphs.move_to_end(key)
+                graph.replay()
+                return
+            work()
+            if key is not None:
+                self._ran[key] = None
+                if len(self._ran) > MAX_GRAPHS:
+                    self._ran.popitem(last=False)
+
+    def synchronize(self) -> None:
+        """Wait for all work of the device."""
+        torch.cuda.synchronize(self.torch_device)
+
+    def close(self) -> None:
+        """Release the graphs, once they are no longer running. Idempotent."""
+        if self._graphs:
+            self.synchronize()
+        self._graphs.clear()
+
+    def _capture(self, key: Hashable, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """Capture the work on the current stream."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+            work()
+        self._graphs[key] = graph
+        if len(self._graphs) > MAX_GRAPHS:
+            self.synchronize()  # the graph that is dropped may still be running
+            self._graphs.popitem(last=False)
+        return graph
+
+    def _torch_stream(self, stream: Any) -> torch.cuda.ExternalStream:
+        """Return torch's view of a stream."""
+        handle = int(stream.__cuda_stream__()[1])
+        if self._stream is None or self._stream.cuda_stream != handle:
+            self._stream = torch.cuda.ExternalStream(handle, device=self.torch_device)
+        return self._stream
+
+
+def why_no_gpu(device: int) -> str | None:
+    """Return why this torch cannot use a GPU, or None if it can."""
+    if not torch.cuda.is_available():
+        built = torch.version.cuda
+        return f"torch {torch.__version__} " + (f"of CUDA {built}, which finds no GPU" if built else "without CUDA")
+    if device >= torch.cuda.device_count():
+        return f"torch {torch.__version__}, which finds {torch.cuda.device_count()} GPUs"
+    return None

@@ -1,0 +1,84 @@
+"""``TorchStep``: what is bound for a step, as torch tensors over the same bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from trt_kvcache.dtypes import itemsize
+from trt_kvcache.engine.decoder_engine import StepTensors
+from trt_kvcache.memory.base import Allocation
+from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.torch_engine.device import TorchDevice
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchStep:
+    """One step of A slots by s new tokens. It is made when addresses or shapes change, and used until they change again.
+
+    Parameters
+    ----------
+    tensors : StepTensors
+        What is bound.
+    input_ids, start, last, logits : torch.Tensor
+        The same as views: see :class:`~trt_kvcache.engine.decoder_engine.StepTensors`.
+    sides : tuple of pair of torch.Tensor ``[A, H, S, D]``
+        K and V of each layer, of either layout.
+    combined : tuple of DeviceTensor ``[A, 2, H, S, D]``, or None
+        The cache of each layer as the attention kernels take it; None where K and V are not in one allocation.
+    key : hashable
+        Equal for steps of equal addresses and shapes.
+    allocations : frozenset of Allocation
+        The owners of what is bound.
+    """
+
+    tensors: StepTensors
+    input_ids: torch.Tensor
+    start: torch.Tensor
+    last: torch.Tensor
+    logits: torch.Tensor
+    sides: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    combined: tuple[DeviceTensor, ...] | None
+    key: Hashable
+    allocations: frozenset[Allocation]
+
+    @classmethod
+    def over(cls, tensors: StepTensors, device: TorchDevice) -> TorchStep:
+        """Return the step over what is bound."""
+        inputs = (tensors.input_ids, tensors.start, tensors.last, tensors.logits)
+        bound = (*inputs, *(side for cache in tensors.caches for side in cache))
+        combined = [_combined(*cache) for cache in tensors.caches]
+        return cls(
+            tensors=tensors,
+            input_ids=device.view(tensors.input_ids),
+            start=device.view(tensors.start),
+            last=device.view(tensors.last),
+            logits=device.view(tensors.logits),
+            sides=tuple(_sides([device.view(side) for side in cache]) for cache in tensors.caches),
+            combined=None if None in combined else tuple(view for view in combined if view is not None),
+            key=(tensors.input_ids.shape, tensors.last.shape, *(tensor.ptr for tensor in bound)),
+            allocations=frozenset(tensor.allocation for tensor in bound),
+        )
+
+    def check_open(self) -> None:
+        """Raise ClosedError where the owner of a bound view is closed."""
+        for allocation in self.allocations:
+            _ = allocation.ptr
+
+
+def _sides(cache: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    k, v = cache if len(cache) > 1 else (cache[0][:, 0], cache[0][:, 1])
+    return k, v
+
+
+def _combined(*cache: DeviceTensor) -> DeviceTensor | None:
+    """Return one view ``[A, 2, H, S, D]`` of a layer's cache, or None if K and V do not follow each other in one allocation."""
+    if len(cache) == 1:
+        return cache[0]
+    k, v = cache
+    if k.allocation is not v.allocation or v.offset < k.offset:
+        return None
+    strides = (k.strides[0], (v.offset - k.offset) // itemsize(k.dtype), *k.strides[1:])
+    return DeviceTensor(k.allocation, shape=(len(k), 2, *k.shape[1:]), dtype=k.dtype, strides=strides, offset=k.offset)
