@@ -318,7 +318,7 @@ class DeviceSampler(Uncopyable):
         logits : DeviceTensor (B, vocab) float32
             Of the slots 0 to B - 1, as the model gave them. Not changed.
         tokens : DeviceTensor (B,) int32
-            The tokens, such as the next ``input_ids``; -1 for a slot with an error. Slots that are not active keep what is there.
+            The tokens, such as the next ``input_ids``; 0 for a slot with an error. Slots that are not active keep what is there.
         stream : cuda.core.Stream or GraphBuilder
             One launch, two with log-probabilities. The call neither waits nor allocates, and can be captured in a graph.
 
