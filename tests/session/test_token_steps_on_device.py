@@ -41,7 +41,8 @@ class ReadingEngine:
         shapes = self._shapes[self._profile]
         slots, width = shapes[NAMES.input_ids]
         ids, start, last = (
-            self.memory.read(self._tensor(name, shapes[name])) for name in (NAMES.input_ids, NAMES.kvcache_start_index, NAMES.last_token_ids)
+            self.memory.read(self._tensor(name, shapes[name]))
+            for name in (NAMES.input_ids, NAMES.kvcache_start_index, NAMES.last_token_ids)
         )
         cache = self._tensor("k_cache_0", shapes["k_cache_0"])
         rows = self.memory.read(cache)

@@ -62,12 +62,12 @@ class SampledTokens:
         """
         if self._done is not None:
             self._done.sync()
-        return [self._token(slot, top) for slot, top in enumerate(self._tops)]
+        return [self._token(slot, top, result) for slot, (top, result) in enumerate(zip(self._tops, self._results.tolist(), strict=True))]
 
-    def _token(self, slot: int, top: int | None) -> SampledToken:
+    def _token(self, slot: int, top: int | None, result: tuple[int, int, int, float]) -> SampledToken:
         if top is None:
             return SampledToken(-1)
-        token, error, place, logit = self._results[slot].tolist()
+        token, error, place, logit = result
         if error != NO_ERROR:
             return SampledToken(-1, bad_logits(logit, place) if error == BAD_LOGITS else nothing_left(logit))
         if top < 0 or self._logprobs is None:
