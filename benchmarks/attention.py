@@ -94,7 +94,7 @@ def shapes(which: str, quick: bool, dims: Sequence[int]) -> list[Shape]:
     if which == "decode":
         lengths = (1024, 8192, 32768) if quick else (1024, 4096, 8192, 32768, 131072)
         return [Shape(batch, 1, length, *one) for batch in (1, 8, 32) for length in lengths for one in heads]
-    widths = (2048, 8192) if quick else (512, 1024, 2048, 4096, 8192, 16384, 32768)
+    widths = (2048, 8192) if quick else (512, 1024, 2048, 8192)
     few = (
         []
         if quick
@@ -110,9 +110,9 @@ def shapes(which: str, quick: bool, dims: Sequence[int]) -> list[Shape]:
 
 def _chunks(quick: bool, dims: Sequence[int]) -> list[Shape]:
     """Several new tokens over a past, beside one; and models of few heads."""
-    widths = (1, 2, 8, 16, 128) if quick else (1, 2, 4, 8, 16, 32, 64, 128, 512)
+    widths = (1, 2, 8, 16, 128) if quick else (1, 2, 8, 16, 32, 128, 512)
     models = [(4, 128, 8), (7, 128, 4), (4, 64, 8), (2, 256, 8)][: 1 if quick else None]
-    sizes = [(1, 1024), (1, 8192)] if quick else [(1, 1024), (1, 8192), (1, 32768), (8, 1024), (8, 8192)]
+    sizes = [(1, 1024), (1, 8192)] if quick else [(1, 1024), (1, 8192), (1, 32768), (8, 8192)]
     small = [] if quick else [(1, 128, 7, 64, 2), (4, 2048, 7, 64, 2), (1, 16384, 8, 128, 1), (4, 1024, 4, 128, 4), (1, 2048, 1, 128, 32)]
     shapes = [Shape(batch, width, past, *model) for model in models for batch, past in sizes for width in widths]
     shapes += [Shape(batch, width, past, *model) for batch, past, *model in small for width in (1, 2, 8, 64)]

@@ -114,9 +114,8 @@ def launch(
         raise CudaError(f"{name} could not be launched on {memory.device}: {error}") from None
 
 
-def starts_early(memory: Memory) -> bool:
-    """Tell whether a launch on this GPU can start before the previous one has ended: programmatic dependent launch."""
-    assert isinstance(memory, CudaMemory)
+def starts_early(memory: Any) -> bool:
+    """Tell whether a launch on the GPU of a memory can start before the previous one has ended: programmatic dependent launch."""
     return arch_number(memory.arch) >= MIN_PDL_ARCH
 
 
