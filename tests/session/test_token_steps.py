@@ -16,9 +16,10 @@ from tests.helpers.fakes import VOCAB, cache_rows, kv_config, recorded
 from tests.helpers.interrupts import ERRORS, LineTracer, before_or_after, calls_of, count_calls, journal, lengths, names
 from tests.helpers.sessions import damage_logits
 from trt_kvcache import GeneratedToken, InferenceSession, ModelIdentity, PromptCache, SamplingParams
-from trt_kvcache.errors import ClosedError, EngineError, KVCacheError, ProcessorError
+from trt_kvcache.errors import ClosedError, CudaError, EngineError, KVCacheError, ProcessorError
 from trt_kvcache.generation.device_sampler import SampledTokens
 from trt_kvcache.kernels.sampling_rows import ROW_RESULT
+from trt_kvcache.memory.cuda_driver import cuda_core_error
 
 S = 16
 
@@ -245,6 +246,16 @@ def test_the_tokens_are_read_after_the_wait():
     results["token"] = -5
     done = SimpleNamespace(sync=lambda: results.__setitem__("token", 7))
     assert SampledTokens(results, None, [-1], done).read()[0].token == 7
+
+
+def test_work_that_failed_on_the_device_is_an_error_of_ours():
+    pytest.importorskip("cuda.core")
+
+    def fail():
+        raise cuda_core_error()("the launch failed")
+
+    with pytest.raises(CudaError, match=r"^the tokens of a step could not be read: the launch failed$"):
+        SampledTokens(np.zeros(1, ROW_RESULT), None, [-1], SimpleNamespace(sync=fail)).read()
 
 
 def test_a_step_that_no_request_needs_is_not_enqueued():

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range, slot_index
 from trt_kvcache._util.lifetime import Uncopyable
-from trt_kvcache.errors import ConfigError, KVCacheError, RangeError
+from trt_kvcache.errors import ConfigError, CudaError, KVCacheError, RangeError
 from trt_kvcache.generation.sampling import SamplingParams, bad_logits, nothing_left
 from trt_kvcache.generation.token_logprobs import TokenLogprobs
 from trt_kvcache.kernels import AnyCompactionPlan, SamplingRows, SamplingWorkspace, StateInfos, choose_tokens, compact_rows, token_logprobs
@@ -20,6 +20,7 @@ from trt_kvcache.kernels.host.token_choice import choice_params
 from trt_kvcache.kernels.sampling_rows import ACTIVE, BAD_LOGITS, BIASED, GREEDY, LOGPROBS, NO_ERROR, PENALISED, ROW_PARAMS, ROW_RESULT
 from trt_kvcache.kernels.sampling_workspace import MAX_TOP_LOGPROBS
 from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.cuda_driver import cuda_core_error
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -59,9 +60,17 @@ class SampledTokens:
         -------
         list of SampledToken (batch,)
             One for each slot; -1 without an error for one that is not active.
+
+        Raises
+        ------
+        CudaError
+            Some of the work failed.
         """
         if self._done is not None:
-            self._done.sync()
+            try:
+                self._done.sync()
+            except cuda_core_error() as error:
+                raise CudaError(f"the tokens of a step could not be read: {error}") from None
         return [self._token(slot, top, result) for slot, (top, result) in enumerate(zip(self._tops, self._results.tolist(), strict=True))]
 
     def _token(self, slot: int, top: int | None, result: tuple[int, int, int, float]) -> SampledToken:
