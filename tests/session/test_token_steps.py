@@ -15,6 +15,7 @@ from tests.helpers.ahead import ahead
 from tests.helpers.fakes import VOCAB, cache_rows, kv_config, recorded
 from tests.helpers.interrupts import ERRORS, LineTracer, before_or_after, calls_of, count_calls, journal, lengths, names
 from tests.helpers.sessions import damage_logits
+from tests.session.every_logit import with_every_logit
 from trt_kvcache import GeneratedToken, InferenceSession, ModelIdentity, PromptCache, SamplingParams
 from trt_kvcache.errors import ClosedError, CudaError, EngineError, KVCacheError, ProcessorError
 from trt_kvcache.generation.device_sampler import SampledTokens
@@ -422,14 +423,15 @@ def test_ctrl_c_at_any_line_between_two_tokens_of_generate():
 
 def test_verify_between_two_tokens_does_not_disturb_them():
     """It writes rows where the step ahead has: that one is run again."""
-    calm = [event.token for event in decoding()[1]]
-    session, events = decoding()
-    session._steps.enqueues += 1
-    for layer in range(session.cache.num_layers):
-        for view in session.cache.get_separate_kv_cache(layer):
-            for slot, length in enumerate(lengths(session)):
-                session.cache.memory.array(view)[slot, :, length:] = np.nan
-    assert [event.token for event in events] == calm
+    outcomes = []
+    for disturbed in (False, True):
+        session = ahead(with_every_logit())
+        events = session.generate([[1, 2], [3]], endless(2))
+        tokens = [next(events).token for _ in range(6)]
+        if disturbed:
+            session.verify([[200, 201], [202]])
+        outcomes.append(tokens + [event.token for event in events])
+    assert outcomes[0] == outcomes[1]
 
 
 def test_what_a_forgotten_step_has_chosen_is_not_counted():
