@@ -121,7 +121,7 @@ def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     limits, rope, flash = content["limits"], "rope_append_attention", "FLASH_ATTENTION"
     least, large, best, small = [], [], [], []
     times = {}
-    for row in of_table(content["decode"]):
+    for row in _rows(content, "decode"):
         times[row["group"], row["head_dim"], row["batch"], row["past"]] = row["us"]["attention"]
         others = [one for one in row.get("peers_us", {}).values() if isinstance(one, float)]
         if row["kv_mb"] >= 64:
@@ -129,14 +129,14 @@ def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             best += [row["us"]["attention"] / min(others)] if others else []
         elif row["kv_mb"] <= 8:
             small.append(row["us"][rope])
-    chunks = list(of_table(content["chunks"])) if "chunks" in content else []
+    chunks = _rows(content, "chunks")
     one = {_but_width(row): row["us"][rope] for row in chunks if row["width"] == 1}
     of_one = [(row["width"], row["us"][rope] / one[_but_width(row)], row["kv_mb"]) for row in chunks]
     to_8, to_16 = ([times for n, times, mb in of_one if low <= n <= high and mb > 8] for low, high in ((2, 8), (16, 16)))
     more = [row["us"][rope] - one[_but_width(row)] for row in chunks if 2 <= row["width"] <= 16 and row["kv_mb"] <= 8]
     flashes = [(row["us"]["attention"], row.get("peers_us", {}).get(flash)) for row in chunks if row["width"] > 1]
     of_flash = [ours / other for ours, other in flashes if isinstance(other, float)]
-    rows = [(row["us"]["attention"], row.get("peers_us", {}).get(flash)) for row in of_table(content["prefill"])]
+    rows = [(row["us"]["attention"], row.get("peers_us", {}).get(flash)) for row in _rows(content, "prefill")]
     shares = [other / ours for ours, other in rows if isinstance(other, float)]
     eight = [time / times[(1, *shape)] for (group, *shape), time in times.items() if group == 8 and (1, *shape) in times]
     for what, found, unit, limit in (
@@ -154,6 +154,10 @@ def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         if found:
             digits = 3 if "time over" in what else 2
             yield f"attention, {what}", f"{min(found):.{digits}f} to {max(found):.{digits}f}{unit} ({len(found)} shapes)", limit
+
+
+def _rows(content: dict[str, Any], which: str) -> list[dict[str, Any]]:
+    return list(of_table(content[which])) if which in content else []
 
 
 def _but_width(row: dict[str, Any]) -> tuple[int, ...]:
@@ -206,6 +210,8 @@ _FILES = {
     "moves_host": _moves,
     "segments": _segments,
     "attention": _attention,
+    "attention_chunks": _attention,
+    "attention_prefill": _attention,
     "compare_kernels": _compare_kernels,
     "gpu": _gpu,
     "end_to_end": end_to_end_report.rows,

@@ -1,6 +1,7 @@
 // Chooses a token for each row of logits. Launched by trt_kvcache/kernels/cuda/sampling.py; README.md describes it.
 // Grid: the blocks of a row, then rows; each group of blocks takes one row after another.
 
+#include "dependent_launch.cuh"
 #include "sampling/histogram.cuh"
 #include "sampling/philox.cuh"
 #include "sampling/row_barrier.cuh"
@@ -217,6 +218,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
     RowWorkspace& workspace = workspaces[group];
     RowBarrier barrier(workspace.barrier, static_cast<unsigned>(blocks));
     int turn = 0;
+    grid_dependency_wait();
     for (long long row = group; row < rows; row += groups) {
         const RowParams params = all_params[row];
         if (!(params.flags & kActive)) continue;

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trt_kvcache import SamplingParams
-from trt_kvcache.errors import ConfigError, EngineError, ProcessorError, RangeError, SlotError
+from trt_kvcache.errors import CapacityError, ConfigError, EngineError, ProcessorError, RangeError, ShapeError, SlotError
 from trt_kvcache.generation.device_sampler import DeviceSampler
 from trt_kvcache.generation.request import Request
 from trt_kvcache.kernels import CompactionPlan
@@ -173,6 +173,59 @@ def test_a_step_is_read_while_the_next_one_is_on_its_way(scene):
 def test_requests_that_only_the_host_takes(scene, params, message):
     with pytest.raises((ConfigError, RangeError), match=f"^{message}"):
         scene.sampler.set_slot(1, params, seed=1, counter=0, stream=scene.stream)
+    scene.step()
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2, 3])
+def test_room_for_penalties_that_cannot_be_had(memory, stream, failing, monkeypatch):
+    """Whichever allocation fails, the sampler is as it was, and the next attempt succeeds."""
+    scene = Scene(memory, stream, PARAMS[:2])
+    allocate, calls = type(memory).allocate, iter(range(99))
+
+    def allocate_or_fail(self, *arguments, **options):
+        if next(calls) == failing:
+            raise CapacityError("full")
+        return allocate(self, *arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(memory), "allocate", allocate_or_fail)
+        with pytest.raises(CapacityError, match="full"):
+            scene.sampler.set_slot(1, PARAMS[4], seed=9, counter=0, stream=stream)
+    scene.step()
+    scene.sampler.compact(CompactionPlan.from_host([0, 1], 2, 2, [0] * 2), [0, 1], stream=stream)
+    scene.params[1], scene.requests[1] = PARAMS[4], requests_of()[4]
+    scene.set_slot(1)
+    scene.step()
+
+
+def test_numbers_of_any_size(memory, stream):
+    params = [SamplingParams(seed=2**63 - 1, counter=2**40 + 3, temperature=1.0), SamplingParams(seed=1, temperature=1.0, top_k=10**30)]
+    scene = Scene(memory, stream, params)
+    for _ in range(3):
+        scene.step()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seed": -1, "counter": 0}, "seed: expected an integer from 0 to 18446744073709551615, got -1."),
+        ({"seed": 1, "counter": 2**64}, "counter: expected an integer from 0 to 18446744073709551615, got 18446744073709551616."),
+    ],
+)
+def test_random_numbers_that_there_are_not(scene, arguments, message):
+    with pytest.raises(RangeError, match=f"^{message}"):
+        scene.sampler.set_slot(2, PARAMS[2], **arguments, stream=scene.stream)
+    with pytest.raises(RangeError, match=f"^{message}"):
+        scene.sampler.rewind(2, PARAMS[2], **arguments, removed=[5], stream=scene.stream)
+    scene.step()
+
+
+@pytest.mark.parametrize("shape", [(7, VOCAB), (6, VOCAB - 1), (6,)])
+def test_logits_of_another_shape(scene, shape):
+    logits = scene.memory.to_device(np.zeros(shape, np.float32), stream=scene.stream)
+    with pytest.raises(ShapeError, match=rf"^logits: expected \[B, {VOCAB}\] with B up to 6, got \[{', '.join(map(str, shape))}\]\.$"):
+        scene.sampler.sample(logits, scene.tokens, stream=scene.stream)
+    assert scene.tokens.numpy().tolist() == [-7] * 6
     scene.step()
 
 

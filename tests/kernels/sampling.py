@@ -10,7 +10,7 @@ import numpy as np
 from trt_kvcache import DeviceTensor
 from trt_kvcache.kernels import SamplingRows
 from trt_kvcache.kernels.host.token_choice import choice_params
-from trt_kvcache.kernels.sampling_rows import ACTIVE, BIASED, GREEDY, IN_PROMPT, PENALISED, ROW_PARAMS, ROW_RESULT
+from trt_kvcache.kernels.sampling_rows import ACTIVE, BIASED, GREEDY, IN_PROMPT, LOGPROBS, PENALISED, ROW_PARAMS, ROW_RESULT
 
 
 @dataclass
@@ -30,11 +30,15 @@ class Row:
     generated: tuple[int, ...] = ()
     bias: dict[int, float] = field(default_factory=dict)
     active: bool = True
+    logprobs: bool = False
 
     @property
     def flags(self) -> int:
         penalised = self.repetition != 1 or self.frequency != 0 or self.presence != 0
-        flags = ((ACTIVE, self.active), (GREEDY, self.temperature == 0), (PENALISED, penalised), (BIASED, bool(self.bias)))
+        flags = (
+            *((ACTIVE, self.active), (GREEDY, self.temperature == 0), (PENALISED, penalised)),
+            *((BIASED, bool(self.bias)), (LOGPROBS, self.logprobs)),
+        )
         return sum(flag for flag, is_set in flags if is_set)
 
 

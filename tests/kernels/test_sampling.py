@@ -10,6 +10,7 @@ from tests.kernels.sampling import CHOICES, KINDS, Row, make_logits, make_rows, 
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.errors import DTypeError, PlaceError, RangeError, ShapeError
 from trt_kvcache.kernels import SamplingWorkspace, choose_tokens, token_logprobs
+from trt_kvcache.kernels.host.log_probabilities import log_probabilities
 from trt_kvcache.kernels.host.philox import random_bits
 
 OPTIONS = ("temperature", "top_k", "top_p", "min_p")
@@ -79,6 +80,15 @@ def test_ties_at_the_border(memory, stream, options):
     """Logits of three values, many of each, and more than the border has room for."""
     logits = np.tile(np.array([0.0, 1.0, 1.5, 1.0, -0.0, 1.5], np.float32), 500)[None].repeat(12, 0)
     rows = [Row(seed=seed, temperature=0.8, **options) for seed in range(12)]
+    chosen, _ = run(memory, stream, logits, rows)
+    assert chosen == plain_tokens(logits, rows)
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.8}, {"top_k": 3000, "top_p": 0.7}])
+def test_sorted_logits(memory, stream, options):
+    """Each block has classes that no other one has."""
+    logits = np.linspace(3, -3, 6000, dtype=np.float32)[None].repeat(2, 0)
+    rows = [Row(seed=seed, **options) for seed in range(2)]
     chosen, _ = run(memory, stream, logits, rows)
     assert chosen == plain_tokens(logits, rows)
 
@@ -155,6 +165,21 @@ def test_strided_rows(memory, stream):
     assert tokens.numpy().tolist() == plain_tokens(logits[:, 1], rows)[0]
 
 
+def test_log_probabilities_of_several_sizes_share_a_workspace(memory, stream):
+    logits = np.random.default_rng(5).normal(size=(3, 5000)).astype(np.float32)
+    rows = [Row(seed=index, logprobs=True) for index in range(3)]
+    made, tokens = make_rows(memory, rows, 5000, stream), make_tokens(memory, 3, stream)
+    on_device, workspace = memory.to_device(logits, stream=stream), SamplingWorkspace(memory, rows=3, vocab_size=5000, stream=stream)
+    choose_tokens(on_device, made, tokens, workspace=workspace, stream=stream)
+    for top in (20, 0, 3, 20):
+        out = memory.to_device(np.full((3, 1 + 2 * top), -9, np.int32), stream=stream)
+        token_logprobs(on_device, made, out, workspace=workspace, stream=stream)
+        for row, (words, token) in enumerate(zip(out.numpy(), tokens.numpy().tolist(), strict=True)):
+            chosen, ids, values = log_probabilities(logits[row], token, top)
+            assert words[1 : 1 + top].tolist() == ids.tolist()
+            np.testing.assert_allclose(words.view(np.float32)[[0, *range(1 + top, 1 + 2 * top)]], [chosen, *values], rtol=2e-6)
+
+
 class TestRefused:
     @pytest.fixture
     def scene(self, memory, stream):
@@ -191,6 +216,18 @@ class TestRefused:
         scene["workspace"] = SamplingWorkspace(memory, rows=1, vocab_size=9, stream=stream)
         with pytest.raises(ShapeError, match=r"workspace: expected one for \[2, 9\], got one for \[1, 9\]\."):
             choose_tokens(**scene)
+
+    def test_a_workspace_without_room_for_edits(self, memory, stream, scene):
+        scene["workspace"] = SamplingWorkspace(memory, rows=2, vocab_size=9, edits=False, stream=stream)
+        before = params_of(scene["rows"])
+        with pytest.raises(
+            ShapeError, match=r"workspace: expected one with room for penalties and bias, got one without. Use edits=True\."
+        ):
+            choose_tokens(**scene)
+        assert scene["tokens"].numpy().tolist() == [-7, -7]
+        np.testing.assert_array_equal(params_of(scene["rows"]), before)
+        scene["workspace"].make_room_for_edits(stream=stream)
+        choose_tokens(**scene)
 
     def test_other_memory(self, scene):
         host = HostMemory()

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.kernels.plain_choice import place_in, plain_choice, plain_distribution
 from trt_kvcache.kernels.host import token_choice
-from trt_kvcache.kernels.host.token_choice import choose_token
+from trt_kvcache.kernels.host.token_choice import choice_params
+from trt_kvcache.kernels.host.token_weights import class_weights, token_classes, token_weights
 
 #: Sizes with which a vocabulary of a few dozen tokens is a large one.
-SMALL = {"_FEW": 2, "_BLOCK": 3}
+SMALL = {"_FEW": 2, "_BLOCK": 3, "_SAMPLE": 9, "_BIN_BITS": 2}
+
+
+def choose_token(logits, *, uniform, **options):
+    return token_choice.choose_token(logits, logits.max(), int(uniform * 2**53), choice_params(**options))
 
 
 @pytest.fixture
@@ -116,6 +123,54 @@ def test_both_sides_of_edges(options):
         first = -(-ends[place] * 2**53 // total)
         for random, token in ((first - 1, tokens[place]), (first, tokens[place + 1])):
             assert choose_token(logits, uniform=random / 2**53, temperature=1.0, **options) == token
+
+
+@pytest.mark.parametrize("kind", ["normal", "coarse"])
+@pytest.mark.parametrize("min_p", [0.0, 0.001])
+def test_a_nucleus_that_ends_at_the_edge_of_a_token(kind, min_p):
+    """Where the estimate of the sum of all weights cannot tell which token is the last one, and so not which one is chosen."""
+    logits = vocabulary(kind, 3000)
+    _, weights = plain_distribution(logits, temperature=1.0, top_p=math.nextafter(1, 0))
+    total, ends = sum(weights), np.cumsum(weights).tolist()
+    for last in range(100, 2000, 311):
+        edge = ends[last] / total
+        for top_p in (math.nextafter(edge, 0), edge, math.nextafter(edge, 1)):
+            options = {"temperature": 1.0, "top_p": top_p, "min_p": min_p}
+            tokens, kept = plain_distribution(logits, **options)
+            for place in (len(tokens) // 3, len(tokens) - 2):
+                first = -(-sum(kept[: place + 1]) * 2**53 // sum(kept))
+                for random, token in ((first - 1, tokens[place]), (first, tokens[place + 1])):
+                    assert choose_token(logits, uniform=random / 2**53, **options) == token
+
+
+@pytest.mark.parametrize("kind", ["normal", "peaked", "flat", "coarse", "excluded", "outlier", "one"])
+@pytest.mark.parametrize("temperature", [1e-25, 0.05, 0.7, 30.0])
+@pytest.mark.parametrize("top_p", [0.3, 0.999])
+def test_bounds_of_the_weights_of_all_but_the_likely_tokens(kind, temperature, top_p):
+    for size in (3000, 70_000):
+        logits, params = vocabulary(kind, size), choice_params(temperature, top_p=top_p)
+        with np.errstate(over="ignore", invalid="ignore"):
+            likely, (low, high) = token_choice._likely_tokens(logits, logits[::13], logits.max(), params)
+            weights = token_weights(logits, logits.max(), params.scale, out=np.empty(size, np.float32))
+        others = int(weights.sum(dtype=np.float64) - weights[likely].sum(dtype=np.float64))
+        assert low <= others <= high
+        assert high - low <= 3e-5 * others + size + 1
+
+
+def test_rows_of_many_kinds():
+    """Thousands of them, against sums of integers over sorted classes."""
+    rng = np.random.default_rng(8)
+    for _ in range(2000):
+        size, width = int(rng.integers(2049, 5000)), 10 ** rng.uniform(-3, 1)
+        logits = (rng.normal(size=size) * width + (rng.random(size) < 0.002) * rng.exponential(10, size)).astype(np.float32)
+        logits = np.round(logits * 64) / 64 if rng.random() < 0.5 else logits
+        params, random = choice_params(10 ** rng.uniform(-1, 1), top_p=rng.uniform(0.01, 1)), int(rng.integers(2**53))
+        classes = token_classes(logits, logits.max(), params.scale, out=np.empty(size, np.int32))
+        order = np.argsort(classes, kind="stable")
+        ends = np.cumsum(class_weights(classes[order], out=np.empty(size, np.float32)).astype(np.int64))
+        kept = int(ends[np.searchsorted(ends, -(-params.top_p * int(ends[-1]) >> 53))])
+        expected = order[np.searchsorted(ends, random * kept >> 53, side="right")]
+        assert token_choice.choose_token(logits, logits.max(), random, params) == expected
 
 
 def test_threads_do_not_share_what_they_compute_in():

@@ -66,16 +66,13 @@ def test_of_a_session_has_every_request_and_the_queue(session):
     timeline = session.record()
     for count in (2, 5, 3):
         session.submit([1, 2, 3], max_new_tokens=count, ignore_eos=True)
-    steps = 0
     while session.step():
-        steps += 1
+        pass
     spans = timeline.spans
     assert [(span.slot, span.activity) for span in spans if span.request == 0] == [(0, "prefill"), (0, "decode")]
     assert {span.activity for span in spans if span.request == 2} == {"prefill", "decode"}
     assert [(move.request, move.source, move.target) for move in timeline.moves] == [(1, 1, 0), (2, 1, 0)]
-    assert len(timeline.waiting) == steps
-    assert [count for _, count in timeline.waiting][:3] == [1, 1, 1]
-    assert timeline.waiting[-1][1] == 0
+    assert [count for _, count in timeline.waiting] == [1, 0]  # not one for each step: a long run takes little memory
     assert all(span.begin <= span.end for span in spans)
 
 

@@ -216,6 +216,14 @@ MISTAKES = {
         SAMPLING,
         "assert",
     ),
+    "a barrier that does not wait for the whole block": (
+        "sampling/row_barrier.cuh",
+        "wait() {\n        __syncthreads();",
+        "wait() {",
+        "thread",
+        f"{SAMPLING}::test_sorted_logits",
+        RACE,
+    ),
     "a weight of 32 lanes that leaves one out": (
         "sampling/histogram.cuh",
         "warp_sum(static_cast<int>(high_part))",

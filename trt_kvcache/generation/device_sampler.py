@@ -11,14 +11,14 @@ import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range, slot_index
 from trt_kvcache._util.lifetime import Uncopyable
-from trt_kvcache.errors import ConfigError, CudaError, KVCacheError, RangeError
+from trt_kvcache.errors import ConfigError, CudaError, KVCacheError, RangeError, ShapeError
 from trt_kvcache.generation.sampling import SamplingParams, bad_logits, nothing_left
 from trt_kvcache.generation.token_logprobs import TokenLogprobs
 from trt_kvcache.kernels import AnyCompactionPlan, SamplingRows, SamplingWorkspace, StateInfos, choose_tokens, compact_rows, token_logprobs
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.kernels.host.token_choice import choice_params
 from trt_kvcache.kernels.sampling_rows import ACTIVE, BAD_LOGITS, BIASED, GREEDY, LOGPROBS, NO_ERROR, PENALISED, ROW_PARAMS, ROW_RESULT
-from trt_kvcache.kernels.sampling_workspace import MAX_TOP_LOGPROBS
+from trt_kvcache.kernels.sampling_workspace import MAX_TOP_LOGPROBS, MAX_VOCAB_SIZE
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.cuda_driver import cuda_core_error
 from trt_kvcache.memory.shapes import dense_nbytes
@@ -26,6 +26,9 @@ from trt_kvcache.memory.tensor import DeviceTensor
 
 #: Pages of results that may be on their way to the host at once.
 _PAGES = 2
+
+#: Of a seed and a counter.
+_LARGEST_NUMBER = 2**64 - 1
 
 
 @dataclass(frozen=True)
@@ -111,8 +114,8 @@ class DeviceSampler(Uncopyable):
     Notes
     -----
     A step is :meth:`sample`, then :meth:`download`; :meth:`SampledTokens.read` waits for that step alone, so the next one may run
-    meanwhile. The tokens are those of ``Request.choose`` for the same logits. Where counts for penalties, or bias, are first asked
-    for, ``max_batch_size * vocab_size * 4`` bytes are allocated for each.
+    meanwhile. The tokens are those of ``Request.choose`` for the same logits. When a slot first asks for penalties, or for bias,
+    ``max_batch_size * vocab_size * 4`` bytes are allocated for each, and as many for the logits after them.
 
     Examples
     --------
@@ -133,7 +136,7 @@ class DeviceSampler(Uncopyable):
     def __init__(self, memory: Memory, *, max_batch_size: int, vocab_size: int, stream: Any) -> None:
         int_in_range("max_batch_size", max_batch_size, 1)
         self._memory, self._vocab_size = memory, vocab_size
-        self._workspace = SamplingWorkspace(memory, rows=max_batch_size, vocab_size=vocab_size, stream=stream)
+        self._workspace = SamplingWorkspace(memory, rows=max_batch_size, vocab_size=vocab_size, edits=False, stream=stream)
         words = 1 + 2 * MAX_TOP_LOGPROBS
         params, results, logprobs = (
             self._allocate((max_batch_size, width), dtype, stream)
@@ -337,6 +340,8 @@ class DeviceSampler(Uncopyable):
             An argument does not fit. Nothing was changed.
         """
         batch, rows = len(logits), self._rows
+        if batch > len(self._tops) or logits.shape[1:] != (self._vocab_size,):
+            raise ShapeError(f"logits: expected [B, {self._vocab_size}] with B up to {len(self._tops)}, got {list(logits.shape)}.")
         if batch != len(self._tops):
             uses, bias = (None if tensor is None else tensor[:batch] for tensor in (rows.uses, rows.bias))
             rows = SamplingRows(rows.params[:batch], rows.results[:batch], uses, bias)
@@ -385,9 +390,11 @@ class DeviceSampler(Uncopyable):
         uses = self._allocate(shape, "int32", stream) if flags & PENALISED and rows.uses is None else rows.uses
         bias = self._allocate(shape, "float32", stream) if flags & BIASED and rows.bias is None else rows.bias
         if uses is not rows.uses or bias is not rows.bias:
+            self._workspace.make_room_for_edits(stream=stream)
+            infos = StateInfos([tensor for tensor in (rows.params, uses, bias) if tensor is not None], stream=stream)
             self._rows = SamplingRows(rows.params, rows.results, uses, bias)
             self._infos.close()
-            self._infos = StateInfos([tensor for tensor in (rows.params, uses, bias) if tensor is not None], stream=stream)
+            self._infos = infos
 
     def _row(self, tensor: DeviceTensor, slot: int) -> DeviceTensor:
         return tensor[slot : slot + 1].reshape(self._vocab_size)
@@ -419,9 +426,10 @@ def _row_of(params: SamplingParams, seed: int, counter: int) -> Any:
         (LOGPROBS, params.logprobs is not None),
     )
     row["flags"] = sum(flag for flag, is_set in asked if is_set)
-    row["seed"], row["counter"] = seed, counter
+    row["seed"], row["counter"] = int_in_range("seed", seed, 0, _LARGEST_NUMBER), int_in_range("counter", counter, 0, _LARGEST_NUMBER)
     row["repetition"], row["frequency"], row["presence"] = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
     if params.temperature:
         numbers = choice_params(params.temperature, params.top_k, params.top_p, params.min_p)
-        row["scale"], row["top_k"], row["top_p"], row["min_weight"] = numbers.scale, numbers.top_k, numbers.top_p, numbers.min_weight
+        row["scale"], row["top_p"], row["min_weight"] = numbers.scale, numbers.top_p, numbers.min_weight
+        row["top_k"] = min(numbers.top_k, MAX_VOCAB_SIZE)
     return row

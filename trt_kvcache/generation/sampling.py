@@ -15,7 +15,8 @@ import numpy.typing as npt
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.errors import EngineError, ProcessorError, RangeError, ShapeError
 from trt_kvcache.kernels.host.philox import generator_at
-from trt_kvcache.kernels.host.token_choice import choose_token
+from trt_kvcache.kernels.host.token_choice import choice_params, choose_token
+from trt_kvcache.kernels.host.token_weights import RANDOM_BITS
 
 #: A function of the caller's that changes logits: ``f(tokens, logits) -> logits``. ``tokens`` are those of the prompt and the generated
 #: ones; ``logits`` is a float32 array ``(vocab,)`` on the host that the function may change and return.
@@ -326,6 +327,7 @@ class Sampler:
         #: Tokens chosen so far.
         self.counter = params.counter
         self._generator: np.random.Generator | None = None
+        self._choice = choice_params(params.temperature, params.top_k, params.top_p, params.min_p)
 
     def move_to(self, counter: int) -> None:
         """Continue as if ``counter`` tokens had been chosen so far.
@@ -363,14 +365,7 @@ class Sampler:
         if self._generator is None:
             self._generator = generator_at(self.seed, self.counter)
         self.counter += 1
-        return choose_token(
-            logits,
-            uniform=self._generator.random(),
-            temperature=self._params.temperature,
-            top_k=self._params.top_k,
-            top_p=self._params.top_p,
-            min_p=self._params.min_p,
-        )
+        return choose_token(logits, logits[best], int(self._generator.random() * 2.0**RANDOM_BITS), self._choice)
 
 
 def check_logits(logits: np.ndarray[Any, Any]) -> int:

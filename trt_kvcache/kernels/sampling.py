@@ -55,6 +55,8 @@ def choose_tokens(logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor
         _check("rows.uses", rows.uses, (batch, vocab_size), "int32", logits)
     if rows.bias is not None:
         _check("rows.bias", rows.bias, (batch, vocab_size), "float32", logits)
+    if workspace.edited is None and (rows.uses is not None or rows.bias is not None):
+        raise ShapeError("workspace: expected one with room for penalties and bias, got one without. Use edits=True.")
     backend_of(logits.memory).choose_tokens(logits, rows, tokens, workspace, stream)
 
 

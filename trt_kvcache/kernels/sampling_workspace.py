@@ -24,7 +24,7 @@ MAX_VOCAB_SIZE = 1 << 20
 
 
 class SamplingWorkspace(Uncopyable):
-    """Memory for :func:`~trt_kvcache.kernels.choose_tokens` and :func:`~trt_kvcache.kernels.token_logprobs`, allocated once.
+    """Memory for :func:`~trt_kvcache.kernels.choose_tokens` and :func:`~trt_kvcache.kernels.token_logprobs`.
 
     Parameters
     ----------
@@ -34,6 +34,8 @@ class SamplingWorkspace(Uncopyable):
         Rows of logits in any call, at most.
     vocab_size : int
         Logits of a row, at most ``2**20``.
+    edits : bool
+        Whether there is room for rows with penalties or bias: up to ``rows * vocab_size * 4`` bytes.
     stream : cuda.core.Stream
         The memory is allocated and zeroed on it.
 
@@ -45,7 +47,7 @@ class SamplingWorkspace(Uncopyable):
         The memory could not be allocated.
     """
 
-    def __init__(self, memory: Memory, *, rows: int, vocab_size: int, stream: Any) -> None:
+    def __init__(self, memory: Memory, *, rows: int, vocab_size: int, edits: bool = True, stream: Any) -> None:
         int_in_range("rows", rows, 1)
         int_in_range("vocab_size", vocab_size, 1, MAX_VOCAB_SIZE)
         #: Blocks of a launch, at most.
@@ -59,12 +61,32 @@ class SamplingWorkspace(Uncopyable):
         found = (0 if memory.is_host else rows, 1 + LOGPROBS_BLOCKS * (2 + MAX_TOP_LOGPROBS))
         #: What the blocks of a row found for its log-probabilities. The first word of a row is 0 before and after every call.
         self.found = DeviceTensor(memory.allocate(dense_nbytes(found, "int64"), zeroed=True, stream=stream), shape=found, dtype="int64")
-        edited = (self.groups, vocab_size)
-        #: Logits after bias and penalties.
-        self.edited = DeviceTensor(memory.allocate(dense_nbytes(edited, "float32"), stream=stream), shape=edited, dtype="float32")
+        #: Logits after bias and penalties, if there is room for them.
+        self.edited: DeviceTensor | None = None
+        if edits:
+            self.make_room_for_edits(stream=stream)
+
+    def make_room_for_edits(self, *, stream: Any) -> None:
+        """Allocate what rows with penalties or bias need, unless it is there already.
+
+        Parameters
+        ----------
+        stream : cuda.core.Stream
+            The memory is allocated on it.
+
+        Raises
+        ------
+        CapacityError, CaptureError
+            The memory could not be allocated.
+        """
+        if self.edited is None:
+            shape = (self.groups, self.vocab_size)
+            allocation = self.meeting.memory.allocate(dense_nbytes(shape, "float32"), stream=stream)
+            self.edited = DeviceTensor(allocation, shape=shape, dtype="float32")
 
     def close(self) -> None:
         """Release the memory. Idempotent."""
         self.meeting.allocation.close()
         self.found.allocation.close()
-        self.edited.allocation.close()
+        if self.edited is not None:
+            self.edited.allocation.close()

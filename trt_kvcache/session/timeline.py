@@ -115,7 +115,7 @@ class Timeline:
 
     @property
     def waiting(self) -> tuple[tuple[float, int], ...]:
-        """After each step: seconds since the recording began, and how many requests waited for a slot."""
+        """How many requests waited for a slot after the first step and after each that changed it, with the seconds since the beginning."""
         return tuple(self._waiting)
 
     def now(self) -> float:
@@ -152,7 +152,8 @@ class Timeline:
             if last is not None:
                 self._done.append(last)
             self._open[slot] = SlotSpan(slot, request, activity, begin, end)
-        self._waiting.append((end, waiting))
+        if not self._waiting or self._waiting[-1][1] != waiting:
+            self._waiting.append((end, waiting))
 
     def record_moves(self, requests: Sequence[int], mapping: Sequence[int]) -> None:
         """Record a compaction.
@@ -240,7 +241,8 @@ class Timeline:
         axes.fill_between(times, busy, step="post", color="#aab7c4", linewidth=0, label="slots in use")
         if self._waiting:
             waiting = [(0.0, self._waiting[0][1]), *self._waiting]
-            axes.step(*zip(*waiting, strict=True), where="pre", color="#c0392b", linewidth=1.2, label="waiting")
+            waiting.append((max(times), waiting[-1][1]))
+            axes.step(*zip(*waiting, strict=True), where="post", color="#c0392b", linewidth=1.2, label="waiting")
         axes.set_ylim(bottom=0)
         axes.set_xlabel("seconds")
         axes.legend(loc="upper right", ncols=2, frameon=False)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch
+from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch, starts_early
 from trt_kvcache.kernels.sampling_rows import SamplingRows
 from trt_kvcache.kernels.sampling_workspace import LOGPROBS_BLOCKS, MAX_BLOCKS_OF_ROW, SamplingWorkspace
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -22,7 +22,7 @@ def choose_tokens(logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor
     blocks = max(1, min(workspace.blocks // groups, useful, MAX_BLOCKS_OF_ROW))
     arguments = (
         *(logits.ptr, logits.strides[0], vocab_size, batch, rows.params.ptr),
-        *(0 if rows.uses is None else rows.uses.ptr, 0 if rows.bias is None else rows.bias.ptr, workspace.edited.ptr),
+        *(0 if tensor is None else tensor.ptr for tensor in (rows.uses, rows.bias, workspace.edited)),
         *(tokens.ptr, rows.results.ptr, workspace.meeting.ptr, blocks),
     )
     launch(
@@ -34,15 +34,25 @@ def choose_tokens(logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor
         stream,
         threads=ROW_THREADS,
         cooperative=blocks > 1,
+        programmatic_dependent_launch=starts_early(logits.memory),
     )
 
 
 def token_logprobs(logits: DeviceTensor, rows: SamplingRows, out: DeviceTensor, workspace: SamplingWorkspace, stream: Any) -> None:
     batch, vocab_size = logits.shape
     blocks = min(LOGPROBS_BLOCKS, -(-vocab_size // _MIN_TOKENS_OF_BLOCK))
-    addresses = (rows.params.ptr, rows.results.ptr, out.ptr, (out.shape[1] - 1) // 2, workspace.found.ptr)
+    addresses = (rows.params.ptr, rows.results.ptr, out.ptr, (out.shape[1] - 1) // 2, workspace.found.ptr, workspace.found.shape[1])
     arguments = (logits.ptr, logits.strides[0], vocab_size, *addresses)
-    launch(logits.memory, "sampling_logprobs", "token_logprobs", (blocks, batch, 1), arguments, stream, threads=ROW_THREADS)
+    launch(
+        logits.memory,
+        "sampling_logprobs",
+        "token_logprobs",
+        (blocks, batch, 1),
+        arguments,
+        stream,
+        threads=ROW_THREADS,
+        programmatic_dependent_launch=starts_early(logits.memory),
+    )
 
 
 def set_row(rows: SamplingRows, row: int, words: Sequence[int], stream: Any) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 from trt_kvcache.kernels.host.arrays import array_of
 from trt_kvcache.kernels.host.log_probabilities import log_probabilities
 from trt_kvcache.kernels.host.philox import random_bits
-from trt_kvcache.kernels.host.token_choice import ChoiceParams, choose_place
+from trt_kvcache.kernels.host.token_choice import ChoiceParams, choose_token
 from trt_kvcache.kernels.sampling_rows import (
     ACTIVE,
     BAD_LOGITS,
@@ -41,7 +41,7 @@ def choose_tokens(logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor
             into[row] = 0
             results[row] = (-1, error, best, edited[best])
             continue
-        token = best if of_row["flags"] & GREEDY else _choose(edited, of_row)
+        token = best if of_row["flags"] & GREEDY else _choose(edited, edited[best], of_row)
         into[row] = token
         results[row] = (token, NO_ERROR, 0, 0)
         of_row["counter"] += 1
@@ -81,9 +81,9 @@ def _edited(
     return edited
 
 
-def _choose(logits: np.ndarray[Any, np.dtype[np.float32]], of_row: Any) -> int:
+def _choose(logits: np.ndarray[Any, np.dtype[np.float32]], largest: Any, of_row: Any) -> int:
     numbers = ChoiceParams(float(of_row["scale"]), *(int(of_row[name]) for name in ("top_k", "top_p", "min_weight")))
-    return choose_place(logits, random_bits(int(of_row["seed"]), int(of_row["counter"])), numbers)
+    return choose_token(logits, largest, random_bits(int(of_row["seed"]), int(of_row["counter"])), numbers)
 
 
 def token_logprobs(logits: DeviceTensor, rows: SamplingRows, out: DeviceTensor, workspace: SamplingWorkspace, stream: Any) -> None:

@@ -24,16 +24,19 @@ from trt_kvcache.kernels.host.token_weights import (
     top_p_bits,
 )
 
-Float64 = np.ndarray[Any, np.dtype[np.float64]]
-
-#: Up to so many tokens are sorted. Of more, so many are taken as a sample.
+#: More tokens than so many are searched for those of the nucleus first, with the help of a sample of about so many.
 _FEW, _SAMPLE = 2048, 2400
 
-#: Which token of the sorted sample the most likely tokens, which are sorted, end with; and how far off the sample may be.
-_FIRST_OF_SAMPLE, _SLACK = 15, 120
+#: Which share of the weights behind the nucleus is left out of the search: less than all, since a sample is not exact.
+_SHARE_BEHIND = 0.8
 
-#: Tokens near a target are counted in at most so many bins, as a power of 2.
-_BIN_BITS = 11
+#: Classes are counted if there are so many times more tokens; otherwise tokens are in at most so many bins, as a power of 2.
+_TOKENS_PER_CLASS, _BIN_BITS = 2, 11
+
+#: Bound of the relative error of a sum of estimated weights. Half a class is 5.3e-6 of a weight. Exponents are off by three roundings,
+#: 2.5e-6: their mean, by weight, is at most the logarithm of the number of tokens, as the entropy is. The exponential function and the
+#: polynomial have errors of 6e-7, the pairwise sum in float32 one of 2e-6. Besides, each weight is rounded down by less than 1.
+_ERROR = 1.2e-5
 
 #: Tokens whose weights are added up together, when a place among all sums is looked for.
 _BLOCK = 512
@@ -74,43 +77,15 @@ def choice_params(temperature: float, top_k: int = 0, top_p: float = 1.0, min_p:
     return ChoiceParams(scale_of(temperature), top_k, top_p_bits(top_p), min_weight(min_p))
 
 
-def choose_token(logits: Float32, *, uniform: float, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> int:
-    """Return the token that a random number chooses.
-
-    Parameters
-    ----------
-    logits : ndarray (vocab,) float32
-        On the host, without NaN; the largest is finite. Not changed.
-    uniform : float
-        The random number, from 0 to less than 1: a multiple of ``2**-53``, or it is rounded down to one.
-    temperature : float
-        Above 0.
-    top_k, top_p, min_p : int, float, float
-        As of ``SamplingParams``.
-
-    Returns
-    -------
-    int
-        Token id.
-
-    Examples
-    --------
-    >>> import numpy as np
-    >>> from trt_kvcache.kernels.host.token_choice import choose_token
-    >>> logits = np.log(np.array([0.25, 0.5, 0.25], np.float32))
-    >>> [choose_token(logits, uniform=u, temperature=1.0) for u in (0.2, 0.3, 0.7, 0.8)]
-    [0, 1, 1, 2]
-    """
-    return choose_place(logits, int(uniform * 2.0**RANDOM_BITS), choice_params(temperature, top_k, top_p, min_p))
-
-
-def choose_place(logits: Float32, random: int, params: ChoiceParams) -> int:
+def choose_token(logits: Float32, largest: Any, random: int, params: ChoiceParams) -> int:
     """Return the token that random bits choose.
 
     Parameters
     ----------
     logits : ndarray (vocab,) float32
-        On the host, without NaN; the largest is finite. Not changed.
+        On the host, without NaN. Not changed.
+    largest : float32
+        The largest of them, finite.
     random : int
         From 0 to ``2**53 - 1``.
     params : ChoiceParams
@@ -120,10 +95,17 @@ def choose_place(logits: Float32, random: int, params: ChoiceParams) -> int:
     -------
     int
         Token id.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from trt_kvcache.kernels.host.token_choice import choice_params, choose_token
+    >>> logits = np.log(np.array([0.25, 0.5, 0.25], np.float32))
+    >>> [choose_token(logits, logits.max(), int(u * 2**53), choice_params(temperature=1.0)) for u in (0.2, 0.3, 0.7, 0.8)]
+    [0, 1, 1, 2]
     """
-    largest = logits.max()
     tokens = most_likely(logits, params.top_k) if 0 < params.top_k < logits.size else None
-    with np.errstate(over="ignore", invalid="ignore"):  # distances to -inf
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):  # distances to -inf
         if params.min_weight and not params.top_p:
             # Only an estimate from above, so that few tokens are left: their weights are compared later.
             is_likely = (logits if tokens is None else logits[tokens]) >= np.float32(_lowest_likely(largest, params))
@@ -146,6 +128,11 @@ def _target(random: int, total: float) -> int:
     return random * int(total) >> RANDOM_BITS
 
 
+def _nucleus_target(top_p: int, total: int) -> int:
+    """Return the sum that the last token of the nucleus is the first to exceed."""
+    return (top_p * total + (1 << RANDOM_BITS) - 1 >> RANDOM_BITS) - 1
+
+
 # --- in the order of the ids ---
 
 
@@ -165,24 +152,73 @@ def _place(logits: Float32, largest: Any, random: int, params: ChoiceParams) -> 
 
 
 def _place_in_nucleus(logits: Float32, largest: Any, random: int, params: ChoiceParams) -> int:
-    size, total = logits.size, 0
-    classes, weights = scratch.array("all classes", "int32", size), scratch.array("exact weights", "float64", size)
-    for start in range(0, size, CHUNK):
+    """Return the place, from exact weights of few tokens and bounds of the sum of all others if that tells, or else from all."""
+    sample = logits[:: max(logits.size // _SAMPLE, 1)]
+    if logits.size > _FEW and float(largest - sample.min()) * params.scale >= logits.size / _TOKENS_PER_CLASS:
+        likely, others = _likely_tokens(logits, sample, largest, params)
+        tokens = Ordered(logits[likely], largest, params.scale)
+        first, last = (_choose_in_nucleus(tokens, bound, random, params) for bound in others)
+        if first == last is not None:  # a larger sum moves both borders towards less likely tokens: those between choose the same one
+            return int(likely[last])
+    place = _choose_in_nucleus(Ordered(logits, largest, params.scale), None, random, params)
+    assert place is not None
+    return place
+
+
+def _likely_tokens(
+    logits: Float32, sample: Float32, largest: Any, params: ChoiceParams
+) -> tuple[np.ndarray[Any, np.dtype[np.intp]], tuple[int, int]]:
+    """Return the largest logits, probably with all of the nucleus, and bounds of the sum of the weights of all others."""
+    weights = scratch.array("weights", "float32", logits.size)
+    total = 0.0
+    for start in range(0, logits.size, CHUNK):
         part = slice(start, start + CHUNK)
-        of_chunk = scratch.array("classes", "int32", classes[part].size)
-        np.copyto(of_chunk, token_classes(logits[part], largest, params.scale, out=classes[part]))
-        weights[part] = class_weights(of_chunk, out=scratch.array("weights", "float32", of_chunk.size))
-        total += int(weights[part].sum())
-    tokens = Ordered(classes, weights, total)
-    _, kept = tokens.find(_nucleus_target(params.top_p, total))
-    if params.min_weight:
-        kept = min(kept, int(np.multiply(weights, weights >= params.min_weight).sum()))
-    return tokens.find(_target(random, kept))[0]
+        total += float(_estimate(logits[part], largest, params, out=weights[part]).sum())
+    sample = np.sort(sample)
+    sums = np.cumsum(_estimate(sample, largest, params, out=np.empty_like(sample)), dtype=np.float64)
+    behind = _SHARE_BEHIND * (1 - params.top_p / 2**RANDOM_BITS) * total * sample.size / logits.size
+    lowest = sample[min(int(np.searchsorted(sums, behind)), sample.size - 1)]
+    likely = np.flatnonzero(logits >= lowest)
+    weights[likely] = 0
+    others = math.ldexp(float(weights.sum()), WEIGHT_BITS)
+    return likely, (max(int(others * (1 - _ERROR)) - logits.size, 0), int(others * (1 + _ERROR)) + 1)
 
 
-def _nucleus_target(top_p: int, total: int) -> int:
-    """Return the sum that the last token of the nucleus is the first to exceed."""
-    return (top_p * total + (1 << RANDOM_BITS) - 1 >> RANDOM_BITS) - 1
+def _estimate(logits: Float32, largest: Any, params: ChoiceParams, *, out: Float32) -> Float32:
+    """Return about the weights, as parts of the largest."""
+    np.subtract(logits, largest, out=out)
+    np.multiply(out, np.float32(params.scale * math.log(2) / (1 << FRACTION_BITS)), out=out)
+    return np.exp(out, out=out)
+
+
+def _choose_in_nucleus(tokens: Ordered, others: int | None, random: int, params: ChoiceParams) -> int | None:
+    """Return the token that is chosen if all others weigh so much; None if the nucleus may contain one of those. None for no others."""
+    end = tokens.find(_nucleus_target(params.top_p, tokens.total + (others or 0)))
+    if end is None or (others is not None and end.in_last_class):
+        return None
+    kept = min(end.sum, tokens.sum_of_at_least(params.min_weight)) if params.min_weight else end.sum
+    chosen = tokens.find(_target(random, kept))
+    assert chosen is not None
+    return chosen.token
+
+
+@dataclass(frozen=True)
+class Found:
+    """A token with which the sum of the weights exceeds a target.
+
+    Parameters
+    ----------
+    token : int
+        Its place.
+    sum : int
+        Of the weights up to it.
+    in_last_class : bool
+        Whether no token has a smaller weight.
+    """
+
+    token: int
+    sum: int
+    in_last_class: bool
 
 
 class Ordered:
@@ -190,66 +226,63 @@ class Ordered:
 
     Parameters
     ----------
-    classes : ndarray (n,) int32
+    logits : ndarray (n,) float32
         Of the tokens.
-    weights : ndarray (n,) float64
-        Theirs: integers.
-    total : int
-        Their sum.
+    largest : float32
+        Of all tokens, these or others.
+    scale : float
+        Of :func:`~trt_kvcache.kernels.host.token_weights.scale_of`.
+
+    Notes
+    -----
+    Tokens are in bins of neighbouring classes, or, if there are few classes, of one class each: then they are counted, and only the weights
+    of classes are computed.
     """
 
-    def __init__(self, classes: np.ndarray[Any, np.dtype[np.int32]], weights: Float64, total: int) -> None:
-        self._classes, self._weights, self._total = classes, weights, total
-        if classes.size > _FEW:
-            self._sample = np.sort(classes[:: max(classes.size // _SAMPLE, 1)])
-            of_sample = class_weights(self._sample.copy(), out=np.empty(self._sample.size, np.float32))
-            self._sums_of_sample = np.cumsum(of_sample, dtype=np.float64)
-            self._few: Any = None
-            self._first = self._sorted(np.flatnonzero(classes <= self._sample[min(_FIRST_OF_SAMPLE, self._sample.size - 1)]))
+    def __init__(self, logits: Float32, largest: Any, scale: float) -> None:
+        self._classes = token_classes(logits, largest, scale, out=scratch.array("classes of all", "int32", logits.size))
+        self._last = int(self._classes.max())
+        self._counted = self._last < logits.size / _TOKENS_PER_CLASS
+        if self._counted:
+            self._bins = self._classes
+            self._weights = class_weights(np.arange(self._last + 1, dtype=np.int32), out=np.empty(self._last + 1, np.float32))
+            self._sums = self._weights * np.bincount(self._bins)
+            self._ends = np.cumsum(self._sums)
         else:
-            self._first = self._sorted(np.arange(classes.size))
+            bin_bits = _BIN_BITS if logits.size > _FEW else 0  # a few are in one bin: they are sorted
+            self._bins = self._classes >> max(self._last.bit_length() - bin_bits, 0)
+            self._weights = class_weights(self._classes, out=scratch.array("weights of all", "float32", logits.size))
+            self._sums = self._weights
+            self._ends = np.cumsum(np.bincount(self._bins, self._weights))
+        self._sorted: dict[int, tuple[np.ndarray[Any, np.dtype[np.intp]], np.ndarray[Any, np.dtype[np.float64]]]] = {}
+        #: The sum of all weights.
+        self.total = int(self._ends[-1])
 
-    def find(self, target: int) -> tuple[int, int]:
-        """Return the first token with which the sum of the weights exceeds a target, and that sum.
+    def sum_of_at_least(self, weight: int) -> int:
+        """Return the sum of the weights that are not less than one."""
+        return int(np.sum(self._sums * (self._weights >= weight), dtype=np.float64))
+
+    def find(self, target: int) -> Found | None:
+        """Return the first token with which the sum of the weights exceeds a target; None if the sum of all does not.
 
         Parameters
         ----------
         target : int
-            At least 0, less than the sum of all weights.
+            At least 0.
         """
-        members, sums = self._first
-        if target >= sums[-1]:
-            members, sums = self._near(target)
+        if target >= self.total:
+            return None
+        members, sums = self._members(int(np.searchsorted(self._ends, target, side="right")))
         place = int(np.searchsorted(sums, target, side="right"))
-        return int(members[place]), int(sums[place])
+        token = int(members[place])
+        return Found(token, int(sums[place]), bool(self._classes[token] == self._last))
 
-    def _sorted(
-        self, members: np.ndarray[Any, np.dtype[np.intp]], before: float = 0.0
-    ) -> tuple[np.ndarray[Any, np.dtype[np.intp]], Float64]:
-        """Return tokens in order, and the sum up to each."""
-        members = members[np.argsort(self._classes[members], kind="stable")]
-        return members, before + np.cumsum(self._weights[members])
-
-    def _near(self, target: int) -> tuple[np.ndarray[Any, np.dtype[np.intp]], Float64]:
-        """Return tokens, in order, of which one reaches the target: from a range of classes that a sample of the tokens suggests."""
-        sample = self._sample
-        place = int(np.searchsorted(self._sums_of_sample, target / self._total * self._sums_of_sample[-1]))
-        low, high = int(sample[max(place - _SLACK, 0)]), int(sample[min(place + _SLACK, sample.size - 1)])
-        if place + _SLACK < sample.size // 4 and self._few is None:
-            few = np.flatnonzero(self._classes <= high)  # a next target is likely to be among them too
-            self._few = few, self._classes[few], self._weights[few], high
-        if self._few is not None and high <= self._few[3]:
-            ids, classes, weights, _ = self._few
-        else:
-            ids, classes, weights = None, self._classes, self._weights
-        below = scratch.array("below", "float64", classes.size)
-        before = float(np.multiply(weights, classes < low, out=below).sum())
-        members = np.flatnonzero((classes >= low) & (classes <= high))
-        if ids is not None:
-            members = ids[members]
-        if not before <= target < before + self._weights[members].sum():  # the sample was misleading
-            low, high, before, members = 0, int(self._classes.max()), 0.0, np.arange(self._classes.size)
-        bins = self._classes[members] - low >> max((high - low).bit_length() - _BIN_BITS, 0)
-        ends = before + np.cumsum(np.bincount(bins, self._weights[members]))
-        chosen = int(np.searchsorted(ends, target, side="right"))
-        return self._sorted(members[bins == chosen], ends[chosen - 1] if chosen else before)
+    def _members(self, chosen: int) -> tuple[np.ndarray[Any, np.dtype[np.intp]], np.ndarray[Any, np.dtype[np.float64]]]:
+        """Return the tokens of a bin, in order, and the sums up to each."""
+        if chosen not in self._sorted:
+            members = np.flatnonzero(self._bins == chosen)
+            members = members[np.argsort(self._classes[members], kind="stable")]
+            weights = self._weights[self._classes[members] if self._counted else members]
+            before = self._ends[chosen - 1] if chosen else 0.0
+            self._sorted[chosen] = members, before + np.cumsum(weights, dtype=np.float64)
+        return self._sorted[chosen]

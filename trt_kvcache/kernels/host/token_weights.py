@@ -87,13 +87,15 @@ def token_classes(
     out : ndarray (n,) int32
         What is returned, overwritten. From ``NUM_CLASSES`` on, weights are 0; classes end at twice as much.
     """
-    distances = out.view(np.float32)
-    np.subtract(largest, logits, out=distances)
-    np.multiply(distances, np.float32(scale), out=distances)
-    if not distances.max() < _MAX_CLASS:
-        np.minimum(distances, _MAX_CLASS, out=distances)
-    np.rint(distances, out=distances)
-    np.copyto(out, distances, casting="unsafe")
+    for start in range(0, logits.size, CHUNK):
+        part = slice(start, start + CHUNK)
+        distances = out[part].view(np.float32)
+        np.subtract(largest, logits[part], out=distances)
+        np.multiply(distances, np.float32(scale), out=distances)
+        if not distances.max() < _MAX_CLASS:
+            np.minimum(distances, _MAX_CLASS, out=distances)
+        np.rint(distances, out=distances)
+        np.copyto(out[part], distances, casting="unsafe")
     return out
 
 
@@ -107,23 +109,30 @@ def class_weights(classes: np.ndarray[Any, np.dtype[np.int32]], *, out: Float32)
     Parameters
     ----------
     classes : ndarray (n,) int32
-        Of :func:`token_classes`. Overwritten.
+        Of :func:`token_classes`. Not changed.
     out : ndarray (n,) float32
         What is returned, overwritten.
     """
-    fractions = scratch.array("fractions", "float32", classes.size)
-    np.bitwise_and(classes, (1 << FRACTION_BITS) - 1, out=fractions.view(np.int32))
-    np.bitwise_xor(classes, fractions.view(np.int32), out=classes)
-    np.copyto(fractions, fractions.view(np.int32), casting="unsafe")
+    for start in range(0, classes.size, CHUNK):
+        part = slice(start, start + CHUNK)
+        _chunk_weights(classes[part], out[part])
+    return out
+
+
+def _chunk_weights(classes: np.ndarray[Any, np.dtype[np.int32]], out: Float32) -> None:
+    fractions, shifts = (scratch.array(name, dtype, classes.size) for name, dtype in (("fractions", "float32"), ("shifts", "int32")))
+    np.bitwise_and(classes, (1 << FRACTION_BITS) - 1, out=shifts)
+    np.copyto(fractions, shifts, casting="unsafe")
     np.multiply(fractions, _POLYNOMIAL[0], out=out)
     np.add(out, _POLYNOMIAL[1], out=out)
     for coefficient in _POLYNOMIAL[2:]:
         np.multiply(out, fractions, out=out)
         np.add(out, coefficient, out=out)
     # Times 2 to the power of -(class >> 16), in the exponent of the float32.
-    np.left_shift(classes, 23 - FRACTION_BITS, out=classes)
-    np.subtract(out.view(np.int32), classes, out=out.view(np.int32))
-    return np.floor(out, out=out)
+    np.bitwise_xor(classes, shifts, out=shifts)
+    np.left_shift(shifts, 23 - FRACTION_BITS, out=shifts)
+    np.subtract(out.view(np.int32), shifts, out=out.view(np.int32))
+    np.floor(out, out=out)
 
 
 def token_weights(logits: Float32, largest: Any, scale: float, *, out: Float32) -> Float32:
