@@ -43,6 +43,14 @@ def _host_step(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         limit = f"{limits['median_us_at_32_layers']:g} us" if layers == "32" else ""
         yield f"host time of a decode step, {layers} layers, B = {content['batch_size']}", f"{times['median_us']:.1f} us", limit
     yield "the same, 64 layers over 16", f"{content['ratio_64_to_16']:.2f}", f"{limits['ratio_64_to_16']:g}"
+    for place, times in content["loop"].items():
+        yield (
+            f"host time from one enqueue of `generate` to the next, tokens chosen on the {place}",
+            f"{times['between_enqueues_us']:.1f} us",
+            "",
+        )
+        limit = f"{limits['after_tokens_us']:g} us in any step" if place == "device" else ""
+        yield "of it after the tokens (or logits) of the step are there", f"{times['after_tokens_us']:.1f} us", limit
 
 
 def _sampling(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:

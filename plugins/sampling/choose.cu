@@ -204,7 +204,7 @@ struct RowSampler {
     }
 };
 
-// tokens[row] = the token that a row chooses; -1 if it cannot. Rows that are not active keep theirs.
+// tokens[row] = the token that a row chooses; 0 if it cannot. Rows that are not active keep theirs.
 // counts [rows, vocab] and bias [rows, vocab] may be null where no row asks for them; edited [groups, vocab] with them.
 extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
     choose_tokens(const float* logits, long long row_stride, long long vocab, long long rows, RowParams* all_params, unsigned* counts,
@@ -254,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
         if (!is_good || !is_finite(logit_of_ranked(best_edited))) {
             const Number bad = is_good ? best_edited : best;
             if (rank == 0 && thread == 0) {
-                tokens[row] = -1;
+                tokens[row] = 0;  // the next enqueue may already be on its way with it
                 results[row] = {-1, is_good ? kNothingLeft : kBadLogits, token_of_ranked(bad), logit_of_ranked(bad)};
             }
             continue;

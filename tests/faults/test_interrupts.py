@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.faults.sessions import OPERATIONS, answers, check_usable, prepared
+from tests.helpers.ahead import ahead
 from tests.helpers.interrupts import LineTracer
+from trt_kvcache import InferenceSession
 
 
-def interrupt_at_random_lines(folder: Path, name: str, count: int, seed: int) -> None:
+def interrupt_at_random_lines(
+    folder: Path, name: str, count: int, seed: int, prepare: Callable[[InferenceSession], object] = lambda session: None
+) -> None:
     operation, chance = OPERATIONS[name], random.Random(seed)
     with prepared(folder) as calm:
+        prepare(calm)
         visits = LineTracer(lambda: operation(calm, folder)).visits
         expected = answers(calm)
     lines = sorted(visits)
     with prepared(folder) as session:
+        prepare(session)
         for number in range(count):
             line = chance.choice(lines)
             at = (line, chance.randrange(visits[line]))
@@ -37,6 +44,11 @@ def interrupt_at_random_lines(folder: Path, name: str, count: int, seed: int) ->
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_an_interrupt_at_some_lines(tmp_path: Path, name: str) -> None:
     interrupt_at_random_lines(tmp_path, name, 4, seed=0)
+
+
+@pytest.mark.parametrize("name", ["generate", "submit and step", "resume"])
+def test_an_interrupt_at_some_lines_with_tokens_chosen_one_step_ahead(tmp_path: Path, name: str) -> None:
+    interrupt_at_random_lines(tmp_path, name, 12, seed=2, prepare=ahead)
 
 
 def test_an_interrupt_before_slots_of_another_call_are_freed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

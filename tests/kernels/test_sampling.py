@@ -114,8 +114,9 @@ def test_errors_of_single_rows(memory, stream, vocab_size):
     rows = [Row(), Row(temperature=0.0), Row(top_p=0.5), Row(temperature=0.0), Row(bias={1: 3e38})]
     workspace = SamplingWorkspace(memory, rows=5, vocab_size=vocab_size, stream=stream)
     chosen, made = run(memory, stream, logits, rows, workspace=workspace)
-    assert chosen == [[-1, -1, -1, 0, -1]]
+    assert chosen == [[0, 0, 0, 0, 0]]
     results = results_of(made)
+    assert results["token"].tolist() == [-1, -1, -1, 0, -1]
     assert results["error"].tolist() == [1, 1, 1, 0, 2]
     assert results["place"].tolist() == [2, 0, 3, 0, 1]
     np.testing.assert_array_equal(results["logit"], np.array([np.nan, -np.inf, np.inf, 0, np.inf], np.float32))

@@ -37,6 +37,9 @@ def test_host_step(tmp_path):
     assert all(0 < one["median_us"] <= one["p90_us"] for one in layers.values())
     assert result["ratio_64_to_16"] == layers["64"]["median_us"] / layers["16"]["median_us"]
     assert (result["batch_size"], result["steps"]) == (8, 20)
+    assert all(one["between_enqueues_us"] > 0 for one in result["loop"].values())
+    assert result["loop"]["host"]["after_tokens_us"] > 0
+    assert result["loop"]["device"]["after_tokens_max_us"] == result["limits"]["after_tokens_us"] == 0
 
 
 def test_sampling(tmp_path):

@@ -22,6 +22,11 @@ def make(**options):
     return steps, engine, cache, memory.journal
 
 
+def decode(steps, tokens, increment=1):
+    steps.enqueue_one_each(tokens)
+    steps.cache.commit_sequence_length(increment, stream=steps.stream)
+
+
 @pytest.fixture
 def made():
     return make()
@@ -32,7 +37,7 @@ def test_the_enqueue_reads_the_lengths_and_then_the_commit_adds_to_them(made):
     cache.reset_for_new_sequences([0, 0], stream=steps.stream)
     steps.prefill(Chunk(0, (3, 2)), [[1, 2, 3], [4, 5]])
     journal.take()
-    steps.decode([6, 7])
+    decode(steps, [6, 7])
     calls = journal.take()
     assert [call[0] for call in calls if call[0] not in ("bind", "set_input_shape")] == [
         "upload",
@@ -51,9 +56,9 @@ def test_an_idle_slot_is_computed_and_not_committed(made):
     steps, engine, cache, _ = made
     cache.reset_for_new_sequences([0, 0, 0], stream=steps.stream)
     steps.prefill(Chunk(0, (3, 2, 1)), [[1, 2, 3], [4, 5], [6]])
-    steps.decode([7, 8, 9], [1, 0, 1])
+    decode(steps, [7, 8, 9], [1, 0, 1])
     assert cache.host_kv_cache_lengths == (4, 2, 2)
-    steps.decode([1, 2, 3], [1, 1, 0])
+    decode(steps, [1, 2, 3], [1, 1, 0])
     assert engine.steps[-1].start == [4, 2, 2]
     np.testing.assert_array_equal(steps.logits(2), [logits_after([1, 2, 3, 7, 1]), logits_after([4, 5, 2])])
 
@@ -71,7 +76,7 @@ def test_a_run_of_slots_reads_its_own_start_index_and_leaves_the_others_alone(ma
     assert cache.host_kv_cache_lengths == (3, 6, 1)
     np.testing.assert_array_equal(steps.logits(1), [logits_after([4, 5, 7, 8, 9, 10])])
     assert [view.numpy()[0].tobytes() for layer in (0, 1) for view in cache.get_separate_kv_cache(layer)] == before
-    steps.decode([11, 12, 13])
+    decode(steps, [11, 12, 13])
     assert engine.steps[-1].start == [3, 6, 1]
     np.testing.assert_array_equal(steps.logits(3)[2], logits_after([6, 13]))
 

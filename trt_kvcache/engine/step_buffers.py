@@ -89,6 +89,7 @@ class StepBuffers:
         # Views are made once per shape: a decode step makes none.
         self._ids_views: dict[tuple[int, int], _DeviceAndHost] = {}
         self._logits_views: dict[int, _DeviceAndHost] = {}
+        self._device_views: dict[int, tuple[DeviceTensor, DeviceTensor]] = {}
         self._last: list[int] = []
 
     def _tensor(self, shape: tuple[int, ...], dtype: str, stream: Any) -> DeviceTensor:
@@ -174,6 +175,26 @@ class StepBuffers:
         self._memory.download(views[1], views[0], stream=stream)
         self._memory.synchronize(stream)
         return views[1]
+
+    def device_views(self, count: int) -> tuple[DeviceTensor, DeviceTensor]:
+        """Return the ids and the logits of an enqueue of one token for each of ``count`` slots, where the engine has them.
+
+        Parameters
+        ----------
+        count : int
+            Slots of the enqueue.
+
+        Returns
+        -------
+        DeviceTensor (count,)
+            Of :attr:`input_ids`.
+        DeviceTensor (count, vocab_size)
+            Of :attr:`logits`.
+        """
+        views = self._device_views.get(count)
+        if views is None:
+            views = self._device_views[count] = (self.input_ids[:count], self.logits[:count])
+        return views
 
     def _ids_of(self, count: int, width: int) -> _DeviceAndHost:
         views = self._ids_views.get((count, width))

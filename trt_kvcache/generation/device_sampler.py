@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range, slot_index
 from trt_kvcache._util.lifetime import Uncopyable
-from trt_kvcache.errors import ConfigError, KVCacheError, RangeError, ShapeError
+from trt_kvcache.errors import ConfigError, CudaError, KVCacheError, RangeError, ShapeError
 from trt_kvcache.generation.sampling import SamplingParams, bad_logits, nothing_left
 from trt_kvcache.generation.token_logprobs import TokenLogprobs
 from trt_kvcache.kernels import AnyCompactionPlan, SamplingRows, SamplingWorkspace, StateInfos, choose_tokens, compact_rows, token_logprobs
@@ -20,6 +20,7 @@ from trt_kvcache.kernels.host.token_choice import choice_params
 from trt_kvcache.kernels.sampling_rows import ACTIVE, BAD_LOGITS, BIASED, GREEDY, LOGPROBS, NO_ERROR, PENALISED, ROW_PARAMS, ROW_RESULT
 from trt_kvcache.kernels.sampling_workspace import MAX_TOP_LOGPROBS, MAX_VOCAB_SIZE
 from trt_kvcache.memory.base import Memory
+from trt_kvcache.memory.cuda_driver import cuda_core_error
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -62,15 +63,23 @@ class SampledTokens:
         -------
         list of SampledToken (batch,)
             One for each slot; -1 without an error for one that is not active.
+
+        Raises
+        ------
+        CudaError
+            Some of the work failed.
         """
         if self._done is not None:
-            self._done.sync()
-        return [self._token(slot, top) for slot, top in enumerate(self._tops)]
+            try:
+                self._done.sync()
+            except cuda_core_error() as error:
+                raise CudaError(f"the tokens of a step could not be read: {error}") from None
+        return [self._token(slot, top, result) for slot, (top, result) in enumerate(zip(self._tops, self._results.tolist(), strict=True))]
 
-    def _token(self, slot: int, top: int | None) -> SampledToken:
+    def _token(self, slot: int, top: int | None, result: tuple[int, int, int, float]) -> SampledToken:
         if top is None:
             return SampledToken(-1)
-        token, error, place, logit = self._results[slot].tolist()
+        token, error, place, logit = result
         if error != NO_ERROR:
             return SampledToken(-1, bad_logits(logit, place) if error == BAD_LOGITS else nothing_left(logit))
         if top < 0 or self._logprobs is None:
@@ -163,6 +172,11 @@ class DeviceSampler(Uncopyable):
             raise ConfigError("sampling on the device: expected no logits_processors, got some. They are called on the host.")
         if (params.logprobs or 0) > MAX_TOP_LOGPROBS:
             raise ConfigError(f"sampling on the device: expected at most {MAX_TOP_LOGPROBS} logprobs, got {params.logprobs}.")
+
+    @classmethod
+    def accepts(cls, params: SamplingParams) -> bool:
+        """Return whether :meth:`check` raises nothing."""
+        return not params.logits_processors and (params.logprobs or 0) <= MAX_TOP_LOGPROBS
 
     @property
     def graph_key(self) -> tuple[bool, ...]:
@@ -316,7 +330,7 @@ class DeviceSampler(Uncopyable):
         logits : DeviceTensor (B, vocab) float32
             Of the slots 0 to B - 1, as the model gave them. Not changed.
         tokens : DeviceTensor (B,) int32
-            The tokens, such as the next ``input_ids``; -1 for a slot with an error. Slots that are not active keep what is there.
+            The tokens, such as the next ``input_ids``; 0 for a slot with an error. Slots that are not active keep what is there.
         stream : cuda.core.Stream or GraphBuilder
             One launch, two with log-probabilities. The call neither waits nor allocates, and can be captured in a graph.
 

@@ -58,6 +58,12 @@ class LogitsEdits:
         if self._has_penalties:
             self._counts = TokenCounts((*self._prompt[len(self._prompt) - self._generated :], *tokens))
 
+    def history(self, tokens: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the prompt, and the tokens that penalties count as generated: empty if nothing asks for them."""
+        if not self._has_penalties:
+            return (), ()
+        return self._prompt, (*self._prompt[len(self._prompt) - self._generated :], *tokens)
+
     def add(self, token: int) -> None:
         """Count one more token that was generated."""
         if self._has_penalties:

@@ -8,10 +8,11 @@ import numpy as np
 
 from trt_kvcache.checkpoint import StreamDecoder, Tokenizer
 from trt_kvcache.errors import ConfigError, ProcessorError
+from trt_kvcache.generation.device_sampler import DeviceSampler, SampledToken
 from trt_kvcache.generation.logits_edits import LogitsEdits
 from trt_kvcache.generation.sampling import Sampler, SamplerPosition, SamplingParams, check_logits
 from trt_kvcache.generation.stop_text import StopText
-from trt_kvcache.generation.token_logprobs import token_logprobs
+from trt_kvcache.generation.token_logprobs import TokenLogprobs, token_logprobs
 
 FinishReason = Literal["stop", "length"]
 
@@ -143,6 +144,11 @@ class Request:
         return self._generated + len(self.tokens)
 
     @property
+    def remaining(self) -> int:
+        """How many more tokens ``max_new_tokens`` allows."""
+        return self._params.max_new_tokens - len(self.tokens)
+
+    @property
     def finished(self) -> bool:
         """Whether it has ended."""
         return self.finish_reason is not None
@@ -181,6 +187,45 @@ class Request:
         """
         token = self._choose(logits)
         logprobs = None if self._params.logprobs is None else token_logprobs(logits, token, self._params.logprobs)
+        return self._take(token, logprobs, full)
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether a :class:`~trt_kvcache.generation.device_sampler.DeviceSampler` can choose its tokens."""
+        return DeviceSampler.accepts(self._params)
+
+    def enter(self, sampler: DeviceSampler, slot: int, *, stream: Any) -> None:
+        """Let a sampler on the device choose the tokens after those so far.
+
+        Parameters
+        ----------
+        sampler : DeviceSampler
+            Its slot gets parameters, random numbers and counts as they are now.
+        slot : int
+            Which slot of it.
+        stream : cuda.core.Stream
+            All of it is ordered on it; the call does not wait. It may allocate.
+        """
+        seed, counter = self.sampler
+        prompt, generated = self._edits.history(self.tokens)
+        sampler.set_slot(slot, self._params, seed=seed, counter=counter, prompt=prompt, generated=generated, stream=stream)
+
+    def take(self, sampled: SampledToken, *, full: bool) -> GeneratedToken:
+        """Take the next token as the device chose it. What comes back, and what is raised, is as for :meth:`choose`.
+
+        Parameters
+        ----------
+        sampled : SampledToken
+            What a sampler chose that this request has entered.
+        full : bool
+            As for :meth:`choose`.
+        """
+        if sampled.error is not None:
+            raise self._named(sampled.error) if isinstance(sampled.error, ProcessorError) else sampled.error
+        self._sampler.move_to(self._sampler.counter + 1)
+        return self._take(sampled.token, sampled.logprobs, full)
+
+    def _take(self, token: int, logprobs: TokenLogprobs | None, full: bool) -> GeneratedToken:
         self._edits.add(token)
         self.tokens.append(token)
         text = ""
@@ -206,10 +251,13 @@ class Request:
         try:
             edited = self._edits.apply(logits, self.tokens)
         except ProcessorError as error:
-            named = ProcessorError(f"request {self.index}: {error}")
-            named.request = self.index
-            raise named from error.__cause__
+            raise self._named(error) from error.__cause__
         return self._sampler.choose(edited)
+
+    def _named(self, error: ProcessorError) -> ProcessorError:
+        named = ProcessorError(f"request {self.index}: {error}")
+        named.request = self.index
+        return named
 
     def savepoint(self) -> RequestSavepoint:
         """Return the state now, for one :meth:`rollback`."""

@@ -326,7 +326,7 @@ class Sampler:
         self.seed = secrets.randbits(_SEED_BITS) if params.seed is None else params.seed
         #: Tokens chosen so far.
         self.counter = params.counter
-        self._generator = generator_at(self.seed, self.counter)
+        self._generator: np.random.Generator | None = None
         self._choice = choice_params(params.temperature, params.top_k, params.top_p, params.min_p)
 
     def move_to(self, counter: int) -> None:
@@ -337,7 +337,7 @@ class Sampler:
         counter : int
             A count of tokens, not negative.
         """
-        self._generator = generator_at(self.seed, counter)
+        self._generator = None
         self.counter = counter
 
     def choose(self, logits: np.ndarray[Any, Any]) -> int:
@@ -359,9 +359,12 @@ class Sampler:
             A logit is NaN, or no logit is finite. The sampler is unchanged.
         """
         best = check_logits(logits)
-        self.counter += 1
         if self._params.temperature == 0:
+            self.counter += 1
             return best
+        if self._generator is None:
+            self._generator = generator_at(self.seed, self.counter)
+        self.counter += 1
         return choose_token(logits, logits[best], int(self._generator.random() * 2.0**RANDOM_BITS), self._choice)
 
 

@@ -34,7 +34,7 @@ def choose_tokens(logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor
     rows : SamplingRows
         Parameters of the B rows. Counters advance, ``uses`` counts the tokens, ``results`` has the token or the error of each active row.
     tokens : DeviceTensor (B,) int32
-        The tokens; -1 for a row with an error. Rows that are not active keep theirs.
+        The tokens; 0 for a row with an error, so that an engine can run them before the host looks. Rows that are not active keep theirs.
     workspace : SamplingWorkspace
         Large enough for these rows. Calls that share one must not run at the same time.
     stream : cuda.core.Stream or GraphBuilder

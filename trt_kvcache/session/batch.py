@@ -4,6 +4,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,6 +93,11 @@ class Batch:
     def __getitem__(self, slot: int) -> SlotState:
         """Return what an active slot holds."""
         return self._slots[slot]
+
+    @property
+    def slots(self) -> list[SlotState]:
+        """What each active slot holds."""
+        return list(self._slots)
 
     @property
     def held(self) -> list[int]:
@@ -372,25 +378,57 @@ class Batch:
         Reads the lengths of the cache once, allocates no device memory, waits once (for the logits), and does nothing per layer.
         """
         started = time.perf_counter()
+        with self.decode_transaction(tokens, going):
+            self.enqueue(tokens, going)
+            self.commit(tokens, going)
+            logits = self._steps.logits(len(tokens))
+            self.count_step(going, started)
+        return logits
+
+    def decode_transaction(self, tokens: Sequence[int], going: Sequence[bool] | None) -> AbstractContextManager[None]:
+        """Check that one token of every active slot can be run, and return a :meth:`transaction` in which to do so.
+
+        Parameters
+        ----------
+        tokens, going : sequence (A,)
+            As for :meth:`decode`.
+
+        Raises
+        ------
+        ShapeError, CapacityError
+            Nothing was changed.
+        """
         lengths = self._check_one_each("tokens", len(tokens))
         if max(lengths, default=0) >= self.max_sequence_length:
             self.check_room(lengths, [tokens[:1] if goes else () for goes in going or [True] * len(tokens)])
-        with self._rollback_to(self._savepoint_at(lengths)):
-            if going is None:
-                self._steps.decode(tokens)
-                for slot, token in zip(self._slots, tokens, strict=True):
-                    slot.extend((token,))
-            else:
-                self._make_room_for_idle_rows(going)
-                self._steps.decode(tokens, [int(goes) for goes in going])
-                for slot, token, goes in zip(self._slots, tokens, going, strict=True):
-                    if goes:
-                        slot.extend((token,))
-            logits = self._steps.logits(len(tokens))
-            self._counters.decode_steps += 1
-            self._counters.decode_tokens += len(tokens) if going is None else sum(going)
-            self._counters.decode_seconds += time.perf_counter() - started
-        return logits
+        return self._rollback_to(self._savepoint_at(lengths))
+
+    def enqueue(self, tokens: Sequence[int], going: Sequence[bool] | None) -> None:
+        """Enqueue one token of every active slot. Its rows lie behind the lengths until :meth:`commit`. Inside a transaction."""
+        if going is not None:
+            self._make_room_for_idle_rows(going)
+        self._steps.enqueue_one_each(tokens)
+
+    def commit(self, tokens: Sequence[int], going: Sequence[bool] | None) -> None:
+        """Count what the last enqueue has written, or will write, of the slots that take part. Inside a transaction."""
+        self._cache.commit_sequence_length(1 if going is None else [int(goes) for goes in going], stream=self._steps.stream)
+        for slot, token, goes in zip(self._slots, tokens, going or repeat(True), strict=False):
+            if goes:
+                slot.extend((token,))
+
+    def count_step(self, going: Sequence[bool] | None, started: float) -> None:
+        """Count a decode step in the statistics.
+
+        Parameters
+        ----------
+        going : sequence of bool (A,), optional
+            As for :meth:`decode`.
+        started : float
+            When it began, by ``time.perf_counter``.
+        """
+        self._counters.decode_steps += 1
+        self._counters.decode_tokens += len(self._slots) if going is None else sum(going)
+        self._counters.decode_seconds += time.perf_counter() - started
 
     @nvtx_range("prefill")
     def prefill(self, rows: Rows, chunks: Sequence[Chunk]) -> Logits:
@@ -524,21 +562,6 @@ class Batch:
                 if count:
                     state.extend(row[:count])
             self._counters.decode_tokens += sum(taken)
-
-    def take_back(self, tokens: Sequence[int], going: Sequence[bool]) -> None:
-        """Make the tokens of the last :meth:`decode` pending again.
-
-        Parameters
-        ----------
-        tokens : sequence of int (A,)
-            What it ran.
-        going : sequence of bool (A,)
-            False for a slot that was idle in it.
-        """
-        with self.transaction():
-            for slot, (token, went) in enumerate(zip(tokens, going, strict=True)):
-                if went:
-                    self._rewind(slot, len(self._slots[slot].tokens) - 1, pending=(token,))
 
     def rewind(self, slot: int, length: int) -> None:
         """Shorten a slot to its first ``length`` tokens and drop its pending ones."""

@@ -10,10 +10,16 @@ from trt_kvcache.errors import ClosedError
 from trt_kvcache.generation.request import GeneratedToken, Request
 from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.request_queue import RequestQueue
+from trt_kvcache.session.token_steps import TokenSteps
 
 
 def generate_tokens(
-    batch: Batch, requests: Sequence[Request], prefill: Callable[[], np.ndarray[Any, Any]], *, check_open: Callable[[], None]
+    batch: Batch,
+    token_steps: TokenSteps,
+    requests: Sequence[Request],
+    prefill: Callable[[], np.ndarray[Any, Any]],
+    *,
+    check_open: Callable[[], None],
 ) -> Generator[GeneratedToken, None, None]:
     """Yield the tokens of requests that have one slot each.
 
@@ -21,6 +27,8 @@ def generate_tokens(
     ----------
     batch : Batch
         A token that was handed out is in the cache or pending there, whenever the iterator is left.
+    token_steps : TokenSteps
+        Over ``batch``.
     requests : sequence of Request (A,)
         In the order of the slots.
     prefill : callable
@@ -45,7 +53,7 @@ def generate_tokens(
     for slot, request in enumerate(requests):
         request.follow(batch[slot].tokens)
         batch.assign_sampler(slot, request.sampler)
-    chosen = _choose(batch, requests, logits)
+    chosen = _first_tokens(batch, requests, logits)
     while True:
         changes = batch.changes
         for token in chosen:
@@ -59,13 +67,7 @@ def generate_tokens(
         if not any(going):
             return
         _check_unchanged(batch, changes, check_open)
-        last = [request.tokens[-1] for request in requests]
-        logits = batch.decode(last, None if all(going) else going)
-        try:
-            chosen = _choose(batch, requests, logits)
-        except BaseException:
-            batch.take_back(last, going)
-            raise
+        chosen = token_steps.step(requests, going, ahead=True)
 
 
 def generate_queued(
@@ -122,7 +124,5 @@ def _check_unchanged(batch: Batch, changes: int, check_open: Callable[[], None])
 
 
 @nvtx_range("sampling")
-def _choose(batch: Batch, requests: Sequence[Request], logits: np.ndarray[Any, Any]) -> list[GeneratedToken]:
-    """Return the next token of each request that has not ended."""
-    going = [(slot, request) for slot, request in enumerate(requests) if not request.finished]
-    return [request.choose(logits[slot], full=batch.is_full(slot)) for slot, request in going]
+def _first_tokens(batch: Batch, requests: Sequence[Request], logits: np.ndarray[Any, Any]) -> list[GeneratedToken]:
+    return [request.choose(logits[slot], full=batch.is_full(slot)) for slot, request in enumerate(requests)]

@@ -1,9 +1,5 @@
 """``QueuedRequest``: a submitted request as the queue sees it. What callers see of it is a :class:`RequestHandle`."""
 
-from typing import Any
-
-import numpy as np
-
 from trt_kvcache.generation.request import GeneratedToken, Request, RequestSavepoint
 from trt_kvcache.session.request_handle import RequestHandle, RequestStage, RequestState
 
@@ -59,9 +55,8 @@ class QueuedRequest:
         """The token that was chosen last."""
         return self.request.tokens[-1]
 
-    def choose(self, logits: np.ndarray[Any, Any], *, full: bool) -> None:
-        """Choose the next token: see ``Request.choose``."""
-        event = self.request.choose(logits, full=full)
+    def add(self, event: GeneratedToken) -> None:
+        """Add the token that its request has taken."""
         self.events.append(event)
         self.text += event.text
 

@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache._util.nvtx_ranges import nvtx_range
-from trt_kvcache.generation.request import Request
+from trt_kvcache.generation.request import GeneratedToken, Request
 from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.chunks import Chunk
 from trt_kvcache.session.queued_request import QueuedRequest
 from trt_kvcache.session.request_handle import RequestHandle
 from trt_kvcache.session.step_executor import StepExecutor
 from trt_kvcache.session.timeline import Activity, Timeline
+from trt_kvcache.session.token_steps import TokenSteps
 
 _LOGGER = logging.getLogger("trt_kvcache.session")
 
@@ -30,6 +31,8 @@ class RequestQueue:
         Of the session.
     batch : Batch
         Of the session. While requests run, its slots are theirs, in the same order.
+    token_steps : TokenSteps
+        Over ``batch``.
 
     Notes
     -----
@@ -37,9 +40,10 @@ class RequestQueue:
     prompt and tokens are run again.
     """
 
-    def __init__(self, steps: StepExecutor, batch: Batch) -> None:
+    def __init__(self, steps: StepExecutor, batch: Batch, token_steps: TokenSteps) -> None:
         self._steps = steps
         self._batch = batch
+        self._token_steps = token_steps
         self._num_submitted = 0
         self._waiting: deque[QueuedRequest] = deque()
         #: Requests that have a slot, by slot.
@@ -200,23 +204,28 @@ class RequestQueue:
             if row and after == before + len(row):
                 queued.stage = "decoding"
                 self._batch.remember([slot])
-                self._choose(slot, logits[slot])
+                self._choose_first(slot, logits[slot])
         return advanced
 
     def _decode(self, decoding: Sequence[bool]) -> list[QueuedRequest]:
         """Run the last token of the requests that are decoding; the other slots are idle in this step."""
-        tokens = [queued.last_token if goes else 0 for queued, goes in zip(self._running, decoding, strict=True)]
-        logits = self._batch.decode(tokens, None if all(decoding) else decoding)
+        requests = [queued.request for queued in self._running]
+        # When a request ends, its slot is filled by moving another one, and nothing can be kept of a step ahead.
+        ahead = all(decoding) and all(request.remaining > 1 for request in requests)
         slots = list(itertools.compress(range(len(decoding)), decoding))
-        for slot in slots:
-            self._choose(slot, logits[slot])
+        for slot, token in zip(slots, self._token_steps.step(requests, decoding, ahead=ahead), strict=True):
+            self._take(slot, token)
         return [self._running[slot] for slot in slots]
 
     @nvtx_range("sampling")
-    def _choose(self, slot: int, logits: np.ndarray[Any, Any]) -> None:
-        """Choose the next token of a slot's request."""
+    def _choose_first(self, slot: int, logits: np.ndarray[Any, Any]) -> None:
+        """Choose the first token of a slot's request."""
+        self._take(slot, self._running[slot].request.choose(logits, full=self._batch.is_full(slot)))
+
+    def _take(self, slot: int, token: GeneratedToken) -> None:
+        """Hand the next token of a slot's request out."""
         queued = self._running[slot]
-        queued.choose(logits, full=self._batch.is_full(slot))
+        queued.add(token)
         self._batch.record_token(slot, queued.last_token, queued.request.sampler, generated=queued.request.generated)
         if queued.finished:
             self._batch.remember([slot])

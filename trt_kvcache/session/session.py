@@ -42,6 +42,7 @@ from trt_kvcache.session.single_user import SingleUser, exclusive
 from trt_kvcache.session.statistics import SessionStatistics
 from trt_kvcache.session.step_executor import StepExecutor
 from trt_kvcache.session.timeline import Timeline
+from trt_kvcache.session.token_steps import TokenSteps
 from trt_kvcache.session.token_stream import TokenStream
 
 if TYPE_CHECKING:
@@ -134,7 +135,8 @@ class InferenceSession(Uncopyable):
         self._identity = identity
         self._batch = Batch(self._steps, self._prompt_cache)
         self._prompts = PromptReader(tokenizer, self._steps.plan.vocab_size)
-        self._queue = RequestQueue(self._steps, self._batch)
+        self._token_steps = TokenSteps(self._steps, self._batch)
+        self._queue = RequestQueue(self._steps, self._batch, self._token_steps)
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str], *, progress: Progress | None = None, **options: Unpack[OpenOptions]) -> InferenceSession:
@@ -718,7 +720,7 @@ class InferenceSession(Uncopyable):
             self._batch.check_prompts(rows, reuse=reuse, queued=not reuse)
         requests = self._requests(rows, per_request)
         if not append and len(rows) > self._cache.max_batch_size:
-            queue = RequestQueue(self._steps, self._batch)
+            queue = RequestQueue(self._steps, self._batch, self._token_steps)
             queue.timeline = self._queue.timeline
             return TokenStream(requests, generate_queued(self._batch, queue, requests, check_open=self._check_open), user=self._user)
         return self._generate(requests, lambda: self._batch.append(rows) if append else self._batch.start(rows, reuse=reuse))
@@ -781,7 +783,7 @@ class InferenceSession(Uncopyable):
             for request in requests:
                 seed = f", seed {request.sampler[0]}" if request.sampled else ""
                 _LOGGER.info("prompt %d: %d tokens%s", request.index, len(request.prompt), seed)
-        tokens = generate_tokens(self._batch, requests, prefill, check_open=self._check_open)
+        tokens = generate_tokens(self._batch, self._token_steps, requests, prefill, check_open=self._check_open)
         return TokenStream(requests, tokens, user=self._user)
 
     def _requests(
@@ -1035,7 +1037,8 @@ class InferenceSession(Uncopyable):
         with ExitStack() as stack:  # from the last to the first, each even if one before it raised
             if self._on_close is not None:
                 stack.callback(self._on_close)
-            for close in (self._cache.close, self._prompt_cache.close, self._steps.close, self._engine.close, self._steps.synchronize):
+            closed_first = (self._token_steps.close, self._steps.close, self._engine.close, self._steps.synchronize)
+            for close in (self._cache.close, self._prompt_cache.close, *closed_first):
                 stack.callback(close)
 
     def __enter__(self) -> InferenceSession:

@@ -10,6 +10,7 @@ from trt_kvcache.engine.bindings import BindingPlan
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.engine.step_buffers import StepBuffers
+from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.session.chunks import Chunk, plan_chunks
 
 
@@ -42,6 +43,8 @@ class StepExecutor:
         self.cache = cache
         self.plan = BindingPlan(engine, cache, names=names)
         self.stream = cache.memory.create_stream()
+        #: Enqueues so far, failed ones included: whoever finds another number knows that rows behind the lengths may have been overwritten.
+        self.enqueues = 0
         self._buffers = StepBuffers(
             cache.memory,
             max_batch_size=cache.kv_config.max_batch_size,
@@ -97,20 +100,48 @@ class StepExecutor:
             for width in (1, self.plan.max_width):
                 self.plan.profile_for(count, width)
 
-    def decode(self, tokens: Sequence[int], increment: int | Sequence[int] = 1) -> None:
-        """Enqueue one token for every active slot and commit. Does not wait.
+    def enqueue_one_each(self, tokens: Sequence[int]) -> None:
+        """Enqueue one token for every active slot; nothing is committed. Does not wait.
 
         Parameters
         ----------
         tokens : sequence of int (A,)
             One for each active slot.
-        increment : int, or sequence of int (A,)
-            0 for an idle slot: its row is written behind its length and is not committed.
         """
         self._buffers.write_one_token_each(tokens, stream=self.stream)
-        self.plan.prepare(0, len(tokens), 1, self._buffers)
+        self.enqueue_next(len(tokens))
+
+    def enqueue_next(self, count: int) -> None:
+        """Enqueue the tokens that are in :meth:`device_views`, one for every active slot; nothing is committed. Does not wait.
+
+        Parameters
+        ----------
+        count : int
+            Active slots; as many as in the last :meth:`enqueue_one_each`.
+        """
+        self.plan.prepare(0, count, 1, self._buffers)
+        self._enqueue()
+
+    def device_views(self, count: int) -> tuple[DeviceTensor, DeviceTensor]:
+        """Return what an enqueue of one token for each of so many slots reads and writes on the device.
+
+        Parameters
+        ----------
+        count : int
+            Active slots.
+
+        Returns
+        -------
+        DeviceTensor ``[count]``
+            The tokens: what :meth:`enqueue_next` runs.
+        DeviceTensor ``[count, vocab]``
+            The logits.
+        """
+        return self._buffers.device_views(count)
+
+    def _enqueue(self) -> None:
+        self.enqueues += 1
         self.engine.enqueue(self.stream)
-        self.cache.commit_sequence_length(increment, stream=self.stream)
 
     def run(self, chunk: Chunk, rows: Sequence[Sequence[int]], *, every_logit: bool) -> None:
         """Enqueue the new tokens of a contiguous range of slots; nothing is committed. Does not wait.
@@ -128,7 +159,7 @@ class StepExecutor:
             self._buffers.write_start_index(self.cache.host_kv_cache_lengths[chunk.first : chunk.end], stream=self.stream)
         self._buffers.write_rows(rows, chunk.width, stream=self.stream, every_logit=every_logit)
         self.plan.prepare(chunk.first, chunk.count, chunk.width, self._buffers, logits=chunk.width if every_logit else 1)
-        self.engine.enqueue(self.stream)
+        self._enqueue()
 
     def prefill(self, chunk: Chunk, rows: Sequence[Sequence[int]], *, every_logit: bool = False) -> None:
         """Enqueue the new tokens of a contiguous range of slots and commit. Does not wait.

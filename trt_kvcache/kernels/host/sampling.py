@@ -38,7 +38,7 @@ def choose_tokens(logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor
             edited, error = _edited(edited, of_row, rows, row), NOTHING_LEFT
             best = _best(edited)
         if not np.isfinite(edited[best]):
-            into[row] = -1
+            into[row] = 0
             results[row] = (-1, error, best, edited[best])
             continue
         token = best if of_row["flags"] & GREEDY else _choose(edited, edited[best], of_row)

@@ -1,0 +1,231 @@
+"""``TokenSteps``: decode steps that end with chosen tokens: on the host, or on the device and one step ahead."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import compress
+from typing import NamedTuple
+
+from trt_kvcache._util.nvtx_ranges import nvtx_range
+from trt_kvcache.errors import KVCacheError
+from trt_kvcache.generation.device_sampler import DeviceSampler, SampledTokens
+from trt_kvcache.generation.request import GeneratedToken, Request
+from trt_kvcache.kernels.sampling_workspace import MAX_VOCAB_SIZE
+from trt_kvcache.session.batch import Batch, Logits
+from trt_kvcache.session.slot_state import SlotState
+from trt_kvcache.session.step_executor import StepExecutor
+
+
+class _Place(NamedTuple):
+    """Where a request is: it, and how many tokens it has."""
+
+    request: Request
+    num_tokens: int
+
+
+#: Where the request of each slot is; None for an idle slot.
+_Places = list[_Place | None]
+
+
+@dataclass(frozen=True)
+class _EnqueuedStep:
+    """A step that was enqueued and is not committed, and all that it depends on.
+
+    Parameters
+    ----------
+    places : list (A,)
+        Of the requests that took part, with the token that it runs.
+    slots : list of SlotState (A,)
+        The active slots.
+    held : list of int (A,)
+        Tokens that they hold: the step has written the rows behind them.
+    enqueues : int
+        Of the executor, this one included: a later one may have overwritten the rows.
+    sampled : SampledTokens, or KVCacheError
+        The tokens that it ends with; or why it could not be enqueued.
+    """
+
+    places: _Places
+    slots: list[SlotState]
+    held: list[int]
+    enqueues: int
+    sampled: SampledTokens | KVCacheError
+
+
+class _Known(NamedTuple):
+    """What is on the device.
+
+    Parameters
+    ----------
+    places : mapping of int to _Place or None
+        What each slot of the sampler continues with; None where it is idle. A slot that is not in it may hold anything.
+    step : _EnqueuedStep, optional
+        The step ahead.
+    """
+
+    places: Mapping[int, _Place | None]
+    step: _EnqueuedStep | None
+
+
+_NOTHING = _Known({}, None)
+
+
+class TokenSteps:
+    """Runs the last token of requests, and chooses their next ones.
+
+    Parameters
+    ----------
+    steps : StepExecutor
+        Of the session.
+    batch : Batch
+        Of the session. What its slots hold, and the lengths of the cache, never include the step ahead.
+
+    Notes
+    -----
+    On the device, step t is followed by the enqueue of step t + 1, whose tokens are already there, before the host waits for the tokens of
+    t. The rows of K and V that t + 1 writes lie behind the lengths until its own turn comes, when its tokens are known: then they are
+    committed, for the requests that go on. So there is nothing to undo in the cache: a step ahead that does not fit what comes next is
+    forgotten, and the sampler is given the requests again.
+
+    The host chooses where the logits are in host memory, and for batches with a request that a :class:`DeviceSampler` does not take.
+    """
+
+    def __init__(self, steps: StepExecutor, batch: Batch) -> None:
+        self._steps = steps
+        self._batch = batch
+        self._sampler: DeviceSampler | None = None
+        self._known = _NOTHING
+        #: Whether tokens are chosen on the device. Host memory can be treated like a device, which is of use to tests only.
+        self.on_device = not steps.cache.memory.is_host and self.can_be_on_device
+
+    @property
+    def can_be_on_device(self) -> bool:
+        """Whether the engine has ids and logits that a :class:`DeviceSampler` takes."""
+        plan = self._steps.plan
+        return (plan.input_ids.dtype, plan.logits.dtype) == ("int32", "float32") and plan.vocab_size <= MAX_VOCAB_SIZE
+
+    def step(self, requests: Sequence[Request], going: Sequence[bool], *, ahead: bool) -> list[GeneratedToken]:
+        """Run the last token of requests in one enqueue, and choose the next one of each.
+
+        Parameters
+        ----------
+        requests : sequence of Request (A,)
+            Of the active slots.
+        going : sequence of bool (A,)
+            False for an idle slot: its request has ended, or does not decode yet.
+        ahead : bool
+            Whether the next call is likely to be for the same requests, less those that have ended until then.
+
+        Returns
+        -------
+        list of GeneratedToken
+            Of the requests that take part, in their order. They have taken them.
+
+        Raises
+        ------
+        ShapeError, CapacityError
+            Nothing was changed.
+        EngineError, ProcessorError
+            The engine failed, or a token cannot be chosen. The slots are as before; requests before the one that failed have taken a token.
+
+        Notes
+        -----
+        In steady decoding on the device, nothing is allocated, and the only wait is for the tokens of one step while the next one runs.
+        """
+        tokens = [request.tokens[-1] if goes else 0 for request, goes in zip(requests, going, strict=True)]
+        taking_part = None if all(going) else going
+        if self.on_device and all(request.fits_device for request in compress(requests, going)):
+            return self._step_on_device(requests, tokens, taking_part, ahead=ahead)
+        with self._batch.transaction():
+            logits = self._batch.decode(tokens, taking_part)
+            return self._choose(requests, going, logits)
+
+    @nvtx_range("sampling")
+    def _choose(self, requests: Sequence[Request], going: Sequence[bool], logits: Logits) -> list[GeneratedToken]:
+        slots = compress(range(len(requests)), going)
+        return [requests[slot].choose(logits[slot], full=self._batch.is_full(slot)) for slot in slots]
+
+    def _step_on_device(
+        self, requests: Sequence[Request], tokens: list[int], going: Sequence[bool] | None, *, ahead: bool
+    ) -> list[GeneratedToken]:
+        started = time.perf_counter()
+        batch = self._batch
+        known, self._known = self._known, _NOTHING  # if this is interrupted, nothing is known
+        places = _places(requests, going)
+        with batch.decode_transaction(tokens, going):
+            step = known.step
+            if step is None or not self._continues(step, places):
+                batch.enqueue(tokens, going)
+                step, held = self._sample(places, known.places if known.step is None else {})
+            else:
+                held = known.places
+            if isinstance(step.sampled, KVCacheError):
+                raise step.sampled
+            batch.commit(tokens, going)
+            following = None
+            if ahead and self._can_follow(places):
+                following, held = self._follow(places, held)
+            sampled = step.sampled.read()
+            batch.count_step(going, started)
+            chosen = [place.request.take(sampled[slot], full=batch.is_full(slot)) for slot, place in enumerate(places) if place is not None]
+        self._known = _Known(held, following)
+        return chosen
+
+    def _continues(self, step: _EnqueuedStep, places: _Places) -> bool:
+        """Tell whether a step has run what is to be run now. What it has run of requests that have ended since does not matter."""
+        batch = self._batch
+        return (
+            step.enqueues == self._steps.enqueues
+            and step.held == batch.held
+            and step.slots == batch.slots
+            and all(now is None or now == then for now, then in zip(places, step.places, strict=True))
+        )
+
+    def _can_follow(self, places: _Places) -> bool:
+        """Tell whether a next step is sure to have room, and likely to have a request that needs it."""
+        rooms = [not self._batch.is_full(slot) for slot, place in enumerate(places) if place is not None]
+        return all(rooms) and any(place.request.remaining > 1 for place in places if place is not None)
+
+    def _follow(self, places: _Places, held: Mapping[int, _Place | None]) -> tuple[_EnqueuedStep, Mapping[int, _Place | None]]:
+        """Enqueue the step after one whose tokens are only on the device. If that fails, it is said when the turn of the step comes."""
+        after = [None if place is None else _Place(place.request, place.num_tokens + 1) for place in places]
+        try:
+            self._steps.enqueue_next(len(after))
+            return self._sample(after, held)
+        except KVCacheError as error:
+            return self._enqueued(after, error), {}
+
+    @nvtx_range("sampling")
+    def _sample(self, places: _Places, held: Mapping[int, _Place | None]) -> tuple[_EnqueuedStep, Mapping[int, _Place | None]]:
+        """Choose the tokens after an enqueue, into the ids of the next one, and send them to the host. Does not wait."""
+        stream = self._steps.stream
+        if self._sampler is None:
+            cache = self._steps.cache
+            self._sampler = DeviceSampler(
+                cache.memory, max_batch_size=cache.max_batch_size, vocab_size=self._steps.plan.vocab_size, stream=stream
+            )
+        for slot, place in enumerate(places):
+            if slot not in held or held[slot] != place:
+                if place is None:
+                    self._sampler.clear_slot(slot, stream=stream)
+                else:
+                    place.request.enter(self._sampler, slot, stream=stream)
+        tokens, logits = self._steps.device_views(len(places))
+        self._sampler.sample(logits, tokens, stream=stream)
+        after = {slot: None if place is None else _Place(place.request, place.num_tokens + 1) for slot, place in enumerate(places)}
+        return self._enqueued(places, self._sampler.download(stream=stream)), after
+
+    def _enqueued(self, places: _Places, sampled: SampledTokens | KVCacheError) -> _EnqueuedStep:
+        return _EnqueuedStep(places, self._batch.slots, self._batch.held, self._steps.enqueues, sampled)
+
+    def close(self) -> None:
+        """Release what is on the device. Idempotent."""
+        self._known = _NOTHING
+        if self._sampler is not None:
+            self._sampler.close()
+
+
+def _places(requests: Sequence[Request], going: Sequence[bool] | None) -> _Places:
+    return [_Place(request, len(request.tokens)) if going is None or going[slot] else None for slot, request in enumerate(requests)]
