@@ -59,12 +59,15 @@ def rows(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
 def readme_block(content: dict[str, Any]) -> str:
     """Return the block of README.md."""
     device = content["device"]
+    speeds = [cell["copy_gb_per_second"] / 1e3 for cell in content["cells"].values() if "copy_gb_per_second" in cell]
+    copies = f"({min(speeds):.1f} to {max(speeds):.1f} TB/s when it was measured, once for each model)." if speeds else "of this GPU."
     lines = [
         f"![Milliseconds per token of whole models on an {device}, beside the time that reading weights, K and V takes]({IMAGE})",
         "",
         f"Milliseconds per token (all slots get one), {_SHOWN_PAST} tokens past, bfloat16, random weights, {device}:",
         '`InferenceSession.generate` with `engine="torch"`, top-p sampling, text and a stop text, beside `generate` of transformers',
-        "with sampling and text. The limit is the time that reading weights, K and V takes at the speed of a copy.",
+        "with sampling and text. The limit is the time that reading weights, K and V takes at the speed of a copy",
+        copies,
         "",
         "| model | batch | limit | trt_kvcache | static + compile | eager |",
         "|---|---|---|---|---|---|",

@@ -19,7 +19,6 @@ from trt_kvcache import (
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import (
     ConfigError,
-    DTypeError,
     LayerIndexError,
 )
 
@@ -214,9 +213,8 @@ class TestDlpack:
     @pytest.mark.parametrize(("dtype", "ours"), [("bfloat16", ml_dtypes.bfloat16), ("float8_e4m3fn", ml_dtypes.float8_e4m3fn)])
     def test_dtypes_that_numpy_does_not_know_are_copied_instead(self, dtype, ours):
         with make(KVCacheManager, HostMemory(), dtype=dtype) as cache:
-            with pytest.raises(DTypeError) as caught:
+            with pytest.raises(RuntimeError, match="Unsupported dtype"):  # NumPy's own: others, such as torch, take it
                 np.from_dlpack(cache.get_combined_kv_cache(0))
-            assert str(caught.value) == f"DLPack from host memory: NumPy does not know {dtype}. Use .numpy(), which copies."
             assert cache.get_combined_kv_cache(0).numpy().dtype == ours
 
     def test_numpy_copies(self, memory):

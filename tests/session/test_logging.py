@@ -25,12 +25,13 @@ def log(caplog):
 
 def test_the_engine_and_why(log, monkeypatch):
     monkeypatch.setattr(open_model, "find_gpu", lambda device: "there is no GPU here")
+    monkeypatch.setattr(open_model, "why_no_torch", lambda: "torch is not installed")
     with pytest.warns(EngineFallbackWarning):
         InferenceSession.from_model(MODEL, max_sequence_length=64).close()
     InferenceSession.from_model(MODEL, engine="reference", max_sequence_length=64).close()
     opened = f"opened {MODEL}: ReferenceEngine, 1 slots of 64 tokens in float16, 0 MiB of K and V"
     assert [(one.name, one.message) for one in log.records] == [
-        ("trt_kvcache.session", "engine: reference, because there is no GPU here"),
+        ("trt_kvcache.session", "engine: reference, because there is no GPU here; and torch is not installed"),
         ("trt_kvcache.session", opened),
         ("trt_kvcache.session", "engine: reference, as asked for"),
         ("trt_kvcache.session", opened),
