@@ -9,7 +9,7 @@ from typing import Any
 
 import tokenizers
 import torch
-from random_model import QWEN2_0_5B
+from random_model import LLAMA_3_8B as LLAMA_3_8B_SHAPE, QWEN2_0_5B
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -18,20 +18,7 @@ from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.engine.decoder_tensors import cache_config
 from trt_kvcache.torch_engine import TorchEngine
 
-LLAMA_3_8B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "max_position_embeddings": 8192 + 1024,  # room for tokens after 8192
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
+LLAMA_3_8B = {**LLAMA_3_8B_SHAPE, "max_position_embeddings": 8192 + 1024}  # room for tokens after 8192
 QWEN3_4B = {
     "model_type": "qwen3",
     "vocab_size": 151936,

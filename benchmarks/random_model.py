@@ -26,6 +26,20 @@ QWEN2_0_5B = {
     "bos_token_id": 151643,
     "eos_token_id": 151645,
 }
+LLAMA_3_8B = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 
 _SAFETENSORS_NAME = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 _CHUNK_ELEMENTS = 1 << 22

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from clocks import DeviceClock
 from environment import describe_environment, write_result
-from random_model import QWEN2_0_5B
+from random_model import LLAMA_3_8B, QWEN2_0_5B
 
 from trt_kvcache import CudaMemory, HostMemory, InferenceSession, KVCacheManager, Memory
 from trt_kvcache.checkpoint import ModelConfig
@@ -36,21 +36,6 @@ from trt_kvcache.engine.decoder_tensors import cache_config
 from trt_kvcache.torch_engine import TorchEngine
 
 HERE = Path(__file__).resolve().parent
-
-LLAMA_3_8B = {
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "max_position_embeddings": 8192,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-}
 
 MODELS = {"qwen2-0.5b": QWEN2_0_5B, "llama-3-8b": LLAMA_3_8B}
 

@@ -62,12 +62,12 @@ __device__ __forceinline__ RowBlock row_block(const PrefillParams& params, int n
 template <class RowBlock>
 __device__ __forceinline__ PrefillWork<RowBlock> whole_row_block(const PrefillParams& params) {
     PrefillWork<RowBlock> work;
-    const int numbers = params.batch_size * params.row_blocks, from_last = static_cast<int>(blockIdx.x) / (params.num_kv_heads * params.batch_size);
-    const int other = static_cast<int>(blockIdx.x) % (params.num_kv_heads * params.batch_size), slot = other / params.num_kv_heads;
+    const int heads = params.batch_size * params.num_kv_heads, from_last = static_cast<int>(blockIdx.x) / heads;
+    const int other = static_cast<int>(blockIdx.x) - from_last * heads, slot = other / params.num_kv_heads;
     work.kv_head = other - slot * params.num_kv_heads;
     work.rows.load(params, slot * params.row_blocks + params.row_blocks - 1 - from_last);
     work.end = work.rows.num_tiles;
-    work.has_padding = numbers > 0;
+    work.has_padding = true;  // as far as is known
     return work;
 }
 

@@ -67,3 +67,11 @@ def test_room(call, arch, head_dim):
 def test_no_block_without_keys(call):
     """A cache of one tile has one block for it, and one for the new tokens."""
     assert plan_of(call(2, tokens=100), "16").blocks == 8 * 2
+
+
+def test_no_more_parts_than_a_block_has_room_for(call, monkeypatch):
+    params = call(33, kv_heads=1, head_dim=64, tokens=1 << 20)
+    params.cache.memory.multiprocessor_count = 1000
+    plan = plan_of(params, "wide")
+    assert plan.splits
+    assert plan.blocks == plan.form.max_parts == (6 * 64 * 128 - 64 * 4 // 2 * 80) // 80

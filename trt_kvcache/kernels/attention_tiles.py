@@ -56,6 +56,8 @@ class PrefillForm(NamedTuple):
     blocks_per_sm: int
     #: Bytes of dynamic shared memory of a block.
     shared_nbytes: int
+    #: Parts of a row block, at most: a block has room for a strip of each, beside those that it merges.
+    max_parts: int
 
 
 @cache
@@ -134,6 +136,9 @@ PREFILL_FORMS = ("16", "32", "64", "wide", "whole")
 #: New tokens of a slot that the first three of them append, at most.
 MAX_APPENDED_WIDTH = 32
 
+#: Bytes of 16 columns of a partial result: ``kStripVectors`` of ``plugins/attention/split_kv_reduce.cuh``.
+_STRIP_NBYTES = 5 * 16
+
 _PREFILL_MACROS = ("ROW_WARPS", "KEY_WARPS", "ROW_TILES", "TILE_KEYS", "STAGES", "MIN_TILES", "BLOCKS_PER_SM")
 
 
@@ -173,5 +178,7 @@ def prefill_form(head_dim: int, arch: str, form: str) -> PrefillForm:
     tiles = prefill_tiles(head_dim, arch)
     row_warps, key_warps, row_tiles, tile_keys, stages, min_tiles, per_sm = (tiles[f"{macro}_{form.upper()}"] for macro in _PREFILL_MACROS)
     rows = 16 * row_warps * row_tiles
-    shared_nbytes = (rows + 2 * stages * tile_keys) * row_nbytes(head_dim, "float16")
-    return PrefillForm(rows, row_warps * key_warps, tile_keys, min_tiles, per_sm, shared_nbytes)
+    row, strips = row_nbytes(head_dim, "float16"), rows * -(-head_dim // 16)
+    ring = 2 * stages * tile_keys * row
+    max_parts = (ring - strips // 2 * _STRIP_NBYTES) // _STRIP_NBYTES
+    return PrefillForm(rows, row_warps * key_warps, tile_keys, min_tiles, per_sm, rows * row + ring, max_parts)

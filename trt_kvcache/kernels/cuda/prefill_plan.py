@@ -59,7 +59,7 @@ def plan_of(params: AttentionParams, name: str) -> PrefillPlan:
     if name == "whole" or total > resident:
         return PrefillPlan(name, form, row_blocks, total, False)
     useful = total * (-(-tokens // (form.tile_keys * form.min_tiles)) + 1)
-    blocks = min(resident, useful)
+    blocks = min(resident, useful, max(total, form.max_parts))
     return PrefillPlan(name, form, row_blocks, blocks, blocks > total)
 
 
