@@ -10,13 +10,14 @@ from trt_kvcache.errors import CudaError
 from trt_kvcache.kernels import MAX_SAVED_TENSORS, MAX_STORED_VALUES, KVLayerInfo, StateInfo, sources
 from trt_kvcache.kernels.attention_tiles import decode_tiles, prefill_tiles
 from trt_kvcache.kernels.compaction_moves import REGISTER
+from trt_kvcache.kernels.cuda.causal_conv1d import CONV_THREADS, CONV_TILE_TOKENS
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, VECTORS_IN_FLIGHT
 from trt_kvcache.kernels.cuda.sampling import ROW_THREADS
 from trt_kvcache.kernels.host.token_weights import FRACTION_BITS, WEIGHT_BITS
 from trt_kvcache.kernels.launch_limits import MOVE_CAPACITIES
 from trt_kvcache.kernels.sampling_rows import ROW_PARAMS
 from trt_kvcache.kernels.sampling_workspace import MAX_BLOCKS_OF_ROW, ROW_WORKSPACE_NBYTES
-from trt_kvcache.kernels.source_variants import variant_macros
+from trt_kvcache.kernels.source_variants import RECURRENT_SOURCES, variant_macros
 
 
 def test_sources_are_found():
@@ -30,7 +31,7 @@ def test_the_name_of_a_source_is_its_path():
 
 def test_names_are_those_of_all_variants():
     names = sources.source_names()
-    assert len(names) == len(set(names)) == 8 + 2 * 2 * 5
+    assert len(names) == len(set(names)) == 8 + 2 * 2 * 5 + 5 * len(RECURRENT_SOURCES)
     assert all(sources.source_path(name).is_file() for name in names)
 
 
@@ -49,6 +50,8 @@ class TestBothSides:
         [
             ("kThreads", THREADS_PER_BLOCK),
             ("kInFlight", VECTORS_IN_FLIGHT),
+            ("kConvThreads", CONV_THREADS),
+            ("kConvTileTokens", CONV_TILE_TOKENS),
             ("kRegister", REGISTER),
             ("kRowThreads", ROW_THREADS),
             ("kRowWorkspaceBytes", ROW_WORKSPACE_NBYTES),

@@ -9,6 +9,7 @@ arrays that were made once (:class:`KVLayerInfos`, :class:`StateInfos`).
 
 from trt_kvcache.kernels.attention import attend, split_qkv
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
+from trt_kvcache.kernels.causal_conv1d import causal_conv1d
 from trt_kvcache.kernels.compaction import compact_kv_cache_batched, compact_length_tensor, compact_rows
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, CompactionPlan, DeviceCompactionPlan
 from trt_kvcache.kernels.decoder_layer import add_rms_norm, silu_mul
@@ -43,6 +44,7 @@ __all__ = [
     "StateInfos",
     "add_rms_norm",
     "attend",
+    "causal_conv1d",
     "choose_tokens",
     "compact_kv_cache_batched",
     "compact_length_tensor",

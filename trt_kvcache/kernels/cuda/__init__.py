@@ -5,6 +5,7 @@ once before capturing it.
 """
 
 from trt_kvcache.kernels.cuda.attention import attend
+from trt_kvcache.kernels.cuda.causal_conv1d import causal_conv1d
 from trt_kvcache.kernels.cuda.decoder_layer import add_rms_norm, silu_mul
 from trt_kvcache.kernels.cuda.embedding import embed
 from trt_kvcache.kernels.cuda.kv import compact_layers, copy_layer, instantiate_layers, save_layers
@@ -15,6 +16,7 @@ from trt_kvcache.kernels.cuda.states import compact_rows, copy_rows, instantiate
 __all__ = [
     "add_rms_norm",
     "attend",
+    "causal_conv1d",
     "choose_tokens",
     "count_tokens",
     "set_bias",

@@ -1,6 +1,7 @@
 """The kernels of :class:`~trt_kvcache.kernels.backend.Backend` in NumPy, for host memory. ``stream`` is accepted and ignored."""
 
 from trt_kvcache.kernels.host.attention import attend
+from trt_kvcache.kernels.host.causal_conv1d import causal_conv1d
 from trt_kvcache.kernels.host.decoder_layer import add_rms_norm, silu_mul
 from trt_kvcache.kernels.host.embedding import embed
 from trt_kvcache.kernels.host.kv import compact_layers, copy_layer, instantiate_layers, save_layers
@@ -11,6 +12,7 @@ from trt_kvcache.kernels.host.states import compact_rows, copy_rows, instantiate
 __all__ = [
     "add_rms_norm",
     "attend",
+    "causal_conv1d",
     "choose_tokens",
     "count_tokens",
     "set_bias",

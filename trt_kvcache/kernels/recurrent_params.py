@@ -1,0 +1,23 @@
+"""Checked calls of the kernels of recurrent layers, as the backends take them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trt_kvcache.memory.tensor import DeviceTensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class CausalConv1dParams:
+    """The arguments of :func:`~trt_kvcache.kernels.causal_conv1d`, checked."""
+
+    x: DeviceTensor
+    weight: DeviceTensor
+    bias: DeviceTensor | None
+    past: DeviceTensor
+    present: DeviceTensor
+    out: DeviceTensor
+    silu: bool
+    gate_in: DeviceTensor | None
+    gate_out: DeviceTensor | None
+    new_lengths: DeviceTensor | None
