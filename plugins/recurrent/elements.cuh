@@ -53,10 +53,17 @@ __device__ __forceinline__ void store_element(Type, void* base, long long index,
 }
 __device__ __forceinline__ void store_element(Float32, void* base, long long index, float value) { static_cast<float*>(base)[index] = value; }
 
-// kCount elements from base[index] on, at a multiple of 16 bytes if they are whole vectors.
+// kCount elements from base[index] on, at a multiple of 16 bytes if they are whole vectors, and of 8 bytes if they are half of one.
 template <class Type, int kCount>
 __device__ __forceinline__ void load_elements(Type, const void* base, long long index, float (&values)[kCount]) {
-    if constexpr (kCount % kPerVector<Type> != 0) {
+    if constexpr (kCount == 4 && kBytesOf<Type> == 2) {
+        const uint2 words = *reinterpret_cast<const uint2*>(static_cast<const unsigned char*>(base) + index * kBytesOf<Type>);
+        const float2 low = unpack(Type{}, words.x), high = unpack(Type{}, words.y);
+        values[0] = low.x;
+        values[1] = low.y;
+        values[2] = high.x;
+        values[3] = high.y;
+    } else if constexpr (kCount % kPerVector<Type> != 0) {
 #pragma unroll
         for (int i = 0; i < kCount; i++) values[i] = load_element(Type{}, base, index + i);
     } else {
@@ -119,6 +126,8 @@ __device__ __forceinline__ float rounded(Type, float value) {
     return unpack(Type{}, pack(Type{}, {value, 0.0f})).x;
 }
 __device__ __forceinline__ float rounded(Float32, float value) { return value; }
+
+__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 // Where the tokens of an activation [B, s, ...] are: strides of slots and of tokens count bytes.
 struct Tokens {

@@ -12,6 +12,7 @@ from trt_kvcache.kernels.attention_tiles import decode_tiles, prefill_tiles
 from trt_kvcache.kernels.compaction_moves import REGISTER
 from trt_kvcache.kernels.cuda.causal_conv1d import CONV_THREADS, CONV_TILE_TOKENS
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, VECTORS_IN_FLIGHT
+from trt_kvcache.kernels.cuda.mamba2 import MAMBA_LANE_ELEMENTS, MAMBA_ROWS, MAMBA_THREADS, MAMBA_TILE_TOKENS
 from trt_kvcache.kernels.cuda.sampling import ROW_THREADS
 from trt_kvcache.kernels.host.token_weights import FRACTION_BITS, WEIGHT_BITS
 from trt_kvcache.kernels.launch_limits import MOVE_CAPACITIES
@@ -52,6 +53,10 @@ class TestBothSides:
             ("kInFlight", VECTORS_IN_FLIGHT),
             ("kConvThreads", CONV_THREADS),
             ("kConvTileTokens", CONV_TILE_TOKENS),
+            ("kMambaThreads", MAMBA_THREADS),
+            ("kMambaRows", MAMBA_ROWS),
+            ("kMambaLaneElements", MAMBA_LANE_ELEMENTS),
+            ("kMambaTileTokens", MAMBA_TILE_TOKENS),
             ("kRegister", REGISTER),
             ("kRowThreads", ROW_THREADS),
             ("kRowWorkspaceBytes", ROW_WORKSPACE_NBYTES),

@@ -10,7 +10,7 @@ from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan
 from trt_kvcache.kernels.layer_infos import KVLayerInfos
-from trt_kvcache.kernels.recurrent_params import CausalConv1dParams
+from trt_kvcache.kernels.recurrent_params import CausalConv1dParams, Mamba2Params
 from trt_kvcache.kernels.sampling_rows import SamplingRows
 from trt_kvcache.kernels.sampling_workspace import SamplingWorkspace
 from trt_kvcache.kernels.state_infos import StateInfos
@@ -59,6 +59,9 @@ class Backend(Protocol):
 
     def causal_conv1d(self, params: CausalConv1dParams, stream: Any) -> None:
         """Convolve the new tokens of each slot, and move its conv state on."""
+
+    def mamba2_scan(self, params: Mamba2Params, stream: Any) -> None:
+        """Run the new tokens of each slot through the state space of Mamba-2."""
 
     def increment_scalar(self, lengths: DeviceTensor, increment: int, stream: Any) -> None:
         """Add the same number to all lengths."""

@@ -21,3 +21,21 @@ class CausalConv1dParams:
     gate_in: DeviceTensor | None
     gate_out: DeviceTensor | None
     new_lengths: DeviceTensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2Params:
+    """The arguments of :func:`~trt_kvcache.kernels.mamba2_scan`, checked."""
+
+    x: DeviceTensor
+    dt: DeviceTensor
+    b: DeviceTensor
+    c: DeviceTensor
+    past: DeviceTensor
+    a: DeviceTensor
+    present: DeviceTensor
+    out: DeviceTensor
+    d: DeviceTensor | None
+    dt_bias: DeviceTensor | None
+    dt_limits: tuple[float, float]
+    new_lengths: DeviceTensor | None
