@@ -37,8 +37,8 @@ def mamba2_scan(
     """Run the new tokens of each slot through the state space, and move the state on.
 
     For each token and head, ``step = clip(softplus(dt + dt_bias), *dt_limits)``,
-    ``state = exp(step * a) * state + step * outer(x, b)`` and ``out = state @ c + d * x``. One new token for each slot is a decode step; more
-    are a chunk or a whole prompt.
+    ``state = exp(step * a) * state + step * outer(x, b)`` and ``out = state @ c + d * x``. One new token for each slot is a decode step;
+    more are a chunk or a whole prompt.
 
     Parameters
     ----------
@@ -47,7 +47,8 @@ def mamba2_scan(
     dt : DeviceTensor ``[B, s, heads]``
         Time steps, before bias and softplus. Slots and tokens may be strided.
     b, c : DeviceTensor ``[B, s, groups, state_size]``
-        Strided as ``x`` may be. Each group serves ``heads / groups`` heads that follow each other; state_size is a multiple of 8, up to 256.
+        Strided as ``x`` may be. Each group serves ``heads / groups`` heads that follow each other. state_size is a multiple of 8, up to
+        256.
     past : DeviceTensor ``[B, heads, head_dim, state_size]``, of the dtype of ``x`` or float32
         The state before the new tokens; zeros before the first one. A recurrent state of the cache.
     a : DeviceTensor ``[heads]`` float32
@@ -75,9 +76,9 @@ def mamba2_scan(
 
     Notes
     -----
-    "Transformers are SSMs" (Dao and Gu, 2024): ``selective_state_update`` and ``mamba_chunk_scan_combined`` of Mamba-2, Bamba, Granite 4 and
-    Nemotron-H. Time steps, states and sums are float32 within a call; the state is rounded to its dtype at the end of one. The limits hold
-    for a single token too, so that results do not depend on how tokens are split into calls.
+    "Transformers are SSMs" (Dao and Gu, 2024): ``selective_state_update`` and ``mamba_chunk_scan_combined`` of Mamba-2, Bamba, Granite 4
+    and Nemotron-H. Time steps, states and sums are float32 within a call; the state is rounded to its dtype at the end of one. The limits
+    hold for a single token too, so that results do not depend on how tokens are split into calls.
 
     Examples
     --------
@@ -102,7 +103,7 @@ def mamba2_scan(
     check_tokens("dt", dt, x, (slots, width, heads))
     if not isinstance(b, DeviceTensor) or b.ndim != x.ndim or not b.shape[2] or heads % b.shape[2]:
         raise ShapeError(f"b: expected a tensor [{slots}, {width}, groups, state_size] with groups a divisor of {heads}, got {b!r}.")
-    groups, state_size = b.shape[2:]
+    state_size = b.shape[3]
     if head_dim % SIZE_GRANULE:
         raise ShapeError(f"x: expected a head_dim that is a multiple of {SIZE_GRANULE}, got {x!r}.")
     if state_size % SIZE_GRANULE or not 0 < state_size <= MAX_STATE_SIZE:
@@ -111,8 +112,9 @@ def mamba2_scan(
         check_tokens(name, tensor, x, shape)
         check_vectors(name, tensor)
     check_states(past, present, x, (slots, heads, head_dim, state_size))
-    for name, parameter in (("a", a), ("d", d), ("dt_bias", dt_bias)):
-        if parameter is not None or name == "a":
+    check_dense("a", a, x, "float32", (heads,))
+    for name, parameter in (("d", d), ("dt_bias", dt_bias)):
+        if parameter is not None:
             check_dense(name, parameter, x, "float32", (heads,))
     check_dense("out", out, x, x.dtype, x.shape)
     low, high = map(float, dt_limits)
