@@ -1,6 +1,6 @@
 """The kernels of recurrent layers on a GPU, beside those of others: are they right, and how fast are they. Needs torch.
 
-    python benchmarks/states.py [--quick] [--max-seconds 420] [--only conv|mamba2] [--no-others] [--out benchmarks/results/states.json]
+    python benchmarks/states.py [--quick] [--max-seconds 420] [--only conv|mamba2|delta_rule] [--no-others] [--out benchmarks/results/states.json]
 
 Decode steps, against the copy bandwidth of the same run: of states read and written, and activations. Prefill, against others. States take
 turns, so that none is in the L2. Everything runs in CUDA graphs. First everything is compared with float64.
@@ -26,10 +26,9 @@ import attention  # noqa: E402
 from environment import describe_environment, to_table, write_result  # noqa: E402
 from states_layers import LAYERS, Layer, Shape, make_layer, state_nbytes  # noqa: E402
 
-from tests.kernels import (
-    causal_conv1d as conv_cases,
-    mamba2 as mamba2_cases,
-)
+import tests.kernels.causal_conv1d as conv_cases  # noqa: E402
+import tests.kernels.delta_rule as delta_cases  # noqa: E402
+import tests.kernels.mamba2 as mamba2_cases  # noqa: E402
 from tests.kernels.recurrent import TOLERANCE, Place  # noqa: E402
 
 #: Decode: share of the copy bandwidth from 64 MB of states read and written. Prefill: time over that of the fastest other.
@@ -37,11 +36,12 @@ LIMITS = {"of_copy": 0.85, "of_best_other": 1.0}
 
 _LARGE_MB, _MIB = 64, 2**20
 _ROTATED_NBYTES, _MAX_COPIES, _MAX_REFERENCE_TOKENS = 256 * _MIB, 128, 600
-_CASES = {"conv": conv_cases, "mamba2": mamba2_cases}
+_CASES = {"conv": conv_cases, "mamba2": mamba2_cases, "delta_rule": delta_cases}
 
-#: Sizes of layers of published models: channels and kernel; heads, head dim, state size and groups.
+#: Sizes of layers of published models: channels and kernel; heads, head dim, state size and groups; heads, key dim, value dim, key heads.
 _CONV = {"decode": [(8448, 4), (2048, 3)], "prefill": [(8448, 4), (2048, 3)]}
 _MAMBA2 = [(128, 64, 128, 1), (48, 64, 128, 1), (128, 80, 128, 8), (24, 64, 256, 1)]
+_DELTA = [(32, 128, 128, 16), (48, 128, 128, 16)]
 
 
 def shapes(only: str | None, quick: bool) -> list[Shape]:
@@ -53,13 +53,17 @@ def shapes(only: str | None, quick: bool) -> list[Shape]:
         chosen += [Shape("conv", batch, 1, sizes, state="bfloat16") for sizes in _CONV["decode"]]
     for batch in (1, 32) if quick else (1, 4, 16, 32, 64, 128):
         chosen += [Shape("mamba2", batch, 1, sizes) for sizes in models]
+        chosen += [Shape("delta_rule", batch, 1, sizes) for sizes in _DELTA[: 1 if quick else None]]
     if not quick:
+        chosen += [Shape("delta_rule", batch, 1, _DELTA[0], state="bfloat16") for batch in (32, 128)]
         chosen += [Shape("mamba2", batch, 1, _MAMBA2[0], state="bfloat16") for batch in (16, 64)]
     for width in widths:
         chosen += [Shape("conv", 1, width, sizes, state="bfloat16") for sizes in _CONV["prefill"]]
         chosen += [Shape("mamba2", 1, width, sizes) for sizes in models]
+        chosen += [Shape("delta_rule", 1, width, sizes) for sizes in _DELTA[: 1 if quick else None]]
     if not quick:
         chosen += [Shape("conv", 8, 1024, _CONV["prefill"][0], state="bfloat16"), Shape("mamba2", 8, 1024, _MAMBA2[0])]
+        chosen.append(Shape("delta_rule", 8, 1024, _DELTA[0]))
     return [shape for shape in chosen if only in (None, shape.layer)]
 
 

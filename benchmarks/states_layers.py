@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
-from trt_kvcache.kernels import causal_conv1d, mamba2_scan
+from trt_kvcache.kernels import causal_conv1d, gated_delta_rule, mamba2_scan
 from trt_kvcache.memory.shapes import dense_nbytes
 
 Call = Callable[[], object]
@@ -200,7 +200,68 @@ class Mamba2(Layer):
         yield "transformers", transformers
 
 
-LAYERS = {"conv": CausalConv1d, "mamba2": Mamba2}
+class DeltaRule(Layer):
+    """Sizes: heads, key dim, value dim, key heads."""
+
+    state_shape = staticmethod(lambda sizes: sizes[:3])
+
+    def make(self) -> None:
+        """Make what enters a call."""
+        batch, width, (heads, key_dim, value_dim, key_heads) = self.shape.batch, self.shape.width, self.shape.sizes
+        (self.q_, self.q), (self.k_, self.k) = (self.tensor(batch, width, key_heads, key_dim) for _ in range(2))
+        (self.v_, self.v), (self.out_, self.out) = (self.tensor(batch, width, heads, value_dim) for _ in range(2))
+        (self.a_, self.a), (self.b_, self.b) = (self.tensor(batch, width, heads) for _ in range(2))
+        (self.decay_, self.decay), (self.bias_, self.bias) = (self.tensor(heads, dtype="float32") for _ in range(2))
+        self.decay.exp_().neg_()
+
+    def ours(self, state: Any) -> Callable[[Any], object]:
+        """Return our call."""
+        options = {"decay": self.decay_, "present": state, "out": self.out_, "dt_bias": self.bias_}
+        return lambda stream: gated_delta_rule(self.q_, self.k_, self.v_, self.a_, self.b_, state, **options, stream=stream)
+
+    def reference(self, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Compute the first slot in float64."""
+        heads, key_heads, key_dim = self.v.shape[2], *self.q.shape[2:]
+        q, k = (one[0].double().repeat_interleave(heads // key_heads, 1) for one in (self.q, self.k))
+        q, k = (one / (one.square().sum(-1, keepdim=True) + 1e-6).sqrt() for one in (q, k))
+        decay = (torch.nn.functional.softplus(self.a[0].double() + self.bias.double()) * self.decay.double()).exp()
+        beta, out = self.b[0].double().sigmoid(), []
+        for token in range(len(q)):
+            state = state * decay[token, :, None, None]
+            change = beta[token, :, None] * (self.v[0, token].double() - (k[token, :, None] @ state)[:, 0])
+            state = state + k[token, :, :, None] * change[:, None]
+            out.append((q[token, :, None] @ state)[:, 0] / key_dim**0.5)
+        return torch.stack(out), state
+
+    def others(self) -> Iterator[tuple[str, Callable[[], list[Call]]]]:
+        """Yield the calls of others. They get decay and beta ready made."""
+        log_decay, beta = torch.nn.functional.softplus(self.a.float() + self.bias) * self.decay, self.b.sigmoid()
+
+        def calls(function: Any, *given: Any) -> list[Call]:
+            options = {"g": log_decay, "beta": beta, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+
+            def call(state: torch.Tensor) -> None:
+                state.copy_(function(*given, initial_state=state, **options)[1])
+
+            return [lambda s=state: call(s) for state in self.states]
+
+        def fla() -> list[Call]:
+            module, groups = importlib.import_module("fla.ops.gated_delta_rule"), self.v.shape[2] // self.q.shape[2]
+            step = self.shape.width == 1
+            function = module.fused_recurrent_gated_delta_rule if step else module.chunk_gated_delta_rule
+            q, k = (self.q, self.k) if step else (one.repeat_interleave(groups, 2) for one in (self.q, self.k))
+            return calls(function, q, k, self.v)
+
+        def transformers() -> list[Call]:
+            module = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
+            kind = "recurrent" if self.shape.width == 1 else "chunk"
+            return calls(getattr(module, f"torch_{kind}_gated_delta_rule"), self.q, self.k, self.v)
+
+        yield "fla", fla
+        yield "transformers", transformers
+
+
+LAYERS = {"conv": CausalConv1d, "mamba2": Mamba2, "delta_rule": DeltaRule}
 
 
 def make_layer(gpu: Any, shape: Shape, copies: int) -> Layer:

@@ -75,7 +75,10 @@ __device__ __forceinline__ void load_elements(Type, const void* base, long long 
 
 template <class Type, int kCount>
 __device__ __forceinline__ void store_elements(Type, void* base, long long index, const float (&values)[kCount]) {
-    if constexpr (kCount % kPerVector<Type> != 0) {
+    if constexpr (kCount == 4 && kBytesOf<Type> == 2) {
+        *reinterpret_cast<uint2*>(static_cast<unsigned char*>(base) + index * kBytesOf<Type>) = {pack(Type{}, {values[0], values[1]}),
+                                                                                              pack(Type{}, {values[2], values[3]})};
+    } else if constexpr (kCount % kPerVector<Type> != 0) {
 #pragma unroll
         for (int i = 0; i < kCount; i++) store_element(Type{}, base, index + i, values[i]);
     } else {

@@ -11,9 +11,11 @@ from trt_kvcache.kernels import MAX_SAVED_TENSORS, MAX_STORED_VALUES, KVLayerInf
 from trt_kvcache.kernels.attention_tiles import decode_tiles, prefill_tiles
 from trt_kvcache.kernels.compaction_moves import REGISTER
 from trt_kvcache.kernels.cuda.causal_conv1d import CONV_THREADS, CONV_TILE_TOKENS
+from trt_kvcache.kernels.cuda.delta_rule import DELTA_LANES_16, DELTA_SCAN_LANES, DELTA_THREADS, DELTA_TILE_TOKENS, DELTA_UPDATE_LANES
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, VECTORS_IN_FLIGHT
 from trt_kvcache.kernels.cuda.mamba2 import MAMBA_LANE_ELEMENTS, MAMBA_ROWS, MAMBA_THREADS, MAMBA_TILE_TOKENS
 from trt_kvcache.kernels.cuda.sampling import ROW_THREADS
+from trt_kvcache.kernels.delta_rule import MAX_KEY_DIM
 from trt_kvcache.kernels.host.token_weights import FRACTION_BITS, WEIGHT_BITS
 from trt_kvcache.kernels.launch_limits import MOVE_CAPACITIES
 from trt_kvcache.kernels.sampling_rows import ROW_PARAMS
@@ -57,6 +59,12 @@ class TestBothSides:
             ("kMambaRows", MAMBA_ROWS),
             ("kMambaLaneElements", MAMBA_LANE_ELEMENTS),
             ("kMambaTileTokens", MAMBA_TILE_TOKENS),
+            ("kDeltaThreads", DELTA_THREADS),
+            ("kDeltaTileTokens", DELTA_TILE_TOKENS),
+            ("kDeltaMaxKeyDim", MAX_KEY_DIM),
+            ("kDeltaUpdateLanes", DELTA_UPDATE_LANES),
+            ("kDeltaScanLanes", DELTA_SCAN_LANES),
+            ("kDeltaLanes16", DELTA_LANES_16),
             ("kRegister", REGISTER),
             ("kRowThreads", ROW_THREADS),
             ("kRowWorkspaceBytes", ROW_WORKSPACE_NBYTES),

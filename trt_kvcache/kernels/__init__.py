@@ -13,6 +13,7 @@ from trt_kvcache.kernels.causal_conv1d import causal_conv1d
 from trt_kvcache.kernels.compaction import compact_kv_cache_batched, compact_length_tensor, compact_rows
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, CompactionPlan, DeviceCompactionPlan
 from trt_kvcache.kernels.decoder_layer import add_rms_norm, silu_mul
+from trt_kvcache.kernels.delta_rule import gated_delta_rule
 from trt_kvcache.kernels.kv_copies import (
     instantiate_kv_cache_batched,
     instantiate_kv_cache_layer_from_tensor,
@@ -51,6 +52,7 @@ __all__ = [
     "compact_length_tensor",
     "compact_rows",
     "copy_rows",
+    "gated_delta_rule",
     "increment_length_tensor",
     "instantiate_kv_cache_batched",
     "instantiate_kv_cache_layer_from_tensor",

@@ -39,3 +39,20 @@ class Mamba2Params:
     dt_bias: DeviceTensor | None
     dt_limits: tuple[float, float]
     new_lengths: DeviceTensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaRuleParams:
+    """The arguments of :func:`~trt_kvcache.kernels.gated_delta_rule`, checked."""
+
+    q: DeviceTensor
+    k: DeviceTensor
+    v: DeviceTensor
+    a: DeviceTensor
+    b: DeviceTensor
+    past: DeviceTensor
+    decay: DeviceTensor
+    present: DeviceTensor
+    out: DeviceTensor
+    dt_bias: DeviceTensor | None
+    new_lengths: DeviceTensor | None

@@ -8,7 +8,7 @@ from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, decode
 TILES = {"attention_decode": decode_tiles, "attention_prefill": prefill_tiles}
 
 #: The sources of recurrent layers.
-RECURRENT_SOURCES = ("recurrent_causal_conv1d", "recurrent_mamba2")
+RECURRENT_SOURCES = ("recurrent_causal_conv1d", "recurrent_delta_rule", "recurrent_mamba2")
 
 #: The dtypes of states for each dtype of activations.
 STATE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float32"), "float32": ("float32",)}

@@ -7,6 +7,7 @@ once before capturing it.
 from trt_kvcache.kernels.cuda.attention import attend
 from trt_kvcache.kernels.cuda.causal_conv1d import causal_conv1d
 from trt_kvcache.kernels.cuda.decoder_layer import add_rms_norm, silu_mul
+from trt_kvcache.kernels.cuda.delta_rule import gated_delta_rule
 from trt_kvcache.kernels.cuda.embedding import embed
 from trt_kvcache.kernels.cuda.kv import compact_layers, copy_layer, instantiate_layers, save_layers
 from trt_kvcache.kernels.cuda.lengths import compact_lengths, increment_scalar, increment_tensor, store_values
@@ -29,6 +30,7 @@ __all__ = [
     "copy_layer",
     "copy_rows",
     "embed",
+    "gated_delta_rule",
     "increment_scalar",
     "increment_tensor",
     "instantiate_layers",
