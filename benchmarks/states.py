@@ -1,6 +1,6 @@
 """The kernels of recurrent layers on a GPU, beside those of others: are they right, and how fast are they. Needs torch.
 
-    python benchmarks/states.py [--quick] [--max-seconds 420] [--only conv|mamba2|delta_rule] [--no-others] [--out benchmarks/results/states.json]
+    python benchmarks/states.py [--quick] [--max-seconds 420] [--only conv|mamba2|delta_rule] [--no-others] [--out FILE]
 
 Decode steps, against the copy bandwidth of the same run: of states read and written, and activations. Prefill, against others. States take
 turns, so that none is in the L2. Everything runs in CUDA graphs. First everything is compared with float64.

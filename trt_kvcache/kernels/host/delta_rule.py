@@ -15,8 +15,9 @@ _NORM_EPSILON = np.float32(1e-6)
 
 def _normed(rows: Array) -> Array:
     """Divide rows by their L2 norms, in float32."""
-    wide = rows.astype(np.float32)
-    return wide / np.sqrt((wide * wide).sum(axis=-1, keepdims=True) + _NORM_EPSILON)
+    wide: Array = rows.astype(np.float32)
+    normed: Array = wide / np.sqrt((wide * wide).sum(axis=-1, keepdims=True) + _NORM_EPSILON)
+    return normed
 
 
 def gated_delta_rule(params: DeltaRuleParams, stream: Any) -> None:
