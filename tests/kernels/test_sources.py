@@ -12,6 +12,7 @@ from trt_kvcache.kernels.attention_tiles import decode_tiles, prefill_tiles
 from trt_kvcache.kernels.compaction_moves import REGISTER
 from trt_kvcache.kernels.cuda.causal_conv1d import CONV_THREADS, CONV_TILE_TOKENS
 from trt_kvcache.kernels.cuda.delta_rule import DELTA_LANES_16, DELTA_SCAN_LANES, DELTA_THREADS, DELTA_TILE_TOKENS, DELTA_UPDATE_LANES
+from trt_kvcache.kernels.cuda.gated_norm import NORM_THREADS
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, VECTORS_IN_FLIGHT
 from trt_kvcache.kernels.cuda.mamba2 import MAMBA_LANE_ELEMENTS, MAMBA_ROWS, MAMBA_THREADS, MAMBA_TILE_TOKENS
 from trt_kvcache.kernels.cuda.sampling import ROW_THREADS
@@ -34,7 +35,7 @@ def test_the_name_of_a_source_is_its_path():
 
 def test_names_are_those_of_all_variants():
     names = sources.source_names()
-    assert len(names) == len(set(names)) == 8 + 2 * 2 * 5 + 5 * len(RECURRENT_SOURCES)
+    assert len(names) == len(set(names)) == 9 + 2 * 2 * 5 + 5 * len(RECURRENT_SOURCES)
     assert all(sources.source_path(name).is_file() for name in names)
 
 
@@ -65,6 +66,7 @@ class TestBothSides:
             ("kDeltaUpdateLanes", DELTA_UPDATE_LANES),
             ("kDeltaScanLanes", DELTA_SCAN_LANES),
             ("kDeltaLanes16", DELTA_LANES_16),
+            ("kNormThreads", NORM_THREADS),
             ("kRegister", REGISTER),
             ("kRowThreads", ROW_THREADS),
             ("kRowWorkspaceBytes", ROW_WORKSPACE_NBYTES),

@@ -14,6 +14,7 @@ from trt_kvcache.kernels.compaction import compact_kv_cache_batched, compact_len
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, CompactionPlan, DeviceCompactionPlan
 from trt_kvcache.kernels.decoder_layer import add_rms_norm, silu_mul
 from trt_kvcache.kernels.delta_rule import gated_delta_rule
+from trt_kvcache.kernels.gated_norm import gated_rms_norm
 from trt_kvcache.kernels.kv_copies import (
     instantiate_kv_cache_batched,
     instantiate_kv_cache_layer_from_tensor,
@@ -53,6 +54,7 @@ __all__ = [
     "compact_rows",
     "copy_rows",
     "gated_delta_rule",
+    "gated_rms_norm",
     "increment_length_tensor",
     "instantiate_kv_cache_batched",
     "instantiate_kv_cache_layer_from_tensor",

@@ -10,7 +10,7 @@ from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan
 from trt_kvcache.kernels.layer_infos import KVLayerInfos
-from trt_kvcache.kernels.recurrent_params import CausalConv1dParams, DeltaRuleParams, Mamba2Params
+from trt_kvcache.kernels.recurrent_params import CausalConv1dParams, DeltaRuleParams, GatedNormParams, Mamba2Params
 from trt_kvcache.kernels.sampling_rows import SamplingRows
 from trt_kvcache.kernels.sampling_workspace import SamplingWorkspace
 from trt_kvcache.kernels.state_infos import StateInfos
@@ -65,6 +65,9 @@ class Backend(Protocol):
 
     def gated_delta_rule(self, params: DeltaRuleParams, stream: Any) -> None:
         """Run the new tokens of each slot through the gated delta rule."""
+
+    def gated_rms_norm(self, params: GatedNormParams, stream: Any) -> None:
+        """Norm groups of columns of the new tokens, with a gate before or after."""
 
     def increment_scalar(self, lengths: DeviceTensor, increment: int, stream: Any) -> None:
         """Add the same number to all lengths."""

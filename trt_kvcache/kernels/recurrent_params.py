@@ -56,3 +56,17 @@ class DeltaRuleParams:
     out: DeviceTensor
     dt_bias: DeviceTensor | None
     new_lengths: DeviceTensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedNormParams:
+    """The arguments of :func:`~trt_kvcache.kernels.gated_rms_norm`, checked."""
+
+    x: DeviceTensor
+    gate: DeviceTensor
+    weight: DeviceTensor
+    out: DeviceTensor
+    group_size: int
+    gate_first: bool
+    eps: float
+    new_lengths: DeviceTensor | None

@@ -9,6 +9,7 @@ from trt_kvcache.kernels.cuda.causal_conv1d import causal_conv1d
 from trt_kvcache.kernels.cuda.decoder_layer import add_rms_norm, silu_mul
 from trt_kvcache.kernels.cuda.delta_rule import gated_delta_rule
 from trt_kvcache.kernels.cuda.embedding import embed
+from trt_kvcache.kernels.cuda.gated_norm import gated_rms_norm
 from trt_kvcache.kernels.cuda.kv import compact_layers, copy_layer, instantiate_layers, save_layers
 from trt_kvcache.kernels.cuda.lengths import compact_lengths, increment_scalar, increment_tensor, store_values
 from trt_kvcache.kernels.cuda.mamba2 import mamba2_scan
@@ -31,6 +32,7 @@ __all__ = [
     "copy_rows",
     "embed",
     "gated_delta_rule",
+    "gated_rms_norm",
     "increment_scalar",
     "increment_tensor",
     "instantiate_layers",

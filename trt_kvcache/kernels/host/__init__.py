@@ -5,6 +5,7 @@ from trt_kvcache.kernels.host.causal_conv1d import causal_conv1d
 from trt_kvcache.kernels.host.decoder_layer import add_rms_norm, silu_mul
 from trt_kvcache.kernels.host.delta_rule import gated_delta_rule
 from trt_kvcache.kernels.host.embedding import embed
+from trt_kvcache.kernels.host.gated_norm import gated_rms_norm
 from trt_kvcache.kernels.host.kv import compact_layers, copy_layer, instantiate_layers, save_layers
 from trt_kvcache.kernels.host.lengths import compact_lengths, increment_scalar, increment_tensor, store_values
 from trt_kvcache.kernels.host.mamba2 import mamba2_scan
@@ -27,6 +28,7 @@ __all__ = [
     "copy_rows",
     "embed",
     "gated_delta_rule",
+    "gated_rms_norm",
     "increment_scalar",
     "increment_tensor",
     "instantiate_layers",
