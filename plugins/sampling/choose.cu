@@ -46,7 +46,7 @@ struct RowSampler {
     __device__ __forceinline__ int choose(unsigned long long random) {
         LastKept last{kClasses, 0, 0x7FFFFFFF};
         if (!params.top_k && !params.top_p) return choose_by_id(last, random);
-        add_weights(chunk, row, bins, params.top_k, [&](float logit) { return class_at(logit); });
+        add_weights(chunk, exchange.rank, row, bins, params.top_k, [&](float logit) { return class_at(logit); });
         if (params.top_p && params.min_weight) add_likely_weight();
         barrier.wait();
         Border border{kClasses, 0, 0};
@@ -117,7 +117,7 @@ struct RowSampler {
         add_fine_bin(second);
         if (num_fine == before) return;
         const int other = num_fine - before > 1 ? second : -1, only = fine_counts(first) == row.fine_count[before] ? first : second;
-        add_counts(chunk, (num_fine - before) * kFineBins, row.fine_count[before], bins, [&](int, float logit) {
+        add_counts(chunk, exchange.rank, (num_fine - before) * kFineBins, row.fine_count[before], bins, [&](int, float logit) {
             const unsigned token_class = class_at(logit);
             const int coarse = token_class < kClasses ? static_cast<int>(token_class >> kFineBits) : -2;
             const int bin = static_cast<int>(token_class % kFineBins);
@@ -166,7 +166,7 @@ struct RowSampler {
         for (int digit = 0, shift = 21; digit < 3; digit++, shift = max(shift - kFineBits, 0)) {
             const int bits = digit < 2 ? kFineBits : 10;
             unsigned* const counts = row.order_count[digit];
-            add_counts(chunk, 1 << bits, counts, bins, [&](int, float logit) {
+            add_counts(chunk, exchange.rank, 1 << bits, counts, bins, [&](int, float logit) {
                 const unsigned order = ~order_of(logit);
                 const bool is_member = class_at(logit) == of_class && (digit == 0 || order >> (shift + bits) == prefix);
                 return is_member ? static_cast<int>(order >> shift & ((1u << bits) - 1)) : -1;
@@ -275,8 +275,9 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
     const int groups = static_cast<int>(gridDim.x) / blocks, size = RowChunk::run((static_cast<int>(vocab) + blocks - 1) / blocks) * kWarpsOfBlock;
     const int begin = min(static_cast<int>(vocab), rank * size), end = min(static_cast<int>(vocab), begin + size);
     RowWorkspace& workspace = workspaces[group];
+    clear_bins(bins);
     grid_dependency_wait();
-    RowBarrier barrier(workspace.barrier, static_cast<unsigned>(blocks));
+    RowBarrier barrier(&workspace.at_barriers, static_cast<unsigned>(blocks));
     RowExchange exchange(workspace, rank, blocks);
     for (long long row = group; row < rows; row += groups) {
         const RowParams params = all_params[row];
@@ -319,7 +320,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
             all_params[row].counter = params.counter + 1;
             if (params.flags & kPenalised) counts[row * vocab + chosen]++;
         }
-        __syncthreads();  // one warp may have read `edited` longest
+        __syncthreads();  // one warp reads `edited` longest
     }
     exchange.finish();
 }

@@ -8,9 +8,9 @@
 constexpr int kFineBits = 11, kFineBins = 1 << kFineBits, kCoarseBins = kClasses >> kFineBits;
 constexpr int kMaxBlocksOfRow = 128;
 
-// Everything is 0 between two launches, except `generation`, `exchanges` and the slots.
+// Everything is 0 between two launches, except the first words and the slots.
 struct RowWorkspace {
-    unsigned barrier[2], exchanges, unused;  // row_barrier.cuh, row_exchange.cuh
+    unsigned at_barriers, exchanges, unused[2];  // row_barrier.cuh, row_exchange.cuh
     float4 slots[2][kMaxBlocksOfRow];
     Number likely_weight;                // of all tokens that min_p keeps
     Weight coarse_weight[kCoarseBins];   // of the tokens in a bin

@@ -116,4 +116,4 @@ inline void poll_again() { simt::running->block->look_again(); }
 
 inline unsigned add_acq_rel(unsigned* word, unsigned value) { return __atomic_fetch_add(word, value, __ATOMIC_ACQ_REL); }
 inline unsigned load_acquire(const unsigned* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
-inline void store_release(unsigned* word, unsigned value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+inline void add_release(unsigned* word, unsigned value) { __atomic_fetch_add(word, value, __ATOMIC_RELEASE); }
