@@ -358,7 +358,23 @@ class Sampler:
         EngineError
             A logit is NaN, or no logit is finite. The sampler is unchanged.
         """
-        best = check_logits(logits)
+        return self.choose_from(logits, check_logits(logits))
+
+    def choose_from(self, logits: np.ndarray[Any, Any], best: int) -> int:
+        """Choose the next token from checked logits.
+
+        Parameters
+        ----------
+        logits : ndarray (vocab,) float32
+            On the host, none NaN. Not changed.
+        best : int
+            The most likely token, whose logit is finite; of equally likely ones the first.
+
+        Returns
+        -------
+        int
+            Token id.
+        """
         if self._params.temperature == 0:
             self.counter += 1
             return best
