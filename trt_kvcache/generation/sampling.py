@@ -66,6 +66,7 @@ class SamplingParams:
         Added to the logits of these token ids; ``-inf`` excludes one. Ids may be written as decimal texts, as in JSON.
     logprobs : int, optional
         Report the log-probability of each chosen token, and those of so many most likely tokens (0 for none). Nothing if left out.
+        Those of the prompt's own tokens come from :meth:`InferenceSession.score <trt_kvcache.InferenceSession.score>`.
     logits_processors : sequence of callable
         Functions ``f(tokens, logits) -> logits`` that are called for every token, one after another: see the notes.
 
