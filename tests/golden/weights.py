@@ -12,9 +12,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from trt_kvcache.checkpoint import ModelConfig
-from trt_kvcache.checkpoint.tensor_shapes import tensor_shapes
 from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.tensor_shapes import tensor_shapes
 
 HERE = Path(__file__).parent
 SEEDS = {"llama": 1, "llama-llama3-bias": 2, "llama-linear": 3, "qwen2-tied": 4, "qwen3-sharded": 5, "llama-bfloat16-old": 6}
