@@ -29,6 +29,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "longrope": ("factor", "attention_factor", "short_factor", "long_factor", _ORIGINAL),
 }
 _READ_FIELDS = {name for names in _FIELDS.values() for name in names} | {"mscale", "mscale_all_dim"}
+_NO_OTHER_KINDS: Mapping[str, str] = {}
 _KNOWN_FIELDS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", *_READ_FIELDS})
 
 
@@ -150,9 +151,9 @@ class RopeConfig:
         *,
         max_position_embeddings: int,
         original_max_position_embeddings: int | None = None,
-        layer_type: str | None = None,
         may_be_partial: bool = False,
         other_fields: Collection[str] = (),
+        other_kinds: Mapping[str, str] = _NO_OTHER_KINDS,
     ) -> RopeConfig:
         """Read the RoPE fields of a ``config.json`` as transformers 5 or an earlier version writes it.
 
@@ -165,12 +166,12 @@ class RopeConfig:
             scaling either.
         original_max_position_embeddings : int, optional
             For families that have it beside the scaling: it takes precedence.
-        layer_type : str, optional
-            Which of the objects in ``rope_parameters`` is read, for families that have one for each type of layers.
         may_be_partial : bool
             Whether the family reads ``partial_rotary_factor``. It is refused for others, except for 1.
         other_fields : collection of str
             Fields of the scaling that the family reads itself.
+        other_kinds : mapping of str to str
+            What the family calls kinds, beside the names of transformers.
 
         Returns
         -------
@@ -183,8 +184,8 @@ class RopeConfig:
             The scaling is not supported, or the same value is given twice and differs.
         """
         top = ConfigFields(config)
-        spelling, rope = _rope_object(config, layer_type)
-        kind = _kind(rope, spelling)
+        spelling, rope = _rope_object(config)
+        kind = _kind(rope, spelling, other_kinds)
         known = _KNOWN_FIELDS.union(other_fields)
         unknown = sorted(name for name in rope if name not in known and rope[name] is not None)
         if unknown:
@@ -283,7 +284,7 @@ def _longrope_attention_factor(factor: float, original: int, fields: ConfigField
     return math.sqrt(1 + math.log(factor) / math.log(original))
 
 
-def _rope_object(config: Mapping[str, Any], layer_type: str | None) -> tuple[str, Mapping[str, Any]]:
+def _rope_object(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     """Return the name and the value of the object that describes the scaling; the object is empty if there is none."""
     given = [(name, config[name]) for name in ("rope_parameters", "rope_scaling") if config.get(name)]
     if not given:
@@ -295,20 +296,17 @@ def _rope_object(config: Mapping[str, Any], layer_type: str | None) -> tuple[str
     name, value = given[0]
     if not isinstance(value, Mapping):
         raise ConfigError(f"{name}: expected an object, got {shown(value)}.")
-    if layer_type is not None and layer_type in value:
-        name, value = f"{name}.{layer_type}", value[layer_type] or {}
-        if not isinstance(value, Mapping):
-            raise ConfigError(f"{name}: expected an object, got {shown(value)}.")
     if any(isinstance(item, Mapping) for item in value.values()):
         raise ConfigError(f"{name}: expected one RoPE for all layers, got one per layer type: {', '.join(value):.200}.")
     return name, value
 
 
-def _kind(rope: Mapping[str, Any], spelling: str) -> str:
+def _kind(rope: Mapping[str, Any], spelling: str, other_kinds: Mapping[str, str]) -> str:
     kinds = [rope[name] for name in ("rope_type", "type") if rope.get(name) is not None]
     if len(kinds) > 1 and kinds[0] != kinds[1]:
         raise ConfigError(f"{spelling}: expected `rope_type` and `type` to agree, got {shown(kinds[0])} and {shown(kinds[1])}.")
     kind = kinds[0] if kinds else "default"
+    kind = other_kinds.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in ROPE_KINDS:
         raise ConfigError(f"{spelling}: RoPE scaling {shown(kind)} is not supported. Supported: {', '.join(ROPE_KINDS)}.")
     return str(kind)

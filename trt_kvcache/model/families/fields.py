@@ -33,12 +33,11 @@ def norm(fields: ConfigFields, **options: Any) -> NormConfig:
     return NormConfig(epsilon=fields.number("rms_norm_eps"), **options)
 
 
-def rope(fields: ConfigFields, layer_type: str | None = None, **options: Any) -> RopeConfig:
-    """Return RoPE, of one type of layers if each has its own."""
+def rope(fields: ConfigFields, **options: Any) -> RopeConfig:
+    """Return the RoPE of all layers."""
     return RopeConfig.from_dict(
         fields.data,
         max_position_embeddings=fields.integer("max_position_embeddings"),
-        layer_type=layer_type,
         **options,
     )
 
@@ -57,6 +56,11 @@ def mlp(fields: ConfigFields, *, activation_field: str = "hidden_act", bias: boo
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise ConfigError(f"{activation_field}: {shown(activation)} is not supported. Supported: {', '.join(_ACTIVATIONS)}.")
     return MlpConfig(intermediate_size=fields.integer("intermediate_size"), activation=_ACTIVATIONS[activation], bias=bias)
+
+
+def softcap(fields: ConfigFields, name: str) -> float | None:
+    """Return a soft cap, or None for a null field."""
+    return fields.number(name) if name in fields else None
 
 
 def layer_types(fields: ConfigFields, default: Sequence[str]) -> tuple[str, ...]:
@@ -78,6 +82,15 @@ def windows_from_layer(fields: ConfigFields) -> list[int | None]:
     first = fields.count("max_window_layers", 0)
     default = [SLIDING if window is not None and layer >= first else FULL for layer in range(num_layers(fields))]
     return [window if kind == SLIDING else None for kind in layer_types(fields, default)]
+
+
+def window_of_all(fields: ConfigFields) -> int | None:
+    """Return the window that all layers have, or None. Refuse ``layer_types`` that say anything else."""
+    window = fields.integer("sliding_window") if "sliding_window" in fields else None
+    kind = FULL if window is None else SLIDING
+    if set(layer_types(fields, [kind] * num_layers(fields))) != {kind}:
+        raise ConfigError(f"layer_types: expected {kind} everywhere with sliding_window {window}, got others.")
+    return window
 
 
 def full_attention_only(fields: ConfigFields) -> None:

@@ -12,12 +12,15 @@ from trt_kvcache._util.shown import shown
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
-from trt_kvcache.model.families import llama, qwen2, qwen3
+from trt_kvcache.model.families import gemma2, gemma3_text, granite, llama, ministral3, mistral, olmo2, phi3, qwen2, qwen3, smollm3
 from trt_kvcache.model.families.family import Family
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.rope import ROPE_KINDS
 
-FAMILIES: Mapping[str, Family] = {family.name: family for family in (llama.FAMILY, qwen2.FAMILY, qwen3.FAMILY)}
+FAMILIES: Mapping[str, Family] = {
+    module.FAMILY.name: module.FAMILY
+    for module in (llama, mistral, ministral3, qwen2, qwen3, phi3, gemma2, gemma3_text, smollm3, olmo2, granite)
+}
 
 SUPPORTED = (
     f"Supported: causal language models of {', '.join(FAMILIES)}, RoPE {', '.join(ROPE_KINDS)}, weights in {', '.join(MODEL_DTYPES)}."
