@@ -60,6 +60,13 @@ def test_the_fastest_run_counts_and_the_first_does_not(monkeypatch):
     assert copy_speed._fastest(lambda: None) == 1.5
 
 
+def test_runs_go_on_until_clocks_have_risen(monkeypatch):
+    ticks = iter(tick for run in range(20) for tick in (run, run + (0.5 if run < 12 else 0.25)))
+    monkeypatch.setattr(copy_speed.time, "perf_counter", lambda: next(ticks))
+    assert copy_speed._fastest(lambda: None, at_least_seconds=7) == 0.25
+    assert next(ticks) == 16  # 12 runs of 0.5 s and 4 of 0.25
+
+
 def test_a_copy_is_larger_than_the_last_level_cache(monkeypatch):
     sizes = []
     ones = copy_speed.np.ones
