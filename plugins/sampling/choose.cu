@@ -5,6 +5,7 @@
 #include "sampling/histogram.cuh"
 #include "sampling/philox.cuh"
 #include "sampling/row_barrier.cuh"
+#include "sampling/row_exchange.cuh"
 #include "sampling/rows.cuh"
 
 // The last token, in the order of classes, then of logits, then of ids, that top_k keeps.
@@ -30,13 +31,13 @@ struct RowSampler {
     const RowParams& params;
     RowWorkspace& row;
     RowBarrier& barrier;
+    RowExchange& exchange;
     RowChunk chunk;
-    int rank, blocks;
     float largest;
     unsigned* bins;    // shared memory
     Number* scratch;   // shared memory
     FoundBin* found;   // shared memory
-    int fine_bins[3]{-1, -1, -1};  // the coarse bin that each of row.fine_count holds
+    int fine_bins[4]{-1, -1, -1, -1};  // the coarse bin that each of row.fine_count holds
     int num_fine = 0;
 
     __device__ __forceinline__ unsigned class_at(float logit) const { return class_of(largest, logit, params.scale); }
@@ -45,23 +46,13 @@ struct RowSampler {
     __device__ __forceinline__ int choose(unsigned long long random) {
         LastKept last{kClasses, 0, 0x7FFFFFFF};
         if (!params.top_k && !params.top_p) return choose_by_id(last, random);
-        add_weights(chunk, row, bins, [&](float logit) { return class_at(logit); });
+        add_weights(chunk, exchange.rank, row, bins, params.top_k, [&](float logit) { return class_at(logit); });
         if (params.top_p && params.min_weight) add_likely_weight();
         barrier.wait();
         Border border{kClasses, 0, 0};
         if (params.top_k) border = keep_top_k(last);
         if (!params.top_p) return choose_by_id(last, random);
-        if (border.token_class == kClasses) {
-            Number weight = 0;
-            for (int bin = threadIdx.x; bin < kCoarseBins; bin += kRowThreads) weight += row.coarse_weight[bin];
-            border.weight = block_prefix_sum(weight, scratch).total;
-        }
-        const unsigned long long shifted = params.top_p << 11;
-        const Number wanted = __umul64hi(shifted, border.weight) + (shifted * border.weight != 0);
-        border = find_border(wanted - 1);
-        Number kept = border.weight;
-        if (params.min_weight) kept = min(kept, row.likely_weight);
-        const Border chosen = find_border(__umul64hi(random << 11, kept));
+        const Border chosen = choose_by_class(border, random);
         const unsigned chosen_class = chosen.token_class;
         return find_token([&](int token, float logit) -> Number {
             const unsigned token_class = class_at(logit);
@@ -78,6 +69,22 @@ struct RowSampler {
         }, [&](Number total) { return __umul64hi(random << 11, total); });
     }
 
+    // The class in which the random number falls, the most likely first, and how many of its tokens are up to there. `kept`: what top_k keeps.
+    __device__ __forceinline__ Border choose_by_class(const Border& kept, unsigned long long random) {
+        const BinSums<kCoarseBins> weights(scratch, [&](int bin) { return row.coarse_weight[bin]; });
+        const unsigned long long shifted = params.top_p << 11;
+        const Number all = kept.token_class == kClasses ? weights.total : kept.weight;
+        const Number wanted = __umul64hi(shifted, all) + (shifted * all != 0), likely = params.min_weight ? row.likely_weight : all;
+        const FoundBin last = weights.find(wanted - 1, found);
+        // Where the random number falls depends on where top_p ends; but nearly always the end of its bin says so too.
+        const FoundBin guessed = weights.find(__umul64hi(random << 11, min(last.before + last.value, likely)), found);
+        count_fine(last.bin, guessed.bin);
+        const Number target = __umul64hi(random << 11, min(border_in(last, wanted - 1).weight, likely));
+        const FoundBin chosen = weights.find(target, found);
+        count_fine(chosen.bin, chosen.bin);
+        return border_in(chosen, target);
+    }
+
     __device__ __forceinline__ void add_likely_weight() {
         Number sum = 0;
         chunk.for_each([&](int, float logit) {
@@ -88,28 +95,43 @@ struct RowSampler {
         if (threadIdx.x == 0) atomicAdd(&row.likely_weight, sum);
     }
 
-    // Counts the classes of a coarse bin, unless that was done before. Returns the counts.
-    __device__ __forceinline__ const unsigned* fine_counts(int coarse_bin) {
-        for (int i = 0; i < num_fine; i++) {
-            if (fine_bins[i] == coarse_bin) return row.fine_count[i];
-        }
-        unsigned* const counts = row.fine_count[num_fine];
-        fine_bins[num_fine++] = coarse_bin;
-        add_counts(chunk, kFineBins, counts, bins, [&](int, float logit) {
-            const unsigned token_class = class_at(logit);
-            return token_class < kClasses && static_cast<int>(token_class >> kFineBits) == coarse_bin ? static_cast<int>(token_class % kFineBins) : -1;
-        });
-        barrier.wait();
+    // Of a coarse bin whose classes are counted.
+    __device__ __forceinline__ const unsigned* fine_counts(int coarse_bin) const {
+        const unsigned* counts = nullptr;
+#pragma unroll
+        for (int i = 0; i < 4; i++) counts = fine_bins[i] == coarse_bin ? row.fine_count[i] : counts;
         return counts;
     }
 
-    // The border at which the weight of all tokens, the most likely first, exceeds the target.
-    __device__ __forceinline__ Border find_border(Number target) {
-        const FoundBin coarse = find_bin(kCoarseBins, target, found, scratch, [&](int bin) { return row.coarse_weight[bin]; });
+    __device__ __forceinline__ void add_fine_bin(int coarse_bin) {
+        if (fine_counts(coarse_bin)) return;
+#pragma unroll
+        for (int i = 0; i < 4; i++) fine_bins[i] = i == num_fine ? coarse_bin : fine_bins[i];
+        num_fine++;
+    }
+
+    // Counts the classes of two coarse bins, unless that was done before.
+    __device__ __forceinline__ void count_fine(int first, int second) {
+        const int before = num_fine;
+        add_fine_bin(first);
+        add_fine_bin(second);
+        if (num_fine == before) return;
+        const int other = num_fine - before > 1 ? second : -1, only = fine_counts(first) == row.fine_count[before] ? first : second;
+        add_counts(chunk, exchange.rank, (num_fine - before) * kFineBins, row.fine_count[before], bins, [&](int, float logit) {
+            const unsigned token_class = class_at(logit);
+            const int coarse = token_class < kClasses ? static_cast<int>(token_class >> kFineBits) : -2;
+            const int bin = static_cast<int>(token_class % kFineBins);
+            return coarse == only ? bin : coarse == other ? kFineBins + bin : -1;
+        });
+        barrier.wait();
+    }
+
+    // The border at which the weight of all tokens, the most likely first, exceeds the target, which is in a coarse bin.
+    __device__ __forceinline__ Border border_in(const FoundBin& coarse, Number target) {
         const unsigned* const counts = fine_counts(coarse.bin);
         const unsigned first_class = static_cast<unsigned>(coarse.bin) << kFineBits;
-        const FoundBin fine = find_bin(kFineBins, target - coarse.before, found, scratch,
-                                       [&](int bin) { return counts[bin] ? counts[bin] * weight_of(first_class + bin) : 0; });
+        const BinSums<kFineBins> weights(scratch, [&](int bin) -> Number { return counts[bin] ? counts[bin] * weight_of(first_class + bin) : 0; });
+        const FoundBin fine = weights.find(target - coarse.before, found);
         const unsigned token_class = first_class + fine.bin;
         const Weight weight = weight_of(token_class);
         const Number before = coarse.before + fine.before, members = (target - before) / weight + 1;
@@ -119,19 +141,22 @@ struct RowSampler {
     // Finds the last token that top_k keeps. The border's class is kClasses if all tokens that have a weight are kept.
     __device__ __forceinline__ Border keep_top_k(LastKept& last) {
         const Number wanted = static_cast<Number>(params.top_k);
-        const FoundBin coarse = find_bin(kCoarseBins, wanted - 1, found, scratch, [&](int bin) { return static_cast<Number>(row.coarse_count[bin]); });
+        const FoundBin coarse = BinSums<kCoarseBins>(scratch, [&](int bin) -> Number { return row.coarse_count[bin]; }).find(wanted - 1, found);
         if (coarse.bin < 0) return {kClasses, 0, 0};
+        count_fine(coarse.bin, coarse.bin);
         const unsigned* const counts = fine_counts(coarse.bin);
         const FoundBin fine =
-            find_bin(kFineBins, wanted - 1 - coarse.before, found, scratch, [&](int bin) { return static_cast<Number>(counts[bin]); });
+            BinSums<kFineBins>(scratch, [&](int bin) -> Number { return counts[bin]; }).find(wanted - 1 - coarse.before, found);
         const unsigned first_class = static_cast<unsigned>(coarse.bin) << kFineBits, token_class = first_class + fine.bin;
         const Number members = wanted - coarse.before - fine.before;
         Number weight = 0;
-        for (int bin = threadIdx.x; bin < kCoarseBins; bin += kRowThreads) weight += bin < coarse.bin ? row.coarse_weight[bin] : 0;
-        for (int bin = threadIdx.x; bin < fine.bin; bin += kRowThreads) weight += counts[bin] ? counts[bin] * weight_of(first_class + bin) : 0;
-        weight = block_prefix_sum(weight, scratch).total + members * weight_of(token_class);
+        if (params.top_p) {
+            for (int bin = threadIdx.x; bin < coarse.bin; bin += kRowThreads) weight += row.coarse_weight[bin];
+            for (int bin = threadIdx.x; bin < fine.bin; bin += kRowThreads) weight += counts[bin] ? counts[bin] * weight_of(first_class + bin) : 0;
+            weight = block_prefix_sum(weight, scratch).total + members * weight_of(token_class);
+        }
         last = {token_class, 0, 0x7FFFFFFF};
-        if (members < counts[fine.bin]) last = break_ties(token_class, members);
+        if (members < fine.value) last = break_ties(token_class, members);
         return {token_class, members, weight};
     }
 
@@ -141,56 +166,56 @@ struct RowSampler {
         for (int digit = 0, shift = 21; digit < 3; digit++, shift = max(shift - kFineBits, 0)) {
             const int bits = digit < 2 ? kFineBits : 10;
             unsigned* const counts = row.order_count[digit];
-            add_counts(chunk, 1 << bits, counts, bins, [&](int, float logit) {
+            add_counts(chunk, exchange.rank, 1 << bits, counts, bins, [&](int, float logit) {
                 const unsigned order = ~order_of(logit);
                 const bool is_member = class_at(logit) == of_class && (digit == 0 || order >> (shift + bits) == prefix);
                 return is_member ? static_cast<int>(order >> shift & ((1u << bits) - 1)) : -1;
             });
             barrier.wait();
-            const FoundBin bin = find_bin(1 << bits, members - 1, found, scratch, [&](int bin) { return static_cast<Number>(counts[bin]); });
+            const FoundBin bin = BinSums<kFineBins>(scratch, [&](int bin) -> Number { return counts[bin]; }).find(members - 1, found);
             members -= bin.before;
             prefix = prefix << bits | static_cast<unsigned>(bin.bin);
         }
         const unsigned order = ~prefix;
-        const int token = find_in_slots(row.ties, [&](int, float logit) -> Number { return class_at(logit) == of_class && order_of(logit) == order; },
-                                        [&](Number) { return members - 1; });
-        if (token >= 0) row.last_tie = token;
-        barrier.wait();
-        return {of_class, order, row.last_tie};
-    }
-
-    template <class ValueOf, class TargetOf>
-    __device__ __forceinline__ int find_token(ValueOf value_of, TargetOf target_of) {
-        return find_in_slots(row.sums, value_of, target_of);
+        const int token = find_token([&](int, float logit) -> Number { return class_at(logit) == of_class && order_of(logit) == order; },
+                                     [&](Number) { return members - 1; });
+        const Number of_block = block_max(token + 1, scratch);
+        return {of_class, order, static_cast<int>(block_max(exchange.with_all({of_block, 0}).number, scratch)) - 1};
     }
 
     // The first token, by its id, with which the sum of value_of(token, logit) exceeds target_of(sum of all); -1 in all other threads.
     template <class ValueOf, class TargetOf>
-    __device__ __forceinline__ int find_in_slots(Number* slots, ValueOf value_of, TargetOf target_of) {
+    __device__ __forceinline__ int find_token(ValueOf value_of, TargetOf target_of) {
         Number own = 0;
         chunk.for_each([&](int token, float logit) { own += value_of(token, logit); });
-        own = block_prefix_sum(own, scratch).total;
-        if (threadIdx.x == 0) slots[rank] = own;
-        barrier.wait();
-        const int thread = threadIdx.x;
-        const Number all = thread < blocks ? slots[thread] : 0, lower = thread < rank ? all : 0;
-        const Number target = target_of(block_prefix_sum(all, scratch).total);
-        Number before = block_prefix_sum(lower, scratch).total;
-        if (target < before || target - before >= own) return -1;
-        int chosen = -1;
-        for (int first = chunk.begin; before <= target; first += kRowThreads) {
-            const int token = first + threadIdx.x;
-            const Number value = token < chunk.end ? value_of(token, chunk.logits[token]) : 0;
-            const PrefixSum sum = block_prefix_sum(value, scratch);
-            if (before + sum.before <= target && target < before + sum.before + value) chosen = token;
-            before += sum.total;
-        }
-        return chosen;
+        const PrefixSum in_block = block_prefix_sum(own, scratch);
+        const Number before_warp = __shfl_sync(~0u, in_block.before, 0), up_to_warp = __shfl_sync(~0u, in_block.before + own, 31);
+        const PrefixSum of_blocks = block_prefix_sum(exchange.with_all({in_block.total, 0}).number, scratch);
+        if (static_cast<int>(threadIdx.x) == exchange.rank) found->before = of_blocks.before;
+        __syncthreads();
+        const Number target = target_of(of_blocks.total) - found->before;  // may be negative, and so very large
+        return before_warp <= target && target < up_to_warp ? find_in_run(target - before_warp, value_of) : -1;
+    }
+
+    // The same within the run of a warp. For all of its lanes.
+    template <class ValueOf>
+    __device__ __forceinline__ int find_in_run(Number target, ValueOf value_of) const {
+        const int run = RowChunk::run(chunk.end - chunk.begin), tokens = run / 32;
+        const int first = chunk.begin + static_cast<int>(threadIdx.x) / 32 * run + static_cast<int>(threadIdx.x) % 32 * tokens;
+        const int end = min(first + tokens, chunk.end);
+        Number own = 0;
+#pragma unroll 4
+        for (int token = first; token < end; token++) own += value_of(token, chunk.logits[token]);
+        Number sum = warp_prefix_sum(own) - own;
+        if (target < sum || target >= sum + own) return -1;
+        int token = first;
+        for (Number value; sum + (value = value_of(token, chunk.logits[token])) <= target; token++) sum += value;
+        return token;
     }
 
     // Once all blocks have taken what they need.
     __device__ __forceinline__ void reset_workspace() const {
-        const int first = rank * kRowThreads + threadIdx.x, step = blocks * kRowThreads;
+        const int first = exchange.rank * kRowThreads + threadIdx.x, step = exchange.blocks * kRowThreads;
         if (!params.top_k && !params.top_p) return;
         for (int bin = first; bin < kCoarseBins; bin += step) {
             row.coarse_weight[bin] = 0;
@@ -204,6 +229,40 @@ struct RowSampler {
     }
 };
 
+// The largest logits of a block, as ranked(): as they came, and after bias and penalties.
+struct Largest {
+    Number raw = 0, edited = 0;
+};
+
+__device__ __forceinline__ Largest find_largest(const RowChunk& chunk, Number* scratch) {
+    Number best = 0;
+    chunk.for_each([&](int token, float logit) { best = max(best, ranked(logit, token)); });
+    best = block_max(best, scratch);
+    return {best, best};
+}
+
+struct LogitWithEdits {
+    float logit, bias;
+    unsigned uses;
+};
+
+// uses [vocab] and bias [vocab] of the row, or null; edited [vocab].
+__device__ __forceinline__ Largest edit_and_find_largest(const RowChunk& chunk, const RowParams& params, const unsigned* uses, const float* bias,
+                                                         float* edited, Number* scratch) {
+    Largest best;
+    const auto load = [&](int token, bool exists) -> LogitWithEdits {
+        return {exists ? chunk.logits[token] : __uint_as_float(0xFF800000u), exists && bias ? bias[token] : 0, exists && uses ? uses[token] : 0};
+    };
+    chunk.for_each(chunk.begin, chunk.end, load, [&](int token, const LogitWithEdits& one) {
+        best.raw = max(best.raw, ranked(one.logit, token));
+        if (token >= chunk.end) return;
+        const float changed = edited_logit(one.logit, params, one.bias, one.uses);
+        best.edited = max(best.edited, ranked(changed, token));
+        edited[token] = changed;
+    });
+    return {block_max(best.raw, scratch), block_max(best.edited, scratch)};
+}
+
 // tokens[row] = the token that a row chooses; 0 if it cannot. Rows that are not active keep theirs.
 // counts [rows, vocab] and bias [rows, vocab] may be null where no row asks for them; edited [groups, vocab] with them.
 extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
@@ -213,47 +272,35 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
     SHARED_ARRAY(Number, scratch, kWarpsOfBlock);
     SHARED_ARRAY(FoundBin, found, 1);
     const int blocks = static_cast<int>(blocks_of_row), group = static_cast<int>(blockIdx.x) / blocks, rank = static_cast<int>(blockIdx.x) % blocks;
-    const int groups = static_cast<int>(gridDim.x) / blocks, size = (static_cast<int>(vocab) + blocks - 1) / blocks;
+    const int groups = static_cast<int>(gridDim.x) / blocks, size = RowChunk::run((static_cast<int>(vocab) + blocks - 1) / blocks) * kWarpsOfBlock;
     const int begin = min(static_cast<int>(vocab), rank * size), end = min(static_cast<int>(vocab), begin + size);
     RowWorkspace& workspace = workspaces[group];
-    RowBarrier barrier(workspace.barrier, static_cast<unsigned>(blocks));
-    int turn = 0;
+    clear_bins(bins);
     grid_dependency_wait();
+    RowBarrier barrier(&workspace.at_barriers, static_cast<unsigned>(blocks));
+    RowExchange exchange(workspace, rank, blocks);
     for (long long row = group; row < rows; row += groups) {
         const RowParams params = all_params[row];
         if (!(params.flags & kActive)) continue;
         RowChunk chunk{logits + row * row_stride, begin, end};
+        Largest best;
         const bool is_edited = params.flags & (kPenalised | kBiased);
-        Number best = 0, best_edited = 0;
         if (is_edited) {
             float* const into = edited + group * vocab;
-            chunk.for_each([&](int token, float logit) {
-                best = max(best, ranked(logit, token));
-                if (token >= end) return;
-                const float added = params.flags & kBiased ? bias[row * vocab + token] : 0.0f;
-                const float changed = edited_logit(logit, params, added, params.flags & kPenalised ? counts[row * vocab + token] : 0);
-                best_edited = max(best_edited, ranked(changed, token));
-                into[token] = changed;
-            });
+            best = edit_and_find_largest(chunk, params, params.flags & kPenalised ? counts + row * vocab : nullptr,
+                                         params.flags & kBiased ? bias + row * vocab : nullptr, into, scratch);
             chunk.logits = into;
-            best_edited = block_max(best_edited, scratch);
         } else {
-            chunk.for_each([&](int token, float logit) { best = max(best, ranked(logit, token)); });
+            best = find_largest(chunk, scratch);
         }
-        best = block_max(best, scratch);
-        if (threadIdx.x == 0) {
-            workspace.best[turn][rank] = best;
-            if (is_edited) workspace.best_edited[turn][rank] = best_edited;
-        }
-        barrier.wait();
-        const int thread = threadIdx.x;
-        best = block_max(thread < blocks ? workspace.best[turn][thread] : 0, scratch);
-        best_edited = is_edited ? block_max(thread < blocks ? workspace.best_edited[turn][thread] : 0, scratch) : best;
-        turn ^= 1;
-        const bool is_good = is_finite(logit_of_ranked(best));
-        if (!is_good || !is_finite(logit_of_ranked(best_edited))) {
-            const Number bad = is_good ? best_edited : best;
-            if (rank == 0 && thread == 0) {
+        const Said heard = exchange.with_all({best.edited, static_cast<unsigned>(best.raw >> 32)});
+        const Number largest = block_max(heard.number, scratch);
+        // With the block that has the largest logit as it came, the first of them.
+        const Number raw = is_edited ? block_max(static_cast<Number>(heard.extra) << 32 | (~0u - threadIdx.x), scratch) : largest;
+        const bool is_good = is_finite(logit_of_ranked(raw));
+        if (!is_good || !is_finite(logit_of_ranked(largest))) {
+            const Number bad = is_good || !is_edited ? largest : best.raw;
+            if (rank == (is_good || !is_edited ? 0 : token_of_ranked(raw)) && threadIdx.x == 0) {
                 tokens[row] = 0;  // the next enqueue may already be on its way with it
                 results[row] = {-1, is_good ? kNothingLeft : kBadLogits, token_of_ranked(bad), logit_of_ranked(bad)};
             }
@@ -261,9 +308,9 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
         }
         int chosen = -1;
         if (params.flags & kGreedy) {
-            if (rank == 0 && thread == 0) chosen = token_of_ranked(best_edited);
+            if (rank == 0 && threadIdx.x == 0) chosen = token_of_ranked(largest);
         } else {
-            RowSampler sampler{params, workspace, barrier, chunk, rank, blocks, logit_of_ranked(best_edited), bins, scratch, found};
+            RowSampler sampler{params, workspace, barrier, exchange, chunk, logit_of_ranked(largest), bins, scratch, found};
             chosen = sampler.choose(random_bits(params.seed, params.counter));
             sampler.reset_workspace();
         }
@@ -273,5 +320,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
             all_params[row].counter = params.counter + 1;
             if (params.flags & kPenalised) counts[row * vocab + chosen]++;
         }
+        __syncthreads();  // one warp reads `edited` longest
     }
+    exchange.finish();
 }

@@ -5,7 +5,7 @@
 
 #ifndef EMULATED_PTX
 
-// Ordered with what this thread did before, and with what others did before they changed the word.
+// Ordered with what this thread did before, and, where the word is read, with what others did before they changed it.
 __device__ __forceinline__ unsigned add_acq_rel(unsigned* word, unsigned value) {
     unsigned before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(before) : "l"(word), "r"(value) : "memory");
@@ -16,31 +16,28 @@ __device__ __forceinline__ unsigned load_acquire(const unsigned* word) {
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
     return value;
 }
-__device__ __forceinline__ void store_release(unsigned* word, unsigned value) {
-    asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+__device__ __forceinline__ void add_release(unsigned* word, unsigned value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
 
 #endif
 
+// A word counts the blocks that have come, from launch to launch, and is never reset. A block reads where it begins before its first
+// RowExchange, and so before any block comes to a barrier.
 struct RowBarrier {
-    unsigned *arrived, *generation;  // arrived is 0 between two launches; the generation may be any number
-    unsigned blocks, current;
+    unsigned* come;
+    unsigned blocks, wanted;
 
-    __device__ __forceinline__ RowBarrier(unsigned* words, unsigned blocks)
-        : arrived(words), generation(words + 1), blocks(blocks), current(threadIdx.x == 0 ? load_acquire(words + 1) : 0) {}
+    __device__ __forceinline__ RowBarrier(unsigned* word, unsigned blocks) : come(word), blocks(blocks), wanted(*word) {}
 
     // What any block wrote before is there for all of them afterwards. For all threads of the block.
     __device__ __forceinline__ void wait() {
+        wanted += blocks;
         __syncthreads();
         if (threadIdx.x == 0) {
-            if (add_acq_rel(arrived, 1) == blocks - 1) {
-                *arrived = 0;
-                store_release(generation, current + 1);
-            } else {
-                while (load_acquire(generation) == current) poll_again();
-            }
+            add_release(come, 1);
+            while (static_cast<int>(load_acquire(come) - wanted) < 0) poll_again();
         }
-        current++;
         __syncthreads();
     }
 };

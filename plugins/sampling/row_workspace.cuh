@@ -8,17 +8,15 @@
 constexpr int kFineBits = 11, kFineBins = 1 << kFineBits, kCoarseBins = kClasses >> kFineBits;
 constexpr int kMaxBlocksOfRow = 128;
 
-// Everything is 0 between two launches, except `generation` and the slots. A slot belongs to one block, which alone writes it.
+// Everything is 0 between two launches, except the first words and the slots.
 struct RowWorkspace {
-    unsigned barrier[2];
-    int last_tie, unused;
-    Number best[2][kMaxBlocksOfRow], best_edited[2][kMaxBlocksOfRow];  // taking turns, as a row may take one barrier only
-    Number ties[kMaxBlocksOfRow], sums[kMaxBlocksOfRow];
-    Number likely_weight;               // of all tokens that min_p keeps
-    Weight coarse_weight[kCoarseBins];  // of the tokens in a bin
-    unsigned coarse_count[kCoarseBins];
-    unsigned fine_count[3][kFineBins];  // for the borders of top_k and top_p, and for the token
-    unsigned order_count[3][kFineBins]; // tokens of the last class of top_k, by digits of their logits
+    unsigned at_barriers, exchanges, unused[2];  // row_barrier.cuh, row_exchange.cuh
+    float4 slots[2][kMaxBlocksOfRow];
+    Number likely_weight;                // of all tokens that min_p keeps
+    Weight coarse_weight[kCoarseBins];   // of the tokens in a bin
+    unsigned coarse_count[kCoarseBins];  // only where top_k asks for it
+    unsigned fine_count[4][kFineBins];   // for the borders of top_k and top_p, and for the token, which is guessed first
+    unsigned order_count[3][kFineBins];  // tokens of the last class of top_k, by digits of their logits
 };
-constexpr int kRowWorkspaceBytes = 68376;
+constexpr int kRowWorkspaceBytes = 74528;
 static_assert(sizeof(RowWorkspace) == kRowWorkspaceBytes, "as the host allocates");

@@ -125,6 +125,20 @@ def test_errors_of_single_rows(memory, stream, vocab_size):
     assert run(memory, stream, np.ones_like(logits), rows, workspace=workspace)[0][0][3:] == [0, 0]  # the workspace is as it was
 
 
+def test_a_bad_logit_of_an_edited_row_is_named_as_it_came(memory, stream):
+    """Whichever block of the row has it, and whatever bias and penalties made of the logits."""
+    logits = np.zeros((3, 6000), np.float32)
+    logits[0, [4100, 5999]] = np.nan
+    logits[1] = -np.inf
+    logits[2, 2050] = np.inf
+    rows = [Row(frequency=0.5, generated=(7, 4100)), Row(bias={5: 2.0}), Row(bias={9: 3.0}, presence=0.5)]
+    _, made = run(memory, stream, logits, rows)
+    results = results_of(made)
+    assert results["error"].tolist() == [1, 1, 1]
+    assert results["place"].tolist() == [4100, 0, 2050]
+    np.testing.assert_array_equal(results["logit"], np.array([np.nan, -np.inf, np.inf], np.float32))
+
+
 def test_the_workspace_is_left_as_it_was(memory, stream):
     rng = np.random.default_rng(1)
     rows = [Row(seed=index, **one) for index, one in enumerate(CHOICES)]

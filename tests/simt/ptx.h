@@ -90,14 +90,13 @@ inline int warp_max(int value) {
     return over_warp(value, [](int a, int b) { return a > b ? a : b; });
 }
 
-inline unsigned* last_word(const float4* place) { return reinterpret_cast<unsigned*>(const_cast<float*>(&place->w)); }
+// Word by word, the last one last: who sees its new value sees the others too.
+inline unsigned* words_of(const float4* place) { return reinterpret_cast<unsigned*>(const_cast<float4*>(place)); }
 inline void publish_vector(float4* place, float4 value) {
-    place->x = value.x;
-    place->y = value.y;
-    place->z = value.z;
-    unsigned word;
-    std::memcpy(&word, &value.w, sizeof word);
-    __atomic_store_n(last_word(place), word ? word : 1u << 31, __ATOMIC_RELEASE);
+    unsigned words[4];
+    std::memcpy(words, &value, sizeof words);
+    for (int i = 0; i < 3; i++) __atomic_store_n(words_of(place) + i, words[i], __ATOMIC_RELAXED);
+    __atomic_store_n(words_of(place) + 3, words[3] ? words[3] : 1u << 31, __ATOMIC_RELEASE);
 }
 inline bool is_published(float4 value) {
     unsigned word;
@@ -105,15 +104,16 @@ inline bool is_published(float4 value) {
     return word;
 }
 inline float4 poll_vector(const float4* place) {
-    const unsigned word = __atomic_load_n(last_word(place), __ATOMIC_ACQUIRE);
-    if (!word) return {};
-    float4 value = *place;
-    std::memcpy(&value.w, &word, sizeof word);
+    unsigned words[4]{};
+    words[3] = __atomic_load_n(words_of(place) + 3, __ATOMIC_ACQUIRE);
+    for (int i = 0; words[3] && i < 3; i++) words[i] = __atomic_load_n(words_of(place) + i, __ATOMIC_RELAXED);
+    float4 value;
+    std::memcpy(&value, words, sizeof value);
     return value;
 }
-inline void reset_vector(float4* place) { __atomic_store_n(last_word(place), 0u, __ATOMIC_RELAXED); }
+inline void reset_vector(float4* place) { __atomic_store_n(words_of(place) + 3, 0u, __ATOMIC_RELAXED); }
 inline void poll_again() { simt::running->block->look_again(); }
 
 inline unsigned add_acq_rel(unsigned* word, unsigned value) { return __atomic_fetch_add(word, value, __ATOMIC_ACQ_REL); }
 inline unsigned load_acquire(const unsigned* word) { return __atomic_load_n(word, __ATOMIC_ACQUIRE); }
-inline void store_release(unsigned* word, unsigned value) { __atomic_store_n(word, value, __ATOMIC_RELEASE); }
+inline void add_release(unsigned* word, unsigned value) { __atomic_fetch_add(word, value, __ATOMIC_RELEASE); }
