@@ -58,8 +58,9 @@ def test_a_step_of_published_sizes(memory, stream, name):
         (Case(2, 64, 128, width=500, dtypes=("float32", "float32")), "sm_90", "mamba2_scan"),
     ],
 )
-def test_which_kernel_runs(stream, case, arch, name):
-    place = Place(HostMemory(), stream)
+def test_which_kernel_runs(case, arch, name):
+    memory = HostMemory()
+    place = Place(memory, memory.create_stream())
     arrays, _, past = make(case)
     given = {name: place.tensor(array) for name, array in arrays.items()}
     rest = dict.fromkeys(("a", "present", "out", "d", "dt_bias", "new_lengths"), None)
