@@ -301,8 +301,8 @@ MISTAKES = {
     ),
     "a change of a state that has not decayed": (
         DELTA,
-        "token.decay * token.inverse_k * sum",
-        "token.inverse_k * sum",
+        "token.decay * token.inverse_k * key",
+        "token.inverse_k * key",
         "none",
         DELTA_TESTS,
         "assert",
