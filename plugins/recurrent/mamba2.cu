@@ -4,13 +4,8 @@
 // neighbouring lanes have neighbouring vectors) and keep it in registers; a thread has its share of kRows rows. So every state is read once and
 // written once, by the same thread, and the past and the present state may be at one address.
 
-#include "attention/cp_async.cuh"
 #include "dependent_launch.cuh"
-#include "recurrent/elements.cuh"
-#include "shared_memory.cuh"
-
-using Element = ELEMENT;
-using State = STATE;
+#include "recurrent/mamba2_chunks.cuh"
 
 // trt_kvcache/kernels/cuda/mamba2.py has the same numbers.
 constexpr int kMambaThreads = 128;
@@ -20,19 +15,6 @@ constexpr int kMambaTileTokens = 16;
 
 constexpr int kWidth = kPerVector<State>;
 constexpr int kVectors = kMambaLaneElements / kWidth;
-
-struct MambaParams {
-    Tokens x, dt, b, c;
-    const float* a;  // [heads]: negative
-    const float* d;  // [heads], or null
-    const float* dt_bias;
-    float dt_min, dt_max;
-    const void* past;
-    void* present;
-    const int* new_lengths;
-    long long width, heads, head_dim, groups, state_size, lanes;
-    void* out;  // [B, width, heads, head_dim]
-};
 
 // What a thread owns: lane `lane` of `lanes`, of rows row(0), row(1), ... of a head of a slot.
 struct Owned {
@@ -110,12 +92,6 @@ struct RowShare {
 __device__ __forceinline__ float row_sum(float value, int lanes) {
     for (int distance = lanes / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
     return value;
-}
-
-// The time step of a token, and what is left of the state after it.
-__device__ __forceinline__ float2 time_step(const MambaParams& params, float dt, float bias, float a) {
-    const float step = min(max(softplus(dt + bias), params.dt_min), params.dt_max);
-    return {step, expf(step * a)};
 }
 
 // A slot without new tokens: its state, bit for bit, and zeros.
@@ -285,4 +261,41 @@ extern "C" __global__ void __launch_bounds__(kMambaThreads)
     scan({{x, x_slot, x_token}, {dt, dt_slot, dt_token}, {b, b_slot, b_token}, {c, c_slot, c_token}, a, d, dt_bias, static_cast<float>(dt_min),
           static_cast<float>(dt_max), past, present, new_lengths, width, heads, head_dim, groups, state_size, lanes, out},
          shared);
+}
+
+template <class Type, int kStateSize>
+__device__ __forceinline__ void scan_chunks(const MambaParams& params, unsigned char* shared) {
+    if constexpr (kBytesOf<Type> == 2) {
+        const long long head = blockIdx.y;
+        const float a = params.a[head], d = params.d ? params.d[head] : 0.0f, bias = params.dt_bias ? params.dt_bias[head] : 0.0f;
+        grid_dependency_wait();
+        ChunkScan<Type, kStateSize>(params, shared).run(a, bias, d);
+    }
+}
+
+// Many new tokens, of 16 bits, by tensor cores. For state sizes of 64 and 128.
+extern "C" __global__ void __launch_bounds__(kChunkThreads)
+    mamba2_chunks_64(const unsigned char* x, long long x_slot, long long x_token, const unsigned char* dt, long long dt_slot, long long dt_token,
+                     const unsigned char* b, long long b_slot, long long b_token, const unsigned char* c, long long c_slot, long long c_token,
+                     const float* a, const float* d, const float* dt_bias, double dt_min, double dt_max, const void* past, void* present,
+                     const int* new_lengths, long long width, long long heads, long long head_dim, long long groups, long long state_size,
+                     long long lanes, void* out) {
+    DYNAMIC_SHARED(unsigned char, shared);
+    scan_chunks<Element, 64>({{x, x_slot, x_token}, {dt, dt_slot, dt_token}, {b, b_slot, b_token}, {c, c_slot, c_token}, a, d, dt_bias,
+                              static_cast<float>(dt_min), static_cast<float>(dt_max), past, present, new_lengths, width, heads, head_dim,
+                              groups, state_size, lanes, out},
+                             shared);
+}
+
+extern "C" __global__ void __launch_bounds__(kChunkThreads)
+    mamba2_chunks_128(const unsigned char* x, long long x_slot, long long x_token, const unsigned char* dt, long long dt_slot, long long dt_token,
+                      const unsigned char* b, long long b_slot, long long b_token, const unsigned char* c, long long c_slot, long long c_token,
+                      const float* a, const float* d, const float* dt_bias, double dt_min, double dt_max, const void* past, void* present,
+                      const int* new_lengths, long long width, long long heads, long long head_dim, long long groups, long long state_size,
+                      long long lanes, void* out) {
+    DYNAMIC_SHARED(unsigned char, shared);
+    scan_chunks<Element, 128>({{x, x_slot, x_token}, {dt, dt_slot, dt_token}, {b, b_slot, b_token}, {c, c_slot, c_token}, a, d, dt_bias,
+                               static_cast<float>(dt_min), static_cast<float>(dt_max), past, present, new_lengths, width, heads, head_dim,
+                               groups, state_size, lanes, out},
+                              shared);
 }
