@@ -72,7 +72,7 @@ struct Part {
 
     __device__ __forceinline__ explicit Part(const DeltaParams& params) : slot(blockIdx.z), head(blockIdx.y) {
         const int thread = threadIdx.x, lane = thread % 32;
-        key_head = head / (params.heads / params.key_heads);
+        key_head = static_cast<int>(head) / (static_cast<int>(params.heads) / static_cast<int>(params.key_heads));
         row = lane / kRowLanes * kRows;
         column = static_cast<int>(blockIdx.x) * kBlockColumns + (thread / 32 * kRowLanes + lane % kRowLanes) * kColumns;
         is_live = column < params.value_dim;
@@ -88,7 +88,7 @@ struct Part {
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
             if (has_row(params, i)) {
-                load_elements(State{}, params.past, index(params, i), state[i]);
+                load_elements_once(State{}, params.past, index(params, i), state[i]);
             } else {
 #pragma unroll
                 for (int j = 0; j < kColumns; j++) state[i][j] = 0.0f;
@@ -98,7 +98,7 @@ struct Part {
     __device__ __forceinline__ void store(const DeltaParams& params) const {
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
-            if (has_row(params, i)) store_elements(State{}, params.present, index(params, i), state[i]);
+            if (has_row(params, i)) store_elements_once(State{}, params.present, index(params, i), state[i]);
         }
     }
     // A slot without new tokens: its state, bit for bit.
@@ -193,24 +193,25 @@ struct Part {
     }
 };
 
-// One new token for each slot. All that a thread needs is on its way before anything is computed.
+// One new token for each slot. All that a thread needs is on its way before anything is computed, or is known of the slot.
 template <int kRowLanes>
 __device__ __forceinline__ void update(const DeltaParams& params) {
     using Mine = Part<kRowLanes>;
     Mine part(params);
     grid_dependency_wait();
-    float v[kColumns] = {};
-    if (count_new(params.new_lengths, part.slot, 1) == 0) {
-        part.keep(params);
-        if (part.is_live && part.row == 0) store_elements(Element{}, params.out, (part.slot * params.heads + part.head) * params.value_dim + part.column, v);
-        return;
-    }
-    float q[Mine::kRows], k[Mine::kRows];
+    float q[Mine::kRows], k[Mine::kRows], v[kColumns] = {};
     part.load(params);
     part.load_rows(params, params.k.row(part.slot, 0) + part.key_head * params.key_dim * kBytesOf<Element>, k);
     part.load_rows(params, params.q.row(part.slot, 0) + part.key_head * params.key_dim * kBytesOf<Element>, q);
     if (part.is_live) load_elements(Element{}, params.v.row(part.slot, 0), part.head * params.value_dim + part.column, v);
     const float2 gate = gates(params, part.slot, 0, part.head);
+    if (count_new(params.new_lengths, part.slot, 1) == 0) {
+        const float zeros[kColumns] = {};
+        const long long index = (part.slot * params.heads + part.head) * params.value_dim + part.column;
+        if (part.is_live && part.row == 0) store_elements(Element{}, params.out, index, zeros);
+        part.keep(params);
+        return;
+    }
     float kk = 0.0f, qq = 0.0f, kq = 0.0f;
 #pragma unroll
     for (int i = 0; i < Mine::kRows; i++) {
