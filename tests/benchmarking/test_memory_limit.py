@@ -13,7 +13,7 @@ from tests.paths import ROOT
 from trt_kvcache import HostMemory, InferenceSession, KVCacheManager
 from trt_kvcache.benchmarking import MemoryLimit, copy_bytes_per_second, copy_speed, describe_environment
 from trt_kvcache.benchmarking.memory_use import memory_use
-from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.model import ModelConfig
 
 SHIPPED = ROOT / "examples" / "tiny-llama"
 MODEL = ModelConfig.from_dict(json.loads((SHIPPED / "config.json").read_text(encoding="utf-8")))

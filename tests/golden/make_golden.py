@@ -19,8 +19,8 @@ import transformers
 from safetensors.numpy import save_file
 
 from tests.golden.weights import HERE, SEEDS, write
-from trt_kvcache.checkpoint import ModelConfig
-from trt_kvcache.checkpoint.tensor_shapes import tensor_shapes
+from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.tensor_shapes import tensor_shapes
 
 LENGTHS = np.array([5, 6, 14, 15, 24])
 

@@ -22,9 +22,10 @@ def test_no_variant_reads_dead_rows() -> None:
 def test_weights_have_the_dtype_of_the_cache_and_are_joined(dtype: str) -> None:
     rig = Rig("llama-llama3-bias", dtype=dtype)
     layer = rig.engine._weights.layers[1]
-    heads = rig.model.num_attention_heads + 2 * rig.model.num_kv_heads
-    assert layer.qkv.weight.shape == (heads * rig.model.head_dim, rig.model.hidden_size)
-    assert layer.qkv.bias.shape == (heads * rig.model.head_dim,)
+    mixer = rig.model.layers[0].mixer
+    heads = mixer.num_heads + 2 * mixer.num_kv_heads
+    assert layer.qkv.weight.shape == (heads * mixer.head_dim, rig.model.hidden_size)
+    assert layer.qkv.bias.shape == (heads * mixer.head_dim,)
     assert str(layer.gate_up.weight.dtype) == f"torch.{dtype}"
 
 

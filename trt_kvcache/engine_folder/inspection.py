@@ -8,11 +8,11 @@ from typing import Any
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory
 from trt_kvcache.cache.plot import LAYER_COLOUR, layer_runs, paint_layers
-from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import CheckpointRecord, SegmentsRecord
+from trt_kvcache.model import ModelConfig
 from trt_kvcache.plot import INK, Plot, draw, paint_sizes, size_text
 
 #: The colour of the bytes of plan and constants.

@@ -15,7 +15,7 @@ from trt_kvcache.builder.build_engine import Progress, build_engine
 from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, DEFAULT_MAX_SEQUENCE_LENGTH
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.kv_cache_manager import KVCacheManager
-from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, ModelConfig, Tokenizer
+from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
 from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
 from trt_kvcache.engine.decoder_tensors import cache_config, logits_per_slot
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
@@ -26,6 +26,7 @@ from trt_kvcache.generation.sampling import SamplingParams
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.cuda_memory import CudaMemory, find_gpu
 from trt_kvcache.memory.host_memory import HostMemory
+from trt_kvcache.model import ModelConfig
 from trt_kvcache.reference import Attention, ReferenceEngine
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
@@ -350,7 +351,7 @@ def _parts(
             eos_token_ids=defaults.eos_token_ids or model.eos_token_ids or (tokenizer.eos_token_ids if tokenizer else ()),
             defaults=sampling,
             prompt_cache=PromptCache(cache, max_bytes=options.prompt_cache_bytes),
-            identity=cached(lambda: ModelIdentity(fingerprint=fingerprint(), rope=model.rope.to_dict())),
+            identity=cached(lambda: ModelIdentity(fingerprint=fingerprint(), rope=model.rope_at_length(config.max_sequence_length))),
         )
         undo.pop_all()
     _LOGGER.info(

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import json
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from trt_kvcache.checkpoint import ModelConfig, RopeConfig
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig, RopeConfig
 
 
 def new_spelling(**changes: Any) -> dict[str, Any]:
@@ -40,23 +42,17 @@ def without(data: dict[str, Any], *names: str) -> dict[str, Any]:
 
 
 def test_every_field_is_read() -> None:
+    norm = NormConfig(epsilon=1e-5)
+    mixer = AttentionConfig(num_heads=6, num_kv_heads=3, head_dim=16, rope=RopeConfig(kind="default", theta=500000.0))
+    layer = LayerConfig(mixer=mixer, mlp=MlpConfig(intermediate_size=80), input_norm=norm, mlp_norm=norm)
     assert ModelConfig.from_dict(new_spelling()) == ModelConfig(
         family="llama",
         vocab_size=61,
         hidden_size=48,
-        intermediate_size=80,
-        num_layers=2,
-        num_attention_heads=6,
-        num_kv_heads=3,
-        head_dim=16,
-        rms_norm_eps=1e-5,
-        rope=RopeConfig(kind="default", theta=500000.0),
+        layers=(layer, layer),
+        final_norm=norm,
         max_position_embeddings=128,
         tie_word_embeddings=False,
-        qkv_bias=False,
-        o_bias=False,
-        mlp_bias=False,
-        qk_norm=False,
         dtype="bfloat16",
         bos_token_id=3,
         eos_token_ids=(4,),
@@ -83,7 +79,9 @@ def test_old_spelling_means_the_same() -> None:
 )
 def test_biases_and_norms_of_each_family(changes: dict[str, Any], qkv: bool, o: bool, mlp: bool, qk_norm: bool) -> None:
     config = ModelConfig.from_dict(new_spelling(**changes))
-    assert (config.qkv_bias, config.o_bias, config.mlp_bias, config.qk_norm) == (qkv, o, mlp, qk_norm)
+    mixer = config.layers[0].mixer
+    assert (mixer.qkv_bias, mixer.o_bias, config.layers[0].mlp.bias, mixer.qk_norm is not None) == (qkv, o, mlp, qk_norm)
+    assert set(config.layers) == {config.layers[0]}
 
 
 @pytest.mark.parametrize(
@@ -102,15 +100,16 @@ def test_absent_fields_are_those_of_transformers(
         "num_attention_heads": 32,
     }
     config = ModelConfig.from_dict(data, default_dtype="float16")
-    assert (config.num_kv_heads, config.head_dim, config.max_position_embeddings) == (kv_heads, head_dim, positions)
+    mixer = config.layers[0].mixer
+    assert (mixer.num_kv_heads, mixer.head_dim, config.max_position_embeddings) == (kv_heads, head_dim, positions)
     assert (config.bos_token_id, config.eos_token_ids) == (bos, eos)
-    assert (config.rms_norm_eps, config.tie_word_embeddings, config.dtype) == (1e-6, False, "float16")
-    assert config.rope == RopeConfig(kind="default", theta=10000.0)
+    assert (config.final_norm.epsilon, config.tie_word_embeddings, config.dtype) == (1e-6, False, "float16")
+    assert mixer.rope == RopeConfig(kind="default", theta=10000.0)
 
 
 def test_null_heads_follow_from_the_others() -> None:
     config = ModelConfig.from_dict(new_spelling(model_type="qwen3", architectures=None, num_key_value_heads=None, head_dim=None))
-    assert (config.num_kv_heads, config.head_dim) == (6, 8)
+    assert (config.layers[0].mixer.num_kv_heads, config.layers[0].mixer.head_dim) == (6, 8)
 
 
 def test_family_by_architecture_alone() -> None:
@@ -157,17 +156,9 @@ def test_a_window_that_llama_ignores_gets_a_warning() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mistral"}, r"model_type: 'mistral' is not supported\. Supported: Llama, Qwen2 and Qwen3 .*llama3.*bfloat16"),
+        ({"model_type": "gpt2"}, r"model_type: 'gpt2' is not supported\. Supported: .*llama, mistral.*llama3.*bfloat16"),
         ({"model_type": None, "architectures": ["GPT2LMHeadModel"]}, r"architectures: \['GPT2LMHeadModel'\] is not supported"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: expected LlamaForCausalLM for model_type 'llama'"),
-        (
-            {"model_type": "qwen3", "architectures": None, "use_sliding_window": True, "max_window_layers": 1},
-            "sliding_window: a window of 4096 tokens is not supported",
-        ),
-        (
-            {"model_type": "qwen2", "architectures": None, "sliding_window": 512, "use_sliding_window": True, "max_window_layers": 1},
-            "sliding_window: a window of 512",
-        ),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: sliding_attention is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: a model with quantised weights is not supported"),
@@ -176,6 +167,7 @@ def test_a_window_that_llama_ignores_gets_a_warning() -> None:
         ({"dtype": "float64"}, r"dtype: 'float64' is not supported\. Supported: .*float16, bfloat16, float32"),
         ({"torch_dtype": "float16"}, "dtype and torch_dtype: expected one value, got 'bfloat16' and 'float16'"),
         ({"head_dim": 15}, "head_dim: expected an even number .*, got 15"),
+        ({"layer_types": ["full_attention"]}, "layer_types: expected 2 as num_hidden_layers says, got 1"),
         ({"num_key_value_heads": 4}, "num_attention_heads: expected a multiple of num_key_value_heads=4, got 6"),
         ({"head_dim": None, "hidden_size": 50}, "hidden_size: expected a multiple of num_attention_heads=6 .*, got 50"),
         ({"vocab_size": None}, "vocab_size: expected a value, got none"),
@@ -199,14 +191,84 @@ def test_no_dtype_anywhere_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "windows"),
+    [
+        ({"max_window_layers": 1}, [None, 512]),
+        ({"max_window_layers": 0}, [512, 512]),
+        ({"layer_types": ["sliding_attention", "full_attention"], "max_window_layers": 9}, [512, None]),
+    ],
+)
+def test_windows_of_qwen_that_are_switched_on(changes: dict[str, Any], windows: list[int | None]) -> None:
+    config = ModelConfig.from_dict(new_spelling(**{**QWEN2_WINDOW, **changes}))
+    assert [layer.mixer.window for layer in config.layers] == windows
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"vision_config": {"depth": 2}}, "vision_config: a model with a vision tower is not supported"),
+        ({"model_type": "qwen3_moe", "num_experts": 8}, "num_experts: a model with mixture of experts is not supported, got 8"),
+        ({"model_type": "deepseek_v2", "kv_lora_rank": 512}, r"kv_lora_rank: a model with multi-head latent attention \(MLA\) is not"),
+        ({"model_type": "mllama", "cross_attention_layers": [3]}, "cross_attention_layers: a model with cross attention is not supported"),
+        ({"model_type": "gemma3", "text_config": {}, "vision_config": {"x": 1}}, "vision_config: a model with a vision tower"),
+    ],
+)
+def test_a_feature_that_no_family_has_is_named_before_the_family(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_dict(new_spelling(**changes))
+
+
+@pytest.mark.parametrize(
     "changes",
     [
         {"attention_bias": True, "eos_token_id": [4, 9]},
         {"model_type": "qwen2", "architectures": None, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": None},
         {"model_type": "qwen3", "architectures": None, "attention_bias": True, "head_dim": 32},
         {"mlp_bias": True, "rope_parameters": {"rope_type": "linear", "rope_theta": 7.0, "factor": 3.0}},
+        {**QWEN2_WINDOW, "max_window_layers": 1},
     ],
 )
-def test_to_dict_is_read_back(changes: dict[str, Any]) -> None:
+def test_a_description_is_read_back(changes: dict[str, Any]) -> None:
     config = ModelConfig.from_dict(new_spelling(**changes))
-    assert ModelConfig.from_dict(config.to_dict()) == config
+    assert ModelConfig.from_description(json.loads(json.dumps(config.to_description()))) == config
+
+
+def test_a_description_has_equal_layers_once() -> None:
+    description = ModelConfig.from_dict(new_spelling(**{**QWEN2_WINDOW, "max_window_layers": 2, "num_hidden_layers": 5})).to_description()
+    assert description["layers"] == [0, 0, 1, 1, 1]
+    assert [kind["mixer"].get("window") for kind in description["layer_kinds"]] == [None, 512]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"family": "gpt2"}, "model.family: expected one of llama, .*, got 'gpt2'"),
+        ({"vocab_size": "61"}, "model.vocab_size: expected a int, got '61'"),
+        ({"vocab_size": 0}, "ModelConfig.vocab_size: expected an integer from 1 to .*, got 0"),
+        ({"layers": [0, 1]}, r"model.layers\[1\]: expected an integer from 0 to 0, got 1"),
+        ({"layers": []}, "ModelConfig.layers: expected from 1 to 10000, got 0"),
+        ({"layers": None}, "model: expected an object with layers and layer_kinds"),
+        ({"colour": 3}, "model: expected only family, .*, got colour as well"),
+        ({"final_norm": {}}, "model.final_norm.epsilon: expected a value, got none"),
+        ({"layer_kinds": [{"mixer": 3}]}, r"model.layer_kinds\[0\].mlp: expected a value, got none"),
+        ({"eos_token_ids": [True]}, r"model.eos_token_ids\[0\]: expected a int, got True"),
+    ],
+)
+def test_a_damaged_description_is_refused_by_field(change: dict[str, Any], message: str) -> None:
+    description = ModelConfig.from_dict(new_spelling()).to_description()
+    with pytest.raises(ConfigError, match=message):
+        ModelConfig.from_description({**description, **change})
+
+
+def test_the_multiplier_of_the_embedding_is_rounded_where_the_model_says_so() -> None:
+    config = replace(ModelConfig.from_dict(new_spelling()), embedding_multiplier=3072**0.5)
+    assert config.embedding_factor("bfloat16") == 3072**0.5
+    assert replace(config, rounds_embedding_multiplier=True).embedding_factor("bfloat16") == 55.5
+
+
+def test_how_keys_are_rotated_is_said_by_layer_where_layers_differ() -> None:
+    config = ModelConfig.from_dict(new_spelling())
+    plain = {"rope_type": "default", "rope_theta": 500000.0}
+    assert config.rope_at_length(64) == plain
+    without_rope = replace(config.layers[0], mixer=replace(config.layers[0].mixer, rope=None))
+    assert replace(config, layers=(config.layers[0], without_rope)).rope_at_length(64) == {"ropes": [plain, None], "layers": [0, 1]}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from tests.helpers.small_model import SMALL
-from trt_kvcache.checkpoint import ModelConfig
-from trt_kvcache.checkpoint.tensor_shapes import tensor_shapes
+from tests.helpers.small_model import SMALL, with_layers, with_mixer
+from trt_kvcache.model import ModelConfig, NormConfig, QkNormConfig
+from trt_kvcache.model.tensor_shapes import tensor_shapes
 
 #: One layer: hidden 40, intermediate 28, 4 query heads over 2 K/V heads of 24, 37 tokens.
 MODEL = ModelConfig.from_dict(SMALL)
@@ -30,14 +30,14 @@ def test_tensors_of_one_layer() -> None:
     }
 
 
-def added(**changes: bool) -> dict[str, tuple[int, ...]]:
+def added(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Return the tensors that a model has more than the one above."""
     plain = tensor_shapes(MODEL)
-    return {name: shape for name, shape in tensor_shapes(replace(MODEL, **changes)).items() if name not in plain}
+    return {name: shape for name, shape in tensor_shapes(model).items() if name not in plain}
 
 
 def test_biases_of_q_k_and_v() -> None:
-    assert added(qkv_bias=True) == {
+    assert added(with_mixer(MODEL, qkv_bias=True)) == {
         f"{LAYER}self_attn.q_proj.bias": (96,),
         f"{LAYER}self_attn.k_proj.bias": (48,),
         f"{LAYER}self_attn.v_proj.bias": (48,),
@@ -45,15 +45,19 @@ def test_biases_of_q_k_and_v() -> None:
 
 
 def test_bias_of_the_output_projection() -> None:
-    assert added(o_bias=True) == {f"{LAYER}self_attn.o_proj.bias": (40,)}
+    assert added(with_mixer(MODEL, o_bias=True)) == {f"{LAYER}self_attn.o_proj.bias": (40,)}
 
 
 def test_biases_of_the_mlp() -> None:
-    assert added(mlp_bias=True) == {f"{LAYER}mlp.{name}_proj.bias": (size,) for name, size in (("gate", 28), ("up", 28), ("down", 40))}
+    layer = replace(MODEL.layers[0], mlp=replace(MODEL.layers[0].mlp, bias=True))
+    assert added(replace(MODEL, layers=(layer,))) == {
+        f"{LAYER}mlp.{name}_proj.bias": (size,) for name, size in (("gate", 28), ("up", 28), ("down", 40))
+    }
 
 
 def test_norms_of_q_and_k() -> None:
-    assert added(qk_norm=True) == {f"{LAYER}self_attn.{name}_norm.weight": (24,) for name in "qk"}
+    norm = QkNormConfig(norm=NormConfig(epsilon=1e-5))
+    assert added(with_mixer(MODEL, qk_norm=norm)) == {f"{LAYER}self_attn.{name}_norm.weight": (24,) for name in "qk"}
 
 
 def test_a_tied_head_is_not_listed() -> None:
@@ -61,7 +65,7 @@ def test_a_tied_head_is_not_listed() -> None:
 
 
 def test_layers_come_in_order() -> None:
-    names = list(tensor_shapes(replace(MODEL, num_layers=12)))
+    names = list(tensor_shapes(with_layers(MODEL, 12)))
     layers = [int(name.split(".")[2]) for name in names if name.startswith("model.layers.")]
     assert layers == sorted(layers)
     assert set(layers) == set(range(12))

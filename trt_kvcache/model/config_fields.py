@@ -18,14 +18,22 @@ class ConfigFields:
         The parsed JSON object.
     prefix : str
         Put before the names of fields in error messages (``"rope_parameters."``).
+    defaults : mapping of str to object, optional
+        Values of fields that the object does not have, and of required ones that are ``null``.
+
+    Attributes
+    ----------
+    data : mapping of str to object
+        The object with the defaults.
     """
 
-    def __init__(self, data: Mapping[str, Any], prefix: str = "") -> None:
-        self._data = data
+    def __init__(self, data: Mapping[str, Any], prefix: str = "", defaults: Mapping[str, Any] | None = None) -> None:
+        self.data: Mapping[str, Any] = {**(defaults or {}), **data}
         self._prefix = prefix
+        self._defaults = defaults or {}
 
     def __contains__(self, name: str) -> bool:
-        return self._data.get(name) is not None
+        return self.data.get(name) is not None
 
     def get(self, name: str) -> Any:
         """Return the unchecked value of a field.
@@ -40,7 +48,7 @@ class ConfigFields:
         object
             None if the field is absent.
         """
-        return self._data.get(name)
+        return self.data.get(name)
 
     def integer(self, name: str, default: int | None = None) -> int:
         """Return a positive integer.
@@ -107,7 +115,7 @@ class ConfigFields:
         bool
             False if the field is absent.
         """
-        return name in self._data and self._data[name] is None
+        return name in self.data and self.data[name] is None
 
     def number(self, name: str, default: float | None = None) -> float:
         """Return a positive finite number.
@@ -137,6 +145,30 @@ class ConfigFields:
         if not math.isfinite(number) or number <= 0:
             raise self.refusal(name, "a finite number > 0")
         return number
+
+    def numbers(self, name: str) -> tuple[float, ...]:
+        """Return a list of positive finite numbers.
+
+        Parameters
+        ----------
+        name : str
+            The field.
+
+        Returns
+        -------
+        tuple of float
+            As many as the list has.
+
+        Raises
+        ------
+        ConfigError
+            The value is not a list, or holds anything else; or the field is absent.
+        """
+        values = self._required(name, None)
+        if not isinstance(values, list):
+            raise self.refusal(name, "a list of numbers")
+        item = ConfigFields({f"{name}[{index}]": value for index, value in enumerate(values)}, self._prefix)
+        return tuple(item.number(f"{name}[{index}]") for index in range(len(values)))
 
     def flag(self, name: str, default: bool) -> bool:
         """Return a boolean.
@@ -181,7 +213,7 @@ class ConfigFields:
         ConfigError
             The value is not a token id or a list of them.
         """
-        value = self._data.get(name)
+        value = self.data.get(name)
         if value is None:
             return ()
         values = value if isinstance(value, list) else [value]
@@ -204,12 +236,13 @@ class ConfigFields:
         ConfigError
             It names the field, what was expected, and the value.
         """
-        return ConfigError(f"{self._prefix}{name}: expected {expected}, got {shown(self._data.get(name))}.")
+        return ConfigError(f"{self._prefix}{name}: expected {expected}, got {shown(self.data.get(name))}.")
 
     def _required(self, name: str, default: Any) -> Any:
-        value = self._data.get(name)
+        value = self.data.get(name)
         if value is not None:
             return value
+        default = self._defaults.get(name) if default is None else default
         if default is None:
             raise ConfigError(f"{self._prefix}{name}: expected a value, got none.")
         return default

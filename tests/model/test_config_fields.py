@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from trt_kvcache.checkpoint.config_fields import ConfigFields
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.model.config_fields import ConfigFields
 
 
 def fields(**data: Any) -> ConfigFields:
