@@ -14,7 +14,15 @@ from trt_kvcache.kernels.cuda.causal_conv1d import CONV_THREADS, CONV_TILE_TOKEN
 from trt_kvcache.kernels.cuda.delta_rule import DELTA_LANES_16, DELTA_SCAN_LANES, DELTA_THREADS, DELTA_TILE_TOKENS, DELTA_UPDATE_LANES
 from trt_kvcache.kernels.cuda.gated_norm import NORM_THREADS
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, VECTORS_IN_FLIGHT
-from trt_kvcache.kernels.cuda.mamba2 import MAMBA_LANE_ELEMENTS, MAMBA_ROWS, MAMBA_THREADS, MAMBA_TILE_TOKENS
+from trt_kvcache.kernels.cuda.mamba2 import (
+    CHUNK_ROWS,
+    CHUNK_THREADS,
+    CHUNK_TOKENS,
+    MAMBA_LANE_ELEMENTS,
+    MAMBA_ROWS,
+    MAMBA_THREADS,
+    MAMBA_TILE_TOKENS,
+)
 from trt_kvcache.kernels.cuda.sampling import ROW_THREADS
 from trt_kvcache.kernels.delta_rule import MAX_KEY_DIM
 from trt_kvcache.kernels.host.token_weights import FRACTION_BITS, WEIGHT_BITS
@@ -58,6 +66,9 @@ class TestBothSides:
             ("kConvTileTokens", CONV_TILE_TOKENS),
             ("kMambaThreads", MAMBA_THREADS),
             ("kMambaRows", MAMBA_ROWS),
+            ("kChunkTokens", CHUNK_TOKENS),
+            ("kChunkRows", CHUNK_ROWS),
+            ("kChunkThreads", CHUNK_THREADS),
             ("kMambaLaneElements", MAMBA_LANE_ELEMENTS),
             ("kMambaTileTokens", MAMBA_TILE_TOKENS),
             ("kDeltaThreads", DELTA_THREADS),

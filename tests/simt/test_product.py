@@ -94,6 +94,7 @@ SAMPLING, CHOOSE = "test_sampling.py", "sampling/choose.cu"
 COMPACT, COUNT, ONE_MORE = "test_compaction.py", "(sizeof(Vector)), stride", "(sizeof(Vector)) + 1, stride"
 
 CONV, MAMBA2, DELTA = (f"recurrent/{name}.cu" for name in ("causal_conv1d", "mamba2", "delta_rule"))
+CHUNKS = "recurrent/mamba2_chunks.cuh"
 CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d.py", "test_mamba2.py", "test_delta_rule.py"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -279,6 +280,24 @@ MISTAKES = {
         "thread",
         MAMBA2_TESTS,
         RACE,
+    ),
+    "a chunk in which a token does not see itself": (CHUNKS, "source <= row", "source < row", "none", MAMBA2_TESTS, "assert"),
+    "a state as precise as its parts": (CHUNKS, "low[i] = parts.low;", "low[i] = 0;", "none", MAMBA2_TESTS, "assert"),
+    "a state before all have read the one before": (
+        CHUNKS,
+        "outputs(stage, first, d);\n            __syncthreads();",
+        "outputs(stage, first, d);",
+        "thread",
+        MAMBA2_TESTS,
+        RACE,
+    ),
+    "padding in a chunk": (
+        CHUNKS,
+        "const bool is_new = first + token < count;",
+        "const bool is_new = true;",
+        "none",
+        MAMBA2_TESTS,
+        "finite",
     ),
     "a change of a state that has not decayed": (
         DELTA,
