@@ -257,7 +257,7 @@ MISTAKES = {
     ),
     "groups of heads that do not follow each other": (
         MAMBA2,
-        "head * params.groups / params.heads",
+        "static_cast<int>(head) * static_cast<int>(params.groups) / static_cast<int>(params.heads)",
         "head % params.groups",
         "none",
         MAMBA2_TESTS,
@@ -301,13 +301,20 @@ MISTAKES = {
     ),
     "a change of a state that has not decayed": (
         DELTA,
-        "token.decay * token.inverse_k * sum",
-        "token.inverse_k * sum",
+        "token.decay * token.inverse_k * key",
+        "token.inverse_k * key",
         "none",
         DELTA_TESTS,
         "assert",
     ),
-    "keys of another head": (DELTA, "head / (params.heads / params.key_heads)", "head % params.key_heads", "none", DELTA_TESTS, "assert"),
+    "keys of another head": (
+        DELTA,
+        "static_cast<int>(head) / (static_cast<int>(params.heads) / static_cast<int>(params.key_heads))",
+        "head % params.key_heads",
+        "none",
+        DELTA_TESTS,
+        "assert",
+    ),
     "columns of the next row": (DELTA, "is_live = column < params.value_dim", "is_live = true", "address", DELTA_TESTS, OVERRUN),
     "steps of the tile before": (
         DELTA,
