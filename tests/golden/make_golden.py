@@ -4,7 +4,7 @@ Run with an environment that has this package, torch (CPU) and transformers::
 
     python tests/golden/make_golden.py
 
-``rope.json`` has the frequencies of each kind of RoPE.
+``rope.json`` has the frequencies of each kind of RoPE, ``defaults.json`` what fields are that a ``config.json`` leaves out.
 
 Each folder has a ``config.json``, from which ``weights.py`` makes the weights, and gets ``golden.safetensors``: ``input_ids``
 uint8 ``[tokens]``, and ``logits`` float32 ``[len(lengths), vocab]`` after the first ``lengths`` (uint8) of them, of one full pass in
@@ -13,6 +13,7 @@ float32 over the weights as stored. ``versions.json`` says what made them.
 The sizes are all different, so that a swapped axis shows; norm weights are not 1 and biases not 0, so that leaving one out shows.
 """
 
+import dataclasses
 import json
 
 import numpy as np
@@ -23,6 +24,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.golden.weights import HERE, SEEDS, write
 from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.tensor_shapes import tensor_shapes
 
 LENGTHS = np.array([5, 6, 14, 15, 24])
@@ -102,7 +104,31 @@ def rope(parameters, length):
     return {"rope_parameters": parameters, "length": length, "frequencies": frequencies.tolist(), "factor": float(factor)}
 
 
+#: Fields that a family may read.
+FIELDS = (
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps", "hidden_act"),
+    *(
+        "hidden_activation",
+        "use_sliding_window",
+        "sliding_window",
+        "max_window_layers",
+        "attention_bias",
+        "mlp_bias",
+        "query_pre_attn_scalar",
+    ),
+    *("attn_logit_softcapping", "final_logit_softcapping", "no_rope_layer_interval", "embedding_multiplier", "logits_scaling"),
+    *("residual_multiplier", "attention_multiplier", "tie_word_embeddings", "bos_token_id", "eos_token_id"),
+)
+
+
+def defaults(family):
+    """Return the defaults of a family for the fields that it has."""
+    fields = {field.name: field.default for field in dataclasses.fields(type(transformers.AutoConfig.for_model(family)))}
+    return {name: fields[name] for name in FIELDS if name in fields}
+
+
 if __name__ == "__main__":
+    (HERE / "defaults.json").write_text(json.dumps({family: defaults(family) for family in FAMILIES}, indent=1) + "\n")
     found = {name: rope(*case) for name, case in ROPES.items()}
     (HERE / "rope.json").write_text(json.dumps(found, indent=1) + "\n")
     for name, seed in SEEDS.items():
