@@ -26,12 +26,19 @@ def rows(out: str, title: str) -> list[list[str]]:
 def test_model_cache_and_origin(run: Run, engine: Path):
     done = run("inspect", engine)
     assert (done.code, done.err) == (0, "")
-    path, model, cache, built_by, built_from = done.out.splitlines()[:5]
+    path, model, cache, built_by, built_from, run_by = done.out.splitlines()[:6]
     assert path == str(engine)
     assert model == f"model: llama, {CONFIG.num_layers} layers, computed in float16"
     assert cache == "cache: 3 slots of 38 tokens, float16, separate"
     assert built_by == "built by: tensorrt_rtx 1.7.1; compute capabilities: not restricted"
     assert built_from.startswith(f"built from: {engine.parent / 'model'}, fingerprint ")
+    assert run_by == "can be run by: tensorrt, torch, reference"
+
+
+def test_without_the_checkpoint_only_tensorrt_can_run_it(run: Run, engine: Path):
+    (engine.parent / "model").rename(engine.parent / "elsewhere")
+    assert "\ncan be run by: tensorrt; torch and reference need the checkpoint, which is gone\n" in run("inspect", engine).out
+    assert json.loads(run("inspect", engine, "--json").out)["engines"] == ["tensorrt"]
 
 
 def test_tensors_of_layers_that_are_alike_share_a_row(run: Run, engine: Path):

@@ -56,7 +56,7 @@ class Scene:
 
     def sample(self, logits):
         self.sampler.sample(self.memory.to_device(logits, stream=self.stream), self.tokens[: len(logits)], stream=self.stream)
-        return self.sampler.download(stream=self.stream)
+        return self.sampler.download(len(logits), stream=self.stream)
 
     def step(self):
         logits = self.logits()
@@ -157,6 +157,18 @@ def test_a_step_is_read_while_the_next_one_is_on_its_way(scene):
         assert [one.token for one in step.read()] == [
             request.choose(row, full=False).token for request, row in zip(scene.requests, logits, strict=True)
         ]
+
+
+def test_as_many_slots_are_sent_as_are_asked_for(scene):
+    """Whatever was sampled last: a graph that is replayed may have been captured before another size was sampled."""
+    logits = scene.logits()
+    all_of_them = [one.token for one in scene.sample(logits).read()]
+    scene.sample(logits[:2])
+    assert [one.token for one in scene.sampler.download(6, stream=scene.stream).read()][2:] == all_of_them[2:]
+    assert len(scene.sampler.download(3, stream=scene.stream).read()) == 3
+    for batch in (0, 7):
+        with pytest.raises(RangeError, match=f"^batch: expected an integer from 1 to 6, got {batch}"):
+            scene.sampler.download(batch, stream=scene.stream)
 
 
 @pytest.mark.parametrize(

@@ -129,7 +129,7 @@ class DeviceSampler(Uncopyable):
     >>> logits = memory.to_device(np.log(np.array([[1, 2, 3, 4], [1, 1, 1, 1]], np.float32)), stream=stream)
     >>> tokens = memory.to_device(np.zeros(2, np.int32), stream=stream)
     >>> sampler.sample(logits, tokens, stream=stream)
-    >>> [one.token for one in sampler.download(stream=stream).read()]
+    >>> [one.token for one in sampler.download(2, stream=stream).read()]
     [3, -1]
     """
 
@@ -150,7 +150,6 @@ class DeviceSampler(Uncopyable):
             for _ in range(_PAGES)
         ]
         self._page = 0
-        self._batch = 0
         # For each slot the number of most likely tokens to report: -1 for none at all, None if it is not active.
         self._tops: list[int | None] = [None] * max_batch_size
 
@@ -348,13 +347,14 @@ class DeviceSampler(Uncopyable):
         choose_tokens(logits, rows, tokens, workspace=self._workspace, stream=stream)
         if self._wants_logprobs:
             token_logprobs(logits, rows, self._logprobs[:batch], workspace=self._workspace, stream=stream)
-        self._batch = batch
 
-    def download(self, *, stream: Any) -> SampledTokens:
-        """Send the tokens of the last :meth:`sample` to the host.
+    def download(self, batch: int, *, stream: Any) -> SampledTokens:
+        """Send the tokens that were chosen last to the host.
 
         Parameters
         ----------
+        batch : int
+            Of so many slots: those of the :meth:`sample` before, which may have been the replay of a graph.
         stream : cuda.core.Stream
             The copies, into page-locked memory, are ordered on it; the call neither waits nor allocates on the device.
 
@@ -362,8 +362,13 @@ class DeviceSampler(Uncopyable):
         -------
         SampledTokens
             To be read before the second next call of this method overwrites it.
+
+        Raises
+        ------
+        RangeError
+            There are not so many slots.
         """
-        batch = self._batch
+        int_in_range("batch", batch, 1, len(self._tops))
         results, logprobs = (page[:batch] for page in self._pages[self._page])
         self._page = (self._page + 1) % _PAGES
         self._memory.download(results, self._rows.results[:batch], stream=stream)

@@ -147,6 +147,7 @@ class TokenSteps:
         slots = compress(range(len(requests)), going)
         return [requests[slot].choose(logits[slot], full=self._batch.is_full(slot)) for slot in slots]
 
+    @nvtx_range("decode")
     def _step_on_device(
         self, requests: Sequence[Request], tokens: list[int], going: Sequence[bool] | None, *, ahead: bool
     ) -> list[GeneratedToken]:
@@ -215,7 +216,7 @@ class TokenSteps:
         tokens, logits = self._steps.device_views(len(places))
         self._sampler.sample(logits, tokens, stream=stream)
         after = {slot: None if place is None else _Place(place.request, place.num_tokens + 1) for slot, place in enumerate(places)}
-        return self._enqueued(places, self._sampler.download(stream=stream)), after
+        return self._enqueued(places, self._sampler.download(len(places), stream=stream)), after
 
     def _enqueued(self, places: _Places, sampled: SampledTokens | KVCacheError) -> _EnqueuedStep:
         return _EnqueuedStep(places, self._batch.slots, self._batch.held, self._steps.enqueues, sampled)

@@ -8,6 +8,7 @@ from trt_kvcache.dtypes import itemsize
 from trt_kvcache.kernels.attention_params import AttentionParams, score_factors
 from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, decode_shared_nbytes, decode_tiles
 from trt_kvcache.kernels.attention_workspace import MAX_BLOCKS_PER_SM, AttentionWorkspace, partials_shape
+from trt_kvcache.kernels.cuda.arguments import address
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch, starts_early
 from trt_kvcache.kernels.cuda.prefill_plan import prefill_plan
 from trt_kvcache.kernels.source_variants import variant_name
@@ -41,11 +42,6 @@ def _memory(params: AttentionParams) -> CudaMemory:
     return memory
 
 
-def _address(tensor: DeviceTensor | None) -> int:
-    """Return the address of a tensor; 0, a null pointer, for none."""
-    return 0 if tensor is None else int(tensor.ptr)
-
-
 def _strides(axis: int, *tensors: DeviceTensor) -> tuple[int, ...]:
     """Return strides in bytes."""
     return tuple(tensor.strides[axis] * itemsize(tensor.dtype) for tensor in tensors)
@@ -62,11 +58,11 @@ def _decode(params: AttentionParams, workspace: AttentionWorkspace, stream: Any)
     blocks = min(memory.multiprocessor_count * tiles["BLOCKS_PER_SM"], useful_blocks)
     splits_per_head, heads_per_block = blocks // heads, -(-heads // blocks)
     arguments = (
-        *(params.lengths.ptr, _address(params.new_lengths), tokens, params.window),
+        *(params.lengths.ptr, address(params.new_lengths), tokens, params.window),
         *(slots, kv_heads, splits_per_head, heads_per_block, params.group),
         *(cache.ptr, *_strides(0, cache), *_strides(1, cache)),
         *(q.ptr, *_strides(0, q), k.ptr, *_strides(0, k), v.ptr, *_strides(0, v)),
-        *(_address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap)),
+        *(address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap)),
         *(params.out.ptr, workspace.partials.ptr, workspace.partials.ptr + workspace.flagged_nbytes),
     )
     launch(
@@ -89,7 +85,7 @@ def _append(params: AttentionParams, stream: Any) -> None:
     words = width * kv_heads * head_dim // 2  # of two elements, one for each thread
     arguments = (
         *(k.ptr, v.ptr, *_strides(0, k, v), *_strides(1, k, v), cache.ptr, *_strides(0, cache), *_strides(1, cache), cache.shape[3]),
-        *(params.lengths.ptr, _address(params.new_lengths), _address(params.cos_sin), params.rotary_dim, width, kv_heads),
+        *(params.lengths.ptr, address(params.new_lengths), address(params.cos_sin), params.rotary_dim, width, kv_heads),
     )
     launch(
         memory,
@@ -108,11 +104,11 @@ def _prefill(params: AttentionParams, workspace: AttentionWorkspace, stream: Any
     if not plan.appends:
         _append(params, stream)
     arguments = (
-        *(params.lengths.ptr, _address(params.new_lengths), cache.shape[3], params.window),
+        *(params.lengths.ptr, address(params.new_lengths), cache.shape[3], params.window),
         *(q.shape[0], k.shape[2], params.group, q.shape[1], plan.row_blocks, int(plan.splits)),
         *(cache.ptr, *_strides(0, cache), *_strides(1, cache)),
         *(q.ptr, *_strides(0, q), *_strides(1, q), k.ptr, *_strides(0, k), *_strides(1, k), v.ptr, *_strides(0, v), *_strides(1, v)),
-        *(_address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap)),
+        *(address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap)),
         *(params.out.ptr, workspace.partials.ptr),
     )
     launch(
