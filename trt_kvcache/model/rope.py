@@ -209,6 +209,8 @@ class RopeConfig:
                     f"{_ORIGINAL}: expected one value, got {shown(top.get(_ORIGINAL))} and, in {spelling}, {shown(fields.get(_ORIGINAL))}."
                 )
             found[_ORIGINAL] = original or fields.integer(_ORIGINAL, max_position_embeddings)
+            if kind == "dynamic" and found[_ORIGINAL] != max_position_embeddings:
+                raise fields.refusal(_ORIGINAL, f"max_position_embeddings={max_position_embeddings} with RoPE {kind}")
         if "factor" in wanted:
             ratio = max_position_embeddings / found[_ORIGINAL] if kind == "longrope" else None
             found["factor"] = fields.number("factor", ratio)
