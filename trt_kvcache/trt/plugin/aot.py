@@ -44,8 +44,12 @@ def blocks(fields: AttentionAttributes) -> int:
 
 def tiles(head_dim: int) -> tuple[int, int, int]:
     """Return the warps of a block, the stages of a warp's ring, and the bytes of shared memory."""
-    tokens = decode_tiles(head_dim, _LIKE)["TILE_TOKENS"]
-    sizes = [(warps, stages, decode_block_nbytes(head_dim, _ROWS, warps, stages, tokens)) for warps in (4, 2, 1) for stages in (4, 3, 2)]
+    like = decode_tiles(head_dim, _LIKE)
+    sizes = [
+        (warps, stages, decode_block_nbytes(head_dim, _ROWS, {**like, "WARPS": warps, "STAGES": stages}))
+        for warps in (4, 2, 1)
+        for stages in (4, 3, 2)
+    ]
     return next(one for one in sizes if one[2] <= _SHARED_NBYTES)
 
 
