@@ -135,15 +135,15 @@ __device__ __forceinline__ void update_softmax(RowStates<kRows>& state, TileScor
             }
         }
         if (needs_mask) {
+            int first_keys[2] = {at.first_key, at.first_key};  // of this lane's rows
+            if constexpr (kMaxNewTokens > 1) {
 #pragma unroll
-            for (int i = 0; i < 2; i++) {
-                int first_key = at.first_key;
-                if constexpr (kMaxNewTokens > 1) first_key = at.first_key_of(params, divide(16 * m + 8 * i + lane / 4, params.group_size));
+                for (int i = 0; i < 2; i++) first_keys[i] = at.first_key_of(params, divide(16 * m + 8 * i + lane / 4, params.group_size));
+            }
 #pragma unroll
-                for (int x = 2 * i; x < kTileTokens / 2; x += x % 2 ? 3 : 1) {
-                    const int key = first_token + x / 4 * 8 + lane % 4 * 2 + x % 2;
-                    if (key >= at.position || key < first_key) scores[m][x / 4][x % 4] = kMaskedScore;
-                }
+            for (int x = 0; x < kTileTokens / 2; x++) {
+                const int key = first_token + x / 4 * 8 + lane % 4 * 2 + x % 2;
+                if (key >= at.position || key < first_keys[x % 4 / 2]) scores[m][x / 4][x % 4] = kMaskedScore;
             }
         }
 #pragma unroll
@@ -246,7 +246,8 @@ __device__ __forceinline__ void store_output(const DecodeParams& params, const T
 __device__ __forceinline__ void store_zeros(const DecodeParams& params, const TileCoord& at, int first_token) {
 #pragma unroll 1
     for (int token = first_token; token < params.width; token++) {
-        unsigned char* out = output_rows(params, at) + token * output_token_stride(params);
+        unsigned char* out = output_rows(params, at);
+        if constexpr (kMaxNewTokens > 1) out += token * output_token_stride(params);
 #pragma unroll 1
         for (int x = threadIdx.x; x < params.group_size * kRowChunks; x += kBlockThreads) reinterpret_cast<uint4*>(out)[x] = uint4{};
     }
@@ -268,7 +269,7 @@ template <int kRows>
 __device__ __forceinline__ void decode(const DecodeParams& params) {
     DYNAMIC_SHARED(unsigned char, start_of_shared);
     const DecodeSharedMemory<kRows> smem(start_of_shared);
-    static_assert(kStages * DecodeSharedMemory<kRows>::kHeadBufferBytes >= 16 * kRows * kStripsPerRow * kStripVectors,
+    static_assert(kHeadBuffers * DecodeSharedMemory<kRows>::kHeadBufferBytes >= 16 * kRows * kStripsPerRow * kStripVectors,
                   "the head buffers also hold a block's own strips");
     const int warp = threadIdx.x / 32;
     const L2Policy policy = evict_first_policy();
@@ -318,6 +319,10 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
                 } else {
                     start_with_few(state, queries, params, at, head);
                 }
+            }
+            if constexpr (kHeadBuffers < kStages) {
+                static_assert(QueryFragments<kRows>::kInRegisters, "nothing of the head is read after this");
+                __syncthreads();  // the buffer is filled again in this step
             }
         }
         const bool has_tile = warp < count && at.position >= 0;

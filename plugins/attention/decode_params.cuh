@@ -15,12 +15,15 @@ constexpr int kMinTilesPerBlock = MIN_TILES_PER_BLOCK;
 constexpr int kStreamKCostTiles = STREAMK_COST_TILES;
 // New tokens of a slot, at most: 1 in decode.cu, several in decode_few.cu. The rows of a K/V head are its new tokens times its query heads.
 constexpr int kMaxNewTokens = MAX_NEW_TOKENS;
+// Buffers for q, k, v and angles of a head: kStages, or one less where they are large, which costs a barrier for each head.
+constexpr int kHeadBuffers = HEAD_BUFFERS;
 // Accumulators of Q K^T that do not wait for each other.
 constexpr int kQKAccumulators = QK_ACCUMULATORS;
 // Chunks of a lane's part of a tile that are loaded speculatively, before lengths are known: 32 KiB for a block.
 constexpr int kSpeculativeChunks = kTileChunks < 2048 / kWarps ? kTileChunks / 32 : 64 / kWarps;
 
 static_assert(kTileTokens >= 16, "a ring tile also holds a warp's output of 8 rows, in float");
+static_assert(kHeadBuffers == kStages || kHeadBuffers == kStages - 1, "as many as there are heads in flight, and the one in use");
 static_assert(kMinTilesPerBlock % kWarps == 0, "in the even split, tiles of other blocks are skipped between two steps of kWarps tiles");
 
 struct DecodeParams {

@@ -6,7 +6,7 @@
 //                  K and V of consecutive tiles in turn: K0 V0 K1 V1 ... A warp's tiles are filled and read by that warp alone, so
 //                  __syncwarp is enough. At the end of a head the tile used last holds the warp's output (kernel: reduce_warps), and at
 //                  the end of the kernel the whole ring holds what other blocks published (SplitKVReduce::collect).
-//     heads        [kStages] buffers of R + 4 T rows: R rows of q, T of k, T of v (all swizzled if T > 1), 2 T of cosines and sines
+//     heads        [kHeadBuffers] buffers of R + 4 T rows: R rows of q, T of k, T of v (all swizzled if T > 1), 2 T of cosines and sines
 //                  Filled by all threads, read by all warps after a barrier. At the end of the kernel: strips that this block merges.
 //     new_token    if T = 1, 2 rows: k after RoPE, and v, of the new token. Written by all threads at the start of a head; read by the last
 //                  warp.
@@ -57,7 +57,7 @@ struct DecodeSharedMemory {
     __device__ __forceinline__ explicit DecodeSharedMemory(unsigned char* start) {
         ring = start;
         heads = ring + kWarps * kRingTiles * kTileBytes;
-        new_token = heads + kStages * kHeadBufferBytes;
+        new_token = heads + kHeadBuffers * kHeadBufferBytes;
         warp_totals = reinterpret_cast<float2*>(new_token + kNewTokenBytes);
     }
     __device__ __forceinline__ unsigned char* ring_tile(int warp, int tile) const { return ring + (warp * kRingTiles + tile) * kTileBytes; }

@@ -41,7 +41,7 @@ struct TileCoord {
         num_tiles = max((position + kTileTokens - 1) / kTileTokens - first_tile, 1);
     }
     // Rows of the head, if the slot takes part.
-    __device__ __forceinline__ int rows(const DecodeParams& params) const { return count * params.group_size; }
+    __device__ __forceinline__ int rows(const DecodeParams& params) const { return (kMaxNewTokens == 1 ? 1 : count) * params.group_size; }
     // The first token inside the window of a new token.
     __device__ __forceinline__ int first_key_of(const DecodeParams& params, int token) const {
         return params.window > 0 ? max(0, position + token - (params.window - 1)) : 0;
@@ -185,7 +185,7 @@ __device__ __forceinline__ WorkRange schedule(const DecodeParams& params, const 
 struct TileIterator {
     TileCoord at;     // the tile of warp 0
     int done;         // its number in the range
-    int head_buffer;  // which of the kStages buffers in shared memory the head's q, k, v and angles use
+    int head_buffer;  // which of the kHeadBuffers buffers in shared memory the head's q, k, v and angles use
 
     __device__ __forceinline__ explicit TileIterator(const WorkRange& work) : at(work.first), done(work.begin), head_buffer(0) {}
 
@@ -203,7 +203,7 @@ struct TileIterator {
         }
         if (at.tile < at.num_tiles) return;
         at.tile = 0;
-        head_buffer = head_buffer + 1 == kStages ? 0 : head_buffer + 1;
+        head_buffer = head_buffer + 1 == kHeadBuffers ? 0 : head_buffer + 1;
         if (++at.kv_head < params.num_kv_heads) return;
         at.kv_head = 0;
         if (++at.slot < params.batch_size) at.load_lengths(params);

@@ -173,6 +173,7 @@ FEW_CASES = {
     "one each": Case(lengths=(31, 140), width=8, group=1, head_dim=80, dtype="bfloat16"),
     "sixteen heads": Case(lengths=(100,), width=2, group=16, head_dim=80, rotary_dim=32, dtype="bfloat16"),
     "large heads": Case(lengths=(140, 17), new=(4, 3), width=4, group=4, head_dim=256, rotary_dim=64, in_place=True),
+    "many large heads": Case(lengths=(40, 3, 17, 100), new=(8, 8, 5, 7), width=8, kv_heads=4, group=2, head_dim=256),
     "large heads, few rows": Case(lengths=(33,), width=3, group=2, head_dim=256, softcap=5.0, scale=0.3),
     "out of bounds": Case(lengths=(148, 150, 10, -3, 20), new=(6, 6, 7, 5, -1), width=6, group=3),
     "window": Case(lengths=(149 - 7, 20, 0), window=33, width=5, new=(5, 5, 4), group=2, head_dim=128),

@@ -29,6 +29,9 @@ MIN_SCORE_FACTOR, MAX_SCORE_FACTOR = 1e-6, 1e6
 #: Rows of the matrix that holds the query heads of a K/V head, in each of the decode kernels.
 DECODE_ROWS = (8, 16)
 
+#: New tokens of a slot, at most, in the decode kernels for a few of them.
+MAX_FEW_TOKENS = 8
+
 _KIB = 1024
 
 #: Bytes of shared memory that a block may have. An architecture that is not listed has at least the smallest of them.
@@ -89,15 +92,15 @@ def decode_block_nbytes(head_dim: int, rows: int, tiles: Mapping[str, int]) -> i
     rows : int
         Of the matrix of q.
     tiles : mapping of str to int
-        The macros ``WARPS``, ``STAGES``, ``TILE_TOKENS`` and ``MAX_NEW_TOKENS``.
+        The macros ``WARPS``, ``STAGES``, ``HEAD_BUFFERS``, ``TILE_TOKENS`` and ``MAX_NEW_TOKENS``.
 
     Notes
     -----
     ``DecodeSharedMemory`` in ``plugins/attention/kv_pipeline.cuh`` lays it out: ring, head buffers, a single new token, totals of warps.
     """
-    row, warps, stages, new_tokens = row_nbytes(head_dim, "float16"), tiles["WARPS"], tiles["STAGES"], tiles["MAX_NEW_TOKENS"]
-    single = 2 if new_tokens == 1 else 0
-    return (warps * (2 * stages - 1) * tiles["TILE_TOKENS"] + stages * (rows + 4 * new_tokens) + single) * row + 8 * warps * rows
+    row, warps, new_tokens = row_nbytes(head_dim, "float16"), tiles["WARPS"], tiles["MAX_NEW_TOKENS"]
+    ring, head_rows = warps * (2 * tiles["STAGES"] - 1) * tiles["TILE_TOKENS"], tiles["HEAD_BUFFERS"] * (rows + 4 * new_tokens)
+    return (ring + head_rows + (2 if new_tokens == 1 else 0)) * row + 8 * warps * rows
 
 
 @cache
@@ -106,23 +109,23 @@ def decode_tiles(head_dim: int, arch: str) -> dict[str, int]:
 
     ``plugins/attention/decode_params.cuh`` says what each of them means.
     """
-    return _decode_tiles(head_dim, arch, DECODE_ROWS[-1], 1)
+    return _decode_tiles(head_dim, arch, DECODE_ROWS[-1], 1, 0)
 
 
 @cache
 def few_tiles(head_dim: int, arch: str) -> dict[str, int]:
     """Return the macros of the decode kernels for a few new tokens: the same, with room for more rows and tokens.
 
-    More rows of a head dim of 256 would not fit into the registers of a warp.
+    With a head dim of 256, the output of more than 16 rows would not fit into registers, nor a further buffer into shared memory.
     """
-    rows, new_tokens = (32, 8) if head_dim <= 128 else (16, 4)
-    return {**_decode_tiles(head_dim, arch, rows, new_tokens), "MAX_ROWS": rows}
+    rows, left_out = (32, 0) if head_dim <= 128 else (16, 1)
+    return {**_decode_tiles(head_dim, arch, rows, MAX_FEW_TOKENS, left_out), "MAX_ROWS": rows}
 
 
-def _decode_tiles(head_dim: int, arch: str, rows: int, new_tokens: int) -> dict[str, int]:
+def _decode_tiles(head_dim: int, arch: str, rows: int, new_tokens: int, buffers_left_out: int) -> dict[str, int]:
     sizes = {"TILE_TOKENS": 32 if head_dim <= 64 else 16, "MAX_NEW_TOKENS": new_tokens}
     for warps in (8, 4, 2):
-        tried = [{"WARPS": warps, "STAGES": stages, **sizes} for stages in (4, 3, 2)]
+        tried = [{"WARPS": warps, "STAGES": stages, "HEAD_BUFFERS": stages - buffers_left_out, **sizes} for stages in (4, 3, 2)]
         fitting = [one for one in tried if decode_block_nbytes(head_dim, rows, one) <= shared_limit(arch)]
         if fitting:
             break

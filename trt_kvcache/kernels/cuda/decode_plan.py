@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import NamedTuple
 
-from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, decode_block_nbytes, decode_tiles, few_tiles
+from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, MAX_FEW_TOKENS, decode_block_nbytes, decode_tiles, few_tiles
 
 
 class DecodePlan(NamedTuple):
@@ -54,7 +54,7 @@ def decode_plan(cache: tuple[int, ...], width: int, group: int, arch: str, multi
     else:
         source, tiles = "attention_decode_few", few_tiles(head_dim, arch)
         most = tiles["MAX_ROWS"]
-        if width > tiles["MAX_NEW_TOKENS"] or rows > most:
+        if width > MAX_FEW_TOKENS or rows > most:
             return None
         compiled, name = (most, source) if 2 * rows > most else (most // 2, f"{source}_half")
     heads = slots * kv_heads
