@@ -5,6 +5,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 TORCH ?= torch==2.13.0
 TORCH_READY := .venv/.torch
+TRANSFORMERS_READY := .venv/.transformers
 FAST := not trt and not gpu and not slow and not long
 JOBS ?= auto
 SUMS := tests/end_to_end tests/reference tests/session tests/kernels
@@ -76,6 +77,7 @@ test-torch: $(TORCH_READY)  ## Run the tests of the PyTorch engine on the CPU; i
 .PHONY: docs
 docs: $(READY)  ## Build the documentation into build/docs; a warning is a failure
 	@$(BIN)/python docs/images/draw.py --check
+	@$(BIN)/python docs/models_table.py --check
 	@$(BIN)/sphinx-build --builder html --fail-on-warning --keep-going --nitpicky --jobs auto --quiet docs build/docs
 	@echo "build/docs/index.html"
 
@@ -89,7 +91,7 @@ engines: $(READY)  ## Build the shipped model's engines into out/
 	$(BIN)/trt-kvcache build examples/tiny-llama -o out/tiny-llama-mask --max-batch-size 4 --attention mask
 
 .PHONY: bench
-bench: $(READY)  ## Measure what needs no GPU: host time of a step, sampling, imports, moves, builds, segments; results go to benchmarks/results
+bench: $(TRANSFORMERS_READY)  ## Measure what needs no GPU: host time of a step, sampling, imports, moves, builds, segments, PyTorch; results go to benchmarks/results
 	$(BIN)/python benchmarks/host_step.py
 	$(BIN)/python benchmarks/sampling.py
 	$(BIN)/python benchmarks/import_time.py
@@ -97,6 +99,7 @@ bench: $(READY)  ## Measure what needs no GPU: host time of a step, sampling, im
 	$(BIN)/python benchmarks/build.py
 	$(BIN)/python benchmarks/build_estimate.py
 	$(BIN)/python benchmarks/segments.py
+	$(BIN)/python benchmarks/torch_engine.py
 	$(BIN)/python benchmarks/tables.py
 
 .PHONY: clean
@@ -115,3 +118,7 @@ $(READY): pyproject.toml
 $(TORCH_READY): $(READY)
 	@$(BIN)/python -c "import torch" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check $(TORCH)
 	@touch $(TORCH_READY)
+
+$(TRANSFORMERS_READY): $(TORCH_READY)
+	@$(BIN)/python -c "import transformers" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check transformers
+	@touch $(TRANSFORMERS_READY)

@@ -14,8 +14,8 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trt_kvcache import InferenceSession, KVCacheManager, Tokenizer
-from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.engine.decoder_tensors import cache_config
+from trt_kvcache.model import ModelConfig
 from trt_kvcache.torch_engine import TorchEngine
 
 LLAMA_3_8B = {**LLAMA_3_8B_SHAPE, "max_position_embeddings": 8192 + 1024}  # room for tokens after 8192

@@ -60,7 +60,8 @@ def readme_block(content: dict[str, Any]) -> str:
     """Return the block of README.md."""
     device = content["device"]
     speeds = [cell["copy_gb_per_second"] / 1e3 for cell in content["cells"].values() if "copy_gb_per_second" in cell]
-    copies = f"({min(speeds):.1f} to {max(speeds):.1f} TB/s when it was measured, once for each model)." if speeds else "of this GPU."
+    ends = list(dict.fromkeys(f"{speed:.2f}" for speed in (min(speeds), max(speeds)))) if speeds else []
+    copies = f"({' to '.join(ends)} TB/s when it was measured, once for each model)." if speeds else "of this GPU."
     lines = [
         f"![Milliseconds per token of whole models on an {device}, beside the time that reading weights, K and V takes]({IMAGE})",
         "",

@@ -5,9 +5,9 @@ import math
 
 import numpy as np
 
-from trt_kvcache.checkpoint import ModelConfig
-from trt_kvcache.checkpoint.tensor_shapes import tensor_shapes
 from trt_kvcache.dtypes import itemsize, numpy_dtype
+from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.tensor_shapes import tensor_shapes
 
 #: The shape of Qwen2-0.5B: 494 million parameters, the head tied to the embedding.
 QWEN2_0_5B = {

@@ -25,7 +25,6 @@ import numpy as np
 from environment import describe_environment
 
 from trt_kvcache import CudaMemory, HostMemory
-from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors, shape_at
 from trt_kvcache.engine.names import DEFAULT_NAMES
@@ -34,6 +33,7 @@ from trt_kvcache.engine_folder.decoder_segments import decoder_constants, decode
 from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.memory.cuda_memory import find_gpu
 from trt_kvcache.memory.host_memory import HostAllocation, HostStream
+from trt_kvcache.model import ModelConfig
 from trt_kvcache.ops.segments import Segment
 from trt_kvcache.trt.loaded_plan import LoadedPlan
 from trt_kvcache.trt.log import Messages

@@ -200,6 +200,18 @@ def _gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
             yield name, f"{result['tokens_per_second']} tokens/s", ""
 
 
+def _torch_engine(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for dtype, result in content["results"].items():
+        for what, ratio in result["times_as_fast"].items():
+            yield f"PyTorch engine on a CPU, 0.5B Qwen2, {dtype}, {what}: time of transformers over ours", f"{ratio:.2f}", "1"
+
+
+def _torch_engine_gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for row in content["rows"]:
+        share = f"{row['share_of_limit']:.2f} ({row['decode_step_ms']:.2f} ms)"
+        yield f"PyTorch engine, decode step of {row['model']}, batch {row['batch']}: share of the limit that reading sets", share, ""
+
+
 _FILES = {
     "host_step": _host_step,
     "sampling": _sampling,
@@ -209,6 +221,8 @@ _FILES = {
     "import_time": _import_time,
     "moves_host": _moves,
     "segments": _segments,
+    "torch_engine": _torch_engine,
+    "torch_engine_gpu": _torch_engine_gpu,
     "attention": _attention,
     "attention_chunks": _attention,
     "attention_prefill": _attention,

@@ -29,10 +29,10 @@ from environment import describe_environment, write_result
 from random_model import LLAMA_3_8B, QWEN2_0_5B
 
 from trt_kvcache import CudaMemory, HostMemory, InferenceSession, KVCacheManager, Memory
-from trt_kvcache.checkpoint import ModelConfig
-from trt_kvcache.checkpoint.tensor_shapes import EMBEDDING, tensor_shapes
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine.decoder_tensors import cache_config
+from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.tensor_shapes import EMBEDDING, tensor_shapes
 from trt_kvcache.torch_engine import TorchEngine
 
 HERE = Path(__file__).resolve().parent
@@ -156,7 +156,7 @@ def random_loader(config: ModelConfig, dtype: str, device: torch.device) -> Call
 def step_nbytes(config: ModelConfig, dtype: str, batch: int, past: int) -> int:
     """Return the bytes that a decode step must read: all weights but an embedding that is no head, and live K and V."""
     elements = sum(math.prod(shape) for name, shape in tensor_shapes(config).items() if name != EMBEDDING or config.tie_word_embeddings)
-    live = 2 * config.num_layers * config.num_kv_heads * config.head_dim * batch * past
+    live = 2 * sum(layer.mixer.num_kv_heads * layer.mixer.head_dim for layer in config.layers) * batch * past
     return (elements + live) * itemsize(dtype)
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.cache.mamba_cache_manager import MambaCacheManager as MambaCacheManager
     from trt_kvcache.cache.mamba_config import MambaCacheConfig as MambaCacheConfig
     from trt_kvcache.cache.plot import draw_cache as draw_cache
-    from trt_kvcache.checkpoint import Checkpoint as Checkpoint, ModelConfig as ModelConfig, Tokenizer as Tokenizer
+    from trt_kvcache.checkpoint import Checkpoint as Checkpoint, Tokenizer as Tokenizer
     from trt_kvcache.engine.bindings import BindingPlan as BindingPlan
     from trt_kvcache.engine.names import TensorNames as TensorNames
     from trt_kvcache.engine.protocol import (
@@ -78,6 +78,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.memory.cuda_memory import CudaMemory as CudaMemory
     from trt_kvcache.memory.host_memory import HostMemory as HostMemory
     from trt_kvcache.memory.tensor import DeviceTensor as DeviceTensor
+    from trt_kvcache.model import ModelConfig as ModelConfig
     from trt_kvcache.ops.custom_op import CustomOp as CustomOp, TensorType as TensorType, run_on_host as run_on_host
     from trt_kvcache.ops.embedding_op import EmbeddingOp as EmbeddingOp
     from trt_kvcache.ops.registry import register_operation as register_operation, unregister_operation as unregister_operation
@@ -157,7 +158,7 @@ _MODULE_OF = {
     "MambaCacheManager": "cache.mamba_cache_manager",
     "MappingError": "errors",
     "Memory": "memory.base",
-    "ModelConfig": "checkpoint",
+    "ModelConfig": "model",
     "ModelIdentity": "sequences.model_identity",
     "NetworkScript": "polygraphy.network_script",
     "PlaceError": "errors",

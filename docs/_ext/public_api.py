@@ -43,7 +43,7 @@ AREAS = {
     "engines": ("engine", "engine_folder", "trt", "builder", "reference"),
     "operations": ("ops",),
     "kernels": ("kernels",),
-    "checkpoints": ("checkpoint",),
+    "checkpoints": ("checkpoint", "model"),
     "polygraphy": ("polygraphy",),
     "benchmarking": ("benchmarking",),
     "errors": ("errors",),

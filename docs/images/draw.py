@@ -101,7 +101,10 @@ ROWS: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = (
     (YELLOW, (("ops", "custom operations"), ("engine", "protocol, names, bindings"))),
     (PURPLE, (("sequences", "handles, swapping, prompt cache, snapshots"),)),
     (GREEN, (("cache", "managers, layouts, lengths, states"),)),
-    (GREEN, (("generation", "logits to text"), ("kernels", "CUDA and NumPy"), ("checkpoint", "model folders"))),
+    (
+        GREEN,
+        (("generation", "logits to text"), ("kernels", "CUDA and NumPy"), ("checkpoint", "model folders"), ("model", "what is computed")),
+    ),
     (GREY, (("memory", "host and GPU memory, tensors, DLPack"),)),
     (GREY, (("plot", "pictures"), ("_util", "checks, files"), ("dtypes", "names and sizes"), ("errors", "the exceptions"))),
 )

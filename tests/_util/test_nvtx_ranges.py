@@ -27,7 +27,8 @@ GENERATE = """
 import json, nvtx
 from trt_kvcache import InferenceSession
 with InferenceSession.from_model("examples/tiny-llama", engine="reference", max_batch_size=2) as session:
-    list(session.generate([5, 6, 7], max_new_tokens=2, ignore_eos=True))
+    session._token_steps.on_device = {on_device}
+    list(session.generate([5, 6, 7], max_new_tokens=3, ignore_eos=True))
     generated = list(nvtx.EVENTS)
     for count in (1, 2):
         session.submit([5, 6], max_new_tokens=count, ignore_eos=True)
@@ -37,19 +38,28 @@ print(json.dumps([generated, nvtx.EVENTS[len(generated):]]))
 """
 
 
-def ranges(tmp_path, domain):
+def ranges(tmp_path, domain, *, on_device=False):
     (tmp_path / "nvtx.py").write_text(FAKE_NVTX.format(domain=domain))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)])}
-    done = subprocess.run([sys.executable, "-c", GENERATE], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", GENERATE.format(on_device=on_device)], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
 
 def test_prefill_decode_sampling_and_compaction_have_ranges(tmp_path):
     generated, served = ranges(tmp_path, "Domain")
-    assert generated == ["push prefill", "pop", "push sampling", "pop", "push decode", "pop", "push sampling", "pop"]
+    step = ["push decode", "pop", "push sampling", "pop"]
+    assert generated == ["push prefill", "pop", "push sampling", "pop", *step, *step]
     assert "push compaction" in served
     assert {"push prefill", "push decode", "push sampling"} <= set(served)
+
+
+def test_a_step_on_the_device_has_its_sampling_in_its_range(tmp_path):
+    generated, _ = ranges(tmp_path, "Domain", on_device=True)
+    two_samplings = ["push decode", *["push sampling", "pop"] * 2, "pop"]  # the second one is that of the step ahead
+    assert generated == ["push prefill", "pop", "push sampling", "pop", *two_samplings, "push decode", "pop"]
 
 
 def test_without_a_profiler_there_are_none(tmp_path):

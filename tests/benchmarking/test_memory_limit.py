@@ -13,7 +13,7 @@ from tests.paths import ROOT
 from trt_kvcache import HostMemory, InferenceSession, KVCacheManager
 from trt_kvcache.benchmarking import MemoryLimit, copy_bytes_per_second, copy_speed, describe_environment
 from trt_kvcache.benchmarking.memory_use import memory_use
-from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.model import ModelConfig
 
 SHIPPED = ROOT / "examples" / "tiny-llama"
 MODEL = ModelConfig.from_dict(json.loads((SHIPPED / "config.json").read_text(encoding="utf-8")))
@@ -58,6 +58,13 @@ def test_the_fastest_run_counts_and_the_first_does_not(monkeypatch):
     ticks = iter([0.0, 0.1, 1.0, 3.0, 4.0, 5.5, 6.0, 9.0, 10.0, 14.0, 20.0, 22.0])
     monkeypatch.setattr(copy_speed.time, "perf_counter", lambda: next(ticks))
     assert copy_speed._fastest(lambda: None) == 1.5
+
+
+def test_runs_go_on_until_clocks_have_risen(monkeypatch):
+    ticks = iter(tick for run in range(20) for tick in (run, run + (0.5 if run < 12 else 0.25)))
+    monkeypatch.setattr(copy_speed.time, "perf_counter", lambda: next(ticks))
+    assert copy_speed._fastest(lambda: None, at_least_seconds=7) == 0.25
+    assert next(ticks) == 16  # 12 runs of 0.5 s and 4 of 0.25
 
 
 def test_a_copy_is_larger_than_the_last_level_cache(monkeypatch):

@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.small_model import SMALL
+from tests.helpers.small_model import SMALL, with_layers, with_mixer
 from tests.helpers.tensorrt_modules import fake_module
+from trt_kvcache.builder import options as options_module
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig, KVLayout
-from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.model import ModelConfig
 from trt_kvcache.trt.log import TensorRTLog
 from trt_kvcache.trt.module import TensorRT, load
 
@@ -60,12 +61,19 @@ def test_values_that_are_refused(change: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("head_dim", [8, 20, 34, 264, 512])
 def test_head_dim_without_attention_kernels(head_dim: int) -> None:
     with pytest.raises(ConfigError, match=rf"^head_dim: expected a multiple of 8 from 16 to 256, the model has {head_dim}\."):
-        BuildOptions(**GOOD).cache_for(replace(MODEL, head_dim=head_dim))
+        BuildOptions(**GOOD).cache_for(with_mixer(MODEL, head_dim=head_dim))
 
 
 @pytest.mark.parametrize("head_dim", [16, 24, 256])
 def test_head_dim_with_them(head_dim: int) -> None:
-    assert BuildOptions(**GOOD).cache_for(replace(MODEL, head_dim=head_dim)).layers[0].head_dim == head_dim
+    assert BuildOptions(**GOOD).cache_for(with_mixer(MODEL, head_dim=head_dim)).layers[0].head_dim == head_dim
+
+
+def test_what_the_network_does_not_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options_module, "COMPUTED_FEATURES", frozenset())
+    message = r"^layers\[0\]\.mixer\.window = 5: TensorRT's network does not compute attention with a window yet \(llama\)\."
+    with pytest.raises(ConfigError, match=message):
+        BuildOptions(**GOOD).cache_for(with_mixer(MODEL, window=5))
 
 
 def test_longer_than_the_model_was_made_for() -> None:
@@ -84,7 +92,7 @@ def test_bfloat16_where_the_gpu_has_none() -> None:
 
 
 def test_cache_of_a_model() -> None:
-    cache = BuildOptions(**GOOD, dtype="bfloat16").cache_for(replace(MODEL, num_layers=2))
+    cache = BuildOptions(**GOOD, dtype="bfloat16").cache_for(with_layers(MODEL, 2))
     assert cache == KVCacheConfig(
         layers=(KVLayerConfig(num_kv_heads=2, head_dim=24),) * 2,
         max_batch_size=3,
@@ -139,22 +147,26 @@ def test_plugin_attention_needs_tensorrt_10_3() -> None:
     [
         ({"head_dim": 24}, "head_dim: expected one of 64, 80, 96, 128, 256 for plugin attention, got 24."),
         (
-            {"head_dim": 64, "num_attention_heads": 34, "num_kv_heads": 2},
+            {"head_dim": 64, "num_heads": 34, "num_kv_heads": 2},
             "num_attention_heads: expected at most 16 for each K/V head for plugin attention, got 17.",
         ),
-        ({"head_dim": 64, "dtype": "float32"}, "dtype: expected one of float16, bfloat16 for plugin attention, got float32."),
     ],
-    ids=["head_dim", "group", "dtype"],
+    ids=["head_dim", "group"],
 )
 def test_models_that_the_plugin_does_not_support(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        BuildOptions(**GOOD, attention="plugin").check_kernels(replace(MODEL, **changes))
+        BuildOptions(**GOOD, attention="plugin").check_kernels(with_mixer(MODEL, **changes))
     assert str(raised.value) == message
 
 
+def test_a_dtype_that_the_plugin_does_not_support() -> None:
+    with pytest.raises(ConfigError, match=r"^dtype: expected one of float16, bfloat16 for plugin attention, got float32\.$"):
+        BuildOptions(**GOOD, attention="plugin", dtype="float32").check_kernels(with_mixer(MODEL, head_dim=64))
+
+
 def test_a_model_that_the_plugin_supports() -> None:
-    BuildOptions(**GOOD, attention="plugin").check_kernels(replace(MODEL, head_dim=64, num_attention_heads=32, num_kv_heads=2))
+    BuildOptions(**GOOD, attention="plugin").check_kernels(with_mixer(MODEL, head_dim=64, num_heads=32, num_kv_heads=2))
 
 
 def test_other_attention_supports_models_that_the_plugin_does_not() -> None:
-    BuildOptions(**GOOD, attention="mask").check_kernels(replace(MODEL, head_dim=24))
+    BuildOptions(**GOOD, attention="mask").check_kernels(with_mixer(MODEL, head_dim=24))

@@ -17,9 +17,9 @@ import pytest
 
 from tests.helpers.engine_files import make_engine_folder
 from tests.paths import ROOT
-from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.cli import main
 from trt_kvcache.errors import CudaError
+from trt_kvcache.model import ModelConfig
 from trt_kvcache.session import open_model
 
 SHIPPED = ROOT / "examples" / "tiny-llama"
@@ -27,10 +27,12 @@ GOLDEN = ROOT / "tests" / "golden"
 
 #: What the shipped model is; its sizes may change.
 CONFIG = ModelConfig.from_dict(json.loads((SHIPPED / "config.json").read_text(encoding="utf-8")))
+#: The attention of each of its layers.
+MIXER = CONFIG.layers[0].mixer
 #: Bytes of K and V of one of its tokens, in float16.
-TOKEN_NBYTES = CONFIG.num_layers * 2 * CONFIG.num_kv_heads * CONFIG.head_dim * 2
+TOKEN_NBYTES = CONFIG.num_layers * 2 * MIXER.num_kv_heads * MIXER.head_dim * 2
 #: Bytes of the cache of `engine`, whose K and V of a layer each start at a multiple of 256 bytes.
-_SIDE_NBYTES = 3 * 38 * CONFIG.num_kv_heads * CONFIG.head_dim * 2
+_SIDE_NBYTES = 3 * 38 * MIXER.num_kv_heads * MIXER.head_dim * 2
 CACHE_NBYTES = CONFIG.num_layers * 2 * -(-_SIDE_NBYTES // 256) * 256
 
 #: Why `without_gpu` says that there is no GPU.

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.fake_tensorrt import FakeGpuMemory
 from trt_kvcache.session import open_model as opening
 
-from .conftest import CONFIG, GOLDEN, Run, change_json
+from .conftest import GOLDEN, MIXER, Run, change_json
 
 READING_A_MODEL = {
     "generate": ["--engine", "reference", "--prompt-ids", "1"],
@@ -97,8 +97,8 @@ def test_an_unreadable_folder(run: Run, model: Path, tmp_path: Path, monkeypatch
     ("damage", "complaint"),
     [
         (
-            lambda engine: change_json(engine / "config.json", lambda config: config.update(format=4)),
-            "format: this package reads up to 3, got 4. A newer trt-kvcache built the engine: upgrade.",
+            lambda engine: change_json(engine / "config.json", lambda config: config.update(format=5)),
+            "format: this package reads 4, got 5. A newer trt-kvcache built the engine: upgrade.",
         ),
         (
             lambda engine: change_json(engine / "config.json", lambda config: config["kv_cache"]["layers"][1].update(num_kv_heads=3)),
@@ -106,7 +106,7 @@ def test_an_unreadable_folder(run: Run, model: Path, tmp_path: Path, monkeypatch
         ),
         (
             lambda engine: change_json(engine / "config.json", lambda config: config["kv_cache"].update(max_sequence_length=39)),
-            f"tensor `k_cache_0`: expected input `k_cache_0` float16 (-1, {CONFIG.num_kv_heads}, 39, {CONFIG.head_dim}) for this model",
+            f"tensor `k_cache_0`: expected input `k_cache_0` float16 (-1, {MIXER.num_kv_heads}, 39, {MIXER.head_dim}) for this model",
         ),
         (
             lambda engine: change_json(engine / "config.json", lambda config: config["kv_cache"].update(max_batch_size=4)),

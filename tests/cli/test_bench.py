@@ -65,7 +65,7 @@ def test_json(run: Run):
     assert (done.code, done.err) == (0, "")
     document = json.loads(done.out)
     assert (document["engine"], document["device"], document["dtype"]) == ("ReferenceEngine", "cpu", "float16")
-    assert document["model"]["num_layers"] == 2
+    assert document["model"]["layers"] == [0, 0]
     assert document["includes"] == {"logits": True, "sampling": "temperature 0.8, top-p 0.9", "text": True}
     assert document["prompts"] == {"tokens": "random", "seed": 7}
     assert document["limit"]["weights_nbytes"] == document["limit"]["step_weights_nbytes"] > 0

@@ -13,7 +13,7 @@ from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.trt import plan_inspection
 
-from .conftest import CACHE_NBYTES, CONFIG, SHIPPED, TOKEN_NBYTES, Run
+from .conftest import CACHE_NBYTES, CONFIG, MIXER, SHIPPED, TOKEN_NBYTES, Run
 
 
 def rows(out: str, title: str) -> list[list[str]]:
@@ -26,16 +26,23 @@ def rows(out: str, title: str) -> list[list[str]]:
 def test_model_cache_and_origin(run: Run, engine: Path):
     done = run("inspect", engine)
     assert (done.code, done.err) == (0, "")
-    path, model, cache, built_by, built_from = done.out.splitlines()[:5]
+    path, model, cache, built_by, built_from, run_by = done.out.splitlines()[:6]
     assert path == str(engine)
     assert model == f"model: llama, {CONFIG.num_layers} layers, computed in float16"
     assert cache == "cache: 3 slots of 38 tokens, float16, separate"
     assert built_by == "built by: tensorrt_rtx 1.7.1; compute capabilities: not restricted"
     assert built_from.startswith(f"built from: {engine.parent / 'model'}, fingerprint ")
+    assert run_by == "can be run by: tensorrt, torch, reference"
+
+
+def test_without_the_checkpoint_only_tensorrt_can_run_it(run: Run, engine: Path):
+    (engine.parent / "model").rename(engine.parent / "elsewhere")
+    assert "\ncan be run by: tensorrt; torch and reference need the checkpoint, which is gone\n" in run("inspect", engine).out
+    assert json.loads(run("inspect", engine, "--json").out)["engines"] == ["tensorrt"]
 
 
 def test_tensors_of_layers_that_are_alike_share_a_row(run: Run, engine: Path):
-    shape = f"[?, {CONFIG.num_kv_heads}, 38, {CONFIG.head_dim}]"
+    shape = f"[?, {MIXER.num_kv_heads}, 38, {MIXER.head_dim}]"
     assert rows(run("inspect", engine).out, "Tensors") == [
         ["input_ids", "input", "int32", "[?, ?]", ""],
         ["kvcache_start_index", "input", "int32", "[?]", ""],
@@ -65,7 +72,7 @@ def test_every_tensor_can_be_listed(run: Run, engine: Path):
         *("input_ids", "kvcache_start_index", "last_token_ids", "k_cache_0", "v_cache_0", "k_cache_1", "v_cache_1"),
         *("present_k_cache_0", "present_v_cache_0", "present_k_cache_1", "present_v_cache_1", "logits"),
     ]
-    assert found[8] == ["present_v_cache_0", "output", "float16", f"[?, {CONFIG.num_kv_heads}, 38, {CONFIG.head_dim}]", "v_cache_0"]
+    assert found[8] == ["present_v_cache_0", "output", "float16", f"[?, {MIXER.num_kv_heads}, 38, {MIXER.head_dim}]", "v_cache_0"]
 
 
 def test_json_is_one_document(run: Run, engine: Path):

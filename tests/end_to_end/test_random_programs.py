@@ -104,7 +104,8 @@ class Beside:
         for slot in range(len(self.lengths), count):
             seq = self.waiting_in(slot)
             if seq is not None and self.held[seq][0]:
-                self.tokens[slot], self.states[0][slot] = self.held[seq]
+                tokens, self.states[0][slot] = self.held[seq]
+                self.tokens[slot] = list(tokens)
         lengths = [0 if self.states[0][slot] is None else self.upto(len(self.tokens[slot])) for slot in range(count)]
         if self.would_empty_a_pinned_sequence(lengths):
             with pytest.raises(CapacityError, match="is pinned there with tokens"):
@@ -478,6 +479,12 @@ def check(memory, path, seeds):
         of = program(seed)
         print(f"program {seed}: {of}")
         run(memory, path, *of)
+
+
+def test_what_runs_where_a_sequence_waited_is_not_its_own(memory, tmp_path):
+    """A slot is reset to some tokens of the sequence that moves out of it, and runs on; then the sequence is used."""
+    operations = [("sequence", 16376), ("reset", 11646), ("commit", 49826), ("sequence", 14837)]
+    run(memory, tmp_path / "slot", ("linear", {"num_mamba_layers": 0}), KVLayout.COMBINED, "float16", 1, operations)
 
 
 @pytest.mark.parametrize("part", range(4))

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.helpers.small_model import SMALL
+from tests.helpers.small_model import SMALL, with_layers
 from trt_kvcache import KVCacheConfig, KVLayerConfig, KVLayout
-from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors, logits_per_slot, shape_at, step_shape
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.model import ModelConfig
 
 #: 4 query heads over 2 K/V heads of 24, 37 tokens.
 MODEL = ModelConfig.from_dict(SMALL)
 
 
 def cache(attention: str = "native", layers: int = 1) -> KVCacheConfig:
-    model = replace(MODEL, num_layers=layers)
+    model = with_layers(MODEL, layers)
     return cache_config(model, max_batch_size=3, max_sequence_length=38, dtype="float16", attention=attention)
 
 

@@ -42,7 +42,7 @@ def test_config_is_plain_json(model: Path) -> None:
         config = make_config(checkpoint)
     data = json.loads(json.dumps(config.to_dict()))
     assert EngineConfig.from_dict(data) == config
-    assert data["format"] == 2
+    assert data["format"] == 4
     assert data["producer"]["name"] == "trt-kvcache"
     assert data["tensors"][3] == {"name": "k_cache_0", "shape": [-1, 2, 38, 24], "dtype": "float16", "mode": "input", "alias": None}
 
@@ -53,17 +53,11 @@ def with_more_logits(model: Path, *, segmented: bool = False) -> EngineConfig:
 
 
 @pytest.mark.parametrize("segmented", [False, True])
-def test_more_logits_are_a_format_of_their_own(model: Path, segmented: bool) -> None:
+def test_more_logits_are_read_back(model: Path, segmented: bool) -> None:
     config = with_more_logits(model, segmented=segmented)
     data = json.loads(json.dumps(config.to_dict()))
     assert EngineConfig.from_dict(data) == config
-    assert (data["format"], config.max_logits_per_slot, [profile.name for profile in config.profiles]) == (
-        3,
-        5,
-        ["prefill", "decode", "verify"],
-    )
-    with pytest.raises(EngineError, match=r"^format: expected 3 with these profiles, got 2\.$"):
-        EngineConfig.from_dict({**data, "format": 2})
+    assert (config.max_logits_per_slot, [profile.name for profile in config.profiles]) == (5, ["prefill", "decode", "verify"])
 
 
 @pytest.mark.parametrize(
@@ -92,27 +86,13 @@ def test_tensors_without_more_logits_are_refused_where_the_profiles_have_them(mo
         EngineConfig.from_dict(data)
 
 
-def test_an_engine_with_the_logits_of_one_token_is_written_as_before(model: Path) -> None:
-    with Checkpoint.open(model) as checkpoint:
-        profiles = make_config(checkpoint).to_dict()["profiles"]
-    assert profiles[0] == {"name": "prefill", "min_batch": 1, "max_batch": 3, "min_width": 1, "max_width": 11}
-
-
-def test_a_folder_of_the_first_format_is_still_read(folder):
-    config = folder.path / "config.json"
-    data = json.loads(config.read_text())
-    del data["segments"], data["names"]["kv_cache"], data["names"]["present_kv_cache"]
-    config.write_text(json.dumps({**data, "format": 1}))
-    assert EngineFolder.open(folder.path).config == folder.config
-
-
-def test_one_slot_whose_decode_profile_accepts_one_alone_is_still_read(model):
+@pytest.mark.parametrize("older", [1, 2, 3])
+def test_an_older_format_is_refused(model: Path, older: int) -> None:
     with Checkpoint.open(model) as checkpoint:
         data = make_config(checkpoint).to_dict()
-    data["kv_cache"]["max_batch_size"] = 1
-    for profile in data["profiles"]:
-        profile["max_batch"] = 1
-    assert [profile.max_batch for profile in EngineConfig.from_dict(data).profiles] == [1, 1]
+    message = rf"^format: this package reads 4, got {older}\. An older trt-kvcache built the engine: build it again\.$"
+    with pytest.raises(EngineError, match=message):
+        EngineConfig.from_dict({**data, "format": older})
 
 
 def edit(folder: EngineFolder, change: Callable[[dict[str, Any]], object]) -> None:

@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from tests.helpers.small_model import SMALL
-from trt_kvcache.checkpoint import ModelConfig
+from tests.helpers.small_model import SMALL, with_layers
 from trt_kvcache.engine.decoder_tensors import cache_config
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING, decoder_constants, decoder_stages
+from trt_kvcache.model import ModelConfig
 from trt_kvcache.ops.segments import CustomOpNode, Segment, Stage, intermediate_tensors
 
 #: 4 query heads over 2 K/V heads of 24, 40 hidden elements, 37 tokens.
-MODEL = replace(ModelConfig.from_dict(SMALL), num_layers=2)
+MODEL = with_layers(ModelConfig.from_dict(SMALL), 2)
 CACHE = cache_config(MODEL, max_batch_size=3, max_sequence_length=38, dtype="float16", attention="plugin")
 HIDDEN, Q, KV, TABLE = (-1, -1, 40), (-1, -1, 4, 24), (-1, -1, 2, 24), (37, 40)
 

@@ -57,8 +57,8 @@ def with_config(change: Callable[[dict[str, Any]], object]) -> Callable[[EngineF
         (write_config("[1]"), r"config\.json: expected a JSON object, got list"),
         (write_config("{}"), r"config\.json: format: expected a number of 1 or more, got None"),
         (
-            with_config(lambda data: data.update(format=4)),
-            r"config\.json: format: this package reads up to 3, got 4\. A newer trt-kvcache built the engine: upgrade\.",
+            with_config(lambda data: data.update(format=5)),
+            r"config\.json: format: this package reads 4, got 5\. A newer trt-kvcache built the engine: upgrade\.",
         ),
         (with_config(lambda data: data.update(format="1")), r"format: expected a number of 1 or more, got '1'"),
         (with_config(lambda data: data.update(format=True)), r"format: expected a number of 1 or more, got True"),
@@ -66,7 +66,7 @@ def with_config(change: Callable[[dict[str, Any]], object]) -> Callable[[EngineF
         (with_config(lambda data: data["plan"].update(md5="0")), r"a field is missing, unknown or of the wrong kind \(TypeError: .*md5"),
         (with_config(lambda data: data.update(tensors=7)), r"a field is missing, unknown or of the wrong kind \(TypeError"),
         (with_config(lambda data: data["names"].update(k_cache="k")), r"TensorNames\.k_cache: expected a name with \{i\}"),
-        (with_config(lambda data: data["model"].update(model_type="gpt2")), r"model_type: 'gpt2' is not supported"),
+        (with_config(lambda data: data["model"].update(family="gpt2")), r"model\.family: expected one of llama, .*, got 'gpt2'"),
         (
             with_config(lambda data: data["kv_cache"].update(dtype="float64")),
             r"KVCacheConfig\.dtype: expected one of float16",

@@ -13,7 +13,7 @@ from tests.faults.mutations import damage_bytes, damaged_json
 from tests.faults.watch import Findings, peak_nbytes
 from tests.paths import ROOT
 from trt_kvcache import InferenceSession
-from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.model import ModelConfig
 
 FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json")
 
@@ -21,10 +21,7 @@ FILES = ("config.json", "generation_config.json", "tokenizer_config.json", "toke
 FIELDS = {
     "vocab_size": "vocab_size",
     "hidden_size": "hidden_size",
-    "intermediate_size": "intermediate_size",
     "num_hidden_layers": "num_layers",
-    "num_attention_heads": "num_attention_heads",
-    "rms_norm_eps": "rms_norm_eps",
     "max_position_embeddings": "max_position_embeddings",
     "tie_word_embeddings": "tie_word_embeddings",
     "model_type": "family",

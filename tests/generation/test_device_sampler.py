@@ -56,7 +56,7 @@ class Scene:
 
     def sample(self, logits):
         self.sampler.sample(self.memory.to_device(logits, stream=self.stream), self.tokens[: len(logits)], stream=self.stream)
-        return self.sampler.download(stream=self.stream)
+        return self.sampler.download(len(logits), stream=self.stream)
 
     def step(self):
         logits = self.logits()
@@ -85,6 +85,19 @@ def test_a_request_that_continues_elsewhere(scene):
         scene.sampler.clear_slot(slot, stream=scene.stream)
         scene.set_slot(slot)
     scene.step()
+
+
+def test_a_request_enters_with_all_that_it_has_counted(memory, stream):
+    """Token 3 is the most likely one until it has come four times: twice in an earlier part of the request, and twice in this one."""
+    params = SamplingParams(logit_bias={3: 1.0, 4: 0.05}, frequency_penalty=0.3, max_new_tokens=9)
+    logits = np.zeros(VOCAB, np.float32)
+    request = Request(0, [5, 3, 3], params, tokenizer=None, eos_token_ids=(), generated=2)
+    assert [request.choose(logits, full=False).token for _ in range(2)] == [3, 3]
+    sampler = DeviceSampler(memory, max_batch_size=1, vocab_size=VOCAB, stream=stream)
+    request.enter(sampler, 0, stream=stream)
+    token = memory.to_device(np.zeros(1, np.int32), stream=stream)
+    sampler.sample(memory.to_device(logits[None], stream=stream), token, stream=stream)
+    assert token.numpy().tolist() == [4] == [request.choose(logits, full=False).token]
 
 
 def test_rewind(scene):
@@ -157,6 +170,18 @@ def test_a_step_is_read_while_the_next_one_is_on_its_way(scene):
         assert [one.token for one in step.read()] == [
             request.choose(row, full=False).token for request, row in zip(scene.requests, logits, strict=True)
         ]
+
+
+def test_as_many_slots_are_sent_as_are_asked_for(scene):
+    """Whatever was sampled last: a graph that is replayed may have been captured before another size was sampled."""
+    logits = scene.logits()
+    all_of_them = [one.token for one in scene.sample(logits).read()]
+    scene.sample(logits[:2])
+    assert [one.token for one in scene.sampler.download(6, stream=scene.stream).read()][2:] == all_of_them[2:]
+    assert len(scene.sampler.download(3, stream=scene.stream).read()) == 3
+    for batch in (0, 7):
+        with pytest.raises(RangeError, match=f"^batch: expected an integer from 1 to 6, got {batch}"):
+            scene.sampler.download(batch, stream=scene.stream)
 
 
 @pytest.mark.parametrize(

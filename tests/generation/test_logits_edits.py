@@ -68,7 +68,8 @@ class TestPenalties:
         for token in generated:
             edits.add(token)
         given_logits = np.array(logits, np.float32)
-        found = edits.apply(given_logits, generated)
+        found, best = edits.apply(given_logits, generated)
+        assert best == np.argmax(found)
         np.testing.assert_array_equal(found, by_definition(given_logits, params, prompt, [*earlier, *generated]))
         np.testing.assert_array_equal(given_logits, np.array(logits, np.float32))
 
@@ -79,10 +80,10 @@ class TestPenalties:
         generated = [*range(0, 400, 2), *range(0, 400, 3)]
         for token in generated:
             edits.add(token)
-        np.testing.assert_array_equal(edits.apply(logits, generated), by_definition(logits, params, [], generated))
+        np.testing.assert_array_equal(edits.apply(logits, generated)[0], by_definition(logits, params, [], generated))
 
     def test_without_any_the_logits_are_not_copied(self):
-        assert LogitsEdits(SamplingParams(temperature=1.0, logprobs=3), [1]).apply(LOGITS, []) is LOGITS
+        assert LogitsEdits(SamplingParams(temperature=1.0, logprobs=3), [1]).apply(LOGITS, [])[0] is LOGITS
 
     def test_a_biased_token_is_chosen_and_an_excluded_one_is_not(self):
         assert request_for(logit_bias={7: 100}).choose(LOGITS, full=False).token == 7
@@ -132,11 +133,11 @@ class TestPenalties:
 
 
 class TestProcessors:
-    def test_they_see_all_tokens_and_the_penalised_logits(self):
+    def test_they_see_all_tokens_and_the_penalised_logits_which_they_may_keep(self):
         seen = []
 
         def look(tokens, logits):
-            seen.append((tokens, logits.copy(), logits.dtype))
+            seen.append((tokens, logits, logits.dtype))
             return logits
 
         request = request_for(prompt=[5, 6], logits_processors=[look], presence_penalty=1.0)

@@ -12,12 +12,35 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from trt_kvcache.checkpoint import ModelConfig
-from trt_kvcache.checkpoint.tensor_shapes import tensor_shapes
 from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.tensor_shapes import tensor_shapes
 
 HERE = Path(__file__).parent
-SEEDS = {"llama": 1, "llama-llama3-bias": 2, "llama-linear": 3, "qwen2-tied": 4, "qwen3-sharded": 5, "llama-bfloat16-old": 6}
+SEEDS = {
+    "llama": 1,
+    "llama-llama3-bias": 2,
+    "llama-linear": 3,
+    "qwen2-tied": 4,
+    "qwen3-sharded": 5,
+    "llama-bfloat16-old": 6,
+    "mistral": 7,
+    "mistral-window": 8,
+    "ministral3": 9,
+    "ministral3-window": 10,
+    "phi3-long": 11,
+    "phi3-short-window": 12,
+    "gemma2": 13,
+    "gemma2-bias": 14,
+    "gemma3": 15,
+    "gemma3-bias": 16,
+    "smollm3": 17,
+    "smollm3-bias-window": 18,
+    "olmo2": 19,
+    "olmo2-bias": 20,
+    "granite": 21,
+    "granite-bias": 22,
+}
 
 
 def write_all():
@@ -36,6 +59,8 @@ def write(folder):
     files = {name: {} for name in names}
     for place, (name, shape) in enumerate(shapes.items()):
         values = random_values(SEEDS[folder.name], name, shape)
+        if "norm" in name:
+            values -= config.final_norm.weight_offset
         files[names[place * len(names) // len(shapes)]][name] = values.astype(np.float32).astype(dtype)
     contents = {file: save(tensors, metadata={"format": "pt"}) for file, tensors in files.items()}
     if len(names) > 1:

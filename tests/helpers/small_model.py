@@ -1,15 +1,16 @@
 """Writes small Hugging Face folders with random weights."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
 
-from trt_kvcache.checkpoint import ModelConfig
-from trt_kvcache.checkpoint.tensor_shapes import tensor_shapes
 from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.tensor_shapes import tensor_shapes
 
 #: One layer, all sizes different.
 SMALL: dict[str, Any] = {
@@ -26,6 +27,16 @@ SMALL: dict[str, Any] = {
     "torch_dtype": "float16",
     "eos_token_id": 2,
 }
+
+
+def with_mixer(model: ModelConfig, **changes: Any) -> ModelConfig:
+    """Return a model whose layers all have these changes of their attention."""
+    return replace(model, layers=tuple(replace(layer, mixer=replace(layer.mixer, **changes)) for layer in model.layers))
+
+
+def with_layers(model: ModelConfig, count: int) -> ModelConfig:
+    """Return a model with so many times the first layer."""
+    return replace(model, layers=model.layers[:1] * count)
 
 
 def write_model(folder: Path, *, seed: int = 0, scale: float = 0.2, **changes: Any) -> Path:

@@ -7,9 +7,9 @@ import pytest
 
 from tests.helpers.cache_cases import Unchanged, cache_holding
 from trt_kvcache import HostMemory
-from trt_kvcache.checkpoint import RopeConfig
 from trt_kvcache.errors import SnapshotError
 from trt_kvcache.generation.sampler_state import SamplerState
+from trt_kvcache.model import RopeConfig
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.snapshot import load_snapshot, save_snapshot
 

@@ -185,6 +185,7 @@ FEW_CASES = {
     "many parts": Case(lengths=(1496,), kv_heads=1, width=4, tokens=1500, group=7, head_dim=128, in_place=True),
     "many parts in a window": Case(lengths=(1496,), kv_heads=1, width=4, tokens=1500, group=4, window=1200),
     "many large parts": Case(lengths=(3000,), new=(3,), kv_heads=1, width=4, tokens=3004, group=4, head_dim=256),  # stream-K
+    "parts of slots with different rows": Case(lengths=(3000, 400, 400), new=(5, 1, 4), kv_heads=1, width=5, tokens=3005),
     "more parts than there is room for": Case(
         lengths=(3000, *[5] * 7), new=(3, 1, 0, 4, 4, 2, 3, 1), width=4, kv_heads=1, tokens=3004, group=8, head_dim=128
     ),

@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from tests.kernels.plain_choice import place_in, plain_choice, plain_distribution
-from trt_kvcache.kernels.host import token_choice
+from trt_kvcache.kernels.host import ordered_tokens, token_choice
 from trt_kvcache.kernels.host.token_choice import choice_params
 from trt_kvcache.kernels.host.token_weights import class_weights, token_classes, token_weights
 
 #: Sizes with which a vocabulary of a few dozen tokens is a large one.
-SMALL = {"_FEW": 2, "_BLOCK": 3, "_SAMPLE": 9, "_BIN_BITS": 2}
+SMALL = [(token_choice, "FEW", 2), (token_choice, "_BLOCK", 3), (token_choice, "_SAMPLE", 9), (token_choice, "_LIKELIEST", 1)]
+SMALL += [(ordered_tokens, "FEW", 2), (ordered_tokens, "_BIN_BITS", 2)]
 
 
 def choose_token(logits, *, uniform, **options):
@@ -23,8 +24,8 @@ def choose_token(logits, *, uniform, **options):
 
 @pytest.fixture
 def small(monkeypatch):
-    for name, value in SMALL.items():
-        monkeypatch.setattr(token_choice, name, value)
+    for small in SMALL:
+        monkeypatch.setattr(*small)
 
 
 OPTIONS = st.fixed_dictionaries(
@@ -48,8 +49,8 @@ def test_every_way_chooses_the_token_of_the_definition(kind, data, options, unif
     }[kind]
     logits = np.array([0.0, *data.draw(st.lists(values, max_size=40))], np.float32)
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in SMALL.items():
-            patch.setattr(token_choice, name, value)
+        for small in SMALL:
+            patch.setattr(*small)
         assert choose_token(logits, uniform=uniform, **options) == plain_choice(logits, uniform=uniform, **options)
 
 
@@ -143,14 +144,34 @@ def test_a_nucleus_that_ends_at_the_edge_of_a_token(kind, min_p):
                     assert choose_token(logits, uniform=random / 2**53, **options) == token
 
 
+def test_where_bounds_do_not_tell_the_sum_is_computed_and_only_likely_tokens_are_ordered(monkeypatch):
+    in_order, token_weights = token_choice.in_order, token_choice.token_weights
+    ordered, summed = [], []
+    monkeypatch.setattr(token_choice, "in_order", lambda logits, *more: (ordered.append(logits.size), in_order(logits, *more))[1])
+    monkeypatch.setattr(
+        token_choice, "token_weights", lambda logits, *more, **out: (summed.append(1), token_weights(logits, *more, **out))[1]
+    )
+    logits = vocabulary("normal", 20_000)
+    _, weights = plain_distribution(logits, temperature=1.0, top_p=math.nextafter(1, 0))
+    for last in (500, 700, 901):
+        top_p = sum(weights[: last + 1]) / sum(weights)
+        tokens, kept = plain_distribution(logits, temperature=1.0, top_p=top_p)
+        first = -(-sum(kept[: len(tokens) // 2 + 1]) * 2**53 // sum(kept))
+        assert choose_token(logits, uniform=first / 2**53, temperature=1.0, top_p=top_p) == tokens[len(tokens) // 2 + 1]
+    assert summed
+    assert max(ordered) < logits.size / 4
+
+
 @pytest.mark.parametrize("kind", ["normal", "peaked", "flat", "coarse", "excluded", "outlier", "one"])
 @pytest.mark.parametrize("temperature", [1e-25, 0.05, 0.7, 30.0])
-@pytest.mark.parametrize("top_p", [0.3, 0.999])
-def test_bounds_of_the_weights_of_all_but_the_likely_tokens(kind, temperature, top_p):
+@pytest.mark.parametrize("share", [0.01, 0.3])
+def test_bounds_of_the_weights_of_all_but_the_likely_tokens(kind, temperature, share):
     for size in (3000, 70_000):
-        logits, params = vocabulary(kind, size), choice_params(temperature, top_p=top_p)
+        logits, params = vocabulary(kind, size), choice_params(temperature, top_p=0.9)
+        likely, estimates = np.flatnonzero(logits >= np.quantile(logits, 1 - share)), np.empty(size, np.float32)
         with np.errstate(over="ignore", invalid="ignore"):
-            likely, (low, high) = token_choice._likely_tokens(logits, logits[::13], logits.max(), params)
+            token_choice._estimate(logits, logits.max(), params, out=estimates)
+            low, high = token_choice._bounds_of_others(estimates, likely)
             weights = token_weights(logits, logits.max(), params.scale, out=np.empty(size, np.float32))
         others = int(weights.sum(dtype=np.float64) - weights[likely].sum(dtype=np.float64))
         assert low <= others <= high
@@ -190,4 +211,4 @@ def test_a_vocabulary_is_not_sorted(options, monkeypatch):
     monkeypatch.setattr(np, "argsort", lambda array, **more: (sizes.append(array.size), argsort(array, **more))[1])
     for kind in ("normal", "peaked"):
         choose_token(vocabulary(kind, 50_000), uniform=0.4, temperature=1.0, **options)
-    assert max(sizes, default=0) <= token_choice._FEW
+    assert max(sizes, default=0) <= token_choice.FEW

@@ -16,6 +16,7 @@ LAYERS = (
     "_util",
     "plot",
     "memory",
+    "model",
     "checkpoint",
     "kernels",
     "generation",

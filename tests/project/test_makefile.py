@@ -47,9 +47,9 @@ def checkout(tmp_path):
 
 @pytest.fixture
 def ready(checkout):
-    """A checkout whose environment, torch too, is newer than what it was made from."""
+    """A checkout whose environment, torch and transformers too, is newer than what it was made from."""
     (checkout / ".venv").mkdir()
-    for name in (".ready", ".torch"):
+    for name in (".ready", ".torch", ".transformers"):
         (checkout / ".venv" / name).touch()
     os.utime(checkout / "pyproject.toml", (0, 0))
     return checkout

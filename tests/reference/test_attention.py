@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trt_kvcache.checkpoint import RopeConfig, rope_table
+from trt_kvcache.model import RopeConfig, rope_table
 from trt_kvcache.reference import attention
 
 

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from .rig import GOLDEN, MODELS, SAME_LOGITS, Rig, golden
+from tests.helpers.tolerance import assert_close
+
+from .rig import GOLDEN, MODELS, Rig, golden
 
 # Both sides sum in float32, in another order; tables of angles are float64 here and float32 there. Seen: 1e-5.
 TOLERANCE = 2e-4
@@ -31,7 +33,7 @@ def test_any_split_into_chunks_and_decode_steps(model, widths):
     ids, expected = golden(model)
     native, mask, plugin = (Rig(model, attention=attention).run(ids, widths) for attention in ("native", "mask", "plugin"))
     for other in (mask, plugin):
-        np.testing.assert_allclose(other, native, rtol=0, atol=SAME_LOGITS)
+        assert_close(other, native)
     logits = dict(zip(np.cumsum(widths).tolist(), native, strict=True))
     for length in logits.keys() & expected.keys():
         np.testing.assert_allclose(logits[length], expected[length], rtol=0, atol=TOLERANCE)
@@ -46,3 +48,12 @@ def test_rounded_to_other_dtypes(model, dtype):
     for logits in (native, plugin):
         assert TOLERANCE < np.abs(logits - wanted).max() < ROUNDED[dtype]
     np.testing.assert_array_equal(plugin.argmax(axis=-1), native.argmax(axis=-1))
+
+
+def test_the_length_of_the_cache_chooses_the_factors_of_longrope():
+    """A cache of more than 80 tokens, the original context, takes those for long sequences, as keys are rotated once."""
+    ids, expected = golden("phi3-short-window")
+    length = max(expected)
+    for rows, is_short in ((80, True), (81, False)):
+        found = Rig("phi3-short-window", length=rows).step(ids, [0], [length - 1])[0]
+        assert bool(np.abs(found - expected[length]).max() < TOLERANCE) is is_short

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from trt_kvcache.model import NormConfig
 from trt_kvcache.reference import model
 from trt_kvcache.reference.weights import Projection
 
@@ -15,7 +16,7 @@ def normal(*shape: int) -> np.ndarray:
 def test_rms_norm() -> None:
     x, weight = normal(2, 3, 4), normal(4)
     expected = x / np.sqrt((x.astype(np.float64) ** 2).mean(axis=-1, keepdims=True) + 0.5) * weight
-    result = model.rms_norm(x, weight, 0.5)
+    result = model.rms_norm(x, weight, NormConfig(epsilon=0.5))
     assert result.dtype == np.float32
     np.testing.assert_allclose(result, expected, rtol=1e-6)
 

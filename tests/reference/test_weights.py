@@ -39,7 +39,7 @@ def test_every_part_is_where_it_belongs() -> None:
         layer = weights.layers[1]
         for array, name in (
             (layer.input_norm, "input_layernorm.weight"),
-            (layer.post_attention_norm, "post_attention_layernorm.weight"),
+            (layer.mlp_norm, "post_attention_layernorm.weight"),
             (layer.q.bias, "self_attn.q_proj.bias"),
             (layer.o.weight, "self_attn.o_proj.weight"),
             (layer.down.bias, "mlp.down_proj.bias"),

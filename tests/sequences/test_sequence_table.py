@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.cache_cases import SEQUENCE_KINDS, B, FailingMemory, Image, fill_all, on_device
+from tests.helpers.cache_cases import SEQUENCE_KINDS, B, FailingMemory, Image, S, fill_all, on_device
 from tests.helpers.sequence_cases import LOST, TOKEN, make_sequences, slots_of
 from trt_kvcache.errors import CapacityError, LengthsUnknown, SequenceError
 
@@ -296,6 +296,19 @@ class TestEnteringSlot:
         for seq in seqs:
             assert contents(cache, sequences.pin(seq), sequences.length(seq)) == held[seq]
             sequences.unpin(seq)
+
+    @SWAPPING
+    @pytest.mark.parametrize("length", [1, 3, 4])
+    def test_what_runs_in_its_slot_does_not_reach_it(self, make, swapping, length):
+        cache, sequences = make(swapping=swapping)
+        first, last = sequences.new(1, 1, 1, 1, 3)[:: B - 1]  # the last one waits in slot 0
+        if not swapping:
+            sequences.destroy_sequence(first)
+        cache.reset_for_new_sequences([length])
+        cache.restore_kv_cache(cache.capture_kv_cache(1, S), 0)
+        cache.commit_sequence_length([2])
+        assert cache.host_kv_cache_lengths == (length + 2,)
+        sequences.check(last, 3)
 
     def test_the_most_recently_used_ones_stay_in_the_cache(self, make):
         cache, sequences = make(swapping=True)

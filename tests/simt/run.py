@@ -114,8 +114,8 @@ def use_tiles() -> str:
 
 
 def is_chosen(name: str, forms: Sequence[str] = FORMS) -> bool:
-    """Whether a name of ``source_names`` is to be built: what has no form, and these forms of the rest."""
-    return name.partition("-")[2] in ("", *forms)
+    """Whether a name of ``source_names`` is to be built: of attention in these forms, and everything else."""
+    return not name.startswith("attention") or name.partition("-")[2] in forms
 
 
 def build_cubins(sanitizer: str = "none", forms: Sequence[str] = FORMS) -> Path:

@@ -95,6 +95,10 @@ PREFILLING, PREFILL_TILES, PARTS = (f"attention/{name}.cuh" for name in ("prefil
 SAMPLING, CHOOSE = "test_sampling.py", "sampling/choose.cu"
 COMPACT, COUNT, ONE_MORE = "test_compaction.py", "(sizeof(Vector)), stride", "(sizeof(Vector)) + 1, stride"
 
+CONV, MAMBA2, DELTA = (f"recurrent/{name}.cu" for name in ("causal_conv1d", "mamba2", "delta_rule"))
+CHUNKS = "recurrent/mamba2_chunks.cuh"
+CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d.py", "test_mamba2.py", "test_delta_rule.py"
+
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
 MISTAKES = {
     "moves are read before they are there": ("compaction.cuh", "__syncthreads();", "", "thread", f"{COMPACT}::test_every_byte", RACE),
@@ -240,6 +244,87 @@ MISTAKES = {
         "none",
         SAMPLING,
         "assert",
+    ),
+    "padding enters the conv state": (CONV, "count - kWidth + column", "count + 1 - kWidth + column", "none", CONV_TESTS, "assert"),
+    "a tile without the inputs before it": (CONV, "} else if (first < count) {", "} else if (count < 0) {", "none", CONV_TESTS, "assert"),
+    "channels behind the last one": (CONV, "if (channel >= params.channels) return;", "", "address", CONV_TESTS, OVERRUN),
+    "a conv state that is kept as floats": (CONV, "if (params.past == params.present) return;", "return;", "none", CONV_TESTS, "assert"),
+    "padding moves the state on": (
+        MAMBA2,
+        "count_new(params.new_lengths, owned.slot, params.width)",
+        "static_cast<int>(params.width)",
+        "none",
+        MAMBA2_TESTS,
+        "not finite",
+    ),
+    "groups of heads that do not follow each other": (
+        MAMBA2,
+        "static_cast<int>(head) * static_cast<int>(params.groups) / static_cast<int>(params.heads)",
+        "head % params.groups",
+        "none",
+        MAMBA2_TESTS,
+        "assert",
+    ),
+    "rows of the next head": (MAMBA2, "if (owned.row(i) < params.head_dim) rows", "rows", "address", MAMBA2_TESTS, OVERRUN),
+    "tokens before they are there": (
+        MAMBA2,
+        "cp_async_wait_group<1>();\n        __syncthreads();",
+        "cp_async_wait_group<1>();",
+        "thread",
+        MAMBA2_TESTS,
+        RACE,
+    ),
+    "a tile that is not waited for": (MAMBA2, "cp_async_wait_group<1>();", "", "none", MAMBA2_TESTS, "not finite"),
+    "outputs before they are there": (
+        MAMBA2,
+        "        __syncthreads();\n        for (int i = thread;",
+        "        for (int i = thread;",
+        "thread",
+        MAMBA2_TESTS,
+        RACE,
+    ),
+    "a chunk in which a token does not see itself": (CHUNKS, "source <= row", "source < row", "none", MAMBA2_TESTS, "assert"),
+    "a state as precise as its parts": (CHUNKS, "low[i] = parts.low;", "low[i] = 0;", "none", MAMBA2_TESTS, "assert"),
+    "a state before all have read the one before": (
+        CHUNKS,
+        "outputs(stage, first, d);\n            __syncthreads();",
+        "outputs(stage, first, d);",
+        "thread",
+        MAMBA2_TESTS,
+        RACE,
+    ),
+    "padding in a chunk": (
+        CHUNKS,
+        "const bool is_new = first + token < count;",
+        "const bool is_new = true;",
+        "none",
+        MAMBA2_TESTS,
+        "finite",
+    ),
+    "a change of a state that has not decayed": (
+        DELTA,
+        "token.decay * token.inverse_k * key",
+        "token.inverse_k * key",
+        "none",
+        DELTA_TESTS,
+        "assert",
+    ),
+    "keys of another head": (
+        DELTA,
+        "static_cast<int>(head) / (static_cast<int>(params.heads) / static_cast<int>(params.key_heads))",
+        "head % params.key_heads",
+        "none",
+        DELTA_TESTS,
+        "assert",
+    ),
+    "columns of the next row": (DELTA, "is_live = column < params.value_dim", "is_live = true", "address", DELTA_TESTS, OVERRUN),
+    "steps of the tile before": (
+        DELTA,
+        "tiles.make_steps(params, stage, tokens);\n        __syncthreads();",
+        "tiles.make_steps(params, stage, tokens);",
+        "thread",
+        DELTA_TESTS,
+        RACE,
     ),
     "the first layer's heads": ("kv.cu", "head(layers)", "head(layers - blockIdx.z)", "address", "test_kv_copies.py", OVERRUN),
 }

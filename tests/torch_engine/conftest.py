@@ -1,6 +1,14 @@
 import pytest
 
+from tests.helpers.golden_models import skip_what_is_not_computed
 from tests.reference import rig
+
+
+@pytest.fixture(autouse=True)
+def _only_what_is_computed(request):
+    from trt_kvcache.torch_engine.engine import COMPUTED_FEATURES
+
+    skip_what_is_not_computed(request, COMPUTED_FEATURES)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """Checks of plain arguments. Messages have the form of :mod:`trt_kvcache.errors`."""
 
 import operator
+import sys
 from collections.abc import Collection
 from typing import Any
 
@@ -126,3 +127,24 @@ def layer_index(index: Any, count: int, *, name: str = "attn_layer_idx") -> int:
     if not 0 <= number < count:
         raise LayerIndexError(f"{name} {shown(number)}: expected 0 <= {name} < {count}. Indices never wrap.")
     return number
+
+
+def positive_number(what: str, value: Any, *, error: type[KVCacheError] = ConfigError) -> None:
+    """Check that a value is a finite number greater than 0.
+
+    Parameters
+    ----------
+    what : str
+        What the value is, for the message.
+    value : object
+        What a caller gave.
+    error : type
+        The class to raise.
+
+    Raises
+    ------
+    error
+        It is a bool, no number, not positive, or too large for a float.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise error(f"{what}: expected a finite number > 0, got {shown(value)}.")

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from trt_kvcache.benchmarking.cases import BenchmarkCase
 from trt_kvcache.benchmarking.copy_speed import copy_bytes_per_second
 from trt_kvcache.benchmarking.measure import BenchmarkRow
-from trt_kvcache.checkpoint import ModelConfig
-from trt_kvcache.checkpoint.tensor_shapes import EMBEDDING, tensor_shapes
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.memory.base import Memory
+from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.tensor_shapes import EMBEDDING, tensor_shapes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,13 +10,14 @@ from trt_kvcache.builder.network.rope import cos_sin
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.tensorrt_calls import require
 from trt_kvcache.cache.config import KVCacheConfig
-from trt_kvcache.checkpoint import Checkpoint, ModelConfig
+from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_tensors import MIN_BATCH_SIZE, decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING, decoder_stages
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.model import ModelConfig
 from trt_kvcache.ops.segments import Segment
 from trt_kvcache.trt.log import Messages
 from trt_kvcache.trt.module import TensorRT
@@ -198,7 +199,7 @@ def define_constants(checkpoint: Checkpoint, cache: KVCacheConfig) -> bytes:
     from safetensors.numpy import save
 
     table = Weights(checkpoint, cache.dtype)(EMBEDDING)
-    return save({EMBEDDING: table, COS_SIN: cos_sin(checkpoint.config, length=cache.max_sequence_length)})
+    return save({EMBEDDING: table, COS_SIN: cos_sin(checkpoint.config.layers[0].mixer, length=cache.max_sequence_length)})
 
 
 def _network_factory(model: ModelConfig, tensorrt: TensorRT, messages: Messages) -> tuple[Any, Callable[[], Any]]:

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Literal
 
 from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, DEFAULT_MAX_SEQUENCE_LENGTH, BuildOptions
-from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.checkpoint.json_file import read_json
-from trt_kvcache.checkpoint.tensor_shapes import EMBEDDING, tensor_shapes
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.memory.shapes import dense_nbytes
+from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.tensor_shapes import EMBEDDING, tensor_shapes
 
 #: Bytes of compiled kernels in the plan: once, and for each layer.
 _KERNELS, _KERNELS_PER_LAYER, _KERNELS_PER_SEGMENT = 2_500_000, 1_050_000, 2_100_000
@@ -154,8 +154,9 @@ def estimate_build(
 def _activations_nbytes(model: ModelConfig, dtype: str, options: BuildOptions) -> int:
     """Return the bytes of the widest point of a layer, for the largest enqueue, and of the logits."""
     tokens = options.max_batch_size * options.max_prefill_length
-    attention = (2 * model.num_attention_heads + 2 * model.num_kv_heads) * model.head_dim
-    widest = 2 * model.hidden_size + max(attention, 3 * model.intermediate_size)  # the residual, its norm, and gate, up and their product
+    mixers = max((2 * layer.mixer.num_heads + 2 * layer.mixer.num_kv_heads) * layer.mixer.head_dim for layer in model.layers)
+    mlps = max(3 * layer.mlp.intermediate_size for layer in model.layers)  # gate, up and their product
+    widest = 2 * model.hidden_size + max(mixers, mlps)  # the residual, and its norm
     rows = options.max_batch_size * options.logits_per_slot
     logits = rows * model.vocab_size * (itemsize(dtype) + itemsize("float32"))
     return tokens * widest * itemsize(dtype) + logits

@@ -10,7 +10,6 @@ from typing import Literal
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.cache.config import KVCacheConfig
-from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant
 from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, logits_per_slot
@@ -18,6 +17,8 @@ from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, MAX_GROUP
+from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.features import check_features
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.versions import check_plugins
 
@@ -33,6 +34,9 @@ DEFAULT_MAX_SEQUENCE_LENGTH = 2048
 DEFAULT_MAX_PREFILL_LENGTH = 512
 
 _TURING = "7.5"
+
+#: Names of :data:`~trt_kvcache.model.features.FEATURES` that the networks of this package compute.
+COMPUTED_FEATURES: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,15 +155,16 @@ class BuildOptions:
         Raises
         ------
         ConfigError
-            TensorRT has no attention kernels for the head dimension, S exceeds the positions of the model, or a GPU does not have the
-            dtype.
+            The network does not compute something that the model needs, TensorRT has no attention kernels for a head dimension, S exceeds
+            the positions of the model, or a GPU does not have the dtype.
         """
-        head_dim = model.head_dim
-        if head_dim % HEAD_DIM_STEP or not HEAD_DIM_MIN <= head_dim <= HEAD_DIM_MAX:
-            raise ConfigError(
-                f"head_dim: expected a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_MIN} to {HEAD_DIM_MAX}, the model has {head_dim}. "
-                "TensorRT has no attention kernels for others; the reference engine runs it."
-            )
+        check_features(model, COMPUTED_FEATURES, "TensorRT's network")
+        for head_dim in sorted({layer.mixer.head_dim for layer in model.layers}):
+            if head_dim % HEAD_DIM_STEP or not HEAD_DIM_MIN <= head_dim <= HEAD_DIM_MAX:
+                raise ConfigError(
+                    f"head_dim: expected a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_MIN} to {HEAD_DIM_MAX}, the model has {head_dim}. "
+                    "TensorRT has no attention kernels for others; the reference engine runs it."
+                )
         if self.max_sequence_length > model.max_position_embeddings:
             raise ConfigError(
                 f"max_sequence_length: expected at most {model.max_position_embeddings}, the positions that the model was made for "
@@ -186,12 +191,14 @@ class BuildOptions:
         """
         if self.attention != "plugin":
             return
-        dtype, group = self.dtype or model.dtype, model.num_attention_heads // model.num_kv_heads
-        for what, value, known in (("dtype", dtype, (*ELEMENT_TYPES,)), ("head_dim", model.head_dim, HEAD_DIMS)):
-            if value not in known:
-                raise ConfigError(f"{what}: expected one of {', '.join(map(str, known))} for plugin attention, got {value}.")
-        if group > MAX_GROUP:
-            raise ConfigError(f"num_attention_heads: expected at most {MAX_GROUP} for each K/V head for plugin attention, got {group}.")
+        for mixer in (layer.mixer for layer in model.layers):
+            for what, value, known in (("dtype", self.dtype or model.dtype, (*ELEMENT_TYPES,)), ("head_dim", mixer.head_dim, HEAD_DIMS)):
+                if value not in known:
+                    raise ConfigError(f"{what}: expected one of {', '.join(map(str, known))} for plugin attention, got {value}.")
+            if mixer.group > MAX_GROUP:
+                raise ConfigError(
+                    f"num_attention_heads: expected at most {MAX_GROUP} for each K/V head for plugin attention, got {mixer.group}."
+                )
 
     def check_tensorrt(self, tensorrt: TensorRT) -> None:
         """Check that a TensorRT can build with these options.

@@ -1,10 +1,8 @@
-"""Hugging Face model folders: configuration, weights, tokenizer, generation defaults."""
+"""Hugging Face model folders: weights, tokenizer, generation defaults. :mod:`trt_kvcache.model` reads what ``config.json`` describes."""
 
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.generation_config import GenerationDefaults
-from trt_kvcache.checkpoint.model_config import ModelConfig
-from trt_kvcache.checkpoint.rope import RopeConfig, rope_table
 from trt_kvcache.checkpoint.stream_decoder import StreamDecoder
 from trt_kvcache.checkpoint.tokenizer import Tokenizer
 
-__all__ = ["Checkpoint", "GenerationDefaults", "ModelConfig", "RopeConfig", "StreamDecoder", "Tokenizer", "rope_table"]
+__all__ = ["Checkpoint", "GenerationDefaults", "StreamDecoder", "Tokenizer"]

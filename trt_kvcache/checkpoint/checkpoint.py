@@ -15,12 +15,12 @@ import numpy.typing as npt
 
 from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache.checkpoint.json_file import read_json
-from trt_kvcache.checkpoint.model_config import ModelConfig
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
-from trt_kvcache.checkpoint.tensor_shapes import EMBEDDING, HEAD, tensor_shapes
 from trt_kvcache.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, open_weight_files
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_name, itemsize, numpy_dtype
 from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
+from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model.tensor_shapes import EMBEDDING, HEAD, tensor_shapes
 
 CONFIG_FILE = "config.json"
 
@@ -181,7 +181,7 @@ class Checkpoint:
         self._open_files()
         names = sorted(self._shapes)
         index = [(name, self.config.dtype, self._shapes[name]) for name in names]
-        digest = hashlib.sha256(json.dumps([self.config.to_dict(), index], sort_keys=True).encode())
+        digest = hashlib.sha256(json.dumps([self.config.to_description(), index], sort_keys=True).encode())
         done, total = 0, self.nbytes
         for name in names:
             content = _bytes(self.tensor(name))

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
-from trt_kvcache.checkpoint.model_config import ModelConfig
-from trt_kvcache.checkpoint.tensor_shapes import EMBEDDING, FINAL_NORM, HEAD, tensor_shapes
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CheckpointError
+from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model.tensor_shapes import EMBEDDING, FINAL_NORM, HEAD
+from trt_kvcache.model.weight_parts import layer_parts
 
 ArrayT = TypeVar("ArrayT")
 
@@ -36,19 +37,24 @@ class Projection(Generic[ArrayT]):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights(Generic[ArrayT]):
-    """One decoder layer. Norms are ``[hidden]``, those of q and k ``[head_dim]`` or None."""
+    """One decoder layer: see :class:`~trt_kvcache.model.LayerConfig`. Norms that the layer does not have are None.
 
-    input_norm: ArrayT
+    Norms of the hidden state are ``[hidden]``. Those of q and k are ``[head_dim]``, or as wide as q and k.
+    """
+
+    input_norm: ArrayT | None
     q: Projection[ArrayT]
     k: Projection[ArrayT]
     v: Projection[ArrayT]
     o: Projection[ArrayT]
     q_norm: ArrayT | None
     k_norm: ArrayT | None
-    post_attention_norm: ArrayT
+    mixer_output_norm: ArrayT | None
+    mlp_norm: ArrayT | None
     gate: Projection[ArrayT]
     up: Projection[ArrayT]
     down: Projection[ArrayT]
+    mlp_output_norm: ArrayT | None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +80,7 @@ def decoder_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> Dec
     Returns
     -------
     DecoderWeights
-        Of what ``tensor`` returned.
+        Of what ``tensor`` returned; a weight that shares a tensor with others is a view of its rows.
     """
     embedding = tensor(EMBEDDING)
     layers = tuple(layer_weights(config, index, tensor) for index in range(config.num_layers))
@@ -85,27 +91,35 @@ def decoder_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> Dec
 
 def layer_weights(config: ModelConfig, index: int, tensor: Callable[[str], ArrayT]) -> LayerWeights[ArrayT]:
     """Collect the weights of one layer: see :func:`decoder_weights`."""
-    names = frozenset(tensor_shapes(config))
-    prefix = f"model.layers.{index}."
+    parts = layer_parts(config, index)
+    tensors = {name: tensor(name) for name in dict.fromkeys(part.tensor for part in parts.values())}
 
-    def optional(name: str) -> ArrayT | None:
-        return tensor(prefix + name) if prefix + name in names else None
+    def optional(role: str) -> ArrayT | None:
+        part = parts.get(role)
+        if part is None:
+            return None
+        whole = tensors[part.tensor]
+        return whole if part.is_whole else whole[part.rows]  # type: ignore[index]  # arrays can be sliced
 
     def projection(name: str) -> Projection[ArrayT]:
-        return Projection(tensor(f"{prefix}{name}.weight"), optional(f"{name}.bias"))
+        weight = optional(f"{name}.weight")
+        assert weight is not None
+        return Projection(weight, optional(f"{name}.bias"))
 
     return LayerWeights(
-        input_norm=tensor(prefix + "input_layernorm.weight"),
-        q=projection("self_attn.q_proj"),
-        k=projection("self_attn.k_proj"),
-        v=projection("self_attn.v_proj"),
-        o=projection("self_attn.o_proj"),
-        q_norm=optional("self_attn.q_norm.weight"),
-        k_norm=optional("self_attn.k_norm.weight"),
-        post_attention_norm=tensor(prefix + "post_attention_layernorm.weight"),
-        gate=projection("mlp.gate_proj"),
-        up=projection("mlp.up_proj"),
-        down=projection("mlp.down_proj"),
+        input_norm=optional("input_norm.weight"),
+        q=projection("q"),
+        k=projection("k"),
+        v=projection("v"),
+        o=projection("o"),
+        q_norm=optional("q_norm.weight"),
+        k_norm=optional("k_norm.weight"),
+        mixer_output_norm=optional("mixer_output_norm.weight"),
+        mlp_norm=optional("mlp_norm.weight"),
+        gate=projection("gate"),
+        up=projection("up"),
+        down=projection("down"),
+        mlp_output_norm=optional("mlp_output_norm.weight"),
     )
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache.checkpoint.config_fields import ConfigFields
 from trt_kvcache.checkpoint.json_file import read_json_if_present
 from trt_kvcache.errors import CheckpointError, ConfigError
+from trt_kvcache.model.config_fields import ConfigFields
 
 GENERATION_FILE = "generation_config.json"
 

@@ -10,7 +10,6 @@ import typer
 
 from trt_kvcache.benchmarking import BenchmarkCase, BenchmarkRow, MemoryLimit, describe_environment, measure
 from trt_kvcache.benchmarking.cases import check_cases
-from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.cli import session_flags
 from trt_kvcache.cli.bench_report import BenchReport
@@ -20,6 +19,7 @@ from trt_kvcache.cli.session_flags import SessionFlags
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError, RangeError
 from trt_kvcache.generation.sampling import SamplingParams
+from trt_kvcache.model import ModelConfig
 
 _PANEL = "What is measured"
 

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from trt_kvcache.benchmarking import BenchmarkRow, MemoryLimit
-from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.cli.console import count, results, say, size, table
 from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.generation.sampling import SamplingParams
+from trt_kvcache.model import ModelConfig
 
 _NUMBERS = ("batch", "tokens/s", "first ms", "token ms", "p95", "p99", "limit")
 

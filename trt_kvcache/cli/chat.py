@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.checkpoint.checkpoint import CONFIG_FILE
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.tokenizer import TOKENIZER_FILE
@@ -22,6 +21,7 @@ from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import CapacityError, CheckpointError, ConfigError, KVCacheError
 from trt_kvcache.generation.prompts import Prompt
 from trt_kvcache.generation.sampling import with_options
+from trt_kvcache.model import ModelConfig
 from trt_kvcache.session.session import InferenceSession
 
 _HELP = """\

@@ -83,6 +83,8 @@ def _print_head(found: EngineInspection) -> None:
     say(f"cache: {count(cache.max_batch_size, 'slot')} of {count(cache.max_sequence_length, 'token')}, {cache.dtype}, {cache.layout.value}")
     say(f"built by: {found.tensorrt_flavour} {found.tensorrt_version}; compute capabilities: {targets}")
     say(f"built from: {checkpoint.path}{' (embedded)' if checkpoint.embedded else ''}, fingerprint {checkpoint.fingerprint[:16]}")
+    gone = "" if "torch" in found.engines else "; torch and reference need the checkpoint, which is gone"
+    say(f"can be run by: {', '.join(found.engines)}{gone}")
 
 
 def _print_tensors(tensors: Sequence[TensorSpec], *, every_tensor: bool) -> None:

@@ -7,6 +7,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from trt_kvcache.model import ModelConfig
+
 
 def as_json(value: Any) -> Any:
     """Return a value in the types of JSON.
@@ -19,10 +21,12 @@ def as_json(value: Any) -> Any:
     Returns
     -------
     object
-        A dataclass is an object with its fields. NaN and infinity, which JSON does not have, are null.
+        A dataclass is an object with its fields; a model has equal layers once. NaN and infinity, which JSON does not have, are null.
     """
     if isinstance(value, Enum):
         return value.value
+    if isinstance(value, ModelConfig):
+        return value.to_description()
     if is_dataclass(value):
         return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):

@@ -11,7 +11,6 @@ import typer
 from trt_kvcache.builder.estimate import BuildEstimate, estimate_build
 from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory, largest_batch, longest_sequence
-from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.cli.build_sizes import print_build_sizes
 from trt_kvcache.cli.console import count, put_json, results, say, size, span, table
@@ -21,6 +20,7 @@ from trt_kvcache.cli.session_flags import located
 from trt_kvcache.engine.decoder_tensors import cache_config
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError, CheckpointError
+from trt_kvcache.model import ModelConfig
 
 _GIB = 2**30
 _MAX_GIB = 1e9

@@ -62,7 +62,7 @@ Logprobs = Annotated[
     typer.Option(
         min=0,
         metavar="N",
-        help="Add the log-probability of each token to the answer, and those of the N most likely ones.",
+        help="Add the log-probability of each token to the answer, and those of the N most likely ones. Those of a prompt: `score`.",
         rich_help_panel=_PANEL,
     ),
 ]

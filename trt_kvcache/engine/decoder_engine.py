@@ -12,18 +12,18 @@ import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache._util.lifetime import Uncopyable
-from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
+from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.layout import KVLayout
-from trt_kvcache.checkpoint.model_config import ModelConfig
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, AttentionName, cache_layout
 from trt_kvcache.engine.bound_tensors import BoundTensors
-from trt_kvcache.engine.decoder_tensors import decoder_profiles, decoder_tensors, logits_per_slot, step_shape
+from trt_kvcache.engine.decoder_tensors import cache_layer, decoder_profiles, decoder_tensors, logits_per_slot, step_shape
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.errors import ClosedError, ConfigError, EngineError, RangeError
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.model.model_config import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,7 +223,7 @@ def _check_cache(config: ModelConfig, kv: KVCacheConfig) -> None:
         raise ConfigError(f"kv.dtype: expected one of {', '.join(MODEL_DTYPES)}, got {kv.dtype!r}, which is storage only.")
     if kv.num_layers != config.num_layers:
         raise ConfigError(f"kv.layers: expected {config.num_layers} as the model has, got {kv.num_layers}.")
-    for index, layer in enumerate(kv.layers):
-        expected = KVLayerConfig(num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
+    for index, (layer, model_layer) in enumerate(zip(kv.layers, config.layers, strict=True)):
+        expected = cache_layer(model_layer.mixer)
         if layer != expected:
             raise ConfigError(f"kv.layers[{index}]: expected {expected} as the model has, got {layer}.")

@@ -7,11 +7,11 @@ from typing import Literal
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
 from trt_kvcache.cache.layout import KVLayout
-from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.engine.attention_variants import cache_layout
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.errors import ConfigError
+from trt_kvcache.model import AttentionConfig, ModelConfig
 
 #: Slots in the smallest enqueue of every profile.
 MIN_BATCH_SIZE = 1
@@ -41,16 +41,32 @@ def cache_config(
     Returns
     -------
     KVCacheConfig
-        One attention layer for each layer of the model, all with the model's K/V heads and head dimension. Nothing is allocated.
+        One attention layer for each layer of the model, with its K/V heads and head dimension. A layer with a window has as many rows as
+        the others. Nothing is allocated.
     """
-    layer = KVLayerConfig(num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
     return KVCacheConfig(
-        layers=(layer,) * model.num_layers,
+        layers=tuple(cache_layer(layer.mixer) for layer in model.layers),
         max_batch_size=max_batch_size,
         max_sequence_length=max_sequence_length,
         dtype=dtype,
         layout=cache_layout(attention),
     )
+
+
+def cache_layer(mixer: AttentionConfig) -> KVLayerConfig:
+    """Return what attention keeps of each token.
+
+    Parameters
+    ----------
+    mixer : AttentionConfig
+        Attention of a layer.
+
+    Returns
+    -------
+    KVLayerConfig
+        Its K/V heads and head dimension.
+    """
+    return KVLayerConfig(num_kv_heads=mixer.num_kv_heads, head_dim=mixer.head_dim)
 
 
 def decoder_tensors(

@@ -10,20 +10,18 @@ from trt_kvcache._util.checks import int_in_range
 from trt_kvcache._util.shown import shown
 from trt_kvcache._version import __version__
 from trt_kvcache.cache.config import KVCacheConfig
-from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.consistency import check_consistency
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, tensor_from_dict
 from trt_kvcache.errors import EngineError, KVCacheError
+from trt_kvcache.model import ModelConfig
 
 _Record = TypeVar("_Record")
 
-#: The newest format of ``config.json`` that this package writes. It reads this format and older ones.
-FORMAT = 3
-#: The first format that knows engines in segments, and the first that knows logits of several new tokens per slot.
-_FIRST_WITH_SEGMENTS, _FIRST_WITH_MORE_LOGITS = 2, 3
+#: The format of ``config.json`` that this package writes and reads.
+FORMAT = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,9 +91,9 @@ class EngineConfig:
         return max((profile.max_logits for profile in self.profiles), default=1)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON values that :meth:`from_dict` reads back, in the oldest format that has all of them."""
+        """Return plain JSON values that :meth:`from_dict` reads back."""
         return {
-            "format": _FIRST_WITH_SEGMENTS if self.max_logits_per_slot == 1 else _FIRST_WITH_MORE_LOGITS,
+            "format": FORMAT,
             "producer": {"name": "trt-kvcache", "version": self.package_version},
             "tensorrt": {"flavour": self.tensorrt_flavour, "version": self.tensorrt_version},
             "compute_capabilities": None if self.compute_capabilities is None else list(self.compute_capabilities),
@@ -104,9 +102,9 @@ class EngineConfig:
             "segments": None if self.segments is None else self.segments.to_dict(),
             "kv_cache": self.cache.to_dict(),
             "names": asdict(self.names),
-            "profiles": [_profile_to_dict(profile, self.max_logits_per_slot) for profile in self.profiles],
+            "profiles": [asdict(profile) for profile in self.profiles],
             "attention": [asdict(layer) for layer in self.attention],
-            "model": self.model.to_dict(),
+            "model": self.model.to_description(),
             "tensors": [{**asdict(spec), "shape": list(spec.shape), "mode": spec.mode.value} for spec in self.tensors],
         }
 
@@ -127,13 +125,13 @@ class EngineConfig:
         Raises
         ------
         EngineError
-            The format is newer than this package; a field is missing, unknown or of another type; or two fields disagree.
+            The format is not the one of this package; a field is missing, unknown or of another type; or two fields disagree.
         """
         _check_format(data)
         try:
             capabilities = data["compute_capabilities"]
             config = cls(
-                model=ModelConfig.from_dict(data["model"]),
+                model=ModelConfig.from_description(data["model"]),
                 cache=KVCacheConfig.from_dict(data["kv_cache"]),
                 names=TensorNames(**data["names"]),
                 tensors=tuple(map(tensor_from_dict, data["tensors"])),
@@ -144,23 +142,15 @@ class EngineConfig:
                 compute_capabilities=None if capabilities is None else _texts("compute_capabilities", capabilities),
                 plan=_record(FileRecord, "plan", data["plan"]),
                 checkpoint=_record(CheckpointRecord, "checkpoint", data["checkpoint"]),
-                segments=_segments(data["segments"]) if data["format"] >= _FIRST_WITH_SEGMENTS else None,
+                segments=_segments(data["segments"]),
                 package_version=_typed("producer.version", data["producer"]["version"], str),
             )
             check_consistency(config)
-            if (data["format"] >= _FIRST_WITH_MORE_LOGITS) is not (config.max_logits_per_slot > 1):
-                wanted = config.to_dict()["format"]
-                raise EngineError(f"format: expected {wanted} with these profiles, got {data['format']}.")
         except KVCacheError as error:
             raise EngineError(str(error)) from error
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
             raise EngineError(f"a field is missing, unknown or of the wrong kind ({type(error).__name__}: {error!s:.300}).") from error
         return config
-
-
-def _profile_to_dict(profile: EngineProfile, max_logits_per_slot: int) -> dict[str, Any]:
-    """Return a profile as JSON values; in an engine that has logits of one new token per slot without their number, as older formats."""
-    return {name: value for name, value in asdict(profile).items() if name != "max_logits" or max_logits_per_slot > 1}
 
 
 def _segments(data: Any) -> SegmentsRecord | None:
@@ -209,4 +199,6 @@ def _check_format(data: Mapping[str, Any]) -> None:
             f"format: expected a number of 1 or more, got {shown(number)}. This is not the configuration of an engine folder."
         )
     if number > FORMAT:
-        raise EngineError(f"format: this package reads up to {FORMAT}, got {shown(number)}. A newer trt-kvcache built the engine: upgrade.")
+        raise EngineError(f"format: this package reads {FORMAT}, got {shown(number)}. A newer trt-kvcache built the engine: upgrade.")
+    if number < FORMAT:
+        raise EngineError(f"format: this package reads {FORMAT}, got {number}. An older trt-kvcache built the engine: build it again.")

@@ -92,10 +92,7 @@ def _check_attention(config: EngineConfig) -> None:
 
 
 def _check_profiles(config: EngineConfig) -> None:
-    """Check that the profiles are those of an engine of this package; only width and logits of the first are free, up to S.
-
-    Engines for one slot are read too that were built when their decode profile accepted one slot alone: see ``decoder_profiles``.
-    """
+    """Check that the profiles are those of an engine of this package; only width and logits of the first are free, up to S."""
     if not config.profiles:
         raise EngineError("profiles: expected 2, for prefill and decode, got 0.")
     first = config.profiles[0]
@@ -107,7 +104,6 @@ def _check_profiles(config: EngineConfig) -> None:
         raise EngineError(f"profiles: expected {len(expected)}, for {for_what}, got {len(config.profiles)}.")
     for wanted, got in zip(map(asdict, expected), map(asdict, config.profiles), strict=True):
         for name, value in wanted.items():
-            is_older = (wanted["name"], name, got[name], config.cache.max_batch_size) == ("decode", "max_batch", 1, 1)
-            if got[name] != value and not is_older:
+            if got[name] != value:
                 source = " as in kv_cache" if name == "max_batch" else ""
                 raise EngineError(f"profile {wanted['name']}: expected {name} {value}{source}, got {got[name]}.")

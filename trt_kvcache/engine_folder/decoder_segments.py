@@ -4,10 +4,10 @@ Segment ``i`` ends where layer ``i`` needs its attention; the last one ends in t
 """
 
 from trt_kvcache.cache.config import KVCacheConfig
-from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.engine.decoder_tensors import logits_tensors
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
+from trt_kvcache.model import ModelConfig
 from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.ops.embedding_op import EmbeddingOp
 from trt_kvcache.ops.segments import CustomOpNode, Segment, Stage
@@ -65,7 +65,7 @@ def decoder_constants(model: ModelConfig, cache: KVCacheConfig) -> tuple[TensorS
         ``[S, 2, D / 2]``.
     """
     table = (model.vocab_size, model.hidden_size)
-    cos_sin = (cache.max_sequence_length, 2, model.head_dim // 2)
+    cos_sin = (cache.max_sequence_length, 2, model.layers[0].mixer.rotary_dim // 2)  # all layers have the same RoPE
     return TensorSpec.input(EMBEDDING, table, cache.dtype), TensorSpec.input(COS_SIN, cos_sin, "float32")
 
 
@@ -89,7 +89,6 @@ def decoder_stages(model: ModelConfig, cache: KVCacheConfig, names: TensorNames,
         In the order in which they run: the embedding, then for each layer a segment and an attention, then the last segment.
     """
     table, _ = decoder_constants(model, cache)
-    attributes = {"num_heads": model.num_attention_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
     stages: list[Stage] = [
         CustomOpNode(operation=EmbeddingOp.name, attributes={}, inputs=(EMBEDDING, names.input_ids), outputs=(hidden_state_name(0),))
     ]
@@ -97,7 +96,8 @@ def decoder_stages(model: ModelConfig, cache: KVCacheConfig, names: TensorNames,
     for layer in range(model.num_layers + 1):
         tensors = [TensorSpec.input(hidden_state_name(max(layer - 1, 0)), hidden, cache.dtype)]
         if layer:
-            attended = (-1, -1, model.num_attention_heads, model.head_dim)
+            mixer = model.layers[layer - 1].mixer
+            attended = (-1, -1, mixer.num_heads, mixer.head_dim)
             tensors.append(TensorSpec.input(attention_tensor_names(layer - 1)[-1], attended, cache.dtype))
         if layer == model.num_layers:
             last_token_ids, logits = logits_tensors(model, names, max_logits_per_slot=max_logits_per_slot)
@@ -105,11 +105,13 @@ def decoder_stages(model: ModelConfig, cache: KVCacheConfig, names: TensorNames,
             stages.append(Segment(tensors=tuple(tensors)))
             break
         *qkv, attended_name = attention_tensor_names(layer)
-        heads = (model.num_attention_heads, model.num_kv_heads, model.num_kv_heads)
-        tensors += [TensorSpec.output(name, (-1, -1, count, model.head_dim), cache.dtype) for name, count in zip(qkv, heads, strict=True)]
+        mixer = model.layers[layer].mixer
+        heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
+        tensors += [TensorSpec.output(name, (-1, -1, count, mixer.head_dim), cache.dtype) for name, count in zip(qkv, heads, strict=True)]
         tensors += [TensorSpec.output(hidden_state_name(layer), hidden, cache.dtype)] if layer else []
         past, present = names.combined_pair(layer)
         inputs = (*qkv, past, names.kvcache_start_index, COS_SIN)
         stages.append(Segment(tensors=tuple(tensors)))
+        attributes = {"num_heads": mixer.num_heads, "num_kv_heads": mixer.num_kv_heads, "head_dim": mixer.head_dim}
         stages.append(CustomOpNode(operation=AttentionOp.name, attributes=attributes, inputs=inputs, outputs=(attended_name, present)))
     return tuple(stages)

@@ -167,6 +167,10 @@ class EngineFolder:
             constants[spec.name] = file.array(spec.name)
         return constants
 
+    def find_checkpoint(self) -> Path | None:
+        """Return the folder of the checkpoint: the embedded copy if there is one, else the original, or None if that is gone too."""
+        return next((folder for folder in (self.checkpoint_path, Path(self.config.checkpoint.path)) if folder.is_dir()), None)
+
     def open_checkpoint(self, progress: Callable[[int, int], object] | None = None) -> Checkpoint:
         """Open the checkpoint that the engine was built from: the embedded copy if there is one, else the original.
 
@@ -185,13 +189,11 @@ class EngineFolder:
         CheckpointError
             It is in neither place, is damaged, or was changed since the build.
         """
-        record = self.config.checkpoint
-        embedded, original = self.checkpoint_path, Path(record.path)
-        found_at = next((folder for folder in (embedded, original) if folder.is_dir()), None)
+        record, found_at = self.config.checkpoint, self.find_checkpoint()
         if found_at is None:
             raise CheckpointError(
-                f"{self.path}: the checkpoint of this engine is gone: it is neither at {original}, where it was at the build, "
-                f"nor at {embedded}. Put it back, or build with embedded weights."
+                f"{self.path}: the checkpoint of this engine is gone: it is neither at {record.path}, where it was at the build, "
+                f"nor at {self.checkpoint_path}. Put it back, or build with embedded weights."
             )
         checkpoint = Checkpoint.open(found_at)
         try:

@@ -8,11 +8,11 @@ from typing import Any
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory
 from trt_kvcache.cache.plot import LAYER_COLOUR, layer_runs, paint_layers
-from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import CheckpointRecord, SegmentsRecord
+from trt_kvcache.model import ModelConfig
 from trt_kvcache.plot import INK, Plot, draw, paint_sizes, size_text
 
 #: The colour of the bytes of plan and constants.
@@ -49,6 +49,9 @@ class EngineInspection:
         Of the cache: per layer, per sequence, and in total.
     checkpoint : CheckpointRecord
         What it was built from.
+    engines : tuple of str
+        What ``engine=`` can be for the folder, wherever such an engine is installed: ``"tensorrt"``, and ``"torch"`` and ``"reference"``
+        while the checkpoint is there.
     segments : SegmentsRecord or None
         For an engine in segments: its segments and operations, in order.
     """
@@ -66,6 +69,7 @@ class EngineInspection:
     plan_nbytes: int
     memory: MemoryEstimate
     checkpoint: CheckpointRecord
+    engines: tuple[str, ...]
     segments: SegmentsRecord | None
 
     @property
@@ -155,6 +159,8 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
     ...     engine = inspect_engine(Path(folder) / "engine")
     >>> [profile.name for profile in engine.profiles], engine.decomposable_layers, engine.plan_nbytes
     (['prefill', 'decode'], (), 12)
+    >>> engine.engines  # there is no checkpoint in /models/tiny-llama
+    ('tensorrt',)
     """
     folder = EngineFolder.open(path)
     config = folder.config
@@ -172,5 +178,6 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
         plan_nbytes=config.plan.nbytes,
         memory=estimate_memory(config.cache),
         checkpoint=config.checkpoint,
+        engines=("tensorrt",) if folder.find_checkpoint() is None else ("tensorrt", "torch", "reference"),
         segments=config.segments,
     )

@@ -27,6 +27,9 @@ from trt_kvcache.memory.tensor import DeviceTensor
 #: Pages of results that may be on their way to the host at once.
 _PAGES = 2
 
+#: Token ids that are counted.
+Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
+
 #: Of a seed and a counter.
 _LARGEST_NUMBER = 2**64 - 1
 
@@ -129,7 +132,7 @@ class DeviceSampler(Uncopyable):
     >>> logits = memory.to_device(np.log(np.array([[1, 2, 3, 4], [1, 1, 1, 1]], np.float32)), stream=stream)
     >>> tokens = memory.to_device(np.zeros(2, np.int32), stream=stream)
     >>> sampler.sample(logits, tokens, stream=stream)
-    >>> [one.token for one in sampler.download(stream=stream).read()]
+    >>> [one.token for one in sampler.download(2, stream=stream).read()]
     [3, -1]
     """
 
@@ -150,7 +153,6 @@ class DeviceSampler(Uncopyable):
             for _ in range(_PAGES)
         ]
         self._page = 0
-        self._batch = 0
         # For each slot the number of most likely tokens to report: -1 for none at all, None if it is not active.
         self._tops: list[int | None] = [None] * max_batch_size
 
@@ -194,8 +196,8 @@ class DeviceSampler(Uncopyable):
         *,
         seed: int,
         counter: int,
-        prompt: Sequence[int] = (),
-        generated: Sequence[int] = (),
+        prompt: Tokens = (),
+        generated: Tokens = (),
         stream: Any,
     ) -> None:
         """Begin a request in a slot, or continue one that was elsewhere before.
@@ -208,10 +210,10 @@ class DeviceSampler(Uncopyable):
             How its tokens are chosen. ``seed`` and ``counter`` of it are not looked at.
         seed, counter : int
             Of the request's ``Sampler``: the random numbers, and how many of them were used.
-        prompt : sequence of int
-            Token ids in front of the generated ones: ``repetition_penalty`` makes them less likely.
-        generated : sequence of int
-            Token ids that were generated so far, each as often as it was: all penalties count them.
+        prompt : sequence of int, or ndarray
+            Token ids in front of the generated ones, each once or more often: ``repetition_penalty`` makes them less likely.
+        generated : sequence of int, or ndarray
+            Token ids that were generated so far, each as often as it was, in any order: all penalties count them.
         stream : cuda.core.Stream
             All of it is ordered on it; the call does not wait. It may allocate.
 
@@ -348,13 +350,14 @@ class DeviceSampler(Uncopyable):
         choose_tokens(logits, rows, tokens, workspace=self._workspace, stream=stream)
         if self._wants_logprobs:
             token_logprobs(logits, rows, self._logprobs[:batch], workspace=self._workspace, stream=stream)
-        self._batch = batch
 
-    def download(self, *, stream: Any) -> SampledTokens:
-        """Send the tokens of the last :meth:`sample` to the host.
+    def download(self, batch: int, *, stream: Any) -> SampledTokens:
+        """Send the tokens that were chosen last to the host.
 
         Parameters
         ----------
+        batch : int
+            Of so many slots: those of the :meth:`sample` before, which may have been the replay of a graph.
         stream : cuda.core.Stream
             The copies, into page-locked memory, are ordered on it; the call neither waits nor allocates on the device.
 
@@ -362,8 +365,13 @@ class DeviceSampler(Uncopyable):
         -------
         SampledTokens
             To be read before the second next call of this method overwrites it.
+
+        Raises
+        ------
+        RangeError
+            There are not so many slots.
         """
-        batch = self._batch
+        int_in_range("batch", batch, 1, len(self._tops))
         results, logprobs = (page[:batch] for page in self._pages[self._page])
         self._page = (self._page + 1) % _PAGES
         self._memory.download(results, self._rows.results[:batch], stream=stream)
@@ -399,7 +407,7 @@ class DeviceSampler(Uncopyable):
     def _row(self, tensor: DeviceTensor, slot: int) -> DeviceTensor:
         return tensor[slot : slot + 1].reshape(self._vocab_size)
 
-    def _token_ids(self, name: str, tokens: Sequence[int]) -> npt.NDArray[np.int64]:
+    def _token_ids(self, name: str, tokens: Tokens) -> npt.NDArray[np.int64]:
         ids = np.asarray(tokens, np.int64)
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
             raise RangeError(f"{name}: expected token ids from 0 to {self._vocab_size - 1}, got {int(ids.min())} to {int(ids.max())}.")

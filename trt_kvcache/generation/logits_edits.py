@@ -7,8 +7,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.errors import ProcessorError
-from trt_kvcache.generation.sampling import LogitsProcessor, SamplingParams, nothing_left
+from trt_kvcache.generation.sampling import LogitsProcessor, SamplingParams, check_logits, nothing_left
 from trt_kvcache.generation.token_counts import TokenCounts
+from trt_kvcache.kernels.host.scratch import scratch
 
 
 class LogitsEdits:
@@ -58,19 +59,19 @@ class LogitsEdits:
         if self._has_penalties:
             self._counts = TokenCounts((*self._prompt[len(self._prompt) - self._generated :], *tokens))
 
-    def history(self, tokens: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the prompt, and the tokens that penalties count as generated: empty if nothing asks for them."""
+    def history(self) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+        """Return the different tokens of the prompt, and those that penalties count as generated, in any order: none if nothing asks."""
         if not self._has_penalties:
-            return (), ()
-        return self._prompt, (*self._prompt[len(self._prompt) - self._generated :], *tokens)
+            return np.empty(0, np.intp), np.empty(0, np.intp)
+        return self._prompt_ids, np.repeat(self._counts.ids, self._counts.counts.astype(np.intp))
 
     def add(self, token: int) -> None:
         """Count one more token that was generated."""
         if self._has_penalties:
             self._counts.add(token)
 
-    def apply(self, logits: npt.NDArray[np.float32], tokens: Sequence[int]) -> npt.NDArray[np.float32]:
-        """Return the logits to choose from.
+    def apply(self, logits: npt.NDArray[np.float32], tokens: Sequence[int]) -> tuple[npt.NDArray[np.float32], int]:
+        """Return the logits to choose from, and the most likely token.
 
         Parameters
         ----------
@@ -81,30 +82,41 @@ class LogitsEdits:
 
         Returns
         -------
-        ndarray (vocab,) float32
-            A new array; ``logits`` itself if there is nothing to change. At least one is finite and none is NaN or ``+inf``.
+        edited : ndarray (vocab,) float32
+            Valid until the next call of this thread; ``logits`` itself if there is nothing to change. None is NaN.
+        best : int
+            The largest of them, which is finite; of equal ones the first.
 
         Raises
         ------
+        EngineError
+            A logit is NaN, or no logit is finite, before any change.
         ProcessorError
             A logits processor raised, or what it returned are not logits: the message names it. Or bias and penalties leave no token, or
             exceed the range of float32.
         """
         if not self.active:
-            return logits
-        edited = np.array(logits, np.float32)
-        with np.errstate(over="ignore"):  # found below
+            return logits, check_logits(logits)
+        if self._params.logits_processors:
+            edited = np.array(logits, np.float32)  # functions of the caller's may keep it
+        else:
+            edited = scratch.array("edited", "float32", logits.size)
+            np.copyto(edited, logits)
+        with np.errstate(over="ignore", invalid="ignore"):  # found below
             if self._bias.size:
                 edited[self._bias_ids] += self._bias
             if self._has_penalties:
                 self._penalise(edited)
-        if not np.isfinite(edited.max()):
-            raise nothing_left(edited.max())
+        best = int(np.argmax(edited))  # NaN counts as the largest
+        if not np.isfinite(edited[best]):
+            check_logits(logits)
+            raise nothing_left(edited[best])
         if self._params.logits_processors:
             held = (*self._prompt, *tokens)
             for index, processor in enumerate(self._params.logits_processors):
                 edited = _processed(f"logits_processors[{index}] ({_name(processor)})", processor, held, edited)
-        return edited
+            best = int(np.argmax(edited))
+        return edited, best
 
     def _penalise(self, logits: npt.NDArray[np.float32]) -> None:
         params, ids = self._params, self._counts.ids

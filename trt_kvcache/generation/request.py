@@ -10,7 +10,7 @@ from trt_kvcache.checkpoint import StreamDecoder, Tokenizer
 from trt_kvcache.errors import ConfigError, ProcessorError
 from trt_kvcache.generation.device_sampler import DeviceSampler, SampledToken
 from trt_kvcache.generation.logits_edits import LogitsEdits
-from trt_kvcache.generation.sampling import Sampler, SamplerPosition, SamplingParams, check_logits
+from trt_kvcache.generation.sampling import Sampler, SamplerPosition, SamplingParams
 from trt_kvcache.generation.stop_text import StopText
 from trt_kvcache.generation.token_logprobs import TokenLogprobs, token_logprobs
 
@@ -207,7 +207,7 @@ class Request:
             All of it is ordered on it; the call does not wait. It may allocate.
         """
         seed, counter = self.sampler
-        prompt, generated = self._edits.history(self.tokens)
+        prompt, generated = self._edits.history()
         sampler.set_slot(slot, self._params, seed=seed, counter=counter, prompt=prompt, generated=generated, stream=stream)
 
     def take(self, sampled: SampledToken, *, full: bool) -> GeneratedToken:
@@ -247,12 +247,11 @@ class Request:
     def _choose(self, logits: np.ndarray[Any, Any]) -> int:
         if not self._edits.active:
             return self._sampler.choose(logits)
-        check_logits(logits)  # before bias and penalties: a NaN in them is no fault of the engine
         try:
-            edited = self._edits.apply(logits, self.tokens)
+            edited, best = self._edits.apply(logits, self.tokens)
         except ProcessorError as error:
             raise self._named(error) from error.__cause__
-        return self._sampler.choose(edited)
+        return self._sampler.choose_from(edited, best)
 
     def _named(self, error: ProcessorError) -> ProcessorError:
         named = ProcessorError(f"request {self.index}: {error}")

@@ -66,6 +66,7 @@ class SamplingParams:
         Added to the logits of these token ids; ``-inf`` excludes one. Ids may be written as decimal texts, as in JSON.
     logprobs : int, optional
         Report the log-probability of each chosen token, and those of so many most likely tokens (0 for none). Nothing if left out.
+        Those of the prompt's own tokens come from :meth:`InferenceSession.score <trt_kvcache.InferenceSession.score>`.
     logits_processors : sequence of callable
         Functions ``f(tokens, logits) -> logits`` that are called for every token, one after another: see the notes.
 
@@ -358,7 +359,23 @@ class Sampler:
         EngineError
             A logit is NaN, or no logit is finite. The sampler is unchanged.
         """
-        best = check_logits(logits)
+        return self.choose_from(logits, check_logits(logits))
+
+    def choose_from(self, logits: np.ndarray[Any, Any], best: int) -> int:
+        """Choose the next token from checked logits.
+
+        Parameters
+        ----------
+        logits : ndarray (vocab,) float32
+            On the host, none NaN. Not changed.
+        best : int
+            The most likely token, whose logit is finite; of equally likely ones the first.
+
+        Returns
+        -------
+        int
+            Token id.
+        """
         if self._params.temperature == 0:
             self.counter += 1
             return best

@@ -9,9 +9,12 @@ arrays that were made once (:class:`KVLayerInfos`, :class:`StateInfos`).
 
 from trt_kvcache.kernels.attention import attend, split_qkv
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
+from trt_kvcache.kernels.causal_conv1d import causal_conv1d
 from trt_kvcache.kernels.compaction import compact_kv_cache_batched, compact_length_tensor, compact_rows
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan, CompactionPlan, DeviceCompactionPlan
 from trt_kvcache.kernels.decoder_layer import add_rms_norm, silu_mul
+from trt_kvcache.kernels.delta_rule import gated_delta_rule
+from trt_kvcache.kernels.gated_norm import gated_rms_norm
 from trt_kvcache.kernels.kv_copies import (
     instantiate_kv_cache_batched,
     instantiate_kv_cache_layer_from_tensor,
@@ -21,6 +24,7 @@ from trt_kvcache.kernels.kv_copies import (
 from trt_kvcache.kernels.launch_limits import MAX_MOVES, MAX_SAVED_TENSORS, MAX_STORED_VALUES
 from trt_kvcache.kernels.layer_infos import KVLayerInfo, KVLayerInfos
 from trt_kvcache.kernels.lengths import increment_length_tensor, store_length_values
+from trt_kvcache.kernels.mamba2 import mamba2_scan
 from trt_kvcache.kernels.sampling import choose_tokens, token_logprobs
 from trt_kvcache.kernels.sampling_rows import SamplingRows
 from trt_kvcache.kernels.sampling_workspace import SamplingWorkspace
@@ -43,15 +47,19 @@ __all__ = [
     "StateInfos",
     "add_rms_norm",
     "attend",
+    "causal_conv1d",
     "choose_tokens",
     "compact_kv_cache_batched",
     "compact_length_tensor",
     "compact_rows",
     "copy_rows",
+    "gated_delta_rule",
+    "gated_rms_norm",
     "increment_length_tensor",
     "instantiate_kv_cache_batched",
     "instantiate_kv_cache_layer_from_tensor",
     "instantiate_rows",
+    "mamba2_scan",
     "save_kv_cache_batched",
     "save_kv_cache_layer_into_tensor",
     "save_rows",

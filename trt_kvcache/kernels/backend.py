@@ -10,6 +10,7 @@ from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.compaction_plan import AnyCompactionPlan
 from trt_kvcache.kernels.layer_infos import KVLayerInfos
+from trt_kvcache.kernels.recurrent_params import CausalConv1dParams, DeltaRuleParams, GatedNormParams, Mamba2Params
 from trt_kvcache.kernels.sampling_rows import SamplingRows
 from trt_kvcache.kernels.sampling_workspace import SamplingWorkspace
 from trt_kvcache.kernels.state_infos import StateInfos
@@ -55,6 +56,18 @@ class Backend(Protocol):
 
     def silu_mul(self, gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
         """Multiply the SiLU of the first half of each row with its second half."""
+
+    def causal_conv1d(self, params: CausalConv1dParams, stream: Any) -> None:
+        """Convolve the new tokens of each slot, and move its conv state on."""
+
+    def mamba2_scan(self, params: Mamba2Params, stream: Any) -> None:
+        """Run the new tokens of each slot through the state space of Mamba-2."""
+
+    def gated_delta_rule(self, params: DeltaRuleParams, stream: Any) -> None:
+        """Run the new tokens of each slot through the gated delta rule."""
+
+    def gated_rms_norm(self, params: GatedNormParams, stream: Any) -> None:
+        """Norm groups of columns of the new tokens, with a gate before or after."""
 
     def increment_scalar(self, lengths: DeviceTensor, increment: int, stream: Any) -> None:
         """Add the same number to all lengths."""

@@ -1,22 +1,52 @@
-"""Which variants of the attention kernels are compiled: one for each dtype and head dim, with its macros."""
+"""Which variants of a source are compiled: attention for each dtype and head dim, recurrent layers for each pair of dtypes."""
 
 from __future__ import annotations
 
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, decode_tiles, few_tiles, prefill_tiles
 
-#: How the macros of each source are chosen.
+#: How the macros of each attention source are chosen.
 TILES = {"attention_decode": decode_tiles, "attention_decode_few": few_tiles, "attention_prefill": prefill_tiles}
+
+#: The sources of recurrent layers.
+RECURRENT_SOURCES = ("recurrent_causal_conv1d", "recurrent_delta_rule", "recurrent_mamba2")
+
+#: The dtypes of states for each dtype of activations.
+STATE_DTYPES = {"float16": ("float16", "float32"), "bfloat16": ("bfloat16", "float32"), "float32": ("float32",)}
+
+_ELEMENT_TYPES = {**ELEMENT_TYPES, "float32": "Float32"}
 
 
 def variant_names(source: str) -> list[str]:
-    """Return the names of all variants of a source: one for each dtype and head dim; the source itself if it is no attention kernel."""
-    if source not in TILES:
-        return [source]
-    return [variant_name(source, dtype, head_dim) for dtype in ELEMENT_TYPES for head_dim in HEAD_DIMS]
+    """Return the names of all variants of a source.
+
+    Parameters
+    ----------
+    source : str
+        Its name.
+
+    Returns
+    -------
+    list of str
+        One for each dtype and head dim of attention, for each dtype and state dtype of a recurrent layer; else the source itself.
+    """
+    if source in TILES:
+        return [variant_name(source, dtype, head_dim) for dtype in ELEMENT_TYPES for head_dim in HEAD_DIMS]
+    if source in RECURRENT_SOURCES:
+        return [variant_name(source, dtype, state) for dtype, states in STATE_DTYPES.items() for state in states]
+    return [source]
 
 
-def variant_name(source: str, dtype: str, head_dim: int) -> str:
+def variant_name(source: str, dtype: str, second: int | str) -> str:
     """Return the name of one variant of a source.
+
+    Parameters
+    ----------
+    source : str
+        Its name.
+    dtype : str
+        Of activations.
+    second : int or str
+        The head dim of attention; the dtype of the states of a recurrent layer.
 
     Examples
     --------
@@ -24,14 +54,16 @@ def variant_name(source: str, dtype: str, head_dim: int) -> str:
     >>> variant_name("attention_decode", "float16", 128)
     'attention_decode-float16-128'
     """
-    return f"{source}-{dtype}-{head_dim}"
+    return f"{source}-{dtype}-{second}"
 
 
 def variant_macros(name: str, arch: str) -> dict[str, str]:
-    """Return the macros that a variant is compiled with for an architecture; none for a source that is no attention kernel."""
+    """Return the macros that a variant is compiled with for an architecture; none for a source that has no variants."""
     source, _, variant = name.partition("-")
     if not variant:
         return {}
-    dtype, head_dim = variant.split("-")
-    tiles = {macro: str(value) for macro, value in TILES[source](int(head_dim), arch).items()}
-    return {"ELEMENT": ELEMENT_TYPES[dtype], "HEAD_DIM": head_dim, **tiles}
+    dtype, second = variant.split("-")
+    if source in RECURRENT_SOURCES:
+        return {"ELEMENT": _ELEMENT_TYPES[dtype], "STATE": _ELEMENT_TYPES[second]}
+    tiles = {macro: str(value) for macro, value in TILES[source](int(second), arch).items()}
+    return {"ELEMENT": ELEMENT_TYPES[dtype], "HEAD_DIM": second, **tiles}

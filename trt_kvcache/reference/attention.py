@@ -16,6 +16,7 @@ from trt_kvcache.kernels.attention_params import AttentionParams
 from trt_kvcache.kernels.host import attention as twin
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.model import AttentionConfig, QueryScaling
 from trt_kvcache.reference.weights import Float32
 
 #: ``"native"`` reads the live rows of K and V, ``"mask"`` reads all rows under an additive mask, ``"plugin"`` reads the live rows of
@@ -24,6 +25,9 @@ Attention = AttentionName
 
 #: Takes q ``[A, s, Hq, D]``, k and v ``[A, s, H, D]`` of the new tokens, before RoPE and unscaled; returns ``[A, s, Hq, D]``.
 LayerAttention = Callable[[Float32, Float32, Float32], Float32]
+
+#: Cosine and sine.
+Angles = tuple[Float32, Float32]
 
 # Scores of this many query rows are held at a time.
 _QUERY_BLOCK = 256
@@ -34,8 +38,10 @@ class SeparateAttention:
 
     Parameters
     ----------
-    angles : pair of ndarray float32 ``[A, s, 1, D // 2]``
-        Cosine and sine for the new tokens: see :func:`angles_at`.
+    mixer : AttentionConfig
+        The attention of the layer.
+    angles : pair of ndarray float32 ``[A, s, 1, rotary_dim // 2]``, or None
+        Cosine and sine for the new tokens: see :func:`angles_at`. None for a layer without RoPE.
     k, v : ndarray ``[A, H, S, D]``
         The cache of this layer. New rows are written in place and read back in the cache's dtype.
     start : ndarray int32 ``[A]``
@@ -45,8 +51,16 @@ class SeparateAttention:
     """
 
     def __init__(
-        self, angles: tuple[Float32, Float32], k: npt.NDArray[Any], v: npt.NDArray[Any], start: npt.NDArray[np.int32], *, masked: bool
+        self,
+        mixer: AttentionConfig,
+        angles: Angles | None,
+        k: npt.NDArray[Any],
+        v: npt.NDArray[Any],
+        start: npt.NDArray[np.int32],
+        *,
+        masked: bool,
     ) -> None:
+        self._mixer = mixer
         self._angles = angles
         self._sides = k, v
         self._start = start
@@ -54,16 +68,17 @@ class SeparateAttention:
 
     def __call__(self, q: Float32, k: Float32, v: Float32) -> Float32:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
-        q, k = apply_rope(q, self._angles), apply_rope(k, self._angles)
+        if self._angles is not None:
+            q, k = apply_rope(q, self._angles), apply_rope(k, self._angles)
         for side, rows in zip(self._sides, (k, v), strict=True):
             write_rows(side, rows, self._start)
-        q = q * np.float32(q.shape[-1] ** -0.5)
+        q = q * np.float32(self._mixer.score_scale)
         mixed = np.empty_like(q)
         capacity = self._sides[0].shape[2]
         for slot, first in enumerate(self._start.tolist()):
             rows = capacity if self._masked else min(first + q.shape[1], capacity)
             keys, values = (side[slot, :, :rows].astype(np.float32) for side in self._sides)
-            mixed[slot] = attend(q[slot], keys, values, first)
+            mixed[slot] = attend(q[slot], keys, values, first, window=self._mixer.window, softcap=self._mixer.softcap)
         return mixed
 
 
@@ -74,8 +89,10 @@ class CombinedAttention:
 
     Parameters
     ----------
-    cos_sin : DeviceTensor ``[S, 2, D // 2]`` float32
-        Cosine and sine of each position.
+    mixer : AttentionConfig
+        The attention of the layer.
+    cos_sin : DeviceTensor ``[S, 2, rotary_dim // 2]`` float32, or None
+        Cosine and sine of each position. None for a layer without RoPE.
     cache : DeviceTensor ``[A, 2, H, S, D]``
         In host memory; written in place.
     start : DeviceTensor int32 ``[A]``
@@ -86,7 +103,16 @@ class CombinedAttention:
         A stream of the cache's memory.
     """
 
-    def __init__(self, cos_sin: DeviceTensor, cache: DeviceTensor, start: DeviceTensor, workspace: AttentionWorkspace, stream: Any) -> None:
+    def __init__(
+        self,
+        mixer: AttentionConfig,
+        cos_sin: DeviceTensor | None,
+        cache: DeviceTensor,
+        start: DeviceTensor,
+        workspace: AttentionWorkspace,
+        stream: Any,
+    ) -> None:
+        self._mixer = mixer
         self._cos_sin = cos_sin
         self._workspace = workspace
         self._cache = cache
@@ -107,21 +133,46 @@ class CombinedAttention:
             new_lengths=None,
             cos_sin=self._cos_sin,
             out=rows[0],
-            scale=q.shape[-1] ** -0.5,
-            window=0,
-            softcap=0.0,
+            scale=self._mixer.score_scale,
+            window=self._mixer.window or 0,
+            softcap=self._mixer.softcap or 0.0,
         )
         twin.attend(call, self._workspace, self._stream)
         mixed: Float32 = memory.array(rows[0])
         return mixed
 
 
-def angles_at(rope: tuple[Float32, Float32], start: npt.NDArray[np.int32], width: int) -> tuple[Float32, Float32]:
+class ScaledQueries:
+    """Attention whose queries are scaled by position.
+
+    Parameters
+    ----------
+    attention : callable
+        The attention of the layer.
+    scaling : QueryScaling
+        Which factor a position has.
+    start : ndarray int32 ``[A]``
+        Position of the first new token of each slot.
+    """
+
+    def __init__(self, attention: LayerAttention, scaling: QueryScaling, start: npt.NDArray[np.int32]) -> None:
+        self._attention = attention
+        self._scaling = scaling
+        self._start = start
+
+    def __call__(self, q: Float32, k: Float32, v: Float32) -> Float32:
+        """Scale q, then attend."""
+        positions = self._start[:, None, None, None] + np.arange(q.shape[1])[:, None, None]
+        factors = 1 + self._scaling.beta * np.log1p(positions // self._scaling.period)
+        return self._attention(q * factors.astype(np.float32), k, v)
+
+
+def angles_at(rope: Angles, start: npt.NDArray[np.int32], width: int) -> Angles:
     """Return the cosine and sine of the new tokens' positions.
 
     Parameters
     ----------
-    rope : pair of ndarray float32 ``[S, D // 2]``
+    rope : pair of ndarray float32 ``[S, rotary_dim // 2]``
         Cosine and sine of every position.
     start : ndarray int32 ``[A]``
         Position of the first new token of each slot.
@@ -130,7 +181,7 @@ def angles_at(rope: tuple[Float32, Float32], start: npt.NDArray[np.int32], width
 
     Returns
     -------
-    cos, sin : ndarray float32 ``[A, s, 1, D // 2]``
+    cos, sin : ndarray float32 ``[A, s, 1, rotary_dim // 2]``
         A position past S - 1 gets the angles of the last one: its row is not stored.
     """
     known = np.minimum(start[:, None] + np.arange(width), rope[0].shape[0] - 1)
@@ -160,10 +211,10 @@ def write_rows(cache: npt.NDArray[Any], rows: Float32, start: npt.NDArray[np.int
         cache[slot, :, first : first + kept] = stored[slot, :, :kept]
 
 
-def attend(q: Float32, keys: Float32, values: Float32, first: int) -> Float32:
-    """Compute causal attention for one slot: new token i sees the keys j <= first + i.
+def attend(q: Float32, keys: Float32, values: Float32, first: int, *, window: int | None = None, softcap: float | None = None) -> Float32:
+    """Compute causal attention for one slot: new token i sees the keys j <= first + i, with a window only the last of them.
 
-    Scores of later keys get an additive mask of minus infinity, so that their weight is 0. A NaN in such a key or value still
+    Scores of other keys get an additive mask of minus infinity, so that their weight is 0. A NaN in such a key or value still
     reaches the result, as it does on a device.
 
     Parameters
@@ -174,6 +225,10 @@ def attend(q: Float32, keys: Float32, values: Float32, first: int) -> Float32:
         Query heads ``h * Hq // H`` and following share K/V head h (grouped-query attention).
     first : int
         Position of the first new token.
+    window : int, optional
+        Keys that a token sees, its own included.
+    softcap : float, optional
+        Scores ``x`` become ``softcap * tanh(x / softcap)``.
 
     Returns
     -------
@@ -186,21 +241,25 @@ def attend(q: Float32, keys: Float32, values: Float32, first: int) -> Float32:
     result = np.empty_like(grouped)
     for begin in range(0, width, _QUERY_BLOCK):
         block = slice(begin, min(begin + _QUERY_BLOCK, width))
-        seen = np.arange(rows) <= first + np.arange(block.start, block.stop)[:, None]
+        behind = first + np.arange(block.start, block.stop)[:, None] - np.arange(rows)
+        seen = behind >= 0 if window is None else (behind >= 0) & (behind < window)
         mask = np.where(seen, np.float32(0), np.float32(-np.inf))
-        result[:, :, block] = softmax(grouped[:, :, block] @ keys[:, None].swapaxes(-1, -2) + mask) @ values[:, None]
+        scores = grouped[:, :, block] @ keys[:, None].swapaxes(-1, -2)
+        if softcap is not None:
+            scores = softcapped(scores, softcap)
+        result[:, :, block] = softmax(scores + mask) @ values[:, None]
     ungrouped: Float32 = result.transpose(2, 0, 1, 3).reshape(q.shape)
     return ungrouped
 
 
-def apply_rope(x: Float32, angles: tuple[Float32, Float32]) -> Float32:
-    """Apply RoPE: rotate each pair of elements (d, d + D/2) of a head by its angle.
+def apply_rope(x: Float32, angles: Angles) -> Float32:
+    """Apply RoPE: rotate each pair of elements (d, d + rotary_dim / 2) of a head by its angle; elements from rotary_dim on stay.
 
     Parameters
     ----------
     x : ndarray float32 ``[A, s, heads, D]``
         Queries or keys of the new tokens; not changed.
-    angles : pair of ndarray float32 ``[A, s, 1, D // 2]``
+    angles : pair of ndarray float32 ``[A, s, 1, rotary_dim // 2]``
         Cosine and sine.
 
     Returns
@@ -209,8 +268,15 @@ def apply_rope(x: Float32, angles: tuple[Float32, Float32]) -> Float32:
         The rotated heads, in a new array.
     """
     cos, sin = angles
-    low, high = np.split(x, 2, axis=-1)
-    return np.concatenate((low * cos - high * sin, high * cos + low * sin), axis=-1)
+    half = cos.shape[-1]
+    low, high, rest = np.split(x, (half, 2 * half), axis=-1)
+    return np.concatenate((low * cos - high * sin, high * cos + low * sin, rest), axis=-1)
+
+
+def softcapped(x: Float32, softcap: float) -> Float32:
+    """Return ``softcap * tanh(x / softcap)``."""
+    capped: Float32 = np.float32(softcap) * np.tanh(x / np.float32(softcap))
+    return capped
 
 
 def softmax(scores: Float32) -> Float32:

@@ -7,14 +7,14 @@ import numpy as np
 
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
-from trt_kvcache.checkpoint.rope import rope_table
 from trt_kvcache.engine.decoder_engine import DecoderEngine, StepTensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.errors import PlaceError
 from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.reference.attention import Attention, CombinedAttention, LayerAttention, SeparateAttention, angles_at
+from trt_kvcache.model import LayerConfig, RopeConfig, rope_table
+from trt_kvcache.reference.attention import Attention, CombinedAttention, LayerAttention, ScaledQueries, SeparateAttention, angles_at
 from trt_kvcache.reference.model import decoder_step
 from trt_kvcache.reference.weights import DecoderWeights, load_weights
 
@@ -73,11 +73,10 @@ class ReferenceEngine(DecoderEngine):
 
     Examples
     --------
-    >>> from trt_kvcache import Checkpoint, HostMemory, KVCacheConfig, KVLayerConfig, ReferenceEngine
+    >>> from trt_kvcache import Checkpoint, HostMemory, ReferenceEngine
+    >>> from trt_kvcache.engine.decoder_tensors import cache_config
     >>> with Checkpoint.open("examples/tiny-llama") as checkpoint:
-    ...     model = checkpoint.config
-    ...     layer = KVLayerConfig(num_kv_heads=model.num_kv_heads, head_dim=model.head_dim)
-    ...     kv = KVCacheConfig(layers=[layer] * model.num_layers, max_batch_size=2, max_sequence_length=64)
+    ...     kv = cache_config(checkpoint.config, max_batch_size=2, max_sequence_length=64, dtype="float32")
     ...     engine = ReferenceEngine(checkpoint, kv=kv, max_prefill_length=32, memory=HostMemory())
     >>> [profile.name for profile in engine.profiles]
     ['prefill', 'decode']
@@ -109,7 +108,7 @@ class ReferenceEngine(DecoderEngine):
             memory=memory,
         )
         self._masked = attention == "mask"
-        self._rope = rope_table(checkpoint.config.rope, checkpoint.config.head_dim, kv.max_sequence_length)
+        self._rope = {key: rope_table(*key, kv.max_sequence_length) for key in map(_rope_key, self._config.layers) if key is not None}
         self._weights: DecoderWeights | None = load_weights(checkpoint, kv.dtype, progress)
         self._combined = self._combined_inputs() if attention == "plugin" else None
 
@@ -139,7 +138,7 @@ class ReferenceEngine(DecoderEngine):
         attentions = self._attentions(step, stream)
         self._check_values(input_ids, last, start)
         with np.errstate(over="ignore", invalid="ignore"):
-            logits[...] = decoder_step(self._config, self._weights, attentions, input_ids, last).reshape(logits.shape)
+            logits[...] = decoder_step(self._config, self._weights, attentions, input_ids, last, self._kv.dtype).reshape(logits.shape)
 
     def close(self) -> None:
         """Release the weights and the bound tensors. Idempotent."""
@@ -148,17 +147,39 @@ class ReferenceEngine(DecoderEngine):
 
     def _attentions(self, step: StepTensors, stream: Any) -> list[LayerAttention]:
         """Return the attention of each layer over the bound caches."""
-        if self._combined is not None:
-            cos_sin, workspace = self._combined
-            return [CombinedAttention(cos_sin, cache, step.start, workspace, stream) for (cache,) in step.caches]
         start = self.memory.array(step.start)
-        angles = angles_at(self._rope, start, step.input_ids.shape[1])
-        sides = [[self.memory.array(side) for side in cache] for cache in step.caches]
-        return [SeparateAttention(angles, k, v, start, masked=self._masked) for k, v in sides]
+        width = step.input_ids.shape[1]
+        angles = {key: angles_at(table, start, width) for key, table in self._rope.items()}
+        attentions: list[LayerAttention] = []
+        for index, (layer, cache) in enumerate(zip(self._config.layers, step.caches, strict=True)):
+            mixer = layer.mixer
+            attention: LayerAttention
+            if self._combined is not None:
+                cos_sin, workspace = self._combined[index]
+                attention = CombinedAttention(mixer, cos_sin, cache[0], step.start, workspace, stream)
+            else:
+                key = _rope_key(layer)
+                k, v = map(self.memory.array, cache)
+                attention = SeparateAttention(mixer, None if key is None else angles[key], k, v, start, masked=self._masked)
+            attentions.append(attention if mixer.query_scaling is None else ScaledQueries(attention, mixer.query_scaling, start))
+        return attentions
 
-    def _combined_inputs(self) -> tuple[DeviceTensor, AttentionWorkspace]:
-        """Return the RoPE table and the workspace for :class:`CombinedAttention`: the same in every step."""
-        model, stream = self._config, self.memory.create_stream()
-        sizes = {"num_heads": model.num_attention_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
-        workspace = AttentionWorkspace(self.memory, **sizes, stream=stream)
-        return self.memory.to_device(np.stack(self._rope, axis=1), stream=stream), workspace
+    def _combined_inputs(self) -> list[tuple[DeviceTensor | None, AttentionWorkspace]]:
+        """Return the RoPE table and the workspace of each layer for :class:`CombinedAttention`: the same in every step."""
+        stream = self.memory.create_stream()
+        tables = {key: self.memory.to_device(np.stack(table, axis=1), stream=stream) for key, table in self._rope.items()}
+        workspaces: dict[tuple[int, int, int], AttentionWorkspace] = {}
+        found = []
+        for layer in self._config.layers:
+            mixer, key = layer.mixer, _rope_key(layer)
+            sizes = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
+            if sizes not in workspaces:
+                named = dict(zip(("num_heads", "num_kv_heads", "head_dim"), sizes, strict=True))
+                workspaces[sizes] = AttentionWorkspace(self.memory, **named, stream=stream)
+            found.append((None if key is None else tables[key], workspaces[sizes]))
+        return found
+
+
+def _rope_key(layer: LayerConfig) -> tuple[RopeConfig, int] | None:
+    """Return what the table of angles of a layer depends on; None for a layer without RoPE."""
+    return None if layer.mixer.rope is None else (layer.mixer.rope, layer.mixer.head_dim)

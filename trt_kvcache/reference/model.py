@@ -4,13 +4,14 @@ Everything is accumulated in float32, whatever the dtype of weights and cache. S
 Hq query heads, H key-value heads, D head_dim.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from trt_kvcache.checkpoint.model_config import ModelConfig
-from trt_kvcache.reference.attention import LayerAttention
+from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig
+from trt_kvcache.reference.attention import LayerAttention, softcapped
 from trt_kvcache.reference.weights import DecoderWeights, Float32, LayerWeights, Projection
 
 
@@ -20,6 +21,7 @@ def decoder_step(
     attentions: Sequence[LayerAttention],
     input_ids: npt.NDArray[np.int32],
     last: npt.NDArray[np.int32],
+    dtype: str,
 ) -> Float32:
     """Run the new tokens of every slot through the model.
 
@@ -35,30 +37,57 @@ def decoder_step(
         New tokens, right-padded.
     last : ndarray int32 ``[A, m]``
         Indices of the tokens whose logits are returned, per slot.
+    dtype : str
+        The precision of the engine, which the multiplier of the embedding may be rounded to.
 
     Returns
     -------
     ndarray float32 ``[A * m, vocab]``
         Logits of the tokens that ``last`` selects, slot by slot.
     """
-    hidden = weights.embedding[input_ids]
-    for layer, attention in zip(weights.layers, attentions, strict=True):
-        normed = rms_norm(hidden, layer.input_norm, config.rms_norm_eps)
-        hidden = hidden + self_attention(config, layer, attention, normed)
-        normed = rms_norm(hidden, layer.post_attention_norm, config.rms_norm_eps)
-        hidden = hidden + mlp(layer, normed)
+    hidden = scaled(weights.embedding[input_ids], config.embedding_factor(dtype))
+    for layer, layer_weights, attention in zip(config.layers, weights.layers, attentions, strict=True):
+        hidden = decoder_layer(layer, layer_weights, attention, hidden)
     wanted = hidden[np.arange(len(last))[:, None], last].reshape(-1, config.hidden_size)
-    logits: Float32 = rms_norm(wanted, weights.final_norm, config.rms_norm_eps) @ weights.head.T
-    return logits
+    logits: Float32 = rms_norm(wanted, weights.final_norm, config.final_norm) @ weights.head.T
+    logits = logits if config.logits_divisor == 1 else logits / np.float32(config.logits_divisor)
+    return logits if config.final_softcap is None else softcapped(logits, config.final_softcap)
 
 
-def self_attention(config: ModelConfig, layer: LayerWeights, attention: LayerAttention, hidden: Float32) -> Float32:
+def decoder_layer(config: LayerConfig, weights: LayerWeights, attention: LayerAttention, hidden: Float32) -> Float32:
+    """Apply one decoder layer.
+
+    Parameters
+    ----------
+    config : LayerConfig
+        The layer.
+    weights : LayerWeights
+        Its weights.
+    attention : callable
+        Attention over the cache of the layer.
+    hidden : ndarray float32 ``[A, s, hidden]``
+        The hidden state before the layer; not changed.
+
+    Returns
+    -------
+    ndarray float32 ``[A, s, hidden]``
+        The hidden state after it.
+    """
+    normed = optional_norm(hidden, weights.input_norm, config.input_norm)
+    mixed = optional_norm(self_attention(config.mixer, weights, attention, normed), weights.mixer_output_norm, config.mixer_output_norm)
+    hidden = hidden + scaled(mixed, config.residual_multiplier)
+    normed = optional_norm(hidden, weights.mlp_norm, config.mlp_norm)
+    changed = optional_norm(mlp(config.mlp, weights, normed), weights.mlp_output_norm, config.mlp_output_norm)
+    return hidden + scaled(changed, config.residual_multiplier)
+
+
+def self_attention(config: AttentionConfig, layer: LayerWeights, attention: LayerAttention, hidden: Float32) -> Float32:
     """Apply the self-attention block of one layer.
 
     Parameters
     ----------
-    config : ModelConfig
-        The model.
+    config : AttentionConfig
+        The attention of the layer.
     layer : LayerWeights
         Weights of the layer.
     attention : callable
@@ -69,20 +98,49 @@ def self_attention(config: ModelConfig, layer: LayerWeights, attention: LayerAtt
     Returns
     -------
     ndarray float32 ``[A, s, hidden]``
-        The result after the output projection. The caller adds it to the residual.
+        The result after the output projection.
     """
-    slots, width, _ = hidden.shape
-    q, k, v = (project(part, hidden).reshape(slots, width, -1, config.head_dim) for part in (layer.q, layer.k, layer.v))
-    if layer.q_norm is not None and layer.k_norm is not None:
-        q, k = rms_norm(q, layer.q_norm, config.rms_norm_eps), rms_norm(k, layer.k_norm, config.rms_norm_eps)
-    return project(layer.o, attention(q, k, v).reshape(slots, width, -1))
+    q, k, v = (project(part, hidden) for part in (layer.q, layer.k, layer.v))
+    over = None if config.qk_norm is None else config.qk_norm.over
+    if over == "full":
+        q, k = qk_norm(config, layer, q, k)
+    q, k, v = (part.reshape(*part.shape[:2], -1, config.head_dim) for part in (q, k, v))
+    if over == "head":
+        q, k = qk_norm(config, layer, q, k)
+    attended = attention(q, k, v)
+    return project(layer.o, attended.reshape(*attended.shape[:2], -1))
 
 
-def mlp(layer: LayerWeights, hidden: Float32) -> Float32:
-    """Apply the gated MLP with SiLU to ``hidden`` ``[..., hidden]``; the result has the same shape."""
+def qk_norm(config: AttentionConfig, layer: LayerWeights, q: Float32, k: Float32) -> tuple[Float32, Float32]:
+    """Normalise q and k over their last axis, which is a head or all of them."""
+    assert config.qk_norm is not None
+    norm = config.qk_norm.norm
+    return optional_norm(q, layer.q_norm, norm), optional_norm(k, layer.k_norm, norm)
+
+
+def mlp(config: MlpConfig, layer: LayerWeights, hidden: Float32) -> Float32:
+    """Apply the gated MLP to ``hidden`` ``[..., hidden]``; the result has the same shape."""
     gate = project(layer.gate, hidden)
-    activated: Float32 = gate / (np.float32(1) + np.exp(-gate))
+    activated = silu(gate) if config.activation == "silu" else gelu_tanh(gate)
     return project(layer.down, activated * project(layer.up, hidden))
+
+
+def silu(x: Float32) -> Float32:
+    """Return ``x * sigmoid(x)``."""
+    activated: Float32 = x / (np.float32(1) + np.exp(-x))
+    return activated
+
+
+def gelu_tanh(x: Float32) -> Float32:
+    """Return GELU in its approximation by tanh."""
+    inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
+    activated: Float32 = np.float32(0.5) * x * (np.float32(1) + np.tanh(inner))
+    return activated
+
+
+def scaled(x: Float32, factor: float) -> Float32:
+    """Return ``x * factor``: ``x`` itself for a factor of 1."""
+    return x if factor == 1 else x * np.float32(factor)
 
 
 def project(projection: Projection, x: Float32) -> Float32:
@@ -93,8 +151,14 @@ def project(projection: Projection, x: Float32) -> Float32:
     return rows.reshape(*x.shape[:-1], -1)
 
 
-def rms_norm(x: Float32, weight: Float32, eps: float) -> Float32:
-    """Divide by the root mean square of the last axis and multiply with ``weight``."""
+def optional_norm(x: Float32, weight: Float32 | None, norm: NormConfig | None) -> Float32:
+    """Return :func:`rms_norm`, or ``x`` itself where there is no norm."""
+    return x if norm is None or weight is None else rms_norm(x, weight, norm)
+
+
+def rms_norm(x: Float32, weight: Float32, norm: NormConfig) -> Float32:
+    """Divide by the root mean square of the last axis and multiply with the weight."""
     mean_square = np.mean(x * x, axis=-1, keepdims=True)
-    normed: Float32 = x / np.sqrt(mean_square + np.float32(eps)) * weight
+    factor = weight + np.float32(norm.weight_offset) if norm.weight_offset else weight
+    normed: Float32 = x / np.sqrt(mean_square + np.float32(norm.epsilon)) * factor
     return normed

@@ -25,7 +25,7 @@ class ModelIdentity:
     fingerprint : str
         :meth:`trt_kvcache.checkpoint.Checkpoint.fingerprint`, or any other text that differs between different models.
     rope : mapping of str to JSON values, optional
-        :meth:`trt_kvcache.checkpoint.RopeConfig.to_dict`: the RoPE that was applied to the cached keys.
+        :meth:`trt_kvcache.model.RopeConfig.to_dict`: the RoPE that was applied to the cached keys.
 
     Raises
     ------

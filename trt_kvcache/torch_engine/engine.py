@@ -12,8 +12,6 @@ import torch.nn.functional as F  # noqa: N812
 
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
-from trt_kvcache.checkpoint.model_config import ModelConfig
-from trt_kvcache.checkpoint.rope import rope_table
 from trt_kvcache.engine.attention_variants import AttentionName
 from trt_kvcache.engine.bound_tensors import BoundTensors
 from trt_kvcache.engine.decoder_engine import DecoderEngine
@@ -23,12 +21,17 @@ from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, MAX_GROUP, MIN_ARCH, arch_number
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.model import ModelConfig, rope_table
+from trt_kvcache.model.features import check_features
 from trt_kvcache.torch_engine.attention import Angles, LiveRowsAttention, MaskedAttention, rope_factors
 from trt_kvcache.torch_engine.device import CudaDevice, HostDevice, TorchDevice
 from trt_kvcache.torch_engine.kernels import KernelAttention, KernelElementwise
 from trt_kvcache.torch_engine.model import Elementwise, TorchAttention, decoder_step
 from trt_kvcache.torch_engine.step import TorchStep
 from trt_kvcache.torch_engine.weights import LoadTensor, TorchWeights, checkpoint_loader, torch_weights
+
+#: Names of :data:`~trt_kvcache.model.features.FEATURES` that this engine computes.
+COMPUTED_FEATURES: frozenset[str] = frozenset({"fused_tensors"})
 
 
 class TorchEngine(DecoderEngine):
@@ -73,7 +76,7 @@ class TorchEngine(DecoderEngine):
     Raises
     ------
     ConfigError
-        The cache does not fit the model, or an argument is out of range.
+        The engine does not compute something that the model needs, the cache does not fit the model, or an argument is out of range.
     EngineError
         The installed torch cannot use the GPU.
     CapacityError
@@ -108,6 +111,7 @@ class TorchEngine(DecoderEngine):
         names: TensorNames = DEFAULT_NAMES,
         memory: Memory,
     ) -> None:
+        check_features(model, COMPUTED_FEATURES, "the PyTorch engine")
         super().__init__(
             model,
             kv=kv,
@@ -119,7 +123,9 @@ class TorchEngine(DecoderEngine):
         )
         self._device = torch_device(memory)
         self._steps: dict[BoundTensors, TorchStep] = {}
-        cos, sin = rope_table(model.rope, model.head_dim, kv.max_sequence_length)
+        self._mixer = model.layers[0].mixer  # of equal sizes in all layers, with the same RoPE: see COMPUTED_FEATURES
+        assert self._mixer.rope is not None
+        cos, sin = rope_table(self._mixer.rope, self._mixer.head_dim, kv.max_sequence_length)
         self._rope: Angles = rope_factors(*(torch.from_numpy(part).to(self._device.torch_device) for part in (cos, sin)))
         self._kernel_inputs = self._make_kernel_inputs(np.stack((cos, sin), axis=1)) if self._has_kernels() else None
         try:
@@ -265,19 +271,18 @@ class TorchEngine(DecoderEngine):
 
     def _has_kernels(self) -> bool:
         """Whether the attention kernels know the model and the GPU."""
-        model = self._config
         return (
             not self.memory.is_host
             and self._kv.dtype in ELEMENT_TYPES
-            and model.head_dim in HEAD_DIMS
-            and model.num_attention_heads <= MAX_GROUP * model.num_kv_heads
+            and self._mixer.head_dim in HEAD_DIMS
+            and self._mixer.group <= MAX_GROUP
             and arch_number(self.memory.arch) >= MIN_ARCH  # type: ignore[attr-defined]
         )
 
     def _make_kernel_inputs(self, cos_sin: np.ndarray[Any, Any]) -> tuple[DeviceTensor, AttentionWorkspace]:
         """Return the RoPE table and the workspace of the attention kernels."""
-        model, stream = self._config, self.memory.create_stream()
-        sizes = {"num_heads": model.num_attention_heads, "num_kv_heads": model.num_kv_heads, "head_dim": model.head_dim}
+        mixer, stream = self._mixer, self.memory.create_stream()
+        sizes = {"num_heads": mixer.num_heads, "num_kv_heads": mixer.num_kv_heads, "head_dim": mixer.head_dim}
         workspace = AttentionWorkspace(self.memory, **sizes, stream=stream)
         table = self.memory.to_device(cos_sin, stream=stream)
         self.memory.synchronize(stream)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from trt_kvcache.checkpoint.decoder_weights import Projection
-from trt_kvcache.checkpoint.model_config import ModelConfig
+from trt_kvcache.model import AttentionConfig, ModelConfig, NormConfig
 from trt_kvcache.torch_engine.weights import TorchLayer, TorchWeights
 
 #: Called with the index of the layer and q, k and v of the new tokens ``[A, s, Hq + 2 * H, D]``, before RoPE; returns ``[A, s, Hq, D]``.
@@ -54,25 +54,31 @@ def decoder_step(
     torch.Tensor ``[A, s, hidden]``
         What the head is multiplied with, after the final norm, in the dtype of the weights.
     """
-    eps = config.rms_norm_eps
     hidden = F.embedding(input_ids, weights.embedding)
-    normed = rms_norm(hidden, weights.layers[0].input_norm, eps)
-    next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
-    for index, (layer, next_norm) in enumerate(zip(weights.layers, next_norms, strict=True)):
-        mixed = attention(index, heads_of(config, layer, normed))
-        hidden, normed = elementwise.add_rms_norm(hidden, project(layer.o, mixed.flatten(2)), layer.post_attention_norm, eps)
+    normed = rms_norm(hidden, weights.layers[0].input_norm, _epsilon(config.layers[0].input_norm))
+    input_norms = [(layer.input_norm, part.input_norm) for layer, part in zip(weights.layers, config.layers, strict=True)]
+    next_norms = [*input_norms[1:], (weights.final_norm, config.final_norm)]
+    for index, (part, layer, (next_weight, next_norm)) in enumerate(zip(config.layers, weights.layers, next_norms, strict=True)):
+        mixed = attention(index, heads_of(part.mixer, layer, normed))
+        hidden, normed = elementwise.add_rms_norm(hidden, project(layer.o, mixed.flatten(2)), layer.mlp_norm, _epsilon(part.mlp_norm))
         activated = elementwise.gated(project(layer.gate_up, normed))
-        hidden, normed = elementwise.add_rms_norm(hidden, project(layer.down, activated), next_norm, eps)
+        hidden, normed = elementwise.add_rms_norm(hidden, project(layer.down, activated), next_weight, _epsilon(next_norm))
     return normed
 
 
-def heads_of(config: ModelConfig, layer: TorchLayer, normed: torch.Tensor) -> torch.Tensor:
-    """Return q, k and v ``[A, s, Hq + 2 * H, D]`` of the new tokens, with the norms of q and k where the model has them."""
-    qkv = project(layer.qkv, normed).unflatten(2, (-1, config.head_dim))
-    if layer.q_norm is None or layer.k_norm is None:
+def _epsilon(norm: NormConfig | None) -> float:
+    assert norm is not None  # models without are refused when an engine is made
+    return norm.epsilon
+
+
+def heads_of(mixer: AttentionConfig, layer: TorchLayer, normed: torch.Tensor) -> torch.Tensor:
+    """Return q, k and v ``[A, s, Hq + 2 * H, D]`` of the new tokens, with the norms of q and k where the layer has them."""
+    qkv = project(layer.qkv, normed).unflatten(2, (-1, mixer.head_dim))
+    if mixer.qk_norm is None or layer.q_norm is None or layer.k_norm is None:
         return qkv
-    q, k, v = qkv.split((config.num_attention_heads, config.num_kv_heads, config.num_kv_heads), dim=2)
-    return torch.cat((rms_norm(q, layer.q_norm, config.rms_norm_eps), rms_norm(k, layer.k_norm, config.rms_norm_eps), v), dim=2)
+    q, k, v = qkv.split((mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads), dim=2)
+    epsilon = mixer.qk_norm.norm.epsilon
+    return torch.cat((rms_norm(q, layer.q_norm, epsilon), rms_norm(k, layer.k_norm, epsilon), v), dim=2)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

@@ -10,8 +10,8 @@ import torch
 
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.decoder_weights import LayerWeights, Projection, RoundedTensors, layer_weights
-from trt_kvcache.checkpoint.model_config import ModelConfig
-from trt_kvcache.checkpoint.tensor_shapes import EMBEDDING, FINAL_NORM, HEAD
+from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model.tensor_shapes import EMBEDDING, FINAL_NORM, HEAD
 
 #: Returns the tensor of a name of Hugging Face transformers: on the engine's device, in its dtype.
 LoadTensor = Callable[[str], torch.Tensor]
@@ -26,7 +26,7 @@ class TorchLayer:
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
     o: Projection[torch.Tensor]
-    post_attention_norm: torch.Tensor
+    mlp_norm: torch.Tensor
     gate_up: Projection[torch.Tensor]
     down: Projection[torch.Tensor]
 
@@ -92,13 +92,15 @@ def checkpoint_loader(
 
 
 def _joined(layer: LayerWeights[torch.Tensor]) -> TorchLayer:
+    assert layer.input_norm is not None
+    assert layer.mlp_norm is not None
     return TorchLayer(
         input_norm=layer.input_norm,
         qkv=_joined_projection(layer.q, layer.k, layer.v),
         q_norm=layer.q_norm,
         k_norm=layer.k_norm,
         o=_joined_projection(layer.o),
-        post_attention_norm=layer.post_attention_norm,
+        mlp_norm=layer.mlp_norm,
         gate_up=_joined_projection(layer.gate, layer.up),
         down=_joined_projection(layer.down),
     )

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from tests.builder.network.parts import Part
+from tests.helpers.golden_models import skip_what_is_not_computed
 from tests.paths import GOLDEN
 from trt_kvcache.builder.definition import DecoderDefinition, define_decoder
 from trt_kvcache.builder.network.graph import Graph
-from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.builder.options import COMPUTED_FEATURES, BuildOptions
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.trt.module import TensorRT, load
@@ -47,6 +48,11 @@ def declared(rtx, network):
     tensors = [(TensorMode.INPUT, network.get_input(index)) for index in range(network.num_inputs)]
     tensors += [(TensorMode.OUTPUT, network.get_output(index)) for index in range(network.num_outputs)]
     return {one.name: (mode, rtx.dtype_name(one.dtype), tuple(one.shape)) for mode, one in tensors}
+
+
+@pytest.fixture(autouse=True)
+def _only_what_is_computed(request):
+    skip_what_is_not_computed(request, COMPUTED_FEATURES)
 
 
 @pytest.fixture(scope="session")

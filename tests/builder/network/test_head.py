@@ -11,13 +11,13 @@ import pytest
 from tests.builder.network.parts import Part, StoredWeights, normal
 from tests.helpers.small_model import SMALL
 from trt_kvcache.builder.network.head import by_slot, chosen_tokens, embed, embedding_table, last_token, logits
-from trt_kvcache.checkpoint import ModelConfig
+from trt_kvcache.model import ModelConfig, NormConfig
 
 pytestmark = pytest.mark.trt
 
 MakePart = Callable[..., Part]
 
-MODEL = replace(ModelConfig.from_dict(SMALL), rms_norm_eps=0.25)
+MODEL = replace(ModelConfig.from_dict(SMALL), final_norm=NormConfig(epsilon=0.25))
 EMBEDDING = "model.embed_tokens.weight"
 
 

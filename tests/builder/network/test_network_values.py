@@ -8,9 +8,10 @@ import pytest
 
 from tests.paths import GOLDEN
 from tests.reference.rig import MODELS, Rig, golden
-from trt_kvcache.checkpoint import Checkpoint, ModelConfig, rope_table
+from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.names import DEFAULT_NAMES
+from trt_kvcache.model import AttentionConfig, rope_table
 
 from .conftest import MAX_BATCH_SIZE, MAX_PREFILL_LENGTH, MAX_SEQUENCE_LENGTH, Defined
 from .interpreter import interpret, layer_kind
@@ -205,6 +206,7 @@ def test_first_rows_are_rounded_where_the_model_rounds(define: Define, model: st
 def first_rows(checkpoint: Checkpoint, dtype: Any, ids: Array, starts: Array) -> tuple[Array, Array]:
     """Return what layer 0 writes for ``ids`` ``[B, s]``: K and V ``[B, H, s, D]``."""
     config, attention = checkpoint.config, "model.layers.0.self_attn"
+    mixer = config.layers[0].mixer
 
     def weight(name: str) -> Array:
         return checkpoint.tensor(name).astype(dtype).astype(np.float64)
@@ -213,25 +215,25 @@ def first_rows(checkpoint: Checkpoint, dtype: Any, ids: Array, starts: Array) ->
         return x.astype(np.float32).astype(dtype).astype(np.float64)
 
     def norm(x: Array, name: str) -> Array:
-        return rounded(rounded(x / np.sqrt(np.mean(x * x, -1, keepdims=True) + config.rms_norm_eps)) * weight(f"{name}.weight"))
+        return rounded(rounded(x / np.sqrt(np.mean(x * x, -1, keepdims=True) + config.final_norm.epsilon)) * weight(f"{name}.weight"))
 
     def heads(side: str) -> Array:
         y = rounded(x @ weight(f"{attention}.{side}_proj.weight").T)
-        if config.qkv_bias:
+        if mixer.qkv_bias:
             y = rounded(y + weight(f"{attention}.{side}_proj.bias"))
-        return y.reshape(*ids.shape, config.num_kv_heads, config.head_dim).swapaxes(1, 2)
+        return y.reshape(*ids.shape, mixer.num_kv_heads, mixer.head_dim).swapaxes(1, 2)
 
     x = norm(weight("model.embed_tokens.weight")[ids], "model.layers.0.input_layernorm")
     k, v = heads("k"), heads("v")
-    if config.qk_norm:
+    if mixer.qk_norm is not None:
         k = norm(k, f"{attention}.k_norm")
-    k = rotated_keys(config, k, starts[:, None] + np.arange(ids.shape[1]))
+    k = rotated_keys(mixer, k, starts[:, None] + np.arange(ids.shape[1]))
     return k.astype(np.float32).astype(dtype), v.astype(dtype)
 
 
-def rotated_keys(config: ModelConfig, k: Array, positions: Array) -> Array:
+def rotated_keys(mixer: AttentionConfig, k: Array, positions: Array) -> Array:
     """Rotate as complex numbers ``k[d] + i k[d + D / 2]``. ``k`` is ``[B, H, s, D]``, ``positions`` ``[B, s]``."""
-    cos, sin = rope_table(config.rope, config.head_dim, MAX_SEQUENCE_LENGTH)
-    half = config.head_dim // 2
+    cos, sin = rope_table(mixer.rope, mixer.head_dim, MAX_SEQUENCE_LENGTH)
+    half = mixer.head_dim // 2
     rotated = (k[..., :half] + 1j * k[..., half:]) * (cos + 1j * sin)[positions][:, None]
     return np.concatenate((rotated.real, rotated.imag), -1)

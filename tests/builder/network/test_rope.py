@@ -10,24 +10,24 @@ import pytest
 from tests.builder.network.parts import Part, normal
 from tests.helpers.small_model import SMALL
 from trt_kvcache.builder.network.rope import apply_rope, cos_sin, rope_tables
-from trt_kvcache.checkpoint import ModelConfig, rope_table
+from trt_kvcache.model import ModelConfig, rope_table
 
 pytestmark = pytest.mark.trt
 
 MakePart = Callable[..., Part]
 
-MODEL = ModelConfig.from_dict({**SMALL, "head_dim": 16})
+MIXER = ModelConfig.from_dict({**SMALL, "head_dim": 16}).layers[0].mixer
 POSITIONS = np.array([[0, 1, 2], [6, 7, 8]], np.int32)
 
 
 def rotated(part: Part, x: np.ndarray) -> np.ndarray:
     tensor = part.graph.input("x", part.graph.dtype, x.shape)
     positions = part.graph.input("positions", "int32", POSITIONS.shape)
-    return part.run(apply_rope(part.graph, "q", tensor, rope_tables(part.graph, MODEL, length=9), positions), x=x, positions=POSITIONS)
+    return part.run(apply_rope(part.graph, "q", tensor, rope_tables(part.graph, MIXER, length=9), positions), x=x, positions=POSITIONS)
 
 
 def expected(x: np.ndarray) -> np.ndarray:
-    cos, sin = rope_table(MODEL.rope, 16, 9)
+    cos, sin = rope_table(MIXER.rope, 16, 9)
     pairs = (x[..., :8] + 1j * x[..., 8:]) * (cos + 1j * sin)[POSITIONS][:, None]
     return np.concatenate([pairs.real, pairs.imag], axis=-1)
 
@@ -46,7 +46,7 @@ def test_the_result_is_in_float32(part: MakePart, dtype: str) -> None:
 
 
 def test_both_tables_in_one_array() -> None:
-    table = cos_sin(MODEL, length=9)
+    table = cos_sin(MIXER, length=9)
     assert (table.shape, table.dtype) == ((9, 2, 8), np.float32)
-    for side, each in enumerate(rope_table(MODEL.rope, 16, 9)):
+    for side, each in enumerate(rope_table(MIXER.rope, 16, 9)):
         np.testing.assert_array_equal(table[:, side], each)

@@ -6,8 +6,8 @@ from typing import Any
 from trt_kvcache.builder.network.attention_lowering import AttentionLowering
 from trt_kvcache.builder.network.rope import RopeTables
 from trt_kvcache.builder.network.step_lengths import StepLengths
-from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.engine.names import TensorNames
+from trt_kvcache.model import ModelConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,11 +14,11 @@ from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.rope import cos_sin, rope_tables
 from trt_kvcache.builder.network.step_lengths import step_lengths
 from trt_kvcache.builder.network.weights import Weights
-from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_tensors import logits_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING, hidden_state_name
+from trt_kvcache.model import ModelConfig
 from trt_kvcache.ops.attention_attributes import AttentionAttributes
 
 
@@ -74,7 +74,7 @@ def add_decoder(
         context = replace(context, lowering=lowering)
     else:
         lengths = step_lengths(graph, input_ids=input_ids, start_index=start_index)
-        context = replace(context, lengths=lengths, tables=rope_tables(graph, model, length=max_sequence_length))
+        context = replace(context, lengths=lengths, tables=rope_tables(graph, model.layers[0].mixer, length=max_sequence_length))
         if attention == "mask":
             mask = causal_mask(graph, position_ids=lengths.position_ids, max_sequence_length=max_sequence_length)
             context = replace(context, mask=mask)
@@ -114,10 +114,11 @@ def _plugin_layers(
     graph: Graph, model: ModelConfig, names: TensorNames, *, max_sequence_length: int, start_index: Any
 ) -> PluginLayerLowering:
     """Return what adds plugin layers to the network, after adding the tables of RoPE that they read."""
+    mixer = model.layers[0].mixer  # all layers have the same sizes and RoPE: others are refused before a network is made
     attributes = AttentionAttributes(
-        num_heads=model.num_attention_heads, num_kv_heads=model.num_kv_heads, head_dim=model.head_dim, rotary_dim=model.head_dim
+        num_heads=mixer.num_heads, num_kv_heads=mixer.num_kv_heads, head_dim=mixer.head_dim, rotary_dim=mixer.rotary_dim
     )
-    tables = graph.constant(COS_SIN, cos_sin(model, length=max_sequence_length))
+    tables = graph.constant(COS_SIN, cos_sin(mixer, length=max_sequence_length))
     return PluginLayerLowering(attributes, names, max_sequence_length=max_sequence_length, start_index=start_index, cos_sin=tables)
 
 
@@ -198,14 +199,14 @@ def attention_layer_configs(
     """
     return tuple(
         attention_layer_config(
-            layer,
+            index,
             attention,
             is_rtx=is_rtx,
             dtype=dtype,
-            num_attention_heads=model.num_attention_heads,
-            head_dim=model.head_dim,
+            num_attention_heads=layer.mixer.num_heads,
+            head_dim=layer.mixer.head_dim,
             min_batch_size=min_batch_size,
             max_sequence_length=max_sequence_length,
         )
-        for layer in range(model.num_layers)
+        for index, layer in enumerate(model.layers)
     )

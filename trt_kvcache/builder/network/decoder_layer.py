@@ -32,9 +32,11 @@ def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContex
     ITensor [B, s, hidden]
         The hidden state after the layer.
     """
-    module, epsilon = f"model.layers.{config.layer}", context.model.rms_norm_eps
-    normed = rms_norm(graph, x, weights, f"{module}.input_layernorm", epsilon=epsilon)
+    module, layer = f"model.layers.{config.layer}", context.model.layers[config.layer]
+    assert layer.input_norm is not None  # models without are refused before a network is made
+    assert layer.mlp_norm is not None
+    normed = rms_norm(graph, x, weights, f"{module}.input_layernorm", epsilon=layer.input_norm.epsilon)
     attended, x = self_attention(graph, normed, weights, f"{module}.self_attn", context, config, residual=x)
     x = graph.elementwise(f"{module}/add_attention", x, "SUM", attended)
-    normed = rms_norm(graph, x, weights, f"{module}.post_attention_layernorm", epsilon=epsilon)
-    return graph.elementwise(f"{module}/add_mlp", x, "SUM", mlp(graph, normed, weights, f"{module}.mlp", bias=context.model.mlp_bias))
+    normed = rms_norm(graph, x, weights, f"{module}.post_attention_layernorm", epsilon=layer.mlp_norm.epsilon)
+    return graph.elementwise(f"{module}/add_mlp", x, "SUM", mlp(graph, normed, weights, f"{module}.mlp", bias=layer.mlp.bias))

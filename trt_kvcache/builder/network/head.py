@@ -8,8 +8,8 @@ from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.linear import matmul_transposed
 from trt_kvcache.builder.network.rms_norm import rms_norm
 from trt_kvcache.builder.network.weights import Weights
-from trt_kvcache.checkpoint import ModelConfig
 from trt_kvcache.engine_folder.decoder_segments import EMBEDDING
+from trt_kvcache.model import ModelConfig
 
 
 def embedding_table(graph: Graph, weights: Weights) -> Any:
@@ -155,6 +155,6 @@ def logits(graph: Graph, x: Any, weights: Weights, model: ModelConfig, table: An
     ITensor [B, vocab] float32
         Logits of the token that follows each of them. The head computes in the dtype of the model; its result is cast.
     """
-    normed = rms_norm(graph, x, weights, "model.norm", epsilon=model.rms_norm_eps)
+    normed = rms_norm(graph, x, weights, "model.norm", epsilon=model.final_norm.epsilon)
     lm_head = table if model.tie_word_embeddings else graph.constant("lm_head.weight", weights("lm_head.weight"))
     return graph.cast("lm_head/to_float32", matmul_transposed(graph, "lm_head/matmul", normed, lm_head), "float32")

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.builder.network.graph import Graph
-from trt_kvcache.checkpoint import ModelConfig, rope_table
+from trt_kvcache.model import AttentionConfig, rope_table
 
 
 @dataclass(frozen=True)
@@ -23,15 +23,15 @@ class RopeTables:
     sin: Any
 
 
-def rope_tables(graph: Graph, model: ModelConfig, *, length: int) -> RopeTables:
+def rope_tables(graph: Graph, mixer: AttentionConfig, *, length: int) -> RopeTables:
     """Add the tables of RoPE to the network as constants.
 
     Parameters
     ----------
     graph : Graph
         The network under construction.
-    model : ModelConfig
-        Gives the frequencies.
+    mixer : AttentionConfig
+        Attention with RoPE, which gives the frequencies.
     length : int
         Positions, S.
 
@@ -40,17 +40,18 @@ def rope_tables(graph: Graph, model: ModelConfig, *, length: int) -> RopeTables:
     RopeTables
         For positions ``0 .. length - 1``.
     """
-    cos, sin = rope_table(model.rope, model.head_dim, length)
+    assert mixer.rope is not None
+    cos, sin = rope_table(mixer.rope, mixer.head_dim, length)
     return RopeTables(graph.constant("rope/cos", cos), graph.constant("rope/sin", sin))
 
 
-def cos_sin(model: ModelConfig, *, length: int) -> np.ndarray[Any, Any]:
+def cos_sin(mixer: AttentionConfig, *, length: int) -> np.ndarray[Any, Any]:
     """Return both tables in one array, as the attention of this package reads them.
 
     Parameters
     ----------
-    model : ModelConfig
-        Configuration of the model.
+    mixer : AttentionConfig
+        Attention with RoPE.
     length : int
         Positions, S.
 
@@ -59,7 +60,8 @@ def cos_sin(model: ModelConfig, *, length: int) -> np.ndarray[Any, Any]:
     ndarray [S, 2, D / 2] float32
         Cosines (``[:, 0]``) and sines (``[:, 1]``) of the angles of each position, on the host.
     """
-    return np.stack(rope_table(model.rope, model.head_dim, length), axis=1)
+    assert mixer.rope is not None
+    return np.stack(rope_table(mixer.rope, mixer.head_dim, length), axis=1)
 
 
 def apply_rope(graph: Graph, name: str, x: Any, tables: RopeTables, position_ids: Any) -> Any:

@@ -12,6 +12,7 @@ from trt_kvcache.builder.network.rms_norm import rms_norm
 from trt_kvcache.builder.network.rope import apply_rope
 from trt_kvcache.builder.network.weights import Weights
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig, attention_variant
+from trt_kvcache.model import AttentionConfig
 
 
 def self_attention(
@@ -44,42 +45,46 @@ def self_attention(
         ``residual`` in the network that ``graph`` now builds: see
         :class:`~trt_kvcache.builder.network.attention_lowering.AttentionLowering`.
     """
-    model = context.model
-    heads = {"q": model.num_attention_heads, "k": model.num_kv_heads, "v": model.num_kv_heads}
-    q, k, v = (_project(graph, x, weights, module, side, count, context) for side, count in heads.items())
+    mixer = context.model.layers[config.layer].mixer
+    heads = {"q": mixer.num_heads, "k": mixer.num_kv_heads, "v": mixer.num_kv_heads}
+    q, k, v = (_project(graph, x, weights, module, side, count, context, mixer) for side, count in heads.items())
     if context.lowering is not None:
         attended, residual = context.lowering.add_attention(graph, config.layer, (q, k, v), residual)
     else:
         attended = _attend_with_tensorrt(graph, (q, k, v), module, context, config)
-    width = model.num_attention_heads * model.head_dim
+    width = mixer.num_heads * mixer.head_dim
     transpose = None if context.lowering else (0, 2, 1, 3)
     merged = graph.shuffle(f"{module}/merge_heads", attended, first_transpose=transpose, reshape=(0, 0, width))
-    return linear(graph, merged, weights, f"{module}.o_proj", bias=model.o_bias), residual
+    return linear(graph, merged, weights, f"{module}.o_proj", bias=mixer.o_bias), residual
 
 
-def _project(graph: Graph, x: Any, weights: Weights, module: str, side: str, heads: int, context: DecoderContext) -> Any:
+def _project(
+    graph: Graph, x: Any, weights: Weights, module: str, side: str, heads: int, context: DecoderContext, mixer: AttentionConfig
+) -> Any:
     """Project ``[B, s, hidden]`` to q, k or v, split into heads, and apply the norm of q and k where the model has one.
 
     The result is ``[B, heads, s, D]`` for TensorRT's attention, and ``[B, s, heads, D]`` for ours.
     """
-    model, name = context.model, f"{module}.{side}_proj"
-    y = linear(graph, x, weights, name, bias=model.qkv_bias)
+    name = f"{module}.{side}_proj"
+    y = linear(graph, x, weights, name, bias=mixer.qkv_bias)
     transpose = None if context.lowering else (0, 2, 1, 3)
-    y = graph.shuffle(f"{name}/split_heads", y, reshape=(0, 0, heads, model.head_dim), second_transpose=transpose)
-    return rms_norm(graph, y, weights, f"{module}.{side}_norm", epsilon=model.rms_norm_eps) if model.qk_norm and side != "v" else y
+    y = graph.shuffle(f"{name}/split_heads", y, reshape=(0, 0, heads, mixer.head_dim), second_transpose=transpose)
+    if mixer.qk_norm is None or side == "v":
+        return y
+    return rms_norm(graph, y, weights, f"{module}.{side}_norm", epsilon=mixer.qk_norm.norm.epsilon)
 
 
 def _attend_with_tensorrt(graph: Graph, qkv: Sequence[Any], module: str, context: DecoderContext, config: AttentionLayerConfig) -> Any:
     """Apply RoPE, append to the caches, and attend: q, k and v ``[B, heads, s, D]`` to ``[B, Hq, s, D]``."""
-    model, lengths, tables = context.model, context.lengths, context.tables
+    mixer, lengths, tables = context.model.layers[config.layer].mixer, context.lengths, context.tables
     assert lengths is not None
     assert tables is not None
     q, k, v = qkv
-    q = _scale(graph, f"{module}/q", apply_rope(graph, f"{module}/q", q, tables, lengths.position_ids), model.head_dim)
+    q = _scale(graph, f"{module}/q", apply_rope(graph, f"{module}/q", q, tables, lengths.position_ids), mixer.head_dim)
     k = graph.cast(f"{module}/k/to_{graph.dtype}", apply_rope(graph, f"{module}/k", k, tables, lengths.position_ids), graph.dtype)
 
     k_cache, v_cache = context.names.cache_pairs(config.layer)
-    shape = (model.num_kv_heads, context.max_sequence_length, model.head_dim)
+    shape = (mixer.num_kv_heads, context.max_sequence_length, mixer.head_dim)
     keys = update_cache(graph, cache=k_cache, shape=shape, rows=k, start_index=lengths.start_index)
     values = update_cache(graph, cache=v_cache, shape=shape, rows=v, start_index=lengths.start_index)
     return _add_attention_layer(graph, f"{module}/attend", q, keys, values, context, config)

@@ -7,6 +7,7 @@ from typing import Any
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.kernels.attention_params import AttentionParams, score_factors
 from trt_kvcache.kernels.attention_workspace import MAX_BLOCKS_PER_SM, AttentionWorkspace, partials_shape
+from trt_kvcache.kernels.cuda.arguments import address
 from trt_kvcache.kernels.cuda.decode_plan import DecodePlan, decode_plan
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch, starts_early
 from trt_kvcache.kernels.cuda.prefill_plan import prefill_plan
@@ -43,11 +44,6 @@ def _memory(params: AttentionParams) -> CudaMemory:
     return memory
 
 
-def _address(tensor: DeviceTensor | None) -> int:
-    """Return the address of a tensor; 0, a null pointer, for none."""
-    return 0 if tensor is None else int(tensor.ptr)
-
-
 def _strides(axis: int, *tensors: DeviceTensor) -> tuple[int, ...]:
     """Return strides in bytes."""
     return tuple(tensor.strides[axis] * itemsize(tensor.dtype) for tensor in tensors)
@@ -63,11 +59,11 @@ def _decode(plan: DecodePlan, params: AttentionParams, workspace: AttentionWorks
     slots, _, kv_heads, tokens, head_dim = cache.shape
     several = q.shape[1] > 1
     arguments = (
-        *(params.lengths.ptr, _address(params.new_lengths), tokens, params.window),
+        *(params.lengths.ptr, address(params.new_lengths), tokens, params.window),
         *(slots, kv_heads, plan.splits_per_head, plan.heads_per_block, params.group, *((q.shape[1],) if several else ())),
         *(cache.ptr, *_strides(0, cache), *_strides(1, cache)),
         *(value for tensor in (q, k, v) for value in (tensor.ptr, *_strides(0, tensor), *(_strides(1, tensor) if several else ()))),
-        *(_address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap)),
+        *(address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap)),
         *(params.out.ptr, workspace.partials.ptr, workspace.partials.ptr + workspace.flagged_nbytes),
     )
     launch(
@@ -90,7 +86,7 @@ def _append(params: AttentionParams, stream: Any) -> None:
     words = width * kv_heads * head_dim // 2  # of two elements, one for each thread
     arguments = (
         *(k.ptr, v.ptr, *_strides(0, k, v), *_strides(1, k, v), cache.ptr, *_strides(0, cache), *_strides(1, cache), cache.shape[3]),
-        *(params.lengths.ptr, _address(params.new_lengths), _address(params.cos_sin), params.rotary_dim, width, kv_heads),
+        *(params.lengths.ptr, address(params.new_lengths), address(params.cos_sin), params.rotary_dim, width, kv_heads),
     )
     launch(
         memory,
@@ -109,11 +105,11 @@ def _prefill(params: AttentionParams, workspace: AttentionWorkspace, stream: Any
     if not plan.appends:
         _append(params, stream)
     arguments = (
-        *(params.lengths.ptr, _address(params.new_lengths), cache.shape[3], params.window),
+        *(params.lengths.ptr, address(params.new_lengths), cache.shape[3], params.window),
         *(q.shape[0], k.shape[2], params.group, q.shape[1], plan.row_blocks, int(plan.splits)),
         *(cache.ptr, *_strides(0, cache), *_strides(1, cache)),
         *(q.ptr, *_strides(0, q), *_strides(1, q), k.ptr, *_strides(0, k), *_strides(1, k), v.ptr, *_strides(0, v), *_strides(1, v)),
-        *(_address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap)),
+        *(address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap)),
         *(params.out.ptr, workspace.partials.ptr),
     )
     launch(

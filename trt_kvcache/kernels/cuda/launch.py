@@ -35,14 +35,20 @@ def _kernel(source: str, name: str, arch: str) -> Any:
         raise CudaError(f"{name} of {source} could not be loaded for {arch}: {error}") from None
 
 
-@cache
+#: Bytes of dynamic shared memory that blocks of a kernel may have, by kernel and device.
+_shared_allowed: dict[tuple[Any, str], int] = {}
+
+
 def _allow_shared(kernel: Any, nbytes: int, device: str) -> None:
-    """Let blocks of a kernel have this much dynamic shared memory: otherwise 48 KiB is the most."""
+    """Let blocks of a kernel have this much dynamic shared memory, or what they may have already: otherwise 48 KiB is the most."""
+    if nbytes <= _shared_allowed.get((kernel, device), 0):
+        return
     from cuda.bindings import driver
 
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     index = int(device.partition(":")[2])
     check(driver.cuKernelSetAttribute(attribute, nbytes, driver.CUkernel(int(kernel.handle)), driver.CUdevice(index)))
+    _shared_allowed[kernel, device] = nbytes
 
 
 @lru_cache(maxsize=256)

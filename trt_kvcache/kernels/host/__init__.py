@@ -1,16 +1,21 @@
 """The kernels of :class:`~trt_kvcache.kernels.backend.Backend` in NumPy, for host memory. ``stream`` is accepted and ignored."""
 
 from trt_kvcache.kernels.host.attention import attend
+from trt_kvcache.kernels.host.causal_conv1d import causal_conv1d
 from trt_kvcache.kernels.host.decoder_layer import add_rms_norm, silu_mul
+from trt_kvcache.kernels.host.delta_rule import gated_delta_rule
 from trt_kvcache.kernels.host.embedding import embed
+from trt_kvcache.kernels.host.gated_norm import gated_rms_norm
 from trt_kvcache.kernels.host.kv import compact_layers, copy_layer, instantiate_layers, save_layers
 from trt_kvcache.kernels.host.lengths import compact_lengths, increment_scalar, increment_tensor, store_values
+from trt_kvcache.kernels.host.mamba2 import mamba2_scan
 from trt_kvcache.kernels.host.sampling import choose_tokens, count_tokens, set_bias, set_row, token_logprobs
 from trt_kvcache.kernels.host.states import compact_rows, copy_rows, instantiate_rows, save_rows, zero_rows
 
 __all__ = [
     "add_rms_norm",
     "attend",
+    "causal_conv1d",
     "choose_tokens",
     "count_tokens",
     "set_bias",
@@ -22,10 +27,13 @@ __all__ = [
     "copy_layer",
     "copy_rows",
     "embed",
+    "gated_delta_rule",
+    "gated_rms_norm",
     "increment_scalar",
     "increment_tensor",
     "instantiate_layers",
     "instantiate_rows",
+    "mamba2_scan",
     "save_layers",
     "save_rows",
     "silu_mul",

@@ -32,6 +32,13 @@ def rows_of(view: DeviceTensor, info: StateInfo) -> Array:
     return array_of(DeviceTensor(view.allocation, shape=shape, dtype="uint8", strides=strides, offset=view.offset))
 
 
+def new_counts(new_lengths: DeviceTensor | None, tokens: Array) -> list[int]:
+    """Return the new tokens of each slot of an activation ``[B, s, ...]``: all s without ``new_lengths``."""
+    slots, width = tokens.shape[:2]
+    wanted = [width] * slots if new_lengths is None else array_of(new_lengths).tolist()
+    return [max(min(count, width), 0) for count in wanted]
+
+
 def moves_of(plan: AnyCompactionPlan) -> Iterator[CompactionMove]:
     """Yield the moves of a plan, in order. A mapping in a tensor is read now; entries that do not keep the order are ignored."""
     if isinstance(plan, CompactionPlan):

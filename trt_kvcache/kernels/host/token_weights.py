@@ -46,7 +46,7 @@ _POLYNOMIAL = tuple(
 )
 
 #: Tokens that are computed at once: they stay in the nearest cache.
-CHUNK = 1 << 15
+CHUNK = 1 << 16
 
 
 def scale_of(temperature: float) -> float:

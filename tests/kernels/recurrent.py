@@ -1,0 +1,67 @@
+"""What the tests of recurrent layers share: arrays on a device, strided as projections give them, and bounds of rounding."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from trt_kvcache import DeviceTensor
+from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.kernels.source_variants import STATE_DTYPES
+
+#: max|error| / max|reference| of one slot: half a unit in the last place of what is stored, and what float32 sums add.
+TOLERANCE = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-5}
+
+#: Activations and states.
+DTYPES = [(dtype, state) for dtype, states in STATE_DTYPES.items() for state in states]
+
+
+class Place:
+    """A memory, and a stream on it."""
+
+    def __init__(self, memory, stream):
+        self.memory, self.stream = memory, stream
+
+    def tensor(self, array):
+        return self.memory.to_device(np.ascontiguousarray(array), stream=self.stream)
+
+    def empty(self, shape, dtype):
+        """Return a dense tensor full of NaN."""
+        return self.tensor(np.full(shape, np.nan, numpy_dtype(dtype)))
+
+    def packed(self, arrays, rows=None):
+        """Return activations ``[B, s, ...]`` as parts of one tensor, as a projection gives them; a row takes ``rows`` elements or fewer."""
+        flat = [array.reshape(*array.shape[:2], -1) for array in arrays]
+        used = sum(array.shape[2] for array in flat)
+        filler = np.full((*flat[0].shape[:2], max((rows or used) - used, 0)), np.nan, flat[0].dtype)
+        whole, first, parts = self.tensor(np.concatenate([*flat, filler], axis=2)), 0, []
+        for array, part in zip(arrays, flat, strict=True):
+            inner = np.empty(array.shape[2:], np.int8).strides
+            views = {"shape": array.shape, "strides": (*whole.strides[:2], *inner), "offset": first * array.itemsize}
+            parts.append(DeviceTensor(whole.allocation, dtype=whole.dtype, **views))
+            first += part.shape[2]
+        return parts
+
+
+def random_array(seed, shape, dtype, scale=1.0):
+    return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(numpy_dtype(dtype))
+
+
+def randomize(states, slots):
+    """Fill the states of some slots with random bytes, NaN of any kind among them: what is kept bit for bit shows."""
+    for slot in slots:
+        states[slot].view(np.uint8)[...] = np.random.default_rng(slot).integers(0, 256, states[slot].view(np.uint8).shape, np.uint8)
+
+
+def counts_of(new, slots, width):
+    """Return the new tokens of each slot."""
+    return [width] * slots if new is None else [max(min(count, width), 0) for count in new]
+
+
+def check_slots(found, expected, tolerance):
+    """Compare each slot with float64, relative to its largest value."""
+    found = found.astype(np.float64)
+    assert found.shape == expected.shape
+    for slot, (mine, right) in enumerate(zip(found, expected, strict=True)):
+        assert np.isfinite(mine).all(), f"slot {slot} has a value that is not finite"
+        error, size = np.abs(mine - right).max(initial=0), np.abs(right).max(initial=0)
+        assert error <= tolerance * size, (slot, error, size)

@@ -1,0 +1,88 @@
+"""What a model needs of an engine, and that engines refuse what they do not compute before they read a weight."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.helpers.golden_models import features_of
+from tests.helpers.small_model import SMALL, with_mixer
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.model import ModelConfig, NormConfig, QkNormConfig, QueryScaling, RopeConfig
+from trt_kvcache.model.features import FEATURES, check_features, features
+
+MODEL = ModelConfig.from_dict({**SMALL, "num_hidden_layers": 2})
+NORM = NormConfig(epsilon=1e-5)
+ROPE = RopeConfig(kind="default", theta=10000.0)
+
+
+def in_last_layer(**changes: Any) -> ModelConfig:
+    return replace(MODEL, layers=(MODEL.layers[0], replace(MODEL.layers[1], **changes)))
+
+
+def with_last_mixer(**changes: Any) -> ModelConfig:
+    return in_last_layer(mixer=replace(MODEL.layers[1].mixer, **changes))
+
+
+CASES = {
+    "window": (with_last_mixer(window=5), "layers[1].mixer.window = 5"),
+    "softcap": (with_last_mixer(softcap=50.0), "layers[1].mixer.softcap = 50.0"),
+    "scale": (with_last_mixer(scale=0.5), "layers[1].mixer.scale = 0.5"),
+    "query_scaling": (with_last_mixer(query_scaling=QueryScaling(beta=0.1, period=8)), "layers[1].mixer.query_scaling = QueryScaling("),
+    "no_rope": (with_mixer(MODEL, rope=None), "layers[0].mixer.rope = None"),
+    "partial_rotary": (
+        with_mixer(MODEL, rope=replace(ROPE, partial_rotary_factor=0.5)),
+        "layers[0].mixer.rope.partial_rotary_factor = 0.5",
+    ),
+    "several_ropes": (with_last_mixer(rope=replace(ROPE, theta=7.0)), "layers[1].mixer.rope"),
+    "full_qk_norm": (with_mixer(MODEL, qk_norm=QkNormConfig(norm=NORM, over="full")), "layers[0].mixer.qk_norm.over = full"),
+    "several_shapes": (with_last_mixer(head_dim=16), "layers[1] = (4, 2, 16, 28, "),
+    "norm_offset": (in_last_layer(mlp_norm=replace(NORM, weight_offset=1.0)), "layers[1].mlp_norm.weight_offset = 1.0"),
+    "norm_rounding": (
+        replace(MODEL, final_norm=replace(NORM, rounds_before_weight=False)),
+        "final_norm.rounds_before_weight = False",
+    ),
+    "norm_places": (in_last_layer(mlp_output_norm=NORM), "layers[1] norms"),
+    "activation": (in_last_layer(mlp=replace(MODEL.layers[1].mlp, activation="gelu_tanh")), "layers[1].mlp.activation = gelu_tanh"),
+    "residual_multiplier": (in_last_layer(residual_multiplier=0.5), "layers[1].residual_multiplier = 0.5"),
+    "embedding_multiplier": (replace(MODEL, embedding_multiplier=12.0), "embedding_multiplier = 12.0"),
+    "final_softcap": (replace(MODEL, final_softcap=30.0), "final_softcap = 30.0"),
+    "logits_divisor": (replace(MODEL, logits_divisor=8.0), "logits_divisor = 8.0"),
+}
+
+
+def test_llama_needs_none() -> None:
+    assert features(MODEL) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("phi3-long", {"partial_rotary", "fused_tensors"}),
+        ("smollm3", {"no_rope"}),
+        ("olmo2", {"full_qk_norm", "norm_rounding", "norm_places"}),
+        ("gemma3", {"window", "scale", "several_ropes", "norm_offset", "norm_rounding", "norm_places", "activation"}
+                   | {"embedding_multiplier", "final_softcap"}),
+    ],
+)  # fmt: skip
+def test_what_families_need(name: str, expected: set[str]) -> None:
+    assert set(features_of(name)) == expected
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_feature_is_found_where_it_is(name: str) -> None:
+    model, place = CASES[name]
+    found = features(model)
+    assert list(found) == [name]
+    assert found[name].startswith(place)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_engine_without_it_refuses_it_by_name(name: str) -> None:
+    model, _ = CASES[name]
+    check_features(model, {name}, "this engine")
+    with pytest.raises(ConfigError) as raised:
+        check_features(model, set(FEATURES) - {name}, "this engine")
+    assert str(raised.value).endswith(f': this engine does not compute {FEATURES[name]} yet (llama). engine="reference" does.')

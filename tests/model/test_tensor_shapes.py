@@ -1,0 +1,71 @@
+"""Names and shapes of the tensors of a model, written out for one layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.helpers.small_model import SMALL, with_layers, with_mixer
+from trt_kvcache.model import ModelConfig, NormConfig, QkNormConfig
+from trt_kvcache.model.tensor_shapes import tensor_shapes
+
+#: One layer: hidden 40, intermediate 28, 4 query heads over 2 K/V heads of 24, 37 tokens.
+MODEL = ModelConfig.from_dict(SMALL)
+LAYER = "model.layers.0."
+
+
+def test_tensors_of_one_layer() -> None:
+    assert tensor_shapes(MODEL) == {
+        "model.embed_tokens.weight": (37, 40),
+        f"{LAYER}input_layernorm.weight": (40,),
+        f"{LAYER}self_attn.q_proj.weight": (96, 40),
+        f"{LAYER}self_attn.k_proj.weight": (48, 40),
+        f"{LAYER}self_attn.v_proj.weight": (48, 40),
+        f"{LAYER}self_attn.o_proj.weight": (40, 96),
+        f"{LAYER}mlp.gate_proj.weight": (28, 40),
+        f"{LAYER}mlp.up_proj.weight": (28, 40),
+        f"{LAYER}mlp.down_proj.weight": (40, 28),
+        f"{LAYER}post_attention_layernorm.weight": (40,),
+        "model.norm.weight": (40,),
+        "lm_head.weight": (37, 40),
+    }
+
+
+def added(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Return the tensors that a model has more than the one above."""
+    plain = tensor_shapes(MODEL)
+    return {name: shape for name, shape in tensor_shapes(model).items() if name not in plain}
+
+
+def test_biases_of_q_k_and_v() -> None:
+    assert added(with_mixer(MODEL, qkv_bias=True)) == {
+        f"{LAYER}self_attn.q_proj.bias": (96,),
+        f"{LAYER}self_attn.k_proj.bias": (48,),
+        f"{LAYER}self_attn.v_proj.bias": (48,),
+    }
+
+
+def test_bias_of_the_output_projection() -> None:
+    assert added(with_mixer(MODEL, o_bias=True)) == {f"{LAYER}self_attn.o_proj.bias": (40,)}
+
+
+def test_biases_of_the_mlp() -> None:
+    layer = replace(MODEL.layers[0], mlp=replace(MODEL.layers[0].mlp, bias=True))
+    assert added(replace(MODEL, layers=(layer,))) == {
+        f"{LAYER}mlp.{name}_proj.bias": (size,) for name, size in (("gate", 28), ("up", 28), ("down", 40))
+    }
+
+
+def test_norms_of_q_and_k() -> None:
+    norm = QkNormConfig(norm=NormConfig(epsilon=1e-5))
+    assert added(with_mixer(MODEL, qk_norm=norm)) == {f"{LAYER}self_attn.{name}_norm.weight": (24,) for name in "qk"}
+
+
+def test_a_tied_head_is_not_listed() -> None:
+    assert "lm_head.weight" not in tensor_shapes(replace(MODEL, tie_word_embeddings=True))
+
+
+def test_layers_come_in_order() -> None:
+    names = list(tensor_shapes(with_layers(MODEL, 12)))
+    layers = [int(name.split(".")[2]) for name in names if name.startswith("model.layers.")]
+    assert layers == sorted(layers)
+    assert set(layers) == set(range(12))

@@ -1,0 +1,18 @@
+"""What a decoder computes, as plain data: layers, norms, RoPE, and the families of Hugging Face models that it is read from."""
+
+from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, MlpConfig, NormConfig, QkNormConfig, QueryScaling
+from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model.rope import RopeConfig
+from trt_kvcache.model.rope_table import rope_table
+
+__all__ = [
+    "AttentionConfig",
+    "LayerConfig",
+    "MlpConfig",
+    "ModelConfig",
+    "NormConfig",
+    "QkNormConfig",
+    "QueryScaling",
+    "RopeConfig",
+    "rope_table",
+]

@@ -1,0 +1,88 @@
+"""Frozen dataclasses as plain JSON values and back: fields that have their defaults are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from types import NoneType, UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from trt_kvcache._util.shown import shown
+from trt_kvcache.errors import ConfigError
+
+_Described = TypeVar("_Described")
+
+
+def to_plain(value: Any) -> Any:
+    """Return a dataclass as plain JSON values.
+
+    Parameters
+    ----------
+    value : object
+        A dataclass, a tuple, or a plain value.
+
+    Returns
+    -------
+    object
+        A dict without the fields that have their defaults, a list, or the value.
+    """
+    if is_dataclass(value):
+        found = ((field, getattr(value, field.name)) for field in fields(value))
+        return {field.name: to_plain(item) for field, item in found if field.default is MISSING or item != field.default}
+    return [to_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def from_plain(kind: type[_Described], data: Any, where: str, **made: Any) -> _Described:
+    """Make a dataclass from what :func:`to_plain` returned.
+
+    Parameters
+    ----------
+    kind : type
+        The dataclass.
+    data : object
+        What a file holds.
+    where : str
+        What messages call it.
+    **made : object
+        Values of fields that are not read from ``data``.
+
+    Returns
+    -------
+    object
+        Of the class, which has checked its values.
+
+    Raises
+    ------
+    ConfigError
+        A field is missing, unknown or of another type; or the class refuses a value.
+    """
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"{where}: expected an object, got {shown(data)}.")
+    hints = get_type_hints(kind)
+    known = {field.name: field.default is MISSING for field in fields(kind) if field.name not in made}  # type: ignore[arg-type]
+    unknown = sorted(str(name) for name in data if name not in known)
+    if unknown:
+        raise ConfigError(f"{where}: expected only {', '.join(known)}, got {', '.join(unknown):.200} as well.")
+    missing = [name for name, is_required in known.items() if is_required and name not in data]
+    if missing:
+        raise ConfigError(f"{where}.{missing[0]}: expected a value, got none.")
+    return kind(**made, **{name: _value(hints[name], item, f"{where}.{name}") for name, item in data.items()})
+
+
+def _value(kind: Any, data: Any, where: str) -> Any:
+    """Return a JSON value as what a field is annotated with."""
+    if get_origin(kind) in (Union, UnionType):
+        kinds = get_args(kind)
+        if data is None and NoneType in kinds:
+            return None
+        (kind,) = (item for item in kinds if item is not NoneType)
+    if is_dataclass(kind):
+        return from_plain(kind, data, where)  # type: ignore[arg-type]
+    if get_origin(kind) is tuple:
+        if not isinstance(data, list):
+            raise ConfigError(f"{where}: expected a list, got {shown(data)}.")
+        return tuple(_value(get_args(kind)[0], item, f"{where}[{index}]") for index, item in enumerate(data))
+    accepted = (int, float) if kind is float else (kind,)
+    if not isinstance(data, accepted) or (isinstance(data, bool) and kind is not bool):
+        raise ConfigError(f"{where}: expected a {kind.__name__}, got {shown(data)}.")
+    return data

@@ -1,0 +1,59 @@
+"""``Family``: what there is to know of one ``model_type`` of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from trt_kvcache.model.config_fields import ConfigFields
+from trt_kvcache.model.model_config import ModelConfig
+
+#: Names of the weights of a layer, behind ``model.layers.<index>.`` and before ``.weight`` or ``.bias``, by what they are for.
+LLAMA_NAMES: Mapping[str, str] = {
+    "input_norm": "input_layernorm",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family of models.
+
+    Parameters
+    ----------
+    name : str
+        The ``model_type`` of transformers.
+    architecture : str
+        The class name that ``architectures`` lists.
+    title : str
+        What people call it.
+    defaults : mapping of str to object
+        Fields that have a default in transformers which is not null. A field that is ``null`` in the file is not absent.
+    read : callable
+        Takes the fields of a ``config.json``, the defaults filled in, and returns the model.
+    names : mapping of str to str
+        Like :data:`LLAMA_NAMES`. Weights of one name are stored in one tensor, row under row, in the order of that table.
+    uses : frozenset of str
+        Fields that are refused where a family does not read them, and that this one reads.
+    code : frozenset of str
+        What ``auto_map`` may name: code that transformers has taken over.
+    """
+
+    name: str
+    architecture: str
+    title: str
+    defaults: Mapping[str, Any]
+    read: Callable[[ConfigFields], ModelConfig]
+    names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
+    uses: frozenset[str] = frozenset()
+    code: frozenset[str] = frozenset()

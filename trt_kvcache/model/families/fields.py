@@ -1,0 +1,159 @@
+"""How fields that most families share map to parts of a description."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from trt_kvcache._util.shown import shown
+from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
+from trt_kvcache.model.config_fields import ConfigFields
+from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, MlpConfig, NormConfig
+from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model.rope import RopeConfig
+
+#: What configurations call the activations that are computed.
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def num_layers(fields: ConfigFields) -> int:
+    """Return the number of layers."""
+    count = fields.integer("num_hidden_layers")
+    if count > MAX_LAYERS:
+        raise ConfigError(f"num_hidden_layers: expected at most {MAX_LAYERS}, got {count}.")
+    return count
+
+
+def norm(fields: ConfigFields, **options: Any) -> NormConfig:
+    """Return the norm of all layers."""
+    return NormConfig(epsilon=fields.number("rms_norm_eps"), **options)
+
+
+def rope(fields: ConfigFields, **options: Any) -> RopeConfig:
+    """Return the RoPE of all layers."""
+    return RopeConfig.from_dict(
+        fields.data,
+        max_position_embeddings=fields.integer("max_position_embeddings"),
+        **options,
+    )
+
+
+def attention(fields: ConfigFields, **options: Any) -> AttentionConfig:
+    """Return attention of the usual sizes: a null ``num_key_value_heads`` means as many as there are query heads."""
+    heads = fields.integer("num_attention_heads")
+    return AttentionConfig(
+        num_heads=heads, num_kv_heads=fields.integer("num_key_value_heads", heads), head_dim=_head_dim(fields, heads), **options
+    )
+
+
+def mlp(fields: ConfigFields, *, activation_field: str = "hidden_act", bias: bool = False) -> MlpConfig:
+    """Return a gated MLP."""
+    activation = fields.get(activation_field)
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
+        raise ConfigError(f"{activation_field}: {shown(activation)} is not supported. Supported: {', '.join(_ACTIVATIONS)}.")
+    return MlpConfig(intermediate_size=fields.integer("intermediate_size"), activation=_ACTIVATIONS[activation], bias=bias)
+
+
+def softcap(fields: ConfigFields, name: str) -> float | None:
+    """Return a soft cap, or None for a null field."""
+    return fields.number(name) if name in fields else None
+
+
+def layer_types(fields: ConfigFields, default: Sequence[str]) -> tuple[str, ...]:
+    """Return for each layer whether its attention is full or has a window, from ``layer_types`` or, without it, the default."""
+    given = fields.get("layer_types") or list(default)
+    if not isinstance(given, list):
+        raise fields.refusal("layer_types", "a list of names")
+    other = [kind for kind in given if kind not in (FULL, SLIDING)]
+    if other:
+        raise ConfigError(f"layer_types: {other[0] if isinstance(other[0], str) else shown(other[0])} is not supported.")
+    if len(given) != len(default):
+        raise ConfigError(f"layer_types: expected {len(default)} as num_hidden_layers says, got {len(given)}.")
+    return tuple(given)
+
+
+def windows_from_layer(fields: ConfigFields) -> list[int | None]:
+    """Return the window of each layer, where ``use_sliding_window`` switches windows on from ``max_window_layers`` on."""
+    window = fields.integer("sliding_window") if fields.flag("use_sliding_window", False) and "sliding_window" in fields else None
+    first = fields.count("max_window_layers", 0)
+    default = [SLIDING if window is not None and layer >= first else FULL for layer in range(num_layers(fields))]
+    return [window if kind == SLIDING else None for kind in layer_types(fields, default)]
+
+
+def window_of_all(fields: ConfigFields) -> int | None:
+    """Return the window that all layers have, or None. Refuse ``layer_types`` that say anything else."""
+    window = fields.integer("sliding_window") if "sliding_window" in fields else None
+    kind = FULL if window is None else SLIDING
+    if set(layer_types(fields, [kind] * num_layers(fields))) != {kind}:
+        raise ConfigError(f"layer_types: expected {kind} everywhere with sliding_window {window}, got others.")
+    return window
+
+
+def full_attention_only(fields: ConfigFields) -> None:
+    """Refuse ``layer_types`` that name anything but full attention, for families that have nothing else."""
+    if SLIDING in layer_types(fields, [FULL] * num_layers(fields)):
+        raise ConfigError(f"layer_types: {SLIDING} is not supported for model_type {fields.get('model_type')!r}.")
+
+
+def pre_norm_layer(fields: ConfigFields, mixer: AttentionConfig, mlp: MlpConfig, **options: Any) -> LayerConfig:
+    """Return a layer with a norm before the attention and one before the MLP."""
+    return LayerConfig(mixer=mixer, mlp=mlp, input_norm=norm(fields), mlp_norm=norm(fields), **options)
+
+
+def model(fields: ConfigFields, family: str, layers: Sequence[LayerConfig], **options: Any) -> ModelConfig:
+    """Return a model of these layers, with the fields that all families have."""
+    return ModelConfig(
+        family=family,
+        vocab_size=fields.integer("vocab_size"),
+        hidden_size=fields.integer("hidden_size"),
+        layers=tuple(layers),
+        final_norm=options.pop("final_norm", None) or norm(fields),
+        max_position_embeddings=_max_positions(fields, layers),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        dtype=_dtype(fields),
+        bos_token_id=_bos_token_id(fields),
+        eos_token_ids=fields.token_ids("eos_token_id"),
+        **options,
+    )
+
+
+def _head_dim(fields: ConfigFields, heads: int) -> int:
+    """Return the field; where it is null or absent, ``hidden_size / num_attention_heads``."""
+    if "head_dim" in fields:
+        return fields.integer("head_dim")
+    hidden = fields.integer("hidden_size")
+    if hidden % heads:
+        raise ConfigError(f"hidden_size: expected a multiple of num_attention_heads={heads} where head_dim is absent, got {hidden}.")
+    return hidden // heads
+
+
+def _max_positions(fields: ConfigFields, layers: Sequence[LayerConfig]) -> int:
+    """Return the context length: the field, or what dynamic NTK or YaRN stretch the original context to, if that is more."""
+    positions = fields.integer("max_position_embeddings")
+    ropes = {layer.mixer.rope for layer in layers}
+    scaled = [rope for rope in ropes if rope is not None and rope.kind in ("dynamic", "yarn")]
+    stretched = max((rope.factor * rope.original_max_position_embeddings for rope in scaled), default=0)
+    if stretched > MAX_DIMENSION:
+        raise ConfigError(f"factor: expected at most {MAX_DIMENSION} positions after RoPE is scaled, got {stretched:g}.")
+    return max(positions, int(stretched))
+
+
+def _dtype(fields: ConfigFields) -> str:
+    given = [fields.get(name) for name in ("dtype", "torch_dtype") if name in fields]
+    if len(given) > 1 and given[0] != given[1]:
+        raise ConfigError(f"dtype and torch_dtype: expected one value, got {shown(given[0])} and {shown(given[1])}.")
+    dtype = given[0] if given else None
+    if dtype not in MODEL_DTYPES:
+        raise ConfigError(f"dtype: {shown(dtype)} is not supported. Supported: weights in {', '.join(MODEL_DTYPES)}.")
+    return str(dtype)
+
+
+def _bos_token_id(fields: ConfigFields) -> int | None:
+    ids = fields.token_ids("bos_token_id")
+    if len(ids) > 1:
+        raise fields.refusal("bos_token_id", "one token id")
+    return ids[0] if ids else None

@@ -1,0 +1,29 @@
+"""Qwen2: Llama with biases of q, k and v, and a window in the layers from ``max_window_layers`` on, where it is switched on."""
+
+from trt_kvcache.model.config_fields import ConfigFields
+from trt_kvcache.model.families.family import Family
+from trt_kvcache.model.families.fields import attention, mlp, model, pre_norm_layer, rope, windows_from_layer
+from trt_kvcache.model.model_config import ModelConfig
+
+
+def read(fields: ConfigFields) -> ModelConfig:
+    """Return the model of a ``config.json``."""
+    parts = {"rope": rope(fields), "qkv_bias": True}
+    layers = [pre_norm_layer(fields, attention(fields, window=window, **parts), mlp(fields)) for window in windows_from_layer(fields)]
+    return model(fields, "qwen2", layers)
+
+
+FAMILY = Family(
+    name="qwen2",
+    architecture="Qwen2ForCausalLM",
+    title="Qwen2",
+    defaults={
+        "num_key_value_heads": 32,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "sliding_window": 4096,
+        "max_window_layers": 28,
+    },
+    read=read,
+)

@@ -1,0 +1,50 @@
+"""SmolLM3: Llama with layers that have no RoPE, every fourth one where nothing else is said."""
+
+from trt_kvcache.model.config_fields import ConfigFields
+from trt_kvcache.model.families.family import Family
+from trt_kvcache.model.families.fields import FULL, SLIDING, attention, layer_types, mlp, model, num_layers, pre_norm_layer, rope
+from trt_kvcache.model.model_config import ModelConfig
+
+
+def read(fields: ConfigFields) -> ModelConfig:
+    """Return the model of a ``config.json``."""
+    bias = fields.flag("attention_bias", False)
+    window = fields.integer("sliding_window") if fields.flag("use_sliding_window", False) and "sliding_window" in fields else None
+    has_rope = _layers_with_rope(fields)
+    default = [FULL if window is None or rotated else SLIDING for rotated in has_rope]
+    shared, found = mlp(fields, bias=fields.flag("mlp_bias", False)), rope(fields)
+    layers = []
+    for kind, rotated in zip(layer_types(fields, default), has_rope, strict=True):
+        options = {"rope": found if rotated else None, "window": window if kind == SLIDING else None}
+        layers.append(pre_norm_layer(fields, attention(fields, qkv_bias=bias, o_bias=bias, **options), shared))
+    return model(fields, "smollm3", layers)
+
+
+def _layers_with_rope(fields: ConfigFields) -> list[bool]:
+    """Return which layers have RoPE: those with a 1 in ``no_rope_layers``, whatever its name says."""
+    count, given = num_layers(fields), fields.get("no_rope_layers")
+    if given is None:
+        interval = fields.integer("no_rope_layer_interval")
+        return [(layer + 1) % interval != 0 for layer in range(count)]
+    if not isinstance(given, list) or len(given) != count or any(value not in (0, 1) for value in given):
+        raise fields.refusal("no_rope_layers", f"{count} numbers, 1 for a layer with RoPE and 0 for one without")
+    return [bool(value) for value in given]
+
+
+FAMILY = Family(
+    name="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    title="SmolLM3",
+    defaults={
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "rope_theta": 2e6,
+        "no_rope_layer_interval": 4,
+        "tie_word_embeddings": True,
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    },
+    read=read,
+)

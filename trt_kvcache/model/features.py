@@ -1,0 +1,131 @@
+"""What a model needs of an engine, beside the decoder of Llama and Qwen: named, so that an engine can refuse what it does not compute."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.model.layer_config import LayerConfig, NormConfig
+from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model.weight_parts import has_fused_tensors
+
+#: Every feature, and what it is.
+FEATURES = {
+    "window": "attention with a window",
+    "softcap": "soft-capped scores of attention",
+    "scale": "a scale of attention of its own",
+    "query_scaling": "queries scaled by position",
+    "no_rope": "layers without RoPE",
+    "partial_rotary": "RoPE of a part of a head",
+    "several_ropes": "layers with different RoPE",
+    "full_qk_norm": "a norm over all heads of q and k",
+    "several_shapes": "layers of different sizes",
+    "norm_offset": "norms with 1 + weight",
+    "norm_rounding": "norms that are rounded after the weight",
+    "norm_places": "norms in other places than before attention and MLP",
+    "activation": "an activation other than SiLU",
+    "residual_multiplier": "scaled residual connections",
+    "embedding_multiplier": "a scaled embedding",
+    "final_softcap": "soft-capped logits",
+    "logits_divisor": "divided logits",
+    "fused_tensors": "weights that share a stored tensor",
+}
+
+
+def features(model: ModelConfig) -> dict[str, str]:
+    """Return the features that a model needs.
+
+    Parameters
+    ----------
+    model : ModelConfig
+        The model.
+
+    Returns
+    -------
+    dict of str to str
+        By name, of :data:`FEATURES`, the first place in the description that needs it.
+    """
+    found: dict[str, str] = {}
+    for name, place in _places(model):
+        found.setdefault(name, place)
+    return found
+
+
+def check_features(model: ModelConfig, computed: Collection[str], engine: str) -> None:
+    """Refuse a model that an engine does not compute.
+
+    Parameters
+    ----------
+    model : ModelConfig
+        The model.
+    computed : collection of str
+        Names of :data:`FEATURES` that the engine computes.
+    engine : str
+        What messages call the engine.
+
+    Raises
+    ------
+    ConfigError
+        The model needs a feature that is not among them. The message names it, and where the model needs it.
+    """
+    for name, place in features(model).items():
+        if name not in computed:
+            raise ConfigError(f'{place}: {engine} does not compute {FEATURES[name]} yet ({model.family}). engine="reference" does.')
+
+
+def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    first = model.layers[0]
+    first_rope = next((layer.mixer.rope for layer in model.layers if layer.mixer.rope is not None), None)
+    for index, layer in enumerate(model.layers):
+        mixer = layer.mixer
+        for name in ("window", "softcap", "scale", "query_scaling"):
+            value = getattr(mixer, name)
+            if value is not None:
+                yield name, f"layers[{index}].mixer.{name} = {value}"
+        if mixer.rope is None:
+            yield "no_rope", f"layers[{index}].mixer.rope = None"
+        elif mixer.rotary_dim != mixer.head_dim:
+            yield "partial_rotary", f"layers[{index}].mixer.rope.partial_rotary_factor = {mixer.rope.partial_rotary_factor}"
+        if mixer.rope not in (None, first_rope):
+            yield "several_ropes", f"layers[{index}].mixer.rope"
+        if mixer.qk_norm is not None and mixer.qk_norm.over == "full":
+            yield "full_qk_norm", f"layers[{index}].mixer.qk_norm.over = full"
+        if _sizes(layer) != _sizes(first):
+            yield "several_shapes", f"layers[{index}] = {_sizes(layer)}"
+        if layer.input_norm is None or layer.mlp_norm is None or layer.mixer_output_norm is not None or layer.mlp_output_norm is not None:
+            yield "norm_places", f"layers[{index}] norms"
+        if layer.mlp.activation != "silu":
+            yield "activation", f"layers[{index}].mlp.activation = {layer.mlp.activation}"
+        if layer.residual_multiplier != 1:
+            yield "residual_multiplier", f"layers[{index}].residual_multiplier = {layer.residual_multiplier}"
+    for place, norm in _norms(model):
+        if norm.weight_offset:
+            yield "norm_offset", f"{place}.weight_offset = {norm.weight_offset}"
+        if not norm.rounds_before_weight:
+            yield "norm_rounding", f"{place}.rounds_before_weight = False"
+    if model.embedding_multiplier != 1:
+        yield "embedding_multiplier", f"embedding_multiplier = {model.embedding_multiplier}"
+    if model.final_softcap is not None:
+        yield "final_softcap", f"final_softcap = {model.final_softcap}"
+    if model.logits_divisor != 1:
+        yield "logits_divisor", f"logits_divisor = {model.logits_divisor}"
+    if has_fused_tensors(model):
+        yield "fused_tensors", "names of weights"
+
+
+def _norms(model: ModelConfig) -> Iterator[tuple[str, NormConfig]]:
+    """Return all norms and where they stand."""
+    for index, layer in enumerate(model.layers):
+        for name in ("input_norm", "mixer_output_norm", "mlp_norm", "mlp_output_norm"):
+            norm = getattr(layer, name)
+            if norm is not None:
+                yield f"layers[{index}].{name}", norm
+        if layer.mixer.qk_norm is not None:
+            yield f"layers[{index}].mixer.qk_norm.norm", layer.mixer.qk_norm.norm
+    yield "final_norm", model.final_norm
+
+
+def _sizes(layer: LayerConfig) -> tuple[int | bool, ...]:
+    mixer, mlp = layer.mixer, layer.mlp
+    biases = (mixer.qkv_bias, mixer.o_bias, mlp.bias, mixer.qk_norm is not None)
+    return (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mlp.intermediate_size, *biases)

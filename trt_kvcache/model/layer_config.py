@@ -1,0 +1,244 @@
+"""What one decoder layer computes: a mixer, an MLP, and the norms around them.
+
+With ``n`` for norms that may be absent, ``m`` for ``residual_multiplier`` and ``x`` for the hidden state::
+
+    x = x + m * n_mixer_output(mixer(n_input(x)))
+    x = x + m * n_mlp_output(mlp(n_mlp(x)))
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trt_kvcache._util.checks import int_in_range, one_of, positive_number
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.memory.shapes import MAX_DIMENSION
+from trt_kvcache.model.rope import RopeConfig
+
+#: What an MLP may apply to its gate: ``x * sigmoid(x)``, and GELU with its approximation by tanh.
+ACTIVATIONS = ("silu", "gelu_tanh")
+
+#: What RMSNorm of q and k may run over: each head alone, or all heads of a token together.
+QK_NORM_SPANS = ("head", "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormConfig:
+    """RMSNorm: ``x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight)``, the quotient in float32.
+
+    Parameters
+    ----------
+    epsilon : float
+        Added to the mean square.
+    weight_offset : float
+        1 where a stored weight of 0 means a factor of 1 (Gemma). The sum is computed in float32 and not rounded.
+    rounds_before_weight : bool
+        Whether the quotient is rounded to the dtype of the model before it is multiplied with the weight; the product is, otherwise.
+
+    Raises
+    ------
+    ConfigError
+        A number is out of range.
+    """
+
+    epsilon: float
+    weight_offset: float = 0.0
+    rounds_before_weight: bool = True
+
+    def __post_init__(self) -> None:
+        positive_number("NormConfig.epsilon", self.epsilon)
+        if self.weight_offset not in (0.0, 1.0):
+            raise ConfigError(f"NormConfig.weight_offset: expected 0 or 1, got {self.weight_offset}.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class QkNormConfig:
+    """RMSNorm of q and k, before RoPE; each has a weight of its own.
+
+    Parameters
+    ----------
+    norm : NormConfig
+        What is computed.
+    over : {"head", "full"}
+        ``"head"``: each head is normalised alone, and all share a weight ``[head_dim]``. ``"full"``: all heads of a token together, with
+        a weight ``[heads * head_dim]``.
+
+    Raises
+    ------
+    ConfigError
+        ``over`` is unknown.
+    """
+
+    norm: NormConfig
+    over: str = "head"
+
+    def __post_init__(self) -> None:
+        one_of("QkNormConfig.over", self.over, QK_NORM_SPANS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryScaling:
+    """A factor of q that grows with the position: ``1 + beta * log(1 + floor(position / period))``.
+
+    Parameters
+    ----------
+    beta : float
+        How much it grows.
+    period : int
+        Tokens over which it stays the same.
+
+    Raises
+    ------
+    ConfigError
+        A number is out of range.
+    """
+
+    beta: float
+    period: int
+
+    def __post_init__(self) -> None:
+        positive_number("QueryScaling.beta", self.beta)
+        int_in_range("QueryScaling.period", self.period, 1, MAX_DIMENSION, error=ConfigError)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Causal attention over a cache of K and V.
+
+    Parameters
+    ----------
+    num_heads : int
+        Query heads; a multiple of ``num_kv_heads``.
+    num_kv_heads : int
+        Key-value heads.
+    head_dim : int
+        Elements of a head; even.
+    rope : RopeConfig or None
+        Rotary position embedding of q and k; None where a layer has none.
+    qkv_bias, o_bias : bool
+        Whether the projections to q, k and v, and the one back, have a bias.
+    qk_norm : QkNormConfig or None
+        Norm of q and k.
+    scale : float or None
+        What products of q and k are multiplied with; None for ``1 / sqrt(head_dim)``.
+    window : int or None
+        Tokens that a token attends to, itself included; None for all before it.
+    softcap : float or None
+        Scores ``x`` become ``softcap * tanh(x / softcap)``.
+    query_scaling : QueryScaling or None
+        A factor of q that depends on its position.
+
+    Raises
+    ------
+    ConfigError
+        A number is out of range, or numbers contradict each other.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig | None
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: QkNormConfig | None = None
+    scale: float | None = None
+    window: int | None = None
+    softcap: float | None = None
+    query_scaling: QueryScaling | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("num_heads", "num_kv_heads", "head_dim"):
+            int_in_range(f"AttentionConfig.{name}", getattr(self, name), 1, MAX_DIMENSION, error=ConfigError)
+        if self.head_dim % 2:
+            raise ConfigError(f"head_dim: expected an even number (RoPE rotates pairs of elements), got {self.head_dim}.")
+        if self.num_heads % self.num_kv_heads:
+            raise ConfigError(f"num_attention_heads: expected a multiple of num_key_value_heads={self.num_kv_heads}, got {self.num_heads}.")
+        if self.window is not None:
+            int_in_range("AttentionConfig.window", self.window, 1, MAX_DIMENSION, error=ConfigError)
+        for name in ("scale", "softcap"):
+            if getattr(self, name) is not None:
+                positive_number(f"AttentionConfig.{name}", getattr(self, name))
+        if self.rope is not None:
+            self.rope.check_head_dim(self.head_dim)
+
+    @property
+    def group(self) -> int:
+        """Query heads for each K/V head."""
+        return self.num_heads // self.num_kv_heads
+
+    @property
+    def score_scale(self) -> float:
+        """What products of q and k are multiplied with."""
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    @property
+    def rotary_dim(self) -> int:
+        """Leading elements of a head that RoPE is applied to: 0 without RoPE."""
+        return 0 if self.rope is None else self.rope.rotary_dim(self.head_dim)
+
+
+#: What a layer mixes tokens with. Layers with states will be further members of this union.
+Mixer = AttentionConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpConfig:
+    """``down(activation(gate(x)) * up(x))``.
+
+    Parameters
+    ----------
+    intermediate_size : int
+        Width inside.
+    activation : {"silu", "gelu_tanh"}
+        What is applied to the gate.
+    bias : bool
+        Whether the projections have biases.
+
+    Raises
+    ------
+    ConfigError
+        A value is out of range.
+    """
+
+    intermediate_size: int
+    activation: str = "silu"
+    bias: bool = False
+
+    def __post_init__(self) -> None:
+        int_in_range("MlpConfig.intermediate_size", self.intermediate_size, 1, MAX_DIMENSION, error=ConfigError)
+        one_of("MlpConfig.activation", self.activation, ACTIVATIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """One decoder layer.
+
+    Parameters
+    ----------
+    mixer : AttentionConfig
+        What mixes tokens.
+    mlp : MlpConfig
+        What follows it.
+    input_norm, mixer_output_norm : NormConfig or None
+        Of what goes into the mixer, and of what comes out of it.
+    mlp_norm, mlp_output_norm : NormConfig or None
+        Of what goes into the MLP, and of what comes out of it.
+    residual_multiplier : float
+        What mixer and MLP are multiplied with before they are added.
+
+    Raises
+    ------
+    ConfigError
+        The multiplier is not a finite number > 0.
+    """
+
+    mixer: Mixer
+    mlp: MlpConfig
+    input_norm: NormConfig | None = None
+    mixer_output_norm: NormConfig | None = None
+    mlp_norm: NormConfig | None = None
+    mlp_output_norm: NormConfig | None = None
+    residual_multiplier: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive_number("LayerConfig.residual_multiplier", self.residual_multiplier)

@@ -1,0 +1,208 @@
+"""``ModelConfig``: what a decoder-only model computes, layer by layer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache._util.checks import int_in_range, one_of, positive_number
+from trt_kvcache._util.shown import shown
+from trt_kvcache.dtypes import MODEL_DTYPES, numpy_dtype
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
+from trt_kvcache.model.description import from_plain, to_plain
+from trt_kvcache.model.layer_config import LayerConfig, NormConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """What one decoder-only model computes. Layers may differ from each other in everything but the width of the hidden state.
+
+    Parameters
+    ----------
+    family : str
+        The ``model_type`` of transformers. It only decides the names of stored weights: what is computed is described below.
+    vocab_size : int
+        Rows of the embedding.
+    hidden_size : int
+        Width of the residual stream.
+    layers : tuple of LayerConfig
+        The decoder layers, from the first one on.
+    final_norm : NormConfig
+        Of what goes into the head.
+    max_position_embeddings : int
+        Context length that the model was made for, in tokens.
+    tie_word_embeddings : bool
+        Whether the embedding is also the weight of the head; there is no ``lm_head.weight`` then.
+    dtype : {"float16", "bfloat16", "float32"}
+        Dtype of the stored weights.
+    bos_token_id : int or None
+        Token that begins a sequence.
+    eos_token_ids : tuple of int
+        Tokens that end a sequence.
+    embedding_multiplier : float
+        What rows of the embedding are multiplied with before the first layer.
+    rounds_embedding_multiplier : bool
+        Whether that factor is rounded to the dtype that the model is computed in.
+    final_softcap : float or None
+        Logits ``x`` become ``final_softcap * tanh(x / final_softcap)``.
+    logits_divisor : float
+        What logits are divided by.
+
+    Raises
+    ------
+    ConfigError
+        A field is out of range, or fields contradict each other.
+
+    Examples
+    --------
+    >>> import json
+    >>> from pathlib import Path
+    >>> from trt_kvcache import ModelConfig
+    >>> config = ModelConfig.from_dict(json.loads(Path("examples/tiny-llama/config.json").read_text()))
+    >>> config.num_layers, config.layers[0].mixer.num_kv_heads, config.layers[0].mixer.head_dim, config.dtype
+    (2, 2, 16, 'float16')
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerConfig, ...]
+    final_norm: NormConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    dtype: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    embedding_multiplier: float = 1.0
+    rounds_embedding_multiplier: bool = False
+    final_softcap: float | None = None
+    logits_divisor: float = 1.0
+
+    def __post_init__(self) -> None:
+        one_of("ModelConfig.dtype", self.dtype, MODEL_DTYPES)
+        for name in ("vocab_size", "hidden_size", "max_position_embeddings"):
+            int_in_range(f"ModelConfig.{name}", getattr(self, name), 1, MAX_DIMENSION, error=ConfigError)
+        if not 1 <= len(self.layers) <= MAX_LAYERS:
+            raise ConfigError(f"ModelConfig.layers: expected from 1 to {MAX_LAYERS}, got {len(self.layers)}.")
+        for name in ("embedding_multiplier", "logits_divisor"):
+            positive_number(f"ModelConfig.{name}", getattr(self, name))
+        if self.final_softcap is not None:
+            positive_number("ModelConfig.final_softcap", self.final_softcap)
+
+    @property
+    def num_layers(self) -> int:
+        """Number of decoder layers."""
+        return len(self.layers)
+
+    def embedding_factor(self, dtype: str) -> float:
+        """Return what rows of the embedding are multiplied with.
+
+        Parameters
+        ----------
+        dtype : str
+            What the model is computed in.
+
+        Returns
+        -------
+        float
+            ``embedding_multiplier``, rounded to ``dtype`` if the model says so.
+        """
+        if not self.rounds_embedding_multiplier:
+            return self.embedding_multiplier
+        return float(np.asarray(self.embedding_multiplier).astype(numpy_dtype(dtype)))
+
+    def rope_at_length(self, length: int) -> dict[str, Any] | None:
+        """Return how keys are rotated in a cache of a length: equal for caches whose keys can be exchanged.
+
+        Parameters
+        ----------
+        length : int
+            Tokens that a slot can hold, S.
+
+        Returns
+        -------
+        dict or None
+            :meth:`RopeConfig.at_length`; where layers differ, ``ropes`` and for each layer which of them it has. None for a model without.
+        """
+        found = [None if layer.mixer.rope is None else layer.mixer.rope.at_length(length) for layer in self.layers]
+        kinds = [rope for index, rope in enumerate(found) if rope not in found[:index]]
+        return kinds[0] if len(kinds) == 1 else {"ropes": kinds, "layers": [kinds.index(rope) for rope in found]}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], *, default_dtype: str | None = None) -> ModelConfig:
+        """Read a ``config.json`` as transformers 5 or an earlier version writes it.
+
+        Parameters
+        ----------
+        data : mapping of str to object
+            The parsed file. Absent fields have the defaults of transformers.
+        default_dtype : {"float16", "bfloat16", "float32"}, optional
+            The dtype for a file that does not name one. Without a default such a file is an error.
+
+        Returns
+        -------
+        ModelConfig
+            The model.
+
+        Raises
+        ------
+        ConfigError
+            The model is not supported, or the file is incomplete. The message names the field. A model is never read as if it were a
+            different one.
+
+        Warns
+        -----
+        UserWarning
+            A Llama model names a sliding window. Llama has none, so it is ignored, as in transformers.
+        """
+        from trt_kvcache.model.families.registry import read_config  # families make a ModelConfig
+
+        return read_config(data, default_dtype=default_dtype)
+
+    def to_description(self) -> dict[str, Any]:
+        """Return the model as plain JSON values. Layers that are equal are written once.
+
+        Returns
+        -------
+        dict
+            The fields; ``layers`` are indices into ``layer_kinds``. Fields that have their defaults are left out.
+        """
+        kinds = list(dict.fromkeys(self.layers))
+        plain = to_plain(self)
+        plain["layers"] = [kinds.index(layer) for layer in self.layers]
+        return {**plain, "layer_kinds": [to_plain(kind) for kind in kinds]}
+
+    @classmethod
+    def from_description(cls, data: Mapping[str, Any]) -> ModelConfig:
+        """Read what :meth:`to_description` returned.
+
+        Parameters
+        ----------
+        data : mapping of str to object
+            Plain JSON values.
+
+        Returns
+        -------
+        ModelConfig
+            An equal model.
+
+        Raises
+        ------
+        ConfigError
+            A field is missing, unknown, of another type or out of range.
+        """
+        from trt_kvcache.model.families.registry import FAMILIES
+
+        if not isinstance(data, Mapping) or not isinstance(data.get("layer_kinds"), list) or not isinstance(data.get("layers"), list):
+            raise ConfigError(f"model: expected an object with layers and layer_kinds, got {shown(data)}.")
+        kinds = [from_plain(LayerConfig, kind, f"model.layer_kinds[{index}]") for index, kind in enumerate(data["layer_kinds"])]
+        layers = []
+        for index, kind in enumerate(data["layers"]):
+            layers.append(kinds[int_in_range(f"model.layers[{index}]", kind, 0, len(kinds) - 1, error=ConfigError)])
+        rest = {name: value for name, value in data.items() if name not in ("layers", "layer_kinds")}
+        one_of("model.family", rest.get("family"), FAMILIES)
+        return from_plain(cls, rest, "model", layers=tuple(layers))

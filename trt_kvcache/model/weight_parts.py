@@ -1,0 +1,121 @@
+"""Where the weights of a decoder are stored: which rows of which tensor, by what they are for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.model.families.registry import FAMILIES
+from trt_kvcache.model.layer_config import LayerConfig
+from trt_kvcache.model.model_config import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightPart:
+    """A weight: so many rows of a stored tensor.
+
+    Parameters
+    ----------
+    tensor : str
+        Name of the tensor, as Hugging Face transformers has it.
+    shape : tuple of int
+        Of the weight; projections have the shape ``[out, in]``.
+    first_row : int
+        Where it begins in the tensor.
+    is_whole : bool
+        Whether the tensor holds nothing else.
+    """
+
+    tensor: str
+    shape: tuple[int, ...]
+    first_row: int = 0
+    is_whole: bool = True
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the tensor."""
+        return slice(self.first_row, self.first_row + self.shape[0])
+
+
+def layer_parts(config: ModelConfig, index: int) -> dict[str, WeightPart]:
+    """Return where the weights of one layer are stored.
+
+    Parameters
+    ----------
+    config : ModelConfig
+        The model.
+    index : int
+        The layer.
+
+    Returns
+    -------
+    dict of str to WeightPart
+        By what they are for: ``"q.weight"``, ``"q.bias"``, ``"input_norm.weight"``, ... with the names of
+        :data:`~trt_kvcache.model.families.family.LLAMA_NAMES`, and ``mixer_output_norm`` and ``mlp_output_norm``.
+
+    Raises
+    ------
+    ConfigError
+        The family has no name for a weight that the layer needs.
+    """
+    names = FAMILIES[config.family].names
+    shapes = _layer_shapes(config.layers[index], config.hidden_size)
+    stored: dict[str, str] = {}
+    taken: dict[str, int] = {}
+    first_rows: dict[str, int] = {}
+    for role, shape in shapes.items():
+        weight, kind = role.split(".")
+        if weight not in names:
+            raise ConfigError(f"layers[{index}]: a {config.family} model has no weight {weight}.")
+        stored[role] = f"model.layers.{index}.{names[weight]}.{kind}"
+        first_rows[role] = taken.get(stored[role], 0)
+        taken[stored[role]] = first_rows[role] + shape[0]
+    return {
+        role: WeightPart(tensor=stored[role], shape=shape, first_row=first_rows[role], is_whole=taken[stored[role]] == shape[0])
+        for role, shape in shapes.items()
+    }
+
+
+def has_fused_tensors(config: ModelConfig) -> bool:
+    """Return whether a tensor holds more than one weight.
+
+    Parameters
+    ----------
+    config : ModelConfig
+        The model.
+    """
+    names = FAMILIES[config.family].names
+    for layer in set(config.layers):
+        stored = [names.get(weight, weight) for weight, kind in (role.split(".") for role in _layer_shapes(layer, 1)) if kind == "weight"]
+        if len(set(stored)) < len(stored):
+            return True
+    return False
+
+
+def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights of a layer, in the order in which they are listed."""
+    mixer, mlp = layer.mixer, layer.mlp
+    q_width, kv_width = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+    shapes: dict[str, tuple[int, ...]] = {}
+    if layer.input_norm is not None:
+        shapes["input_norm.weight"] = (hidden,)
+    for name, out_width, in_width, bias in (
+        ("q", q_width, hidden, mixer.qkv_bias),
+        ("k", kv_width, hidden, mixer.qkv_bias),
+        ("v", kv_width, hidden, mixer.qkv_bias),
+        ("o", hidden, q_width, mixer.o_bias),
+        ("gate", mlp.intermediate_size, hidden, mlp.bias),
+        ("up", mlp.intermediate_size, hidden, mlp.bias),
+        ("down", hidden, mlp.intermediate_size, mlp.bias),
+    ):
+        shapes[f"{name}.weight"] = (out_width, in_width)
+        if bias:
+            shapes[f"{name}.bias"] = (out_width,)
+    if mixer.qk_norm is not None:
+        is_full = mixer.qk_norm.over == "full"
+        shapes["q_norm.weight"] = (q_width if is_full else mixer.head_dim,)
+        shapes["k_norm.weight"] = (kv_width if is_full else mixer.head_dim,)
+    for name in ("mixer_output_norm", "mlp_norm", "mlp_output_norm"):
+        if getattr(layer, name) is not None:
+            shapes[f"{name}.weight"] = (hidden,)
+    return shapes
