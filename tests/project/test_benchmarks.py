@@ -141,7 +141,7 @@ def test_compare_kernels_without_an_old_checkout_stops_with_one_line(monkeypatch
 def test_compare_kernels_lists_the_attention_sources_of_a_checkout(monkeypatch):
     names = compare_kernels(monkeypatch).attention_sources(ROOT)
     assert "attention_decode-float16-128" in names
-    assert {name.partition("-")[0] for name in names} == {"attention_decode", "attention_prefill"}
+    assert {name.partition("-")[0] for name in names} == {"attention_decode", "attention_decode_few", "attention_prefill"}
 
 
 def test_compare_kernels_finds_an_entry_point_in_a_source_of_another_name(monkeypatch):

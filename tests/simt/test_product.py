@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.attention import DECODE_CASES, GRID, PREFILL_CASES
+from tests.kernels.attention import DECODE_CASES, FEW_CASES, GRID, PREFILL_CASES
 from tests.simt import run
 from tests.simt.standin import need_compiler
 from trt_kvcache.kernels.attention_tiles import PREFILL_FORMS
@@ -22,6 +22,7 @@ need_compiler()
 run.use_tiles()
 
 ATTENTION = "test_attention"
+_PREFILLS = (1 + len(PREFILL_FORMS)) * len(PREFILL_CASES)  # as it is planned, and in each form
 
 
 def run_tests(cubins: Path, sanitizer: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -60,11 +61,12 @@ def test_nothing_is_found(sanitizer, chosen, at_least):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tests", "cases"), [("test_decode", DECODE_CASES), ("test_prefill", PREFILL_CASES)])
+@pytest.mark.parametrize(
+    ("tests", "count"), [("test_decode", len(DECODE_CASES)), ("test_few", 2 * len(FEW_CASES)), ("test_prefill", _PREFILLS)]
+)
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
-def test_nothing_is_found_in_attention(sanitizer, tests, cases):
-    passed = count_passed(run_tests(run.build_cubins(sanitizer), sanitizer, f"tests/kernels/{ATTENTION}.py", "-k", tests))
-    assert passed == len(cases) * (1 + (cases is PREFILL_CASES) * len(PREFILL_FORMS))  # and as it is planned
+def test_nothing_is_found_in_attention(sanitizer, tests, count):
+    assert count_passed(run_tests(run.build_cubins(sanitizer), sanitizer, f"tests/kernels/{ATTENTION}.py", "-k", tests)) == count
 
 
 @pytest.mark.slow
@@ -78,9 +80,9 @@ def test_grid_of_attention():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
 def test_tiles_of_smaller_gpus(arch):
     command = [sys.executable, str(run.HERE / "run.py"), "-q", "-p", "no:cacheprovider", "-m", "device and not slow"]
-    command += [f"tests/kernels/{ATTENTION}.py", "-k", "test_decode or test_prefill"]
+    command += [f"tests/kernels/{ATTENTION}.py", "-k", "test_decode or test_few or test_prefill"]
     result = subprocess.run(command, env={**os.environ, "SIMT_TILES": arch}, cwd=run.REPOSITORY, capture_output=True, text=True)
-    assert count_passed(result) == len(DECODE_CASES) + (1 + len(PREFILL_FORMS)) * len(PREFILL_CASES)  # and as it is planned
+    assert count_passed(result) == len(DECODE_CASES) + 2 * len(FEW_CASES) + _PREFILLS
 
 
 RACE, BYTES, MISALIGNED = "WARNING: ThreadSanitizer: data race", "bytes differ", "misaligned address"
