@@ -68,7 +68,7 @@ __device__ __forceinline__ void start_with_few(RowStates<kRows>& state, const Qu
     using SharedMemory = DecodeSharedMemory<kRows>;
     const int lane = threadIdx.x % 32, token_row = min(lane % 8, at.count - 1);
     const SharedAddress keys = shared_address(head + SharedMemory::kKeysOffset), values = shared_address(head + SharedMemory::kValuesOffset);
-    float scores[kRowTiles<kRows>][1][4] = {};
+    float scores[kRowTiles<kRows>][1][4] = {}, odd[kRowTiles<kRows>][4] = {};  // two sums that do not wait for each other
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; d += 2) {
         unsigned b[4];
@@ -79,7 +79,7 @@ __device__ __forceinline__ void start_with_few(RowStates<kRows>& state, const Qu
             for (int m = 0; m < kRowTiles<kRows>; m++) {
                 unsigned a[4];
                 queries.a_fragment(a, m, d + i);
-                mma_m16n8k16(Element{}, scores[m][0], a, b[2 * i], b[2 * i + 1]);
+                mma_m16n8k16(Element{}, i ? odd[m] : scores[m][0], a, b[2 * i], b[2 * i + 1]);
             }
         }
     }
@@ -91,6 +91,7 @@ __device__ __forceinline__ void start_with_few(RowStates<kRows>& state, const Qu
             const int token = divide(16 * m + 8 * i + lane / 4, params.group_size);
 #pragma unroll
             for (int e = 2 * i; e < 2 * i + 2; e++) {
+                scores[m][0][e] += odd[m][e];
                 const int distance = token - (lane % 4 * 2 + e % 2);
                 if (params.score.has_softcap()) scores[m][0][e] = params.score.softcap(scores[m][0][e]);
                 if (distance < 0 || distance >= span) scores[m][0][e] = kMaskedScore;
