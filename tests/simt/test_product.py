@@ -282,7 +282,7 @@ MISTAKES = {
         "assert",
     ),
     "padding enters the conv state": (CONV, "count - kWidth + column", "count + 1 - kWidth + column", "none", CONV_TESTS, "assert"),
-    "a tile without the inputs before it": (CONV, "} else if (first < count) {", "} else if (count < 0) {", "none", CONV_TESTS, "assert"),
+    "a tile without the inputs before it": (CONV, "if (first < count) {", "if (count < 0) {", "none", CONV_TESTS, "assert"),
     "channels behind the last one": (CONV, "if (channel >= params.channels) return;", "", "address", CONV_TESTS, OVERRUN),
     "a conv state that is kept as floats": (CONV, "if (params.past == params.present) return;", "return;", "none", CONV_TESTS, "assert"),
     "padding moves the state on": (
