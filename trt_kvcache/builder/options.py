@@ -38,7 +38,7 @@ DEFAULT_MAX_PREFILL_LENGTH = 512
 _TURING = "7.5"
 
 #: Names of :data:`~trt_kvcache.model.features.FEATURES` that the networks of this package compute.
-COMPUTED_FEATURES = frozenset(
+COMPUTED_FEATURES: frozenset[str] = frozenset(
     {
         "activation",
         "embedding_multiplier",

@@ -75,6 +75,7 @@ def check_features(model: ModelConfig, computed: Collection[str], engine: str) -
 
 def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
     first = model.layers[0]
+    first_rope = next((layer.mixer.rope for layer in model.layers if layer.mixer.rope is not None), None)
     for index, layer in enumerate(model.layers):
         mixer = layer.mixer
         for name in ("window", "softcap", "scale", "query_scaling"):
@@ -85,7 +86,7 @@ def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
             yield "no_rope", f"layers[{index}].mixer.rope = None"
         elif mixer.rotary_dim != mixer.head_dim:
             yield "partial_rotary", f"layers[{index}].mixer.rope.partial_rotary_factor = {mixer.rope.partial_rotary_factor}"
-        if mixer.rope != first.mixer.rope:
+        if mixer.rope not in (None, first_rope):
             yield "several_ropes", f"layers[{index}].mixer.rope"
         if mixer.qk_norm is not None and mixer.qk_norm.over == "full":
             yield "full_qk_norm", f"layers[{index}].mixer.qk_norm.over = full"

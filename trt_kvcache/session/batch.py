@@ -379,7 +379,7 @@ class Batch:
         """
         started = time.perf_counter()
         with self.decode_transaction(tokens, going):
-            self.enqueue(tokens, going)
+            self.enqueue(tokens)
             self.commit(tokens, going)
             logits = self._steps.logits(len(tokens))
             self.count_step(going, started)
@@ -387,6 +387,8 @@ class Batch:
 
     def decode_transaction(self, tokens: Sequence[int], going: Sequence[bool] | None) -> AbstractContextManager[None]:
         """Check that one token of every active slot can be run, and return a :meth:`transaction` in which to do so.
+
+        The last token of a full idle slot becomes pending before: the enqueue writes a row in its place, which no rollback brings back.
 
         Parameters
         ----------
@@ -400,13 +402,13 @@ class Batch:
         """
         lengths = self._check_one_each("tokens", len(tokens))
         if max(lengths, default=0) >= self.max_sequence_length:
-            self.check_room(lengths, [tokens[:1] if goes else () for goes in going or [True] * len(tokens)])
+            going = going or [True] * len(tokens)
+            self.check_room(lengths, [tokens[:1] if goes else () for goes in going])
+            lengths = self._make_room_for_idle_rows(going)
         return self._rollback_to(self._savepoint_at(lengths))
 
-    def enqueue(self, tokens: Sequence[int], going: Sequence[bool] | None) -> None:
+    def enqueue(self, tokens: Sequence[int]) -> None:
         """Enqueue one token of every active slot. Its rows lie behind the lengths until :meth:`commit`. Inside a transaction."""
-        if going is not None:
-            self._make_room_for_idle_rows(going)
         self._steps.enqueue_one_each(tokens)
 
     def commit(self, tokens: Sequence[int], going: Sequence[bool] | None) -> None:
@@ -656,13 +658,15 @@ class Batch:
             self._counters.prefill_tokens += sum(chunk.takes)
         return logits
 
-    def _make_room_for_idle_rows(self, going: Sequence[bool]) -> None:
-        """Give the last token of a full idle slot back to its pending ones, so that the enqueue may write a row in its place."""
+    def _make_room_for_idle_rows(self, going: Sequence[bool]) -> tuple[int, ...]:
+        """Give the last token of full idle slots back to their pending ones, and return the lengths then."""
         last = self.max_sequence_length - 1
-        for slot, goes in enumerate(going):
-            if not goes and self.is_full(slot):
-                state = self._slots[slot]
-                self._rewind(slot, last, pending=(*state.tokens[last:], *state.pending))
+        with self.transaction():
+            for slot, goes in enumerate(going):
+                if not goes and self.is_full(slot):
+                    state = self._slots[slot]
+                    self._rewind(slot, last, pending=(*state.tokens[last:], *state.pending))
+        return self.checked_lengths()
 
     def _rewind(self, slot: int, length: int, *, pending: Sequence[int] = ()) -> None:
         self._cache.rewind(slot, length, stream=self._steps.stream)
