@@ -40,6 +40,34 @@ LLAMA_3_8B = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+#: The shape of Gemma 3 1B: five layers with a window of 512 for each without, heads of 256.
+GEMMA_3_1B = {
+    "model_type": "gemma3_text",
+    "vocab_size": 262144,
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "sliding_window": 512,
+    "max_position_embeddings": 32768,
+    "torch_dtype": "bfloat16",
+}
+#: The sizes of Phi-4-mini, with plain RoPE over three quarters of a head of 128.
+PHI_4_MINI = {
+    "model_type": "phi3",
+    "vocab_size": 200064,
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 24,
+    "num_key_value_heads": 8,
+    "partial_rotary_factor": 0.75,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
 
 _SAFETENSORS_NAME = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 _CHUNK_ELEMENTS = 1 << 22

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from clocks import DeviceClock
 from environment import describe_environment, write_result
-from random_model import LLAMA_3_8B, QWEN2_0_5B
+from random_model import GEMMA_3_1B, LLAMA_3_8B, PHI_4_MINI, QWEN2_0_5B
 
 from trt_kvcache import CudaMemory, HostMemory, InferenceSession, KVCacheManager, Memory
 from trt_kvcache.dtypes import itemsize
@@ -37,7 +37,7 @@ from trt_kvcache.torch_engine import TorchEngine
 
 HERE = Path(__file__).resolve().parent
 
-MODELS = {"qwen2-0.5b": QWEN2_0_5B, "llama-3-8b": LLAMA_3_8B}
+MODELS = {"qwen2-0.5b": QWEN2_0_5B, "llama-3-8b": LLAMA_3_8B, "gemma-3-1b": GEMMA_3_1B, "phi-4-mini": PHI_4_MINI}
 
 PROMPT, STEPS = 128, 16
 GPU_PROMPT, GPU_PAST, GPU_BATCHES, GPU_STEPS = 512, 1024, (1, 8), 50

@@ -31,16 +31,17 @@ __device__ __forceinline__ unsigned add_word(Element, unsigned hidden, unsigned 
 }
 
 template <class Element>
-__device__ __forceinline__ unsigned scale_word(Element, unsigned sum, unsigned weight, float scale) {
+__device__ __forceinline__ unsigned scale_word(Element, unsigned sum, unsigned weight, float weight_offset, float scale) {
     const float2 value = unpack(Element{}, sum), factor = unpack(Element{}, weight);
-    return pack(Element{}, {value.x * scale * factor.x, value.y * scale * factor.y});
+    return pack(Element{}, {value.x * scale * (weight_offset + factor.x), value.y * scale * (weight_offset + factor.y)});
 }
 
-// hidden += change, rounded; out = hidden / sqrt(mean(hidden^2) + eps) * weight. Grid: a block for each row of `words` words. The first
-// kHeldWords words of a thread are loaded together; weights before the launch that makes `change` has ended.
+// hidden += change, rounded; out = hidden / sqrt(mean(hidden^2) + eps) * (weight_offset + weight). Grid: a block for each row of `words`
+// words. The first kHeldWords words of a thread are loaded together; weights before the launch that makes `change` has ended.
 template <class Element>
 __device__ __forceinline__ void add_rms_norm(unsigned* hidden, const unsigned* change, const unsigned* weight, unsigned* out, long long words,
-                                             double eps) {
+                                             double eps, double weight_offset) {
+    const float offset = static_cast<float>(weight_offset);
     hidden += blockIdx.x * words;
     change += blockIdx.x * words;
     out += blockIdx.x * words;
@@ -72,10 +73,10 @@ __device__ __forceinline__ void add_rms_norm(unsigned* hidden, const unsigned* c
 #pragma unroll
     for (int i = 0; i < kHeldWords; i++) {
         const long long word = threadIdx.x + static_cast<long long>(i) * blockDim.x;
-        if (word < words) out[word] = scale_word(Element{}, sums[i], weights[i], scale);
+        if (word < words) out[word] = scale_word(Element{}, sums[i], weights[i], offset, scale);
     }
     for (long long word = held + threadIdx.x; word < words; word += blockDim.x) {  // what this thread has written
-        out[word] = scale_word(Element{}, hidden[word], weight[word], scale);
+        out[word] = scale_word(Element{}, hidden[word], weight[word], offset, scale);
     }
 }
 
@@ -92,13 +93,13 @@ __device__ __forceinline__ void silu_mul(const unsigned* gate_up, unsigned* out,
 }
 
 extern "C" __global__ void add_rms_norm_float16(unsigned* hidden, const unsigned* change, const unsigned* weight, unsigned* out,
-                                                long long words, double eps) {
-    add_rms_norm<Float16>(hidden, change, weight, out, words, eps);
+                                                long long words, double eps, double weight_offset) {
+    add_rms_norm<Float16>(hidden, change, weight, out, words, eps, weight_offset);
 }
 
 extern "C" __global__ void add_rms_norm_bfloat16(unsigned* hidden, const unsigned* change, const unsigned* weight, unsigned* out,
-                                                 long long words, double eps) {
-    add_rms_norm<BFloat16>(hidden, change, weight, out, words, eps);
+                                                 long long words, double eps, double weight_offset) {
+    add_rms_norm<BFloat16>(hidden, change, weight, out, words, eps, weight_offset);
 }
 
 extern "C" __global__ void silu_mul_float16(const unsigned* gate_up, unsigned* out, long long words) {

@@ -29,17 +29,19 @@ def close(found, expected, dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize("offset", [{}, {"weight_offset": 1.0}])
 @pytest.mark.parametrize(("count", "columns"), [(1, 2), (3, 40), (2, 896), (5, 2050), (1, 8192)])
-def test_add_rms_norm(memory, stream, dtype, count, columns):
+def test_add_rms_norm(memory, stream, dtype, offset, count, columns):
     hidden, change = (rows(count, columns, dtype=dtype, seed=seed, scale=3) for seed in (1, 2))
     weight = rows(columns, dtype=dtype, seed=3)
     tensors = [memory.to_device(array, stream=stream) for array in (hidden, change, weight, np.full_like(hidden, np.nan))]
-    add_rms_norm(*tensors[:3], out=tensors[3], eps=1e-5, stream=stream)
+    add_rms_norm(*tensors[:3], out=tensors[3], eps=1e-5, **offset, stream=stream)
     total = (hidden.astype(np.float32) + change.astype(np.float32)).astype(hidden.dtype)
     np.testing.assert_array_equal(tensors[0].numpy(), total)
     np.testing.assert_array_equal(tensors[1].numpy(), change)
     wide = total.astype(np.float64)
-    close(tensors[3].numpy(), wide / np.sqrt(np.mean(wide * wide, axis=1, keepdims=True) + 1e-5) * weight.astype(np.float64), dtype)
+    factor = weight.astype(np.float64) + sum(offset.values())
+    close(tensors[3].numpy(), wide / np.sqrt(np.mean(wide * wide, axis=1, keepdims=True) + 1e-5) * factor, dtype)
 
 
 @DTYPES

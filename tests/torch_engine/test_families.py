@@ -12,7 +12,7 @@ from tests.cli.conftest import run  # noqa: F401
 from tests.helpers.fakes import poison
 from tests.helpers.tolerance import assert_close, assert_same_choice
 from tests.paths import GOLDEN
-from tests.reference.rig import MODELS, golden
+from tests.reference.rig import MODELS, Rig, golden
 from tests.torch_engine.needs_torch import need_torch
 
 need_torch()
@@ -20,7 +20,8 @@ need_torch()
 from trt_kvcache import InferenceSession  # noqa: E402
 from trt_kvcache.session import open_model as opening  # noqa: E402
 from trt_kvcache.session.open_model import EngineFallbackWarning  # noqa: E402
-from trt_kvcache.torch_engine import TorchEngine  # noqa: E402
+from trt_kvcache.torch_engine import TorchEngine, engine  # noqa: E402
+from trt_kvcache.torch_engine.attention import LiveRowsAttention, MaskedAttention  # noqa: E402
 
 S = 24
 
@@ -109,3 +110,18 @@ def test_compare_takes_it(run, model):  # noqa: F811
     names = {pair[side] for pair in document["pairs"] for side in ("first", "second")}
     assert document["agrees"]
     assert {"torch", "full recomputation"} <= names
+
+
+@pytest.mark.parametrize("layers", [LiveRowsAttention, MaskedAttention])
+@pytest.mark.parametrize("model", ["mistral-window", "gemma2"])
+def test_padding_that_sees_no_row_of_the_cache_does_no_harm(model, layers, monkeypatch):
+    """A token of the first slot is the last that fits; its padding lies so far behind the end that no row is in its window."""
+    monkeypatch.setattr(engine, "LiveRowsAttention", layers)
+    ids = golden(model)[0]
+    both, alone = (Rig(model, length=13, width=12) for _ in range(2))
+    for rig in (both, alone):
+        rig.step(ids[:12], [0])
+    found = both.step(np.stack((ids[12:24], ids[:12])), [12, 0], [0, 11])
+    assert_close(found[0], alone.step(ids[12:13], [12])[0])
+    assert_close(found[1], alone.step(ids[:12], [0])[0])
+    assert all(np.isfinite(array[:2]).all() for array in both.caches())

@@ -88,7 +88,7 @@ def test_sessions_agree_with_the_reference_engine(memory, calls, tmp_path, dtype
 
 @pytest.mark.parametrize("attention", ["native", "plugin"])
 def test_layers_that_differ_agree_with_the_reference_engine(memory, calls, attention):
-    checkpoint = RandomCheckpoint(mixed_model(64, 64, 64, 64))  # the emulator has no other kernels for float16
+    checkpoint = RandomCheckpoint(mixed_model(64, 128, 256, 64))  # for which the emulator has kernels
     kv = cache_config(checkpoint.config, **SIZES, dtype="float16", attention=attention)
     options = {"kv": kv, "max_prefill_length": 7, "attention": attention}
     host = HostMemory()

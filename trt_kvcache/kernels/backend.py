@@ -50,7 +50,14 @@ class Backend(Protocol):
         """Gather rows of a table ``[vocab, hidden]`` by ids ``[B, s]``; zeros for an id that is out of range."""
 
     def add_rms_norm(
-        self, hidden: DeviceTensor, change: DeviceTensor, weight: DeviceTensor, out: DeviceTensor, eps: float, stream: Any
+        self,
+        hidden: DeviceTensor,
+        change: DeviceTensor,
+        weight: DeviceTensor,
+        out: DeviceTensor,
+        eps: float,
+        weight_offset: float,
+        stream: Any,
     ) -> None:
         """Add rows to the residual stream, and norm the sum."""
 

@@ -14,8 +14,17 @@ from trt_kvcache.memory.tensor import DeviceTensor
 MAX_ROWS = 65535
 
 
-def add_rms_norm(hidden: DeviceTensor, change: DeviceTensor, weight: DeviceTensor, *, out: DeviceTensor, eps: float, stream: Any) -> None:
-    """Add ``change`` to ``hidden`` and write the RMS norm of the sum, times ``weight``, into ``out``.
+def add_rms_norm(
+    hidden: DeviceTensor,
+    change: DeviceTensor,
+    weight: DeviceTensor,
+    *,
+    out: DeviceTensor,
+    eps: float,
+    weight_offset: float = 0.0,
+    stream: Any,
+) -> None:
+    """Add ``change`` to ``hidden`` and write the RMS norm of the sum, times ``weight_offset + weight``, into ``out``.
 
     Parameters
     ----------
@@ -29,6 +38,8 @@ def add_rms_norm(hidden: DeviceTensor, change: DeviceTensor, weight: DeviceTenso
         Overwritten.
     eps : float
         Added to the mean square.
+    weight_offset : float
+        Added to the weight, in float32.
     stream : cuda.core.Stream or GraphBuilder
         The launch is ordered on it. The call neither waits nor allocates, and can be captured in a graph.
 
@@ -50,7 +61,7 @@ def add_rms_norm(hidden: DeviceTensor, change: DeviceTensor, weight: DeviceTenso
             raise ShapeError(f"{name}: expected shape {shape}, got {tensor!r}.")
     hidden.memory.check_stream(stream)
     if hidden.nbytes:
-        backend_of(hidden.memory).add_rms_norm(hidden, change, weight, out, eps, stream)
+        backend_of(hidden.memory).add_rms_norm(hidden, change, weight, out, eps, weight_offset, stream)
 
 
 def silu_mul(gate_up: DeviceTensor, *, out: DeviceTensor, stream: Any) -> None:

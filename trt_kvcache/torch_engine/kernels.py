@@ -137,11 +137,12 @@ class KernelElementwise(Elementwise):
     def add_norm(self, hidden: torch.Tensor, change: torch.Tensor, norm: TorchNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
         """See :meth:`Elementwise.add_norm`. Overwrites ``hidden`` with the sum."""
         slots, width, columns = hidden.shape
-        if norm is None or norm.weight.dtype != hidden.dtype or slots * width > MAX_ROWS or columns % 2:
+        if norm is None or slots * width > MAX_ROWS or columns % 2:
             return super().add_norm(hidden, change, norm)
         out = torch.empty_like(hidden)
         total, added, normed = (borrowed(part.flatten(0, 1), self._memory) for part in (hidden, change, out))
-        add_rms_norm(total, added, borrowed(norm.weight, self._memory), out=normed, eps=norm.epsilon, stream=self._stream)
+        weight, options = borrowed(norm.weight, self._memory), {"eps": norm.epsilon, "weight_offset": norm.offset}
+        add_rms_norm(total, added, weight, out=normed, **options, stream=self._stream)
         return hidden, out
 
     def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:

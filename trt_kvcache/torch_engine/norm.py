@@ -17,22 +17,28 @@ class TorchNorm:
     Parameters
     ----------
     weight : torch.Tensor ``[n]``
-        What the quotient is multiplied with, in the dtype of the engine; in float32 where a model adds an offset to what is stored.
+        As it is stored, in the dtype of the engine.
+    offset : float
+        Added to the weight.
+    factor : torch.Tensor ``[n]``
+        Their sum, in float32: what the quotient is multiplied with. Without an offset, the weight itself.
     epsilon : float
         Added to the mean square.
     """
 
     weight: torch.Tensor
+    offset: float
+    factor: torch.Tensor
     epsilon: float
 
     @classmethod
     def of(cls, config: NormConfig, weight: torch.Tensor) -> TorchNorm:
         """Return the norm with a stored weight."""
         factor = weight.float() + config.weight_offset if config.weight_offset else weight
-        return cls(weight=factor, epsilon=config.epsilon)
+        return cls(weight=weight, offset=config.weight_offset, factor=factor, epsilon=config.epsilon)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the norm of ``x`` ``[..., n]``."""
-        if x.dtype == self.weight.dtype:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.epsilon)
-        return F.rms_norm(x.float(), self.weight.shape, self.weight, self.epsilon).to(x.dtype)
+        if x.dtype == self.factor.dtype:
+            return F.rms_norm(x, self.factor.shape, self.factor, self.epsilon)
+        return F.rms_norm(x.float(), self.factor.shape, self.factor, self.epsilon).to(x.dtype)

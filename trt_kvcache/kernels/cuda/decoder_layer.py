@@ -13,11 +13,13 @@ _WARP, _MAX_THREADS = 32, 1024
 _HELD_WORDS = 4
 
 
-def add_rms_norm(hidden: DeviceTensor, change: DeviceTensor, weight: DeviceTensor, out: DeviceTensor, eps: float, stream: Any) -> None:
+def add_rms_norm(
+    hidden: DeviceTensor, change: DeviceTensor, weight: DeviceTensor, out: DeviceTensor, eps: float, weight_offset: float, stream: Any
+) -> None:
     rows, columns = hidden.shape
     words = columns // 2
     threads = min(_MAX_THREADS, -(-words // (_WARP * _HELD_WORDS)) * _WARP)
-    arguments = (hidden.ptr, change.ptr, weight.ptr, out.ptr, words, float(eps))
+    arguments = (hidden.ptr, change.ptr, weight.ptr, out.ptr, words, float(eps), float(weight_offset))
     early = starts_early(hidden.memory)
     launch(
         hidden.memory,

@@ -8,12 +8,14 @@ from trt_kvcache.kernels.host.arrays import array_of
 from trt_kvcache.memory.tensor import DeviceTensor
 
 
-def add_rms_norm(hidden: DeviceTensor, change: DeviceTensor, weight: DeviceTensor, out: DeviceTensor, eps: float, stream: Any) -> None:
+def add_rms_norm(
+    hidden: DeviceTensor, change: DeviceTensor, weight: DeviceTensor, out: DeviceTensor, eps: float, weight_offset: float, stream: Any
+) -> None:
     total = array_of(hidden)
     total[...] = total.astype(np.float32) + array_of(change).astype(np.float32)
     rounded = total.astype(np.float32)
     scale = 1 / np.sqrt(np.mean(rounded * rounded, axis=1, keepdims=True) + np.float32(eps))
-    array_of(out)[...] = rounded * scale * array_of(weight).astype(np.float32)
+    array_of(out)[...] = rounded * scale * (np.float32(weight_offset) + array_of(weight).astype(np.float32))
 
 
 def silu_mul(gate_up: DeviceTensor, out: DeviceTensor, stream: Any) -> None:
