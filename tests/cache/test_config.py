@@ -240,7 +240,7 @@ BAD = [
     *[(CacheConfig, LINEAR, "layout", value, f"CacheConfig.{text}") for value, text in LAYOUTS],
     (CacheConfig, LINEAR, "num_mamba_layers", -1, "CacheConfig.num_mamba_layers: expected an integer from 0 to 10000, got -1."),
     (CacheConfig, LINEAR, "num_mamba_layers", 1.0, "CacheConfig.num_mamba_layers: expected an integer, got 1.0."),
-    (CacheConfig, LINEAR, "num_mamba_layers", 2, "MambaCacheConfig.num_heads: expected an integer from 1 to 2147483647, got 0."),
+    (CacheConfig, LINEAR, "num_mamba_layers", 2, "MambaCacheConfig.conv_dim: expected an integer from 1 to 2147483647, got 0."),
     (
         CacheConfig,
         {**LINEAR, **LINEAR_STATES},

@@ -57,6 +57,21 @@ def test_each_kind_of_state_has_a_dtype_of_its_own():
     assert (config.recurrent_storage.layer_nbytes, config.conv_storage.layer_nbytes) == (256, 512)
 
 
+def test_layers_with_a_conv_state_only():
+    config = MambaCacheConfig(num_layers=2, max_batch_size=3, conv_dim=7, conv_kernel=4, ping_pong=True)
+    assert config.recurrent_storage is None
+    assert (config.slot_nbytes, config.nbytes) == (4 * 56, 4 * 256)
+    assert MambaCacheConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    with MambaCacheManager(config, memory=HostMemory()) as cache:
+        assert cache.memory.live_nbytes == config.nbytes + cache.lengths.nbytes + 4 * STATE_INFO
+
+
+@pytest.mark.parametrize("name", ["num_heads", "head_dim", "state_size"])
+def test_a_recurrent_state_has_all_its_sizes(name):
+    with pytest.raises(ConfigError, match=f"^MambaCacheConfig.{name}: expected an integer from 1 to {INT32_MAX}, got 0.$"):
+        MambaCacheConfig(**{**FIELDS, name: 0})
+
+
 CONFIGS = st.builds(
     MambaCacheConfig,
     **{name: st.integers(1, 5) for name in FIELDS},

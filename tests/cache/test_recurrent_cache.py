@@ -13,7 +13,7 @@ from trt_kvcache.errors import (
     SlotError,
 )
 
-WITH_STATES = pytest.mark.parametrize("kind", ["linear", "mamba", "hybrid"])
+WITH_STATES = pytest.mark.parametrize("kind", ["linear", "mamba", "hybrid", "conv"])
 PING_PONG = pytest.mark.parametrize("ping_pong", [False, True])
 
 

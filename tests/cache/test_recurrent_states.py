@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.cache_cases import FailingMemory, Image, Unchanged, cache_holding, fill_all, make_cache, state_of, states_of
 from tests.simt.standin import ALLOCATIONS, WAITS, StandIn, needs_standin
 from trt_kvcache import HostMemory
-from trt_kvcache.errors import CapacityError, DTypeError, PlaceError, ShapeError, SlotError
+from trt_kvcache.errors import CapacityError, ConfigError, DTypeError, PlaceError, ShapeError, SlotError
 
 KINDS = pytest.mark.parametrize("kind", ["linear", "mamba", "hybrid"])
 #: The two kinds of states, and the shape of one slot's in a layer.
@@ -237,3 +237,33 @@ def test_states_of_these_caches_are_of_odd_sizes(memory):
     """A slot's states are no multiple of 16 bytes, so that copies of words do not suffice."""
     with make_cache("hybrid", memory) as cache:
         assert {tensor.nbytes // len(tensor) % 16 for tensor in states_of(cache)} == {8, 10}
+
+
+@PING_PONG
+class TestWithoutARecurrentState:
+    """Layers that keep a conv state only."""
+
+    def test_there_is_none_to_look_at(self, memory, ping_pong):
+        text = "the recurrent layers have no recurrent state: num_heads is 0 in their configuration."
+        with make_cache("conv", memory, ping_pong=ping_pong) as cache:
+            for get in (cache.get_recurrent_state, cache.get_next_recurrent_state):
+                with pytest.raises(ConfigError, match=f"^{text}$"):
+                    get(0)
+
+    def test_none_is_captured_and_none_restored(self, memory, stream, ping_pong):
+        with cache_holding("conv", memory, stream, 1, ping_pong=ping_pong) as cache:
+            some = cache.capture_conv_states(0, stream=stream)
+            with Unchanged(cache):
+                assert cache.capture_recurrent_states(0, stream=stream) == []
+                cache.restore_recurrent_states([], 0, stream=stream)
+                with pytest.raises(ShapeError, match=r"^saved: expected 0 tensors, one per recurrent state, got 2\.$"):
+                    cache.restore_recurrent_states(some, 0, stream=stream)
+
+    def test_conv_states_are_captured_and_restored(self, memory, stream, ping_pong):
+        with cache_holding("conv", memory, stream, 1, 2, ping_pong=ping_pong) as cache:
+            saved = cache.capture_conv_states(1, stream=stream)
+            expected = Image(cache)
+            for array in expected.states:
+                array[3] = array[1]
+            cache.restore_conv_states(saved, 3, stream=stream)
+            expected.check(cache)

@@ -28,11 +28,13 @@ HEADS = [(2, 16), (1, 48), (3, 16)]
 STATES = {"num_heads": 2, "head_dim": 3, "state_size": 5, "conv_dim": 7, "conv_kernel": 3}
 ATTENTION, MAMBA = LayerType.ATTENTION, LayerType.MAMBA
 LAYER_TYPES = [MAMBA, ATTENTION, ATTENTION, MAMBA, ATTENTION]
-KINDS = ("manager", "linear", "mamba", "hybrid")
+#: The last is a hybrid whose recurrent layers keep a conv state only.
+KINDS = ("manager", "linear", "mamba", "hybrid", "conv")
 ALL_KINDS = pytest.mark.parametrize("kind", KINDS)
 LAYOUTS = pytest.mark.parametrize("layout", list(KVLayout), ids=lambda layout: layout.value)
-#: Caches whose slots hold whole sequences; the last has no attention layers.
-SEQUENCE_KINDS = ("manager", "linear", "hybrid", "states")
+#: Caches whose slots hold whole sequences; "states" has no attention layers.
+SEQUENCE_KINDS = ("manager", "linear", "hybrid", "conv", "states")
+NO_RECURRENT_STATE = dict.fromkeys(("num_heads", "head_dim", "state_size"), 0)
 
 
 def kv_config(heads=HEADS, **changes):
@@ -44,8 +46,9 @@ def mamba_config(**changes):
     return MambaCacheConfig(**{"num_layers": 2, "max_batch_size": B, **STATES, **changes})
 
 
-def hybrid_config(layer_types=LAYER_TYPES, *, ping_pong=False, **changes):
-    kv, states = (kv_config(**changes), mamba_config(ping_pong=ping_pong, max_batch_size=changes.get("max_batch_size", B)))
+def hybrid_config(layer_types=LAYER_TYPES, *, ping_pong=False, states=None, **changes):
+    slots = changes.get("max_batch_size", B)
+    kv, states = kv_config(**changes), mamba_config(ping_pong=ping_pong, max_batch_size=slots, **(states or {}))
     return HybridCacheConfig(
         layer_types=layer_types, kv=kv if ATTENTION in layer_types else None, mamba=states if MAMBA in layer_types else None
     )
@@ -65,6 +68,8 @@ def make_cache(kind, memory, *, ping_pong=False, **changes):
         return LinearKVCache(linear_config(ping_pong=ping_pong, **changes), memory=memory)
     if kind == "mamba":
         return MambaCacheManager(mamba_config(ping_pong=ping_pong), memory=memory)
+    if kind == "conv":
+        return HybridCacheManager(hybrid_config(ping_pong=ping_pong, states=NO_RECURRENT_STATE, **changes), memory=memory)
     types = {"attention": [ATTENTION] * 3, "states": [MAMBA] * 2}.get(kind, LAYER_TYPES)
     return HybridCacheManager(hybrid_config(types, ping_pong=ping_pong, **changes), memory=memory)
 
@@ -87,15 +92,21 @@ def rows_of(cache):
     return [cache.get_combined_kv_cache(index) for index in _layers(cache, ATTENTION)]
 
 
+def _has_recurrent_states(cache):
+    return cache.mamba_config is not None and cache.mamba_config.recurrent_storage is not None
+
+
 def states_of(cache):
     """Current recurrent, then current conv states."""
     layers = _layers(cache, MAMBA)
-    return [cache.get_recurrent_state(index) for index in layers] + [cache.get_conv_state(index) for index in layers]
+    recurrent = layers if _has_recurrent_states(cache) else []
+    return [cache.get_recurrent_state(index) for index in recurrent] + [cache.get_conv_state(index) for index in layers]
 
 
 def next_states_of(cache):
     layers = _layers(cache, MAMBA)
-    return [cache.get_next_recurrent_state(index) for index in layers] + [cache.get_next_conv_state(index) for index in layers]
+    recurrent = layers if _has_recurrent_states(cache) else []
+    return [cache.get_next_recurrent_state(index) for index in recurrent] + [cache.get_next_conv_state(index) for index in layers]
 
 
 def whole(tensor):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.helpers.cache_cases import HEADS, SEQUENCE_KINDS, kv_config, make_cache, mamba_config
+from tests.helpers.cache_cases import HEADS, NO_RECURRENT_STATE, SEQUENCE_KINDS, kv_config, make_cache, mamba_config
 from trt_kvcache import HostMemory, KVLayerConfig, KVLayout
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.sequences.slot_copy import SlotCopy
@@ -12,7 +12,9 @@ BOTH = SlotFormat(kv=kv_config(), mamba=mamba_config())
 
 
 @pytest.mark.parametrize(
-    ("kind", "attention", "recurrent"), [("manager", 3, 0), ("linear", 2, 2), ("hybrid", 3, 2), ("states", 0, 2)], ids=SEQUENCE_KINDS
+    ("kind", "attention", "recurrent"),
+    [("manager", 3, 0), ("linear", 2, 2), ("hybrid", 3, 2), ("conv", 3, 2), ("states", 0, 2)],
+    ids=SEQUENCE_KINDS,
 )
 def test_every_cache_says_which_layers_its_slots_hold(kind, attention, recurrent):
     with make_cache(kind, HostMemory()) as cache:
@@ -34,6 +36,12 @@ def test_tensors_are_k_and_v_of_each_layer_then_states():
         *((f"recurrent_state_{index}", ((1, 2, 3, 5), "float32")) for index in range(2)),
         *((f"conv_state_{index}", ((1, 7, 3), "float16")) for index in range(2)),
     ]
+
+
+def test_layers_without_a_recurrent_state_have_no_tensors_of_it():
+    conv = SlotFormat(kv=None, mamba=mamba_config(**NO_RECURRENT_STATE))
+    assert conv.tensors(4) == {f"conv_state_{index}": ((1, 7, 3), "float16") for index in range(2)}
+    assert conv.difference(SlotFormat(kv=None, mamba=mamba_config())) == "num_heads of recurrent layers: expected 0, got 2"
 
 
 def test_a_copy_takes_as_many_bytes_as_the_format_says(memory, stream):
@@ -83,6 +91,14 @@ def test_scales_count_only_where_the_dtype_has_them(dtype, same):
     assert (one.difference(two) is None) is same
 
 
-@pytest.mark.parametrize("slot_format", [BOTH, SlotFormat(kv=kv_config(), mamba=None), SlotFormat(kv=None, mamba=mamba_config())])
+@pytest.mark.parametrize(
+    "slot_format",
+    [
+        BOTH,
+        SlotFormat(kv=kv_config(), mamba=None),
+        SlotFormat(kv=None, mamba=mamba_config()),
+        SlotFormat(kv=None, mamba=mamba_config(**NO_RECURRENT_STATE)),
+    ],
+)
 def test_what_is_written_is_read_back(slot_format):
     assert SlotFormat.from_dict(slot_format.to_dict()) == slot_format

@@ -262,7 +262,8 @@ class CacheConfig:
     num_mamba_layers : int
         Recurrent layers. The fields below describe their states, and are ignored if there are none.
     mamba_num_heads, mamba_head_dim, ssm_state_size : int
-        The recurrent state of a layer is ``[B, mamba_num_heads, mamba_head_dim, ssm_state_size]``.
+        The recurrent state of a layer is ``[B, mamba_num_heads, mamba_head_dim, ssm_state_size]``; all 0 for layers that keep a conv
+        state only.
     conv_dim, conv_kernel : int
         The conv state of a layer is ``[B, conv_dim, conv_kernel]``.
     recurrent_dtype, conv_dtype : str

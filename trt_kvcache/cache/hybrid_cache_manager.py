@@ -198,6 +198,8 @@ class HybridCacheManager(RecurrentCache):
         ------
         LayerIndexError
             There is no such layer, or it is an attention layer.
+        ConfigError
+            The layers keep a conv state only.
         """
         return super().get_recurrent_state(self._index(layer_idx, LayerType.MAMBA))
 
@@ -238,6 +240,8 @@ class HybridCacheManager(RecurrentCache):
         ------
         LayerIndexError
             There is no such layer, or it is an attention layer.
+        ConfigError
+            The layers keep a conv state only.
         """
         return super().get_next_recurrent_state(self._index(layer_idx, LayerType.MAMBA))
 

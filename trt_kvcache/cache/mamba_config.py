@@ -26,10 +26,13 @@ _SIZES = {
 }
 _DTYPES = ("recurrent_dtype", "conv_dtype")
 
+#: The sizes of a recurrent state: all 0 in layers that have none.
+_RECURRENT_SIZES = ("num_heads", "head_dim", "state_size")
+
 
 @dataclass(frozen=True, kw_only=True)
 class MambaCacheConfig:
-    """States of equal recurrent layers.
+    """States of equal recurrent layers: a recurrent state and a conv state of each, or a conv state only.
 
     Parameters
     ----------
@@ -38,7 +41,8 @@ class MambaCacheConfig:
     max_batch_size : int
         Slots, B.
     num_heads, head_dim, state_size : int
-        The recurrent state of a layer is ``[B, num_heads, head_dim, state_size]``. It may have any size.
+        The recurrent state of a layer is ``[B, num_heads, head_dim, state_size]``. It may have any size. All three are 0, the default, for
+        layers that keep a conv state only, such as the short convolutions of LFM2.
     conv_dim, conv_kernel : int
         The conv state of a layer is ``[B, conv_dim, conv_kernel]``. It may have any size.
     recurrent_dtype, conv_dtype : str
@@ -62,13 +66,16 @@ class MambaCacheConfig:
     >>> config = MambaCacheConfig(num_layers=2, max_batch_size=4, num_heads=8, head_dim=16, state_size=32, conv_dim=64, conv_kernel=4)
     >>> config.nbytes, config.slot_nbytes
     (135168, 33792)
+    >>> convolutions = MambaCacheConfig(num_layers=2, max_batch_size=4, conv_dim=64, conv_kernel=3)
+    >>> convolutions.recurrent_storage is None, convolutions.nbytes
+    (True, 3072)
     """
 
     num_layers: int
     max_batch_size: int
-    num_heads: int
-    head_dim: int
-    state_size: int
+    num_heads: int = 0
+    head_dim: int = 0
+    state_size: int = 0
     conv_dim: int
     conv_kernel: int
     recurrent_dtype: str = "float32"
@@ -76,8 +83,10 @@ class MambaCacheConfig:
     ping_pong: bool = False
 
     def __post_init__(self) -> None:
+        has_recurrent_state = any(getattr(self, name) != 0 for name in _RECURRENT_SIZES)
         for name, high in _SIZES.items():
-            number = int_in_range(f"MambaCacheConfig.{name}", getattr(self, name), 1, high, error=ConfigError)
+            low = 0 if name in _RECURRENT_SIZES and not has_recurrent_state else 1
+            number = int_in_range(f"MambaCacheConfig.{name}", getattr(self, name), low, high, error=ConfigError)
             object.__setattr__(self, name, number)
         for name in _DTYPES:
             one_of(f"MambaCacheConfig.{name}", getattr(self, name), MODEL_DTYPES)
@@ -85,8 +94,10 @@ class MambaCacheConfig:
             raise ConfigError(f"MambaCacheConfig.ping_pong: expected True or False, got {self.ping_pong!r}.")
 
     @cached_property
-    def recurrent_storage(self) -> StateStorage:
-        """Where the recurrent states of all layers lie in one buffer."""
+    def recurrent_storage(self) -> StateStorage | None:
+        """Where the recurrent states of all layers lie in one buffer; None if they have none."""
+        if not self.num_heads:
+            return None
         shape = (self.max_batch_size, self.num_heads, self.head_dim, self.state_size)
         return StateStorage(num_layers=self.num_layers, shape=shape, dtype=self.recurrent_dtype)
 
@@ -104,12 +115,16 @@ class MambaCacheConfig:
     @property
     def slot_nbytes(self) -> int:
         """Bytes of the states of one slot over all layers, in every buffer, without padding."""
-        return self.num_buffers * (self.recurrent_storage.slot_nbytes + self.conv_storage.slot_nbytes)
+        return self.num_buffers * sum(storage.slot_nbytes for storage in self._storages)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all states as allocated: padding and both buffers of ``ping_pong`` included."""
-        return self.num_buffers * (self.recurrent_storage.nbytes + self.conv_storage.nbytes)
+        return self.num_buffers * sum(storage.nbytes for storage in self._storages)
+
+    @property
+    def _storages(self) -> list[StateStorage]:
+        return [storage for storage in (self.recurrent_storage, self.conv_storage) if storage is not None]
 
     @property
     def kv(self) -> None:

@@ -7,7 +7,7 @@ from trt_kvcache._util.checks import int_in_range, layer_index, slot_index
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.cache.recurrent_states import RecurrentStates, StateKind
 from trt_kvcache.cache.slot_cache import SlotCache
-from trt_kvcache.errors import RangeError, ShapeError
+from trt_kvcache.errors import ConfigError, RangeError, ShapeError
 from trt_kvcache.memory.graph_capture import refuse_capture
 from trt_kvcache.memory.tensor import DeviceTensor
 
@@ -63,6 +63,8 @@ class RecurrentCache(SlotCache):
         ------
         LayerIndexError
             There is no such layer.
+        ConfigError
+            The layers keep a conv state only.
         """
         return self._state(StateKind.RECURRENT, recurrent_layer_idx)
 
@@ -103,6 +105,8 @@ class RecurrentCache(SlotCache):
         ------
         LayerIndexError
             There is no such layer.
+        ConfigError
+            The layers keep a conv state only.
         """
         return self._state(StateKind.RECURRENT, recurrent_layer_idx, of_next=True)
 
@@ -130,6 +134,8 @@ class RecurrentCache(SlotCache):
         self._check_open()
         index = layer_index(recurrent_layer_idx, self.num_recurrent_layers, name="recurrent_layer_idx")
         assert self._states is not None  # it has this layer
+        if kind not in self._states.kinds:
+            raise ConfigError(f"the recurrent layers have no {kind.value} state: num_heads is 0 in their configuration.")
         return (self._states.next if of_next else self._states.current)(kind).layers[index]
 
     @property
@@ -227,7 +233,7 @@ class RecurrentCache(SlotCache):
         Returns
         -------
         list of DeviceTensor ``[num_heads, head_dim, state_size]``
-            One per recurrent layer, contiguous. They share one allocation.
+            One per recurrent layer, contiguous. They share one allocation. None if the layers keep a conv state only.
 
         Raises
         ------

@@ -13,10 +13,16 @@ from trt_kvcache.memory.tensor import DeviceTensor
 
 
 class StateKind(Enum):
-    """The two states that a Mamba layer keeps."""
+    """The two states that a Mamba layer keeps. A short convolution has no recurrent one."""
 
     RECURRENT = "recurrent"
     CONV = "conv"
+
+
+def state_storages(config: MambaCacheConfig) -> dict[StateKind, StateStorage]:
+    """Return where the states of each kind lie, of the kinds that the layers have: recurrent states first."""
+    storages = {StateKind.RECURRENT: config.recurrent_storage, StateKind.CONV: config.conv_storage}
+    return {kind: storage for kind, storage in storages.items() if storage is not None}
 
 
 class StateBuffer:
@@ -68,7 +74,7 @@ class RecurrentStates:
 
     def __init__(self, config: MambaCacheConfig, resources: Resources, *, stream: Any) -> None:
         self._memory = resources.memory
-        self._storages = {StateKind.RECURRENT: config.recurrent_storage, StateKind.CONV: config.conv_storage}
+        self._storages = state_storages(config)
         self._buffers = {
             kind: [StateBuffer(storage, resources, stream=stream) for _ in range(config.num_buffers)]
             for kind, storage in self._storages.items()
@@ -80,6 +86,11 @@ class RecurrentStates:
         self.num_layers = config.num_layers
         #: Which buffer is current.
         self.parity = 0
+
+    @property
+    def kinds(self) -> tuple[StateKind, ...]:
+        """The kinds of states that the layers have."""
+        return tuple(self._storages)
 
     def current(self, kind: StateKind) -> StateBuffer:
         """Return the states that the next enqueue reads."""
@@ -100,12 +111,12 @@ class RecurrentStates:
     def copy_back(self, slot: int, count: int, *, stream: Any) -> None:
         """Copy the states of ``count`` slots from ``slot`` on from next to current, in one launch per kind."""
         if self._num_buffers > 1:
-            for kind in StateKind:
+            for kind in self.kinds:
                 copy_rows(self.current(kind).infos, self.next(kind).infos, slot, count=count, stream=stream)
 
     def clear(self, *, stream: Any) -> None:
         """Zero the current states of all slots."""
-        for kind in StateKind:
+        for kind in self.kinds:
             self.current(kind).zero(stream=stream)
 
     def resize(self, lengths: Sequence[int], *, stream: Any) -> None:
@@ -114,30 +125,35 @@ class RecurrentStates:
     def keep(self, slot: int, *, stream: Any) -> None:
         """Copy the current states of a slot to the next ones, in one launch per kind."""
         if self._num_buffers > 1:
-            for kind in StateKind:
+            for kind in self.kinds:
                 copy_rows(self.next(kind).infos, self.current(kind).infos, slot, stream=stream)
 
     def reset_slots(self, slots: Sequence[int], *, stream: Any) -> None:
         """Zero the current states of some slots, in one launch per kind and run of adjacent slots."""
-        for kind in StateKind:
+        for kind in self.kinds:
             for slot, count in _runs(slots):
                 zero_rows(self.current(kind).infos, slot, count=count, stream=stream)
 
     def compact(self, plan: AnyCompactionPlan, *, stream: Any) -> None:
         """Move the current states of slots, in one launch per kind."""
-        for kind in StateKind:
+        for kind in self.kinds:
             compact_rows(self.current(kind).infos, plan, stream=stream)
 
     def capture(self, kind: StateKind, slot: int, *, stream: Any) -> list[DeviceTensor]:
-        """Copy the current states of a slot into new tensors ``[...]``, one per layer, in one launch."""
+        """Copy the current states of a slot into new tensors ``[...]``, one per layer, in one launch; none of a kind that is not there."""
+        if kind not in self._storages:
+            return []
         storage = self._storages[kind]
         saved = allocate_tensors(self._memory, _saved_shapes(storage), storage.dtype, stream=stream)
         save_rows(self.current(kind).infos, saved, slot, stream=stream)
         return saved
 
     def restore(self, kind: StateKind, saved: Sequence[DeviceTensor], slot: int, *, stream: Any) -> None:
-        """Check captured states, then copy them into the current ones of a slot, in one launch."""
-        storage = self._storages[kind]
+        """Check captured states, then copy them into the current ones of a slot, in one launch; no tensors of a kind that is not there."""
+        storage = self._storages.get(kind)
+        if storage is None:
+            check_saved(saved, [], "", self._memory, per=f"{kind.value} state")
+            return
         check_saved(saved, _saved_shapes(storage), storage.dtype, self._memory, per="recurrent layer")
         instantiate_rows(self.current(kind).infos, saved, slot, stream=stream)
 

@@ -12,7 +12,7 @@ from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
 from trt_kvcache.cache.kv_cache_base import KVCacheBase
 from trt_kvcache.cache.layout import StateStorage
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
-from trt_kvcache.cache.recurrent_states import StateKind
+from trt_kvcache.cache.recurrent_states import StateKind, state_storages
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import align_up, dense_nbytes
 
@@ -83,10 +83,8 @@ class SlotFormat:
 
     @property
     def state_storages(self) -> dict[StateKind, StateStorage]:
-        """The recurrent and the conv states of the recurrent layers, in this order; empty without recurrent layers."""
-        if self.mamba is None:
-            return {}
-        return {StateKind.RECURRENT: self.mamba.recurrent_storage, StateKind.CONV: self.mamba.conv_storage}
+        """The recurrent and the conv states of the recurrent layers, in this order, of which they may have the latter only; else empty."""
+        return {} if self.mamba is None else state_storages(self.mamba)
 
     def kv_shapes(self, length: int) -> list[tuple[int, int, int, int]]:
         """Return the shape of K and V of the first tokens in each attention layer.

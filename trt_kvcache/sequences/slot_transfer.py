@@ -301,7 +301,7 @@ class SlotTransfer:
         if self._states is None:
             return []
         buffer = self._states.next if following else self._states.current
-        return [layer[slot : slot + 1] for kind in StateKind for layer in buffer(kind).layers]
+        return [layer[slot : slot + 1] for kind in self._states.kinds for layer in buffer(kind).layers]
 
 
 def _head_rows(layer: DeviceTensor, slot: int, k_or_v: int, first: int, count: int) -> list[DeviceTensor]:
