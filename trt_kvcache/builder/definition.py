@@ -199,7 +199,7 @@ def define_constants(checkpoint: Checkpoint, cache: KVCacheConfig) -> bytes:
     from safetensors.numpy import save
 
     table = Weights(checkpoint, cache.dtype)(EMBEDDING)
-    return save({EMBEDDING: table, COS_SIN: cos_sin(checkpoint.config.layers[0].mixer, length=cache.max_sequence_length)})
+    return save({EMBEDDING: table, COS_SIN: cos_sin(checkpoint.config.layers[0].attention, length=cache.max_sequence_length)})
 
 
 def _network_factory(model: ModelConfig, tensorrt: TensorRT, messages: Messages) -> tuple[Any, Callable[[], Any]]:

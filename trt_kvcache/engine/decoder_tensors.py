@@ -45,7 +45,7 @@ def cache_config(
         the others. Nothing is allocated.
     """
     return KVCacheConfig(
-        layers=tuple(cache_layer(layer.mixer) for layer in model.layers),
+        layers=tuple(cache_layer(mixer) for mixer in model.attention_layers),
         max_batch_size=max_batch_size,
         max_sequence_length=max_sequence_length,
         dtype=dtype,

@@ -65,7 +65,7 @@ def decoder_constants(model: ModelConfig, cache: KVCacheConfig) -> tuple[TensorS
         ``[S, 2, D / 2]``.
     """
     table = (model.vocab_size, model.hidden_size)
-    cos_sin = (cache.max_sequence_length, 2, model.layers[0].mixer.rotary_dim // 2)  # all layers have the same RoPE
+    cos_sin = (cache.max_sequence_length, 2, model.layers[0].attention.rotary_dim // 2)  # all layers have the same RoPE
     return TensorSpec.input(EMBEDDING, table, cache.dtype), TensorSpec.input(COS_SIN, cos_sin, "float32")
 
 
@@ -96,7 +96,7 @@ def decoder_stages(model: ModelConfig, cache: KVCacheConfig, names: TensorNames,
     for layer in range(model.num_layers + 1):
         tensors = [TensorSpec.input(hidden_state_name(max(layer - 1, 0)), hidden, cache.dtype)]
         if layer:
-            mixer = model.layers[layer - 1].mixer
+            mixer = model.layers[layer - 1].attention
             attended = (-1, -1, mixer.num_heads, mixer.head_dim)
             tensors.append(TensorSpec.input(attention_tensor_names(layer - 1)[-1], attended, cache.dtype))
         if layer == model.num_layers:
@@ -105,7 +105,7 @@ def decoder_stages(model: ModelConfig, cache: KVCacheConfig, names: TensorNames,
             stages.append(Segment(tensors=tuple(tensors)))
             break
         *qkv, attended_name = attention_tensor_names(layer)
-        mixer = model.layers[layer].mixer
+        mixer = model.layers[layer].attention
         heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
         tensors += [TensorSpec.output(name, (-1, -1, count, mixer.head_dim), cache.dtype) for name, count in zip(qkv, heads, strict=True)]
         tensors += [TensorSpec.output(hidden_state_name(layer), hidden, cache.dtype)] if layer else []

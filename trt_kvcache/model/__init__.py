@@ -2,6 +2,7 @@
 
 from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, MlpConfig, NormConfig, QkNormConfig, QueryScaling
 from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model.recurrent_config import ShortConvConfig
 from trt_kvcache.model.rope import RopeConfig
 from trt_kvcache.model.rope_table import rope_table
 
@@ -14,5 +15,6 @@ __all__ = [
     "QkNormConfig",
     "QueryScaling",
     "RopeConfig",
+    "ShortConvConfig",
     "rope_table",
 ]

@@ -4,6 +4,8 @@ With ``n`` for norms that may be absent, ``m`` for ``residual_multiplier`` and `
 
     x = x + m * n_mixer_output(mixer(n_input(x)))
     x = x + m * n_mlp_output(mlp(n_mlp(x)))
+
+A layer without a mixer, or without an MLP, has only the other line.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass
 from trt_kvcache._util.checks import int_in_range, one_of, positive_number
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION
+from trt_kvcache.model.recurrent_config import RecurrentConfig
 from trt_kvcache.model.rope import RopeConfig
 
 #: What an MLP may apply to its gate: ``x * sigmoid(x)``, and GELU with its approximation by tanh.
@@ -177,8 +180,8 @@ class AttentionConfig:
         return 0 if self.rope is None else self.rope.rotary_dim(self.head_dim)
 
 
-#: What a layer mixes tokens with. Layers with states will be further members of this union.
-Mixer = AttentionConfig
+#: What a layer mixes tokens with.
+Mixer = AttentionConfig | RecurrentConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +218,9 @@ class LayerConfig:
 
     Parameters
     ----------
-    mixer : AttentionConfig
+    mixer : AttentionConfig, ShortConvConfig or None
         What mixes tokens.
-    mlp : MlpConfig
+    mlp : MlpConfig or None
         What follows it.
     input_norm, mixer_output_norm : NormConfig or None
         Of what goes into the mixer, and of what comes out of it.
@@ -229,11 +232,11 @@ class LayerConfig:
     Raises
     ------
     ConfigError
-        The multiplier is not a finite number > 0.
+        The multiplier is not a finite number > 0, or the layer has neither a mixer nor an MLP.
     """
 
-    mixer: Mixer
-    mlp: MlpConfig
+    mixer: Mixer | None
+    mlp: MlpConfig | None
     input_norm: NormConfig | None = None
     mixer_output_norm: NormConfig | None = None
     mlp_norm: NormConfig | None = None
@@ -242,3 +245,11 @@ class LayerConfig:
 
     def __post_init__(self) -> None:
         positive_number("LayerConfig.residual_multiplier", self.residual_multiplier)
+        if self.mixer is None and self.mlp is None:
+            raise ConfigError("LayerConfig: expected a mixer or an MLP, got neither.")
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The mixer of a layer that is known to be attention."""
+        assert isinstance(self.mixer, AttentionConfig)
+        return self.mixer

@@ -13,7 +13,7 @@ from trt_kvcache.errors import PlaceError
 from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.model import LayerConfig, RopeConfig, rope_table
+from trt_kvcache.model import AttentionConfig, RopeConfig, rope_table
 from trt_kvcache.reference.attention import Attention, CombinedAttention, LayerAttention, ScaledQueries, SeparateAttention, angles_at
 from trt_kvcache.reference.model import decoder_step
 from trt_kvcache.reference.weights import DecoderWeights, load_weights
@@ -108,7 +108,9 @@ class ReferenceEngine(DecoderEngine):
             memory=memory,
         )
         self._masked = attention == "mask"
-        self._rope = {key: rope_table(*key, kv.max_sequence_length) for key in map(_rope_key, self._config.layers) if key is not None}
+        self._rope = {
+            key: rope_table(*key, kv.max_sequence_length) for key in map(_rope_key, self._config.attention_layers) if key is not None
+        }
         self._weights: DecoderWeights | None = load_weights(checkpoint, kv.dtype, progress)
         self._combined = self._combined_inputs() if attention == "plugin" else None
 
@@ -151,14 +153,13 @@ class ReferenceEngine(DecoderEngine):
         width = step.input_ids.shape[1]
         angles = {key: angles_at(table, start, width) for key, table in self._rope.items()}
         attentions: list[LayerAttention] = []
-        for index, (layer, cache) in enumerate(zip(self._config.layers, step.caches, strict=True)):
-            mixer = layer.mixer
+        for index, (mixer, cache) in enumerate(zip(self._config.attention_layers, step.caches, strict=True)):
             attention: LayerAttention
             if self._combined is not None:
                 cos_sin, workspace = self._combined[index]
                 attention = CombinedAttention(mixer, cos_sin, cache[0], step.start, workspace, stream)
             else:
-                key = _rope_key(layer)
+                key = _rope_key(mixer)
                 k, v = map(self.memory.array, cache)
                 attention = SeparateAttention(mixer, None if key is None else angles[key], k, v, start, masked=self._masked)
             attentions.append(attention if mixer.query_scaling is None else ScaledQueries(attention, mixer.query_scaling, start))
@@ -170,8 +171,8 @@ class ReferenceEngine(DecoderEngine):
         tables = {key: self.memory.to_device(np.stack(table, axis=1), stream=stream) for key, table in self._rope.items()}
         workspaces: dict[tuple[int, int, int], AttentionWorkspace] = {}
         found = []
-        for layer in self._config.layers:
-            mixer, key = layer.mixer, _rope_key(layer)
+        for mixer in self._config.attention_layers:
+            key = _rope_key(mixer)
             sizes = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
             if sizes not in workspaces:
                 named = dict(zip(("num_heads", "num_kv_heads", "head_dim"), sizes, strict=True))
@@ -180,6 +181,6 @@ class ReferenceEngine(DecoderEngine):
         return found
 
 
-def _rope_key(layer: LayerConfig) -> tuple[RopeConfig, int] | None:
-    """Return what the table of angles of a layer depends on; None for a layer without RoPE."""
-    return None if layer.mixer.rope is None else (layer.mixer.rope, layer.mixer.head_dim)
+def _rope_key(mixer: AttentionConfig) -> tuple[RopeConfig, int] | None:
+    """Return what the table of angles of attention depends on; None without RoPE."""
+    return None if mixer.rope is None else (mixer.rope, mixer.head_dim)

@@ -123,7 +123,7 @@ class TorchEngine(DecoderEngine):
         )
         self._device = torch_device(memory)
         self._steps: dict[BoundTensors, TorchStep] = {}
-        self._mixer = model.layers[0].mixer  # of equal sizes in all layers, with the same RoPE: see COMPUTED_FEATURES
+        self._mixer = model.layers[0].attention  # of equal sizes in all layers, with the same RoPE: see COMPUTED_FEATURES
         assert self._mixer.rope is not None
         cos, sin = rope_table(self._mixer.rope, self._mixer.head_dim, kv.max_sequence_length)
         self._rope: Angles = rope_factors(*(torch.from_numpy(part).to(self._device.torch_device) for part in (cos, sin)))

@@ -59,7 +59,7 @@ def decoder_step(
     input_norms = [(layer.input_norm, part.input_norm) for layer, part in zip(weights.layers, config.layers, strict=True)]
     next_norms = [*input_norms[1:], (weights.final_norm, config.final_norm)]
     for index, (part, layer, (next_weight, next_norm)) in enumerate(zip(config.layers, weights.layers, next_norms, strict=True)):
-        mixed = attention(index, heads_of(part.mixer, layer, normed))
+        mixed = attention(index, heads_of(part.attention, layer, normed))
         hidden, normed = elementwise.add_rms_norm(hidden, project(layer.o, mixed.flatten(2)), layer.mlp_norm, _epsilon(part.mlp_norm))
         activated = elementwise.gated(project(layer.gate_up, normed))
         hidden, normed = elementwise.add_rms_norm(hidden, project(layer.down, activated), next_weight, _epsilon(next_norm))

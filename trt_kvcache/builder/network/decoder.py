@@ -74,7 +74,7 @@ def add_decoder(
         context = replace(context, lowering=lowering)
     else:
         lengths = step_lengths(graph, input_ids=input_ids, start_index=start_index)
-        context = replace(context, lengths=lengths, tables=rope_tables(graph, model.layers[0].mixer, length=max_sequence_length))
+        context = replace(context, lengths=lengths, tables=rope_tables(graph, model.layers[0].attention, length=max_sequence_length))
         if attention == "mask":
             mask = causal_mask(graph, position_ids=lengths.position_ids, max_sequence_length=max_sequence_length)
             context = replace(context, mask=mask)
@@ -114,7 +114,7 @@ def _plugin_layers(
     graph: Graph, model: ModelConfig, names: TensorNames, *, max_sequence_length: int, start_index: Any
 ) -> PluginLayerLowering:
     """Return what adds plugin layers to the network, after adding the tables of RoPE that they read."""
-    mixer = model.layers[0].mixer  # all layers have the same sizes and RoPE: others are refused before a network is made
+    mixer = model.layers[0].attention  # all layers have the same sizes and RoPE: others are refused before a network is made
     attributes = AttentionAttributes(
         num_heads=mixer.num_heads, num_kv_heads=mixer.num_kv_heads, head_dim=mixer.head_dim, rotary_dim=mixer.rotary_dim
     )
@@ -203,8 +203,8 @@ def attention_layer_configs(
             attention,
             is_rtx=is_rtx,
             dtype=dtype,
-            num_attention_heads=layer.mixer.num_heads,
-            head_dim=layer.mixer.head_dim,
+            num_attention_heads=layer.attention.num_heads,
+            head_dim=layer.attention.head_dim,
             min_batch_size=min_batch_size,
             max_sequence_length=max_sequence_length,
         )

@@ -35,6 +35,7 @@ def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContex
     module, layer = f"model.layers.{config.layer}", context.model.layers[config.layer]
     assert layer.input_norm is not None  # models without are refused before a network is made
     assert layer.mlp_norm is not None
+    assert layer.mlp is not None
     normed = rms_norm(graph, x, weights, f"{module}.input_layernorm", epsilon=layer.input_norm.epsilon)
     attended, x = self_attention(graph, normed, weights, f"{module}.self_attn", context, config, residual=x)
     x = graph.elementwise(f"{module}/add_attention", x, "SUM", attended)

@@ -45,7 +45,7 @@ def self_attention(
         ``residual`` in the network that ``graph`` now builds: see
         :class:`~trt_kvcache.builder.network.attention_lowering.AttentionLowering`.
     """
-    mixer = context.model.layers[config.layer].mixer
+    mixer = context.model.layers[config.layer].attention
     heads = {"q": mixer.num_heads, "k": mixer.num_kv_heads, "v": mixer.num_kv_heads}
     q, k, v = (_project(graph, x, weights, module, side, count, context, mixer) for side, count in heads.items())
     if context.lowering is not None:
@@ -76,7 +76,7 @@ def _project(
 
 def _attend_with_tensorrt(graph: Graph, qkv: Sequence[Any], module: str, context: DecoderContext, config: AttentionLayerConfig) -> Any:
     """Apply RoPE, append to the caches, and attend: q, k and v ``[B, heads, s, D]`` to ``[B, Hq, s, D]``."""
-    mixer, lengths, tables = context.model.layers[config.layer].mixer, context.lengths, context.tables
+    mixer, lengths, tables = context.model.layers[config.layer].attention, context.lengths, context.tables
     assert lengths is not None
     assert tables is not None
     q, k, v = qkv

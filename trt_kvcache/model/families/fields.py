@@ -10,7 +10,7 @@ from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
 from trt_kvcache.model.config_fields import ConfigFields
-from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, MlpConfig, NormConfig
+from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, Mixer, MlpConfig, NormConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.rope import RopeConfig
 
@@ -99,8 +99,8 @@ def full_attention_only(fields: ConfigFields) -> None:
         raise ConfigError(f"layer_types: {SLIDING} is not supported for model_type {fields.get('model_type')!r}.")
 
 
-def pre_norm_layer(fields: ConfigFields, mixer: AttentionConfig, mlp: MlpConfig, **options: Any) -> LayerConfig:
-    """Return a layer with a norm before the attention and one before the MLP."""
+def pre_norm_layer(fields: ConfigFields, mixer: Mixer, mlp: MlpConfig, **options: Any) -> LayerConfig:
+    """Return a layer with a norm before the mixer and one before the MLP."""
     return LayerConfig(mixer=mixer, mlp=mlp, input_norm=norm(fields), mlp_norm=norm(fields), **options)
 
 
@@ -134,7 +134,7 @@ def _head_dim(fields: ConfigFields, heads: int) -> int:
 def _max_positions(fields: ConfigFields, layers: Sequence[LayerConfig]) -> int:
     """Return the context length: of a model with dynamic RoPE, the one that its factor stretches the field to."""
     positions = fields.integer("max_position_embeddings")
-    ropes = (layer.mixer.rope for layer in layers)
+    ropes = (layer.mixer.rope for layer in layers if isinstance(layer.mixer, AttentionConfig))
     stretched = positions * max((rope.factor for rope in ropes if rope is not None and rope.kind == "dynamic"), default=1.0)
     if stretched > MAX_DIMENSION:
         raise fields.refusal("max_position_embeddings", f"at most {MAX_DIMENSION} tokens times the factor of RoPE")
