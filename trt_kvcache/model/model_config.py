@@ -15,6 +15,7 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
 from trt_kvcache.model.description import from_plain, to_plain
 from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, NormConfig
+from trt_kvcache.model.recurrent_config import RecurrentConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,6 +103,12 @@ class ModelConfig:
     def attention_layers(self) -> tuple[AttentionConfig, ...]:
         """The attention of all layers that have one."""
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig))
+
+    @property
+    def recurrent_layers(self) -> tuple[RecurrentConfig, ...]:
+        """The mixers of all layers with states."""
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(mixer for mixer in mixers if mixer is not None and not isinstance(mixer, AttentionConfig))
 
     def embedding_factor(self, dtype: str) -> float:
         """Return what rows of the embedding are multiplied with.

@@ -5,17 +5,18 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.engine.decoder_engine import DecoderEngine, StepTensors
+from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.errors import PlaceError
 from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.model import AttentionConfig, RopeConfig, rope_table
+from trt_kvcache.model import AttentionConfig, ModelConfig, RopeConfig, rope_table
 from trt_kvcache.reference.attention import Attention, CombinedAttention, LayerAttention, ScaledQueries, SeparateAttention, angles_at
-from trt_kvcache.reference.model import decoder_step
+from trt_kvcache.reference.model import LayerCache, LayerRecurrence, decoder_step
+from trt_kvcache.reference.recurrent import ShortConvolution
 from trt_kvcache.reference.weights import DecoderWeights, load_weights
 
 
@@ -30,7 +31,7 @@ class ReferenceEngine(DecoderEngine):
     ----------
     checkpoint : Checkpoint
         Where the weights come from. It may be closed afterwards.
-    kv : KVCacheConfig
+    kv : KVCacheConfig or HybridCacheConfig
         The cache that will be bound; its dtype is the engine's. The dtypes with scales are for storage only and refused.
     max_prefill_length : int
         The most new tokens per slot in one step, ``1 <= max_prefill_length <= S``.
@@ -88,7 +89,7 @@ class ReferenceEngine(DecoderEngine):
         self,
         checkpoint: Checkpoint,
         *,
-        kv: KVCacheConfig,
+        kv: DecoderCacheConfig,
         max_prefill_length: int,
         attention: Attention = "native",
         max_logits_per_slot: int | Literal["all"] = 1,
@@ -111,7 +112,7 @@ class ReferenceEngine(DecoderEngine):
         self._rope = {
             key: rope_table(*key, kv.max_sequence_length) for key in map(_rope_key, self._config.attention_layers) if key is not None
         }
-        self._weights: DecoderWeights | None = load_weights(checkpoint, kv.dtype, progress)
+        self._weights: DecoderWeights | None = load_weights(checkpoint, self._dtype, progress)
         self._combined = self._combined_inputs() if attention == "plugin" else None
 
     def enqueue(self, stream: Any) -> None:
@@ -137,18 +138,26 @@ class ReferenceEngine(DecoderEngine):
         self.memory.check_stream(stream)
         step = self._step_tensors()
         input_ids, last, start, logits = map(self.memory.array, (step.input_ids, step.last, step.start, step.logits))
-        attentions = self._attentions(step, stream)
-        self._check_values(input_ids, last, start)
+        caches = self._caches(step, stream)
+        self._check_values(input_ids, last, start, None if step.new_lengths is None else self.memory.array(step.new_lengths))
         with np.errstate(over="ignore", invalid="ignore"):
-            logits[...] = decoder_step(self._config, self._weights, attentions, input_ids, last, self._kv.dtype).reshape(logits.shape)
+            logits[...] = decoder_step(self._config, self._weights, caches, input_ids, last, self._dtype).reshape(logits.shape)
 
     def close(self) -> None:
         """Release the weights and the bound tensors. Idempotent."""
         self._weights = self._combined = None
         super().close()
 
+    def _caches(self, step: StepTensors, stream: Any) -> list[LayerCache]:
+        """Return for each layer what it does with the bound cache."""
+        attentions, recurrences = iter(self._attentions(step, stream)), iter(_recurrences(self._config, step, stream))
+        return [
+            None if layer.mixer is None else next(attentions) if isinstance(layer.mixer, AttentionConfig) else next(recurrences)
+            for layer in self._config.layers
+        ]
+
     def _attentions(self, step: StepTensors, stream: Any) -> list[LayerAttention]:
-        """Return the attention of each layer over the bound caches."""
+        """Return the attention of each layer that has one over the bound caches."""
         start = self.memory.array(step.start)
         width = step.input_ids.shape[1]
         angles = {key: angles_at(table, start, width) for key, table in self._rope.items()}
@@ -166,7 +175,7 @@ class ReferenceEngine(DecoderEngine):
         return attentions
 
     def _combined_inputs(self) -> list[tuple[DeviceTensor | None, AttentionWorkspace]]:
-        """Return the RoPE table and the workspace of each layer for :class:`CombinedAttention`: the same in every step."""
+        """Return the RoPE table and the workspace of each attention layer for :class:`CombinedAttention`: the same in every step."""
         stream = self.memory.create_stream()
         tables = {key: self.memory.to_device(np.stack(table, axis=1), stream=stream) for key, table in self._rope.items()}
         workspaces: dict[tuple[int, int, int], AttentionWorkspace] = {}
@@ -179,6 +188,16 @@ class ReferenceEngine(DecoderEngine):
                 workspaces[sizes] = AttentionWorkspace(self.memory, **named, stream=stream)
             found.append((None if key is None else tables[key], workspaces[sizes]))
         return found
+
+
+def _recurrences(config: ModelConfig, step: StepTensors, stream: Any) -> list[LayerRecurrence]:
+    """Return the recurrence of each layer with states over the bound ones."""
+    if step.new_lengths is None:
+        return []
+    return [
+        ShortConvolution(mixer, states, step.new_lengths, stream)
+        for mixer, states in zip(config.recurrent_layers, step.states, strict=True)
+    ]
 
 
 def _rope_key(mixer: AttentionConfig) -> tuple[RopeConfig, int] | None:

@@ -273,7 +273,7 @@ class TorchEngine(DecoderEngine):
         """Whether the attention kernels know the model and the GPU."""
         return (
             not self.memory.is_host
-            and self._kv.dtype in ELEMENT_TYPES
+            and self._dtype in ELEMENT_TYPES
             and self._mixer.head_dim in HEAD_DIMS
             and self._mixer.group <= MAX_GROUP
             and arch_number(self.memory.arch) >= MIN_ARCH  # type: ignore[attr-defined]

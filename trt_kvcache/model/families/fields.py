@@ -28,9 +28,9 @@ def num_layers(fields: ConfigFields) -> int:
     return count
 
 
-def norm(fields: ConfigFields, **options: Any) -> NormConfig:
+def norm(fields: ConfigFields, *, field: str = "rms_norm_eps", **options: Any) -> NormConfig:
     """Return the norm of all layers."""
-    return NormConfig(epsilon=fields.number("rms_norm_eps"), **options)
+    return NormConfig(epsilon=fields.number(field), **options)
 
 
 def rope(fields: ConfigFields, **options: Any) -> RopeConfig:
@@ -63,12 +63,12 @@ def softcap(fields: ConfigFields, name: str) -> float | None:
     return fields.number(name) if name in fields else None
 
 
-def layer_types(fields: ConfigFields, default: Sequence[str]) -> tuple[str, ...]:
-    """Return for each layer whether its attention is full or has a window, from ``layer_types`` or, without it, the default."""
+def layer_types(fields: ConfigFields, default: Sequence[str], *, known: Sequence[str] = (FULL, SLIDING)) -> tuple[str, ...]:
+    """Return the kind of each layer, such as full attention or a window, from ``layer_types`` or, without it, the default."""
     given = fields.get("layer_types") or list(default)
     if not isinstance(given, list):
         raise fields.refusal("layer_types", "a list of names")
-    other = [kind for kind in given if kind not in (FULL, SLIDING)]
+    other = [kind for kind in given if kind not in known]
     if other:
         raise ConfigError(f"layer_types: {other[0] if isinstance(other[0], str) else shown(other[0])} is not supported.")
     if len(given) != len(default):
@@ -99,12 +99,13 @@ def full_attention_only(fields: ConfigFields) -> None:
         raise ConfigError(f"layer_types: {SLIDING} is not supported for model_type {fields.get('model_type')!r}.")
 
 
-def pre_norm_layer(fields: ConfigFields, mixer: Mixer, mlp: MlpConfig, **options: Any) -> LayerConfig:
-    """Return a layer with a norm before the mixer and one before the MLP."""
-    return LayerConfig(mixer=mixer, mlp=mlp, input_norm=norm(fields), mlp_norm=norm(fields), **options)
+def pre_norm_layer(fields: ConfigFields, mixer: Mixer, mlp: MlpConfig, *, before: NormConfig | None = None, **options: Any) -> LayerConfig:
+    """Return a layer with a norm before the mixer and one before the MLP: :func:`norm` unless another is given."""
+    before = before or norm(fields)
+    return LayerConfig(mixer=mixer, mlp=mlp, input_norm=before, mlp_norm=before, **options)
 
 
-def model(fields: ConfigFields, family: str, layers: Sequence[LayerConfig], **options: Any) -> ModelConfig:
+def model(fields: ConfigFields, family: str, layers: Sequence[LayerConfig], *, tied: bool | None = None, **options: Any) -> ModelConfig:
     """Return a model of these layers, with the fields that all families have."""
     return ModelConfig(
         family=family,
@@ -113,7 +114,7 @@ def model(fields: ConfigFields, family: str, layers: Sequence[LayerConfig], **op
         layers=tuple(layers),
         final_norm=options.pop("final_norm", None) or norm(fields),
         max_position_embeddings=_max_positions(fields, layers),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False) if tied is None else tied,
         dtype=_dtype(fields),
         bos_token_id=_bos_token_id(fields),
         eos_token_ids=fields.token_ids("eos_token_id"),
