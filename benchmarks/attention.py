@@ -35,7 +35,7 @@ from tests.kernels import attention as cases  # noqa: E402
 from trt_kvcache import CudaMemory, DeviceTensor  # noqa: E402
 from trt_kvcache.dtypes import itemsize  # noqa: E402
 from trt_kvcache.kernels import AttentionWorkspace, attend, attention_tiles, source_variants  # noqa: E402
-from trt_kvcache.kernels.cuda import attention as launcher  # noqa: E402
+from trt_kvcache.kernels.cuda import decode_plan as planner  # noqa: E402
 from trt_kvcache.memory.shapes import dense_nbytes  # noqa: E402
 
 #: Decode: share of the copy bandwidth from 64 MB, and microseconds up to 8 MB; its time over the best other's from 64 MB, and with 8
@@ -390,7 +390,7 @@ def _use_tiles(which: str, text: str) -> None:
         return {**chosen(head_dim, arch), **given}
 
     source_variants.TILES[f"attention_{which}"] = tiles
-    for module in (attention_tiles, launcher):
+    for module in (attention_tiles, planner):
         if hasattr(module, name):
             setattr(module, name, tiles)
 

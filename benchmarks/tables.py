@@ -116,6 +116,24 @@ def _moves(content: dict[str, Any], device: str = "host") -> Iterator[tuple[str,
         yield f"{label}, host time, B = {times['batch_size']}", f"{times[what]:.1f} us", f"{limits['host_us']:g} us"
 
 
+def _states(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Decode steps by layer beside the copy bandwidth, and prefill beside each other implementation."""
+    limits, rows = content["limits"], _rows(content, "rows")
+    for layer in dict.fromkeys(row["layer"] for row in rows):
+        mine = [row for row in rows if row["layer"] == layer]
+        # States are read and written.
+        large = [row["of_copy"] for row in mine if row["width"] == 1 and 2 * row["state_mb"] >= 64]
+        if large:
+            shapes = f"{min(large):.2f} to {max(large):.2f} ({len(large)} shapes)"
+            yield f"{layer}, decode from 64 MB of states: share of the copy bandwidth", shapes, f"at least {limits['of_copy']:g}"
+        for other in dict.fromkeys(name for row in mine for name in row.get("others_us", {})):
+            pairs = [(row["us"], row.get("others_us", {}).get(other)) for row in mine if row["width"] > 1]
+            times = [ours / one for ours, one in pairs if isinstance(one, float)]
+            if times:
+                shapes = f"{min(times):.3f} to {max(times):.3f} ({len(times)} shapes)"
+                yield f"{layer}, several new tokens: time over that of {other}", shapes, f"{limits['of_best_other']:g}"
+
+
 def _attention(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Both rows of the limits: with RoPE and append over a copy and in microseconds, without them beside others."""
     limits, rope, flash = content["limits"], "rope_append_attention", "FLASH_ATTENTION"
@@ -226,6 +244,7 @@ _FILES = {
     "attention": _attention,
     "attention_chunks": _attention,
     "attention_prefill": _attention,
+    "states": _states,
     "compare_kernels": _compare_kernels,
     "gpu": _gpu,
     "end_to_end": end_to_end_report.rows,

@@ -13,8 +13,8 @@
 #define ARGUMENTS                                                                                                                        \
     {lengths, new_lengths, static_cast<int>(max_sequence_length), static_cast<int>(min(window, 0x7FFFFFFFLL)),                           \
      static_cast<int>(batch_size), static_cast<int>(num_kv_heads), static_cast<int>(splits_per_head),                                    \
-     static_cast<int>(heads_per_block), static_cast<int>(group_size), cache, slot_stride, kv_stride, q, q_stride, k, k_stride, v,        \
-     v_stride, cos_sin, static_cast<int>(rotary_dim), {factor, inverse_softcap}, out, partials, own_partials}
+     static_cast<int>(heads_per_block), static_cast<int>(group_size), 1, cache, slot_stride, kv_stride, q, q_stride, 0, k, k_stride, 0,  \
+     v, v_stride, 0, cos_sin, static_cast<int>(rotary_dim), {factor, inverse_softcap}, out, partials, own_partials}
 
 // Up to 8 query heads for a K/V head, and up to 16.
 extern "C" __global__ void __launch_bounds__(kBlockThreads, BLOCKS_PER_SM) attention_decode_8(PARAMETERS) { decode<8>(ARGUMENTS); }

@@ -1,20 +1,24 @@
-// Attention of one new token per slot, with RoPE and append, in one launch.
+// Attention of one new token per slot, or of a few, with RoPE and append, in one launch. kMaxNewTokens says which of the two a file compiles.
 //
-// The query heads of a K/V head are the rows of one matrix, so K and V are read once for all of them. A step of the main loop handles kWarps
+// The query heads of a K/V head (for each new token) are the rows of one matrix, so K and V are read once for all of them. A step of the main loop handles kWarps
 // tiles of one head, one for each warp: scores on tensor cores, online softmax in registers, output on tensor cores. A head ends with
 // reduce_warps, and if other blocks share it with SplitKVReduce.
 //
 //     schedule.cuh         which tiles this block has
 //     kv_pipeline.cuh      shared memory, and how it is filled
 //     mma.cuh              which lane has which element
+//     query_fragments.cuh  the matrix of q
+//     few_new_tokens.cuh   what is different with several new tokens
 //     softmax_state.cuh    what a warp accumulates
 //     split_kv_reduce.cuh  how partial results become one
 //
 // The new token is in no tile: its key and value are read from `k` and `v`, and the last warp starts its softmax with them.
 #pragma once
 
+#include "attention/few_new_tokens.cuh"
 #include "attention/kv_pipeline.cuh"
 #include "attention/mma.cuh"
+#include "attention/query_fragments.cuh"
 #include "attention/rope.cuh"
 #include "attention/schedule.cuh"
 #include "attention/softmax_state.cuh"
@@ -47,47 +51,19 @@ __device__ __forceinline__ void prepare_head(const DecodeParams& params, const D
     __syncthreads();
 }
 
-// A fragments of q, which stay in registers for the whole head. With 8 rows the registers of rows 8 to 15 are left out: they are zeros.
-template <int kRows>
-struct QueryFragments {
-    unsigned words[kHeadDim / 16][kRows / 4];
-
-    __device__ __forceinline__ void load(SharedAddress rows) {
-        const int lane = threadIdx.x % 32;
-        if constexpr (kRows == 8) {
-            unsigned loaded[4];
-#pragma unroll
-            for (int d = 0; d < kHeadDim / 16; d += 2) {
-                ldmatrix_x4(loaded, rows + swizzled_offset(lane % 8, min(2 * d + lane / 8, kRowChunks - 1)));
-#pragma unroll
-                for (int i = 0; i < 4 && 2 * d + i < kRowChunks; i++) words[d + i / 2][i % 2] = loaded[i];
-            }
-        } else {
-#pragma unroll
-            for (int d = 0; d < kHeadDim / 16; d++) ldmatrix_x4(words[d], rows + swizzled_offset(lane % 16, 2 * d + lane / 16));
-        }
-    }
-    // The A fragment of columns 16 * d to 16 * d + 15.
-    __device__ __forceinline__ void a_fragment(unsigned (&a)[4], int d) const {
-        a[0] = words[d][0];
-        a[1] = kRows == 8 ? 0 : words[d][1];
-        a[2] = words[d][kRows / 8];
-        a[3] = kRows == 8 ? 0 : words[d][kRows / 4 - 1];
-    }
-};
-
 // Starts the softmax of a warp with the new token alone. new_token: k and v. Every column of B is the key, so every lane gets the products of
 // its rows, and no shuffle is needed.
 template <int kRows>
-__device__ __forceinline__ void start_with_new_token(SoftmaxState<kRows>& state, const QueryFragments<kRows>& queries, const unsigned char* new_token,
+__device__ __forceinline__ void start_with_new_token(RowStates<kRows>& states, const QueryFragments<kRows>& queries, const unsigned char* new_token,
                                                      const ScoreTransform& score) {
     const int lane = threadIdx.x % 32;
+    auto& state = states[0];
     const unsigned *key = reinterpret_cast<const unsigned*>(new_token) + lane % 4, *value = key + kRowWords;
     float products[2][4] = {};  // two sums that do not wait for each other
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; d++) {
         unsigned a[4];
-        queries.a_fragment(a, d);
+        queries.a_fragment(a, 0, d);
         mma_m16n8k16(Element{}, products[d % 2], a, key[8 * d], key[8 * d + 4]);
     }
 #pragma unroll
@@ -107,94 +83,117 @@ __device__ __forceinline__ void start_with_new_token(SoftmaxState<kRows>& state,
     }
 }
 
-// Products of q and the keys of a tile: [rows x 8 keys] in each fragment.
+// Scores, and then probabilities, of a tile.
 template <int kRows>
-__device__ __forceinline__ void compute_scores(float (&scores)[kTileTokens / 8][4], const QueryFragments<kRows>& queries, const unsigned char* tile) {
+using TileScores = float[kRowTiles<kRows>][kTileTokens / 8][4];
+
+// Products of q and the keys of a tile: [16 rows x 8 keys] in each fragment.
+template <int kRows>
+__device__ __forceinline__ void compute_scores(TileScores<kRows>& scores, const QueryFragments<kRows>& queries, const unsigned char* tile) {
     const int lane = threadIdx.x % 32;
     const LdmatrixAddress keys(shared_address(tile), lane % 8 + lane / 16 * 8, lane / 8 % 2);
-    float sums[kQKAccumulators][kTileTokens / 8][4] = {};
+    TileScores<kRows> sums[kQKAccumulators] = {};
 #pragma unroll
     for (int j = 0; j < kTileTokens / 16; j++) {
 #pragma unroll
         for (int d = 0; d < kHeadDim / 16; d++) {
             unsigned b[4];
             ldmatrix_x4(b, keys(d, 16 * j));
-            unsigned a[4];
-            queries.a_fragment(a, d);
-            mma_m16n8k16(Element{}, sums[d % kQKAccumulators][2 * j], a, b[0], b[1]);
-            mma_m16n8k16(Element{}, sums[d % kQKAccumulators][2 * j + 1], a, b[2], b[3]);
+#pragma unroll
+            for (int m = 0; m < kRowTiles<kRows>; m++) {
+                unsigned a[4];
+                queries.a_fragment(a, m, d);
+                mma_m16n8k16(Element{}, sums[d % kQKAccumulators][m][2 * j], a, b[0], b[1]);
+                mma_m16n8k16(Element{}, sums[d % kQKAccumulators][m][2 * j + 1], a, b[2], b[3]);
+            }
         }
     }
 #pragma unroll
-    for (int x = 0; x < kTileTokens / 2; x++) scores[x / 4][x % 4] = sums[0][x / 4][x % 4];
+    for (int m = 0; m < kRowTiles<kRows>; m++) {
 #pragma unroll
-    for (int other = 1; other < kQKAccumulators; other++) {
+        for (int x = 0; x < kTileTokens / 2; x++) {
+            scores[m][x / 4][x % 4] = sums[0][m][x / 4][x % 4];
 #pragma unroll
-        for (int x = 0; x < kTileTokens / 2; x++) scores[x / 4][x % 4] += sums[other][x / 4][x % 4];
+            for (int other = 1; other < kQKAccumulators; other++) scores[m][x / 4][x % 4] += sums[other][m][x / 4][x % 4];
+        }
     }
 }
 
 // Applies softcap and mask, and turns scores into probabilities relative to the new maximum of each row.
 template <int kRows>
-__device__ __forceinline__ void update_softmax(SoftmaxState<kRows>& state, float (&scores)[kTileTokens / 8][4], const TileCoord& at, int first_token,
-                                               const ScoreTransform& score) {
+__device__ __forceinline__ void update_softmax(RowStates<kRows>& state, TileScores<kRows>& scores, const DecodeParams& params, const TileCoord& at,
+                                               int first_token, const ScoreTransform& score) {
     const int lane = threadIdx.x % 32;
-    const bool needs_mask = first_token + kTileTokens > at.position || first_token < at.first_key;
-    if (score.has_softcap()) {
+    const int last_first_key = kMaxNewTokens == 1 ? at.first_key : at.first_key_of(params, at.count - 1);  // of the last new token
+    const bool needs_mask = first_token + kTileTokens > at.position || first_token < last_first_key;
 #pragma unroll
-        for (int x = 0; x < kTileTokens / 2; x++) {
-            if (x % 4 < kRows / 4) scores[x / 4][x % 4] = score.softcap(scores[x / 4][x % 4]);
+    for (int m = 0; m < kRowTiles<kRows>; m++) {
+        if (score.has_softcap()) {
+#pragma unroll
+            for (int x = 0; x < kTileTokens / 2; x++) {
+                if (x % 4 < kRowsOfTile<kRows> / 4) scores[m][x / 4][x % 4] = score.softcap(scores[m][x / 4][x % 4]);
+            }
         }
-    }
-    if (needs_mask) {
+        if (needs_mask) {
+            int first_keys[2] = {at.first_key, at.first_key};  // of this lane's rows
+            if constexpr (kMaxNewTokens > 1) {
 #pragma unroll
-        for (int x = 0; x < kTileTokens / 2; x++) {
-            const int key = first_token + x / 4 * 8 + lane % 4 * 2 + x % 2;
-            if (key >= at.position || key < at.first_key) scores[x / 4][x % 4] = kMaskedScore;
+                for (int i = 0; i < 2; i++) first_keys[i] = at.first_key_of(params, divide(16 * m + 8 * i + lane / 4, params.group_size));
+            }
+#pragma unroll
+            for (int x = 0; x < kTileTokens / 2; x++) {
+                const int key = first_token + x / 4 * 8 + lane % 4 * 2 + x % 2;
+                if (key >= at.position || key < first_keys[x % 4 / 2]) scores[m][x / 4][x % 4] = kMaskedScore;
+            }
         }
-    }
 #pragma unroll
-    for (int i = 0; i < kRows / 8; i++) {
-        state.rescale(i, state.max_with(scores, i), score.factor);
-        state.exponentiate(scores, i, score.factor);
+        for (int i = 0; i < kRowsOfTile<kRows> / 8; i++) {
+            state[m].rescale(i, state[m].max_with(scores[m], i), score.factor);
+            state[m].exponentiate(scores[m], i, score.factor);
+        }
     }
 }
 
 // Adds probabilities times the values of a tile to the output.
 template <int kRows>
-__device__ __forceinline__ void accumulate_output(SoftmaxState<kRows>& state, const float (&probabilities)[kTileTokens / 8][4],
-                                                  const unsigned char* tile) {
+__device__ __forceinline__ void accumulate_output(RowStates<kRows>& state, const TileScores<kRows>& probabilities, const unsigned char* tile) {
     const int lane = threadIdx.x % 32;
     const LdmatrixAddress values(shared_address(tile), lane % 16, lane / 16);
 #pragma unroll
     for (int j = 0; j < kTileTokens / 16; j++) {
-        unsigned a[4];
-        pack_a_fragment(Element{}, a, probabilities[2 * j], probabilities[2 * j + 1]);
+        unsigned a[kRowTiles<kRows>][4];
+#pragma unroll
+        for (int m = 0; m < kRowTiles<kRows>; m++) pack_a_fragment(Element{}, a[m], probabilities[m][2 * j], probabilities[m][2 * j + 1]);
 #pragma unroll
         for (int d = 0; d < kHeadDim / 16; d++) {
             unsigned b[4];
             ldmatrix_x4_trans(b, values(d, 16 * j));
-            mma_m16n8k16(Element{}, state.output[2 * d], a, b[0], b[1]);
-            mma_m16n8k16(Element{}, state.output[2 * d + 1], a, b[2], b[3]);
+#pragma unroll
+            for (int m = 0; m < kRowTiles<kRows>; m++) {
+                mma_m16n8k16(Element{}, state[m].output[2 * d], a[m], b[0], b[1]);
+                mma_m16n8k16(Element{}, state[m].output[2 * d + 1], a[m], b[2], b[3]);
+            }
         }
     }
 }
 
-// Merges what the warps have of a head. Each writes its output to its ring tile `free_tile`, as strips, then every warp merges some strips and
-// calls emit(strip, vector, PartialState). For all threads of the block.
-template <int kRows, class Emit>
-__device__ __forceinline__ void reduce_warps(const DecodeSharedMemory<kRows>& smem, int free_tile, const SoftmaxState<kRows>& state, int group_size,
+// Merges what the warps have of the `rows` rows of a head. Each writes its output to kFreeTiles ring tiles, from `free_tile` on, as strips, then
+// every warp merges some strips and calls emit(strip, vector, PartialState). For all threads of the block.
+template <int kFreeTiles, int kRows, class Emit>
+__device__ __forceinline__ void reduce_warps(const DecodeSharedMemory<kRows>& smem, int free_tile, const RowStates<kRows>& state, int rows,
                                              float factor, Emit emit) {
-    constexpr int kRoundRows = kRows < kTileTokens / 2 ? kRows : kTileTokens / 2;  // rows that fit into a ring tile, in float
+    constexpr int kFreeRows = kFreeTiles * kTileTokens / 2;                       // that fit into these tiles, in float
+    constexpr int kRoundRows = kRows < kFreeRows ? kRows : kFreeRows;
+    static_assert(kRows % kRoundRows == 0, "rounds of equal size");
     constexpr int kRoundStrips = kStripsPerRow * kRoundRows / 8;                   // of 8 rows each
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     // A warp merges one strip of 8 rows at a time, or two where only 4 rows are in use and strips are more than warps.
-    const int strips_at_once = kStripsPerRow > kWarps && group_size <= 4 ? 2 : 1;
+    const int strips_at_once = kStripsPerRow > kWarps && rows <= 4 ? 2 : 1;
 #pragma unroll
     for (int i = 0; i < kRows / 8; i++) {
-        const float sum = quad_sum(state.sums[i]);
+        const float sum = quad_sum(state[i / 2].sums[i % 2]);
         if (lane % 4) continue;
-        smem.warp_totals[warp * kRows + lane / 4 + 8 * i] = {state.maxima[i], sum};
+        smem.warp_totals[warp * kRows + lane / 4 + 8 * i] = {state[i / 2].maxima[i % 2], sum};
     }
 #pragma unroll
     for (int row0 = 0; row0 < kRows; row0 += kRoundRows) {
@@ -203,16 +202,17 @@ __device__ __forceinline__ void reduce_warps(const DecodeSharedMemory<kRows>& sm
 #pragma unroll
         for (int x = 0; x < kRoundStrips; x++) {
             const int strip = x % kStripsPerRow, i = row0 / 8 + x / kStripsPerRow;
-            const auto &low = state.output[2 * strip], &high = state.output[2 * strip + 1];
-            if (lane / 4 + 8 * i >= group_size) continue;
-            reinterpret_cast<float4*>(smem.ring_tile(warp, free_tile))[32 * x + lane] = {low[2 * i], low[2 * i + 1], high[2 * i], high[2 * i + 1]};
+            const auto &low = state[i / 2].output[2 * strip], &high = state[i / 2].output[2 * strip + 1];
+            const int e = 2 * (i % 2);
+            if (lane / 4 + 8 * i >= rows) continue;
+            reinterpret_cast<float4*>(smem.ring_tile(warp, free_tile))[32 * x + lane] = {low[e], low[e + 1], high[e], high[e + 1]};
         }
         __syncthreads();
 #pragma unroll 1
         for (int x = warp; x * strips_at_once < kRoundStrips; x += kWarps) {
             const int strip = x * strips_at_once + lane * strips_at_once / 32, vector = lane % (32 / strips_at_once);
             const int row = row0 + strip / kStripsPerRow * 8 + vector / 4;
-            if (row >= group_size) continue;
+            if (row >= rows) continue;
             PartialState merged;
             merged.merge(smem.ring_tile(0, free_tile) + (32 * strip + vector) * 16, kRingTiles * kTileBytes,
                          reinterpret_cast<const unsigned char*>(smem.warp_totals + row), kRows * sizeof(float2), kWarps, factor);
@@ -221,23 +221,36 @@ __device__ __forceinline__ void reduce_warps(const DecodeSharedMemory<kRows>& sm
     }
 }
 
+// Row 0 of a head in `out`; those of the next token follow output_token_stride bytes further on.
 __device__ __forceinline__ unsigned char* output_rows(const DecodeParams& params, const TileCoord& at) {
-    return params.out + static_cast<long long>(at.slot * params.num_kv_heads + at.kv_head) * params.group_size * kRowBytes;
+    const int first = kMaxNewTokens == 1 ? at.slot * params.num_kv_heads : at.slot * params.width * params.num_kv_heads;
+    return params.out + static_cast<long long>(first + at.kv_head) * params.group_size * kRowBytes;
+}
+__device__ __forceinline__ long long output_token_stride(const DecodeParams& params) {
+    return static_cast<long long>(params.num_kv_heads) * params.group_size * kRowBytes;
 }
 
 // Writes one vector of a strip to `out`.
 __device__ __forceinline__ void store_output(const DecodeParams& params, const TileCoord& at, int strip, int vector, const PartialState& state) {
     const float inverse = reciprocal_approx(state.sum);
     unsigned* words = reinterpret_cast<unsigned*>(output_rows(params, at)) + 8 * strip + vector;
+    if constexpr (kMaxNewTokens > 1) {
+        const int token = divide(strip / kStripsPerRow, params.group_size);
+        words += token * (output_token_stride(params) - params.group_size * kRowBytes) / 4;
+    }
     words[0] = pack(Element{}, {state.value.x * inverse, state.value.y * inverse});
     words[4] = pack(Element{}, {state.value.z * inverse, state.value.w * inverse});
 }
 
-// Zeros for a slot that takes no part.
-__device__ __forceinline__ void store_zeros(const DecodeParams& params, const TileCoord& at) {
-    unsigned char* out = output_rows(params, at);
+// Zeros for a slot that takes no part, from this token on.
+__device__ __forceinline__ void store_zeros(const DecodeParams& params, const TileCoord& at, int first_token) {
 #pragma unroll 1
-    for (int x = threadIdx.x; x < params.group_size * kRowChunks; x += kBlockThreads) reinterpret_cast<uint4*>(out)[x] = uint4{};
+    for (int token = first_token; token < params.width; token++) {
+        unsigned char* out = output_rows(params, at);
+        if constexpr (kMaxNewTokens > 1) out += token * output_token_stride(params);
+#pragma unroll 1
+        for (int x = threadIdx.x; x < params.group_size * kRowChunks; x += kBlockThreads) reinterpret_cast<uint4*>(out)[x] = uint4{};
+    }
 }
 
 // The reduction over the blocks of the head that this block begins with, if it merges anything of it.
@@ -249,14 +262,14 @@ __device__ __forceinline__ SplitKVReduce first_head_reduce(const DecodeParams& p
     const int num_blocks = work.is_even_split ? min((work.first.num_tiles - 1) / kMinTilesPerBlock, params.splits_per_head - 1) + 1
                                               : block - first_block + 1;
     float4* own = work.is_even_split ? reinterpret_cast<float4*>(smem.heads) : params.own_partials;
-    return {params.group_size * kStripsPerRow, params.group_size * kStripsPerRow, first_block, num_blocks, work.is_even_split, params.partials, own};
+    return {work.first.rows(params) * kStripsPerRow, params.width * params.group_size * kStripsPerRow, first_block, num_blocks, work.is_even_split, params.partials, own};
 }
 
 template <int kRows>
 __device__ __forceinline__ void decode(const DecodeParams& params) {
     DYNAMIC_SHARED(unsigned char, start_of_shared);
     const DecodeSharedMemory<kRows> smem(start_of_shared);
-    static_assert(kStages * DecodeSharedMemory<kRows>::kHeadBufferBytes >= 16 * kRows * kStripsPerRow * kStripVectors,
+    static_assert(kHeadBuffers * DecodeSharedMemory<kRows>::kHeadBufferBytes >= 16 * kRows * kStripsPerRow * kStripVectors,
                   "the head buffers also hold a block's own strips");
     const int warp = threadIdx.x / 32;
     const L2Policy policy = evict_first_policy();
@@ -280,55 +293,76 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
     const SplitKVReduce reduce = first_head_reduce(params, smem, work);
 
     QueryFragments<kRows> queries;
-    SoftmaxState<kRows> state;
-    state.reset();  // every head begins with it anyway; here it lets the compiler place the accumulators better
+    RowStates<kRows> state;
+    reset(state);  // every head begins with it anyway; here it lets the compiler place the accumulators better
     TileIterator tiles(work);
     int ring_tile = !speculated_right;  // of K, then of V, of this step
     for (int count; tiles.done < work.end; tiles.advance(params, work, count)) {
         const TileCoord& at = tiles.at;
         count = tiles.count(work);
-        const int head_begin = tiles.done - at.tile, head_end = head_begin + at.num_tiles;  // in the numbers of `work`
-        const bool has_last_tile = head_end <= work.end;
+        const int head_begin = tiles.done - at.tile;  // in the numbers of `work`
+        const bool has_last_tile = tiles.has_last_tile(work);
         if (tiles.starts_head(work)) {
             pipeline.wait_for_head();
             __syncthreads();
             unsigned char* const head = smem.head_buffer(tiles.head_buffer);
-            prepare_head(params, smem, at, head, has_last_tile);
+            if constexpr (kMaxNewTokens == 1) {
+                prepare_head(params, smem, at, head, has_last_tile);
+            } else {
+                prepare_few<kRows>(params, at, head, has_last_tile);
+            }
             queries.load(shared_address(head));
-            state.reset();
-            if (warp == kWarps - 1 && has_last_tile && at.position >= 0) start_with_new_token(state, queries, smem.new_token, score);
+            reset(state);
+            if (warp == kWarps - 1 && has_last_tile && at.position >= 0) {
+                if constexpr (kMaxNewTokens == 1) {
+                    start_with_new_token(state, queries, smem.new_token, score);
+                } else {
+                    start_with_few(state, queries, params, at, head);
+                }
+            }
+            if constexpr (kHeadBuffers < kStages) {
+                static_assert(QueryFragments<kRows>::kInRegisters, "nothing of the head is read after this");
+                __syncthreads();  // the buffer is filled again in this step
+            }
         }
         const bool has_tile = warp < count && at.position >= 0;
-        float scores[kTileTokens / 8][4] = {};
+        TileScores<kRows> scores = {};
         pipeline.wait_for_keys();
         pipeline.fill_keys();
         if (has_tile) {
             compute_scores(scores, queries, smem.ring_tile(warp, ring_tile));
-            update_softmax(state, scores, at, at.first_token(warp), score);
+            update_softmax<kRows>(state, scores, params, at, at.first_token(warp), score);
         }
         ring_tile = next_ring_tile(ring_tile);
         pipeline.wait_for_values();
         pipeline.fill_values();
-        if (has_tile) accumulate_output(state, scores, smem.ring_tile(warp, ring_tile));
+        if (has_tile) accumulate_output<kRows>(state, scores, smem.ring_tile(warp, ring_tile));
         const int free_tile = ring_tile;
         ring_tile = next_ring_tile(ring_tile);
 
         const bool ends_head = at.tile + count >= at.num_tiles || tiles.done + count >= work.end;  // or this block's part of it
         if (!ends_head) continue;
         if (at.position < 0) {
-            store_zeros(params, at);
+            store_zeros(params, at, 0);
             continue;
         }
+        if (kMaxNewTokens > 1 && has_last_tile) store_zeros(params, at, at.count);
         const bool has_whole_head = work.begin <= head_begin && has_last_tile;
-        reduce_warps(smem, free_tile, state, params.group_size, score.factor, [&](int strip, int vector, const PartialState& merged) {
+        const auto emit = [&](int strip, int vector, const PartialState& merged) {
             if (has_whole_head) {
                 store_output(params, at, strip, vector, merged);
                 return;
             }
             reduce.publish(strip, vector, merged, has_last_tile);
-        });
+        };
+        if (kMaxNewTokens > 1 && tiles.done + count >= work.end) {  // all copies have arrived: every tile is free
+            reduce_warps<(kRingTiles < 4 ? 2 : 4), kRows>(smem, 0, state, at.rows(params), score.factor, emit);
+        } else {
+            reduce_warps<1, kRows>(smem, free_tile, state, at.rows(params), score.factor, emit);
+        }
     }
     cp_async_wait_group<0>();
-    reduce.collect(reinterpret_cast<float4*>(smem.ring), kWarps * kRingTiles * kTileBytes, score.factor,
+    constexpr int kAtOnce = kMaxNewTokens == 1 ? kPolledAtOnce : kRows / 4;
+    reduce.collect<kAtOnce>(reinterpret_cast<float4*>(smem.ring), kWarps * kRingTiles * kTileBytes, score.factor,
                    [&](int strip, int vector, const PartialState& merged) { store_output(params, work.first, strip, vector, merged); });
 }

@@ -17,6 +17,6 @@ extern "C" __global__ void __launch_bounds__(kBlockThreads)
     cache += 2 * slot * kv_stride + kv_head * max_sequence_length * kRowBytes;
     const int group_size = static_cast<int>(first + 8 < kGroupSize ? 8 : kGroupSize - first);
     // One slot, one head, one split: everything of this block begins at these addresses.
-    decode<8>({lengths + slot, nullptr, max_sequence_length, WINDOW, 1, 1, 1, 1, group_size, cache, 0, kv_stride, q + query, 0,
-               k + row * kRowBytes, 0, v + row * kRowBytes, 0, cos_sin, ROTARY_DIM, {FACTOR, INVERSE_SOFTCAP}, out + query, nullptr, nullptr});
+    decode<8>({lengths + slot, nullptr, max_sequence_length, WINDOW, 1, 1, 1, 1, group_size, 1, cache, 0, kv_stride, q + query, 0, 0,
+               k + row * kRowBytes, 0, 0, v + row * kRowBytes, 0, 0, cos_sin, ROTARY_DIM, {FACTOR, INVERSE_SOFTCAP}, out + query, nullptr, nullptr});
 }

@@ -11,34 +11,40 @@ constexpr int kTileBytes = kTileTokens * kRowBytes;
 constexpr int kTileChunks = kTileTokens * kRowChunks;
 // The fewest tiles that are worth a block of their own. In the even split a block begins with so many of them, known without lengths.
 constexpr int kMinTilesPerBlock = MIN_TILES_PER_BLOCK;
-// What stream-K costs a block, in tiles that it could have loaded meanwhile (and one more for each query head: one block alone merges a head).
+// What stream-K costs a block, in tiles that it could have loaded meanwhile (and one more for each row: one block alone merges a head).
 constexpr int kStreamKCostTiles = STREAMK_COST_TILES;
+// New tokens of a slot, at most: 1 in decode.cu, several in decode_few.cu. The rows of a K/V head are its new tokens times its query heads.
+constexpr int kMaxNewTokens = MAX_NEW_TOKENS;
+// Buffers for q, k, v and angles of a head: kStages, or one less where they are large, which costs a barrier for each head.
+constexpr int kHeadBuffers = HEAD_BUFFERS;
 // Accumulators of Q K^T that do not wait for each other.
 constexpr int kQKAccumulators = QK_ACCUMULATORS;
 // Chunks of a lane's part of a tile that are loaded speculatively, before lengths are known: 32 KiB for a block.
 constexpr int kSpeculativeChunks = kTileChunks < 2048 / kWarps ? kTileChunks / 32 : 64 / kWarps;
 
 static_assert(kTileTokens >= 16, "a ring tile also holds a warp's output of 8 rows, in float");
+static_assert(kHeadBuffers == kStages || kHeadBuffers == kStages - 1, "as many as there are heads in flight, and the one in use");
 static_assert(kMinTilesPerBlock % kWarps == 0, "in the even split, tiles of other blocks are skipped between two steps of kWarps tiles");
 
 struct DecodeParams {
-    const int *lengths, *new_lengths;  // [batch]; new_lengths may be null: 1 for all
+    const int *lengths, *new_lengths;  // [batch]; new_lengths may be null: `width` for all
     int max_sequence_length;           // rows of a head in the cache
     int window;                        // 0: no sliding window
     int batch_size, num_kv_heads;
     int splits_per_head, heads_per_block;  // of the even split: splits_per_head blocks a head, or if that is 0 heads_per_block heads a block
     int group_size;                    // query heads of a K/V head
+    int width;                         // new tokens of a slot, at most kMaxNewTokens
     unsigned char* cache;              // [batch, 2, num_kv_heads, max_sequence_length, kHeadDim]; strides in bytes
     long long slot_stride, kv_stride;
-    const unsigned char* q;            // [batch, num_kv_heads, group_size, kHeadDim]; heads contiguous, bytes from slot to slot
-    long long q_stride;
-    const unsigned char* k;            // [batch, num_kv_heads, kHeadDim], before RoPE
-    long long k_stride;
+    const unsigned char* q;            // [batch, width, num_kv_heads, group_size, kHeadDim]; heads contiguous, strides in bytes
+    long long q_stride, q_token_stride;
+    const unsigned char* k;            // [batch, width, num_kv_heads, kHeadDim], before RoPE
+    long long k_stride, k_token_stride;
     const unsigned char* v;
-    long long v_stride;
+    long long v_stride, v_token_stride;
     const float* cos_sin;              // [max_sequence_length or more, 2, rotary_dim / 2]
     int rotary_dim;
     ScoreTransform score;
-    unsigned char* out;                // [batch, num_kv_heads, group_size, kHeadDim], contiguous
+    unsigned char* out;                // as q, contiguous
     float4 *partials, *own_partials;   // the workspace: see SplitKVReduce
 };

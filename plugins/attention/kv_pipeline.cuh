@@ -1,14 +1,15 @@
 // The decode kernel's shared memory, and the pipeline of asynchronous copies that fills it.
 //
-// Shared memory of a block, with R = kRows (8 or 16) rows of q. trt_kvcache/kernels/attention_tiles.py computes the same size.
+// Shared memory of a block, with R = kRows rows of q and T = kMaxNewTokens. trt_kvcache/kernels/attention_tiles.py computes the same size.
 //
 //     ring         [kWarps][kRingTiles] tiles of kTileBytes
 //                  K and V of consecutive tiles in turn: K0 V0 K1 V1 ... A warp's tiles are filled and read by that warp alone, so
 //                  __syncwarp is enough. At the end of a head the tile used last holds the warp's output (kernel: reduce_warps), and at
 //                  the end of the kernel the whole ring holds what other blocks published (SplitKVReduce::collect).
-//     heads        [kStages] buffers of R + 4 rows: R rows of q (swizzled), one of k, one of v, two of cosines and sines
+//     heads        [kHeadBuffers] buffers of R + 4 T rows: R rows of q, T of k, T of v (all swizzled if T > 1), 2 T of cosines and sines
 //                  Filled by all threads, read by all warps after a barrier. At the end of the kernel: strips that this block merges.
-//     new_token    2 rows: k after RoPE, and v, of the new token. Written by all threads at the start of a head; read by the last warp.
+//     new_token    if T = 1, 2 rows: k after RoPE, and v, of the new token. Written by all threads at the start of a head; read by the last
+//                  warp.
 //     warp_totals  [kWarps][R] float2: maximum and sum of each row and warp. Written at the end of a head, read by all warps.
 //
 // The pipeline. A step of the main loop is one tile for each warp; a stage is what a step needs. It is three commit groups:
@@ -45,7 +46,10 @@ __device__ __forceinline__ int next_ring_tile(int tile) { return tile + 1 == kRi
 
 template <int kRows>
 struct DecodeSharedMemory {
-    static constexpr int kHeadBufferBytes = (kRows + 4) * kRowBytes;
+    static constexpr int kHeadBufferBytes = (kRows + 4 * kMaxNewTokens) * kRowBytes;
+    static constexpr int kKeysOffset = kRows * kRowBytes, kValuesOffset = kKeysOffset + kMaxNewTokens * kRowBytes;
+    static constexpr int kAnglesOffset = kValuesOffset + kMaxNewTokens * kRowBytes;
+    static constexpr int kNewTokenBytes = kMaxNewTokens == 1 ? 2 * kRowBytes : 0;
 
     unsigned char *ring, *heads, *new_token;
     float2* warp_totals;
@@ -53,8 +57,8 @@ struct DecodeSharedMemory {
     __device__ __forceinline__ explicit DecodeSharedMemory(unsigned char* start) {
         ring = start;
         heads = ring + kWarps * kRingTiles * kTileBytes;
-        new_token = heads + kStages * kHeadBufferBytes;
-        warp_totals = reinterpret_cast<float2*>(new_token + 2 * kRowBytes);
+        new_token = heads + kHeadBuffers * kHeadBufferBytes;
+        warp_totals = reinterpret_cast<float2*>(new_token + kNewTokenBytes);
     }
     __device__ __forceinline__ unsigned char* ring_tile(int warp, int tile) const { return ring + (warp * kRingTiles + tile) * kTileBytes; }
     __device__ __forceinline__ unsigned char* head_buffer(int number) const { return heads + number * kHeadBufferBytes; }
@@ -138,7 +142,13 @@ struct KVPipeline {
 
     // Issues H and K of the next step, if there is one. The groups are committed either way, so that counts stay what they are.
     __device__ __forceinline__ void fill_keys() {
-        if (ahead.count(work) > 0 && ahead.at.position >= 0 && ahead.starts_head(work)) fill_head();
+        if (ahead.count(work) > 0 && ahead.at.position >= 0 && ahead.starts_head(work)) {
+            if constexpr (kMaxNewTokens == 1) {
+                fill_head();
+            } else {
+                fill_head_of_few();
+            }
+        }
         cp_async_commit_group();
         fill_ring_tile(0);
     }
@@ -184,7 +194,34 @@ private:
         }
     }
 
-    // K or (with kv_offset) V of this warp's tile, if it has one. Rows from the new token on are zeros.
+    // The same for several new tokens; their k and v only if this block has the head's last tile.
+    __device__ __forceinline__ void fill_head_of_few() {
+        using SharedMemory = DecodeSharedMemory<kRows>;
+        const TileCoord& at = ahead.at;
+        const SharedAddress to = shared_address(smem.head_buffer(ahead.head_buffer));
+        const int group_size = params.group_size, new_chunks = ahead.has_last_tile(work) ? at.count * kRowChunks : 0;
+        const unsigned char* const queries = params.q + at.slot * params.q_stride + static_cast<long long>(at.kv_head) * group_size * kRowBytes;
+#pragma unroll 1
+        for (int x = threadIdx.x; x < at.rows(params) * kRowChunks; x += kBlockThreads) {
+            const int row = x / kRowChunks, chunk = x % kRowChunks, token = divide(row, group_size);
+            cp_async(to + swizzled_offset(row, chunk), queries + token * params.q_token_stride + (row - token * group_size) * kRowBytes + chunk * 16, true);
+        }
+        const float* const angles = params.cos_sin + static_cast<long long>(at.position) * params.rotary_dim;
+#pragma unroll 1
+        for (int x = threadIdx.x; x < at.count * (params.rotary_dim / 4); x += kBlockThreads) {
+            cp_async(to + SharedMemory::kAnglesOffset + x * 16, angles + x * 4, true);
+        }
+#pragma unroll 1
+        for (int x = threadIdx.x; x < new_chunks; x += kBlockThreads) {
+            const int token = x / kRowChunks, chunk = x % kRowChunks;
+            const unsigned at_offset = swizzled_offset(token, chunk);
+            const long long column = at.kv_head * kRowBytes + chunk * 16;
+            cp_async(to + SharedMemory::kKeysOffset + at_offset, params.k + at.slot * params.k_stride + token * params.k_token_stride + column, true);
+            cp_async(to + SharedMemory::kValuesOffset + at_offset, params.v + at.slot * params.v_stride + token * params.v_token_stride + column, true);
+        }
+    }
+
+    // K or (with kv_offset) V of this warp's tile, if it has one. Rows from the first new token on are zeros.
     __device__ __forceinline__ void fill_ring_tile(long long kv_offset) {
         const int warp = threadIdx.x / 32;
         const TileCoord& at = ahead.at;

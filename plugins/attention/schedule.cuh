@@ -20,18 +20,31 @@
 // A tile of one K/V head of one slot, and what the length of the slot makes of it.
 struct TileCoord {
     int slot, kv_head, tile;  // tile: from the first one inside the window
-    int position;             // of the new token; below 0 the slot takes no part
-    int first_key;            // the first token inside the window
+    int position;             // of the first new token; below 0 the slot takes no part
+    int first_key;            // the first token inside its window
     int first_tile, num_tiles;
+    int count;                // new tokens
 
     __device__ __forceinline__ void load_lengths(const DecodeParams& params) {
-        set_lengths(params, params.lengths[slot], params.new_lengths ? params.new_lengths[slot] : 1);
+        set_lengths(params, params.lengths[slot], params.new_lengths ? params.new_lengths[slot] : params.width);
     }
     __device__ __forceinline__ void set_lengths(const DecodeParams& params, int length, int new_length) {
-        position = new_length > 0 && length < params.max_sequence_length ? max(length, -1) : -1;
-        first_key = params.window > 0 ? max(0, position - (params.window - 1)) : 0;
+        if constexpr (kMaxNewTokens == 1) {
+            count = 1;
+            position = new_length > 0 && length < params.max_sequence_length ? max(length, -1) : -1;
+        } else {
+            count = length < 0 ? 0 : max(min(min(new_length, params.width), params.max_sequence_length - length), 0);
+            position = count > 0 ? length : -1;
+        }
+        first_key = first_key_of(params, 0);
         first_tile = position < 0 ? 0 : first_key / kTileTokens;
         num_tiles = max((position + kTileTokens - 1) / kTileTokens - first_tile, 1);
+    }
+    // Rows of the head, if the slot takes part.
+    __device__ __forceinline__ int rows(const DecodeParams& params) const { return (kMaxNewTokens == 1 ? 1 : count) * params.group_size; }
+    // The first token inside the window of a new token.
+    __device__ __forceinline__ int first_key_of(const DecodeParams& params, int token) const {
+        return params.window > 0 ? max(0, position + token - (params.window - 1)) : 0;
     }
     // The first token of a warp's tile, if this is the tile of warp 0.
     __device__ __forceinline__ int first_token(int warp) const { return (first_tile + tile + warp) * kTileTokens; }
@@ -61,13 +74,13 @@ struct EarlyLengths {
 
 __device__ __forceinline__ EarlyLengths load_early_lengths(const DecodeParams& params, int slot) {
     const int lane_slot = min(static_cast<int>(threadIdx.x % 32), params.batch_size - 1), lane_length = params.lengths[lane_slot];
-    const int lane_new_length = params.new_lengths ? params.new_lengths[lane_slot] : 1;
-    return {lane_slot, lane_length, lane_new_length, params.lengths[slot], params.new_lengths ? params.new_lengths[slot] : 1};
+    const int lane_new_length = params.new_lengths ? params.new_lengths[lane_slot] : params.width;
+    return {lane_slot, lane_length, lane_new_length, params.lengths[slot], params.new_lengths ? params.new_lengths[slot] : params.width};
 }
 
 // Tiles of a head of a slot; 0 behind the last slot.
 __device__ __forceinline__ int count_tiles(const DecodeParams& params, int slot) {
-    TileCoord coord{min(slot, params.batch_size - 1), 0, 0, 0, 0, 0, 0};
+    TileCoord coord{min(slot, params.batch_size - 1), 0, 0, 0, 0, 0, 0, 0};
     coord.load_lengths(params);
     return slot < params.batch_size ? coord.num_tiles : 0;
 }
@@ -144,10 +157,10 @@ __device__ __forceinline__ void schedule_stream_k(WorkRange& work, const DecodeP
 __device__ __forceinline__ WorkRange schedule(const DecodeParams& params, const EvenSplitStart& start, const EarlyLengths& early) {
     const int lane = threadIdx.x % 32, num_blocks = static_cast<int>(gridDim.x), num_heads = params.batch_size * params.num_kv_heads;
     WorkRange work;
-    work.first = {early.lane_slot, 0, 0, 0, 0, 0, 0};
+    work.first = {early.lane_slot, 0, 0, 0, 0, 0, 0, 0};
     work.first.set_lengths(params, early.lane_length, early.lane_new_length);
     int total = lane < params.batch_size ? work.first.num_tiles : 0, longest = total;
-    work.first = {start.slot, start.kv_head, 0, 0, 0, 0, 0};
+    work.first = {start.slot, start.kv_head, 0, 0, 0, 0, 0, 0};
     work.first.set_lengths(params, early.length, early.new_length);
 #pragma unroll 1
     for (int slot = lane + 32; slot - lane < params.batch_size; slot += 32) {
@@ -159,7 +172,7 @@ __device__ __forceinline__ WorkRange schedule(const DecodeParams& params, const 
     longest = warp_max(longest);
     // Tiles of the busiest block of an even split, and of each block with stream-K and what that costs; both times the number of blocks.
     const float even_tiles = static_cast<float>(longest) * params.heads_per_block * num_blocks;
-    const float stream_k_tiles = static_cast<float>(total) + (kStreamKCostTiles + params.group_size) * num_blocks;
+    const float stream_k_tiles = static_cast<float>(total) + (kStreamKCostTiles + params.width * params.group_size) * num_blocks;
     if (__builtin_expect(even_tiles > stream_k_tiles * max(params.splits_per_head, 1), 0)) {
         schedule_stream_k(work, params, total);
     } else if (start.head < num_heads) {
@@ -172,11 +185,13 @@ __device__ __forceinline__ WorkRange schedule(const DecodeParams& params, const 
 struct TileIterator {
     TileCoord at;     // the tile of warp 0
     int done;         // its number in the range
-    int head_buffer;  // which of the kStages buffers in shared memory the head's q, k, v and angles use
+    int head_buffer;  // which of the kHeadBuffers buffers in shared memory the head's q, k, v and angles use
 
     __device__ __forceinline__ explicit TileIterator(const WorkRange& work) : at(work.first), done(work.begin), head_buffer(0) {}
 
     __device__ __forceinline__ bool starts_head(const WorkRange& work) const { return at.tile == 0 || done == work.begin; }
+    // Whether the block has the last tile of the head.
+    __device__ __forceinline__ bool has_last_tile(const WorkRange& work) const { return done - at.tile + at.num_tiles <= work.end; }
     // Tiles of this step; warps from this number on have none.
     __device__ __forceinline__ int count(const WorkRange& work) const { return min(kWarps, min(work.end - done, at.num_tiles - at.tile)); }
     __device__ __forceinline__ void advance(const DecodeParams& params, const WorkRange& work, int count) {
@@ -188,7 +203,7 @@ struct TileIterator {
         }
         if (at.tile < at.num_tiles) return;
         at.tile = 0;
-        head_buffer = head_buffer + 1 == kStages ? 0 : head_buffer + 1;
+        head_buffer = head_buffer + 1 == kHeadBuffers ? 0 : head_buffer + 1;
         if (++at.kv_head < params.num_kv_heads) return;
         at.kv_head = 0;
         if (++at.slot < params.batch_size) at.load_lengths(params);

@@ -68,7 +68,7 @@ struct PartialState {
 // What this block does with its partial result of a head that it shares with other blocks. See the protocol above.
 struct SplitKVReduce {
     int num_strips;         // of a head: rows * kStripsPerRow
-    int place_strips;       // that a block has room for in `partials`
+    int place_strips;       // that a block has room for in the workspace
     int first_block;        // of those that share the head
     int rank, num_blocks;   // rank: of this block among them; a head of fewer than 2 blocks is not shared
     int begin, end;         // strips that this block merges
@@ -76,7 +76,7 @@ struct SplitKVReduce {
     float4* partials;       // [blocks of the launch, place_strips, kStripVectors]: flagged vectors for other blocks
     float4* own;            // [num_strips, kStripVectors]: what this block keeps for itself
 
-    // own_partials: if all_merge, shared memory with room for strips begin to end; else [blocks of the launch, num_strips, kStripVectors].
+    // own_partials: if all_merge, shared memory with room for strips begin to end; else [blocks of the launch, place_strips, kStripVectors].
     __device__ __forceinline__ SplitKVReduce(int num_strips, int place_strips, int first_block, int num_blocks, bool all_merge, float4* partials,
                                              float4* own_partials)
         : num_strips(num_strips), place_strips(place_strips), first_block(first_block), rank(static_cast<int>(blockIdx.x) - first_block), num_blocks(num_blocks),
@@ -84,7 +84,7 @@ struct SplitKVReduce {
         const int strips_per_block = all_merge && num_blocks > 1 ? divide(num_strips + num_blocks - 1, num_blocks) : num_strips;
         begin = all_merge ? rank * strips_per_block : 0;
         end = min(num_strips, begin + strips_per_block);
-        own = all_merge ? own_partials - begin * kStripVectors : own_partials + static_cast<long long>(blockIdx.x) * num_strips * kStripVectors;
+        own = all_merge ? own_partials - begin * kStripVectors : own_partials + static_cast<long long>(blockIdx.x) * place_strips * kStripVectors;
     }
     __device__ __forceinline__ float4* partials_of(int block) const { return partials + static_cast<long long>(block) * place_strips * kStripVectors; }
 

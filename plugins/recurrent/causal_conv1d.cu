@@ -12,7 +12,7 @@ using State = STATE;
 
 // trt_kvcache/kernels/cuda/causal_conv1d.py has the first two numbers.
 constexpr int kConvThreads = 128;
-constexpr int kBlocksPerSm = 4;  // 128 registers a thread
+constexpr int kBlocksPerSm = 3;  // 168 registers a thread
 constexpr int kConvTileTokens = 16;
 constexpr int kTokensInFlight = 4;  // tokens that are loaded together
 
@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_input(const ConvParams& params, long long s
 // The present state: the last kWidth of past inputs and `count` new ones.
 template <int kWidth, int kChannels, bool kGated>
 __device__ __forceinline__ void store_state(const ConvParams& params, long long slot, long long channel, int count,
-                                            const float (&past)[kChannels * kWidth]) {
+                                            const float (&past)[kChannels * kWidth], const float (&first)[kChannels]) {
     const long long index = (slot * params.channels + channel) * kWidth;
     if (count == 0) {  // bit for bit, NaN too
         if (params.past == params.present) return;
@@ -68,10 +68,10 @@ __device__ __forceinline__ void store_state(const ConvParams& params, long long 
     for (int column = 0; column < kWidth; column++) {
         float input[kChannels] = {};
         const int token = count - kWidth + column;
-        if (token >= 0) load_input<kGated>(params, slot, token, channel, input);
+        if (token > 0) load_input<kGated>(params, slot, token, channel, input);
 #pragma unroll
         for (int c = 0; c < kChannels; c++) {
-            float kept = input[c];
+            float kept = token == 0 ? first[c] : input[c];
 #pragma unroll
             for (int shift = 1; shift < kWidth; shift++) {
                 if (column + shift < kWidth) kept = shift == count ? past[c * kWidth + min(column + shift, kWidth - 1)] : kept;
@@ -91,30 +91,37 @@ __device__ __forceinline__ void convolve(const ConvParams& params) {
     load_elements(Element{}, params.weight, channel * kWidth, weights);
     if (params.bias) load_elements(Element{}, params.bias, channel, bias);
     grid_dependency_wait();
-    const int count = count_new(params.new_lengths, slot, params.width);
-
     float window[kWidth - 1][kChannels] = {};  // the inputs before the token, oldest first
+    Input<kChannels, kGated> inputs[kTokensInFlight];
+    Fetched<Element, kChannels> gates_out[kTokensInFlight];
+    const auto fetch = [&](int i, long long token) {
+        inputs[i].fetch(params, slot, token, channel);
+        if (kGated && params.gate_out.data) gates_out[i].fetch(params.gate_out.row(slot, token), channel);
+    };
+    fetch(0, first);  // before it is known whether it is new: for a decode step, everything is on its way at once
+    int count;
     if (first == 0) {
-        float past[kChannels * kWidth];
+        float past[kChannels * kWidth], input[kChannels];
         load_elements(State{}, params.past, (slot * params.channels + channel) * kWidth, past);
-        store_state<kWidth, kChannels, kGated>(params, slot, channel, count, past);
+        count = count_new(params.new_lengths, slot, params.width);
+        inputs[0].unpack_to(params, input);
+        store_state<kWidth, kChannels, kGated>(params, slot, channel, count, past, input);
 #pragma unroll
         for (int i = 0; i < kWidth - 1; i++) {
 #pragma unroll
             for (int c = 0; c < kChannels; c++) window[i][c] = past[c * kWidth + i + 1];
         }
-    } else if (first < count) {
+    } else {
+        count = count_new(params.new_lengths, slot, params.width);
+        if (first < count) {
 #pragma unroll
-        for (int i = 0; i < kWidth - 1; i++) load_input<kGated>(params, slot, first - (kWidth - 1) + i, channel, window[i]);
+            for (int i = 0; i < kWidth - 1; i++) load_input<kGated>(params, slot, first - (kWidth - 1) + i, channel, window[i]);
+        }
     }
     for (long long group = first; group < end; group += kTokensInFlight) {
-        Input<kChannels, kGated> inputs[kTokensInFlight];
-        Fetched<Element, kChannels> gates_out[kTokensInFlight];
 #pragma unroll
         for (int i = 0; i < kTokensInFlight; i++) {
-            if (group + i >= min(end, static_cast<long long>(count))) continue;
-            inputs[i].fetch(params, slot, group + i, channel);
-            if (kGated && params.gate_out.data) gates_out[i].fetch(params.gate_out.row(slot, group + i), channel);
+            if (group + i != first && group + i < min(end, static_cast<long long>(count))) fetch(i, group + i);
         }
 #pragma unroll
         for (int i = 0; i < kTokensInFlight; i++) {

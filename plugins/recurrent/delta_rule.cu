@@ -61,18 +61,24 @@ template <int kRowLanes>
 struct Part {
     static constexpr int kRows = kDeltaMaxKeyDim / (32 / kRowLanes);
     static constexpr int kBlockColumns = kWarps * kRowLanes * kColumns;
+    static constexpr int kCount = 2 * kColumns;  // values that are summed over rows at once
+    static_assert(32 / kRowLanes == kCount || 32 / kRowLanes == 2 * kCount, "at most one step with a single value");
 
     long long slot, head, key_head;
     int row, column;  // the first ones
     bool is_live;     // whether its columns are there
+    bool stores;      // whether it stores an output of each token
     float state[kRows][kColumns];
 
     __device__ __forceinline__ explicit Part(const DeltaParams& params) : slot(blockIdx.z), head(blockIdx.y) {
         const int thread = threadIdx.x, lane = thread % 32;
-        key_head = head / (params.heads / params.key_heads);
+        key_head = static_cast<int>(head) / (static_cast<int>(params.heads) / static_cast<int>(params.key_heads));
         row = lane / kRowLanes * kRows;
         column = static_cast<int>(blockIdx.x) * kBlockColumns + (thread / 32 * kRowLanes + lane % kRowLanes) * kColumns;
         is_live = column < params.value_dim;
+        // Of the lanes that have the sum of a query, the first one: the others differ from it in bits that no value is told by.
+        const int last_distance = 32 / kCount;
+        stores = own_value() >= kColumns && (lane & (last_distance - 1) & ~(kRowLanes - 1)) == 0;
     }
     __device__ __forceinline__ bool has_row(const DeltaParams& params, int i) const { return is_live && row + i < params.key_dim; }
     __device__ __forceinline__ long long index(const DeltaParams& params, int i) const {
@@ -82,7 +88,7 @@ struct Part {
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
             if (has_row(params, i)) {
-                load_elements(State{}, params.past, index(params, i), state[i]);
+                load_elements_once(State{}, params.past, index(params, i), state[i]);
             } else {
 #pragma unroll
                 for (int j = 0; j < kColumns; j++) state[i][j] = 0.0f;
@@ -92,7 +98,7 @@ struct Part {
     __device__ __forceinline__ void store(const DeltaParams& params) const {
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
-            if (has_row(params, i)) store_elements(State{}, params.present, index(params, i), state[i]);
+            if (has_row(params, i)) store_elements_once(State{}, params.present, index(params, i), state[i]);
         }
     }
     // A slot without new tokens: its state, bit for bit.
@@ -112,60 +118,100 @@ struct Part {
             for (int i = 0; i < 8; i++) values[first + i] = some[i];
         }
     }
-    // Over all rows.
+    // Over all rows, one value.
     __device__ __forceinline__ float sum_rows(float value) const {
 #pragma unroll
         for (int distance = kRowLanes; distance < 32; distance *= 2) value += __shfl_xor_sync(~0u, value, distance);
         return value;
     }
-    // One token. Overwrites v with the output.
-    __device__ __forceinline__ void step(const DeltaStep& token, const float (&q)[kRows], const float (&k)[kRows], float (&v)[kColumns]) {
-        float keys[kColumns] = {}, queries[kColumns] = {};
+    // Over all rows, kCount values at once: each step halves what a lane has and what is left to do. A lane gets value own_value() alone.
+    template <int kHalf = kCount / 2, int kDistance = 16>
+    __device__ __forceinline__ float sum_rows(const float (&values)[2 * kHalf]) const {
+        const bool upper = threadIdx.x & kDistance;
+        float left[kHalf];
+#pragma unroll
+        for (int i = 0; i < kHalf; i++) {
+            left[i] = (upper ? values[i + kHalf] : values[i]) + __shfl_xor_sync(~0u, upper ? values[i] : values[i + kHalf], kDistance);
+        }
+        if constexpr (kHalf > 1) {
+            return sum_rows<kHalf / 2, kDistance / 2>(left);
+        } else if constexpr (kDistance > kRowLanes) {
+            return left[0] + __shfl_xor_sync(~0u, left[0], kDistance / 2);
+        } else {
+            return left[0];
+        }
+    }
+    // Which of the values sum_rows gives to a lane, and a lane that has value `value`, of the same columns as this one.
+    __device__ __forceinline__ int own_value() const {
+        int value = 0;
+#pragma unroll
+        for (int distance = 16, half = kCount / 2; half > 0; distance /= 2, half /= 2) {
+            if (threadIdx.x & distance) value += half;
+        }
+        return value;
+    }
+    __device__ __forceinline__ int lane_of(int value) const {
+        int lane = threadIdx.x % kRowLanes;
+#pragma unroll
+        for (int distance = 16, half = kCount / 2; half > 0; distance /= 2, half /= 2) {
+            if (value & half) lane += distance;
+        }
+        return lane;
+    }
+    // One token. The lanes that have the sum of a query store an output each.
+    __device__ __forceinline__ void step(const DeltaParams& params, long long at, const DeltaStep& token, const float (&q)[kRows],
+                                         const float (&k)[kRows], const float (&v)[kColumns]) {
+        float sums[kCount] = {};  // of keys, then of queries
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
 #pragma unroll
             for (int j = 0; j < kColumns; j++) {
-                keys[j] += k[i] * state[i][j];
-                queries[j] += q[i] * state[i][j];
+                sums[j] += k[i] * state[i][j];
+                sums[kColumns + j] += q[i] * state[i][j];
             }
         }
-        float change[kColumns];
+        const float sum = sum_rows<>(sums);
+        const int mine = own_value() - kColumns;
+        float change[kColumns], my_change = 0.0f;
 #pragma unroll
         for (int j = 0; j < kColumns; j++) {
             // Of k without its norm: what is added to a row is k * change.
-            change[j] = token.inverse_k * token.beta * (v[j] - token.decay * token.inverse_k * sum_rows(keys[j]));
-            v[j] = token.decay * token.query * sum_rows(queries[j]) + token.key_query * change[j];
+            const float key_sum = __shfl_sync(~0u, sum, lane_of(j));
+            change[j] = token.inverse_k * token.beta * (v[j] - token.decay * token.inverse_k * key_sum);
+            if (j == mine) my_change = change[j];
         }
+        if (is_live && stores) store_out(params, at, mine, token.decay * token.query * sum + token.key_query * my_change);
 #pragma unroll
         for (int i = 0; i < kRows; i++) {
 #pragma unroll
             for (int j = 0; j < kColumns; j++) state[i][j] = token.decay * state[i][j] + k[i] * change[j];
         }
     }
-    __device__ __forceinline__ void store_out(const DeltaParams& params, long long token, const float (&values)[kColumns]) const {
-        if (row != 0 || !is_live) return;
-        store_elements(Element{}, params.out, ((slot * params.width + token) * params.heads + head) * params.value_dim + column, values);
+    __device__ __forceinline__ void store_out(const DeltaParams& params, long long token, int in_column, float value) const {
+        const long long index = ((slot * params.width + token) * params.heads + head) * params.value_dim + column + in_column;
+        store_element(Element{}, params.out, index, value);
     }
 };
 
-// One new token for each slot. All that a thread needs is on its way before anything is computed.
+// One new token for each slot. All that a thread needs is on its way before anything is computed, or is known of the slot.
 template <int kRowLanes>
 __device__ __forceinline__ void update(const DeltaParams& params) {
     using Mine = Part<kRowLanes>;
     Mine part(params);
     grid_dependency_wait();
-    float v[kColumns] = {};
-    if (count_new(params.new_lengths, part.slot, 1) == 0) {
-        part.keep(params);
-        part.store_out(params, 0, v);
-        return;
-    }
-    float q[Mine::kRows], k[Mine::kRows];
+    float q[Mine::kRows], k[Mine::kRows], v[kColumns] = {};
     part.load(params);
     part.load_rows(params, params.k.row(part.slot, 0) + part.key_head * params.key_dim * kBytesOf<Element>, k);
     part.load_rows(params, params.q.row(part.slot, 0) + part.key_head * params.key_dim * kBytesOf<Element>, q);
     if (part.is_live) load_elements(Element{}, params.v.row(part.slot, 0), part.head * params.value_dim + part.column, v);
     const float2 gate = gates(params, part.slot, 0, part.head);
+    if (count_new(params.new_lengths, part.slot, 1) == 0) {
+        const float zeros[kColumns] = {};
+        const long long index = (part.slot * params.heads + part.head) * params.value_dim + part.column;
+        if (part.is_live && part.row == 0) store_elements(Element{}, params.out, index, zeros);
+        part.keep(params);
+        return;
+    }
     float kk = 0.0f, qq = 0.0f, kq = 0.0f;
 #pragma unroll
     for (int i = 0; i < Mine::kRows; i++) {
@@ -173,9 +219,8 @@ __device__ __forceinline__ void update(const DeltaParams& params) {
         qq += q[i] * q[i];
         kq += k[i] * q[i];
     }
-    part.step(delta_step(params, gate.x, gate.y, part.sum_rows(kk), part.sum_rows(qq), part.sum_rows(kq)), q, k, v);
+    part.step(params, 0, delta_step(params, gate.x, gate.y, part.sum_rows(kk), part.sum_rows(qq), part.sum_rows(kq)), q, k, v);
     part.store(params);
-    part.store_out(params, 0, v);
 }
 
 // The shared memory of a scan: two stages of a tile of tokens, with their gates, and the steps of one.
@@ -280,8 +325,7 @@ __device__ __forceinline__ void scan(const DeltaParams& params, unsigned char* s
             part.load_rows(params, tiles.k(stage, token), k);
             part.load_rows(params, tiles.q(stage, token), q);
             load_elements(Element{}, tiles.v(stage, token), part.column % Mine::kBlockColumns, v);
-            part.step(tiles.steps()[token], q, k, v);
-            part.store_out(params, first + token, v);
+            part.step(params, first + token, tiles.steps()[token], q, k, v);
         }
         if (thread < kDeltaTileTokens) tiles.gates(stage ^ 1)[thread] = next_gates;
         __syncthreads();

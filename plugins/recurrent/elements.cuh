@@ -88,6 +88,22 @@ __device__ __forceinline__ void store_elements(Type, void* base, long long index
     }
 }
 
+// The same for whole vectors that nobody will look at again soon: they leave the caches first.
+template <class Type, int kCount>
+__device__ __forceinline__ void load_elements_once(Type, const void* base, long long index, float (&values)[kCount]) {
+    static_assert(kCount % kPerVector<Type> == 0, "whole vectors");
+    const uint4* vectors = reinterpret_cast<const uint4*>(static_cast<const unsigned char*>(base) + index * kBytesOf<Type>);
+#pragma unroll
+    for (int i = 0; i < kCount / kPerVector<Type>; i++) unpack_vector(Type{}, __ldcs(vectors + i), values + i * kPerVector<Type>);
+}
+template <class Type, int kCount>
+__device__ __forceinline__ void store_elements_once(Type, void* base, long long index, const float (&values)[kCount]) {
+    static_assert(kCount % kPerVector<Type> == 0, "whole vectors");
+    uint4* vectors = reinterpret_cast<uint4*>(static_cast<unsigned char*>(base) + index * kBytesOf<Type>);
+#pragma unroll
+    for (int i = 0; i < kCount / kPerVector<Type>; i++) __stcs(vectors + i, pack_vector(Type{}, values + i * kPerVector<Type>));
+}
+
 // kCount elements on their way: those of one vector as they were loaded, which takes fewer registers than floats; or one.
 template <class Type, int kCount>
 struct Fetched {

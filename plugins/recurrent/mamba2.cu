@@ -4,13 +4,8 @@
 // neighbouring lanes have neighbouring vectors) and keep it in registers; a thread has its share of kRows rows. So every state is read once and
 // written once, by the same thread, and the past and the present state may be at one address.
 
-#include "attention/cp_async.cuh"
 #include "dependent_launch.cuh"
-#include "recurrent/elements.cuh"
-#include "shared_memory.cuh"
-
-using Element = ELEMENT;
-using State = STATE;
+#include "recurrent/mamba2_chunks.cuh"
 
 // trt_kvcache/kernels/cuda/mamba2.py has the same numbers.
 constexpr int kMambaThreads = 128;
@@ -20,19 +15,6 @@ constexpr int kMambaTileTokens = 16;
 
 constexpr int kWidth = kPerVector<State>;
 constexpr int kVectors = kMambaLaneElements / kWidth;
-
-struct MambaParams {
-    Tokens x, dt, b, c;
-    const float* a;  // [heads]: negative
-    const float* d;  // [heads], or null
-    const float* dt_bias;
-    float dt_min, dt_max;
-    const void* past;
-    void* present;
-    const int* new_lengths;
-    long long width, heads, head_dim, groups, state_size, lanes;
-    void* out;  // [B, width, heads, head_dim]
-};
 
 // What a thread owns: lane `lane` of `lanes`, of rows row(0), row(1), ... of a head of a slot.
 struct Owned {
@@ -56,7 +38,7 @@ struct Owned {
         return ((slot * params.heads + head) * params.head_dim + row(i)) * params.state_size;
     }
     __device__ __forceinline__ const unsigned char* group_row(const MambaParams& params, const Tokens& tokens, long long token) const {
-        const long long group = head * params.groups / params.heads;
+        const int group = static_cast<int>(head) * static_cast<int>(params.groups) / static_cast<int>(params.heads);
         return tokens.row(slot, token) + group * params.state_size * kBytesOf<Element>;
     }
 };
@@ -65,22 +47,30 @@ struct Owned {
 struct RowShare {
     float values[kVectors][kWidth];
 
-    template <class Type>
-    __device__ __forceinline__ void load(Type, const Owned& owned, const MambaParams& params, const void* base, long long index, bool valid = true) {
+    // Of B or C.
+    __device__ __forceinline__ void load(const Owned& owned, const MambaParams& params, const void* base) {
+        fill(owned, params, true, [&](int element, float (&vector)[kWidth]) { load_elements(Element{}, base, element, vector); });
+    }
+    // Of a state.
+    __device__ __forceinline__ void load_state(const Owned& owned, const MambaParams& params, long long index, bool valid) {
+        fill(owned, params, valid, [&](int element, float (&vector)[kWidth]) { load_elements_once(State{}, params.past, index + element, vector); });
+    }
+    __device__ __forceinline__ void store_state(const Owned& owned, const MambaParams& params, long long index) const {
+#pragma unroll
+        for (int v = 0; v < kVectors; v++) {
+            if (owned.element(v) < params.state_size) store_elements_once(State{}, params.present, index + owned.element(v), values[v]);
+        }
+    }
+    template <class Load>
+    __device__ __forceinline__ void fill(const Owned& owned, const MambaParams& params, bool valid, Load load) {
 #pragma unroll
         for (int v = 0; v < kVectors; v++) {
             if (valid && owned.element(v) < params.state_size) {
-                load_elements(Type{}, base, index + owned.element(v), values[v]);
+                load(owned.element(v), values[v]);
             } else {
 #pragma unroll
                 for (int i = 0; i < kWidth; i++) values[v][i] = 0.0f;
             }
-        }
-    }
-    __device__ __forceinline__ void store(const Owned& owned, const MambaParams& params, void* base, long long index) const {
-#pragma unroll
-        for (int v = 0; v < kVectors; v++) {
-            if (owned.element(v) < params.state_size) store_elements(State{}, base, index + owned.element(v), values[v]);
         }
     }
     // One token: state = state * decay + input * B. Returns this thread's share of state * C.
@@ -104,12 +94,6 @@ __device__ __forceinline__ float row_sum(float value, int lanes) {
     return value;
 }
 
-// The time step of a token, and what is left of the state after it.
-__device__ __forceinline__ float2 time_step(const MambaParams& params, float dt, float bias, float a) {
-    const float step = min(max(softplus(dt + bias), params.dt_min), params.dt_max);
-    return {step, expf(step * a)};
-}
-
 // A slot without new tokens: its state, bit for bit, and zeros.
 __device__ __forceinline__ void keep_state(const MambaParams& params, const Owned& owned) {
     if (params.past == params.present) return;
@@ -122,31 +106,30 @@ __device__ __forceinline__ void keep_state(const MambaParams& params, const Owne
     }
 }
 
-// One new token for each slot. All that a thread needs is on its way before anything is computed.
+// One new token for each slot. All that a thread needs is on its way before anything is computed, or is known of the slot.
 __device__ __forceinline__ void update(const MambaParams& params) {
     const Owned owned(params);
     const float a = params.a[owned.head], d = params.d ? params.d[owned.head] : 0.0f;
     const float bias = params.dt_bias ? params.dt_bias[owned.head] : 0.0f;
     grid_dependency_wait();
-    const bool is_new = count_new(params.new_lengths, owned.slot, 1) > 0;
-    if (!is_new) keep_state(params, owned);
     RowShare rows[kMambaRows], b, c;
     float x[kMambaRows];
 #pragma unroll
     for (int i = 0; i < kMambaRows; i++) {
-        const bool valid = is_new && owned.row(i) < params.head_dim;
-        rows[i].load(State{}, owned, params, params.past, owned.state_index(params, i), valid);
+        const bool valid = owned.row(i) < params.head_dim;
+        rows[i].load_state(owned, params, owned.state_index(params, i), valid);
         x[i] = valid ? load_element(Element{}, params.x.row(owned.slot, 0), owned.head * params.head_dim + owned.row(i)) : 0.0f;
     }
-    b.load(Element{}, owned, params, owned.group_row(params, params.b, 0), 0, is_new);
-    c.load(Element{}, owned, params, owned.group_row(params, params.c, 0), 0, is_new);
-    const float dt = is_new ? load_element(Element{}, params.dt.row(owned.slot, 0), owned.head) : 0.0f;
-    const float2 step = time_step(params, dt, bias, a);
+    b.load(owned, params, owned.group_row(params, params.b, 0));
+    c.load(owned, params, owned.group_row(params, params.c, 0));
+    const float2 step = time_step(params, load_element(Element{}, params.dt.row(owned.slot, 0), owned.head), bias, a);
+    const bool is_new = count_new(params.new_lengths, owned.slot, 1) > 0;
+    if (!is_new) keep_state(params, owned);
 #pragma unroll
     for (int i = 0; i < kMambaRows; i++) {
         const float y = row_sum(rows[i].step(step.y, step.x * x[i], b, c), owned.lanes) + d * x[i];
         if (owned.row(i) >= params.head_dim) continue;
-        if (is_new) rows[i].store(owned, params, params.present, owned.state_index(params, i));
+        if (is_new) rows[i].store_state(owned, params, owned.state_index(params, i));
         if (owned.lane == 0) {
             store_element(Element{}, params.out, (owned.slot * params.heads + owned.head) * params.head_dim + owned.row(i), is_new ? y : 0.0f);
         }
@@ -220,7 +203,7 @@ __device__ __forceinline__ void scan(const MambaParams& params, unsigned char* s
     RowShare rows[kMambaRows];
 #pragma unroll
     for (int i = 0; i < kMambaRows; i++) {
-        rows[i].load(State{}, owned, params, params.past, owned.state_index(params, i), owned.row(i) < params.head_dim);
+        rows[i].load_state(owned, params, owned.state_index(params, i), owned.row(i) < params.head_dim);
     }
     if (thread < kMambaTileTokens) tiles.steps(0)[thread] = time_step(params, load_dt(0), bias, a);
     int stage = 0;
@@ -232,8 +215,8 @@ __device__ __forceinline__ void scan(const MambaParams& params, unsigned char* s
         const int tokens = static_cast<int>(min(count - first, static_cast<long long>(kMambaTileTokens)));
         for (int token = 0; token < tokens; token++) {
             RowShare b, c;
-            b.load(Element{}, owned, params, tiles.b(stage, token), 0);
-            c.load(Element{}, owned, params, tiles.c(stage, token), 0);
+            b.load(owned, params, tiles.b(stage, token));
+            c.load(owned, params, tiles.c(stage, token));
             const float2 step = tiles.steps(stage)[token];
 #pragma unroll
             for (int i = 0; i < kMambaRows; i++) {
@@ -253,7 +236,7 @@ __device__ __forceinline__ void scan(const MambaParams& params, unsigned char* s
     }
 #pragma unroll
     for (int i = 0; i < kMambaRows; i++) {
-        if (owned.row(i) < params.head_dim) rows[i].store(owned, params, params.present, owned.state_index(params, i));
+        if (owned.row(i) < params.head_dim) rows[i].store_state(owned, params, owned.state_index(params, i));
     }
 }
 
@@ -278,4 +261,41 @@ extern "C" __global__ void __launch_bounds__(kMambaThreads)
     scan({{x, x_slot, x_token}, {dt, dt_slot, dt_token}, {b, b_slot, b_token}, {c, c_slot, c_token}, a, d, dt_bias, static_cast<float>(dt_min),
           static_cast<float>(dt_max), past, present, new_lengths, width, heads, head_dim, groups, state_size, lanes, out},
          shared);
+}
+
+template <class Type, int kStateSize>
+__device__ __forceinline__ void scan_chunks(const MambaParams& params, unsigned char* shared) {
+    if constexpr (kBytesOf<Type> == 2) {
+        const long long head = blockIdx.y;
+        const float a = params.a[head], d = params.d ? params.d[head] : 0.0f, bias = params.dt_bias ? params.dt_bias[head] : 0.0f;
+        grid_dependency_wait();
+        ChunkScan<Type, kStateSize>(params, shared).run(a, bias, d);
+    }
+}
+
+// Many new tokens, of 16 bits, by tensor cores. For state sizes of 64 and 128.
+extern "C" __global__ void __launch_bounds__(kChunkThreads)
+    mamba2_chunks_64(const unsigned char* x, long long x_slot, long long x_token, const unsigned char* dt, long long dt_slot, long long dt_token,
+                     const unsigned char* b, long long b_slot, long long b_token, const unsigned char* c, long long c_slot, long long c_token,
+                     const float* a, const float* d, const float* dt_bias, double dt_min, double dt_max, const void* past, void* present,
+                     const int* new_lengths, long long width, long long heads, long long head_dim, long long groups, long long state_size,
+                     long long lanes, void* out) {
+    DYNAMIC_SHARED(unsigned char, shared);
+    scan_chunks<Element, 64>({{x, x_slot, x_token}, {dt, dt_slot, dt_token}, {b, b_slot, b_token}, {c, c_slot, c_token}, a, d, dt_bias,
+                              static_cast<float>(dt_min), static_cast<float>(dt_max), past, present, new_lengths, width, heads, head_dim,
+                              groups, state_size, lanes, out},
+                             shared);
+}
+
+extern "C" __global__ void __launch_bounds__(kChunkThreads)
+    mamba2_chunks_128(const unsigned char* x, long long x_slot, long long x_token, const unsigned char* dt, long long dt_slot, long long dt_token,
+                      const unsigned char* b, long long b_slot, long long b_token, const unsigned char* c, long long c_slot, long long c_token,
+                      const float* a, const float* d, const float* dt_bias, double dt_min, double dt_max, const void* past, void* present,
+                      const int* new_lengths, long long width, long long heads, long long head_dim, long long groups, long long state_size,
+                      long long lanes, void* out) {
+    DYNAMIC_SHARED(unsigned char, shared);
+    scan_chunks<Element, 128>({{x, x_slot, x_token}, {dt, dt_slot, dt_token}, {b, b_slot, b_token}, {c, c_slot, c_token}, a, d, dt_bias,
+                               static_cast<float>(dt_min), static_cast<float>(dt_max), past, present, new_lengths, width, heads, head_dim,
+                               groups, state_size, lanes, out},
+                              shared);
 }

@@ -10,6 +10,7 @@ import pytest
 
 from tests.helpers.small_model import SMALL, with_layers, with_mixer
 from tests.helpers.tensorrt_modules import fake_module
+from trt_kvcache.builder import options as options_module
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig, KVLayout
 from trt_kvcache.errors import ConfigError
@@ -66,6 +67,13 @@ def test_head_dim_without_attention_kernels(head_dim: int) -> None:
 @pytest.mark.parametrize("head_dim", [16, 24, 256])
 def test_head_dim_with_them(head_dim: int) -> None:
     assert BuildOptions(**GOOD).cache_for(with_mixer(MODEL, head_dim=head_dim)).layers[0].head_dim == head_dim
+
+
+def test_what_the_network_does_not_compute_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(options_module, "COMPUTED_FEATURES", frozenset())
+    message = r"^layers\[0\]\.mixer\.window = 5: TensorRT's network does not compute attention with a window yet \(llama\)\."
+    with pytest.raises(ConfigError, match=message):
+        BuildOptions(**GOOD).cache_for(with_mixer(MODEL, window=5))
 
 
 def test_longer_than_the_model_was_made_for() -> None:

@@ -304,10 +304,10 @@ def test_a_model_without_a_tokenizer_is_refused_before_the_weights_are_loaded(ru
 
 
 def test_a_model_that_is_not_supported_is_named_before_its_missing_tokenizer(run: Run, tmp_path: Path):
-    (tmp_path / "config.json").write_text('{"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"]}')
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}')
     done = run("chat", tmp_path)
     assert done.code == 1
-    assert done.err.startswith(f"error: {tmp_path / 'config.json'}: model_type: 'gemma3_text' is not supported.")
+    assert done.err.startswith(f"error: {tmp_path / 'config.json'}: model_type: 'gpt2' is not supported.")
 
 
 @pytest.mark.usefixtures("without_gpu")

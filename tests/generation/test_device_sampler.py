@@ -87,6 +87,19 @@ def test_a_request_that_continues_elsewhere(scene):
     scene.step()
 
 
+def test_a_request_enters_with_all_that_it_has_counted(memory, stream):
+    """Token 3 is the most likely one until it has come four times: twice in an earlier part of the request, and twice in this one."""
+    params = SamplingParams(logit_bias={3: 1.0, 4: 0.05}, frequency_penalty=0.3, max_new_tokens=9)
+    logits = np.zeros(VOCAB, np.float32)
+    request = Request(0, [5, 3, 3], params, tokenizer=None, eos_token_ids=(), generated=2)
+    assert [request.choose(logits, full=False).token for _ in range(2)] == [3, 3]
+    sampler = DeviceSampler(memory, max_batch_size=1, vocab_size=VOCAB, stream=stream)
+    request.enter(sampler, 0, stream=stream)
+    token = memory.to_device(np.zeros(1, np.int32), stream=stream)
+    sampler.sample(memory.to_device(logits[None], stream=stream), token, stream=stream)
+    assert token.numpy().tolist() == [4] == [request.choose(logits, full=False).token]
+
+
 def test_rewind(scene):
     scene.step()
     savepoints = [request.savepoint() for request in scene.requests]

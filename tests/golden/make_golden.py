@@ -4,6 +4,8 @@ Run with an environment that has this package, torch (CPU) and transformers::
 
     python tests/golden/make_golden.py
 
+``rope.json`` has the frequencies of each kind of RoPE, ``defaults.json`` what fields are that a ``config.json`` leaves out.
+
 Each folder has a ``config.json``, from which ``weights.py`` makes the weights, and gets ``golden.safetensors``: ``input_ids``
 uint8 ``[tokens]``, and ``logits`` float32 ``[len(lengths), vocab]`` after the first ``lengths`` (uint8) of them, of one full pass in
 float32 over the weights as stored. ``versions.json`` says what made them.
@@ -11,18 +13,64 @@ float32 over the weights as stored. ``versions.json`` says what made them.
 The sizes are all different, so that a swapped axis shows; norm weights are not 1 and biases not 0, so that leaving one out shows.
 """
 
+import dataclasses
 import json
 
 import numpy as np
 import torch
 import transformers
 from safetensors.numpy import save_file
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.golden.weights import HERE, SEEDS, write
 from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.tensor_shapes import tensor_shapes
 
 LENGTHS = np.array([5, 6, 14, 15, 24])
+
+#: RoPE as a ``config.json`` of a Llama has it, with heads of 16 and 64 positions, and for how many tokens.
+ROPES = {
+    "default": ({"rope_type": "default"}, 30),
+    "linear": ({"rope_type": "linear", "factor": 3.0}, 30),
+    "dynamic, short": ({"rope_type": "dynamic", "factor": 3.0}, 64),
+    "dynamic, long": ({"rope_type": "dynamic", "factor": 3.0}, 150),
+    "llama3": (
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+        30,
+    ),
+    "yarn": ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "beta_fast": 2.0, "beta_slow": 0.1}, 30),
+    "yarn, fractions": (
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40, "beta_fast": 3.0, "beta_slow": 0.3, "truncate": False},
+        30,
+    ),
+    "yarn, two scales": (
+        {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "mscale": 2.0, "mscale_all_dim": 0.5},
+        30,
+    ),
+    "yarn, one scale": ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "mscale": 2.0}, 30),
+    "yarn, factor of its own": ({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16, "attention_factor": 0.8}, 30),
+    "longrope, short": (
+        {"rope_type": "longrope", "original_max_position_embeddings": 32, "short_factor": [1.5] * 8, "long_factor": [4.0] * 8},
+        32,
+    ),
+    "longrope, long": (
+        {
+            "rope_type": "longrope",
+            "original_max_position_embeddings": 32,
+            "factor": 5.0,
+            "short_factor": [1.5] * 8,
+            "long_factor": [1.0 + index for index in range(8)],
+        },
+        33,
+    ),
+}
 
 
 def make(folder, seed):
@@ -41,7 +89,48 @@ def make(folder, seed):
     print(f"{folder.name}: logits {logits.shape}, standard deviation {logits.std():.2f}")
 
 
+def rope(parameters, length):
+    """Return the frequencies of RoPE and the factor of cosine and sine, for a sequence of ``length`` tokens."""
+    parameters = {"rope_theta": 50.0, **parameters}
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
+    config = transformers.LlamaConfig(**sizes, rope_parameters=parameters)
+    kind = parameters["rope_type"]
+    if kind == "default":
+        from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+        frequencies, factor = LlamaRotaryEmbedding.compute_default_rope_parameters(config)
+    else:
+        frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, "cpu", seq_len=length)
+    return {"rope_parameters": parameters, "length": length, "frequencies": frequencies.tolist(), "factor": float(factor)}
+
+
+#: Fields that a family may read.
+FIELDS = (
+    *("num_key_value_heads", "head_dim", "max_position_embeddings", "original_max_position_embeddings", "rms_norm_eps", "hidden_act"),
+    *(
+        "hidden_activation",
+        "use_sliding_window",
+        "sliding_window",
+        "max_window_layers",
+        "attention_bias",
+        "mlp_bias",
+        "query_pre_attn_scalar",
+    ),
+    *("attn_logit_softcapping", "final_logit_softcapping", "no_rope_layer_interval", "embedding_multiplier", "logits_scaling"),
+    *("residual_multiplier", "attention_multiplier", "tie_word_embeddings", "bos_token_id", "eos_token_id"),
+)
+
+
+def defaults(family):
+    """Return the defaults of a family for the fields that it has."""
+    fields = {field.name: field.default for field in dataclasses.fields(type(transformers.AutoConfig.for_model(family)))}
+    return {name: fields[name] for name in FIELDS if name in fields}
+
+
 if __name__ == "__main__":
+    (HERE / "defaults.json").write_text(json.dumps({family: defaults(family) for family in FAMILIES}, indent=1) + "\n")
+    found = {name: rope(*case) for name, case in ROPES.items()}
+    (HERE / "rope.json").write_text(json.dumps(found, indent=1) + "\n")
     for name, seed in SEEDS.items():
         make(HERE / name, seed)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "numpy": np.__version__}

@@ -165,6 +165,32 @@ PREFILL_CASES = {
     "row blocks of many tokens": Case(lengths=(300, 0), new=(90, 33), width=90, tokens=400, group=3, head_dim=128, layout="separate"),
 }
 
+#: Several new tokens that the decode kernels take.
+FEW_CASES = {
+    "two": Case(lengths=(130, 3), width=2, group=4, head_dim=128),
+    "eight": Case(lengths=(37, 0), width=8, group=4, head_dim=128, rotary_dim=48, packed=True),
+    "ragged": Case(lengths=(0, 15, 16, 129, 149), new=(3, 0, 1, 4, 1), width=4, group=7, layout="separate"),
+    "one each": Case(lengths=(31, 140), width=8, group=1, head_dim=80, dtype="bfloat16"),
+    "sixteen heads": Case(lengths=(100,), width=2, group=16, head_dim=80, rotary_dim=32, dtype="bfloat16"),
+    "large heads": Case(lengths=(140, 17), new=(4, 3), width=4, group=4, head_dim=256, rotary_dim=64, in_place=True),
+    "many large heads": Case(lengths=(40, 3, 17, 100), new=(8, 8, 5, 7), width=8, kv_heads=4, group=2, head_dim=256),
+    "large heads, few rows": Case(lengths=(33,), width=3, group=2, head_dim=256, softcap=5.0, scale=0.3),
+    "out of bounds": Case(lengths=(148, 150, 10, -3, 20), new=(6, 6, 7, 5, -1), width=6, group=3),
+    "window": Case(lengths=(149 - 7, 20, 0), window=33, width=5, new=(5, 5, 4), group=2, head_dim=128),
+    "a window inside the new tokens": Case(lengths=(70, 3), window=3, width=8, group=4, dtype="bfloat16", head_dim=80),
+    "a window of one": Case(lengths=(64, 0), window=1, width=3, group=8),
+    "large softcap": Case(lengths=(40,), softcap=1e6, width=3),
+    "short cache": Case(lengths=(1,), kv_heads=1, width=3, tokens=4),
+    "many slots": Case(lengths=tuple(range(40)), new=tuple(i % 4 for i in range(40)), width=3, kv_heads=1, tokens=43, group=2),
+    "many parts": Case(lengths=(1496,), kv_heads=1, width=4, tokens=1500, group=7, head_dim=128, in_place=True),
+    "many parts in a window": Case(lengths=(1496,), kv_heads=1, width=4, tokens=1500, group=4, window=1200),
+    "many large parts": Case(lengths=(3000,), new=(3,), kv_heads=1, width=4, tokens=3004, group=4, head_dim=256),  # stream-K
+    "parts of slots with different rows": Case(lengths=(3000, 400, 400), new=(5, 1, 4), kv_heads=1, width=5, tokens=3005),
+    "more parts than there is room for": Case(
+        lengths=(3000, *[5] * 7), new=(3, 1, 0, 4, 4, 2, 3, 1), width=4, kv_heads=1, tokens=3004, group=8, head_dim=128
+    ),
+}  # fmt: skip
+
 
 def _grid_case(head_dim, group, dtype, width):
     lengths, new = ((0, 15, 16, 17, 127, 128, 129, 139), None) if width == 1 else ((0, 140, 63, 64, 70), (65, 0, 1, 64, 70))
@@ -181,7 +207,7 @@ GRID = {
     for dtype in ("float16", "bfloat16")
     for head_dim in HEAD_DIMS
     for group in (1, 2, 4, 7, 8, 16)
-    for width in (1, 70)
+    for width in (1, 2, 3, 70)
 }
 
 

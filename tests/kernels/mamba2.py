@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tests.kernels.recurrent import TOLERANCE, check_slots, counts_of, random_array
+from tests.kernels.recurrent import TOLERANCE, check_slots, counts_of, random_array, randomize
 from trt_kvcache.kernels import mamba2_scan
 
 
@@ -39,6 +39,10 @@ CASES = {
     "ragged, in place": Case(2, 80, 24, width=18, slots=3, new=(5, 0, 40), dtypes=("bfloat16", "bfloat16")),
     "large states": Case(2, 24, 256, width=19, dtypes=("float32", "float32"), skip=False),
     "limits": Case(4, 8, 8, width=50, limits=(0.01, 0.5), dtypes=("float16", "float16"), bias=False),
+    "a chunk": Case(2, 64, 128, width=64),
+    "chunks": Case(4, 80, 128, width=150, groups=2, slots=4, new=(150, 0, 64, 65), in_place=False, dtypes=("bfloat16", "float32")),
+    "chunks in place": Case(2, 24, 64, width=130, slots=3, new=(129, 0, 200), dtypes=("float16", "float16"), limits=(0.01, 0.2)),
+    "small chunks": Case(3, 136, 64, width=17, slots=2, new=(17, 3), dtypes=("bfloat16", "bfloat16"), bias=False, skip=False),
     "odd states": Case(3, 16, 136, width=20, groups=3),
 }
 
@@ -109,8 +113,7 @@ def check(place, case, seed=0):
     for slot, count in enumerate(counts):
         for array in arrays.values():
             array[slot, count:] = np.nan
-    nothing = [slot for slot, count in enumerate(counts) if count == 0]
-    past[nothing] = np.nan  # is kept, and nothing else
+    randomize(past, [slot for slot, count in enumerate(counts) if count == 0])
     found, present = run(place, case, arrays, parameters, past, case.new)
     check_slots(found, out, TOLERANCE[case.dtypes[0]])
     for slot, count in enumerate(counts):

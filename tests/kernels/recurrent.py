@@ -46,6 +46,12 @@ def random_array(seed, shape, dtype, scale=1.0):
     return (np.random.default_rng(seed).standard_normal(shape) * scale).astype(numpy_dtype(dtype))
 
 
+def randomize(states, slots):
+    """Fill the states of some slots with random bytes, NaN of any kind among them: what is kept bit for bit shows."""
+    for slot in slots:
+        states[slot].view(np.uint8)[...] = np.random.default_rng(slot).integers(0, 256, states[slot].view(np.uint8).shape, np.uint8)
+
+
 def counts_of(new, slots, width):
     """Return the new tokens of each slot."""
     return [width] * slots if new is None else [max(min(count, width), 0) for count in new]

@@ -8,7 +8,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from tests.kernels.attention import DECODE_CASES, GRID, PREFILL_CASES, check, random_prefill
+from tests.kernels.attention import DECODE_CASES, FEW_CASES, GRID, PREFILL_CASES, check, random_prefill
 from tests.simt.standin import needs_standin
 from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.errors import CudaError, KVCacheError
@@ -41,6 +41,14 @@ def test_more_blocks_than_can_run_together(memory, stream, monkeypatch):
         check(dataclasses.replace(DECODE_CASES["many parts"], lengths=(4000,), tokens=4001), memory, stream)
 
 
+@pytest.mark.parametrize("multiprocessors", [3, 12])
+@pytest.mark.parametrize("name", list(FEW_CASES))
+def test_few(memory, stream, name, multiprocessors, monkeypatch):
+    monkeypatch.setattr(memory, "multiprocessor_count", multiprocessors, raising=False)
+    monkeypatch.delattr("trt_kvcache.kernels.cuda.attention.prefill_plan")  # it is not asked
+    check(FEW_CASES[name], memory, stream)
+
+
 @pytest.mark.parametrize("name", list(PREFILL_CASES))
 @pytest.mark.parametrize("form", ["planned", *PREFILL_FORMS])
 def test_prefill(memory, stream, name, form, monkeypatch):
@@ -50,6 +58,7 @@ def test_prefill(memory, stream, name, form, monkeypatch):
         return  # new tokens are in one tile
     monkeypatch.setattr(memory, "multiprocessor_count", 6, raising=False)
     if form != "planned":
+        monkeypatch.setattr("trt_kvcache.kernels.cuda.attention.decode_plan", lambda *_: None)
         monkeypatch.setattr("trt_kvcache.kernels.cuda.attention.prefill_plan", lambda params: plan_of(params, form))
     check(case, memory, stream)
 

@@ -9,10 +9,13 @@ import pytest
 
 from tests.kernels.mamba2 import CASES, Case, check, make, run, scan
 from tests.kernels.recurrent import DTYPES, TOLERANCE, Place, check_slots
-from trt_kvcache import DeviceTensor
+from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, KVCacheError, LayoutError, PlaceError, RangeError, ShapeError
 from trt_kvcache.kernels import mamba2_scan
+from trt_kvcache.kernels.attention_tiles import shared_limit
+from trt_kvcache.kernels.cuda.mamba2 import mamba2_plan
+from trt_kvcache.kernels.recurrent_params import Mamba2Params
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -41,6 +44,29 @@ PUBLISHED = {
 def test_a_step_of_published_sizes(memory, stream, name):
     heads, head_dim, state_size, groups = PUBLISHED[name]
     check(Place(memory, stream), Case(heads, head_dim, state_size, groups=groups, dtypes=("bfloat16", "float32")))
+
+
+@pytest.mark.parametrize(
+    ("case", "arch", "name"),
+    [
+        (Case(2, 64, 128), "sm_90", "mamba2_update"),
+        (Case(2, 64, 128, width=16), "sm_90", "mamba2_scan"),
+        (Case(2, 64, 128, width=17), "sm_90", "mamba2_chunks_128"),
+        (Case(2, 64, 128, width=17), "sm_86", "mamba2_chunks_128"),
+        (Case(2, 80, 64, width=500, dtypes=("bfloat16", "bfloat16")), "sm_87", "mamba2_chunks_64"),
+        (Case(2, 64, 256, width=500), "sm_90", "mamba2_scan"),
+        (Case(2, 64, 128, width=500, dtypes=("float32", "float32")), "sm_90", "mamba2_scan"),
+    ],
+)
+def test_which_kernel_runs(case, arch, name):
+    memory = HostMemory()
+    place = Place(memory, memory.create_stream())
+    arrays, _, past = make(case)
+    given = {name: place.tensor(array) for name, array in arrays.items()}
+    rest = dict.fromkeys(("a", "present", "out", "d", "dt_bias", "new_lengths"), None)
+    plan = mamba2_plan(Mamba2Params(**given, **rest, past=place.tensor(past), dt_limits=(0, 1)), arch)
+    assert plan.name == name
+    assert plan.shared_nbytes <= shared_limit(arch)
 
 
 @pytest.mark.parametrize("parts", [(1,) * 24, (1, 23), (16, 8), (17, 1, 6)])

@@ -8,13 +8,21 @@ import pytest
 
 from trt_kvcache.errors import CudaError
 from trt_kvcache.kernels import MAX_SAVED_TENSORS, MAX_STORED_VALUES, KVLayerInfo, StateInfo, sources
-from trt_kvcache.kernels.attention_tiles import decode_tiles, prefill_tiles
+from trt_kvcache.kernels.attention_tiles import decode_tiles, few_tiles, prefill_tiles
 from trt_kvcache.kernels.compaction_moves import REGISTER
 from trt_kvcache.kernels.cuda.causal_conv1d import CONV_THREADS, CONV_TILE_TOKENS
 from trt_kvcache.kernels.cuda.delta_rule import DELTA_LANES_16, DELTA_SCAN_LANES, DELTA_THREADS, DELTA_TILE_TOKENS, DELTA_UPDATE_LANES
 from trt_kvcache.kernels.cuda.gated_norm import NORM_THREADS
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, VECTORS_IN_FLIGHT
-from trt_kvcache.kernels.cuda.mamba2 import MAMBA_LANE_ELEMENTS, MAMBA_ROWS, MAMBA_THREADS, MAMBA_TILE_TOKENS
+from trt_kvcache.kernels.cuda.mamba2 import (
+    CHUNK_ROWS,
+    CHUNK_THREADS,
+    CHUNK_TOKENS,
+    MAMBA_LANE_ELEMENTS,
+    MAMBA_ROWS,
+    MAMBA_THREADS,
+    MAMBA_TILE_TOKENS,
+)
 from trt_kvcache.kernels.cuda.sampling import ROW_THREADS
 from trt_kvcache.kernels.delta_rule import MAX_KEY_DIM
 from trt_kvcache.kernels.host.token_weights import FRACTION_BITS, WEIGHT_BITS
@@ -35,7 +43,7 @@ def test_the_name_of_a_source_is_its_path():
 
 def test_names_are_those_of_all_variants():
     names = sources.source_names()
-    assert len(names) == len(set(names)) == 9 + 2 * 2 * 5 + 5 * len(RECURRENT_SOURCES)
+    assert len(names) == len(set(names)) == 9 + 3 * 2 * 5 + 5 * len(RECURRENT_SOURCES)
     assert all(sources.source_path(name).is_file() for name in names)
 
 
@@ -58,6 +66,9 @@ class TestBothSides:
             ("kConvTileTokens", CONV_TILE_TOKENS),
             ("kMambaThreads", MAMBA_THREADS),
             ("kMambaRows", MAMBA_ROWS),
+            ("kChunkTokens", CHUNK_TOKENS),
+            ("kChunkRows", CHUNK_ROWS),
+            ("kChunkThreads", CHUNK_THREADS),
             ("kMambaLaneElements", MAMBA_LANE_ELEMENTS),
             ("kMambaTileTokens", MAMBA_TILE_TOKENS),
             ("kDeltaThreads", DELTA_THREADS),
@@ -93,7 +104,7 @@ class TestBothSides:
         fields = re.findall(r"(\w+)(?=[,;])", re.sub(r"//.*", "", body[0] or body[1]))
         assert tuple(fields) == info._fields
 
-    @pytest.mark.parametrize("tiles", [decode_tiles, prefill_tiles])
+    @pytest.mark.parametrize("tiles", [decode_tiles, few_tiles, prefill_tiles])
     def test_every_macro_of_the_tiles_is_used(self, tiles):
         for macro in tiles(128, "sm_90"):
             assert re.search(rf"\b{macro}\b", self.TEXT), macro

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.golden_models import features_of
 from tests.helpers.small_model import SMALL, with_mixer
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig, NormConfig, QkNormConfig, QueryScaling, RopeConfig
@@ -54,6 +55,20 @@ CASES = {
 
 def test_llama_needs_none() -> None:
     assert features(MODEL) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("phi3-long", {"partial_rotary", "fused_tensors"}),
+        ("smollm3", {"no_rope"}),
+        ("olmo2", {"full_qk_norm", "norm_rounding", "norm_places"}),
+        ("gemma3", {"window", "scale", "several_ropes", "norm_offset", "norm_rounding", "norm_places", "activation"}
+                   | {"embedding_multiplier", "final_softcap"}),
+    ],
+)  # fmt: skip
+def test_what_families_need(name: str, expected: set[str]) -> None:
+    assert set(features_of(name)) == expected
 
 
 @pytest.mark.parametrize("name", CASES)

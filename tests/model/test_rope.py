@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.paths import GOLDEN
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import RopeConfig, rope_table
 
@@ -142,3 +144,55 @@ def test_the_constructor_checks_its_values() -> None:
         RopeConfig(kind="mrope", theta=1.0)
     with pytest.raises(ConfigError, match=r"RopeConfig\.theta: expected a finite number > 0, got 0.0"):
         RopeConfig(kind="default", theta=0.0)
+
+
+GOLDEN_ROPES = json.loads((GOLDEN / "rope.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("name", GOLDEN_ROPES)
+def test_angles_are_those_of_transformers(name: str) -> None:
+    golden = GOLDEN_ROPES[name]
+    rope = RopeConfig.from_dict({"rope_parameters": golden["rope_parameters"]}, max_position_embeddings=64)
+    cos, sin = rope_table(rope, head_dim=16, length=golden["length"])
+    found = np.arctan2(sin[1], cos[1])
+    np.testing.assert_allclose(found, golden["frequencies"], rtol=1e-5)  # theirs are computed in float32
+    np.testing.assert_allclose(np.hypot(cos, sin), golden["factor"], rtol=1e-6)
+
+
+def test_part_of_a_head_has_the_frequencies_of_a_smaller_one() -> None:
+    part = RopeConfig(kind="default", theta=100.0, partial_rotary_factor=0.5)
+    for found, expected in zip(rope_table(part, 16, 9), rope_table(RopeConfig(kind="default", theta=100.0), 8, 9), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_family_may_call_a_kind_otherwise() -> None:
+    config = {"rope_scaling": {"type": "su", "short_factor": [1.0], "long_factor": [2.0]}}
+    rope = RopeConfig.from_dict(config, max_position_embeddings=64, original_max_position_embeddings=16, other_kinds={"su": "longrope"})
+    assert (rope.kind, rope.factor, rope.long_factor) == ("longrope", 4.0, (2.0,))
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(32, {"is_long": False}), (33, {"is_long": True})],
+)
+def test_keys_of_longrope_are_compared_by_their_factors(length: int, expected: dict[str, Any]) -> None:
+    rope = RopeConfig(kind="longrope", theta=9.0, original_max_position_embeddings=32, short_factor=(1.0,), long_factor=(2.0,))
+    assert rope.at_length(length) == {**rope.to_dict(), **expected}
+
+
+def test_keys_of_dynamic_rope_are_compared_by_the_length_of_the_cache() -> None:
+    rope = RopeConfig(kind="dynamic", theta=9.0, factor=2.0, original_max_position_embeddings=32)
+    assert rope.at_length(7) == rope.at_length(32) != rope.at_length(33)
+
+
+@pytest.mark.parametrize(
+    ("rope", "head_dim", "message"),
+    [
+        (RopeConfig(kind="default", theta=9.0, partial_rotary_factor=0.2), 16, "partial_rotary_factor: expected an even number .*, got 3"),
+        (RopeConfig(kind="dynamic", theta=9.0), 2, "expected an even number of 4 or more of the 2 elements of a head, got 2"),
+        (RopeConfig(kind="longrope", theta=9.0, short_factor=(1.0,) * 8), 16, "long_factor: expected 8 factors, .*, got 0"),
+    ],
+)
+def test_heads_that_do_not_fit_are_refused(rope: RopeConfig, head_dim: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rope.check_head_dim(head_dim)

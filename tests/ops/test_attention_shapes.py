@@ -79,7 +79,7 @@ def test_dtypes_that_do_not_fit_are_refused():
 
 
 def test_the_workspace_is_that_of_the_largest_gpu():
-    """256 multiprocessors: 128 rows of prefill blocks, and 2 decode blocks of 3 heads; 5 times 16 columns: 4 times 4 floats, and 4."""
-    assert workspace_nbytes(FIELDS) == 256 * (128 + 2 * 3) * 5 * 5 * 4 * 4
+    """256 multiprocessors: 128 rows of prefill blocks, and 32 of a decode block; 5 times 16 columns: 4 times 4 floats, and 4."""
+    assert workspace_nbytes(FIELDS) == 256 * (128 + 32) * 5 * 5 * 4 * 4
     many = AttentionAttributes(num_heads=32, num_kv_heads=2, head_dim=80, rotary_dim=20)
     assert workspace_nbytes(many) == 256 * (128 + 2 * 16) * 5 * 5 * 4 * 4

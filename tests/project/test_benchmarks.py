@@ -99,6 +99,21 @@ def test_the_table_of_attention(monkeypatch):
     assert len([*attention({**content, "prefill": to_table([row(1, 0, 11.0)])})]) == 5  # nothing of others
 
 
+def test_the_table_of_states(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def row(layer, width, mb, share, us, **others):
+        return {"layer": layer, "width": width, "state_mb": mb, "of_copy": share, "us": us, "others_us": others}
+
+    rows = [row("mamba2", 1, 32.0, 0.9, 9.0), row("mamba2", 1, 64.0, 0.8, 9.0), row("mamba2", 1, 31.0, 0.1, 9.0)]
+    rows += [row("mamba2", 16, 1.0, 0.1, 8.0, a=4.0, b="none"), row("mamba2", 32, 1.0, 0.1, 3.0, a=4.0), row("conv", 2, 1.0, 0.1, 3.0)]
+    content = {"limits": {"of_copy": 0.85, "of_best_other": 1.0}, "rows": importlib.import_module("environment").to_table(rows)}
+    assert [*importlib.import_module("tables")._states(json.loads(json.dumps(content)))] == [
+        ("mamba2, decode from 64 MB of states: share of the copy bandwidth", "0.80 to 0.90 (2 shapes)", "at least 0.85"),
+        ("mamba2, several new tokens: time over that of a", "0.750 to 2.000 (2 shapes)", "1"),
+    ]
+
+
 def compare_kernels(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     monkeypatch.setattr(sys, "path", [*sys.path])  # the script puts the root in front
@@ -126,7 +141,7 @@ def test_compare_kernels_without_an_old_checkout_stops_with_one_line(monkeypatch
 def test_compare_kernels_lists_the_attention_sources_of_a_checkout(monkeypatch):
     names = compare_kernels(monkeypatch).attention_sources(ROOT)
     assert "attention_decode-float16-128" in names
-    assert {name.partition("-")[0] for name in names} == {"attention_decode", "attention_prefill"}
+    assert {name.partition("-")[0] for name in names} == {"attention_decode", "attention_decode_few", "attention_prefill"}
 
 
 def test_compare_kernels_finds_an_entry_point_in_a_source_of_another_name(monkeypatch):

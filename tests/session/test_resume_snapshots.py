@@ -12,6 +12,7 @@ import pytest
 from tests.helpers.cache_cases import Unchanged
 from tests.helpers.small_model import write_model
 from tests.helpers.snapshot_cases import MODEL, TOKENS, host_cache, save
+from tests.paths import GOLDEN
 from tests.session.reference_sessions import LONG, OPTIONS, SAMPLED, UNSEEDED, fails, same, tokens
 from trt_kvcache import InferenceSession
 from trt_kvcache.errors import CapacityError, ConfigError, KVCacheError, ShapeError, SnapshotError
@@ -183,3 +184,18 @@ class TestPaths:
     def test_no_paths(self, path, cache, given):
         with Unchanged(cache), pytest.raises(ShapeError):
             read_snapshots(given(path), cache, MODEL)
+
+
+def test_keys_that_longrope_rotated_for_shorter_sequences_are_refused(tmp_path):
+    """Caches of up to 80 tokens have the same angles, longer ones have others."""
+
+    def opened(length):
+        return InferenceSession.from_model(GOLDEN / "phi3-short-window", engine="reference", dtype="float32", max_sequence_length=length)
+
+    with opened(40) as source, opened(80) as same_angles, opened(81) as others:
+        source.prefill([[1, 2, 3]])
+        source.save_snapshot(tmp_path / "one.kv")
+        same_angles.load_snapshots(tmp_path / "one.kv")
+        assert same_angles.tokens(0) == (1, 2, 3)
+        with pytest.raises(SnapshotError, match=r"rope: expected .*'is_long': True.* as the model has, got .*'is_long': False"):
+            others.load_snapshots(tmp_path / "one.kv")

@@ -109,6 +109,7 @@ def use_tiles() -> str:
     attention_tiles._SHARED_NBYTES[ARCH] = attention_tiles.shared_limit(arch)
     attention_tiles._STREAMK_COST_TILES[ARCH] = 0
     attention_tiles.decode_tiles.cache_clear()
+    attention_tiles.few_tiles.cache_clear()
     return arch
 
 

@@ -60,6 +60,11 @@ inline float __uint_as_float(unsigned bits) {
 inline unsigned long long __umul64hi(unsigned long long a, unsigned long long b) {
     return static_cast<unsigned long long>(static_cast<unsigned __int128>(a) * b >> 64);
 }
+// What a cache should do with it means nothing here.
+template <class Type>
+Type __ldcs(const Type* address) { return *address; }
+template <class Type>
+void __stcs(Type* address, Type value) { *address = value; }
 inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
 inline int __ffs(unsigned bits) { return __builtin_ffs(static_cast<int>(bits)); }
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.kernels.attention import DECODE_CASES, GRID, PREFILL_CASES
+from tests.kernels.attention import DECODE_CASES, FEW_CASES, GRID, PREFILL_CASES
 from tests.simt import run
 from tests.simt.standin import need_compiler
 from trt_kvcache.kernels.attention_tiles import PREFILL_FORMS
@@ -22,6 +22,7 @@ need_compiler()
 run.use_tiles()
 
 ATTENTION = "test_attention"
+_PREFILLS = (1 + len(PREFILL_FORMS)) * len(PREFILL_CASES)  # as it is planned, and in each form
 
 
 def run_tests(cubins: Path, sanitizer: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -60,11 +61,12 @@ def test_nothing_is_found(sanitizer, chosen, at_least):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("tests", "cases"), [("test_decode", DECODE_CASES), ("test_prefill", PREFILL_CASES)])
+@pytest.mark.parametrize(
+    ("tests", "count"), [("test_decode", len(DECODE_CASES)), ("test_few", 2 * len(FEW_CASES)), ("test_prefill", _PREFILLS)]
+)
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
-def test_nothing_is_found_in_attention(sanitizer, tests, cases):
-    passed = count_passed(run_tests(run.build_cubins(sanitizer), sanitizer, f"tests/kernels/{ATTENTION}.py", "-k", tests))
-    assert passed == len(cases) * (1 + (cases is PREFILL_CASES) * len(PREFILL_FORMS))  # and as it is planned
+def test_nothing_is_found_in_attention(sanitizer, tests, count):
+    assert count_passed(run_tests(run.build_cubins(sanitizer), sanitizer, f"tests/kernels/{ATTENTION}.py", "-k", tests)) == count
 
 
 @pytest.mark.slow
@@ -78,9 +80,9 @@ def test_grid_of_attention():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
 def test_tiles_of_smaller_gpus(arch):
     command = [sys.executable, str(run.HERE / "run.py"), "-q", "-p", "no:cacheprovider", "-m", "device and not slow"]
-    command += [f"tests/kernels/{ATTENTION}.py", "-k", "test_decode or test_prefill"]
+    command += [f"tests/kernels/{ATTENTION}.py", "-k", "test_decode or test_few or test_prefill"]
     result = subprocess.run(command, env={**os.environ, "SIMT_TILES": arch}, cwd=run.REPOSITORY, capture_output=True, text=True)
-    assert count_passed(result) == len(DECODE_CASES) + (1 + len(PREFILL_FORMS)) * len(PREFILL_CASES)  # and as it is planned
+    assert count_passed(result) == len(DECODE_CASES) + 2 * len(FEW_CASES) + _PREFILLS
 
 
 RACE, BYTES, MISALIGNED = "WARNING: ThreadSanitizer: data race", "bytes differ", "misaligned address"
@@ -94,6 +96,7 @@ SAMPLING, CHOOSE = "test_sampling.py", "sampling/choose.cu"
 COMPACT, COUNT, ONE_MORE = "test_compaction.py", "(sizeof(Vector)), stride", "(sizeof(Vector)) + 1, stride"
 
 CONV, MAMBA2, DELTA = (f"recurrent/{name}.cu" for name in ("causal_conv1d", "mamba2", "delta_rule"))
+CHUNKS = "recurrent/mamba2_chunks.cuh"
 CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d.py", "test_mamba2.py", "test_delta_rule.py"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -243,7 +246,7 @@ MISTAKES = {
         "assert",
     ),
     "padding enters the conv state": (CONV, "count - kWidth + column", "count + 1 - kWidth + column", "none", CONV_TESTS, "assert"),
-    "a tile without the inputs before it": (CONV, "} else if (first < count) {", "} else if (count < 0) {", "none", CONV_TESTS, "assert"),
+    "a tile without the inputs before it": (CONV, "if (first < count) {", "if (count < 0) {", "none", CONV_TESTS, "assert"),
     "channels behind the last one": (CONV, "if (channel >= params.channels) return;", "", "address", CONV_TESTS, OVERRUN),
     "a conv state that is kept as floats": (CONV, "if (params.past == params.present) return;", "return;", "none", CONV_TESTS, "assert"),
     "padding moves the state on": (
@@ -256,7 +259,7 @@ MISTAKES = {
     ),
     "groups of heads that do not follow each other": (
         MAMBA2,
-        "head * params.groups / params.heads",
+        "static_cast<int>(head) * static_cast<int>(params.groups) / static_cast<int>(params.heads)",
         "head % params.groups",
         "none",
         MAMBA2_TESTS,
@@ -280,15 +283,40 @@ MISTAKES = {
         MAMBA2_TESTS,
         RACE,
     ),
+    "a chunk in which a token does not see itself": (CHUNKS, "source <= row", "source < row", "none", MAMBA2_TESTS, "assert"),
+    "a state as precise as its parts": (CHUNKS, "low[i] = parts.low;", "low[i] = 0;", "none", MAMBA2_TESTS, "assert"),
+    "a state before all have read the one before": (
+        CHUNKS,
+        "outputs(stage, first, d);\n            __syncthreads();",
+        "outputs(stage, first, d);",
+        "thread",
+        MAMBA2_TESTS,
+        RACE,
+    ),
+    "padding in a chunk": (
+        CHUNKS,
+        "const bool is_new = first + token < count;",
+        "const bool is_new = true;",
+        "none",
+        MAMBA2_TESTS,
+        "finite",
+    ),
     "a change of a state that has not decayed": (
         DELTA,
-        "token.decay * token.inverse_k * sum",
-        "token.inverse_k * sum",
+        "token.decay * token.inverse_k * key",
+        "token.inverse_k * key",
         "none",
         DELTA_TESTS,
         "assert",
     ),
-    "keys of another head": (DELTA, "head / (params.heads / params.key_heads)", "head % params.key_heads", "none", DELTA_TESTS, "assert"),
+    "keys of another head": (
+        DELTA,
+        "static_cast<int>(head) / (static_cast<int>(params.heads) / static_cast<int>(params.key_heads))",
+        "head % params.key_heads",
+        "none",
+        DELTA_TESTS,
+        "assert",
+    ),
     "columns of the next row": (DELTA, "is_live = column < params.value_dim", "is_live = true", "address", DELTA_TESTS, OVERRUN),
     "steps of the tile before": (
         DELTA,

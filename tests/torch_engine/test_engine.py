@@ -7,8 +7,14 @@ from tests.torch_engine.needs_torch import need_torch
 
 need_torch()
 
+from tests.helpers.small_model import SMALL, with_mixer  # noqa: E402
 from tests.reference.rig import Rig, random_ids  # noqa: E402
 from tests.reference.test_engine import *  # noqa: E402, F403
+from trt_kvcache import HostMemory  # noqa: E402
+from trt_kvcache.engine.decoder_tensors import cache_config  # noqa: E402
+from trt_kvcache.errors import ConfigError  # noqa: E402
+from trt_kvcache.model import ModelConfig  # noqa: E402
+from trt_kvcache.torch_engine import TorchEngine, engine  # noqa: E402
 
 
 def test_no_variant_reads_dead_rows() -> None:
@@ -64,3 +70,12 @@ def test_a_cache_that_is_closed_after_a_step_is_refused() -> None:
     rig.cache.close()
     with pytest.raises(ClosedError):
         rig.engine.enqueue(rig.stream)
+
+
+def test_what_is_not_computed_is_refused_before_a_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "COMPUTED_FEATURES", frozenset())
+    model = with_mixer(ModelConfig.from_dict(SMALL), window=5)
+    kv = cache_config(model, max_batch_size=2, max_sequence_length=32, dtype="float32")
+    message = r"^layers\[0\]\.mixer\.window = 5: the PyTorch engine does not compute attention with a window yet \(llama\)\."
+    with pytest.raises(ConfigError, match=message):
+        TorchEngine(model, lambda name: pytest.fail(f"{name} was read"), kv=kv, max_prefill_length=8, memory=HostMemory())

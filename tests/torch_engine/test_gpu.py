@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
 from tests.helpers.small_model import write_model
 from tests.paths import GOLDEN
 from tests.reference.rig import MODELS
@@ -12,9 +13,10 @@ from tests.torch_engine.needs_torch import need_torch
 
 need_torch()
 
-from trt_kvcache import CudaMemory, InferenceSession  # noqa: E402
+from trt_kvcache import CudaMemory, HostMemory, InferenceSession, KVCacheManager, ReferenceEngine  # noqa: E402
+from trt_kvcache.engine.decoder_tensors import cache_config  # noqa: E402
 from trt_kvcache.errors import CaptureError, EngineError  # noqa: E402
-from trt_kvcache.torch_engine import device  # noqa: E402
+from trt_kvcache.torch_engine import TorchEngine, device  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -39,22 +41,44 @@ def rows_of(session, vocab):
     return [row for rows in found for row in rows]
 
 
-def assert_same(folder, dtype, attention, vocab):
+def assert_same(folder, dtype, attention):
     options = {**SIZES, "dtype": dtype, "attention": attention}
     with (
         InferenceSession.from_model(folder, engine="torch", **options) as ours,
         InferenceSession.from_model(folder, engine="reference", **options) as reference,
     ):
-        assert ours.engine.memory.device == "cuda:0"
-        for found, expected in zip(rows_of(ours, vocab), rows_of(reference, vocab), strict=True):
-            assert np.abs(found - expected).max() <= TOLERANCES[dtype] * np.abs(expected).max()
-        assert len(ours.engine._device._graphs) == 2, "decode steps of 3 and of 2 slots are replayed"
+        compare(ours, reference, dtype)
+
+
+def compare(ours, reference, dtype):
+    assert ours.engine.memory.device == "cuda:0"
+    vocab = ours.engine.tensors["logits"].shape[-1]
+    for found, expected in zip(rows_of(ours, vocab), rows_of(reference, vocab), strict=True):
+        assert np.abs(found - expected).max() <= TOLERANCES[dtype] * np.abs(expected).max()
+    assert len(ours.engine._device._graphs) == 2, "decode steps of 3 and of 2 slots are replayed"
 
 
 @ATTENTION
 @pytest.mark.parametrize("model", MODELS)
 def test_in_float32(model, attention):
-    assert_same(GOLDEN / model, "float32", attention, 59)
+    assert_same(GOLDEN / model, "float32", attention)
+
+
+@ATTENTION
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("head_dims", [(64, 80, 96, 256), (24, 64, 128, 40)], ids=["kernels", "mask"])
+def test_layers_that_differ(head_dims, dtype, attention):
+    checkpoint, host, gpu = RandomCheckpoint(mixed_model(*head_dims)), HostMemory(), CudaMemory()
+    sizes = {"max_batch_size": 3, "max_sequence_length": 61}
+    kv = cache_config(checkpoint.config, **sizes, dtype=dtype, attention=attention)
+    options = {"kv": kv, "max_prefill_length": 9, "attention": attention}
+    with (
+        InferenceSession(TorchEngine.open(checkpoint, **options, memory=gpu), KVCacheManager(kv, memory=gpu)) as ours,
+        InferenceSession(ReferenceEngine(checkpoint, **options, memory=host), KVCacheManager(kv, memory=host)) as reference,
+    ):
+        known = dtype != "float32" and head_dims[0] == 64
+        assert (ours.engine._kernel_inputs is not None) == known
+        compare(ours, reference, dtype)
 
 
 @ATTENTION
@@ -64,7 +88,7 @@ def test_with_the_attention_kernels(head_dim, dtype, attention, tmp_path):
     heads, kv_heads = SHAPES[head_dim]
     changes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim, "num_hidden_layers": 2}
     folder = write_model(tmp_path / "model", **changes, torch_dtype=dtype)
-    assert_same(folder, dtype, attention, 37)
+    assert_same(folder, dtype, attention)
 
 
 def test_a_capturing_stream_is_refused():

@@ -11,6 +11,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
 from tests.helpers.small_model import write_model
 from tests.simt.standin import needs_standin
 from tests.torch_engine.needs_torch import need_torch
@@ -19,7 +20,7 @@ need_torch()
 
 import torch  # noqa: E402
 
-from trt_kvcache import InferenceSession, KVCacheManager  # noqa: E402
+from trt_kvcache import HostMemory, InferenceSession, KVCacheManager, ReferenceEngine  # noqa: E402
 from trt_kvcache.checkpoint import Checkpoint  # noqa: E402
 from trt_kvcache.engine.decoder_tensors import cache_config  # noqa: E402
 from trt_kvcache.kernels import add_rms_norm, attend, silu_mul  # noqa: E402
@@ -50,35 +51,58 @@ class EmulatedDevice(HostDevice):
         return torch.frombuffer((ctypes.c_uint8 * tensor.nbytes).from_address(tensor.ptr), dtype=dtype).reshape(tensor.shape)
 
 
-@pytest.mark.parametrize("attention", ["native", "plugin"])
-@pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), ("bfloat16", 80)])
-def test_sessions_agree_with_the_reference_engine(memory, monkeypatch, tmp_path, dtype, head_dim, attention):
-    calls = Counter()
+@pytest.fixture
+def calls(memory, monkeypatch):
+    """How often each kernel was launched, by the engine that computes here."""
+    found = Counter()
 
     def at_once(kernel):
         def call(*tensors, stream, **options):
             kernel(*tensors, stream=stream, **options)
             memory.synchronize(stream)
-            calls[kernel] += 1
+            found[kernel] += 1
 
         return call
 
     monkeypatch.setattr(engine, "torch_device", EmulatedDevice)
     for kernel in (attend, add_rms_norm, silu_mul):
         monkeypatch.setattr(kernels, kernel.__name__, at_once(kernel))
+    return found
+
+
+@pytest.mark.parametrize("attention", ["native", "plugin"])
+@pytest.mark.parametrize(("dtype", "head_dim"), [("float16", 64), ("bfloat16", 80)])
+def test_sessions_agree_with_the_reference_engine(memory, calls, tmp_path, dtype, head_dim, attention):
     changes = {"head_dim": head_dim, "num_attention_heads": 6, "num_key_value_heads": 2, "num_hidden_layers": 2}
     folder = write_model(tmp_path / "model", **changes, torch_dtype=dtype)
     with Checkpoint.open(folder) as checkpoint:
         kv = cache_config(checkpoint.config, **SIZES, dtype=dtype, attention=attention)
         ours = TorchEngine.open(checkpoint, kv=kv, max_prefill_length=7, attention=attention, memory=memory)
-    prompts, steps = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [35, 8]], [[9, 7], [9, 3]]
-    found = []
     with (
         InferenceSession(ours, KVCacheManager(kv, memory=memory)) as session,
         InferenceSession.from_model(folder, engine="reference", attention=attention, dtype=dtype, **SIZES) as reference,
     ):
-        for one in (session, reference):
-            found.append([one.prefill(prompts), *(one.decode(tokens) for tokens in steps)])
-    for logits, expected in zip(*found, strict=True):
-        assert np.abs(logits - expected).max() <= TOLERANCES[dtype] * np.abs(expected).max()
+        check_agreement(session, reference, TOLERANCES[dtype])
     assert calls[attend] == calls[silu_mul] == calls[add_rms_norm] / 2 > 0
+
+
+@pytest.mark.parametrize("attention", ["native", "plugin"])
+def test_layers_that_differ_agree_with_the_reference_engine(memory, calls, attention):
+    checkpoint = RandomCheckpoint(mixed_model(64, 64, 64, 64))  # the emulator has no other kernels for float16
+    kv = cache_config(checkpoint.config, **SIZES, dtype="float16", attention=attention)
+    options = {"kv": kv, "max_prefill_length": 7, "attention": attention}
+    host = HostMemory()
+    with (
+        InferenceSession(TorchEngine.open(checkpoint, **options, memory=memory), KVCacheManager(kv, memory=memory)) as session,
+        InferenceSession(ReferenceEngine(checkpoint, **options, memory=host), KVCacheManager(kv, memory=host)) as reference,
+    ):
+        check_agreement(session, reference, 4e-3)
+    assert calls[attend] == 4 * calls[silu_mul] / 3 > 0, "the first layer has no SiLU"
+
+
+def check_agreement(session, reference, tolerance):
+    """Compare the logits of a ragged prefill in chunks and of decode steps."""
+    prompts, steps = [[3, 1, 4, 1, 5, 9, 2, 6, 5], [35, 8]], [[9, 7], [9, 3]]
+    found = [[one.prefill(prompts), *(one.decode(tokens) for tokens in steps)] for one in (session, reference)]
+    for logits, expected in zip(*found, strict=True):
+        assert np.abs(logits - expected).max() <= tolerance * np.abs(expected).max()

@@ -16,7 +16,7 @@ from tests.torch_engine.needs_torch import need_torch
 
 need_torch()
 
-from trt_kvcache import InferenceSession  # noqa: E402
+from trt_kvcache import InferenceSession, ReferenceEngine  # noqa: E402
 from trt_kvcache.session import open_model as opening  # noqa: E402
 from trt_kvcache.session.open_model import EngineFallbackWarning  # noqa: E402
 from trt_kvcache.torch_engine import TorchEngine  # noqa: E402
@@ -54,6 +54,16 @@ class TestWithoutAGpu:
         ):
             InferenceSession.from_model(GOLDEN / "llama").close()
         assert f"engine: reference, because {NO_GPU}; and " in caplog.text
+
+    def test_auto_takes_numpy_for_a_model_that_torch_does_not_compute(self, monkeypatch, caplog):
+        monkeypatch.setattr("trt_kvcache.torch_engine.engine.COMPUTED_FEATURES", frozenset())
+        with (
+            caplog.at_level(logging.INFO, "trt_kvcache"),
+            pytest.warns(EngineFallbackWarning, match=f"^running the NumPy reference engine: {NO_GPU}$"),
+            InferenceSession.from_model(GOLDEN / "gemma2") as session,
+        ):
+            assert isinstance(session.engine, ReferenceEngine)
+        assert "the PyTorch engine does not compute attention with a window yet (gemma2)" in caplog.text
 
     @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
     def test_sessions_agree_with_the_reference_engine(self, tmp_path, dtype):

@@ -15,7 +15,7 @@ from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_tensors import MIN_BATCH_SIZE, decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
-from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING, decoder_stages
+from trt_kvcache.engine_folder.decoder_segments import EMBEDDING, cos_sin_names, decoder_stages
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.ops.segments import Segment
@@ -199,7 +199,8 @@ def define_constants(checkpoint: Checkpoint, cache: KVCacheConfig) -> bytes:
     from safetensors.numpy import save
 
     table = Weights(checkpoint, cache.dtype)(EMBEDDING)
-    return save({EMBEDDING: table, COS_SIN: cos_sin(checkpoint.config.layers[0].attention, length=cache.max_sequence_length)})
+    angles = {name: cos_sin(kind, length=cache.max_sequence_length) for kind, name in cos_sin_names(checkpoint.config).items()}
+    return save({EMBEDDING: table, **angles})
 
 
 def _network_factory(model: ModelConfig, tensorrt: TensorRT, messages: Messages) -> tuple[Any, Callable[[], Any]]:

@@ -11,14 +11,16 @@ from typing import Literal
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.dtypes import MODEL_DTYPES
-from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant
+from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant, why_not_native
 from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine.protocol import EngineProfile
+from trt_kvcache.engine_folder.decoder_segments import attention_op_attributes
 from trt_kvcache.errors import ConfigError, EngineError
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, MAX_GROUP
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.features import check_features
+from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.plugin.versions import check_plugins
 
@@ -36,7 +38,28 @@ DEFAULT_MAX_PREFILL_LENGTH = 512
 _TURING = "7.5"
 
 #: Names of :data:`~trt_kvcache.model.features.FEATURES` that the networks of this package compute.
-COMPUTED_FEATURES: frozenset[str] = frozenset()
+COMPUTED_FEATURES: frozenset[str] = frozenset(
+    {
+        "activation",
+        "embedding_multiplier",
+        "final_softcap",
+        "full_qk_norm",
+        "fused_tensors",
+        "logits_divisor",
+        "no_rope",
+        "norm_offset",
+        "norm_places",
+        "norm_rounding",
+        "partial_rotary",
+        "query_scaling",
+        "residual_multiplier",
+        "scale",
+        "several_ropes",
+        "several_shapes",
+        "softcap",
+        "window",
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +179,7 @@ class BuildOptions:
         ------
         ConfigError
             The network does not compute something that the model needs, TensorRT has no attention kernels for a head dimension, S exceeds
-            the positions of the model, or a GPU does not have the dtype.
+            the positions of the model, native attention has no window or soft cap, or a GPU does not have the dtype.
         """
         check_features(model, COMPUTED_FEATURES, "TensorRT's network")
         for head_dim in sorted({mixer.head_dim for mixer in model.attention_layers}):
@@ -170,6 +193,9 @@ class BuildOptions:
                 f"max_sequence_length: expected at most {model.max_position_embeddings}, the positions that the model was made for "
                 f"(max_position_embeddings), got {self.max_sequence_length}."
             )
+        obstacle = why_not_native(model, self.max_sequence_length) if self.attention == "native" else None
+        if obstacle is not None:
+            raise ConfigError(f"attention: expected mask or plugin, got native: {obstacle}. Build with --attention mask or plugin.")
         dtype = self.dtype or model.dtype
         if dtype == "bfloat16" and _TURING in (self.compute_capabilities or ()):
             raise ConfigError(f"dtype: GPUs of compute capability {_TURING} have no bfloat16. Build with dtype float16.")
@@ -187,7 +213,7 @@ class BuildOptions:
         Raises
         ------
         ConfigError
-            The kernels do not support its dtype, head dimension or number of query heads per K/V head.
+            The kernels do not support its dtype, head dimension, number of query heads per K/V head, or another number of its attention.
         """
         if self.attention != "plugin":
             return
@@ -199,6 +225,8 @@ class BuildOptions:
                 raise ConfigError(
                     f"num_attention_heads: expected at most {MAX_GROUP} for each K/V head for plugin attention, got {mixer.group}."
                 )
+            attributes = attention_op_attributes(mixer, max_sequence_length=self.max_sequence_length)
+            AttentionOp(**attributes).kernel_attributes()  # type: ignore[arg-type]  # each of its type
 
     def check_tensorrt(self, tensorrt: TensorRT) -> None:
         """Check that a TensorRT can build with these options.

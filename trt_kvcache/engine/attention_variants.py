@@ -8,13 +8,15 @@ mask     10.15: KVCacheUpdate      1.4   SEPARATE the same
 plugin   10.3: aliased plugin I/O  1.4   COMBINED ``kv_cache`` in, ``present_kv_cache`` out
 ======== ========================= ===== ======== ==================================================================
 
-TensorRT for RTX has no plugin layers, so the plugin variant is built in segments there.
+TensorRT for RTX has no plugin layers, so the plugin variant is built in segments there. TensorRT's attention layer has no window and no
+soft cap: see :func:`why_not_native`.
 """
 
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 from trt_kvcache.cache.layout import KVLayout
+from trt_kvcache.model import AttentionConfig, ModelConfig
 
 AttentionName = Literal["native", "mask", "plugin"]
 
@@ -119,6 +121,77 @@ def cache_layout(name: str) -> KVLayout:
         There is no such variant.
     """
     return attention_variant(name).layout
+
+
+def window_in_cache(mixer: AttentionConfig, max_sequence_length: int) -> int | None:
+    """Return the window of an attention over a cache.
+
+    Parameters
+    ----------
+    mixer : AttentionConfig
+        The attention.
+    max_sequence_length : int
+        Tokens that a slot can hold, S.
+
+    Returns
+    -------
+    int or None
+        Tokens that a token attends to; None without a window, and with one that no sequence in the cache exceeds.
+    """
+    return mixer.window if mixer.window is not None and mixer.window < max_sequence_length else None
+
+
+def why_not_native(model: ModelConfig, max_sequence_length: int) -> str | None:
+    """Return why TensorRT's attention cannot be used without an explicit mask.
+
+    Parameters
+    ----------
+    model : ModelConfig
+        The model.
+    max_sequence_length : int
+        Tokens that a slot can hold, S.
+
+    Returns
+    -------
+    str or None
+        The first place in the model with a window that is smaller than S, or with a soft cap of scores; None if there is none.
+
+    Examples
+    --------
+    >>> import json
+    >>> from pathlib import Path
+    >>> model = ModelConfig.from_dict(json.loads(Path("examples/tiny-llama/config.json").read_text()))
+    >>> print(why_not_native(model, 256))
+    None
+    """
+    for index, layer in enumerate(model.layers):
+        mixer = layer.mixer
+        if not isinstance(mixer, AttentionConfig):
+            continue
+        window = window_in_cache(mixer, max_sequence_length)
+        if window is not None:
+            return f"layers[{index}].mixer.window = {window}, and TensorRT's attention layer has no window"
+        if mixer.softcap is not None:
+            return f"layers[{index}].mixer.softcap = {mixer.softcap}, and TensorRT's attention layer has no soft cap"
+    return None
+
+
+def default_attention(model: ModelConfig, max_sequence_length: int) -> AttentionName:
+    """Return the variant of attention for a TensorRT engine that no one was chosen for.
+
+    Parameters
+    ----------
+    model : ModelConfig
+        The model.
+    max_sequence_length : int
+        Tokens that a slot can hold, S.
+
+    Returns
+    -------
+    str
+        ``"native"``, or ``"mask"`` for a model that :func:`why_not_native` has something to say of.
+    """
+    return "native" if why_not_native(model, max_sequence_length) is None else "mask"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,6 +27,9 @@ from trt_kvcache.memory.tensor import DeviceTensor
 #: Pages of results that may be on their way to the host at once.
 _PAGES = 2
 
+#: Token ids that are counted.
+Tokens = Sequence[int] | npt.NDArray[np.integer[Any]]
+
 #: Of a seed and a counter.
 _LARGEST_NUMBER = 2**64 - 1
 
@@ -193,8 +196,8 @@ class DeviceSampler(Uncopyable):
         *,
         seed: int,
         counter: int,
-        prompt: Sequence[int] = (),
-        generated: Sequence[int] = (),
+        prompt: Tokens = (),
+        generated: Tokens = (),
         stream: Any,
     ) -> None:
         """Begin a request in a slot, or continue one that was elsewhere before.
@@ -207,10 +210,10 @@ class DeviceSampler(Uncopyable):
             How its tokens are chosen. ``seed`` and ``counter`` of it are not looked at.
         seed, counter : int
             Of the request's ``Sampler``: the random numbers, and how many of them were used.
-        prompt : sequence of int
-            Token ids in front of the generated ones: ``repetition_penalty`` makes them less likely.
-        generated : sequence of int
-            Token ids that were generated so far, each as often as it was: all penalties count them.
+        prompt : sequence of int, or ndarray
+            Token ids in front of the generated ones, each once or more often: ``repetition_penalty`` makes them less likely.
+        generated : sequence of int, or ndarray
+            Token ids that were generated so far, each as often as it was, in any order: all penalties count them.
         stream : cuda.core.Stream
             All of it is ordered on it; the call does not wait. It may allocate.
 
@@ -404,7 +407,7 @@ class DeviceSampler(Uncopyable):
     def _row(self, tensor: DeviceTensor, slot: int) -> DeviceTensor:
         return tensor[slot : slot + 1].reshape(self._vocab_size)
 
-    def _token_ids(self, name: str, tokens: Sequence[int]) -> npt.NDArray[np.int64]:
+    def _token_ids(self, name: str, tokens: Tokens) -> npt.NDArray[np.int64]:
         ids = np.asarray(tokens, np.int64)
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
             raise RangeError(f"{name}: expected token ids from 0 to {self._vocab_size - 1}, got {int(ids.min())} to {int(ids.max())}.")

@@ -59,11 +59,11 @@ class LogitsEdits:
         if self._has_penalties:
             self._counts = TokenCounts((*self._prompt[len(self._prompt) - self._generated :], *tokens))
 
-    def history(self, tokens: Sequence[int]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the prompt, and the tokens that penalties count as generated: empty if nothing asks for them."""
+    def history(self) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+        """Return the different tokens of the prompt, and those that penalties count as generated, in any order: none if nothing asks."""
         if not self._has_penalties:
-            return (), ()
-        return self._prompt, (*self._prompt[len(self._prompt) - self._generated :], *tokens)
+            return np.empty(0, np.intp), np.empty(0, np.intp)
+        return self._prompt_ids, np.repeat(self._counts.ids, self._counts.counts.astype(np.intp))
 
     def add(self, token: int) -> None:
         """Count one more token that was generated."""

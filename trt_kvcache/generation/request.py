@@ -207,7 +207,7 @@ class Request:
             All of it is ordered on it; the call does not wait. It may allocate.
         """
         seed, counter = self.sampler
-        prompt, generated = self._edits.history(self.tokens)
+        prompt, generated = self._edits.history()
         sampler.set_slot(slot, self._params, seed=seed, counter=counter, prompt=prompt, generated=generated, stream=stream)
 
     def take(self, sampled: SampledToken, *, full: bool) -> GeneratedToken:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import NamedTuple
 
@@ -27,6 +28,9 @@ MIN_SCORE_FACTOR, MAX_SCORE_FACTOR = 1e-6, 1e6
 
 #: Rows of the matrix that holds the query heads of a K/V head, in each of the decode kernels.
 DECODE_ROWS = (8, 16)
+
+#: New tokens of a slot, at most, in the decode kernels for a few of them.
+MAX_FEW_TOKENS = 8
 
 _KIB = 1024
 
@@ -78,56 +82,60 @@ def shared_limit(arch: str) -> int:
     return _SHARED_NBYTES.get(arch, _MIN_SHARED_NBYTES)
 
 
-def decode_block_nbytes(head_dim: int, rows: int, warps: int, stages: int, tile_tokens: int) -> int:
-    """Return the bytes of shared memory of a decode block with tiles of these sizes.
+def decode_block_nbytes(head_dim: int, rows: int, tiles: Mapping[str, int]) -> int:
+    """Return the bytes of shared memory of a decode block.
 
     Parameters
     ----------
     head_dim : int
         Elements of a head, D: one of :data:`HEAD_DIMS`.
     rows : int
-        Of the matrix of query heads: one of :data:`DECODE_ROWS`.
-    warps : int
-        Of a block.
-    stages : int
-        Of the pipeline.
-    tile_tokens : int
-        Tokens of a tile of one warp.
+        Of the matrix of q.
+    tiles : mapping of str to int
+        The macros ``WARPS``, ``STAGES``, ``HEAD_BUFFERS``, ``TILE_TOKENS`` and ``MAX_NEW_TOKENS``.
 
     Notes
     -----
-    ``DecodeSharedMemory`` in ``plugins/attention/kv_pipeline.cuh`` lays it out: the ring, head buffers, the new token, totals of warps.
+    ``DecodeSharedMemory`` in ``plugins/attention/kv_pipeline.cuh`` lays it out: ring, head buffers, a single new token, totals of warps.
     """
-    row = row_nbytes(head_dim, "float16")
-    return (warps * (2 * stages - 1) * tile_tokens + stages * (rows + 4) + 2) * row + 8 * warps * rows
+    row, warps, new_tokens = row_nbytes(head_dim, "float16"), tiles["WARPS"], tiles["MAX_NEW_TOKENS"]
+    ring, head_rows = warps * (2 * tiles["STAGES"] - 1) * tiles["TILE_TOKENS"], tiles["HEAD_BUFFERS"] * (rows + 4 * new_tokens)
+    return (ring + head_rows + (2 if new_tokens == 1 else 0)) * row + 8 * warps * rows
 
 
 @cache
 def decode_tiles(head_dim: int, arch: str) -> dict[str, int]:
-    """Return the macros of the decode kernel: as many warps, and then as many stages, as shared memory has room for.
+    """Return the macros of the decode kernels: as many warps, and then as many stages, as shared memory has room for.
 
     ``plugins/attention/decode_params.cuh`` says what each of them means.
     """
-    tile_tokens = 32 if head_dim <= 64 else 16
+    return _decode_tiles(head_dim, arch, DECODE_ROWS[-1], 1, 0)
+
+
+@cache
+def few_tiles(head_dim: int, arch: str) -> dict[str, int]:
+    """Return the macros of the decode kernels for a few new tokens: the same, with room for more rows and tokens.
+
+    With a head dim of 256, the output of more than 16 rows would not fit into registers, nor a further buffer into shared memory.
+    """
+    rows, left_out = (32, 0) if head_dim <= 128 else (16, 1)
+    return {**_decode_tiles(head_dim, arch, rows, MAX_FEW_TOKENS, left_out), "MAX_ROWS": rows}
+
+
+def _decode_tiles(head_dim: int, arch: str, rows: int, new_tokens: int, buffers_left_out: int) -> dict[str, int]:
+    sizes = {"TILE_TOKENS": 32 if head_dim <= 64 else 16, "MAX_NEW_TOKENS": new_tokens}
     for warps in (8, 4, 2):
-        fitting = [n for n in (2, 3, 4) if decode_block_nbytes(head_dim, DECODE_ROWS[-1], warps, n, tile_tokens) <= shared_limit(arch)]
+        tried = [{"WARPS": warps, "STAGES": stages, "HEAD_BUFFERS": stages - buffers_left_out, **sizes} for stages in (4, 3, 2)]
+        fitting = [one for one in tried if decode_block_nbytes(head_dim, rows, one) <= shared_limit(arch)]
         if fitting:
             break
     return {
-        "WARPS": warps,
-        "STAGES": fitting[-1],
-        "TILE_TOKENS": tile_tokens,
+        **fitting[0],
         "BLOCKS_PER_SM": 1,
         "MIN_TILES_PER_BLOCK": 8,
         "STREAMK_COST_TILES": _STREAMK_COST_TILES.get(arch, _STREAMK_COST_TILES["sm_90"]),
         "QK_ACCUMULATORS": 2,
     }
-
-
-def decode_shared_nbytes(head_dim: int, rows: int, arch: str) -> int:
-    """Return the bytes of shared memory of a decode block with the tiles of an architecture."""
-    tiles = decode_tiles(head_dim, arch)
-    return decode_block_nbytes(head_dim, rows, tiles["WARPS"], tiles["STAGES"], tiles["TILE_TOKENS"])
 
 
 #: The prefill kernels: for few new tokens, which they append too, with so many rows in a row block; for more; one block for each row block.

@@ -15,6 +15,9 @@ from trt_kvcache.memory.tensor import DeviceTensor
 #: Decode blocks that are resident on a multiprocessor at once, at most.
 MAX_BLOCKS_PER_SM = 2
 
+#: Rows of a decode block for several new tokens, at most.
+MAX_FEW_ROWS = 32
+
 #: Rows of all prefill blocks that are resident on a multiprocessor at once and split K and V, at most.
 MAX_PREFILL_ROWS_PER_SM = 128
 
@@ -27,7 +30,7 @@ def flagged_rows(multiprocessors: int, group: int) -> int:
     multiprocessors : int
         Of the GPU.
     group : int
-        Query heads for each K/V head: rows of a decode block.
+        Query heads for each K/V head: rows of a decode block, if there is one new token.
     """
     return multiprocessors * max(MAX_BLOCKS_PER_SM * group, MAX_PREFILL_ROWS_PER_SM)
 
@@ -51,7 +54,7 @@ def partials_shape(multiprocessors: int, group: int, head_dim: int) -> tuple[int
         (``plugins/attention/split_kv_reduce.cuh``). First :func:`flagged_rows`, flagged vectors for other blocks; then what a decode block
         keeps for itself.
     """
-    own = multiprocessors * MAX_BLOCKS_PER_SM * group
+    own = multiprocessors * max(MAX_BLOCKS_PER_SM * group, MAX_FEW_ROWS)
     return (flagged_rows(multiprocessors, group) + own, strips_per_row(head_dim), 5, 4)
 
 

@@ -78,7 +78,9 @@ def mamba2_scan(
     -----
     "Transformers are SSMs" (Dao and Gu, 2024): ``selective_state_update`` and ``mamba_chunk_scan_combined`` of Mamba-2, Bamba, Granite 4
     and Nemotron-H. Time steps, states and sums are float32 within a call; the state is rounded to its dtype at the end of one. The limits
-    hold for a single token too, so that results do not depend on how tokens are split into calls.
+    hold for a single token too, so that results do not depend on how tokens are split into calls. From 17 new tokens on, a GPU computes
+    activations of 16 bits with tensor cores, for state sizes of 64 and 128: the matrix of a chunk, and the state that its outputs see, are
+    then rounded to the dtype of ``x``, in which float16 ends at 65504.
 
     Examples
     --------

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, decode_tiles, prefill_tiles
+from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, decode_tiles, few_tiles, prefill_tiles
 
 #: How the macros of each attention source are chosen.
-TILES = {"attention_decode": decode_tiles, "attention_prefill": prefill_tiles}
+TILES = {"attention_decode": decode_tiles, "attention_decode_few": few_tiles, "attention_prefill": prefill_tiles}
 
 #: The sources of recurrent layers.
 RECURRENT_SOURCES = ("recurrent_causal_conv1d", "recurrent_delta_rule", "recurrent_mamba2")

@@ -5,6 +5,7 @@ A class with a ``kind`` writes it too, so that it is found again among the class
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from types import NoneType, UnionType
@@ -97,4 +98,6 @@ def _value(kind: Any, data: Any, where: str) -> Any:
     accepted = (int, float) if kind is float else (kind,)
     if not isinstance(data, accepted) or (isinstance(data, bool) and kind is not bool):
         raise ConfigError(f"{where}: expected a {kind.__name__}, got {shown(data)}.")
+    if kind is float and abs(data) <= sys.float_info.max:  # the class refuses others
+        return float(data)
     return data

@@ -78,13 +78,13 @@ def check_features(model: ModelConfig, computed: Collection[str], engine: str) -
 
 def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
     yield from _attention_places(model)
-    first = model.layers[0]
+    first_sizes = next((sizes for sizes in map(_sizes, model.layers) if sizes), ())
     for index, layer in enumerate(model.layers):
         if layer.mixer is None:
             yield "no_mixer", f"layers[{index}].mixer = None"
         elif not isinstance(layer.mixer, AttentionConfig):
             yield layer.mixer.kind, f"layers[{index}].mixer = {layer.mixer}"
-        if _sizes(layer) != _sizes(first):
+        if _sizes(layer) not in ((), first_sizes):
             yield "several_shapes", f"layers[{index}] = {_sizes(layer)}"
         if layer.input_norm is None or layer.mlp_norm is None or layer.mixer_output_norm is not None or layer.mlp_output_norm is not None:
             yield "norm_places", f"layers[{index}] norms"
@@ -110,6 +110,7 @@ def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
 
 
 def _attention_places(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    first_rope = next((mixer.rope for mixer in model.attention_layers if mixer.rope is not None), None)
     for index, layer in enumerate(model.layers):
         mixer = layer.mixer
         if not isinstance(mixer, AttentionConfig):
@@ -122,7 +123,7 @@ def _attention_places(model: ModelConfig) -> Iterator[tuple[str, str]]:
             yield "no_rope", f"layers[{index}].mixer.rope = None"
         elif mixer.rotary_dim != mixer.head_dim:
             yield "partial_rotary", f"layers[{index}].mixer.rope.partial_rotary_factor = {mixer.rope.partial_rotary_factor}"
-        if mixer.rope != model.attention_layers[0].rope:
+        if mixer.rope not in (None, first_rope):
             yield "several_ropes", f"layers[{index}].mixer.rope"
         if mixer.qk_norm is not None and mixer.qk_norm.over == "full":
             yield "full_qk_norm", f"layers[{index}].mixer.qk_norm.over = full"

@@ -29,6 +29,9 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "longrope": ("factor", "attention_factor", "short_factor", "long_factor", _ORIGINAL),
 }
 _READ_FIELDS = {name for names in _FIELDS.values() for name in names} | {"mscale", "mscale_all_dim"}
+#: More turns over a context than any frequency makes.
+_MAX_TURNS = 1e9
+
 _NO_OTHER_KINDS: Mapping[str, str] = {}
 _KNOWN_FIELDS = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor", *_READ_FIELDS})
 
@@ -95,6 +98,9 @@ class RopeConfig:
         one_of("RopeConfig.kind", self.kind, ROPE_KINDS)
         for name in ("theta", "factor", "low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow"):
             positive_number(f"RopeConfig.{name}", getattr(self, name))
+        for name in ("beta_fast", "beta_slow"):
+            if not 1 / _MAX_TURNS <= getattr(self, name) <= _MAX_TURNS:
+                raise ConfigError(f"RopeConfig.{name}: expected from {1 / _MAX_TURNS:g} to {_MAX_TURNS:g}, got {getattr(self, name)}.")
         int_in_range(f"RopeConfig.{_ORIGINAL}", self.original_max_position_embeddings, 1, MAX_DIMENSION, error=ConfigError)
         part = self.partial_rotary_factor
         if isinstance(part, bool) or not isinstance(part, int | float) or not 0 < part <= 1:
@@ -209,6 +215,8 @@ class RopeConfig:
                     f"{_ORIGINAL}: expected one value, got {shown(top.get(_ORIGINAL))} and, in {spelling}, {shown(fields.get(_ORIGINAL))}."
                 )
             found[_ORIGINAL] = original or fields.integer(_ORIGINAL, max_position_embeddings)
+            if kind == "dynamic" and found[_ORIGINAL] != max_position_embeddings:
+                raise fields.refusal(_ORIGINAL, f"max_position_embeddings={max_position_embeddings} with RoPE {kind}")
         if "factor" in wanted:
             ratio = max_position_embeddings / found[_ORIGINAL] if kind == "longrope" else None
             found["factor"] = fields.number("factor", ratio)

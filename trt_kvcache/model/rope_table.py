@@ -10,6 +10,9 @@ import numpy.typing as npt
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.rope import RopeConfig
 
+#: More than any head has elements.
+_FAR = 1e9
+
 
 def rope_table(rope: RopeConfig, head_dim: int, length: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Compute the cosine and sine of the RoPE angle for every position and frequency.
@@ -93,7 +96,8 @@ def _kept_by_yarn(rope: RopeConfig, dim: int) -> npt.NDArray[np.float64]:
     """Return how much of each frequency is not scaled: it depends on the index of the frequency."""
 
     def index(turns: float) -> float:
-        return dim * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        found = dim * math.log(rope.original_max_position_embeddings / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        return min(max(found, -_FAR), _FAR)  # a theta near 1 has no index to speak of
 
     low, high = index(rope.beta_fast), index(rope.beta_slow)
     if rope.truncate:

@@ -88,7 +88,11 @@ def has_fused_tensors(config: ModelConfig) -> bool:
         The model.
     """
     names = FAMILIES[config.family].names
-    return len(set(names.values())) < len(names)
+    for layer in set(config.layers):
+        stored = [names.get(weight, weight) for weight, kind in (role.split(".") for role in _layer_shapes(layer, 1)) if kind == "weight"]
+        if len(set(stored)) < len(stored):
+            return True
+    return False
 
 
 def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]:

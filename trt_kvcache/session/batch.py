@@ -414,6 +414,8 @@ class Batch:
     def decode_transaction(self, tokens: Sequence[int], going: Sequence[bool] | None) -> AbstractContextManager[None]:
         """Check that one token of every active slot can be run, and return a :meth:`transaction` in which to do so.
 
+        The last token of a full idle slot becomes pending before: the enqueue writes a row in its place, which no rollback brings back.
+
         Parameters
         ----------
         tokens, going : sequence (A,)
@@ -426,13 +428,13 @@ class Batch:
         """
         lengths = self._check_one_each("tokens", len(tokens))
         if max(lengths, default=0) >= self.max_sequence_length:
-            self.check_room(lengths, [tokens[:1] if goes else () for goes in going or [True] * len(tokens)])
+            going = going or [True] * len(tokens)
+            self.check_room(lengths, [tokens[:1] if goes else () for goes in going])
+            lengths = self._make_room_for_idle_rows(going)
         return self._rollback_to(self._savepoint_at(lengths))
 
     def enqueue(self, tokens: Sequence[int], going: Sequence[bool] | None) -> None:
         """Enqueue one token of every active slot. Its rows lie behind the lengths until :meth:`commit`. Inside a transaction."""
-        if going is not None:
-            self._make_room_for_idle_rows(going)
         self._steps.enqueue_one_each(tokens, going)
 
     def commit(self, tokens: Sequence[int], going: Sequence[bool] | None) -> None:
@@ -706,16 +708,18 @@ class Batch:
             self._counters.prefill_tokens += sum(chunk.takes)
         return logits
 
-    def _make_room_for_idle_rows(self, going: Sequence[bool]) -> None:
-        """Give the last token of a full idle slot back to its pending ones, so that the enqueue may write a row in its place.
+    def _make_room_for_idle_rows(self, going: Sequence[bool]) -> tuple[int, ...]:
+        """Give the last token of full idle slots back to their pending ones, and return the lengths then.
 
         States cannot go back by one token: all tokens are given back.
         """
         last = 0 if self._steps.has_states else self.max_sequence_length - 1
-        for slot, goes in enumerate(going):
-            if not goes and self.is_full(slot):
-                state = self._slots[slot]
-                self._rewind(slot, last, pending=(*state.tokens[last:], *state.pending))
+        with self.transaction():
+            for slot, goes in enumerate(going):
+                if not goes and self.is_full(slot):
+                    state = self._slots[slot]
+                    self._rewind(slot, last, pending=(*state.tokens[last:], *state.pending))
+        return self.checked_lengths()
 
     def _rewind(self, slot: int, length: int, *, pending: Sequence[int] = ()) -> None:
         if self._steps.has_states and not length:

@@ -28,6 +28,7 @@ from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.cuda_memory import CudaMemory, find_gpu
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.features import check_features
 from trt_kvcache.reference import Attention, ReferenceEngine
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
@@ -109,11 +110,11 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
     folder = EngineFolder.open(place)
     config = folder.config
     built_for = config.tensorrt_flavour if options.flavour == "auto" else options.flavour
-    if _tries_tensorrt(options, built_for):
+    if _tries_tensorrt(options, built_for, config.model):
         try:
             return _tensorrt_parts(folder, _cuda_memory(options), options)
         except (EngineError, CudaError) as error:
-            _fall_back(options, error)
+            _fall_back(options, error, config.model)
     with folder.open_checkpoint(_bytes_progress(progress, CHECKING)) as checkpoint:
         running = _checkpoint_engine(
             checkpoint,
@@ -161,13 +162,13 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
         cache = _cache_config(model, options, attention)
         width = options.max_prefill_length or min(cache.max_sequence_length, DEFAULT_MAX_PREFILL_LENGTH)
         logits = logits_per_slot(options.max_logits_per_slot or 1, max_prefill_length=width)
-        if _tries_tensorrt(options, options.flavour):
+        if _tries_tensorrt(options, options.flavour, model):
             build_options = {"max_prefill_length": width, "max_logits_per_slot": logits, "attention": attention, "progress": progress}
             try:
                 memory = _cuda_memory(options)  # first: without a GPU, nothing is built
                 return _built_parts(checkpoint.path, cache, memory, options, **build_options)
             except (BuildError, ConfigError, EngineError, CudaError) as error:
-                _fall_back(options, error)
+                _fall_back(options, error, model)
         running = _checkpoint_engine(
             checkpoint,
             options,
@@ -219,7 +220,20 @@ def why_no_torch() -> str | None:
     return None
 
 
-def _tries_tensorrt(options: SessionOptions, flavour: str) -> bool:
+def _why_not_on_torch(model: ModelConfig) -> str | None:
+    """Return why PyTorch cannot run a model, or None if it can."""
+    reason = why_no_torch()
+    if reason is None:
+        from trt_kvcache.torch_engine.engine import COMPUTED_FEATURES
+
+        try:
+            check_features(model, COMPUTED_FEATURES, "the PyTorch engine")
+        except ConfigError as error:
+            reason = str(error)
+    return reason
+
+
+def _tries_tensorrt(options: SessionOptions, flavour: str, model: ModelConfig) -> bool:
     """Tell whether to open an engine on TensorRT. If ``auto`` finds that it cannot run here, warn with the reason."""
     if options.engine != "auto":
         _LOGGER.info("engine: %s, as asked for", options.engine)
@@ -228,19 +242,19 @@ def _tries_tensorrt(options: SessionOptions, flavour: str) -> bool:
     if reason is None:
         _LOGGER.info("engine: tensorrt, as device %d can run it", options.device)
     else:
-        _warn_of_fallback(reason)
+        _warn_of_fallback(reason, model)
     return reason is None
 
 
-def _fall_back(options: SessionOptions, error: Exception) -> None:
+def _fall_back(options: SessionOptions, error: Exception, model: ModelConfig) -> None:
     """Warn that another engine runs because TensorRT failed; raise the error instead if TensorRT was requested."""
     if options.engine == "tensorrt":
         raise error
-    _warn_of_fallback(str(error))
+    _warn_of_fallback(str(error), model)
 
 
-def _warn_of_fallback(reason: str) -> None:
-    no_torch = why_no_torch()
+def _warn_of_fallback(reason: str, model: ModelConfig) -> None:
+    no_torch = _why_not_on_torch(model)
     if no_torch is None:
         _LOGGER.info("engine: torch, because %s", reason)
         warn_caller(f"running the PyTorch engine: {reason}", EngineFallbackWarning)
@@ -250,8 +264,8 @@ def _warn_of_fallback(reason: str) -> None:
 
 
 def _checkpoint_engine(checkpoint: Checkpoint, options: SessionOptions, **arguments: Any) -> Engine:
-    """Open the engine that runs a checkpoint without TensorRT: PyTorch, or NumPy if that was asked for or PyTorch is not there."""
-    if options.engine == "reference" or (options.engine == "auto" and why_no_torch() is not None):
+    """Open the engine that runs a checkpoint without TensorRT: PyTorch, or NumPy if that was asked for or PyTorch cannot run the model."""
+    if options.engine == "reference" or (options.engine == "auto" and _why_not_on_torch(checkpoint.config) is not None):
         return ReferenceEngine(checkpoint, memory=HostMemory(), **arguments)
     from trt_kvcache.torch_engine import TorchEngine
 

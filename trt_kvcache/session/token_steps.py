@@ -128,7 +128,8 @@ class TokenSteps:
         ShapeError, CapacityError
             Nothing was changed.
         EngineError, ProcessorError
-            The engine failed, or a token cannot be chosen. The slots are as before; requests before the one that failed have taken a token.
+            The engine failed, or a token cannot be chosen. The slots are as before, but for the last token of a full idle one, which is
+            pending; requests before the one that failed have taken a token.
 
         Notes
         -----
@@ -138,7 +139,7 @@ class TokenSteps:
         taking_part = None if all(going) else going
         if self.on_device and all(request.fits_device for request in compress(requests, going)):
             return self._step_on_device(requests, tokens, taking_part, ahead=ahead)
-        with self._batch.transaction():
+        with self._batch.decode_transaction(tokens, taking_part):
             logits = self._batch.decode(tokens, taking_part)
             return self._choose(requests, going, logits)
 

@@ -5,30 +5,34 @@ Shapes: A slots, s new tokens per slot, Hq query heads, H K/V heads, S rows of c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import groupby
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 
+from trt_kvcache.model import AttentionConfig
+from trt_kvcache.torch_engine.model import TorchAttention
+from trt_kvcache.torch_engine.positions import Angles, PositionFactors
 from trt_kvcache.torch_engine.step import TorchStep
-
-Angles = tuple[torch.Tensor, torch.Tensor]
 
 
 class LiveRowsAttention:
-    """Attention on a CPU: reads the live rows only, slots of equal length together.
+    """Attention on a CPU: reads the live rows only, and of these the ones in the window; slots of equal length together.
 
     Parameters
     ----------
     step : TorchStep
         What is bound, in host memory.
-    rope : pair of torch.Tensor float32 ``[S, D]``
-        See :func:`rope_factors`.
+    mixers : sequence of AttentionConfig
+        By layer.
+    positions : PositionFactors
+        Of the same layers.
     """
 
-    def __init__(self, step: TorchStep, rope: Angles) -> None:
-        self._sides = step.sides
-        self._angles = angles_at(rope, step.start, step.input_ids.shape[1])
+    def __init__(self, step: TorchStep, mixers: Sequence[AttentionConfig], positions: PositionFactors) -> None:
+        self._sides, self._mixers = step.sides, mixers
+        self._angles = positions.angles(step.start, step.input_ids.shape[1])
         self._runs = []
         first_slot = 0
         for start, slots in groupby(step.start.tolist()):
@@ -38,26 +42,33 @@ class LiveRowsAttention:
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
-        sides = self._sides[layer]
-        q, *new = rotated_heads(qkv, sides[0].shape[1], self._angles)
+        mixer, sides = self._mixers[layer], self._sides[layer]
+        q, *new = rotated_heads(qkv, mixer.num_kv_heads, self._angles[layer])
         mixed = []
         for slots, start in self._runs:
             end = min(start + q.shape[1], sides[0].shape[2])
             for side, rows in zip(sides, new, strict=True):
                 side[slots, :, start:end] = rows[slots, : end - start].transpose(1, 2)
-            mixed.append(_attend(q[slots], sides[0][slots, :, :end], sides[1][slots, :, :end], start))
+            first = 0 if mixer.window is None else min(max(start + 1 - mixer.window, 0), end - 1)
+            k, v = (side[slots, :, first:end] for side in sides)
+            mixed.append(_attend(mixer, q[slots], k, v, start - first))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
 
-def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
-    """Return causal attention of q ``[n, s, Hq, D]``, whose first token is at ``start``, over all rows of k and v ``[n, H, rows, D]``."""
+def _attend(mixer: AttentionConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int) -> torch.Tensor:
+    """Return causal attention of q ``[n, s, Hq, D]``, whose first token has the row ``start`` of k and v ``[n, H, rows, D]``.
+
+    Rows that are before the window of all tokens must have been left out.
+    """
     width = q.shape[1]
     if width == 1:  # it sees all rows, so the query heads of a K/V head can be the rows of one matrix
-        grouped = q.reshape(len(q), k.shape[1], -1, q.shape[3])
-        return F.scaled_dot_product_attention(grouped, k, v).reshape(q.shape)
-    mask = torch.ones(width, k.shape[2], dtype=torch.bool).tril_(start) if start else None
-    mixed = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=True)
-    return mixed.transpose(1, 2)
+        return dot_product_attention(mixer, q.reshape(len(q), k.shape[1], -1, q.shape[3]), k, v).reshape(q.shape)
+    mask = None
+    if start or mixer.softcap is not None or (mixer.window or width) < width:
+        mask = torch.ones(width, k.shape[2], dtype=torch.bool).tril_(start)
+        if mixer.window is not None:
+            mask.triu_(start + 1 - mixer.window)
+    return dot_product_attention(mixer, q.transpose(1, 2), k, v, mask, is_causal=mask is None).transpose(1, 2)
 
 
 class MaskedAttention:
@@ -67,50 +78,99 @@ class MaskedAttention:
     ----------
     step : TorchStep
         What is bound.
-    rope : pair of torch.Tensor float32 ``[S, D]``
-        See :func:`rope_factors`.
+    mixers : sequence of AttentionConfig
+        By layer.
+    positions : PositionFactors
+        Of the same layers.
     """
 
-    def __init__(self, step: TorchStep, rope: Angles) -> None:
-        self._sides = step.sides
+    def __init__(self, step: TorchStep, mixers: Sequence[AttentionConfig], positions: PositionFactors) -> None:
+        self._sides, self._mixers = step.sides, mixers
         width, rows = step.input_ids.shape[1], step.sides[0][0].shape[2]
-        self._angles = angles_at(rope, step.start, width)
+        self._angles = positions.angles(step.start, width)
         row = torch.arange(rows, device=step.start.device)
         token = (row - step.start[:, None])[:, None, :, None]  # [A, 1, S, 1]: which new token a row belongs to
         self._is_new = (token >= 0) & (token < width)
         self._is_dead = token >= width
         self._token = token.clamp(0, width - 1)
-        self._is_seen = (token <= torch.arange(width, device=row.device)).transpose(2, 3)  # [A, 1, s, S]
+        behind = (torch.arange(width, device=row.device) - token).transpose(2, 3)  # [A, 1, s, S]: from a row to a new token
+        windows = {mixer.window for mixer in mixers}
+        self._is_seen = {window: behind >= 0 if window is None else (behind >= 0) & (behind < window) for window in windows}
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
-        sides = self._sides[layer]
-        q, *new = rotated_heads(qkv, sides[0].shape[1], self._angles)
+        mixer, sides = self._mixers[layer], self._sides[layer]
+        q, *new = rotated_heads(qkv, mixer.num_kv_heads, self._angles[layer])
         live = []
         for side, rows in zip(sides, new, strict=True):
             spread = rows.transpose(1, 2).gather(2, self._token.expand(side.shape))
             side.copy_(torch.where(self._is_new, spread, side))
             live.append(side.masked_fill(self._is_dead, 0))
         k, v = live
-        mixed = F.scaled_dot_product_attention(q.transpose(1, 2), k, v, attn_mask=self._is_seen, enable_gqa=True)
-        return mixed.transpose(1, 2)
+        return dot_product_attention(mixer, q.transpose(1, 2), k, v, self._is_seen[mixer.window]).transpose(1, 2)
 
 
-def rope_factors(cos: torch.Tensor, sin: torch.Tensor) -> Angles:
-    """Return what a row ``x`` and its halves exchanged are multiplied with by RoPE, ``[S, D]``, from cosine and sine ``[S, D // 2]``."""
-    return torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)
+class ScaledQueries:
+    """Attention whose queries are scaled by position first.
+
+    Parameters
+    ----------
+    attention : callable
+        Attention over the cache of a layer.
+    step : TorchStep
+        What is bound.
+    mixers : sequence of AttentionConfig
+        By layer.
+    positions : PositionFactors
+        Of the same layers.
+    """
+
+    def __init__(self, attention: TorchAttention, step: TorchStep, mixers: Sequence[AttentionConfig], positions: PositionFactors) -> None:
+        self._attention, self._mixers = attention, mixers
+        self._factors = positions.queries(step.start, step.input_ids.shape[1])
+
+    def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
+        """Scale q in place, then attend."""
+        factors = self._factors[layer]
+        if factors is not None:
+            qkv[:, :, : self._mixers[layer].num_heads].mul_(factors)
+        return self._attention(layer, qkv)
 
 
-def angles_at(rope: Angles, start: torch.Tensor, width: int) -> Angles:
-    """Return the factors ``[A, s, 1, D]`` of the new tokens. A position past S - 1 gets those of the last one: its row is not stored."""
-    positions = (start[:, None] + torch.arange(width, device=start.device)).clamp_(max=len(rope[0]) - 1)
-    cos, sin = (factors[positions].unsqueeze(2) for factors in rope)
-    return cos, sin
+def dot_product_attention(
+    mixer: AttentionConfig, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None = None, *, is_causal: bool = False
+) -> torch.Tensor:
+    """Return the attention of q ``[n, Hq, s, D]`` over k and v ``[n, H, rows, D]``.
+
+    Parameters
+    ----------
+    mixer : AttentionConfig
+        Which scale and softcap it has.
+    q, k, v : torch.Tensor
+        Of one dtype.
+    mask : torch.Tensor bool, broadcast to ``[n, Hq, s, rows]``, optional
+        Which rows a token sees; all by default.
+    is_causal : bool
+        Without a softcap: that token t sees the rows up to t. There is no mask then.
+    """
+    if mixer.softcap is None:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, scale=mixer.scale, enable_gqa=grouped)
+    heads = q.float().unflatten(1, (k.shape[1], -1))  # no operation of torch caps scores
+    scores = heads @ k.float().unsqueeze(2).mT * (mixer.score_scale / mixer.softcap)
+    scores = scores.tanh_().mul_(mixer.softcap)
+    if mask is not None:
+        scores = scores.masked_fill_(~mask.unsqueeze(-3), -torch.inf)
+    return (scores.softmax(dim=-1) @ v.float().unsqueeze(2)).flatten(1, 2).to(q.dtype)
 
 
-def rotated_heads(qkv: torch.Tensor, kv_heads: int, angles: Angles) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q and k after RoPE, computed in float32, and v."""
-    cos, sin = angles
-    qk = qkv[:, :, :-kv_heads].float()
-    rotated = (qk * cos).addcmul_(qk.roll(qk.shape[3] // 2, dims=3), sin).to(qkv.dtype)
-    return rotated[:, :, :-kv_heads], rotated[:, :, -kv_heads:], qkv[:, :, -kv_heads:]
+def rotated_heads(qkv: torch.Tensor, kv_heads: int, angles: Angles | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return q and k after RoPE, computed in float32, and v. Elements that there are no angles for stay."""
+    qk, v = qkv[:, :, :-kv_heads], qkv[:, :, -kv_heads:]
+    if angles is not None:
+        cos, sin = angles
+        dim = cos.shape[3]
+        turned = qk[..., :dim].float()
+        rotated = (turned * cos).addcmul_(turned.roll(dim // 2, dims=3), sin).to(qkv.dtype)
+        qk = rotated if dim == qk.shape[3] else torch.cat((rotated, qk[..., dim:]), dim=3)
+    return qk[:, :, :-kv_heads], qk[:, :, -kv_heads:], v

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
-import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
@@ -17,21 +16,26 @@ from trt_kvcache.engine.bound_tensors import BoundTensors
 from trt_kvcache.engine.decoder_engine import DecoderEngine
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.errors import CapacityError, EngineError, KVCacheError
-from trt_kvcache.kernels import AttentionWorkspace
-from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, MAX_GROUP, MIN_ARCH, arch_number
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.model import ModelConfig, rope_table
+from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.features import check_features
-from trt_kvcache.torch_engine.attention import Angles, LiveRowsAttention, MaskedAttention, rope_factors
+from trt_kvcache.torch_engine.attention import LiveRowsAttention, MaskedAttention, ScaledQueries
 from trt_kvcache.torch_engine.device import CudaDevice, HostDevice, TorchDevice
-from trt_kvcache.torch_engine.kernels import KernelAttention, KernelElementwise
+from trt_kvcache.torch_engine.kernels import AttentionInputs, KernelAttention, KernelElementwise, are_known
 from trt_kvcache.torch_engine.model import Elementwise, TorchAttention, decoder_step
+from trt_kvcache.torch_engine.positions import PositionFactors
 from trt_kvcache.torch_engine.step import TorchStep
 from trt_kvcache.torch_engine.weights import LoadTensor, TorchWeights, checkpoint_loader, torch_weights
 
 #: Names of :data:`~trt_kvcache.model.features.FEATURES` that this engine computes.
-COMPUTED_FEATURES: frozenset[str] = frozenset({"fused_tensors"})
+COMPUTED_FEATURES: frozenset[str] = frozenset(
+    {
+        *("window", "softcap", "scale", "query_scaling", "no_rope", "partial_rotary", "several_ropes", "full_qk_norm", "several_shapes"),
+        *("norm_offset", "norm_rounding", "norm_places", "activation", "residual_multiplier", "embedding_multiplier"),
+        *("final_softcap", "logits_divisor", "fused_tensors"),
+    }
+)
 
 
 class TorchEngine(DecoderEngine):
@@ -39,7 +43,7 @@ class TorchEngine(DecoderEngine):
 
     It reads and writes the *bound* cache memory: a step of width s writes rows ``start .. start + s - 1`` of every slot of the call and
     nothing else; rows past S are dropped, and rows past ``start + s`` are never used. Weights and activations have the dtype of
-    the cache. On a GPU attention is computed by the kernels of this package, where they know the shape, and decode steps run as
+    the cache. On a GPU attention is computed by the kernels of this package, where they know all layers, and decode steps run as
     CUDA graphs.
 
     Parameters
@@ -123,14 +127,13 @@ class TorchEngine(DecoderEngine):
         )
         self._device = torch_device(memory)
         self._steps: dict[BoundTensors, TorchStep] = {}
-        self._mixer = model.layers[0].attention  # of equal sizes in all layers, with the same RoPE: see COMPUTED_FEATURES
-        assert self._mixer.rope is not None
-        cos, sin = rope_table(self._mixer.rope, self._mixer.head_dim, kv.max_sequence_length)
-        self._rope: Angles = rope_factors(*(torch.from_numpy(part).to(self._device.torch_device) for part in (cos, sin)))
-        self._kernel_inputs = self._make_kernel_inputs(np.stack((cos, sin), axis=1)) if self._has_kernels() else None
+        self._mixers = tuple(layer.attention for layer in model.layers)
+        self._positions = PositionFactors(self._mixers, kv.max_sequence_length, self._device.torch_device)
+        known = are_known(self._mixers, kv.dtype, memory)
+        self._kernel_inputs = AttentionInputs(self._mixers, kv.max_sequence_length, memory) if known else None
         try:
             with torch.inference_mode():
-                self._weights: TorchWeights | None = torch_weights(model, load)
+                self._weights: TorchWeights | None = torch_weights(model, kv.dtype, load)
         except torch.OutOfMemoryError as error:
             raise CapacityError(f"{memory.device}: no room for the weights. {error}") from error
         self._device.synchronize()
@@ -251,9 +254,7 @@ class TorchEngine(DecoderEngine):
         self._device.close()
         self._weights = None
         if self._kernel_inputs is not None:
-            cos_sin, workspace = self._kernel_inputs
-            cos_sin.allocation.close()
-            workspace.close()
+            self._kernel_inputs.close()
 
     def _run(self, step: TorchStep, stream: Any) -> None:
         assert self._weights is not None
@@ -261,32 +262,18 @@ class TorchEngine(DecoderEngine):
             elementwise = Elementwise() if self._kernel_inputs is None else KernelElementwise(self.memory, stream)
             normed = decoder_step(self._config, self._weights, self._attention_of(step, stream), elementwise, step.input_ids)
             write_logits(normed, step.last, self._weights.head, step.logits)
+            scale_logits(self._config, step.logits)
 
     def _attention_of(self, step: TorchStep, stream: Any) -> TorchAttention:
+        layers = (step, self._mixers, self._positions)
+        attention: TorchAttention
         if self.memory.is_host:
-            return LiveRowsAttention(step, self._rope)
-        if self._kernel_inputs is None or step.combined is None:
-            return MaskedAttention(step, self._rope)
-        return KernelAttention(step, self.memory, *self._kernel_inputs, stream)
-
-    def _has_kernels(self) -> bool:
-        """Whether the attention kernels know the model and the GPU."""
-        return (
-            not self.memory.is_host
-            and self._dtype in ELEMENT_TYPES
-            and self._mixer.head_dim in HEAD_DIMS
-            and self._mixer.group <= MAX_GROUP
-            and arch_number(self.memory.arch) >= MIN_ARCH  # type: ignore[attr-defined]
-        )
-
-    def _make_kernel_inputs(self, cos_sin: np.ndarray[Any, Any]) -> tuple[DeviceTensor, AttentionWorkspace]:
-        """Return the RoPE table and the workspace of the attention kernels."""
-        mixer, stream = self._mixer, self.memory.create_stream()
-        sizes = {"num_heads": mixer.num_heads, "num_kv_heads": mixer.num_kv_heads, "head_dim": mixer.head_dim}
-        workspace = AttentionWorkspace(self.memory, **sizes, stream=stream)
-        table = self.memory.to_device(cos_sin, stream=stream)
-        self.memory.synchronize(stream)
-        return table, workspace
+            attention = LiveRowsAttention(*layers)
+        elif self._kernel_inputs is None or step.combined is None:
+            attention = MaskedAttention(*layers)
+        else:
+            attention = KernelAttention(step, self.memory, self._kernel_inputs, stream)
+        return ScaledQueries(attention, *layers) if self._positions.scale_queries else attention
 
 
 def torch_device(memory: Memory) -> TorchDevice:
@@ -325,3 +312,11 @@ def write_logits(normed: torch.Tensor, last: torch.Tensor, head: torch.Tensor, l
         torch.mm(rows, head.t(), out_dtype=logits.dtype, out=logits)
     else:
         logits.copy_(F.linear(rows, head))
+
+
+def scale_logits(config: ModelConfig, logits: torch.Tensor) -> None:
+    """Divide and soft-cap logits in place, where a model says so."""
+    if config.logits_divisor != 1:
+        logits.div_(config.logits_divisor)
+    if config.final_softcap is not None:
+        logits.div_(config.final_softcap).tanh_().mul_(config.final_softcap)

@@ -5,17 +5,88 @@ Shapes: A slots, s new tokens per slot, Hq query heads, H K/V heads, S rows of c
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
+from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.kernels import AttentionWorkspace, add_rms_norm, attend, silu_mul, split_qkv
+from trt_kvcache.kernels.attention_tiles import (
+    ELEMENT_TYPES,
+    HEAD_DIMS,
+    MAX_GROUP,
+    MAX_SCORE_FACTOR,
+    MIN_ARCH,
+    MIN_SCORE_FACTOR,
+    arch_number,
+)
 from trt_kvcache.kernels.decoder_layer import MAX_ROWS
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.model import AttentionConfig
 from trt_kvcache.ops.unowned_workspace import UnownedAllocation
 from trt_kvcache.torch_engine.model import Elementwise
+from trt_kvcache.torch_engine.norm import TorchNorm
+from trt_kvcache.torch_engine.positions import rope_key, rope_tables
 from trt_kvcache.torch_engine.step import TorchStep
+
+
+class AttentionInputs(Uncopyable):
+    """What the attention kernels take beside a step: made once, for all layers.
+
+    Parameters
+    ----------
+    mixers : sequence of AttentionConfig
+        By layer, of which :func:`are_known` is true.
+    length : int
+        Rows of the cache, S.
+    memory : Memory
+        The GPU.
+    """
+
+    def __init__(self, mixers: Sequence[AttentionConfig], length: int, memory: Memory) -> None:
+        stream = memory.create_stream()
+        sizes = {"num_heads": max(mixer.group for mixer in mixers), "head_dim": max(mixer.head_dim for mixer in mixers)}
+        self._workspace = AttentionWorkspace(memory, **sizes, num_kv_heads=1, stream=stream)
+        tables = rope_tables(mixers, length)
+        self._tables = {key: memory.to_device(np.stack(table, axis=1), stream=stream) for key, table in tables.items()}
+        self.options: tuple[dict[str, Any], ...] = tuple(map(self._options, mixers))
+        memory.synchronize(stream)
+
+    def _options(self, mixer: AttentionConfig) -> dict[str, Any]:
+        key = rope_key(mixer)
+        return {
+            "workspace": self._workspace,
+            "cos_sin": None if key is None else self._tables[key],
+            "scale": mixer.score_scale,
+            "window": mixer.window or 0,
+            "softcap": mixer.softcap or 0.0,
+        }
+
+    def close(self) -> None:
+        """Release the memory. Idempotent."""
+        for table in self._tables.values():
+            table.allocation.close()
+        self._workspace.close()
+
+
+def are_known(mixers: Sequence[AttentionConfig], dtype: str, memory: Memory) -> bool:
+    """Return whether the attention kernels know all layers, the dtype and the GPU."""
+    return (
+        not memory.is_host and dtype in ELEMENT_TYPES and all(_is_known(mixer) for mixer in mixers) and arch_number(memory.arch) >= MIN_ARCH  # type: ignore[attr-defined]
+    )
+
+
+def _is_known(mixer: AttentionConfig) -> bool:
+    factors = (mixer.score_scale, mixer.score_scale if mixer.softcap is None else mixer.softcap)
+    return (
+        mixer.head_dim in HEAD_DIMS
+        and mixer.group <= MAX_GROUP
+        and mixer.rotary_dim % 4 == 0
+        and all(MIN_SCORE_FACTOR <= factor <= MAX_SCORE_FACTOR for factor in factors)
+    )
 
 
 class KernelAttention:
@@ -27,18 +98,16 @@ class KernelAttention:
         Of which ``combined`` is not None.
     memory : Memory
         The GPU.
-    cos_sin : DeviceTensor float32 ``[S, 2, D // 2]``
-        Cosine and sine of each position.
-    workspace : AttentionWorkspace
-        Of the kernels.
+    inputs : AttentionInputs
+        Of the same layers.
     stream : cuda.core.Stream
         The launches are ordered on it.
     """
 
-    def __init__(self, step: TorchStep, memory: Memory, cos_sin: DeviceTensor, workspace: AttentionWorkspace, stream: Any) -> None:
+    def __init__(self, step: TorchStep, memory: Memory, inputs: AttentionInputs, stream: Any) -> None:
         assert step.combined is not None
         self._caches, self._start = step.combined, step.tensors.start
-        self._memory, self._cos_sin, self._workspace, self._stream = memory, cos_sin, workspace, stream
+        self._memory, self._options, self._stream = memory, inputs.options, stream
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
@@ -47,10 +116,7 @@ class KernelAttention:
         heads = qkv.shape[2] - 2 * kv_heads
         out = qkv.new_empty((*qkv.shape[:2], heads, qkv.shape[3]))
         q, k, v = split_qkv(borrowed(qkv, self._memory), heads, kv_heads)
-        attend(
-            q, k, v, cache, self._start,
-            out=borrowed(out, self._memory), workspace=self._workspace, cos_sin=self._cos_sin, stream=self._stream,
-        )  # fmt: skip
+        attend(q, k, v, cache, self._start, out=borrowed(out, self._memory), stream=self._stream, **self._options[layer])
         return out
 
 
@@ -68,22 +134,21 @@ class KernelElementwise(Elementwise):
     def __init__(self, memory: Memory, stream: Any) -> None:
         self._memory, self._stream = memory, stream
 
-    def add_rms_norm(
-        self, hidden: torch.Tensor, change: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See :meth:`Elementwise.add_rms_norm`. Overwrites ``hidden`` with the sum."""
-        if hidden.shape[0] * hidden.shape[1] > MAX_ROWS or hidden.shape[2] % 2:
-            return super().add_rms_norm(hidden, change, weight, eps)
+    def add_norm(self, hidden: torch.Tensor, change: torch.Tensor, norm: TorchNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """See :meth:`Elementwise.add_norm`. Overwrites ``hidden`` with the sum."""
+        slots, width, columns = hidden.shape
+        if norm is None or norm.weight.dtype != hidden.dtype or slots * width > MAX_ROWS or columns % 2:
+            return super().add_norm(hidden, change, norm)
         out = torch.empty_like(hidden)
         total, added, normed = (borrowed(part.flatten(0, 1), self._memory) for part in (hidden, change, out))
-        add_rms_norm(total, added, borrowed(weight, self._memory), out=normed, eps=eps, stream=self._stream)
+        add_rms_norm(total, added, borrowed(norm.weight, self._memory), out=normed, eps=norm.epsilon, stream=self._stream)
         return hidden, out
 
-    def gated(self, gate_up: torch.Tensor) -> torch.Tensor:
+    def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
         """See :meth:`Elementwise.gated`."""
         slots, width, columns = gate_up.shape
-        if slots * width > MAX_ROWS or columns % 4:
-            return super().gated(gate_up)
+        if activation != "silu" or slots * width > MAX_ROWS or columns % 4:
+            return super().gated(gate_up, activation)
         out = gate_up.new_empty((slots, width, columns // 2))
         silu_mul(borrowed(gate_up.flatten(0, 1), self._memory), out=borrowed(out.flatten(0, 1), self._memory), stream=self._stream)
         return out

@@ -10,8 +10,9 @@ import torch
 
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.decoder_weights import LayerWeights, Projection, RoundedTensors, layer_weights
-from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model import LayerConfig, ModelConfig, NormConfig
 from trt_kvcache.model.tensor_shapes import EMBEDDING, FINAL_NORM, HEAD
+from trt_kvcache.torch_engine.norm import TorchNorm
 
 #: Returns the tensor of a name of Hugging Face transformers: on the engine's device, in its dtype.
 LoadTensor = Callable[[str], torch.Tensor]
@@ -19,35 +20,46 @@ LoadTensor = Callable[[str], torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class TorchLayer:
-    """One decoder layer. ``qkv`` has the heads of q, k and v one after another, ``gate_up`` the rows of gate, then those of up."""
+    """One decoder layer. ``qkv`` has the heads of q, k and v one after another, ``gate_up`` the rows of gate, then those of up.
 
-    input_norm: torch.Tensor
+    Norms that the layer does not have are None.
+    """
+
+    input_norm: TorchNorm | None
     qkv: Projection[torch.Tensor]
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
+    q_norm: TorchNorm | None
+    k_norm: TorchNorm | None
     o: Projection[torch.Tensor]
-    mlp_norm: torch.Tensor
+    mixer_output_norm: TorchNorm | None
+    mlp_norm: TorchNorm | None
     gate_up: Projection[torch.Tensor]
     down: Projection[torch.Tensor]
+    mlp_output_norm: TorchNorm | None
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchWeights:
-    """A whole decoder. ``embedding`` and ``head`` are ``[vocab, hidden]``, one tensor where they are tied."""
+    """A whole decoder. ``embedding`` and ``head`` are ``[vocab, hidden]``, one tensor where they are tied.
+
+    Rows of the embedding are multiplied with ``embedding_factor``.
+    """
 
     embedding: torch.Tensor
+    embedding_factor: float
     layers: tuple[TorchLayer, ...]
-    final_norm: torch.Tensor
+    final_norm: TorchNorm
     head: torch.Tensor
 
 
-def torch_weights(config: ModelConfig, load: LoadTensor) -> TorchWeights:
+def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor) -> TorchWeights:
     """Collect the weights of a model, layer by layer.
 
     Parameters
     ----------
     config : ModelConfig
         The model.
+    dtype : str
+        The precision of the engine.
     load : callable
         Called once with the name of each tensor.
 
@@ -57,10 +69,11 @@ def torch_weights(config: ModelConfig, load: LoadTensor) -> TorchWeights:
         Where ``load`` put its tensors.
     """
     embedding = _arranged(load(EMBEDDING))
-    layers = tuple(_joined(layer_weights(config, index, load)) for index in range(config.num_layers))
-    final_norm = load(FINAL_NORM)
+    layers = tuple(_joined(part, layer_weights(config, index, load)) for index, part in enumerate(config.layers))
+    final_norm = TorchNorm.of(config.final_norm, load(FINAL_NORM))
     head = embedding if config.tie_word_embeddings else _arranged(load(HEAD))
-    return TorchWeights(embedding=embedding, layers=layers, final_norm=final_norm, head=head)
+    factor = config.embedding_factor(dtype)
+    return TorchWeights(embedding=embedding, embedding_factor=factor, layers=layers, final_norm=final_norm, head=head)
 
 
 def checkpoint_loader(
@@ -91,19 +104,24 @@ def checkpoint_loader(
     return load
 
 
-def _joined(layer: LayerWeights[torch.Tensor]) -> TorchLayer:
-    assert layer.input_norm is not None
-    assert layer.mlp_norm is not None
+def _joined(config: LayerConfig, layer: LayerWeights[torch.Tensor]) -> TorchLayer:
+    qk_norm = None if config.attention.qk_norm is None else config.attention.qk_norm.norm
     return TorchLayer(
-        input_norm=layer.input_norm,
+        input_norm=_norm(config.input_norm, layer.input_norm),
         qkv=_joined_projection(layer.q, layer.k, layer.v),
-        q_norm=layer.q_norm,
-        k_norm=layer.k_norm,
+        q_norm=_norm(qk_norm, layer.q_norm),
+        k_norm=_norm(qk_norm, layer.k_norm),
         o=_joined_projection(layer.o),
-        mlp_norm=layer.mlp_norm,
+        mixer_output_norm=_norm(config.mixer_output_norm, layer.mixer_output_norm),
+        mlp_norm=_norm(config.mlp_norm, layer.mlp_norm),
         gate_up=_joined_projection(layer.gate, layer.up),
         down=_joined_projection(layer.down),
+        mlp_output_norm=_norm(config.mlp_output_norm, layer.mlp_output_norm),
     )
+
+
+def _norm(config: NormConfig | None, weight: torch.Tensor | None) -> TorchNorm | None:
+    return None if config is None or weight is None else TorchNorm.of(config, weight)
 
 
 def _joined_projection(*parts: Projection[torch.Tensor]) -> Projection[torch.Tensor]:

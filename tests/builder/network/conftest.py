@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from tests.builder.network.parts import Part
-from tests.helpers.golden_models import skip_what_is_not_computed
+from tests.helpers.golden_models import attentions_of, skip_what_is_not_computed
 from tests.paths import GOLDEN
+from tests.reference.rig import MODELS
+from trt_kvcache.builder import options as build_options
 from trt_kvcache.builder.definition import DecoderDefinition, define_decoder
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.options import COMPUTED_FEATURES, BuildOptions
@@ -20,6 +22,8 @@ from trt_kvcache.trt.module import TensorRT, load
 
 #: The network of every test here: B, S and P all different, and different from the models' sizes.
 MAX_BATCH_SIZE, MAX_SEQUENCE_LENGTH, MAX_PREFILL_LENGTH = 3, 38, 11
+#: Golden models with each variant of TensorRT's own attention that computes them.
+MODELS_AND_ATTENTIONS = [(model, attention) for model in MODELS for attention in attentions_of(model, MAX_SEQUENCE_LENGTH)]
 SIZES = {"max_batch_size": MAX_BATCH_SIZE, "max_sequence_length": MAX_SEQUENCE_LENGTH, "max_prefill_length": MAX_PREFILL_LENGTH}
 
 
@@ -53,6 +57,12 @@ def declared(rtx, network):
 @pytest.fixture(autouse=True)
 def _only_what_is_computed(request):
     skip_what_is_not_computed(request, COMPUTED_FEATURES)
+
+
+@pytest.fixture(autouse=True)
+def _any_head_dim(monkeypatch):
+    """Networks are interpreted here, and heads of golden models may be smaller than TensorRT has kernels for."""
+    monkeypatch.setattr(build_options, "HEAD_DIM_MIN", 8)
 
 
 @pytest.fixture(scope="session")

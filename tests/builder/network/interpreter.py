@@ -58,7 +58,15 @@ def _wide(array):
 
 def _elementwise(layer, inputs):
     left, right = (_wide(each) for each in inputs)
-    return {"SUM": np.add, "PROD": np.multiply, "DIV": np.divide, "GREATER": np.greater}[layer.op.name](left, right)
+    operations = {
+        "SUM": np.add,
+        "SUB": np.subtract,
+        "PROD": np.multiply,
+        "DIV": np.divide,
+        "GREATER": np.greater,
+        "AND": np.logical_and,
+    }
+    return operations[layer.op.name](left, right)
 
 
 def _unary(layer, inputs):
@@ -66,8 +74,10 @@ def _unary(layer, inputs):
 
 
 def _activation(layer, inputs):
-    assert layer.type.name == "SIGMOID"
-    return 1 / (1 + np.exp(-_wide(inputs[0])))
+    x = _wide(inputs[0])
+    if layer.type.name == "GELU_TANH":
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    return {"SIGMOID": lambda: 1 / (1 + np.exp(-x)), "TANH": lambda: np.tanh(x)}[layer.type.name]()
 
 
 def _reduce(layer, inputs):
@@ -87,7 +97,8 @@ def _matmul(layer, inputs):
 def _shuffle(layer, inputs):
     x = inputs[0].transpose(tuple(layer.first_transpose)[: inputs[0].ndim])
     sizes = inputs[1] if len(inputs) == 2 else layer.reshape_dims
-    x = x.reshape([x.shape[axis] if size == 0 else size for axis, size in enumerate(sizes)])
+    if sizes is not None:
+        x = x.reshape([x.shape[axis] if size == 0 else size for axis, size in enumerate(sizes)])
     return x.transpose(tuple(layer.second_transpose)[: x.ndim])
 
 
@@ -117,10 +128,11 @@ def _slice(layer, inputs):
 def _rotary(layer, inputs):
     x, cos, sin, positions = (_wide(each) for each in inputs)
     assert not layer.interleaved
-    assert layer.rotary_embedding_dim == 0
+    dim = layer.rotary_embedding_dim or x.shape[-1]
+    assert cos.shape[-1] == sin.shape[-1] == dim // 2
     c, s = cos[positions][:, None], sin[positions][:, None]
-    first, second = np.split(x, 2, axis=-1)
-    return np.concatenate([first * c - second * s, second * c + first * s], -1)
+    first, second, rest = np.split(x, [dim // 2, dim], axis=-1)
+    return np.concatenate([first * c - second * s, second * c + first * s, rest], -1)
 
 
 def _update(layer, inputs):
@@ -148,9 +160,22 @@ def _attention(layer, inputs):
         assert attention.causal_kind.name == "NONE"
         visible = inputs[3]
     scores = q @ np.swapaxes(k, -1, -2)
-    scores = np.where(visible, scores, -np.inf)
-    weights = np.exp(scores - scores.max(-1, keepdims=True))
-    return weights / weights.sum(-1, keepdims=True) @ v
+    return _softmax_of(np.where(visible, scores, -np.inf), -1) @ v
+
+
+def _softmax(layer, inputs):
+    (axis,) = (axis for axis in range(inputs[0].ndim) if layer.axes >> axis & 1)
+    return _softmax_of(_wide(inputs[0]), axis)
+
+
+def _softmax_of(scores, axis):
+    weights = np.exp(scores - scores.max(axis, keepdims=True))
+    return weights / weights.sum(axis, keepdims=True)
+
+
+def _select(layer, inputs):
+    assert inputs[0].dtype == bool
+    return np.where(*inputs)
 
 
 _LAYERS = {
@@ -166,8 +191,10 @@ _LAYERS = {
     "MATRIX_MULTIPLY": _matmul,
     "REDUCE": _reduce,
     "ROTARY_EMBEDDING": _rotary,
+    "SELECT": _select,
     "SHAPE": lambda layer, inputs: np.array(inputs[0].shape),
     "SHUFFLE": _shuffle,
     "SLICE": _slice,
+    "SOFTMAX": _softmax,
     "UNARY": _unary,
 }

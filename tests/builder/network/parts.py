@@ -40,13 +40,16 @@ class Part:
 
 
 class StoredWeights:
-    """Weights by name, as ``Weights`` gives them."""
+    """Weights by name, as ``Weights`` gives them, or ``LayerWeights``."""
 
     def __init__(self, **weights: Array) -> None:
         self._weights = {name.replace("__", "."): array for name, array in weights.items()}
 
     def __call__(self, name: str) -> Array:
         return self._weights[name]
+
+    def module(self, role: str) -> str:
+        return f"layer.{role}"
 
 
 def normal(*shape: int, dtype: str = "float32", seed: int = 0) -> Array:

@@ -9,12 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.helpers.golden_models import attentions_of
 from tests.helpers.tolerance import assert_close
 from tests.reference.rig import MODELS
 from trt_kvcache.builder.serialization import make_config, serialize
 from trt_kvcache.trt.module import TensorRT
 
-from .conftest import MAX_BATCH_SIZE, Defined, declared
+from .conftest import MAX_BATCH_SIZE, MAX_SEQUENCE_LENGTH, MODELS_AND_ATTENTIONS, Defined, declared
 from .test_network_values import LOGITS_TOLERANCE, assert_near, runners, tokens_of
 from .test_segments import Segments
 
@@ -34,9 +35,16 @@ def three_steps(runner: Any, tokens: np.ndarray) -> np.ndarray:
     return np.concatenate(found, axis=1)
 
 
-@pytest.mark.parametrize("attention", ["native", "mask"])
-@pytest.mark.parametrize(("model", "dtype"), [*((model, "float32") for model in MODELS), ("qwen2-tied", "float16"), ("llama", "bfloat16")])
-def test_a_network_has_the_logits_of_the_reference_engine(define: Define, model: str, dtype: str, attention: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "attention", "dtype"),
+    [
+        *((*case, "float32") for case in MODELS_AND_ATTENTIONS),
+        ("qwen2-tied", "native", "float16"),
+        ("llama", "mask", "bfloat16"),
+        ("gemma2", "mask", "bfloat16"),
+    ],
+)
+def test_a_network_has_the_logits_of_the_reference_engine(define: Define, model: str, attention: str, dtype: str) -> None:
     network, reference = runners(define(model, dtype=dtype, attention=attention, logits=LOGITS), model)
     tokens, _ = tokens_of(model)
     assert_near(three_steps(network, tokens), three_steps(reference, tokens), LOGITS_TOLERANCE[dtype])
@@ -45,7 +53,8 @@ def test_a_network_has_the_logits_of_the_reference_engine(define: Define, model:
 @pytest.mark.parametrize("model", MODELS)
 def test_they_are_those_of_a_network_with_one(define: Define, model: str) -> None:
     tokens, _ = tokens_of(model)
-    many, one = (runners(define(model, logits=logits), model)[0] for logits in (LOGITS, 1))
+    attention = attentions_of(model, MAX_SEQUENCE_LENGTH)[0]
+    many, one = (runners(define(model, attention=attention, logits=logits), model)[0] for logits in (LOGITS, 1))
     steps = [one.step(tokens[:, [start]], [start] * MAX_BATCH_SIZE, [0] * MAX_BATCH_SIZE) for start in range(13)]
     assert_close(three_steps(many, tokens), np.stack(steps, axis=1))
 

@@ -24,7 +24,7 @@ EMBEDDING = "model.embed_tokens.weight"
 def test_token_ids_select_rows_of_the_table(part: MakePart) -> None:
     made, table, ids = part(), normal(7, 4), np.array([[6, 0, 3], [3, 3, 1]], np.int32)
     tensor = embedding_table(made.graph, StoredWeights(model__embed_tokens__weight=table))
-    hidden = embed(made.graph, tensor, made.graph.input("ids", "int32", (-1, -1)))
+    hidden = embed(made.graph, tensor, made.graph.input("ids", "int32", (-1, -1)), MODEL)
     np.testing.assert_array_equal(made.run(hidden, ids=ids), table[ids])
 
 

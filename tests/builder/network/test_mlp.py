@@ -9,23 +9,32 @@ import pytest
 
 from tests.builder.network.parts import Part, StoredWeights, normal
 from trt_kvcache.builder.network.mlp import mlp
+from trt_kvcache.model import MlpConfig
 
 pytestmark = pytest.mark.trt
 
 MakePart = Callable[..., Part]
 
 
+ACTIVATIONS = {
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "gelu_tanh": lambda x: x / (1 + np.exp(-2 * np.sqrt(2 / np.pi) * (x + 0.044715 * x**3))),
+}
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
-def test_the_gate_goes_through_silu(part: MakePart, bias: bool) -> None:
+def test_the_gate_goes_through_the_activation(part: MakePart, bias: bool, activation: str) -> None:
     sizes = {"gate": (5, 4), "up": (5, 4), "down": (4, 5)}
-    weights = {f"mlp__{name}_proj__weight": normal(*size, seed=seed) for seed, (name, size) in enumerate(sizes.items())}
-    biases = {f"mlp__{name}_proj__bias": normal(size[0], seed=9 + seed) for seed, (name, size) in enumerate(sizes.items())}
+    weights = {f"{name}__weight": normal(*size, seed=seed) for seed, (name, size) in enumerate(sizes.items())}
+    biases = {f"{name}__bias": normal(size[0], seed=9 + seed) for seed, (name, size) in enumerate(sizes.items())}
+    config = MlpConfig(intermediate_size=5, activation=activation, bias=bias)
     made, x = part(), normal(2, 3, 4, seed=5)
-    y = mlp(made.graph, made.graph.input("x", "float32", (2, 3, 4)), StoredWeights(**weights, **biases), "mlp", bias=bias)
+    y = mlp(made.graph, made.graph.input("x", "float32", (2, 3, 4)), StoredWeights(**weights, **biases), "mlp", config)
 
     def project(name: str, value: np.ndarray) -> np.ndarray:
-        return value @ weights[f"mlp__{name}_proj__weight"].T + bias * biases[f"mlp__{name}_proj__bias"]
+        return value @ weights[f"{name}__weight"].T + bias * biases[f"{name}__bias"]
 
     gate = project("gate", x)
-    expected = project("down", gate / (1 + np.exp(-gate)) * project("up", x))
+    expected = project("down", ACTIVATIONS[activation](gate) * project("up", x))
     np.testing.assert_allclose(made.run(y, x=x), expected, rtol=1e-5, atol=1e-5)

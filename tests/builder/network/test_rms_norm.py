@@ -1,23 +1,25 @@
-"""RMSNorm: the norm in float32, rounded before the multiplication with the weight."""
+"""RMSNorm: the norm in float32, rounded before or after the multiplication with the weight."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.builder.network.parts import Part, StoredWeights, normal
+from tests.builder.network.parts import Part, normal
 from trt_kvcache.builder.network.rms_norm import rms_norm
+from trt_kvcache.model import NormConfig
 
 pytestmark = pytest.mark.trt
 
 MakePart = Callable[..., Part]
 
 
-def normed(part: Part, x: np.ndarray, weight: np.ndarray, epsilon: float = 0.5) -> np.ndarray:
+def normed(part: Part, x: np.ndarray, weight: np.ndarray, epsilon: float = 0.5, **options: Any) -> np.ndarray:
     tensor = part.graph.input("x", part.graph.dtype, x.shape)
-    return part.run(rms_norm(part.graph, tensor, StoredWeights(norm__weight=weight), "norm", epsilon=epsilon), x=x)
+    return part.run(rms_norm(part.graph, tensor, "norm", weight, NormConfig(epsilon=epsilon, **options)), x=x)
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 5), (2, 3, 4, 5), (3, 5)])
@@ -36,6 +38,19 @@ def test_the_norm_is_rounded_before_the_weight(part: MakePart) -> None:
     assert np.mean(found == norm * weight) > 0.99  # a sum in float32 may fall on the other side of a tie
 
 
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+@pytest.mark.parametrize("first", [False, True], ids=["product rounded", "quotient rounded"])
+def test_offset_and_weight_are_added_in_float32(part: MakePart, offset: float, first: bool) -> None:
+    x, weight = normal(2, 3, 64, dtype="float16"), normal(64, seed=1).astype(np.float16) / np.float16(1000)
+    wide = x.astype(np.float32)
+    norm = wide / np.sqrt(np.mean(wide**2, axis=-1, keepdims=True) + np.float32(1e-5))
+    norm = norm.astype(np.float16).astype(np.float32) if first else norm
+    expected = (norm * (weight.astype(np.float32) + np.float32(offset))).astype(np.float16)
+    found = normed(part("float16"), x, weight, epsilon=1e-5, weight_offset=offset, rounds_before_weight=first)
+    assert found.dtype == np.float16
+    assert np.mean(found == expected) > 0.99  # 1 + weight in float16 is off in a third of the numbers
+
+
 def test_the_mean_is_not_subtracted(part: MakePart) -> None:
     x, weight = np.full((1, 2, 4), 3, np.float32), np.ones(4, np.float32)
-    np.testing.assert_allclose(normed(part(), x, weight, epsilon=0.0), np.ones((1, 2, 4)))
+    np.testing.assert_allclose(normed(part(), x, weight, epsilon=1e-30), np.ones((1, 2, 4)))

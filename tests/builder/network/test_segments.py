@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from tests.helpers.golden_models import attentions_of
 from tests.helpers.small_model import write_model
 from tests.reference.rig import MODELS, golden
 from trt_kvcache.builder import definition as network_definition, serialization
@@ -76,17 +77,17 @@ class Segments:
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 @pytest.mark.parametrize("model", MODELS)
-def test_segments_compute_the_logits_of_hugging_face_and_of_the_native_network(rtx, define, tmp_path, model, dtype):
+def test_segments_compute_the_logits_of_hugging_face_and_of_the_whole_network(rtx, define, tmp_path, model, dtype):
     segments = Segments(rtx, tmp_path, model, dtype)
     for cache in segments.combined:
         cache[...] = np.nan
     logits = run(segments, *tokens_of(model))
     lengths = np.cumsum([new[GOLDEN_SLOT] for new in STEPS])
     assert_near(np.array([step[GOLDEN_SLOT] for step in logits]), np.array([golden(model)[1][n] for n in lengths]), GOLDEN_TOLERANCE[dtype])
-    native = runners(define(model, dtype=dtype), model)[0]
-    for step, expected in zip(logits, run(native, *tokens_of(model)), strict=True):
+    whole = runners(define(model, dtype=dtype, attention=attentions_of(model, MAX_SEQUENCE_LENGTH)[0]), model)[0]
+    for step, expected in zip(logits, run(whole, *tokens_of(model)), strict=True):
         assert_near(step, expected, {"float32": 1e-5, "float16": 0.03}[dtype])
-    for cache, expected in zip(segments.caches(), native.caches(), strict=True):
+    for cache, expected in zip(segments.caches(), whole.caches(), strict=True):
         live = np.isfinite(cache)
         assert live.sum() >= sum(new[GOLDEN_SLOT] for new in STEPS)
         assert_near(cache[live], expected[live], {"float32": 1e-5, "float16": 0.02}[dtype])

@@ -26,13 +26,19 @@ def made(part: MakePart) -> Part:
 @pytest.fixture
 def lengths(made: Part) -> StepLengths:
     ids, start = made.graph.input("ids", "int32", (-1, -1)), made.graph.input("start", "int32", (-1,))
-    return step_lengths(made.graph, input_ids=ids, start_index=start)
+    return step_lengths(made.graph, tokens=ids, start_index=start)
 
 
 def test_positions_follow_the_start_index(made: Part, lengths: StepLengths) -> None:
     found = made.run(lengths.position_ids, **FEED)
     assert found.dtype == np.int32
     assert found.tolist() == [[0, 1, 2, 3, 4], [4, 5, 6, 7, 8], [2, 3, 4, 5, 6]]
+
+
+def test_positions_from_the_shape_of_a_hidden_state(made: Part) -> None:
+    hidden, start = made.graph.input("hidden", "float32", (-1, -1, 4)), made.graph.input("start", "int32", (-1,))
+    found = made.run(step_lengths(made.graph, tokens=hidden, start_index=start).position_ids, hidden=np.zeros((3, 2, 4)), start=START)
+    assert found.tolist() == [[0, 1], [4, 5], [2, 3]]
 
 
 def test_key_lengths_include_the_new_tokens(made: Part, lengths: StepLengths) -> None:

@@ -1,18 +1,45 @@
 """Lowering of attention over a combined cache, for which TensorRT has no layer: to a plugin layer, or to a cut between segments."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+
 from trt_kvcache.builder.network.graph import Graph
+from trt_kvcache.builder.network.step_lengths import step_lengths
 from trt_kvcache.engine.names import TensorNames
-from trt_kvcache.engine_folder.decoder_segments import attention_tensor_names, hidden_state_name
-from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES, AttentionAttributes
+from trt_kvcache.engine_folder.decoder_segments import (
+    RopeKind,
+    attention_op_attributes,
+    attention_tensor_names,
+    hidden_state_name,
+    rope_kind,
+)
+from trt_kvcache.model import ModelConfig
+from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES
+from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.trt.plugin import register
 from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGIN_VERSION
 
 
 class AttentionLowering(Protocol):
     """Adds the attention of a layer to a network."""
+
+    def position_ids(self, graph: Graph, hidden: Any) -> Any:
+        """Return the positions of the new tokens, for layers that scale queries by them.
+
+        Parameters
+        ----------
+        graph : Graph
+            The network.
+        hidden : ITensor [B, s, hidden]
+            A hidden state in this network.
+
+        Returns
+        -------
+        ITensor [B, s] int32
+            In this network.
+        """
 
     def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], residual: Any) -> tuple[Any, Any]:
         """Add the attention of one layer.
@@ -42,15 +69,15 @@ class PluginLayerLowering:
 
     Parameters
     ----------
-    attributes : AttentionAttributes
-        Of the attention of all layers.
+    model : ModelConfig
+        Configuration of the model.
     names : TensorNames
         Names of the caches.
     max_sequence_length : int
         Tokens that a slot can hold, S.
     start_index : ITensor [B] int32
         Tokens in the cache before the step.
-    cos_sin : ITensor [S, 2, D / 2] float32
+    cos_sin : mapping of RopeKind to ITensor [S, 2, rotary_dim / 2] float32
         Cosines and sines of RoPE.
 
     Notes
@@ -59,26 +86,39 @@ class PluginLayerLowering:
     """
 
     def __init__(
-        self, attributes: AttentionAttributes, names: TensorNames, *, max_sequence_length: int, start_index: Any, cos_sin: Any
+        self, model: ModelConfig, names: TensorNames, *, max_sequence_length: int, start_index: Any, cos_sin: Mapping[RopeKind, Any]
     ) -> None:
+        self._model = model
         self._names = names
-        self._cache_shape = (-1, 2, attributes.num_kv_heads, max_sequence_length, attributes.head_dim)
+        self._max_sequence_length = max_sequence_length
         self._start_index = start_index
         self._cos_sin = cos_sin
-        self._field_arrays = attributes.plugin_field_arrays()  # the plugin fields point into them
+        self._positions: Any = None
+        self._field_arrays: list[dict[str, np.ndarray[Any, Any]]] = []  # the plugin fields point into them
+
+    def position_ids(self, graph: Graph, hidden: Any) -> Any:
+        """See :class:`AttentionLowering`."""
+        if self._positions is None:
+            self._positions = step_lengths(graph, tokens=hidden, start_index=self._start_index).position_ids
+        return self._positions
 
     def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], residual: Any) -> tuple[Any, Any]:
         """See :class:`AttentionLowering`."""
         trt = graph.trt
         register(graph.tensorrt)
         creator = trt.get_plugin_registry().get_creator(PLUGIN_NAME, PLUGIN_VERSION, PLUGIN_NAMESPACE)
-        types = trt.PluginFieldType
-        fields = [trt.PluginField(name, array, getattr(types, ATTRIBUTE_TYPES[name])) for name, array in self._field_arrays.items()]
+        mixer, types = self._model.layers[layer].attention, trt.PluginFieldType
+        attributes = attention_op_attributes(mixer, max_sequence_length=self._max_sequence_length)
+        arrays = AttentionOp(**attributes).kernel_attributes().plugin_field_arrays()  # type: ignore[arg-type]  # each of its type
+        self._field_arrays.append(arrays)
+        fields = [trt.PluginField(name, array, getattr(types, ATTRIBUTE_TYPES[name])) for name, array in arrays.items()]
         name = f"model.layers.{layer}.self_attn/attend"
         plugin = creator.create_plugin(name, trt.PluginFieldCollection(fields), trt.TensorRTPhase.BUILD)
         past, present = self._names.combined_pair(layer)
-        cache = graph.input(past, graph.dtype, self._cache_shape)
-        plugin_layer = graph.layer(name, "plugin_v3", [*qkv, cache, self._start_index, self._cos_sin], [], plugin)
+        cache = graph.input(past, graph.dtype, (-1, 2, mixer.num_kv_heads, self._max_sequence_length, mixer.head_dim))
+        kind = rope_kind(mixer)
+        angles = [] if kind is None else [self._cos_sin[kind]]
+        plugin_layer = graph.layer(name, "plugin_v3", [*qkv, cache, self._start_index, *angles], [], plugin)
         attended = graph.result(plugin_layer)
         graph.output(plugin_layer.get_output(1), present)
         return attended, residual
@@ -91,10 +131,18 @@ class SegmentCutLowering:
     ----------
     create_network : callable
         Returns a new, empty ``INetworkDefinition``.
+    names : TensorNames
+        Names of the whole engine's inputs.
     """
 
-    def __init__(self, create_network: Callable[[], Any]) -> None:
+    def __init__(self, create_network: Callable[[], Any], names: TensorNames) -> None:
         self._create_network = create_network
+        self._names = names
+
+    def position_ids(self, graph: Graph, hidden: Any) -> Any:
+        """See :class:`AttentionLowering`. A segment has the attention of one layer, so the input is added once."""
+        start_index = graph.input(self._names.kvcache_start_index, "int32", (-1,))
+        return step_lengths(graph, tokens=hidden, start_index=start_index).position_ids
 
     def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], residual: Any) -> tuple[Any, Any]:
         """See :class:`AttentionLowering`."""

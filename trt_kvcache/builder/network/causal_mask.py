@@ -1,5 +1,6 @@
-"""The explicit causal mask of the ``mask`` variant of attention."""
+"""The explicit masks of the ``mask`` variant of attention: causal, and with a window."""
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -7,8 +8,8 @@ import numpy as np
 from trt_kvcache.builder.network.graph import Graph
 
 
-def causal_mask(graph: Graph, *, position_ids: Any, max_sequence_length: int) -> Any:
-    """Add the mask that shows each new token the keys up to its own position.
+def causal_masks(graph: Graph, *, position_ids: Any, max_sequence_length: int, windows: Iterable[int | None]) -> Mapping[int | None, Any]:
+    """Add the masks that show each new token the keys up to its own position, or with a window the last of these.
 
     Parameters
     ----------
@@ -18,14 +19,26 @@ def causal_mask(graph: Graph, *, position_ids: Any, max_sequence_length: int) ->
         Position of each new token.
     max_sequence_length : int
         Tokens that a slot can hold, S.
+    windows : iterable of int or None
+        Keys that a token sees, its own included; None for all. Each gets a mask, once.
 
     Returns
     -------
-    ITensor [B, 1, s, S] bool
-        True where the token sees the key.
+    mapping of int or None to ITensor [B, 1, s, S] bool
+        By window: true where the token sees the key.
     """
     keys = graph.constant("mask/keys", np.arange(max_sequence_length, dtype=np.int32).reshape(1, 1, 1, -1))
     layer = graph.layer("mask/positions", "shuffle", position_ids)
     layer.reshape_dims = (0, 1, -1, 1)
-    later = graph.elementwise("mask/later", keys, "GREATER", graph.result(layer))
-    return graph.op("mask/causal", "unary", later, graph.trt.UnaryOperation.NOT)
+    positions = graph.result(layer)
+    later = graph.elementwise("mask/later", keys, "GREATER", positions)
+    causal = graph.op("mask/causal", "unary", later, graph.trt.UnaryOperation.NOT)
+    masks = {}
+    for window in dict.fromkeys(windows):
+        masks[window] = causal
+        if window is not None:
+            name = f"mask/window_{window}"
+            forgotten = graph.elementwise(f"{name}/forgotten", positions, "SUB", graph.scalar(f"{name}/size", window, "int32", 4))
+            recent = graph.elementwise(f"{name}/recent", keys, "GREATER", forgotten)
+            masks[window] = graph.elementwise(name, causal, "AND", recent)
+    return masks

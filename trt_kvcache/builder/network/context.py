@@ -1,12 +1,14 @@
 """``DecoderContext``: what all layers of a decoder's network share."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from trt_kvcache.builder.network.attention_lowering import AttentionLowering
 from trt_kvcache.builder.network.rope import RopeTables
 from trt_kvcache.builder.network.step_lengths import StepLengths
 from trt_kvcache.engine.names import TensorNames
+from trt_kvcache.engine_folder.decoder_segments import RopeKind
 from trt_kvcache.model import ModelConfig
 
 
@@ -24,10 +26,10 @@ class DecoderContext:
         Tokens that a slot can hold, S.
     lengths : StepLengths, optional
         Lengths of a step; not for the ``plugin`` variant.
-    tables : RopeTables, optional
+    tables : mapping of RopeKind to RopeTables
         Cosines and sines of RoPE; not for the ``plugin`` variant.
-    mask : ITensor [B, 1, s, S] bool, optional
-        Which keys each token sees; only for the ``mask`` variant.
+    masks : mapping of int or None to ITensor [B, 1, s, S] bool
+        By window, which keys each token sees; only for the ``mask`` variant.
     lowering : AttentionLowering, optional
         What adds the attention to the network; only for the ``plugin`` variant.
     """
@@ -36,6 +38,6 @@ class DecoderContext:
     names: TensorNames
     max_sequence_length: int
     lengths: StepLengths | None = None
-    tables: RopeTables | None = None
-    mask: Any = None
+    tables: Mapping[RopeKind, RopeTables] = field(default_factory=dict)
+    masks: Mapping[int | None, Any] = field(default_factory=dict)
     lowering: AttentionLowering | None = None

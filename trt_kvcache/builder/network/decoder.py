@@ -6,7 +6,7 @@ from typing import Any
 
 from trt_kvcache.builder.network import head
 from trt_kvcache.builder.network.attention_lowering import PluginLayerLowering, SegmentCutLowering
-from trt_kvcache.builder.network.causal_mask import causal_mask
+from trt_kvcache.builder.network.causal_mask import causal_masks
 from trt_kvcache.builder.network.context import DecoderContext
 from trt_kvcache.builder.network.decoder_layer import decoder_layer
 from trt_kvcache.builder.network.decomposable import attention_layer_config
@@ -14,12 +14,11 @@ from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.rope import cos_sin, rope_tables
 from trt_kvcache.builder.network.step_lengths import step_lengths
 from trt_kvcache.builder.network.weights import Weights
-from trt_kvcache.engine.attention_variants import AttentionLayerConfig
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig, window_in_cache
 from trt_kvcache.engine.decoder_tensors import logits_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
-from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING, hidden_state_name
+from trt_kvcache.engine_folder.decoder_segments import EMBEDDING, cos_sin_names, embedding_output_name
 from trt_kvcache.model import ModelConfig
-from trt_kvcache.ops.attention_attributes import AttentionAttributes
 
 
 def add_decoder(
@@ -73,11 +72,12 @@ def add_decoder(
         lowering = _plugin_layers(graph, model, names, max_sequence_length=max_sequence_length, start_index=start_index)
         context = replace(context, lowering=lowering)
     else:
-        lengths = step_lengths(graph, input_ids=input_ids, start_index=start_index)
-        context = replace(context, lengths=lengths, tables=rope_tables(graph, model.layers[0].attention, length=max_sequence_length))
+        lengths = step_lengths(graph, tokens=input_ids, start_index=start_index)
+        context = replace(context, lengths=lengths, tables=rope_tables(graph, model, length=max_sequence_length))
         if attention == "mask":
-            mask = causal_mask(graph, position_ids=lengths.position_ids, max_sequence_length=max_sequence_length)
-            context = replace(context, mask=mask)
+            windows = (window_in_cache(layer.attention, max_sequence_length) for layer in model.layers)
+            masks = causal_masks(graph, position_ids=lengths.position_ids, max_sequence_length=max_sequence_length, windows=windows)
+            context = replace(context, masks=masks)
     configs = attention_layer_configs(
         model,
         attention,
@@ -87,7 +87,7 @@ def add_decoder(
         max_sequence_length=max_sequence_length,
     )
     table = head.embedding_table(graph, weights)
-    x = head.embed(graph, table, input_ids)
+    x = head.embed(graph, table, input_ids, model)
     for config in configs:
         x = decoder_layer(graph, x, weights, context, config)
     _add_head(graph, x, last_token_ids, weights, model, table, names)
@@ -114,12 +114,8 @@ def _plugin_layers(
     graph: Graph, model: ModelConfig, names: TensorNames, *, max_sequence_length: int, start_index: Any
 ) -> PluginLayerLowering:
     """Return what adds plugin layers to the network, after adding the tables of RoPE that they read."""
-    mixer = model.layers[0].attention  # all layers have the same sizes and RoPE: others are refused before a network is made
-    attributes = AttentionAttributes(
-        num_heads=mixer.num_heads, num_kv_heads=mixer.num_kv_heads, head_dim=mixer.head_dim, rotary_dim=mixer.rotary_dim
-    )
-    tables = graph.constant(COS_SIN, cos_sin(mixer, length=max_sequence_length))
-    return PluginLayerLowering(attributes, names, max_sequence_length=max_sequence_length, start_index=start_index, cos_sin=tables)
+    tables = {kind: graph.constant(name, cos_sin(kind, length=max_sequence_length)) for kind, name in cos_sin_names(model).items()}
+    return PluginLayerLowering(model, names, max_sequence_length=max_sequence_length, start_index=start_index, cos_sin=tables)
 
 
 def add_segments(
@@ -163,10 +159,11 @@ def add_segments(
     BuildError
         TensorRT refused a layer, which is named.
     """
-    lowering = SegmentCutLowering(create_network)
+    lowering = SegmentCutLowering(create_network, names)
     context = DecoderContext(model=model, names=names, max_sequence_length=max_sequence_length, lowering=lowering)
     configs = attention_layer_configs(model, "plugin", dtype=graph.dtype, min_batch_size=1, max_sequence_length=max_sequence_length)
-    x = graph.input(hidden_state_name(0), graph.dtype, (-1, -1, model.hidden_size))
+    x = graph.input(embedding_output_name(model), graph.dtype, (-1, -1, model.hidden_size))
+    x = head.scaled_embedding(graph, x, model)
     for config in configs:
         x = decoder_layer(graph, x, weights, context, config)
     last_token_ids = _last_token_ids(graph, model, names, max_logits_per_slot)
@@ -205,6 +202,7 @@ def attention_layer_configs(
             dtype=dtype,
             num_attention_heads=layer.attention.num_heads,
             head_dim=layer.attention.head_dim,
+            softcap=layer.attention.softcap,
             min_batch_size=min_batch_size,
             max_sequence_length=max_sequence_length,
         )

@@ -1,13 +1,14 @@
-"""One decoder layer: attention and MLP, each with a norm before it and a residual connection around it."""
+"""One decoder layer: attention and MLP, each with norms around it and a residual connection around these."""
 
 from typing import Any
 
 from trt_kvcache.builder.network.context import DecoderContext
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.mlp import mlp
-from trt_kvcache.builder.network.rms_norm import rms_norm
+from trt_kvcache.builder.network.rms_norm import layer_norm
+from trt_kvcache.builder.network.scalar_multiply import multiplied
 from trt_kvcache.builder.network.self_attention import self_attention
-from trt_kvcache.builder.network.weights import Weights
+from trt_kvcache.builder.network.weights import LayerWeights, Weights
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 
 
@@ -33,11 +34,14 @@ def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContex
         The hidden state after the layer.
     """
     module, layer = f"model.layers.{config.layer}", context.model.layers[config.layer]
-    assert layer.input_norm is not None  # models without are refused before a network is made
-    assert layer.mlp_norm is not None
-    assert layer.mlp is not None
-    normed = rms_norm(graph, x, weights, f"{module}.input_layernorm", epsilon=layer.input_norm.epsilon)
-    attended, x = self_attention(graph, normed, weights, f"{module}.self_attn", context, config, residual=x)
+    assert layer.mlp is not None  # models without are refused before a network is made
+    own = LayerWeights(weights, context.model, config.layer)
+    normed = layer_norm(graph, x, own, "input_norm", layer.input_norm)
+    attended, x = self_attention(graph, normed, own, f"{module}.self_attn", context, config, residual=x)
+    attended = layer_norm(graph, attended, own, "mixer_output_norm", layer.mixer_output_norm)
+    attended = multiplied(graph, f"{module}/scale_attention", attended, layer.residual_multiplier)
     x = graph.elementwise(f"{module}/add_attention", x, "SUM", attended)
-    normed = rms_norm(graph, x, weights, f"{module}.post_attention_layernorm", epsilon=layer.mlp_norm.epsilon)
-    return graph.elementwise(f"{module}/add_mlp", x, "SUM", mlp(graph, normed, weights, f"{module}.mlp", bias=layer.mlp.bias))
+    normed = layer_norm(graph, x, own, "mlp_norm", layer.mlp_norm)
+    changed = layer_norm(graph, mlp(graph, normed, own, f"{module}.mlp", layer.mlp), own, "mlp_output_norm", layer.mlp_output_norm)
+    changed = multiplied(graph, f"{module}/scale_mlp", changed, layer.residual_multiplier)
+    return graph.elementwise(f"{module}/add_mlp", x, "SUM", changed)

@@ -22,6 +22,7 @@ def attention_layer_config(
     dtype: str,
     num_attention_heads: int,
     head_dim: int,
+    softcap: float | None = None,
     min_batch_size: int,
     max_sequence_length: int,
 ) -> AttentionLayerConfig:
@@ -39,6 +40,8 @@ def attention_layer_config(
         What the model computes in.
     num_attention_heads, head_dim : int
         Query heads, and elements of a head.
+    softcap : float, optional
+        Soft cap of scores, for which the layer is made of plain layers.
     min_batch_size : int
         Smallest batch of any optimisation profile.
     max_sequence_length : int
@@ -65,7 +68,9 @@ def attention_layer_config(
     reason = ""
     if variant == "plugin":
         return AttentionLayerConfig(layer=layer, variant=variant, decomposable=False)
-    if not is_rtx:
+    if softcap is not None:
+        reason = "no attention layer with soft-capped scores"
+    elif not is_rtx:
         reason = "full TensorRT decides: its limits of fused attention are not known"
     elif dtype == "float32":
         reason = "no fused attention in float32"

@@ -7,9 +7,10 @@ import numpy as np
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.linear import matmul_transposed
 from trt_kvcache.builder.network.rms_norm import rms_norm
+from trt_kvcache.builder.network.scalar_multiply import multiplied, softcapped
 from trt_kvcache.builder.network.weights import Weights
-from trt_kvcache.engine_folder.decoder_segments import EMBEDDING
 from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.tensor_shapes import EMBEDDING, FINAL_NORM, HEAD
 
 
 def embedding_table(graph: Graph, weights: Weights) -> Any:
@@ -30,8 +31,8 @@ def embedding_table(graph: Graph, weights: Weights) -> Any:
     return graph.constant(EMBEDDING, weights(EMBEDDING))
 
 
-def embed(graph: Graph, table: Any, input_ids: Any) -> Any:
-    """Look up the rows of token ids.
+def embed(graph: Graph, table: Any, input_ids: Any, model: ModelConfig) -> Any:
+    """Look up the rows of token ids, and multiply them where the model does.
 
     Parameters
     ----------
@@ -41,6 +42,8 @@ def embed(graph: Graph, table: Any, input_ids: Any) -> Any:
         The embedding table.
     input_ids : ITensor [B, s] int32
         Token ids.
+    model : ModelConfig
+        Configuration of the model.
 
     Returns
     -------
@@ -51,7 +54,27 @@ def embed(graph: Graph, table: Any, input_ids: Any) -> Any:
     -----
     ``INetworkDefinition.add_gather``.
     """
-    return graph.op("model.embed_tokens", "gather", table, input_ids, 0)
+    return scaled_embedding(graph, graph.op("model.embed_tokens", "gather", table, input_ids, 0), model)
+
+
+def scaled_embedding(graph: Graph, rows: Any, model: ModelConfig) -> Any:
+    """Multiply rows of the embedding with the multiplier of the model.
+
+    Parameters
+    ----------
+    graph : Graph
+        The network under construction.
+    rows : ITensor [B, s, hidden]
+        Of the table.
+    model : ModelConfig
+        Configuration of the model.
+
+    Returns
+    -------
+    ITensor [B, s, hidden]
+        The first hidden state; ``rows`` itself where the model does not scale it.
+    """
+    return multiplied(graph, "model.embed_tokens/scale", rows, model.embedding_factor(graph.dtype))
 
 
 def last_token(graph: Graph, x: Any, last_token_ids: Any) -> Any:
@@ -153,8 +176,10 @@ def logits(graph: Graph, x: Any, weights: Weights, model: ModelConfig, table: An
     Returns
     -------
     ITensor [B, vocab] float32
-        Logits of the token that follows each of them. The head computes in the dtype of the model; its result is cast.
+        Logits of the token that follows each of them. The head computes in the dtype of the model; its result is cast, and divided and
+        capped where the model does that.
     """
-    normed = rms_norm(graph, x, weights, "model.norm", epsilon=model.final_norm.epsilon)
-    lm_head = table if model.tie_word_embeddings else graph.constant("lm_head.weight", weights("lm_head.weight"))
-    return graph.cast("lm_head/to_float32", matmul_transposed(graph, "lm_head/matmul", normed, lm_head), "float32")
+    normed = rms_norm(graph, x, "model.norm", weights(FINAL_NORM), model.final_norm)
+    lm_head = table if model.tie_word_embeddings else graph.constant(HEAD, weights(HEAD))
+    found = graph.cast("lm_head/to_float32", matmul_transposed(graph, "lm_head/matmul", normed, lm_head), "float32")
+    return softcapped(graph, "logits", multiplied(graph, "logits/scale", found, 1 / model.logits_divisor), model.final_softcap)

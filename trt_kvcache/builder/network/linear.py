@@ -3,7 +3,7 @@
 from typing import Any
 
 from trt_kvcache.builder.network.graph import Graph
-from trt_kvcache.builder.network.weights import Weights
+from trt_kvcache.builder.network.weights import LayerWeights
 
 
 def matmul_transposed(graph: Graph, name: str, x: Any, weight: Any) -> Any:
@@ -29,7 +29,7 @@ def matmul_transposed(graph: Graph, name: str, x: Any, weight: Any) -> Any:
     return graph.op(name, "matrix_multiply", x, plain, weight, transposed)
 
 
-def linear(graph: Graph, x: Any, weights: Weights, module: str, *, bias: bool) -> Any:
+def linear(graph: Graph, x: Any, weights: LayerWeights, role: str, *, bias: bool) -> Any:
     """Apply a linear layer.
 
     Parameters
@@ -38,10 +38,10 @@ def linear(graph: Graph, x: Any, weights: Weights, module: str, *, bias: bool) -
         The network under construction.
     x : ITensor [B, s, in]
         The input of the layer.
-    weights : Weights
-        Weights of the model.
-    module : str
-        Such as ``model.layers.0.mlp.up_proj``. Its weights are ``<module>.weight`` and, if ``bias``, ``<module>.bias``.
+    weights : LayerWeights
+        Weights of the decoder layer.
+    role : str
+        Such as ``"up"``.
     bias : bool
         Whether the layer has a bias.
 
@@ -50,8 +50,9 @@ def linear(graph: Graph, x: Any, weights: Weights, module: str, *, bias: bool) -
     ITensor [B, s, out]
         ``x W^T``, plus the bias if there is one, in the dtype of ``x``.
     """
-    weight = graph.constant(f"{module}.weight", weights(f"{module}.weight")[None])
+    module = weights.module(role)
+    weight = graph.constant(f"{module}.weight", weights(f"{role}.weight")[None])
     y = matmul_transposed(graph, f"{module}/matmul", x, weight)
     if not bias:
         return y
-    return graph.elementwise(f"{module}/add_bias", y, "SUM", graph.constant(f"{module}.bias", weights(f"{module}.bias")[None, None]))
+    return graph.elementwise(f"{module}/add_bias", y, "SUM", graph.constant(f"{module}.bias", weights(f"{role}.bias")[None, None]))

@@ -1,13 +1,14 @@
-"""The gated MLP of Llama and Qwen: ``down(silu(gate(x)) * up(x))``."""
+"""The gated MLP of a decoder layer: ``down(activation(gate(x)) * up(x))``."""
 
 from typing import Any
 
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.linear import linear
-from trt_kvcache.builder.network.weights import Weights
+from trt_kvcache.builder.network.weights import LayerWeights
+from trt_kvcache.model import MlpConfig
 
 
-def mlp(graph: Graph, x: Any, weights: Weights, module: str, *, bias: bool) -> Any:
+def mlp(graph: Graph, x: Any, weights: LayerWeights, module: str, config: MlpConfig) -> Any:
     """Apply a gated MLP.
 
     Parameters
@@ -16,20 +17,28 @@ def mlp(graph: Graph, x: Any, weights: Weights, module: str, *, bias: bool) -> A
         The network under construction.
     x : ITensor [B, s, hidden]
         The input of the MLP.
-    weights : Weights
-        Weights of the model.
+    weights : LayerWeights
+        Weights of the decoder layer.
     module : str
-        Such as ``model.layers.0.mlp``.
-    bias : bool
-        Whether its linear layers have biases.
+        What layers without weights are named after, such as ``model.layers.0.mlp``.
+    config : MlpConfig
+        The activation, and whether there are biases.
 
     Returns
     -------
     ITensor [B, s, hidden]
-        ``down_proj(silu(gate_proj(x)) * up_proj(x))``, in the dtype of ``x``. The caller adds it to the residual.
+        ``down(activation(gate(x)) * up(x))``, in the dtype of ``x``. The caller adds it to the residual.
     """
-    gate = linear(graph, x, weights, f"{module}.gate_proj", bias=bias)
-    sigmoid = graph.op(f"{module}/sigmoid", "activation", gate, graph.trt.ActivationType.SIGMOID)
-    silu = graph.elementwise(f"{module}/silu", gate, "PROD", sigmoid)
-    up = linear(graph, x, weights, f"{module}.up_proj", bias=bias)
-    return linear(graph, graph.elementwise(f"{module}/gated", silu, "PROD", up), weights, f"{module}.down_proj", bias=bias)
+    gate = linear(graph, x, weights, "gate", bias=config.bias)
+    activated = _silu(graph, gate, module) if config.activation == "silu" else _gelu_tanh(graph, gate, module)
+    up = linear(graph, x, weights, "up", bias=config.bias)
+    return linear(graph, graph.elementwise(f"{module}/gated", activated, "PROD", up), weights, "down", bias=config.bias)
+
+
+def _silu(graph: Graph, x: Any, module: str) -> Any:
+    sigmoid = graph.op(f"{module}/sigmoid", "activation", x, graph.trt.ActivationType.SIGMOID)
+    return graph.elementwise(f"{module}/silu", x, "PROD", sigmoid)
+
+
+def _gelu_tanh(graph: Graph, x: Any, module: str) -> Any:
+    return graph.op(f"{module}/gelu", "activation", x, graph.trt.ActivationType.GELU_TANH)

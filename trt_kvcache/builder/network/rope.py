@@ -1,71 +1,79 @@
-"""Rotary position embedding (RoPE): tables once per network, one TensorRT layer for each of q and k."""
+"""Rotary position embedding (RoPE): one pair of tables for each kind of RoPE, one TensorRT layer for each of q and k."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from trt_kvcache.builder.network.graph import Graph
-from trt_kvcache.model import AttentionConfig, rope_table
+from trt_kvcache.engine_folder.decoder_segments import RopeKind, cos_sin_names
+from trt_kvcache.model import ModelConfig, rope_table
 
 
 @dataclass(frozen=True)
 class RopeTables:
-    """Cosines and sines of every position; RoPE scaling (linear, llama3) is included.
+    """Cosines and sines of every position; RoPE scaling (linear, llama3, ...) is included.
 
     Parameters
     ----------
-    cos, sin : ITensor [S, D / 2] float32
+    cos, sin : ITensor [S, rotary_dim / 2] float32
         Constants of the network.
+    rotary_dim : int
+        Leading elements of a head that are rotated.
     """
 
     cos: Any
     sin: Any
+    rotary_dim: int
 
 
-def rope_tables(graph: Graph, mixer: AttentionConfig, *, length: int) -> RopeTables:
+def rope_tables(graph: Graph, model: ModelConfig, *, length: int) -> Mapping[RopeKind, RopeTables]:
     """Add the tables of RoPE to the network as constants.
 
     Parameters
     ----------
     graph : Graph
         The network under construction.
-    mixer : AttentionConfig
-        Attention with RoPE, which gives the frequencies.
+    model : ModelConfig
+        Configuration of the model.
     length : int
         Positions, S.
 
     Returns
     -------
-    RopeTables
-        For positions ``0 .. length - 1``.
+    mapping of RopeKind to RopeTables
+        For each kind of RoPE that layers have, for positions ``0 .. length - 1``.
     """
-    assert mixer.rope is not None
-    cos, sin = rope_table(mixer.rope, mixer.head_dim, length)
-    return RopeTables(graph.constant("rope/cos", cos), graph.constant("rope/sin", sin))
+    tables = {}
+    for index, (rope, head_dim) in enumerate(cos_sin_names(model)):
+        name = f"rope_{index}" if index else "rope"
+        cos, sin = rope_table(rope, head_dim, length)
+        constants = graph.constant(f"{name}/cos", cos), graph.constant(f"{name}/sin", sin)
+        tables[rope, head_dim] = RopeTables(*constants, rotary_dim=rope.rotary_dim(head_dim))
+    return tables
 
 
-def cos_sin(mixer: AttentionConfig, *, length: int) -> np.ndarray[Any, Any]:
+def cos_sin(kind: RopeKind, *, length: int) -> np.ndarray[Any, Any]:
     """Return both tables in one array, as the attention of this package reads them.
 
     Parameters
     ----------
-    mixer : AttentionConfig
-        Attention with RoPE.
+    kind : RopeKind
+        RoPE, and the elements of a head.
     length : int
         Positions, S.
 
     Returns
     -------
-    ndarray [S, 2, D / 2] float32
+    ndarray [S, 2, rotary_dim / 2] float32
         Cosines (``[:, 0]``) and sines (``[:, 1]``) of the angles of each position, on the host.
     """
-    assert mixer.rope is not None
-    return np.stack(rope_table(mixer.rope, mixer.head_dim, length), axis=1)
+    return np.stack(rope_table(*kind, length), axis=1)
 
 
-def apply_rope(graph: Graph, name: str, x: Any, tables: RopeTables, position_ids: Any) -> Any:
-    """Apply RoPE: rotate the pairs ``(d, d + D / 2)`` of each row by the angle of its position.
+def apply_rope(graph: Graph, name: str, x: Any, tables: RopeTables | None, position_ids: Any) -> Any:
+    """Apply RoPE: rotate the pairs ``(d, d + rotary_dim / 2)`` of each row by the angle of its position.
 
     Parameters
     ----------
@@ -75,8 +83,8 @@ def apply_rope(graph: Graph, name: str, x: Any, tables: RopeTables, position_ids
         Prefix of the layers' names.
     x : ITensor [B, H, s, D]
         q or k.
-    tables : RopeTables
-        Cosines and sines of RoPE.
+    tables : RopeTables or None
+        Cosines and sines of RoPE; None for a layer without RoPE.
     position_ids : ITensor [B, s] int32
         Position of each token.
 
@@ -90,7 +98,10 @@ def apply_rope(graph: Graph, name: str, x: Any, tables: RopeTables, position_ids
     ``INetworkDefinition.add_rotary_embedding``.
     """
     wide = graph.cast(f"{name}/to_float32", x, "float32")
-    interleaved, rotary_dim = False, 0  # rotary_dim 0 rotates all of D
+    if tables is None:
+        return wide
+    interleaved = False
+    rotary_dim = 0 if tables.rotary_dim == x.shape[-1] else tables.rotary_dim  # 0 rotates all of D
     layer = graph.layer(f"{name}/rotate", "rotary_embedding", wide, tables.cos, tables.sin, interleaved, rotary_dim)
     layer.set_input(3, position_ids)
     return graph.result(layer)

@@ -1,6 +1,5 @@
 """Self-attention over the cache: project, apply RoPE, append to the cache, attend, project back."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,15 +7,18 @@ from trt_kvcache.builder.network.context import DecoderContext
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.kv_update import update_cache
 from trt_kvcache.builder.network.linear import linear
-from trt_kvcache.builder.network.rms_norm import rms_norm
+from trt_kvcache.builder.network.query_scaling import query_factors
+from trt_kvcache.builder.network.rms_norm import layer_norm
 from trt_kvcache.builder.network.rope import apply_rope
-from trt_kvcache.builder.network.weights import Weights
-from trt_kvcache.engine.attention_variants import AttentionLayerConfig, attention_variant
-from trt_kvcache.model import AttentionConfig
+from trt_kvcache.builder.network.softcapped_attention import softcapped_attention
+from trt_kvcache.builder.network.weights import LayerWeights
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig, attention_variant, window_in_cache
+from trt_kvcache.engine_folder.decoder_segments import rope_kind
+from trt_kvcache.model import AttentionConfig, QueryScaling
 
 
 def self_attention(
-    graph: Graph, x: Any, weights: Weights, module: str, context: DecoderContext, config: AttentionLayerConfig, *, residual: Any
+    graph: Graph, x: Any, weights: LayerWeights, module: str, context: DecoderContext, config: AttentionLayerConfig, *, residual: Any
 ) -> tuple[Any, Any]:
     """Apply the attention of one layer.
 
@@ -26,10 +28,10 @@ def self_attention(
         The network under construction.
     x : ITensor [B, s, hidden]
         The normalised hidden state.
-    weights : Weights
-        Weights of the model.
+    weights : LayerWeights
+        Weights of the decoder layer.
     module : str
-        Such as ``model.layers.0.self_attn``.
+        What layers without weights are named after, such as ``model.layers.0.self_attn``.
     context : DecoderContext
         What all layers of the network share.
     config : AttentionLayerConfig
@@ -47,41 +49,48 @@ def self_attention(
     """
     mixer = context.model.layers[config.layer].attention
     heads = {"q": mixer.num_heads, "k": mixer.num_kv_heads, "v": mixer.num_kv_heads}
-    q, k, v = (_project(graph, x, weights, module, side, count, context, mixer) for side, count in heads.items())
+    q, k, v = (_project(graph, x, weights, side, count, context, mixer) for side, count in heads.items())
     if context.lowering is not None:
+        if mixer.query_scaling is not None:
+            positions = context.lowering.position_ids(graph, x)
+            q = _scale_by_position(graph, f"{module}/q", q, mixer.query_scaling, positions, context)
         attended, residual = context.lowering.add_attention(graph, config.layer, (q, k, v), residual)
     else:
         attended = _attend_with_tensorrt(graph, (q, k, v), module, context, config)
     width = mixer.num_heads * mixer.head_dim
     transpose = None if context.lowering else (0, 2, 1, 3)
     merged = graph.shuffle(f"{module}/merge_heads", attended, first_transpose=transpose, reshape=(0, 0, width))
-    return linear(graph, merged, weights, f"{module}.o_proj", bias=mixer.o_bias), residual
+    return linear(graph, merged, weights, "o", bias=mixer.o_bias), residual
 
 
-def _project(
-    graph: Graph, x: Any, weights: Weights, module: str, side: str, heads: int, context: DecoderContext, mixer: AttentionConfig
-) -> Any:
+def _project(graph: Graph, x: Any, weights: LayerWeights, side: str, heads: int, context: DecoderContext, mixer: AttentionConfig) -> Any:
     """Project ``[B, s, hidden]`` to q, k or v, split into heads, and apply the norm of q and k where the model has one.
 
     The result is ``[B, heads, s, D]`` for TensorRT's attention, and ``[B, s, heads, D]`` for ours.
     """
-    name = f"{module}.{side}_proj"
-    y = linear(graph, x, weights, name, bias=mixer.qkv_bias)
+    qk_norm = None if side == "v" else mixer.qk_norm
+    y = linear(graph, x, weights, side, bias=mixer.qkv_bias)
+    if qk_norm is not None and qk_norm.over == "full":
+        y = layer_norm(graph, y, weights, f"{side}_norm", qk_norm.norm)
     transpose = None if context.lowering else (0, 2, 1, 3)
-    y = graph.shuffle(f"{name}/split_heads", y, reshape=(0, 0, heads, mixer.head_dim), second_transpose=transpose)
-    if mixer.qk_norm is None or side == "v":
-        return y
-    return rms_norm(graph, y, weights, f"{module}.{side}_norm", epsilon=mixer.qk_norm.norm.epsilon)
+    y = graph.shuffle(f"{weights.module(side)}/split_heads", y, reshape=(0, 0, heads, mixer.head_dim), second_transpose=transpose)
+    if qk_norm is not None and qk_norm.over == "head":
+        y = layer_norm(graph, y, weights, f"{side}_norm", qk_norm.norm)
+    return y
 
 
 def _attend_with_tensorrt(graph: Graph, qkv: Sequence[Any], module: str, context: DecoderContext, config: AttentionLayerConfig) -> Any:
     """Apply RoPE, append to the caches, and attend: q, k and v ``[B, heads, s, D]`` to ``[B, Hq, s, D]``."""
-    mixer, lengths, tables = context.model.layers[config.layer].attention, context.lengths, context.tables
+    mixer, lengths = context.model.layers[config.layer].attention, context.lengths
     assert lengths is not None
-    assert tables is not None
+    kind = rope_kind(mixer)
+    tables = None if kind is None else context.tables[kind]
     q, k, v = qkv
-    q = _scale(graph, f"{module}/q", apply_rope(graph, f"{module}/q", q, tables, lengths.position_ids), mixer.head_dim)
-    k = graph.cast(f"{module}/k/to_{graph.dtype}", apply_rope(graph, f"{module}/k", k, tables, lengths.position_ids), graph.dtype)
+    q, k = (apply_rope(graph, f"{module}/{side}", x, tables, lengths.position_ids) for side, x in (("q", q), ("k", k)))
+    if mixer.query_scaling is not None:
+        q = _scale_by_position(graph, f"{module}/q", q, mixer.query_scaling, lengths.position_ids, context)
+    q = _scale(graph, f"{module}/q", q, mixer.score_scale)
+    k = graph.cast(f"{module}/k/to_{graph.dtype}", k, graph.dtype)
 
     k_cache, v_cache = context.names.cache_pairs(config.layer)
     shape = (mixer.num_kv_heads, context.max_sequence_length, mixer.head_dim)
@@ -90,30 +99,46 @@ def _attend_with_tensorrt(graph: Graph, qkv: Sequence[Any], module: str, context
     return _add_attention_layer(graph, f"{module}/attend", q, keys, values, context, config)
 
 
-def _scale(graph: Graph, name: str, q: Any, head_dim: int) -> Any:
-    """Multiply float32 queries by ``1 / sqrt(D)``, then round to the model's dtype: TensorRT's attention layer does not scale.
+def _scale_by_position(graph: Graph, name: str, q: Any, scaling: QueryScaling, position_ids: Any, context: DecoderContext) -> Any:
+    """Multiply queries with the factor of their position, in float32; the result has the dtype of ``q``.
+
+    Queries are ``[B, Hq, s, D]`` for TensorRT's attention, and ``[B, s, Hq, D]`` for ours.
+    """
+    factors = query_factors(graph, f"{name}/by_position", scaling, position_ids, length=context.max_sequence_length)
+    if context.lowering is None:
+        factors = graph.shuffle(f"{name}/by_position/heads", factors, first_transpose=(0, 2, 1, 3))
+    wide = graph.cast(f"{name}/by_position/to_float32", q, "float32")
+    scaled = graph.elementwise(f"{name}/by_position/scale", wide, "PROD", factors)
+    return graph.cast(f"{name}/by_position/round", scaled, graph.tensorrt.dtype_name(q.dtype))
+
+
+def _scale(graph: Graph, name: str, q: Any, scale: float) -> Any:
+    """Multiply float32 queries by the scale of scores, then round to the model's dtype: TensorRT's attention layer does not scale.
 
     A scale rounded to bfloat16 would change logits that are nearly tied.
     """
-    factor = graph.scalar(f"{name}/scale_factor", 1.0 / math.sqrt(head_dim), "float32", 4)
+    factor = graph.scalar(f"{name}/scale_factor", scale, "float32", 4)
     return graph.cast(f"{name}/to_{graph.dtype}", graph.elementwise(f"{name}/scale", q, "PROD", factor), graph.dtype)
 
 
 def _add_attention_layer(
     graph: Graph, name: str, q: Any, keys: Any, values: Any, context: DecoderContext, config: AttentionLayerConfig
 ) -> Any:
-    """Add TensorRT's attention layer: queries ``[B, Hq, s, D]``, keys and values ``[B, H, S, D]``; returns ``[B, Hq, s, D]``.
+    """Attend: queries ``[B, Hq, s, D]``, keys and values ``[B, H, S, D]``; returns ``[B, Hq, s, D]``.
 
     With the native variant, query ``i`` of slot ``b`` sees the keys ``j <= key_lengths[b] - s + i``. With the mask variant it sees the
     keys that the mask shows; TensorRT multiplies the values of the others by 0, so they must be finite.
     """
-    native = config.variant == "native"
+    mixer, native = context.model.layers[config.layer].attention, config.variant == "native"
+    mask = None if native else context.masks[window_in_cache(mixer, context.max_sequence_length)]
+    if mixer.softcap is not None:
+        return softcapped_attention(graph, name, q, keys, values, mask, mixer)
     layer = _bare_attention_layer(graph, name, q, keys, values, is_causal=native)
     if native:
         assert context.lengths is not None
         layer.key_value_lengths = context.lengths.key_lengths
     else:
-        layer.mask = context.mask
+        layer.mask = mask
     layer.decomposable = config.decomposable
     return graph.result(layer)
 

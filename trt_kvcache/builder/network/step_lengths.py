@@ -27,15 +27,15 @@ class StepLengths:
     key_lengths: Any
 
 
-def step_lengths(graph: Graph, *, input_ids: Any, start_index: Any) -> StepLengths:
+def step_lengths(graph: Graph, *, tokens: Any, start_index: Any) -> StepLengths:
     """Add the computation of a step's lengths to a network.
 
     Parameters
     ----------
     graph : Graph
         The network under construction.
-    input_ids : ITensor [B, s]
-        Only its shape is read.
+    tokens : ITensor [B, s], or [B, s, ...]
+        Token ids, or a hidden state: only its shape is read.
     start_index : ITensor [B] int32
         Tokens in the cache before the step.
 
@@ -44,7 +44,9 @@ def step_lengths(graph: Graph, *, input_ids: Any, start_index: Any) -> StepLengt
     StepLengths
         The start, the positions and the key lengths of the step, as int32 tensors of the network.
     """
-    shape = graph.op("lengths/shape", "shape", input_ids)
+    shape = graph.op("lengths/shape", "shape", tokens)
+    if len(tokens.shape) > 2:
+        shape = graph.op("lengths/slots_and_width", "slice", shape, (0,), (2,), (1,))
     layer = graph.layer("lengths/arange", "fill", (1,), graph.trt.FillOperation.LINSPACE, graph.tensorrt.data_type("int32"))
     layer.set_input(0, shape)
     layer.set_input(1, graph.scalar("lengths/first", 0, "int32", 0))

@@ -6,6 +6,9 @@ import numpy as np
 
 from trt_kvcache.dtypes import dtype_name, numpy_dtype
 from trt_kvcache.errors import BuildError
+from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.families.family import LLAMA_NAMES
+from trt_kvcache.model.weight_parts import layer_parts
 
 
 class TensorSource(Protocol):
@@ -48,13 +51,15 @@ class Weights:
         self._checkpoint = checkpoint
         self.dtype = dtype
 
-    def __call__(self, name: str) -> np.ndarray[Any, Any]:
+    def __call__(self, name: str, rows: slice = slice(None)) -> np.ndarray[Any, Any]:
         """Return one weight.
 
         Parameters
         ----------
         name : str
             Its Hugging Face name.
+        rows : slice
+            Rows of a tensor that holds other weights too. Only these are converted.
 
         Returns
         -------
@@ -67,6 +72,8 @@ class Weights:
             A value is too large for the dtype (float16 ends at 65504).
         """
         stored = self._checkpoint.tensor(name)
+        if rows != slice(None):
+            stored = stored[rows]
         dtype = numpy_dtype(self.dtype)
         if stored.dtype == dtype:
             return stored
@@ -78,3 +85,67 @@ class Weights:
                 "Build with dtype bfloat16 or float32."
             )
         return converted
+
+
+class LayerWeights:
+    """Weights of one layer by what they are for, wherever they are stored.
+
+    Parameters
+    ----------
+    weights : Weights
+        Weights of the model.
+    model : ModelConfig
+        Its configuration.
+    layer : int
+        Index of the layer.
+
+    Examples
+    --------
+    >>> from trt_kvcache.checkpoint import Checkpoint
+    >>> with Checkpoint.open("examples/tiny-llama") as checkpoint:
+    ...     layer = LayerWeights(Weights(checkpoint, "float16"), checkpoint.config, 1)
+    ...     layer("q.weight").shape, layer.module("mlp_norm")
+    ((64, 32), 'model.layers.1.post_attention_layernorm')
+    """
+
+    def __init__(self, weights: Weights, model: ModelConfig, layer: int) -> None:
+        self._weights = weights
+        self._parts = layer_parts(model, layer)
+        self._prefix = f"model.layers.{layer}"
+
+    def __call__(self, role: str) -> np.ndarray[Any, Any]:
+        """Return one weight.
+
+        Parameters
+        ----------
+        role : str
+            One of :func:`~trt_kvcache.model.weight_parts.layer_parts`, such as ``"q.weight"``.
+
+        Returns
+        -------
+        ndarray
+            As :meth:`Weights.__call__`; a weight that shares a tensor with others is its rows.
+
+        Raises
+        ------
+        BuildError
+            A value is too large for the dtype.
+        """
+        part = self._parts[role]
+        return self._weights(part.tensor) if part.is_whole else self._weights(part.tensor, part.rows)
+
+    def module(self, role: str) -> str:
+        """Return what layers of a network that apply a weight are named after.
+
+        Parameters
+        ----------
+        role : str
+            Such as ``"q"``.
+
+        Returns
+        -------
+        str
+            The module of the stored weight, or where it shares a tensor with others the module that Llama has.
+        """
+        part = self._parts[f"{role}.weight"]
+        return part.tensor.removesuffix(".weight") if part.is_whole else f"{self._prefix}.{LLAMA_NAMES[role]}"

@@ -1,4 +1,4 @@
-"""Attention on the device: ``plugins/attention/decode.cu`` and ``plugins/attention/prefill.cu``."""
+"""Attention on the device: ``plugins/attention/decode.cu``, ``decode_few.cu`` and ``prefill.cu``."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.kernels.attention_params import AttentionParams, score_factors
-from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, decode_shared_nbytes, decode_tiles
 from trt_kvcache.kernels.attention_workspace import MAX_BLOCKS_PER_SM, AttentionWorkspace, partials_shape
 from trt_kvcache.kernels.cuda.arguments import address
+from trt_kvcache.kernels.cuda.decode_plan import DecodePlan, decode_plan
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch, starts_early
 from trt_kvcache.kernels.cuda.prefill_plan import prefill_plan
 from trt_kvcache.kernels.source_variants import variant_name
@@ -20,16 +20,18 @@ _WARP = 32
 
 
 def attend(params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
-    if params.q.shape[1] == 1:
-        _decode(params, workspace, stream)
+    plan = _decode_plan(params)
+    if plan is not None:
+        _decode(plan, params, workspace, stream)
     else:
         _prefill(params, workspace, stream)
 
 
 def flagged_nbytes(params: AttentionParams) -> int:
     """Return how many bytes of flagged vectors, at the start of the workspace, a call uses. They must be zeros before it."""
-    if params.q.shape[1] == 1:
-        rows = MAX_BLOCKS_PER_SM * _memory(params).multiprocessor_count * params.group
+    decode = _decode_plan(params)
+    if decode is not None:
+        rows = MAX_BLOCKS_PER_SM * _memory(params).multiprocessor_count * decode.rows
     else:
         plan = prefill_plan(params)
         rows = plan.blocks * plan.form.rows if plan.splits else 0
@@ -47,34 +49,33 @@ def _strides(axis: int, *tensors: DeviceTensor) -> tuple[int, ...]:
     return tuple(tensor.strides[axis] * itemsize(tensor.dtype) for tensor in tensors)
 
 
-def _decode(params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
+def _decode_plan(params: AttentionParams) -> DecodePlan | None:
+    memory = _memory(params)
+    return decode_plan(params.cache.shape, params.q.shape[1], params.group, memory.arch, memory.multiprocessor_count)
+
+
+def _decode(plan: DecodePlan, params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
     memory, cache, (q, k, v) = _memory(params), params.cache, (params.q, params.k, params.v)
     slots, _, kv_heads, tokens, head_dim = cache.shape
-    rows = next(rows for rows in DECODE_ROWS if params.group <= rows)
-    tiles = decode_tiles(head_dim, memory.arch)
-    heads = slots * kv_heads
-    # As many blocks as can be resident at once, but none that could not have enough tiles of its own.
-    useful_blocks = heads * -(-tokens // (tiles["TILE_TOKENS"] * tiles["MIN_TILES_PER_BLOCK"]))
-    blocks = min(memory.multiprocessor_count * tiles["BLOCKS_PER_SM"], useful_blocks)
-    splits_per_head, heads_per_block = blocks // heads, -(-heads // blocks)
+    several = q.shape[1] > 1
     arguments = (
         *(params.lengths.ptr, address(params.new_lengths), tokens, params.window),
-        *(slots, kv_heads, splits_per_head, heads_per_block, params.group),
+        *(slots, kv_heads, plan.splits_per_head, plan.heads_per_block, params.group, *((q.shape[1],) if several else ())),
         *(cache.ptr, *_strides(0, cache), *_strides(1, cache)),
-        *(q.ptr, *_strides(0, q), k.ptr, *_strides(0, k), v.ptr, *_strides(0, v)),
+        *(value for tensor in (q, k, v) for value in (tensor.ptr, *_strides(0, tensor), *(_strides(1, tensor) if several else ()))),
         *(address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap)),
         *(params.out.ptr, workspace.partials.ptr, workspace.partials.ptr + workspace.flagged_nbytes),
     )
     launch(
         memory,
-        variant_name("attention_decode", cache.dtype, head_dim),
-        f"attention_decode_{rows}",
-        (blocks, 1, 1),
+        variant_name(plan.source, cache.dtype, head_dim),
+        plan.name,
+        (plan.blocks, 1, 1),
         arguments,
         stream,
-        threads=_WARP * tiles["WARPS"],
-        shared_nbytes=decode_shared_nbytes(head_dim, rows, memory.arch),
-        cooperative=blocks > 1,
+        threads=_WARP * plan.warps,
+        shared_nbytes=plan.shared_nbytes,
+        cooperative=plan.blocks > 1,
         programmatic_dependent_launch=starts_early(memory),
     )
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from trt_kvcache.dtypes import itemsize
+from trt_kvcache.kernels.attention_tiles import shared_limit
 from trt_kvcache.kernels.cuda.arguments import address, token_rows
 from trt_kvcache.kernels.cuda.launch import launch, starts_early
 from trt_kvcache.kernels.recurrent_params import Mamba2Params
@@ -13,35 +14,80 @@ from trt_kvcache.kernels.source_variants import variant_name
 #: Threads of a block; rows of a state that a thread has a share in, and elements of it; tokens of a tile. The source has them too.
 MAMBA_THREADS, MAMBA_ROWS, MAMBA_LANE_ELEMENTS, MAMBA_TILE_TOKENS = 128, 2, 16, 16
 
+#: With tensor cores: tokens of a chunk, rows of a state and threads of a block. The source has them too.
+CHUNK_TOKENS, CHUNK_ROWS, CHUNK_THREADS = 64, 64, 128
+
+#: The state sizes that chunks are compiled for, and the fewest new tokens that are worth one.
+_CHUNK_STATE_SIZES, _MIN_CHUNK_TOKENS = (64, 128), 17
+
+
+class Mamba2Plan(NamedTuple):
+    """Which kernel a call takes, and how it is launched."""
+
+    #: The kernel.
+    name: str
+    #: Rows of a state that a block has.
+    rows: int
+    #: Threads of a block.
+    threads: int
+    #: Bytes of dynamic shared memory of a block.
+    shared_nbytes: int
+
+
+def mamba2_plan(params: Mamba2Params, arch: str) -> Mamba2Plan:
+    """Return which kernel a call takes on an architecture such as ``"sm_90"``: by shapes and dtypes alone."""
+    width, state_size, size = params.x.shape[1], params.b.shape[3], itemsize(params.x.dtype)
+    chunk_nbytes = _chunk_nbytes(state_size)
+    is_half, fits = size == itemsize("float16"), chunk_nbytes <= shared_limit(arch)
+    if width >= _MIN_CHUNK_TOKENS and state_size in _CHUNK_STATE_SIZES and is_half and fits:
+        return Mamba2Plan(f"mamba2_chunks_{state_size}", CHUNK_ROWS, CHUNK_THREADS, chunk_nbytes)
+    rows = MAMBA_ROWS * MAMBA_THREADS // _lanes(state_size)
+    if width == 1:
+        return Mamba2Plan("mamba2_update", rows, MAMBA_THREADS, 0)
+    return Mamba2Plan("mamba2_scan", rows, MAMBA_THREADS, _scan_nbytes(state_size, rows, size))
+
 
 def mamba2_scan(params: Mamba2Params, stream: Any) -> None:
     x = params.x
     slots, width, heads, head_dim = x.shape
     groups, state_size = params.b.shape[2:]
-    lanes = 1
-    while lanes * MAMBA_LANE_ELEMENTS < state_size:
-        lanes *= 2
-    rows = MAMBA_ROWS * MAMBA_THREADS // lanes  # of a block
+    memory: Any = x.memory
+    plan = mamba2_plan(params, memory.arch)
     arguments = (
         *(*token_rows(x), *token_rows(params.dt), *token_rows(params.b), *token_rows(params.c)),
         *(params.a.ptr, address(params.d), address(params.dt_bias), *params.dt_limits),
         *(params.past.ptr, params.present.ptr, address(params.new_lengths)),
-        *(width, heads, head_dim, groups, state_size, lanes, params.out.ptr),
+        *(width, heads, head_dim, groups, state_size, _lanes(state_size), params.out.ptr),
     )
     launch(
-        x.memory,
+        memory,
         variant_name("recurrent_mamba2", x.dtype, params.past.dtype),
-        "mamba2_update" if width == 1 else "mamba2_scan",
-        (-(-head_dim // rows), heads, slots),
+        plan.name,
+        (-(-head_dim // plan.rows), heads, slots),
         arguments,
         stream,
-        threads=MAMBA_THREADS,
-        shared_nbytes=0 if width == 1 else _scan_nbytes(state_size, rows, itemsize(x.dtype)),
-        programmatic_dependent_launch=starts_early(x.memory),
+        threads=plan.threads,
+        shared_nbytes=plan.shared_nbytes,
+        programmatic_dependent_launch=starts_early(memory),
     )
+
+
+def _lanes(state_size: int) -> int:
+    """Return how many lanes share a row of a state: a power of 2."""
+    lanes = 1
+    while lanes * MAMBA_LANE_ELEMENTS < state_size:
+        lanes *= 2
+    return lanes
 
 
 def _scan_nbytes(state_size: int, rows: int, size: int) -> int:
     """Return the bytes of shared memory of a scan: ``ScanTiles`` of the source lays it out."""
     two_stages = 2 * MAMBA_TILE_TOKENS * ((2 * state_size + rows) * size + 2 * itemsize("float32"))
     return two_stages + MAMBA_TILE_TOKENS * rows * itemsize("float32")
+
+
+def _chunk_nbytes(state_size: int) -> int:
+    """Return the bytes of shared memory of a scan in chunks: ``ChunkMemory`` of the source lays it out."""
+    size = itemsize("float16")
+    stage = CHUNK_TOKENS * (2 * state_size + CHUNK_ROWS) * size
+    return 2 * (stage + 2 * CHUNK_TOKENS * itemsize("float32")) + CHUNK_ROWS * state_size * size

@@ -133,13 +133,14 @@ def _head_dim(fields: ConfigFields, heads: int) -> int:
 
 
 def _max_positions(fields: ConfigFields, layers: Sequence[LayerConfig]) -> int:
-    """Return the context length: of a model with dynamic RoPE, the one that its factor stretches the field to."""
+    """Return the context length: the field, or what dynamic NTK or YaRN stretch the original context to, if that is more."""
     positions = fields.integer("max_position_embeddings")
-    ropes = (layer.mixer.rope for layer in layers if isinstance(layer.mixer, AttentionConfig))
-    stretched = positions * max((rope.factor for rope in ropes if rope is not None and rope.kind == "dynamic"), default=1.0)
+    ropes = {layer.mixer.rope for layer in layers if isinstance(layer.mixer, AttentionConfig)}
+    scaled = [rope for rope in ropes if rope is not None and rope.kind in ("dynamic", "yarn")]
+    stretched = max((rope.factor * rope.original_max_position_embeddings for rope in scaled), default=0)
     if stretched > MAX_DIMENSION:
-        raise fields.refusal("max_position_embeddings", f"at most {MAX_DIMENSION} tokens times the factor of RoPE")
-    return int(stretched)
+        raise ConfigError(f"factor: expected at most {MAX_DIMENSION} positions after RoPE is scaled, got {stretched:g}.")
+    return max(positions, int(stretched))
 
 
 def _dtype(fields: ConfigFields) -> str:

@@ -44,15 +44,26 @@ def blocks(fields: AttentionAttributes) -> int:
 
 def tiles(head_dim: int) -> tuple[int, int, int]:
     """Return the warps of a block, the stages of a warp's ring, and the bytes of shared memory."""
-    tokens = decode_tiles(head_dim, _LIKE)["TILE_TOKENS"]
-    sizes = [(warps, stages, decode_block_nbytes(head_dim, _ROWS, warps, stages, tokens)) for warps in (4, 2, 1) for stages in (4, 3, 2)]
+    like = decode_tiles(head_dim, _LIKE)
+    sizes = [
+        (warps, stages, decode_block_nbytes(head_dim, _ROWS, {**like, "WARPS": warps, "STAGES": stages, "HEAD_BUFFERS": stages}))
+        for warps in (4, 2, 1)
+        for stages in (4, 3, 2)
+    ]
     return next(one for one in sizes if one[2] <= _SHARED_NBYTES)
 
 
 def macros(fields: AttentionAttributes, dtype: str) -> dict[str, str]:
     """Return what ``plugins/attention/decode_aot.cuh`` is compiled with."""
     warps, stages, _ = tiles(fields.head_dim)
-    sizes = {**decode_tiles(fields.head_dim, _LIKE), "HEAD_DIM": fields.head_dim, "WARPS": warps, "STAGES": stages, "BLOCKS_PER_SM": 1}
+    sizes = {
+        **decode_tiles(fields.head_dim, _LIKE),
+        "HEAD_DIM": fields.head_dim,
+        "WARPS": warps,
+        "STAGES": stages,
+        "HEAD_BUFFERS": stages,
+        "BLOCKS_PER_SM": 1,
+    }
     numbers = {"GROUP_SIZE": fields.group, "NUM_KV_HEADS": fields.num_kv_heads, "ROTARY_DIM": fields.rotary_dim, "WINDOW": fields.window}
     doubles = dict(zip(("FACTOR", "INVERSE_SOFTCAP"), score_factors(fields.score_scale, fields.softcap), strict=True))
     return {"ELEMENT": ELEMENT_TYPES[dtype], **{name: repr(value) for name, value in (sizes | numbers | doubles).items()}}

@@ -1,0 +1,94 @@
+// What is different in the decode kernel with several new tokens for each slot: their rows, and the start of a head.
+//
+// Row `token * group_size + head` of a K/V head is a query head of a new token. New tokens are in no tile: their keys and values lie in the buffer
+// of the head, and the last warp of the block that has the head's last tile begins with them. That block appends them.
+#pragma once
+
+#include "attention/kv_pipeline.cuh"
+#include "attention/math.cuh"
+#include "attention/query_fragments.cuh"
+#include "attention/rope.cuh"
+#include "attention/schedule.cuh"
+
+// Applies RoPE to q in the head's buffer, and if this block has the head's last tile to the new keys too, which it then appends with their values.
+// There is a barrier behind RoPE.
+template <int kRows>
+__device__ __forceinline__ void prepare_few(const DecodeParams& params, const TileCoord& at, unsigned char* head, bool has_last_tile) {
+    using SharedMemory = DecodeSharedMemory<kRows>;
+    unsigned char* const keys = head + SharedMemory::kKeysOffset;
+    const unsigned char* const values = head + SharedMemory::kValuesOffset;
+    const float* const angles = reinterpret_cast<const float*>(head + SharedMemory::kAnglesOffset);
+    const int half = params.rotary_dim / 4;  // words
+    const int rows = at.rows(params), rotated_rows = rows + (has_last_tile ? at.count : 0);
+#pragma unroll 1
+    for (int x = threadIdx.x; x < rotated_rows * half; x += kBlockThreads) {
+        const int row = divide(x, half), word = x - row * half, token = row < rows ? divide(row, params.group_size) : row - rows;
+        apply_rope_in_tile(row < rows ? head : keys, row < rows ? row : token, word, half, RopeAngles(angles, params.rotary_dim, token));
+    }
+    __syncthreads();
+    if (!has_last_tile) return;
+    unsigned char* const appended = params.cache + at.slot * params.slot_stride
+                                    + (static_cast<long long>(at.kv_head) * params.max_sequence_length + at.position) * kRowBytes;
+#pragma unroll 1
+    for (int x = threadIdx.x; x < at.count * kRowChunks; x += kBlockThreads) {
+        const unsigned from = swizzled_offset(x / kRowChunks, x % kRowChunks);
+        *reinterpret_cast<uint4*>(appended + 16 * x) = *reinterpret_cast<const uint4*>(keys + from);
+        *reinterpret_cast<uint4*>(appended + params.kv_stride + 16 * x) = *reinterpret_cast<const uint4*>(values + from);
+    }
+}
+
+// Starts the softmax of a warp with the new tokens: a causal mask, within the window. They are the 8 keys of one B fragment; those that are fewer
+// have the last one in their place, whose value is live, and are masked.
+template <int kRows>
+__device__ __forceinline__ void start_with_few(RowStates<kRows>& state, const QueryFragments<kRows>& queries, const DecodeParams& params,
+                                               const TileCoord& at, unsigned char* head) {
+    static_assert(kMaxNewTokens <= 8, "the new tokens are the keys of one fragment");
+    using SharedMemory = DecodeSharedMemory<kRows>;
+    const int lane = threadIdx.x % 32, token_row = min(lane % 8, at.count - 1);
+    const SharedAddress keys = shared_address(head + SharedMemory::kKeysOffset), values = shared_address(head + SharedMemory::kValuesOffset);
+    float scores[kRowTiles<kRows>][1][4] = {};
+#pragma unroll
+    for (int d = 0; d < kHeadDim / 16; d += 2) {
+        unsigned b[4];
+        ldmatrix_x4(b, keys + swizzled_offset(token_row, min(2 * d + lane / 8, kRowChunks - 1)));
+#pragma unroll
+        for (int i = 0; i < 2 && d + i < kHeadDim / 16; i++) {
+#pragma unroll
+            for (int m = 0; m < kRowTiles<kRows>; m++) {
+                unsigned a[4];
+                queries.a_fragment(a, m, d + i);
+                mma_m16n8k16(Element{}, scores[m][0], a, b[2 * i], b[2 * i + 1]);
+            }
+        }
+    }
+    const int span = params.window > 0 ? params.window : 0x7FFFFFFF;
+#pragma unroll
+    for (int m = 0; m < kRowTiles<kRows>; m++) {
+#pragma unroll
+        for (int i = 0; i < kRowsOfTile<kRows> / 8; i++) {
+            const int token = divide(16 * m + 8 * i + lane / 4, params.group_size);
+#pragma unroll
+            for (int e = 2 * i; e < 2 * i + 2; e++) {
+                const int distance = token - (lane % 4 * 2 + e % 2);
+                if (params.score.has_softcap()) scores[m][0][e] = params.score.softcap(scores[m][0][e]);
+                if (distance < 0 || distance >= span) scores[m][0][e] = kMaskedScore;
+            }
+            state[m].rescale(i, state[m].max_with(scores[m], i), params.score.factor);
+            state[m].exponentiate(scores[m], i, params.score.factor);
+        }
+    }
+#pragma unroll
+    for (int first = 0; first < kRowChunks; first += 4) {
+        unsigned b[4];
+        ldmatrix_x4_trans(b, values + swizzled_offset(token_row, min(first + lane / 8, kRowChunks - 1)));
+#pragma unroll
+        for (int i = 0; i < 4 && first + i < kRowChunks; i++) {
+#pragma unroll
+            for (int m = 0; m < kRowTiles<kRows>; m++) {
+                const float(&p)[4] = scores[m][0];
+                const unsigned a[4] = {pack(Element{}, {p[0], p[1]}), pack(Element{}, {p[2], p[3]}), 0, 0};
+                mma_m16n8k16(Element{}, state[m].output[first + i], a, b[i], 0);
+            }
+        }
+    }
+}

@@ -1,0 +1,133 @@
+"""A model whose layers differ in everything that a layer can differ in, and checkpoints of random weights for such models."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConfig, NormConfig, QkNormConfig, QueryScaling, RopeConfig
+from trt_kvcache.model.tensor_shapes import tensor_shapes
+
+NORM = NormConfig(epsilon=1e-5)
+OFFSET = NormConfig(epsilon=1e-6, weight_offset=1.0, rounds_before_weight=False)
+ROPE = RopeConfig(kind="default", theta=100.0)
+HALF = RopeConfig(kind="linear", theta=500.0, factor=2.0, partial_rotary_factor=0.5)
+
+#: Parts of the names of norms that have an offset in :func:`mixed_model`.
+_WITH_OFFSET = (".0.", ".2.self_attn", "model.norm")
+
+
+def mixed_model(*head_dims: int) -> ModelConfig:
+    """Return a model of four layers whose heads are of these four sizes."""
+    sizes = ((4, 2), (6, 2), (3, 3), (4, 1))
+    plain = [AttentionConfig(num_heads=q, num_kv_heads=kv, head_dim=dim, rope=ROPE) for (q, kv), dim in zip(sizes, head_dims, strict=True)]
+    layers = (
+        LayerConfig(
+            mixer=replace(plain[0], window=5, softcap=2.0, qkv_bias=True),
+            mlp=MlpConfig(intermediate_size=28, activation="gelu_tanh"),
+            input_norm=OFFSET,
+            mixer_output_norm=OFFSET,
+            mlp_norm=OFFSET,
+            mlp_output_norm=OFFSET,
+        ),
+        LayerConfig(
+            mixer=replace(plain[1], rope=None, scale=0.3, o_bias=True, qk_norm=QkNormConfig(norm=NORM, over="full")),
+            mlp=MlpConfig(intermediate_size=20, bias=True),
+            mixer_output_norm=NORM,
+            mlp_output_norm=NORM,
+            residual_multiplier=0.7,
+        ),
+        LayerConfig(
+            mixer=replace(plain[2], rope=HALF, window=4, query_scaling=QueryScaling(beta=0.5, period=3), qk_norm=QkNormConfig(norm=OFFSET)),
+            mlp=MlpConfig(intermediate_size=24),
+            input_norm=NORM,
+            mlp_norm=NORM,
+        ),
+        LayerConfig(mixer=plain[3], mlp=MlpConfig(intermediate_size=36), input_norm=NORM, mlp_norm=NORM),
+    )
+    return ModelConfig(
+        family="gemma3_text",  # which has names for all norms
+        vocab_size=43,
+        hidden_size=40,
+        layers=layers,
+        final_norm=OFFSET,
+        max_position_embeddings=64,
+        tie_word_embeddings=False,
+        dtype="float32",
+        bos_token_id=None,
+        eos_token_ids=(),
+        embedding_multiplier=3.3,
+        rounds_embedding_multiplier=True,
+        final_softcap=5.0,
+        logits_divisor=1.7,
+    )
+
+
+class RandomCheckpoint:
+    """What an engine reads of a checkpoint, with random weights. They depend on the shapes only."""
+
+    path = Path("random")
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self._shapes = tensor_shapes(config)
+        self.nbytes = 4 * sum(map(math.prod, self._shapes.values()))
+
+    def tensor(self, name: str) -> np.ndarray:
+        """Return a tensor: norms near what leaves a value as it is, others so that a product is as large as what goes in."""
+        shape = self._shapes[name]
+        values = np.random.default_rng([*name.encode()]).standard_normal(shape)
+        if "norm" not in name:
+            return (values * (shape[-1] ** -0.5 if len(shape) > 1 else 0.3)).astype(np.float32)
+        has_offset = any(part in name for part in _WITH_OFFSET)
+        return (0.3 * values + (0 if has_offset else 1)).astype(np.float32)
+
+
+def without(model: ModelConfig) -> dict[str, ModelConfig]:
+    """Return models that lack one thing each, with the same weights."""
+
+    def changed(layer: int, **changes: object) -> ModelConfig:
+        layers = list(model.layers)
+        mixer = {name: value for name, value in changes.items() if hasattr(layers[layer].mixer, name)}
+        rest = {name: value for name, value in changes.items() if name not in mixer}
+        layers[layer] = replace(layers[layer], **{"mixer": replace(layers[layer].mixer, **mixer), **rest})  # type: ignore[arg-type]
+        return replace(model, layers=tuple(layers))
+
+    first, third = model.layers[0], model.layers[2]
+    no_offset = replace(OFFSET, weight_offset=0.0)
+    return {
+        "window": changed(0, window=None),
+        "a token of the window": changed(0, window=6),
+        "a token of another window": changed(2, window=3),
+        "softcap": changed(0, softcap=None),
+        "the size of the softcap": changed(0, softcap=2.5),
+        "scale": changed(1, scale=None),
+        "query_scaling": changed(2, query_scaling=None),
+        "a period of query_scaling": changed(2, query_scaling=QueryScaling(beta=0.5, period=4)),
+        "no_rope": changed(1, rope=ROPE),
+        "partial_rotary": changed(2, rope=replace(HALF, partial_rotary_factor=1.0)),
+        "which part is rotated": changed(2, rope=replace(HALF, partial_rotary_factor=0.25)),
+        "several_ropes": changed(3, rope=replace(ROPE, kind="linear", factor=2.0)),
+        "norm_offset": changed(0, mixer_output_norm=no_offset),
+        "the offset of the norm of heads": changed(2, qk_norm=QkNormConfig(norm=no_offset)),
+        "the offset of the final norm": replace(model, final_norm=no_offset),
+        "an epsilon": changed(3, mlp_norm=replace(NORM, epsilon=0.1)),
+        "activation": changed(0, mlp=replace(first.mlp, activation="silu")),
+        "residual_multiplier": changed(1, residual_multiplier=1.0),
+        "embedding_multiplier": replace(model, embedding_multiplier=1.0),
+        "final_softcap": replace(model, final_softcap=None),
+        "logits_divisor": replace(model, logits_divisor=1.0),
+        "a bias": changed(0, qkv_bias=False),
+        "the other bias": changed(1, o_bias=False),
+        "a bias of the MLP": changed(1, mlp=replace(model.layers[1].mlp, bias=False)),
+        "a norm after the mixer": changed(0, mixer_output_norm=None),
+        "a norm after the MLP": changed(1, mlp_output_norm=None),
+        "a norm before the MLP": changed(2, mlp_norm=None),
+        "a norm before the mixer": changed(2, input_norm=None),
+        "norms of heads": changed(2, qk_norm=None),
+        "full_qk_norm": changed(1, qk_norm=None),
+        "which activation": changed(2, mlp=replace(third.mlp, activation="gelu_tanh")),
+    }

@@ -1,0 +1,102 @@
+"""Fields of ``config.json`` as models are published with them: each is read as the model that it is, or refused by the name of a field.
+
+A file in ``published/`` has the fields that say what is computed, and what is expected: ``is``, in words, or the message in ``refused``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from itertools import groupby
+
+import pytest
+
+from tests.paths import ROOT
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.model import AttentionConfig, LayerConfig, ModelConfig
+from trt_kvcache.model.families.registry import FAMILIES
+from trt_kvcache.model.recurrent_config import RecurrentConfig
+
+FILES = sorted((ROOT / "tests" / "model" / "published").glob("*.json"))
+
+
+def read(path):
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def in_words(model: ModelConfig) -> list[str]:
+    """Describe a model in lines: first what all layers share, then how many layers of which kind follow each other."""
+    whole = [
+        f"{model.family}: {model.num_layers} layers of {model.hidden_size}",
+        f"{model.vocab_size} tokens",
+        f"{model.max_position_embeddings} positions",
+        *(["tied"] if model.tie_word_embeddings else []),
+        *([f"embedding * {model.embedding_multiplier:g}"] if model.embedding_multiplier != 1 else []),
+        *([f"logits / {model.logits_divisor:g}"] if model.logits_divisor != 1 else []),
+        *([f"logits capped at {model.final_softcap:g}"] if model.final_softcap else []),
+        f"epsilon {model.final_norm.epsilon:g}" + (", 1 + weight" if model.final_norm.weight_offset else ""),
+        f"{model.dtype}, begins with {model.bos_token_id}, ends with {', '.join(map(str, model.eos_token_ids)) or 'nothing'}",
+    ]
+    runs = [(kind, len(list(layers))) for kind, layers in groupby(map(layer_in_words, model.layers))]
+    kinds = Counter(map(layer_in_words, model.layers))
+    if len(runs) > 4:  # a pattern
+        return [", ".join(whole), *(f"{count} x {kind}" for kind, count in kinds.items()), "pattern " + pattern(runs)]
+    return [", ".join(whole), *(f"{count} x {kind}" for kind, count in runs)]
+
+
+def pattern(runs: list[tuple[str, int]]) -> str:
+    """Return the lengths of the runs, such as ``5 1 5 1 2``."""
+    return " ".join(str(count) for _, count in runs)
+
+
+def layer_in_words(layer: LayerConfig) -> str:
+    mlp = layer.mlp
+    norms = [
+        name.removesuffix("_norm") for name in ("input_norm", "mixer_output_norm", "mlp_norm", "mlp_output_norm") if getattr(layer, name)
+    ]
+    parts = attention_in_words(layer.mixer) if isinstance(layer.mixer, AttentionConfig) else states_in_words(layer.mixer)
+    parts += [f"{mlp.activation} {mlp.intermediate_size}{' with bias' if mlp.bias else ''}", f"norms {' '.join(norms)}"]
+    parts += [f"residual * {layer.residual_multiplier:g}"] if layer.residual_multiplier != 1 else []
+    return ", ".join(parts)
+
+
+def states_in_words(mixer: RecurrentConfig) -> list[str]:
+    return [f"short convolution of {mixer.channels} channels by {mixer.kernel}{' with bias' if mixer.bias else ''}"]
+
+
+def attention_in_words(mixer: AttentionConfig) -> list[str]:
+    parts = [f"{mixer.num_heads}/{mixer.num_kv_heads} heads of {mixer.head_dim}"]
+    if mixer.rope is None:
+        parts.append("no RoPE")
+    else:
+        rope = {name: value for name, value in mixer.rope.to_dict().items() if name not in ("rope_type", "rope_theta")}
+        numbers = [f"{name} {value:g}" for name, value in rope.items() if not isinstance(value, list | bool)]
+        parts.append(" ".join([f"RoPE {mixer.rope.kind} {mixer.rope.theta:g}", *numbers]))
+    parts += [f"window {mixer.window}"] if mixer.window else []
+    parts += [f"scores capped at {mixer.softcap:g}"] if mixer.softcap else []
+    parts += [f"scale {mixer.scale:g}"] if mixer.scale else []
+    parts += [f"queries 1 + {mixer.query_scaling.beta:g} log by {mixer.query_scaling.period}"] if mixer.query_scaling else []
+    parts += [f"norm of q and k ({mixer.qk_norm.over})"] if mixer.qk_norm else []
+    return parts + [name for name in ("qkv_bias", "o_bias") if getattr(mixer, name)]
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if "is" in read(path)], ids=lambda path: path.stem)
+def test_a_published_model_is_read_as_what_it_is(path) -> None:
+    data = read(path)
+    model = ModelConfig.from_dict(data["config"])
+    assert in_words(model) == data["is"]
+    assert ModelConfig.from_description(json.loads(json.dumps(model.to_description()))) == model
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if "refused" in read(path)], ids=lambda path: path.stem)
+def test_a_published_model_that_is_not_computed_is_refused_by_a_field(path) -> None:
+    data = read(path)
+    with pytest.raises(ConfigError) as raised:
+        ModelConfig.from_dict(data["config"])
+    assert str(raised.value).startswith(data["refused"])
+
+
+def test_there_are_published_models_of_every_family() -> None:
+    read_ones = [read(path)["config"]["model_type"] for path in FILES if "is" in read(path)]
+    assert set(read_ones) == set(FAMILIES)
+    assert len(FILES) >= 30

@@ -1,0 +1,58 @@
+"""Where weights are stored: rows of tensors that hold more than one."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import numpy as np
+import pytest
+
+from tests.helpers.small_model import SMALL
+from tests.paths import GOLDEN
+from trt_kvcache.checkpoint.decoder_weights import decoder_weights
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.model import ModelConfig, NormConfig
+from trt_kvcache.model.tensor_shapes import tensor_shapes
+from trt_kvcache.model.weight_parts import WeightPart, layer_parts
+
+#: 3 query heads over one K/V head of 32, 96 hidden elements, 52 inside the MLP.
+PHI = ModelConfig.from_dict(json.loads((GOLDEN / "phi3-long" / "config.json").read_text(encoding="utf-8")))
+
+
+def test_fused_weights_lie_under_each_other() -> None:
+    parts = layer_parts(PHI, 1)
+    qkv, gate_up = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.1.mlp.gate_up_proj.weight"
+    assert [parts[f"{name}.weight"] for name in ("q", "k", "v", "gate", "up")] == [
+        WeightPart(tensor=qkv, shape=(96, 96), is_whole=False),
+        WeightPart(tensor=qkv, shape=(32, 96), first_row=96, is_whole=False),
+        WeightPart(tensor=qkv, shape=(32, 96), first_row=128, is_whole=False),
+        WeightPart(tensor=gate_up, shape=(52, 96), is_whole=False),
+        WeightPart(tensor=gate_up, shape=(52, 96), first_row=52, is_whole=False),
+    ]
+    assert parts["o.weight"] == WeightPart(tensor="model.layers.1.self_attn.o_proj.weight", shape=(96, 96))
+    assert (tensor_shapes(PHI)[qkv], tensor_shapes(PHI)[gate_up]) == ((160, 96), (104, 96))
+
+
+def test_each_tensor_is_read_once_and_its_parts_are_views() -> None:
+    read: Counter[str] = Counter()
+    arrays = {name: np.arange(np.prod(shape)).reshape(shape) for name, shape in tensor_shapes(PHI).items()}
+
+    def tensor(name: str) -> np.ndarray:
+        read[name] += 1
+        return arrays[name]
+
+    weights = decoder_weights(PHI, tensor)
+    assert read == dict.fromkeys(arrays, 1)
+    v = weights.layers[1].v.weight
+    assert v.base is not None
+    np.testing.assert_array_equal(v, arrays["model.layers.1.self_attn.qkv_proj.weight"][128:])
+
+
+def test_a_weight_that_the_family_has_no_name_for_is_refused() -> None:
+    description = ModelConfig.from_dict(SMALL).to_description()
+    description["layer_kinds"][0]["mlp_output_norm"] = {"epsilon": 1e-5}
+    model = ModelConfig.from_description(description)
+    assert model.layers[0].mlp_output_norm == NormConfig(epsilon=1e-5)
+    with pytest.raises(ConfigError, match=r"^layers\[0\]: a llama model has no weight mlp_output_norm\.$"):
+        tensor_shapes(model)

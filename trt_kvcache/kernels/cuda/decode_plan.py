@@ -1,0 +1,65 @@
+"""``DecodePlan``: which of the decode kernels attends to one new token per slot, or to a few, and with which blocks."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+from trt_kvcache.kernels.attention_tiles import DECODE_ROWS, MAX_FEW_TOKENS, decode_block_nbytes, decode_tiles, few_tiles
+
+
+class DecodePlan(NamedTuple):
+    """A launch of a decode kernel. It depends on shapes alone: lengths are on the device."""
+
+    #: The source, and the kernel in it.
+    source: str
+    name: str
+    #: Rows of a K/V head: new tokens times query heads.
+    rows: int
+    #: Warps of a block, and its bytes of dynamic shared memory.
+    warps: int
+    shared_nbytes: int
+    #: Blocks of the launch. Blocks for each K/V head of a slot, and where these are more, heads for each block.
+    blocks: int
+    splits_per_head: int
+    heads_per_block: int
+
+
+@lru_cache(maxsize=256)
+def decode_plan(cache: tuple[int, ...], width: int, group: int, arch: str, multiprocessors: int) -> DecodePlan | None:
+    """Return the launch for a call, or None if the slots have too many new tokens for a decode kernel.
+
+    Parameters
+    ----------
+    cache : tuple of int
+        Its shape, ``[B, 2, num_kv_heads, S, D]``.
+    width : int
+        New tokens of a slot.
+    group : int
+        Query heads for each K/V head.
+    arch : str
+        Of the GPU.
+    multiprocessors : int
+        Of the GPU.
+
+    Notes
+    -----
+    Keys and values are read once for all rows of a K/V head, so a few new tokens take hardly more time than one.
+    """
+    (slots, _, kv_heads, tokens, head_dim), rows = cache, width * group
+    if width == 1:
+        source, tiles = "attention_decode", decode_tiles(head_dim, arch)
+        compiled = next(count for count in DECODE_ROWS if rows <= count)
+        name = f"attention_decode_{compiled}"
+    else:
+        source, tiles = "attention_decode_few", few_tiles(head_dim, arch)
+        most = tiles["MAX_ROWS"]
+        if width > MAX_FEW_TOKENS or rows > most:
+            return None
+        compiled, name = (most, source) if 2 * rows > most else (most // 2, f"{source}_half")
+    heads = slots * kv_heads
+    # As many blocks as can be resident at once, but none that could not have enough tiles of its own.
+    useful_blocks = heads * -(-tokens // (tiles["TILE_TOKENS"] * tiles["MIN_TILES_PER_BLOCK"]))
+    blocks = min(multiprocessors * tiles["BLOCKS_PER_SM"], useful_blocks)
+    shared_nbytes = decode_block_nbytes(head_dim, compiled, tiles)
+    return DecodePlan(source, name, rows, tiles["WARPS"], shared_nbytes, blocks, blocks // heads, -(-heads // blocks))

@@ -1,0 +1,89 @@
+"""What q and k are multiplied with at each position: the angles of RoPE, and factors of queries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trt_kvcache.model import AttentionConfig, QueryScaling, RopeConfig, rope_table
+
+#: What the leading elements of a head ``x``, and their halves exchanged, are multiplied with.
+Angles = tuple[torch.Tensor, torch.Tensor]
+
+#: What a table of angles depends on, beside its length.
+RopeKey = tuple[RopeConfig, int]
+
+
+def rope_key(mixer: AttentionConfig) -> RopeKey | None:
+    """Return what the table of angles of a layer depends on; None for a layer without RoPE."""
+    return None if mixer.rope is None else (mixer.rope, mixer.head_dim)
+
+
+def rope_tables(mixers: Sequence[AttentionConfig], length: int) -> dict[RopeKey, tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]]:
+    """Return cosine and sine ``[length, rotary_dim // 2]`` of each RoPE of a model."""
+    return {key: rope_table(*key, length) for key in map(rope_key, mixers) if key is not None}
+
+
+class PositionFactors:
+    """The factors of all positions, on the device. Layers that are alike share them.
+
+    Parameters
+    ----------
+    mixers : sequence of AttentionConfig
+        By layer.
+    length : int
+        Positions, S.
+    device : torch.device
+        Where the factors are wanted.
+    """
+
+    def __init__(self, mixers: Sequence[AttentionConfig], length: int, device: torch.device) -> None:
+        self._rope_keys = [rope_key(mixer) for mixer in mixers]
+        tables = rope_tables(mixers, length)
+        self._angles = {key: rope_factors(*(torch.from_numpy(part).to(device) for part in table)) for key, table in tables.items()}
+        self._scalings = [mixer.query_scaling for mixer in mixers]
+        scalings = {scaling for scaling in self._scalings if scaling is not None}
+        self._queries = {scaling: query_factors(scaling, length).to(device) for scaling in scalings}
+
+    @property
+    def scale_queries(self) -> bool:
+        """Whether any layer scales its queries."""
+        return bool(self._queries)
+
+    def angles(self, start: torch.Tensor, width: int) -> list[Angles | None]:
+        """Return the angles ``[A, s, 1, rotary_dim]`` of the new tokens, by layer; None for layers without RoPE.
+
+        Parameters
+        ----------
+        start : torch.Tensor int32 ``[A]``
+            Position of the first new token of each slot.
+        width : int
+            New tokens per slot, s. A position past S - 1 gets the angles of the last one: its row is not stored.
+        """
+        found = {key: (_rows(cos, start, width), _rows(sin, start, width)) for key, (cos, sin) in self._angles.items()}
+        return [None if key is None else found[key] for key in self._rope_keys]
+
+    def queries(self, start: torch.Tensor, width: int) -> list[torch.Tensor | None]:
+        """Return the factors ``[A, s, 1, 1]`` of queries of the new tokens, by layer; None for layers that do not scale them."""
+        found = {scaling: _rows(factors, start, width) for scaling, factors in self._queries.items()}
+        return [None if scaling is None else found[scaling] for scaling in self._scalings]
+
+
+def rope_factors(cos: torch.Tensor, sin: torch.Tensor) -> Angles:
+    """Return what a row ``x`` and its halves exchanged are multiplied with by RoPE, from cosine and sine ``[S, rotary_dim // 2]``."""
+    return torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)
+
+
+def query_factors(scaling: QueryScaling, length: int) -> torch.Tensor:
+    """Return the factors ``[S, 1]`` of queries, float32."""
+    factors = 1 + scaling.beta * np.log1p(np.arange(length) // scaling.period)
+    return torch.from_numpy(factors.astype(np.float32)[:, None])
+
+
+def _rows(table: torch.Tensor, start: torch.Tensor, width: int) -> torch.Tensor:
+    """Return the rows ``[A, s, 1, n]`` of the new tokens of a table ``[S, n]``."""
+    positions = (start[:, None] + torch.arange(width, device=start.device)).clamp_(max=len(table) - 1)
+    return table[positions].unsqueeze(2)
