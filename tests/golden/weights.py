@@ -42,6 +42,8 @@ SEEDS = {
     "granite-bias": 22,
     "lfm2": 23,
     "lfm2-bias": 24,
+    "bamba": 25,
+    "bamba-bias": 26,
 }
 
 

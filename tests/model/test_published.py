@@ -15,7 +15,7 @@ from tests.paths import ROOT
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import AttentionConfig, LayerConfig, ModelConfig
 from trt_kvcache.model.families.registry import FAMILIES
-from trt_kvcache.model.recurrent_config import RecurrentConfig
+from trt_kvcache.model.recurrent_config import Mamba2Config, RecurrentConfig
 
 FILES = sorted((ROOT / "tests" / "model" / "published").glob("*.json"))
 
@@ -61,6 +61,15 @@ def layer_in_words(layer: LayerConfig) -> str:
 
 
 def states_in_words(mixer: RecurrentConfig) -> list[str]:
+    if isinstance(mixer, Mamba2Config):
+        limits = [f"time steps from {mixer.dt_min:g} to {mixer.dt_max}"] if mixer.dt_min or mixer.dt_max else []
+        groups = f"{mixer.num_groups} of {mixer.state_size}"
+        return [
+            f"Mamba-2, {mixer.num_heads} heads of {mixer.head_dim} by {groups}",
+            f"convolution by {mixer.kernel}",
+            *limits,
+            *[name for name in ("conv_bias", "bias") if getattr(mixer, name)],
+        ]
     return [f"short convolution of {mixer.channels} channels by {mixer.kernel}{' with bias' if mixer.bias else ''}"]
 
 

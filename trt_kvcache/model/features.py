@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, NormConfig
+from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig
 from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.weight_parts import has_fused_tensors
 
 #: Every feature, and what it is.
 FEATURES = {
     "short_conv": "short convolutions",
+    "mamba2": "Mamba-2",
     "no_mlp": "layers without an MLP",
     "no_mixer": "layers with an MLP only",
     "window": "attention with a window",

@@ -14,7 +14,8 @@ from trt_kvcache.dtypes import MODEL_DTYPES, numpy_dtype
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
 from trt_kvcache.model.description import from_plain, to_plain
-from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, NormConfig
+from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig
+from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.recurrent_config import RecurrentConfig
 
 

@@ -8,7 +8,7 @@ from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig
 from trt_kvcache.model.model_config import ModelConfig
-from trt_kvcache.model.recurrent_config import ShortConvConfig
+from trt_kvcache.model.recurrent_config import Mamba2Config, ShortConvConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ def layer_parts(config: ModelConfig, index: int) -> dict[str, WeightPart]:
     dict of str to WeightPart
         By what they are for: ``"q.weight"``, ``"q.bias"``, ``"input_norm.weight"``, ... with the names of
         :data:`~trt_kvcache.model.families.family.LLAMA_NAMES`, ``mixer_output_norm`` and ``mlp_output_norm``; of layers with states
-        ``conv_in``, ``conv`` and ``conv_out``.
+        ``conv_in``, ``conv`` and ``conv_out``, or ``mamba_in``, ``conv``, ``a_log``, ``d``, ``dt_bias``, ``mamba_norm`` and ``mamba_out``.
 
     Raises
     ------
@@ -67,10 +67,10 @@ def layer_parts(config: ModelConfig, index: int) -> dict[str, WeightPart]:
     taken: dict[str, int] = {}
     first_rows: dict[str, int] = {}
     for role, shape in shapes.items():
-        weight, kind = role.split(".")
+        weight, dot, kind = role.partition(".")
         if weight not in names:
             raise ConfigError(f"layers[{index}]: a {config.family} model has no weight {weight}.")
-        stored[role] = f"{family.layers}.{index}.{names[weight]}.{kind}"
+        stored[role] = f"{family.layers}.{index}.{names[weight]}{dot}{kind}"
         first_rows[role] = taken.get(stored[role], 0)
         taken[stored[role]] = first_rows[role] + shape[0]
     return {
@@ -89,7 +89,9 @@ def has_fused_tensors(config: ModelConfig) -> bool:
     """
     names = FAMILIES[config.family].names
     for layer in set(config.layers):
-        stored = [names.get(weight, weight) for weight, kind in (role.split(".") for role in _layer_shapes(layer, 1)) if kind == "weight"]
+        stored = [
+            names.get(weight, weight) for weight, _, kind in (role.partition(".") for role in _layer_shapes(layer, 1)) if kind == "weight"
+        ]
         if len(set(stored)) < len(stored):
             return True
     return False
@@ -104,6 +106,8 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
         shapes |= _attention_shapes(layer.mixer, hidden)
     elif isinstance(layer.mixer, ShortConvConfig):
         shapes |= _short_conv_shapes(layer.mixer, hidden)
+    elif isinstance(layer.mixer, Mamba2Config):
+        shapes |= _mamba2_shapes(layer.mixer, hidden)
     if layer.mlp is not None:
         inner = layer.mlp.intermediate_size
         for name, sizes in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
@@ -131,6 +135,14 @@ def _short_conv_shapes(mixer: ShortConvConfig, hidden: int) -> dict[str, tuple[i
     shapes = _projection("conv_in", 3 * mixer.channels, hidden, bias=mixer.bias)
     shapes |= _convolution(mixer.channels, mixer.kernel, bias=mixer.bias)
     return shapes | _projection("conv_out", hidden, mixer.channels, bias=mixer.bias)
+
+
+def _mamba2_shapes(mixer: Mamba2Config, hidden: int) -> dict[str, tuple[int, ...]]:
+    shapes = _projection("mamba_in", mixer.inner + mixer.channels + mixer.num_heads, hidden, bias=mixer.bias)
+    shapes |= _convolution(mixer.channels, mixer.kernel, bias=mixer.conv_bias)
+    shapes |= dict.fromkeys(("a_log", "d", "dt_bias"), (mixer.num_heads,))
+    shapes["mamba_norm.weight"] = (mixer.inner,)
+    return shapes | _projection("mamba_out", hidden, mixer.inner, bias=mixer.bias)
 
 
 def _convolution(channels: int, kernel: int, *, bias: bool) -> dict[str, tuple[int, ...]]:

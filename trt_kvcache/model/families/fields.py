@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,9 @@ from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
 from trt_kvcache.model.config_fields import ConfigFields
-from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, Mixer, MlpConfig, NormConfig
+from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, Mixer, MlpConfig
 from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.rope import RopeConfig
 
 #: What configurations call the activations that are computed.
@@ -58,6 +60,18 @@ def mlp(fields: ConfigFields, *, activation_field: str = "hidden_act", bias: boo
     return MlpConfig(intermediate_size=fields.integer("intermediate_size"), activation=_ACTIVATIONS[activation], bias=bias)
 
 
+def dt_limits(fields: ConfigFields) -> dict[str, Any]:
+    """Return the smallest and the largest time step of Mamba-2, from ``time_step_limit``: a null or infinite one is no limit."""
+    given = fields.get("time_step_limit")
+    if given is None:
+        return {"dt_min": 0.0, "dt_max": None}
+    low, high = given if isinstance(given, list) and len(given) == 2 else (None, None)
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (low, high))
+    if low is None or high is None or not numbers or not 0 <= low <= high or low == math.inf:
+        raise fields.refusal("time_step_limit", "two numbers, 0 <= smallest <= largest")
+    return {"dt_min": float(low), "dt_max": None if high == math.inf else float(high)}
+
+
 def softcap(fields: ConfigFields, name: str) -> float | None:
     """Return a soft cap, or None for a null field."""
     return fields.number(name) if name in fields else None
@@ -74,6 +88,17 @@ def layer_types(fields: ConfigFields, default: Sequence[str], *, known: Sequence
     if len(given) != len(default):
         raise ConfigError(f"layer_types: expected {len(default)} as num_hidden_layers says, got {len(given)}.")
     return tuple(given)
+
+
+def layer_indices(fields: ConfigFields, name: str) -> tuple[int, ...] | None:
+    """Return the layers that a field lists by their indices, or None where it is absent."""
+    count, given = num_layers(fields), fields.get(name)
+    if given is None:
+        return None
+    listed = given if isinstance(given, list) else [None]
+    if any(isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < count for index in listed):
+        raise fields.refusal(name, f"a list of indices of layers, from 0 to {count - 1}")
+    return tuple(listed)
 
 
 def windows_from_layer(fields: ConfigFields) -> list[int | None]:

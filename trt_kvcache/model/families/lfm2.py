@@ -3,7 +3,7 @@
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families.family import LLAMA_NAMES, Family
-from trt_kvcache.model.families.fields import FULL, attention, layer_types, model, norm, num_layers, pre_norm_layer, rope
+from trt_kvcache.model.families.fields import FULL, attention, layer_indices, layer_types, model, norm, num_layers, pre_norm_layer, rope
 from trt_kvcache.model.layer_config import Mixer, MlpConfig, QkNormConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.recurrent_config import ShortConvConfig
@@ -29,14 +29,8 @@ def read(fields: ConfigFields) -> ModelConfig:
 
 def _layers_of_indices(fields: ConfigFields) -> list[str]:
     """Return the kinds of layers of files without ``layer_types``: attention in those of ``full_attn_idxs``, without it in all."""
-    count, given = num_layers(fields), fields.get("full_attn_idxs")
-    if given is None:
-        return [FULL] * count
-    if not isinstance(given, list) or any(
-        isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < count for index in given
-    ):
-        raise fields.refusal("full_attn_idxs", f"a list of indices of layers, from 0 to {count - 1}")
-    return [FULL if index in given else CONV for index in range(count)]
+    indices = layer_indices(fields, "full_attn_idxs")
+    return [FULL if indices is None or index in indices else CONV for index in range(num_layers(fields))]
 
 
 def _intermediate_size(fields: ConfigFields) -> int:
