@@ -157,8 +157,8 @@ def estimate_build(
 def _activations_nbytes(model: ModelConfig, dtype: str, options: BuildOptions) -> int:
     """Return the bytes of the widest point of a layer, for the largest enqueue, and of the logits."""
     tokens = options.max_batch_size * options.max_prefill_length
-    mixers = max((2 * layer.mixer.num_heads + 2 * layer.mixer.num_kv_heads) * layer.mixer.head_dim for layer in model.layers)
-    mlps = max(3 * layer.mlp.intermediate_size for layer in model.layers)  # gate, up and their product
+    mixers = max((2 * mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim for mixer in model.attention_layers)
+    mlps = max(3 * layer.mlp.intermediate_size for layer in model.layers if layer.mlp is not None)  # gate, up and their product
     widest = 2 * model.hidden_size + max(mixers, mlps)  # the residual, and its norm
     capped = max((layer.mixer.num_heads for layer in model.layers if layer.mixer.softcap is not None), default=0)
     scores = (

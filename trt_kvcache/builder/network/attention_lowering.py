@@ -107,7 +107,7 @@ class PluginLayerLowering:
         trt = graph.trt
         register(graph.tensorrt)
         creator = trt.get_plugin_registry().get_creator(PLUGIN_NAME, PLUGIN_VERSION, PLUGIN_NAMESPACE)
-        mixer, types = self._model.layers[layer].mixer, trt.PluginFieldType
+        mixer, types = self._model.layers[layer].attention, trt.PluginFieldType
         attributes = attention_op_attributes(mixer, max_sequence_length=self._max_sequence_length)
         arrays = AttentionOp(**attributes).kernel_attributes().plugin_field_arrays()  # type: ignore[arg-type]  # each of its type
         self._field_arrays.append(arrays)

@@ -75,7 +75,7 @@ def add_decoder(
         lengths = step_lengths(graph, tokens=input_ids, start_index=start_index)
         context = replace(context, lengths=lengths, tables=rope_tables(graph, model, length=max_sequence_length))
         if attention == "mask":
-            windows = (window_in_cache(layer.mixer, max_sequence_length) for layer in model.layers)
+            windows = (window_in_cache(layer.attention, max_sequence_length) for layer in model.layers)
             masks = causal_masks(graph, position_ids=lengths.position_ids, max_sequence_length=max_sequence_length, windows=windows)
             context = replace(context, masks=masks)
     configs = attention_layer_configs(
@@ -200,9 +200,9 @@ def attention_layer_configs(
             attention,
             is_rtx=is_rtx,
             dtype=dtype,
-            num_attention_heads=layer.mixer.num_heads,
-            head_dim=layer.mixer.head_dim,
-            softcap=layer.mixer.softcap,
+            num_attention_heads=layer.attention.num_heads,
+            head_dim=layer.attention.head_dim,
+            softcap=layer.attention.softcap,
             min_batch_size=min_batch_size,
             max_sequence_length=max_sequence_length,
         )

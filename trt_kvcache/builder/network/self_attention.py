@@ -47,7 +47,7 @@ def self_attention(
         ``residual`` in the network that ``graph`` now builds: see
         :class:`~trt_kvcache.builder.network.attention_lowering.AttentionLowering`.
     """
-    mixer = context.model.layers[config.layer].mixer
+    mixer = context.model.layers[config.layer].attention
     heads = {"q": mixer.num_heads, "k": mixer.num_kv_heads, "v": mixer.num_kv_heads}
     q, k, v = (_project(graph, x, weights, side, count, context, mixer) for side, count in heads.items())
     if context.lowering is not None:
@@ -81,7 +81,7 @@ def _project(graph: Graph, x: Any, weights: LayerWeights, side: str, heads: int,
 
 def _attend_with_tensorrt(graph: Graph, qkv: Sequence[Any], module: str, context: DecoderContext, config: AttentionLayerConfig) -> Any:
     """Apply RoPE, append to the caches, and attend: q, k and v ``[B, heads, s, D]`` to ``[B, Hq, s, D]``."""
-    mixer, lengths = context.model.layers[config.layer].mixer, context.lengths
+    mixer, lengths = context.model.layers[config.layer].attention, context.lengths
     assert lengths is not None
     kind = rope_kind(mixer)
     tables = None if kind is None else context.tables[kind]
@@ -129,7 +129,7 @@ def _add_attention_layer(
     With the native variant, query ``i`` of slot ``b`` sees the keys ``j <= key_lengths[b] - s + i``. With the mask variant it sees the
     keys that the mask shows; TensorRT multiplies the values of the others by 0, so they must be finite.
     """
-    mixer, native = context.model.layers[config.layer].mixer, config.variant == "native"
+    mixer, native = context.model.layers[config.layer].attention, config.variant == "native"
     mask = None if native else context.masks[window_in_cache(mixer, context.max_sequence_length)]
     if mixer.softcap is not None:
         return softcapped_attention(graph, name, q, keys, values, mask, mixer)
