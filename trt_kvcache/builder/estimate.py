@@ -18,6 +18,9 @@ from trt_kvcache.model.tensor_shapes import EMBEDDING, tensor_shapes
 #: Bytes of compiled kernels in the plan: once, and for each layer.
 _KERNELS, _KERNELS_PER_LAYER, _KERNELS_PER_SEGMENT = 2_500_000, 1_050_000, 2_100_000
 
+#: The same for each layer whose soft-capped scores are built from plain layers.
+_KERNELS_PER_CAPPED_LAYER = 1_500_000
+
 #: The same of the third profile, which an engine with the logits of more tokens has: once and for each layer, in one piece and in segments.
 _VERIFY_KERNELS = (2_250_000, 630_000)
 _VERIFY_KERNELS_IN_SEGMENTS = (520_000, 1_050_000)
@@ -141,6 +144,8 @@ def estimate_build(
     weights = sum(math.prod(shape) for shape in shapes.values()) * size
     embedding = math.prod(shapes[EMBEDDING]) * size if segmented else 0
     kernels = model.num_layers * _KERNELS_PER_SEGMENT if segmented else _KERNELS + model.num_layers * _KERNELS_PER_LAYER
+    if options.attention == "mask":
+        kernels += sum(layer.mixer.softcap is not None for layer in model.layers) * _KERNELS_PER_CAPPED_LAYER
     if len(options.profiles) > 2:
         once, per_layer = _VERIFY_KERNELS_IN_SEGMENTS if segmented else _VERIFY_KERNELS
         kernels += once + model.num_layers * per_layer
