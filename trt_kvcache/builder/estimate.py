@@ -145,7 +145,7 @@ def estimate_build(
     embedding = math.prod(shapes[EMBEDDING]) * size if segmented else 0
     kernels = model.num_layers * _KERNELS_PER_SEGMENT if segmented else _KERNELS + model.num_layers * _KERNELS_PER_LAYER
     if options.attention == "mask":
-        kernels += sum(layer.mixer.softcap is not None for layer in model.layers) * _KERNELS_PER_CAPPED_LAYER
+        kernels += sum(mixer.softcap is not None for mixer in model.attention_layers) * _KERNELS_PER_CAPPED_LAYER
     if len(options.profiles) > 2:
         once, per_layer = _VERIFY_KERNELS_IN_SEGMENTS if segmented else _VERIFY_KERNELS
         kernels += once + model.num_layers * per_layer
@@ -165,10 +165,9 @@ def _activations_nbytes(model: ModelConfig, dtype: str, options: BuildOptions) -
     mixers = max((2 * mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim for mixer in model.attention_layers)
     mlps = max(3 * layer.mlp.intermediate_size for layer in model.layers if layer.mlp is not None)  # gate, up and their product
     widest = 2 * model.hidden_size + max(mixers, mlps)  # the residual, and its norm
-    capped = max((layer.mixer.num_heads for layer in model.layers if layer.mixer.softcap is not None), default=0)
-    scores = (
-        2 * capped * options.max_sequence_length * itemsize("float32") if options.attention == "mask" else 0
-    )  # before and after softmax
+    capped = max((mixer.num_heads for mixer in model.attention_layers if mixer.softcap is not None), default=0)
+    before_and_after_softmax = 2 * capped * options.max_sequence_length * itemsize("float32")
+    scores = before_and_after_softmax if options.attention == "mask" else 0
     rows = options.max_batch_size * options.logits_per_slot
     logits = rows * model.vocab_size * (itemsize(dtype) + itemsize("float32"))
     return tokens * (widest * itemsize(dtype) + scores) + logits

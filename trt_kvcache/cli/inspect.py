@@ -108,7 +108,7 @@ def _print_profiles(found: EngineInspection) -> None:
 
 def _print_attention(found: EngineInspection) -> None:
     """Print one row for each run of layers whose attention is the same."""
-    windows = [window_in_cache(layer.mixer, found.cache.max_sequence_length) for layer in found.model.layers]
+    windows = [window_in_cache(layer.attention, found.cache.max_sequence_length) for layer in found.model.layers]
     has_windows = any(window is not None for window in windows)
     rows = table("layers", "attention", *(["window"] if has_windows else []), "decomposable", title="Attention")
     for (variant, window, decomposable, reason), run in groupby(

@@ -74,7 +74,7 @@ def add_decoder(
         context = replace(context, lowering=lowering)
     else:
         lengths = step_lengths(graph, tokens=input_ids, start_index=start_index)
-        scalings = filter(None, dict.fromkeys(layer.mixer.query_scaling for layer in model.layers))
+        scalings = filter(None, dict.fromkeys(mixer.query_scaling for mixer in model.attention_layers))
         context = replace(
             context,
             lengths=lengths,
