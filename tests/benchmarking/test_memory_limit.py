@@ -84,7 +84,7 @@ def test_the_environment_of_any_memory_is_json(memory):
         engine = "an engine"
 
     with KVCacheManager(kv_config(), memory=memory) as cache:
-        Session.cache = cache
+        Session.cache, Session.cache_config = cache, cache.config
         found = json.loads(json.dumps(describe_environment(Session())))
     assert (found["device"], found["engine"], found["cache"]["max_batch_size"]) == (memory.device, "str", 3)
     assert (found["cuda_driver"] is None) == memory.is_host

@@ -27,6 +27,7 @@ from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.inspection import inspect_engine
 from trt_kvcache.errors import BuildError, CheckpointError, ConfigError, EngineError
+from trt_kvcache.ops.segments import CustomOpNode
 from trt_kvcache.trt import module as trt_module
 from trt_kvcache.trt.module import TensorRT, load
 
@@ -482,6 +483,20 @@ def test_plugin_attention_is_built_in_segments_by_rtx(tmp_path):
         assert len(plan) == report.plan_nbytes == folder.config.segments.spans[-1][1]
     with Checkpoint.open(model) as checkpoint:
         np.testing.assert_array_equal(folder.read_constants()["model.embed_tokens.weight"], checkpoint.tensor("model.embed_tokens.weight"))
+
+
+@pytest.mark.trt
+def test_plugin_attention_of_other_families_is_built_in_segments(tmp_path):
+    gemma = {"model_type": "gemma3_text", "head_dim": 64, "num_hidden_layers": 3, "sliding_window": 7, "sliding_window_pattern": 3}
+    build_engine(write_model(tmp_path / "model", **gemma), tmp_path / "engine", **SIZES, attention="plugin")
+    folder = EngineFolder.open(tmp_path / "engine")
+    assert sorted(folder.read_constants()) == ["model.embed_tokens.weight", "rope.cos_sin", "rope.cos_sin_1"]
+    nodes = [stage for stage in folder.config.segments.stages if isinstance(stage, CustomOpNode)][1:]
+    assert [(node.attributes.get("window"), node.inputs[-1]) for node in nodes] == [
+        (7, "rope.cos_sin"),
+        (7, "rope.cos_sin"),
+        (None, "rope.cos_sin_1"),
+    ]
 
 
 @pytest.mark.parametrize(

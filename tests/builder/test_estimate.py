@@ -79,6 +79,15 @@ def test_the_plan_of_a_real_build_is_within_a_tenth(tmp_path: Path, attention: s
     assert estimate_build(model, **options).plan_nbytes == pytest.approx(report.plan_nbytes, rel=0.1)
 
 
+@pytest.mark.trt
+@pytest.mark.parametrize("softcap", [None, 50.0])
+def test_soft_capped_scores_take_kernels(tmp_path: Path, softcap: float | None) -> None:
+    sizes = {"head_dim": 64, "hidden_size": 128, "num_hidden_layers": 4, "sliding_window": 7, "attn_logit_softcapping": softcap}
+    model = write_model(tmp_path / "model", model_type="gemma2", **sizes)
+    report = build_engine(model, tmp_path / "engine", **SIZES, flavour="tensorrt_rtx")
+    assert estimate_build(model, **SIZES).plan_nbytes == pytest.approx(report.plan_nbytes, rel=0.15)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

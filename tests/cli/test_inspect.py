@@ -13,7 +13,7 @@ from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.trt import plan_inspection
 
-from .conftest import CACHE_NBYTES, CONFIG, MIXER, SHIPPED, TOKEN_NBYTES, Run
+from .conftest import CACHE_NBYTES, CONFIG, GOLDEN, MIXER, SHIPPED, TOKEN_NBYTES, Run
 
 
 def rows(out: str, title: str) -> list[list[str]]:
@@ -129,6 +129,16 @@ class TestPlan:
 
 def test_profiles(run: Run, engine: Path):
     assert rows(run("inspect", engine).out, "Optimisation profiles") == [["0", "prefill", "1-3", "1-11"], ["1", "decode", "1-3", "1"]]
+
+
+def test_windows_are_listed_by_layer(run: Run, tmp_path: Path):
+    choices = tuple(AttentionLayerConfig(layer=layer, variant="mask", decomposable=False) for layer in range(4))
+    engine = make_engine_folder(GOLDEN / "gemma3", tmp_path / "engine", attention=choices).path
+    assert rows(run("inspect", engine).out, "Attention") == [
+        ["0-1", "mask", "6", "no"],
+        ["2", "mask", "", "no"],
+        ["3", "mask", "6", "no"],
+    ]
 
 
 def test_decomposable_layers_are_listed_with_the_reason(run: Run, model: Path, tmp_path: Path):

@@ -148,11 +148,16 @@ def test_the_next_turn_goes_on_from_what_each_slot_has_kept(name, attention):
     whole, session = tokens_of(name), opened(name, slots=4, attention=attention)
     generated(session, batch_of(name), [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in LIMITS])
     turn = [whole[:2], whole[2:5]]
-    session.rewind(0, S - 6)
+    if session.cache.states is None:
+        session.rewind(0, S - 6)
+    else:
+        assert not session.tokens(0)  # it was full: states cannot go back to make room for a row
+        turn[0] = ()
     kept = [session.tokens(slot) + session.pending_tokens(slot) for slot in range(2)]
     logits = session.append([*turn, [], []])
     for slot in range(2):
-        check(name, (*kept[slot], *turn[slot]), logits[slot])
+        if turn[slot]:
+            check(name, (*kept[slot], *turn[slot]), logits[slot])
 
 
 @pytest.mark.parametrize("name", FAMILIES)

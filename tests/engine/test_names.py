@@ -4,11 +4,12 @@ import dataclasses
 
 import pytest
 
+from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.errors import ConfigError
 
 
-def test_the_names_are_those_of_edge_llm():
+def test_the_names_of_k_and_v_are_those_of_edge_llm():
     assert dataclasses.asdict(DEFAULT_NAMES) == {
         "input_ids": "input_ids",
         "kvcache_start_index": "kvcache_start_index",
@@ -20,7 +21,17 @@ def test_the_names_are_those_of_edge_llm():
         "present_v_cache": "present_v_cache_{i}",
         "kv_cache": "past_key_values_{i}",
         "present_kv_cache": "present_key_values_{i}",
+        "new_lengths": "new_lengths",
+        "recurrent_state": "recurrent_state_{i}",
+        "conv_state": "conv_state_{i}",
+        "present_recurrent_state": "present_recurrent_state_{i}",
+        "present_conv_state": "present_conv_state_{i}",
     }
+
+
+def test_the_pairs_of_states():
+    assert DEFAULT_NAMES.state_pair(StateKind.RECURRENT, 3) == ("recurrent_state_3", "present_recurrent_state_3")
+    assert TensorNames(conv_state="window.{i}").state_pair(StateKind.CONV, 0) == ("window.0", "present_conv_state_0")
 
 
 def test_pairs_of_a_layer():

@@ -20,6 +20,7 @@ from trt_kvcache.errors import EngineError
 #: What nothing else in a config.json depends on: any value of the right kind may stand there.
 FREE = {"tensorrt/version", "compute_capabilities", "plan/sha256", "profiles/0/max_width"}
 FREE |= {f"checkpoint/{name}" for name in ("path", "fingerprint", "nbytes", "embedded")}
+FREE |= {"names/new_lengths"}  # of engines with states
 FREE |= {f"attention/{layer}/{name}" for layer in (0, 1) for name in ("decomposable", "reason")}
 SEGMENTED = {"segments/constants/nbytes", "segments/constants/sha256"}
 

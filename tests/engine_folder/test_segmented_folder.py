@@ -14,6 +14,7 @@ from safetensors.numpy import save
 
 from tests.helpers.engine_files import make_engine_folder, segment_plans
 from tests.helpers.small_model import write_model
+from tests.paths import GOLDEN
 from trt_kvcache.engine_folder.decoder_segments import COS_SIN, EMBEDDING
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import FileRecord
@@ -110,3 +111,23 @@ def test_constants_that_do_not_fit_the_model_are_refused(path: Path, change: str
     (path / "config.json").write_text(json.dumps(data))
     with pytest.raises(EngineError, match=rf"constants\.safetensors: expected `{COS_SIN}` float32 \(38, 2, 32\), got "):
         EngineFolder.open(path).read_constants()
+
+
+@pytest.mark.parametrize("change", [{"window": 8}, {"softcap": 3.0}, {"scale": 0.5}, {"rotary_dim": 12}])
+def test_attention_that_is_not_that_of_its_layer_is_refused(tmp_path: Path, change: dict[str, float]) -> None:
+    path = make_engine_folder(GOLDEN / "gemma2", tmp_path / "engine", segmented=True).path
+    assert len(EngineFolder.open(path).read_constants()) == 2
+    data = json.loads((path / "config.json").read_text())
+    data["segments"]["steps"][2]["attributes"].update(change)
+    (path / "config.json").write_text(json.dumps(data))
+    with pytest.raises(EngineError, match=r"segments\.steps\[2\]: expected CustomOpNode"):
+        EngineFolder.open(path)
+
+
+def test_native_attention_of_a_model_with_windows_is_refused(tmp_path: Path) -> None:
+    path = make_engine_folder(GOLDEN / "mistral-window", tmp_path / "engine").path
+    message = (
+        r"attention: expected mask or plugin, got native: layers\[0\]\.mixer\.window = 7, and TensorRT's attention layer has no window"
+    )
+    with pytest.raises(EngineError, match=message):
+        EngineFolder.open(path)

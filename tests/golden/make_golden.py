@@ -78,7 +78,7 @@ def make(folder, seed):
     write(folder)
     config = json.loads((folder / "config.json").read_text())
     stored = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    tied = {"lm_head.weight"} if config["tie_word_embeddings"] else set()
+    tied = {"lm_head.weight"} if ModelConfig.from_dict(config).tie_word_embeddings else set()
     shapes = {name: tuple(tensor.shape) for name, tensor in stored.state_dict().items() if name not in tied}
     assert tensor_shapes(ModelConfig.from_dict(config)) == shapes, f"{folder.name}: transformers has other tensors"
     input_ids = np.random.default_rng(seed).integers(0, config["vocab_size"], LENGTHS[-1])

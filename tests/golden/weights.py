@@ -40,6 +40,10 @@ SEEDS = {
     "olmo2-bias": 20,
     "granite": 21,
     "granite-bias": 22,
+    "lfm2": 23,
+    "lfm2-bias": 24,
+    "bamba": 25,
+    "bamba-bias": 26,
 }
 
 
@@ -78,7 +82,7 @@ def random_values(seed, name, shape):
     uniform = (raw >> np.uint64(11)).astype(np.float64).reshape(shape) / 2.0**53  # [0, 1)
     if "norm" in name:
         return 0.5 + uniform
-    deviation = 0.5 if name.endswith(".bias") or "embed_tokens" in name else 1.0 / np.sqrt(shape[1])
+    deviation = 0.5 if name.endswith(".bias") or "embed_tokens" in name else 1.0 / np.sqrt(np.prod(shape[1:]))
     if "q_proj.weight" in name or "k_proj.weight" in name:
         deviation *= 1.5
     return (2.0 * uniform - 1.0) * np.sqrt(3.0) * deviation

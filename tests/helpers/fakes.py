@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from trt_kvcache import DeviceTensor, HostMemory, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
+from trt_kvcache import DeviceTensor, HostMemory, HybridCacheManager, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
@@ -238,23 +238,32 @@ def recorded(kv=None, **options):
 
 
 def poison(cache, value=np.nan):
-    """Overwrite every row that is not live: beyond the length of active slots, and all of the others."""
+    """Overwrite every row that is not live: beyond the length of active slots, and all of the others; and states that are not current."""
     lengths = list(cache.host_kv_cache_lengths)
-    lengths += [0] * (cache.kv_config.max_batch_size - len(lengths))
+    active = len(lengths)
+    lengths += [0] * (cache.max_batch_size - len(lengths))
     memory = cache.memory
     assert isinstance(memory, HostMemory)
-    for layer in range(cache.num_layers):
-        for view in cache.get_separate_kv_cache(layer):
-            array = memory.array(view)
-            for slot, length in enumerate(lengths):
-                array[slot, :, length:] = numpy_dtype(view.dtype).type(value)
+    for view in kv_views(cache):
+        array = memory.array(view)
+        for slot, length in enumerate(lengths):
+            array[slot, :, length:] = numpy_dtype(view.dtype).type(value)
+    for kind in cache.states.kinds if cache.states is not None else ():
+        for current, following in zip(cache.states.current(kind).layers, cache.states.next(kind).layers, strict=True):
+            memory.array(following)[...] = value
+            memory.array(current)[active:] = value
+
+
+def kv_views(cache):
+    """The views of K and V of every attention layer."""
+    kv = cache.kv_cache_manager if isinstance(cache, HybridCacheManager) else cache
+    return [view for layer in range(kv.num_layers if kv else 0) for view in kv.get_separate_kv_cache(layer)]
 
 
 def cache_rows(cache):
-    """The bytes of all live rows, layer by layer and slot by slot."""
-    return [
-        view.numpy()[slot, :, :length].tobytes()
-        for layer in range(cache.num_layers)
-        for view in cache.get_separate_kv_cache(layer)
-        for slot, length in enumerate(cache.host_kv_cache_lengths)
-    ]
+    """The bytes of all live rows, layer by layer and slot by slot, and of the current states of active slots."""
+    lengths = cache.host_kv_cache_lengths
+    rows = [view.numpy()[slot, :, :length].tobytes() for view in kv_views(cache) for slot, length in enumerate(lengths)]
+    kinds = () if cache.states is None else cache.states.kinds
+    states = [view.numpy()[: len(lengths)].tobytes() for kind in kinds for view in cache.states.current(kind).layers]
+    return rows + states

@@ -13,8 +13,9 @@ import pytest
 
 from tests.paths import ROOT
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import LayerConfig, ModelConfig
+from trt_kvcache.model import AttentionConfig, LayerConfig, ModelConfig
 from trt_kvcache.model.families.registry import FAMILIES
+from trt_kvcache.model.recurrent_config import Mamba2Config, RecurrentConfig
 
 FILES = sorted((ROOT / "tests" / "model" / "published").glob("*.json"))
 
@@ -49,10 +50,30 @@ def pattern(runs: list[tuple[str, int]]) -> str:
 
 
 def layer_in_words(layer: LayerConfig) -> str:
-    mixer, mlp = layer.mixer, layer.mlp
+    mlp = layer.mlp
     norms = [
         name.removesuffix("_norm") for name in ("input_norm", "mixer_output_norm", "mlp_norm", "mlp_output_norm") if getattr(layer, name)
     ]
+    parts = attention_in_words(layer.mixer) if isinstance(layer.mixer, AttentionConfig) else states_in_words(layer.mixer)
+    parts += [f"{mlp.activation} {mlp.intermediate_size}{' with bias' if mlp.bias else ''}", f"norms {' '.join(norms)}"]
+    parts += [f"residual * {layer.residual_multiplier:g}"] if layer.residual_multiplier != 1 else []
+    return ", ".join(parts)
+
+
+def states_in_words(mixer: RecurrentConfig) -> list[str]:
+    if isinstance(mixer, Mamba2Config):
+        limits = [f"time steps from {mixer.dt_min:g} to {mixer.dt_max}"] if mixer.dt_min or mixer.dt_max else []
+        groups = f"{mixer.num_groups} of {mixer.state_size}"
+        return [
+            f"Mamba-2, {mixer.num_heads} heads of {mixer.head_dim} by {groups}",
+            f"convolution by {mixer.kernel}",
+            *limits,
+            *[name for name in ("conv_bias", "bias") if getattr(mixer, name)],
+        ]
+    return [f"short convolution of {mixer.channels} channels by {mixer.kernel}{' with bias' if mixer.bias else ''}"]
+
+
+def attention_in_words(mixer: AttentionConfig) -> list[str]:
     parts = [f"{mixer.num_heads}/{mixer.num_kv_heads} heads of {mixer.head_dim}"]
     if mixer.rope is None:
         parts.append("no RoPE")
@@ -65,10 +86,7 @@ def layer_in_words(layer: LayerConfig) -> str:
     parts += [f"scale {mixer.scale:g}"] if mixer.scale else []
     parts += [f"queries 1 + {mixer.query_scaling.beta:g} log by {mixer.query_scaling.period}"] if mixer.query_scaling else []
     parts += [f"norm of q and k ({mixer.qk_norm.over})"] if mixer.qk_norm else []
-    parts += [name for name in ("qkv_bias", "o_bias") if getattr(mixer, name)]
-    parts += [f"{mlp.activation} {mlp.intermediate_size}{' with bias' if mlp.bias else ''}", f"norms {' '.join(norms)}"]
-    parts += [f"residual * {layer.residual_multiplier:g}"] if layer.residual_multiplier != 1 else []
-    return ", ".join(parts)
+    return parts + [name for name in ("qkv_bias", "o_bias") if getattr(mixer, name)]
 
 
 @pytest.mark.parametrize("path", [path for path in FILES if "is" in read(path)], ids=lambda path: path.stem)

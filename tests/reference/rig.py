@@ -4,10 +4,11 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from tests.golden.weights import SEEDS
+from tests.helpers.fakes import kv_views
 from tests.paths import GOLDEN
-from trt_kvcache import HostMemory, KVCacheManager, KVLayout
+from trt_kvcache import HostMemory, HybridCacheConfig, HybridCacheManager, KVCacheManager, KVLayout
 from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.engine.decoder_tensors import cache_config
+from trt_kvcache.engine.decoder_tensors import decoder_cache_config
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.reference import ReferenceEngine
@@ -29,24 +30,32 @@ class Rig:
         self.stream = self.memory.create_stream()
         with Checkpoint.open(GOLDEN / model) as checkpoint:
             self.model = checkpoint.config
-            self.kv = cache_config(self.model, max_batch_size=batch, max_sequence_length=length, dtype=dtype, attention=attention)
+            config = decoder_cache_config(self.model, max_batch_size=batch, max_sequence_length=length, dtype=dtype, attention=attention)
             options = {"max_prefill_length": width, "max_logits_per_slot": logits, "attention": attention}
-            self.engine = open_engine(checkpoint, kv=self.kv, **options, memory=self.memory)
-        self.cache = KVCacheManager(self.kv, memory=self.memory)
+            self.engine = open_engine(checkpoint, kv=config, **options, memory=self.memory)
+        self.kv = config.kv
+        self.cache = (HybridCacheManager if isinstance(config, HybridCacheConfig) else KVCacheManager)(config, memory=self.memory)
+        self.cache.set_active_batch_size(batch, stream=self.stream)
         self.logits = self.to_memory(np.zeros((batch * logits, self.model.vocab_size), np.float32))
 
     def to_memory(self, array):
         return self.memory.to_device(array, stream=self.stream)
 
     def caches(self):
-        return [self.memory.array(view) for layer in range(self.kv.num_layers) for view in self.cache.get_separate_kv_cache(layer)]
+        return [self.memory.array(view) for view in kv_views(self.cache)]
 
     def bindings(self):
-        combined = self.kv.layout is KVLayout.COMBINED
-        for layer in range(self.kv.num_layers):
-            views = [self.cache.get_combined_kv_cache(layer)] if combined else self.cache.get_separate_kv_cache(layer)
+        manager = self.cache.kv_cache_manager if isinstance(self.cache, HybridCacheManager) else self.cache
+        for layer in range(self.kv.num_layers if self.kv else 0):
+            combined = self.kv.layout is KVLayout.COMBINED
+            views = [manager.get_combined_kv_cache(layer)] if combined else manager.get_separate_kv_cache(layer)
             pairs = [DEFAULT_NAMES.combined_pair(layer)] if combined else DEFAULT_NAMES.cache_pairs(layer)
             yield from ((name, view) for names, view in zip(pairs, views, strict=True) for name in names)
+        for kind in self.cache.states.kinds if self.cache.states else ():
+            for layer in range(self.cache.states.num_layers):
+                past, present = DEFAULT_NAMES.state_pair(kind, layer)
+                yield past, self.cache.states.current(kind).layers[layer]
+                yield present, self.cache.states.next(kind).layers[layer]
 
     def poison(self, value):
         for array in self.caches():
@@ -61,6 +70,10 @@ class Rig:
             "kvcache_start_index": np.asarray(start, np.int32),
             "last_token_ids": wanted.reshape(slots, -1),
         }
+        if self.cache.states is not None:
+            for slot in np.flatnonzero(np.asarray(start) == 0):
+                self.cache.states.reset_slots([int(slot)], stream=self.stream)
+            values["new_lengths"] = np.full(slots, width, np.int32)
         self.engine.use_profile(profile)
         for name, value in values.items():
             self.engine.bind(name, self.to_memory(value))
@@ -75,6 +88,8 @@ class Rig:
         """Run a step; return the logits ``[A, vocab]``, or ``[A, m, vocab]`` of the tokens ``last`` ``[A, m]``."""
         self.prepare(ids, start, last, profile)
         self.engine.enqueue(self.stream)
+        if self.cache.states is not None:
+            self.cache.swap()
         chosen = np.size(last) if last is not None else len(start)
         logits = self.logits[:chosen].numpy()
         return logits if np.ndim(last) < 2 else logits.reshape(*np.shape(last), -1)

@@ -26,19 +26,19 @@ def describe_environment(session: InferenceSession) -> dict[str, Any]:
     -------
     dict
         In the types of JSON: ``date``, ``engine``, ``device``, ``device_name``, ``driver`` and ``cuda_driver`` (null on the host),
-        ``cache`` (slots, length, dtype, layout, bytes), ``versions``, ``platform``.
+        ``cache`` (slots, length, dtype, layout of K and V, bytes), ``versions``, ``platform``.
     """
-    memory, kv = session.cache.memory, session.cache.kv_config
+    memory, config = session.cache.memory, session.cache_config
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "engine": type(session.engine).__name__,
         "device": memory.device,
         **(_host() if memory.is_host else _gpu(memory)),
         "cache": {
-            "max_batch_size": kv.max_batch_size,
-            "max_sequence_length": kv.max_sequence_length,
-            "dtype": kv.dtype,
-            "layout": kv.layout.value,
+            "max_batch_size": config.max_batch_size,
+            "max_sequence_length": config.max_sequence_length,
+            "dtype": config.dtype,
+            "layout": None if config.kv is None else config.kv.layout.value,
             "nbytes": session.cache.nbytes,
         },
         "versions": {"trt_kvcache": __version__, "python": platform.python_version(), **_versions()},

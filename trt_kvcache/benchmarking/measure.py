@@ -117,7 +117,7 @@ def measure(
     int_in_range("runs", runs, 1, error=ConfigError)
     int_in_range("warmup", warmup, 0, error=ConfigError)
     int_in_range("seed", seed, 0, error=ConfigError)
-    check_cases(cases, max_batch_size=session.cache.kv_config.max_batch_size, max_sequence_length=session.max_sequence_length)
+    check_cases(cases, max_batch_size=session.cache.max_batch_size, max_sequence_length=session.max_sequence_length)
     prompts = _RandomPrompts(session.vocab_size, seed)
     chosen = replace(params or SamplingParams(), ignore_eos=True, stop=(), stop_token_ids=())
     return _rows(_Runner(session, prompts, chosen, clock), cases, runs, warmup, on_run)
@@ -126,7 +126,7 @@ def measure(
 def _rows(runner: _Runner, cases: Sequence[BenchmarkCase], runs: int, warmup: int, on_run: OnRun) -> Iterator[BenchmarkRow]:
     total = warmup + runs
     cache = runner.session.cache
-    bytes_per_token = estimate_memory(cache.kv_config).bytes_per_token
+    bytes_per_token = estimate_memory(runner.session.cache_config).bytes_per_token
     for case in cases:
         on_run(case, 0, total)
         runner.fill(case)

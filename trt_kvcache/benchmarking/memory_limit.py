@@ -11,7 +11,7 @@ from trt_kvcache.benchmarking.measure import BenchmarkRow
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model import ModelConfig
-from trt_kvcache.model.tensor_shapes import EMBEDDING, tensor_shapes
+from trt_kvcache.model.tensor_shapes import embedding_name, tensor_shapes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class MemoryLimit:
         """
         elements = {name: math.prod(shape) for name, shape in tensor_shapes(model).items()}
         total = sum(elements.values())
-        unread = 0 if model.tie_word_embeddings else elements[EMBEDDING]
+        unread = 0 if model.tie_word_embeddings else elements[embedding_name(model)]
         size = itemsize(dtype)
         return cls(
             weights_nbytes=total * size, step_weights_nbytes=(total - unread) * size, copy_bytes_per_second=copy_bytes_per_second(memory)

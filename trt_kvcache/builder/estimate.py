@@ -18,6 +18,9 @@ from trt_kvcache.model.tensor_shapes import EMBEDDING, tensor_shapes
 #: Bytes of compiled kernels in the plan: once, and for each layer.
 _KERNELS, _KERNELS_PER_LAYER, _KERNELS_PER_SEGMENT = 2_500_000, 1_050_000, 2_100_000
 
+#: The same for each layer whose soft-capped scores are built from plain layers.
+_KERNELS_PER_CAPPED_LAYER = 1_500_000
+
 #: The same of the third profile, which an engine with the logits of more tokens has: once and for each layer, in one piece and in segments.
 _VERIFY_KERNELS = (2_250_000, 630_000)
 _VERIFY_KERNELS_IN_SEGMENTS = (520_000, 1_050_000)
@@ -141,6 +144,8 @@ def estimate_build(
     weights = sum(math.prod(shape) for shape in shapes.values()) * size
     embedding = math.prod(shapes[EMBEDDING]) * size if segmented else 0
     kernels = model.num_layers * _KERNELS_PER_SEGMENT if segmented else _KERNELS + model.num_layers * _KERNELS_PER_LAYER
+    if options.attention == "mask":
+        kernels += sum(mixer.softcap is not None for mixer in model.attention_layers) * _KERNELS_PER_CAPPED_LAYER
     if len(options.profiles) > 2:
         once, per_layer = _VERIFY_KERNELS_IN_SEGMENTS if segmented else _VERIFY_KERNELS
         kernels += once + model.num_layers * per_layer
@@ -157,13 +162,12 @@ def estimate_build(
 def _activations_nbytes(model: ModelConfig, dtype: str, options: BuildOptions) -> int:
     """Return the bytes of the widest point of a layer, for the largest enqueue, and of the logits."""
     tokens = options.max_batch_size * options.max_prefill_length
-    mixers = max((2 * layer.mixer.num_heads + 2 * layer.mixer.num_kv_heads) * layer.mixer.head_dim for layer in model.layers)
-    mlps = max(3 * layer.mlp.intermediate_size for layer in model.layers)  # gate, up and their product
+    mixers = max((2 * mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim for mixer in model.attention_layers)
+    mlps = max(3 * layer.mlp.intermediate_size for layer in model.layers if layer.mlp is not None)  # gate, up and their product
     widest = 2 * model.hidden_size + max(mixers, mlps)  # the residual, and its norm
-    capped = max((layer.mixer.num_heads for layer in model.layers if layer.mixer.softcap is not None), default=0)
-    scores = (
-        2 * capped * options.max_sequence_length * itemsize("float32") if options.attention == "mask" else 0
-    )  # before and after softmax
+    capped = max((mixer.num_heads for mixer in model.attention_layers if mixer.softcap is not None), default=0)
+    before_and_after_softmax = 2 * capped * options.max_sequence_length * itemsize("float32")
+    scores = before_and_after_softmax if options.attention == "mask" else 0
     rows = options.max_batch_size * options.logits_per_slot
     logits = rows * model.vocab_size * (itemsize(dtype) + itemsize("float32"))
     return tokens * (widest * itemsize(dtype) + scores) + logits

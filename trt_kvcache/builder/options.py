@@ -182,7 +182,7 @@ class BuildOptions:
             the positions of the model, native attention has no window or soft cap, or a GPU does not have the dtype.
         """
         check_features(model, COMPUTED_FEATURES, "TensorRT's network")
-        for head_dim in sorted({layer.mixer.head_dim for layer in model.layers}):
+        for head_dim in sorted({mixer.head_dim for mixer in model.attention_layers}):
             if head_dim % HEAD_DIM_STEP or not HEAD_DIM_MIN <= head_dim <= HEAD_DIM_MAX:
                 raise ConfigError(
                     f"head_dim: expected a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_MIN} to {HEAD_DIM_MAX}, the model has {head_dim}. "
@@ -217,7 +217,7 @@ class BuildOptions:
         """
         if self.attention != "plugin":
             return
-        for mixer in (layer.mixer for layer in model.layers):
+        for mixer in model.attention_layers:
             for what, value, known in (("dtype", self.dtype or model.dtype, (*ELEMENT_TYPES,)), ("head_dim", mixer.head_dim, HEAD_DIMS)):
                 if value not in known:
                     raise ConfigError(f"{what}: expected one of {', '.join(map(str, known))} for plugin attention, got {value}.")

@@ -105,6 +105,14 @@ class HybridCacheConfig:
         """Tokens a slot can hold, S. States have no limit of their own: without attention layers it is the largest int32."""
         return MAX_DIMENSION if self.kv is None else self.kv.max_sequence_length
 
+    @property
+    def dtype(self) -> str:
+        """What an engine on it computes in: the dtype of K and V, without attention layers that of the conv states."""
+        if self.kv is not None:
+            return self.kv.dtype
+        assert self.mamba is not None
+        return self.mamba.conv_dtype
+
     @cached_property
     def indices_in_kind(self) -> tuple[int, ...]:
         """For each decoder layer its index among the layers of the same kind."""

@@ -7,6 +7,7 @@ from typing import Any
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.estimate import estimate_memory
+from trt_kvcache.cache.hybrid_config import HybridCacheConfig
 from trt_kvcache.errors import ShapeError
 from trt_kvcache.plot import GREY, INK, Plot, draw, paint_sizes, size_text
 
@@ -19,12 +20,14 @@ LAYER_COLOUR = "#ca6f1e"
 _MAX_NAMED_SLOTS = 40
 
 
-def draw_cache(config: KVCacheConfig, lengths: Sequence[int] = (), reused: Sequence[int] = (), *, title: str = "KV cache") -> Plot:
+def draw_cache(
+    config: KVCacheConfig | HybridCacheConfig, lengths: Sequence[int] = (), reused: Sequence[int] = (), *, title: str = "KV cache"
+) -> Plot:
     """Return a plot of a cache.
 
     Parameters
     ----------
-    config : KVCacheConfig
+    config : KVCacheConfig or HybridCacheConfig
         The cache.
     lengths : sequence of int (A,)
         Tokens that each active slot holds. Slots without a length are drawn as not active.
@@ -38,7 +41,8 @@ def draw_cache(config: KVCacheConfig, lengths: Sequence[int] = (), reused: Seque
     -------
     Plot
         Two panels: a bar of S tokens per slot, with the reused, live and free ones; and the bytes of the layers, where neighbours of one
-        shape share a bar.
+        shape share a bar, and all layers with states. Without attention layers a slot can hold any number of tokens: the bars are as long
+        as the longest one.
 
     Raises
     ------
@@ -72,8 +76,8 @@ def draw_cache(config: KVCacheConfig, lengths: Sequence[int] = (), reused: Seque
     return draw(0.5 + sum(heights), paint)
 
 
-def _paint_slots(axes: Any, config: KVCacheConfig, lengths: Sequence[int], reused: Sequence[int]) -> None:
-    slots, longest = config.max_batch_size, config.max_sequence_length
+def _paint_slots(axes: Any, config: KVCacheConfig | HybridCacheConfig, lengths: Sequence[int], reused: Sequence[int]) -> None:
+    slots, longest = config.max_batch_size, config.max_sequence_length if config.kv else max(1, *lengths, 1)
     held = [*lengths, *[0] * (slots - len(lengths))]
     kept = [min(length, count) for length, count in zip(held, [*reused, *[0] * (slots - len(reused))], strict=True)]
     rows = range(slots)
@@ -103,21 +107,23 @@ def _paint_slots(axes: Any, config: KVCacheConfig, lengths: Sequence[int], reuse
     axes.tick_params(left=not is_named)
 
 
-def paint_layers(axes: Any, config: KVCacheConfig) -> None:
+def paint_layers(axes: Any, config: KVCacheConfig | HybridCacheConfig) -> None:
     """Draw the bytes of the layers, where neighbours of one shape share a bar.
 
     Parameters
     ----------
     axes : matplotlib.axes.Axes
         Where to draw.
-    config : KVCacheConfig
+    config : KVCacheConfig or HybridCacheConfig
         The cache.
     """
     layers = layer_runs(config)
     total = sum(count * nbytes for _, count, nbytes in layers)
     texts = [size_text(nbytes) if count == 1 else f"{count} x {size_text(nbytes)}" for _, count, nbytes in layers]
     paint_sizes(axes, [(name, nbytes) for name, _, nbytes in layers], [LAYER_COLOUR] * len(layers), texts)
-    axes.set_title(f"K and V of each layer: {size_text(total)} in all, {config.dtype}, {config.layout.value}", fontsize=9, color=INK)
+    what = "K and V" if config.mamba is None else "States" if config.kv is None else "K and V, or states,"
+    layout = "" if config.kv is None else f", {config.kv.layout.value}"
+    axes.set_title(f"{what} of each layer: {size_text(total)} in all, {config.dtype}{layout}", fontsize=9, color=INK)
 
 
 def _token_ticks(longest: int) -> list[int]:
@@ -128,12 +134,12 @@ def _token_ticks(longest: int) -> list[int]:
     return list(range(0, longest + 1, step))
 
 
-def layer_runs(config: KVCacheConfig) -> list[tuple[str, int, int]]:
-    """Return the runs of neighbouring layers that have one shape.
+def layer_runs(config: KVCacheConfig | HybridCacheConfig) -> list[tuple[str, int, int]]:
+    """Return the runs of neighbouring attention layers that have one shape, and all layers with states as one run.
 
     Parameters
     ----------
-    config : KVCacheConfig
+    config : KVCacheConfig or HybridCacheConfig
         The cache.
 
     Returns
@@ -142,7 +148,8 @@ def layer_runs(config: KVCacheConfig) -> list[tuple[str, int, int]]:
         Of each run its name, number of layers, and the bytes of one of them as allocated.
     """
     sizes = estimate_memory(config).bytes_per_layer
-    shapes = [(layer.num_kv_heads, layer.head_dim, nbytes) for layer, nbytes in zip(config.layers, sizes, strict=True)]
+    layers = () if config.kv is None else config.kv.layers
+    shapes = [(layer.num_kv_heads, layer.head_dim, nbytes) for layer, nbytes in zip(layers, sizes, strict=True)]
     runs = []
     first = 0
     for (heads, dim, nbytes), run in groupby(shapes):
@@ -150,4 +157,7 @@ def layer_runs(config: KVCacheConfig) -> list[tuple[str, int, int]]:
         name = f"layer {first}" if count == 1 else f"layers {first} to {first + count - 1}"
         runs.append((f"{name}: {heads} x {dim}", count, nbytes))
         first += count
+    if config.mamba is not None:
+        layers_with = "1 layer" if config.mamba.num_layers == 1 else f"{config.mamba.num_layers} layers"
+        runs.append((f"{layers_with} with states", config.mamba.num_layers, config.mamba.nbytes // config.mamba.num_layers))
     return runs

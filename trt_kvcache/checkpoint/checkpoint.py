@@ -20,7 +20,7 @@ from trt_kvcache.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, open_we
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_name, itemsize, numpy_dtype
 from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
 from trt_kvcache.model.model_config import ModelConfig
-from trt_kvcache.model.tensor_shapes import EMBEDDING, HEAD, tensor_shapes
+from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
 
 CONFIG_FILE = "config.json"
 
@@ -107,8 +107,8 @@ class Checkpoint:
         except ConfigError as error:
             raise CheckpointError(f"{config_path}: {error}") from error
         files = open_weight_files(folder)
-        if data.get("dtype") is None and data.get("torch_dtype") is None and EMBEDDING in files:
-            config = _with_stored_dtype(config, files[EMBEDDING])
+        if data.get("dtype") is None and data.get("torch_dtype") is None and embedding_name(config) in files:
+            config = _with_stored_dtype(config, files[embedding_name(config)])
         _check(config, files, folder)
         checkpoint = cls(folder, config, files)
         _warn_of_conversion(config, files, checkpoint.tensor_names, folder)
@@ -210,10 +210,11 @@ class Checkpoint:
 
 
 def _with_stored_dtype(config: ModelConfig, file: SafetensorsFile) -> ModelConfig:
-    stored = file.tensors[EMBEDDING].dtype
+    embedding = embedding_name(config)
+    stored = file.tensors[embedding].dtype
     if stored not in MODEL_DTYPES:
         raise CheckpointError(
-            f"{file.path}: expected weights in one of {', '.join(MODEL_DTYPES)}, got {EMBEDDING} in {stored}. "
+            f"{file.path}: expected weights in one of {', '.join(MODEL_DTYPES)}, got {embedding} in {stored}. "
             "Convert the checkpoint, or use an unquantised one."
         )
     return replace(config, dtype=stored)
@@ -247,13 +248,14 @@ def _check(config: ModelConfig, files: Mapping[str, SafetensorsFile], folder: Pa
 
 
 def _check_tied_head(config: ModelConfig, files: Mapping[str, SafetensorsFile]) -> None:
-    head, embedding = files[HEAD].tensors[HEAD], files[EMBEDDING].tensors[EMBEDDING]
+    name = embedding_name(config)
+    head, embedding = files[HEAD].tensors[HEAD], files[name].tensors[name]
     same = head.shape == embedding.shape and head.dtype in MODEL_DTYPES
     if same:
-        arrays = [_bytes(_array(files[name], name, config.dtype)) for name in (HEAD, EMBEDDING)]
+        arrays = [_bytes(_array(files[tied], tied, config.dtype)) for tied in (HEAD, name)]
         same = np.array_equal(arrays[0], arrays[1])
     if not same:
-        raise CheckpointError(f"{files[HEAD].path}: {CONFIG_FILE} says `tie_word_embeddings`, but {HEAD} differs from {EMBEDDING}.")
+        raise CheckpointError(f"{files[HEAD].path}: {CONFIG_FILE} says `tie_word_embeddings`, but {HEAD} differs from {name}.")
 
 
 def _warn_of_conversion(config: ModelConfig, files: Mapping[str, SafetensorsFile], names: Iterable[str], folder: Path) -> None:

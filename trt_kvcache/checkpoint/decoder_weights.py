@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -12,9 +13,10 @@ import numpy.typing as npt
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CheckpointError
+from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.model_config import ModelConfig
-from trt_kvcache.model.tensor_shapes import EMBEDDING, FINAL_NORM, HEAD
-from trt_kvcache.model.weight_parts import layer_parts
+from trt_kvcache.model.tensor_shapes import HEAD
+from trt_kvcache.model.weight_parts import WeightPart, layer_parts
 
 ArrayT = TypeVar("ArrayT")
 
@@ -35,26 +37,99 @@ class Projection(Generic[ArrayT]):
     bias: ArrayT | None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class LayerWeights(Generic[ArrayT]):
-    """One decoder layer: see :class:`~trt_kvcache.model.LayerConfig`. Norms that the layer does not have are None.
+    """One decoder layer: see :class:`~trt_kvcache.model.LayerConfig`.
 
-    Norms of the hidden state are ``[hidden]``. Those of q and k are ``[head_dim]``, or as wide as q and k.
+    Parameters
+    ----------
+    parts : mapping of str to array
+        By what they are for, as :func:`~trt_kvcache.model.weight_parts.layer_parts` lists them.
+
+    Notes
+    -----
+    Norms that the layer does not have are None. Those of the hidden state are ``[hidden]``, those of q and k ``[head_dim]``, or as wide
+    as q and k.
     """
 
-    input_norm: ArrayT | None
-    q: Projection[ArrayT]
-    k: Projection[ArrayT]
-    v: Projection[ArrayT]
-    o: Projection[ArrayT]
-    q_norm: ArrayT | None
-    k_norm: ArrayT | None
-    mixer_output_norm: ArrayT | None
-    mlp_norm: ArrayT | None
-    gate: Projection[ArrayT]
-    up: Projection[ArrayT]
-    down: Projection[ArrayT]
-    mlp_output_norm: ArrayT | None
+    parts: Mapping[str, ArrayT]
+
+    def __getitem__(self, role: str) -> ArrayT:
+        """Return a weight that the layer has."""
+        return self.parts[role]
+
+    def get(self, role: str) -> ArrayT | None:
+        """Return a weight, or None if the layer does not have it."""
+        return self.parts.get(role)
+
+    def projection(self, name: str) -> Projection[ArrayT]:
+        """Return a linear map that the layer has."""
+        return Projection(self.parts[f"{name}.weight"], self.parts.get(f"{name}.bias"))
+
+    @cached_property
+    def input_norm(self) -> ArrayT | None:
+        """Norm of what goes into the mixer."""
+        return self.get("input_norm.weight")
+
+    @cached_property
+    def q(self) -> Projection[ArrayT]:
+        """Projection to q."""
+        return self.projection("q")
+
+    @cached_property
+    def k(self) -> Projection[ArrayT]:
+        """Projection to k."""
+        return self.projection("k")
+
+    @cached_property
+    def v(self) -> Projection[ArrayT]:
+        """Projection to v."""
+        return self.projection("v")
+
+    @cached_property
+    def o(self) -> Projection[ArrayT]:
+        """Projection of what attention returns."""
+        return self.projection("o")
+
+    @cached_property
+    def q_norm(self) -> ArrayT | None:
+        """Norm of q."""
+        return self.get("q_norm.weight")
+
+    @cached_property
+    def k_norm(self) -> ArrayT | None:
+        """Norm of k."""
+        return self.get("k_norm.weight")
+
+    @cached_property
+    def mixer_output_norm(self) -> ArrayT | None:
+        """Norm of what comes out of the mixer."""
+        return self.get("mixer_output_norm.weight")
+
+    @cached_property
+    def mlp_norm(self) -> ArrayT | None:
+        """Norm of what goes into the MLP."""
+        return self.get("mlp_norm.weight")
+
+    @cached_property
+    def gate(self) -> Projection[ArrayT]:
+        """Projection to the gate of the MLP."""
+        return self.projection("gate")
+
+    @cached_property
+    def up(self) -> Projection[ArrayT]:
+        """Projection to what the gate of the MLP is multiplied with."""
+        return self.projection("up")
+
+    @cached_property
+    def down(self) -> Projection[ArrayT]:
+        """Projection back from inside the MLP."""
+        return self.projection("down")
+
+    @cached_property
+    def mlp_output_norm(self) -> ArrayT | None:
+        """Norm of what comes out of the MLP."""
+        return self.get("mlp_output_norm.weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +157,10 @@ def decoder_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> Dec
     DecoderWeights
         Of what ``tensor`` returned; a weight that shares a tensor with others is a view of its rows.
     """
-    embedding = tensor(EMBEDDING)
+    family = FAMILIES[config.family]
+    embedding = tensor(family.embedding)
     layers = tuple(layer_weights(config, index, tensor) for index in range(config.num_layers))
-    final_norm = tensor(FINAL_NORM)
+    final_norm = tensor(family.final_norm)
     head = embedding if config.tie_word_embeddings else tensor(HEAD)
     return DecoderWeights(embedding=embedding, layers=layers, final_norm=final_norm, head=head)
 
@@ -94,33 +170,11 @@ def layer_weights(config: ModelConfig, index: int, tensor: Callable[[str], Array
     parts = layer_parts(config, index)
     tensors = {name: tensor(name) for name in dict.fromkeys(part.tensor for part in parts.values())}
 
-    def optional(role: str) -> ArrayT | None:
-        part = parts.get(role)
-        if part is None:
-            return None
+    def weight(part: WeightPart) -> ArrayT:
         whole = tensors[part.tensor]
         return whole if part.is_whole else whole[part.rows]  # type: ignore[index]  # arrays can be sliced
 
-    def projection(name: str) -> Projection[ArrayT]:
-        weight = optional(f"{name}.weight")
-        assert weight is not None
-        return Projection(weight, optional(f"{name}.bias"))
-
-    return LayerWeights(
-        input_norm=optional("input_norm.weight"),
-        q=projection("q"),
-        k=projection("k"),
-        v=projection("v"),
-        o=projection("o"),
-        q_norm=optional("q_norm.weight"),
-        k_norm=optional("k_norm.weight"),
-        mixer_output_norm=optional("mixer_output_norm.weight"),
-        mlp_norm=optional("mlp_norm.weight"),
-        gate=projection("gate"),
-        up=projection("up"),
-        down=projection("down"),
-        mlp_output_norm=optional("mlp_output_norm.weight"),
-    )
+    return LayerWeights({role: weight(part) for role, part in parts.items()})
 
 
 class RoundedTensors:

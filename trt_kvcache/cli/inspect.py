@@ -13,6 +13,7 @@ from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice
 from trt_kvcache.cli.session_flags import FlavourName
 from trt_kvcache.cli.tensor_rows import tensor_rows
+from trt_kvcache.engine.attention_variants import window_in_cache
 from trt_kvcache.engine.protocol import TensorMode, TensorSpec
 from trt_kvcache.engine_folder.folder import CONFIG_FILE, PLAN_FILE
 from trt_kvcache.engine_folder.inspection import EngineInspection, inspect_engine
@@ -107,12 +108,15 @@ def _print_profiles(found: EngineInspection) -> None:
 
 def _print_attention(found: EngineInspection) -> None:
     """Print one row for each run of layers whose attention is the same."""
-    rows = table("layers", "attention", "decomposable", title="Attention")
-    for (variant, decomposable, reason), run in groupby(
-        found.attention, lambda choice: (choice.variant, choice.decomposable, choice.reason)
+    windows = [window_in_cache(layer.attention, found.cache.max_sequence_length) for layer in found.model.layers]
+    has_windows = any(window is not None for window in windows)
+    rows = table("layers", "attention", *(["window"] if has_windows else []), "decomposable", title="Attention")
+    for (variant, window, decomposable, reason), run in groupby(
+        found.attention, lambda choice: (choice.variant, windows[choice.layer], choice.decomposable, choice.reason)
     ):
         layers = [choice.layer for choice in run]
-        rows.add_row(span(layers[0], layers[-1]), variant, f"yes: {reason}" if decomposable else "no")
+        size = ["" if window is None else str(window)] if has_windows else []
+        rows.add_row(span(layers[0], layers[-1]), variant, *size, f"yes: {reason}" if decomposable else "no")
     results().print(rows)
 
 

@@ -11,13 +11,15 @@ import typer
 from trt_kvcache.builder.estimate import BuildEstimate, estimate_build
 from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory, largest_batch, longest_sequence
+from trt_kvcache.cache.hybrid_config import HybridCacheConfig
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.cli.build_sizes import print_build_sizes
 from trt_kvcache.cli.console import count, put_json, results, say, size, span, table
 from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice, logits_per_slot
 from trt_kvcache.cli.session_flags import located
-from trt_kvcache.engine.decoder_tensors import cache_config
+from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError, CheckpointError
 from trt_kvcache.model import ModelConfig
@@ -63,18 +65,19 @@ def memory(
     """
     if gib is not None and not 0 <= gib <= _MAX_GIB:
         raise typer.BadParameter(f"expected 0 to {_MAX_GIB:g}, got {gib}.", param_hint="--gib")
+    config: DecoderCacheConfig
     if folder is None:
         config = _config_of_numbers(layers, kv_heads, head_dim, max_sequence_length)
     elif (layers, kv_heads, head_dim) == (None, None, None):
         config = _config_of_folder(located(folder, ["config.json"]))
     else:
         raise typer.BadParameter("expected a folder, or --layers, --kv-heads and --head-dim, got both.")
-    config = replace(
-        config,
-        max_batch_size=max_batch_size or config.max_batch_size,
-        max_sequence_length=max_sequence_length or config.max_sequence_length,
-        dtype=dtype or config.dtype,
-    )
+    if max_batch_size:
+        config = config.with_max_batch_size(max_batch_size)
+    if max_sequence_length:
+        config = config.with_max_sequence_length(max_sequence_length)
+    if dtype:
+        config = _with_dtype(config, dtype)
     estimate = estimate_memory(config)
     build = _build_estimate(folder, config, dtype, max_logits_per_slot) if engine else None
     if json:
@@ -89,6 +92,15 @@ def memory(
         _print_what_fits(config, gib, _positions_of(folder))
 
 
+def _with_dtype(config: DecoderCacheConfig, dtype: str) -> DecoderCacheConfig:
+    """Return a configuration with another dtype of K and V, and of conv states if it is one that models are computed in."""
+    if not isinstance(config, HybridCacheConfig):
+        return replace(config, dtype=dtype)
+    kv = None if config.kv is None else replace(config.kv, dtype=dtype)
+    mamba = replace(config.mamba, conv_dtype=dtype) if config.mamba is not None and dtype in MODEL_DTYPES else config.mamba
+    return replace(config, kv=kv, mamba=mamba)
+
+
 def _config_of_numbers(layers: int | None, kv_heads: int | None, head_dim: int | None, max_sequence_length: int | None) -> KVCacheConfig:
     if layers is None or kv_heads is None or head_dim is None or max_sequence_length is None:
         raise typer.BadParameter("expected a folder, or --layers, --kv-heads, --head-dim and --max-sequence-length.")
@@ -96,7 +108,7 @@ def _config_of_numbers(layers: int | None, kv_heads: int | None, head_dim: int |
     return KVCacheConfig(layers=(layer,) * layers, max_batch_size=1, max_sequence_length=max_sequence_length)
 
 
-def _build_estimate(folder: Path | None, config: KVCacheConfig, dtype: str | None, logits: Any) -> BuildEstimate:
+def _build_estimate(folder: Path | None, config: DecoderCacheConfig, dtype: str | None, logits: Any) -> BuildEstimate:
     if folder is None or is_engine_folder(folder):
         raise typer.BadParameter(
             "expected a model folder with it; `trt-kvcache inspect` has the sizes of an engine.", param_hint="--engine"
@@ -110,13 +122,13 @@ def _build_estimate(folder: Path | None, config: KVCacheConfig, dtype: str | Non
     )
 
 
-def _config_of_folder(folder: Path) -> KVCacheConfig:
+def _config_of_folder(folder: Path) -> DecoderCacheConfig:
     if is_engine_folder(folder):
         return EngineFolder.open(folder).config.cache
     if not folder.is_dir():
         raise CheckpointError(f"{folder}: expected an engine or model folder, got a file.")
     model = ModelConfig.from_dict(read_json(folder / "config.json"))
-    return cache_config(model, max_batch_size=1, max_sequence_length=model.max_position_embeddings, dtype=model.dtype)
+    return decoder_cache_config(model, max_batch_size=1, max_sequence_length=model.max_position_embeddings, dtype=model.dtype)
 
 
 def _positions_of(folder: Path | None) -> int | None:
@@ -129,15 +141,18 @@ def _positions_of(folder: Path | None) -> int | None:
     return ModelConfig.from_dict(read_json(folder / "config.json")).max_position_embeddings
 
 
-def _print_estimate(config: KVCacheConfig, estimate: MemoryEstimate) -> None:
+def _print_estimate(config: DecoderCacheConfig, estimate: MemoryEstimate) -> None:
     rows = table("layers", "KV heads", "head dim", "bytes per layer", "size", numbers=("bytes per layer", "size"))
-    layers = enumerate(zip(config.layers, estimate.bytes_per_layer, strict=True))
+    layers = enumerate(zip(config.kv.layers if config.kv else (), estimate.bytes_per_layer, strict=True))
     for (layer, nbytes), run in groupby(layers, lambda item: item[1]):
         indices = [index for index, _ in run]
         rows.add_row(span(indices[0], indices[-1]), str(layer.num_kv_heads), str(layer.head_dim), str(nbytes), size(nbytes))
-    results().print(rows)
+    if config.kv is not None:
+        results().print(rows)
     slots, length = count(config.max_batch_size, "slot"), count(config.max_sequence_length, "token")
-    say(f"{slots} of {length}, {config.dtype}, {config.layout.value}")
+    say(f"{slots} of {length}, {config.dtype}" + (f", {config.kv.layout.value}" if config.kv else ""))
+    if config.mamba is not None:
+        say(f"states:       {_bytes(estimate.states_nbytes)} in {count(config.mamba.num_layers, 'layer')}, two buffers")
     say(f"per token:    {_bytes(estimate.bytes_per_token)}")
     say(f"per sequence: {_bytes(estimate.bytes_per_sequence)}")
     if estimate.scales_nbytes:
@@ -145,7 +160,7 @@ def _print_estimate(config: KVCacheConfig, estimate: MemoryEstimate) -> None:
     say(f"in all:       {_bytes(estimate.nbytes)}")
 
 
-def _what_fits(config: KVCacheConfig, gib: float, positions: int | None) -> dict[str, int]:
+def _what_fits(config: DecoderCacheConfig, gib: float, positions: int | None) -> dict[str, int]:
     """Return what fits, for ``--json``; 0 where not even one slot or token does."""
     found = {}
     for name, search in (("longest_sequence", longest_sequence), ("largest_batch", largest_batch)):
@@ -158,7 +173,7 @@ def _what_fits(config: KVCacheConfig, gib: float, positions: int | None) -> dict
     return found
 
 
-def _print_what_fits(config: KVCacheConfig, gib: float, positions: int | None) -> None:
+def _print_what_fits(config: DecoderCacheConfig, gib: float, positions: int | None) -> None:
     budget = int(gib * _GIB)
     say(f"in {gib:g} GiB ({budget} B):")
     slots, length = count(config.max_batch_size, "slot"), count(config.max_sequence_length, "token")
@@ -167,7 +182,9 @@ def _print_what_fits(config: KVCacheConfig, gib: float, positions: int | None) -
     say(f"  largest batch of {length}: {_fitting(largest_batch, config, budget, 'slot')}")
 
 
-def _fitting(search: Callable[[KVCacheConfig, int], int], config: KVCacheConfig, budget: int, what: str, limit: int | None = None) -> str:
+def _fitting(
+    search: Callable[[DecoderCacheConfig, int], int], config: DecoderCacheConfig, budget: int, what: str, limit: int | None = None
+) -> str:
     try:
         found = search(config, budget)
     except CapacityError:

@@ -165,11 +165,14 @@ def why_not_native(model: ModelConfig, max_sequence_length: int) -> str | None:
     None
     """
     for index, layer in enumerate(model.layers):
-        window = window_in_cache(layer.mixer, max_sequence_length)
+        mixer = layer.mixer
+        if not isinstance(mixer, AttentionConfig):
+            continue
+        window = window_in_cache(mixer, max_sequence_length)
         if window is not None:
             return f"layers[{index}].mixer.window = {window}, and TensorRT's attention layer has no window"
-        if layer.mixer.softcap is not None:
-            return f"layers[{index}].mixer.softcap = {layer.mixer.softcap}, and TensorRT's attention layer has no soft cap"
+        if mixer.softcap is not None:
+            return f"layers[{index}].mixer.softcap = {mixer.softcap}, and TensorRT's attention layer has no soft cap"
     return None
 
 

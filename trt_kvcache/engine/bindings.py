@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
 from trt_kvcache.cache.kv_cache_base import KVCacheBase
 from trt_kvcache.cache.layout import KVLayout
+from trt_kvcache.cache.recurrent_states import RecurrentStates
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
-from trt_kvcache.engine.protocol import Engine, EngineProfile, TensorMode, TensorSpec
+from trt_kvcache.engine.protocol import Engine, EngineProfile, StatefulEngine, TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, LayoutError, PlaceError
 from trt_kvcache.memory.shapes import ALIGNMENT, dense_nbytes
 from trt_kvcache.memory.tensor import DeviceTensor
@@ -16,8 +18,15 @@ from trt_kvcache.memory.tensor import DeviceTensor
 if TYPE_CHECKING:
     from trt_kvcache.engine.step_buffers import StepBuffers
 
+#: What the dimensions of a tensor of so many are called.
+_Dimensions = Mapping[int, tuple[str, ...]]
+
 _LAYER_DIMENSIONS = ("num_kv_heads", "max_sequence_length", "head_dim")
-_CACHE_DIMENSIONS = {4: ("max_batch_size", *_LAYER_DIMENSIONS), 5: ("max_batch_size", "the number of sides", *_LAYER_DIMENSIONS)}
+_CACHE_DIMENSIONS: _Dimensions = {
+    4: ("max_batch_size", *_LAYER_DIMENSIONS),
+    5: ("max_batch_size", "the number of sides", *_LAYER_DIMENSIONS),
+}
+_STATE_DIMENSIONS: _Dimensions = {3: ("max_batch_size", "channels", "kernel"), 4: ("max_batch_size", "heads", "head_dim", "state_size")}
 _INDEX_DTYPES = ("int32", "int64")
 _LOGITS_DTYPES = ("float32", "float16", "bfloat16")
 
@@ -29,9 +38,9 @@ class BindingPlan:
     ----------
     engine : Engine
         Built by this package or not; it must have the tensors that ``names`` names, and no others.
-    cache : KVCacheManager or LinearKVCache
+    cache : KVCacheManager, LinearKVCache or HybridCacheManager
         In the engine's memory, and in the layout that the engine has: COMBINED where K and V of a layer are one tensor, else SEPARATE.
-        With one slot, either layout fits.
+        With one slot, either layout fits. States have two buffers (``ping_pong``) unless the engine updates them in place.
     names : TensorNames
         What the engine calls its tensors.
 
@@ -39,6 +48,8 @@ class BindingPlan:
     ----------
     input_ids, start_index, last_token_ids, logits : TensorSpec
         The tensors of the engine that are not caches.
+    new_lengths : TensorSpec or None
+        The new tokens of each slot: only engines with states take them.
 
     Raises
     ------
@@ -71,28 +82,41 @@ class BindingPlan:
     1
     """
 
-    def __init__(self, engine: Engine, cache: KVCacheBase, *, names: TensorNames = DEFAULT_NAMES) -> None:
+    def __init__(self, engine: Engine, cache: KVCacheBase | HybridCacheManager, *, names: TensorNames = DEFAULT_NAMES) -> None:
         if engine.memory is not cache.memory:
             raise PlaceError(f"engine and cache: expected one memory, got an engine on {engine.memory.device} and a cache on another.")
         self.engine = engine
         self.cache = cache
         self.names = names
         specs = engine.tensors
-        self._pairs = [pair for layer in range(cache.num_layers) for pair in _layer_views(specs, cache, layer, names)]
+        kv = cache.kv_cache_manager if isinstance(cache, HybridCacheManager) else cache
+        layers = range(0 if kv is None else kv.num_layers)
+        self._pairs = [pair for layer in layers if kv is not None for pair in _layer_views(specs, kv, layer, names)]
         for input_name, output_name, view in self._pairs:
             _check_cache_input(_spec(specs, input_name, TensorMode.INPUT), view)
             _check_cache_output(_spec(specs, output_name, TensorMode.OUTPUT), input_name, view)
             _check_address(input_name, view)
+        self._states = cache.states
+        self._state_pairs = [] if self._states is None else list(_state_views(self._states, names))
+        for input_name, output_name, view, other in self._state_pairs:
+            _check_cache_input(_spec(specs, input_name, TensorMode.INPUT), view, _STATE_DIMENSIONS)
+            _check_state_output(_spec(specs, output_name, TensorMode.OUTPUT), input_name, view, in_place=other is view)
+        self._stateful = None if self._states is None or self._states.config.num_buffers == 1 else _stateful(engine)
         self.input_ids = _check_step_tensor(_spec(specs, names.input_ids, TensorMode.INPUT), _INDEX_DTYPES, "B s")
         self.start_index = _check_step_tensor(_spec(specs, names.kvcache_start_index, TensorMode.INPUT), ("int32",), "B")
         self.last_token_ids = _check_step_tensor(_spec(specs, names.last_token_ids, TensorMode.INPUT), _INDEX_DTYPES, "B 1")
         self.logits = _check_step_tensor(_spec(specs, names.logits, TensorMode.OUTPUT), _LOGITS_DTYPES, "B vocab", "B 1 vocab")
+        self.new_lengths = (
+            None if self._states is None else _check_step_tensor(_spec(specs, names.new_lengths, TensorMode.INPUT), ("int32",), "B")
+        )
         _check_all_known(specs, self._known_names())
         _check_batch(engine, cache)
-        self._slot_nbytes = sorted({dense_nbytes(view.shape[1:], view.dtype) for _, _, view in self._pairs})
-        self._views: dict[int, list[tuple[str, DeviceTensor]]] = {}
-        self._first_slot: dict[int, int] = {}
-        self._shape: dict[int, tuple[int, int, int]] = {}
+        self._inputs = [(name, view) for name, _, view in self._pairs] + [(name, view) for name, _, view, _ in self._state_pairs]
+        self._slot_nbytes = sorted({dense_nbytes(view.shape[1:], view.dtype) for _, view in self._inputs})
+        self._views: dict[tuple[int, int], list[tuple[str, DeviceTensor]]] = {}
+        # Of each profile and parity of the states.
+        self._first_slot: dict[tuple[int, int], int] = {}
+        self._shape: dict[tuple[int, int], tuple[int, int, int]] = {}
         self._profile_of: dict[tuple[int, int, int], int] = {}
 
     @property
@@ -114,7 +138,7 @@ class BindingPlan:
 
     @property
     def _profiles_of_all_slots(self) -> list[EngineProfile]:
-        return [p for p in self.engine.profiles if p.max_batch >= self.cache.kv_config.max_batch_size]
+        return [p for p in self.engine.profiles if p.max_batch >= self.cache.max_batch_size]
 
     def can_start_at(self, slot: int) -> bool:
         """Return whether an enqueue may start at a slot.
@@ -135,7 +159,7 @@ class BindingPlan:
         """Choose the optimisation profile for an enqueue, and bind and set what differs from its last one.
 
         Addresses are bound once per profile and first slot, and shapes are set when the batch or the width changes, so a decode step
-        after a decode step does neither.
+        after a decode step does neither. Engines have a set of bindings for each of two buffers of states.
 
         Parameters
         ----------
@@ -158,16 +182,21 @@ class BindingPlan:
             The engine refuses an address or a shape.
         """
         profile = self.profile_for(count, width, logits)
+        parity = 0
+        if self._stateful is not None and self._states is not None:
+            parity = self._states.parity
+            self._stateful.use_bindings(parity)
         self.engine.use_profile(profile)
-        if self._first_slot.get(profile) != first_slot:
-            self._first_slot.pop(profile, None)
+        bound = profile, parity
+        if self._first_slot.get(bound) != first_slot:
+            self._first_slot.pop(bound, None)
             self._bind(first_slot, buffers)
-            self._first_slot[profile] = first_slot
-        before = self._shape.get(profile)
+            self._first_slot[bound] = first_slot
+        before = self._shape.get(bound)
         if before != (count, width, logits):
-            self._shape.pop(profile, None)
+            self._shape.pop(bound, None)
             self._set_shapes((count, width, logits), before or (0, 0, 0))
-            self._shape[profile] = (count, width, logits)
+            self._shape[bound] = (count, width, logits)
 
     def profile_for(self, count: int, width: int, logits: int = 1) -> int:
         """Return the index of the optimisation profile for an enqueue.
@@ -216,13 +245,20 @@ class BindingPlan:
         bind(self.names.last_token_ids, buffers.last_token_ids)
         bind(self.names.kvcache_start_index, buffers.start_index if first_slot else self.cache.lengths.tensor)
         bind(self.names.logits, buffers.logits)
+        if buffers.new_lengths is not None:
+            bind(self.names.new_lengths, buffers.new_lengths)
 
     def _views_from(self, first_slot: int) -> list[tuple[str, DeviceTensor]]:
-        """Return the cache views from a slot on, with the names that they are bound to. They are made once for each first slot."""
-        views = self._views.get(first_slot)
+        """Return the cache views from a slot on, with the names that they are bound to. They are made once for each slot and parity."""
+        parity = 0 if self._states is None else self._states.parity
+        views = self._views.get((first_slot, parity))
         if views is None:
             parts = [(names, view[first_slot:]) for *names, view in self._pairs]
-            views = self._views[first_slot] = [(name, part) for names, part in parts for name in names]
+            views = [(name, part) for names, part in parts for name in names]
+            states = [] if self._states is None else _state_views(self._states, self.names)
+            for past, present, current, following in states:
+                views += [(past, current[first_slot:]), (present, following[first_slot:])]
+            self._views[first_slot, parity] = views
         return views
 
     def _set_shapes(self, sizes: tuple[int, int, int], before: tuple[int, int, int]) -> None:
@@ -234,13 +270,19 @@ class BindingPlan:
             set_shape(self.names.last_token_ids, (count, logits))
         if count != count_before:
             set_shape(self.names.kvcache_start_index, (count,))
-            for input_name, _, view in self._pairs:
+            if self.new_lengths is not None:
+                set_shape(self.names.new_lengths, (count,))
+            for input_name, view in self._inputs:
                 set_shape(input_name, (count, *view.shape[1:]))
 
     def _known_names(self) -> set[str]:
         """Return the names of all tensors that are bound."""
         step_tensors = {self.names.input_ids, self.names.last_token_ids, self.names.kvcache_start_index, self.names.logits}
-        return step_tensors.union(*((input_name, output_name) for input_name, output_name, _ in self._pairs))
+        if self.new_lengths is not None:
+            step_tensors.add(self.names.new_lengths)
+        step_tensors.update(*((input_name, output_name) for input_name, output_name, _ in self._pairs))
+        step_tensors.update(*((input_name, output_name) for input_name, output_name, _, _ in self._state_pairs))
+        return step_tensors
 
 
 def _layer_views(
@@ -251,6 +293,22 @@ def _layer_views(
     views = (cache.get_combined_kv_cache(layer),) if combined else cache.get_separate_kv_cache(layer)
     for pair, view in zip(names.layer_pairs(layer, combined=combined), views, strict=True):
         yield *pair, view
+
+
+def _state_views(states: RecurrentStates, names: TensorNames) -> Iterator[tuple[str, str, DeviceTensor, DeviceTensor]]:
+    """Yield name of the input, name of the output, the current and the next view of each state."""
+    for kind in states.kinds:
+        for layer, (current, following) in enumerate(zip(states.current(kind).layers, states.next(kind).layers, strict=True)):
+            yield *names.state_pair(kind, layer), current, following
+
+
+def _stateful(engine: Engine) -> StatefulEngine:
+    """Return an engine that can hold two sets of bindings, or raise BindingError."""
+    if not isinstance(engine, StatefulEngine):
+        raise BindingError(
+            f"ping_pong: expected an engine with a set of bindings for each buffer of states (use_bindings), got a {type(engine).__name__}."
+        )
+    return engine
 
 
 def _spec(specs: Mapping[str, TensorSpec], name: str, mode: TensorMode) -> TensorSpec:
@@ -271,10 +329,10 @@ def _fits(expected: Sequence[int], got: Sequence[int]) -> bool:
     return len(expected) == len(got) and all(size in (-1, actual) for size, actual in zip(expected, got, strict=True))
 
 
-def _check_cache_input(spec: TensorSpec, view: DeviceTensor) -> None:
+def _check_cache_input(spec: TensorSpec, view: DeviceTensor, dimensions: _Dimensions = _CACHE_DIMENSIONS) -> None:
     """Raise BindingError where dtype or shape of a cache input differ from the view."""
     if spec.dtype != view.dtype or not _fits(spec.shape, view.shape):
-        raise BindingError(_cache_mismatch(spec, view))
+        raise BindingError(_cache_mismatch(spec, view, dimensions))
 
 
 def _check_cache_output(spec: TensorSpec, input_name: str, view: DeviceTensor) -> None:
@@ -286,7 +344,19 @@ def _check_cache_output(spec: TensorSpec, input_name: str, view: DeviceTensor) -
         raise BindingError(_cache_mismatch(spec, view))
 
 
-def _cache_mismatch(spec: TensorSpec, view: DeviceTensor) -> str:
+def _check_state_output(spec: TensorSpec, input_name: str, view: DeviceTensor, *, in_place: bool) -> None:
+    """Raise BindingError where a state output differs from the view, or has memory of its own where it should not, or the reverse."""
+    if (spec.alias is not None) != in_place or (in_place and spec.alias != input_name):
+        expected = f"shares memory with `{input_name}`, as the cache has one buffer of states" if in_place else "has memory of its own"
+        aliases = f"shares memory with `{spec.alias}`" if spec.alias else "has separate memory"
+        raise BindingError(
+            f"`{spec.name}`: expected an output that {expected}, the engine's {aliases}. "
+            f"Make the cache with ping_pong={spec.alias is None}."
+        )
+    _check_cache_input(spec, view, _STATE_DIMENSIONS)
+
+
+def _cache_mismatch(spec: TensorSpec, view: DeviceTensor, dimensions: _Dimensions = _CACHE_DIMENSIONS) -> str:
     """Return the message of a cache tensor that differs, with the dimensions that do."""
     differences = []
     if spec.dtype != view.dtype:
@@ -294,7 +364,7 @@ def _cache_mismatch(spec: TensorSpec, view: DeviceTensor) -> str:
     if len(spec.shape) == len(view.shape):
         differences += [
             f"{what} differs (engine {size}, cache {actual})"
-            for what, size, actual in zip(_CACHE_DIMENSIONS[view.ndim], spec.shape, view.shape, strict=True)
+            for what, size, actual in zip(dimensions[view.ndim], spec.shape, view.shape, strict=True)
             if size not in (-1, actual)
         ]
     else:
@@ -348,9 +418,9 @@ def _profiles_in_words(engine: Engine) -> str:
     return f"The engine has {'; '.join(profiles)}."
 
 
-def _check_batch(engine: Engine, cache: KVCacheBase) -> None:
+def _check_batch(engine: Engine, cache: KVCacheBase | HybridCacheManager) -> None:
     """Raise BindingError where the engine cannot run a decode step of all slots of the cache."""
-    slots = cache.kv_config.max_batch_size
+    slots = cache.max_batch_size
     largest = max((profile.max_batch for profile in engine.profiles), default=0)
     if largest < slots:
         raise BindingError(f"max_batch_size: the engine takes {largest} slots, the cache has {slots}. Make the cache with {largest}.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -12,12 +12,20 @@ import numpy.typing as npt
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache._util.lifetime import Uncopyable
-from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.layout import KVLayout
+from trt_kvcache.cache.recurrent_states import StateKind, state_storages
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, AttentionName, cache_layout
 from trt_kvcache.engine.bound_tensors import BoundTensors
-from trt_kvcache.engine.decoder_tensors import cache_layer, decoder_profiles, decoder_tensors, logits_per_slot, step_shape
+from trt_kvcache.engine.decoder_tensors import (
+    DecoderCacheConfig,
+    cache_layer,
+    decoder_profiles,
+    decoder_tensors,
+    logits_per_slot,
+    state_sizes,
+    step_shape,
+)
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import TensorMode
 from trt_kvcache.errors import ClosedError, ConfigError, EngineError, RangeError
@@ -41,7 +49,11 @@ class StepTensors:
     logits : DeviceTensor float32 ``[A, vocab]`` or ``[A, m, vocab]``
         Where they go.
     caches : sequence of sequence of DeviceTensor
-        By layer: one combined tensor ``[A, 2, H, S, D]``, or K and V ``[A, H, S, D]``.
+        By attention layer: one combined tensor ``[A, 2, H, S, D]``, or K and V ``[A, H, S, D]``.
+    new_lengths : DeviceTensor int32 ``[A]`` or None
+        New tokens of each slot, without padding. None for a model without states.
+    states : sequence of mapping
+        By layer with states: each kind of state that it has, before and after the step ``[A, ...]``.
     """
 
     input_ids: DeviceTensor
@@ -49,6 +61,8 @@ class StepTensors:
     last: DeviceTensor
     logits: DeviceTensor
     caches: tuple[tuple[DeviceTensor, ...], ...]
+    new_lengths: DeviceTensor | None
+    states: tuple[Mapping[StateKind, tuple[DeviceTensor, DeviceTensor]], ...]
 
 
 class DecoderEngine(Uncopyable):
@@ -58,7 +72,7 @@ class DecoderEngine(Uncopyable):
     ----------
     model : ModelConfig
         The model.
-    kv : KVCacheConfig
+    kv : KVCacheConfig or HybridCacheConfig
         The cache that will be bound; its dtype is the engine's. The dtypes with scales are for storage only and refused.
     max_prefill_length : int
         The most new tokens per slot in one step, ``1 <= max_prefill_length <= S``.
@@ -82,7 +96,7 @@ class DecoderEngine(Uncopyable):
         self,
         model: ModelConfig,
         *,
-        kv: KVCacheConfig,
+        kv: DecoderCacheConfig,
         max_prefill_length: int,
         attention: AttentionName,
         max_logits_per_slot: int | Literal["all"],
@@ -91,20 +105,23 @@ class DecoderEngine(Uncopyable):
     ) -> None:
         _check_cache(model, kv)
         one_of("attention", attention, ATTENTION_VARIANTS)
-        if kv.layout is not cache_layout(attention):
-            raise ConfigError(f"kv.layout: expected {cache_layout(attention)} for attention {attention!r}, got {kv.layout}.")
+        if kv.kv is not None and kv.kv.layout is not cache_layout(attention):
+            raise ConfigError(f"kv.layout: expected {cache_layout(attention)} for attention {attention!r}, got {kv.kv.layout}.")
         width = int_in_range("max_prefill_length", max_prefill_length, 1, kv.max_sequence_length, error=ConfigError)
         wanted = logits_per_slot(max_logits_per_slot, max_prefill_length=width)
         self._config = model
         self._kv = kv
+        self._dtype = kv.dtype
         self._names = names
         self._closed = False
         self.memory = memory
         tensors = decoder_tensors(model, kv, names, max_logits_per_slot=wanted)
         self.tensors = MappingProxyType({spec.name: spec for spec in tensors})
         self.profiles = decoder_profiles(max_batch_size=kv.max_batch_size, max_prefill_length=width, max_logits_per_slot=wanted)
-        self._bound = [BoundTensors(self.tensors, profile, names, memory) for profile in self.profiles]
-        self._current = self._bound[0]
+        # States with two buffers have two addresses: a set of bindings for each of them.
+        num_sets = 1 if kv.mamba is None else kv.mamba.num_buffers
+        self._bound = [[BoundTensors(self.tensors, profile, names, memory) for profile in self.profiles] for _ in range(num_sets)]
+        self._profile, self._set = 0, 0
 
     def use_profile(self, index: int) -> None:
         """Choose the profile that ``bind``, ``set_input_shape`` and ``enqueue`` act on.
@@ -122,7 +139,29 @@ class DecoderEngine(Uncopyable):
             The engine is closed.
         """
         self._check_open()
-        self._current = self._bound[int_in_range("profile", index, 0, len(self._bound) - 1, error=RangeError)]
+        self._profile = int_in_range("profile", index, 0, len(self.profiles) - 1, error=RangeError)
+
+    def use_bindings(self, index: int) -> None:
+        """Choose the set of bindings that ``bind``, ``set_input_shape`` and ``enqueue`` act on.
+
+        Parameters
+        ----------
+        index : int
+            0, or 1 for the other one of two buffers of states.
+
+        Raises
+        ------
+        RangeError
+            There is no such set.
+        ClosedError
+            The engine is closed.
+        """
+        self._check_open()
+        self._set = int_in_range("bindings", index, 0, len(self._bound) - 1, error=RangeError)
+
+    @property
+    def _current(self) -> BoundTensors:
+        return self._bound[self._set][self._profile]
 
     def bind(self, name: str, tensor: DeviceTensor) -> None:
         """Bind a tensor of the engine to the address of ``tensor``, which is kept alive.
@@ -169,8 +208,9 @@ class DecoderEngine(Uncopyable):
     def close(self) -> None:
         """Release the weights and the bound tensors. Idempotent."""
         self._closed = True
-        for bound in self._bound:
-            bound.release()
+        for profiles in self._bound:
+            for bound in profiles:
+                bound.release()
 
     def _check_open(self) -> None:
         if self._closed:
@@ -185,31 +225,45 @@ class DecoderEngine(Uncopyable):
                 raise EngineError(f"`{name}`: expected {slots} slots as `{names.input_ids}` has, got shape {bound.shape(name)}.")
         last = bound.shape(names.last_token_ids)
         logits = step_shape(self.tensors[names.logits], names, batch=slots, width=width, logits=last[1])
-        combined = self._kv.layout is KVLayout.COMBINED
+        kv, mamba = self._kv.kv, self._kv.mamba
+        storages = {} if mamba is None else state_storages(mamba)
         return StepTensors(
             input_ids=bound.tensor(names.input_ids, (slots, width)),
             start=bound.tensor(names.kvcache_start_index, (slots,)),
             last=bound.tensor(names.last_token_ids, last),
             logits=bound.tensor(names.logits, logits),
-            caches=tuple(
-                tuple(self._in_place(*pair, slots) for pair in names.layer_pairs(layer, combined=combined))
-                for layer in range(self._config.num_layers)
+            caches=()
+            if kv is None
+            else tuple(
+                tuple(self._pair(*pair, slots)[1] for pair in names.layer_pairs(layer, combined=kv.layout is KVLayout.COMBINED))
+                for layer in range(kv.num_layers)
+            ),
+            new_lengths=None if mamba is None else bound.tensor(names.new_lengths, (slots,)),
+            states=tuple(
+                {kind: self._pair(*names.state_pair(kind, layer), slots) for kind in storages}
+                for layer in range(0 if mamba is None else mamba.num_layers)
             ),
         )
 
-    def _in_place(self, name: str, present: str, slots: int) -> DeviceTensor:
-        """Return a cache tensor, which is input and output at one address."""
-        shape = (slots, *self.tensors[name].shape[1:])
-        self._current.tensor(name, shape)
-        return self._current.tensor(present, shape)
+    def _pair(self, past: str, present: str, slots: int) -> tuple[DeviceTensor, DeviceTensor]:
+        """Return a cache tensor before and after the step: at one address where it is updated in place."""
+        shape = (slots, *self.tensors[past].shape[1:])
+        return self._current.tensor(past, shape), self._current.tensor(present, shape)
 
-    def _check_values(self, input_ids: npt.NDArray[np.int32], last: npt.NDArray[np.int32], start: npt.NDArray[np.int32]) -> None:
+    def _check_values(
+        self,
+        input_ids: npt.NDArray[np.int32],
+        last: npt.NDArray[np.int32],
+        start: npt.NDArray[np.int32],
+        new_lengths: npt.NDArray[np.int32] | None = None,
+    ) -> None:
         """Refuse input values that a device would read as addresses outside a tensor. The arguments are the inputs, on the host."""
         names = self._names
         for name, values, highest in (
             (names.input_ids, input_ids, self._config.vocab_size - 1),
             (names.last_token_ids, last, input_ids.shape[1] - 1),
             (names.kvcache_start_index, start, self._kv.max_sequence_length),
+            *(() if new_lengths is None else ((names.new_lengths, new_lengths, input_ids.shape[1]),)),
         ):
             wrong = np.argwhere((values < 0) | (values > highest))
             if len(wrong):
@@ -217,13 +271,24 @@ class DecoderEngine(Uncopyable):
                 raise EngineError(f"`{name}`: expected values from 0 to {highest}, got {values[index]} at {list(index)}.")
 
 
-def _check_cache(config: ModelConfig, kv: KVCacheConfig) -> None:
+def _check_cache(config: ModelConfig, cache: DecoderCacheConfig) -> None:
     """Refuse a cache that does not fit the model."""
-    if kv.dtype not in MODEL_DTYPES:
+    kv, mamba = cache.kv, cache.mamba
+    if kv is not None and kv.dtype not in MODEL_DTYPES:
         raise ConfigError(f"kv.dtype: expected one of {', '.join(MODEL_DTYPES)}, got {kv.dtype!r}, which is storage only.")
-    if kv.num_layers != config.num_layers:
-        raise ConfigError(f"kv.layers: expected {config.num_layers} as the model has, got {kv.num_layers}.")
-    for index, (layer, model_layer) in enumerate(zip(kv.layers, config.layers, strict=True)):
-        expected = cache_layer(model_layer.mixer)
-        if layer != expected:
-            raise ConfigError(f"kv.layers[{index}]: expected {expected} as the model has, got {layer}.")
+    attention, recurrent = config.attention_layers, config.recurrent_layers
+    if (0 if kv is None else kv.num_layers) != len(attention):
+        raise ConfigError(f"kv.layers: expected {len(attention)} as the model has, got {0 if kv is None else kv.num_layers}.")
+    for index, (layer, mixer) in enumerate(zip(() if kv is None else kv.layers, attention, strict=True)):
+        if layer != cache_layer(mixer):
+            raise ConfigError(f"kv.layers[{index}]: expected {cache_layer(mixer)} as the model has, got {layer}.")
+    if (0 if mamba is None else mamba.num_layers) != len(recurrent):
+        raise ConfigError(
+            f"layers with states: expected {len(recurrent)} as the model has, got {0 if mamba is None else mamba.num_layers}."
+        )
+    for index, recurrence in enumerate(recurrent):
+        for name, size in state_sizes(recurrence).items():
+            if getattr(mamba, name) != size:
+                raise ConfigError(f"states of layer {index}: expected {name} {size} as the model has, got {getattr(mamba, name)}.")
+    if kv is not None and mamba is not None and mamba.conv_dtype != kv.dtype:
+        raise ConfigError(f"conv_dtype: expected {kv.dtype}, the dtype of K and V, got {mamba.conv_dtype}.")

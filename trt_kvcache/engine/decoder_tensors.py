@@ -2,16 +2,23 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
+from trt_kvcache.cache.hybrid_config import HybridCacheConfig, LayerType
 from trt_kvcache.cache.layout import KVLayout
+from trt_kvcache.cache.mamba_config import MambaCacheConfig
+from trt_kvcache.cache.recurrent_states import state_storages
 from trt_kvcache.engine.attention_variants import cache_layout
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import AttentionConfig, ModelConfig
+from trt_kvcache.model.recurrent_config import RecurrentConfig, ShortConvConfig
+
+#: What an engine of a model runs on: K and V alone, or with the states of recurrent layers.
+DecoderCacheConfig = KVCacheConfig | HybridCacheConfig
 
 #: Slots in the smallest enqueue of every profile.
 MIN_BATCH_SIZE = 1
@@ -43,14 +50,92 @@ def cache_config(
     KVCacheConfig
         One attention layer for each layer of the model, with its K/V heads and head dimension. A layer with a window has as many rows as
         the others. Nothing is allocated.
+
+    Raises
+    ------
+    ConfigError
+        The model has layers with states: see :func:`decoder_cache_config`.
     """
+    if model.recurrent_layers:
+        raise ConfigError(f"{model.family}: expected a model that keeps K and V only, got one with states. Use decoder_cache_config.")
+    return _kv_config(
+        model, max_batch_size=max_batch_size, max_sequence_length=max_sequence_length, dtype=dtype, layout=cache_layout(attention)
+    )
+
+
+def decoder_cache_config(
+    model: ModelConfig, *, max_batch_size: int, max_sequence_length: int, dtype: str, attention: str = "native"
+) -> DecoderCacheConfig:
+    """Return the configuration of the cache that an engine of ``model`` runs on, whatever its layers keep.
+
+    Parameters
+    ----------
+    model : ModelConfig
+        Configuration of the model.
+    max_batch_size : int
+        Slots, B.
+    max_sequence_length : int
+        Tokens that a slot can hold, S.
+    dtype : str
+        What the engine computes in; K, V and conv states have the same. Recurrent states are float32.
+    attention : str
+        The variant of attention, which decides the layout of K and V.
+
+    Returns
+    -------
+    KVCacheConfig or HybridCacheConfig
+        :func:`cache_config` for a model of attention layers. Else a layer for each one of the model that keeps something, with two buffers
+        of states: a step that is not committed has then left those before it as they were.
+
+    Raises
+    ------
+    ConfigError
+        The layers with states differ in their states.
+    """
+    sizes = {"max_batch_size": max_batch_size, "max_sequence_length": max_sequence_length}
+    if not model.recurrent_layers:
+        return cache_config(model, **sizes, dtype=dtype, attention=attention)
+    mixers = [layer.mixer for layer in model.layers if layer.mixer is not None]
+    kinds = [LayerType.ATTENTION if isinstance(mixer, AttentionConfig) else LayerType.MAMBA for mixer in mixers]
+    kv = _kv_config(model, **sizes, dtype=dtype, layout=cache_layout(attention)) if model.attention_layers else None
+    return HybridCacheConfig(layer_types=tuple(kinds), kv=kv, mamba=_states_config(model, max_batch_size=max_batch_size, dtype=dtype))
+
+
+def _kv_config(model: ModelConfig, *, max_batch_size: int, max_sequence_length: int, dtype: str, layout: KVLayout) -> KVCacheConfig:
     return KVCacheConfig(
-        layers=tuple(cache_layer(layer.mixer) for layer in model.layers),
+        layers=tuple(cache_layer(mixer) for mixer in model.attention_layers),
         max_batch_size=max_batch_size,
         max_sequence_length=max_sequence_length,
         dtype=dtype,
-        layout=cache_layout(attention),
+        layout=layout,
     )
+
+
+def _states_config(model: ModelConfig, *, max_batch_size: int, dtype: str) -> MambaCacheConfig:
+    sizes = [state_sizes(mixer) for mixer in model.recurrent_layers]
+    if any(other != sizes[0] for other in sizes):
+        raise ConfigError(f"{model.family}: expected equal states in all layers, got {sizes}.")
+    fields: dict[str, Any] = {"num_layers": len(sizes), "max_batch_size": max_batch_size, **sizes[0]}
+    return MambaCacheConfig(**fields, conv_dtype=dtype, ping_pong=True)
+
+
+def state_sizes(mixer: RecurrentConfig) -> dict[str, int]:
+    """Return what a layer with states keeps of each slot.
+
+    Parameters
+    ----------
+    mixer : ShortConvConfig or Mamba2Config
+        Mixer of a layer.
+
+    Returns
+    -------
+    dict of str to int
+        Fields of a :class:`~trt_kvcache.cache.mamba_config.MambaCacheConfig`.
+    """
+    convolution = {"conv_dim": mixer.channels, "conv_kernel": mixer.kernel}
+    if isinstance(mixer, ShortConvConfig):
+        return convolution
+    return {**convolution, "num_heads": mixer.num_heads, "head_dim": mixer.head_dim, "state_size": mixer.state_size}
 
 
 def cache_layer(mixer: AttentionConfig) -> KVLayerConfig:
@@ -70,7 +155,7 @@ def cache_layer(mixer: AttentionConfig) -> KVLayerConfig:
 
 
 def decoder_tensors(
-    model: ModelConfig, cache: KVCacheConfig, names: TensorNames, *, max_logits_per_slot: int = 1
+    model: ModelConfig, cache: DecoderCacheConfig, names: TensorNames, *, max_logits_per_slot: int = 1
 ) -> tuple[TensorSpec, ...]:
     """Return the inputs and outputs of an engine.
 
@@ -78,8 +163,9 @@ def decoder_tensors(
     ----------
     model : ModelConfig
         Configuration of the model.
-    cache : KVCacheConfig
-        The cache that the engine runs on. In the COMBINED layout a layer has one cache tensor, else one for K and one for V.
+    cache : KVCacheConfig or HybridCacheConfig
+        The cache that the engine runs on. In the COMBINED layout a layer has one cache tensor, else one for K and one for V. States that
+        are updated in place share memory; those with two buffers do not.
     names : TensorNames
         Names of the engine's inputs and outputs.
     max_logits_per_slot : int
@@ -97,13 +183,23 @@ def decoder_tensors(
         TensorSpec.input(names.kvcache_start_index, (-1,), "int32"),
         last_token_ids,
     ]
+    if cache.mamba is not None:
+        inputs.append(TensorSpec.input(names.new_lengths, (-1,), "int32"))
     outputs = []
-    combined = cache.layout is KVLayout.COMBINED
-    for index, layer in enumerate(cache.layers):
-        shape = (-1, *((2,) if combined else ()), layer.num_kv_heads, cache.max_sequence_length, layer.head_dim)
-        for past, present in names.layer_pairs(index, combined=combined):
-            inputs.append(TensorSpec.input(past, shape, cache.dtype))
-            outputs.append(TensorSpec.output(present, shape, cache.dtype, alias=past))
+    if cache.kv is not None:
+        combined = cache.kv.layout is KVLayout.COMBINED
+        for index, layer in enumerate(cache.kv.layers):
+            shape = (-1, *((2,) if combined else ()), layer.num_kv_heads, cache.max_sequence_length, layer.head_dim)
+            for past, present in names.layer_pairs(index, combined=combined):
+                inputs.append(TensorSpec.input(past, shape, cache.kv.dtype))
+                outputs.append(TensorSpec.output(present, shape, cache.kv.dtype, alias=past))
+    if cache.mamba is not None:
+        for kind, storage in state_storages(cache.mamba).items():
+            shape = (-1, *storage.slot_shape)
+            for index in range(storage.num_layers):
+                past, present = names.state_pair(kind, index)
+                inputs.append(TensorSpec.input(past, shape, storage.dtype))
+                outputs.append(TensorSpec.output(present, shape, storage.dtype, alias=None if cache.mamba.ping_pong else past))
     return (*inputs, *outputs, logits)
 
 

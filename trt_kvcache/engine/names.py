@@ -1,10 +1,12 @@
 """``TensorNames``: the names of engine tensors, defined once for the builder and the runtime.
 
-The defaults are those of TensorRT Edge-LLM, so that the same code drives an engine that was built there and one that was built here.
+The defaults are those of TensorRT Edge-LLM, so that the same code drives an engine that was built there and one that was built here. Those
+of states are our own.
 """
 
 from dataclasses import dataclass, fields
 
+from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.errors import ConfigError
 
 
@@ -12,8 +14,8 @@ from trt_kvcache.errors import ConfigError
 class TensorNames:
     """Names of the inputs and outputs of an engine.
 
-    Names with ``{i}`` are per layer; ``i`` counts attention layers from 0. B is the number of slots, s the number of new tokens per
-    slot, H the number of K/V heads, S the tokens that a slot can hold, D the head dimension.
+    Names with ``{i}`` are per layer; ``i`` counts attention layers from 0, or layers with states. B is the number of slots, s the number
+    of new tokens per slot, H the number of K/V heads, S the tokens that a slot can hold, D the head dimension.
 
     Parameters
     ----------
@@ -33,6 +35,12 @@ class TensorNames:
         Input ``[B, 2, H, S, D]`` with K and V in one tensor, instead of the four above: for plugin attention.
     present_kv_cache : str
         Output of the same shape, at the same address.
+    new_lengths : str
+        Input, int32 ``[B]``, of engines with states: new tokens of each slot, without padding; 0 for a slot whose states stay.
+    recurrent_state, conv_state : str
+        Inputs ``[B, heads, head_dim, state_size]`` and ``[B, channels, kernel]``: states before the step.
+    present_recurrent_state, present_conv_state : str
+        Outputs of the same shape: states after it.
 
     Raises
     ------
@@ -58,6 +66,11 @@ class TensorNames:
     present_v_cache: str = "present_v_cache_{i}"
     kv_cache: str = "past_key_values_{i}"
     present_kv_cache: str = "present_key_values_{i}"
+    new_lengths: str = "new_lengths"
+    recurrent_state: str = "recurrent_state_{i}"
+    conv_state: str = "conv_state_{i}"
+    present_recurrent_state: str = "present_recurrent_state_{i}"
+    present_conv_state: str = "present_conv_state_{i}"
 
     def __post_init__(self) -> None:
         owners: dict[str, str] = {}
@@ -121,6 +134,27 @@ class TensorNames:
         """
         return (self.combined_pair(layer),) if combined else self.cache_pairs(layer)
 
+    def state_pair(self, kind: StateKind, layer: int) -> tuple[str, str]:
+        """Return the names of a state.
 
-#: The names of TensorRT Edge-LLM.
+        Parameters
+        ----------
+        kind : StateKind
+            Which state of the layer.
+        layer : int
+            Index of the layer among those with states.
+
+        Returns
+        -------
+        tuple of str
+            ``(input, output)``.
+        """
+        past, present = {
+            StateKind.RECURRENT: (self.recurrent_state, self.present_recurrent_state),
+            StateKind.CONV: (self.conv_state, self.present_conv_state),
+        }[kind]
+        return past.format(i=layer), present.format(i=layer)
+
+
+#: The names of TensorRT Edge-LLM, and those of states.
 DEFAULT_NAMES = TensorNames()

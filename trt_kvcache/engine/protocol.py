@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from trt_kvcache.memory.base import Memory
@@ -237,3 +237,27 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Release everything that the engine holds, what was bound included. Idempotent."""
+
+
+@runtime_checkable
+class StatefulEngine(Engine, Protocol):
+    """An engine whose states have two buffers, of which a step reads one and writes the other.
+
+    Each profile keeps two sets of addresses and shapes, so that a step after a step binds nothing.
+    """
+
+    def use_bindings(self, index: int) -> None:
+        """Choose the set of bindings that ``bind``, ``set_input_shape`` and ``enqueue`` act on, in every profile.
+
+        The cost does not depend on the number of layers.
+
+        Parameters
+        ----------
+        index : int
+            0 or 1.
+
+        Raises
+        ------
+        BindingError
+            There is no such set.
+        """

@@ -14,7 +14,7 @@ _DeviceAndHost = tuple[DeviceTensor, np.ndarray[Any, Any]]
 
 
 class StepBuffers:
-    """Device tensors for ``input_ids``, ``last_token_ids``, ``kvcache_start_index`` and ``logits``, each with a host buffer.
+    """Device tensors for the inputs of a step that are not caches, and for ``logits``, each with a host buffer.
 
     The host buffers are page-locked if the memory is that of a GPU. A host buffer must not be written before the copy that reads it is
     done; callers therefore wait once per step, in :meth:`read_logits`.
@@ -33,12 +33,16 @@ class StepBuffers:
         Dtype of the logits.
     max_logits_per_slot : int
         Most new tokens per slot whose logits one enqueue returns.
+    has_states : bool
+        Whether the engine has states, and so takes the number of new tokens of each slot.
 
     Attributes
     ----------
     input_ids : DeviceTensor (max_batch_size * max_width,)
     last_token_ids : DeviceTensor (max_batch_size, max_logits_per_slot)
     start_index : DeviceTensor (max_batch_size,) int32
+    new_lengths : DeviceTensor (max_batch_size,) int32, or None
+        None for an engine without states.
     logits : DeviceTensor (max_batch_size * max_logits_per_slot, vocab_size)
 
     Raises
@@ -68,6 +72,7 @@ class StepBuffers:
         index_dtypes: tuple[str, str],
         logits_dtype: str,
         max_logits_per_slot: int = 1,
+        has_states: bool = False,
     ) -> None:
         self._memory = memory
         self._allocations: list[Allocation] = []
@@ -76,11 +81,13 @@ class StepBuffers:
             self.input_ids = self._tensor((max_batch_size * max_width,), index_dtypes[0], stream)
             self.last_token_ids = self._tensor((max_batch_size, max_logits_per_slot), index_dtypes[1], stream)
             self.start_index = self._tensor((max_batch_size,), "int32", stream)
+            self.new_lengths = self._tensor((max_batch_size,), "int32", stream) if has_states else None
             self.logits = self._tensor((max_batch_size * max_logits_per_slot, vocab_size), logits_dtype, stream)
             self._host_ids = memory.staging(self.input_ids.shape, index_dtypes[0])
             self._last_tokens = self.last_token_ids.reshape(max_batch_size * max_logits_per_slot)
             self._host_last = memory.staging(self._last_tokens.shape, index_dtypes[1])
             self._host_start = memory.staging(self.start_index.shape, "int32")
+            self._host_new = memory.staging((max_batch_size,), "int32") if has_states else None
             self._host_logits = memory.staging(self.logits.shape, logits_dtype)
             memory.synchronize(stream)
         except BaseException:
@@ -91,6 +98,7 @@ class StepBuffers:
         self._logits_views: dict[int, _DeviceAndHost] = {}
         self._device_views: dict[int, tuple[DeviceTensor, DeviceTensor]] = {}
         self._last: list[int] = []
+        self._new: list[int] = []
 
     def _tensor(self, shape: tuple[int, ...], dtype: str, stream: Any) -> DeviceTensor:
         allocation = self._memory.allocate(dense_nbytes(shape, dtype), zeroed=True, stream=stream)
@@ -153,6 +161,25 @@ class StepBuffers:
         """
         self._host_start[: len(lengths)] = lengths
         self._memory.upload(self.start_index[: len(lengths)], self._host_start[: len(lengths)], stream=stream)
+
+    def write_new_lengths(self, new_lengths: Sequence[int], *, stream: Any) -> None:
+        """Upload the number of new tokens of each slot, unless they are those of the step before.
+
+        Parameters
+        ----------
+        new_lengths : sequence of int
+            For each slot of the enqueue, without padding.
+        stream : cuda.core.Stream
+            The copy is ordered on it; the call does not wait.
+        """
+        assert self.new_lengths is not None
+        assert self._host_new is not None
+        new = list(new_lengths)
+        if new != self._new:
+            self._new = []
+            self._host_new[: len(new)] = new
+            self._memory.upload(self.new_lengths[: len(new)], self._host_new[: len(new)], stream=stream)
+            self._new = new
 
     def read_logits(self, count: int, *, stream: Any) -> np.ndarray[Any, Any]:
         """Download logits. Waits for ``stream``.

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from trt_kvcache._util.checks import int_in_range, one_of
-from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS
+from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, why_not_native
 from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
@@ -78,7 +78,7 @@ def _check_segments(config: EngineConfig) -> None:
 
 
 def _check_attention(config: EngineConfig) -> None:
-    """Check that each layer has an attention, in order, and that plugin attention is not mixed with others."""
+    """Check that each layer has an attention, in order, that computes the model, and that plugin attention is not mixed with others."""
     if len(config.attention) != config.model.num_layers:
         raise EngineError(f"attention: expected {config.model.num_layers} layers for this model, got {len(config.attention)}.")
     for index, layer in enumerate(config.attention):
@@ -89,6 +89,9 @@ def _check_attention(config: EngineConfig) -> None:
             raise EngineError(
                 f"attention[{index}].variant: expected {config.attention_variant} as in the first layer, got {layer.variant}."
             )
+    obstacle = why_not_native(config.model, config.cache.max_sequence_length)
+    if obstacle is not None and any(layer.variant == "native" for layer in config.attention):
+        raise EngineError(f"attention: expected mask or plugin, got native: {obstacle}.")
 
 
 def _check_profiles(config: EngineConfig) -> None:

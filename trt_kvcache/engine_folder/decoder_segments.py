@@ -93,7 +93,7 @@ def cos_sin_names(model: ModelConfig) -> dict[RopeKind, str]:
     dict of RopeKind to str
         One for each kind of RoPE, in the order in which the layers first have them.
     """
-    kinds = dict.fromkeys(rope_kind(layer.mixer) for layer in model.layers)
+    kinds = dict.fromkeys(rope_kind(layer.attention) for layer in model.layers)
     return {kind: f"{COS_SIN}_{index}" if index else COS_SIN for index, kind in enumerate(filter(None, kinds))}
 
 
@@ -180,7 +180,7 @@ def decoder_stages(model: ModelConfig, cache: KVCacheConfig, names: TensorNames,
         entering = hidden_state_name(layer - 1) if layer else embedded
         tensors = [TensorSpec.input(entering, hidden, cache.dtype)]
         if layer:
-            mixer = model.layers[layer - 1].mixer
+            mixer = model.layers[layer - 1].attention
             attended = (-1, -1, mixer.num_heads, mixer.head_dim)
             tensors.append(TensorSpec.input(attention_tensor_names(layer - 1)[-1], attended, cache.dtype))
         if layer == model.num_layers:
@@ -189,7 +189,7 @@ def decoder_stages(model: ModelConfig, cache: KVCacheConfig, names: TensorNames,
             stages.append(Segment(tensors=tuple(tensors)))
             break
         *qkv, attended_name = attention_tensor_names(layer)
-        mixer = model.layers[layer].mixer
+        mixer = model.layers[layer].attention
         heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
         tensors += [TensorSpec.output(name, (-1, -1, count, mixer.head_dim), cache.dtype) for name, count in zip(qkv, heads, strict=True)]
         if entering != hidden_state_name(layer):

@@ -1,18 +1,22 @@
 """What a decoder computes, as plain data: layers, norms, RoPE, and the families of Hugging Face models that it is read from."""
 
-from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, MlpConfig, NormConfig, QkNormConfig, QueryScaling
+from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, MlpConfig, QkNormConfig, QueryScaling
 from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model.norm_config import NormConfig
+from trt_kvcache.model.recurrent_config import Mamba2Config, ShortConvConfig
 from trt_kvcache.model.rope import RopeConfig
 from trt_kvcache.model.rope_table import rope_table
 
 __all__ = [
     "AttentionConfig",
     "LayerConfig",
+    "Mamba2Config",
     "MlpConfig",
     "ModelConfig",
     "NormConfig",
     "QkNormConfig",
     "QueryScaling",
     "RopeConfig",
+    "ShortConvConfig",
     "rope_table",
 ]

@@ -1,4 +1,7 @@
-"""Frozen dataclasses as plain JSON values and back: fields that have their defaults are left out."""
+"""Frozen dataclasses as plain JSON values and back: fields that have their defaults are left out.
+
+A class with a ``kind`` writes it too, so that it is found again among the classes that a field may have.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,8 @@ def to_plain(value: Any) -> Any:
     """
     if is_dataclass(value):
         found = ((field, getattr(value, field.name)) for field in fields(value))
-        return {field.name: to_plain(item) for field, item in found if field.default is MISSING or item != field.default}
+        kind = {"kind": value.kind} if hasattr(value, "kind") else {}
+        return kind | {field.name: to_plain(item) for field, item in found if field.default is MISSING or item != field.default}
     return [to_plain(item) for item in value] if isinstance(value, tuple) else value
 
 
@@ -76,7 +80,15 @@ def _value(kind: Any, data: Any, where: str) -> Any:
         kinds = get_args(kind)
         if data is None and NoneType in kinds:
             return None
-        (kind,) = (item for item in kinds if item is not NoneType)
+        by_kind = {getattr(item, "kind", None): item for item in kinds if item is not NoneType}
+        if len(by_kind) == 1:
+            (kind,) = by_kind.values()
+        else:
+            given = data.get("kind") if isinstance(data, Mapping) else None
+            if given not in by_kind:
+                raise ConfigError(f"{where}.kind: expected one of {', '.join(map(str, by_kind))}, got {shown(given)}.")
+            kind = by_kind[given]
+            data = {name: item for name, item in data.items() if name != "kind"} if isinstance(data, Mapping) else data
     if is_dataclass(kind):
         return from_plain(kind, data, where)  # type: ignore[arg-type]
     if get_origin(kind) is tuple:

@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model.layer_config import LayerConfig, NormConfig
+from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig
 from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.weight_parts import has_fused_tensors
 
 #: Every feature, and what it is.
 FEATURES = {
+    "short_conv": "short convolutions",
+    "mamba2": "Mamba-2",
+    "no_mlp": "layers without an MLP",
+    "no_mixer": "layers with an MLP only",
     "window": "attention with a window",
     "softcap": "soft-capped scores of attention",
     "scale": "a scale of attention of its own",
@@ -74,27 +79,20 @@ def check_features(model: ModelConfig, computed: Collection[str], engine: str) -
 
 
 def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    first = model.layers[0]
-    first_rope = next((layer.mixer.rope for layer in model.layers if layer.mixer.rope is not None), None)
+    yield from _attention_places(model)
+    first_sizes = next((sizes for sizes in map(_sizes, model.layers) if sizes), ())
     for index, layer in enumerate(model.layers):
-        mixer = layer.mixer
-        for name in ("window", "softcap", "scale", "query_scaling"):
-            value = getattr(mixer, name)
-            if value is not None:
-                yield name, f"layers[{index}].mixer.{name} = {value}"
-        if mixer.rope is None:
-            yield "no_rope", f"layers[{index}].mixer.rope = None"
-        elif mixer.rotary_dim != mixer.head_dim:
-            yield "partial_rotary", f"layers[{index}].mixer.rope.partial_rotary_factor = {mixer.rope.partial_rotary_factor}"
-        if mixer.rope not in (None, first_rope):
-            yield "several_ropes", f"layers[{index}].mixer.rope"
-        if mixer.qk_norm is not None and mixer.qk_norm.over == "full":
-            yield "full_qk_norm", f"layers[{index}].mixer.qk_norm.over = full"
-        if _sizes(layer) != _sizes(first):
+        if layer.mixer is None:
+            yield "no_mixer", f"layers[{index}].mixer = None"
+        elif not isinstance(layer.mixer, AttentionConfig):
+            yield layer.mixer.kind, f"layers[{index}].mixer = {layer.mixer}"
+        if _sizes(layer) not in ((), first_sizes):
             yield "several_shapes", f"layers[{index}] = {_sizes(layer)}"
         if layer.input_norm is None or layer.mlp_norm is None or layer.mixer_output_norm is not None or layer.mlp_output_norm is not None:
             yield "norm_places", f"layers[{index}] norms"
-        if layer.mlp.activation != "silu":
+        if layer.mlp is None:
+            yield "no_mlp", f"layers[{index}].mlp = None"
+        elif layer.mlp.activation != "silu":
             yield "activation", f"layers[{index}].mlp.activation = {layer.mlp.activation}"
         if layer.residual_multiplier != 1:
             yield "residual_multiplier", f"layers[{index}].residual_multiplier = {layer.residual_multiplier}"
@@ -113,6 +111,26 @@ def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
         yield "fused_tensors", "names of weights"
 
 
+def _attention_places(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    first_rope = next((mixer.rope for mixer in model.attention_layers if mixer.rope is not None), None)
+    for index, layer in enumerate(model.layers):
+        mixer = layer.mixer
+        if not isinstance(mixer, AttentionConfig):
+            continue
+        for name in ("window", "softcap", "scale", "query_scaling"):
+            value = getattr(mixer, name)
+            if value is not None:
+                yield name, f"layers[{index}].mixer.{name} = {value}"
+        if mixer.rope is None:
+            yield "no_rope", f"layers[{index}].mixer.rope = None"
+        elif mixer.rotary_dim != mixer.head_dim:
+            yield "partial_rotary", f"layers[{index}].mixer.rope.partial_rotary_factor = {mixer.rope.partial_rotary_factor}"
+        if mixer.rope not in (None, first_rope):
+            yield "several_ropes", f"layers[{index}].mixer.rope"
+        if mixer.qk_norm is not None and mixer.qk_norm.over == "full":
+            yield "full_qk_norm", f"layers[{index}].mixer.qk_norm.over = full"
+
+
 def _norms(model: ModelConfig) -> Iterator[tuple[str, NormConfig]]:
     """Return all norms and where they stand."""
     for index, layer in enumerate(model.layers):
@@ -120,12 +138,15 @@ def _norms(model: ModelConfig) -> Iterator[tuple[str, NormConfig]]:
             norm = getattr(layer, name)
             if norm is not None:
                 yield f"layers[{index}].{name}", norm
-        if layer.mixer.qk_norm is not None:
+        if isinstance(layer.mixer, AttentionConfig) and layer.mixer.qk_norm is not None:
             yield f"layers[{index}].mixer.qk_norm.norm", layer.mixer.qk_norm.norm
     yield "final_norm", model.final_norm
 
 
 def _sizes(layer: LayerConfig) -> tuple[int | bool, ...]:
+    """Return what the shapes of the weights of a layer of attention and MLP follow from; of other parts nothing."""
     mixer, mlp = layer.mixer, layer.mlp
+    if not isinstance(mixer, AttentionConfig) or mlp is None:
+        return ()
     biases = (mixer.qkv_bias, mixer.o_bias, mlp.bias, mixer.qk_norm is not None)
     return (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mlp.intermediate_size, *biases)

@@ -4,6 +4,8 @@ With ``n`` for norms that may be absent, ``m`` for ``residual_multiplier`` and `
 
     x = x + m * n_mixer_output(mixer(n_input(x)))
     x = x + m * n_mlp_output(mlp(n_mlp(x)))
+
+A layer without a mixer, or without an MLP, has only the other line.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from dataclasses import dataclass
 from trt_kvcache._util.checks import int_in_range, one_of, positive_number
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION
+from trt_kvcache.model.norm_config import NormConfig
+from trt_kvcache.model.recurrent_config import RecurrentConfig
 from trt_kvcache.model.rope import RopeConfig
 
 #: What an MLP may apply to its gate: ``x * sigmoid(x)``, and GELU with its approximation by tanh.
@@ -20,35 +24,6 @@ ACTIVATIONS = ("silu", "gelu_tanh")
 
 #: What RMSNorm of q and k may run over: each head alone, or all heads of a token together.
 QK_NORM_SPANS = ("head", "full")
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormConfig:
-    """RMSNorm: ``x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight)``, the quotient in float32.
-
-    Parameters
-    ----------
-    epsilon : float
-        Added to the mean square.
-    weight_offset : float
-        1 where a stored weight of 0 means a factor of 1 (Gemma). The sum is computed in float32 and not rounded.
-    rounds_before_weight : bool
-        Whether the quotient is rounded to the dtype of the model before it is multiplied with the weight; the product is, otherwise.
-
-    Raises
-    ------
-    ConfigError
-        A number is out of range.
-    """
-
-    epsilon: float
-    weight_offset: float = 0.0
-    rounds_before_weight: bool = True
-
-    def __post_init__(self) -> None:
-        positive_number("NormConfig.epsilon", self.epsilon)
-        if self.weight_offset not in (0.0, 1.0):
-            raise ConfigError(f"NormConfig.weight_offset: expected 0 or 1, got {self.weight_offset}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,8 +152,8 @@ class AttentionConfig:
         return 0 if self.rope is None else self.rope.rotary_dim(self.head_dim)
 
 
-#: What a layer mixes tokens with. Layers with states will be further members of this union.
-Mixer = AttentionConfig
+#: What a layer mixes tokens with.
+Mixer = AttentionConfig | RecurrentConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,9 +190,9 @@ class LayerConfig:
 
     Parameters
     ----------
-    mixer : AttentionConfig
+    mixer : AttentionConfig, ShortConvConfig, Mamba2Config or None
         What mixes tokens.
-    mlp : MlpConfig
+    mlp : MlpConfig or None
         What follows it.
     input_norm, mixer_output_norm : NormConfig or None
         Of what goes into the mixer, and of what comes out of it.
@@ -229,11 +204,11 @@ class LayerConfig:
     Raises
     ------
     ConfigError
-        The multiplier is not a finite number > 0.
+        The multiplier is not a finite number > 0, or the layer has neither a mixer nor an MLP.
     """
 
-    mixer: Mixer
-    mlp: MlpConfig
+    mixer: Mixer | None
+    mlp: MlpConfig | None
     input_norm: NormConfig | None = None
     mixer_output_norm: NormConfig | None = None
     mlp_norm: NormConfig | None = None
@@ -242,3 +217,11 @@ class LayerConfig:
 
     def __post_init__(self) -> None:
         positive_number("LayerConfig.residual_multiplier", self.residual_multiplier)
+        if self.mixer is None and self.mlp is None:
+            raise ConfigError("LayerConfig: expected a mixer or an MLP, got neither.")
+
+    @property
+    def attention(self) -> AttentionConfig:
+        """The mixer of a layer that is known to be attention."""
+        assert isinstance(self.mixer, AttentionConfig)
+        return self.mixer

@@ -14,7 +14,9 @@ from trt_kvcache.dtypes import MODEL_DTYPES, numpy_dtype
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
 from trt_kvcache.model.description import from_plain, to_plain
-from trt_kvcache.model.layer_config import LayerConfig, NormConfig
+from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig
+from trt_kvcache.model.norm_config import NormConfig
+from trt_kvcache.model.recurrent_config import RecurrentConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,6 +100,17 @@ class ModelConfig:
         """Number of decoder layers."""
         return len(self.layers)
 
+    @property
+    def attention_layers(self) -> tuple[AttentionConfig, ...]:
+        """The attention of all layers that have one."""
+        return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig))
+
+    @property
+    def recurrent_layers(self) -> tuple[RecurrentConfig, ...]:
+        """The mixers of all layers with states."""
+        mixers = (layer.mixer for layer in self.layers)
+        return tuple(mixer for mixer in mixers if mixer is not None and not isinstance(mixer, AttentionConfig))
+
     def embedding_factor(self, dtype: str) -> float:
         """Return what rows of the embedding are multiplied with.
 
@@ -126,10 +139,11 @@ class ModelConfig:
         Returns
         -------
         dict or None
-            :meth:`RopeConfig.at_length`; where layers differ, ``ropes`` and for each layer which of them it has. None for a model without.
+            :meth:`RopeConfig.at_length`; where attention layers differ, ``ropes`` and for each which of them it has. None for a model
+            without.
         """
-        found = [None if layer.mixer.rope is None else layer.mixer.rope.at_length(length) for layer in self.layers]
-        kinds = [rope for index, rope in enumerate(found) if rope not in found[:index]]
+        found = [None if mixer.rope is None else mixer.rope.at_length(length) for mixer in self.attention_layers]
+        kinds = [rope for index, rope in enumerate(found) if rope not in found[:index]] or [None]
         return kinds[0] if len(kinds) == 1 else {"ropes": kinds, "layers": [kinds.index(rope) for rope in found]}
 
     @classmethod

@@ -1,11 +1,18 @@
 """Names and shapes of the tensors that a checkpoint must have, as Hugging Face transformers names them."""
 
+from trt_kvcache.model.families.family import EMBEDDING, FINAL_NORM
+from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.weight_parts import layer_parts
 
-EMBEDDING = "model.embed_tokens.weight"
-FINAL_NORM = "model.norm.weight"
+__all__ = ["EMBEDDING", "FINAL_NORM", "HEAD", "embedding_name", "tensor_shapes"]
+
 HEAD = "lm_head.weight"
+
+
+def embedding_name(config: ModelConfig) -> str:
+    """Return what the embedding of a model is called."""
+    return FAMILIES[config.family].embedding
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -21,11 +28,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     dict of str to tuple of int
         Projections have the shape ``[out, in]``. A head that is tied to the embedding is not listed.
     """
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+    shapes: dict[str, tuple[int, ...]] = {embedding_name(config): (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
         for part in layer_parts(config, index).values():  # the last part of a tensor is its end
             shapes[part.tensor] = (part.rows.stop, *part.shape[1:])
-    shapes[FINAL_NORM] = (config.hidden_size,)
+    shapes[FAMILIES[config.family].final_norm] = (config.hidden_size,)
     if not config.tie_word_embeddings:
         shapes[HEAD] = (config.vocab_size, config.hidden_size)
     return shapes

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.families.registry import FAMILIES
-from trt_kvcache.model.layer_config import LayerConfig
+from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig
 from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model.recurrent_config import Mamba2Config, ShortConvConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,23 +52,25 @@ def layer_parts(config: ModelConfig, index: int) -> dict[str, WeightPart]:
     -------
     dict of str to WeightPart
         By what they are for: ``"q.weight"``, ``"q.bias"``, ``"input_norm.weight"``, ... with the names of
-        :data:`~trt_kvcache.model.families.family.LLAMA_NAMES`, and ``mixer_output_norm`` and ``mlp_output_norm``.
+        :data:`~trt_kvcache.model.families.family.LLAMA_NAMES`, ``mixer_output_norm`` and ``mlp_output_norm``; of layers with states
+        ``conv_in``, ``conv`` and ``conv_out``, or ``mamba_in``, ``conv``, ``a_log``, ``d``, ``dt_bias``, ``mamba_norm`` and ``mamba_out``.
 
     Raises
     ------
     ConfigError
         The family has no name for a weight that the layer needs.
     """
-    names = FAMILIES[config.family].names
+    family = FAMILIES[config.family]
+    names = family.names
     shapes = _layer_shapes(config.layers[index], config.hidden_size)
     stored: dict[str, str] = {}
     taken: dict[str, int] = {}
     first_rows: dict[str, int] = {}
     for role, shape in shapes.items():
-        weight, kind = role.split(".")
+        weight, dot, kind = role.partition(".")
         if weight not in names:
             raise ConfigError(f"layers[{index}]: a {config.family} model has no weight {weight}.")
-        stored[role] = f"model.layers.{index}.{names[weight]}.{kind}"
+        stored[role] = f"{family.layers}.{index}.{names[weight]}{dot}{kind}"
         first_rows[role] = taken.get(stored[role], 0)
         taken[stored[role]] = first_rows[role] + shape[0]
     return {
@@ -86,7 +89,9 @@ def has_fused_tensors(config: ModelConfig) -> bool:
     """
     names = FAMILIES[config.family].names
     for layer in set(config.layers):
-        stored = [names.get(weight, weight) for weight, kind in (role.split(".") for role in _layer_shapes(layer, 1)) if kind == "weight"]
+        stored = [
+            names.get(weight, weight) for weight, _, kind in (role.partition(".") for role in _layer_shapes(layer, 1)) if kind == "weight"
+        ]
         if len(set(stored)) < len(stored):
             return True
     return False
@@ -94,28 +99,58 @@ def has_fused_tensors(config: ModelConfig) -> bool:
 
 def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights of a layer, in the order in which they are listed."""
-    mixer, mlp = layer.mixer, layer.mlp
-    q_width, kv_width = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
     shapes: dict[str, tuple[int, ...]] = {}
     if layer.input_norm is not None:
         shapes["input_norm.weight"] = (hidden,)
-    for name, out_width, in_width, bias in (
-        ("q", q_width, hidden, mixer.qkv_bias),
-        ("k", kv_width, hidden, mixer.qkv_bias),
-        ("v", kv_width, hidden, mixer.qkv_bias),
-        ("o", hidden, q_width, mixer.o_bias),
-        ("gate", mlp.intermediate_size, hidden, mlp.bias),
-        ("up", mlp.intermediate_size, hidden, mlp.bias),
-        ("down", hidden, mlp.intermediate_size, mlp.bias),
-    ):
-        shapes[f"{name}.weight"] = (out_width, in_width)
-        if bias:
-            shapes[f"{name}.bias"] = (out_width,)
-    if mixer.qk_norm is not None:
-        is_full = mixer.qk_norm.over == "full"
-        shapes["q_norm.weight"] = (q_width if is_full else mixer.head_dim,)
-        shapes["k_norm.weight"] = (kv_width if is_full else mixer.head_dim,)
+    if isinstance(layer.mixer, AttentionConfig):
+        shapes |= _attention_shapes(layer.mixer, hidden)
+    elif isinstance(layer.mixer, ShortConvConfig):
+        shapes |= _short_conv_shapes(layer.mixer, hidden)
+    elif isinstance(layer.mixer, Mamba2Config):
+        shapes |= _mamba2_shapes(layer.mixer, hidden)
+    if layer.mlp is not None:
+        inner = layer.mlp.intermediate_size
+        for name, sizes in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
+            shapes |= _projection(name, *sizes, bias=layer.mlp.bias)
     for name in ("mixer_output_norm", "mlp_norm", "mlp_output_norm"):
         if getattr(layer, name) is not None:
             shapes[f"{name}.weight"] = (hidden,)
     return shapes
+
+
+def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+    q_width, kv_width = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+    shapes = _projection("q", q_width, hidden, bias=mixer.qkv_bias)
+    for name in ("k", "v"):
+        shapes |= _projection(name, kv_width, hidden, bias=mixer.qkv_bias)
+    shapes |= _projection("o", hidden, q_width, bias=mixer.o_bias)
+    if mixer.qk_norm is not None:
+        is_full = mixer.qk_norm.over == "full"
+        shapes["q_norm.weight"] = (q_width if is_full else mixer.head_dim,)
+        shapes["k_norm.weight"] = (kv_width if is_full else mixer.head_dim,)
+    return shapes
+
+
+def _short_conv_shapes(mixer: ShortConvConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+    shapes = _projection("conv_in", 3 * mixer.channels, hidden, bias=mixer.bias)
+    shapes |= _convolution(mixer.channels, mixer.kernel, bias=mixer.bias)
+    return shapes | _projection("conv_out", hidden, mixer.channels, bias=mixer.bias)
+
+
+def _mamba2_shapes(mixer: Mamba2Config, hidden: int) -> dict[str, tuple[int, ...]]:
+    shapes = _projection("mamba_in", mixer.inner + mixer.channels + mixer.num_heads, hidden, bias=mixer.bias)
+    shapes |= _convolution(mixer.channels, mixer.kernel, bias=mixer.conv_bias)
+    shapes |= dict.fromkeys(("a_log", "d", "dt_bias"), (mixer.num_heads,))
+    shapes["mamba_norm.weight"] = (mixer.inner,)
+    return shapes | _projection("mamba_out", hidden, mixer.inner, bias=mixer.bias)
+
+
+def _convolution(channels: int, kernel: int, *, bias: bool) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a convolution of each channel alone, as PyTorch's ``Conv1d`` has them."""
+    shapes: dict[str, tuple[int, ...]] = {"conv.weight": (channels, 1, kernel)}
+    return {**shapes, "conv.bias": (channels,)} if bias else shapes
+
+
+def _projection(name: str, out_width: int, in_width: int, *, bias: bool) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (out_width, in_width)}
+    return {**shapes, f"{name}.bias": (out_width,)} if bias else shapes

@@ -4,9 +4,10 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache.cache.kv_cache_base import KVCacheBase
+from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.sequences.slot_format import AnyCache
 
 #: Name of the lengths among the arrays of :func:`live_rows`.
 LENGTHS = "kvcache_lengths"
@@ -28,13 +29,13 @@ def rows_names(layer: int) -> tuple[str, str]:
     return DEFAULT_NAMES.k_cache.format(i=layer), DEFAULT_NAMES.v_cache.format(i=layer)
 
 
-def live_rows(cache: KVCacheBase) -> dict[str, np.ndarray[Any, Any]]:
+def live_rows(cache: AnyCache) -> dict[str, np.ndarray[Any, Any]]:
     """Copy the live rows of a cache to the host.
 
     Parameters
     ----------
-    cache : KVCacheManager or LinearKVCache
-        A cache with separate or combined K and V.
+    cache : KVCacheManager, LinearKVCache or HybridCacheManager
+        A cache with separate or combined K and V. States are not read.
 
     Returns
     -------
@@ -70,8 +71,9 @@ def live_rows(cache: KVCacheBase) -> dict[str, np.ndarray[Any, Any]]:
     lengths = np.array(cache.host_kv_cache_lengths, np.int32)
     dead = np.arange(lengths.max(initial=0)) >= lengths[:, np.newaxis]
     rows: dict[str, np.ndarray[Any, Any]] = {}
-    for layer in range(cache.num_layers):
-        for name, view in zip(rows_names(layer), cache.get_separate_kv_cache(layer), strict=True):
+    kv = cache.kv_cache_manager if isinstance(cache, HybridCacheManager) else cache
+    for layer in range(0 if kv is None else kv.num_layers):
+        for name, view in zip(rows_names(layer), kv.get_separate_kv_cache(layer) if kv else (), strict=True):
             rows[name] = _read(view, dead)
     rows[LENGTHS] = lengths
     return rows

@@ -11,6 +11,9 @@ from polygraphy.comparator import Comparator
 from polygraphy.logger import G_LOGGER
 
 from trt_kvcache._util.checks import int_in_range
+from trt_kvcache.cache.config import KVCacheConfig
+from trt_kvcache.cache.hybrid_config import HybridCacheConfig
+from trt_kvcache.cache.recurrent_states import state_storages
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.errors import CapacityError, ConfigError, ShapeError
 from trt_kvcache.generation.prompts import Prompt
@@ -218,14 +221,14 @@ class _Run:
 
     def _check_sessions(self) -> None:
         """Check sessions against each other, which is possible once all paths are active."""
-        configs = [path.session.cache.kv_config for path in self._paths]
+        configs = [path.session.cache_config for path in self._paths]
         for index, path in enumerate(self._paths):
             self._dtypes[path.name] = configs[index].dtype
             if configs[index].dtype not in self._tolerances:
                 raise ConfigError(f"tolerances: expected one for {configs[index].dtype}, got {', '.join(self._tolerances) or 'none'}.")
             if any(path.session.cache is other.session.cache for other in self._paths[:index]):
                 raise ConfigError(f"{path.name}: expected a separate session, got one whose cache another path also uses.")
-            if configs[index].layers != configs[0].layers or path.session.vocab_size != self._paths[0].session.vocab_size:
+            if _layers(configs[index]) != _layers(configs[0]) or path.session.vocab_size != self._paths[0].session.vocab_size:
                 raise ShapeError(f"{path.name}: expected the layers and vocabulary of {self._paths[0].name}, got another model's.")
         for one, other in self.pairs:
             tolerance, dtype = max((self._tolerances[config.dtype], config.dtype) for config in (configs[one], configs[other]))
@@ -245,3 +248,10 @@ def _check_paths(paths: Sequence[SessionRunner]) -> None:
     names = [path.name for path in paths]
     if len(names) < 2 or len(set(names)) < len(names):
         raise ConfigError(f"paths: expected at least two, with different names, got {', '.join(names) or 'none'}.")
+
+
+def _layers(config: KVCacheConfig | HybridCacheConfig) -> tuple[Any, ...]:
+    """Return what layers keep, whatever the number and length of slots and the dtypes."""
+    mamba = config.mamba
+    states = {} if mamba is None else {kind: (mamba.num_layers, storage.slot_shape) for kind, storage in state_storages(mamba).items()}
+    return (() if config.kv is None else config.kv.layers), states

@@ -211,7 +211,7 @@ class SessionRunner(BaseRunner):  # type: ignore[misc]  # polygraphy has no type
 
 def _largest_shapes(session: InferenceSession) -> dict[str, tuple[int, ...]]:
     """Return the largest shape of each input of a session."""
-    slots = session.cache.kv_config.max_batch_size
+    slots = session.cache.max_batch_size
     width = max(profile.max_width for profile in session.engine.profiles)
     return {INPUT_IDS: (slots, width), NEW_LENGTHS: (slots,), RESET: (1,)}
 

@@ -5,17 +5,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.engine.decoder_engine import DecoderEngine, StepTensors
+from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.errors import PlaceError
 from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.model import LayerConfig, RopeConfig, rope_table
+from trt_kvcache.model import AttentionConfig, ModelConfig, RopeConfig, rope_table
+from trt_kvcache.model.recurrent_config import ShortConvConfig
 from trt_kvcache.reference.attention import Attention, CombinedAttention, LayerAttention, ScaledQueries, SeparateAttention, angles_at
-from trt_kvcache.reference.model import decoder_step
+from trt_kvcache.reference.model import LayerCache, LayerRecurrence, decoder_step
+from trt_kvcache.reference.recurrent import Mamba2, ShortConvolution
 from trt_kvcache.reference.weights import DecoderWeights, load_weights
 
 
@@ -30,7 +32,7 @@ class ReferenceEngine(DecoderEngine):
     ----------
     checkpoint : Checkpoint
         Where the weights come from. It may be closed afterwards.
-    kv : KVCacheConfig
+    kv : KVCacheConfig or HybridCacheConfig
         The cache that will be bound; its dtype is the engine's. The dtypes with scales are for storage only and refused.
     max_prefill_length : int
         The most new tokens per slot in one step, ``1 <= max_prefill_length <= S``.
@@ -88,7 +90,7 @@ class ReferenceEngine(DecoderEngine):
         self,
         checkpoint: Checkpoint,
         *,
-        kv: KVCacheConfig,
+        kv: DecoderCacheConfig,
         max_prefill_length: int,
         attention: Attention = "native",
         max_logits_per_slot: int | Literal["all"] = 1,
@@ -108,8 +110,10 @@ class ReferenceEngine(DecoderEngine):
             memory=memory,
         )
         self._masked = attention == "mask"
-        self._rope = {key: rope_table(*key, kv.max_sequence_length) for key in map(_rope_key, self._config.layers) if key is not None}
-        self._weights: DecoderWeights | None = load_weights(checkpoint, kv.dtype, progress)
+        self._rope = {
+            key: rope_table(*key, kv.max_sequence_length) for key in map(_rope_key, self._config.attention_layers) if key is not None
+        }
+        self._weights: DecoderWeights | None = load_weights(checkpoint, self._dtype, progress)
         self._combined = self._combined_inputs() if attention == "plugin" else None
 
     def enqueue(self, stream: Any) -> None:
@@ -135,43 +139,50 @@ class ReferenceEngine(DecoderEngine):
         self.memory.check_stream(stream)
         step = self._step_tensors()
         input_ids, last, start, logits = map(self.memory.array, (step.input_ids, step.last, step.start, step.logits))
-        attentions = self._attentions(step, stream)
-        self._check_values(input_ids, last, start)
+        caches = self._caches(step, stream)
+        self._check_values(input_ids, last, start, None if step.new_lengths is None else self.memory.array(step.new_lengths))
         with np.errstate(over="ignore", invalid="ignore"):
-            logits[...] = decoder_step(self._config, self._weights, attentions, input_ids, last, self._kv.dtype).reshape(logits.shape)
+            logits[...] = decoder_step(self._config, self._weights, caches, input_ids, last, self._dtype).reshape(logits.shape)
 
     def close(self) -> None:
         """Release the weights and the bound tensors. Idempotent."""
         self._weights = self._combined = None
         super().close()
 
+    def _caches(self, step: StepTensors, stream: Any) -> list[LayerCache]:
+        """Return for each layer what it does with the bound cache."""
+        attentions, recurrences = iter(self._attentions(step, stream)), iter(_recurrences(self._config, step, stream))
+        return [
+            None if layer.mixer is None else next(attentions) if isinstance(layer.mixer, AttentionConfig) else next(recurrences)
+            for layer in self._config.layers
+        ]
+
     def _attentions(self, step: StepTensors, stream: Any) -> list[LayerAttention]:
-        """Return the attention of each layer over the bound caches."""
+        """Return the attention of each layer that has one over the bound caches."""
         start = self.memory.array(step.start)
         width = step.input_ids.shape[1]
         angles = {key: angles_at(table, start, width) for key, table in self._rope.items()}
         attentions: list[LayerAttention] = []
-        for index, (layer, cache) in enumerate(zip(self._config.layers, step.caches, strict=True)):
-            mixer = layer.mixer
+        for index, (mixer, cache) in enumerate(zip(self._config.attention_layers, step.caches, strict=True)):
             attention: LayerAttention
             if self._combined is not None:
                 cos_sin, workspace = self._combined[index]
                 attention = CombinedAttention(mixer, cos_sin, cache[0], step.start, workspace, stream)
             else:
-                key = _rope_key(layer)
+                key = _rope_key(mixer)
                 k, v = map(self.memory.array, cache)
                 attention = SeparateAttention(mixer, None if key is None else angles[key], k, v, start, masked=self._masked)
             attentions.append(attention if mixer.query_scaling is None else ScaledQueries(attention, mixer.query_scaling, start))
         return attentions
 
     def _combined_inputs(self) -> list[tuple[DeviceTensor | None, AttentionWorkspace]]:
-        """Return the RoPE table and the workspace of each layer for :class:`CombinedAttention`: the same in every step."""
+        """Return the RoPE table and the workspace of each attention layer for :class:`CombinedAttention`: the same in every step."""
         stream = self.memory.create_stream()
         tables = {key: self.memory.to_device(np.stack(table, axis=1), stream=stream) for key, table in self._rope.items()}
         workspaces: dict[tuple[int, int, int], AttentionWorkspace] = {}
         found = []
-        for layer in self._config.layers:
-            mixer, key = layer.mixer, _rope_key(layer)
+        for mixer in self._config.attention_layers:
+            key = _rope_key(mixer)
             sizes = (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim)
             if sizes not in workspaces:
                 named = dict(zip(("num_heads", "num_kv_heads", "head_dim"), sizes, strict=True))
@@ -180,6 +191,18 @@ class ReferenceEngine(DecoderEngine):
         return found
 
 
-def _rope_key(layer: LayerConfig) -> tuple[RopeConfig, int] | None:
-    """Return what the table of angles of a layer depends on; None for a layer without RoPE."""
-    return None if layer.mixer.rope is None else (layer.mixer.rope, layer.mixer.head_dim)
+def _recurrences(config: ModelConfig, step: StepTensors, stream: Any) -> list[LayerRecurrence]:
+    """Return the recurrence of each layer with states over the bound ones."""
+    if step.new_lengths is None:
+        return []
+    return [
+        ShortConvolution(mixer, states, step.new_lengths, stream)
+        if isinstance(mixer, ShortConvConfig)
+        else Mamba2(mixer, states, step.new_lengths, stream)
+        for mixer, states in zip(config.recurrent_layers, step.states, strict=True)
+    ]
+
+
+def _rope_key(mixer: AttentionConfig) -> tuple[RopeConfig, int] | None:
+    """Return what the table of angles of attention depends on; None without RoPE."""
+    return None if mixer.rope is None else (mixer.rope, mixer.head_dim)

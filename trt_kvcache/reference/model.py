@@ -1,11 +1,12 @@
-"""The decoder in NumPy, without its attention: pure functions over float32 arrays.
+"""The decoder in NumPy, without what touches a cache: pure functions over float32 arrays.
 
 Everything is accumulated in float32, whatever the dtype of weights and cache. Shapes: A slots, s new tokens per slot,
 Hq query heads, H key-value heads, D head_dim.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -14,11 +15,17 @@ from trt_kvcache.model import AttentionConfig, LayerConfig, MlpConfig, ModelConf
 from trt_kvcache.reference.attention import LayerAttention, softcapped
 from trt_kvcache.reference.weights import DecoderWeights, Float32, LayerWeights, Projection
 
+#: Takes the weights of a layer with states and its normalised input ``[A, s, hidden]``; returns ``[A, s, hidden]``.
+LayerRecurrence = Callable[[LayerWeights, Float32], Float32]
+
+#: What a layer does with its cache: attention over K and V, the recurrence of a layer with states, or nothing.
+LayerCache = LayerAttention | LayerRecurrence | None
+
 
 def decoder_step(
     config: ModelConfig,
     weights: DecoderWeights,
-    attentions: Sequence[LayerAttention],
+    caches: Sequence[LayerCache],
     input_ids: npt.NDArray[np.int32],
     last: npt.NDArray[np.int32],
     dtype: str,
@@ -31,8 +38,8 @@ def decoder_step(
         The model.
     weights : DecoderWeights
         Its weights.
-    attentions : sequence of callable
-        One per layer: attention over the cache of that layer.
+    caches : sequence of callable or None
+        One per layer: attention over the cache of that layer, or its recurrence. None for a layer without a mixer.
     input_ids : ndarray int32 ``[A, s]``
         New tokens, right-padded.
     last : ndarray int32 ``[A, m]``
@@ -46,15 +53,15 @@ def decoder_step(
         Logits of the tokens that ``last`` selects, slot by slot.
     """
     hidden = scaled(weights.embedding[input_ids], config.embedding_factor(dtype))
-    for layer, layer_weights, attention in zip(config.layers, weights.layers, attentions, strict=True):
-        hidden = decoder_layer(layer, layer_weights, attention, hidden)
+    for layer, layer_weights, cache in zip(config.layers, weights.layers, caches, strict=True):
+        hidden = decoder_layer(layer, layer_weights, cache, hidden)
     wanted = hidden[np.arange(len(last))[:, None], last].reshape(-1, config.hidden_size)
     logits: Float32 = rms_norm(wanted, weights.final_norm, config.final_norm) @ weights.head.T
     logits = logits if config.logits_divisor == 1 else logits / np.float32(config.logits_divisor)
     return logits if config.final_softcap is None else softcapped(logits, config.final_softcap)
 
 
-def decoder_layer(config: LayerConfig, weights: LayerWeights, attention: LayerAttention, hidden: Float32) -> Float32:
+def decoder_layer(config: LayerConfig, weights: LayerWeights, cache: LayerCache, hidden: Float32) -> Float32:
     """Apply one decoder layer.
 
     Parameters
@@ -63,8 +70,8 @@ def decoder_layer(config: LayerConfig, weights: LayerWeights, attention: LayerAt
         The layer.
     weights : LayerWeights
         Its weights.
-    attention : callable
-        Attention over the cache of the layer.
+    cache : callable or None
+        Attention over the cache of the layer, or its recurrence. None for a layer without a mixer.
     hidden : ndarray float32 ``[A, s, hidden]``
         The hidden state before the layer; not changed.
 
@@ -73,12 +80,20 @@ def decoder_layer(config: LayerConfig, weights: LayerWeights, attention: LayerAt
     ndarray float32 ``[A, s, hidden]``
         The hidden state after it.
     """
-    normed = optional_norm(hidden, weights.input_norm, config.input_norm)
-    mixed = optional_norm(self_attention(config.mixer, weights, attention, normed), weights.mixer_output_norm, config.mixer_output_norm)
-    hidden = hidden + scaled(mixed, config.residual_multiplier)
-    normed = optional_norm(hidden, weights.mlp_norm, config.mlp_norm)
-    changed = optional_norm(mlp(config.mlp, weights, normed), weights.mlp_output_norm, config.mlp_output_norm)
-    return hidden + scaled(changed, config.residual_multiplier)
+    if config.mixer is not None:
+        assert cache is not None
+        normed = optional_norm(hidden, weights.input_norm, config.input_norm)
+        if isinstance(config.mixer, AttentionConfig):
+            mixed = self_attention(config.mixer, weights, cast(LayerAttention, cache), normed)
+        else:
+            mixed = cast(LayerRecurrence, cache)(weights, normed)
+        mixed = optional_norm(mixed, weights.mixer_output_norm, config.mixer_output_norm)
+        hidden = hidden + scaled(mixed, config.residual_multiplier)
+    if config.mlp is not None:
+        normed = optional_norm(hidden, weights.mlp_norm, config.mlp_norm)
+        changed = optional_norm(mlp(config.mlp, weights, normed), weights.mlp_output_norm, config.mlp_output_norm)
+        hidden = hidden + scaled(changed, config.residual_multiplier)
+    return hidden
 
 
 def self_attention(config: AttentionConfig, layer: LayerWeights, attention: LayerAttention, hidden: Float32) -> Float32:

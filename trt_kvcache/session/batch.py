@@ -41,11 +41,14 @@ class BatchSavepoint(NamedTuple):
         What they held.
     lengths : tuple of int (A,)
         Their lengths in the cache.
+    state_changes : int
+        Which states they had.
     """
 
     slots: list[SlotState]
     states: list[SlotSavepoint]
     lengths: tuple[int, ...]
+    state_changes: int
 
 
 class _Verified(NamedTuple):
@@ -69,6 +72,9 @@ class Batch:
     -----
     Each method that changes something is atomic unless it says otherwise: if it raises or is interrupted, the lengths of the cache
     and the slots are as before the call. Token ids were checked by the caller.
+
+    States after a step cannot return to those before it once another step follows. If a call of more steps than one fails, or one behind
+    which a step ahead was enqueued, the sequences are dropped instead: no slot is active.
     """
 
     def __init__(self, steps: StepExecutor, prompt_cache: PromptCache) -> None:
@@ -77,9 +83,11 @@ class Batch:
         self._prompt_cache = prompt_cache
         self._slots: list[SlotState] = []
         self._counters = StepCounters()
-        self._bytes_per_token = estimate_memory(steps.cache.kv_config).bytes_per_token
+        kv, mamba = steps.cache.kv_config, steps.cache.mamba_config
+        self._bytes_per_token = 0 if kv is None else estimate_memory(kv).bytes_per_token
+        self._state_bytes = 0 if mamba is None else mamba.slot_nbytes
         #: Tokens a slot can hold, S.
-        self.max_sequence_length = steps.cache.kv_config.max_sequence_length
+        self.max_sequence_length = steps.cache.lengths.max_sequence_length
         #: Grows with every change of what the cache holds, so that an iterator notices that another call came between.
         self.changes = 0
         self._verified: _Verified | None = None
@@ -116,8 +124,9 @@ class Batch:
     @property
     def statistics(self) -> SessionStatistics:
         """Times, tokens and bytes so far."""
-        live = 0 if self._cache.closed else sum(self._cache.lengths.upper_bounds)
-        return self._counters.statistics(cache_bytes_live=live * self._bytes_per_token, cache_bytes_reserved=self._cache.nbytes)
+        held = () if self._cache.closed else self._cache.lengths.upper_bounds
+        live = sum(held) * self._bytes_per_token + len(held) * self._state_bytes
+        return self._counters.statistics(cache_bytes_live=live, cache_bytes_reserved=self._cache.nbytes)
 
     # --- checks: nothing is changed ---
 
@@ -216,13 +225,15 @@ class Batch:
         Notes
         -----
         K and V of the tokens that a slot held at the savepoint are still there, unless a compaction has moved another slot over it:
-        rows are only ever written behind the committed length.
+        rows are only ever written behind the committed length. Where states are gone, no slot is active afterwards.
         """
-        self._slots = savepoint.slots
-        for slot, state, length in zip(*savepoint, strict=True):
+        has_states = self._steps.restore_states(savepoint.state_changes) or not any(savepoint.lengths)
+        lengths = savepoint.lengths if has_states else ()
+        self._slots = savepoint.slots[: len(lengths)]
+        for slot, state, length in zip(self._slots, savepoint.states, lengths, strict=False):
             slot.rollback(state, length)
         if not self._cache.closed:
-            self._cache.reset_for_new_sequences(savepoint.lengths, stream=self._steps.stream)
+            self._cache.reset_for_new_sequences(lengths, stream=self._steps.stream)
 
     def transaction(self) -> AbstractContextManager[None]:
         """Return a context manager that rolls back if its block raises or is interrupted.
@@ -236,7 +247,7 @@ class Batch:
 
     def _savepoint_at(self, lengths: tuple[int, ...]) -> BatchSavepoint:
         """Return the state now; ``lengths`` are those of the cache, so that they are read once."""
-        return BatchSavepoint(list(self._slots), [slot.savepoint() for slot in self._slots], lengths)
+        return BatchSavepoint(list(self._slots), [slot.savepoint() for slot in self._slots], lengths, self._steps.state_changes)
 
     @contextmanager
     def _rollback_to(self, savepoint: BatchSavepoint) -> Iterator[None]:
@@ -280,6 +291,7 @@ class Batch:
         """
         kept = sorted((new, slot) for slot, new in enumerate(mapping) if new >= 0)
         with self.transaction():
+            self._steps.note_state_change()
             self._cache.compact_batch(mapping, len(mapping), len(kept), stream=self._steps.stream)
             self._slots = [self._slots[slot] for _, slot in kept]
 
@@ -312,20 +324,34 @@ class Batch:
         kept = [0] * len(prompts)
         if reuse:
             self._check_one_each("prompts", len(prompts))  # the batch may have changed since the prompts were checked
-            kept = [common_prefix(prompt[:-1], slot.tokens) for prompt, slot in zip(prompts, self._slots, strict=True)]
+            kept = [self._kept(prompt, slot.tokens) for prompt, slot in zip(prompts, self._slots, strict=True)]
         found = {slot: match for slot, row in enumerate(prompts) if (match := self._prompt_cache.find(row)) and match.length > kept[slot]}
         reused = [found[slot].length if slot in found else count for slot, count in enumerate(kept)]
         rows = [prompt[count:] for prompt, count in zip(prompts, reused, strict=True)]
-        chunks = self.plan_prefill(reused, rows)
+        if self._steps.has_states:
+            kept = [0 if slot in found else count for slot, count in enumerate(kept)]
+        before = [row[:-1] if self.remembers_before_last else () for row in rows]
+        rows = [row[len(part) :] for row, part in zip(rows, before, strict=True)]
+        chunks_before = self.plan_prefill(reused, before)
+        chunks = self.plan_prefill([count + len(part) for count, part in zip(reused, before, strict=True)], rows)
         for slot, match in found.items():
             _LOGGER.info("slot %d: %d of %d prompt tokens are from the prompt cache", slot, match.length, len(prompts[slot]))
         self._reset(kept)
         if found:
             with self.transaction():
                 self._restore(found)
+        if self.remembers_before_last:
+            self.prefill(before, chunks_before)
+            self.remember(range(len(prompts)))
+            return self.prefill(rows, chunks)
         logits = self.prefill(rows, chunks)
         self.remember(range(len(prompts)))
         return logits
+
+    def _kept(self, prompt: Sequence[int], held: Sequence[int]) -> int:
+        """Return how many tokens of a prompt a slot keeps of what it holds: states are those after all of them."""
+        count = common_prefix(prompt[:-1], held)
+        return 0 if self._steps.has_states and count < len(held) else count
 
     def append(self, turns: Rows) -> Logits:
         """Run new tokens of the active slots, after their pending ones.
@@ -379,7 +405,7 @@ class Batch:
         """
         started = time.perf_counter()
         with self.decode_transaction(tokens, going):
-            self.enqueue(tokens)
+            self.enqueue(tokens, going)
             self.commit(tokens, going)
             logits = self._steps.logits(len(tokens))
             self.count_step(going, started)
@@ -407,13 +433,13 @@ class Batch:
             lengths = self._make_room_for_idle_rows(going)
         return self._rollback_to(self._savepoint_at(lengths))
 
-    def enqueue(self, tokens: Sequence[int]) -> None:
+    def enqueue(self, tokens: Sequence[int], going: Sequence[bool] | None) -> None:
         """Enqueue one token of every active slot. Its rows lie behind the lengths until :meth:`commit`. Inside a transaction."""
-        self._steps.enqueue_one_each(tokens)
+        self._steps.enqueue_one_each(tokens, going)
 
     def commit(self, tokens: Sequence[int], going: Sequence[bool] | None) -> None:
         """Count what the last enqueue has written, or will write, of the slots that take part. Inside a transaction."""
-        self._cache.commit_sequence_length(1 if going is None else [int(goes) for goes in going], stream=self._steps.stream)
+        self._steps.commit(1 if going is None else [int(goes) for goes in going])
         for slot, token, goes in zip(self._slots, tokens, going or repeat(True), strict=False):
             if goes:
                 slot.extend((token,))
@@ -514,12 +540,17 @@ class Batch:
         Notes
         -----
         One enqueue, whose rows of K and V lie behind the committed lengths. Where a slot is so full that the padding of its row has no
-        room, there are several; their lengths are committed for one another and set back.
+        room, there are several; their lengths are committed for one another and set back. States cannot be set back: this is refused.
         """
         started = time.perf_counter()
         lengths = self._check_one_each("tokens", len(rows))
         self.check_room(lengths, rows)
         chunks = self._steps.plan_prefill(lengths, [len(row) for row in rows], every_logit=True)
+        if self._steps.has_states and len(chunks) > 1:
+            raise CapacityError(
+                f"verify: a slot has no room for the padding of {max(map(len, rows))} tokens, and states cannot be set back after a part "
+                "of them. Use shorter rows. Nothing was changed."
+            )
         self._verified = None
         found = np.full((len(rows), max(map(len, rows)), self._steps.plan.vocab_size), np.nan, np.float32)
         done = [0] * len(rows)
@@ -541,6 +572,8 @@ class Batch:
     def accept(self, counts: Sequence[int]) -> None:
         """Commit the first tokens that the last :meth:`verify` has run, and drop the others.
 
+        Where only some tokens of a row are kept, the states after them are not known: then they are run again.
+
         Parameters
         ----------
         counts : sequence of int (A,)
@@ -558,11 +591,17 @@ class Batch:
         taken = [
             int_in_range(f"counts[{slot}]", count, 0, len(row)) for slot, (count, row) in enumerate(zip(counts, verified.rows, strict=True))
         ]
+        kept = [row[:count] for row, count in zip(verified.rows, taken, strict=True)]
+        is_partial = any(0 < count < len(row) for row, count in zip(verified.rows, taken, strict=True))
+        chunks = self.plan_prefill(self.held, kept) if self._steps.has_states and is_partial else []
         with self.transaction():
-            self._cache.commit_sequence_length(taken, stream=self._steps.stream)
-            for state, row, count in zip(self._slots, verified.rows, taken, strict=True):
-                if count:
-                    state.extend(row[:count])
+            for chunk, parts in _parts_of(kept, chunks):
+                self._steps.prefill(chunk, parts)
+            if not chunks:
+                self._steps.commit(taken)
+            for state, row in zip(self._slots, kept, strict=True):
+                if row:
+                    state.extend(row)
             self._counters.decode_tokens += sum(taken)
 
     def rewind(self, slot: int, length: int) -> None:
@@ -619,10 +658,20 @@ class Batch:
         state.sampler = sampler
         state.generated = generated
 
+    @property
+    def remembers_before_last(self) -> bool:
+        """Whether prompts are copied into the prompt cache without their last token, before it is run.
+
+        States can be used for exactly the tokens that they are after, and the last token of a prompt is always run.
+        """
+        return self._steps.has_states and self._prompt_cache.max_bytes > 0
+
     def remember(self, slots: Iterable[int]) -> None:
         """Copy what slots hold into the prompt cache, if it is on."""
         if self._prompt_cache.max_bytes:
             for slot in slots:
+                if not self._slots[slot].tokens:
+                    continue
                 self._prompt_cache.insert(self._slots[slot].tokens, slot, stream=self._steps.stream)
 
     # --- parts of the above ---
@@ -630,6 +679,7 @@ class Batch:
     def _reset(self, kept: Sequence[int]) -> None:
         """Start ``len(kept)`` new sequences that keep the first tokens of what their slots hold."""
         with self._rollback_to(self.savepoint()):
+            self._steps.note_state_change()
             self._cache.reset_for_new_sequences(kept, stream=self._steps.stream)
             self._slots = [SlotState(self._slots[slot].tokens[:count] if count else [], reused=count) for slot, count in enumerate(kept)]
             self._counters.reused_tokens += sum(kept)
@@ -659,8 +709,11 @@ class Batch:
         return logits
 
     def _make_room_for_idle_rows(self, going: Sequence[bool]) -> tuple[int, ...]:
-        """Give the last token of full idle slots back to their pending ones, and return the lengths then."""
-        last = self.max_sequence_length - 1
+        """Give the last token of full idle slots back to their pending ones, and return the lengths then.
+
+        States cannot go back by one token: all tokens are given back.
+        """
+        last = 0 if self._steps.has_states else self.max_sequence_length - 1
         with self.transaction():
             for slot, goes in enumerate(going):
                 if not goes and self.is_full(slot):
@@ -669,7 +722,11 @@ class Batch:
         return self.checked_lengths()
 
     def _rewind(self, slot: int, length: int, *, pending: Sequence[int] = ()) -> None:
-        self._cache.rewind(slot, length, stream=self._steps.stream)
+        if self._steps.has_states and not length:
+            self._steps.note_state_change()
+            self._cache.clear_slot(slot, stream=self._steps.stream)
+        elif not (self._steps.has_states and length == len(self._slots[slot].tokens)):
+            self._cache.rewind(slot, length, stream=self._steps.stream)
         self._slots[slot].shorten(length, pending)
 
 

@@ -13,12 +13,13 @@ from typing import Any, cast
 from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache.builder.build_engine import Progress, build_engine
 from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, DEFAULT_MAX_SEQUENCE_LENGTH
-from trt_kvcache.cache.config import KVCacheConfig
+from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
+from trt_kvcache.cache.hybrid_config import HybridCacheConfig
 from trt_kvcache.cache.kv_cache_manager import KVCacheManager
 from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
 from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
 from trt_kvcache.engine.attention_variants import default_attention
-from trt_kvcache.engine.decoder_tensors import cache_config, logits_per_slot
+from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config, logits_per_slot
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.engine_folder.folder import CONFIG_FILE, PLAN_FILE, EngineFolder, is_engine_folder
@@ -53,7 +54,7 @@ class SessionParts:
     """Everything that a session is made of. The fields are the arguments of ``InferenceSession``."""
 
     engine: Engine
-    cache: KVCacheManager
+    cache: KVCacheManager | HybridCacheManager
     names: TensorNames
     tokenizer: Tokenizer | None
     eos_token_ids: tuple[int, ...]
@@ -284,7 +285,7 @@ def _torch_memory(options: SessionOptions) -> Memory:
     return HostMemory()
 
 
-def _cache_config(model: ModelConfig, options: SessionOptions, attention: Attention) -> KVCacheConfig:
+def _cache_config(model: ModelConfig, options: SessionOptions, attention: Attention) -> DecoderCacheConfig:
     """Return the cache for a model: the one configuration from which engine and allocation are made."""
     length = options.max_sequence_length or min(model.max_position_embeddings, DEFAULT_MAX_SEQUENCE_LENGTH)
     if length > model.max_position_embeddings:
@@ -292,7 +293,7 @@ def _cache_config(model: ModelConfig, options: SessionOptions, attention: Attent
             f"max_sequence_length: expected at most {model.max_position_embeddings}, the positions that the model was made for "
             f"(max_position_embeddings), got {length}."
         )
-    return cache_config(
+    return decoder_cache_config(
         model,
         max_batch_size=options.max_batch_size or DEFAULT_MAX_BATCH_SIZE,
         max_sequence_length=length,
@@ -316,7 +317,7 @@ def _tensorrt_parts(folder: EngineFolder, memory: CudaMemory, options: SessionOp
     return _parts(running, config.cache, config.names, folder.path, config.model, lambda: config.checkpoint.fingerprint, options)
 
 
-def _built_parts(path: Path, cache: KVCacheConfig, memory: CudaMemory, options: SessionOptions, **build_options: Any) -> SessionParts:
+def _built_parts(path: Path, cache: DecoderCacheConfig, memory: CudaMemory, options: SessionOptions, **build_options: Any) -> SessionParts:
     """Build an engine into a temporary folder that is removed with the session."""
     place = tempfile.TemporaryDirectory(prefix="trt_kvcache-")
     try:
@@ -344,7 +345,7 @@ def _fingerprint(path: Path) -> str:
 
 def _parts(
     engine: Engine,
-    config: KVCacheConfig,
+    config: DecoderCacheConfig,
     names: TensorNames,
     folder: Path,
     model: ModelConfig,
@@ -357,7 +358,11 @@ def _parts(
         tokenizer = Tokenizer.open(folder)
         defaults = GenerationDefaults.open(folder)
         sampling = _sampling(defaults, folder)
-        cache = KVCacheManager(config, memory=engine.memory)
+        cache: KVCacheManager | HybridCacheManager
+        if isinstance(config, HybridCacheConfig):
+            cache = HybridCacheManager(config, memory=engine.memory)
+        else:
+            cache = KVCacheManager(config, memory=engine.memory)
         undo.callback(cache.close)
         parts = SessionParts(
             engine=engine,
@@ -371,13 +376,14 @@ def _parts(
         )
         undo.pop_all()
     _LOGGER.info(
-        "opened %s: %s, %d slots of %d tokens in %s, %d MiB of K and V",
+        "opened %s: %s, %d slots of %d tokens in %s, %d MiB of K and V%s",
         folder,
         type(engine).__name__,
         config.max_batch_size,
         config.max_sequence_length,
         config.dtype,
         cache.nbytes >> 20,
+        "" if config.mamba is None else " and states",
     )
     return parts
 

@@ -193,7 +193,7 @@ class RequestQueue:
     def _prefill(self) -> list[QueuedRequest]:
         """Run one chunk of every prompt that is not in its slot yet, and return the requests that have advanced."""
         held = self._batch.held
-        rows = [queued.row[count:] if queued.state == "prefilling" else [] for queued, count in zip(self._running, held, strict=True)]
+        rows = [self._next_row(queued, count) for queued, count in zip(self._running, held, strict=True)]
         if not any(rows):
             return []
         logits = self._batch.prefill(rows, _first_round(self._batch.plan_prefill(held, rows)))
@@ -202,10 +202,20 @@ class RequestQueue:
             if after > before:
                 advanced.append(queued)
             if row and after == before + len(row):
-                queued.stage = "decoding"
-                self._batch.remember([slot])
-                self._choose_first(slot, logits[slot])
+                is_whole = after == len(queued.row)
+                if is_whole != self._batch.remembers_before_last:
+                    self._batch.remember([slot])
+                if is_whole:
+                    queued.stage = "decoding"
+                    self._choose_first(slot, logits[slot])
         return advanced
+
+    def _next_row(self, queued: QueuedRequest, held: int) -> Sequence[int]:
+        """Return what is to be run next of a prompt: all that its slot does not hold, or first all but the last token of it."""
+        if queued.state != "prefilling":
+            return []
+        end = len(queued.row) - int(self._batch.remembers_before_last)
+        return queued.row[held : end if held < end else None]
 
     def _decode(self, decoding: Sequence[bool]) -> list[QueuedRequest]:
         """Run the last token of the requests that are decoding; the other slots are idle in this step."""

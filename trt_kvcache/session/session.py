@@ -13,7 +13,9 @@ import numpy as np
 from trt_kvcache._util.checks import int_in_range, slot_index
 from trt_kvcache._util.lifetime import Uncopyable
 from trt_kvcache.builder.build_engine import Progress
-from trt_kvcache.cache.kv_cache_base import KVCacheBase
+from trt_kvcache.cache.config import KVCacheConfig
+from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
+from trt_kvcache.cache.hybrid_config import HybridCacheConfig
 from trt_kvcache.cache.plot import draw_cache
 from trt_kvcache.checkpoint import Tokenizer
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
@@ -28,6 +30,7 @@ from trt_kvcache.generation.sampling import SamplingParams, params_for
 from trt_kvcache.plot import Plot
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
+from trt_kvcache.sequences.slot_format import AnyCache
 from trt_kvcache.sequences.snapshot import Snapshot
 from trt_kvcache.session.batch import Batch
 from trt_kvcache.session.generate_tokens import generate_queued, generate_tokens
@@ -63,8 +66,9 @@ class InferenceSession(Uncopyable):
     ----------
     engine : Engine
         Closed with the session.
-    cache : KVCacheManager or LinearKVCache
-        In the engine's memory and layout. Closed with the session; only the session may change its lengths.
+    cache : KVCacheManager, LinearKVCache or HybridCacheManager
+        In the engine's memory and layout; states have two buffers (``ping_pong``). Closed with the session; only the session may change
+        its lengths.
     names : TensorNames
         What the engine calls its tensors.
     tokenizer : Tokenizer, optional
@@ -90,7 +94,8 @@ class InferenceSession(Uncopyable):
 
     Notes
     -----
-    If a step fails or is interrupted, lengths and tokens are as before that step, and it can be repeated.
+    If a step fails or is interrupted, lengths and tokens are as before that step, and it can be repeated. Recurrent states cannot go back
+    further than by one step: of a model that has them, a call of several steps that fails leaves no slot active.
 
     A call while another thread is in one raises :class:`ThreadError` and changes nothing. Between calls, and between the tokens of a
     :class:`TokenStream`, a session may pass to another thread. :class:`AsyncSession` serves many callers.
@@ -110,7 +115,7 @@ class InferenceSession(Uncopyable):
     def __init__(
         self,
         engine: Engine,
-        cache: KVCacheBase,
+        cache: AnyCache,
         *,
         names: TensorNames = DEFAULT_NAMES,
         tokenizer: Tokenizer | None = None,
@@ -239,15 +244,20 @@ class InferenceSession(Uncopyable):
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"active={len(self._batch)}"
         engine, limit = type(self._engine).__name__, self._batch.max_sequence_length
-        slots = self._cache.kv_config.max_batch_size
+        slots = self._cache.max_batch_size
         return f"InferenceSession(engine={engine}, slots={slots}, max_sequence_length={limit}, vocab_size={self.vocab_size}, {state})"
 
     # --- what it is ---
 
     @property
-    def cache(self) -> KVCacheBase:
+    def cache(self) -> AnyCache:
         """The cache manager of the session."""
         return self._cache
+
+    @property
+    def cache_config(self) -> KVCacheConfig | HybridCacheConfig:
+        """Sizes, dtype and layers of the cache."""
+        return self._cache.config if isinstance(self._cache, HybridCacheManager) else self._cache.kv_config
 
     @property
     def engine(self) -> Engine:
@@ -369,7 +379,7 @@ class InferenceSession(Uncopyable):
         True
         """
         self._check_open()
-        plot = draw_cache(self._cache.kv_config, self._cache.lengths.upper_bounds, self._batch.reused)
+        plot = draw_cache(self.cache_config, self._cache.lengths.upper_bounds, self._batch.reused)
         if path is not None:
             plot.save(expanded(path))
         return plot
@@ -647,7 +657,7 @@ class InferenceSession(Uncopyable):
         self._check_logits_per_slot("score", 2)
         rows = self._prompts.rows(as_prompts(prompts))
         self._batch.check_prompts(rows, queued=True)
-        return score_prompts(self._batch, rows, slots=self._cache.kv_config.max_batch_size, top_logprobs=count)
+        return score_prompts(self._batch, rows, slots=self._cache.max_batch_size, top_logprobs=count)
 
     def _check_logits_per_slot(self, what: str, count: int) -> None:
         known = self._steps.plan.max_logits_per_slot

@@ -5,12 +5,14 @@ from typing import Any
 
 import numpy as np
 
-from trt_kvcache.cache.kv_cache_base import KVCacheBase
+from trt_kvcache.cache.recurrent_cache import RecurrentCache
 from trt_kvcache.engine.bindings import BindingPlan
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.engine.step_buffers import StepBuffers
+from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.tensor import DeviceTensor
+from trt_kvcache.sequences.slot_format import AnyCache
 from trt_kvcache.session.chunks import Chunk, plan_chunks
 
 
@@ -21,8 +23,8 @@ class StepExecutor:
     ----------
     engine : Engine
         Stays its owner's to close.
-    cache : KVCacheManager or LinearKVCache
-        In the engine's memory and layout. Stays its owner's to close.
+    cache : KVCacheManager, LinearKVCache or HybridCacheManager
+        In the engine's memory and layout; states have two buffers. Stays its owner's to close.
     names : TensorNames
         What the engine calls its tensors.
 
@@ -30,30 +32,49 @@ class StepExecutor:
     ------
     BindingError, LayoutError, PlaceError
         Engine and cache do not fit: see :class:`~trt_kvcache.engine.bindings.BindingPlan`.
+    ConfigError
+        The cache has one buffer of states: a step could not be repeated.
 
     Notes
     -----
     Per step, on one stream: the enqueue reads the lengths, then the commit adds to them. A decode step neither allocates device memory
     nor waits, and does nothing per layer. If a step raises, what it wrote lies behind the committed lengths; the caller restores the
     lengths.
+
+    An enqueue reads the current states and writes the next ones, which the commit makes current. So states after a step that was not
+    committed are never read.
     """
 
-    def __init__(self, engine: Engine, cache: KVCacheBase, *, names: TensorNames = DEFAULT_NAMES) -> None:
+    def __init__(self, engine: Engine, cache: AnyCache, *, names: TensorNames = DEFAULT_NAMES) -> None:
+        if cache.mamba_config is not None and not cache.mamba_config.ping_pong:
+            raise ConfigError("cache: expected two buffers of states, ping_pong=True, got one: a step that fails could not be repeated.")
         self.engine = engine
         self.cache = cache
+        self._recurrent = cache if isinstance(cache, RecurrentCache) and cache.states is not None else None
         self.plan = BindingPlan(engine, cache, names=names)
         self.stream = cache.memory.create_stream()
         #: Enqueues so far, failed ones included: whoever finds another number knows that rows behind the lengths may have been overwritten.
         self.enqueues = 0
+        #: Grows when current states become others. Whoever finds another number knows that the earlier ones are gone.
+        self.state_changes = 0
+        self._can_swap_back = False
+        # First slot and new tokens of each slot of the last enqueue.
+        self._ran: tuple[int, tuple[int, ...]] = (0, ())
         self._buffers = StepBuffers(
             cache.memory,
-            max_batch_size=cache.kv_config.max_batch_size,
+            max_batch_size=cache.max_batch_size,
             max_width=self.plan.max_width,
             vocab_size=self.plan.vocab_size,
             index_dtypes=(self.plan.input_ids.dtype, self.plan.last_token_ids.dtype),
             logits_dtype=self.plan.logits.dtype,
             max_logits_per_slot=self.plan.max_logits_per_slot,
+            has_states=self.has_states,
         )
+
+    @property
+    def has_states(self) -> bool:
+        """Whether slots hold states, which cannot return to an earlier token."""
+        return self._recurrent is not None
 
     def plan_prefill(self, lengths: Sequence[int], counts: Sequence[int], *, every_logit: bool = False) -> list[Chunk]:
         """Cut new tokens into enqueues that the engine accepts.
@@ -81,7 +102,7 @@ class StepExecutor:
             lengths,
             counts,
             max_width=self.plan.max_logits_per_slot if every_logit else self.plan.max_width,
-            max_sequence_length=self.cache.kv_config.max_sequence_length,
+            max_sequence_length=self.cache.lengths.max_sequence_length,
             can_start_at=self.plan.can_start_at,
         )
         for chunk in chunks:
@@ -100,15 +121,18 @@ class StepExecutor:
             for width in (1, self.plan.max_width):
                 self.plan.profile_for(count, width)
 
-    def enqueue_one_each(self, tokens: Sequence[int]) -> None:
+    def enqueue_one_each(self, tokens: Sequence[int], going: Sequence[bool] | None = None) -> None:
         """Enqueue one token for every active slot; nothing is committed. Does not wait.
 
         Parameters
         ----------
         tokens : sequence of int (A,)
             One for each active slot.
+        going : sequence of bool (A,), optional
+            False for an idle slot, whose states stay. All take part if left out.
         """
         self._buffers.write_one_token_each(tokens, stream=self.stream)
+        self._take(0, [1] * len(tokens) if going is None else [int(goes) for goes in going])
         self.enqueue_next(len(tokens))
 
     def enqueue_next(self, count: int) -> None:
@@ -117,7 +141,7 @@ class StepExecutor:
         Parameters
         ----------
         count : int
-            Active slots; as many as in the last :meth:`enqueue_one_each`.
+            Active slots; as many as in the last :meth:`enqueue_one_each`, and the same of them take part.
         """
         self.plan.prepare(0, count, 1, self._buffers)
         self._enqueue()
@@ -139,8 +163,15 @@ class StepExecutor:
         """
         return self._buffers.device_views(count)
 
+    def _take(self, first: int, new_lengths: Sequence[int]) -> None:
+        """Say how many tokens of each slot the next enqueue runs."""
+        self._ran = first, tuple(new_lengths)
+        if self.has_states:
+            self._buffers.write_new_lengths(new_lengths, stream=self.stream)
+
     def _enqueue(self) -> None:
         self.enqueues += 1
+        self._can_swap_back = False  # the states of before the last commit are overwritten
         self.engine.enqueue(self.stream)
 
     def run(self, chunk: Chunk, rows: Sequence[Sequence[int]], *, every_logit: bool) -> None:
@@ -158,6 +189,7 @@ class StepExecutor:
         if chunk.first:
             self._buffers.write_start_index(self.cache.host_kv_cache_lengths[chunk.first : chunk.end], stream=self.stream)
         self._buffers.write_rows(rows, chunk.width, stream=self.stream, every_logit=every_logit)
+        self._take(chunk.first, chunk.takes)
         self.plan.prepare(chunk.first, chunk.count, chunk.width, self._buffers, logits=chunk.width if every_logit else 1)
         self._enqueue()
 
@@ -175,7 +207,59 @@ class StepExecutor:
         """
         self.run(chunk, rows, every_logit=every_logit)
         after = self.cache.active_batch_size - chunk.end
-        self.cache.commit_sequence_length([0] * chunk.first + [*chunk.takes] + [0] * after, stream=self.stream)
+        self.commit([0] * chunk.first + [*chunk.takes] + [0] * after)
+
+    def commit(self, increments: int | Sequence[int]) -> None:
+        """Count tokens that the last enqueue has run, or will run, and make the states after them current. Does not wait.
+
+        Parameters
+        ----------
+        increments : int or sequence of int (A,)
+            Of each active slot all tokens that the enqueue has run; or, where there are no states, fewer; or 0: the slot stays as it is.
+        """
+        self.cache.commit_sequence_length(increments, stream=self.stream)
+        if self._recurrent is not None:
+            self._move_states(self._recurrent, increments)
+
+    def _move_states(self, cache: RecurrentCache, increments: int | Sequence[int]) -> None:
+        first, ran = self._ran
+        active = cache.active_batch_size
+        taken = [increments] * active if isinstance(increments, int) else increments
+        self.note_state_change()
+        if first or len(ran) != active:
+            cache.copy_back(first, len(ran), stream=self.stream)
+            return
+        for slot, (run, kept) in enumerate(zip(ran, taken, strict=True)):
+            if run and not kept:
+                cache.keep_states(slot, stream=self.stream)
+        cache.swap()
+        self._can_swap_back = True
+
+    def note_state_change(self) -> None:
+        """Say that current states are about to become others."""
+        self.state_changes += 1
+        self._can_swap_back = False
+
+    def restore_states(self, state_changes: int) -> bool:
+        """Return to the states of an earlier time, if they are still there.
+
+        Parameters
+        ----------
+        state_changes : int
+            :attr:`state_changes` then.
+
+        Returns
+        -------
+        bool
+            False if they are gone; True where there are none. They are still there after one commit over all active slots, until the next
+            enqueue.
+        """
+        if self._recurrent is None:
+            return True
+        if self._can_swap_back and self.state_changes == state_changes + 1:
+            self._recurrent.swap()
+            self.state_changes, self._can_swap_back = state_changes, False
+        return self.state_changes == state_changes
 
     def logits(self, count: int) -> np.ndarray[Any, Any]:
         """Wait for the last enqueue and return its logits.

@@ -159,7 +159,7 @@ class TokenSteps:
         with batch.decode_transaction(tokens, going):
             step = known.step
             if step is None or not self._continues(step, places):
-                batch.enqueue(tokens)
+                batch.enqueue(tokens, going)
                 step, held = self._sample(places, known.places if known.step is None else {})
             else:
                 held = known.places

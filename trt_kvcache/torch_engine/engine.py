@@ -127,7 +127,7 @@ class TorchEngine(DecoderEngine):
         )
         self._device = torch_device(memory)
         self._steps: dict[BoundTensors, TorchStep] = {}
-        self._mixers = tuple(layer.mixer for layer in model.layers)
+        self._mixers = tuple(layer.attention for layer in model.layers)
         self._positions = PositionFactors(self._mixers, kv.max_sequence_length, self._device.torch_device)
         known = are_known(self._mixers, kv.dtype, memory)
         self._kernel_inputs = AttentionInputs(self._mixers, kv.max_sequence_length, memory) if known else None

@@ -61,9 +61,10 @@ def decoder_step(
     normed = normalised(hidden, weights.layers[0].input_norm)
     next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.final_norm]
     for index, (part, layer, next_norm) in enumerate(zip(config.layers, weights.layers, next_norms, strict=True)):
-        mixed = project(layer.o, attention(index, heads_of(part.mixer, layer, normed)).flatten(2))
+        mixed = project(layer.o, attention(index, heads_of(part.attention, layer, normed)).flatten(2))
         change = scaled(normalised(mixed, layer.mixer_output_norm), part.residual_multiplier)
         hidden, normed = elementwise.add_norm(hidden, change, layer.mlp_norm)
+        assert part.mlp is not None  # models without are refused when an engine is made
         activated = elementwise.gated(project(layer.gate_up, normed), part.mlp.activation)
         change = scaled(normalised(project(layer.down, activated), layer.mlp_output_norm), part.residual_multiplier)
         hidden, normed = elementwise.add_norm(hidden, change, next_norm)

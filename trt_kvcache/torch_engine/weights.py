@@ -105,7 +105,7 @@ def checkpoint_loader(
 
 
 def _joined(config: LayerConfig, layer: LayerWeights[torch.Tensor]) -> TorchLayer:
-    qk_norm = None if config.mixer.qk_norm is None else config.mixer.qk_norm.norm
+    qk_norm = None if config.attention.qk_norm is None else config.attention.qk_norm.norm
     return TorchLayer(
         input_norm=_norm(config.input_norm, layer.input_norm),
         qkv=_joined_projection(layer.q, layer.k, layer.v),

@@ -89,6 +89,11 @@ def test_each_rope_has_one_table(define: Define) -> None:
         assert [name for name in define(model, attention="mask").constants if name.endswith("/cos")] == tables
 
 
+def test_queries_of_all_layers_have_one_table_of_factors(define: Define) -> None:
+    names = [name for name in define("ministral3").constants if "query_scaling" in name]
+    assert names == ["query_scaling/factors"]
+
+
 def test_rows_of_a_shared_tensor_are_not_copied(define: Define) -> None:
     constants = define("phi3-long", dtype="float16").constants
     for name in ("q", "k", "v"):

@@ -140,11 +140,20 @@ def test_reads_any_history_and_writes_up_to_the_last_row(define, model, attentio
 
 
 @pytest.mark.parametrize(
-    ("attention", "dead"), [("native", np.nan), ("native", np.inf), ("native", LARGE), ("mask", LARGE), ("mask", -LARGE)]
+    ("model", "attention", "dead"),
+    [
+        ("qwen3-sharded", "native", np.nan),
+        ("qwen3-sharded", "native", np.inf),
+        ("qwen3-sharded", "native", LARGE),
+        ("qwen3-sharded", "mask", LARGE),
+        ("qwen3-sharded", "mask", -LARGE),
+        ("gemma2", "mask", LARGE),
+        ("gemma2", "mask", -LARGE),
+        ("gemma3", "mask", LARGE),
+    ],
 )
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_dead_rows_change_no_bit(define, dtype, attention, dead):
-    model = "qwen3-sharded"
+def test_dead_rows_change_no_bit(define, dtype, model, attention, dead):
     defined = define(model, dtype=dtype, attention=attention)
     clean, poisoned = Network(defined), Network(defined)
     for cache in poisoned.caches():

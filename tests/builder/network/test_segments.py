@@ -192,4 +192,4 @@ def test_plugin_layers_of_queries_that_are_scaled_by_position(rtx, monkeypatch, 
     definition, layers, _ = define_with_plugin_layers(rtx, monkeypatch, model)
     assert [len(inputs) for inputs, _, _ in layers] == [6, 6]
     names = [definition.network.get_layer(index).name for index in range(definition.network.num_layers)]
-    assert names.count("lengths/position_ids") == 1  # for both layers
+    assert (names.count("lengths/position_ids"), names.count("query_scaling/factors")) == (1, 1)  # for both layers

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from trt_kvcache.builder.network.graph import Graph
+from trt_kvcache.builder.network.query_scaling import query_factors
 from trt_kvcache.builder.network.step_lengths import step_lengths
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine_folder.decoder_segments import (
@@ -15,7 +16,7 @@ from trt_kvcache.engine_folder.decoder_segments import (
     hidden_state_name,
     rope_kind,
 )
-from trt_kvcache.model import ModelConfig
+from trt_kvcache.model import ModelConfig, QueryScaling
 from trt_kvcache.ops.attention_attributes import ATTRIBUTE_TYPES
 from trt_kvcache.ops.attention_op import AttentionOp
 from trt_kvcache.trt.plugin import register
@@ -25,19 +26,21 @@ from trt_kvcache.trt.plugin.versions import PLUGIN_NAME, PLUGIN_NAMESPACE, PLUGI
 class AttentionLowering(Protocol):
     """Adds the attention of a layer to a network."""
 
-    def position_ids(self, graph: Graph, hidden: Any) -> Any:
-        """Return the positions of the new tokens, for layers that scale queries by them.
+    def query_factors(self, graph: Graph, scaling: QueryScaling, hidden: Any) -> Any:
+        """Return the factors of queries that are scaled by position.
 
         Parameters
         ----------
         graph : Graph
             The network.
+        scaling : QueryScaling
+            Which factor a position has.
         hidden : ITensor [B, s, hidden]
             A hidden state in this network.
 
         Returns
         -------
-        ITensor [B, s] int32
+        ITensor [B, s, 1, 1] float32
             In this network.
         """
 
@@ -94,20 +97,24 @@ class PluginLayerLowering:
         self._start_index = start_index
         self._cos_sin = cos_sin
         self._positions: Any = None
+        self._query_factors: dict[QueryScaling, Any] = {}
         self._field_arrays: list[dict[str, np.ndarray[Any, Any]]] = []  # the plugin fields point into them
 
-    def position_ids(self, graph: Graph, hidden: Any) -> Any:
+    def query_factors(self, graph: Graph, scaling: QueryScaling, hidden: Any) -> Any:
         """See :class:`AttentionLowering`."""
         if self._positions is None:
             self._positions = step_lengths(graph, tokens=hidden, start_index=self._start_index).position_ids
-        return self._positions
+        if scaling not in self._query_factors:
+            sizes = {"length": self._max_sequence_length, "index": len(self._query_factors)}
+            self._query_factors[scaling] = query_factors(graph, scaling, self._positions, **sizes)
+        return self._query_factors[scaling]
 
     def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], residual: Any) -> tuple[Any, Any]:
         """See :class:`AttentionLowering`."""
         trt = graph.trt
         register(graph.tensorrt)
         creator = trt.get_plugin_registry().get_creator(PLUGIN_NAME, PLUGIN_VERSION, PLUGIN_NAMESPACE)
-        mixer, types = self._model.layers[layer].mixer, trt.PluginFieldType
+        mixer, types = self._model.layers[layer].attention, trt.PluginFieldType
         attributes = attention_op_attributes(mixer, max_sequence_length=self._max_sequence_length)
         arrays = AttentionOp(**attributes).kernel_attributes().plugin_field_arrays()  # type: ignore[arg-type]  # each of its type
         self._field_arrays.append(arrays)
@@ -133,16 +140,20 @@ class SegmentCutLowering:
         Returns a new, empty ``INetworkDefinition``.
     names : TensorNames
         Names of the whole engine's inputs.
+    max_sequence_length : int
+        Tokens that a slot can hold, S.
     """
 
-    def __init__(self, create_network: Callable[[], Any], names: TensorNames) -> None:
+    def __init__(self, create_network: Callable[[], Any], names: TensorNames, *, max_sequence_length: int) -> None:
         self._create_network = create_network
         self._names = names
+        self._max_sequence_length = max_sequence_length
 
-    def position_ids(self, graph: Graph, hidden: Any) -> Any:
+    def query_factors(self, graph: Graph, scaling: QueryScaling, hidden: Any) -> Any:
         """See :class:`AttentionLowering`. A segment has the attention of one layer, so the input is added once."""
         start_index = graph.input(self._names.kvcache_start_index, "int32", (-1,))
-        return step_lengths(graph, tokens=hidden, start_index=start_index).position_ids
+        positions = step_lengths(graph, tokens=hidden, start_index=start_index).position_ids
+        return query_factors(graph, scaling, positions, length=self._max_sequence_length)
 
     def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], residual: Any) -> tuple[Any, Any]:
         """See :class:`AttentionLowering`."""

@@ -9,7 +9,7 @@ from trt_kvcache.builder.network.rope import RopeTables
 from trt_kvcache.builder.network.step_lengths import StepLengths
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine_folder.decoder_segments import RopeKind
-from trt_kvcache.model import ModelConfig
+from trt_kvcache.model import ModelConfig, QueryScaling
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +28,8 @@ class DecoderContext:
         Lengths of a step; not for the ``plugin`` variant.
     tables : mapping of RopeKind to RopeTables
         Cosines and sines of RoPE; not for the ``plugin`` variant.
+    query_factors : mapping of QueryScaling to ITensor [B, s, 1, 1] float32
+        Factors of queries by position; not for the ``plugin`` variant.
     masks : mapping of int or None to ITensor [B, 1, s, S] bool
         By window, which keys each token sees; only for the ``mask`` variant.
     lowering : AttentionLowering, optional
@@ -39,5 +41,6 @@ class DecoderContext:
     max_sequence_length: int
     lengths: StepLengths | None = None
     tables: Mapping[RopeKind, RopeTables] = field(default_factory=dict)
+    query_factors: Mapping[QueryScaling, Any] = field(default_factory=dict)
     masks: Mapping[int | None, Any] = field(default_factory=dict)
     lowering: AttentionLowering | None = None

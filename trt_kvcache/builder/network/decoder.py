@@ -11,6 +11,7 @@ from trt_kvcache.builder.network.context import DecoderContext
 from trt_kvcache.builder.network.decoder_layer import decoder_layer
 from trt_kvcache.builder.network.decomposable import attention_layer_config
 from trt_kvcache.builder.network.graph import Graph
+from trt_kvcache.builder.network.query_scaling import query_factors
 from trt_kvcache.builder.network.rope import cos_sin, rope_tables
 from trt_kvcache.builder.network.step_lengths import step_lengths
 from trt_kvcache.builder.network.weights import Weights
@@ -73,9 +74,18 @@ def add_decoder(
         context = replace(context, lowering=lowering)
     else:
         lengths = step_lengths(graph, tokens=input_ids, start_index=start_index)
-        context = replace(context, lengths=lengths, tables=rope_tables(graph, model, length=max_sequence_length))
+        scalings = filter(None, dict.fromkeys(mixer.query_scaling for mixer in model.attention_layers))
+        context = replace(
+            context,
+            lengths=lengths,
+            tables=rope_tables(graph, model, length=max_sequence_length),
+            query_factors={
+                scaling: query_factors(graph, scaling, lengths.position_ids, length=max_sequence_length, index=index)
+                for index, scaling in enumerate(scalings)
+            },
+        )
         if attention == "mask":
-            windows = (window_in_cache(layer.mixer, max_sequence_length) for layer in model.layers)
+            windows = (window_in_cache(layer.attention, max_sequence_length) for layer in model.layers)
             masks = causal_masks(graph, position_ids=lengths.position_ids, max_sequence_length=max_sequence_length, windows=windows)
             context = replace(context, masks=masks)
     configs = attention_layer_configs(
@@ -159,7 +169,7 @@ def add_segments(
     BuildError
         TensorRT refused a layer, which is named.
     """
-    lowering = SegmentCutLowering(create_network, names)
+    lowering = SegmentCutLowering(create_network, names, max_sequence_length=max_sequence_length)
     context = DecoderContext(model=model, names=names, max_sequence_length=max_sequence_length, lowering=lowering)
     configs = attention_layer_configs(model, "plugin", dtype=graph.dtype, min_batch_size=1, max_sequence_length=max_sequence_length)
     x = graph.input(embedding_output_name(model), graph.dtype, (-1, -1, model.hidden_size))
@@ -200,9 +210,9 @@ def attention_layer_configs(
             attention,
             is_rtx=is_rtx,
             dtype=dtype,
-            num_attention_heads=layer.mixer.num_heads,
-            head_dim=layer.mixer.head_dim,
-            softcap=layer.mixer.softcap,
+            num_attention_heads=layer.attention.num_heads,
+            head_dim=layer.attention.head_dim,
+            softcap=layer.attention.softcap,
             min_batch_size=min_batch_size,
             max_sequence_length=max_sequence_length,
         )

@@ -34,6 +34,7 @@ def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContex
         The hidden state after the layer.
     """
     module, layer = f"model.layers.{config.layer}", context.model.layers[config.layer]
+    assert layer.mlp is not None  # models without are refused before a network is made
     own = LayerWeights(weights, context.model, config.layer)
     normed = layer_norm(graph, x, own, "input_norm", layer.input_norm)
     attended, x = self_attention(graph, normed, own, f"{module}.self_attn", context, config, residual=x)

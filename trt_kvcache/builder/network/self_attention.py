@@ -7,14 +7,14 @@ from trt_kvcache.builder.network.context import DecoderContext
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.kv_update import update_cache
 from trt_kvcache.builder.network.linear import linear
-from trt_kvcache.builder.network.query_scaling import query_factors
+from trt_kvcache.builder.network.query_scaling import scale_queries
 from trt_kvcache.builder.network.rms_norm import layer_norm
 from trt_kvcache.builder.network.rope import apply_rope
 from trt_kvcache.builder.network.softcapped_attention import softcapped_attention
 from trt_kvcache.builder.network.weights import LayerWeights
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig, attention_variant, window_in_cache
 from trt_kvcache.engine_folder.decoder_segments import rope_kind
-from trt_kvcache.model import AttentionConfig, QueryScaling
+from trt_kvcache.model import AttentionConfig
 
 
 def self_attention(
@@ -47,13 +47,13 @@ def self_attention(
         ``residual`` in the network that ``graph`` now builds: see
         :class:`~trt_kvcache.builder.network.attention_lowering.AttentionLowering`.
     """
-    mixer = context.model.layers[config.layer].mixer
+    mixer = context.model.layers[config.layer].attention
     heads = {"q": mixer.num_heads, "k": mixer.num_kv_heads, "v": mixer.num_kv_heads}
     q, k, v = (_project(graph, x, weights, side, count, context, mixer) for side, count in heads.items())
     if context.lowering is not None:
         if mixer.query_scaling is not None:
-            positions = context.lowering.position_ids(graph, x)
-            q = _scale_by_position(graph, f"{module}/q", q, mixer.query_scaling, positions, context)
+            factors = context.lowering.query_factors(graph, mixer.query_scaling, x)
+            q = scale_queries(graph, f"{module}/q/by_position", q, factors, heads_first=False)
         attended, residual = context.lowering.add_attention(graph, config.layer, (q, k, v), residual)
     else:
         attended = _attend_with_tensorrt(graph, (q, k, v), module, context, config)
@@ -81,14 +81,14 @@ def _project(graph: Graph, x: Any, weights: LayerWeights, side: str, heads: int,
 
 def _attend_with_tensorrt(graph: Graph, qkv: Sequence[Any], module: str, context: DecoderContext, config: AttentionLayerConfig) -> Any:
     """Apply RoPE, append to the caches, and attend: q, k and v ``[B, heads, s, D]`` to ``[B, Hq, s, D]``."""
-    mixer, lengths = context.model.layers[config.layer].mixer, context.lengths
+    mixer, lengths = context.model.layers[config.layer].attention, context.lengths
     assert lengths is not None
     kind = rope_kind(mixer)
     tables = None if kind is None else context.tables[kind]
     q, k, v = qkv
     q, k = (apply_rope(graph, f"{module}/{side}", x, tables, lengths.position_ids) for side, x in (("q", q), ("k", k)))
     if mixer.query_scaling is not None:
-        q = _scale_by_position(graph, f"{module}/q", q, mixer.query_scaling, lengths.position_ids, context)
+        q = scale_queries(graph, f"{module}/q/by_position", q, context.query_factors[mixer.query_scaling], heads_first=True)
     q = _scale(graph, f"{module}/q", q, mixer.score_scale)
     k = graph.cast(f"{module}/k/to_{graph.dtype}", k, graph.dtype)
 
@@ -97,19 +97,6 @@ def _attend_with_tensorrt(graph: Graph, qkv: Sequence[Any], module: str, context
     keys = update_cache(graph, cache=k_cache, shape=shape, rows=k, start_index=lengths.start_index)
     values = update_cache(graph, cache=v_cache, shape=shape, rows=v, start_index=lengths.start_index)
     return _add_attention_layer(graph, f"{module}/attend", q, keys, values, context, config)
-
-
-def _scale_by_position(graph: Graph, name: str, q: Any, scaling: QueryScaling, position_ids: Any, context: DecoderContext) -> Any:
-    """Multiply queries with the factor of their position, in float32; the result has the dtype of ``q``.
-
-    Queries are ``[B, Hq, s, D]`` for TensorRT's attention, and ``[B, s, Hq, D]`` for ours.
-    """
-    factors = query_factors(graph, f"{name}/by_position", scaling, position_ids, length=context.max_sequence_length)
-    if context.lowering is None:
-        factors = graph.shuffle(f"{name}/by_position/heads", factors, first_transpose=(0, 2, 1, 3))
-    wide = graph.cast(f"{name}/by_position/to_float32", q, "float32")
-    scaled = graph.elementwise(f"{name}/by_position/scale", wide, "PROD", factors)
-    return graph.cast(f"{name}/by_position/round", scaled, graph.tensorrt.dtype_name(q.dtype))
 
 
 def _scale(graph: Graph, name: str, q: Any, scale: float) -> Any:
@@ -129,7 +116,7 @@ def _add_attention_layer(
     With the native variant, query ``i`` of slot ``b`` sees the keys ``j <= key_lengths[b] - s + i``. With the mask variant it sees the
     keys that the mask shows; TensorRT multiplies the values of the others by 0, so they must be finite.
     """
-    mixer, native = context.model.layers[config.layer].mixer, config.variant == "native"
+    mixer, native = context.model.layers[config.layer].attention, config.variant == "native"
     mask = None if native else context.masks[window_in_cache(mixer, context.max_sequence_length)]
     if mixer.softcap is not None:
         return softcapped_attention(graph, name, q, keys, values, mask, mixer)

@@ -9,6 +9,9 @@ from typing import Any
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.model_config import ModelConfig
 
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+
 #: Names of the weights of a layer, behind ``model.layers.<index>.`` and before ``.weight`` or ``.bias``, by what they are for.
 LLAMA_NAMES: Mapping[str, str] = {
     "input_norm": "input_layernorm",
@@ -41,6 +44,10 @@ class Family:
         Fields that have a default in transformers which is not null. A field that is ``null`` in the file is not absent.
     read : callable
         Takes the fields of a ``config.json``, the defaults filled in, and returns the model.
+    embedding, final_norm : str
+        Names of the weights outside the layers. The head is ``lm_head.weight`` everywhere.
+    layers : str
+        What precedes the index of a layer in the names of its weights.
     names : mapping of str to str
         Like :data:`LLAMA_NAMES`. Weights of one name are stored in one tensor, row under row, in the order of that table.
     uses : frozenset of str
@@ -54,6 +61,9 @@ class Family:
     title: str
     defaults: Mapping[str, Any]
     read: Callable[[ConfigFields], ModelConfig]
+    embedding: str = EMBEDDING
+    final_norm: str = FINAL_NORM
+    layers: str = "model.layers"
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
     uses: frozenset[str] = frozenset()
     code: frozenset[str] = frozenset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,8 +11,9 @@ from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
 from trt_kvcache.model.config_fields import ConfigFields
-from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, MlpConfig, NormConfig
+from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, Mixer, MlpConfig
 from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.rope import RopeConfig
 
 #: What configurations call the activations that are computed.
@@ -28,9 +30,9 @@ def num_layers(fields: ConfigFields) -> int:
     return count
 
 
-def norm(fields: ConfigFields, **options: Any) -> NormConfig:
+def norm(fields: ConfigFields, *, field: str = "rms_norm_eps", **options: Any) -> NormConfig:
     """Return the norm of all layers."""
-    return NormConfig(epsilon=fields.number("rms_norm_eps"), **options)
+    return NormConfig(epsilon=fields.number(field), **options)
 
 
 def rope(fields: ConfigFields, **options: Any) -> RopeConfig:
@@ -58,22 +60,45 @@ def mlp(fields: ConfigFields, *, activation_field: str = "hidden_act", bias: boo
     return MlpConfig(intermediate_size=fields.integer("intermediate_size"), activation=_ACTIVATIONS[activation], bias=bias)
 
 
+def dt_limits(fields: ConfigFields) -> dict[str, Any]:
+    """Return the smallest and the largest time step of Mamba-2, from ``time_step_limit``: a null or infinite one is no limit."""
+    given = fields.get("time_step_limit")
+    if given is None:
+        return {"dt_min": 0.0, "dt_max": None}
+    low, high = given if isinstance(given, list) and len(given) == 2 else (None, None)
+    numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (low, high))
+    if low is None or high is None or not numbers or not 0 <= low <= high or low == math.inf:
+        raise fields.refusal("time_step_limit", "two numbers, 0 <= smallest <= largest")
+    return {"dt_min": float(low), "dt_max": None if high == math.inf else float(high)}
+
+
 def softcap(fields: ConfigFields, name: str) -> float | None:
     """Return a soft cap, or None for a null field."""
     return fields.number(name) if name in fields else None
 
 
-def layer_types(fields: ConfigFields, default: Sequence[str]) -> tuple[str, ...]:
-    """Return for each layer whether its attention is full or has a window, from ``layer_types`` or, without it, the default."""
+def layer_types(fields: ConfigFields, default: Sequence[str], *, known: Sequence[str] = (FULL, SLIDING)) -> tuple[str, ...]:
+    """Return the kind of each layer, such as full attention or a window, from ``layer_types`` or, without it, the default."""
     given = fields.get("layer_types") or list(default)
     if not isinstance(given, list):
         raise fields.refusal("layer_types", "a list of names")
-    other = [kind for kind in given if kind not in (FULL, SLIDING)]
+    other = [kind for kind in given if kind not in known]
     if other:
         raise ConfigError(f"layer_types: {other[0] if isinstance(other[0], str) else shown(other[0])} is not supported.")
     if len(given) != len(default):
         raise ConfigError(f"layer_types: expected {len(default)} as num_hidden_layers says, got {len(given)}.")
     return tuple(given)
+
+
+def layer_indices(fields: ConfigFields, name: str) -> tuple[int, ...] | None:
+    """Return the layers that a field lists by their indices, or None where it is absent."""
+    count, given = num_layers(fields), fields.get(name)
+    if given is None:
+        return None
+    listed = given if isinstance(given, list) else [None]
+    if any(isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < count for index in listed):
+        raise fields.refusal(name, f"a list of indices of layers, from 0 to {count - 1}")
+    return tuple(listed)
 
 
 def windows_from_layer(fields: ConfigFields) -> list[int | None]:
@@ -99,12 +124,13 @@ def full_attention_only(fields: ConfigFields) -> None:
         raise ConfigError(f"layer_types: {SLIDING} is not supported for model_type {fields.get('model_type')!r}.")
 
 
-def pre_norm_layer(fields: ConfigFields, mixer: AttentionConfig, mlp: MlpConfig, **options: Any) -> LayerConfig:
-    """Return a layer with a norm before the attention and one before the MLP."""
-    return LayerConfig(mixer=mixer, mlp=mlp, input_norm=norm(fields), mlp_norm=norm(fields), **options)
+def pre_norm_layer(fields: ConfigFields, mixer: Mixer, mlp: MlpConfig, *, before: NormConfig | None = None, **options: Any) -> LayerConfig:
+    """Return a layer with a norm before the mixer and one before the MLP: :func:`norm` unless another is given."""
+    before = before or norm(fields)
+    return LayerConfig(mixer=mixer, mlp=mlp, input_norm=before, mlp_norm=before, **options)
 
 
-def model(fields: ConfigFields, family: str, layers: Sequence[LayerConfig], **options: Any) -> ModelConfig:
+def model(fields: ConfigFields, family: str, layers: Sequence[LayerConfig], *, tied: bool | None = None, **options: Any) -> ModelConfig:
     """Return a model of these layers, with the fields that all families have."""
     return ModelConfig(
         family=family,
@@ -113,7 +139,7 @@ def model(fields: ConfigFields, family: str, layers: Sequence[LayerConfig], **op
         layers=tuple(layers),
         final_norm=options.pop("final_norm", None) or norm(fields),
         max_position_embeddings=_max_positions(fields, layers),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", False),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", False) if tied is None else tied,
         dtype=_dtype(fields),
         bos_token_id=_bos_token_id(fields),
         eos_token_ids=fields.token_ids("eos_token_id"),
@@ -134,7 +160,7 @@ def _head_dim(fields: ConfigFields, heads: int) -> int:
 def _max_positions(fields: ConfigFields, layers: Sequence[LayerConfig]) -> int:
     """Return the context length: the field, or what dynamic NTK or YaRN stretch the original context to, if that is more."""
     positions = fields.integer("max_position_embeddings")
-    ropes = {layer.mixer.rope for layer in layers}
+    ropes = {layer.mixer.rope for layer in layers if isinstance(layer.mixer, AttentionConfig)}
     scaled = [rope for rope in ropes if rope is not None and rope.kind in ("dynamic", "yarn")]
     stretched = max((rope.factor * rope.original_max_position_embeddings for rope in scaled), default=0)
     if stretched > MAX_DIMENSION:

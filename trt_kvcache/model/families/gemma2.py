@@ -6,8 +6,9 @@ from typing import Any
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families.family import LLAMA_NAMES, Family
 from trt_kvcache.model.families.fields import FULL, SLIDING, attention, layer_types, mlp, model, norm, num_layers, rope, softcap
-from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, NormConfig
+from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig
 from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model.norm_config import NormConfig
 
 #: Where the norms are stored.
 GEMMA_NAMES = {

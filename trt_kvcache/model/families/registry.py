@@ -12,14 +12,28 @@ from trt_kvcache._util.shown import shown
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
-from trt_kvcache.model.families import gemma2, gemma3_text, granite, llama, ministral3, mistral, olmo2, phi3, qwen2, qwen3, smollm3
+from trt_kvcache.model.families import (
+    bamba,
+    gemma2,
+    gemma3_text,
+    granite,
+    lfm2,
+    llama,
+    ministral3,
+    mistral,
+    olmo2,
+    phi3,
+    qwen2,
+    qwen3,
+    smollm3,
+)
 from trt_kvcache.model.families.family import Family
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.rope import ROPE_KINDS
 
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (llama, mistral, ministral3, qwen2, qwen3, phi3, gemma2, gemma3_text, smollm3, olmo2, granite)
+    for module in (llama, mistral, ministral3, qwen2, qwen3, phi3, gemma2, gemma3_text, smollm3, olmo2, granite, lfm2, bamba)
 }
 
 SUPPORTED = (

@@ -1,0 +1,37 @@
+"""``NormConfig``: RMSNorm, wherever it stands."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trt_kvcache._util.checks import positive_number
+from trt_kvcache.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormConfig:
+    """RMSNorm: ``x / sqrt(mean(x^2) + epsilon) * (weight_offset + weight)``, the quotient in float32.
+
+    Parameters
+    ----------
+    epsilon : float
+        Added to the mean square.
+    weight_offset : float
+        1 where a stored weight of 0 means a factor of 1 (Gemma). The sum is computed in float32 and not rounded.
+    rounds_before_weight : bool
+        Whether the quotient is rounded to the dtype of the model before it is multiplied with the weight; the product is, otherwise.
+
+    Raises
+    ------
+    ConfigError
+        A number is out of range.
+    """
+
+    epsilon: float
+    weight_offset: float = 0.0
+    rounds_before_weight: bool = True
+
+    def __post_init__(self) -> None:
+        positive_number("NormConfig.epsilon", self.epsilon)
+        if self.weight_offset not in (0.0, 1.0):
+            raise ConfigError(f"NormConfig.weight_offset: expected 0 or 1, got {self.weight_offset}.")
