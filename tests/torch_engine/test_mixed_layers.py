@@ -15,7 +15,7 @@ need_torch()
 
 from trt_kvcache import HostMemory, InferenceSession, KVCacheManager, ReferenceEngine  # noqa: E402
 from trt_kvcache.engine.decoder_tensors import cache_config  # noqa: E402
-from trt_kvcache.model.features import FEATURES, features  # noqa: E402
+from trt_kvcache.model.features import features  # noqa: E402
 from trt_kvcache.torch_engine import TorchEngine, engine  # noqa: E402
 from trt_kvcache.torch_engine.attention import MaskedAttention  # noqa: E402
 
@@ -46,9 +46,9 @@ def expected(dtype, attention):
     return logits(ReferenceEngine, MODEL, dtype=dtype, attention=attention)
 
 
-def test_the_model_has_all_features():
+def test_the_model_has_all_features_of_attention():
     """But one: weights that share a stored tensor, which families have."""
-    assert set(features(MODEL)) == set(FEATURES) - {"fused_tensors"}
+    assert set(features(MODEL)) == engine.COMPUTED_FEATURES - {"fused_tensors"}
 
 
 @pytest.mark.parametrize("attention", ["native", "mask", "plugin"])

@@ -169,8 +169,8 @@ def rotated_heads(qkv: torch.Tensor, kv_heads: int, angles: Angles | None) -> tu
     qk, v = qkv[:, :, :-kv_heads], qkv[:, :, -kv_heads:]
     if angles is not None:
         cos, sin = angles
-        dim = cos.shape[3]
-        turned = qk[..., :dim].float()
+        dim, is_whole = cos.shape[3], cos.shape[3] == qk.shape[3]
+        turned = (qk if is_whole else qk[..., :dim]).float()
         rotated = (turned * cos).addcmul_(turned.roll(dim // 2, dims=3), sin).to(qkv.dtype)
-        qk = rotated if dim == qk.shape[3] else torch.cat((rotated, qk[..., dim:]), dim=3)
+        qk = rotated if is_whole else torch.cat((rotated, qk[..., dim:]), dim=3)
     return qk[:, :, :-kv_heads], qk[:, :, -kv_heads:], v

@@ -41,12 +41,13 @@ class PositionFactors:
     """
 
     def __init__(self, mixers: Sequence[AttentionConfig], length: int, device: torch.device) -> None:
-        self._rope_keys = [rope_key(mixer) for mixer in mixers]
-        tables = rope_tables(mixers, length)
-        self._angles = {key: rope_factors(*(torch.from_numpy(part).to(device) for part in table)) for key, table in tables.items()}
-        self._scalings = [mixer.query_scaling for mixer in mixers]
-        scalings = {scaling for scaling in self._scalings if scaling is not None}
-        self._queries = {scaling: query_factors(scaling, length).to(device) for scaling in scalings}
+        self._length = length
+        ropes = rope_tables(mixers, length)
+        self._angles = [rope_factors(*(torch.from_numpy(part).to(device) for part in table)) for table in ropes.values()]
+        self._rope_of = [None if key is None else list(ropes).index(key) for key in map(rope_key, mixers)]
+        scalings = list(dict.fromkeys(mixer.query_scaling for mixer in mixers if mixer.query_scaling is not None))
+        self._queries = [query_factors(scaling, length).to(device) for scaling in scalings]
+        self._query_of = [None if mixer.query_scaling is None else scalings.index(mixer.query_scaling) for mixer in mixers]
 
     @property
     def scale_queries(self) -> bool:
@@ -63,13 +64,19 @@ class PositionFactors:
         width : int
             New tokens per slot, s. A position past S - 1 gets the angles of the last one: its row is not stored.
         """
-        found = {key: (_rows(cos, start, width), _rows(sin, start, width)) for key, (cos, sin) in self._angles.items()}
-        return [None if key is None else found[key] for key in self._rope_keys]
+        positions = self._positions(start, width)
+        found = [(_rows(cos, positions), _rows(sin, positions)) for cos, sin in self._angles]
+        return [None if index is None else found[index] for index in self._rope_of]
 
     def queries(self, start: torch.Tensor, width: int) -> list[torch.Tensor | None]:
         """Return the factors ``[A, s, 1, 1]`` of queries of the new tokens, by layer; None for layers that do not scale them."""
-        found = {scaling: _rows(factors, start, width) for scaling, factors in self._queries.items()}
-        return [None if scaling is None else found[scaling] for scaling in self._scalings]
+        positions = self._positions(start, width)
+        found = [_rows(factors, positions) for factors in self._queries]
+        return [None if index is None else found[index] for index in self._query_of]
+
+    def _positions(self, start: torch.Tensor, width: int) -> torch.Tensor:
+        """Return the positions ``[A, s]`` of the new tokens, S - 1 for those past it."""
+        return (start[:, None] + torch.arange(width, device=start.device)).clamp_(max=self._length - 1)
 
 
 def rope_factors(cos: torch.Tensor, sin: torch.Tensor) -> Angles:
@@ -83,7 +90,6 @@ def query_factors(scaling: QueryScaling, length: int) -> torch.Tensor:
     return torch.from_numpy(factors.astype(np.float32)[:, None])
 
 
-def _rows(table: torch.Tensor, start: torch.Tensor, width: int) -> torch.Tensor:
-    """Return the rows ``[A, s, 1, n]`` of the new tokens of a table ``[S, n]``."""
-    positions = (start[:, None] + torch.arange(width, device=start.device)).clamp_(max=len(table) - 1)
+def _rows(table: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """Return the rows ``[A, s, 1, n]`` of a table ``[S, n]``."""
     return table[positions].unsqueeze(2)
