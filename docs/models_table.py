@@ -52,7 +52,8 @@ def golden_models(family: str) -> list[ModelConfig]:
 def computed_features(path: Path) -> frozenset[str]:
     """Return the names in the ``COMPUTED_FEATURES`` of a file."""
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "COMPUTED_FEATURES":
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else node.targets if isinstance(node, ast.Assign) else []
+        if any(isinstance(target, ast.Name) and target.id == "COMPUTED_FEATURES" for target in targets):
             return frozenset(item.value for item in ast.walk(node) if isinstance(item, ast.Constant) and isinstance(item.value, str))
     raise ValueError(f"{path}: expected COMPUTED_FEATURES, got none.")
 

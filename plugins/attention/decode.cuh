@@ -362,7 +362,9 @@ __device__ __forceinline__ void decode(const DecodeParams& params) {
         }
     }
     cp_async_wait_group<0>();
-    constexpr int kAtOnce = kMaxNewTokens == 1 ? kPolledAtOnce : kRows / 4;
+    // With several new tokens, all that a thread has if every row is in use.
+    constexpr int kVectorsOfThread = (kRows * kStripsPerRow * kStripVectors + kBlockThreads - 1) / kBlockThreads;
+    constexpr int kAtOnce = kMaxNewTokens == 1 ? kPolledAtOnce : kVectorsOfThread < 8 ? kVectorsOfThread : 8;
     reduce.collect<kAtOnce>(reinterpret_cast<float4*>(smem.ring), kWarps * kRingTiles * kTileBytes, score.factor,
                    [&](int strip, int vector, const PartialState& merged) { store_output(params, work.first, strip, vector, merged); });
 }

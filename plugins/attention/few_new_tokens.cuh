@@ -10,6 +10,20 @@
 #include "attention/rope.cuh"
 #include "attention/schedule.cuh"
 
+// Applies RoPE in place to a chunk of a row of a tile, which is 4 words, and to its partner `half` chunks further on.
+__device__ __forceinline__ void rotate_chunks(unsigned char* tile, int row, int chunk, int half, RopeAngles angles) {
+    uint4* const low = reinterpret_cast<uint4*>(tile + swizzled_offset(row, chunk));
+    uint4* const high = reinterpret_cast<uint4*>(tile + swizzled_offset(row, chunk + half));
+    const uint4 a = *low, b = *high;
+    const float4* const cosines = reinterpret_cast<const float4*>(angles.cosines) + 2 * chunk;
+    const float4* const sines = cosines + angles.num_pairs / 4;
+    const float4 c0 = cosines[0], c1 = cosines[1], s0 = sines[0], s1 = sines[1];
+    const uint2 x = rotated(a.x, b.x, {c0.x, c0.y}, {s0.x, s0.y}), y = rotated(a.y, b.y, {c0.z, c0.w}, {s0.z, s0.w});
+    const uint2 z = rotated(a.z, b.z, {c1.x, c1.y}, {s1.x, s1.y}), w = rotated(a.w, b.w, {c1.z, c1.w}, {s1.z, s1.w});
+    *low = {x.x, y.x, z.x, w.x};
+    *high = {x.y, y.y, z.y, w.y};
+}
+
 // Applies RoPE to q in the head's buffer, and if this block has the head's last tile to the new keys too, which it then appends with their values.
 // There is a barrier behind RoPE.
 template <int kRows>
@@ -18,12 +32,20 @@ __device__ __forceinline__ void prepare_few(const DecodeParams& params, const Ti
     unsigned char* const keys = head + SharedMemory::kKeysOffset;
     const unsigned char* const values = head + SharedMemory::kValuesOffset;
     const float* const angles = reinterpret_cast<const float*>(head + SharedMemory::kAnglesOffset);
-    const int half = params.rotary_dim / 4;  // words
+    const bool by_chunks = params.rotary_dim % 16 == 0;
+    const int half = params.rotary_dim / (by_chunks ? 16 : 4);  // chunks, or words
     const int rows = at.rows(params), rotated_rows = rows + (has_last_tile ? at.count : 0);
 #pragma unroll 1
     for (int x = threadIdx.x; x < rotated_rows * half; x += kBlockThreads) {
-        const int row = divide(x, half), word = x - row * half, token = row < rows ? divide(row, params.group_size) : row - rows;
-        apply_rope_in_tile(row < rows ? head : keys, row < rows ? row : token, word, half, RopeAngles(angles, params.rotary_dim, token));
+        const int row = divide(x, half), place = x - row * half, token = row < rows ? divide(row, params.group_size) : row - rows;
+        unsigned char* const tile = row < rows ? head : keys;
+        const int tile_row = row < rows ? row : token;
+        const RopeAngles row_angles(angles, params.rotary_dim, token);
+        if (by_chunks) {
+            rotate_chunks(tile, tile_row, place, half, row_angles);
+        } else {
+            apply_rope_in_tile(tile, tile_row, place, half, row_angles);
+        }
     }
     __syncthreads();
     if (!has_last_tile) return;
@@ -46,7 +68,7 @@ __device__ __forceinline__ void start_with_few(RowStates<kRows>& state, const Qu
     using SharedMemory = DecodeSharedMemory<kRows>;
     const int lane = threadIdx.x % 32, token_row = min(lane % 8, at.count - 1);
     const SharedAddress keys = shared_address(head + SharedMemory::kKeysOffset), values = shared_address(head + SharedMemory::kValuesOffset);
-    float scores[kRowTiles<kRows>][1][4] = {};
+    float scores[kRowTiles<kRows>][1][4] = {}, odd[kRowTiles<kRows>][4] = {};  // two sums that do not wait for each other
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; d += 2) {
         unsigned b[4];
@@ -57,7 +79,7 @@ __device__ __forceinline__ void start_with_few(RowStates<kRows>& state, const Qu
             for (int m = 0; m < kRowTiles<kRows>; m++) {
                 unsigned a[4];
                 queries.a_fragment(a, m, d + i);
-                mma_m16n8k16(Element{}, scores[m][0], a, b[2 * i], b[2 * i + 1]);
+                mma_m16n8k16(Element{}, i ? odd[m] : scores[m][0], a, b[2 * i], b[2 * i + 1]);
             }
         }
     }
@@ -69,6 +91,7 @@ __device__ __forceinline__ void start_with_few(RowStates<kRows>& state, const Qu
             const int token = divide(16 * m + 8 * i + lane / 4, params.group_size);
 #pragma unroll
             for (int e = 2 * i; e < 2 * i + 2; e++) {
+                scores[m][0][e] += odd[m][e];
                 const int distance = token - (lane % 4 * 2 + e % 2);
                 if (params.score.has_softcap()) scores[m][0][e] = params.score.softcap(scores[m][0][e]);
                 if (distance < 0 || distance >= span) scores[m][0][e] = kMaskedScore;

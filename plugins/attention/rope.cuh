@@ -32,13 +32,21 @@ __device__ __forceinline__ unsigned apply_rope(const unsigned* row, int word, Ro
     return pack(Element{}, {sum_of_products(x.x, cosine.x, sign * y.x, sine.x), sum_of_products(x.y, cosine.y, sign * y.y, sine.y)});
 }
 
+// A word and its partner, rotated.
+__device__ __forceinline__ uint2 rotated(unsigned low, unsigned high, float2 cosine, float2 sine) {
+    const float2 a = unpack(Element{}, low), b = unpack(Element{}, high);
+    return {pack(Element{}, {sum_of_products(a.x, cosine.x, -b.x, sine.x), sum_of_products(a.y, cosine.y, -b.y, sine.y)}),
+            pack(Element{}, {sum_of_products(b.x, cosine.x, a.x, sine.x), sum_of_products(b.y, cosine.y, a.y, sine.y)})};
+}
+
 // Rotates, in place, a word of a row of a tile and its partner `half` words further on.
 __device__ __forceinline__ void rotate_in_tile(unsigned char* tile, int row, int word, int half, float2 cosine, float2 sine) {
     unsigned* low = reinterpret_cast<unsigned*>(tile + swizzled_offset(row, word / 4)) + word % 4;
     unsigned* high = reinterpret_cast<unsigned*>(tile + swizzled_offset(row, (word + half) / 4)) + (word + half) % 4;
-    const float2 a = unpack(Element{}, *low), b = unpack(Element{}, *high);
-    *low = pack(Element{}, {sum_of_products(a.x, cosine.x, -b.x, sine.x), sum_of_products(a.y, cosine.y, -b.y, sine.y)});
-    *high = pack(Element{}, {sum_of_products(b.x, cosine.x, a.x, sine.x), sum_of_products(b.y, cosine.y, a.y, sine.y)});
+    const unsigned own = *low, partner = *high;
+    const uint2 both = rotated(own, partner, cosine, sine);
+    *low = both.x;
+    *high = both.y;
 }
 
 // Applies RoPE in place to a word of a row of a tile, and to its partner `half` words further on.

@@ -73,6 +73,7 @@ class Layer(CppObject):
         self.values, self.name = values, ""
         kinds = {"attention": ["IAttention"], "attention_v2": ["IAttention"], "shuffle": ["ILayer", "IShuffleLayer"]}
         kinds |= {"gather": ["ILayer", "IGatherLayer"], "gather_v2": ["ILayer", "IGatherLayer"]}
+        kinds |= {"softmax": ["ILayer", "ISoftMaxLayer"]}
         own: dict[str, Place] = {}
         for interface in kinds.get(values.kind, ["ILayer"]):
             own |= places[interface]
@@ -115,6 +116,10 @@ class Layer(CppObject):
     def setSecondTranspose(self, permutation: Any) -> None:
         self._set("second", tuple(permutation.contents.order))
 
+    @function(None, c_uint32)
+    def setAxes(self, axes: int) -> None:
+        self._set("axes", axes)
+
     @function(None, c_int32)
     def setNbElementWiseDims(self, count: int) -> None:
         self._set("elementwise dims", count)
@@ -148,6 +153,19 @@ def _elementwise(given: Values) -> list[tuple[Shape, int]]:
     assert left.type == right.type, f"types {left.type} and {right.type} differ"
     shape = tuple(_broadcast(a, b) for a, b in zip(left.shape, right.shape, strict=True))
     return [(shape, BOOL if given.settings["operation"] == _GREATER else left.type)]
+
+
+def _select(given: Values) -> list[tuple[Shape, int]]:
+    condition, left, right = given.inputs
+    assert condition.type == BOOL
+    assert left.type == right.type, f"types {left.type} and {right.type} differ"
+    shapes = zip(condition.shape, left.shape, right.shape, strict=True)
+    return [(tuple(_broadcast(_broadcast(a, b), c) for a, b, c in shapes), left.type)]
+
+
+def _softmax(given: Values) -> list[tuple[Shape, int]]:
+    assert given.settings["axes"] == 1 << len(given.inputs[0].shape) - 1  # the last one
+    return _same(given)
 
 
 def _shuffle(given: Values) -> list[tuple[Shape, int]]:
@@ -288,6 +306,14 @@ class Network(CppObject):
     @function(c_void_p, c_void_p, c_int32)
     def addActivation(self, tensor: int, kind: int) -> Layer:
         return self._add("activation", _same, (tensor,), activation=kind)
+
+    @function(c_void_p, c_void_p, c_void_p, c_void_p)
+    def addSelect(self, condition: int, left: int, right: int) -> Layer:
+        return self._add("select", _select, (condition, left, right))
+
+    @function(c_void_p, c_void_p)
+    def addSoftMax(self, tensor: int) -> Layer:
+        return self._add("softmax", _softmax, (tensor,))
 
     @function(c_void_p, c_void_p)
     def addShape(self, tensor: int) -> Layer:

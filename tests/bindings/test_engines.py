@@ -14,7 +14,8 @@ from tests.helpers.fake_tensorrt import FakeGpuMemory
 from tests.helpers.small_model import write_model
 from tests.helpers.tensorrt_engines import enqueue, make_ready, set_shapes
 from trt_kvcache import build_engine
-from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant, why_not_native
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BindingError, ConfigError, EngineError, ShapeError
 from trt_kvcache.trt.module import TensorRT
@@ -23,6 +24,21 @@ from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 
 SIZES = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11}
 LAYERS = 2
+
+
+_YARN = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1, "rope_theta": 1e4}
+
+#: ``config.json`` of one model of each family that differs from Llama in layers.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma2": {"sliding_window": 7},
+    "gemma3_text": {"sliding_window": 7, "sliding_window_pattern": 2},
+    "granite": {"embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5},
+    "ministral3": {"rope_parameters": _YARN},
+    "mistral": {"sliding_window": 7},
+    "olmo2": {},
+    "phi3": {"hidden_size": 256, "partial_rotary_factor": 0.75},
+    "smollm3": {"no_rope_layers": [1, 0]},
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +84,25 @@ def test_the_network_has_the_tensors_of_the_engine_folder(stand_in: Any, full: T
     names = [layer.name for layer in network.layers]
     assert len(set(names)) == len(names)
     assert all(names)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_networks_of_other_families(stand_in: Any, full: TensorRT, tmp_path: Path, variant: str, family: str) -> None:
+    model = write_model(tmp_path / "model", model_type=family, head_dim=64, num_hidden_layers=LAYERS, **FAMILIES[family])
+
+    def build() -> Path:
+        return build_engine(model, tmp_path / "engine", **SIZES, attention=variant, flavour="tensorrt").path
+
+    with Checkpoint.open(model) as checkpoint:
+        obstacle = why_not_native(checkpoint.config, SIZES["max_sequence_length"])
+    if variant == "native" and obstacle is not None:
+        with pytest.raises(ConfigError, match="attention: expected mask or plugin, got native"):
+            build()
+        return
+    config, network = EngineFolder.open(build()).config, stand_in.networks[-1]
+    assert network.tensors() == {spec.name: (spec.shape, int(full.data_type(spec.dtype))) for spec in config.tensors}
+    names = [layer.name for layer in network.layers]
+    assert len(set(names)) == len(names)
 
 
 def test_the_network_has_the_attention_of_the_variant(stand_in: Any, built: Path, variant: str, full: TensorRT) -> None:

@@ -36,6 +36,7 @@ OBJECTS = {
     "builder/network/head.py": {"layer": "IGatherLayer"},
     "builder/network/rope.py": {"layer": "IRotaryEmbeddingLayer"},
     "builder/network/self_attention.py": {"layer": "IAttention"},
+    "builder/network/softcapped_attention.py": {"softmax": "ISoftMaxLayer"},
     "builder/network/step_lengths.py": {"layer": "IFillLayer"},
     "trt/loaded_plan.py": {
         "config": "IRuntimeConfig",

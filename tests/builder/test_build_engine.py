@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from functools import cache
@@ -31,6 +32,18 @@ from trt_kvcache.trt.module import TensorRT, load
 
 TOKENIZER = (SHIPPED / "tokenizer.json").read_text(encoding="utf-8")
 FAMILIES = {"llama": "llama", "llama, biases, llama3 RoPE": "llama-llama3-bias", "qwen2, tied": "qwen2-tied", "qwen3": "qwen3-sharded"}
+#: Families that are built with the attention that is chosen for them: windows and soft caps need a mask.
+OTHER_FAMILIES = {
+    "gemma2": ("gemma2", "mask"),
+    "gemma3": ("gemma3", "mask"),
+    "granite": ("granite", "native"),
+    "ministral3": ("ministral3-window", "mask"),
+    "mistral": ("mistral", "native"),
+    "olmo2": ("olmo2", "native"),
+    "phi3": ("phi3-long", "native"),
+    "smollm3": ("smollm3", "native"),
+}
+DTYPES = ("float16", "bfloat16", "float32")
 SIZES: dict[str, Any] = {"max_batch_size": 3, "max_sequence_length": 38, "max_prefill_length": 11, "flavour": "tensorrt_rtx"}
 
 
@@ -47,7 +60,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     build.cache_clear()
 
 
-COMBINATIONS = [(family, dtype, "native") for family in FAMILIES for dtype in ("float16", "bfloat16", "float32")] + [
+COMBINATIONS = [(family, dtype, "native") for family in FAMILIES for dtype in DTYPES] + [
     ("llama", "float32", "mask"),
     ("llama, biases, llama3 RoPE", "float16", "mask"),
     ("qwen2, tied", "bfloat16", "mask"),
@@ -73,6 +86,18 @@ def test_every_family_and_dtype_builds(built: Any, family: str, dtype: str, atte
         assert config.model == checkpoint.config
         assert config.checkpoint.fingerprint == checkpoint.fingerprint()
     assert config.checkpoint.path == str(GOLDEN / FAMILIES[family])
+
+
+@pytest.mark.trt
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_every_other_family_and_dtype_builds(tmp_path: Path, family: str, dtype: str) -> None:
+    model, attention = OTHER_FAMILIES[family]
+    report = build_engine(GOLDEN / model, tmp_path / "engine", **SIZES, dtype=dtype)
+    config = EngineFolder.open(tmp_path / "engine").config
+    assert (config.model.family.removesuffix("_text"), config.dtype, config.attention_variant) == (family, dtype, attention)
+    assert report.warnings == ()
+    assert report.plan_nbytes > 100_000
 
 
 @pytest.mark.trt
@@ -331,6 +356,18 @@ def test_options_refused_before_anything(no_tensorrt: None, tmp_path: Path, chan
     with pytest.raises(ConfigError, match=message):
         build_engine(model, tmp_path / "new" / "engine", **{**SIZES, **change})
     assert os.listdir(tmp_path) == ["model"]
+
+
+@pytest.mark.trt
+def test_native_attention_is_refused_before_a_network_where_it_has_no_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(definition, "Graph", None)
+    message = (
+        "attention: expected mask or plugin, got native: layers[0].mixer.window = 7, and TensorRT's attention layer has no window. "
+        "Build with --attention mask or plugin."
+    )
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        build_engine(GOLDEN / "gemma2", tmp_path / "engine", **SIZES, attention="native")
+    assert not os.listdir(tmp_path)
 
 
 @pytest.mark.trt

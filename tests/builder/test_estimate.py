@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.small_model import write_model
-from tests.paths import SHIPPED
+from tests.paths import GOLDEN, SHIPPED
 from trt_kvcache import Checkpoint, build_engine, estimate_build
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.errors import CheckpointError, ConfigError
@@ -45,6 +45,19 @@ def test_plugin_attention_has_its_constants_beside_the_plan(tmp_path: Path) -> N
     assert plugin.constants_nbytes > 0
     assert plugin.weights_nbytes == native.weights_nbytes
     assert plugin.disk_nbytes == plugin.plan_nbytes + plugin.constants_nbytes
+
+
+def test_the_chosen_attention_is_that_of_a_build() -> None:
+    assert estimate_build(GOLDEN / "gemma2", **SIZES) == estimate_build(GOLDEN / "gemma2", **SIZES, attention="mask")
+    with pytest.raises(ConfigError, match="attention: expected mask or plugin, got native"):
+        estimate_build(GOLDEN / "gemma2", **SIZES, attention="native")
+
+
+def test_soft_capped_scores_are_activations(tmp_path: Path) -> None:
+    capped = write_model(tmp_path / "capped", model_type="gemma2", attn_logit_softcapping=50.0)
+    plain = write_model(tmp_path / "plain", model_type="gemma2", attn_logit_softcapping=None)
+    more = estimate_build(capped, **SIZES).activations_nbytes - estimate_build(plain, **SIZES).activations_nbytes
+    assert more == 3 * 11 * 4 * 38 * 2 * 4  # slots, new tokens, heads, keys, before and after softmax, float32
 
 
 def test_more_slots_and_tokens_take_more_activations() -> None:

@@ -14,12 +14,13 @@ from trt_kvcache.builder import options as options_module
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig, KVLayout
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import ModelConfig
+from trt_kvcache.model import ModelConfig, RopeConfig
 from trt_kvcache.trt.log import TensorRTLog
 from trt_kvcache.trt.module import TensorRT, load
 
 GOOD: dict[str, Any] = {"max_batch_size": 3, "max_sequence_length": 40, "max_prefill_length": 11}
 MODEL = ModelConfig.from_dict(SMALL)
+PARTIAL = RopeConfig(kind="default", theta=1e4, partial_rotary_factor=18 / 64)
 
 
 def full_tensorrt(version: str) -> TensorRT:
@@ -170,3 +171,36 @@ def test_a_model_that_the_plugin_supports() -> None:
 
 def test_other_attention_supports_models_that_the_plugin_does_not() -> None:
     BuildOptions(**GOOD, attention="mask").check_kernels(with_mixer(MODEL, head_dim=24))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope": PARTIAL}, "rotary_dim: expected a multiple of 4 from 0 to 64, got 18."),
+        ({"scale": 1e7}, "scale: expected 0, or 1e-06 to 1000000.0, got 10000000.0."),
+        ({"softcap": 1e-7}, "softcap: expected 0, or 1e-06 to 1000000.0, got 1e-07."),
+    ],
+    ids=["rotary_dim", "scale", "softcap"],
+)
+def test_attention_that_the_plugin_does_not_support(changes: dict[str, Any], message: str) -> None:
+    model = with_mixer(MODEL, head_dim=64)
+    BuildOptions(**GOOD, attention="plugin").check_kernels(model)
+    with pytest.raises(ConfigError) as raised:
+        BuildOptions(**GOOD, attention="plugin").check_kernels(with_mixer(model, **changes))
+    assert str(raised.value) == message
+
+
+@pytest.mark.parametrize(("changes", "what"), [({"window": 39}, "window = 39"), ({"softcap": 2.0}, "softcap = 2.0")])
+def test_native_attention_has_neither_windows_nor_soft_caps(changes: dict[str, Any], what: str) -> None:
+    model = with_mixer(MODEL, **changes)
+    with pytest.raises(ConfigError) as raised:
+        BuildOptions(**GOOD).cache_for(model)
+    start = f"attention: expected mask or plugin, got native: layers[0].mixer.{what}, and TensorRT's attention layer has no "
+    assert str(raised.value).startswith(start)
+    assert str(raised.value).endswith(". Build with --attention mask or plugin.")
+    for attention in ("mask", "plugin"):
+        BuildOptions(**GOOD, attention=attention).cache_for(model)
+
+
+def test_a_window_that_no_sequence_exceeds_is_none() -> None:
+    BuildOptions(**GOOD).cache_for(with_mixer(MODEL, window=40))

@@ -464,5 +464,5 @@ def test_neither_waits_nor_allocates_and_launches_once_per_group_and_kind(memory
             calls = standin.take_calls()
             if run:
                 assert not {*calls} & (WAITS | ALLOCATIONS)
-                groups, kinds = {"manager": (2, 0), "linear": (1, 2), "mamba": (0, 2), "hybrid": (2, 2)}[kind]
+                groups, kinds = {"manager": (2, 0), "linear": (1, 2), "mamba": (0, 2), "hybrid": (2, 2), "conv": (2, 1)}[kind]
                 assert sum(call.startswith("cuLaunchKernel") for call in calls) == groups + kinds + 1

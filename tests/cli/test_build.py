@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from trt_kvcache.cli import build as build_module
+from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.errors import BuildError
 
 from .conftest import CONFIG, GOLDEN, SHIPPED, Run
@@ -39,7 +40,7 @@ def test_what_is_not_given_is_left_to_the_builder(run: Run, asked: dict[str, Any
         "max_prefill_length": None,
         "max_logits_per_slot": 1,
         "dtype": None,
-        "attention": "native",
+        "attention": None,
         "flavour": "auto",
         "embed_weights": False,
         "compute_capabilities": None,
@@ -101,6 +102,15 @@ def test_sizes_below_one_are_wrong_usage(run: Run, tmp_path: Path):
 
 @pytest.mark.trt
 class TestWithTensorRT:
+    def test_attention_that_computes_the_model_is_chosen(self, run: Run, tmp_path: Path):
+        sizes = ("--max-sequence-length", 32, "--max-prefill-length", 8, "--flavour", "tensorrt_rtx")
+        done = run("build", GOLDEN / "gemma3", "-o", tmp_path / "engine", *sizes)
+        assert (done.code, done.err) == (0, "")
+        assert EngineFolder.open(tmp_path / "engine").config.attention_variant == "mask"
+        shown = run("inspect", tmp_path / "engine")
+        assert shown.code == 0
+        assert "mask" in shown.out
+
     def test_an_engine_folder_is_made_and_runs(self, run: Run, tmp_path: Path):
         target = tmp_path / "[red]new folder[/]" / "engine"
         done = run("build", SHIPPED, "-o", target, "--max-batch-size", 2)

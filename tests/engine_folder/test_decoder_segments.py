@@ -6,7 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from tests.helpers.golden_models import model_of
 from tests.helpers.small_model import SMALL, with_layers
+from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.engine.decoder_tensors import cache_config
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
@@ -113,3 +115,59 @@ def test_intermediate_tensors_are_those_between_the_stages() -> None:
     found = intermediate_tensors(stages(), [*ids, *caches, *presents, *decoder_constants(MODEL, CACHE), LOGITS])
     assert set(found) == {"hidden_0", "hidden_1"} | {f"{name}_{layer}" for name in ("q", "k", "v", "attended") for layer in (0, 1)}
     assert found["attended_1"].shape == Q
+
+
+def stages_of(name: str) -> tuple[ModelConfig, KVCacheConfig, tuple[Stage, ...]]:
+    """Return a golden model, its cache and its stages."""
+    model = model_of(name)
+    cache = cache_config(model, max_batch_size=3, max_sequence_length=11, dtype="float16", attention="plugin")
+    return model, cache, decoder_stages(model, cache, DEFAULT_NAMES)
+
+
+def test_layers_with_different_rope_read_different_tables() -> None:
+    model, cache, found = stages_of("gemma3")
+    assert decoder_constants(model, cache)[1:] == (
+        TensorSpec.input("rope.cos_sin", (11, 2, 12), "float32"),
+        TensorSpec.input("rope.cos_sin_1", (11, 2, 12), "float32"),
+    )
+    tables = [stage.inputs[-1] for stage in found if isinstance(stage, CustomOpNode)][1:]
+    assert tables == ["rope.cos_sin", "rope.cos_sin", "rope.cos_sin_1", "rope.cos_sin"]
+
+
+def test_layers_without_rope_read_no_table() -> None:
+    _, _, found = stages_of("smollm3-bias-window")
+    nodes = [stage for stage in found if isinstance(stage, CustomOpNode)][1:]
+    assert [node.inputs[5:] for node in nodes] == [(), ("rope.cos_sin",), ()]
+    assert [node.attributes.get("rotary_dim") for node in nodes] == [0, None, 0]
+    assert [node.attributes.get("window") for node in nodes] == [None, 8, 8]
+
+
+def test_attention_has_what_its_layer_differs_in() -> None:
+    _, _, found = stages_of("gemma2")
+    nodes = [stage for stage in found if isinstance(stage, CustomOpNode)][1:]
+    heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 24}
+    scale = model_of("gemma2").layers[0].mixer.scale
+    assert [node.attributes for node in nodes] == [
+        {**heads, "scale": scale, "window": 7, "softcap": 2.0},
+        {**heads, "scale": scale, "softcap": 2.0},
+        {**heads, "scale": scale, "window": 7, "softcap": 2.0},
+    ]
+
+
+def test_a_window_that_no_sequence_exceeds_is_left_out() -> None:
+    _, _, found = stages_of("ministral3-window")  # its window is 11, as S is
+    assert not [stage for stage in found if isinstance(stage, CustomOpNode) and "window" in stage.attributes]
+
+
+def test_the_first_segment_multiplies_what_the_embedding_gives() -> None:
+    _, _, found = stages_of("granite")
+    assert attention(found[0]).outputs == ("embedded",)
+    names = [(spec.name, spec.mode.value) for spec in tensors(found[1])]
+    assert names == [("embedded", "input"), ("q_0", "output"), ("k_0", "output"), ("v_0", "output"), ("hidden_0", "output")]
+    assert tensors(found[3])[0].name == "hidden_0"
+
+
+def test_segments_with_queries_that_are_scaled_by_position_read_where_the_step_starts() -> None:
+    _, _, found = stages_of("ministral3")
+    starts = [TensorSpec.input("kvcache_start_index", (-1,), "int32") in stage.tensors for stage in found if isinstance(stage, Segment)]
+    assert starts == [True, True, False]

@@ -10,7 +10,11 @@ from trt_kvcache.kernels.source_variants import variant_macros
 from trt_kvcache.kernels.sources import CXX_STANDARD, source_folder, source_names, source_path
 
 ARCH = "sm_87"
-NAMES = [name for name in source_names() if "-" not in name or name.endswith(("float16-128", "-bfloat16-256"))]
+NAMES = [
+    name
+    for name in source_names()
+    if "-" not in name or name.endswith(("float16-128", "-bfloat16-256", "-float16-float32", "float32-float32"))
+]
 
 
 @pytest.fixture(scope="module")

@@ -48,6 +48,15 @@ def test_polygraphy_converts_the_shipped_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.trt
+def test_attention_that_computes_the_model_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network_script.polygraphy_config, "USE_TENSORRT_RTX", True)
+    script = NetworkScript(MODEL.parent / "gemma3", **SIZES)
+    _, network = script.load_network()
+    assert script.options.attention == "mask"
+    assert script.load_config(None, network).num_optimization_profiles == 2
+
+
+@pytest.mark.trt
 def test_polygraphy_converts_any_checkpoint(tmp_path: Path) -> None:
     sizes = {f"TRT_KVCACHE_{name.upper()}": str(value) for name, value in SIZES.items()}
     done = _convert(ENGINES / "from_checkpoint.py", tmp_path / "out.plan", TRT_KVCACHE_MODEL=str(MODEL), **sizes)

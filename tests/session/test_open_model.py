@@ -15,6 +15,7 @@ import pytest
 from tests.checkpoint.tokenizer_folders import EOS, byte_level_folder
 from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.small_model import write_model
+from tests.paths import GOLDEN
 from trt_kvcache import InferenceSession, SamplingParams
 from trt_kvcache.builder.build_engine import build_engine
 from trt_kvcache.engine_folder.folder import EngineFolder
@@ -261,6 +262,20 @@ class TestModel:
         assert np.isfinite(session.prefill([[1, 2]])).all()
         session.close()
         assert not place.parent.exists()
+
+    @pytest.mark.parametrize(("length", "attention"), [(38, "mask"), (6, "native")])
+    @pytest.mark.usefixtures("gpu")
+    def test_a_built_engine_has_the_attention_that_computes_the_model(self, monkeypatch, length, attention):
+        asked = {}
+
+        def build(path, target, **options):
+            asked.update(options)
+            raise BuildError("enough seen")
+
+        monkeypatch.setattr(opening, "build_engine", build)
+        with pytest.raises(BuildError, match="enough seen"):
+            InferenceSession.from_model(GOLDEN / "gemma3", engine="tensorrt", max_sequence_length=length)
+        assert asked["attention"] == attention
 
     @pytest.mark.parametrize("stage", ["build", "open"])
     def test_a_build_that_fails_leaves_no_folder(self, model, gpu, monkeypatch, stage):

@@ -87,7 +87,8 @@ def test_tiles_of_smaller_gpus(arch):
 
 RACE, BYTES, MISALIGNED = "WARNING: ThreadSanitizer: data race", "bytes differ", "misaligned address"
 OVERRUN = "ERROR: AddressSanitizer: heap-"  # an overflow, or a use after free where memory beside it was freed
-DECODE, PREFILL = (f"{ATTENTION}.py::{test}" for test in ("test_decode", "test_prefill"))
+DECODE, FEW_TESTS, PREFILL = (f"{ATTENTION}.py::{test}" for test in ("test_decode", "test_few", "test_prefill"))
+FEW = "attention/few_new_tokens.cuh"
 DECODING, PIPELINE, SCHEDULE, REDUCE, SOFTMAX = (
     f"attention/{name}.cuh" for name in ("decode", "kv_pipeline", "schedule", "split_kv_reduce", "softmax_state")
 )
@@ -123,8 +124,8 @@ MISTAKES = {
     "one layout's stride": ("kv.cu", "slot * layer.slot_stride", "slot * 2 * layer.kv_stride", "none", "test_kv_copies.py", BYTES),
     "the new token is read before all have written it": (
         DECODING,
-        "    __syncthreads();\n}\n\n// A fragments",
-        "}\n\n// A fragments",
+        "    __syncthreads();\n}\n\n// Starts",
+        "}\n\n// Starts",
         "thread",
         DECODE,
         RACE,
@@ -197,6 +198,41 @@ MISTAKES = {
         "address",
         DECODE,
         OVERRUN,
+    ),
+    "no causal mask among new tokens": (FEW, "distance < 0 || ", "", "none", FEW_TESTS, "assert"),
+    "the window of the first new token for all rows": (
+        DECODING,
+        "first_keys[i] = at.first_key_of(params, divide(16 * m + 8 * i + lane / 4, params.group_size));",
+        "first_keys[i] = at.first_key;",
+        "none",
+        FEW_TESTS,
+        "assert",
+    ),
+    "a block that appends new tokens which it has not loaded": (FEW, "    if (!has_last_tile) return;\n", "", "none", FEW_TESTS, "assert"),
+    "values of tokens that are not new": (FEW, "min(lane % 8, at.count - 1)", "lane % 8", "none", FEW_TESTS, "assert"),
+    "rows behind the new ones that are not zeroed": (
+        DECODING,
+        "if (kMaxNewTokens > 1 && has_last_tile) store_zeros",
+        "if (false) store_zeros",
+        "none",
+        FEW_TESTS,
+        "assert",
+    ),
+    "a head buffer that is filled while it is read": (
+        DECODING,
+        "__syncthreads();  // the buffer is filled again in this step",
+        "",
+        "thread",
+        FEW_TESTS,
+        RACE,
+    ),
+    "strips of a block in the place of another one's": (
+        REDUCE,
+        "blockIdx.x) * place_strips * kStripVectors;",
+        "blockIdx.x) * num_strips * kStripVectors;",
+        "none",
+        FEW_TESTS,
+        "assert",
     ),
     "tiles that no block has": (SCHEDULE, "max(split - (splits - remainder), 0)", "0", "none", DECODE, "assert"),
     "a slot that is full": (

@@ -26,11 +26,17 @@ COMMON: dict[str, Any] = {
     "pad_token_id": None,
 }
 
+_WINDOW_FIRST = ["sliding_attention", "full_attention"]
+
 #: By name: the ``model_type``, and what differs from :data:`COMMON`. Their heads are those that the attention kernels know.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 64, "tie_word_embeddings": False}),
     "qwen2": ("qwen2", {"hidden_size": 384, "tie_word_embeddings": True}),
     "qwen3": ("qwen3", {"head_dim": 128, "tie_word_embeddings": False}),
+    "gemma2": ("gemma2", {"head_dim": 64, "query_pre_attn_scalar": 96, "sliding_window": 48, "attn_implementation": "eager"}),
+    "gemma3": ("gemma3_text", {"head_dim": 256, "query_pre_attn_scalar": 200, "sliding_window": 48, "layer_types": _WINDOW_FIRST}),
+    "phi3": ("phi3", {"hidden_size": 384, "partial_rotary_factor": 0.75, "sliding_window": 64, "tie_word_embeddings": False}),
+    "smollm3": ("smollm3", {"hidden_size": 384, "no_rope_layers": [1, 0]}),
 }
 
 

@@ -4,7 +4,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from trt_kvcache.builder.options import (
 from trt_kvcache.builder.serialization import serialize
 from trt_kvcache.builder.timing_cache import check_timing_cache
 from trt_kvcache.checkpoint import Checkpoint, Tokenizer
-from trt_kvcache.engine.attention_variants import AttentionLayerConfig
+from trt_kvcache.engine.attention_variants import AttentionLayerConfig, default_attention
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine_folder.config import EngineConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
@@ -76,7 +76,7 @@ def build_engine(
     max_prefill_length: int | None = None,
     max_logits_per_slot: int | Literal["all"] = 1,
     dtype: str | None = None,
-    attention: str = "native",
+    attention: str | None = None,
     flavour: str = "auto",
     embed_weights: bool = False,
     compute_capabilities: Sequence[str] | None = None,
@@ -104,8 +104,9 @@ def build_engine(
     dtype : str, optional
         What the engine computes in, and its cache holds: ``"float16"``, ``"bfloat16"`` or ``"float32"``. That of the checkpoint if left
         out.
-    attention : str
-        ``"native"``, ``"mask"`` or ``"plugin"``: see :mod:`trt_kvcache.engine.attention_variants`.
+    attention : str, optional
+        ``"native"``, ``"mask"`` or ``"plugin"``: see :mod:`trt_kvcache.engine.attention_variants`. If left out ``"native"``, and
+        ``"mask"`` for a model with windows smaller than S, or with soft caps of scores, which native attention has not.
     flavour : str
         ``"tensorrt"``, ``"tensorrt_rtx"`` or ``"auto"``: see ``trt_kvcache.trt.module.load``.
     embed_weights : bool
@@ -160,12 +161,14 @@ def build_engine(
         max_prefill_length=_default_prefill_length(sequence_length) if max_prefill_length is None else max_prefill_length,
         max_logits_per_slot=max_logits_per_slot,
         dtype=dtype,
-        attention=attention,
+        attention=attention or "native",
         flavour=flavour,
         compute_capabilities=None if compute_capabilities is None else _as_tuple(compute_capabilities),
         builder_optimization_level=builder_optimization_level,
         timing_cache=None if timing_cache is None else Path(timing_cache),
     )
+    if attention is None:
+        options = replace(options, attention=_default_attention(Path(model_path), options.max_sequence_length))
     target = Path(engine_path)
     check_target(target, Path(model_path))
     if options.timing_cache is not None:
@@ -224,6 +227,11 @@ def build_engine(
 def _default_sequence_length(model_path: Path) -> int:
     with Checkpoint.open(model_path) as checkpoint:
         return min(checkpoint.config.max_position_embeddings, DEFAULT_MAX_SEQUENCE_LENGTH)
+
+
+def _default_attention(model_path: Path, sequence_length: int) -> str:
+    with Checkpoint.open(model_path) as checkpoint:
+        return default_attention(checkpoint.config, sequence_length)
 
 
 def _default_prefill_length(sequence_length: Any) -> int:

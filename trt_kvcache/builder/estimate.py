@@ -2,13 +2,14 @@
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, DEFAULT_MAX_SEQUENCE_LENGTH, BuildOptions
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.dtypes import itemsize
+from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.model import ModelConfig
@@ -80,7 +81,7 @@ def estimate_build(
     max_prefill_length: int | None = None,
     max_logits_per_slot: int | Literal["all"] = 1,
     dtype: str | None = None,
-    attention: str = "native",
+    attention: str | None = None,
     flavour: str = "auto",
 ) -> BuildEstimate:
     """Estimate what ``build_engine`` would take and give. Only ``config.json`` is read; TensorRT is not needed.
@@ -95,8 +96,8 @@ def estimate_build(
         As for ``build_engine``.
     dtype : str, optional
         What the engine computes in; that of the checkpoint if left out.
-    attention : str
-        ``"native"``, ``"mask"`` or ``"plugin"``.
+    attention : str, optional
+        ``"native"``, ``"mask"`` or ``"plugin"``; chosen as by ``build_engine`` if left out.
     flavour : str
         ``"tensorrt"`` builds plugin attention into one network; otherwise it runs between the segments of the engine.
 
@@ -128,12 +129,14 @@ def estimate_build(
         max_prefill_length=min(length, DEFAULT_MAX_PREFILL_LENGTH) if max_prefill_length is None else max_prefill_length,
         max_logits_per_slot=max_logits_per_slot,
         dtype=dtype,
-        attention=attention,
+        attention=attention or "native",
         flavour=flavour,
     )
+    if attention is None:
+        options = replace(options, attention=default_attention(model, options.max_sequence_length))
     cache = options.cache_for(model)
     options.check_kernels(model)
-    segmented = attention == "plugin" and flavour != "tensorrt"
+    segmented = options.attention == "plugin" and flavour != "tensorrt"
     size, shapes = itemsize(cache.dtype), tensor_shapes(model)
     weights = sum(math.prod(shape) for shape in shapes.values()) * size
     embedding = math.prod(shapes[EMBEDDING]) * size if segmented else 0
@@ -157,9 +160,13 @@ def _activations_nbytes(model: ModelConfig, dtype: str, options: BuildOptions) -
     mixers = max((2 * mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim for mixer in model.attention_layers)
     mlps = max(3 * layer.mlp.intermediate_size for layer in model.layers if layer.mlp is not None)  # gate, up and their product
     widest = 2 * model.hidden_size + max(mixers, mlps)  # the residual, and its norm
+    capped = max((mixer.num_heads for mixer in model.attention_layers if mixer.softcap is not None), default=0)
+    scores = (
+        2 * capped * options.max_sequence_length * itemsize("float32") if options.attention == "mask" else 0
+    )  # before and after softmax
     rows = options.max_batch_size * options.logits_per_slot
     logits = rows * model.vocab_size * (itemsize(dtype) + itemsize("float32"))
-    return tokens * widest * itemsize(dtype) + logits
+    return tokens * (widest * itemsize(dtype) + scores) + logits
 
 
 def _host_peak_nbytes(model: ModelConfig, dtype: str, weights: int, embedding: int, *, segmented: bool) -> int:

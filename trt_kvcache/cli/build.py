@@ -47,9 +47,9 @@ def build(
     ] = 1,
     dtype: Annotated[DTypeName | None, choice(DTypeName, "--dtype", help=DTYPE_HELP)] = None,
     attention: Annotated[
-        Attention,
+        Attention | None,
         choice(Attention, "--attention", help=ATTENTION_HELP),
-    ] = "native",
+    ] = None,
     flavour: Annotated[
         FlavourName,
         choice(

@@ -12,6 +12,7 @@ from trt_kvcache.cli.interrupt import held_interrupts
 from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice
 from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
+from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
 from trt_kvcache.session.open_model import why_no_tensorrt
@@ -140,5 +141,5 @@ def _other_attention(folder: Path, reference: SessionSource) -> SessionSource:
         max_sequence_length=config.cache.max_sequence_length,
         max_prefill_length=config.max_prefill_length,
         dtype=cast(DTypeChoice, config.dtype),
-        attention="native" if config.attention_variant == "plugin" else "plugin",
+        attention=default_attention(config.model, config.cache.max_sequence_length) if config.attention_variant == "plugin" else "plugin",
     )

@@ -22,7 +22,8 @@ DTYPE_HELP = "Data type of weights, K and V. Default: the checkpoint's."
 MAX_SEQUENCE_LENGTH_HELP = f"Tokens that a slot can hold. Default: the model's limit, at most {DEFAULT_MAX_SEQUENCE_LENGTH}."
 
 ATTENTION_HELP = (
-    "native: TensorRT's causal attention. mask: with an explicit mask (avoids a defect of 11.x). plugin: this package's kernels."
+    "native: TensorRT's causal attention. mask: with an explicit mask (avoids a defect of 11.x). plugin: this package's kernels. "
+    "Default: native, or mask for models with windows or soft-capped scores."
 )
 
 _PANEL, MODEL_PANEL = "Engine", "For a model folder (an engine folder has them from its build)"

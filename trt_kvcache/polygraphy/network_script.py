@@ -4,6 +4,7 @@ A script creates one at its top level and assigns its two methods to the names t
 """
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from trt_kvcache.builder.definition import DecoderDefinition, define_decoder
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.serialization import make_config
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.errors import BuildError
 from trt_kvcache.trt.module import TensorRT, load
 
@@ -38,9 +40,9 @@ class NetworkScript:
         The most new tokens per slot whose logits one enqueue returns.
     dtype : {"float16", "bfloat16", "float32"}, optional
         Dtype of computation and cache; by default that of the checkpoint.
-    attention : {"native", "mask", "plugin"}
+    attention : {"native", "mask", "plugin"}, optional
         TensorRT's attention with lengths, with an explicit mask, or that of our plugin. See
-        :class:`~trt_kvcache.builder.options.BuildOptions`.
+        :class:`~trt_kvcache.builder.options.BuildOptions`. Chosen as by ``build_engine`` if left out, when the network is defined.
 
     Raises
     ------
@@ -71,7 +73,7 @@ class NetworkScript:
         max_prefill_length: int,
         max_logits_per_slot: int | Literal["all"] = 1,
         dtype: str | None = None,
-        attention: str = "native",
+        attention: str | None = None,
     ) -> None:
         self.model = Path(model)
         self.options = BuildOptions(
@@ -80,8 +82,9 @@ class NetworkScript:
             max_prefill_length=max_prefill_length,
             max_logits_per_slot=max_logits_per_slot,
             dtype=dtype,
-            attention=attention,
+            attention=attention or "native",
         )
+        self._chooses_attention = attention is None
 
     def load_network(self) -> tuple[Any, Any]:
         """Define the network. Polygraphy calls it with ``--model-type trt-network-script``.
@@ -103,8 +106,11 @@ class NetworkScript:
             TensorRT is not installed, lacks a layer that the options need, or rejects the network.
         """
         tensorrt = _polygraphys_tensorrt()
-        self.options.check_tensorrt(tensorrt)
         checkpoint = Checkpoint.open(self.model)
+        if self._chooses_attention:
+            attention = default_attention(checkpoint.config, self.options.max_sequence_length)
+            self.options = replace(self.options, attention=attention)
+        self.options.check_tensorrt(tensorrt)
         with tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
             definition = define_decoder(checkpoint, self.options, tensorrt, messages)
         _DEFINED.append((checkpoint, definition))

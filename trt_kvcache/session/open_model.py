@@ -18,6 +18,7 @@ from trt_kvcache.cache.hybrid_config import HybridCacheConfig
 from trt_kvcache.cache.kv_cache_manager import KVCacheManager
 from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
 from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
+from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config, logits_per_slot
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
@@ -163,7 +164,8 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
         width = options.max_prefill_length or min(cache.max_sequence_length, DEFAULT_MAX_PREFILL_LENGTH)
         logits = logits_per_slot(options.max_logits_per_slot or 1, max_prefill_length=width)
         if _tries_tensorrt(options, options.flavour, model):
-            build_options = {"max_prefill_length": width, "max_logits_per_slot": logits, "attention": attention, "progress": progress}
+            built = options.attention or default_attention(model, cache.max_sequence_length)  # of the same layout
+            build_options = {"max_prefill_length": width, "max_logits_per_slot": logits, "attention": built, "progress": progress}
             try:
                 memory = _cuda_memory(options)  # first: without a GPU, nothing is built
                 return _built_parts(checkpoint.path, cache, memory, options, **build_options)

@@ -77,7 +77,8 @@ class SessionOptions:
     dtype : {"float16", "bfloat16", "float32"}, optional
         Of weights, K and V; the checkpoint's if left out.
     attention : {"native", "mask", "plugin"}, optional
-        TensorRT's causal attention with key lengths (the default), the same with an explicit mask, or this package's plugin.
+        TensorRT's causal attention with key lengths (the default), the same with an explicit mask (the default of TensorRT for a model
+        with windows smaller than S or soft-capped scores), or this package's plugin.
 
     Raises
     ------

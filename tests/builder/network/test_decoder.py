@@ -78,6 +78,24 @@ def test_masked_attention_is_not_causal_too(define: Define) -> None:
         assert layer.key_value_lengths is None
 
 
+def test_each_window_has_one_mask(define: Define) -> None:
+    defined = define("gemma3", dtype="float16", attention="mask")
+    layers = attention_layers(defined.tensorrt, defined.definition.network)
+    assert [layer.mask.name for layer in layers] == ["mask/window_6", "mask/window_6", "mask/causal", "mask/window_6"]
+
+
+def test_each_rope_has_one_table(define: Define) -> None:
+    for model, tables in (("gemma3", ["rope/cos", "rope_1/cos"]), ("smollm3", ["rope/cos"])):
+        assert [name for name in define(model, attention="mask").constants if name.endswith("/cos")] == tables
+
+
+def test_rows_of_a_shared_tensor_are_not_copied(define: Define) -> None:
+    constants = define("phi3-long", dtype="float16").constants
+    for name in ("q", "k", "v"):
+        assert not constants[f"model.layers.0.self_attn.{name}_proj.weight"].flags.owndata
+    assert not constants["model.layers.0.mlp.up_proj.weight"].flags.owndata
+
+
 def test_decomposable_is_set_as_chosen(define: Define) -> None:
     for model, dtype in (("qwen3-sharded", "float16"), ("qwen3-sharded", "float32"), ("qwen2-tied", "bfloat16")):
         defined = define(model, dtype=dtype)
@@ -88,8 +106,11 @@ def test_decomposable_is_set_as_chosen(define: Define) -> None:
         assert all(choice.decomposable is (dtype == "float32" or model == "qwen2-tied") for choice in choices)
 
 
-def test_every_layer_has_a_name_of_its_own(rtx: TensorRT, define: Define) -> None:
-    network = define("llama-llama3-bias", dtype="float16").definition.network
+@pytest.mark.parametrize(
+    ("model", "attention"), [("llama-llama3-bias", "native"), ("gemma2", "mask"), ("gemma3", "mask"), ("ministral3", "native")]
+)
+def test_every_layer_has_a_name_of_its_own(rtx: TensorRT, define: Define, model: str, attention: str) -> None:
+    network = define(model, dtype="float16", attention=attention).definition.network
     layers = [network.get_layer(index) for index in range(network.num_layers)]
     names = [layer.name for layer in layers if layer_kind(rtx, layer) != "ATTENTION_INPUT"]
     assert not [name for name in names if "Unnamed" in name]

@@ -46,8 +46,8 @@ class Network:
         self.defined = defined
         cache = defined.definition.cache
         self._names = [pair for layer in range(cache.num_layers) for pair in DEFAULT_NAMES.cache_pairs(layer)]
-        shape = (MAX_BATCH_SIZE, cache.layers[0].num_kv_heads, MAX_SEQUENCE_LENGTH, cache.layers[0].head_dim)
-        self._caches = [np.zeros(shape, numpy_dtype(cache.dtype)) for _ in self._names]
+        shapes = [(MAX_BATCH_SIZE, layer.num_kv_heads, MAX_SEQUENCE_LENGTH, layer.head_dim) for layer in cache.layers]
+        self._caches = [np.zeros(shape, numpy_dtype(cache.dtype)) for shape in shapes for _ in ("k", "v")]
 
     def caches(self):
         """K, V of layer 0, K, V of layer 1, ...: ``[B, H, S, D]``."""

@@ -83,7 +83,7 @@ def open_sessions(rtx, tmp_path, monkeypatch, model, *, logits=1):
         yield ours, reference
 
 
-@pytest.mark.parametrize("model", ["qwen2-tied", "llama-linear"])
+@pytest.mark.parametrize("model", ["qwen2-tied", "llama-linear", "gemma2", "ministral3-window"])
 def test_a_session_over_segments_gives_the_same_logits(rtx, tmp_path, monkeypatch, model):
     sampling = [SamplingParams(max_new_tokens=count, ignore_eos=True) for count in (6, 9, 3)]
     with open_sessions(rtx, tmp_path, monkeypatch, model) as (ours, reference):

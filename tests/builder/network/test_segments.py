@@ -47,9 +47,8 @@ class Segments:
         (folder / "constants").write_bytes(constants)
         file = SafetensorsFile(folder / "constants")
         self.values = {spec.name: file.array(spec.name) for spec in decoder_constants(self.model, self.cache)}
-        layer = self.cache.layers[0]
-        shape = (MAX_BATCH_SIZE, 2, layer.num_kv_heads, MAX_SEQUENCE_LENGTH, layer.head_dim)
-        self.combined = [np.zeros(shape, numpy_dtype(self.cache.dtype)) for _ in self.cache.layers]
+        shapes = [(MAX_BATCH_SIZE, 2, layer.num_kv_heads, MAX_SEQUENCE_LENGTH, layer.head_dim) for layer in self.cache.layers]
+        self.combined = [np.zeros(shape, numpy_dtype(self.cache.dtype)) for shape in shapes]
 
     def caches(self):
         return [cache[:, side] for cache in self.combined for side in (0, 1)]
@@ -94,7 +93,21 @@ def test_segments_compute_the_logits_of_hugging_face_and_of_the_whole_network(rt
 
 
 @pytest.mark.parametrize(
-    ("model", "dtype"), [("llama-llama3-bias", "bfloat16"), ("qwen2-tied", "float16"), ("qwen3-sharded", "float32"), ("llama", "float16")]
+    ("model", "dtype"),
+    [
+        ("llama-llama3-bias", "bfloat16"),
+        ("qwen2-tied", "float16"),
+        ("qwen3-sharded", "float32"),
+        ("llama", "float16"),
+        ("gemma2", "float16"),
+        ("gemma3", "bfloat16"),
+        ("granite", "bfloat16"),
+        ("ministral3", "float16"),
+        ("mistral", "bfloat16"),
+        ("olmo2", "float16"),
+        ("phi3-long", "float16"),
+        ("smollm3", "bfloat16"),
+    ],
 )
 def test_segments_build_with_the_tensors_that_are_declared(rtx, tmp_path, model, dtype):
     segments = Segments(rtx, tmp_path, model, dtype)
@@ -105,11 +118,14 @@ def test_segments_build_with_the_tensors_that_are_declared(rtx, tmp_path, model,
             config = make_config(definition, segments.options, rtx, messages)
             assert config.get_flag(rtx.module.BuilderFlag.REQUIRE_USER_ALLOCATION)  # so that it can be captured
             assert serialize(definition, segments.options, rtx, messages, lambda done: None).nbytes > 10_000
-    assert (EMBEDDING in tensors, COS_SIN in tensors) == (model == "qwen2-tied", False)  # of the last one
+    assert (EMBEDDING in tensors, COS_SIN in tensors) == (segments.model.tie_word_embeddings, False)  # of the last one
 
 
-def test_full_tensorrt_gets_plugin_layers_in_one_network(rtx, define, monkeypatch, tmp_path):
-    """Full TensorRT is played by TensorRT for RTX, the plugin's layer by two others. Nothing here has met full TensorRT."""
+def define_with_plugin_layers(rtx, monkeypatch, folder):
+    """Define the network of a model for full TensorRT; return it, and inputs and attributes of its plugin layers.
+
+    Full TensorRT is played by TensorRT for RTX, the plugin's layer by two others. Nothing here has met full TensorRT.
+    """
     layers, fields, original = [], [], Graph.layer
 
     def layer(graph, name, kind, *arguments):
@@ -128,21 +144,52 @@ def test_full_tensorrt_gets_plugin_layers_in_one_network(rtx, define, monkeypatc
     registry = SimpleNamespace(get_creator=lambda *key: creators[key])
     module = SimpleNamespace(**{**vars(rtx.module), "get_plugin_registry": lambda: registry})
     full = TensorRT(module=module, flavour="tensorrt", version="10.3.0", log=rtx.log)
-    with pytest.raises(ConfigError, match=r"expected native or mask in one network, got plugin: tensorrt_rtx .* has no plugin layers"):
-        define("llama", attention="plugin")
     for module in (network_definition, serialization):
         monkeypatch.setattr(module, "can_add_plugins", lambda tensorrt: True)
     monkeypatch.setattr(trt_module, "driver_failure", lambda: None)
     monkeypatch.setattr(Graph, "layer", layer)
     monkeypatch.setattr(attention_lowering, "register", lambda tensorrt: None)
-    model = write_model(tmp_path / "model", head_dim=64, num_hidden_layers=2)
-    with Checkpoint.open(model) as checkpoint, rtx.log.collect(ignore_missing_driver=True) as messages:
+    with Checkpoint.open(folder) as checkpoint, rtx.log.collect(ignore_missing_driver=True) as messages:
         definition = define_decoder(checkpoint, BuildOptions(**SIZES, dtype="float16", attention="plugin"), full, messages)
         monkeypatch.setattr(serialization, "allow_aliasing", lambda tensorrt, config: layers.append("aliasing is allowed"))
         make_config(definition, BuildOptions(**SIZES), full, messages)
     assert layers.pop() == "aliasing is allowed"
+    assert declared(rtx, definition.network).keys() == {spec.name for spec in definition.tensors}
+    return definition, layers, fields
+
+
+def test_full_tensorrt_gets_plugin_layers_in_one_network(rtx, define, monkeypatch, tmp_path):
+    with pytest.raises(ConfigError, match=r"expected native or mask in one network, got plugin: tensorrt_rtx .* has no plugin layers"):
+        define("llama", attention="plugin")
+    _, layers, fields = define_with_plugin_layers(rtx, monkeypatch, write_model(tmp_path / "model", head_dim=64, num_hidden_layers=2))
     heads = [("float16", (-1, -1, count, 64)) for count in (4, 2, 2)]
     inputs = [*heads, ("float16", (-1, 2, 2, 38, 64)), ("int32", (-1,)), ("float32", (38, 2, 32))]
     assert layers == [(inputs, [], (f"model.layers.{index}.self_attn/attend", "BUILD")) for index in (0, 1)]
     assert fields == [AttentionAttributes(num_heads=4, num_kv_heads=2, head_dim=64, rotary_dim=64)] * 2
-    assert declared(rtx, definition.network).keys() == {spec.name for spec in definition.tensors}
+
+
+def test_plugin_layers_have_the_attributes_of_their_layers(rtx, monkeypatch, tmp_path):
+    shapes = {"model_type": "gemma3_text", "head_dim": 64, "num_hidden_layers": 3, "sliding_window_pattern": 2, "sliding_window": 7}
+    gemma = write_model(tmp_path / "gemma", **shapes, query_pre_attn_scalar=100, max_position_embeddings=64)
+    definition, layers, fields = define_with_plugin_layers(rtx, monkeypatch, gemma)
+    same = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 64, "rotary_dim": 64, "scale": 0.1}
+    assert fields == [AttentionAttributes(**same, window=window) for window in (7, 0, 7)]
+    tables = [definition.network.get_layer(index).name for index in range(definition.network.num_layers)]
+    assert [name for name in tables if name.startswith("rope")] == ["rope.cos_sin", "rope.cos_sin_1"]
+    assert [len(inputs) for inputs, _, _ in layers] == [6] * 3
+
+
+def test_plugin_layers_without_rope_have_no_table(rtx, monkeypatch, tmp_path):
+    model = write_model(tmp_path / "smollm3", model_type="smollm3", head_dim=64, num_hidden_layers=2, no_rope_layers=[1, 0])
+    _, layers, fields = define_with_plugin_layers(rtx, monkeypatch, model)
+    assert [one.rotary_dim for one in fields] == [64, 0]
+    assert [len(inputs) for inputs, _, _ in layers] == [6, 5]
+
+
+def test_plugin_layers_of_queries_that_are_scaled_by_position(rtx, monkeypatch, tmp_path):
+    yarn = {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": 32, "llama_4_scaling_beta": 0.1, "rope_theta": 1e4}
+    model = write_model(tmp_path / "model", model_type="ministral3", head_dim=64, num_hidden_layers=2, rope_parameters=yarn)
+    definition, layers, _ = define_with_plugin_layers(rtx, monkeypatch, model)
+    assert [len(inputs) for inputs, _, _ in layers] == [6, 6]
+    names = [definition.network.get_layer(index).name for index in range(definition.network.num_layers)]
+    assert names.count("lengths/position_ids") == 1  # for both layers
