@@ -4,8 +4,10 @@
 
 #include <sys/mman.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <vector>
 
 #include "sanitizers.h"
 
@@ -16,7 +18,34 @@ namespace {
 const size_t kStack = 128 << 10, kGuard = 4096;
 const unsigned kNotOrdered = 1;  // for ThreadSanitizer: that one fiber runs after another does not order what they do
 
+// Stacks that are mapped together, behind one page that must not be touched: a process may have so many mappings only, and the libraries of
+// all kernels, each with its own threads, share them. A word at the end of each stack says whether it was too short.
+const size_t kStacksAtOnce = 64;
+const unsigned long long kUntouched = 0x5AFE57AC5AFE57AC;
+
 Fiber* starting = nullptr;
+
+// Where stacks that no fiber has begin. Never destroyed, as fibers may be later.
+std::vector<char*>& free_stacks() {
+    static auto* stacks = new std::vector<char*>;
+    return *stacks;
+}
+
+char* take_stack() {
+    std::vector<char*>& stacks = free_stacks();
+    if (stacks.empty()) {
+        void* start = mmap(nullptr, kGuard + kStacksAtOnce * kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (start == MAP_FAILED || mprotect(start, kGuard, PROT_NONE)) {
+            std::perror("the emulator has no memory for stacks");
+            std::abort();
+        }
+        for (size_t i = 0; i < kStacksAtOnce; i++) stacks.push_back(static_cast<char*>(start) + kGuard + i * kStack);
+    }
+    char* stack = stacks.back();
+    stacks.pop_back();
+    std::memcpy(stack, &kUntouched, sizeof kUntouched);
+    return stack;
+}
 
 }  // namespace
 
@@ -51,16 +80,13 @@ simt_switch:
 
 #endif
 
-Fiber::Fiber() {
-    void* start = mmap(nullptr, kGuard + kStack, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-    if (start == MAP_FAILED || mprotect(start, kGuard, PROT_NONE)) std::abort();
-    stack_ = static_cast<char*>(start);
+Fiber::Fiber() : stack_(take_stack()) {
     if (__tsan_create_fiber) own_thread_ = __tsan_create_fiber(0);
 }
 
 Fiber::~Fiber() {
     if (own_thread_) __tsan_destroy_fiber(own_thread_);
-    munmap(stack_, kGuard + kStack);
+    free_stacks().push_back(stack_);
 }
 
 void Fiber::start(void (*body)(void*), void* argument) {
@@ -69,13 +95,13 @@ void Fiber::start(void (*body)(void*), void* argument) {
 #if defined(__x86_64__)
     // The first switch pops six registers and returns into first_entry, as if that had just been called: the return address
     // that a call would have pushed is null, and lies 8 bytes past a multiple of 16.
-    void** top = reinterpret_cast<void**>(stack_ + kGuard + kStack);
+    void** top = reinterpret_cast<void**>(stack_ + kStack);
     *--top = nullptr;
     *--top = reinterpret_cast<void*>(first_entry);
     own_ = std::memset(top - 6, 0, 6 * sizeof(void*));
 #else
     getcontext(&own_);
-    own_.uc_stack.ss_sp = stack_ + kGuard;
+    own_.uc_stack.ss_sp = stack_;
     own_.uc_stack.ss_size = kStack;
     own_.uc_link = nullptr;
     makecontext(&own_, first_entry, 0);
@@ -92,7 +118,7 @@ void Fiber::begin() {
 
 void Fiber::enter() {
     starting = this;
-    if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(&host_fake_stack_, stack_ + kGuard, kStack);
+    if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(&host_fake_stack_, stack_, kStack);
     if (__tsan_switch_to_fiber) {
         host_thread_ = __tsan_get_current_fiber();
         __tsan_switch_to_fiber(own_thread_, kNotOrdered);
@@ -103,6 +129,10 @@ void Fiber::enter() {
     swapcontext(&host_, &own_);
 #endif
     if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(host_fake_stack_, nullptr, nullptr);
+    if (std::memcmp(stack_, &kUntouched, sizeof kUntouched)) {
+        std::fputs("a thread of the emulator needs a larger stack\n", stderr);
+        std::abort();
+    }
 }
 
 void Fiber::leave() {
