@@ -27,7 +27,7 @@ def use(model: ModelConfig) -> None:
     model.rope_at_length(64)
     if model.num_layers <= _FEW_LAYERS:
         tensor_shapes(model)
-    for mixer in {layer.mixer for layer in model.layers}:
+    for mixer in set(model.attention_layers):
         if mixer.rope is not None and mixer.head_dim <= _SMALL_HEAD:
             with np.errstate(all="ignore"):
                 rope_table(mixer.rope, mixer.head_dim, 20)

@@ -85,7 +85,7 @@ def _value(kind: Any, data: Any, where: str) -> Any:
             (kind,) = by_kind.values()
         else:
             given = data.get("kind") if isinstance(data, Mapping) else None
-            if given not in by_kind:
+            if not isinstance(given, str | None) or given not in by_kind:
                 raise ConfigError(f"{where}.kind: expected one of {', '.join(map(str, by_kind))}, got {shown(given)}.")
             kind = by_kind[given]
             data = {name: item for name, item in data.items() if name != "kind"} if isinstance(data, Mapping) else data
