@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,9 +67,9 @@ def dt_limits(fields: ConfigFields) -> dict[str, Any]:
         return {"dt_min": 0.0, "dt_max": None}
     low, high = given if isinstance(given, list) and len(given) == 2 else (None, None)
     numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (low, high))
-    if low is None or high is None or not numbers or not 0 <= low <= high or low == math.inf:
+    if low is None or high is None or not numbers or not 0 <= low <= high or not low <= sys.float_info.max:
         raise fields.refusal("time_step_limit", "two numbers, 0 <= smallest <= largest")
-    return {"dt_min": float(low), "dt_max": None if high == math.inf else float(high)}
+    return {"dt_min": float(low), "dt_max": float(high) if high <= sys.float_info.max else None}
 
 
 def softcap(fields: ConfigFields, name: str) -> float | None:
