@@ -1,0 +1,88 @@
+"""Recurrences over tokens by matrix products of torch, in chunks: what the kernels of recurrent layers compute.
+
+Everything is float32. Shapes: A slots, s new tokens per slot, T tokens of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+#: Tokens of a chunk, at most: the work within a chunk grows with its square.
+CHUNK = 64
+
+
+def mamba2_scan(
+    x: torch.Tensor, log_decays: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run new tokens through the state space of Mamba-2: ``state = exp(log_decay) * state + outer(x, b)``, ``out = state @ c``.
+
+    Parameters
+    ----------
+    x : torch.Tensor ``[A, s, heads, head_dim]``
+        Times the time steps. Zeros leave no trace, like log decays of 0.
+    log_decays : torch.Tensor ``[A, s, heads]``
+        At most 0.
+    b, c : torch.Tensor ``[A, s, groups, state_size]``
+        Each group serves ``heads / groups`` heads that follow each other.
+    state : torch.Tensor ``[A, heads, head_dim, state_size]``
+        Before the new tokens.
+
+    Returns
+    -------
+    out : torch.Tensor like ``x``
+        Of each token.
+    state : torch.Tensor like ``state``
+        After the last one.
+
+    Notes
+    -----
+    The chunked form of "Transformers are SSMs" (Dao and Gu, 2024). Products with a state serve all heads of a group at once.
+    """
+    slots, width, heads, head_dim = x.shape
+    groups = b.shape[2]
+    sizes = (groups, heads // groups)
+    x = x.view(slots, width, *sizes, head_dim).permute(0, 2, 3, 1, 4)  # [A, groups, heads of a group, s, head_dim]
+    log_decays = log_decays.view(slots, width, *sizes).permute(0, 2, 3, 1)
+    b, c = b.transpose(1, 2), c.transpose(1, 2)
+    state = state.reshape(slots, groups, sizes[1] * head_dim, -1)
+    outs = []
+    for chunk in _chunks(width):
+        new, keys, queries = x[:, :, :, chunk], b[:, :, chunk], c[:, :, chunk]
+        within, before, after = chunk_decays(log_decays[..., chunk])
+        seen = (queries @ state.mT).unflatten(3, (-1, head_dim)).transpose(2, 3)
+        scores = (queries @ keys.mT).unsqueeze(2) * within
+        outs.append(torch.addcmul(scores @ new, seen, before))
+        left = (new * after).transpose(2, 3).flatten(3)  # [A, groups, T, heads of a group * head_dim]
+        kept = state * before[:, :, :, -1].repeat_interleave(head_dim, dim=2)
+        state = torch.baddbmm(kept.flatten(0, 1), left.flatten(0, 1).mT, keys.flatten(0, 1)).view_as(state)
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=3)
+    return out.permute(0, 3, 1, 2, 4).flatten(2, 3), state.view(slots, heads, head_dim, -1)
+
+
+def chunk_decays(log_decays: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return how much of a token is left at others of its chunk.
+
+    Parameters
+    ----------
+    log_decays : torch.Tensor ``[..., T]``
+        Of each token.
+
+    Returns
+    -------
+    within : torch.Tensor ``[..., T, T]``
+        Of token j at token i; 0 for later ones.
+    before, after : torch.Tensor ``[..., T, 1]``
+        Of the state before the chunk at each token, and of each token after the chunk.
+    """
+    total = log_decays.double().cumsum(dim=-1)  # differences of large sums
+    apart = (total.unsqueeze(-1) - total.unsqueeze(-2)).float()
+    is_later = torch.ones(apart.shape[-2:], dtype=torch.bool, device=apart.device).triu_(1)
+    within = apart.masked_fill_(is_later, -torch.inf).exp_()
+    return within, total.float().exp_().unsqueeze(-1), within[..., -1, :].unsqueeze(-1)
+
+
+def _chunks(width: int) -> Iterator[slice]:
+    """Yield the chunks of so many tokens."""
+    return (slice(first, min(first + CHUNK, width)) for first in range(0, width, CHUNK))
