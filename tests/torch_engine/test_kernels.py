@@ -24,7 +24,15 @@ import torch  # noqa: E402
 from trt_kvcache import HostMemory, HybridCacheManager, InferenceSession, KVCacheManager, ReferenceEngine  # noqa: E402
 from trt_kvcache.checkpoint import Checkpoint  # noqa: E402
 from trt_kvcache.engine.decoder_tensors import cache_config, decoder_cache_config  # noqa: E402
-from trt_kvcache.kernels import add_rms_norm, attend, causal_conv1d, gated_rms_norm, mamba2_scan, silu_mul  # noqa: E402
+from trt_kvcache.kernels import (  # noqa: E402
+    add_rms_norm,
+    attend,
+    causal_conv1d,
+    gated_delta_rule,
+    gated_rms_norm,
+    mamba2_scan,
+    silu_mul,
+)
 from trt_kvcache.torch_engine import TorchEngine, engine, kernels, state_kernels  # noqa: E402
 from trt_kvcache.torch_engine.device import HostDevice  # noqa: E402
 
@@ -36,7 +44,7 @@ TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}
 #: By module, the kernels that it launches.
 LAUNCHED = {
     kernels: (attend, add_rms_norm, silu_mul),
-    state_kernels: (causal_conv1d, gated_rms_norm, mamba2_scan),
+    state_kernels: (causal_conv1d, gated_delta_rule, gated_rms_norm, mamba2_scan),
 }
 
 

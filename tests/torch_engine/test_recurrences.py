@@ -12,13 +12,18 @@ need_torch()
 
 import torch  # noqa: E402
 
-from tests.kernels import causal_conv1d as convolutions, mamba2 as state_spaces, test_gated_norm as gated_norms  # noqa: E402
+from tests.kernels import (  # noqa: E402
+    causal_conv1d as convolutions,
+    delta_rule as delta_rules,
+    mamba2 as state_spaces,
+    test_gated_norm as gated_norms,
+)
 from tests.kernels.recurrent import DTYPES, Place  # noqa: E402
 from tests.kernels.test_gated_norm import test_outputs as test_gated_norms  # noqa: E402, F401
 from trt_kvcache import HostMemory  # noqa: E402
 from trt_kvcache.cache.recurrent_states import StateKind  # noqa: E402
 from trt_kvcache.torch_engine.device import HostDevice  # noqa: E402
-from trt_kvcache.torch_engine.operations import Convolution, StateSpace  # noqa: E402
+from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, StateSpace  # noqa: E402
 from trt_kvcache.torch_engine.states import TorchStates  # noqa: E402
 
 view = HostDevice().view
@@ -58,6 +63,12 @@ def mamba2_scan(x, dt, b, c, past, *, a, present, out, d=None, dt_bias=None, dt_
     view(out).copy_(states.scanned(0, *map(view, (x, dt, b, c)), space))
 
 
+def gated_delta_rule(q, k, v, a, b, past, *, decay, present, out, dt_bias=None, new_lengths=None, stream):
+    states = states_of(q, new_lengths, StateKind.RECURRENT, past, present)
+    gates = DeltaGates(decay=view(decay), dt_bias=torch.zeros(v.shape[2]) if dt_bias is None else view(dt_bias))
+    view(out).copy_(states.ruled(0, *map(view, (q, k, v, a, b)), gates))
+
+
 def gated_rms_norm(x, gate, weight, *, out, group_size, gate_first, eps, new_lengths=None, stream):
     options = {"group_size": group_size, "gate_first": gate_first, "eps": eps}
     view(out).copy_(states_of(x, new_lengths).gated_norm(*map(view, (x, gate, weight)), **options))
@@ -67,6 +78,7 @@ def gated_rms_norm(x, gate, weight, *, out, group_size, gate_first, eps, new_len
 def _torch_in_the_place_of_kernels(monkeypatch):
     monkeypatch.setattr(convolutions, "causal_conv1d", causal_conv1d)
     monkeypatch.setattr(state_spaces, "mamba2_scan", mamba2_scan)
+    monkeypatch.setattr(delta_rules, "gated_delta_rule", gated_delta_rule)
     monkeypatch.setattr(gated_norms, "gated_rms_norm", gated_rms_norm)
 
 
@@ -84,3 +96,14 @@ def test_state_spaces(place, name):
 def test_state_spaces_of_every_dtype(place, dtypes):
     case = state_spaces.Case(4, 16, 24, width=150, groups=2, slots=3, new=(150, 0, 67), dtypes=dtypes)
     state_spaces.check(place, case, seed=30)
+
+
+@pytest.mark.parametrize("name", list(delta_rules.CASES))
+def test_delta_rules(place, name):
+    delta_rules.check(place, delta_rules.CASES[name])
+
+
+@pytest.mark.parametrize("dtypes", DTYPES, ids="-".join)
+def test_delta_rules_of_every_dtype(place, dtypes):
+    case = delta_rules.Case(4, 24, 16, width=150, key_heads=2, slots=3, new=(150, 0, 67), dtypes=dtypes)
+    delta_rules.check(place, case, seed=30)

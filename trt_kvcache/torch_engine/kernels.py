@@ -111,6 +111,7 @@ class KernelAttention:
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
+        qkv = qkv.contiguous()
         cache = self._caches[layer]
         kv_heads = cache.shape[2]
         heads = qkv.shape[2] - 2 * kv_heads

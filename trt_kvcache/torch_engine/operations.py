@@ -23,7 +23,11 @@ TorchProjection = Projection[torch.Tensor]
 #: overwrite; returns ``[A, s, Hq, D]``.
 TorchAttention = Callable[[int, torch.Tensor], torch.Tensor]
 
-_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +68,22 @@ class StateSpace:
     dt_limits: tuple[float, float]
 
 
+@dataclass(frozen=True, kw_only=True)
+class DeltaGates:
+    """The parameters of the gates of the delta rule, float32 ``[heads]``.
+
+    Parameters
+    ----------
+    decay : torch.Tensor
+        Negative: what ``softplus(a + dt_bias)`` is multiplied with.
+    dt_bias : torch.Tensor
+        Added to ``a``.
+    """
+
+    decay: torch.Tensor
+    dt_bias: torch.Tensor
+
+
 class Elementwise:
     """What is computed between matrix products, by operations of torch."""
 
@@ -76,6 +96,10 @@ class Elementwise:
         """Return ``activation(gate) * up`` of ``[A, s, 2 * intermediate]``."""
         gate, up = gate_up.chunk(2, dim=-1)
         return _ACTIVATIONS[activation](gate) * up
+
+    def activated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """Return ``activation(x)``."""
+        return _ACTIVATIONS[activation](x)
 
 
 class StateOperations(Protocol):
@@ -101,6 +125,14 @@ class StateOperations(Protocol):
         """Return what the state space makes of ``x`` ``[A, s, heads, head_dim]``.
 
         ``dt`` is ``[A, s, heads]``, ``b`` and ``c`` are ``[A, s, groups, state_size]``.
+        """
+
+    def ruled(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gates: DeltaGates
+    ) -> torch.Tensor:
+        """Return what the gated delta rule makes of ``v`` ``[A, s, heads, value_dim]``.
+
+        ``q`` and ``k`` are ``[A, s, key_heads, key_dim]``, ``a`` and ``b`` ``[A, s, heads]``.
         """
 
     def gated_norm(

@@ -12,38 +12,44 @@ import torch
 
 from trt_kvcache.checkpoint.decoder_weights import LayerWeights, Projection
 from trt_kvcache.model import AttentionConfig, MlpConfig
-from trt_kvcache.model.recurrent_config import Mamba2Config
+from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config
 from trt_kvcache.torch_engine.norm import TorchNorm
-from trt_kvcache.torch_engine.operations import Convolution, Operations, StateSpace, TorchProjection, project
+from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, Operations, StateSpace, TorchProjection, project
 
 StoredWeights = LayerWeights[torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class GatedMlp:
-    """An MLP with a gate. ``gate_up`` has the rows of gate, then those of up."""
+class Mlp:
+    """An MLP. ``inputs`` has the rows of gate, if there is one, then those of up."""
 
     config: MlpConfig
-    gate_up: TorchProjection
+    inputs: TorchProjection
     down: TorchProjection
 
     @classmethod
-    def of(cls, config: MlpConfig, stored: StoredWeights) -> GatedMlp:
+    def of(cls, config: MlpConfig, stored: StoredWeights) -> Mlp:
         """Return it with stored weights."""
-        return cls(config=config, gate_up=joined(stored.gate, stored.up), down=joined(stored.down))
+        inputs = joined(stored.gate, stored.up) if config.gated else joined(stored.up)
+        return cls(config=config, inputs=inputs, down=joined(stored.down))
 
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
         """Return the output."""
-        return project(self.down, operations.elementwise.gated(project(self.gate_up, normed), self.config.activation))
+        elementwise, inner = operations.elementwise, project(self.inputs, normed)
+        activated = elementwise.gated if self.config.gated else elementwise.activated
+        return project(self.down, activated(inner, self.config.activation))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SelfAttention:
-    """Attention. ``qkv`` has the heads of q, k and v one after another. Norms that the layer does not have are None."""
+    """Attention. ``inputs`` has the heads of q, k and v one after another, then those of the gate of the output, if there is one.
+
+    Norms that the layer does not have are None.
+    """
 
     index: int
     config: AttentionConfig
-    qkv: TorchProjection
+    inputs: TorchProjection
     q_norm: TorchNorm | None
     k_norm: TorchNorm | None
     o: TorchProjection
@@ -55,22 +61,28 @@ class SelfAttention:
             None if config.qk_norm is None or weight is None else TorchNorm.of(config.qk_norm.norm, weight)
             for weight in (stored.q_norm, stored.k_norm)
         )
-        qkv = joined(stored.q, stored.k, stored.v)
-        return cls(index=index, config=config, qkv=qkv, q_norm=q_norm, k_norm=k_norm, o=joined(stored.o))
+        gates = [stored.projection("output_gate")] if config.output_gate else []
+        inputs = joined(stored.q, stored.k, stored.v, *gates)
+        return cls(index=index, config=config, inputs=inputs, q_norm=q_norm, k_norm=k_norm, o=joined(stored.o))
 
     def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
         """Write K and V of the new tokens into the cache and return the output."""
-        return project(self.o, operations.attention(self.index, self._heads(normed)).flatten(2))
+        config, qkv = self.config, project(self.inputs, normed)
+        gate: torch.Tensor | None = None
+        if config.output_gate:
+            gate_width = config.num_heads * config.head_dim
+            qkv, gate = qkv[..., :-gate_width], qkv[..., -gate_width:]
+        attended = operations.attention(self.index, self._with_norms(qkv).unflatten(2, (-1, config.head_dim))).flatten(2)
+        return project(self.o, attended if gate is None else attended * gate.sigmoid())
 
-    def _heads(self, normed: torch.Tensor) -> torch.Tensor:
-        """Return q, k and v ``[A, s, Hq + 2 * H, D]`` of the new tokens, with the norms of q and k where the layer has them."""
+    def _with_norms(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Return q, k and v of the new tokens with the norms of q and k, where the layer has them."""
         config = self.config
-        qkv = project(self.qkv, normed)
-        if self.q_norm is not None and self.k_norm is not None:
-            heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
-            q, k, v = qkv.split([count * config.head_dim for count in heads], dim=2)
-            qkv = torch.cat((_norm_of_heads(q, self.q_norm), _norm_of_heads(k, self.k_norm), v), dim=2)
-        return qkv.unflatten(2, (-1, config.head_dim))
+        if self.q_norm is None or self.k_norm is None:
+            return qkv
+        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        q, k, v = qkv.split([count * config.head_dim for count in heads], dim=2)
+        return torch.cat((_norm_of_heads(q, self.q_norm), _norm_of_heads(k, self.k_norm), v), dim=2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,8 +143,41 @@ class Mamba2:
         return project(self.mamba_out, states.gated_norm(scanned, gate, self.norm, group_size=group_size, gate_first=True, eps=eps))
 
 
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNet:
+    """A gated delta net. ``inputs`` has the rows of q, k and v, of the gate, of b and of a. ``norm`` is the weight ``[value_head_dim]``."""
+
+    index: int
+    config: GatedDeltaNetConfig
+    inputs: TorchProjection
+    conv: Convolution
+    gates: DeltaGates
+    norm: torch.Tensor
+    delta_out: TorchProjection
+
+    @classmethod
+    def of(cls, index: int, config: GatedDeltaNetConfig, stored: StoredWeights) -> GatedDeltaNet:
+        """Return layer ``index`` among those with states, with stored weights."""
+        inputs = joined(*(stored.projection(f"delta_{name}") for name in ("qkv", "z", "b", "a")))
+        gates = DeltaGates(decay=-stored["a_log"].float().exp(), dt_bias=stored["dt_bias"].float())
+        norm, delta_out = stored["delta_norm.weight"], joined(stored.projection("delta_out"))
+        return cls(index=index, config=config, inputs=inputs, conv=_convolution(stored), gates=gates, norm=norm, delta_out=delta_out)
+
+    def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
+        """Write both states and return the output."""
+        config, states = self.config, operations.states
+        sizes = [config.channels, config.value_width, config.num_value_heads, config.num_value_heads]
+        qkv, gate, b, a = project(self.inputs, normed).split(sizes, dim=2)
+        widths = [config.key_width, config.key_width, config.value_width]
+        q, k, v = states.convolved(self.index, qkv, self.conv, silu=True).split(widths, dim=2)
+        q, k = (part.unflatten(2, (config.num_key_heads, -1)) for part in (q, k))
+        ruled = states.ruled(self.index, q, k, v.unflatten(2, (config.num_value_heads, -1)), a, b, self.gates).flatten(2)
+        group_size, eps = config.value_head_dim, config.norm.epsilon
+        return project(self.delta_out, states.gated_norm(ruled, gate, self.norm, group_size=group_size, gate_first=False, eps=eps))
+
+
 #: What is between two sums of the residual stream.
-Part = GatedMlp | SelfAttention | ShortConvolution | Mamba2
+Part = Mlp | SelfAttention | ShortConvolution | Mamba2 | GatedDeltaNet
 
 
 def joined(*parts: TorchProjection) -> TorchProjection:

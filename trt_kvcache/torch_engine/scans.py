@@ -12,6 +12,9 @@ import torch
 #: Tokens of a chunk, at most: the work within a chunk grows with its square.
 CHUNK = 64
 
+#: Added to the squared norms of q and k of the delta rule.
+_NORM_EPSILON = 1e-6
+
 
 def mamba2_scan(
     x: torch.Tensor, log_decays: torch.Tensor, b: torch.Tensor, c: torch.Tensor, state: torch.Tensor
@@ -59,6 +62,60 @@ def mamba2_scan(
         state = torch.baddbmm(kept.flatten(0, 1), left.flatten(0, 1).mT, keys.flatten(0, 1)).view_as(state)
     out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=3)
     return out.permute(0, 3, 1, 2, 4).flatten(2, 3), state.view(slots, heads, head_dim, -1)
+
+
+def gated_delta_rule(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_decays: torch.Tensor, strengths: torch.Tensor, state: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Run new tokens through the gated delta rule.
+
+    With q and k divided by their L2 norms, for each token ``state = exp(log_decay) * state``, then
+    ``state += outer(k, strength * (v - k @ state))`` and ``out = q @ state / sqrt(key_dim)``.
+
+    Parameters
+    ----------
+    q, k : torch.Tensor ``[A, s, key_heads, key_dim]``
+        Each key head serves ``heads / key_heads`` heads that follow each other.
+    v : torch.Tensor ``[A, s, heads, value_dim]``
+        Values.
+    log_decays, strengths : torch.Tensor ``[A, s, heads]``
+        At most 0, and from 0 to 1. Tokens whose both are 0 leave no trace.
+    state : torch.Tensor ``[A, heads, key_dim, value_dim]``
+        Before the new tokens.
+
+    Returns
+    -------
+    out : torch.Tensor like ``v``
+        Of each token.
+    state : torch.Tensor like ``state``
+        After the last one.
+
+    Notes
+    -----
+    The chunked form of "Gated Delta Networks" (Yang, Kautz and Hatamizadeh, 2024): what the tokens of a chunk change depends on what
+    those before them in it have changed, which is a triangular system.
+    """
+    heads = v.shape[2]
+    q, k = (_unit(rows).repeat_interleave(heads // rows.shape[2], dim=2).transpose(1, 2) for rows in (q, k))
+    q, v = q * q.shape[3] ** -0.5, v.transpose(1, 2)
+    log_decays, strengths = log_decays.transpose(1, 2), strengths.transpose(1, 2).unsqueeze(-1)
+    outs = []
+    for chunk in _chunks(v.shape[2]):
+        queries, keys, strength = q[:, :, chunk], k[:, :, chunk], strengths[:, :, chunk]
+        within, before, after = chunk_decays(log_decays[..., chunk])
+        change = strength * (v[:, :, chunk] - before * (keys @ state))
+        if keys.shape[2] > 1:
+            system = strength * (keys @ keys.mT) * within  # below the diagonal, which counts as 1
+            change = torch.linalg.solve_triangular(system, change, upper=False, unitriangular=True)
+        outs.append(before * (queries @ state) + ((queries @ keys.mT) * within) @ change)
+        state = before[:, :, -1:] * state + (keys * after).mT @ change
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+    return out.transpose(1, 2), state
+
+
+def _unit(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows divided by their L2 norms."""
+    return rows * (rows.square().sum(dim=-1, keepdim=True) + _NORM_EPSILON).rsqrt()
 
 
 def chunk_decays(log_decays: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -8,14 +8,15 @@ from typing import Any
 import torch
 
 from trt_kvcache.cache.recurrent_states import StateKind
-from trt_kvcache.kernels import causal_conv1d, gated_rms_norm, mamba2_scan
+from trt_kvcache.kernels import causal_conv1d, gated_delta_rule, gated_rms_norm, mamba2_scan
 from trt_kvcache.kernels.attention_tiles import MIN_ARCH, arch_number
 from trt_kvcache.kernels.causal_conv1d import KERNEL_WIDTHS
+from trt_kvcache.kernels.delta_rule import MAX_KEY_DIM
 from trt_kvcache.kernels.mamba2 import MAX_STATE_SIZE, SIZE_GRANULE
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.model.recurrent_config import Mamba2Config, RecurrentConfig
+from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig
 from trt_kvcache.torch_engine.kernels import borrowed
-from trt_kvcache.torch_engine.operations import Convolution, StateSpace
+from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, StateSpace
 from trt_kvcache.torch_engine.step import TorchStep
 
 
@@ -27,9 +28,13 @@ def states_are_known(mixers: Sequence[RecurrentConfig], memory: Memory) -> bool:
 def _is_known(mixer: RecurrentConfig) -> bool:
     if mixer.kernel not in KERNEL_WIDTHS:
         return False
-    if not isinstance(mixer, Mamba2Config):
+    if isinstance(mixer, Mamba2Config):
+        sizes, is_small = (mixer.head_dim, mixer.state_size), mixer.state_size <= MAX_STATE_SIZE
+    elif isinstance(mixer, GatedDeltaNetConfig):
+        sizes, is_small = (mixer.key_head_dim, mixer.value_head_dim), mixer.key_head_dim <= MAX_KEY_DIM
+    else:
         return True
-    return not mixer.head_dim % SIZE_GRANULE and not mixer.state_size % SIZE_GRANULE and mixer.state_size <= MAX_STATE_SIZE
+    return is_small and all(size % SIZE_GRANULE == 0 for size in sizes)
 
 
 class KernelStates:
@@ -64,9 +69,8 @@ class KernelStates:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         options = {"bias": conv.bias, "gate_in": gate_in, "gate_out": gate_out, "out": out}
         views = {name: borrowed(tensor, self._memory) for name, tensor in options.items() if tensor is not None}
-        causal_conv1d(
-            borrowed(x, self._memory), borrowed(conv.weight, self._memory), past, present=present, silu=silu, **views, **self._common
-        )
+        inputs, weight = borrowed(x, self._memory), borrowed(conv.weight, self._memory)
+        causal_conv1d(inputs, weight, past, present=present, silu=silu, **views, **self._common)
         return out
 
     def scanned(self, layer: int, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, space: StateSpace) -> torch.Tensor:
@@ -75,8 +79,20 @@ class KernelStates:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         options = {"a": space.a, "d": space.d, "dt_bias": space.dt_bias, "out": out}
         views = {name: borrowed(tensor, self._memory) for name, tensor in options.items()}
-        x, dt, b, c = (borrowed(tensor, self._memory) for tensor in (x, dt, b, c))
-        mamba2_scan(x, dt, b, c, past, present=present, dt_limits=space.dt_limits, **views, **self._common)
+        inputs, steps, keys, queries = (borrowed(tensor, self._memory) for tensor in (x, dt, b, c))
+        mamba2_scan(inputs, steps, keys, queries, past, present=present, dt_limits=space.dt_limits, **views, **self._common)
+        return out
+
+    def ruled(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gates: DeltaGates
+    ) -> torch.Tensor:
+        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.ruled`."""
+        past, present = self._states[layer][StateKind.RECURRENT]
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        options = {"decay": gates.decay, "dt_bias": gates.dt_bias, "out": out}
+        views = {name: borrowed(tensor, self._memory) for name, tensor in options.items()}
+        queries, keys, values, a_rows, b_rows = (borrowed(tensor, self._memory) for tensor in (q, k, v, a, b))
+        gated_delta_rule(queries, keys, values, a_rows, b_rows, past, present=present, **views, **self._common)
         return out
 
     def gated_norm(

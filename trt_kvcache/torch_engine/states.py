@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from trt_kvcache.cache.recurrent_states import StateKind
-from trt_kvcache.torch_engine.operations import Convolution, StateSpace
-from trt_kvcache.torch_engine.scans import mamba2_scan
+from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, StateSpace
+from trt_kvcache.torch_engine.scans import gated_delta_rule, mamba2_scan
 from trt_kvcache.torch_engine.step import TorchStep
 
 
@@ -63,6 +63,18 @@ class TorchStates:
         out, state = mamba2_scan(wide * steps.unsqueeze(-1), steps * space.a, b, c, past.float())
         self._write(present, past, state)
         return self._new_only(out.addcmul_(wide, space.d.unsqueeze(-1))).to(x.dtype)
+
+    def ruled(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gates: DeltaGates
+    ) -> torch.Tensor:
+        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.ruled`."""
+        past, present = self._states[layer][StateKind.RECURRENT]
+        log_decays = self._new_only(F.softplus(a + gates.dt_bias) * gates.decay)
+        strengths = self._new_only(b.float().sigmoid())
+        queries, keys, values = (self._new_only(part.float()) for part in (q, k, v))
+        out, state = gated_delta_rule(queries, keys, values, log_decays, strengths, past.float())
+        self._write(present, past, state)
+        return self._new_only(out).to(v.dtype)
 
     def gated_norm(
         self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, group_size: int, gate_first: bool, eps: float

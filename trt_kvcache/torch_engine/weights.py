@@ -10,13 +10,14 @@ import numpy as np
 import torch
 
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
-from trt_kvcache.checkpoint.decoder_weights import RoundedTensors, layer_weights
+from trt_kvcache.checkpoint.decoder_weights import LayerWeights, RoundedTensors, layer_weights
 from trt_kvcache.model import AttentionConfig, ModelConfig, NormConfig
 from trt_kvcache.model.families.registry import FAMILIES
-from trt_kvcache.model.recurrent_config import ShortConvConfig
+from trt_kvcache.model.layer_config import Mixer
+from trt_kvcache.model.recurrent_config import Mamba2Config, ShortConvConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name
 from trt_kvcache.torch_engine.norm import TorchNorm
-from trt_kvcache.torch_engine.parts import GatedMlp, Mamba2, Part, SelfAttention, ShortConvolution, arranged
+from trt_kvcache.torch_engine.parts import GatedDeltaNet, Mamba2, Mlp, Part, SelfAttention, ShortConvolution, arranged
 
 #: Returns the tensor of a name of Hugging Face transformers: on the engine's device, in its dtype.
 LoadTensor = Callable[[str], torch.Tensor]
@@ -116,18 +117,21 @@ def _blocks(config: ModelConfig, load: LoadTensor) -> Iterator[Block]:
         stored = layer_weights(config, index, load)
         mixer = layer.mixer
         if mixer is not None:
-            part: Part
-            if isinstance(mixer, AttentionConfig):
-                part = SelfAttention.of(next(attention_layers), mixer, stored)
-            elif isinstance(mixer, ShortConvConfig):
-                part = ShortConvolution.of(next(state_layers), stored)
-            else:
-                part = Mamba2.of(next(state_layers), mixer, stored)
+            part = _mixer(next(attention_layers if isinstance(mixer, AttentionConfig) else state_layers), mixer, stored)
             norms = (_norm(layer.input_norm, stored.input_norm), _norm(layer.mixer_output_norm, stored.mixer_output_norm))
             yield Block(norm=norms[0], part=part, output_norm=norms[1], factor=layer.residual_multiplier)
         if layer.mlp is not None:
             norms = (_norm(layer.mlp_norm, stored.mlp_norm), _norm(layer.mlp_output_norm, stored.mlp_output_norm))
-            yield Block(norm=norms[0], part=GatedMlp.of(layer.mlp, stored), output_norm=norms[1], factor=layer.residual_multiplier)
+            yield Block(norm=norms[0], part=Mlp.of(layer.mlp, stored), output_norm=norms[1], factor=layer.residual_multiplier)
+
+
+def _mixer(index: int, config: Mixer, stored: LayerWeights[torch.Tensor]) -> Part:
+    """Return a mixer, which is the one of this index among those with K and V, or among those with states."""
+    if isinstance(config, AttentionConfig):
+        return SelfAttention.of(index, config, stored)
+    if isinstance(config, ShortConvConfig):
+        return ShortConvolution.of(index, stored)
+    return Mamba2.of(index, config, stored) if isinstance(config, Mamba2Config) else GatedDeltaNet.of(index, config, stored)
 
 
 def _norm(config: NormConfig | None, weight: torch.Tensor | None) -> TorchNorm | None:
