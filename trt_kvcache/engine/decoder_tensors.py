@@ -15,7 +15,7 @@ from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import AttentionConfig, ModelConfig
-from trt_kvcache.model.recurrent_config import RecurrentConfig, ShortConvConfig
+from trt_kvcache.model.recurrent_config import RecurrentConfig
 
 #: What an engine of a model runs on: K and V alone, or with the states of recurrent layers.
 DecoderCacheConfig = KVCacheConfig | HybridCacheConfig
@@ -98,7 +98,7 @@ def decoder_cache_config(
     mixers = [layer.mixer for layer in model.layers if layer.mixer is not None]
     kinds = [LayerType.ATTENTION if isinstance(mixer, AttentionConfig) else LayerType.MAMBA for mixer in mixers]
     kv = _kv_config(model, **sizes, dtype=dtype, layout=cache_layout(attention)) if model.attention_layers else None
-    return HybridCacheConfig(layer_types=tuple(kinds), kv=kv, mamba=_states_config(model, max_batch_size=max_batch_size, dtype=dtype))
+    return HybridCacheConfig(layer_types=tuple(kinds), kv=kv, mamba=_states_config(model, **sizes, dtype=dtype))
 
 
 def _kv_config(model: ModelConfig, *, max_batch_size: int, max_sequence_length: int, dtype: str, layout: KVLayout) -> KVCacheConfig:
@@ -111,11 +111,12 @@ def _kv_config(model: ModelConfig, *, max_batch_size: int, max_sequence_length: 
     )
 
 
-def _states_config(model: ModelConfig, *, max_batch_size: int, dtype: str) -> MambaCacheConfig:
+def _states_config(model: ModelConfig, *, max_batch_size: int, max_sequence_length: int, dtype: str) -> MambaCacheConfig:
     sizes = [state_sizes(mixer) for mixer in model.recurrent_layers]
     if any(other != sizes[0] for other in sizes):
         raise ConfigError(f"{model.family}: expected equal states in all layers, got {sizes}.")
-    fields: dict[str, Any] = {"num_layers": len(sizes), "max_batch_size": max_batch_size, **sizes[0]}
+    limits = {"max_batch_size": max_batch_size, "max_sequence_length": max_sequence_length}
+    fields: dict[str, Any] = {"num_layers": len(sizes), **limits, **sizes[0]}
     return MambaCacheConfig(**fields, conv_dtype=dtype, ping_pong=True)
 
 
@@ -124,7 +125,7 @@ def state_sizes(mixer: RecurrentConfig) -> dict[str, int]:
 
     Parameters
     ----------
-    mixer : ShortConvConfig or Mamba2Config
+    mixer : ShortConvConfig, Mamba2Config or GatedDeltaNetConfig
         Mixer of a layer.
 
     Returns
@@ -133,9 +134,9 @@ def state_sizes(mixer: RecurrentConfig) -> dict[str, int]:
         Fields of a :class:`~trt_kvcache.cache.mamba_config.MambaCacheConfig`.
     """
     convolution = {"conv_dim": mixer.channels, "conv_kernel": mixer.kernel}
-    if isinstance(mixer, ShortConvConfig):
+    if mixer.state_shape is None:
         return convolution
-    return {**convolution, "num_heads": mixer.num_heads, "head_dim": mixer.head_dim, "state_size": mixer.state_size}
+    return {**convolution, **dict(zip(("num_heads", "head_dim", "state_size"), mixer.state_shape, strict=True))}
 
 
 def cache_layer(mixer: AttentionConfig) -> KVLayerConfig:
