@@ -38,6 +38,7 @@ OTHER_FAMILIES = {
     "gemma2": ("gemma2", "mask"),
     "gemma3": ("gemma3", "mask"),
     "granite": ("granite", "native"),
+    "lfm2": ("lfm2", "native"),
     "ministral3": ("ministral3-window", "mask"),
     "mistral": ("mistral", "native"),
     "olmo2": ("olmo2", "native"),

@@ -8,6 +8,7 @@ import numpy as np
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.query_scaling import query_factors
 from trt_kvcache.builder.network.step_lengths import step_lengths
+from trt_kvcache.engine.decoder_tensors import indices_in_kind
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine_folder.decoder_segments import (
     RopeKind,
@@ -121,7 +122,9 @@ class PluginLayerLowering:
         fields = [trt.PluginField(name, array, getattr(types, ATTRIBUTE_TYPES[name])) for name, array in arrays.items()]
         name = f"model.layers.{layer}.self_attn/attend"
         plugin = creator.create_plugin(name, trt.PluginFieldCollection(fields), trt.TensorRTPhase.BUILD)
-        past, present = self._names.combined_pair(layer)
+        index = indices_in_kind(self._model)[layer]
+        assert index is not None
+        past, present = self._names.combined_pair(index)
         cache = graph.input(past, graph.dtype, (-1, 2, mixer.num_kv_heads, self._max_sequence_length, mixer.head_dim))
         kind = rope_kind(mixer)
         angles = [] if kind is None else [self._cos_sin[kind]]
