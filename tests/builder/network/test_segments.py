@@ -112,6 +112,7 @@ def test_segments_compute_the_logits_of_hugging_face_and_of_the_whole_network(rt
         ("gemma3", "bfloat16"),
         ("granite", "bfloat16"),
         ("lfm2", "float16"),
+        ("bamba", "bfloat16"),
         ("ministral3", "float16"),
         ("mistral", "bfloat16"),
         ("olmo2", "float16"),

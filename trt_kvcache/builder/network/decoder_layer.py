@@ -4,6 +4,7 @@ from typing import Any
 
 from trt_kvcache.builder.network.context import DecoderContext
 from trt_kvcache.builder.network.graph import Graph
+from trt_kvcache.builder.network.mamba2 import mamba2
 from trt_kvcache.builder.network.mlp import mlp
 from trt_kvcache.builder.network.rms_norm import layer_norm
 from trt_kvcache.builder.network.scalar_multiply import multiplied
@@ -11,7 +12,7 @@ from trt_kvcache.builder.network.self_attention import self_attention
 from trt_kvcache.builder.network.short_convolution import short_convolution
 from trt_kvcache.builder.network.weights import LayerWeights, Weights
 from trt_kvcache.model import AttentionConfig
-from trt_kvcache.model.recurrent_config import ShortConvConfig
+from trt_kvcache.model.recurrent_config import Mamba2Config, ShortConvConfig
 
 
 def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContext, index: int) -> Any:
@@ -56,5 +57,7 @@ def _mix(graph: Graph, x: Any, weights: LayerWeights, context: DecoderContext, i
     mixer, module = context.model.layers[index].mixer, f"model.layers.{index}"
     if isinstance(mixer, AttentionConfig):
         return self_attention(graph, x, weights, f"{module}.self_attn", context, index, residual=residual)
-    assert isinstance(mixer, ShortConvConfig)
-    return short_convolution(graph, x, weights, f"{module}.conv", context, index, mixer), residual
+    if isinstance(mixer, ShortConvConfig):
+        return short_convolution(graph, x, weights, f"{module}.conv", context, index, mixer), residual
+    assert isinstance(mixer, Mamba2Config)
+    return mamba2(graph, x, weights, f"{module}.mamba", context, index, mixer), residual

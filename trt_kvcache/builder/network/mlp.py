@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from trt_kvcache.builder.network.activations import gelu_tanh, silu
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.linear import linear
 from trt_kvcache.builder.network.weights import LayerWeights
@@ -30,15 +31,6 @@ def mlp(graph: Graph, x: Any, weights: LayerWeights, module: str, config: MlpCon
         ``down(activation(gate(x)) * up(x))``, in the dtype of ``x``. The caller adds it to the residual.
     """
     gate = linear(graph, x, weights, "gate", bias=config.bias)
-    activated = _silu(graph, gate, module) if config.activation == "silu" else _gelu_tanh(graph, gate, module)
+    activated = silu(graph, module, gate) if config.activation == "silu" else gelu_tanh(graph, module, gate)
     up = linear(graph, x, weights, "up", bias=config.bias)
     return linear(graph, graph.elementwise(f"{module}/gated", activated, "PROD", up), weights, "down", bias=config.bias)
-
-
-def _silu(graph: Graph, x: Any, module: str) -> Any:
-    sigmoid = graph.op(f"{module}/sigmoid", "activation", x, graph.trt.ActivationType.SIGMOID)
-    return graph.elementwise(f"{module}/silu", x, "PROD", sigmoid)
-
-
-def _gelu_tanh(graph: Graph, x: Any, module: str) -> Any:
-    return graph.op(f"{module}/gelu", "activation", x, graph.trt.ActivationType.GELU_TANH)

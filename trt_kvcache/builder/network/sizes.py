@@ -58,7 +58,42 @@ def join(graph: Graph, name: str, sizes: Sequence[Size]) -> Any:
     return graph.op(f"{name}/sizes", "concatenation", tensors)
 
 
-def reshape(graph: Graph, name: str, x: Any, sizes: Sequence[Size], *, first: Sequence[int] | None = None) -> Any:
+def combined(graph: Graph, name: str, left: Size, operation: str, right: Size) -> Any:
+    """Return what an operation makes of two sizes.
+
+    Parameters
+    ----------
+    graph : Graph
+        The network under construction.
+    name : str
+        Name of the layer, and prefix of others.
+    left, right : int or ITensor [1] int64
+        The sizes.
+    operation : str
+        A member of ``ElementWiseOperation``, such as ``"FLOOR_DIV"``.
+
+    Returns
+    -------
+    ITensor [1] int64
+        A size.
+    """
+    sides = (
+        graph.constant(f"{name}/{side}", np.array([one], np.int64)) if isinstance(one, int) else one
+        for side, one in (("left", left), ("right", right))
+    )
+    first, second = sides
+    return graph.elementwise(name, first, operation, second)
+
+
+def reshape(
+    graph: Graph,
+    name: str,
+    x: Any,
+    sizes: Sequence[Size],
+    *,
+    first_transpose: Sequence[int] | None = None,
+    second_transpose: Sequence[int] | None = None,
+) -> Any:
     """Return a tensor in a shape of which more than one size is known at run time only.
 
     Parameters
@@ -71,8 +106,8 @@ def reshape(graph: Graph, name: str, x: Any, sizes: Sequence[Size], *, first: Se
         What to reshape.
     sizes : sequence of int or ITensor [1] int64
         The shape.
-    first : sequence of int, optional
-        A permutation of the dimensions, before.
+    first_transpose, second_transpose : sequence of int, optional
+        Permutations of the dimensions, before and after.
 
     Returns
     -------
@@ -80,14 +115,16 @@ def reshape(graph: Graph, name: str, x: Any, sizes: Sequence[Size], *, first: Se
         The same elements.
     """
     layer = graph.layer(name, "shuffle", x)
-    if first is not None:
-        layer.first_transpose = tuple(first)
+    if first_transpose is not None:
+        layer.first_transpose = tuple(first_transpose)
+    if second_transpose is not None:
+        layer.second_transpose = tuple(second_transpose)
     layer.set_input(1, join(graph, name, sizes))
     layer.zero_is_placeholder = False
     return graph.result(layer)
 
 
-def part(graph: Graph, name: str, x: Any, starts: Sequence[int], sizes: Sequence[Size]) -> Any:
+def part(graph: Graph, name: str, x: Any, starts: Sequence[Size], sizes: Sequence[Size]) -> Any:
     """Return a part of a tensor.
 
     Parameters
@@ -98,7 +135,7 @@ def part(graph: Graph, name: str, x: Any, starts: Sequence[int], sizes: Sequence
         Name of the layer, and prefix of others.
     x : ITensor
         The tensor.
-    starts : sequence of int
+    starts : sequence of int or ITensor [1] int64
         Where the part begins.
     sizes : sequence of int or ITensor [1] int64
         Its shape.
@@ -108,7 +145,11 @@ def part(graph: Graph, name: str, x: Any, starts: Sequence[int], sizes: Sequence
     ITensor
         The part.
     """
-    layer = graph.layer(name, "slice", x, tuple(starts), (1,) * len(starts), (1,) * len(starts))
+    rank = len(starts)
+    known = tuple(start if isinstance(start, int) else 0 for start in starts)
+    layer = graph.layer(name, "slice", x, known, (1,) * rank, (1,) * rank)
+    if known != tuple(starts):
+        layer.set_input(1, join(graph, f"{name}/start", starts))
     layer.set_input(2, join(graph, name, sizes))
     return graph.result(layer)
 
