@@ -24,13 +24,14 @@ def test_fused_weights_lie_under_each_other() -> None:
     parts = layer_parts(PHI, 1)
     qkv, gate_up = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.1.mlp.gate_up_proj.weight"
     assert [parts[f"{name}.weight"] for name in ("q", "k", "v", "gate", "up")] == [
-        WeightPart(tensor=qkv, shape=(96, 96), is_whole=False),
-        WeightPart(tensor=qkv, shape=(32, 96), first_row=96, is_whole=False),
-        WeightPart(tensor=qkv, shape=(32, 96), first_row=128, is_whole=False),
-        WeightPart(tensor=gate_up, shape=(52, 96), is_whole=False),
-        WeightPart(tensor=gate_up, shape=(52, 96), first_row=52, is_whole=False),
+        WeightPart(tensor=qkv, shape=(96, 96), rows=(slice(0, 96),), tensor_rows=160),
+        WeightPart(tensor=qkv, shape=(32, 96), rows=(slice(96, 128),), tensor_rows=160),
+        WeightPart(tensor=qkv, shape=(32, 96), rows=(slice(128, 160),), tensor_rows=160),
+        WeightPart(tensor=gate_up, shape=(52, 96), rows=(slice(0, 52),), tensor_rows=104),
+        WeightPart(tensor=gate_up, shape=(52, 96), rows=(slice(52, 104),), tensor_rows=104),
     ]
-    assert parts["o.weight"] == WeightPart(tensor="model.layers.1.self_attn.o_proj.weight", shape=(96, 96))
+    output = WeightPart(tensor="model.layers.1.self_attn.o_proj.weight", shape=(96, 96), rows=(slice(0, 96),), tensor_rows=96)
+    assert (parts["o.weight"], output.is_whole, parts["q.weight"].is_whole) == (output, True, False)
     assert (tensor_shapes(PHI)[qkv], tensor_shapes(PHI)[gate_up]) == ((160, 96), (104, 96))
 
 

@@ -16,7 +16,7 @@ from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import AttentionConfig, ModelConfig
-from trt_kvcache.model.recurrent_config import RecurrentConfig, ShortConvConfig
+from trt_kvcache.model.recurrent_config import RecurrentConfig
 
 #: What an engine of a model runs on: K and V alone, or with the states of recurrent layers.
 DecoderCacheConfig = KVCacheConfig | HybridCacheConfig
@@ -146,7 +146,7 @@ def state_sizes(mixer: RecurrentConfig) -> dict[str, int]:
 
     Parameters
     ----------
-    mixer : ShortConvConfig or Mamba2Config
+    mixer : ShortConvConfig, Mamba2Config or GatedDeltaNetConfig
         Mixer of a layer.
 
     Returns
@@ -155,9 +155,9 @@ def state_sizes(mixer: RecurrentConfig) -> dict[str, int]:
         Fields of a :class:`~trt_kvcache.cache.mamba_config.MambaCacheConfig`.
     """
     convolution = {"conv_dim": mixer.channels, "conv_kernel": mixer.kernel}
-    if isinstance(mixer, ShortConvConfig):
+    if mixer.state_shape is None:
         return convolution
-    return {**convolution, "num_heads": mixer.num_heads, "head_dim": mixer.head_dim, "state_size": mixer.state_size}
+    return {**convolution, **dict(zip(("num_heads", "head_dim", "state_size"), mixer.state_shape, strict=True))}
 
 
 def cache_layer(mixer: AttentionConfig) -> KVLayerConfig:

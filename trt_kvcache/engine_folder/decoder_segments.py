@@ -68,6 +68,22 @@ def attention_tensor_names(layer: int) -> tuple[str, str, str, str]:
     return f"q_{layer}", f"k_{layer}", f"v_{layer}", f"attended_{layer}"
 
 
+def output_gate_name(layer: int) -> str:
+    """Return the name of the gate ``[B, s, heads * D]`` of what the attention of a layer returns, before its sigmoid.
+
+    Parameters
+    ----------
+    layer : int
+        Index of the layer.
+
+    Returns
+    -------
+    str
+        ``"output_gate_0"`` for the first layer.
+    """
+    return f"output_gate_{layer}"
+
+
 def rope_kind(mixer: AttentionConfig) -> RopeKind | None:
     """Return what the angles of a layer depend on, or None if it has no RoPE.
 
@@ -187,11 +203,14 @@ def decoder_stages(model: ModelConfig, cache: DecoderCacheConfig, names: TensorN
         tensors += [TensorSpec.output(name, (-1, -1, count, mixer.head_dim), cache.dtype) for name, count in zip(qkv, heads, strict=True)]
         if entering != hidden_state_name(layer):
             tensors.append(TensorSpec.output(hidden_state_name(layer), hidden, cache.dtype))
+        gates = [(output_gate_name(layer), (-1, -1, mixer.num_heads * mixer.head_dim))] if mixer.output_gate else []
+        tensors += [TensorSpec.output(name, shape, cache.dtype) for name, shape in gates]
         if mixer.query_scaling is not None:
             tensors.append(TensorSpec.input(names.kvcache_start_index, (-1,), "int32"))
         stages += [Segment(tensors=tuple(tensors)), _attention_node(model, cache, names, layer, index)]
         entering, attended = hidden_state_name(layer), (-1, -1, mixer.num_heads, mixer.head_dim)
         tensors = [TensorSpec.input(entering, hidden, cache.dtype), TensorSpec.input(attended_name, attended, cache.dtype)]
+        tensors += [TensorSpec.input(name, shape, cache.dtype) for name, shape in gates]
     last_token_ids, logits = logits_tensors(model, names, max_logits_per_slot=max_logits_per_slot)
     tensors += [last_token_ids, table, logits] if model.tie_word_embeddings else [last_token_ids, logits]
     return (*stages, Segment(tensors=tuple(tensors)))

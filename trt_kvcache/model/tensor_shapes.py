@@ -35,8 +35,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """
     shapes: dict[str, tuple[int, ...]] = {embedding_name(config): (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
-        for part in layer_parts(config, index).values():  # the last part of a tensor is its end
-            shapes[part.tensor] = (part.rows.stop, *part.shape[1:])
+        shapes |= {part.tensor: (part.tensor_rows, *part.shape[1:]) for part in layer_parts(config, index).values()}
     shapes[final_norm_name(config)] = (config.hidden_size,)
     if not config.tie_word_embeddings:
         shapes[HEAD] = (config.vocab_size, config.hidden_size)

@@ -15,9 +15,12 @@ from trt_kvcache.trt.tensorrt_engine import TensorRTEngine
 
 from .conftest import GOLDEN, MAX_SEQUENCE_LENGTH, SIZES
 from .interpreted import PROMPTS, AddressedMemory, interpreter_of, make_cache
-from .test_network_values import GOLDEN_TOLERANCE, LOGITS_TOLERANCE, Network
+from .test_network_values import GOLDEN_TOLERANCE, Network
 
 pytestmark = pytest.mark.trt
+
+#: Largest difference of a logit from the reference engine. Seen: 1.2e-5 and 0.06, of logits up to 12.
+LOGITS_TOLERANCE = {"float32": 5e-5, "float16": 0.15}
 
 #: Golden models with states, with each variant of TensorRT's own attention.
 STATEFUL = [

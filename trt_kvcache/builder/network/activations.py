@@ -46,6 +46,27 @@ def gelu_tanh(graph: Graph, name: str, x: Any) -> Any:
     return graph.op(f"{name}/gelu", "activation", x, graph.trt.ActivationType.GELU_TANH)
 
 
+def relu2(graph: Graph, name: str, x: Any) -> Any:
+    """Return ``max(x, 0) ** 2``.
+
+    Parameters
+    ----------
+    graph : Graph
+        The network under construction.
+    name : str
+        Prefix of the layers' names.
+    x : ITensor
+        The elements.
+
+    Returns
+    -------
+    ITensor
+        Of the shape and dtype of ``x``.
+    """
+    positive = graph.op(f"{name}/relu", "activation", x, graph.trt.ActivationType.RELU)
+    return graph.elementwise(f"{name}/relu2", positive, "PROD", positive)
+
+
 def softplus(graph: Graph, name: str, x: Any) -> Any:
     """Return ``log(1 + exp(x))``.
 

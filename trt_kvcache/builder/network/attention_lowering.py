@@ -14,7 +14,6 @@ from trt_kvcache.engine_folder.decoder_segments import (
     RopeKind,
     attention_op_attributes,
     attention_tensor_names,
-    hidden_state_name,
     rope_kind,
 )
 from trt_kvcache.model import ModelConfig, QueryScaling
@@ -45,7 +44,7 @@ class AttentionLowering(Protocol):
             In this network.
         """
 
-    def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], residual: Any) -> tuple[Any, Any]:
+    def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], kept: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         """Add the attention of one layer.
 
         Parameters
@@ -56,15 +55,15 @@ class AttentionLowering(Protocol):
             Index of the layer.
         qkv : sequence of ITensor [B, s, heads, D]
             q, k and v before RoPE, in the dtype of the model.
-        residual : ITensor [B, s, hidden]
-            The hidden state that is needed after the attention.
+        kept : mapping of str to ITensor [B, s, ...]
+            What is needed after the attention, by the names of tensors between segments.
 
         Returns
         -------
         attended : ITensor [B, s, heads, D]
             The result of the attention.
-        residual : ITensor [B, s, hidden]
-            ``residual`` in the network that ``graph`` now builds. No other tensor from before the call may be used.
+        kept : mapping of str to ITensor [B, s, ...]
+            ``kept`` in the network that ``graph`` now builds. No other tensor from before the call may be used.
         """
 
 
@@ -110,7 +109,7 @@ class PluginLayerLowering:
             self._query_factors[scaling] = query_factors(graph, scaling, self._positions, **sizes)
         return self._query_factors[scaling]
 
-    def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], residual: Any) -> tuple[Any, Any]:
+    def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], kept: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         """See :class:`AttentionLowering`."""
         trt = graph.trt
         register(graph.tensorrt)
@@ -131,7 +130,7 @@ class PluginLayerLowering:
         plugin_layer = graph.layer(name, "plugin_v3", [*qkv, cache, self._start_index, *angles], [], plugin)
         attended = graph.result(plugin_layer)
         graph.output(plugin_layer.get_output(1), present)
-        return attended, residual
+        return attended, kept
 
 
 class SegmentCutLowering:
@@ -158,16 +157,17 @@ class SegmentCutLowering:
         positions = step_lengths(graph, tokens=hidden, start_index=start_index).position_ids
         return query_factors(graph, scaling, positions, length=self._max_sequence_length)
 
-    def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], residual: Any) -> tuple[Any, Any]:
+    def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], kept: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         """See :class:`AttentionLowering`."""
         *qkv_names, attended_name = attention_tensor_names(layer)
-        residual_name = hidden_state_name(layer)
         for tensor, name in zip(qkv, qkv_names, strict=True):
             graph.output(tensor, name)
-        if residual.name != residual_name:  # in the first segment it is an input, so the next segment can read it anyway
-            graph.output(residual, residual_name)
-        residual_shape, attended_shape = tuple(residual.shape), tuple(qkv[0].shape)
+        shapes = {}
+        for name, tensor in kept.items():
+            shapes[name] = tuple(tensor.shape)
+            if tensor.name != name:  # in the first segment the hidden state is an input, so the next segment can read it anyway
+                graph.output(tensor, name)
+        attended_shape = tuple(qkv[0].shape)
         graph.network = self._create_network()
-        next_residual = graph.input(residual_name, graph.dtype, residual_shape)
-        attended = graph.input(attended_name, graph.dtype, attended_shape)
-        return attended, next_residual
+        next_kept = {name: graph.input(name, graph.dtype, shape) for name, shape in shapes.items()}
+        return graph.input(attended_name, graph.dtype, attended_shape), next_kept

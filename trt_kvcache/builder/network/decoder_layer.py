@@ -3,6 +3,7 @@
 from typing import Any
 
 from trt_kvcache.builder.network.context import DecoderContext
+from trt_kvcache.builder.network.gated_delta_net import gated_delta_net
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.mamba2 import mamba2
 from trt_kvcache.builder.network.mlp import mlp
@@ -12,7 +13,7 @@ from trt_kvcache.builder.network.self_attention import self_attention
 from trt_kvcache.builder.network.short_convolution import short_convolution
 from trt_kvcache.builder.network.weights import LayerWeights, Weights
 from trt_kvcache.model import AttentionConfig
-from trt_kvcache.model.recurrent_config import Mamba2Config, ShortConvConfig
+from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 
 
 def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContext, index: int) -> Any:
@@ -59,5 +60,7 @@ def _mix(graph: Graph, x: Any, weights: LayerWeights, context: DecoderContext, i
         return self_attention(graph, x, weights, f"{module}.self_attn", context, index, residual=residual)
     if isinstance(mixer, ShortConvConfig):
         return short_convolution(graph, x, weights, f"{module}.conv", context, index, mixer), residual
-    assert isinstance(mixer, Mamba2Config)
-    return mamba2(graph, x, weights, f"{module}.mamba", context, index, mixer), residual
+    if isinstance(mixer, Mamba2Config):
+        return mamba2(graph, x, weights, f"{module}.mamba", context, index, mixer), residual
+    assert isinstance(mixer, GatedDeltaNetConfig)
+    return gated_delta_net(graph, x, weights, f"{module}.linear_attn", context, index, mixer), residual

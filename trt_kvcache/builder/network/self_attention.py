@@ -13,7 +13,7 @@ from trt_kvcache.builder.network.rope import apply_rope
 from trt_kvcache.builder.network.softcapped_attention import softcapped_attention
 from trt_kvcache.builder.network.weights import LayerWeights
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig, attention_variant, window_in_cache
-from trt_kvcache.engine_folder.decoder_segments import rope_kind
+from trt_kvcache.engine_folder.decoder_segments import hidden_state_name, output_gate_name, rope_kind
 from trt_kvcache.model import AttentionConfig
 
 
@@ -50,17 +50,24 @@ def self_attention(
     mixer = context.model.layers[layer].attention
     heads = {"q": mixer.num_heads, "k": mixer.num_kv_heads, "v": mixer.num_kv_heads}
     q, k, v = (_project(graph, x, weights, side, count, context, mixer) for side, count in heads.items())
+    kept = {hidden_state_name(layer): residual}
+    if mixer.output_gate:
+        kept[output_gate_name(layer)] = linear(graph, x, weights, "output_gate", bias=mixer.qkv_bias)
     if context.lowering is not None:
         if mixer.query_scaling is not None:
             factors = context.lowering.query_factors(graph, mixer.query_scaling, x)
             q = scale_queries(graph, f"{module}/q/by_position", q, factors, heads_first=False)
-        attended, residual = context.lowering.add_attention(graph, layer, (q, k, v), residual)
+        attended, next_kept = context.lowering.add_attention(graph, layer, (q, k, v), kept)
+        kept = dict(next_kept)
     else:
         attended = _attend_with_tensorrt(graph, (q, k, v), module, context, context.attention[layer])
     width = mixer.num_heads * mixer.head_dim
     transpose = None if context.lowering else (0, 2, 1, 3)
     merged = graph.shuffle(f"{module}/merge_heads", attended, first_transpose=transpose, reshape=(0, 0, width))
-    return linear(graph, merged, weights, "o", bias=mixer.o_bias), residual
+    if mixer.output_gate:
+        sigmoid = graph.op(f"{module}/gate", "activation", kept[output_gate_name(layer)], graph.trt.ActivationType.SIGMOID)
+        merged = graph.elementwise(f"{module}/gated", merged, "PROD", sigmoid)
+    return linear(graph, merged, weights, "o", bias=mixer.o_bias), kept[hidden_state_name(layer)]
 
 
 def _project(graph: Graph, x: Any, weights: LayerWeights, side: str, heads: int, context: DecoderContext, mixer: AttentionConfig) -> Any:

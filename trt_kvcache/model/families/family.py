@@ -49,7 +49,11 @@ class Family:
     layers : str
         What precedes the index of a layer in the names of its weights.
     names : mapping of str to str
-        Like :data:`LLAMA_NAMES`. Weights of one name are stored in one tensor, row under row, in the order of that table.
+        Like :data:`LLAMA_NAMES`. Weights of one name are stored in one tensor, row under row, in the order in which
+        :func:`~trt_kvcache.model.weight_parts.layer_parts` lists them.
+    head_by_head : frozenset of str
+        Those of these names whose tensors hold first all that belongs to the first head (of queries; in a gated delta net of keys), then
+        all that belongs to the next one.
     uses : frozenset of str
         Fields that are refused where a family does not read them, and that this one reads.
     code : frozenset of str
@@ -65,5 +69,6 @@ class Family:
     final_norm: str = FINAL_NORM
     layers: str = "model.layers"
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
+    head_by_head: frozenset[str] = frozenset()
     uses: frozenset[str] = frozenset()
     code: frozenset[str] = frozenset()
