@@ -11,19 +11,47 @@ def interpret(tensorrt, network, constants, feed):
     producer = {layer.get_output(0).name: layer for layer in layers}
     values = dict(feed)
 
-    def value(tensor):
-        if tensor.name not in values:
+    def value(tensor, known):
+        if tensor.name not in known:
             layer = producer[tensor.name]
             kind = layer_kind(tensorrt, layer)
             if kind == "CONSTANT":
                 result = constants[layer.name]
+            elif kind == "LOOP_OUTPUT":
+                result = run_loop(layer, known)[tensor.name]
             else:
                 inputs = [layer.get_input(index) for index in range(layer.num_inputs)]
-                result = _LAYERS[kind](layer, [None if each is None else value(each) for each in inputs])
-            values[tensor.name] = _rounded(tensorrt, tensor, result)
-        return values[tensor.name]
+                result = _LAYERS[kind](layer, [None if each is None else value(each, known) for each in inputs])
+            known[tensor.name] = _rounded(tensorrt, tensor, result)
+        return known[tensor.name]
 
-    return {network.get_output(index).name: value(network.get_output(index)) for index in range(network.num_outputs)}
+    def run_loop(output, known):
+        """Run all iterations of the loop that has this output; return its outputs by name, and keep them."""
+        parts = {kind: [] for kind in ("TRIP_LIMIT", "ITERATOR", "RECURRENCE", "LOOP_OUTPUT")}
+        for layer in layers:
+            kind = layer_kind(tensorrt, layer)
+            if kind in parts and layer.loop == output.loop:
+                parts[kind].append(layer)
+        (limit,) = parts["TRIP_LIMIT"]
+        iterators = [(layer.get_output(0).name, value(layer.get_input(0), known), layer.axis) for layer in parts["ITERATOR"]]
+        states = [value(layer.get_input(0), known) for layer in parts["RECURRENCE"]]
+        stacks = [layer for layer in parts["LOOP_OUTPUT"] if layer.kind.name == "CONCATENATE"]
+        rows = [[] for _ in stacks]
+        for index in range(int(value(limit.get_input(0), known))):
+            inside = {**known, **{name: np.take(array, index, axis) for name, array, axis in iterators}}
+            inside |= {layer.get_output(0).name: state for layer, state in zip(parts["RECURRENCE"], states, strict=True)}
+            for layer, found in zip(stacks, rows, strict=True):
+                found.append(value(layer.get_input(0), inside))
+            states = [value(layer.get_input(1), inside) for layer in parts["RECURRENCE"]]
+        outputs = {layer.get_output(0).name: np.stack(found, layer.axis) for layer, found in zip(stacks, rows, strict=True)}
+        by_name = {layer.get_output(0).name: state for layer, state in zip(parts["RECURRENCE"], states, strict=True)}
+        for layer in parts["LOOP_OUTPUT"]:
+            if layer.kind.name == "LAST_VALUE":
+                outputs[layer.get_output(0).name] = by_name[layer.get_input(0).name]
+        known.update(outputs)
+        return outputs
+
+    return {network.get_output(index).name: value(network.get_output(index), values) for index in range(network.num_outputs)}
 
 
 def attention_layers(tensorrt, network):
@@ -63,6 +91,9 @@ def _elementwise(layer, inputs):
         "SUB": np.subtract,
         "PROD": np.multiply,
         "DIV": np.divide,
+        "MAX": np.maximum,
+        "MIN": np.minimum,
+        "FLOOR_DIV": np.floor_divide,
         "GREATER": np.greater,
         "AND": np.logical_and,
     }
@@ -70,20 +101,20 @@ def _elementwise(layer, inputs):
 
 
 def _unary(layer, inputs):
-    return {"SQRT": np.sqrt, "NOT": np.logical_not}[layer.op.name](_wide(inputs[0]))
+    operations = {"SQRT": np.sqrt, "NOT": np.logical_not, "EXP": np.exp, "ABS": np.abs, "NEG": np.negative, "ATANH": np.arctanh}
+    return operations[layer.op.name](_wide(inputs[0]))
 
 
 def _activation(layer, inputs):
     x = _wide(inputs[0])
     if layer.type.name == "GELU_TANH":
         return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-    return {"SIGMOID": lambda: 1 / (1 + np.exp(-x)), "TANH": lambda: np.tanh(x)}[layer.type.name]()
+    return {"RELU": lambda: np.maximum(x, 0), "SIGMOID": lambda: 1 / (1 + np.exp(-x)), "TANH": lambda: np.tanh(x)}[layer.type.name]()
 
 
 def _reduce(layer, inputs):
     axes = tuple(axis for axis in range(inputs[0].ndim) if layer.axes >> axis & 1)
-    assert layer.op.name == "AVG"
-    return _wide(inputs[0]).mean(axes, keepdims=layer.keep_dims)
+    return {"AVG": np.mean, "SUM": np.sum}[layer.op.name](_wide(inputs[0]), axes, keepdims=layer.keep_dims)
 
 
 def _matmul(layer, inputs):
@@ -98,7 +129,7 @@ def _shuffle(layer, inputs):
     x = inputs[0].transpose(tuple(layer.first_transpose)[: inputs[0].ndim])
     sizes = inputs[1] if len(inputs) == 2 else layer.reshape_dims
     if sizes is not None:
-        x = x.reshape([x.shape[axis] if size == 0 else size for axis, size in enumerate(sizes)])
+        x = x.reshape([x.shape[axis] if size == 0 and layer.zero_is_placeholder else size for axis, size in enumerate(sizes)])
     return x.transpose(tuple(layer.second_transpose)[: x.ndim])
 
 
@@ -121,8 +152,25 @@ def _fill(layer, inputs):
 
 
 def _slice(layer, inputs):
-    place = tuple(slice(start, start + size * step, step) for start, size, step in zip(layer.start, layer.shape, layer.stride, strict=True))
-    return inputs[0][place]
+    x, *given = inputs
+    own = ("start", "shape", "stride")  # not read where they are tensors: TensorRT would warn
+    given = [*given, *(None,) * 3][:3]
+    starts, sizes, steps = (getattr(layer, name) if value is None else value for name, value in zip(own, given, strict=True))
+    place = tuple(slice(start, start + size * step, step) for start, size, step in zip(starts, sizes, steps, strict=True))
+    found = x[place]
+    if layer.mode.name == "FILL":
+        assert len(inputs) == 5
+        return np.pad(found, [(0, size - got) for size, got in zip(sizes, found.shape, strict=True)], constant_values=inputs[4].item())
+    assert layer.mode.name == "STRICT_BOUNDS"
+    assert found.shape == tuple(sizes), (layer.name, found.shape, tuple(sizes))  # TensorRT refuses a part that is not there
+    return found
+
+
+def _cumulative(layer, inputs):
+    assert layer.op.name == "SUM"
+    x, axis = _wide(inputs[0]), int(inputs[1])
+    assert not layer.reverse
+    return np.cumsum(x, axis, dtype=x.dtype) - (x if layer.exclusive else 0)
 
 
 def _rotary(layer, inputs):
@@ -184,6 +232,7 @@ _LAYERS = {
     "ATTENTION_OUTPUT": lambda layer, inputs: inputs[0],
     "CAST": lambda layer, inputs: inputs[0],
     "CONCATENATION": lambda layer, inputs: np.concatenate(inputs, axis=layer.axis),
+    "CUMULATIVE": _cumulative,
     "ELEMENTWISE": _elementwise,
     "FILL": _fill,
     "GATHER": _gather,
