@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, DEFAULT_MAX_SEQUENCE_LENGTH, BuildOptions
+from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, BuildOptions, default_sequence_length
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine.attention_variants import default_attention
@@ -126,7 +126,7 @@ def estimate_build(
     (262144, 60736)
     """
     model = ModelConfig.from_dict(read_json(Path(model_path) / "config.json"))
-    length = min(model.max_position_embeddings, DEFAULT_MAX_SEQUENCE_LENGTH) if max_sequence_length is None else max_sequence_length
+    length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length
     options = BuildOptions(
         max_batch_size=max_batch_size,
         max_sequence_length=length,

@@ -34,6 +34,24 @@ DEFAULT_MAX_BATCH_SIZE = 1
 DEFAULT_MAX_SEQUENCE_LENGTH = 2048
 DEFAULT_MAX_PREFILL_LENGTH = 512
 
+
+def default_sequence_length(model: ModelConfig) -> int:
+    """Return how many tokens a slot can hold where nothing is said.
+
+    Parameters
+    ----------
+    model : ModelConfig
+        The model.
+
+    Returns
+    -------
+    int
+        The positions that the model was made for; at most 2048 where it keeps something of each token.
+    """
+    limit = model.max_position_embeddings
+    return min(limit, DEFAULT_MAX_SEQUENCE_LENGTH) if model.attention_layers else limit
+
+
 _TURING = "7.5"
 
 #: Names of :data:`~trt_kvcache.model.features.FEATURES` that the networks of this package compute.

@@ -99,7 +99,7 @@ def decoder_cache_config(
     mixers = [layer.mixer for layer in model.layers if layer.mixer is not None]
     kinds = [LayerType.ATTENTION if isinstance(mixer, AttentionConfig) else LayerType.MAMBA for mixer in mixers]
     kv = _kv_config(model, **sizes, dtype=dtype, layout=cache_layout(attention)) if model.attention_layers else None
-    return HybridCacheConfig(layer_types=tuple(kinds), kv=kv, mamba=_states_config(model, max_batch_size=max_batch_size, dtype=dtype))
+    return HybridCacheConfig(layer_types=tuple(kinds), kv=kv, mamba=_states_config(model, **sizes, dtype=dtype))
 
 
 def decoder_cache_from_dict(data: Mapping[str, Any]) -> DecoderCacheConfig:
@@ -133,11 +133,12 @@ def _kv_config(model: ModelConfig, *, max_batch_size: int, max_sequence_length: 
     )
 
 
-def _states_config(model: ModelConfig, *, max_batch_size: int, dtype: str) -> MambaCacheConfig:
+def _states_config(model: ModelConfig, *, max_batch_size: int, max_sequence_length: int, dtype: str) -> MambaCacheConfig:
     sizes = [state_sizes(mixer) for mixer in model.recurrent_layers]
     if any(other != sizes[0] for other in sizes):
         raise ConfigError(f"{model.family}: expected equal states in all layers, got {sizes}.")
-    fields: dict[str, Any] = {"num_layers": len(sizes), "max_batch_size": max_batch_size, **sizes[0]}
+    limits = {"max_batch_size": max_batch_size, "max_sequence_length": max_sequence_length}
+    fields: dict[str, Any] = {"num_layers": len(sizes), **limits, **sizes[0]}
     return MambaCacheConfig(**fields, conv_dtype=dtype, ping_pong=True)
 
 

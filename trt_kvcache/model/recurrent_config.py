@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -99,6 +100,8 @@ class Mamba2Config:
             int_in_range(f"Mamba2Config.{name}", getattr(self, name), 1, MAX_DIMENSION, error=ConfigError)
         if self.num_heads % self.num_groups:
             raise ConfigError(f"Mamba2Config.num_groups: expected a divisor of num_heads={self.num_heads}, got {self.num_groups}.")
+        if not 0 <= self.dt_min <= (sys.float_info.max if self.dt_max is None else self.dt_max) <= sys.float_info.max:
+            raise ConfigError(f"Mamba2Config.dt_min: expected finite numbers, 0 <= dt_min <= dt_max, got {self.dt_min} and {self.dt_max}.")
 
     @property
     def inner(self) -> int:
