@@ -106,6 +106,7 @@ def define_decoder(
         Weights(checkpoint, cache.dtype),
         model,
         cache=cache,
+        max_prefill_length=options.max_prefill_length,
         attention=options.attention,
         min_batch_size=MIN_BATCH_SIZE,
         max_logits_per_slot=options.logits_per_slot,
@@ -169,6 +170,7 @@ def define_segments(
         model,
         create_next,
         cache=cache,
+        max_prefill_length=options.max_prefill_length,
         max_logits_per_slot=options.logits_per_slot,
         names=names,
     )

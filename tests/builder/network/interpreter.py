@@ -11,47 +11,19 @@ def interpret(tensorrt, network, constants, feed):
     producer = {layer.get_output(0).name: layer for layer in layers}
     values = dict(feed)
 
-    def value(tensor, known):
-        if tensor.name not in known:
+    def value(tensor):
+        if tensor.name not in values:
             layer = producer[tensor.name]
             kind = layer_kind(tensorrt, layer)
             if kind == "CONSTANT":
                 result = constants[layer.name]
-            elif kind == "LOOP_OUTPUT":
-                result = run_loop(layer, known)[tensor.name]
             else:
                 inputs = [layer.get_input(index) for index in range(layer.num_inputs)]
-                result = _LAYERS[kind](layer, [None if each is None else value(each, known) for each in inputs])
-            known[tensor.name] = _rounded(tensorrt, tensor, result)
-        return known[tensor.name]
+                result = _LAYERS[kind](layer, [None if each is None else value(each) for each in inputs])
+            values[tensor.name] = _rounded(tensorrt, tensor, result)
+        return values[tensor.name]
 
-    def run_loop(output, known):
-        """Run all iterations of the loop that has this output; return its outputs by name, and keep them."""
-        parts = {kind: [] for kind in ("TRIP_LIMIT", "ITERATOR", "RECURRENCE", "LOOP_OUTPUT")}
-        for layer in layers:
-            kind = layer_kind(tensorrt, layer)
-            if kind in parts and layer.loop == output.loop:
-                parts[kind].append(layer)
-        (limit,) = parts["TRIP_LIMIT"]
-        iterators = [(layer.get_output(0).name, value(layer.get_input(0), known), layer.axis) for layer in parts["ITERATOR"]]
-        states = [value(layer.get_input(0), known) for layer in parts["RECURRENCE"]]
-        stacks = [layer for layer in parts["LOOP_OUTPUT"] if layer.kind.name == "CONCATENATE"]
-        rows = [[] for _ in stacks]
-        for index in range(int(value(limit.get_input(0), known))):
-            inside = {**known, **{name: np.take(array, index, axis) for name, array, axis in iterators}}
-            inside |= {layer.get_output(0).name: state for layer, state in zip(parts["RECURRENCE"], states, strict=True)}
-            for layer, found in zip(stacks, rows, strict=True):
-                found.append(value(layer.get_input(0), inside))
-            states = [value(layer.get_input(1), inside) for layer in parts["RECURRENCE"]]
-        outputs = {layer.get_output(0).name: np.stack(found, layer.axis) for layer, found in zip(stacks, rows, strict=True)}
-        by_name = {layer.get_output(0).name: state for layer, state in zip(parts["RECURRENCE"], states, strict=True)}
-        for layer in parts["LOOP_OUTPUT"]:
-            if layer.kind.name == "LAST_VALUE":
-                outputs[layer.get_output(0).name] = by_name[layer.get_input(0).name]
-        known.update(outputs)
-        return outputs
-
-    return {network.get_output(index).name: value(network.get_output(index), values) for index in range(network.num_outputs)}
+    return {network.get_output(index).name: value(network.get_output(index)) for index in range(network.num_outputs)}
 
 
 def attention_layers(tensorrt, network):
@@ -94,6 +66,7 @@ def _elementwise(layer, inputs):
         "MAX": np.maximum,
         "MIN": np.minimum,
         "FLOOR_DIV": np.floor_divide,
+        "EQUAL": np.equal,
         "GREATER": np.greater,
         "AND": np.logical_and,
     }

@@ -8,6 +8,7 @@ from trt_kvcache.builder.network.attention_lowering import AttentionLowering
 from trt_kvcache.builder.network.new_tokens import NewTokens
 from trt_kvcache.builder.network.rope import RopeTables
 from trt_kvcache.builder.network.step_lengths import StepLengths
+from trt_kvcache.builder.network.unit_triangle import UnitTriangle
 from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.names import TensorNames
@@ -36,6 +37,8 @@ class DecoderContext:
         For each layer with states its tensors before and after the step.
     new_tokens : NewTokens
         How many of the new tokens each slot has, for layers with states.
+    unit_triangle : UnitTriangle
+        What inverts the matrices of gated delta nets.
     lengths : StepLengths, optional
         Lengths of a step; not for the ``plugin`` variant.
     tables : mapping of RopeKind to RopeTables
@@ -55,6 +58,7 @@ class DecoderContext:
     indices: tuple[int | None, ...]
     states: Sequence[Mapping[StateKind, tuple[TensorSpec, TensorSpec]]]
     new_tokens: NewTokens
+    unit_triangle: UnitTriangle
     lengths: StepLengths | None = None
     tables: Mapping[RopeKind, RopeTables] = field(default_factory=dict)
     query_factors: Mapping[QueryScaling, Any] = field(default_factory=dict)

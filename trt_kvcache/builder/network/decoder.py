@@ -15,6 +15,7 @@ from trt_kvcache.builder.network.new_tokens import NewTokens
 from trt_kvcache.builder.network.query_scaling import query_factors
 from trt_kvcache.builder.network.rope import cos_sin, rope_tables
 from trt_kvcache.builder.network.step_lengths import step_lengths
+from trt_kvcache.builder.network.unit_triangle import UnitTriangle
 from trt_kvcache.builder.network.weights import Weights
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig, window_in_cache
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, indices_in_kind, logits_tensors, state_tensors
@@ -29,6 +30,7 @@ def add_decoder(
     model: ModelConfig,
     *,
     cache: DecoderCacheConfig,
+    max_prefill_length: int,
     attention: str = "native",
     min_batch_size: int = 1,
     max_logits_per_slot: int = 1,
@@ -46,6 +48,8 @@ def add_decoder(
         Configuration of the model.
     cache : KVCacheConfig or HybridCacheConfig
         What the engine runs on. Tokens that a slot can hold, S, are a static dimension of K and V, and the length of the RoPE tables.
+    max_prefill_length : int
+        Most new tokens per slot in one enqueue.
     attention : str
         One of :data:`~trt_kvcache.engine.attention_variants.ATTENTION_VARIANTS`.
     min_batch_size : int
@@ -78,7 +82,7 @@ def add_decoder(
         min_batch_size=min_batch_size,
         max_sequence_length=max_sequence_length,
     )
-    context = _context(model, names, cache, configs)
+    context = _context(model, names, cache, max_prefill_length, configs)
     if attention == "plugin":
         lowering = _plugin_layers(graph, model, names, max_sequence_length=max_sequence_length, start_index=start_index)
         context = replace(context, lowering=lowering)
@@ -106,7 +110,9 @@ def add_decoder(
     return configs
 
 
-def _context(model: ModelConfig, names: TensorNames, cache: DecoderCacheConfig, configs: Sequence[AttentionLayerConfig]) -> DecoderContext:
+def _context(
+    model: ModelConfig, names: TensorNames, cache: DecoderCacheConfig, max_width: int, configs: Sequence[AttentionLayerConfig]
+) -> DecoderContext:
     """Return what all layers share, without what only some variants of attention have."""
     mamba = cache.mamba
     return DecoderContext(
@@ -117,6 +123,7 @@ def _context(model: ModelConfig, names: TensorNames, cache: DecoderCacheConfig, 
         indices=indices_in_kind(model),
         states=() if mamba is None else tuple(state_tensors(mamba, names, index) for index in range(mamba.num_layers)),
         new_tokens=NewTokens(names),
+        unit_triangle=UnitTriangle(max_width),
     )
 
 
@@ -151,6 +158,7 @@ def add_segments(
     create_network: Callable[[], Any],
     *,
     cache: DecoderCacheConfig,
+    max_prefill_length: int,
     max_logits_per_slot: int = 1,
     names: TensorNames = DEFAULT_NAMES,
 ) -> tuple[AttentionLayerConfig, ...]:
@@ -170,6 +178,8 @@ def add_segments(
         Returns the next, empty network.
     cache : KVCacheConfig or HybridCacheConfig
         What the engine runs on.
+    max_prefill_length : int
+        Most new tokens per slot in one enqueue.
     max_logits_per_slot : int
         As for :func:`add_decoder`.
     names : TensorNames
@@ -188,7 +198,7 @@ def add_segments(
     length = cache.max_sequence_length
     configs = attention_layer_configs(model, "plugin", dtype=graph.dtype, min_batch_size=1, max_sequence_length=length)
     lowering = SegmentCutLowering(create_network, names, max_sequence_length=length)
-    context = replace(_context(model, names, cache, configs), lowering=lowering)
+    context = replace(_context(model, names, cache, max_prefill_length, configs), lowering=lowering)
     x = graph.input(embedding_output_name(model), graph.dtype, (-1, -1, model.hidden_size))
     x = head.scaled_embedding(graph, x, model)
     for layer in range(model.num_layers):

@@ -8,14 +8,12 @@ step of one token is a chunk of one token.
 from dataclasses import dataclass
 from typing import Any
 
+from trt_kvcache.builder.network.decay_weights import cumulative, decay_weights, exp
 from trt_kvcache.builder.network.graph import Graph
-from trt_kvcache.builder.network.sizes import Size, arange, combined, padded, part, reshape, size
+from trt_kvcache.builder.network.sizes import Size, combined, padded, part, reshape, size
 
 #: Most tokens of a chunk.
 CHUNK_TOKENS = 64
-
-#: The logarithm of no weight at all.
-_NOTHING = -1e30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,13 +79,13 @@ def selective_scan(graph: Graph, name: str, inputs: ScanInputs) -> tuple[Any, An
     column = graph.shuffle(f"{name}/decay/column", inputs.decay, reshape=(0, 0, heads, 1))
     decay = _in_chunks(graph, f"{name}/decay", column, chunks, groups)  # [B, n, G, H / G, c, 1]
     total = graph.op(f"{name}/total", "reduce", decay, graph.trt.ReduceOperation.SUM, 1 << 4, True)
-    since = _cumulative(graph, f"{name}/since", decay, 4, exclusive=False)  # from the begin of the chunk to each token
+    since = cumulative(graph, f"{name}/since", decay, 4, exclusive=False)  # from the begin of the chunk to each token
 
     seen = graph.op(f"{name}/seen", "matrix_multiply", c, plain, b, transposed)
-    weights = graph.elementwise(f"{name}/weights", _weights(graph, f"{name}/within", since, since, chunks.length, 0), "PROD", seen)
+    weights = graph.elementwise(f"{name}/weights", decay_weights(graph, f"{name}/within", since, since, chunks.length, 0), "PROD", seen)
     within = graph.op(f"{name}/from_chunk", "matrix_multiply", weights, plain, x, plain)
 
-    left = _exp(graph, f"{name}/left", graph.elementwise(f"{name}/until_end", total, "SUB", since))
+    left = exp(graph, f"{name}/left", graph.elementwise(f"{name}/until_end", total, "SUB", since))
     faded = graph.elementwise(f"{name}/faded", x, "PROD", left)
     local = graph.op(f"{name}/local", "matrix_multiply", faded, transposed, b, plain)  # what a chunk adds: [B, n, G, H / G, P, N]
     rows = (chunks.slots, groups, per_group, chunks.count, head_dim * state_size)
@@ -100,7 +98,7 @@ def selective_scan(graph: Graph, name: str, inputs: ScanInputs) -> tuple[Any, An
     shape = (chunks.slots, groups, per_group, chunks.count, head_dim, state_size)
     before = reshape(graph, f"{name}/before/by_chunk", before, shape, second_transpose=(0, 3, 1, 2, 4, 5))
     read = graph.op(f"{name}/read", "matrix_multiply", c, plain, before, transposed)
-    from_state = graph.elementwise(f"{name}/from_state", read, "PROD", _exp(graph, f"{name}/kept", since))
+    from_state = graph.elementwise(f"{name}/from_state", read, "PROD", exp(graph, f"{name}/kept", since))
     y = graph.elementwise(f"{name}/sum", within, "SUM", from_state)
     y = reshape(graph, f"{name}/tokens", y, (chunks.slots, chunks.tokens, heads, head_dim), first_transpose=(0, 1, 4, 2, 3, 5))
     y = part(graph, f"{name}/new", y, (0,) * 4, (chunks.slots, chunks.width, heads, head_dim))
@@ -131,37 +129,9 @@ def _states(graph: Graph, name: str, past: Any, local: Any, totals: Any, chunks:
     plain = graph.trt.MatrixOperation.NONE
     more = combined(graph, f"{name}/count", chunks.count, "SUM", 1)
     with_zero = padded(graph, f"{name}/with_zero", totals, (*rows[:3], more, 1))
-    since = _cumulative(graph, f"{name}/since", with_zero, 3, exclusive=True)  # from the first token to before each chunk
+    since = cumulative(graph, f"{name}/since", with_zero, 3, exclusive=True)  # from the first token to before each chunk
     ends = part(graph, f"{name}/ends", since, (0, 0, 0, 1, 0), (*rows[:4], 1))
-    weights = _weights(graph, f"{name}/chunks", since, ends, more, 1, columns=chunks.count)
+    weights = decay_weights(graph, f"{name}/chunks", since, ends, more, 1, columns=chunks.count)
     carried = graph.op(f"{name}/carried", "matrix_multiply", weights, plain, local, plain)
-    kept = graph.elementwise(f"{name}/kept_past", past, "PROD", _exp(graph, f"{name}/kept", since))
+    kept = graph.elementwise(f"{name}/kept_past", past, "PROD", exp(graph, f"{name}/kept", since))
     return graph.elementwise(f"{name}/sum", carried, "SUM", kept)
-
-
-def _weights(graph: Graph, name: str, rows_since: Any, columns_since: Any, rows: Size, offset: int, *, columns: Size = None) -> Any:
-    """Return ``exp(rows_since[i] - columns_since[j])`` for ``j <= i - offset``, else 0: ``[..., rows, columns]``."""
-    rank = len(rows_since.shape)
-    swapped = graph.shuffle(f"{name}/columns", columns_since, first_transpose=(*range(rank - 2), rank - 1, rank - 2))
-    difference = graph.elementwise(f"{name}/difference", rows_since, "SUB", swapped)
-    row = arange(graph, f"{name}/row", rows)
-    column = row if columns is None else arange(graph, f"{name}/column", columns)
-    if not offset:
-        row = graph.elementwise(f"{name}/row_end", row, "SUM", graph.scalar(f"{name}/one", 1, "int32", 1))
-    row, column = (
-        graph.shuffle(f"{name}/{what}_index", one, reshape=(1,) * (rank - 2) + shape)
-        for what, one, shape in (("row", row, (-1, 1)), ("column", column, (1, -1)))
-    )
-    is_before = graph.elementwise(f"{name}/is_before", row, "GREATER", column)
-    nothing = graph.scalar(f"{name}/nothing", _NOTHING, "float32", rank)
-    return _exp(graph, f"{name}/exp", graph.op(f"{name}/visible", "select", is_before, difference, nothing))
-
-
-def _cumulative(graph: Graph, name: str, x: Any, axis: int, *, exclusive: bool) -> Any:
-    """Return the sums of ``x`` along an axis, up to each element or before it."""
-    where = graph.scalar(f"{name}/axis", axis, "int32", 0)
-    return graph.op(name, "cumulative", x, where, graph.trt.CumulativeOperation.SUM, exclusive, False)
-
-
-def _exp(graph: Graph, name: str, x: Any) -> Any:
-    return graph.op(name, "unary", x, graph.trt.UnaryOperation.EXP)
