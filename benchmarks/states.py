@@ -47,9 +47,9 @@ _DELTA = [(32, 128, 128, 16), (48, 128, 128, 16)]
 def shapes(only: str | None, quick: bool) -> list[Shape]:
     """Return what is measured."""
     chosen: list[Shape] = []
-    widths = (2048,) if quick else (2, 16, 128, 512, 2048, 8192)
+    widths = (64, 512, 2048) if quick else (2, 16, 64, 128, 512, 2048, 8192)
     models = _MAMBA2[: 1 if quick else None]
-    for batch in (1, 256) if quick else (1, 32, 256, 1024, 4096):
+    for batch in (1, 256, 1024) if quick else (1, 32, 256, 1024, 4096):
         chosen += [Shape("conv", batch, 1, sizes, state="bfloat16") for sizes in _CONV["decode"]]
     for batch in (1, 32) if quick else (1, 4, 16, 32, 64, 128):
         chosen += [Shape("mamba2", batch, 1, sizes) for sizes in models]
@@ -61,9 +61,8 @@ def shapes(only: str | None, quick: bool) -> list[Shape]:
         chosen += [Shape("conv", 1, width, sizes, state="bfloat16") for sizes in _CONV["prefill"]]
         chosen += [Shape("mamba2", 1, width, sizes) for sizes in models]
         chosen += [Shape("delta_rule", 1, width, sizes) for sizes in _DELTA[: 1 if quick else None]]
-    if not quick:
-        chosen += [Shape("conv", 8, 1024, _CONV["prefill"][0], state="bfloat16"), Shape("mamba2", 8, 1024, _MAMBA2[0])]
-        chosen.append(Shape("delta_rule", 8, 1024, _DELTA[0]))
+    chosen += [Shape("conv", 8, 1024, _CONV["prefill"][0], state="bfloat16"), Shape("mamba2", 8, 1024, _MAMBA2[0])]
+    chosen.append(Shape("delta_rule", 8, 1024, _DELTA[0]))
     return [shape for shape in chosen if only in (None, shape.layer)]
 
 
