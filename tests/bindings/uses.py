@@ -41,7 +41,7 @@ OBJECTS = {
     "trt/loaded_plan.py": {
         "config": "IRuntimeConfig",
         "context": "IExecutionContext",
-        "self._contexts[profile]": "IExecutionContext",
+        "self._contexts[context]": "IExecutionContext",
         "self._engine": "ICudaEngine",
         "self._runtime": "Runtime",
     },

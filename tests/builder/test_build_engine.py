@@ -35,9 +35,11 @@ TOKENIZER = (SHIPPED / "tokenizer.json").read_text(encoding="utf-8")
 FAMILIES = {"llama": "llama", "llama, biases, llama3 RoPE": "llama-llama3-bias", "qwen2, tied": "qwen2-tied", "qwen3": "qwen3-sharded"}
 #: Families that are built with the attention that is chosen for them: windows and soft caps need a mask.
 OTHER_FAMILIES = {
+    "bamba": ("bamba", "native"),
     "gemma2": ("gemma2", "mask"),
     "gemma3": ("gemma3", "mask"),
     "granite": ("granite", "native"),
+    "lfm2": ("lfm2", "native"),
     "ministral3": ("ministral3-window", "mask"),
     "mistral": ("mistral", "native"),
     "olmo2": ("olmo2", "native"),

@@ -157,7 +157,7 @@ def test_views_of_one_allocation_are_looked_at_once(bindings, tensors):
 def test_a_profile_that_is_not_there(bindings, index):
     with pytest.raises(BindingError, match=rf"profile {index}: expected 0 <= index < 2"):
         bindings.use_profile(index)
-    assert bindings.active.index == 0
+    assert bindings.active.profile == 0
 
 
 def test_released_bindings(bindings, tensors):
