@@ -20,6 +20,20 @@ def _sessions_run_torch(monkeypatch):
     monkeypatch.setitem(OPTIONS, "engine", "torch")
 
 
+def test_decode_steps_of_each_order_of_the_buffers_have_a_key_of_their_own():
+    """A CUDA graph has the addresses of what it was captured over."""
+    keys = []
+    with open_model("bamba") as session:
+        session.prefill([[5, 6], [7, 8, 9], [1]])
+        device = session.engine._device
+        run = device.run
+        device.run = lambda key, stream, work: keys.append(key) or run(key, stream, work)
+        for token in range(6):
+            session.decode([token] * 3)
+    assert len(set(keys)) == 2
+    assert keys == keys[:2] * 3
+
+
 @pytest.fixture(autouse=True)
 def _one_model_of_each_family(request):
     name = request.node.callspec.params.get("name", "") if hasattr(request.node, "callspec") else ""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import count
 
 import numpy as np
 import torch
 
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.decoder_weights import LayerWeights, RoundedTensors, layer_weights
+from trt_kvcache.engine.decoder_tensors import indices_in_kind
 from trt_kvcache.model import AttentionConfig, ModelConfig, NormConfig
 from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.layer_config import Mixer
@@ -112,12 +112,10 @@ def checkpoint_loader(
 
 def _blocks(config: ModelConfig, load: LoadTensor) -> Iterator[Block]:
     """Yield the mixer and the MLP of each layer, of those that it has."""
-    attention_layers, state_layers = count(), count()
-    for index, layer in enumerate(config.layers):
+    for index, (layer, place) in enumerate(zip(config.layers, indices_in_kind(config), strict=True)):
         stored = layer_weights(config, index, load)
-        mixer = layer.mixer
-        if mixer is not None:
-            part = _mixer(next(attention_layers if isinstance(mixer, AttentionConfig) else state_layers), mixer, stored)
+        if layer.mixer is not None and place is not None:
+            part = _mixer(place, layer.mixer, stored)
             norms = (_norm(layer.input_norm, stored.input_norm), _norm(layer.mixer_output_norm, stored.mixer_output_norm))
             yield Block(norm=norms[0], part=part, output_norm=norms[1], factor=layer.residual_multiplier)
         if layer.mlp is not None:
