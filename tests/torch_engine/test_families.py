@@ -29,7 +29,20 @@ from trt_kvcache.torch_engine.attention import LiveRowsAttention, MaskedAttentio
 
 S = 24
 
-FAMILIES = ["bamba", "gemma2", "gemma3", "granite", "lfm2-bias", "ministral3-window", "olmo2", "phi3-short-window", "smollm3-bias-window"]
+FAMILIES = [
+    "bamba",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "lfm2-bias",
+    "mamba2",
+    "ministral3-window",
+    "nemotron_h",
+    "olmo2",
+    "phi3-short-window",
+    "qwen3_next",
+    "smollm3-bias-window",
+]
 
 
 def open_model(model, *, width=5, **options):

@@ -11,6 +11,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from tests.helpers import hybrid_shapes
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
 from tests.helpers.small_model import write_model
 from tests.paths import GOLDEN
@@ -117,7 +118,15 @@ def test_layers_that_differ_agree_with_the_reference_engine(memory, calls, atten
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-@pytest.mark.parametrize(("model", "launched"), [("lfm2-bias", {causal_conv1d}), ("bamba", {causal_conv1d, gated_rms_norm, mamba2_scan})])
+@pytest.mark.parametrize(
+    ("model", "launched"),
+    [
+        ("lfm2-bias", {causal_conv1d}),
+        ("bamba", {causal_conv1d, gated_rms_norm, mamba2_scan}),
+        ("mamba2", {causal_conv1d, gated_rms_norm, mamba2_scan}),
+        ("qwen3_next", {causal_conv1d, gated_delta_rule, gated_rms_norm}),
+    ],
+)
 def test_layers_with_states_agree_with_the_reference_engine(memory, calls, model, launched, dtype):
     with Checkpoint.open(GOLDEN / model) as checkpoint:
         config = decoder_cache_config(checkpoint.config, **SIZES, dtype=dtype)
@@ -128,6 +137,20 @@ def test_layers_with_states_agree_with_the_reference_engine(memory, calls, model
     ):
         check_agreement(session, reference, TOLERANCES[dtype])
     assert set(calls) & set(LAUNCHED[state_kernels]) == launched
+
+
+@pytest.mark.parametrize("name", ["lfm2", "nemotron_h", "qwen3_next"])
+def test_so_do_layers_with_states_and_attention_of_published_sizes(memory, calls, name):
+    checkpoint, host = RandomCheckpoint(hybrid_shapes.hybrid_model(name)), HostMemory()
+    config = decoder_cache_config(checkpoint.config, **SIZES, dtype="float16", attention="plugin")
+    options = {"kv": config, "max_prefill_length": 7, "attention": "plugin"}
+    with (
+        InferenceSession(TorchEngine.open(checkpoint, **options, memory=memory), HybridCacheManager(config, memory=memory)) as session,
+        InferenceSession(ReferenceEngine(checkpoint, **options, memory=host), HybridCacheManager(config, memory=host)) as reference,
+    ):
+        check_agreement(session, reference, hybrid_shapes.TOLERANCES["float16"])
+    assert calls[attend] > 0
+    assert calls[causal_conv1d] > 0
 
 
 def check_agreement(session, reference, tolerance):
