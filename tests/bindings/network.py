@@ -388,11 +388,6 @@ class Network(CppObject):
     def addConcatenation(self, tensors: Any, count: int) -> Layer:
         return self._add("concatenation", _concatenation, [tensors[index] for index in range(count)])
 
-    @function(c_void_p, c_void_p, c_void_p, c_int32, c_bool, c_bool)
-    def addCumulative(self, tensor: int, axis: int, operation: int, exclusive: bool, reverse: bool) -> Layer:
-        assert not reverse
-        return self._add("cumulative", _same, (tensor, axis), operation=operation, exclusive=exclusive)
-
     @function(c_void_p, c_void_p, c_void_p, c_void_p, c_bool, c_int32)
     def addRotaryEmbedding(self, tensor: int, cos: int, sin: int, interleaved: bool, rotary_dim: int) -> Layer:
         return self._add("rotary_embedding", _same, (tensor, cos, sin), interleaved=interleaved, rotary_dim=rotary_dim)

@@ -31,7 +31,6 @@ _LAYERS: dict[str, tuple[str, Callable[[Any, Any], tuple[Any, ...]]]] = {
     "addFillV2": ("fill", lambda trt, t: ((1,), trt.FillOperation.LINSPACE, trt.DataType.INT32)),
     "addSlice": ("slice", lambda trt, t: (t, (1,), (1,), (1,))),
     "addConcatenation": ("concatenation", lambda trt, t: ([t],)),
-    "addCumulative": ("cumulative", lambda trt, t: (t, t, trt.CumulativeOperation.SUM, False, False)),
     "addSelect": ("select", lambda trt, t: (t, t, t)),
     "addSoftMax": ("softmax", lambda trt, t: (t,)),
     "addRotaryEmbedding": ("rotary_embedding", lambda trt, t: (t, t, t, False, 0)),
