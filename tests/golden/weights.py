@@ -48,7 +48,7 @@ SEEDS = {
     "qwen3_next-bias": 28,
     "qwen3_5": 29,
     "qwen3_5-bias": 30,
-    "mamba2": 31,
+    "mamba2": 39,
     "mamba2-bias": 32,
     "granitemoehybrid": 33,
     "granitemoehybrid-bias": 34,

@@ -13,6 +13,7 @@ import pytest
 
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
 from tests.helpers.small_model import write_model
+from tests.paths import GOLDEN
 from tests.simt.standin import needs_standin
 from tests.torch_engine.needs_torch import need_torch
 
@@ -20,17 +21,31 @@ need_torch()
 
 import torch  # noqa: E402
 
-from trt_kvcache import HostMemory, InferenceSession, KVCacheManager, ReferenceEngine  # noqa: E402
+from trt_kvcache import HostMemory, HybridCacheManager, InferenceSession, KVCacheManager, ReferenceEngine  # noqa: E402
 from trt_kvcache.checkpoint import Checkpoint  # noqa: E402
-from trt_kvcache.engine.decoder_tensors import cache_config  # noqa: E402
-from trt_kvcache.kernels import add_rms_norm, attend, silu_mul  # noqa: E402
-from trt_kvcache.torch_engine import TorchEngine, engine, kernels  # noqa: E402
+from trt_kvcache.engine.decoder_tensors import cache_config, decoder_cache_config  # noqa: E402
+from trt_kvcache.kernels import (  # noqa: E402
+    add_rms_norm,
+    attend,
+    causal_conv1d,
+    gated_delta_rule,
+    gated_rms_norm,
+    mamba2_scan,
+    silu_mul,
+)
+from trt_kvcache.torch_engine import TorchEngine, engine, kernels, state_kernels  # noqa: E402
 from trt_kvcache.torch_engine.device import HostDevice  # noqa: E402
 
 pytestmark = [needs_standin, pytest.mark.device]
 
 SIZES = {"max_batch_size": 2, "max_sequence_length": 24}
-TOLERANCES = {"float16": 1e-2, "bfloat16": 8e-2}
+TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}
+
+#: By module, the kernels that it launches.
+LAUNCHED = {
+    kernels: (attend, add_rms_norm, silu_mul),
+    state_kernels: (causal_conv1d, gated_delta_rule, gated_rms_norm, mamba2_scan),
+}
 
 
 class EmulatedDevice(HostDevice):
@@ -65,8 +80,9 @@ def calls(memory, monkeypatch):
         return call
 
     monkeypatch.setattr(engine, "torch_device", EmulatedDevice)
-    for kernel in (attend, add_rms_norm, silu_mul):
-        monkeypatch.setattr(kernels, kernel.__name__, at_once(kernel))
+    for module, names in LAUNCHED.items():
+        for kernel in names:
+            monkeypatch.setattr(module, kernel.__name__, at_once(kernel))
     return found
 
 
@@ -98,6 +114,20 @@ def test_layers_that_differ_agree_with_the_reference_engine(memory, calls, atten
     ):
         check_agreement(session, reference, 4e-3)
     assert calls[attend] == 4 * calls[silu_mul] / 3 > 0, "the first layer has no SiLU"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(("model", "launched"), [("lfm2-bias", {causal_conv1d}), ("bamba", {causal_conv1d, gated_rms_norm, mamba2_scan})])
+def test_layers_with_states_agree_with_the_reference_engine(memory, calls, model, launched, dtype):
+    with Checkpoint.open(GOLDEN / model) as checkpoint:
+        config = decoder_cache_config(checkpoint.config, **SIZES, dtype=dtype)
+        ours = TorchEngine.open(checkpoint, kv=config, max_prefill_length=7, memory=memory)
+    with (
+        InferenceSession(ours, HybridCacheManager(config, memory=memory)) as session,
+        InferenceSession.from_model(GOLDEN / model, engine="reference", dtype=dtype, **SIZES) as reference,
+    ):
+        check_agreement(session, reference, TOLERANCES[dtype])
+    assert set(calls) & set(LAUNCHED[state_kernels]) == launched
 
 
 def check_agreement(session, reference, tolerance):
