@@ -15,8 +15,9 @@ _WHOLE_BLOCKS_PER_SM = 3
 #: The same where smaller ones have less of an advantage: where one of a warpgroup has a multiprocessor for itself, or in a long cache.
 _FEWER_WHOLE_BLOCKS_PER_SM = 1.5
 
-#: A cache so many times longer than the new tokens is long: their row blocks then probably see about as many keys each.
-_LONG_CACHE = 32
+#: A cache is long if it is so many times longer than the new tokens (their row blocks then probably see about as many keys each), and each
+#: multiprocessor has so many keys of it.
+_LONG_CACHE, _LONG_CACHE_KEYS_PER_SM = 32, 1536
 
 #: The head dim from which 64 rows of a warpgroup take less time than 32 of single warps.
 _MIN_WARPGROUP_HEAD_DIM = 128
@@ -59,8 +60,9 @@ def prefill_plan(params: AttentionParams) -> PrefillPlan:
             few = plan_of(params, "32")
         if width <= few.form.tile_keys and (few.row_blocks == 1 or few.splits):
             return few
-    is_long = params.cache.shape[3] >= _LONG_CACHE * width
-    if not is_long and params.q.shape[0] * params.cache.shape[2] * wide.row_blocks <= multiprocessors:
+    tokens, row_blocks = params.cache.shape[3], params.q.shape[0] * params.cache.shape[2] * wide.row_blocks
+    is_long = tokens >= _LONG_CACHE * width and tokens * row_blocks >= _LONG_CACHE_KEYS_PER_SM * multiprocessors
+    if not is_long and row_blocks <= multiprocessors:
         return plan_of(params, "short")
     if wide.splits:
         return wide
