@@ -9,6 +9,7 @@ turns, so that none is in the L2. Everything runs in CUDA graphs. First everythi
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sys
 import time
@@ -117,6 +118,7 @@ def measure(quick: bool, *, only: str | None, max_seconds: float, others: bool) 
         result["copy_gb_per_second"] = round(copy / 1e9)
 
         def made(shape: Shape) -> Layer:
+            gc.collect()  # the last layer, which would break off a capture if it went then
             torch.cuda.empty_cache()
             return make_layer(gpu, shape, max(1, min(_MAX_COPIES, _ROTATED_NBYTES // state_nbytes(shape)) if shape.width < 64 else 2))
 

@@ -331,8 +331,10 @@ constexpr int kDeltaLanes16 = 2;  // both, for states of 16 bits
     {{q, q_slot, q_token}, {k, k_slot, k_token}, {v, v_slot, v_token}, {a, a_slot, a_token}, {b, b_slot, b_token}, decay, dt_bias,             \
      past, present, new_lengths, width, heads, key_heads, key_dim, value_dim, out}
 
+constexpr int kDeltaUpdateBlocksPerSm = 3;
+
 // Grid: x over columns, y over heads, z over slots.
-extern "C" __global__ void __launch_bounds__(kDeltaThreads) delta_rule_update(PARAMETERS) {
+extern "C" __global__ void __launch_bounds__(kDeltaThreads, kDeltaUpdateBlocksPerSm) delta_rule_update(PARAMETERS) {
     update<kBytesOf<State> == 4 ? kDeltaUpdateLanes : kDeltaLanes16>(ARGUMENTS);
 }
 

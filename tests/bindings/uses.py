@@ -31,11 +31,13 @@ OBJECTS = {
         "plugin_layer": "IPluginV3Layer",
         "trt.get_plugin_registry()": "IPluginRegistry",
     },
+    "builder/network/causal_convolution.py": {"inputs": "IConcatenationLayer", "kept": "IGatherLayer"},
     "builder/network/causal_mask.py": {"layer": "IShuffleLayer"},
     "builder/network/graph.py": {"layer": "IShuffleLayer", "self.network": "INetworkDefinition", "tensor": "ITensor"},
     "builder/network/head.py": {"layer": "IGatherLayer"},
     "builder/network/rope.py": {"layer": "IRotaryEmbeddingLayer"},
     "builder/network/self_attention.py": {"layer": "IAttention"},
+    "builder/network/sizes.py": {"fill": "IFillLayer", "section": "ISliceLayer", "shuffle": "IShuffleLayer"},
     "builder/network/softcapped_attention.py": {"softmax": "ISoftMaxLayer"},
     "builder/network/step_lengths.py": {"layer": "IFillLayer"},
     "trt/loaded_plan.py": {

@@ -30,9 +30,7 @@ def test_every_kind_of_value_survives(model: Path, tmp_path: Path) -> None:
         AttentionLayerConfig(layer=0, variant="mask", decomposable=True, reason="no fused kernel"),
         AttentionLayerConfig(layer=1, variant="mask", decomposable=False),
     )
-    written = make_engine_folder(
-        model, tmp_path / "engine", attention_variant="mask", attention=choices, compute_capabilities=("8.6", "12.0"), embedded=True
-    ).config
+    written = make_engine_folder(model, tmp_path / "engine", attention=choices, compute_capabilities=("8.6", "12.0"), embedded=True).config
     read = EngineFolder.open(tmp_path / "engine").config
     assert read == written
     assert read.attention[0].reason == "no fused kernel"

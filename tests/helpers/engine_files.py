@@ -18,7 +18,8 @@ PLAN = b"these bytes stand for an engine"
 def make_config(checkpoint, *, plan=PLAN, embedded=False, **changes):
     model = checkpoint.config
     segmented, logits = changes.pop("segmented", False), {"max_logits_per_slot": changes.pop("max_logits_per_slot", 1)}
-    variant, dtype = changes.get("attention_variant", "plugin" if segmented else "native"), changes.pop("dtype", "float16")
+    chosen = changes["attention"][0].variant if changes.get("attention") else "plugin" if segmented else "native"
+    variant, dtype = changes.get("attention_variant", chosen), changes.pop("dtype", "float16")
     cache = decoder_cache_config(model, max_batch_size=3, max_sequence_length=38, dtype=dtype, attention=variant)
     layers = [index for index, layer in enumerate(model.layers) if isinstance(layer.mixer, AttentionConfig)]
     values = {

@@ -139,13 +139,6 @@ def _slice(layer, inputs):
     return found
 
 
-def _cumulative(layer, inputs):
-    assert layer.op.name == "SUM"
-    x, axis = _wide(inputs[0]), int(inputs[1])
-    assert not layer.reverse
-    return np.cumsum(x, axis, dtype=x.dtype) - (x if layer.exclusive else 0)
-
-
 def _rotary(layer, inputs):
     x, cos, sin, positions = (_wide(each) for each in inputs)
     assert not layer.interleaved
@@ -205,7 +198,6 @@ _LAYERS = {
     "ATTENTION_OUTPUT": lambda layer, inputs: inputs[0],
     "CAST": lambda layer, inputs: inputs[0],
     "CONCATENATION": lambda layer, inputs: np.concatenate(inputs, axis=layer.axis),
-    "CUMULATIVE": _cumulative,
     "ELEMENTWISE": _elementwise,
     "FILL": _fill,
     "GATHER": _gather,

@@ -22,10 +22,8 @@ pytestmark = pytest.mark.trt
 #: Largest difference of a logit from the reference engine. Seen: 1.2e-5 and 0.06, of logits up to 12.
 LOGITS_TOLERANCE = {"float32": 5e-5, "float16": 0.15}
 
-#: Golden models with states, with each variant of TensorRT's own attention.
-STATEFUL = [
-    (model, attention) for model in MODELS if model_of(model).recurrent_layers for attention in attentions_of(model, MAX_SEQUENCE_LENGTH)
-]
+#: Golden models with states, with the attention that is chosen for them: ``test_network_values`` has the other one.
+STATEFUL = [(model, attentions_of(model, MAX_SEQUENCE_LENGTH)[0]) for model in MODELS if model_of(model).recurrent_layers]
 
 
 @contextmanager

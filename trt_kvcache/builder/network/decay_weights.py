@@ -35,21 +35,13 @@ def decay_weights(graph: Graph, name: str, rows_since: Any, columns_since: Any, 
     rank = len(rows_since.shape)
     swapped = graph.shuffle(f"{name}/columns", columns_since, first_transpose=(*range(rank - 2), rank - 1, rank - 2))
     difference = graph.elementwise(f"{name}/difference", rows_since, "SUB", swapped)
-    row = arange(graph, f"{name}/row", rows)
-    column = row if columns is None else arange(graph, f"{name}/column", columns)
-    if not offset:
-        row = graph.elementwise(f"{name}/row_end", row, "SUM", graph.scalar(f"{name}/one", 1, "int32", 1))
-    row, column = (
-        graph.shuffle(f"{name}/{what}_index", one, reshape=(1,) * (rank - 2) + shape)
-        for what, one, shape in (("row", row, (-1, 1)), ("column", column, (1, -1)))
-    )
-    is_before = graph.elementwise(f"{name}/is_before", row, "GREATER", column)
+    is_before = _is_before(graph, name, rows, rows if columns is None else columns, offset, rank)
     nothing = graph.scalar(f"{name}/nothing", _NOTHING, "float32", rank)
     return exp(graph, f"{name}/exp", graph.op(f"{name}/visible", "select", is_before, difference, nothing))
 
 
-def cumulative(graph: Graph, name: str, x: Any, axis: int, *, exclusive: bool) -> Any:
-    """Return the sums along an axis.
+def running_sum(graph: Graph, name: str, x: Any, rows: Size, *, exclusive: bool) -> Any:
+    """Return the sums of rows, as a product with a triangle of ones: a layer for it came with later releases of TensorRT only.
 
     Parameters
     ----------
@@ -57,20 +49,34 @@ def cumulative(graph: Graph, name: str, x: Any, axis: int, *, exclusive: bool) -
         The network under construction.
     name : str
         Name of the layer, and prefix of others.
-    x : ITensor
+    x : ITensor [..., rows, n] float32
         What to sum.
-    axis : int
-        The axis.
+    rows : ITensor [1] int64
+        How many rows there are.
     exclusive : bool
-        Whether a sum ends before its element.
+        Whether a sum ends before its row.
 
     Returns
     -------
-    ITensor
-        Of the shape and dtype of ``x``.
+    ITensor [..., rows, n] float32
+        Of all rows up to each, or before it.
     """
-    where = graph.scalar(f"{name}/axis", axis, "int32", 0)
-    return graph.op(name, "cumulative", x, where, graph.trt.CumulativeOperation.SUM, exclusive, False)
+    plain = graph.trt.MatrixOperation.NONE
+    ones = graph.cast(f"{name}/ones", _is_before(graph, name, rows, rows, int(exclusive), len(x.shape)), "float32")
+    return graph.op(name, "matrix_multiply", ones, plain, x, plain)
+
+
+def _is_before(graph: Graph, name: str, rows: Size, columns: Size, offset: int, rank: int) -> Any:
+    """Return whether ``j <= i - offset``, ``[1, ..., rows, columns]`` bool."""
+    row = arange(graph, f"{name}/row", rows)
+    column = row if columns is rows else arange(graph, f"{name}/column", columns)
+    if not offset:
+        row = graph.elementwise(f"{name}/row_end", row, "SUM", graph.scalar(f"{name}/one", 1, "int32", 1))
+    row, column = (
+        graph.shuffle(f"{name}/{what}_index", one, reshape=(1,) * (rank - 2) + shape)
+        for what, one, shape in (("row", row, (-1, 1)), ("column", column, (1, -1)))
+    )
+    return graph.elementwise(f"{name}/is_before", row, "GREATER", column)
 
 
 def exp(graph: Graph, name: str, x: Any) -> Any:

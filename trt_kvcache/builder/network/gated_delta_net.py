@@ -14,7 +14,7 @@ import numpy as np
 from trt_kvcache.builder.network.activations import silu, softplus
 from trt_kvcache.builder.network.causal_convolution import causal_convolution
 from trt_kvcache.builder.network.context import DecoderContext
-from trt_kvcache.builder.network.decay_weights import cumulative, decay_weights, exp
+from trt_kvcache.builder.network.decay_weights import decay_weights, exp, running_sum
 from trt_kvcache.builder.network.gated_norm import gated_norm
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.linear import linear
@@ -103,7 +103,7 @@ def _ruled(
         for what, one in (("decay", decay), ("strength", strength))
     )
     width = size(graph, f"{name}/width", mixed, 1)
-    since = cumulative(graph, f"{name}/since", decay, 2, exclusive=False)
+    since = running_sum(graph, f"{name}/since", decay, width, exclusive=False)
     total = graph.op(f"{name}/total", "reduce", decay, graph.trt.ReduceOperation.SUM, 1 << 2, True)
     kept = exp(graph, f"{name}/kept", since)
 

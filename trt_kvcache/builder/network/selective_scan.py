@@ -8,7 +8,7 @@ step of one token is a chunk of one token.
 from dataclasses import dataclass
 from typing import Any
 
-from trt_kvcache.builder.network.decay_weights import cumulative, decay_weights, exp
+from trt_kvcache.builder.network.decay_weights import decay_weights, exp, running_sum
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.sizes import Size, combined, padded, part, reshape, size
 
@@ -79,7 +79,7 @@ def selective_scan(graph: Graph, name: str, inputs: ScanInputs) -> tuple[Any, An
     column = graph.shuffle(f"{name}/decay/column", inputs.decay, reshape=(0, 0, heads, 1))
     decay = _in_chunks(graph, f"{name}/decay", column, chunks, groups)  # [B, n, G, H / G, c, 1]
     total = graph.op(f"{name}/total", "reduce", decay, graph.trt.ReduceOperation.SUM, 1 << 4, True)
-    since = cumulative(graph, f"{name}/since", decay, 4, exclusive=False)  # from the begin of the chunk to each token
+    since = running_sum(graph, f"{name}/since", decay, chunks.length, exclusive=False)  # from the begin of the chunk to each token
 
     seen = graph.op(f"{name}/seen", "matrix_multiply", c, plain, b, transposed)
     weights = graph.elementwise(f"{name}/weights", decay_weights(graph, f"{name}/within", since, since, chunks.length, 0), "PROD", seen)
@@ -129,7 +129,7 @@ def _states(graph: Graph, name: str, past: Any, local: Any, totals: Any, chunks:
     plain = graph.trt.MatrixOperation.NONE
     more = combined(graph, f"{name}/count", chunks.count, "SUM", 1)
     with_zero = padded(graph, f"{name}/with_zero", totals, (*rows[:3], more, 1))
-    since = cumulative(graph, f"{name}/since", with_zero, 3, exclusive=True)  # from the first token to before each chunk
+    since = running_sum(graph, f"{name}/since", with_zero, more, exclusive=True)  # from the first token to before each chunk
     ends = part(graph, f"{name}/ends", since, (0, 0, 0, 1, 0), (*rows[:4], 1))
     weights = decay_weights(graph, f"{name}/chunks", since, ends, more, 1, columns=chunks.count)
     carried = graph.op(f"{name}/carried", "matrix_multiply", weights, plain, local, plain)

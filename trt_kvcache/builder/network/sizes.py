@@ -114,14 +114,14 @@ def reshape(
     ITensor
         The same elements.
     """
-    layer = graph.layer(name, "shuffle", x)
+    shuffle = graph.layer(name, "shuffle", x)
     if first_transpose is not None:
-        layer.first_transpose = tuple(first_transpose)
+        shuffle.first_transpose = tuple(first_transpose)
     if second_transpose is not None:
-        layer.second_transpose = tuple(second_transpose)
-    layer.set_input(1, join(graph, name, sizes))
-    layer.zero_is_placeholder = False
-    return graph.result(layer)
+        shuffle.second_transpose = tuple(second_transpose)
+    shuffle.set_input(1, join(graph, name, sizes))
+    shuffle.zero_is_placeholder = False
+    return graph.result(shuffle)
 
 
 def part(graph: Graph, name: str, x: Any, starts: Sequence[Size], sizes: Sequence[Size]) -> Any:
@@ -147,11 +147,11 @@ def part(graph: Graph, name: str, x: Any, starts: Sequence[Size], sizes: Sequenc
     """
     rank = len(starts)
     known = tuple(start if isinstance(start, int) else 0 for start in starts)
-    layer = graph.layer(name, "slice", x, known, (1,) * rank, (1,) * rank)
+    section = graph.layer(name, "slice", x, known, (1,) * rank, (1,) * rank)
     if known != tuple(starts):
-        layer.set_input(1, join(graph, f"{name}/start", starts))
-    layer.set_input(2, join(graph, name, sizes))
-    return graph.result(layer)
+        section.set_input(1, join(graph, f"{name}/start", starts))
+    section.set_input(2, join(graph, name, sizes))
+    return graph.result(section)
 
 
 def padded(graph: Graph, name: str, x: Any, sizes: Sequence[Size]) -> Any:
@@ -174,11 +174,11 @@ def padded(graph: Graph, name: str, x: Any, sizes: Sequence[Size]) -> Any:
         Of the shape ``sizes``.
     """
     rank = len(x.shape)
-    layer = graph.layer(name, "slice", x, (0,) * rank, (1,) * rank, (1,) * rank)
-    layer.mode = graph.trt.SampleMode.FILL
-    layer.set_input(2, join(graph, name, sizes))
-    layer.set_input(4, graph.scalar(f"{name}/zero", 0, graph.tensorrt.dtype_name(x.dtype), 0))
-    return graph.result(layer)
+    section = graph.layer(name, "slice", x, (0,) * rank, (1,) * rank, (1,) * rank)
+    section.mode = graph.trt.SampleMode.FILL
+    section.set_input(2, join(graph, name, sizes))
+    section.set_input(4, graph.scalar(f"{name}/zero", 0, graph.tensorrt.dtype_name(x.dtype), 0))
+    return graph.result(section)
 
 
 def arange(graph: Graph, name: str, count: Any) -> Any:
@@ -198,11 +198,11 @@ def arange(graph: Graph, name: str, count: Any) -> Any:
     ITensor [count] int32
         The numbers.
     """
-    layer = graph.layer(name, "fill", (1,), graph.trt.FillOperation.LINSPACE, graph.tensorrt.data_type("int32"))
-    layer.set_input(0, count)
-    layer.set_input(1, graph.scalar(f"{name}/first", 0, "int32", 0))
-    layer.set_input(2, graph.constant(f"{name}/step", np.array([1], np.int32)))
-    return graph.result(layer)
+    fill = graph.layer(name, "fill", (1,), graph.trt.FillOperation.LINSPACE, graph.tensorrt.data_type("int32"))
+    fill.set_input(0, count)
+    fill.set_input(1, graph.scalar(f"{name}/first", 0, "int32", 0))
+    fill.set_input(2, graph.constant(f"{name}/step", np.array([1], np.int32)))
+    return graph.result(fill)
 
 
 def columns(graph: Graph, name: str, x: Any, counts: Sequence[int]) -> list[Any]:
