@@ -14,6 +14,7 @@ from tests.helpers.ahead import ahead
 from tests.helpers.fakes import cache_rows, poison
 from tests.helpers.tolerance import assert_close
 from tests.paths import GOLDEN
+from tests.session.reference_sessions import OPTIONS
 from trt_kvcache import HostMemory, HybridCacheConfig, HybridCacheManager, InferenceSession, ModelConfig, SamplingParams
 from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, EngineError, RangeError, ShapeError
 from trt_kvcache.session.step_executor import StepExecutor
@@ -33,7 +34,7 @@ every_model = pytest.mark.parametrize("name", MODELS)
 
 def open_model(name, *, slots=3, width=5, **options):
     sizes = {"max_batch_size": slots, "max_sequence_length": S, "max_prefill_length": width}
-    return InferenceSession.from_model(GOLDEN / name, engine="reference", dtype="float32", **sizes, **options)
+    return InferenceSession.from_model(GOLDEN / name, **{"engine": OPTIONS["engine"], "dtype": "float32", **sizes, **options})
 
 
 @cache
@@ -43,15 +44,15 @@ def tokens_of(name):
 
 @cache
 def full_pass(name, tokens):
-    """The logits after tokens, in one enqueue into an empty cache."""
-    with open_model(name, slots=1, width=S) as session:
+    """The logits after tokens, in one enqueue of the reference engine into an empty cache."""
+    with open_model(name, slots=1, width=S, engine="reference") as session:
         return session.prefill([tokens])[0]
 
 
 @cache
 def alone(name, prompt, params):
-    """What a prompt generates in a session of its own, one step after another."""
-    with open_model(name, slots=1) as session:
+    """What a prompt generates in a session of the reference engine of its own, one step after another."""
+    with open_model(name, slots=1, engine="reference") as session:
         return [event.token for event in session.generate([prompt], params)]
 
 

@@ -52,7 +52,7 @@ class BuildReport:
     plan_nbytes, weights_nbytes : int
         Size of the serialised engine, and of the checkpoint's weights, in bytes.
     attention : tuple of AttentionLayerConfig
-        How the attention of each layer was built.
+        How the attention of each layer that has one was built.
     warnings : tuple of str
         What TensorRT warned of.
     """
@@ -201,6 +201,7 @@ def build_engine(
             names=definition.names,
             tensors=decoder_tensors(checkpoint.config, definition.cache, definition.names, max_logits_per_slot=options.logits_per_slot),
             profiles=definition.profiles,
+            attention_variant=options.attention,
             attention=definition.attention,
             tensorrt_flavour=tensorrt.flavour,
             tensorrt_version=tensorrt.version,

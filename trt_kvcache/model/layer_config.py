@@ -11,6 +11,7 @@ A layer without a mixer, or without an MLP, has only the other line.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from trt_kvcache._util.checks import int_in_range, one_of, positive_number
 from trt_kvcache.errors import ConfigError
@@ -111,6 +112,8 @@ class AttentionConfig:
     ConfigError
         A number is out of range, or numbers contradict each other.
     """
+
+    kind: ClassVar[str] = "attention"
 
     num_heads: int
     num_kv_heads: int

@@ -61,6 +61,7 @@ class SessionParts:
     defaults: SamplingParams
     prompt_cache: PromptCache
     identity: Callable[[], ModelIdentity]
+    model: ModelConfig
     on_close: Callable[[], object] | None = None
 
     def arguments(self) -> dict[str, Any]:
@@ -373,6 +374,7 @@ def _parts(
             defaults=sampling,
             prompt_cache=PromptCache(cache, max_bytes=options.prompt_cache_bytes),
             identity=cached(lambda: ModelIdentity(fingerprint=fingerprint(), rope=model.rope_at_length(config.max_sequence_length))),
+            model=model,
         )
         undo.pop_all()
     _LOGGER.info(
