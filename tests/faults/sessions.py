@@ -8,21 +8,28 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.helpers.interrupts import lengths
-from tests.paths import ROOT
+from tests.helpers.tolerance import assert_close
+from tests.paths import GOLDEN, ROOT
 from trt_kvcache import InferenceSession
 
 MODEL = ROOT / "examples" / "tiny-llama"
+
+#: Models that keep K and V, K and V and states, and states alone.
+MODELS = {"attention": MODEL, "hybrid": GOLDEN / "lfm2", "states": GOLDEN / "mamba2"}
+every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
 PROMPTS = [[5, 6, 7, 8, 9], [10, 11]]
 GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 3}
 
 
 @contextmanager
-def prepared(folder: Path) -> Iterator[InferenceSession]:
+def prepared(folder: Path, model: Path = MODEL) -> Iterator[InferenceSession]:
     """A session of two slots whose sequences have some tokens; ``folder`` has a snapshot of the first one."""
     sizes = {"max_batch_size": 2, "max_sequence_length": 32, "max_prefill_length": 4, "max_logits_per_slot": 3}
     options = {**sizes, "prompt_cache_bytes": 1 << 16}
-    with InferenceSession.from_model(MODEL, engine="reference", **options) as session:  # type: ignore[arg-type]
+    with InferenceSession.from_model(model, engine="reference", dtype="float32", **options) as session:  # type: ignore[arg-type]
         list(session.generate(PROMPTS, **GREEDY))
         session.save_snapshot(folder / "saved.kv")
         yield session
@@ -51,7 +58,7 @@ OPERATIONS: dict[str, Callable[[InferenceSession, Path], Any]] = {
     "submit and step": lambda session, _: _serve(session),
     "verify and accept": lambda session, _: _verify(session),
     "score": lambda session, _: session.score([[21, 22, 23, 24, 25, 26], [27], [28, 29]], top_logprobs=1),
-    "rewind": lambda session, _: session.rewind(0, 2),
+    "rewind": lambda session, _: session.rewind(0, 0 if session.cache.states else 2),
     "save": lambda session, folder: session.save_snapshot(folder / "again.kv"),
     "resume": lambda session, folder: list(session.resume(folder / "saved.kv", **GREEDY)),
 }
@@ -69,6 +76,18 @@ def check_usable(session: InferenceSession, expected: list[int]) -> None:
         pass
     assert answers(session) == expected
     lengths(session)
+
+
+def check_goes_on(session: InferenceSession) -> None:
+    """Every slot goes on from the tokens that it says it holds: K, V and states are those of them."""
+    while session.step():
+        pass
+    held = [session.tokens(slot) + session.pending_tokens(slot) for slot in range(session.cache.active_batch_size)]
+    turns = [(33,) if 0 < len(tokens) < session.max_sequence_length else () for tokens in held]
+    if any(turns):
+        for tokens, turn, logits in zip(held, turns, session.append(turns), strict=True):
+            if turn:
+                assert_close(logits, session.prefill([(*tokens, *turn)])[0])
 
 
 def live_nbytes(session: InferenceSession) -> int:

@@ -8,22 +8,27 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.sessions import OPERATIONS, answers, check_usable, prepared
+from tests.faults.sessions import MODEL, OPERATIONS, answers, check_goes_on, check_usable, every_model, prepared
 from tests.helpers.ahead import ahead
 from tests.helpers.interrupts import LineTracer
 from trt_kvcache import InferenceSession
 
 
 def interrupt_at_random_lines(
-    folder: Path, name: str, count: int, seed: int, prepare: Callable[[InferenceSession], object] = lambda session: None
+    folder: Path,
+    name: str,
+    count: int,
+    seed: int,
+    prepare: Callable[[InferenceSession], object] = lambda session: None,
+    model: Path = MODEL,
 ) -> None:
     operation, chance = OPERATIONS[name], random.Random(seed)
-    with prepared(folder) as calm:
+    with prepared(folder, model) as calm:
         prepare(calm)
         visits = LineTracer(lambda: operation(calm, folder)).visits
         expected = answers(calm)
     lines = sorted(visits)
-    with prepared(folder) as session:
+    with prepared(folder, model) as session:
         prepare(session)
         for number in range(count):
             line = chance.choice(lines)
@@ -35,15 +40,18 @@ def interrupt_at_random_lines(
             except Exception as error:
                 raise AssertionError(f"{name}, seed {seed}, number {number}, {at}") from error
             try:
+                check_goes_on(session)
                 check_usable(session, expected)
                 list(session.generate([[5, 6, 7, 8, 9], [10, 11]], temperature=0.0, ignore_eos=True, max_new_tokens=3))
             except Exception as error:
                 raise AssertionError(f"{name}, seed {seed}, number {number}, after an interrupt at {at}") from error
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # memory that was being released
+@every_model
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_interrupt_at_some_lines(tmp_path: Path, name: str) -> None:
-    interrupt_at_random_lines(tmp_path, name, 4, seed=0)
+def test_an_interrupt_at_some_lines(tmp_path: Path, name: str, model: Path) -> None:
+    interrupt_at_random_lines(tmp_path, name, 4, seed=0, model=model)
 
 
 @pytest.mark.parametrize("name", ["generate", "submit and step", "resume"])
@@ -72,6 +80,7 @@ def test_an_interrupt_before_slots_of_another_call_are_freed(tmp_path: Path, mon
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # a file that was opened and not yet in its block
+@every_model
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_an_interrupt_at_a_thousand_lines(tmp_path: Path, name: str) -> None:
-    interrupt_at_random_lines(tmp_path, name, 120, seed=1)
+def test_an_interrupt_at_a_thousand_lines(tmp_path: Path, name: str, model: Path) -> None:
+    interrupt_at_random_lines(tmp_path, name, 120, seed=1, model=model)
