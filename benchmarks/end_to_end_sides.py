@@ -13,8 +13,7 @@ from end_to_end_models import RandomModel
 from transformers import CompileConfig
 
 from trt_kvcache import SamplingParams
-from trt_kvcache.benchmarking import BenchmarkCase, MemoryLimit, Percentiles
-from trt_kvcache.cache.estimate import estimate_memory
+from trt_kvcache.benchmarking import BenchmarkCase, CacheTraffic, MemoryLimit, Percentiles
 
 SAMPLING = {"temperature": 0.8, "top_p": 0.9}
 #: A text that no token has, so that it is looked for and never found.
@@ -33,9 +32,7 @@ def ours(model: RandomModel, memory: Any, limit: MemoryLimit, batch: int, past: 
         times = _token_times(session, model.prompts(batch, past, seed=1), params, batch)
         times = _token_times(session, model.prompts(batch, past, seed=2), params, batch)
         case = BenchmarkCase(prompt_tokens=past, generate_tokens=steps, batch_size=batch)
-        limit_seconds = (
-            limit.generation_nbytes(case, estimate_memory(session.cache.kv_config).bytes_per_token) / limit.copy_bytes_per_second
-        )
+        limit_seconds = limit.generation_nbytes(case, CacheTraffic.of(session.cache.kv_config, model.config)) / limit.copy_bytes_per_second
         result = _summary(times, batch)
         alone = _engine_alone(session)
     step = (times[-1] - times[1]) / steps

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.sessions import make
 from trt_kvcache import SamplingParams
-from trt_kvcache.benchmarking import BenchmarkCase, MeanDeviation, MemoryLimit, MemoryUse, Percentiles, measure
+from trt_kvcache.benchmarking import BenchmarkCase, CacheTraffic, MeanDeviation, MemoryLimit, MemoryUse, Percentiles, measure
 from trt_kvcache.errors import CapacityError, ConfigError
 
 
@@ -136,7 +136,12 @@ class TestLimit:
     def test_bytes_are_the_weights_of_each_step_and_what_the_slots_hold_in_it(self):
         case = BenchmarkCase(prompt_tokens=6, generate_tokens=3, batch_size=2, depth=7)
         by_hand = sum(1000 + 2 * held * 10 for held in (14, 15, 16))
-        assert self.limit.generation_nbytes(case, 10) == by_hand
+        assert self.limit.generation_nbytes(case, CacheTraffic(rows=((10, None),), states_nbytes=0)) == by_hand
+
+    def test_rows_outside_a_window_are_not_read_and_states_are_read_and_written(self):
+        case = BenchmarkCase(prompt_tokens=6, generate_tokens=3, batch_size=2, depth=7)
+        by_hand = sum(1000 + 2 * (held * 10 + min(held, 15) * 4 + 100) for held in (14, 15, 16))
+        assert self.limit.generation_nbytes(case, CacheTraffic(rows=((10, None), (4, 15)), states_nbytes=100)) == by_hand
 
     def test_the_share_is_the_time_of_the_copy_over_the_measured_time(self, session):
         row = only_row(session, BenchmarkCase(generate_tokens=2), [1.0, 6.0, 4.0], runs=1, warmup=0)

@@ -67,7 +67,8 @@ def test_a_difference_in_the_cache_is_named(run: Run, spoil: Any):
     assert (done.code, done.err) == (3, "")
     first, second, third = done.out.splitlines()[:3]
     assert first.startswith("reference and full recomputation DIFFER: ")
-    assert second == "  first at decode step 2 in the V rows of the cache: layer 1, V, slot 1, head 0, position 3, element 7 (`v_cache_1`)"
+    place = "layer 1 (attention), V, slot 1, head 0, position 3, element 7"
+    assert second == f"  first at decode step 2 in the V rows of the cache: {place} (`v_cache_1`)"
     assert "full recomputation has " in third
     assert "5 apart" in third
 

@@ -57,6 +57,20 @@ def test_an_engine_folder_has_the_positions_of_its_model(run: Run, engine: Path)
     assert "tokens, all positions of the model" in run("memory", engine, "--gib", 1).out
 
 
+def test_windows_are_listed_and_save_nothing(run: Run):
+    lines = run("memory", GOLDEN / "gemma3", "--max-sequence-length", 64).out.splitlines()
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in lines if line.startswith("│")]
+    assert [row[:4] for row in rows] == [["0-1", "2", "24", "6"], ["2", "2", "24", ""], ["3", "2", "24", "6"]]
+    assert len({row[4] for row in rows}) == 1
+    short = run("memory", GOLDEN / "gemma3", "--max-sequence-length", 6).out  # no longer than the window
+    assert "window" not in short
+
+
+def test_states_are_listed_with_their_shapes(run: Run):
+    done = run("memory", GOLDEN / "bamba", "--max-sequence-length", 64)
+    assert "states:       11264 B (11.0 KiB) in 2 layers of (4, 16, 8) and (80, 4), two buffers" in done.out
+
+
 def test_a_model_folder_with_other_sizes(run: Run, tmp_path: Path):
     model = write_model(tmp_path / "model", head_dim=32)  # 1 layer, 2 KV heads
     done = run("memory", model, "--max-batch-size", 3, "--max-sequence-length", 40, "--dtype", "int8")

@@ -22,6 +22,9 @@ IN_THE_CACHE = Difference(
     allowed=0.001,
     count=1,
 )
+IN_A_STATE = replace(
+    IN_THE_CACHE, tensor="recurrent_state_4", layer=4, kind="recurrent state", position=None, channel=6, decoder_layer=5, mixer="mamba2"
+)
 IN_THE_LOGITS = replace(IN_THE_CACHE, step=0, tensor="logits", layer=None, kind="logits", head=None, position=None, element=42, count=3)
 IN_THE_LENGTHS = replace(IN_THE_LOGITS, tensor="kvcache_lengths", kind="length", element=None, values=(11, 10))
 PAIR = PairComparison(
@@ -49,10 +52,20 @@ def comparison(*pairs: PairComparison, steps: int = 6, live_rows: bool = True) -
             IN_THE_CACHE,
             "first at decode step 2 in the K rows of the cache: layer 1, K, slot 3, head 0, position 5, element 7 (`k_cache_1`)",
         ),
+        (
+            IN_A_STATE,
+            "first at decode step 2 in the recurrent states: "
+            "layer 5 (mamba2), recurrent state, slot 3, head 0, channel 6, element 7 (`recurrent_state_4`)",
+        ),
+        (
+            replace(IN_A_STATE, tensor="conv_state_4", kind="conv state", head=None, decoder_layer=None, mixer=None),
+            "first at decode step 2 in the conv states: "
+            "layer 4 of those with states, conv state, slot 3, channel 6, element 7 (`conv_state_4`)",
+        ),
         (IN_THE_LOGITS, "first at the prefill in the logits: slot 3, token 42 (`logits`)"),
         (IN_THE_LENGTHS, "first at the prefill in the cache length: slot 3 (`kvcache_lengths`)"),
     ],
-    ids=["cache", "logits", "lengths"],
+    ids=["cache", "recurrent state", "conv state", "logits", "lengths"],
 )
 def test_the_place_of_a_difference(difference: Difference, place: str) -> None:
     assert difference_lines(difference, "a", "b")[0] == place
@@ -90,6 +103,12 @@ def test_the_report_of_a_pair_that_differs() -> None:
     lines = comparison_lines(comparison(replace(PAIR, difference=IN_THE_CACHE)))
     assert lines[0] == "a and b DIFFER: logits and live cache rows of a prefill and 6 decode steps"
     assert lines[1:3] == [f"  {line}" for line in difference_lines(IN_THE_CACHE, "a", "b")]
+
+
+def test_the_report_of_a_model_with_states() -> None:
+    first, second, _ = comparison_lines(comparison(replace(PAIR, largest_states_share=0.02)))
+    assert first == "a and b agree: logits, live cache rows and states of a prefill and 6 decode steps"
+    assert second.startswith("  largest difference of logits 0.012, of live rows 0.004, of states 0.02, relative to ")
 
 
 def test_the_report_without_live_rows() -> None:

@@ -13,15 +13,11 @@ def _rows() -> np.ndarray:
 
 
 def test_a_fault_is_looked_for_in_the_order_of_computation() -> None:
-    names = {"logits", "k_cache_1", "v_cache_0", "kvcache_lengths", "v_cache_1", "k_cache_0"}
-    assert [output.name for output in outputs_in_order(names)] == [
-        "kvcache_lengths",
-        "k_cache_0",
-        "v_cache_0",
-        "k_cache_1",
-        "v_cache_1",
-        "logits",
-    ]
+    of_layers = ["conv_state_0", "k_cache_0", "v_cache_0", "conv_state_1", "recurrent_state_1", "k_cache_10", "v_cache_10"]
+    outputs = list(outputs_in_order(["logits", *of_layers, "kvcache_lengths", "another_0", "k_cache_x"]))
+    assert [output.name for output in outputs] == ["kvcache_lengths", *of_layers, "logits"]
+    assert [output.layer for output in outputs] == [None, 0, 0, 0, 1, 1, 10, 10, None]
+    assert [output.kind for output in outputs[1:6]] == ["conv state", "K", "V", "conv state", "recurrent state"]
     assert list(outputs_in_order({"logits"})) == [Output("logits", None, "logits")]
 
 
@@ -51,6 +47,19 @@ def test_the_first_wrong_logit_and_length_are_named() -> None:
     found = first_difference(0, Output("kvcache_lengths", None, "length"), *lengths, compare_arrays(*lengths, 0.0))
     assert found is not None
     assert (found.slot, found.element, found.values) == (1, None, (500, 499))
+
+
+def test_the_first_wrong_element_of_a_state_is_named() -> None:
+    recurrent, conv = _rows(), _rows()[:, 0]
+    for name, kind, ours in (("recurrent_state_4", "recurrent state", recurrent), ("conv_state_4", "conv state", conv)):
+        theirs = ours.copy()
+        place = (1, 0, 6, 2)[-ours.ndim :] if ours.ndim == 4 else (1, 6, 2)
+        theirs[place] += 0.5
+        found = first_difference(2, Output(name, 4, kind), ours, theirs, compare_arrays(ours, theirs, 1e-3))
+        assert found is not None
+        assert (found.layer, found.slot, found.head, found.channel, found.position) == (4, 1, 0 if ours.ndim == 4 else None, 6, None)
+        assert (found.element, found.count) == (2, 1)
+        assert found.allowed == pytest.approx(1e-3 * abs(ours[place[:-2]]).max())
 
 
 def test_equal_arrays_have_no_difference() -> None:

@@ -5,7 +5,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trt_kvcache import CacheConfig, KVCacheConfig, KVCacheManager, KVLayerConfig, KVLayout, LinearKVCache
+from trt_kvcache import (
+    CacheConfig,
+    HybridCacheConfig,
+    HybridCacheManager,
+    KVCacheConfig,
+    KVCacheManager,
+    KVLayerConfig,
+    KVLayout,
+    LayerType,
+    LinearKVCache,
+    MambaCacheConfig,
+)
 from trt_kvcache.errors import ClosedError, LengthsUnknown
 from trt_kvcache.polygraphy.live_rows import live_rows
 
@@ -83,6 +94,52 @@ def test_all_layers_in_one_buffer(memory: Any, stream: Any) -> None:
         rows = live_rows(cache)
         for name, values in written.items():
             np.testing.assert_array_equal(rows[name], values, err_msg=name)
+
+
+STATES = MambaCacheConfig(
+    num_layers=2, max_batch_size=B, num_heads=2, head_dim=3, state_size=4, conv_dim=5, conv_kernel=2, ping_pong=True, conv_dtype="float16"
+)
+
+
+def test_states_come_in_the_order_of_the_layers_and_are_the_current_ones(memory: Any, stream: Any) -> None:
+    kv = KVCacheConfig(layers=[KVLayerConfig(num_kv_heads=1, head_dim=8)], max_batch_size=B, max_sequence_length=S)
+    types = [LayerType.MAMBA, LayerType.ATTENTION, LayerType.MAMBA]
+    with HybridCacheManager(HybridCacheConfig(layer_types=types, kv=kv, mamba=STATES), memory=memory) as cache:
+        cache.reset_for_new_sequences([3, 0], stream=stream)
+        cache.swap()
+        expected = {}
+        for layer, place in enumerate((0, 2)):
+            for name, view in (("conv", cache.get_conv_state(place)), ("recurrent", cache.get_recurrent_state(place))):
+                values = np.random.default_rng(layer).integers(-99, 99, view.shape).astype(view.numpy().dtype)
+                memory.upload(view, values, stream=stream)
+                expected[f"{name}_state_{layer}"] = values[:2].astype(np.float32)
+        memory.synchronize(stream)
+        rows = live_rows(cache)
+        of_layers = ["conv_state_0", "recurrent_state_0", "k_cache_0", "v_cache_0", "conv_state_1", "recurrent_state_1"]
+        assert list(rows) == [*of_layers, "kvcache_lengths"]
+        for name, values in expected.items():
+            values[1] = 0  # the slot holds no token, whatever is in its states
+            assert rows[name].dtype == np.float32
+            np.testing.assert_array_equal(rows[name], values, err_msg=name)
+
+
+def test_states_of_a_cache_that_does_not_know_the_order_come_last(memory: Any, stream: Any) -> None:
+    config = CacheConfig(
+        num_attention_layers=1,
+        max_batch_size=B,
+        max_sequence_length=S,
+        num_kv_heads=2,
+        head_dim=16,
+        num_mamba_layers=1,
+        mamba_num_heads=2,
+        mamba_head_dim=3,
+        ssm_state_size=4,
+        conv_dim=5,
+        conv_kernel=2,
+    )
+    with LinearKVCache(config, memory=memory) as cache:
+        cache.reset_for_new_sequences([2], stream=stream)
+        assert list(live_rows(cache)) == ["k_cache_0", "v_cache_0", "conv_state_0", "recurrent_state_0", "kvcache_lengths"]
 
 
 def test_live_rows_are_a_copy(memory: Any, stream: Any) -> None:

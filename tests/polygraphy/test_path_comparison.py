@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.paths import GOLDEN
+from trt_kvcache import HybridCacheManager
 from trt_kvcache.errors import CapacityError, ConfigError, RangeError, ShapeError
 from trt_kvcache.polygraphy.comparison import Comparison, comparison_lines
 from trt_kvcache.polygraphy.first_difference import Difference
@@ -30,11 +31,11 @@ def _compare(*sources: Opens, **options: Any) -> Comparison:
     )
 
 
-def corrupting(step: int, change: Callable[[InferenceSession], object]) -> Opens:
+def corrupting(step: int, change: Callable[[InferenceSession], object], source: SessionSource = SOURCE) -> Opens:
     """Return a source of sessions in which ``change`` is done right after the enqueue of one step (0 is the prefill)."""
 
     def opens() -> InferenceSession:
-        session = SOURCE()
+        session = source()
         enqueue, calls = session.engine.enqueue, 0
 
         def wrapped(stream: Any) -> None:
@@ -149,6 +150,37 @@ def test_a_dead_row_is_no_difference() -> None:
                 cache_row(session, layer, "V")[slot, :, length:] = np.nan
 
     assert _compare(SOURCE, corrupting(3, change)).agrees
+
+
+@pytest.mark.parametrize(("kind", "place"), [("conv", (1, 5, 2)), ("recurrent", (0, 3, 1, 7))])
+def test_one_wrong_element_of_a_state_is_named_with_its_layer(kind: str, place: tuple[int, ...]) -> None:
+    source = SessionSource(GOLDEN / "bamba", engine="reference", dtype="float32", **SIZES)
+
+    def change(session: InferenceSession) -> None:
+        cache = session.cache
+        assert isinstance(cache, HybridCacheManager)
+        view = {"conv": cache.get_next_conv_state, "recurrent": cache.get_next_recurrent_state}[kind](2)
+        cache.memory.array(view)[place] += 5  # type: ignore[attr-defined]
+
+    (pair,) = _compare(source, corrupting(2, change, source)).pairs
+    found = pair.difference
+    assert found is not None
+    assert (found.step, found.tensor, found.kind) == (2, f"{kind}_state_1", f"{kind} state")
+    assert (found.layer, found.decoder_layer, found.mixer) == (1, 2, "mamba2")
+    assert found.values[1] - found.values[0] == pytest.approx(5, rel=1e-5)
+    assert found.count == 1
+    assert pair.largest_states_share is not None
+    assert pair.largest_states_share > 0.01
+
+
+@pytest.mark.parametrize("model", ["bamba", "lfm2-bias"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_model_with_states_agrees_with_recomputation(model: str, dtype: str) -> None:
+    source = SessionSource(GOLDEN / model, engine="reference", dtype=dtype, **SIZES)  # type: ignore[arg-type]
+    (pair,) = compare_paths([SessionRunner(source, "cached"), RecomputeRunner(source, "recomputed")], PROMPTS, steps=STEPS).pairs
+    assert pair.agrees, pair.difference
+    assert pair.largest_states_share is not None
+    assert 0 < pair.largest_states_share < TOLERANCES[dtype]
 
 
 def test_a_nan_is_named() -> None:

@@ -1,5 +1,6 @@
 """Measuring a session: prompts and generated tokens per second, latencies, memory, and how far from the limit of the memory they are."""
 
+from trt_kvcache.benchmarking.cache_traffic import CacheTraffic
 from trt_kvcache.benchmarking.cases import BenchmarkCase
 from trt_kvcache.benchmarking.copy_speed import copy_bytes_per_second
 from trt_kvcache.benchmarking.environment import describe_environment
@@ -12,6 +13,7 @@ __all__ = [
     "BenchmarkCase",
     "BenchmarkRow",
     "MeanDeviation",
+    "CacheTraffic",
     "MemoryLimit",
     "MemoryUse",
     "Percentiles",

@@ -10,6 +10,7 @@ from itertools import pairwise
 import numpy as np
 
 from trt_kvcache._util.checks import int_in_range
+from trt_kvcache.benchmarking.cache_traffic import CacheTraffic
 from trt_kvcache.benchmarking.cases import BenchmarkCase, check_cases
 from trt_kvcache.benchmarking.memory_use import MemoryUse, memory_use
 from trt_kvcache.benchmarking.spread import MeanDeviation, Percentiles
@@ -43,6 +44,8 @@ class BenchmarkRow:
         Time of all decode steps of a run, the mean over the runs. None without decode steps.
     kv_bytes_per_token : int
         K and V of one token over all layers.
+    cache_traffic : CacheTraffic
+        What a decode step needs of the cache of a slot.
     memory : MemoryUse or None
         After the last run.
     """
@@ -55,6 +58,7 @@ class BenchmarkRow:
     inter_token_latency: Percentiles | None
     generation_seconds: float | None
     kv_bytes_per_token: int
+    cache_traffic: CacheTraffic
     memory: MemoryUse | None
 
 
@@ -125,8 +129,6 @@ def measure(
 
 def _rows(runner: _Runner, cases: Sequence[BenchmarkCase], runs: int, warmup: int, on_run: OnRun) -> Iterator[BenchmarkRow]:
     total = warmup + runs
-    cache = runner.session.cache
-    bytes_per_token = estimate_memory(runner.session.cache_config).bytes_per_token
     for case in cases:
         on_run(case, 0, total)
         runner.fill(case)
@@ -136,12 +138,10 @@ def _rows(runner: _Runner, cases: Sequence[BenchmarkCase], runs: int, warmup: in
             if done > warmup:
                 timed.append(times)
             on_run(case, done, total)
-        yield _row(case, timed, warmup, bytes_per_token, memory_use(cache.memory))
+        yield _row(case, timed, warmup, runner.session)
 
 
-def _row(
-    case: BenchmarkCase, timed: Sequence[Sequence[float]], warmup: int, kv_bytes_per_token: int, memory: MemoryUse | None
-) -> BenchmarkRow:
+def _row(case: BenchmarkCase, timed: Sequence[Sequence[float]], warmup: int, session: InferenceSession) -> BenchmarkRow:
     """Return the row of a case from the times of its runs: of each run when it began, and when each token was there."""
     tokens = case.batch_size * (case.prompt_tokens + case.generate_tokens)
     counted = [times[-1] - times[0 if case.prompt_tokens else 1] for times in timed]
@@ -154,8 +154,9 @@ def _row(
         time_to_first_token=MeanDeviation.of([times[1] - times[0] for times in timed]),
         inter_token_latency=Percentiles.of(latencies) if latencies else None,
         generation_seconds=sum(latencies) / len(timed) if latencies else None,
-        kv_bytes_per_token=kv_bytes_per_token,
-        memory=memory,
+        kv_bytes_per_token=estimate_memory(session.cache_config).bytes_per_token,
+        cache_traffic=CacheTraffic.of(session.cache_config, session.model),
+        memory=memory_use(session.cache.memory),
     )
 
 

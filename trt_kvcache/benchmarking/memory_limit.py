@@ -1,10 +1,11 @@
-"""``MemoryLimit``: how fast decode steps could be if they only read weights, K and V."""
+"""``MemoryLimit``: how fast decode steps could be if they only read weights, K and V, and read and wrote states."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
 
+from trt_kvcache.benchmarking.cache_traffic import CacheTraffic
 from trt_kvcache.benchmarking.cases import BenchmarkCase
 from trt_kvcache.benchmarking.copy_speed import copy_bytes_per_second
 from trt_kvcache.benchmarking.measure import BenchmarkRow
@@ -30,10 +31,11 @@ class MemoryLimit:
 
     Examples
     --------
-    >>> from trt_kvcache.benchmarking import BenchmarkCase, MemoryLimit
+    >>> from trt_kvcache.benchmarking import BenchmarkCase, CacheTraffic, MemoryLimit
     >>> limit = MemoryLimit(weights_nbytes=1_200, step_weights_nbytes=1_000, copy_bytes_per_second=1e6)
     >>> case = BenchmarkCase(generate_tokens=2, batch_size=4, depth=9)
-    >>> limit.generation_nbytes(case, bytes_per_token=10)  # twice the weights, and 4 slots of 11 and then of 12 tokens
+    >>> traffic = CacheTraffic(rows=((10, None),), states_nbytes=0)
+    >>> limit.generation_nbytes(case, traffic)  # twice the weights, and 4 slots of 11 and then of 12 tokens
     2920
     """
 
@@ -67,24 +69,24 @@ class MemoryLimit:
             weights_nbytes=total * size, step_weights_nbytes=(total - unread) * size, copy_bytes_per_second=copy_bytes_per_second(memory)
         )
 
-    def generation_nbytes(self, case: BenchmarkCase, bytes_per_token: int) -> int:
-        """Return what the decode steps of a case have to read.
+    def generation_nbytes(self, case: BenchmarkCase, traffic: CacheTraffic) -> int:
+        """Return what the decode steps of a case have to read and write.
 
         Parameters
         ----------
         case : BenchmarkCase
             With ``generate_tokens`` steps.
-        bytes_per_token : int
-            K and V of one token over all layers.
+        traffic : CacheTraffic
+            What a step needs of the cache of a slot.
 
         Returns
         -------
         int
-            Bytes of the weights once per step, and of K and V of all tokens that the slots hold in each step, the new one included.
+            Bytes of the weights once per step, and what each slot needs of its cache in each step, with the new token.
         """
         steps, first = case.generate_tokens, case.depth + case.prompt_length + 1
-        tokens = steps * first + steps * (steps - 1) // 2
-        return steps * self.step_weights_nbytes + case.batch_size * tokens * bytes_per_token
+        cache = sum(traffic.nbytes(tokens) for tokens in range(first, first + steps))
+        return steps * self.step_weights_nbytes + case.batch_size * cache
 
     def share(self, row: BenchmarkRow) -> float | None:
         """Return the time that reading :meth:`generation_nbytes` takes at the speed of the copy over the time that the decode steps took.
@@ -101,4 +103,4 @@ class MemoryLimit:
         """
         if row.generation_seconds is None:
             return None
-        return self.generation_nbytes(row.case, row.kv_bytes_per_token) / self.copy_bytes_per_second / row.generation_seconds
+        return self.generation_nbytes(row.case, row.cache_traffic) / self.copy_bytes_per_second / row.generation_seconds

@@ -16,9 +16,10 @@ import numpy.typing as npt
 from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
-from trt_kvcache.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, open_weight_files
+from trt_kvcache.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, family_names, open_weight_files
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_name, itemsize, numpy_dtype
 from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
+from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
 
@@ -47,7 +48,7 @@ class Checkpoint:
     config : ModelConfig
         The model that ``config.json`` describes.
     files : mapping of str to SafetensorsFile
-        The file that holds each tensor, by the tensor's name.
+        The file that holds each tensor, by the name that the family has for it.
 
     Attributes
     ----------
@@ -106,7 +107,7 @@ class Checkpoint:
             config = ModelConfig.from_dict(data, default_dtype="float32")
         except ConfigError as error:
             raise CheckpointError(f"{config_path}: {error}") from error
-        files = open_weight_files(folder)
+        files = family_names(open_weight_files(folder), FAMILIES[config.family], folder)
         if data.get("dtype") is None and data.get("torch_dtype") is None and embedding_name(config) in files:
             config = _with_stored_dtype(config, files[embedding_name(config)])
         _check(config, files, folder)

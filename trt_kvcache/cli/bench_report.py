@@ -91,7 +91,9 @@ class BenchReport:
         text = ", and their text" if self.makes_text else ""
         say(f"included: logits on the host, the choice of tokens ({self._sampling}){text}")
         speed = self.limit.copy_bytes_per_second / 1e9
-        say(f"limit: share of what reading weights, K and V at {speed:.1f} GB/s allows")
+        what = "weights, K and V" if last.cache_traffic.rows else "weights"
+        states = ", and reading and writing states," if last.cache_traffic.states_nbytes else ""
+        say(f"limit: share of what reading {what}{states} at {speed:.1f} GB/s allows")
         if last.memory is not None:
             where = "in use on the device" if last.memory.of == "device" else "the most that the process had"
             say(f"memory: {size(last.memory.nbytes)}, {where}")

@@ -12,6 +12,7 @@ from trt_kvcache.builder.estimate import BuildEstimate, estimate_build
 from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory, largest_batch, longest_sequence
 from trt_kvcache.cache.hybrid_config import HybridCacheConfig
+from trt_kvcache.cache.recurrent_states import state_storages
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.cli.build_sizes import print_build_sizes
 from trt_kvcache.cli.console import count, put_json, results, say, size, span, table
@@ -19,6 +20,7 @@ from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice, logits_per_slot
 from trt_kvcache.cli.session_flags import located
 from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.engine.attention_variants import window_in_cache
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError, CheckpointError
@@ -79,17 +81,19 @@ def memory(
     if dtype:
         config = _with_dtype(config, dtype)
     estimate = estimate_memory(config)
+    model = _model_of(folder)
+    positions = None if model is None else model.max_position_embeddings
     build = _build_estimate(folder, config, dtype, max_logits_per_slot) if engine else None
     if json:
         extra = {} if build is None else {"build": as_json(build)}
-        fits = {} if gib is None else _what_fits(config, gib, _positions_of(folder))
+        fits = {} if gib is None else _what_fits(config, gib, positions)
         put_json({"config": as_json(config), "estimate": as_json(estimate), **extra, **fits})
         return
-    _print_estimate(config, estimate)
+    _print_estimate(config, estimate, model)
     if build is not None:
         print_build_sizes(build)
     if gib is not None:
-        _print_what_fits(config, gib, _positions_of(folder))
+        _print_what_fits(config, gib, positions)
 
 
 def _with_dtype(config: DecoderCacheConfig, dtype: str) -> DecoderCacheConfig:
@@ -131,33 +135,43 @@ def _config_of_folder(folder: Path) -> DecoderCacheConfig:
     return decoder_cache_config(model, max_batch_size=1, max_sequence_length=model.max_position_embeddings, dtype=model.dtype)
 
 
-def _positions_of(folder: Path | None) -> int | None:
-    """Return the most tokens that the model of a folder was made for."""
+def _model_of(folder: Path | None) -> ModelConfig | None:
+    """Return the model of a folder."""
     if folder is None:
         return None
     folder = located(folder, ["config.json"])
     if is_engine_folder(folder):
-        return EngineFolder.open(folder).config.model.max_position_embeddings
-    return ModelConfig.from_dict(read_json(folder / "config.json")).max_position_embeddings
+        return EngineFolder.open(folder).config.model
+    return ModelConfig.from_dict(read_json(folder / "config.json"))
 
 
-def _print_estimate(config: DecoderCacheConfig, estimate: MemoryEstimate) -> None:
-    rows = table("layers", "KV heads", "head dim", "bytes per layer", "size", numbers=("bytes per layer", "size"))
-    layers = enumerate(zip(config.kv.layers if config.kv else (), estimate.bytes_per_layer, strict=True))
-    for (layer, nbytes), run in groupby(layers, lambda item: item[1]):
-        indices = [index for index, _ in run]
-        rows.add_row(span(indices[0], indices[-1]), str(layer.num_kv_heads), str(layer.head_dim), str(nbytes), size(nbytes))
+def _print_estimate(config: DecoderCacheConfig, estimate: MemoryEstimate, model: ModelConfig | None) -> None:
     if config.kv is not None:
-        results().print(rows)
+        _print_attention_layers(config.kv, estimate, model)
     slots, length = count(config.max_batch_size, "slot"), count(config.max_sequence_length, "token")
     say(f"{slots} of {length}, {config.dtype}" + (f", {config.kv.layout.value}" if config.kv else ""))
     if config.mamba is not None:
-        say(f"states:       {_bytes(estimate.states_nbytes)} in {count(config.mamba.num_layers, 'layer')}, two buffers")
+        shapes = " and ".join(str(storage.slot_shape) for storage in state_storages(config.mamba).values())
+        say(f"states:       {_bytes(estimate.states_nbytes)} in {count(config.mamba.num_layers, 'layer')} of {shapes}, two buffers")
     say(f"per token:    {_bytes(estimate.bytes_per_token)}")
     say(f"per sequence: {_bytes(estimate.bytes_per_sequence)}")
     if estimate.scales_nbytes:
         say(f"scales:       {_bytes(estimate.scales_nbytes)}")
     say(f"in all:       {_bytes(estimate.nbytes)}")
+
+
+def _print_attention_layers(kv: KVCacheConfig, estimate: MemoryEstimate, model: ModelConfig | None) -> None:
+    """Print one row for each run of equal attention layers. A window saves no bytes: it lies over full rows."""
+    mixers = [None] * kv.num_layers if model is None else model.attention_layers
+    windows = [None if mixer is None else window_in_cache(mixer, kv.max_sequence_length) for mixer in mixers]
+    window = ["window"] if any(windows) else []
+    rows = table("layers", "KV heads", "head dim", *window, "bytes per layer", "size", numbers=("bytes per layer", "size"))
+    layers = enumerate(zip(kv.layers, windows, estimate.bytes_per_layer, strict=True))
+    for (layer, tokens, nbytes), run in groupby(layers, lambda item: item[1]):
+        indices = [index for index, _ in run]
+        shown = [str(tokens or "")] if window else []
+        rows.add_row(span(indices[0], indices[-1]), str(layer.num_kv_heads), str(layer.head_dim), *shown, str(nbytes), size(nbytes))
+    results().print(rows)
 
 
 def _what_fits(config: DecoderCacheConfig, gib: float, positions: int | None) -> dict[str, int]:

@@ -69,7 +69,7 @@ class SessionCompareFunc(BaseCompareFunc):  # type: ignore[misc]  # polygraphy h
         """
         names = iter_result0.runner_name, iter_result1.runner_name
         agreed: OrderedDict[str, bool] = OrderedDict()
-        for output in outputs_in_order(iter_result0.keys() & iter_result1.keys()):
+        for output in outputs_in_order(name for name in iter_result0 if name in iter_result1):
             ours, theirs = iter_result0[output.name], iter_result1[output.name]
             if ours.shape != theirs.shape:
                 G_LOGGER.error(f"FAILED | `{output.name}`: {names[0]} has shape {ours.shape}, {names[1]} has {theirs.shape}.")

@@ -4,7 +4,14 @@ from dataclasses import dataclass
 
 from trt_kvcache.polygraphy.first_difference import Difference
 
-_KINDS = {"K": "K rows of the cache", "V": "V rows of the cache", "logits": "logits", "length": "cache length"}
+_KINDS = {
+    "K": "K rows of the cache",
+    "V": "V rows of the cache",
+    "conv state": "conv states",
+    "recurrent state": "recurrent states",
+    "logits": "logits",
+    "length": "cache length",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +70,8 @@ class PairComparison:
     largest_logits_share, largest_rows_share : float
         The largest difference of the logits, and of the live cache rows, relative to the largest value in the same slot (and head); NaN
         if a value is NaN.
+    largest_states_share : float or None
+        The same of the states; None for a model without them.
     equal_tokens, tokens : int
         How many greedy choices are equal, and how many were compared.
     token_difference : TokenDifference or None
@@ -79,6 +88,7 @@ class PairComparison:
     equal_tokens: int
     tokens: int
     token_difference: TokenDifference | None
+    largest_states_share: float | None = None
 
     @property
     def agrees(self) -> bool:
@@ -103,7 +113,7 @@ class Comparison:
     continuations : tuple of tuples of int
         For each slot, the tokens that the decode steps were given.
     live_rows : bool
-        Whether live cache rows were compared. If False, only logits were.
+        Whether live cache rows and states were compared. If False, only logits were.
     """
 
     paths: tuple[PathRun, ...]
@@ -133,13 +143,15 @@ def comparison_lines(comparison: Comparison) -> list[str]:
         For each pair whether it agrees, where it first differs if it does not, and the largest differences.
     """
     lines = []
-    what = "logits and live cache rows" if comparison.live_rows else "logits"
     for pair in comparison.pairs:
         verdict = "agree" if pair.agrees else "DIFFER"
-        lines.append(f"{pair.first} and {pair.second} {verdict}: {what} of a prefill and {_count(comparison.steps, 'decode step')}")
+        steps = f"a prefill and {_count(comparison.steps, 'decode step')}"
+        lines.append(f"{pair.first} and {pair.second} {verdict}: {_compared(comparison, pair)} of {steps}")
         if pair.difference is not None:
             lines += [f"  {line}" for line in difference_lines(pair.difference, pair.first, pair.second)]
         rows = f", of live rows {pair.largest_rows_share:.2g}" if comparison.live_rows else ""
+        if pair.largest_states_share is not None:
+            rows += f", of states {pair.largest_states_share:.2g}"
         lines.append(
             f"  largest difference of logits {pair.largest_logits_share:.2g}{rows}, relative to the largest value of the slot and head "
             f"({pair.dtype}: at most {pair.tolerance:.2g})"
@@ -164,17 +176,29 @@ def difference_lines(difference: Difference, first: str, second: str) -> list[st
         Two lines of plain text.
     """
     step = "the prefill" if difference.step == 0 else f"decode step {difference.step}"
-    place = [] if difference.layer is None else [f"layer {difference.layer}", difference.kind]
+    place = [] if difference.layer is None else [_layer(difference), difference.kind]
     place.append(f"slot {difference.slot}")
-    if difference.head is not None:
-        place += [f"head {difference.head}", f"position {difference.position}", f"element {difference.element}"]
-    elif difference.element is not None:
-        place.append(f"token {difference.element}")
+    place += [f"{name} {getattr(difference, name)}" for name in ("head", "position", "channel") if getattr(difference, name) is not None]
+    if difference.element is not None:
+        place.append(f"{'token' if difference.kind == 'logits' else 'element'} {difference.element}")
     return [
         f"first at {step} in the {_KINDS[difference.kind]}: {', '.join(place)} (`{difference.tensor}`)",
         f"{first} has {difference.values[0]:.9g}, {second} has {difference.values[1]:.9g}: {difference.distance:.3g} apart, "
         f"allowed {difference.allowed:.3g} ({_count(difference.count, 'value')} too far apart in this tensor)",
     ]
+
+
+def _compared(comparison: Comparison, pair: PairComparison) -> str:
+    if not comparison.live_rows:
+        return "logits"
+    return "logits and live cache rows" if pair.largest_states_share is None else "logits, live cache rows and states"
+
+
+def _layer(difference: Difference) -> str:
+    """Return the layer in words: its place in the model if that is known, else among those that keep the same."""
+    if difference.decoder_layer is not None:
+        return f"layer {difference.decoder_layer} ({difference.mixer})"
+    return f"layer {difference.layer}" + (" of those with states" if difference.kind.endswith("state") else "")
 
 
 def _first_token(pair: PairComparison) -> str:

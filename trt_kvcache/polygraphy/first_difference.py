@@ -1,15 +1,36 @@
 """``first_difference``: find where the outputs of two runners first differ. Pure functions over arrays."""
 
-from collections.abc import Container, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from trt_kvcache.engine.names import DEFAULT_NAMES
-from trt_kvcache.polygraphy.live_rows import LENGTHS, rows_names
+from trt_kvcache.polygraphy.live_rows import LENGTHS
 
 Arrays = np.ndarray[Any, Any]
+
+#: What an output holds.
+Kind = Literal["K", "V", "conv state", "recurrent state", "logits", "length"]
+
+#: Which outputs are of a layer, and what they hold.
+_LAYER_OUTPUTS: dict[str, Kind] = {
+    DEFAULT_NAMES.k_cache: "K",
+    DEFAULT_NAMES.v_cache: "V",
+    DEFAULT_NAMES.conv_state: "conv state",
+    DEFAULT_NAMES.recurrent_state: "recurrent state",
+}
+
+#: What the axes of an output are.
+_AXES: dict[Kind, tuple[str, ...]] = {
+    "K": ("slot", "head", "position", "element"),
+    "V": ("slot", "head", "position", "element"),
+    "conv state": ("slot", "channel", "element"),
+    "recurrent state": ("slot", "head", "channel", "element"),
+    "logits": ("slot", "element"),
+    "length": ("slot",),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,23 +44,29 @@ class Difference:
     tensor : str
         The output, such as ``"k_cache_1"`` or ``"logits"``.
     layer : int or None
-        Attention layer; None for logits and lengths.
-    kind : {"K", "V", "logits", "length"}
+        Index among the attention layers for K and V, or among the layers with states; None for logits and lengths.
+    kind : {"K", "V", "conv state", "recurrent state", "logits", "length"}
         What the output holds.
     slot : int
         Slot of the cache.
     head : int or None
-        KV head; None for logits and lengths.
+        KV head, or head of a recurrent state; None for the others.
     position : int or None
-        Token position in the sequence; None for logits and lengths.
+        Token position in the sequence, of K and V; None for the others.
     element : int or None
-        Index into the row of the head, or token of the vocabulary for logits; None for a length.
+        Index into the row of the head, or token of the vocabulary for logits; of a conv state one of the last inputs; None for a length.
     values : pair of float
         The values of the two paths.
     allowed : float
         The largest accepted distance between them.
     count : int
         How many elements of this output differ by more than the tolerance.
+    channel : int or None
+        Channel of a conv state, or of the head of a recurrent state; None for the others.
+    decoder_layer : int or None
+        Index among all layers of the model; None if it is not known, and for logits and lengths.
+    mixer : str or None
+        What that layer mixes tokens with: ``"attention"``, ``"short_conv"``, ``"mamba2"``, ...; None where ``decoder_layer`` is.
     """
 
     step: int
@@ -53,6 +80,9 @@ class Difference:
     values: tuple[float, float]
     allowed: float
     count: int
+    channel: int | None = None
+    decoder_layer: int | None = None
+    mixer: str | None = None
 
     @property
     def distance(self) -> float:
@@ -88,36 +118,37 @@ class Output:
     name : str
         Its name.
     layer : int or None
-        Attention layer; None if the output is not rows of the cache.
-    kind : {"K", "V", "logits", "length"}
+        Index among the attention layers, or among the layers with states; None for logits and lengths.
+    kind : {"K", "V", "conv state", "recurrent state", "logits", "length"}
         What it holds.
     """
 
     name: str
     layer: int | None
-    kind: str
+    kind: Kind
 
 
-def outputs_in_order(names: Container[str]) -> Iterator[Output]:
+def outputs_in_order(names: Iterable[str]) -> Iterator[Output]:
     """Yield the outputs of a runner in the order in which a model computes them, so that an error is reported where it begins.
 
     Parameters
     ----------
-    names : container of str
-        Names of the outputs that the runner returned.
+    names : iterable of str
+        Names of the outputs that the runner returned, those of layers in the order of the layers.
 
     Yields
     ------
     Output
-        The lengths, K and V of each attention layer, and last the logits.
+        The lengths, what each layer keeps, and last the logits. Other names are left out.
     """
+    names = list(names)
     if LENGTHS in names:
         yield Output(LENGTHS, None, "length")
-    layer = 0
-    while rows_names(layer)[0] in names:
-        for name, kind in zip(rows_names(layer), "KV", strict=True):
-            yield Output(name, layer, kind)
-        layer += 1
+    for name in names:
+        without_index, _, index = name.rpartition("_")
+        kind = _LAYER_OUTPUTS.get(without_index + "_{i}")
+        if kind is not None and index.isdecimal():
+            yield Output(name, int(index), kind)
     yield Output(DEFAULT_NAMES.logits, None, "logits")
 
 
@@ -126,10 +157,11 @@ def compare_arrays(first: Arrays, second: Arrays, tolerance: float) -> Outcome:
 
     Parameters
     ----------
-    first, second : ndarray ``[A, vocab]``, ``[A, H, n, D]`` or ``[A]``
-        Logits, rows of the cache, or lengths.
+    first, second : ndarray ``[A, vocab]``, ``[A, H, n, D]``, ``[A, heads, head_dim, state_size]``, ``[A, channels, kernel]`` or ``[A]``
+        Logits, rows of the cache, recurrent or conv states, or lengths.
     tolerance : float
-        The largest accepted difference, relative to the largest value of ``first`` in the same slot (and head, for rows of the cache).
+        The largest accepted difference, relative to the largest value of ``first`` in the same slot (and head, for rows of the cache and
+        recurrent states).
 
     Returns
     -------
@@ -152,7 +184,7 @@ def compare_arrays(first: Arrays, second: Arrays, tolerance: float) -> Outcome:
     >>> outcome.wrong.tolist()
     [[True, False]]
     """
-    axes = {1: (), 2: (1,), 4: (2, 3)}[first.ndim]
+    axes = {1: (), 2: (1,), 3: (1, 2), 4: (2, 3)}[first.ndim]
     with np.errstate(invalid="ignore", over="ignore"):
         scale = np.max(np.abs(first), axis=axes, keepdims=True, initial=0, where=np.isfinite(first)).astype(np.float64)
         distance = np.where(first == second, 0.0, np.abs(first.astype(np.float64) - second))
@@ -163,7 +195,7 @@ def compare_arrays(first: Arrays, second: Arrays, tolerance: float) -> Outcome:
 
 
 def first_difference(step: int, output: Output, first: Arrays, second: Arrays, outcome: Outcome) -> Difference | None:
-    """Return the first element that differs by more than the tolerance, in the order of slot, head, position, element.
+    """Return the first element that differs by more than the tolerance, in the order of slot, head, position or channel, element.
 
     Parameters
     ----------
@@ -185,16 +217,17 @@ def first_difference(step: int, output: Output, first: Arrays, second: Arrays, o
     if not len(places):
         return None
     place = tuple(int(index) for index in places[0])
-    slot, head, position, element = place if len(place) == 4 else (place[0], None, None, place[1] if len(place) == 2 else None)
+    axes = dict(zip(_AXES[output.kind], place, strict=True))
     return Difference(
         step=step,
         tensor=output.name,
         layer=output.layer,
         kind=output.kind,
-        slot=slot,
-        head=head,
-        position=position,
-        element=element,
+        slot=axes["slot"],
+        head=axes.get("head"),
+        position=axes.get("position"),
+        channel=axes.get("channel"),
+        element=axes.get("element"),
         values=(float(first[place]), float(second[place])),
         allowed=float(np.broadcast_to(outcome.allowed, first.shape)[place]),
         count=len(places),

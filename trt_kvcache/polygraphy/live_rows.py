@@ -1,10 +1,13 @@
-"""``live_rows``: copy the live rows of a cache to the host, the first ``length`` rows of each active slot."""
+"""``live_rows``: copy to the host what the active slots of a cache hold: the first ``length`` rows of K and V, and states."""
 
+from itertools import count
 from typing import Any
 
 import numpy as np
 
 from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
+from trt_kvcache.cache.hybrid_config import LayerType
+from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.sequences.slot_format import AnyCache
@@ -29,19 +32,40 @@ def rows_names(layer: int) -> tuple[str, str]:
     return DEFAULT_NAMES.k_cache.format(i=layer), DEFAULT_NAMES.v_cache.format(i=layer)
 
 
+def state_name(kind: StateKind, layer: int) -> str:
+    """Return the name of a state among the arrays of :func:`live_rows`.
+
+    Parameters
+    ----------
+    kind : StateKind
+        Which state of the layer.
+    layer : int
+        Index among the layers with states.
+
+    Returns
+    -------
+    str
+        Its name.
+    """
+    return DEFAULT_NAMES.state_pair(kind, layer)[0]
+
+
 def live_rows(cache: AnyCache) -> dict[str, np.ndarray[Any, Any]]:
-    """Copy the live rows of a cache to the host.
+    """Copy the live rows and the states of a cache to the host.
 
     Parameters
     ----------
     cache : KVCacheManager, LinearKVCache or HybridCacheManager
-        A cache with separate or combined K and V. States are not read.
+        A cache with separate or combined K and V, with states, or both.
 
     Returns
     -------
     dict of str to ndarray
         ``k_cache_{i}`` and ``v_cache_{i}``: float32 ``[A, H, n, D]``, where n is the longest length; rows past the length of a slot are
-        0, whatever the cache holds there. ``kvcache_lengths``: int32 ``[A]``.
+        0, whatever the cache holds there. ``conv_state_{i}`` and ``recurrent_state_{i}``: float32 ``[A, channels, kernel]`` and
+        ``[A, heads, head_dim, state_size]``, what the next enqueue reads; 0 for a slot of length 0. They come in the order of the layers,
+        which a :class:`~trt_kvcache.cache.linear_kv_cache.LinearKVCache` does not know: its states come last. ``kvcache_lengths``: int32
+        ``[A]``.
 
     Raises
     ------
@@ -71,12 +95,37 @@ def live_rows(cache: AnyCache) -> dict[str, np.ndarray[Any, Any]]:
     lengths = np.array(cache.host_kv_cache_lengths, np.int32)
     dead = np.arange(lengths.max(initial=0)) >= lengths[:, np.newaxis]
     rows: dict[str, np.ndarray[Any, Any]] = {}
-    kv = cache.kv_cache_manager if isinstance(cache, HybridCacheManager) else cache
-    for layer in range(0 if kv is None else kv.num_layers):
-        for name, view in zip(rows_names(layer), kv.get_separate_kv_cache(layer) if kv else (), strict=True):
-            rows[name] = _read(view, dead)
+    indices = {kind: count() for kind in LayerType}
+    for kind in _layer_types(cache):
+        layer = next(indices[kind])
+        rows |= _attention_rows(cache, layer, dead) if kind is LayerType.ATTENTION else _states(cache, layer, lengths)
     rows[LENGTHS] = lengths
     return rows
+
+
+def _layer_types(cache: AnyCache) -> tuple[LayerType, ...]:
+    """Return what the layers of a cache keep, in their order where the cache knows it."""
+    if isinstance(cache, HybridCacheManager):
+        return cache.layer_types
+    return (LayerType.ATTENTION,) * cache.num_layers + (LayerType.MAMBA,) * (0 if cache.states is None else cache.states.num_layers)
+
+
+def _attention_rows(cache: AnyCache, layer: int, dead: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    kv = cache.kv_cache_manager if isinstance(cache, HybridCacheManager) else cache
+    assert kv is not None  # it has an attention layer
+    return {name: _read(view, dead) for name, view in zip(rows_names(layer), kv.get_separate_kv_cache(layer), strict=True)}
+
+
+def _states(cache: AnyCache, layer: int, lengths: np.ndarray[Any, Any]) -> dict[str, np.ndarray[Any, Any]]:
+    """Return the states of a layer, of slots with tokens."""
+    states = cache.states
+    assert states is not None  # it has a layer with states
+    found = {}
+    for kind in reversed(states.kinds):  # as a layer computes them: first its convolution
+        values = states.current(kind).layers[layer].numpy()[: len(lengths)].astype(np.float32)
+        values[lengths == 0] = 0
+        found[state_name(kind, layer)] = values
+    return found
 
 
 def _read(view: DeviceTensor, dead: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -1,9 +1,9 @@
-"""``compare_paths``: run one model in several ways on the same tokens and compare logits and live cache rows, through Polygraphy."""
+"""``compare_paths``: run one model in several ways on the same tokens and compare, through Polygraphy, what comes out and what is kept."""
 
 import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,9 +17,10 @@ from trt_kvcache.cache.recurrent_states import state_storages
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.errors import CapacityError, ConfigError, ShapeError
 from trt_kvcache.generation.prompts import Prompt
+from trt_kvcache.model.layer_config import AttentionConfig
 from trt_kvcache.polygraphy.comparison import Comparison, PairComparison, PathRun, TokenDifference
 from trt_kvcache.polygraphy.feeds import INPUT_IDS, NEW_LENGTHS, Feed, greedy_feeds
-from trt_kvcache.polygraphy.first_difference import Difference, compare_arrays, first_difference, outputs_in_order
+from trt_kvcache.polygraphy.first_difference import Difference, Output, compare_arrays, first_difference, outputs_in_order
 from trt_kvcache.polygraphy.runners import SessionRunner
 
 #: The largest accepted difference for each dtype of the cache, relative to the largest value in the same slot (and head).
@@ -114,6 +115,7 @@ class _Pair:
     difference: Difference | None = None
     logits_share: float = 0.0
     rows_share: float = 0.0
+    states_share: float | None = None
     equal_tokens: int = 0
     tokens: int = 0
     token_difference: TokenDifference | None = None
@@ -121,8 +123,10 @@ class _Pair:
     def note_share(self, kind: str, share: float) -> None:
         if kind == "logits":
             self.logits_share = float(np.maximum(self.logits_share, share))
-        elif kind in "KV":
+        elif kind in ("K", "V"):
             self.rows_share = float(np.maximum(self.rows_share, share))
+        elif kind in ("conv state", "recurrent state"):
+            self.states_share = float(np.maximum(self.states_share or 0.0, share))
 
 
 class _Run:
@@ -170,18 +174,32 @@ class _Run:
         """Compare the outputs of two paths at one step (``IterationResult``) and return whether all agree."""
         pair = self._found[first.runner_name, second.runner_name]
         all_agree = True
-        for output in outputs_in_order(first.keys() & second.keys()):
+        for output in outputs_in_order(name for name in first if name in second):
             ours, theirs = first[output.name], second[output.name]
             outcome = compare_arrays(ours, theirs, 0.0 if output.kind == "length" else pair.tolerance)
             agrees = not outcome.wrong.any()
             all_agree &= agrees
             if pair.difference is None:
-                pair.difference = first_difference(self._step, output, ours, theirs, outcome)
+                pair.difference = self._placed(output, first_difference(self._step, output, ours, theirs, outcome))
             pair.note_share(output.kind, outcome.share)
             if output.kind == "length" and not agrees:
                 break  # rows of other lengths have other shapes
         self._count_tokens(pair, first[DEFAULT_NAMES.logits], second[DEFAULT_NAMES.logits])
         return {_VERDICT: all_agree}
+
+    def _placed(self, output: Output, difference: Difference | None) -> Difference | None:
+        """Return a difference with its place among all layers, where the first path knows its model."""
+        model = self._paths[0].session.model
+        if difference is None or output.layer is None or model is None:
+            return difference
+        keeps_rows = output.kind in ("K", "V")
+        alike = [
+            (index, layer.mixer)
+            for index, layer in enumerate(model.layers)
+            if layer.mixer is not None and isinstance(layer.mixer, AttentionConfig) == keeps_rows
+        ]
+        index, mixer = alike[output.layer]
+        return replace(difference, decoder_layer=index, mixer=mixer.kind)
 
     def _count_tokens(self, pair: _Pair, first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> None:
         ours, theirs = np.argmax(first, axis=-1).tolist(), np.argmax(second, axis=-1).tolist()
@@ -207,6 +225,7 @@ class _Run:
                     difference=found.difference,
                     largest_logits_share=found.logits_share,
                     largest_rows_share=found.rows_share,
+                    largest_states_share=found.states_share,
                     equal_tokens=found.equal_tokens,
                     tokens=found.tokens,
                     token_difference=found.token_difference,

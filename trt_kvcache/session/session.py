@@ -27,6 +27,7 @@ from trt_kvcache.generation.prompts import AnyPrompt, Prompt, PromptReader, as_p
 from trt_kvcache.generation.request import Request
 from trt_kvcache.generation.sampler_state import SamplerState
 from trt_kvcache.generation.sampling import SamplingParams, params_for
+from trt_kvcache.model import ModelConfig
 from trt_kvcache.plot import Plot
 from trt_kvcache.sequences.model_identity import ModelIdentity
 from trt_kvcache.sequences.prompt_cache import PromptCache
@@ -82,6 +83,8 @@ class InferenceSession(Uncopyable):
     identity : callable, optional
         Returns the :class:`~trt_kvcache.sequences.model_identity.ModelIdentity` that snapshots carry. Without one, the session
         neither writes nor reads snapshots.
+    model : ModelConfig, optional
+        What the engine computes, layer by layer, for tools that name layers: :attr:`model`.
     on_close : callable, optional
         Called once by ``close``, after engine and cache are closed.
 
@@ -123,6 +126,7 @@ class InferenceSession(Uncopyable):
         defaults: SamplingParams | None = None,
         prompt_cache: PromptCache | None = None,
         identity: Callable[[], ModelIdentity] | None = None,
+        model: ModelConfig | None = None,
         on_close: Callable[[], object] | None = None,
     ) -> None:
         self._user = SingleUser("this InferenceSession")
@@ -132,6 +136,7 @@ class InferenceSession(Uncopyable):
         self._tokenizer = tokenizer
         self._eos_token_ids = tuple(eos_token_ids)
         self._defaults = SamplingParams() if defaults is None else defaults
+        self._model = model
         self._on_close = on_close
         self._closed = False
         self._prompt_cache = PromptCache(cache) if prompt_cache is None else prompt_cache
@@ -263,6 +268,11 @@ class InferenceSession(Uncopyable):
     def engine(self) -> Engine:
         """The engine of the session."""
         return self._engine
+
+    @property
+    def model(self) -> ModelConfig | None:
+        """What the engine computes, layer by layer, if the session was told."""
+        return self._model
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -926,7 +936,7 @@ class InferenceSession(Uncopyable):
         ...         other.tokens(0) == held == snapshot.tokens
         True
         """
-        model = self._model()
+        model = self._known_identity()
         self._batch.checked_lengths()
         state = self._batch[self._slot(slot)]
         snapshot = Snapshot.of_slot(
@@ -964,7 +974,7 @@ class InferenceSession(Uncopyable):
         ShapeError, CapacityError, ConfigError, ClosedError
             Nothing was changed.
         """
-        snapshots = read_snapshots(paths, self._cache, self._model())
+        snapshots = read_snapshots(paths, self._cache, self._known_identity())
         self._batch.load(snapshots)
         return snapshots
 
@@ -1008,7 +1018,7 @@ class InferenceSession(Uncopyable):
         >>> whole[2:] == resumed
         True
         """
-        snapshots = read_snapshots(paths, self._cache, self._model())
+        snapshots = read_snapshots(paths, self._cache, self._known_identity())
         per_request = [
             resumed_params(*pair) for pair in zip(params_for(len(snapshots), self._defaults, params, options), snapshots, strict=True)
         ]
@@ -1019,7 +1029,7 @@ class InferenceSession(Uncopyable):
         chunks = self._batch.plan_prefill(kept, rows)
         return self._generate(requests, lambda: self._batch.resume(snapshots, kept, rows, chunks))
 
-    def _model(self) -> ModelIdentity:
+    def _known_identity(self) -> ModelIdentity:
         self._check_open()
         if self._identity is None:
             raise ConfigError(

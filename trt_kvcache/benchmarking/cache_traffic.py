@@ -1,0 +1,74 @@
+"""``CacheTraffic``: what a decode step has to read, and to write, of the cache of a slot."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trt_kvcache.cache.config import KVCacheConfig
+from trt_kvcache.cache.hybrid_config import HybridCacheConfig
+from trt_kvcache.memory.shapes import row_nbytes
+from trt_kvcache.model import ModelConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheTraffic:
+    """Bytes of the cache of one slot that a decode step needs.
+
+    Parameters
+    ----------
+    rows : tuple of (int, int or None)
+        For layers of each window: bytes of K and V of one token over all of them, and the window; None for layers that read all tokens.
+    states_nbytes : int
+        States of all layers, read once and written once.
+
+    Examples
+    --------
+    Layers that keep 10 bytes a token, and others that keep 40 and look at the last 100 tokens:
+
+    >>> from trt_kvcache.benchmarking import CacheTraffic
+    >>> traffic = CacheTraffic(rows=((10, None), (40, 100)), states_nbytes=0)
+    >>> traffic.nbytes(50), traffic.nbytes(1000)
+    (2500, 14000)
+    """
+
+    rows: tuple[tuple[int, int | None], ...]
+    states_nbytes: int
+
+    @classmethod
+    def of(cls, config: KVCacheConfig | HybridCacheConfig, model: ModelConfig | None = None) -> CacheTraffic:
+        """Return what steps over a cache need.
+
+        Parameters
+        ----------
+        config : KVCacheConfig or HybridCacheConfig
+            The cache.
+        model : ModelConfig, optional
+            It has the windows of the layers. Without it every layer reads all tokens.
+
+        Returns
+        -------
+        CacheTraffic
+            Sums over the layers.
+        """
+        layers = () if config.kv is None else config.kv.layers
+        windows = [None] * len(layers) if model is None else [mixer.window for mixer in model.attention_layers]
+        rows: dict[int | None, int] = {}
+        for layer, window in zip(layers, windows, strict=True):
+            rows[window] = rows.get(window, 0) + 2 * layer.num_kv_heads * row_nbytes(layer.head_dim, config.dtype)
+        states = 0 if config.mamba is None else config.mamba.slot_nbytes // config.mamba.num_buffers
+        return cls(rows=tuple((nbytes, window) for window, nbytes in rows.items()), states_nbytes=2 * states)
+
+    def nbytes(self, tokens: int) -> int:
+        """Return what a step needs.
+
+        Parameters
+        ----------
+        tokens : int
+            Tokens that the slot holds, the new one included.
+
+        Returns
+        -------
+        int
+            Bytes of K and V inside the windows, and of the states.
+        """
+        return sum(nbytes * (tokens if window is None else min(tokens, window)) for nbytes, window in self.rows) + self.states_nbytes
