@@ -100,7 +100,8 @@ SAMPLING, CHOOSE = "test_sampling.py", "sampling/choose.cu"
 COMPACT, COUNT, ONE_MORE = "test_compaction.py", "(sizeof(Vector)), stride", "(sizeof(Vector)) + 1, stride"
 
 CONV, MAMBA2, DELTA = (f"recurrent/{name}.cu" for name in ("causal_conv1d", "mamba2", "delta_rule"))
-CHUNKS = "recurrent/mamba2_chunks.cuh"
+CHUNKS, CHUNK_PIPELINE = "recurrent/mamba2_chunks.cuh", "recurrent/chunks.cuh"
+DELTA_CHUNKS, DELTA_MATRICES = "recurrent/delta_rule_chunks.cuh", "recurrent/delta_rule_matrices.cuh"
 CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d.py", "test_mamba2.py", "test_delta_rule.py"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -321,6 +322,7 @@ MISTAKES = {
     "padding enters the conv state": (CONV, "count - kWidth + column", "count + 1 - kWidth + column", "none", CONV_TESTS, "assert"),
     "a tile without the inputs before it": (CONV, "if (first < count) {", "if (count < 0) {", "none", CONV_TESTS, "assert"),
     "channels behind the last one": (CONV, "if (channel >= params.channels) return;", "", "address", CONV_TESTS, OVERRUN),
+    "a decode step that takes padding in": (CONV, "count_new(params.new_lengths, slot, 1) > 0", "true", "none", CONV_TESTS, "finite"),
     "a conv state that is kept as floats": (CONV, "if (params.past == params.present) return;", "return;", "none", CONV_TESTS, "assert"),
     "padding moves the state on": (
         MAMBA2,
@@ -356,16 +358,15 @@ MISTAKES = {
         MAMBA2_TESTS,
         RACE,
     ),
-    "a chunk in which a token does not see itself": (CHUNKS, "source <= row", "source < row", "none", MAMBA2_TESTS, "assert"),
-    "a state as precise as its parts": (CHUNKS, "low[i] = parts.low;", "low[i] = 0;", "none", MAMBA2_TESTS, "assert"),
-    "a state before all have read the one before": (
+    "a chunk in which a token does not see itself": (
         CHUNKS,
-        "outputs(stage, first, d);\n            __syncthreads();",
-        "outputs(stage, first, d);",
-        "thread",
+        "of_chunk <= tokens[i] ? first",
+        "of_chunk < tokens[i] ? first",
+        "none",
         MAMBA2_TESTS,
-        RACE,
+        "assert",
     ),
+    "a state as precise as its parts": (CHUNKS, "low[i] = parts.low;", "low[i] = 0;", "none", MAMBA2_TESTS, "assert"),
     "padding in a chunk": (
         CHUNKS,
         "const bool is_new = first + token < count;",
@@ -374,6 +375,68 @@ MISTAKES = {
         MAMBA2_TESTS,
         "finite",
     ),
+    "steps before all lanes have made theirs": (
+        CHUNKS,
+        "sums[i];\n        __syncwarp();",
+        "sums[i];",
+        "thread",
+        MAMBA2_TESTS,
+        RACE,
+    ),
+    "a chunk that is not waited for": (CHUNK_PIPELINE, "cp_async_wait_group<0>();", "", "none", MAMBA2_TESTS, "asynchronous copies"),
+    "a chunk in place of one that is still read": (
+        CHUNK_PIPELINE,
+        "kChunkStages = 3;",
+        "kChunkStages = 2;",
+        "thread",
+        DELTA_TESTS,
+        RACE,
+    ),
+    "outputs behind the new tokens": (CHUNK_PIPELINE, "if (8 * tile < left &&", "if (", "address", DELTA_TESTS, OVERRUN),
+    "tokens of a block that do not know each other": (
+        DELTA_MATRICES,
+        "sum -= scratch.block[i][j] * inverse[j];",
+        "sum -= 0.0f;",
+        "none",
+        DELTA_TESTS,
+        "assert",
+    ),
+    "a token that does not see itself": (
+        DELTA_MATRICES,
+        "of_chunk <= tokens[i] ? factors",
+        "of_chunk < tokens[i] ? factors",
+        "none",
+        DELTA_TESTS,
+        "assert",
+    ),
+    "norms of keys that are left out": (DELTA_MATRICES, "norms[i] * norms[i] *", "norms[i] *", "none", DELTA_TESTS, "assert"),
+    "keys of the next head": (DELTA_MATRICES, "is_there = 8 * place < params.key_dim", "is_there = true", "none", DELTA_TESTS, "assert"),
+    "padding in a chunk of keys": (
+        DELTA_MATRICES,
+        "const bool is_new = first + token < count;",
+        "const bool is_new = true;",
+        "none",
+        DELTA_TESTS,
+        "finite",
+    ),
+    "decays before all lanes have made theirs": (
+        DELTA_MATRICES,
+        "sums[i];\n        __syncwarp();",
+        "sums[i];",
+        "thread",
+        DELTA_TESTS,
+        RACE,
+    ),
+    "a block that has nothing of those before": (
+        DELTA_CHUNKS,
+        "for (int later = block + 1;",
+        "for (int later = kChunkBlocks;",
+        "none",
+        DELTA_TESTS,
+        "assert",
+    ),
+    "changes as precise as their parts": (DELTA_CHUNKS, "low[i] = parts.low;", "low[i] = 0;", "none", DELTA_TESTS, "assert"),
+    "a state that has not decayed over the chunk": (DELTA_CHUNKS, "[i] *= total;", "[i] *= 1.0f;", "none", DELTA_TESTS, "assert"),
     "a change of a state that has not decayed": (
         DELTA,
         "token.decay * token.inverse_k * key",
