@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.helpers.quantized_models import CASES, write_quantized, write_values
+from tests.helpers.quantized_models import ALL_CASES, write_quantized, write_values
 from tests.helpers.tolerance import assert_close
 from tests.torch_engine.needs_torch import need_torch
 
@@ -13,7 +13,7 @@ need_torch()
 
 from trt_kvcache import InferenceSession  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:(?s).*activations are not quantized")
+pytestmark = pytest.mark.filterwarnings("ignore:(?s).*are not")
 
 IDS = [5, 6, 7, 9, 3, 11]
 
@@ -26,19 +26,19 @@ def logits(folder, dtype):
 @pytest.fixture
 def folders(request, tmp_path):
     """A quantized folder, and one with its values."""
-    quantize, config = CASES[request.param]
+    quantize, config = ALL_CASES[request.param]
     values = write_quantized(tmp_path / "quantized", "llama", quantize, config)
     return tmp_path / "quantized", write_values(tmp_path / "plain", tmp_path / "quantized", values)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("folders", CASES, indirect=True)
+@pytest.mark.parametrize("folders", ALL_CASES, indirect=True)
 def test_as_with_the_values_in_the_dtype_of_the_engine(folders, dtype):
     quantized, plain = folders
     np.testing.assert_array_equal(logits(quantized, dtype), logits(plain, dtype))
 
 
-@pytest.mark.parametrize("folders", CASES, indirect=True)
+@pytest.mark.parametrize("folders", ALL_CASES, indirect=True)
 def test_as_the_class_of_transformers(folders):
     transformers = pytest.importorskip("transformers")
     import torch

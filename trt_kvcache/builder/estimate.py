@@ -127,7 +127,7 @@ def estimate_build(
     (262144, 60736)
     """
     data = read_json(Path(model_path) / "config.json")
-    model, quantized = ModelConfig.from_dict(data), quantized_format(data)
+    model, quantized = ModelConfig.from_dict(data), quantized_format(data, Path(model_path))
     if quantized is not None:
         raise ConfigError(
             f"{model_path}: expected weights that are not quantized, got {quantized.title}. No engine is built with them yet."

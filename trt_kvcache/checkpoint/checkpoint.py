@@ -30,7 +30,14 @@ from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
 CONFIG_FILE = "config.json"
 
 # Optional files of a model folder that a copy of it includes.
-COMPANION_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+COMPANION_FILES = (
+    "generation_config.json",
+    "hf_quant_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 
 # Older exports stored these buffers. They are computed from the configuration instead.
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
@@ -114,7 +121,7 @@ class Checkpoint:
         data = read_json(config_path)
         try:
             config = ModelConfig.from_dict(data, default_dtype="float32")
-            format_ = quantized_format(data)
+            format_ = quantized_format(data, folder)
         except ConfigError as error:
             raise CheckpointError(f"{config_path}: {error}") from error
         files = open_weight_files(folder)

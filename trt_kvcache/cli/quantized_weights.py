@@ -25,7 +25,7 @@ def weights_format(folder: Path) -> str | None:
     if is_engine_folder(folder) or not path.is_file():
         return None
     try:
-        found = quantized_format(read_json(path))
+        found = quantized_format(read_json(path), folder)
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
     return None if found is None else found.title

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.quantized_models import CASES, Tensors, write_quantized
+from tests.helpers.quantized_models import ALL_CASES, Tensors, write_quantized
 from trt_kvcache.checkpoint import Checkpoint
 
 
@@ -32,7 +32,7 @@ def made(tmp_path: Path) -> Callable[..., Folder]:
     """Write the checkpoint of a case."""
 
     def make(case: str, model: str = "llama") -> Folder:
-        quantize, config = CASES[case]
+        quantize, config = ALL_CASES[case]
         path = tmp_path / f"{model}-{case}"
         return Folder(path, write_quantized(path, model, quantize, config))
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.checkpoint.folders import Tensors, edit_config, edit_tensors, load_file, refused
 from tests.checkpoint.quantized.conftest import Folder
-from tests.helpers.quantized_models import AWQ_CONFIG, CASES, FP8_CONFIG, GPTQ_CONFIG
+from tests.helpers.quantized_models import ALL_CASES, AWQ_CONFIG, FP8_CONFIG, GPTQ_CONFIG
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.errors import CheckpointError
 
@@ -19,7 +19,7 @@ Made = Callable[..., Folder]
 MODULE = "model.layers.1.self_attn.q_proj"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL_CASES)
 def test_sizes_are_those_of_what_is_stored(made: Made, case: str) -> None:
     folder = made(case)
     stored = load_file(folder.path / "model.safetensors")

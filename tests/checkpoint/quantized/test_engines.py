@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.quantized.conftest import Folder
-from tests.helpers.quantized_models import CASES, write_values
+from tests.helpers.quantized_models import ALL_CASES, write_values
 from trt_kvcache import InferenceSession, estimate_build
 from trt_kvcache.builder.definition import check_weights
 from trt_kvcache.errors import BuildError, ConfigError
 
 Made = Callable[..., Folder]
 
-pytestmark = pytest.mark.filterwarnings("ignore:(?s).*activations are not quantized")
+pytestmark = pytest.mark.filterwarnings("ignore:(?s).*are not")
 
 
 def logits(folder: Path, dtype: str) -> np.ndarray[Any, Any]:
@@ -27,7 +27,7 @@ def logits(folder: Path, dtype: str) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL_CASES)
 def test_the_numpy_engine(made: Made, tmp_path: Path, case: str, dtype: str) -> None:
     folder = made(case)
     plain = write_values(tmp_path / "plain", folder.path, folder.values)

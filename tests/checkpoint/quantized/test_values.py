@@ -8,28 +8,28 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.quantized.conftest import Folder
-from tests.helpers.quantized_models import CASES
+from tests.helpers.quantized_models import ALL_CASES
 from trt_kvcache.checkpoint.decoder_weights import RoundedTensors, layer_weights
 from trt_kvcache.dtypes import numpy_dtype
 
 Made = Callable[..., Folder]
 
-Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL_CASES)
 def test_values_are_those_of_the_packing_rules(made: Made, case: str) -> None:
     folder = made(case)
     with folder.open() as checkpoint:
         for name in checkpoint.tensor_names:
             found = checkpoint.tensor(name)
-            assert found.dtype == np.float32
+            assert found.dtype == (folder.values[name].dtype if checkpoint.quantized_weight(name) is None else np.float32)
             assert not found.flags.writeable
             np.testing.assert_array_equal(found, folder.values[name], err_msg=name)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL_CASES)
 def test_values_are_rounded_once(made: Made, case: str, dtype: str) -> None:
     folder = made(case)
     with folder.open() as checkpoint:
@@ -41,7 +41,7 @@ def test_values_are_rounded_once(made: Made, case: str, dtype: str) -> None:
 
 
 @pytest.mark.parametrize("rows", [slice(None), slice(0, 8), slice(3, 21), slice(31, 32), slice(16, 32), slice(5, 5)])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ALL_CASES)
 def test_rows_are_those_of_the_whole(made: Made, case: str, rows: slice) -> None:
     folder = made(case)
     with folder.open() as checkpoint:
