@@ -14,12 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache._util.caller_warning import warn_caller
+from trt_kvcache.checkpoint.gguf_file import GGUFFile
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.quantized.format import QuantizedFormat
+from trt_kvcache.checkpoint.quantized.gguf import GGUF
 from trt_kvcache.checkpoint.quantized.registry import quantized_format
 from trt_kvcache.checkpoint.quantized.stored_weight import StoredWeight, stored_weight
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
-from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
+from trt_kvcache.checkpoint.weight_file import WeightFile
 from trt_kvcache.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, open_weight_files
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_name, itemsize, numpy_dtype
@@ -58,7 +60,7 @@ class Checkpoint:
         The folder.
     config : ModelConfig
         The model that ``config.json`` describes.
-    files : mapping of str to SafetensorsFile
+    files : mapping of str to WeightFile
         The file that holds each tensor, by the tensor's name.
     quantized : mapping of str to StoredWeight, optional
         The weights that are quantized, by name.
@@ -81,13 +83,13 @@ class Checkpoint:
     """
 
     def __init__(
-        self, path: Path, config: ModelConfig, files: Mapping[str, SafetensorsFile], quantized: Mapping[str, StoredWeight] | None = None
+        self, path: Path, config: ModelConfig, files: Mapping[str, WeightFile], quantized: Mapping[str, StoredWeight] | None = None
     ) -> None:
         self.path = path
         self.config = config
         self._shapes = tensor_shapes(config)
         self._quantized = quantized or {}
-        self._files: Mapping[str, SafetensorsFile] | None = files
+        self._files: Mapping[str, WeightFile] | None = files
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -96,7 +98,7 @@ class Checkpoint:
         Parameters
         ----------
         path : path
-            A folder with ``config.json`` and ``model.safetensors`` (or shards and their index).
+            A folder with ``config.json`` and ``model.safetensors`` (or shards and their index), or one GGUF file in their place.
 
         Returns
         -------
@@ -125,6 +127,8 @@ class Checkpoint:
         except ConfigError as error:
             raise CheckpointError(f"{config_path}: {error}") from error
         files = open_weight_files(folder)
+        if any(isinstance(file, GGUFFile) for file in files.values()):
+            format_ = GGUF(files[name].tensors[name].dtype for name in files)
         if data.get("dtype") is None and data.get("torch_dtype") is None and embedding_name(config) in files:
             config = _with_stored_dtype(config, files[embedding_name(config)])
         quantized = {} if format_ is None else _quantized_weights(config, format_, files)
@@ -226,7 +230,8 @@ class Checkpoint:
     def files(self) -> tuple[Path, ...]:
         """All files that a copy of the model needs: configuration, weights, tokenizer and templates."""
         weights = {file.path for file in self._open_files().values()}
-        index = () if self.path / SINGLE_FILE in weights else (self.path / INDEX_FILE,)
+        has_index = self.path / SINGLE_FILE not in weights and any(file.suffix == ".safetensors" for file in weights)
+        index = (self.path / INDEX_FILE,) if has_index else ()
         companions = (self.path / name for name in COMPANION_FILES)
         return (self.path / CONFIG_FILE, *index, *sorted(weights), *(file for file in companions if file.is_file()))
 
@@ -265,7 +270,7 @@ class Checkpoint:
                     progress(done, total)
         return digest.hexdigest()
 
-    def _how_stored(self, name: str, files: Mapping[str, SafetensorsFile]) -> Any:
+    def _how_stored(self, name: str, files: Mapping[str, WeightFile]) -> Any:
         """Return what a fingerprint has to know to read the bytes of a tensor."""
         if name not in self._quantized:
             return self.config.dtype
@@ -273,7 +278,7 @@ class Checkpoint:
         tensors = [(part, files[part].tensors[part]) for part in weight.tensor_names]
         return [weight.quantized.describe(), [(part, tensor.dtype, tensor.shape) for part, tensor in tensors]]
 
-    def _contents(self, name: str, files: Mapping[str, SafetensorsFile]) -> Iterator[npt.NDArray[np.uint8]]:
+    def _contents(self, name: str, files: Mapping[str, WeightFile]) -> Iterator[npt.NDArray[np.uint8]]:
         """Return the bytes of a tensor, or of all that are stored for it."""
         if name not in self._quantized:
             yield _bytes(self.tensor(name))
@@ -290,13 +295,13 @@ class Checkpoint:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open_files(self) -> Mapping[str, SafetensorsFile]:
+    def _open_files(self) -> Mapping[str, WeightFile]:
         if self._files is None:
             raise ClosedError(f"checkpoint {self.path} is closed.")
         return self._files
 
 
-def _with_stored_dtype(config: ModelConfig, file: SafetensorsFile) -> ModelConfig:
+def _with_stored_dtype(config: ModelConfig, file: WeightFile) -> ModelConfig:
     embedding = embedding_name(config)
     stored = file.tensors[embedding].dtype
     if stored not in MODEL_DTYPES:
@@ -307,7 +312,7 @@ def _with_stored_dtype(config: ModelConfig, file: SafetensorsFile) -> ModelConfi
     return replace(config, dtype=stored)
 
 
-def _quantized_weights(config: ModelConfig, format_: QuantizedFormat, files: Mapping[str, SafetensorsFile]) -> dict[str, StoredWeight]:
+def _quantized_weights(config: ModelConfig, format_: QuantizedFormat, files: Mapping[str, WeightFile]) -> dict[str, StoredWeight]:
     """Return the weights that are quantized, by name, after checking their tensors."""
     found = {name: stored_weight(format_, name, shape, files) for name, shape in tensor_shapes(config).items()}
     return {name: weight for name, weight in found.items() if weight is not None}
@@ -315,7 +320,7 @@ def _quantized_weights(config: ModelConfig, format_: QuantizedFormat, files: Map
 
 def _check(
     config: ModelConfig,
-    files: Mapping[str, SafetensorsFile],
+    files: Mapping[str, WeightFile],
     folder: Path,
     format_: QuantizedFormat | None,
     quantized: Mapping[str, StoredWeight],
@@ -350,7 +355,7 @@ def _check(
         _check_tied_head(config, files)
 
 
-def _is_empty_bias(name: str, files: Mapping[str, SafetensorsFile], quantized: Mapping[str, StoredWeight]) -> bool:
+def _is_empty_bias(name: str, files: Mapping[str, WeightFile], quantized: Mapping[str, StoredWeight]) -> bool:
     """Return whether a tensor is the bias of zeros that AutoGPTQ stores for modules that have none."""
     if not name.endswith(".bias") or f"{name.removesuffix('.bias')}.weight" not in quantized:
         return False
@@ -358,7 +363,7 @@ def _is_empty_bias(name: str, files: Mapping[str, SafetensorsFile], quantized: M
     return file.tensors[name].dtype in MODEL_DTYPES and not file.array(name).astype(np.float32).any()
 
 
-def _check_tied_head(config: ModelConfig, files: Mapping[str, SafetensorsFile]) -> None:
+def _check_tied_head(config: ModelConfig, files: Mapping[str, WeightFile]) -> None:
     name = embedding_name(config)
     head, embedding = files[HEAD].tensors[HEAD], files[name].tensors[name]
     same = head.shape == embedding.shape and head.dtype in MODEL_DTYPES
@@ -369,7 +374,7 @@ def _check_tied_head(config: ModelConfig, files: Mapping[str, SafetensorsFile]) 
         raise CheckpointError(f"{files[HEAD].path}: {CONFIG_FILE} says `tie_word_embeddings`, but {HEAD} differs from {name}.")
 
 
-def _warn_of_conversion(config: ModelConfig, files: Mapping[str, SafetensorsFile], names: Iterable[str], folder: Path) -> None:
+def _warn_of_conversion(config: ModelConfig, files: Mapping[str, WeightFile], names: Iterable[str], folder: Path) -> None:
     converted = [name for name in names if files[name].tensors[name].dtype != config.dtype]
     if converted:
         stored = sorted({files[name].tensors[name].dtype for name in converted})
@@ -380,7 +385,7 @@ def _warn_of_conversion(config: ModelConfig, files: Mapping[str, SafetensorsFile
         )
 
 
-def _array(file: SafetensorsFile, name: str, dtype: str) -> npt.NDArray[Any]:
+def _array(file: WeightFile, name: str, dtype: str) -> npt.NDArray[Any]:
     """Return a tensor in a dtype, as a view of the file if it is stored in it."""
     stored = file.array(name)
     if stored.dtype == numpy_dtype(dtype):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from trt_kvcache.checkpoint.quantized.format import QuantizedFormat, StoredPart
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
-from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
+from trt_kvcache.checkpoint.weight_file import WeightFile
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.errors import CheckpointError, ConfigError
 
-Files = Mapping[str, SafetensorsFile]
+Files = Mapping[str, WeightFile]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class StoredWeight:
 
         Parameters
         ----------
-        files : mapping of str to SafetensorsFile
+        files : mapping of str to WeightFile
             The file of each tensor.
         """
         return sum(files[name].tensors[name].nbytes for name in self.tensor_names)
@@ -55,7 +55,7 @@ class StoredWeight:
 
         Parameters
         ----------
-        files : mapping of str to SafetensorsFile
+        files : mapping of str to WeightFile
             The file of each tensor.
 
         Raises
@@ -81,7 +81,7 @@ def stored_weight(quantized: QuantizedFormat, name: str, shape: tuple[int, ...],
         Of the weight, as Hugging Face transformers has it.
     shape : tuple of int
         Of the weight.
-    files : mapping of str to SafetensorsFile
+    files : mapping of str to WeightFile
         The file of each tensor.
 
     Returns
