@@ -334,7 +334,8 @@ def measure(
                 for row in measure_ours(gpu, alike, least):
                     print(json.dumps(row), flush=True)
                     result[which].append(row)
-        for row in (row for which in names for row in result[which]):
+        compared = (row for which in names for row in result[which] if which != "chunks" or row["width"] > 1)
+        for row in compared:
             shape = _shape(row)
             late = time.monotonic() > deadline
             row["peers_us"] = {} if late else measure_peers(gpu, shape, least(shape))
@@ -369,7 +370,7 @@ def exceeded(result: dict[str, Any]) -> list[str]:
     chunks = result.get("chunks", [])
     one = {_shape(row)._replace(width=1): row["us"]["rope_append_attention"] for row in chunks if row["width"] == 1}
     for row in chunks:
-        ours, others = row["us"]["attention"], [other for other in row["peers_us"].values() if isinstance(other, float)]
+        ours, others = row["us"]["attention"], [other for other in row.get("peers_us", {}).values() if isinstance(other, float)]
         step, more = one.get(_shape(row)._replace(width=1)), row["us"]["rope_append_attention"]
         if 1 < row["width"] <= 16 and step and not (row["kv_mb"] <= _SMALL_MB and more - step <= LIMITS["small_more_us"]):
             limit(row, "8_of_1" if row["width"] <= 8 else "16_of_1", more / step)

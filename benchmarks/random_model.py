@@ -68,6 +68,53 @@ PHI_4_MINI = {
     "tie_word_embeddings": True,
     "torch_dtype": "bfloat16",
 }
+#: The shape of LFM2-350M: ten short convolutions and six layers of attention.
+LFM2_350M = {
+    "model_type": "lfm2",
+    "vocab_size": 65536,
+    "hidden_size": 1024,
+    "block_auto_adjust_ff_dim": True,
+    "block_ff_dim": 6656,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_multiple_of": 256,
+    "intermediate_size": 6656,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "full_attn_idxs": [2, 5, 8, 10, 12, 14],
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "norm_eps": 1e-5,
+    "rope_theta": 1000000.0,
+    "max_position_embeddings": 128000,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+}
+#: The shape of Bamba-9B: Mamba-2, and attention in three of 32 layers.
+BAMBA_9B = {
+    "model_type": "bamba",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "attn_layer_indices": [9, 18, 27],
+    "attn_rotary_emb": 64,
+    "mamba_n_heads": 128,
+    "mamba_d_head": 64,
+    "mamba_d_state": 128,
+    "mamba_n_groups": 1,
+    "mamba_d_conv": 4,
+    "mamba_expand": 2,
+    "mamba_conv_bias": True,
+    "mamba_proj_bias": False,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
 
 _SAFETENSORS_NAME = {"float16": "F16", "bfloat16": "BF16", "float32": "F32"}
 _CHUNK_ELEMENTS = 1 << 22

@@ -70,7 +70,7 @@ class Layer:
         raise NotImplementedError
 
     def others(self) -> Iterator[tuple[str, Callable[[], list[Call]]]]:
-        """Yield names of others, and what makes their calls: it raises where they are not installed."""
+        """Yield names of others, and what makes their calls: it raises where they are not installed. The last one is always there."""
         raise NotImplementedError
 
     def error(self) -> float:
@@ -117,7 +117,6 @@ class CausalConv1d(Layer):
             def call(state: torch.Tensor) -> None:
                 inputs = torch.cat([state.float(), self.x.mT.float()], dim=2)
                 torch.nn.functional.silu(torch.nn.functional.conv1d(inputs[:, :, 1:], weight, bias, groups=len(weight)))
-                state.copy_(inputs[:, :, -state.shape[2] :])
 
             return [lambda s=state: call(s) for state in self.states]
 
@@ -130,8 +129,16 @@ class CausalConv1d(Layer):
                 ]
             return [lambda: module.causal_conv1d_fn(self.x.mT, self.weight, self.bias, activation="silu")]
 
-        yield "torch", torch_conv
+        def fla() -> list[Call]:
+            module, weights = importlib.import_module("fla.modules.causal_conv1d"), {"weight": self.weight, "bias": self.bias}
+            if self.shape.width == 1:
+                return [lambda s=state: module.causal_conv1d_update(self.x, s, activation="silu", **weights) for state in self.states]
+            options = {"output_final_state": True, "activation": "silu", **weights}
+            return [lambda s=state: module.causal_conv1d(self.x, initial_state=s, **options) for state in self.states]
+
+        yield "fla", fla
         yield "causal_conv1d", dao
+        yield "torch", torch_conv
 
 
 class Mamba2(Layer):
@@ -179,12 +186,8 @@ class Mamba2(Layer):
             ]
 
         def chunks(function: Any) -> list[Call]:
-            def call(state: torch.Tensor) -> None:
-                given = {"chunk_size": 256, "initial_states": state, "return_final_states": True}
-                _, final = function(self.x, self.dt, self.a, self.b, self.c, **given, **options)
-                state.copy_(final)
-
-            return [lambda s=state: call(s) for state in self.states]
+            given = {"chunk_size": 256, "return_final_states": True, **options}
+            return [lambda s=state: function(self.x, self.dt, self.a, self.b, self.c, initial_states=s, **given) for state in self.states]
 
         def ssm() -> list[Call]:
             package = "mamba_ssm.ops.triton"
@@ -234,28 +237,22 @@ class DeltaRule(Layer):
         return torch.stack(out), state
 
     def others(self) -> Iterator[tuple[str, Callable[[], list[Call]]]]:
-        """Yield the calls of others. They get decay and beta ready made."""
-        log_decay, beta = torch.nn.functional.softplus(self.a.float() + self.bias) * self.decay, self.b.sigmoid()
-
-        def calls(function: Any, *given: Any) -> list[Call]:
-            options = {"g": log_decay, "beta": beta, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
-
-            def call(state: torch.Tensor) -> None:
-                state.copy_(function(*given, initial_state=state, **options)[1])
-
-            return [lambda s=state: call(s) for state in self.states]
+        """Yield the calls of others. They leave the state after the tokens in a tensor of its own."""
 
         def fla() -> list[Call]:
-            module, groups = importlib.import_module("fla.ops.gated_delta_rule"), self.v.shape[2] // self.q.shape[2]
-            step = self.shape.width == 1
-            function = module.fused_recurrent_gated_delta_rule if step else module.chunk_gated_delta_rule
-            q, k = (self.q, self.k) if step else (one.repeat_interleave(groups, 2) for one in (self.q, self.k))
-            return calls(function, q, k, self.v)
+            module = importlib.import_module("fla.ops.gated_delta_rule")
+            function = module.fused_recurrent_gated_delta_rule if self.shape.width == 1 else module.chunk_gated_delta_rule
+            in_kernel = dict.fromkeys(("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
+            options = {"A_log": (-self.decay).log(), "dt_bias": self.bias, "output_final_state": True, **in_kernel}
+            return [lambda s=state: function(self.q, self.k, self.v, self.a, self.b, initial_state=s, **options) for state in self.states]
 
         def transformers() -> list[Call]:
             module = importlib.import_module("transformers.models.qwen3_next.modeling_qwen3_next")
-            kind = "recurrent" if self.shape.width == 1 else "chunk"
-            return calls(getattr(module, f"torch_{kind}_gated_delta_rule"), self.q, self.k, self.v)
+            function = getattr(module, f"torch_{'recurrent' if self.shape.width == 1 else 'chunk'}_gated_delta_rule")
+            log_decay, beta = torch.nn.functional.softplus(self.a.float() + self.bias) * self.decay, self.b.sigmoid()
+            options = {"g": log_decay, "beta": beta, "output_final_state": True, "use_qk_l2norm_in_kernel": True}
+            q, k = (one.repeat_interleave(self.v.shape[2] // self.q.shape[2], 2) for one in (self.q, self.k))
+            return [lambda s=state: function(q, k, self.v, initial_state=s, **options) for state in self.states]
 
         yield "fla", fla
         yield "transformers", transformers

@@ -10,20 +10,6 @@
 #include "attention/rope.cuh"
 #include "attention/schedule.cuh"
 
-// Applies RoPE in place to a chunk of a row of a tile, which is 4 words, and to its partner `half` chunks further on.
-__device__ __forceinline__ void rotate_chunks(unsigned char* tile, int row, int chunk, int half, RopeAngles angles) {
-    uint4* const low = reinterpret_cast<uint4*>(tile + swizzled_offset(row, chunk));
-    uint4* const high = reinterpret_cast<uint4*>(tile + swizzled_offset(row, chunk + half));
-    const uint4 a = *low, b = *high;
-    const float4* const cosines = reinterpret_cast<const float4*>(angles.cosines) + 2 * chunk;
-    const float4* const sines = cosines + angles.num_pairs / 4;
-    const float4 c0 = cosines[0], c1 = cosines[1], s0 = sines[0], s1 = sines[1];
-    const uint2 x = rotated(a.x, b.x, {c0.x, c0.y}, {s0.x, s0.y}), y = rotated(a.y, b.y, {c0.z, c0.w}, {s0.z, s0.w});
-    const uint2 z = rotated(a.z, b.z, {c1.x, c1.y}, {s1.x, s1.y}), w = rotated(a.w, b.w, {c1.z, c1.w}, {s1.z, s1.w});
-    *low = {x.x, y.x, z.x, w.x};
-    *high = {x.y, y.y, z.y, w.y};
-}
-
 // Applies RoPE to q in the head's buffer, and if this block has the head's last tile to the new keys too, which it then appends with their values.
 // There is a barrier behind RoPE.
 template <int kRows>
@@ -42,7 +28,7 @@ __device__ __forceinline__ void prepare_few(const DecodeParams& params, const Ti
         const int tile_row = row < rows ? row : token;
         const RopeAngles row_angles(angles, params.rotary_dim, token);
         if (by_chunks) {
-            rotate_chunks(tile, tile_row, place, half, row_angles);
+            rotate_chunks(tile, tile_row, place, half, chunk_angles(row_angles, place));
         } else {
             apply_rope_in_tile(tile, tile_row, place, half, row_angles);
         }

@@ -1,6 +1,7 @@
 // The prefill kernels: several new tokens per slot, over what the cache holds already. For few new tokens: attention_prefill_16 to _64, with
-// row blocks of so many rows; they append too. For more, attention_append first writes keys and values to the cache; then attention_prefill_wide
-// attends, or, where there is enough to do without splitting K and V, attention_prefill_whole. Launched by
+// row blocks of so many rows; they append too. For more, attention_append first writes keys and values to the cache; then attention_prefill_short
+// attends if there are few row blocks, attention_prefill_wide, or, where there is enough to do without splitting K and V, attention_prefill_whole.
+// Launched by
 // trt_kvcache/kernels/cuda/attention.py, as trt_kvcache/kernels/cuda/prefill_plan.py says.
 
 #include "attention/prefill.cuh"
@@ -41,17 +42,20 @@ extern "C" __global__ void __launch_bounds__(kAppendThreads)
      k_token_stride, v, v_stride, v_token_stride, cos_sin, static_cast<int>(rotary_dim), {factor, inverse_softcap}, out, partials}
 
 extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_16 * KEY_WARPS_16, BLOCKS_PER_SM_16) attention_prefill_16(PARAMETERS) {
-    Prefill<true, ROW_WARPS_16, KEY_WARPS_16, ROW_TILES_16, TILE_KEYS_16, STAGES_16, MIN_TILES_16>::run<true>(ARGUMENTS);
+    Prefill<true, WARPGROUPS_16, ROW_WARPS_16, KEY_WARPS_16, ROW_TILES_16, TILE_KEYS_16, STAGES_16, MIN_TILES_16>::run<true>(ARGUMENTS);
 }
 extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_32 * KEY_WARPS_32, BLOCKS_PER_SM_32) attention_prefill_32(PARAMETERS) {
-    Prefill<true, ROW_WARPS_32, KEY_WARPS_32, ROW_TILES_32, TILE_KEYS_32, STAGES_32, MIN_TILES_32>::run<true>(ARGUMENTS);
+    Prefill<true, WARPGROUPS_32, ROW_WARPS_32, KEY_WARPS_32, ROW_TILES_32, TILE_KEYS_32, STAGES_32, MIN_TILES_32>::run<true>(ARGUMENTS);
 }
 extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_64 * KEY_WARPS_64, BLOCKS_PER_SM_64) attention_prefill_64(PARAMETERS) {
-    Prefill<true, ROW_WARPS_64, KEY_WARPS_64, ROW_TILES_64, TILE_KEYS_64, STAGES_64, MIN_TILES_64>::run<true>(ARGUMENTS);
+    Prefill<true, WARPGROUPS_64, ROW_WARPS_64, KEY_WARPS_64, ROW_TILES_64, TILE_KEYS_64, STAGES_64, MIN_TILES_64>::run<true>(ARGUMENTS);
+}
+extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_SHORT * KEY_WARPS_SHORT, BLOCKS_PER_SM_SHORT) attention_prefill_short(PARAMETERS) {
+    Prefill<false, WARPGROUPS_SHORT, ROW_WARPS_SHORT, KEY_WARPS_SHORT, ROW_TILES_SHORT, TILE_KEYS_SHORT, STAGES_SHORT, MIN_TILES_SHORT>::run<true>(ARGUMENTS);
 }
 extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_WIDE * KEY_WARPS_WIDE, BLOCKS_PER_SM_WIDE) attention_prefill_wide(PARAMETERS) {
-    Prefill<false, ROW_WARPS_WIDE, KEY_WARPS_WIDE, ROW_TILES_WIDE, TILE_KEYS_WIDE, STAGES_WIDE, MIN_TILES_WIDE>::run<true>(ARGUMENTS);
+    Prefill<false, WARPGROUPS_WIDE, ROW_WARPS_WIDE, KEY_WARPS_WIDE, ROW_TILES_WIDE, TILE_KEYS_WIDE, STAGES_WIDE, MIN_TILES_WIDE>::run<true>(ARGUMENTS);
 }
 extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_WHOLE * KEY_WARPS_WHOLE, BLOCKS_PER_SM_WHOLE) attention_prefill_whole(PARAMETERS) {
-    Prefill<false, ROW_WARPS_WHOLE, KEY_WARPS_WHOLE, ROW_TILES_WHOLE, TILE_KEYS_WHOLE, STAGES_WHOLE, MIN_TILES_WHOLE>::run<false>(ARGUMENTS);
+    Prefill<false, WARPGROUPS_WHOLE, ROW_WARPS_WHOLE, KEY_WARPS_WHOLE, ROW_TILES_WHOLE, TILE_KEYS_WHOLE, STAGES_WHOLE, MIN_TILES_WHOLE>::run<false>(ARGUMENTS);
 }

@@ -28,20 +28,25 @@
 // The output stays relative to an older maximum until a score is so many powers of 2 above it: a probability of up to 256 is as exact as one
 // of 1, and most steps need no rescaling.
 constexpr float kRescaleThreshold = 8;
-constexpr int kPrefillPolledAtOnce = 8;  // vectors that a thread polls together
+constexpr int kPrefillPolledAtOnce = 16;  // vectors that a thread polls together
 
 // The sizes of a form of the kernel, and its steps. Warps are kRowWarps x kKeyWarps: each has kRowTiles times 16 rows and a part of the keys of
-// every tile.
-template <bool kAppends, int kRowWarps, int kKeyWarps, int kRowTiles, int kTileKeys, int kStages, int kMinTilesPerPart>
+// every tile. kWarpgroups: four of them, with 64 rows and the same keys, multiply together.
+template <bool kAppends, bool kWarpgroups, int kRowWarps, int kKeyWarps, int kRowTiles, int kTileKeys, int kStages, int kMinTilesPerPart>
 struct Prefill {
     static constexpr int kThreads = 32 * kRowWarps * kKeyWarps, kWarpRows = 16 * kRowTiles, kBlockRows = kRowWarps * kWarpRows;
     static constexpr int kWarpKeys = kTileKeys / kKeyWarps, kTileBytes = kTileKeys * kRowBytes, kRingBytes = kStages * 2 * kTileBytes;
     static constexpr int kMaxStrips = kBlockRows * kStripsPerRow, kStripBytes = kStripVectors * 16;
     static constexpr int kOwnBytes = kMaxStrips / 2 * kStripBytes, kStagingBytes = kRingBytes - kOwnBytes;
+    static constexpr int kGroupRows = kWarpgroups ? 64 : kWarpRows;  // of the warps that compute together
+    static_assert(!kWarpgroups || (kRowWarps % 4 == 0 && kRowTiles == 1 && kHeadDim % 64 == 0), "whole warpgroups and panels");
+    // Whether the next tile is filled while the tensor cores are busy: not where two blocks of eight warps leave too few registers for it.
+    static constexpr bool kFillsMeanwhile = kWarpgroups && kRowWarps == 4;
     static_assert(kWarpKeys % 16 == 0, "a warp's part of a tile is whole fragments");
-    static_assert(kKeyWarps == 1 || kStagingBytes >= kKeyWarps * kMaxStrips * kStripBytes, "the ring also holds the strips of all warps");
+    static_assert(kKeyWarps == 1 || kWarpgroups || kStagingBytes >= kKeyWarps * kMaxStrips * kStripBytes, "the ring also holds the strips of all warps");
+    static_assert(!kWarpgroups || kKeyWarps <= 2, "two warpgroups exchange halves of their rows");
 
-    using Tiles = PrefillTiles<kAppends, kThreads, kBlockRows, kTileKeys>;
+    using Tiles = PrefillTiles<kAppends, kWarpgroups, kThreads, kBlockRows, kTileKeys>;
     using Rows = typename Tiles::Rows;
     using Scores = float[kRowTiles][kWarpKeys / 8][4];
     using State = SoftmaxState<16>[kRowTiles];
@@ -64,6 +69,23 @@ struct Prefill {
                 }
             }
         }
+    }
+
+    // The same by a warpgroup: queries and keys are its 64 rows and its keys in their first panels. They are there behind warpgroup_wait.
+    static __device__ __forceinline__ void begin_scores(Scores& scores, SharedAddress queries, SharedAddress keys) {
+        constexpr int kPartFragments = kWarpKeys % 64 ? 4 : 8;
+        using Part = float[kPartFragments][4];
+        warpgroup_begin();
+#pragma unroll
+        for (int j = 0; j < kWarpKeys / 8; j += kPartFragments) {
+#pragma unroll
+            for (int d = 0; d < kHeadDim / 16; d++) {
+                const SharedAddress a = queries + d / 4 * Tiles::QueryLayout::kPanelBytes + d % 4 * 32;
+                const SharedAddress b = keys + d / 4 * Tiles::KeyLayout::kPanelBytes + d % 4 * 32 + j * 8 * 128;
+                warpgroup_mma(Element{}, reinterpret_cast<Part&>(scores[0][j]), a, b);
+            }
+        }
+        warpgroup_commit();
     }
 
     static __device__ __forceinline__ void apply_softcap(Scores& scores, const ScoreTransform& score) {
@@ -140,10 +162,29 @@ struct Prefill {
         }
     }
 
+    // The same by a warpgroup: values are those of its keys in their first panel.
+    static __device__ __forceinline__ void accumulate_output(State& state, const Scores& probabilities, SharedAddress values) {
+        using Panel = float[8][4];
+        unsigned a[kWarpKeys / 16][4];
+#pragma unroll
+        for (int j = 0; j < kWarpKeys / 16; j++) pack_a_fragment(Element{}, a[j], probabilities[0][2 * j], probabilities[0][2 * j + 1]);
+        warpgroup_begin();
+#pragma unroll
+        for (int j = 0; j < kWarpKeys / 16; j++) {
+#pragma unroll
+            for (int panel = 0; panel < kHeadDim / 64; panel++) {
+                const SharedAddress b = values + panel * Tiles::KeyLayout::kPanelBytes + 16 * j * 128;
+                warpgroup_mma_transposed(Element{}, reinterpret_cast<Panel&>(state[0].output[8 * panel]), a[j], b);
+            }
+        }
+        warpgroup_commit();
+        warpgroup_wait(state[0].output);
+    }
+
     // Computes what the tiles of a part contribute to its row block. Ends with all copies arrived, without a barrier.
     static __device__ __forceinline__ void accumulate(State& state, unsigned char* queries, unsigned char* ring, const PrefillParams& params,
                                                       const Work& work) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp / kKeyWarps, key_warp = warp % kKeyWarps;
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp % kRowWarps, key_warp = warp / kRowWarps;
         const int span = params.window > 0 ? params.window : 0x7FFFFFFF;
         const Rows& rows = work.rows;
         Tiles::fill_queries(queries, params, rows, work.kv_head);
@@ -161,13 +202,14 @@ struct Prefill {
                 positions[m][i] = rows.past + divide(rows.first_row + row_warp * kWarpRows + 16 * m + 8 * i + lane / 4, params.group_size);
             }
         }
-        // Of the warp's rows: positions of the first and of the last one that is live; the last one is before the first if none is.
-        const int warp_row = row_warp * kWarpRows, live = min(kWarpRows, rows.rows - warp_row);
-        const int warp_first = rows.past + divide(rows.first_row + warp_row, params.group_size);
-        const int warp_last = live > 0 ? rows.past + divide(rows.first_row + warp_row + live - 1, params.group_size) : -1;
+        // Of the rows that are computed together: positions of the first and of the last one that is live; the last one is before the first if
+        // none is.
+        const int group_row = row_warp * kWarpRows / kGroupRows * kGroupRows, live = min(kGroupRows, rows.rows - group_row);
+        const int group_first = rows.past + divide(rows.first_row + group_row, params.group_size);
+        const int group_last = live > 0 ? rows.past + divide(rows.first_row + group_row + live - 1, params.group_size) : -1;
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++) state[m].reset();
-        Tiles::template apply_rope<8>(
+        Tiles::template apply_rope<typename Tiles::QueryLayout, 2, 8>(
             queries, params, rows.rows, [&](int row) { return rows.past + divide(rows.first_row + row, params.group_size); },
             [] {
                 cp_async_wait_group<kStages - 1>();  // q
@@ -178,12 +220,16 @@ struct Prefill {
         int place = 0;  // in the ring, of this step's tile
         for (int tile = work.begin; tile < work.end; tile++) {
             cp_async_wait_group<kStages - 2>();  // this tile
+            if constexpr (kWarpgroups) shared_memory_fence();
             __syncthreads();
-            const int next = tile + kStages - 1;
-            if (next < work.end) Tiles::fill(ring + (place == 0 ? kStages - 1 : place - 1) * 2 * kTileBytes, params, rows, work.kv_head, next);
-            cp_async_commit_group();
+            const auto fill_next = [&] {
+                const int next = tile + kStages - 1;
+                if (next < work.end) Tiles::fill(ring + (place == 0 ? kStages - 1 : place - 1) * 2 * kTileBytes, params, rows, work.kv_head, next);
+                cp_async_commit_group();
+                place = place + 1 == kStages ? 0 : place + 1;
+            };
             unsigned char* const tiles = ring + place * 2 * kTileBytes;
-            place = place + 1 == kStages ? 0 : place + 1;
+            if constexpr (!kFillsMeanwhile) fill_next();
             int first_key = (rows.first_tile + tile) * kTileKeys, keys_end = rows.keys_end;
             if (kAppends && tile == rows.num_tiles - 1) {
                 Tiles::append_new_tokens(tiles, params, rows, work.kv_head);
@@ -191,16 +237,29 @@ struct Prefill {
                 keys_end = rows.past + rows.count;
             }
             first_key += key_warp * kWarpKeys;
-            if (first_key > warp_last || first_key >= keys_end || first_key + kWarpKeys <= warp_first - span + 1) continue;
-            const SharedAddress part = shared_address(tiles + key_warp * kWarpKeys * kRowBytes);
+            if (first_key > group_last || first_key >= keys_end || first_key + kWarpKeys <= group_first - span + 1) {
+                if constexpr (kFillsMeanwhile) fill_next();
+                continue;
+            }
+            const SharedAddress part = shared_address(tiles) + key_warp * kWarpKeys * (kWarpgroups ? 128 : kRowBytes);
             const LdmatrixAddress key_tile(part, lane % 8 + lane / 16 * 8, lane / 8 % 2), value_tile(part + kTileBytes, lane % 16, lane / 16);
             Scores scores = {};
-            compute_scores(scores, query_rows, key_tile);
+            if constexpr (kWarpgroups) {
+                begin_scores(scores, shared_address(queries) + group_row * 128, part);
+                if constexpr (kFillsMeanwhile) fill_next();
+                warpgroup_wait(scores[0]);
+            } else {
+                compute_scores(scores, query_rows, key_tile);
+            }
             apply_softcap(scores, params.score);
-            const bool needs_mask = first_key + kWarpKeys - 1 > warp_first || first_key <= positions[kRowTiles - 1][1] - span;
+            const bool needs_mask = first_key + kWarpKeys - 1 > group_first || first_key <= positions[kRowTiles - 1][1] - span;
             if (needs_mask || first_key + kWarpKeys > keys_end) apply_mask(scores, positions, first_key, keys_end, span);
             update_softmax(state, scores, params.score.factor);
-            accumulate_output(state, scores, value_tile);
+            if constexpr (kWarpgroups) {
+                accumulate_output(state, scores, part + kTileBytes);
+            } else {
+                accumulate_output(state, scores, value_tile);
+            }
         }
         cp_async_wait_group<0>();
     }
@@ -225,17 +284,16 @@ struct Prefill {
     static __device__ __forceinline__ void store_rows(const State& state, unsigned char* queries, const PrefillParams& params, const Rows& rows,
                                                       int kv_head) {
         const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * kWarpRows;
-        unsigned char* const warp_rows = queries + warp_row * kRowBytes;
         __syncwarp();
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
                 const float inverse = reciprocal_approx(quad_sum(state[m].sums[i]));
-                const int row = 16 * m + lane / 4 + 8 * i;
+                const int row = warp_row + 16 * m + lane / 4 + 8 * i;
 #pragma unroll
                 for (int d = 0; d < kHeadDim / 8; d++) {
-                    *reinterpret_cast<unsigned*>(warp_rows + swizzled_offset(row, d) + lane % 4 * 4) =
+                    *reinterpret_cast<unsigned*>(queries + Tiles::QueryLayout::offset(row, d) + lane % 4 * 4) =
                         pack(Element{}, {state[m].output[d][2 * i] * inverse, state[m].output[d][2 * i + 1] * inverse});
                 }
             }
@@ -244,16 +302,62 @@ struct Prefill {
         const int live = min(kWarpRows, rows.rows - warp_row);
 #pragma unroll 1
         for (int x = lane; x < live * kRowChunks; x += 32) {
-            const int row = x / kRowChunks, chunk = x % kRowChunks;
-            *reinterpret_cast<uint4*>(output_row(params, rows, kv_head, warp_row + row) + chunk * 16) =
-                *reinterpret_cast<const uint4*>(warp_rows + swizzled_offset(row, chunk));
+            const int row = warp_row + x / kRowChunks, chunk = x % kRowChunks;
+            *reinterpret_cast<uint4*>(output_row(params, rows, kv_head, row) + chunk * 16) =
+                *reinterpret_cast<const uint4*>(queries + Tiles::QueryLayout::offset(row, chunk));
+        }
+    }
+
+    // Merges what two warpgroups have of the same rows, and calls emit as for_each_vector does. They exchange halves: then the first one has rows
+    // 0 to 7 of the 16 of each warp, and the second one the others.
+    template <class Emit>
+    static __device__ __forceinline__ void exchange_halves(const State& state, unsigned char* ring, const Rows& rows, float factor, Emit emit) {
+        constexpr int kGroupThreads = kThreads / 2;
+        static_assert(2 * kGroupThreads * (16 * kStripsPerRow + 8) <= kStagingBytes, "what this block merges lies behind it");
+        float4* const values = reinterpret_cast<float4*>(ring);  // [2][kStripsPerRow][kGroupThreads]: what each gives to the other
+        float2* const totals = reinterpret_cast<float2*>(values + 2 * kStripsPerRow * kGroupThreads);
+        const bool is_second = threadIdx.x >= kGroupThreads;
+        const int thread = threadIdx.x % kGroupThreads, own = is_second * kGroupThreads + thread, other = !is_second * kGroupThreads + thread;
+        // Of two values, that of row `half` of a lane. By bits: a conditional index would put the registers of `state` into memory.
+        const auto chosen = [](float first, float second, unsigned mask) {
+            return __uint_as_float((__float_as_uint(first) & ~mask) | (__float_as_uint(second) & mask));
+        };
+        const auto half = [&](int s, unsigned mask) {
+            const float(&low)[4] = state[0].output[2 * s], (&high)[4] = state[0].output[2 * s + 1];
+            return float4{chosen(low[0], low[2], mask), chosen(low[1], low[3], mask), chosen(high[0], high[2], mask),
+                          chosen(high[1], high[3], mask)};
+        };
+        const unsigned kept = is_second ? ~0u : 0;
+        const float sums[2] = {quad_sum(state[0].sums[0]), quad_sum(state[0].sums[1])};
+        const float own_maximum = chosen(state[0].maxima[0], state[0].maxima[1], kept), own_sum = chosen(sums[0], sums[1], kept);
+        __syncthreads();  // all warps have left the ring
+#pragma unroll
+        for (int s = 0; s < kStripsPerRow; s++) values[(is_second * kStripsPerRow + s) * kGroupThreads + thread] = half(s, ~kept);
+        totals[own] = {chosen(state[0].maxima[0], state[0].maxima[1], ~kept), chosen(sums[0], sums[1], ~kept)};
+        __syncthreads();
+        const int row = thread / 32 * 16 + 8 * is_second + thread % 32 / 4;
+        if (row >= rows.rows) return;
+        const float2 theirs = totals[other];
+        const float maximum = fmaxf(own_maximum, theirs.x), weight = exp2_approx((own_maximum - maximum) * factor);
+        const float their_weight = exp2_approx((theirs.x - maximum) * factor), sum = weight * own_sum + their_weight * theirs.y;
+#pragma unroll
+        for (int s = 0; s < kStripsPerRow; s++) {
+            const float4 a = half(s, kept), b = values[(!is_second * kStripsPerRow + s) * kGroupThreads + thread];
+            emit(row * kStripsPerRow + s, thread % 4,
+                 PartialState{maximum, sum,
+                              {weight * a.x + their_weight * b.x, weight * a.y + their_weight * b.y, weight * a.z + their_weight * b.z,
+                               weight * a.w + their_weight * b.w}});
         }
     }
 
     // Calls emit(strip, vector, PartialState) for each vector of the row block, with what this block has of it. For all threads of the block.
     template <class Emit>
     static __device__ __forceinline__ void for_each_vector(const State& state, unsigned char* ring, const Rows& rows, float factor, Emit emit) {
-        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp / kKeyWarps, key_warp = warp % kKeyWarps;
+        if constexpr (kWarpgroups && kKeyWarps == 2) {
+            exchange_halves(state, ring, rows, factor, emit);
+            return;
+        }
+        const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row_warp = warp % kRowWarps, key_warp = warp / kRowWarps;
         float4* const strips = reinterpret_cast<float4*>(ring);  // [kKeyWarps][kMaxStrips][kStripVectors]
         if (kKeyWarps > 1) __syncthreads();                      // all warps have left the ring
 #pragma unroll

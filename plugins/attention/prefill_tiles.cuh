@@ -6,10 +6,14 @@
 #include "attention/prefill_schedule.cuh"
 #include "attention/rope.cuh"
 #include "attention/swizzle.cuh"
+#include "attention/warpgroup.cuh"
 
-// kAppends: keys and values of the new tokens are in `k` and `v`, and this launch appends them; else they are in the cache.
-template <bool kAppends, int kThreads, int kBlockRows, int kTileKeys>
+// kAppends: keys and values of the new tokens are in `k` and `v`, and this launch appends them; else they are in the cache. kPanels: tiles lie
+// in panels.
+template <bool kAppends, bool kPanels, int kThreads, int kBlockRows, int kTileKeys>
 struct PrefillTiles {
+    using QueryLayout = TileLayout<kPanels, kBlockRows>;
+    using KeyLayout = TileLayout<kPanels, kTileKeys>;
     using Rows = RowBlock<kAppends, kBlockRows, kTileKeys>;
     static constexpr int kTileBytes = kTileKeys * kRowBytes;
 
@@ -21,33 +25,53 @@ struct PrefillTiles {
             const int x = i * kThreads + threadIdx.x, row = x / kRowChunks, chunk = x % kRowChunks;
             if (kBlockRows * kRowChunks % kThreads && row >= kBlockRows) break;
             const int token = divide(rows.first_row + row, params.group_size), head = rows.first_row + row - token * params.group_size;
-            cp_async(to + swizzled_offset(row, chunk), source + token * params.q_token_stride + head * kRowBytes + chunk * 16, row < rows.rows);
+            cp_async(to + QueryLayout::offset(row, chunk), source + token * params.q_token_stride + head * kRowBytes + chunk * 16, row < rows.rows);
         }
     }
 
-    // Applies RoPE to the first `count` rows of a tile; position(row) is that of a row. The angles of several words are loaded together, as
-    // each load takes long, and the first ones before arrived() is called, which says when the rows are there. For all threads of the block.
-    template <int kAtOnce, class Position, class Arrived>
+    // Applies RoPE to the first `count` rows of a tile; position(row) is that of a row. By chunks, if several at a time and
+    // rotary_dim ends with one, or by words. The angles of several are loaded together, as each load takes long, and the first ones before arrived()
+    // is called, which says when the rows are there. For all threads of the block.
+    template <class RowsLayout, int kChunksAtOnce, int kWordsAtOnce, class Position, class Arrived>
     static __device__ __forceinline__ void apply_rope(unsigned char* tile, const PrefillParams& params, int count, Position position, Arrived arrived) {
-        const int half = params.rotary_dim / 4, words = count * half;
+        const auto angles = [&](int row) { return RopeAngles(params.cos_sin, params.rotary_dim, position(row)); };
+        if (kChunksAtOnce > 0 && params.rotary_dim % 16 == 0) {
+            const int half = params.rotary_dim / 16;
+            for_each_place<ChunkAngles, kChunksAtOnce ? kChunksAtOnce : 1>(
+                count, half, arrived, [&](int row, int chunk) { return chunk_angles(angles(row), chunk); },
+                [&](int row, int chunk, const ChunkAngles& found) { rotate_chunks<RowsLayout>(tile, row, chunk, half, found); });
+        } else {
+            const int half = params.rotary_dim / 4;
+            for_each_place<float4, kWordsAtOnce>(
+                count, half, arrived,
+                [&](int row, int word) {
+                    const float2 cosine = angles(row).cosine(word), sine = angles(row).sine(word);
+                    return float4{cosine.x, cosine.y, sine.x, sine.y};
+                },
+                [&](int row, int word, float4 found) { rotate_in_tile<RowsLayout>(tile, row, word, half, {found.x, found.y}, {found.z, found.w}); });
+        }
+    }
+
+    // Calls rotate(row, place, load(row, place)) for the places of `count` rows, each thread kAtOnce of them at a time: first all it loads.
+    template <class Angles, int kAtOnce, class Arrived, class Load, class Rotate>
+    static __device__ __forceinline__ void for_each_place(int count, int places_of_row, Arrived arrived, Load load, Rotate rotate) {
+        const int all = count * places_of_row;
 #pragma unroll 1
-        for (int first = 0; first == 0 || first < words; first += kThreads * kAtOnce) {
+        for (int first = 0; first == 0 || first < all; first += kThreads * kAtOnce) {
             int rows[kAtOnce], places[kAtOnce];
-            float2 cosines[kAtOnce], sines[kAtOnce];
+            Angles angles[kAtOnce];
 #pragma unroll
             for (int i = 0; i < kAtOnce; i++) {
                 const int x = first + i * kThreads + threadIdx.x;
-                if (x >= words) continue;
-                rows[i] = divide(x, half);
-                places[i] = x - rows[i] * half;
-                const RopeAngles angles(params.cos_sin, params.rotary_dim, position(rows[i]));
-                cosines[i] = angles.cosine(places[i]);
-                sines[i] = angles.sine(places[i]);
+                if (x >= all) continue;
+                rows[i] = divide(x, places_of_row);
+                places[i] = x - rows[i] * places_of_row;
+                angles[i] = load(rows[i], places[i]);
             }
             if (first == 0) arrived();
 #pragma unroll
             for (int i = 0; i < kAtOnce; i++) {
-                if (first + i * kThreads + static_cast<int>(threadIdx.x) < words) rotate_in_tile(tile, rows[i], places[i], half, cosines[i], sines[i]);
+                if (first + i * kThreads + static_cast<int>(threadIdx.x) < all) rotate(rows[i], places[i], angles[i]);
             }
         }
     }
@@ -73,7 +97,7 @@ struct PrefillTiles {
         for (int i = 0; i < (kTileKeys * kRowChunks + kThreads - 1) / kThreads; i++) {
             const int x = i * kThreads + threadIdx.x, key = x / kRowChunks, chunk = x % kRowChunks;
             if (kTileKeys * kRowChunks % kThreads && key >= kTileKeys) break;
-            const unsigned at = swizzled_offset(key, chunk);
+            const unsigned at = KeyLayout::offset(key, chunk);
             cp_async(to + at, keys + key * key_stride + chunk * 16, key < live);
             cp_async(to + kTileBytes + at, values + key * value_stride + chunk * 16, key < live);
         }
@@ -82,14 +106,15 @@ struct PrefillTiles {
     // Applies RoPE to the keys in the tile of the new tokens. The first row block of a slot appends keys and values to the cache. For all threads
     // of the block; there is a barrier behind RoPE.
     static __device__ __forceinline__ void append_new_tokens(unsigned char* tiles, const PrefillParams& params, const Rows& rows, int kv_head) {
-        apply_rope<4>(tiles, params, rows.count, [&](int row) { return rows.past + row; }, [] {});
+        apply_rope<KeyLayout, 0, 4>(tiles, params, rows.count, [&](int row) { return rows.past + row; }, [] {});
+        if constexpr (kPanels) shared_memory_fence();
         __syncthreads();
         if (rows.first_row > 0) return;
         const long long row = static_cast<long long>(kv_head) * params.max_sequence_length + rows.past;
         unsigned char* const keys = params.cache + rows.slot * params.slot_stride + row * kRowBytes;
 #pragma unroll 1
         for (int x = threadIdx.x; x < rows.count * kRowChunks; x += kThreads) {
-            const unsigned from = swizzled_offset(x / kRowChunks, x % kRowChunks);
+            const unsigned from = KeyLayout::offset(x / kRowChunks, x % kRowChunks);
             *reinterpret_cast<uint4*>(keys + 16 * x) = *reinterpret_cast<const uint4*>(tiles + from);
             *reinterpret_cast<uint4*>(keys + params.kv_stride + 16 * x) = *reinterpret_cast<const uint4*>(tiles + kTileBytes + from);
         }

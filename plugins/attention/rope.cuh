@@ -40,13 +40,37 @@ __device__ __forceinline__ uint2 rotated(unsigned low, unsigned high, float2 cos
 }
 
 // Rotates, in place, a word of a row of a tile and its partner `half` words further on.
+template <class Layout = TileLayout<false, 0>>
 __device__ __forceinline__ void rotate_in_tile(unsigned char* tile, int row, int word, int half, float2 cosine, float2 sine) {
-    unsigned* low = reinterpret_cast<unsigned*>(tile + swizzled_offset(row, word / 4)) + word % 4;
-    unsigned* high = reinterpret_cast<unsigned*>(tile + swizzled_offset(row, (word + half) / 4)) + (word + half) % 4;
+    unsigned* low = reinterpret_cast<unsigned*>(tile + Layout::offset(row, word / 4)) + word % 4;
+    unsigned* high = reinterpret_cast<unsigned*>(tile + Layout::offset(row, (word + half) / 4)) + (word + half) % 4;
     const unsigned own = *low, partner = *high;
     const uint2 both = rotated(own, partner, cosine, sine);
     *low = both.x;
     *high = both.y;
+}
+
+// The angles of a chunk, which is 4 words.
+struct ChunkAngles {
+    float4 cosines[2], sines[2];
+};
+__device__ __forceinline__ ChunkAngles chunk_angles(RopeAngles angles, int chunk) {
+    const float4* const cosines = reinterpret_cast<const float4*>(angles.cosines) + 2 * chunk;
+    const float4* const sines = cosines + angles.num_pairs / 4;
+    return {{cosines[0], cosines[1]}, {sines[0], sines[1]}};
+}
+
+// Rotates, in place, a chunk of a row of a tile and its partner `half` chunks further on.
+template <class Layout = TileLayout<false, 0>>
+__device__ __forceinline__ void rotate_chunks(unsigned char* tile, int row, int chunk, int half, const ChunkAngles& angles) {
+    uint4* const low = reinterpret_cast<uint4*>(tile + Layout::offset(row, chunk));
+    uint4* const high = reinterpret_cast<uint4*>(tile + Layout::offset(row, chunk + half));
+    const uint4 a = *low, b = *high;
+    const auto &c = angles.cosines, &s = angles.sines;
+    const uint2 x = rotated(a.x, b.x, {c[0].x, c[0].y}, {s[0].x, s[0].y}), y = rotated(a.y, b.y, {c[0].z, c[0].w}, {s[0].z, s[0].w});
+    const uint2 z = rotated(a.z, b.z, {c[1].x, c[1].y}, {s[1].x, s[1].y}), w = rotated(a.w, b.w, {c[1].z, c[1].w}, {s[1].z, s[1].w});
+    *low = {x.x, y.x, z.x, w.x};
+    *high = {x.y, y.y, z.y, w.y};
 }
 
 // Applies RoPE in place to a word of a row of a tile, and to its partner `half` words further on.

@@ -22,6 +22,16 @@ __device__ __forceinline__ unsigned swizzled_offset(unsigned row, unsigned chunk
     return row * kRowBytes + (chunk ^ row / (8 / kSwizzlePlaces) % kSwizzlePlaces) * 16;
 }
 
+// Where a chunk of a row lies in a tile of kRows rows: as above, which is what ldmatrix wants; or, as products of a warpgroup want it
+// (warpgroup.cuh), in panels of 64 columns, one after another, each of kRows rows of 128 bytes.
+template <bool kPanels, int kRows>
+struct TileLayout {
+    static constexpr int kPanelBytes = 128 * kRows;
+    static __device__ __forceinline__ unsigned offset(unsigned row, unsigned chunk) {
+        return kPanels ? chunk / 8 * kPanelBytes + row * 128 + (chunk ^ row) % 8 * 16 : swizzled_offset(row, chunk);
+    }
+};
+
 // The addresses that one lane passes to a series of ldmatrix over a tile: of its row, and of chunk 0 or 1 (`chunk`) of each pair of chunks.
 struct LdmatrixAddress {
     // With a power of 2 chunks a row, the chunk number is a bit field of the address, and another pair is an xor away.

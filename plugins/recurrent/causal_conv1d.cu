@@ -6,15 +6,16 @@
 
 #include "dependent_launch.cuh"
 #include "recurrent/elements.cuh"
+#include "recurrent/functions.cuh"
 
 using Element = ELEMENT;
 using State = STATE;
 
-// trt_kvcache/kernels/cuda/causal_conv1d.py has the first two numbers.
+// trt_kvcache/kernels/cuda/causal_conv1d.py has the first three numbers.
 constexpr int kConvThreads = 128;
-constexpr int kBlocksPerSm = 3;  // 168 registers a thread
-constexpr int kConvTileTokens = 16;
+constexpr int kConvBlocksPerSm = 4;
 constexpr int kTokensInFlight = 4;  // tokens that are loaded together
+constexpr int kUpdateBlocksPerSm = 7;
 
 struct ConvParams {
     Tokens x, gate_in, gate_out;  // the gates may be null
@@ -23,7 +24,7 @@ struct ConvParams {
     const void* past;             // [B, channels, kWidth]
     void* present;
     const int* new_lengths;
-    long long width, channels, silu;
+    long long width, channels, silu, tile_tokens;
     void* out;  // [B, width, channels]
 };
 
@@ -86,7 +87,7 @@ template <int kWidth, int kChannels, bool kGated>
 __device__ __forceinline__ void convolve(const ConvParams& params) {
     const long long channel = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * kChannels, slot = blockIdx.z;
     if (channel >= params.channels) return;
-    const long long first = static_cast<long long>(blockIdx.y) * kConvTileTokens, end = min(first + kConvTileTokens, params.width);
+    const long long first = static_cast<long long>(blockIdx.y) * params.tile_tokens, end = min(first + params.tile_tokens, params.width);
     float weights[kChannels * kWidth], bias[kChannels] = {};
     load_elements(Element{}, params.weight, channel * kWidth, weights);
     if (params.bias) load_elements(Element{}, params.bias, channel, bias);
@@ -98,7 +99,7 @@ __device__ __forceinline__ void convolve(const ConvParams& params) {
         inputs[i].fetch(params, slot, token, channel);
         if (kGated && params.gate_out.data) gates_out[i].fetch(params.gate_out.row(slot, token), channel);
     };
-    fetch(0, first);  // before it is known whether it is new: for a decode step, everything is on its way at once
+    fetch(0, first);  // before it is known whether it is new
     int count;
     if (first == 0) {
         float past[kChannels * kWidth], input[kChannels];
@@ -134,7 +135,7 @@ __device__ __forceinline__ void convolve(const ConvParams& params) {
                 float sum = bias[c] + input[c] * weights[c * kWidth + kWidth - 1];
 #pragma unroll
                 for (int j = 0; j < kWidth - 1; j++) sum += window[j][c] * weights[c * kWidth + j];
-                if (params.silu) sum = sum / (1.0f + expf(-sum));
+                if (params.silu) sum = silu(sum);
                 if (kGated && params.gate_out.data) sum *= gates[c];
                 sums[c] = group + i < count ? sum : 0.0f;
 #pragma unroll
@@ -146,48 +147,95 @@ __device__ __forceinline__ void convolve(const ConvParams& params) {
     }
 }
 
-template <int kChannels, bool kGated>
-__device__ __forceinline__ void convolve(const ConvParams& params, long long kernel_width) {
-    if (kernel_width == 2) {
-        convolve<2, kChannels, kGated>(params);
-    } else if (kernel_width == 3) {
-        convolve<3, kChannels, kGated>(params);
-    } else {
-        convolve<4, kChannels, kGated>(params);
+// One new token of each slot. All that a thread needs is on its way before anything is computed, or is known of the slot.
+template <int kWidth, int kChannels, bool kGated>
+__device__ __forceinline__ void update(const ConvParams& params) {
+    const long long channel = (static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x) * kChannels, slot = blockIdx.z;
+    if (channel >= params.channels) return;
+    const long long index = slot * params.channels + channel;
+    float weights[kChannels * kWidth], bias[kChannels] = {}, state[kChannels * kWidth], input[kChannels], gates[kChannels], sums[kChannels] = {};
+    load_elements(Element{}, params.weight, channel * kWidth, weights);
+    if (params.bias) load_elements(Element{}, params.bias, channel, bias);
+    grid_dependency_wait();
+    load_elements(State{}, params.past, index * kWidth, state);
+    load_input<kGated>(params, slot, 0, channel, input);
+    if (kGated && params.gate_out.data) load_elements(Element{}, params.gate_out.row(slot, 0), channel, gates);
+    if (count_new(params.new_lengths, slot, 1) > 0) {
+#pragma unroll
+        for (int c = 0; c < kChannels; c++) {
+            const int first = c * kWidth, last = first + kWidth - 1;
+            float sum = bias[c] + input[c] * weights[last];
+#pragma unroll
+            for (int j = first; j < last; j++) {
+                state[j] = state[j + 1];
+                sum += state[j] * weights[j];
+            }
+            state[last] = input[c];
+            if (params.silu) sum = silu(sum);
+            if (kGated && params.gate_out.data) sum *= gates[c];
+            sums[c] = sum;
+        }
+        store_elements(State{}, params.present, index * kWidth, state);
+    } else if (params.past != params.present) {
+        copy_elements<State, kChannels * kWidth>(params.present, params.past, index * kWidth);  // bit for bit, NaN too
     }
+    store_elements(Element{}, params.out, index, sums);
 }
 
+// The channels of a thread: a vector in a prefill. In a decode step fewer, so that more threads are resident, as long as states are vectors.
+constexpr int kVectorChannels = kPerVector<Element>;
+template <int kWidth>
+constexpr int kUpdateChannels = kWidth == 3 ? kVectorChannels : kVectorChannels / 2;
+
+template <int kNumber>
+struct Constant {
+    static constexpr int value = kNumber;
+};
+
+// Calls `run` with the width of the kernel, and whether there are gates.
+template <class Run>
+__device__ __forceinline__ void choose(const ConvParams& params, long long kernel_width, Run run) {
+    const auto choose_gates = [&](auto width) {
+        if (params.gate_in.data || params.gate_out.data) {
+            run(width, Constant<true>{});
+        } else {
+            run(width, Constant<false>{});
+        }
+    };
+    if (kernel_width == 2) {
+        choose_gates(Constant<2>{});
+    } else if (kernel_width == 3) {
+        choose_gates(Constant<3>{});
+    } else {
+        choose_gates(Constant<4>{});
+    }
+}
 template <int kChannels>
 __device__ __forceinline__ void convolve(const ConvParams& params, long long kernel_width) {
-    if (params.gate_in.data || params.gate_out.data) {
-        convolve<kChannels, true>(params, kernel_width);
-    } else {
-        convolve<kChannels, false>(params, kernel_width);
-    }
+    choose(params, kernel_width, [&](auto width, auto gates) { convolve<decltype(width)::value, kChannels, decltype(gates)::value>(params); });
 }
+__device__ __forceinline__ void update(const ConvParams& params, long long kernel_width) {
+    choose(params, kernel_width, [&](auto width, auto gates) {
+        update<decltype(width)::value, kUpdateChannels<decltype(width)::value>, decltype(gates)::value>(params);
+    });
+}
+
+#define PARAMETERS                                                                                                                            \
+    const unsigned char *x, long long x_slot, long long x_token, const unsigned char *gate_in, long long gate_in_slot,                       \
+        long long gate_in_token, const unsigned char *gate_out, long long gate_out_slot, long long gate_out_token, const void *weight,      \
+        const void *bias, const void *past, void *present, const int *new_lengths, long long width, long long channels,                     \
+        long long kernel_width, long long silu, long long tile_tokens, void *out
+#define ARGUMENTS                                                                                                                             \
+    {{x, x_slot, x_token}, {gate_in, gate_in_slot, gate_in_token}, {gate_out, gate_out_slot, gate_out_token}, weight, bias, past, present,   \
+     new_lengths, width, channels, silu, tile_tokens, out}
 
 // Grid: x over channels, y over tiles of tokens, z over slots. Channels in vectors of 16 bytes.
-extern "C" __global__ void __launch_bounds__(kConvThreads, kBlocksPerSm)
-    causal_conv1d(const unsigned char* x, long long x_slot, long long x_token, const unsigned char* gate_in, long long gate_in_slot,
-                  long long gate_in_token, const unsigned char* gate_out, long long gate_out_slot, long long gate_out_token, const void* weight,
-                  const void* bias, const void* past, void* present, const int* new_lengths, long long width, long long channels,
-                  long long kernel_width, long long silu, void* out) {
-    const ConvParams params{{x, x_slot, x_token}, {gate_in, gate_in_slot, gate_in_token}, {gate_out, gate_out_slot, gate_out_token},
-                            weight,               bias,                                   past,
-                            present,              new_lengths,                            width,
-                            channels,             silu,                                   out};
-    convolve<kPerVector<Element>>(params, kernel_width);
+extern "C" __global__ void __launch_bounds__(kConvThreads, kConvBlocksPerSm) causal_conv1d(PARAMETERS) {
+    convolve<kVectorChannels>(ARGUMENTS, kernel_width);
 }
-
+// The same, with one new token.
+extern "C" __global__ void __launch_bounds__(kConvThreads, kUpdateBlocksPerSm) causal_conv1d_update(PARAMETERS) {
+    update(ARGUMENTS, kernel_width);
+}
 // The same, one channel a thread: for any number of channels and any strides.
-extern "C" __global__ void __launch_bounds__(kConvThreads)
-    causal_conv1d_any(const unsigned char* x, long long x_slot, long long x_token, const unsigned char* gate_in, long long gate_in_slot,
-                      long long gate_in_token, const unsigned char* gate_out, long long gate_out_slot, long long gate_out_token,
-                      const void* weight, const void* bias, const void* past, void* present, const int* new_lengths, long long width,
-                      long long channels, long long kernel_width, long long silu, void* out) {
-    const ConvParams params{{x, x_slot, x_token}, {gate_in, gate_in_slot, gate_in_token}, {gate_out, gate_out_slot, gate_out_token},
-                            weight,               bias,                                   past,
-                            present,              new_lengths,                            width,
-                            channels,             silu,                                   out};
-    convolve<1>(params, kernel_width);
-}
+extern "C" __global__ void __launch_bounds__(kConvThreads) causal_conv1d_any(PARAMETERS) { convolve<1>(ARGUMENTS, kernel_width); }

@@ -7,13 +7,8 @@
 // A token: S = decay * S; change = beta * (v - k S); S = S + k^T change; out = q S. Both products with S are made before it changes:
 // q (decay * S + k^T change) = decay * q S + (q k) change. So there is one reduction over rows for each token.
 
-#include "attention/cp_async.cuh"
 #include "dependent_launch.cuh"
-#include "recurrent/elements.cuh"
-#include "shared_memory.cuh"
-
-using Element = ELEMENT;
-using State = STATE;
+#include "recurrent/delta_rule_chunks.cuh"
 
 // trt_kvcache/kernels/cuda/delta_rule.py has the same numbers.
 constexpr int kDeltaThreads = 128;
@@ -22,18 +17,6 @@ constexpr int kDeltaTileTokens = 16;
 
 constexpr int kWarps = kDeltaThreads / 32;
 constexpr int kColumns = kPerVector<State>;
-constexpr float kNormEpsilon = 1e-6f;
-
-struct DeltaParams {
-    Tokens q, k, v, a, b;
-    const float* decay;    // [heads]: negative
-    const float* dt_bias;  // [heads], or null
-    const void* past;
-    void* present;
-    const int* new_lengths;
-    long long width, heads, key_heads, key_dim, value_dim;
-    void* out;  // [B, width, heads, value_dim]
-};
 
 // What a token does to all columns.
 struct DeltaStep {
@@ -49,11 +32,11 @@ __device__ __forceinline__ DeltaStep delta_step(const DeltaParams& params, float
     return {decay, beta, inverse_k, query, query * kq};
 }
 
-// Decay and beta of a token, from what projections give.
+// Decay and beta of a token.
 __device__ __forceinline__ float2 gates(const DeltaParams& params, long long slot, long long token, long long head) {
     const float a = load_element(Element{}, params.a.row(slot, token), head), b = load_element(Element{}, params.b.row(slot, token), head);
-    const float step = softplus(a + (params.dt_bias ? params.dt_bias[head] : 0.0f));
-    return {expf(step * params.decay[head]), 1.0f / (1.0f + expf(-b))};
+    const float2 gate = log_gates(params, a, b, head);
+    return {expf(gate.x), gate.y};
 }
 
 // What a thread owns, and its part of the state.
@@ -338,27 +321,50 @@ constexpr int kDeltaUpdateLanes = 4;
 constexpr int kDeltaScanLanes = 2;
 constexpr int kDeltaLanes16 = 2;  // both, for states of 16 bits
 
+#define PARAMETERS                                                                                                                             \
+    const unsigned char *q, long long q_slot, long long q_token, const unsigned char *k, long long k_slot, long long k_token,                  \
+        const unsigned char *v, long long v_slot, long long v_token, const unsigned char *a, long long a_slot, long long a_token,             \
+        const unsigned char *b, long long b_slot, long long b_token, const float *decay, const float *dt_bias, const void *past,              \
+        void *present, const int *new_lengths, long long width, long long heads, long long key_heads, long long key_dim,                      \
+        long long value_dim, void *out
+#define ARGUMENTS                                                                                                                             \
+    {{q, q_slot, q_token}, {k, k_slot, k_token}, {v, v_slot, v_token}, {a, a_slot, a_token}, {b, b_slot, b_token}, decay, dt_bias,             \
+     past, present, new_lengths, width, heads, key_heads, key_dim, value_dim, out}
+
+constexpr int kDeltaUpdateBlocksPerSm = 3;
+
 // Grid: x over columns, y over heads, z over slots.
-extern "C" __global__ void __launch_bounds__(kDeltaThreads)
-    delta_rule_update(const unsigned char* q, long long q_slot, long long q_token, const unsigned char* k, long long k_slot, long long k_token,
-                      const unsigned char* v, long long v_slot, long long v_token, const unsigned char* a, long long a_slot, long long a_token,
-                      const unsigned char* b, long long b_slot, long long b_token, const float* decay, const float* dt_bias, const void* past,
-                      void* present, const int* new_lengths, long long width, long long heads, long long key_heads, long long key_dim,
-                      long long value_dim, void* out) {
-    update<kBytesOf<State> == 4 ? kDeltaUpdateLanes : kDeltaLanes16>(
-        {{q, q_slot, q_token}, {k, k_slot, k_token}, {v, v_slot, v_token}, {a, a_slot, a_token}, {b, b_slot, b_token}, decay, dt_bias, past,
-         present, new_lengths, width, heads, key_heads, key_dim, value_dim, out});
+extern "C" __global__ void __launch_bounds__(kDeltaThreads, kDeltaUpdateBlocksPerSm) delta_rule_update(PARAMETERS) {
+    update<kBytesOf<State> == 4 ? kDeltaUpdateLanes : kDeltaLanes16>(ARGUMENTS);
 }
 
-extern "C" __global__ void __launch_bounds__(kDeltaThreads)
-    delta_rule_scan(const unsigned char* q, long long q_slot, long long q_token, const unsigned char* k, long long k_slot, long long k_token,
-                    const unsigned char* v, long long v_slot, long long v_token, const unsigned char* a, long long a_slot, long long a_token,
-                    const unsigned char* b, long long b_slot, long long b_token, const float* decay, const float* dt_bias, const void* past,
-                    void* present, const int* new_lengths, long long width, long long heads, long long key_heads, long long key_dim,
-                    long long value_dim, void* out) {
+extern "C" __global__ void __launch_bounds__(kDeltaThreads) delta_rule_scan(PARAMETERS) {
     DYNAMIC_SHARED(unsigned char, shared);
-    scan<kBytesOf<State> == 4 ? kDeltaScanLanes : kDeltaLanes16>(
-        {{q, q_slot, q_token}, {k, k_slot, k_token}, {v, v_slot, v_token}, {a, a_slot, a_token}, {b, b_slot, b_token}, decay, dt_bias, past,
-         present, new_lengths, width, heads, key_heads, key_dim, value_dim, out},
-        shared);
+    scan<kBytesOf<State> == 4 ? kDeltaScanLanes : kDeltaLanes16>(ARGUMENTS, shared);
+}
+
+template <class Type, int kKeyDim, int kStateWarps>
+__device__ __forceinline__ void scan_chunks(const DeltaParams& params, unsigned char* shared) {
+    if constexpr (kBytesOf<Type> == 2) {
+        grid_dependency_wait();
+        DeltaChunks<Type, kKeyDim, kStateWarps>(params, shared).run();
+    }
+}
+
+// Many new tokens, of 16 bits, by tensor cores. For keys of up to 64 and of up to 128 elements, with 2 warps of 16 columns in a block, and with 4.
+extern "C" __global__ void __launch_bounds__(DeltaMemory<64, 2>::kThreads, 1) delta_rule_chunks_64_2(PARAMETERS) {
+    DYNAMIC_SHARED(unsigned char, shared);
+    scan_chunks<Element, 64, 2>(ARGUMENTS, shared);
+}
+extern "C" __global__ void __launch_bounds__(DeltaMemory<64, 4>::kThreads, 1) delta_rule_chunks_64_4(PARAMETERS) {
+    DYNAMIC_SHARED(unsigned char, shared);
+    scan_chunks<Element, 64, 4>(ARGUMENTS, shared);
+}
+extern "C" __global__ void __launch_bounds__(DeltaMemory<128, 2>::kThreads, 1) delta_rule_chunks_128_2(PARAMETERS) {
+    DYNAMIC_SHARED(unsigned char, shared);
+    scan_chunks<Element, 128, 2>(ARGUMENTS, shared);
+}
+extern "C" __global__ void __launch_bounds__(DeltaMemory<128, 4>::kThreads, 1) delta_rule_chunks_128_4(PARAMETERS) {
+    DYNAMIC_SHARED(unsigned char, shared);
+    scan_chunks<Element, 128, 4>(ARGUMENTS, shared);
 }

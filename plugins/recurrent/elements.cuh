@@ -53,38 +53,48 @@ __device__ __forceinline__ void store_element(Type, void* base, long long index,
 }
 __device__ __forceinline__ void store_element(Float32, void* base, long long index, float value) { static_cast<float*>(base)[index] = value; }
 
-// kCount elements from base[index] on, at a multiple of 16 bytes if they are whole vectors, and of 8 bytes if they are half of one.
+// kCount elements from base[index] on, at a multiple of 16 bytes if they are whole vectors, and of their own size if they are 4 or 8 bytes.
 template <class Type, int kCount>
 __device__ __forceinline__ void load_elements(Type, const void* base, long long index, float (&values)[kCount]) {
-    if constexpr (kCount == 4 && kBytesOf<Type> == 2) {
-        const uint2 words = *reinterpret_cast<const uint2*>(static_cast<const unsigned char*>(base) + index * kBytesOf<Type>);
-        const float2 low = unpack(Type{}, words.x), high = unpack(Type{}, words.y);
-        values[0] = low.x;
-        values[1] = low.y;
-        values[2] = high.x;
-        values[3] = high.y;
-    } else if constexpr (kCount % kPerVector<Type> != 0) {
-#pragma unroll
-        for (int i = 0; i < kCount; i++) values[i] = load_element(Type{}, base, index + i);
-    } else {
-        const uint4* vectors = reinterpret_cast<const uint4*>(static_cast<const unsigned char*>(base) + index * kBytesOf<Type>);
+    const unsigned char* from = static_cast<const unsigned char*>(base) + index * kBytesOf<Type>;
+    if constexpr (kCount % kPerVector<Type> == 0) {
+        const uint4* vectors = reinterpret_cast<const uint4*>(from);
 #pragma unroll
         for (int i = 0; i < kCount / kPerVector<Type>; i++) unpack_vector(Type{}, vectors[i], values + i * kPerVector<Type>);
+    } else if constexpr (kCount * kBytesOf<Type> == 8) {
+        const uint2 words = *reinterpret_cast<const uint2*>(from);
+        float some[kPerVector<Type>];
+        unpack_vector(Type{}, {words.x, words.y, 0, 0}, some);
+#pragma unroll
+        for (int i = 0; i < kCount; i++) values[i] = some[i];
+    } else if constexpr (kCount == 2) {
+        const float2 pair = unpack(Type{}, *reinterpret_cast<const unsigned*>(from));
+        values[0] = pair.x;
+        values[1] = pair.y;
+    } else {
+#pragma unroll
+        for (int i = 0; i < kCount; i++) values[i] = load_element(Type{}, base, index + i);
     }
 }
 
 template <class Type, int kCount>
 __device__ __forceinline__ void store_elements(Type, void* base, long long index, const float (&values)[kCount]) {
-    if constexpr (kCount == 4 && kBytesOf<Type> == 2) {
-        *reinterpret_cast<uint2*>(static_cast<unsigned char*>(base) + index * kBytesOf<Type>) = {pack(Type{}, {values[0], values[1]}),
-                                                                                              pack(Type{}, {values[2], values[3]})};
-    } else if constexpr (kCount % kPerVector<Type> != 0) {
-#pragma unroll
-        for (int i = 0; i < kCount; i++) store_element(Type{}, base, index + i, values[i]);
-    } else {
-        uint4* vectors = reinterpret_cast<uint4*>(static_cast<unsigned char*>(base) + index * kBytesOf<Type>);
+    unsigned char* to = static_cast<unsigned char*>(base) + index * kBytesOf<Type>;
+    if constexpr (kCount % kPerVector<Type> == 0) {
+        uint4* vectors = reinterpret_cast<uint4*>(to);
 #pragma unroll
         for (int i = 0; i < kCount / kPerVector<Type>; i++) vectors[i] = pack_vector(Type{}, values + i * kPerVector<Type>);
+    } else if constexpr (kCount * kBytesOf<Type> == 8) {
+        float some[kPerVector<Type>] = {};
+#pragma unroll
+        for (int i = 0; i < kCount; i++) some[i] = values[i];
+        const uint4 vector = pack_vector(Type{}, some);
+        *reinterpret_cast<uint2*>(to) = {vector.x, vector.y};
+    } else if constexpr (kCount == 2) {
+        *reinterpret_cast<unsigned*>(to) = pack(Type{}, {values[0], values[1]});
+    } else {
+#pragma unroll
+        for (int i = 0; i < kCount; i++) store_element(Type{}, base, index + i, values[i]);
     }
 }
 
@@ -104,22 +114,25 @@ __device__ __forceinline__ void store_elements_once(Type, void* base, long long 
     for (int i = 0; i < kCount / kPerVector<Type>; i++) __stcs(vectors + i, pack_vector(Type{}, values + i * kPerVector<Type>));
 }
 
-// kCount elements on their way: those of one vector as they were loaded, which takes fewer registers than floats; or one.
+// kCount elements on their way: those of one vector as they were loaded, which takes fewer registers than floats; or fewer.
 template <class Type, int kCount>
 struct Fetched {
+    float elements[kCount] = {};
+
+    __device__ __forceinline__ void fetch(const void* base, long long index) { load_elements(Type{}, base, index, elements); }
+    __device__ __forceinline__ void unpack_to(float (&values)[kCount]) const {
+#pragma unroll
+        for (int i = 0; i < kCount; i++) values[i] = elements[i];
+    }
+};
+template <class Type>
+struct Fetched<Type, kPerVector<Type>> {
     uint4 vector = {};
 
     __device__ __forceinline__ void fetch(const void* base, long long index) {
         vector = *reinterpret_cast<const uint4*>(static_cast<const unsigned char*>(base) + index * kBytesOf<Type>);
     }
-    __device__ __forceinline__ void unpack_to(float (&values)[kCount]) const { unpack_vector(Type{}, vector, values); }
-};
-template <class Type>
-struct Fetched<Type, 1> {
-    float value = 0.0f;
-
-    __device__ __forceinline__ void fetch(const void* base, long long index) { value = load_element(Type{}, base, index); }
-    __device__ __forceinline__ void unpack_to(float (&values)[1]) const { values[0] = value; }
+    __device__ __forceinline__ void unpack_to(float (&values)[kPerVector<Type>]) const { unpack_vector(Type{}, vector, values); }
 };
 
 // kCount elements, bit for bit.
@@ -145,8 +158,6 @@ __device__ __forceinline__ float rounded(Type, float value) {
     return unpack(Type{}, pack(Type{}, {value, 0.0f})).x;
 }
 __device__ __forceinline__ float rounded(Float32, float value) { return value; }
-
-__device__ __forceinline__ float softplus(float x) { return x > 20.0f ? x : log1pf(expf(x)); }
 
 // Where the tokens of an activation [B, s, ...] are: strides of slots and of tokens count bytes.
 struct Tokens {

@@ -4,6 +4,7 @@
 
 #include "dependent_launch.cuh"
 #include "recurrent/elements.cuh"
+#include "recurrent/functions.cuh"
 #include "shared_memory.cuh"
 
 // trt_kvcache/kernels/cuda/gated_norm.py has the same number.
@@ -27,7 +28,7 @@ __device__ __forceinline__ void load_normed(const NormParams& params, const unsi
     load_elements(Element{}, gate, column, factors);
 #pragma unroll
     for (int i = 0; i < kCount; i++) {
-        factors[i] = factors[i] / (1.0f + expf(-factors[i]));
+        factors[i] = silu(factors[i]);
         if (params.gate_first) {
             values[i] *= factors[i];
             factors[i] = 1.0f;
@@ -85,30 +86,15 @@ __device__ __forceinline__ void gated_rms_norm(const NormParams& params, long lo
     }
 }
 
+#define PARAMETERS                                                                                                                            \
+    const unsigned char *x, long long x_slot, long long x_token, const unsigned char *gate, long long gate_slot, long long gate_token,       \
+        const void *weight, const int *new_lengths, long long slots, long long width, long long columns, long long group_size,              \
+        long long weight_size, long long warps, long long gate_first, double epsilon, long long in_vectors, void *out
+#define ARGUMENTS                                                                                                                             \
+    {{x, x_slot, x_token}, {gate, gate_slot, gate_token}, weight, new_lengths, slots, width, columns, group_size, weight_size, warps,        \
+     gate_first, static_cast<float>(epsilon), out}
+
 // Grid: x over groups of tokens.
-extern "C" __global__ void __launch_bounds__(kNormThreads)
-    gated_rms_norm_float16(const unsigned char* x, long long x_slot, long long x_token, const unsigned char* gate, long long gate_slot,
-                           long long gate_token, const void* weight, const int* new_lengths, long long slots, long long width,
-                           long long columns, long long group_size, long long weight_size, long long warps, long long gate_first,
-                           double epsilon, long long in_vectors, void* out) {
-    gated_rms_norm<Float16>({{x, x_slot, x_token}, {gate, gate_slot, gate_token}, weight, new_lengths, slots, width, columns, group_size,
-                             weight_size, warps, gate_first, static_cast<float>(epsilon), out}, in_vectors);
-}
-
-extern "C" __global__ void __launch_bounds__(kNormThreads)
-    gated_rms_norm_bfloat16(const unsigned char* x, long long x_slot, long long x_token, const unsigned char* gate, long long gate_slot,
-                            long long gate_token, const void* weight, const int* new_lengths, long long slots, long long width,
-                            long long columns, long long group_size, long long weight_size, long long warps, long long gate_first,
-                            double epsilon, long long in_vectors, void* out) {
-    gated_rms_norm<BFloat16>({{x, x_slot, x_token}, {gate, gate_slot, gate_token}, weight, new_lengths, slots, width, columns, group_size,
-                              weight_size, warps, gate_first, static_cast<float>(epsilon), out}, in_vectors);
-}
-
-extern "C" __global__ void __launch_bounds__(kNormThreads)
-    gated_rms_norm_float32(const unsigned char* x, long long x_slot, long long x_token, const unsigned char* gate, long long gate_slot,
-                           long long gate_token, const void* weight, const int* new_lengths, long long slots, long long width,
-                           long long columns, long long group_size, long long weight_size, long long warps, long long gate_first,
-                           double epsilon, long long in_vectors, void* out) {
-    gated_rms_norm<Float32>({{x, x_slot, x_token}, {gate, gate_slot, gate_token}, weight, new_lengths, slots, width, columns, group_size,
-                             weight_size, warps, gate_first, static_cast<float>(epsilon), out}, in_vectors);
-}
+extern "C" __global__ void __launch_bounds__(kNormThreads) gated_rms_norm_float16(PARAMETERS) { gated_rms_norm<Float16>(ARGUMENTS, in_vectors); }
+extern "C" __global__ void __launch_bounds__(kNormThreads) gated_rms_norm_bfloat16(PARAMETERS) { gated_rms_norm<BFloat16>(ARGUMENTS, in_vectors); }
+extern "C" __global__ void __launch_bounds__(kNormThreads) gated_rms_norm_float32(PARAMETERS) { gated_rms_norm<Float32>(ARGUMENTS, in_vectors); }

@@ -240,62 +240,37 @@ __device__ __forceinline__ void scan(const MambaParams& params, unsigned char* s
     }
 }
 
-// Grid: x over the rows of a head, y over heads, z over slots.
-extern "C" __global__ void __launch_bounds__(kMambaThreads)
-    mamba2_update(const unsigned char* x, long long x_slot, long long x_token, const unsigned char* dt, long long dt_slot, long long dt_token,
-                  const unsigned char* b, long long b_slot, long long b_token, const unsigned char* c, long long c_slot, long long c_token,
-                  const float* a, const float* d, const float* dt_bias, double dt_min, double dt_max, const void* past, void* present,
-                  const int* new_lengths, long long width, long long heads, long long head_dim, long long groups, long long state_size,
-                  long long lanes, void* out) {
-    update({{x, x_slot, x_token}, {dt, dt_slot, dt_token}, {b, b_slot, b_token}, {c, c_slot, c_token}, a, d, dt_bias, static_cast<float>(dt_min),
-            static_cast<float>(dt_max), past, present, new_lengths, width, heads, head_dim, groups, state_size, lanes, out});
-}
+#define PARAMETERS                                                                                                                            \
+    const unsigned char *x, long long x_slot, long long x_token, const unsigned char *dt, long long dt_slot, long long dt_token,             \
+        const unsigned char *b, long long b_slot, long long b_token, const unsigned char *c, long long c_slot, long long c_token,           \
+        const float *a, const float *d, const float *dt_bias, double dt_min, double dt_max, const void *past, void *present,                \
+        const int *new_lengths, long long width, long long heads, long long head_dim, long long groups, long long state_size,               \
+        long long lanes, void *out
+#define ARGUMENTS                                                                                                                             \
+    {{x, x_slot, x_token}, {dt, dt_slot, dt_token}, {b, b_slot, b_token}, {c, c_slot, c_token}, a, d, dt_bias, static_cast<float>(dt_min),   \
+     static_cast<float>(dt_max), past, present, new_lengths, width, heads, head_dim, groups, state_size, lanes, out}
 
-extern "C" __global__ void __launch_bounds__(kMambaThreads)
-    mamba2_scan(const unsigned char* x, long long x_slot, long long x_token, const unsigned char* dt, long long dt_slot, long long dt_token,
-                const unsigned char* b, long long b_slot, long long b_token, const unsigned char* c, long long c_slot, long long c_token,
-                const float* a, const float* d, const float* dt_bias, double dt_min, double dt_max, const void* past, void* present,
-                const int* new_lengths, long long width, long long heads, long long head_dim, long long groups, long long state_size,
-                long long lanes, void* out) {
+// Grid: x over the rows of a head, y over heads, z over slots.
+extern "C" __global__ void __launch_bounds__(kMambaThreads) mamba2_update(PARAMETERS) { update(ARGUMENTS); }
+extern "C" __global__ void __launch_bounds__(kMambaThreads) mamba2_scan(PARAMETERS) {
     DYNAMIC_SHARED(unsigned char, shared);
-    scan({{x, x_slot, x_token}, {dt, dt_slot, dt_token}, {b, b_slot, b_token}, {c, c_slot, c_token}, a, d, dt_bias, static_cast<float>(dt_min),
-          static_cast<float>(dt_max), past, present, new_lengths, width, heads, head_dim, groups, state_size, lanes, out},
-         shared);
+    scan(ARGUMENTS, shared);
 }
 
 template <class Type, int kStateSize>
 __device__ __forceinline__ void scan_chunks(const MambaParams& params, unsigned char* shared) {
     if constexpr (kBytesOf<Type> == 2) {
-        const long long head = blockIdx.y;
-        const float a = params.a[head], d = params.d ? params.d[head] : 0.0f, bias = params.dt_bias ? params.dt_bias[head] : 0.0f;
         grid_dependency_wait();
-        ChunkScan<Type, kStateSize>(params, shared).run(a, bias, d);
+        MambaChunks<Type, kStateSize>(params, shared).run();
     }
 }
 
 // Many new tokens, of 16 bits, by tensor cores. For state sizes of 64 and 128.
-extern "C" __global__ void __launch_bounds__(kChunkThreads)
-    mamba2_chunks_64(const unsigned char* x, long long x_slot, long long x_token, const unsigned char* dt, long long dt_slot, long long dt_token,
-                     const unsigned char* b, long long b_slot, long long b_token, const unsigned char* c, long long c_slot, long long c_token,
-                     const float* a, const float* d, const float* dt_bias, double dt_min, double dt_max, const void* past, void* present,
-                     const int* new_lengths, long long width, long long heads, long long head_dim, long long groups, long long state_size,
-                     long long lanes, void* out) {
+extern "C" __global__ void __launch_bounds__(kMambaChunkThreads) mamba2_chunks_64(PARAMETERS) {
     DYNAMIC_SHARED(unsigned char, shared);
-    scan_chunks<Element, 64>({{x, x_slot, x_token}, {dt, dt_slot, dt_token}, {b, b_slot, b_token}, {c, c_slot, c_token}, a, d, dt_bias,
-                              static_cast<float>(dt_min), static_cast<float>(dt_max), past, present, new_lengths, width, heads, head_dim,
-                              groups, state_size, lanes, out},
-                             shared);
+    scan_chunks<Element, 64>(ARGUMENTS, shared);
 }
-
-extern "C" __global__ void __launch_bounds__(kChunkThreads)
-    mamba2_chunks_128(const unsigned char* x, long long x_slot, long long x_token, const unsigned char* dt, long long dt_slot, long long dt_token,
-                      const unsigned char* b, long long b_slot, long long b_token, const unsigned char* c, long long c_slot, long long c_token,
-                      const float* a, const float* d, const float* dt_bias, double dt_min, double dt_max, const void* past, void* present,
-                      const int* new_lengths, long long width, long long heads, long long head_dim, long long groups, long long state_size,
-                      long long lanes, void* out) {
+extern "C" __global__ void __launch_bounds__(kMambaChunkThreads) mamba2_chunks_128(PARAMETERS) {
     DYNAMIC_SHARED(unsigned char, shared);
-    scan_chunks<Element, 128>({{x, x_slot, x_token}, {dt, dt_slot, dt_token}, {b, b_slot, b_token}, {c, c_slot, c_token}, a, d, dt_bias,
-                               static_cast<float>(dt_min), static_cast<float>(dt_max), past, present, new_lengths, width, heads, head_dim,
-                               groups, state_size, lanes, out},
-                              shared);
+    scan_chunks<Element, 128>(ARGUMENTS, shared);
 }

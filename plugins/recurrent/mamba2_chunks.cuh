@@ -1,117 +1,194 @@
-// The state space of Mamba-2 over many new tokens, with tensor cores: chunks of 64 tokens, one after another ("Transformers are SSMs", Dao and
-// Gu, 2024, section 6: state space duality). A block has up to 64 rows of the state of a head; the state stays in registers, in float32.
+// The state space of Mamba-2 over many new tokens, with tensor cores, by chunks ("Transformers are SSMs", Dao and Gu, 2024, section 6: state space
+// duality). A block has up to 64 rows of the state of a head.
 //
 // With steps dt, cum = their sums times a within a chunk, and S the state before it:
 //
-//     Y = (C B^T * exp(cum_t - cum_s) * dt_s, s <= t) X  +  exp(cum_t) C S^T  +  d X      a warp has 16 tokens
-//     S = exp(cum_last) S  +  (exp(cum_last - cum_s) dt_s X)^T B                          a warp has 16 rows of S
+//     Y = (C B^T * exp(cum_t - cum_s) * dt_s, s <= t, and d for t) X  +  exp(cum_t) C S^T
+//     S = exp(cum_last) S + (exp(cum_last - cum_s) dt_s X)^T B
 //
 // B, C and X have 16 bits, as have the matrix in front of X, and S, in Y. The scaled X enters its product as the sum of two values of 16 bits, what
-// is rounded off the first one being the second, so that a state is as precise as that of a scan.
+// is rounded off the first one being the second, so that a state is as precise as that of a scan. chunks.cuh says how a block goes about it.
 #pragma once
 
-#include "attention/cp_async.cuh"
-#include "attention/mma.cuh"
+#include "recurrent/chunks.cuh"
 #include "recurrent/mamba2_params.cuh"
-#include "shared_memory.cuh"
 
 // trt_kvcache/kernels/cuda/mamba2.py has the same numbers.
-constexpr int kChunkTokens = 64;
-constexpr int kChunkRows = 64;  // of the state, in a block
-constexpr int kChunkThreads = 128;
+constexpr int kMambaChunkRows = 64;  // of the state, in a block
+constexpr int kMambaMatrixWarps = kChunkBlocks;
+constexpr int kMambaStateThreads = 32 * kMambaChunkRows / 16;
+constexpr int kMambaChunkThreads = kMambaStateThreads + 32 * kMambaMatrixWarps;
 
-// Two values of 16 bits each, whose sum is a pair of floats.
-template <class Type>
-struct SplitPair {
-    unsigned high, low;
-
-    __device__ __forceinline__ SplitPair(Type, float2 values) {
-        high = pack(Type{}, values);
-        const float2 rounded = unpack(Type{}, high);
-        low = pack(Type{}, {values.x - rounded.x, values.y - rounded.y});
-    }
+// Numbers of the tokens of a chunk.
+struct MambaScales {
+    float decay[kChunkTokens];   // from the state before the chunk
+    float weight[kChunkTokens];  // of an input in the state after the chunk
+    float total[4];              // the decay over the chunk
 };
 
-// A tile of rows of 16-bit elements, a multiple of 64 of them. Chunks of 16 bytes are permuted, so that ldmatrix meets no bank conflict.
-template <int kRowElements>
-struct ChunkTile {
-    SharedAddress base;
-
-    static constexpr int kRowBytes = 2 * kRowElements;
-    __device__ __forceinline__ SharedAddress at(int row, int chunk) const { return base + row * kRowBytes + (chunk ^ (row & 7)) * 16; }
-
-    // A fragments of rows row to row + 15, elements 16 k to 16 k + 15.
-    __device__ __forceinline__ void load_a(unsigned (&a)[4], int row, int k) const {
-        const int lane = threadIdx.x % 32;
-        ldmatrix_x4(a, at(row + lane % 16, 2 * k + lane / 16));
-    }
-    // The same of the transposed tile: rows are elements 8 chunk to 8 chunk + 15, and k counts rows.
-    __device__ __forceinline__ void load_a_trans(unsigned (&a)[4], int chunk, int k) const {
-        const int lane = threadIdx.x % 32;
-        ldmatrix_x4_trans(a, at(16 * k + lane / 16 * 8 + lane % 8, chunk + lane / 8 % 2));
-    }
-    // B fragments of two times 8 columns, which are rows row to row + 15: elements 0 and 1, and 2 and 3.
-    __device__ __forceinline__ void load_b(unsigned (&b)[4], int row, int k) const {
-        const int lane = threadIdx.x % 32;
-        ldmatrix_x4(b, at(row + lane / 16 * 8 + lane % 8, 2 * k + lane / 8 % 2));
-    }
-    // The same of the transposed tile: columns are elements 8 chunk to 8 chunk + 15, and k counts rows.
-    __device__ __forceinline__ void load_b_trans(unsigned (&b)[4], int chunk, int k) const {
-        const int lane = threadIdx.x % 32;
-        ldmatrix_x4_trans(b, at(16 * k + lane % 16, chunk + lane / 16));
-    }
+// What a matrix warp keeps for itself: steps, and their sums times a, to base 2.
+struct MambaScratch {
+    float steps[kChunkTokens], sums[kChunkTokens];
 };
 
-// Shared memory: two stages of the tiles of a chunk, the state before it, and steps with their sums.
 template <int kStateSize>
-struct ChunkMemory {
-    static constexpr int kStateBytes = 2 * kChunkTokens * kStateSize, kXBytes = 2 * kChunkTokens * kChunkRows;
-    static constexpr int kStageBytes = 2 * kStateBytes + kXBytes;
+struct MambaMemory {
+    static constexpr int kStateBytes = 2 * kChunkTokens * kStateSize, kInputBytes = 2 * kChunkTokens * kMambaChunkRows;
+    static constexpr int kStageBytes = 2 * kStateBytes + kInputBytes, kTilesBytes = kChunkStages * kStageBytes;
+    static constexpr int kMatrixBytes = kBlockPairs * kMatrixTileBytes, kMatricesBytes = kMatrixBytes + static_cast<int>(sizeof(MambaScales));
 
     unsigned char* data;
 
-    __device__ __forceinline__ ChunkTile<kStateSize> b(int stage) const { return {shared_address(data + stage * kStageBytes)}; }
-    __device__ __forceinline__ ChunkTile<kStateSize> c(int stage) const { return {shared_address(data + stage * kStageBytes + kStateBytes)}; }
-    __device__ __forceinline__ ChunkTile<kChunkRows> x(int stage) const { return {shared_address(data + stage * kStageBytes + 2 * kStateBytes)}; }
-    __device__ __forceinline__ ChunkTile<kStateSize> state() const { return {shared_address(data + 2 * kStageBytes)}; }
-    __device__ __forceinline__ unsigned* state_word(int row, int chunk, int word) const {
-        return reinterpret_cast<unsigned*>(data + 2 * kStageBytes + row * 2 * kStateSize + (chunk ^ (row & 7)) * 16) + word;
+    __device__ __forceinline__ unsigned char* stage(long long chunk) const { return data + static_cast<int>(chunk % kChunkStages) * kStageBytes; }
+    __device__ __forceinline__ ChunkTile<kStateSize> b(long long chunk) const { return {shared_address(stage(chunk))}; }
+    __device__ __forceinline__ ChunkTile<kStateSize> c(long long chunk) const { return {shared_address(stage(chunk) + kStateBytes)}; }
+    __device__ __forceinline__ ChunkTile<kMambaChunkRows> x(long long chunk) const { return {shared_address(stage(chunk) + 2 * kStateBytes)}; }
+    __device__ __forceinline__ unsigned char* matrices(long long chunk) const { return data + kTilesBytes + static_cast<int>(chunk % 2) * kMatricesBytes; }
+    // What outputs of a block have of the inputs of another one.
+    __device__ __forceinline__ unsigned char* matrix(long long chunk, int later, int earlier) const {
+        return matrices(chunk) + block_pair(later, earlier) * kMatrixTileBytes;
     }
-    __device__ __forceinline__ float* steps(int stage) const {
-        return reinterpret_cast<float*>(data + 2 * kStageBytes + 2 * kChunkRows * kStateSize) + stage * 2 * kChunkTokens;
+    __device__ __forceinline__ MambaScales& scales(long long chunk) const { return *reinterpret_cast<MambaScales*>(matrices(chunk) + kMatrixBytes); }
+    __device__ __forceinline__ MambaScratch& scratch(int matrix_warp) const {
+        return reinterpret_cast<MambaScratch*>(data + kTilesBytes + 2 * kMatricesBytes)[matrix_warp];
     }
-    __device__ __forceinline__ float* sums(int stage) const { return steps(stage) + kChunkTokens; }
 };
 
-template <class Type, int kStateSize>
-struct ChunkScan {
-    static constexpr int kStateTiles = kStateSize / 8, kTokenTiles = kChunkTokens / 8, kRowTiles = kChunkRows / 8;
-
-    const MambaParams& params;
-    ChunkMemory<kStateSize> memory;
+// What a thread knows of its block and of fragments.
+struct MambaPlace {
     long long slot, head, group, first_row;
-    int count, warp, lane, row, column;  // row and column of this lane in fragments
-    float state[kStateTiles][4];
+    int lane, row, column;  // row and column in fragments
 
-    __device__ __forceinline__ ChunkScan(const MambaParams& params, unsigned char* shared)
-        : params(params),
-          memory{shared},
-          slot(blockIdx.z),
+    __device__ __forceinline__ explicit MambaPlace(const MambaParams& params)
+        : slot(blockIdx.z),
           head(blockIdx.y),
           group(head * params.groups / params.heads),
-          first_row(static_cast<long long>(blockIdx.x) * kChunkRows),
-          count(count_new(params.new_lengths, slot, params.width)),
-          warp(static_cast<int>(threadIdx.x) / 32),
+          first_row(static_cast<long long>(blockIdx.x) * kMambaChunkRows),
           lane(static_cast<int>(threadIdx.x) % 32),
-          row(16 * warp + lane / 4),
+          row(lane / 4),
           column(lane % 4 * 2) {}
+};
+
+// Each has a block of tokens.
+template <class Type, int kStateSize>
+struct MambaMatrixWarp : MambaPlace {
+    const MambaParams& params;
+    MambaMemory<kStateSize> memory;
+    int count, warp;
+    float a, bias, d, dt[kTokensPerLane];
+
+    __device__ __forceinline__ MambaMatrixWarp(const MambaParams& params, const MambaMemory<kStateSize>& memory, int count)
+        : MambaPlace(params),
+          params(params),
+          memory(memory),
+          count(count),
+          warp((static_cast<int>(threadIdx.x) - kMambaStateThreads) / 32),
+          a(params.a[head]),
+          bias(params.dt_bias ? params.dt_bias[head] : 0.0f),
+          d(params.d ? params.d[head] : 0.0f) {}
+
+    // Starts to copy a tile, with zeros behind the new tokens and behind `chunks` runs of 8 elements.
+    template <int kRowElements>
+    __device__ __forceinline__ void fetch_tile(const ChunkTile<kRowElements>& tile, const Tokens& tokens, long long first, long long element,
+                                               long long chunks) const {
+        constexpr int kThreads = 32 * kMambaMatrixWarps, kChunks = kRowElements / 8;
+        const int thread = static_cast<int>(threadIdx.x) - kMambaStateThreads, place = thread % kChunks;
+        const bool is_there = place < chunks;
+        const unsigned char* from = tokens.row(slot, 0) + 2 * (element + (is_there ? 8 * place : 0));
+#pragma unroll 4
+        for (int token = thread / kChunks; token < kChunkTokens; token += kThreads / kChunks) {
+            const bool is_new = first + token < count;
+            cp_async(tile.at(token, place), from + (is_new ? first + token : 0) * tokens.token_stride, is_new && is_there);
+        }
+    }
+    // Starts to copy the tiles of a chunk; closes a commit group.
+    __device__ __forceinline__ void fetch(long long chunk) const {
+        const long long first = chunk * kChunkTokens;
+        fetch_tile(memory.b(chunk), params.b, first, group * kStateSize, kStateSize / 8);
+        fetch_tile(memory.c(chunk), params.c, first, group * kStateSize, kStateSize / 8);
+        fetch_tile(memory.x(chunk), params.x, first, head * params.head_dim + first_row, (params.head_dim - first_row) / 8);
+        cp_async_commit_group();
+    }
+    // What the steps of a chunk come from: neighbouring tokens for each lane.
+    __device__ __forceinline__ void load_gates(long long chunk) {
+#pragma unroll
+        for (int i = 0; i < kTokensPerLane; i++) {
+            const long long token = chunk * kChunkTokens + kTokensPerLane * lane + i;
+            dt[i] = token < count ? load_element(Type{}, params.dt.row(slot, token), head) : 0.0f;
+        }
+    }
+    // Steps of a chunk, and their sums times a. A token that is not new has a step of 0.
+    __device__ __forceinline__ void share_steps(long long chunk) const {
+        MambaScratch& scratch = memory.scratch(warp);
+        float sums[kTokensPerLane];
+#pragma unroll
+        for (int i = 0; i < kTokensPerLane; i++) {
+            const int token = kTokensPerLane * lane + i;
+            const float step = chunk * kChunkTokens + token < count ? time_step(params, dt[i], bias, a).x : 0.0f;
+            scratch.steps[token] = step;
+            sums[i] = step * a * kLog2E;
+        }
+        sum_tokens(sums);
+#pragma unroll
+        for (int i = 0; i < kTokensPerLane; i++) scratch.sums[kTokensPerLane * lane + i] = sums[i];
+        __syncwarp();
+    }
+
+    // The matrix of a chunk, and its scales.
+    __device__ __forceinline__ void make(long long chunk) {
+        const MambaScratch& scratch = memory.scratch(warp);
+        MambaScales& scales = memory.scales(chunk);
+        share_steps(chunk);
+        load_gates(chunk + 1);
+        float products[kTokenTiles][4] = {};
+        multiply_block(Type{}, memory.c(chunk), memory.b(chunk), warp, products);
+        const int tokens[] = {16 * warp + row, 16 * warp + row + 8};
+        const float last = scratch.sums[kChunkTokens - 1], sums[] = {scratch.sums[tokens[0]], scratch.sums[tokens[1]]};
+        if (column == 0) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                scales.decay[tokens[i]] = exp2_approx(sums[i]);
+                scales.weight[tokens[i]] = exp2_approx(last - sums[i]) * scratch.steps[tokens[i]];
+            }
+        }
+        if (warp == 0 && lane == 0) scales.total[0] = exp2_approx(last);
+#pragma unroll
+        for (int tile = 0; tile < kTokenTiles; tile++) {
+            const int other = tile / 2, of_block = tile % 2 * 8 + column, of_chunk = 16 * other + of_block;
+            const float2 steps = *reinterpret_cast<const float2*>(&scratch.steps[of_chunk]);
+            const float2 of_columns = *reinterpret_cast<const float2*>(&scratch.sums[of_chunk]);
+#pragma unroll
+            for (int i = 0; i < 2; i++) {
+                const float first = products[tile][2 * i] * (exp2_approx(sums[i] - of_columns.x) * steps.x) + (of_chunk == tokens[i] ? d : 0.0f);
+                const float second =
+                    products[tile][2 * i + 1] * (exp2_approx(sums[i] - of_columns.y) * steps.y) + (of_chunk + 1 == tokens[i] ? d : 0.0f);
+                if (other > warp) continue;
+                tile_word(memory.matrix(chunk, warp, other), row + 8 * i, of_block) =
+                    pack(Type{}, {of_chunk <= tokens[i] ? first : 0.0f, of_chunk + 1 <= tokens[i] ? second : 0.0f});
+            }
+        }
+        __syncwarp();
+    }
+};
+
+// Each has 16 rows of the state.
+template <class Type, int kStateSize>
+struct MambaStateWarp : MambaPlace {
+    static constexpr int kStateTiles = kStateSize / 8;
+
+    const MambaParams& params;
+    MambaMemory<kStateSize> memory;
+    int count, warp;
+    float state[kStateTiles][4];
+
+    __device__ __forceinline__ MambaStateWarp(const MambaParams& params, const MambaMemory<kStateSize>& memory, int count)
+        : MambaPlace(params), params(params), memory(memory), count(count), warp(static_cast<int>(threadIdx.x) / 32) {}
 
     // Row of the state, of register pair `half` of a fragment.
-    __device__ __forceinline__ long long state_row(int half) const { return first_row + row + 8 * half; }
+    __device__ __forceinline__ long long state_row(int half) const { return first_row + 16 * warp + row + 8 * half; }
     __device__ __forceinline__ long long state_index(int half, int tile) const {
         return ((slot * params.heads + head) * params.head_dim + state_row(half)) * kStateSize + 8 * tile + column;
     }
-
     __device__ __forceinline__ void load_state() {
 #pragma unroll
         for (int tile = 0; tile < kStateTiles; tile++) {
@@ -134,203 +211,119 @@ struct ChunkScan {
             }
         }
     }
-    // The state as an operand.
-    __device__ __forceinline__ void share_state() const {
-#pragma unroll
-        for (int tile = 0; tile < kStateTiles; tile++) {
-#pragma unroll
-            for (int half = 0; half < 2; half++) {
-                *memory.state_word(row + 8 * half, tile, column / 2) = pack(Type{}, {state[tile][2 * half], state[tile][2 * half + 1]});
-            }
-        }
-    }
 
-    // Starts to copy the tiles of a chunk, with zeros behind the new tokens and rows; closes a commit group.
-    __device__ __forceinline__ void fetch(int stage, long long first) const {
-        constexpr int kStateChunks = kStateSize / 8, kXChunks = kChunkRows / 8, kChunks = 2 * kStateChunks + kXChunks;
-        for (int i = threadIdx.x; i < kChunkTokens * kChunks; i += kChunkThreads) {
-            const int token = i / kChunks, chunk = i % kChunks;
-            const bool is_new = first + token < count;
-            const long long from = is_new ? first + token : 0;
-            if (chunk < 2 * kStateChunks) {
-                const bool is_b = chunk < kStateChunks;
-                const int place = is_b ? chunk : chunk - kStateChunks;
-                const Tokens& tokens = is_b ? params.b : params.c;
-                cp_async((is_b ? memory.b(stage) : memory.c(stage)).at(token, place),
-                         tokens.row(slot, from) + group * 2 * kStateSize + 16 * place, is_new);
-            } else {
-                const int place = chunk - 2 * kStateChunks;
-                const bool is_there = first_row + 8 * place < params.head_dim;
-                cp_async(memory.x(stage).at(token, place),
-                         params.x.row(slot, from) + 2 * (head * params.head_dim + (is_there ? first_row + 8 * place : 0)), is_new && is_there);
+    // What a chunk's outputs have of the state before it.
+    __device__ __forceinline__ void multiply_state(long long chunk, float (&outputs)[kTokenTiles][4]) const {
+        const MambaScales& scales = memory.scales(chunk);
+#pragma unroll
+        for (int step = 0; step < kStateSize / 16; step++) {
+            unsigned rows[4];
+            pack_a_fragment(Type{}, rows, state[2 * step], state[2 * step + 1]);
+#pragma unroll
+            for (int block = 0; block < kChunkBlocks; block++) {
+                unsigned columns[4];
+                memory.c(chunk).load_b(columns, 16 * block, step);
+                mma_m16n8k16(Type{}, outputs[2 * block], rows, columns[0], columns[1]);
+                mma_m16n8k16(Type{}, outputs[2 * block + 1], rows, columns[2], columns[3]);
             }
         }
-        cp_async_commit_group();
+#pragma unroll
+        for (int tile = 0; tile < kTokenTiles; tile++) {
+            const float2 decay = *reinterpret_cast<const float2*>(&scales.decay[8 * tile + column]);
+#pragma unroll
+            for (int i = 0; i < 4; i++) outputs[tile][i] *= i % 2 ? decay.y : decay.x;
+        }
     }
-
-    // What a chunk's steps come from: two tokens for each lane of the first warp.
-    __device__ __forceinline__ float2 load_dt(long long first) const {
-        const long long token = first + 2 * lane;
-        return {warp == 0 && token < count ? load_element(Type{}, params.dt.row(slot, token), head) : 0.0f,
-                warp == 0 && token + 1 < count ? load_element(Type{}, params.dt.row(slot, token + 1), head) : 0.0f};
-    }
-    // Steps of a chunk, and their sums times a. A token that is not new has a step of 0.
-    __device__ __forceinline__ void share_steps(int stage, long long first, float2 dt, float bias, float a) const {
-        if (warp != 0) return;
-        const long long token = first + 2 * lane;
-        const float low = token < count ? time_step(params, dt.x, bias, a).x : 0.0f;
-        const float high = token + 1 < count ? time_step(params, dt.y, bias, a).x : 0.0f;
-        float sum = (low + high) * a;
+    // What they have of its inputs, which are rows of X^T.
+    __device__ __forceinline__ void multiply_inputs(long long chunk, const unsigned (&inputs)[kChunkBlocks][4], float (&outputs)[kTokenTiles][4]) const {
 #pragma unroll
-        for (int distance = 1; distance < 32; distance *= 2) {
-            const float before = __shfl_up_sync(~0u, sum, distance);
-            if (lane >= distance) sum += before;
-        }
-        memory.steps(stage)[2 * lane] = low;
-        memory.steps(stage)[2 * lane + 1] = high;
-        memory.sums(stage)[2 * lane] = sum - high * a;
-        memory.sums(stage)[2 * lane + 1] = sum;
-    }
-
-    // The outputs of a chunk.
-    __device__ __forceinline__ void outputs(int stage, long long first, float d) const {
-        const float *steps = memory.steps(stage), *sums = memory.sums(stage);
-        const float cum[2] = {sums[row], sums[row + 8]};
-        float y[kRowTiles][4] = {}, scores[kTokenTiles][4] = {};
+        for (int block = 0; block < kChunkBlocks; block++) {
 #pragma unroll
-        for (int k = 0; k < kStateSize / 16; k++) {
-            unsigned c[4];
-            memory.c(stage).load_a(c, 16 * warp, k);
-#pragma unroll
-            for (int pair = 0; pair < kRowTiles / 2; pair++) {
-                unsigned b[4];
-                memory.state().load_b(b, 16 * pair, k);
-                mma_m16n8k16(Type{}, y[2 * pair], c, b[0], b[1]);
-                mma_m16n8k16(Type{}, y[2 * pair + 1], c, b[2], b[3]);
-            }
-#pragma unroll
-            for (int pair = 0; pair < kTokenTiles / 2; pair++) {
-                if (pair > warp) continue;  // tokens behind those of this warp
-                unsigned b[4];
-                memory.b(stage).load_b(b, 16 * pair, k);
-                mma_m16n8k16(Type{}, scores[2 * pair], c, b[0], b[1]);
-                mma_m16n8k16(Type{}, scores[2 * pair + 1], c, b[2], b[3]);
-            }
-        }
-        const float decay[2] = {expf(cum[0]), expf(cum[1])};
-#pragma unroll
-        for (int tile = 0; tile < kRowTiles; tile++) {
-#pragma unroll
-            for (int i = 0; i < 4; i++) y[tile][i] *= decay[i / 2];
-        }
-#pragma unroll
-        for (int pair = 0; pair < kTokenTiles / 2; pair++) {
-            if (pair > warp) continue;
-            unsigned matrix[4];
-#pragma unroll
-            for (int tile = 0; tile < 2; tile++) {
-                float(&values)[4] = scores[2 * pair + tile];
-                const int token = 16 * pair + 8 * tile + column;
-#pragma unroll
-                for (int i = 0; i < 4; i++) {
-                    const int source = token + i % 2;
-                    values[i] = source <= row + i / 2 * 8 ? values[i] * (expf(cum[i / 2] - sums[source]) * steps[source]) : 0.0f;
-                }
-            }
-            pack_a_fragment(Type{}, matrix, scores[2 * pair], scores[2 * pair + 1]);
-#pragma unroll
-            for (int chunk = 0; chunk < kRowTiles; chunk += 2) {
-                unsigned x[4];
-                memory.x(stage).load_b_trans(x, chunk, pair);
-                mma_m16n8k16(Type{}, y[chunk], matrix, x[0], x[1]);
-                mma_m16n8k16(Type{}, y[chunk + 1], matrix, x[2], x[3]);
-            }
-        }
-#pragma unroll
-        for (int half = 0; half < 2; half++) {
-            const long long token = first + row + 8 * half;
-            if (token >= count) continue;
-            const unsigned char* inputs = params.x.row(slot, token);
-#pragma unroll
-            for (int tile = 0; tile < kRowTiles; tile++) {
-                const long long of_head = first_row + 8 * tile + column;
-                if (of_head >= params.head_dim) continue;
-                const float2 x = unpack(Type{}, *reinterpret_cast<const unsigned*>(inputs + 2 * (head * params.head_dim + of_head)));
-                const long long index = ((slot * params.width + token) * params.heads + head) * params.head_dim + of_head;
-                *reinterpret_cast<unsigned*>(static_cast<unsigned char*>(params.out) + 2 * index) =
-                    pack(Type{}, {y[tile][2 * half] + d * x.x, y[tile][2 * half + 1] + d * x.y});
+            for (int later = block; later < kChunkBlocks; later++) {
+                unsigned columns[4];
+                ChunkTile<16>{shared_address(memory.matrix(chunk, later, block))}.load_b(columns, 0, 0);
+                mma_m16n8k16(Type{}, outputs[2 * later], inputs[block], columns[0], columns[1]);
+                mma_m16n8k16(Type{}, outputs[2 * later + 1], inputs[block], columns[2], columns[3]);
             }
         }
     }
-
     // The state after a chunk.
-    __device__ __forceinline__ void advance(int stage) {
-        const float *steps = memory.steps(stage), *sums = memory.sums(stage);
-        const float last = sums[kChunkTokens - 1], decay = expf(last);
+    __device__ __forceinline__ void advance(long long chunk, const unsigned (&inputs)[kChunkBlocks][4]) {
+        const MambaScales& scales = memory.scales(chunk);
+        const float total = scales.total[0];
 #pragma unroll
         for (int tile = 0; tile < kStateTiles; tile++) {
 #pragma unroll
-            for (int i = 0; i < 4; i++) state[tile][i] *= decay;
+            for (int i = 0; i < 4; i++) state[tile][i] *= total;
         }
 #pragma unroll
-        for (int k = 0; k < kChunkTokens / 16; k++) {
-            unsigned x[4], high[4], low[4];
-            memory.x(stage).load_a_trans(x, 2 * warp, k);
+        for (int block = 0; block < kChunkBlocks; block++) {
+            unsigned high[4], low[4];
 #pragma unroll
             for (int i = 0; i < 4; i++) {
-                const int token = 16 * k + i / 2 * 8 + column;
-                const float2 pair = unpack(Type{}, x[i]);
-                const SplitPair<Type> parts(Type{}, {pair.x * (expf(last - sums[token]) * steps[token]),
-                                                     pair.y * (expf(last - sums[token + 1]) * steps[token + 1])});
+                const float2 pair = unpack(Type{}, inputs[block][i]);
+                const float2 weight = *reinterpret_cast<const float2*>(&scales.weight[16 * block + i / 2 * 8 + column]);
+                const SplitPair<Type> parts(Type{}, {pair.x * weight.x, pair.y * weight.y});
                 high[i] = parts.high;
                 low[i] = parts.low;
             }
 #pragma unroll
-            for (int chunk = 0; chunk < kStateTiles; chunk += 2) {
-                unsigned b[4];
-                memory.b(stage).load_b_trans(b, chunk, k);
-                mma_m16n8k16(Type{}, state[chunk], high, b[0], b[1]);
-                mma_m16n8k16(Type{}, state[chunk + 1], high, b[2], b[3]);
-                mma_m16n8k16(Type{}, state[chunk], low, b[0], b[1]);
-                mma_m16n8k16(Type{}, state[chunk + 1], low, b[2], b[3]);
+            for (int tile = 0; tile < kStateTiles; tile += 2) {
+                unsigned columns[4];
+                memory.b(chunk).load_b_trans(columns, tile, block);
+                mma_m16n8k16(Type{}, state[tile], high, columns[0], columns[1]);
+                mma_m16n8k16(Type{}, state[tile + 1], high, columns[2], columns[3]);
+                mma_m16n8k16(Type{}, state[tile], low, columns[0], columns[1]);
+                mma_m16n8k16(Type{}, state[tile + 1], low, columns[2], columns[3]);
             }
         }
     }
 
+    // One chunk, whose matrix is there.
+    __device__ __forceinline__ void take(long long chunk) {
+        float outputs[kTokenTiles][4] = {};
+        unsigned inputs[kChunkBlocks][4];
+#pragma unroll
+        for (int block = 0; block < kChunkBlocks; block++) memory.x(chunk).load_a_trans(inputs[block], 2 * warp, block);
+        multiply_state(chunk, outputs);
+        multiply_inputs(chunk, inputs, outputs);
+        const long long first = chunk * kChunkTokens, warp_row = first_row + 16 * warp, token_bytes = 2 * params.heads * params.head_dim;
+        unsigned char* out = static_cast<unsigned char*>(params.out) + (slot * params.width + first) * token_bytes;
+        store_transposed(Type{}, outputs, out + 2 * (head * params.head_dim + warp_row), token_bytes, count - first, params.head_dim - warp_row);
+        advance(chunk, inputs);
+    }
+};
+
+template <class Type, int kStateSize>
+struct MambaChunks : MambaPlace {
+    const MambaParams& params;
+    MambaMemory<kStateSize> memory;
+    int count;
+
+    __device__ __forceinline__ MambaChunks(const MambaParams& params, unsigned char* shared)
+        : MambaPlace(params), params(params), memory{shared}, count(count_new(params.new_lengths, slot, params.width)) {}
+
+    __device__ __forceinline__ void zero_padding() const {
+        constexpr int kRuns = kMambaChunkRows / 8;
+        for (long long i = count * kRuns + threadIdx.x; i < params.width * kRuns; i += kMambaChunkThreads) {
+            const long long of_head = first_row + i % kRuns * 8;
+            const float zeros[8] = {};
+            if (of_head >= params.head_dim) continue;
+            store_elements(Type{}, params.out, ((slot * params.width + i / kRuns) * params.heads + head) * params.head_dim + of_head, zeros);
+        }
+    }
     __device__ __forceinline__ void keep_state() const {
         if (params.past == params.present) return;
-        for (int tile = 0; tile < kStateTiles; tile++) {
-            for (int half = 0; half < 2; half++) {
-                if (state_row(half) < params.head_dim) copy_elements<State, 2>(params.present, params.past, state_index(half, tile));
-            }
+        const long long rows = min(params.head_dim - first_row, static_cast<long long>(kMambaChunkRows));
+        const long long first = ((slot * params.heads + head) * params.head_dim + first_row) * kStateSize;
+        for (long long i = threadIdx.x; i < rows * kStateSize / 8; i += kMambaChunkThreads) {
+            copy_elements<State, 8>(params.present, params.past, first + 8 * i);
         }
     }
-
-    __device__ __forceinline__ void run(float a, float bias, float d) {
-        const int rows = static_cast<int>(min(params.head_dim - first_row, static_cast<long long>(kChunkRows)));
-        for (long long i = static_cast<long long>(count) * kChunkRows + threadIdx.x; i < params.width * kChunkRows; i += kChunkThreads) {
-            if (i % kChunkRows >= rows) continue;
-            const long long token = i / kChunkRows, of_head = first_row + i % kChunkRows;
-            store_element(Type{}, params.out, ((slot * params.width + token) * params.heads + head) * params.head_dim + of_head, 0.0f);
-        }
+    __device__ __forceinline__ void run() const {
+        zero_padding();
         if (count == 0) return keep_state();
-        fetch(0, 0);
-        load_state();
-        share_state();
-        share_steps(0, 0, load_dt(0), bias, a);
-        int stage = 0;
-        for (long long first = 0; first < count; first += kChunkTokens, stage ^= 1) {
-            cp_async_wait_group<0>();
-            __syncthreads();  // the tiles are there, and the stage before is free
-            const float2 next_dt = load_dt(first + kChunkTokens);
-            fetch(stage ^ 1, first + kChunkTokens);
-            outputs(stage, first, d);
-            __syncthreads();  // the state before the chunk is not needed any more
-            advance(stage);
-            share_state();
-            share_steps(stage ^ 1, first + kChunkTokens, next_dt, bias, a);
-        }
-        cp_async_wait_group<0>();
-        store_state();
+        run_chunks(kMambaStateThreads, count, [&] { return MambaStateWarp<Type, kStateSize>(params, memory, count); },
+                   [&] { return MambaMatrixWarp<Type, kStateSize>(params, memory, count); });
     }
 };

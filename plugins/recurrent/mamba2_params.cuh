@@ -2,6 +2,7 @@
 #pragma once
 
 #include "recurrent/elements.cuh"
+#include "recurrent/functions.cuh"
 
 using Element = ELEMENT;
 using State = STATE;

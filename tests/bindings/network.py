@@ -4,7 +4,7 @@ Only what the networks of this package have. A layer that is used in another way
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import POINTER, c_bool, c_char_p, c_int32, c_uint32, c_void_p
+from ctypes import POINTER, c_bool, c_char_p, c_int32, c_int64, c_uint32, c_void_p
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ Places = Mapping[str, Mapping[str, Place]]
 
 #: ``DataType``, by the numbers of the headers.
 FLOAT, HALF, INT32, BOOL, BF16, INT64 = 0, 1, 3, 4, 7, 8
-_GREATER, _ND, _TRANSPOSE = 12, 2, 1  # ElementWiseOperation, GatherMode, MatrixOperation
+_COMPARISONS, _ND, _TRANSPOSE = (11, 12), 2, 1  # ElementWiseOperation, GatherMode, MatrixOperation
 
 
 class Tensor(CppObject):
@@ -25,6 +25,7 @@ class Tensor(CppObject):
     def __init__(self, places: Places, name: str, infer: Callable[[], tuple[Shape, int]]) -> None:
         self.name, self._infer = name, infer
         self._inferred: tuple[Shape, int] | None = None
+        self.made_from: Values | None = None  # of the layer, for what is computed with sizes
         super().__init__(places["ITensor"])
 
     @property
@@ -73,11 +74,14 @@ class Layer(CppObject):
         self.values, self.name = values, ""
         kinds = {"attention": ["IAttention"], "attention_v2": ["IAttention"], "shuffle": ["ILayer", "IShuffleLayer"]}
         kinds |= {"gather": ["ILayer", "IGatherLayer"], "gather_v2": ["ILayer", "IGatherLayer"]}
-        kinds |= {"softmax": ["ILayer", "ISoftMaxLayer"]}
+        kinds |= {"softmax": ["ILayer", "ISoftMaxLayer"], "slice": ["ILayer", "ISliceLayer"]}
+        kinds |= {"concatenation": ["ILayer", "IConcatenationLayer"]}
         own: dict[str, Place] = {}
         for interface in kinds.get(values.kind, ["ILayer"]):
             own |= places[interface]
         self.outputs = [Tensor(places, "", lambda index=index: infer(values)[index]) for index in range(outputs)]  # type: ignore[misc]
+        for output in self.outputs:
+            output.made_from = values
         super().__init__(own)
 
     def __str__(self) -> str:
@@ -116,6 +120,22 @@ class Layer(CppObject):
     def setSecondTranspose(self, permutation: Any) -> None:
         self._set("second", tuple(permutation.contents.order))
 
+    @function(None, c_bool)
+    def setZeroIsPlaceholder(self, value: bool) -> None:
+        self._set("zero is a size", not value)
+
+    @function(None, c_int32)
+    def setAxis(self, axis: int) -> None:
+        self._set("axis", axis)
+
+    @function(None, c_int32)
+    def setGatherAxis(self, axis: int) -> None:
+        self._set("axis", axis)
+
+    @function(None, c_int32)
+    def setMode(self, mode: int) -> None:
+        self._set("mode", mode)
+
     @function(None, c_uint32)
     def setAxes(self, axes: int) -> None:
         self._set("axes", axes)
@@ -148,11 +168,43 @@ def _broadcast(left: int, right: int) -> int:
     return right
 
 
+def sizes_in(tensor: Tensor) -> Shape:
+    """Return the elements of a tensor of sizes, as far as they are known when a network is made; -1 for the others."""
+    given = tensor.made_from
+    assert given is not None, "an input is no tensor of sizes"
+    if given.kind == "constant":
+        return tuple(given.settings["elements"])
+    if given.kind == "shape":
+        return given.inputs[0].shape
+    if given.kind == "slice":
+        (start,), (count,) = given.settings["start"], given.settings["size"]
+        return sizes_in(given.inputs[0])[start : start + count]
+    if given.kind == "concatenation":
+        return tuple(size for one in given.inputs for size in sizes_in(one))
+    assert given.kind == "elementwise", f"sizes from a layer of kind {given.kind}"
+    return (-1,)  # depends on the width, or it would be a number
+
+
+def _concatenation(given: Values) -> list[tuple[Shape, int]]:
+    axis, shapes = given.settings.get("axis", 0), [one.shape for one in given.inputs]
+    sizes = [shape[axis] for shape in shapes]
+    whole = -1 if min(sizes) < 0 else sum(sizes)
+    assert len({(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}) == 1, f"{shapes} cannot be joined"
+    assert len({one.type for one in given.inputs}) == 1
+    return [((*shapes[0][:axis], whole, *shapes[0][axis + 1 :]), given.inputs[0].type)]
+
+
+def _slice(given: Values) -> list[tuple[Shape, int]]:
+    shape = sizes_in(given.settings["input 2"]) if "input 2" in given.settings else given.settings["size"]
+    assert len(shape) == len(given.inputs[0].shape)
+    return [(shape, given.inputs[0].type)]
+
+
 def _elementwise(given: Values) -> list[tuple[Shape, int]]:
     left, right = given.inputs
     assert left.type == right.type, f"types {left.type} and {right.type} differ"
     shape = tuple(_broadcast(a, b) for a, b in zip(left.shape, right.shape, strict=True))
-    return [(shape, BOOL if given.settings["operation"] == _GREATER else left.type)]
+    return [(shape, BOOL if given.settings["operation"] in _COMPARISONS else left.type)]
 
 
 def _select(given: Values) -> list[tuple[Shape, int]]:
@@ -178,6 +230,9 @@ def _shuffle(given: Values) -> list[tuple[Shape, int]]:
             known = [size for size in sizes if size != -1]
             sizes[given.settings["reshape"].index(-1)] = _product(shape) // _product(known)
         shape = tuple(sizes)
+    if "input 1" in given.settings:
+        assert given.settings["zero is a size"]
+        shape = sizes_in(given.settings["input 1"])
     if "second" in given.settings:
         shape = tuple(shape[axis] for axis in given.settings["second"][: len(shape)])
     return [(shape, kind)]
@@ -196,18 +251,20 @@ def _gather(given: Values) -> list[tuple[Shape, int]]:
         assert given.settings["elementwise dims"] == 1
         assert indices.shape[1:] == (1,)
         return [((data.shape[0], *data.shape[2:]), data.type)]
-    return [((*indices.shape, *data.shape[1:]), data.type)]
+    axis, shared = given.settings["axis"], given.settings.get("elementwise dims", 0)
+    return [((*data.shape[:axis], *indices.shape[shared:], *data.shape[axis + 1 :]), data.type)]
 
 
 def _matrix_multiply(given: Values) -> list[tuple[Shape, int]]:
     left, right = given.inputs
     assert left.type == right.type
-    *columns, rows, inner = right.shape
-    if given.settings["transposed"] != (0, _TRANSPOSE):
+    (*batch, rows, inner), (*other_batch, other_inner, columns) = left.shape, right.shape
+    if given.settings["transposed"][0] == _TRANSPOSE:
         rows, inner = inner, rows
-    assert inner == left.shape[-1], f"{left.shape} and {right.shape} cannot be multiplied"
-    assert len(columns) == max(len(left.shape) - 2, 0)
-    return [((*left.shape[:-1], rows), left.type)]
+    if given.settings["transposed"][1] == _TRANSPOSE:
+        other_inner, columns = columns, other_inner
+    assert inner == other_inner, f"{left.shape} and {right.shape} cannot be multiplied"
+    return [((*map(_broadcast, batch, other_batch), rows, columns), left.type)]
 
 
 def _reduce(given: Values) -> list[tuple[Shape, int]]:
@@ -267,7 +324,8 @@ class Network(CppObject):
         assert weights.count == _product(shape)
         assert weights.values
         kind = weights.type
-        return self._add("constant", lambda given: [(shape, kind)], ())
+        elements = (c_int64 * weights.count).from_address(weights.values)[:] if kind == INT64 else ()
+        return self._add("constant", lambda given: [(shape, kind)], (), elements=elements)
 
     @function(c_void_p, c_void_p)
     def addShuffle(self, tensor: int) -> Layer:
@@ -275,12 +333,11 @@ class Network(CppObject):
 
     @function(c_void_p, c_void_p, c_void_p, c_int32)
     def addGather(self, data: int, indices: int, axis: int) -> Layer:
-        assert axis == 0
-        return self._add("gather", _gather, (data, indices), mode=0)
+        return self._add("gather", _gather, (data, indices), mode=0, axis=axis)
 
     @function(c_void_p, c_void_p, c_void_p, c_int32)
     def addGatherV2(self, data: int, indices: int, mode: int) -> Layer:
-        return self._add("gather_v2", _gather, (data, indices), mode=mode)
+        return self._add("gather_v2", _gather, (data, indices), mode=mode, axis=0)
 
     @function(c_void_p, c_void_p, c_void_p, c_int32)
     def addElementWise(self, left: int, right: int, operation: int) -> Layer:
@@ -325,8 +382,11 @@ class Network(CppObject):
 
     @function(c_void_p, c_void_p, POINTER(Dims), POINTER(Dims), POINTER(Dims))
     def addSlice(self, tensor: int, start: Any, size: Any, stride: Any) -> Layer:
-        shape = size.contents.shape
-        return self._add("slice", lambda given: [(shape, given.inputs[0].type)], (tensor,))
+        return self._add("slice", _slice, (tensor,), start=start.contents.shape, size=size.contents.shape)
+
+    @function(c_void_p, POINTER(c_void_p), c_int32)
+    def addConcatenation(self, tensors: Any, count: int) -> Layer:
+        return self._add("concatenation", _concatenation, [tensors[index] for index in range(count)])
 
     @function(c_void_p, c_void_p, c_void_p, c_void_p, c_bool, c_int32)
     def addRotaryEmbedding(self, tensor: int, cos: int, sin: int, interleaved: bool, rotary_dim: int) -> Layer:

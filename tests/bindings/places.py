@@ -30,6 +30,7 @@ _LAYERS: dict[str, tuple[str, Callable[[Any, Any], tuple[Any, ...]]]] = {
     "addShape": ("shape", lambda trt, t: (t,)),
     "addFillV2": ("fill", lambda trt, t: ((1,), trt.FillOperation.LINSPACE, trt.DataType.INT32)),
     "addSlice": ("slice", lambda trt, t: (t, (1,), (1,), (1,))),
+    "addConcatenation": ("concatenation", lambda trt, t: ([t],)),
     "addSelect": ("select", lambda trt, t: (t, t, t)),
     "addSoftMax": ("softmax", lambda trt, t: (t,)),
     "addRotaryEmbedding": ("rotary_embedding", lambda trt, t: (t, t, t, False, 0)),
@@ -147,6 +148,10 @@ def _find_network(watch: _Watch, trt: Any, network: Any) -> None:
     find("IShuffleLayer", "setReshapeDimensions", lambda: setattr(shuffle, "reshape_dims", (0, 1)))
     find("IShuffleLayer", "setSecondTranspose", lambda: setattr(shuffle, "second_transpose", (0, 1)))
     find("IGatherLayer", "setNbElementWiseDims", lambda: setattr(gather, "num_elementwise_dims", 1))
+    find("IShuffleLayer", "setZeroIsPlaceholder", lambda: setattr(shuffle, "zero_is_placeholder", False))
+    find("IGatherLayer", "setGatherAxis", lambda: setattr(gather, "axis", 1))
+    find("ISliceLayer", "setMode", lambda: setattr(layers["addSlice"], "mode", trt.SampleMode.FILL))
+    find("IConcatenationLayer", "setAxis", lambda: setattr(layers["addConcatenation"], "axis", 1))
     softmax = layers["addSoftMax"]
     find("ISoftMaxLayer", "setAxes", lambda: setattr(softmax, "axes", 1))
     if "addAttention" in layers:

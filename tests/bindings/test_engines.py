@@ -12,8 +12,10 @@ import pytest
 
 from tests.helpers.fake_tensorrt import FakeGpuMemory
 from tests.helpers.small_model import write_model
-from tests.helpers.tensorrt_engines import enqueue, make_ready, set_shapes
+from tests.helpers.tensorrt_engines import enqueue, make_ready, set_shapes, tensor
+from tests.paths import GOLDEN
 from trt_kvcache import build_engine
+from trt_kvcache.builder import options
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant, why_not_native
 from trt_kvcache.engine_folder.folder import EngineFolder
@@ -103,6 +105,49 @@ def test_networks_of_other_families(stand_in: Any, full: TensorRT, tmp_path: Pat
     assert network.tensors() == {spec.name: (spec.shape, int(full.data_type(spec.dtype))) for spec in config.tensors}
     names = [layer.name for layer in network.layers]
     assert len(set(names)) == len(names)
+
+
+#: Golden models with states, one of each kind of layer.
+STATEFUL = ("lfm2", "bamba", "qwen3_next", "mamba2")
+
+
+@pytest.fixture(params=STATEFUL)
+def stateful(request: pytest.FixtureRequest, full: TensorRT, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An engine folder of a model with states."""
+    if not full.supports(attention_variant("mask")):
+        pytest.skip(f"{full} has no {attention_variant('mask').needs}")
+    monkeypatch.setattr(options, "HEAD_DIM_MIN", 8)  # golden models are small
+    return build_engine(GOLDEN / request.param, tmp_path / "engine", **SIZES, attention="mask", flavour="tensorrt").path
+
+
+def test_networks_with_states(stand_in: Any, full: TensorRT, stateful: Path) -> None:
+    config, network = EngineFolder.open(stateful).config, stand_in.networks[-1]
+    assert network.tensors() == {spec.name: (spec.shape, int(full.data_type(spec.dtype))) for spec in config.tensors}
+    names = [layer.name for layer in network.layers]
+    assert len(set(names)) == len(names)
+    assert all(names)
+
+
+def test_an_engine_with_states_has_contexts_for_both_buffers(stand_in: Any, full: TensorRT, stateful: Path, memory: FakeGpuMemory) -> None:
+    enqueues = len(stand_in.enqueues)
+    with TensorRTEngine.open(stateful, memory=memory) as engine:
+        states = [spec for spec in engine.tensors.values() if "_state_" in spec.name]
+        buffers = {spec.name: tensor(memory, (3, *spec.shape[1:]), spec.dtype) for spec in states}
+        for parity in (0, 1):
+            engine.use_bindings(parity)
+            make_ready(engine, memory, batch=2, width=5)
+            for spec in states:
+                other = spec.name.removeprefix("present_") if spec.name.startswith("present_") else f"present_{spec.name}"
+                engine.bind(spec.name, buffers[other if parity else spec.name])
+            enqueue(engine)
+        engine.use_bindings(0)
+        enqueue(engine)
+        first, second, third = stand_in.enqueues[enqueues:]
+        assert first is third
+        assert (first.profile, second.profile) == (0, 0)
+        for spec in states:
+            assert first.addresses[spec.name] == buffers[spec.name].ptr != second.addresses[spec.name]
+    gc.collect()
 
 
 def test_the_network_has_the_attention_of_the_variant(stand_in: Any, built: Path, variant: str, full: TensorRT) -> None:

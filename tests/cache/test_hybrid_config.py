@@ -66,6 +66,11 @@ def test_recurrent_layers_alone_have_no_limit_of_tokens():
     assert (alone.max_batch_size, alone.max_sequence_length, alone.nbytes) == (3, INT32_MAX, STATES.nbytes)
 
 
+def test_recurrent_layers_alone_may_have_a_limit_of_tokens():
+    alone = HybridCacheConfig(layer_types=[LayerType.MAMBA] * 2, mamba=STATES).with_max_sequence_length(5)
+    assert (alone.max_sequence_length, alone.mamba.max_sequence_length, alone.nbytes) == (5, 5, STATES.nbytes)
+
+
 def test_attention_layers_alone():
     alone = HybridCacheConfig(layer_types=[LayerType.ATTENTION], kv=KV)
     assert (alone.max_batch_size, alone.max_sequence_length, alone.nbytes) == (3, 7, KV.nbytes)
@@ -148,6 +153,11 @@ BAD = [
         "mamba",
         dataclasses.replace(STATES, max_batch_size=4),
         "HybridCacheConfig: max_batch_size differs: kv has 3, mamba has 4.",
+    ),
+    (
+        "mamba",
+        dataclasses.replace(STATES, max_sequence_length=6),
+        "HybridCacheConfig.mamba: expected a max_sequence_length of at least 7, as kv has, got 6.",
     ),
 ]
 

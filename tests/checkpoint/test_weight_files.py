@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.checkpoint.folders import CopyOf, edit_tensors, refused
+from tests.checkpoint.folders import CopyOf, Tensors, edit_tensors, refused
+from trt_kvcache.checkpoint import Checkpoint
 
 
 def test_missing_shard(copy_of: CopyOf) -> None:
@@ -32,6 +33,46 @@ def test_index_that_names_a_tensor_its_shard_does_not_hold(copy_of: CopyOf) -> N
     name = next(iter(load_file(folder / shard)))
     edit_tensors(folder, lambda tensors: tensors.pop(name), shard)
     assert f"{folder / shard}: model.safetensors.index.json places '{name}' there, but the file has no such tensor" in refused(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "stored", "meant", "others"),
+    [
+        ("qwen3_5", "model.language_model.", "model.", ("mtp.fc.weight", "model.visual.patch_embed.proj.weight")),
+        ("nemotron_h", "backbone.", "model.", ("mtp.layers.0.norm.weight",)),
+        ("mamba2", "backbone.embedding.", "backbone.embeddings.", ()),
+    ],
+)
+def test_names_of_other_versions_and_weights_of_other_parts(
+    copy_of: CopyOf, name: str, stored: str, meant: str, others: tuple[str, ...]
+) -> None:
+    folder = copy_of(name)
+    with Checkpoint.open(folder) as checkpoint:
+        expected, fingerprint = {name: checkpoint.tensor(name) for name in checkpoint.tensor_names}, checkpoint.fingerprint()
+
+    def rename(tensors: Tensors) -> None:
+        for old in [name for name in tensors if name.startswith(meant)]:
+            tensors[stored + old.removeprefix(meant)] = tensors.pop(old)
+        tensors.update(dict.fromkeys(others, np.ones(3, np.float16)))
+
+    edit_tensors(folder, rename)
+    with Checkpoint.open(folder) as checkpoint:
+        for tensor_name, values in expected.items():
+            np.testing.assert_array_equal(checkpoint.tensor(tensor_name), values)
+        assert (set(checkpoint.tensor_names), checkpoint.fingerprint()) == (set(expected), fingerprint)
+
+
+def test_two_names_of_one_tensor(copy_of: CopyOf) -> None:
+    folder = copy_of("nemotron_h")
+    edit_tensors(folder, lambda tensors: tensors.update({"backbone.norm_f.weight": np.ones(32, np.float16)}))
+    text = f"{folder}: expected one tensor model.norm_f.weight of a nemotron_h model, got "
+    assert refused(folder).startswith(text)
+
+
+def test_heads_that_draft_tokens_are_extra_in_other_families(copy_of: CopyOf) -> None:
+    folder = copy_of("llama")
+    edit_tensors(folder, lambda tensors: tensors.update({"mtp.fc.weight": np.ones(3, np.float32)}))
+    assert "that a llama model by config.json does not use: mtp.fc.weight" in refused(folder)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,17 @@ PROGRAMS = {"host": 300, "emulated": 60, "gpu": 300}[os.environ.get("TRT_KVCACHE
 MODEL = ModelIdentity(fingerprint="random")
 DTYPES = ["float16", "bfloat16", "float32", "float8_e4m3fn", "int8"]
 PING_PONG = "hybrid", {"ping_pong": True}
-KINDS = [("manager", {}), ("linear", {"num_mamba_layers": 0}), ("linear", {}), ("hybrid", {}), PING_PONG, PING_PONG]
+STATES_ALONE = "states", {"ping_pong": True}
+KINDS = [
+    ("manager", {}),
+    ("linear", {"num_mamba_layers": 0}),
+    ("linear", {}),
+    ("hybrid", {}),
+    PING_PONG,
+    PING_PONG,
+    ("conv", {}),
+    STATES_ALONE,
+]
 
 
 class Beside:
@@ -71,14 +81,15 @@ class Beside:
         return [view.ptr for view in views] + sorted(view.ptr for view in [*states_of(self.cache), *next_states_of(self.cache)])
 
     def new_tokens(self, count):
-        layers = [(layer.num_kv_heads, layer.head_dim * itemsize(self.cache.kv_config.dtype)) for layer in self.cache.kv_config.layers]
+        config = self.cache.kv_config
+        layers = [(layer.num_kv_heads, layer.head_dim * itemsize(config.dtype)) for layer in (config.layers if config else ())]
         return [[self.random.integers(0, 256, (2, *layer), np.uint8) for layer in layers] for _ in range(count)]
 
     def step(self, slot, count):
         """What an enqueue does to one slot: rows of new tokens after those that it holds, and its next states."""
         length, new = self.lengths[slot], self.new_tokens(count)
         kv = getattr(self.cache, "kv_cache_manager", self.cache)
-        for layer, which in np.ndindex(kv.num_layers if count else 0, 2):
+        for layer, which in np.ndindex(kv.num_layers if kv is not None and count else 0, 2):
             rows = kv.get_separate_kv_cache(layer)[which][slot : slot + 1]
             array = rows.numpy()
             array.view(np.uint8)[0, :, length : length + count] = np.stack([token[layer][which] for token in new], axis=1)
@@ -355,7 +366,7 @@ class Beside:
     def append_sequence(self, seq):
         tokens, _ = self.content(seq)
         new, count = self.new_tokens(4), int(self.random.choice([0, 1, 2, 4]))
-        dtype = numpy_dtype(self.cache.kv_config.dtype)
+        dtype = numpy_dtype(self.cache.kv_config.dtype if self.cache.kv_config else "float32")
         layers = [np.stack(layer, axis=2).view(dtype)[:, :, :count] for layer in zip(*new, strict=True)]
         pair = [layer[0] for layer in layers], [layer[1] for layer in layers]
         del new[count:]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+from contextlib import suppress
 from typing import Any
 
 #: Texts that ``json.dumps`` cannot write, put in place of these markers afterwards.
@@ -54,7 +55,8 @@ def damage_value(data: Any, chance: random.Random) -> None:
         if other_key in other if isinstance(other, dict) else other_key < len(other):
             container[key] = json.loads(json.dumps(other[other_key])) if json.dumps(other[other_key]) else None
     elif how == 7 and isinstance(container[key], int | float) and not isinstance(container[key], bool):
-        container[key] = container[key] * chance.choice([-1, 2, 0.5, 10**6]) + chance.choice([0, 1, -1])
+        with suppress(OverflowError):  # the value may be an integer that another change made huge
+            container[key] = container[key] * chance.choice([-1, 2, 0.5, 10**6]) + chance.choice([0, 1, -1])
     elif how == 8 and isinstance(container, dict):
         container[chance.choice(["unknown", key + "_", key.upper(), ""])] = container.pop(key)
     elif isinstance(container[key], list):

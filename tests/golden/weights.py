@@ -44,6 +44,16 @@ SEEDS = {
     "lfm2-bias": 24,
     "bamba": 25,
     "bamba-bias": 26,
+    "qwen3_next": 27,
+    "qwen3_next-bias": 28,
+    "qwen3_5": 29,
+    "qwen3_5-bias": 30,
+    "mamba2": 39,
+    "mamba2-bias": 32,
+    "granitemoehybrid": 33,
+    "granitemoehybrid-bias": 34,
+    "nemotron_h": 35,
+    "nemotron_h-bias": 36,
 }
 
 
@@ -82,7 +92,7 @@ def random_values(seed, name, shape):
     uniform = (raw >> np.uint64(11)).astype(np.float64).reshape(shape) / 2.0**53  # [0, 1)
     if "norm" in name:
         return 0.5 + uniform
-    deviation = 0.5 if name.endswith(".bias") or "embed_tokens" in name else 1.0 / np.sqrt(np.prod(shape[1:]))
+    deviation = 0.5 if name.endswith(".bias") or "embed" in name else 1.0 / np.sqrt(np.prod(shape[1:]))
     if "q_proj.weight" in name or "k_proj.weight" in name:
         deviation *= 1.5
     return (2.0 * uniform - 1.0) * np.sqrt(3.0) * deviation

@@ -48,7 +48,8 @@ def mamba_config(**changes):
 
 def hybrid_config(layer_types=LAYER_TYPES, *, ping_pong=False, states=None, **changes):
     slots = changes.get("max_batch_size", B)
-    kv, states = kv_config(**changes), mamba_config(ping_pong=ping_pong, max_batch_size=slots, **(states or {}))
+    kv = kv_config(**changes)
+    states = mamba_config(ping_pong=ping_pong, max_batch_size=slots, max_sequence_length=kv.max_sequence_length, **(states or {}))
     return HybridCacheConfig(
         layer_types=layer_types, kv=kv if ATTENTION in layer_types else None, mamba=states if MAMBA in layer_types else None
     )

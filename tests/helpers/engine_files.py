@@ -3,12 +3,14 @@
 from trt_kvcache.builder.definition import define_constants
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
-from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
+from trt_kvcache.engine.decoder_tensors import decoder_cache_config, decoder_profiles, decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.engine_folder.config import EngineConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.folder import write_engine_folder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
+from trt_kvcache.model import AttentionConfig
+from trt_kvcache.ops.segments import Segment
 
 PLAN = b"these bytes stand for an engine"
 
@@ -16,15 +18,18 @@ PLAN = b"these bytes stand for an engine"
 def make_config(checkpoint, *, plan=PLAN, embedded=False, **changes):
     model = checkpoint.config
     segmented, logits = changes.pop("segmented", False), {"max_logits_per_slot": changes.pop("max_logits_per_slot", 1)}
-    variant = "plugin" if segmented else "native"
-    cache = cache_config(model, max_batch_size=3, max_sequence_length=38, dtype="float16", attention=variant)
+    chosen = changes["attention"][0].variant if changes.get("attention") else "plugin" if segmented else "native"
+    variant, dtype = changes.get("attention_variant", chosen), changes.pop("dtype", "float16")
+    cache = decoder_cache_config(model, max_batch_size=3, max_sequence_length=38, dtype=dtype, attention=variant)
+    layers = [index for index, layer in enumerate(model.layers) if isinstance(layer.mixer, AttentionConfig)]
     values = {
         "model": model,
         "cache": cache,
         "names": DEFAULT_NAMES,
         "tensors": decoder_tensors(model, cache, DEFAULT_NAMES, **logits),
         "profiles": decoder_profiles(max_batch_size=3, max_prefill_length=11, **logits),
-        "attention": tuple(AttentionLayerConfig(layer=layer, variant=variant, decomposable=False) for layer in range(model.num_layers)),
+        "attention_variant": variant,
+        "attention": tuple(AttentionLayerConfig(layer=layer, variant=variant, decomposable=False) for layer in layers),
         "tensorrt_flavour": "tensorrt_rtx",
         "tensorrt_version": "1.7.1",
         "compute_capabilities": None,
@@ -35,20 +40,26 @@ def make_config(checkpoint, *, plan=PLAN, embedded=False, **changes):
     }
     if segmented and changes.get("segments", True):
         steps = decoder_stages(model, cache, DEFAULT_NAMES, **logits)
-        plans = segment_plans(model.num_layers)
+        plans = segment_plans(cuts_of(steps))
         record = FileRecord.of([define_constants(checkpoint, cache)])
         values["segments"] = SegmentsRecord(stages=steps, plans=tuple(map(len, plans)), constants=record)
         values["plan"] = FileRecord.of(with_padding(plans))
     return EngineConfig(**{**values, **changes})
 
 
-def segment_plans(layers):
-    return [b"segment %d" % index + b"." * index for index in range(layers + 1)]
+def segment_plans(cuts):
+    """Return bytes that stand for the plans of the segments between so many cuts."""
+    return [b"segment %d" % index + b"." * index for index in range(cuts + 1)]
+
+
+def cuts_of(stages):
+    """Return where the stages of a decoder are cut: its segments, but for the last one."""
+    return sum(isinstance(stage, Segment) for stage in stages) - 1
 
 
 def make_engine_folder(model, target, *, plan=PLAN, embedded=False, **changes):
     with Checkpoint.open(model) as checkpoint:
         config = make_config(checkpoint, plan=plan, embedded=embedded, **changes)
         constants = define_constants(checkpoint, config.cache) if config.segments else None
-        plans = with_padding(segment_plans(config.model.num_layers)) if config.segments else [plan]
+        plans = with_padding(segment_plans(cuts_of(config.segments.stages))) if config.segments else [plan]
         return write_engine_folder(target, config=config, plans=plans, checkpoint=checkpoint, constants=constants)

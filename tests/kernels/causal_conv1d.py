@@ -33,6 +33,8 @@ CASES = {
     "Qwen3-Next": Case(40, 17, slots=2, silu=True, dtypes=("bfloat16", "bfloat16"), rows=64),
     "LFM2": Case(48, 18, kernel=3, slots=3, new=(18, 1, 16), gates=True, dtypes=("bfloat16", "bfloat16"), in_place=False),
     "LFM2, a step": Case(48, 1, kernel=3, slots=3, bias=True, gates=True),
+    "a step of some slots, gated": Case(24, 1, slots=3, new=(1, 0, 1), gates=True, in_place=False, dtypes=("bfloat16", "float32")),
+    "a step of two inputs": Case(16, 1, kernel=2, slots=2, new=(1, 0), silu=True, dtypes=("float32", "float32")),
     "two inputs": Case(16, 35, kernel=2, slots=2, new=(35, 33), bias=True),
     "channels that are no vectors": Case(7, 34, slots=3, new=(17, 34, 3), bias=True, silu=True, gates=True),
     "rows that are no vectors": Case(8, 5, slots=2, rows=13, in_place=False),

@@ -23,6 +23,7 @@ class Case:
     bias: bool = True
     in_place: bool = True
     scale: float = 1.0  # of queries and keys
+    common: float = 0.0  # of a part that all keys have
 
 
 CASES = {
@@ -37,6 +38,14 @@ CASES = {
     "in float32": Case(2, 128, 72, width=35, dtypes=("float32", "float32"), bias=False),
     "several blocks": Case(3, 104, 200, width=20, key_heads=3, dtypes=("float16", "float16")),
     "no query": Case(2, 16, 16, width=5, scale=0.0),
+    "a scan": Case(4, 128, 136, width=16, key_heads=2, dtypes=("bfloat16", "float32")),
+    "a chunk": Case(2, 128, 32, width=64),
+    "chunks": Case(4, 128, 72, width=150, key_heads=2, slots=4, new=(150, 0, 64, 65), in_place=False, dtypes=("bfloat16", "float32")),
+    "chunks in place": Case(2, 64, 24, width=200, slots=3, new=(193, 0, 300), dtypes=("float16", "float16"), bias=False),
+    "chunks of odd keys": Case(3, 72, 8, width=129, slots=2, new=(129, 3), dtypes=("bfloat16", "bfloat16")),
+    "chunks of small keys": Case(2, 8, 16, width=70, scale=1e-3),
+    "chunks of keys that are alike": Case(2, 64, 16, width=80, common=2.0, dtypes=("bfloat16", "float32")),
+    "chunks without queries and keys": Case(2, 24, 16, width=70, scale=0.0),
 }
 
 
@@ -51,6 +60,7 @@ def make(case, seed=0):
         "a": random_array(seed + 3, (*shape, case.heads), dtype),
         "b": random_array(seed + 4, (*shape, case.heads), dtype),
     }
+    arrays["k"] += random_array(seed + 8, case.key_dim, dtype, case.common)
     parameters = {"decay": -np.exp(random_array(seed + 5, case.heads, "float32") - 2)}
     if case.bias:
         parameters["dt_bias"] = random_array(seed + 6, case.heads, "float32")

@@ -5,6 +5,7 @@
 #include "attention/flagged_vector.cuh"
 #include "attention/math.cuh"
 #include "attention/mma.cuh"
+#include "attention/warpgroup.cuh"
 #include "shared_memory.cuh"
 
 // sums [32, 4] += a [32, 4] * b [32, 2], as the lanes hold the fragments.
@@ -80,3 +81,52 @@ extern "C" __global__ void publish(float4* received, float4* places, const float
     while (!is_published(received[x] = poll_vector(places + x - 32))) poll_again();
     reset_vector(places + x - 32);
 }
+
+#ifdef WARPGROUPS
+// A warpgroup: sums [64, columns] += a * b, where a and b are [64, 64], and of each only 16 columns are taken, from 16 * `part` on: a row of b
+// gives a column of the product. With `transposed`, 16 rows of b.
+template <class Type, int kFragments>
+__device__ void multiply_panels(float* sums, const unsigned char* a, const unsigned char* b, long long part, long long transposed) {
+    DYNAMIC_SHARED(unsigned char, panels);  // two of 64 rows
+    const int thread = threadIdx.x, row = thread / 32 * 16 + thread % 32 / 4, column = thread % 4 * 2;
+    for (int x = thread; x < 64 * 8; x += 128) {
+        const unsigned at = x / 8 * 128 + (x % 8 ^ x / 8 % 8) * 16;
+        *reinterpret_cast<uint4*>(panels + at) = reinterpret_cast<const uint4*>(a)[x];
+        *reinterpret_cast<uint4*>(panels + 8192 + at) = reinterpret_cast<const uint4*>(b)[x];
+    }
+    shared_memory_fence();
+    __syncthreads();
+    float sum[kFragments][4];
+    unsigned left[4];
+    for (int j = 0; j < kFragments; j++) {
+        for (int e = 0; e < 4; e++) sum[j][e] = sums[(row + e / 2 * 8) * 64 + 8 * j + column + e % 2];
+    }
+    for (int i = 0; i < 4; i++) {
+        left[i] = *reinterpret_cast<const unsigned*>(a + (row + i % 2 * 8) * 128 + 32 * part + (column + i / 2 * 8) * 2);
+    }
+    const SharedAddress start = shared_address(panels);
+    warpgroup_begin();
+    if constexpr (kFragments == 8) {
+        if (transposed) {
+            warpgroup_mma_transposed(Type{}, sum, left, start + 8192 + 16 * part * 128);
+        } else {
+            warpgroup_mma(Type{}, sum, start + 32 * part, start + 8192 + 32 * part);
+        }
+    } else {
+        warpgroup_mma(Type{}, sum, start + 32 * part, start + 8192 + 32 * part);
+    }
+    warpgroup_commit();
+    warpgroup_wait(sum);
+    for (int j = 0; j < kFragments; j++) {
+        for (int e = 0; e < 4; e++) sums[(row + e / 2 * 8) * 64 + 8 * j + column + e % 2] = sum[j][e];
+    }
+}
+extern "C" __global__ void panel_products(float* sums, const unsigned char* a, const unsigned char* b, long long part, long long transposed,
+                                  long long columns, long long bfloat16) {
+    if (columns == 32) {
+        bfloat16 ? multiply_panels<BFloat16, 4>(sums, a, b, part, 0) : multiply_panels<Float16, 4>(sums, a, b, part, 0);
+    } else {
+        bfloat16 ? multiply_panels<BFloat16, 8>(sums, a, b, part, transposed) : multiply_panels<Float16, 8>(sums, a, b, part, transposed);
+    }
+}
+#endif

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from trt_kvcache import DeviceTensor
 from trt_kvcache.dtypes import numpy_dtype
@@ -23,6 +24,9 @@ class Place:
 
     def tensor(self, array):
         return self.memory.to_device(np.ascontiguousarray(array), stream=self.stream)
+
+    def zeros(self, *shape, dtype=np.float16):
+        return self.tensor(np.zeros(shape, dtype))
 
     def empty(self, shape, dtype):
         """Return a dense tensor full of NaN."""
@@ -65,3 +69,12 @@ def check_slots(found, expected, tolerance):
         assert np.isfinite(mine).all(), f"slot {slot} has a value that is not finite"
         error, size = np.abs(mine - right).max(initial=0), np.abs(right).max(initial=0)
         assert error <= tolerance * size, (slot, error, size)
+
+
+def refused(place, function, given, error, text):
+    """Check that a call is refused, and that nothing was changed."""
+    left = [tensor for tensor in given.values() if isinstance(tensor, DeviceTensor) and not tensor.allocation.closed]
+    before = [tensor.numpy().tobytes() for tensor in left]
+    with pytest.raises(error, match=text):
+        function(**{"stream": place.stream, **given})
+    assert [tensor.numpy().tobytes() for tensor in left] == before

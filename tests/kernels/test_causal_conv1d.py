@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 
 from tests.kernels.causal_conv1d import CASES, Case, check, make, run
-from tests.kernels.recurrent import DTYPES, Place
-from trt_kvcache import DeviceTensor
+from tests.kernels.recurrent import DTYPES, Place, refused
+from trt_kvcache import DeviceTensor, HostMemory
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, KVCacheError, LayoutError, PlaceError, ShapeError
 from trt_kvcache.kernels import causal_conv1d
+from trt_kvcache.kernels.cuda.causal_conv1d import causal_conv1d_plan
+from trt_kvcache.kernels.recurrent_params import CausalConv1dParams
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -38,6 +40,35 @@ def test_however_tokens_are_split(memory, stream, channels, parts):
         assert out.tobytes() == np.ascontiguousarray(whole[:, first : first + count]).tobytes()
         first += count
     assert past.tobytes() == state.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("case", "name", "tile_tokens"),
+    [
+        (Case(8448, 1, dtypes=("bfloat16", "bfloat16")), "causal_conv1d_update", 4),
+        (Case(2048, 500), "causal_conv1d", 4),
+        (Case(8448, 2048), "causal_conv1d", 36),
+        (Case(8448, 8192), "causal_conv1d", 48),
+        (Case(8448, 300, slots=100), "causal_conv1d", 60),
+        (Case(7, 1), "causal_conv1d_any", 4),
+    ],
+)
+def test_which_kernel_runs(case, name, tile_tokens):
+    memory = HostMemory()
+    place = Place(memory, memory.create_stream())
+    x, weight, past = (
+        place.zeros(*shape, dtype=numpy_dtype(dtype))
+        for shape, dtype in (
+            ((case.slots, case.width, case.channels), case.dtypes[0]),
+            ((case.channels, case.kernel), case.dtypes[0]),
+            ((case.slots, case.channels, case.kernel), case.dtypes[1]),
+        )
+    )
+    rest = dict.fromkeys(("bias", "present", "out", "gate_in", "gate_out", "new_lengths"), None)
+    plan = causal_conv1d_plan(CausalConv1dParams(x=x, weight=weight, past=past, silu=True, **rest), multiprocessors=132)
+    assert (plan.name, plan.tile_tokens) == (name, tile_tokens)
+    of_thread = {"causal_conv1d": 8, "causal_conv1d_update": 4, "causal_conv1d_any": 1}[name]
+    assert plan.blocks * plan.threads * of_thread >= case.channels > (plan.blocks - 1) * plan.threads * of_thread
 
 
 def fitting(place, dtype="float16"):
@@ -73,28 +104,21 @@ def test_what_does_not_fit(memory, stream, name, shape, dtype, error, text):
     place = Place(memory, stream)
     given = fitting(place)
     given[name] = place.tensor(np.zeros(shape, numpy_dtype(dtype)))
-    refused(place, given, error, text)
-
-
-def refused(place, given, error, text):
-    left = [tensor for tensor in given.values() if isinstance(tensor, DeviceTensor) and not tensor.allocation.closed]
-    before = [tensor.numpy().tobytes() for tensor in left]
-    names = {"stream": place.stream, **given}
-    with pytest.raises(error, match=text):
-        causal_conv1d(names.pop("x"), names.pop("weight"), names.pop("past"), **names)
-    assert [tensor.numpy().tobytes() for tensor in left] == before
+    refused(place, causal_conv1d, given, error, text)
 
 
 def test_other_things_that_do_not_fit(memory, stream):
     place = Place(memory, stream)
     given = fitting(place)
-    refused(place, {**given, "out": given["x"]}, LayoutError, "out: expected a tensor of its own, got x itself.")
-    refused(place, {**given, "gate_in": 3}, PlaceError, "gate_in: expected a DeviceTensor, got int.")
-    refused(place, {**given, "stream": None}, PlaceError, "stream: expected ")
+    refused(place, causal_conv1d, {**given, "out": given["x"]}, LayoutError, "out: expected a tensor of its own, got x itself.")
+    refused(place, causal_conv1d, {**given, "gate_in": 3}, PlaceError, "gate_in: expected a DeviceTensor, got int.")
+    refused(place, causal_conv1d, {**given, "stream": None}, PlaceError, "stream: expected ")
     numbers = place.tensor(np.zeros(96, np.float16)).allocation
     strided = DeviceTensor(numbers, shape=(2, 3, 8), dtype="float16", strides=(48, 16, 2))
-    refused(place, {**given, "gate_out": strided}, LayoutError, "gate_out: expected a dense row for each token, got ")
+    refused(place, causal_conv1d, {**given, "gate_out": strided}, LayoutError, "gate_out: expected a dense row for each token, got ")
     misplaced = DeviceTensor(numbers, shape=(2, 8, 4), dtype="float16", offset=2)
-    refused(place, {**given, "past": misplaced}, LayoutError, "past: expected a dense tensor at a multiple of 16 bytes, got ")
+    refused(
+        place, causal_conv1d, {**given, "past": misplaced}, LayoutError, "past: expected a dense tensor at a multiple of 16 bytes, got "
+    )
     given["bias"].allocation.close()
-    refused(place, given, KVCacheError, "bias: ")
+    refused(place, causal_conv1d, given, KVCacheError, "bias: ")

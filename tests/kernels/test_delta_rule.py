@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 
 from tests.kernels.delta_rule import CASES, Case, check, delta, make, run
-from tests.kernels.recurrent import DTYPES, TOLERANCE, Place, check_slots
-from trt_kvcache import DeviceTensor
+from tests.kernels.recurrent import DTYPES, TOLERANCE, Place, check_slots, refused
+from trt_kvcache import HostMemory
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, KVCacheError, LayoutError, PlaceError, ShapeError
 from trt_kvcache.kernels import gated_delta_rule
+from trt_kvcache.kernels.attention_tiles import shared_limit
+from trt_kvcache.kernels.cuda.delta_rule import delta_rule_plan
+from trt_kvcache.kernels.recurrent_params import DeltaRuleParams
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -29,7 +32,31 @@ def test_a_step_of_published_sizes(memory, stream):
     check(Place(memory, stream), Case(32, 128, 128, key_heads=16, dtypes=("bfloat16", "float32")))
 
 
-@pytest.mark.parametrize("parts", [(1,) * 24, (1, 23), (16, 8), (17, 1, 6)])
+@pytest.mark.parametrize(
+    ("case", "arch", "name"),
+    [
+        (Case(32, 128, 128), "sm_90", "delta_rule_update"),
+        (Case(32, 128, 128, width=16), "sm_90", "delta_rule_scan"),
+        (Case(32, 128, 128, width=17), "sm_90", "delta_rule_chunks_128_2"),
+        (Case(48, 128, 128, width=17), "sm_90", "delta_rule_chunks_128_4"),
+        (Case(48, 128, 128, width=17), "sm_80", "delta_rule_chunks_128_4"),
+        (Case(32, 72, 128, width=500, slots=4, dtypes=("bfloat16", "bfloat16")), "sm_86", "delta_rule_chunks_128_4"),
+        (Case(3, 64, 200, width=500), "sm_87", "delta_rule_chunks_64_2"),
+        (Case(2, 64, 64, width=500, dtypes=("float32", "float32")), "sm_90", "delta_rule_scan"),
+    ],
+)
+def test_which_kernel_runs(case, arch, name):
+    memory = HostMemory()
+    place = Place(memory, memory.create_stream())
+    arrays, _, past = make(case)
+    given = {name: place.tensor(array) for name, array in arrays.items()}
+    rest = dict.fromkeys(("decay", "present", "out", "dt_bias", "new_lengths"), None)
+    plan = delta_rule_plan(DeltaRuleParams(**given, **rest, past=place.tensor(past)), arch, multiprocessors=132)
+    assert plan.name == name
+    assert plan.shared_nbytes <= shared_limit(arch)
+
+
+@pytest.mark.parametrize("parts", [(1,) * 24, (1, 23), (16, 8), (17, 1, 6), (17, 7)])
 def test_however_tokens_are_split(memory, stream, parts):
     case = Case(2, 24, 40, width=24, slots=2)
     arrays, parameters, past = make(case, seed=60)
@@ -45,9 +72,7 @@ def test_however_tokens_are_split(memory, stream, parts):
 def fitting(place):
     """Arguments that fit: 4 heads of 24 over 2 key heads of 16, for 2 slots of 3 tokens."""
 
-    def zeros(*shape, dtype=np.float16):
-        return place.tensor(np.zeros(shape, dtype))
-
+    zeros = place.zeros
     return {
         "q": zeros(2, 3, 2, 16), "k": zeros(2, 3, 2, 16), "v": zeros(2, 3, 4, 24), "a": zeros(2, 3, 4), "b": zeros(2, 3, 4),
         "past": zeros(2, 4, 16, 24), "present": zeros(2, 4, 16, 24), "out": zeros(2, 3, 4, 24), "new_lengths": zeros(2, dtype=np.int32),
@@ -77,26 +102,18 @@ REFUSED = [
 ]
 
 
-def refused(place, given, error, text):
-    left = [tensor for tensor in given.values() if isinstance(tensor, DeviceTensor) and not tensor.allocation.closed]
-    before = [tensor.numpy().tobytes() for tensor in left]
-    with pytest.raises(error, match=text):
-        gated_delta_rule(**{"stream": place.stream, **given})
-    assert [tensor.numpy().tobytes() for tensor in left] == before
-
-
 @pytest.mark.parametrize(("name", "shape", "dtype", "error", "text"), REFUSED)
 def test_what_does_not_fit(memory, stream, name, shape, dtype, error, text):
     place = Place(memory, stream)
-    refused(place, {**fitting(place), name: place.tensor(np.ones(shape, numpy_dtype(dtype)))}, error, text)
+    refused(place, gated_delta_rule, {**fitting(place), name: place.tensor(np.ones(shape, numpy_dtype(dtype)))}, error, text)
 
 
 def test_other_things_that_do_not_fit(memory, stream):
     place = Place(memory, stream)
     given = fitting(place)
-    refused(place, {**given, "decay": None}, PlaceError, "decay: expected a DeviceTensor, got NoneType.")
-    refused(place, {**given, "stream": None}, PlaceError, "stream: expected ")
+    refused(place, gated_delta_rule, {**given, "decay": None}, PlaceError, "decay: expected a DeviceTensor, got NoneType.")
+    refused(place, gated_delta_rule, {**given, "stream": None}, PlaceError, "stream: expected ")
     misplaced = place.packed([np.zeros((2, 3, 2, 16), np.float16)], rows=37)[0]
-    refused(place, {**given, "k": misplaced}, LayoutError, "k: expected tokens at multiples of 16 bytes, got ")
+    refused(place, gated_delta_rule, {**given, "k": misplaced}, LayoutError, "k: expected tokens at multiples of 16 bytes, got ")
     given["b"].allocation.close()
-    refused(place, given, KVCacheError, "b: ")
+    refused(place, gated_delta_rule, given, KVCacheError, "b: ")

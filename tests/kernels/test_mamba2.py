@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tests.kernels.mamba2 import CASES, Case, check, make, run, scan
-from tests.kernels.recurrent import DTYPES, TOLERANCE, Place, check_slots
-from trt_kvcache import DeviceTensor, HostMemory
+from tests.kernels.recurrent import DTYPES, TOLERANCE, Place, check_slots, refused
+from trt_kvcache import HostMemory
 from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import DTypeError, KVCacheError, LayoutError, PlaceError, RangeError, ShapeError
 from trt_kvcache.kernels import mamba2_scan
@@ -85,9 +85,7 @@ def test_however_tokens_are_split(memory, stream, parts):
 def fitting(place):
     """Arguments that fit: 4 heads of 8 and 2 groups of 16, for 2 slots of 3 tokens."""
 
-    def zeros(*shape, dtype=np.float16):
-        return place.tensor(np.zeros(shape, dtype))
-
+    zeros = place.zeros
     return {
         "x": zeros(2, 3, 4, 8), "dt": zeros(2, 3, 4), "b": zeros(2, 3, 2, 16), "c": zeros(2, 3, 2, 16),
         "past": zeros(2, 4, 8, 16), "present": zeros(2, 4, 8, 16), "out": zeros(2, 3, 4, 8), "new_lengths": zeros(2, dtype=np.int32),
@@ -116,28 +114,20 @@ REFUSED = [
 ]
 
 
-def refused(place, given, error, text):
-    left = [tensor for tensor in given.values() if isinstance(tensor, DeviceTensor) and not tensor.allocation.closed]
-    before = [tensor.numpy().tobytes() for tensor in left]
-    with pytest.raises(error, match=text):
-        mamba2_scan(**{"stream": place.stream, **given})
-    assert [tensor.numpy().tobytes() for tensor in left] == before
-
-
 @pytest.mark.parametrize(("name", "shape", "dtype", "error", "text"), REFUSED)
 def test_what_does_not_fit(memory, stream, name, shape, dtype, error, text):
     place = Place(memory, stream)
-    refused(place, {**fitting(place), name: place.tensor(np.ones(shape, numpy_dtype(dtype)))}, error, text)
+    refused(place, mamba2_scan, {**fitting(place), name: place.tensor(np.ones(shape, numpy_dtype(dtype)))}, error, text)
 
 
 def test_other_things_that_do_not_fit(memory, stream):
     place = Place(memory, stream)
     given = fitting(place)
     for limits in ((-1.0, 1.0), (2.0, 1.0), (math.nan, 1.0)):
-        refused(place, {**given, "dt_limits": limits}, RangeError, "dt_limits: expected 0 <= smallest <= largest, got ")
-    refused(place, {**given, "a": None}, PlaceError, "a: expected a DeviceTensor, got NoneType.")
-    refused(place, {**given, "stream": None}, PlaceError, "stream: expected ")
+        refused(place, mamba2_scan, {**given, "dt_limits": limits}, RangeError, "dt_limits: expected 0 <= smallest <= largest, got ")
+    refused(place, mamba2_scan, {**given, "a": None}, PlaceError, "a: expected a DeviceTensor, got NoneType.")
+    refused(place, mamba2_scan, {**given, "stream": None}, PlaceError, "stream: expected ")
     misplaced = place.packed([np.zeros((2, 3, 4, 8), np.float16)], rows=37)[0]
-    refused(place, {**given, "x": misplaced}, LayoutError, "x: expected tokens at multiples of 16 bytes, got ")
+    refused(place, mamba2_scan, {**given, "x": misplaced}, LayoutError, "x: expected tokens at multiples of 16 bytes, got ")
     given["c"].allocation.close()
-    refused(place, given, KVCacheError, "c: ")
+    refused(place, mamba2_scan, given, KVCacheError, "c: ")

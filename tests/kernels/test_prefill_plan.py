@@ -28,15 +28,25 @@ def call(monkeypatch):
     ("width", "sizes", "name", "splits"),
     [
         (2, {}, "16", True),
-        (4, {"group": 7, "kv_heads": 4}, "32", True),
+        (4, {"group": 7, "kv_heads": 4}, "64", True),
+        (4, {"group": 7, "kv_heads": 4, "head_dim": 64}, "32", True),
+        (4, {"group": 7, "kv_heads": 4, "arch": "sm_86"}, "32", True),
         (8, {"group": 7}, "64", True),
         (16, {"group": 7}, "64", True),
         (32, {"slots": 8}, "64", True),
         (32, {"slots": 16}, "wide", True),
         (2, {"slots": 32}, "16", False),
-        (MAX_APPENDED_WIDTH + 1, {}, "wide", True),
+        (MAX_APPENDED_WIDTH + 1, {}, "short", True),
+        (MAX_APPENDED_WIDTH + 1, {"tokens": 9000}, "wide", True),
+        (MAX_APPENDED_WIDTH + 1, {"tokens": 1000}, "short", True),
+        (MAX_APPENDED_WIDTH + 1, {"slots": 8, "tokens": 1000}, "wide", True),
+        (128, {"slots": 8}, "whole", False),
+        (128, {"slots": 8, "tokens": 4000}, "wide", False),
+        (128, {"slots": 8, "arch": "sm_89"}, "wide", False),
         (512, {}, "wide", True),
+        (512, {"group": 1}, "short", True),
         (1024, {}, "wide", False),
+        (1024, {"head_dim": 256}, "whole", False),
         (2048, {}, "whole", False),
         (33, {"slots": 64, "group": 8}, "whole", False),
         (2, {"tokens": 4}, "16", True),
@@ -54,6 +64,7 @@ def test_room(call, arch, head_dim):
     for name in PREFILL_FORMS:
         form = prefill_form(head_dim, arch, name)
         assert form.shared_nbytes * form.blocks_per_sm <= shared_limit(arch) + (1 if form.blocks_per_sm == 1 else 0)
+        assert arch == "sm_90" or not form.warpgroups
         if name != "whole":
             assert form.rows * form.blocks_per_sm <= MAX_PREFILL_ROWS_PER_SM
         if name in ("16", "32", "64"):

@@ -28,9 +28,10 @@ def code(tmp_path_factory):
     arch = f"sm_{''.join(map(str, Device(0).compute_capability))}"
     if arch == run.ARCH:
         made = tmp_path_factory.mktemp("ptx") / "kernels"
-        run.build_kernels(SOURCE, made, "none")
+        run.build_kernels(SOURCE, made, "none", macros={"WARPGROUPS": "1"})
         return ObjectCode.from_cubin(made.read_bytes())
-    options = ProgramOptions(name=SOURCE.name, arch=arch, std="c++17", include_path=str(source_folder()))
+    own = {"arch": "sm_90a", "define_macro": "WARPGROUPS"} if arch == "sm_90" else {"arch": arch}
+    options = ProgramOptions(name=SOURCE.name, std="c++17", include_path=str(source_folder()), **own)
     return Program(SOURCE.read_text(), "c++", options).compile("cubin")
 
 
@@ -38,11 +39,11 @@ def code(tmp_path_factory):
 def call(code, memory, stream):
     """Launches a kernel over arrays and numbers, and returns the first arrays afterwards."""
 
-    def call(name, *arguments, blocks=1):
+    def call(name, *arguments, blocks=1, threads=32, shared_nbytes=2048):
         from cuda.core import LaunchConfig, launch
 
         given = [memory.to_device(x.view(np.uint8), stream=stream) if isinstance(x, np.ndarray) else x for x in arguments]
-        config = LaunchConfig(grid=blocks, block=32, shmem_size=2048)
+        config = LaunchConfig(grid=blocks, block=threads, shmem_size=shared_nbytes)
         launch(stream, config, code.get_kernel(name), *[getattr(x, "ptr", x) for x in given])
         memory.synchronize(stream)
         return [x.numpy().view(before.dtype) for x, before in zip(given[:2], arguments, strict=False)]
@@ -77,6 +78,26 @@ def test_mma(call, random, dtype):
     a, b = a.astype(np.float64), b.astype(np.float64)
     expected, size = (sums + a @ b)[rows, columns], (np.abs(sums) + np.abs(a) @ np.abs(b))[rows, columns]
     assert (np.abs(got - expected) <= 2.0**-19 * size).all()
+
+
+@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize(("columns", "transposed"), [(32, 0), (64, 0), (64, 1)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_warpgroup_mma(call, random, memory, dtype, columns, transposed, part):
+    if memory.arch not in ("sm_90", run.ARCH):
+        pytest.skip("only sm_90 has them")
+    a, b = ((random.standard_normal((64, 64)) * 2.0 ** random.integers(-6, 7, (64, 64))).astype(dtype) for _ in range(2))
+    sums = random.standard_normal((64, 64)).astype(np.float32)
+    got, _ = call(
+        *("panel_products", sums, a.view(np.uint16), b.view(np.uint16), part, transposed, columns, int(dtype != np.float16)),
+        **{"threads": 128, "shared_nbytes": 2 * 8192},
+    )
+    taken = slice(16 * part, 16 * part + 16)
+    a, b = a.astype(np.float64)[:, taken], b.astype(np.float64)
+    b = b[taken] if transposed else b[:columns, taken].T
+    expected, size = sums[:, :columns] + a @ b, np.abs(sums[:, :columns]) + np.abs(a) @ np.abs(b)
+    assert (np.abs(got[:, :columns] - expected) <= 2.0**-19 * size).all()
+    assert np.array_equal(got[:, columns:], sums[:, columns:])
 
 
 @pytest.mark.parametrize("transposed", [0, 1])

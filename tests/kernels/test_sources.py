@@ -10,14 +10,19 @@ from trt_kvcache.errors import CudaError
 from trt_kvcache.kernels import MAX_SAVED_TENSORS, MAX_STORED_VALUES, KVLayerInfo, StateInfo, sources
 from trt_kvcache.kernels.attention_tiles import decode_tiles, few_tiles, prefill_tiles
 from trt_kvcache.kernels.compaction_moves import REGISTER
-from trt_kvcache.kernels.cuda.causal_conv1d import CONV_THREADS, CONV_TILE_TOKENS
-from trt_kvcache.kernels.cuda.delta_rule import DELTA_LANES_16, DELTA_SCAN_LANES, DELTA_THREADS, DELTA_TILE_TOKENS, DELTA_UPDATE_LANES
+from trt_kvcache.kernels.cuda.causal_conv1d import BLOCKS_PER_SM, CONV_THREADS, TOKENS_IN_FLIGHT
+from trt_kvcache.kernels.cuda.delta_rule import (
+    DELTA_LANES_16,
+    DELTA_SCAN_LANES,
+    DELTA_THREADS,
+    DELTA_TILE_TOKENS,
+    DELTA_UPDATE_LANES,
+    MATRIX_WARPS,
+)
 from trt_kvcache.kernels.cuda.gated_norm import NORM_THREADS
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, VECTORS_IN_FLIGHT
 from trt_kvcache.kernels.cuda.mamba2 import (
     CHUNK_ROWS,
-    CHUNK_THREADS,
-    CHUNK_TOKENS,
     MAMBA_LANE_ELEMENTS,
     MAMBA_ROWS,
     MAMBA_THREADS,
@@ -27,6 +32,7 @@ from trt_kvcache.kernels.cuda.sampling import ROW_THREADS
 from trt_kvcache.kernels.delta_rule import MAX_KEY_DIM
 from trt_kvcache.kernels.host.token_weights import FRACTION_BITS, WEIGHT_BITS
 from trt_kvcache.kernels.launch_limits import MOVE_CAPACITIES
+from trt_kvcache.kernels.recurrent_chunks import CHUNK_STAGES
 from trt_kvcache.kernels.sampling_rows import ROW_PARAMS
 from trt_kvcache.kernels.sampling_workspace import MAX_BLOCKS_OF_ROW, ROW_WORKSPACE_NBYTES
 from trt_kvcache.kernels.source_variants import RECURRENT_SOURCES, variant_macros
@@ -63,12 +69,13 @@ class TestBothSides:
             ("kThreads", THREADS_PER_BLOCK),
             ("kInFlight", VECTORS_IN_FLIGHT),
             ("kConvThreads", CONV_THREADS),
-            ("kConvTileTokens", CONV_TILE_TOKENS),
+            ("kConvBlocksPerSm", BLOCKS_PER_SM),
+            ("kTokensInFlight", TOKENS_IN_FLIGHT),
             ("kMambaThreads", MAMBA_THREADS),
             ("kMambaRows", MAMBA_ROWS),
-            ("kChunkTokens", CHUNK_TOKENS),
-            ("kChunkRows", CHUNK_ROWS),
-            ("kChunkThreads", CHUNK_THREADS),
+            ("kMambaChunkRows", CHUNK_ROWS),
+            ("kChunkStages", CHUNK_STAGES),
+            ("kDeltaMatrixWarps", MATRIX_WARPS),
             ("kMambaLaneElements", MAMBA_LANE_ELEMENTS),
             ("kMambaTileTokens", MAMBA_TILE_TOKENS),
             ("kDeltaThreads", DELTA_THREADS),

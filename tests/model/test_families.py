@@ -9,7 +9,7 @@ import pytest
 
 from tests.paths import GOLDEN
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import ModelConfig
+from trt_kvcache.model import ModelConfig, QueryScaling
 from trt_kvcache.model.families.registry import FAMILIES
 
 DEFAULTS = json.loads((GOLDEN / "defaults.json").read_text(encoding="utf-8"))
@@ -43,6 +43,27 @@ def test_gemma_3_has_two_kinds_of_rope_in_either_spelling() -> None:
     assert golden("gemma3", rope_scaling=None, rope_theta=1.0, rope_local_base_freq=2.0, rope_parameters=ropes) == old
 
 
+def test_rope_of_ministral_3_is_as_in_transformers_where_nothing_is_said() -> None:
+    (mixer,) = {layer.mixer for layer in golden("ministral3", rope_parameters=None, max_position_embeddings=262144).layers}
+    rope = mixer.rope
+    assert (rope.kind, rope.theta, rope.factor, rope.original_max_position_embeddings) == ("yarn", 1e6, 16.0, 16384)
+    assert mixer.query_scaling == QueryScaling(beta=0.1, period=16384)
+
+
+def test_infinity_is_read_as_transformers_writes_it() -> None:
+    (mixer,) = {layer.mixer for layer in golden("mamba2", time_step_limit=[0.5, {"__float__": "Infinity"}]).layers}
+    assert (mixer.dt_min, mixer.dt_max) == (0.5, None)
+
+
+def test_older_names_of_nemotron_h_take_precedence() -> None:
+    mixer = golden("nemotron_h", mamba_n_groups=4, mamba_d_conv=2, mamba_dt_min=0.5, mamba_conv_bias=False).layers[0].mixer
+    assert (mixer.num_groups, mixer.kernel, mixer.dt_min, mixer.conv_bias) == (4, 2, 0.5, False)
+
+
+def test_a_model_without_positions_has_no_limit_of_them() -> None:
+    assert golden("mamba2").max_position_embeddings == 2**31 - 1
+
+
 def test_code_that_transformers_has_taken_over_is_no_custom_code() -> None:
     code = {"AutoConfig": "configuration_phi3.Phi3Config", "AutoModelForCausalLM": "modeling_phi3.Phi3ForCausalLM"}
     assert golden("phi3-long", auto_map=code) == golden("phi3-long")
@@ -58,7 +79,6 @@ def test_code_that_transformers_has_taken_over_is_no_custom_code() -> None:
         ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor: expected 1 "),
         ("mistral", {"layer_types": ["sliding_attention"] * 2}, "layer_types: expected full_attention everywhere"),
         ("mistral-window", {"layer_types": ["sliding_attention", "full_attention"] * 2}, "layer_types: expected 3 as num_hidden_layers"),
-        ("ministral3", {"rope_parameters": None}, "rope_parameters: expected an object, got none"),
         ("ministral3", {"rope_parameters": {"rope_type": "default"}}, r"rope_parameters\.llama_4_scaling_beta: expected a value"),
         ("gemma2", {"use_bidirectional_attention": True}, "use_bidirectional_attention: a model with attention to later tokens"),
         ("gemma2", {"hidden_activation": "relu"}, "hidden_activation: 'relu' is not supported"),
@@ -75,6 +95,30 @@ def test_code_that_transformers_has_taken_over_is_no_custom_code() -> None:
         ("bamba", {"mamba_d_head": 8}, "mamba_d_head: expected 16, mamba_expand"),
         ("bamba", {"mamba_n_groups": 3}, "Mamba2Config.num_groups: expected a divisor of num_heads=4, got 3"),
         ("bamba", {"time_step_limit": [1.0, 0.5]}, "time_step_limit: expected two numbers, 0 <= smallest <= largest"),
+        ("bamba", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act: expected silu, the activation of the convolutions"),
+        ("qwen3_next", {"num_experts": 4}, "num_experts: a model with mixture of experts is not supported, got 4 in layer 0"),
+        ("qwen3_next", {"num_experts": None}, "num_experts: a model with mixture of experts is not supported, got None in layer 0"),
+        ("qwen3_next-bias", {"mlp_only_layers": [1]}, "num_experts: a model with mixture of experts is not supported, got 4 in layer 3"),
+        ("qwen3_next", {"hidden_act": "gelu_pytorch_tanh"}, "hidden_act: expected silu, the activation of the convolutions"),
+        ("qwen3_next", {"linear_num_value_heads": 3}, "GatedDeltaNetConfig.num_value_heads: expected a multiple of num_key_heads=2, got 3"),
+        ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate: expected true, got False"),
+        ("qwen3_5", {"output_gate_type": "tanh"}, "output_gate_type: expected silu, got 'tanh'"),
+        ("qwen3_5", {"layer_types": ["mamba"] * 4}, "layer_types: mamba is not supported"),
+        ("mamba2", {"expand": 3}, "expand: expected expand . hidden_size = num_heads . head_dim = 64"),
+        ("mamba2", {"hidden_act": "relu2"}, "hidden_act: expected silu"),
+        ("granitemoehybrid", {"num_local_experts": 8}, "num_local_experts: a model with mixture of experts is not supported, got 8"),
+        ("granitemoehybrid", {"position_embedding_type": "alibi"}, "position_embedding_type: expected rope, nope or null, got 'alibi'"),
+        (
+            "nemotron_h",
+            {"hybrid_override_pattern": "M-E-M"},
+            "hybrid_override_pattern: a model with mixture of experts .* got E in layer 2",
+        ),
+        ("nemotron_h", {"hybrid_override_pattern": "M-?-M"}, "hybrid_override_pattern: '?.'? is not supported, got it in layer 2"),
+        ("nemotron_h", {"hybrid_override_pattern": "M-*"}, "num_hidden_layers: expected 3 as hybrid_override_pattern says, got 5"),
+        ("nemotron_h", {"hybrid_override_pattern": ""}, "hybrid_override_pattern: expected from 1 to 10000 kinds of layers"),
+        ("nemotron_h-bias", {"layers_block_type": ["moe"]}, "layers_block_type: a model with mixture of experts .* got moe in layer 0"),
+        ("nemotron_h", {"sliding_window": 8}, "sliding_window: expected null, got 8"),
+        ("nemotron_h", {"rms_norm_eps": 1e-6}, "rms_norm_eps: expected layer_norm_epsilon=1e-05, got 1e-06"),
         ("granite", {"attention_multiplier": 0}, "attention_multiplier: expected a finite number > 0, got 0"),
         ("granite", {"num_local_experts": 8}, "num_local_experts: a model with mixture of experts"),
     ],

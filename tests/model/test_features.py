@@ -10,16 +10,21 @@ import pytest
 from tests.helpers.golden_models import features_of
 from tests.helpers.small_model import SMALL, with_mixer
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.model import ModelConfig, NormConfig, QkNormConfig, QueryScaling, RopeConfig
+from trt_kvcache.model import GatedDeltaNetConfig, ModelConfig, NormConfig, QkNormConfig, QueryScaling, RopeConfig
 from trt_kvcache.model.features import FEATURES, check_features, features
 
 MODEL = ModelConfig.from_dict({**SMALL, "num_hidden_layers": 2})
 NORM = NormConfig(epsilon=1e-5)
+DELTA_NET = GatedDeltaNetConfig(num_key_heads=2, key_head_dim=8, num_value_heads=4, value_head_dim=16, kernel=3, norm=NORM)
 ROPE = RopeConfig(kind="default", theta=10000.0)
 
 
 def in_last_layer(**changes: Any) -> ModelConfig:
     return replace(MODEL, layers=(MODEL.layers[0], replace(MODEL.layers[1], **changes)))
+
+
+def in_every_layer(**changes: Any) -> ModelConfig:
+    return replace(MODEL, layers=tuple(replace(layer, **changes) for layer in MODEL.layers))
 
 
 def with_last_mixer(**changes: Any) -> ModelConfig:
@@ -46,6 +51,12 @@ CASES = {
     ),
     "norm_places": (in_last_layer(mlp_output_norm=NORM), "layers[1] norms"),
     "activation": (in_last_layer(mlp=replace(MODEL.layers[1].mlp, activation="gelu_tanh")), "layers[1].mlp.activation = gelu_tanh"),
+    "relu2": (in_last_layer(mlp=replace(MODEL.layers[1].mlp, activation="relu2")), "layers[1].mlp.activation = relu2"),
+    "ungated_mlp": (in_every_layer(mlp=replace(MODEL.layers[1].mlp, gated=False)), "layers[0].mlp.gated = False"),
+    "output_gate": (with_mixer(MODEL, output_gate=True), "layers[0].mixer.output_gate = True"),
+    "gated_delta_net": (in_last_layer(mixer=DELTA_NET), "layers[1].mixer = GatedDeltaNetConfig("),
+    "no_mlp": (in_last_layer(mlp=None, mlp_norm=None), "layers[1].mlp = None"),
+    "no_mixer": (in_last_layer(mixer=None, input_norm=None), "layers[1].mixer = None"),
     "residual_multiplier": (in_last_layer(residual_multiplier=0.5), "layers[1].residual_multiplier = 0.5"),
     "embedding_multiplier": (replace(MODEL, embedding_multiplier=12.0), "embedding_multiplier = 12.0"),
     "final_softcap": (replace(MODEL, final_softcap=30.0), "final_softcap = 30.0"),

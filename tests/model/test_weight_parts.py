@@ -24,14 +24,29 @@ def test_fused_weights_lie_under_each_other() -> None:
     parts = layer_parts(PHI, 1)
     qkv, gate_up = "model.layers.1.self_attn.qkv_proj.weight", "model.layers.1.mlp.gate_up_proj.weight"
     assert [parts[f"{name}.weight"] for name in ("q", "k", "v", "gate", "up")] == [
-        WeightPart(tensor=qkv, shape=(96, 96), is_whole=False),
-        WeightPart(tensor=qkv, shape=(32, 96), first_row=96, is_whole=False),
-        WeightPart(tensor=qkv, shape=(32, 96), first_row=128, is_whole=False),
-        WeightPart(tensor=gate_up, shape=(52, 96), is_whole=False),
-        WeightPart(tensor=gate_up, shape=(52, 96), first_row=52, is_whole=False),
+        WeightPart(tensor=qkv, shape=(96, 96), rows=(slice(0, 96),), tensor_rows=160),
+        WeightPart(tensor=qkv, shape=(32, 96), rows=(slice(96, 128),), tensor_rows=160),
+        WeightPart(tensor=qkv, shape=(32, 96), rows=(slice(128, 160),), tensor_rows=160),
+        WeightPart(tensor=gate_up, shape=(52, 96), rows=(slice(0, 52),), tensor_rows=104),
+        WeightPart(tensor=gate_up, shape=(52, 96), rows=(slice(52, 104),), tensor_rows=104),
     ]
-    assert parts["o.weight"] == WeightPart(tensor="model.layers.1.self_attn.o_proj.weight", shape=(96, 96))
+    output = WeightPart(tensor="model.layers.1.self_attn.o_proj.weight", shape=(96, 96), rows=(slice(0, 96),), tensor_rows=96)
+    assert (parts["o.weight"], output.is_whole, parts["q.weight"].is_whole) == (output, True, False)
     assert (tensor_shapes(PHI)[qkv], tensor_shapes(PHI)[gate_up]) == ((160, 96), (104, 96))
+
+
+def test_weights_that_are_stored_head_by_head() -> None:
+    """2 heads of keys of 8, each with 2 of values of 16, and 2 query heads of 32."""
+    model = ModelConfig.from_dict(json.loads((GOLDEN / "qwen3_next" / "config.json").read_text(encoding="utf-8")))
+    delta, attention = layer_parts(model, 0), layer_parts(model, 1)
+    qkvz, ba = "model.layers.0.linear_attn.in_proj_qkvz.weight", "model.layers.0.linear_attn.in_proj_ba.weight"
+    assert (tensor_shapes(model)[qkvz], tensor_shapes(model)[ba]) == ((160, 32), (8, 32))
+    z = WeightPart(tensor=qkvz, shape=(64, 32), rows=(slice(48, 80), slice(128, 160)), tensor_rows=160)
+    assert (delta["delta_z.weight"], delta["delta_a.weight"].index) == (z, [2, 3, 6, 7])
+    q, k, v = ((slice(start, start + size), slice(start + 80, start + 80 + size)) for start, size in ((0, 8), (8, 8), (16, 32)))
+    assert delta["delta_qkv.weight"].rows == (*q, *k, *v)
+    assert attention["q.weight"].rows == (slice(0, 32), slice(64, 96))
+    assert attention["output_gate.weight"].rows == (slice(32, 64), slice(96, 128))
 
 
 def test_each_tensor_is_read_once_and_its_parts_are_views() -> None:

@@ -61,7 +61,12 @@ class Rig:
         for array in self.caches():
             array[...] = value
 
-    def prepare(self, ids, start, last=None, profile=PREFILL):
+    def states(self):
+        """The current states of all layers: recurrent ones first."""
+        states = self.cache.states
+        return [self.memory.array(view) for kind in states.kinds for view in states.current(kind).layers] if states else []
+
+    def prepare(self, ids, start, last=None, profile=PREFILL, new=None):
         ids = np.atleast_2d(np.asarray(ids, np.int32))
         slots, width = ids.shape
         wanted = np.asarray([width - 1] * slots if last is None else last, np.int32)
@@ -73,7 +78,7 @@ class Rig:
         if self.cache.states is not None:
             for slot in np.flatnonzero(np.asarray(start) == 0):
                 self.cache.states.reset_slots([int(slot)], stream=self.stream)
-            values["new_lengths"] = np.full(slots, width, np.int32)
+            values["new_lengths"] = np.full(slots, width, np.int32) if new is None else np.array(new, np.int32)
         self.engine.use_profile(profile)
         for name, value in values.items():
             self.engine.bind(name, self.to_memory(value))
@@ -84,9 +89,12 @@ class Rig:
             if spec.mode is TensorMode.INPUT:
                 self.engine.set_input_shape(name, values[name].shape if name in values else (slots, *spec.shape[1:]))
 
-    def step(self, ids, start, last=None, profile=PREFILL):
-        """Run a step; return the logits ``[A, vocab]``, or ``[A, m, vocab]`` of the tokens ``last`` ``[A, m]``."""
-        self.prepare(ids, start, last, profile)
+    def step(self, ids, start, last=None, profile=PREFILL, new=None):
+        """Run a step; return the logits ``[A, vocab]``, or ``[A, m, vocab]`` of the tokens ``last`` ``[A, m]``.
+
+        ``new`` ``[A]`` says of a model with states how many tokens are no padding: all if it is left out.
+        """
+        self.prepare(ids, start, last, profile, new)
         self.engine.enqueue(self.stream)
         if self.cache.states is not None:
             self.cache.swap()

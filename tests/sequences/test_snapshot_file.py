@@ -61,7 +61,7 @@ class TestAnyReader:
             {
                 "model": {"fingerprint": MODEL.fingerprint, "rope": {"rope_type": "linear", "rope_theta": 5e5, "factor": 4.0}},
                 "sampler": {"seed": SAMPLER.seed, "counter": 12, "generated": 0},
-                "slot": {"kv": kv_config().to_dict(), "mamba": mamba_config().to_dict()},
+                "slot": {"kv": kv_config().to_dict(), "mamba": mamba_config(max_sequence_length=7).to_dict()},
             },
         )
 

@@ -7,12 +7,14 @@ from functools import cache
 
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 from safetensors.numpy import load_file
 
 from tests.helpers.ahead import ahead
 from tests.helpers.fakes import cache_rows, poison
 from tests.helpers.tolerance import assert_close
 from tests.paths import GOLDEN
+from tests.session.reference_sessions import OPTIONS
 from trt_kvcache import HostMemory, HybridCacheConfig, HybridCacheManager, InferenceSession, ModelConfig, SamplingParams
 from trt_kvcache.errors import CapacityError, ClosedError, ConfigError, EngineError, RangeError, ShapeError
 from trt_kvcache.session.step_executor import StepExecutor
@@ -32,7 +34,7 @@ every_model = pytest.mark.parametrize("name", MODELS)
 
 def open_model(name, *, slots=3, width=5, **options):
     sizes = {"max_batch_size": slots, "max_sequence_length": S, "max_prefill_length": width}
-    return InferenceSession.from_model(GOLDEN / name, engine="reference", dtype="float32", **sizes, **options)
+    return InferenceSession.from_model(GOLDEN / name, **{"engine": OPTIONS["engine"], "dtype": "float32", **sizes, **options})
 
 
 @cache
@@ -42,15 +44,15 @@ def tokens_of(name):
 
 @cache
 def full_pass(name, tokens):
-    """The logits after tokens, in one enqueue into an empty cache."""
-    with open_model(name, slots=1, width=S) as session:
+    """The logits after tokens, in one enqueue of the reference engine into an empty cache."""
+    with open_model(name, slots=1, width=S, engine="reference") as session:
         return session.prefill([tokens])[0]
 
 
 @cache
 def alone(name, prompt, params):
-    """What a prompt generates in a session of its own, one step after another."""
-    with open_model(name, slots=1) as session:
+    """What a prompt generates in a session of the reference engine of its own, one step after another."""
+    with open_model(name, slots=1, engine="reference") as session:
         return [event.token for event in session.generate([prompt], params)]
 
 
@@ -362,3 +364,97 @@ def test_a_draft_is_accepted_once():
         session.accept([1])
         with pytest.raises(RangeError, match="accept: expected a verify before it"):
             session.accept([1])
+
+
+class Slots:
+    """Random calls on a session beside lists of tokens: those that a slot holds, and what is not run yet."""
+
+    def __init__(self, session, name, data):
+        self.session, self.name, self.draw = session, name, data.draw
+        self.held, self.pending = [], []
+
+    def check(self):
+        session = self.session
+        assert [list(session.tokens(slot)) for slot in range(len(self.held))] == self.held
+        assert [list(session.pending_tokens(slot)) for slot in range(len(self.held))] == self.pending
+        assert session.cache.host_kv_cache_lengths == tuple(map(len, self.held))
+
+    def row(self, most):
+        start = self.draw(st.integers(0, 12))
+        return list(tokens_of(self.name)[start : start + self.draw(st.integers(1, most))])
+
+    def expect(self, logits):
+        for tokens, found in zip(self.held, logits, strict=True):
+            if not np.isnan(found).all():
+                assert_close(found, full_pass(self.name, tuple(tokens)))
+
+    def prefill(self):
+        prompts = [self.row(9) for _ in range(self.draw(st.integers(1, 3)))]
+        reuse = len(prompts) == len(self.held) and self.draw(st.booleans())
+        if reuse:
+            prompts = [(held + row)[:S] if self.draw(st.booleans()) else row for held, row in zip(self.held, prompts, strict=True)]
+        logits = self.session.prefill(prompts, reuse=reuse)
+        self.held, self.pending = prompts, [[] for _ in prompts]
+        self.expect(logits)
+
+    def append(self):
+        turns = [self.row(4) if self.draw(st.booleans()) else [] for _ in self.held]
+        new = [pending + turn if turn else [] for pending, turn in zip(self.pending, turns, strict=True)]
+        if any(len(held) + len(row) > S for held, row in zip(self.held, new, strict=True)):
+            with pytest.raises(CapacityError):
+                self.session.append(turns)
+            return
+        logits = self.session.append(turns)
+        self.held = [held + row for held, row in zip(self.held, new, strict=True)]
+        self.pending = [[] if row else pending for row, pending in zip(new, self.pending, strict=True)]
+        self.expect(logits)
+
+    def decode(self):
+        tokens = [self.row(1)[0] for _ in self.held]
+        if not tokens or max(map(len, self.held)) == S:
+            with pytest.raises((CapacityError, ShapeError)):
+                self.session.decode(tokens)
+            return
+        logits = self.session.decode(tokens)
+        self.held, self.pending = [[*held, token] for held, token in zip(self.held, tokens, strict=True)], [[] for _ in tokens]
+        self.expect(logits)
+
+    def verify(self):
+        rows = [self.row(3) for _ in self.held]
+        if not rows or max(map(len, self.held)) + 3 > S:
+            return
+        self.session.verify(rows)
+        counts = [self.draw(st.integers(0, len(row))) for row in rows]
+        self.session.accept(counts)
+        self.held = [held + row[:count] for held, row, count in zip(self.held, rows, counts, strict=True)]
+        self.pending = [[] if count else pending for count, pending in zip(counts, self.pending, strict=True)]
+
+    def rewind(self):
+        for slot in range(len(self.held)):
+            length = self.draw(st.integers(0, len(self.held[slot])))
+            if 0 < length < len(self.held[slot]):
+                with pytest.raises(ConfigError, match="recurrent states cannot go back"):
+                    self.session.rewind(slot, length)
+            else:
+                self.session.rewind(slot, length)
+                self.held[slot], self.pending[slot] = self.held[slot][:length], []
+
+    def generate(self):
+        prompts, params = [self.row(5), self.row(5)], params_of([self.draw(st.integers(1, 5)), self.draw(st.integers(1, 5))])
+        found = generated(self.session.generate(prompts, params))
+        assert found == [alone(self.name, tuple(prompt), one) for prompt, one in zip(prompts, params, strict=True)]
+        whole = [prompt + tokens for prompt, tokens in zip(prompts, found, strict=True)]
+        self.held = [list(self.session.tokens(slot)) for slot in range(2)]
+        self.pending = [tokens[len(held) :] for tokens, held in zip(whole, self.held, strict=True)]
+
+
+@pytest.mark.parametrize("name", ["lfm2", "mamba2", "qwen3_5"])
+@settings(max_examples=12)
+@given(data=st.data())
+def test_random_programs(name, data):
+    with open_model(name, max_logits_per_slot=4) as session:
+        slots = Slots(session, name, data)
+        for _ in range(data.draw(st.integers(2, 7))):
+            poison(session.cache)
+            getattr(slots, data.draw(st.sampled_from(["prefill", "append", "decode", "verify", "rewind", "generate"])))()
+            slots.check()

@@ -58,6 +58,8 @@ void Block::start(Extent index, Extent grid, Extent size, size_t dynamic_nbytes,
         thread.state = Thread::kReady;
         thread.copies.clear();
         thread.copy_group = 0;
+        thread.products.clear();
+        thread.committed_products = 0;
         thread.fiber.start(thread_body, &thread);
     }
 }
@@ -98,6 +100,7 @@ void Block::thread_body(void* argument) {
     acquire(&block.start_order_);
     block.kernel_(block.arguments_);
     if (!thread.copies.empty()) block.fail("a thread ended without waiting for its asynchronous copies");
+    if (!thread.products.empty()) block.fail("a thread ended without waiting for its asynchronous products");
     release(&block.end_order_);
     block.live_--;
     block.open_barrier_if_all_wait();
@@ -225,6 +228,21 @@ void Block::wait_for_copies(int groups_left) {
         }
     }
     running->copies = left;
+}
+
+// --- asynchronous products: likewise ---
+
+void Block::product(float* to, const float* values, int count) { running->products.push_back(AsyncProduct{to, {values, values + count}}); }
+
+void Block::commit_products() { running->committed_products = running->products.size(); }
+
+void Block::wait_for_products() {
+    for (size_t i = 0; i < running->committed_products; i++) {
+        const AsyncProduct& done = running->products[i];
+        for (size_t x = 0; x < done.values.size(); x++) done.to[x] += done.values[x];
+    }
+    running->products.erase(running->products.begin(), running->products.begin() + static_cast<long>(running->committed_products));
+    running->committed_products = 0;
 }
 
 }  // namespace simt

@@ -25,6 +25,12 @@ struct AsyncCopy {
     bool unsure;  // others may be writing it
 };
 
+// What is added to registers when it has been waited for.
+struct AsyncProduct {
+    float* to;
+    std::vector<float> values;
+};
+
 struct Thread {
     Extent index, block_index, block_size, grid_size;
     unsigned number = 0;  // in the block
@@ -35,6 +41,8 @@ struct Thread {
     unsigned votes = 0;             // of the last ballot
     std::vector<AsyncCopy> copies;  // not done yet
     int copy_group = 0;
+    std::vector<AsyncProduct> products;  // not added yet
+    size_t committed_products = 0;       // of them
 };
 
 extern Thread* running;
@@ -92,6 +100,9 @@ public:
     void copy_async(void* to, const void* from, size_t nbytes, bool unsure = false);
     void commit_copies();
     void wait_for_copies(int groups_left);
+    void product(float* to, const float* values, int count);
+    void commit_products();
+    void wait_for_products();
 
 private:
     // Lanes of one warp that wait for each other.

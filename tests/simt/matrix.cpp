@@ -109,4 +109,47 @@ void multiply_add_bfloat16(void* const* lanes) {
     multiply_add(lanes, [](unsigned bits) { return of_bfloat16(bits); });
 }
 
+static unsigned element(const unsigned* words, int number) { return words[number / 2] >> (number % 2 * 16) & 0xFFFF; }
+
+template <class ToFloat>
+static inline void multiply_panels(void* const* lanes, ToFloat to_float) {
+    const auto of_lane = [&](int lane) -> WarpgroupProduct& { return *static_cast<WarpgroupProduct*>(lanes[lane]); };
+    const bool is_transposed = of_lane(0).is_transposed;
+    const int columns = 8 * of_lane(0).fragments;
+    float a[16][16], b[16][64], products[16][64] = {};
+    for (int lane = 0; lane < 32; lane++) {
+        const WarpgroupProduct& mine = of_lane(lane);
+        for (int i = 0; i < 8; i++) {
+            if (is_transposed) {
+                a[lane / 4 + i / 2 % 2 * 8][lane % 4 * 2 + i / 4 * 8 + i % 2] = to_float(element(mine.a, i));
+            } else {
+                a[lane / 2][lane % 2 * 8 + i] = to_float(element(mine.a, i));
+            }
+            for (int part = 0; part < 4; part++) {
+                const float value = to_float(element(mine.b[part], i));
+                if (is_transposed) {
+                    b[lane / 2][(lane % 2 * 4 + part) * 8 + i] = value;
+                } else if (16 * part < columns) {
+                    b[lane % 2 * 8 + i][16 * part + lane / 2] = value;
+                }
+            }
+        }
+    }
+    for (int row = 0; row < 16; row++) {
+        for (int k = 0; k < 16; k++) {
+            for (int column = 0; column < columns; column++) products[row][column] += a[row][k] * b[k][column];
+        }
+    }
+    for (int lane = 0; lane < 32; lane++) {
+        for (int i = 0; i < columns / 2; i++) of_lane(lane).product[i] = products[lane / 4 + i / 2 % 2 * 8][i / 4 * 8 + lane % 4 * 2 + i % 2];
+    }
+}
+
+void multiply_panels_float16(void* const* lanes) {
+    multiply_panels(lanes, [](unsigned bits) { return of_float16(bits); });
+}
+void multiply_panels_bfloat16(void* const* lanes) {
+    multiply_panels(lanes, [](unsigned bits) { return of_bfloat16(bits); });
+}
+
 }  // namespace simt

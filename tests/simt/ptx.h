@@ -71,6 +71,51 @@ inline void mma_m16n8k16(BFloat16, float (&d)[4], const unsigned (&a)[4], unsign
     simt::running->block->together(&mine, "mma_m16n8k16 of BFloat16", simt::multiply_add_bfloat16);
 }
 
+// Products of a warpgroup. Each warp has 16 of the 64 rows of A and of the product, so it does its part alone: a lane brings half a row of these, and
+// its share of the rows of B. What is in shared memory is read at once, and the product is there when it is waited for, no sooner.
+inline void warpgroup_begin() {}
+inline void warpgroup_commit() { simt::running->block->commit_products(); }
+template <int kFragments>
+void warpgroup_wait(float (&)[kFragments][4]) {
+    simt::running->block->wait_for_products();
+}
+inline void shared_memory_fence() {}
+
+// 16 bytes of a row of a panel, from an address in its first row on: bits 4 to 6 of an address are swizzled with bits 7 to 9.
+inline uint4 of_panel(SharedAddress start, int row, int chunk) {
+    const size_t address = reinterpret_cast<size_t>(start) + 128 * row + 16 * chunk;
+    return *reinterpret_cast<const uint4*>(address ^ (address >> 7 & 7) << 4);
+}
+inline void words_of_panel(unsigned* to, SharedAddress start, int row, int chunk) {
+    const uint4 words = of_panel(start, row, chunk);
+    std::memcpy(to, &words, sizeof words);
+}
+template <class Type, int kFragments>
+void warpgroup_product(Type, float (&d)[kFragments][4], simt::WarpgroupProduct& mine) {
+    constexpr bool is_float16 = std::is_same<Type, Float16>::value;
+    mine.fragments = kFragments;
+    simt::running->block->together(&mine, is_float16 ? "warpgroup_mma of Float16" : "warpgroup_mma of BFloat16",
+                                   is_float16 ? simt::multiply_panels_float16 : simt::multiply_panels_bfloat16);
+    simt::running->block->product(d[0], mine.product, 4 * kFragments);
+}
+template <class Type, int kFragments>
+void warpgroup_mma(Type, float (&d)[kFragments][4], SharedAddress a, SharedAddress b) {
+    simt::WarpgroupProduct mine{};
+    const int lane = simt::lane();
+    words_of_panel(mine.a, a, simt::running->number / 32 % 4 * 16 + lane / 2, lane % 2);
+    for (int i = 0; i < kFragments / 2; i++) words_of_panel(mine.b[i], b, i * 16 + lane / 2, lane % 2);
+    warpgroup_product(Type{}, d, mine);
+}
+template <class Type>
+void warpgroup_mma_transposed(Type, float (&d)[8][4], const unsigned (&a)[4], SharedAddress b) {
+    simt::WarpgroupProduct mine{};
+    const int lane = simt::lane();
+    mine.is_transposed = true;
+    std::memcpy(mine.a, a, sizeof a);
+    for (int i = 0; i < 4; i++) words_of_panel(mine.b[i], b, lane / 2, lane % 2 * 4 + i);
+    warpgroup_product(Type{}, d, mine);
+}
+
 inline unsigned pack(Float16, float2 values) { return simt::to_float16(values.x) | static_cast<unsigned>(simt::to_float16(values.y)) << 16; }
 inline unsigned pack(BFloat16, float2 values) { return simt::to_bfloat16(values.x) | static_cast<unsigned>(simt::to_bfloat16(values.y)) << 16; }
 inline float2 unpack(Float16, unsigned word) { return {simt::of_float16(word & 0xFFFF), simt::of_float16(word >> 16)}; }

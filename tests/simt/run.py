@@ -108,6 +108,8 @@ def use_tiles() -> str:
     arch = os.environ.get("SIMT_TILES", ARCH)
     attention_tiles._SHARED_NBYTES[ARCH] = attention_tiles.shared_limit(arch)
     attention_tiles._STREAMK_COST_TILES[ARCH] = 0
+    if arch not in attention_tiles._WARPGROUP_ARCHS:
+        attention_tiles._WARPGROUP_ARCHS -= {ARCH}
     attention_tiles.decode_tiles.cache_clear()
     attention_tiles.few_tiles.cache_clear()
     return arch

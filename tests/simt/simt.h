@@ -46,6 +46,7 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fsub_rn(float a, float b) { return a - b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+inline float rsqrtf(float value) { return 1 / std::sqrt(value); }
 inline int __float2int_rn(float value) { return static_cast<int>(std::nearbyint(value)); }
 inline unsigned __float_as_uint(float value) {
     unsigned bits;

@@ -4,6 +4,14 @@ from tests.helpers.golden_models import skip_what_is_not_computed
 from tests.reference import rig
 
 
+@pytest.fixture(autouse=True, scope="session")
+def _one_thread():
+    """Models here are small: threads would only wait for each other."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def _only_what_is_computed(request):
     from trt_kvcache.torch_engine.engine import COMPUTED_FEATURES

@@ -27,12 +27,12 @@ def test_no_variant_reads_dead_rows() -> None:
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_weights_have_the_dtype_of_the_cache_and_are_joined(dtype: str) -> None:
     rig = Rig("llama-llama3-bias", dtype=dtype)
-    layer = rig.engine._weights.layers[1]
+    attention, mlp = (block.part for block in rig.engine._weights.blocks[2:4])
     mixer = rig.model.layers[0].mixer
     heads = mixer.num_heads + 2 * mixer.num_kv_heads
-    assert layer.qkv.weight.shape == (heads * mixer.head_dim, rig.model.hidden_size)
-    assert layer.qkv.bias.shape == (heads * mixer.head_dim,)
-    assert str(layer.gate_up.weight.dtype) == f"torch.{dtype}"
+    assert attention.inputs.weight.shape == (heads * mixer.head_dim, rig.model.hidden_size)
+    assert attention.inputs.bias.shape == (heads * mixer.head_dim,)
+    assert str(mlp.inputs.weight.dtype) == f"torch.{dtype}"
 
 
 def test_a_tied_head_is_one_tensor() -> None:

@@ -1,4 +1,7 @@
-"""Sessions of every family over the torch engine: ragged prefill in chunks, decode steps, a rewind and a next turn, and comparisons."""
+"""Sessions of every family over the torch engine: ragged prefill in chunks, decode steps, a rewind and a next turn, and comparisons.
+
+Those with states, which cannot be rewound, are in test_states.py.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import pytest
 
 from tests.cli.conftest import run  # noqa: F401
 from tests.helpers.fakes import poison
+from tests.helpers.golden_models import model_of
 from tests.helpers.tolerance import assert_close, assert_same_choice
 from tests.paths import GOLDEN
 from tests.reference.rig import MODELS, Rig, golden
@@ -25,7 +29,20 @@ from trt_kvcache.torch_engine.attention import LiveRowsAttention, MaskedAttentio
 
 S = 24
 
-FAMILIES = ["gemma2", "gemma3", "granite", "ministral3-window", "olmo2", "phi3-short-window", "smollm3-bias-window"]
+FAMILIES = [
+    "bamba",
+    "gemma2",
+    "gemma3",
+    "granite",
+    "lfm2-bias",
+    "mamba2",
+    "ministral3-window",
+    "nemotron_h",
+    "olmo2",
+    "phi3-short-window",
+    "qwen3_next",
+    "smollm3-bias-window",
+]
 
 
 def open_model(model, *, width=5, **options):
@@ -50,7 +67,7 @@ def check(model, session, logits):
 
 
 @pytest.mark.parametrize("attention", ["native", "plugin"])
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [model for model in MODELS if not model_of(model).recurrent_layers])
 def test_turns_of_a_ragged_batch_over_poisoned_rows(model, attention):
     ids = golden(model)[0].tolist()
     with open_model(model, attention=attention) as session:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.helpers import hybrid_shapes
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
 from tests.helpers.small_model import write_model
 from tests.paths import GOLDEN
@@ -13,10 +14,17 @@ from tests.torch_engine.needs_torch import need_torch
 
 need_torch()
 
-from trt_kvcache import CudaMemory, HostMemory, InferenceSession, KVCacheManager, ReferenceEngine  # noqa: E402
-from trt_kvcache.engine.decoder_tensors import cache_config  # noqa: E402
+from trt_kvcache import (  # noqa: E402
+    CudaMemory,
+    HostMemory,
+    HybridCacheManager,
+    InferenceSession,
+    KVCacheManager,
+    ReferenceEngine,
+)
+from trt_kvcache.engine.decoder_tensors import cache_config, decoder_cache_config  # noqa: E402
 from trt_kvcache.errors import CaptureError, EngineError  # noqa: E402
-from trt_kvcache.torch_engine import TorchEngine, device  # noqa: E402
+from trt_kvcache.torch_engine import TorchEngine, device, engine  # noqa: E402
 
 pytestmark = pytest.mark.gpu
 
@@ -29,15 +37,16 @@ TOLERANCES = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 8e-2}
 
 
 def rows_of(session, vocab):
-    """Return the logits of a ragged prefill, decode steps, a rewind and a second turn."""
+    """Return the logits of a ragged prefill, decode steps, a rewind where there are no states, and a second turn."""
     random = np.random.default_rng(0)
     prompts = [random.integers(0, vocab, size).tolist() for size in (23, 5, 14)]
     found = [session.prefill(prompts)]
     found += [session.decode(random.integers(0, vocab, 3).tolist()) for _ in range(6)]
-    session.rewind(1, 3)
+    if session.cache.states is None:
+        session.rewind(1, 3)
     found += [session.decode(random.integers(0, vocab, 3).tolist()) for _ in range(3)]
     found.append(session.prefill([prompts[2][:4], prompts[0]]))
-    found += [session.decode(random.integers(0, vocab, 2).tolist()) for _ in range(4)]
+    found += [session.decode(random.integers(0, vocab, 2).tolist()) for _ in range(6)]
     return [row for rows in found for row in rows]
 
 
@@ -50,12 +59,13 @@ def assert_same(folder, dtype, attention):
         compare(ours, reference, dtype)
 
 
-def compare(ours, reference, dtype):
+def compare(ours, reference, dtype, tolerances=TOLERANCES):
     assert ours.engine.memory.device == "cuda:0"
     vocab = ours.engine.tensors["logits"].shape[-1]
     for found, expected in zip(rows_of(ours, vocab), rows_of(reference, vocab), strict=True):
-        assert np.abs(found - expected).max() <= TOLERANCES[dtype] * np.abs(expected).max()
-    assert len(ours.engine._device._graphs) == 2, "decode steps of 3 and of 2 slots are replayed"
+        assert np.abs(found - expected).max() <= tolerances[dtype] * np.abs(expected).max()
+    orders = 1 if ours.cache.states is None else 2
+    assert len(ours.engine._device._graphs) == 2 * orders, "decode steps of 3 and of 2 slots are replayed, for each order of the buffers"
 
 
 @ATTENTION
@@ -79,6 +89,57 @@ def test_layers_that_differ(head_dims, dtype, attention):
         known = dtype != "float32" and head_dims[0] == 64
         assert (ours.engine._kernel_inputs is not None) == known
         compare(ours, reference, dtype)
+
+
+def open_hybrid(open_engine, model, dtype, attention, memory):
+    """Return a session of a model with states and random weights. Prefill is wide enough for chunks of tokens."""
+    config = decoder_cache_config(model, max_batch_size=3, max_sequence_length=61, dtype=dtype, attention=attention)
+    options = {"kv": config, "max_prefill_length": 33, "attention": attention, "memory": memory}
+    return InferenceSession(open_engine(RandomCheckpoint(model), **options), HybridCacheManager(config, memory=memory))
+
+
+@pytest.mark.parametrize("attention", ["native", "plugin"])
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("name", hybrid_shapes.NAMES)
+def test_layers_with_states(name, dtype, attention):
+    model = hybrid_shapes.hybrid_model(name)
+    with (
+        open_hybrid(TorchEngine.open, model, dtype, attention, CudaMemory()) as ours,
+        open_hybrid(ReferenceEngine, model, dtype, attention, HostMemory()) as reference,
+    ):
+        assert ours.engine._has_state_kernels
+        compare(ours, reference, dtype, hybrid_shapes.TOLERANCES)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", hybrid_shapes.NAMES)
+def test_states_without_kernels(name, dtype, monkeypatch):
+    """Operations of torch in their place, which a graph replays too."""
+    monkeypatch.setattr(engine, "states_are_known", lambda *_: False)
+    model = hybrid_shapes.hybrid_model(name)
+    with (
+        open_hybrid(TorchEngine.open, model, dtype, "native", CudaMemory()) as ours,
+        open_hybrid(ReferenceEngine, model, dtype, "native", HostMemory()) as reference,
+    ):
+        compare(ours, reference, dtype, hybrid_shapes.TOLERANCES)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", hybrid_shapes.NAMES)
+def test_a_replayed_step_is_an_eager_one(name, dtype, monkeypatch):
+    model = hybrid_shapes.hybrid_model(name)
+    run = device.CudaDevice.run
+    with (
+        open_hybrid(TorchEngine.open, model, dtype, "native", CudaMemory()) as replayed,
+        open_hybrid(TorchEngine.open, model, dtype, "native", CudaMemory()) as eager,
+    ):
+        found = rows_of(replayed, model.vocab_size)
+        monkeypatch.setattr(device.CudaDevice, "run", lambda self, key, stream, work: run(self, None, stream, work))
+        expected = rows_of(eager, model.vocab_size)
+        assert replayed.engine._device._graphs
+        assert not eager.engine._device._graphs
+    for row, wanted in zip(found, expected, strict=True):
+        assert np.abs(row - wanted).max() <= TOLERANCES[dtype] / 10 * np.abs(wanted).max()
 
 
 @ATTENTION

@@ -18,7 +18,7 @@ TOKENS = 96
 DTYPES = ["float16", "bfloat16"]
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "smollm3"])
+@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "gemma2", "gemma3", "phi3", "smollm3", "lfm2", "bamba", "qwen3_next"])
 def learned(request):
     from tests.torch_engine import trained
 

@@ -11,8 +11,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from tests.helpers import hybrid_shapes
 from tests.helpers.mixed_layers import RandomCheckpoint, mixed_model
 from tests.helpers.small_model import write_model
+from tests.paths import GOLDEN
 from tests.simt.standin import needs_standin
 from tests.torch_engine.needs_torch import need_torch
 
@@ -20,17 +22,31 @@ need_torch()
 
 import torch  # noqa: E402
 
-from trt_kvcache import HostMemory, InferenceSession, KVCacheManager, ReferenceEngine  # noqa: E402
+from trt_kvcache import HostMemory, HybridCacheManager, InferenceSession, KVCacheManager, ReferenceEngine  # noqa: E402
 from trt_kvcache.checkpoint import Checkpoint  # noqa: E402
-from trt_kvcache.engine.decoder_tensors import cache_config  # noqa: E402
-from trt_kvcache.kernels import add_rms_norm, attend, silu_mul  # noqa: E402
-from trt_kvcache.torch_engine import TorchEngine, engine, kernels  # noqa: E402
+from trt_kvcache.engine.decoder_tensors import cache_config, decoder_cache_config  # noqa: E402
+from trt_kvcache.kernels import (  # noqa: E402
+    add_rms_norm,
+    attend,
+    causal_conv1d,
+    gated_delta_rule,
+    gated_rms_norm,
+    mamba2_scan,
+    silu_mul,
+)
+from trt_kvcache.torch_engine import TorchEngine, engine, kernels, state_kernels  # noqa: E402
 from trt_kvcache.torch_engine.device import HostDevice  # noqa: E402
 
 pytestmark = [needs_standin, pytest.mark.device]
 
 SIZES = {"max_batch_size": 2, "max_sequence_length": 24}
-TOLERANCES = {"float16": 1e-2, "bfloat16": 8e-2}
+TOLERANCES = {"float32": 1e-5, "float16": 1e-2, "bfloat16": 8e-2}
+
+#: By module, the kernels that it launches.
+LAUNCHED = {
+    kernels: (attend, add_rms_norm, silu_mul),
+    state_kernels: (causal_conv1d, gated_delta_rule, gated_rms_norm, mamba2_scan),
+}
 
 
 class EmulatedDevice(HostDevice):
@@ -65,8 +81,9 @@ def calls(memory, monkeypatch):
         return call
 
     monkeypatch.setattr(engine, "torch_device", EmulatedDevice)
-    for kernel in (attend, add_rms_norm, silu_mul):
-        monkeypatch.setattr(kernels, kernel.__name__, at_once(kernel))
+    for module, names in LAUNCHED.items():
+        for kernel in names:
+            monkeypatch.setattr(module, kernel.__name__, at_once(kernel))
     return found
 
 
@@ -98,6 +115,42 @@ def test_layers_that_differ_agree_with_the_reference_engine(memory, calls, atten
     ):
         check_agreement(session, reference, 4e-3)
     assert calls[attend] == 4 * calls[silu_mul] / 3 > 0, "the first layer has no SiLU"
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize(
+    ("model", "launched"),
+    [
+        ("lfm2-bias", {causal_conv1d}),
+        ("bamba", {causal_conv1d, gated_rms_norm, mamba2_scan}),
+        ("mamba2", {causal_conv1d, gated_rms_norm, mamba2_scan}),
+        ("qwen3_next", {causal_conv1d, gated_delta_rule, gated_rms_norm}),
+    ],
+)
+def test_layers_with_states_agree_with_the_reference_engine(memory, calls, model, launched, dtype):
+    with Checkpoint.open(GOLDEN / model) as checkpoint:
+        config = decoder_cache_config(checkpoint.config, **SIZES, dtype=dtype)
+        ours = TorchEngine.open(checkpoint, kv=config, max_prefill_length=7, memory=memory)
+    with (
+        InferenceSession(ours, HybridCacheManager(config, memory=memory)) as session,
+        InferenceSession.from_model(GOLDEN / model, engine="reference", dtype=dtype, **SIZES) as reference,
+    ):
+        check_agreement(session, reference, TOLERANCES[dtype])
+    assert set(calls) & set(LAUNCHED[state_kernels]) == launched
+
+
+@pytest.mark.parametrize("name", ["lfm2", "nemotron_h", "qwen3_next"])
+def test_so_do_layers_with_states_and_attention_of_published_sizes(memory, calls, name):
+    checkpoint, host = RandomCheckpoint(hybrid_shapes.hybrid_model(name)), HostMemory()
+    config = decoder_cache_config(checkpoint.config, **SIZES, dtype="float16", attention="plugin")
+    options = {"kv": config, "max_prefill_length": 7, "attention": "plugin"}
+    with (
+        InferenceSession(TorchEngine.open(checkpoint, **options, memory=memory), HybridCacheManager(config, memory=memory)) as session,
+        InferenceSession(ReferenceEngine(checkpoint, **options, memory=host), HybridCacheManager(config, memory=host)) as reference,
+    ):
+        check_agreement(session, reference, hybrid_shapes.TOLERANCES["float16"])
+    assert calls[attend] > 0
+    assert calls[causal_conv1d] > 0
 
 
 def check_agreement(session, reference, tolerance):

@@ -28,6 +28,17 @@ COMMON: dict[str, Any] = {
 
 _WINDOW_FIRST = ["sliding_attention", "full_attention"]
 
+_DELTA_NET = {
+    "head_dim": 64,
+    "layer_types": ["linear_attention", "full_attention"],
+    "num_experts": 0,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 64,
+    "linear_num_value_heads": 4,
+    "linear_value_head_dim": 64,
+    "tie_word_embeddings": False,
+}
+
 #: By name: the ``model_type``, and what differs from :data:`COMMON`. Their heads are those that the attention kernels know.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"head_dim": 64, "tie_word_embeddings": False}),
@@ -36,6 +47,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("gemma2", {"head_dim": 64, "query_pre_attn_scalar": 96, "sliding_window": 48, "attn_implementation": "eager"}),
     "gemma3": ("gemma3_text", {"head_dim": 256, "query_pre_attn_scalar": 200, "sliding_window": 48, "layer_types": _WINDOW_FIRST}),
     "phi3": ("phi3", {"hidden_size": 384, "partial_rotary_factor": 0.75, "sliding_window": 64, "tie_word_embeddings": False}),
+    "lfm2": ("lfm2", {"hidden_size": 384, "layer_types": ["conv", "full_attention"], "block_auto_adjust_ff_dim": False, "norm_eps": 1e-6}),
+    "bamba": ("bamba", {"hidden_size": 384, "attn_layer_indices": [1], "mamba_d_head": 64, "mamba_n_heads": 12, "mamba_d_state": 64}),
+    "qwen3_next": ("qwen3_next", _DELTA_NET),
     "smollm3": ("smollm3", {"hidden_size": 384, "no_rope_layers": [1, 0]}),
 }
 

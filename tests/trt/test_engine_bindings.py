@@ -157,7 +157,7 @@ def test_views_of_one_allocation_are_looked_at_once(bindings, tensors):
 def test_a_profile_that_is_not_there(bindings, index):
     with pytest.raises(BindingError, match=rf"profile {index}: expected 0 <= index < 2"):
         bindings.use_profile(index)
-    assert bindings.active.index == 0
+    assert bindings.active.profile == 0
 
 
 def test_released_bindings(bindings, tensors):
@@ -177,3 +177,43 @@ def test_released_bindings(bindings, tensors):
 def test_a_stream_of_host_memory_has_no_handle(memory):
     with pytest.raises(PlaceError, match="stream: expected a CUDA stream or graph builder, got HostStream"):
         stream_handle(memory.create_stream())
+
+
+class TestTwoSets:
+    """Those of an engine whose states have two buffers."""
+
+    @pytest.fixture
+    def bindings(self, memory, target):
+        ranges = [ProfileRanges({"ids": ((1, 1), (3, width)), "past": ((1, 2, 64), (3, 2, 64))}) for width in (5, 1)]
+        return EngineBindings("SomeEngine", tensors=TENSORS, ranges=ranges, memory=memory, target=target, num_sets=2)
+
+    def test_each_profile_has_a_context_in_each_set(self, bindings):
+        found = []
+        for index in (0, 1):
+            bindings.use_bindings(index)
+            for profile in (0, 1):
+                bindings.use_profile(profile)
+                found.append((bindings.active.profile, bindings.active.context))
+        assert found == [(0, 0), (1, 1), (0, 2), (1, 3)]
+
+    def test_a_set_keeps_the_profile_and_what_it_was_told(self, bindings, target, tensors):
+        bindings.use_profile(1)
+        bindings.bind("past", tensors["past"])
+        bindings.use_bindings(1)
+        assert (bindings.active.profile, bindings.active.tensors) == (1, {})
+        bindings.set_input_shape("ids", (2, 1))
+        bindings.use_bindings(0)
+        assert bindings.active.tensors == {"past": tensors["past"]}
+        assert (list(target.addresses), list(target.shapes)) == ([(1, "past")], [(3, "ids")])
+
+    @pytest.mark.parametrize("index", [-1, 2])
+    def test_a_set_that_is_not_there(self, bindings, index):
+        bindings.use_bindings(1)
+        with pytest.raises(BindingError, match=rf"^bindings {index}: expected 0 <= index < 2\."):
+            bindings.use_bindings(index)
+        assert bindings.active.context == 2
+
+    def test_after_release(self, bindings):
+        bindings.release()
+        with pytest.raises(ClosedError, match="this SomeEngine is closed"):
+            bindings.use_bindings(0)

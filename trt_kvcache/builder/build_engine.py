@@ -12,8 +12,8 @@ from trt_kvcache.builder.definition import DecoderDefinition, check_weights, def
 from trt_kvcache.builder.options import (
     DEFAULT_MAX_BATCH_SIZE,
     DEFAULT_MAX_PREFILL_LENGTH,
-    DEFAULT_MAX_SEQUENCE_LENGTH,
     BuildOptions,
+    default_sequence_length,
 )
 from trt_kvcache.builder.serialization import serialize
 from trt_kvcache.builder.timing_cache import check_timing_cache
@@ -52,7 +52,7 @@ class BuildReport:
     plan_nbytes, weights_nbytes : int
         Size of the serialised engine, and of the checkpoint's weights, in bytes.
     attention : tuple of AttentionLayerConfig
-        How the attention of each layer was built.
+        How the attention of each layer that has one was built.
     warnings : tuple of str
         What TensorRT warned of.
     """
@@ -95,7 +95,7 @@ def build_engine(
     max_batch_size : int
         Slots, B.
     max_sequence_length : int, optional
-        Tokens that a slot can hold, S. If left out the model's ``max_position_embeddings``, at most 2048.
+        Tokens that a slot can hold, S. If left out the model's ``max_position_embeddings``, at most 2048 if it has attention.
     max_prefill_length : int, optional
         Most new tokens per slot in one enqueue; at most S. Longer prompts are prefilled in chunks. If left out S, at most 512.
     max_logits_per_slot : int or "all"
@@ -202,6 +202,7 @@ def build_engine(
             names=definition.names,
             tensors=decoder_tensors(checkpoint.config, definition.cache, definition.names, max_logits_per_slot=options.logits_per_slot),
             profiles=definition.profiles,
+            attention_variant=options.attention,
             attention=definition.attention,
             tensorrt_flavour=tensorrt.flavour,
             tensorrt_version=tensorrt.version,
@@ -227,7 +228,7 @@ def build_engine(
 
 def _default_sequence_length(model_path: Path) -> int:
     with Checkpoint.open(model_path) as checkpoint:
-        return min(checkpoint.config.max_position_embeddings, DEFAULT_MAX_SEQUENCE_LENGTH)
+        return default_sequence_length(checkpoint.config)
 
 
 def _default_attention(model_path: Path, sequence_length: int) -> str:

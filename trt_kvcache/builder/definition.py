@@ -9,16 +9,16 @@ from trt_kvcache.builder.network import Graph, Weights, add_decoder, add_segment
 from trt_kvcache.builder.network.rope import cos_sin
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.tensorrt_calls import require
-from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
-from trt_kvcache.engine.decoder_tensors import MIN_BATCH_SIZE, decoder_tensors
+from trt_kvcache.engine.decoder_tensors import MIN_BATCH_SIZE, DecoderCacheConfig, decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.decoder_segments import EMBEDDING, cos_sin_names, decoder_stages
 from trt_kvcache.errors import BuildError, ConfigError
 from trt_kvcache.model import ModelConfig
+from trt_kvcache.model.tensor_shapes import embedding_name
 from trt_kvcache.ops.segments import Segment
 from trt_kvcache.trt.log import Messages
 from trt_kvcache.trt.module import TensorRT
@@ -39,7 +39,7 @@ class DecoderDefinition:
         What TensorRT builds.
     graph : Graph
         Owner of the arrays that ``network`` points at.
-    cache : KVCacheConfig
+    cache : KVCacheConfig or HybridCacheConfig
         The cache that the engine will run on.
     names : TensorNames
         Names of the whole engine's inputs and outputs.
@@ -54,7 +54,7 @@ class DecoderDefinition:
     builder: Any
     network: Any
     graph: Graph
-    cache: KVCacheConfig
+    cache: DecoderCacheConfig
     names: TensorNames
     tensors: tuple[TensorSpec, ...]
     profiles: tuple[EngineProfile, ...]
@@ -107,7 +107,8 @@ def define_decoder(
         graph,
         Weights(checkpoint, cache.dtype),
         model,
-        max_sequence_length=cache.max_sequence_length,
+        cache=cache,
+        max_prefill_length=options.max_prefill_length,
         attention=options.attention,
         min_batch_size=MIN_BATCH_SIZE,
         max_logits_per_slot=options.logits_per_slot,
@@ -171,7 +172,8 @@ def define_segments(
         Weights(checkpoint, cache.dtype),
         model,
         create_next,
-        max_sequence_length=cache.max_sequence_length,
+        cache=cache,
+        max_prefill_length=options.max_prefill_length,
         max_logits_per_slot=options.logits_per_slot,
         names=names,
     )
@@ -204,14 +206,14 @@ def check_weights(checkpoint: Checkpoint) -> None:
         )
 
 
-def define_constants(checkpoint: Checkpoint, cache: KVCacheConfig) -> bytes:
+def define_constants(checkpoint: Checkpoint, cache: DecoderCacheConfig) -> bytes:
     """Return the constants of an engine in segments.
 
     Parameters
     ----------
     checkpoint : Checkpoint
         The open checkpoint.
-    cache : KVCacheConfig
+    cache : KVCacheConfig or HybridCacheConfig
         The cache that the engine will run on.
 
     Returns
@@ -222,7 +224,7 @@ def define_constants(checkpoint: Checkpoint, cache: KVCacheConfig) -> bytes:
     """
     from safetensors.numpy import save
 
-    table = Weights(checkpoint, cache.dtype)(EMBEDDING)
+    table = Weights(checkpoint, cache.dtype)(embedding_name(checkpoint.config))
     angles = {name: cos_sin(kind, length=cache.max_sequence_length) for kind, name in cos_sin_names(checkpoint.config).items()}
     return save({EMBEDDING: table, **angles})
 

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, DEFAULT_MAX_SEQUENCE_LENGTH, BuildOptions
+from trt_kvcache.builder.network.selective_scan import CHUNK_TOKENS
+from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, BuildOptions, default_sequence_length
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.quantized.registry import quantized_format
 from trt_kvcache.dtypes import itemsize
@@ -14,14 +15,18 @@ from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import dense_nbytes
-from trt_kvcache.model import ModelConfig
-from trt_kvcache.model.tensor_shapes import EMBEDDING, tensor_shapes
+from trt_kvcache.model import AttentionConfig, LayerConfig, ModelConfig
+from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig
+from trt_kvcache.model.tensor_shapes import embedding_name, tensor_shapes
 
 #: Bytes of compiled kernels in the plan: once, and for each layer.
 _KERNELS, _KERNELS_PER_LAYER, _KERNELS_PER_SEGMENT = 2_500_000, 1_050_000, 2_100_000
 
 #: The same for each layer whose soft-capped scores are built from plain layers.
 _KERNELS_PER_CAPPED_LAYER = 1_500_000
+
+#: The same for each layer whose states go from token to token, by the kind of its mixer.
+_KERNELS_PER_SCAN = {"mamba2": 2_000_000, "gated_delta_net": 4_800_000}
 
 #: The same of the third profile, which an engine with the logits of more tokens has: once and for each layer, in one piece and in segments.
 _VERIFY_KERNELS = (2_250_000, 630_000)
@@ -49,7 +54,7 @@ class BuildEstimate:
     constants_nbytes : int
         What an engine in segments has beside its plan: the embedding table, cosines and sines. 0 for other engines.
     cache_nbytes : int
-        K and V as allocated. Exact.
+        K, V and states as allocated. Exact.
     activations_nbytes : int
         Activations and logits of the largest enqueue, as the shapes of the network tell: TensorRT may need more or less.
     host_peak_nbytes : int
@@ -109,8 +114,9 @@ def estimate_build(
     Returns
     -------
     BuildEstimate
-        The weights, and K and V, are exact. Plan and peak were within 10 % of the builds of ``benchmarks/build_estimate.py``: TensorRT for
-        RTX 1.7, all its GPUs, Linux. The plan of a small model is mostly kernels, and less certain. Activations are not measured.
+        The weights, and K, V and states, are exact. Plan and peak were within 10 % of the builds of ``benchmarks/build_estimate.py``:
+        TensorRT for RTX 1.7, all its GPUs, Linux, models without states. The plan of a small model is mostly kernels, and less certain.
+        Activations are not measured.
 
     Raises
     ------
@@ -132,7 +138,7 @@ def estimate_build(
         raise ConfigError(
             f"{model_path}: expected weights that are not quantized, got {quantized.title}. No engine is built with them yet."
         )
-    length = min(model.max_position_embeddings, DEFAULT_MAX_SEQUENCE_LENGTH) if max_sequence_length is None else max_sequence_length
+    length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length
     options = BuildOptions(
         max_batch_size=max_batch_size,
         max_sequence_length=length,
@@ -149,10 +155,11 @@ def estimate_build(
     segmented = options.attention == "plugin" and flavour != "tensorrt"
     size, shapes = itemsize(cache.dtype), tensor_shapes(model)
     weights = sum(math.prod(shape) for shape in shapes.values()) * size
-    embedding = math.prod(shapes[EMBEDDING]) * size if segmented else 0
+    embedding = math.prod(shapes[embedding_name(model)]) * size if segmented else 0
     kernels = model.num_layers * _KERNELS_PER_SEGMENT if segmented else _KERNELS + model.num_layers * _KERNELS_PER_LAYER
     if options.attention == "mask":
         kernels += sum(mixer.softcap is not None for mixer in model.attention_layers) * _KERNELS_PER_CAPPED_LAYER
+    kernels += sum(_KERNELS_PER_SCAN.get(mixer.kind, 0) for mixer in model.recurrent_layers)
     if len(options.profiles) > 2:
         once, per_layer = _VERIFY_KERNELS_IN_SEGMENTS if segmented else _VERIFY_KERNELS
         kernels += once + model.num_layers * per_layer
@@ -169,15 +176,33 @@ def estimate_build(
 def _activations_nbytes(model: ModelConfig, dtype: str, options: BuildOptions) -> int:
     """Return the bytes of the widest point of a layer, for the largest enqueue, and of the logits."""
     tokens = options.max_batch_size * options.max_prefill_length
-    mixers = max((2 * mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim for mixer in model.attention_layers)
-    mlps = max(3 * layer.mlp.intermediate_size for layer in model.layers if layer.mlp is not None)  # gate, up and their product
+    mixers = max(map(_mixer_width, model.layers))
+    mlps = max((3 * layer.mlp.intermediate_size for layer in model.layers if layer.mlp is not None), default=0)  # gate, up, their product
     widest = 2 * model.hidden_size + max(mixers, mlps)  # the residual, and its norm
     capped = max((mixer.num_heads for mixer in model.attention_layers if mixer.softcap is not None), default=0)
     before_and_after_softmax = 2 * capped * options.max_sequence_length * itemsize("float32")
     scores = before_and_after_softmax if options.attention == "mask" else 0
+    scores = max(scores, *(_scan_nbytes(mixer, options.max_prefill_length) for mixer in model.recurrent_layers), 0)
     rows = options.max_batch_size * options.logits_per_slot
     logits = rows * model.vocab_size * (itemsize(dtype) + itemsize("float32"))
     return tokens * (widest * itemsize(dtype) + scores) + logits
+
+
+def _mixer_width(layer: LayerConfig) -> int:
+    """Return the numbers of each token at the widest point of a mixer."""
+    mixer = layer.mixer
+    if isinstance(mixer, AttentionConfig):
+        return (2 * mixer.num_heads + 2 * mixer.num_kv_heads) * mixer.head_dim
+    if mixer is None:
+        return 0
+    return 5 * mixer.channels  # the three parts, and input and output of the convolution
+
+
+def _scan_nbytes(mixer: RecurrentConfig, width: int) -> int:
+    """Return the bytes of each token for what tokens of an enqueue of ``width`` are to each other, in a scan without kernels of ours."""
+    if isinstance(mixer, Mamba2Config):
+        return 3 * mixer.num_heads * min(width, CHUNK_TOKENS) * itemsize("float32")
+    return 4 * mixer.num_value_heads * width * itemsize("float32") if isinstance(mixer, GatedDeltaNetConfig) else 0
 
 
 def _host_peak_nbytes(model: ModelConfig, dtype: str, weights: int, embedding: int, *, segmented: bool) -> int:

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Literal
 
 from trt_kvcache._util.checks import int_in_range, one_of
-from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, attention_variant, why_not_native
-from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, logits_per_slot
+from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config, decoder_profiles, logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine.protocol import EngineProfile
 from trt_kvcache.engine_folder.decoder_segments import attention_op_attributes
@@ -35,6 +34,24 @@ DEFAULT_MAX_BATCH_SIZE = 1
 DEFAULT_MAX_SEQUENCE_LENGTH = 2048
 DEFAULT_MAX_PREFILL_LENGTH = 512
 
+
+def default_sequence_length(model: ModelConfig) -> int:
+    """Return how many tokens a slot can hold where nothing is said.
+
+    Parameters
+    ----------
+    model : ModelConfig
+        The model.
+
+    Returns
+    -------
+    int
+        The positions that the model was made for; at most 2048 where it keeps something of each token.
+    """
+    limit = model.max_position_embeddings
+    return min(limit, DEFAULT_MAX_SEQUENCE_LENGTH) if model.attention_layers else limit
+
+
 _TURING = "7.5"
 
 #: Names of :data:`~trt_kvcache.model.features.FEATURES` that the networks of this package compute.
@@ -45,18 +62,26 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
         "final_softcap",
         "full_qk_norm",
         "fused_tensors",
+        "gated_delta_net",
         "logits_divisor",
+        "mamba2",
+        "no_mixer",
+        "no_mlp",
         "no_rope",
         "norm_offset",
         "norm_places",
         "norm_rounding",
+        "output_gate",
         "partial_rotary",
         "query_scaling",
+        "relu2",
         "residual_multiplier",
         "scale",
         "several_ropes",
         "several_shapes",
+        "short_conv",
         "softcap",
+        "ungated_mlp",
         "window",
     }
 )
@@ -162,7 +187,7 @@ class BuildOptions:
             max_logits_per_slot=self.logits_per_slot,
         )
 
-    def cache_for(self, model: ModelConfig) -> KVCacheConfig:
+    def cache_for(self, model: ModelConfig) -> DecoderCacheConfig:
         """Return the configuration of the engine's cache, after checking that the model can be built with these options.
 
         Parameters
@@ -172,7 +197,7 @@ class BuildOptions:
 
         Returns
         -------
-        KVCacheConfig
+        KVCacheConfig or HybridCacheConfig
             With the sizes of these options, their dtype (by default that of the model), and the layout that their attention works on.
 
         Raises
@@ -200,7 +225,7 @@ class BuildOptions:
         if dtype == "bfloat16" and _TURING in (self.compute_capabilities or ()):
             raise ConfigError(f"dtype: GPUs of compute capability {_TURING} have no bfloat16. Build with dtype float16.")
         sizes = {"max_batch_size": self.max_batch_size, "max_sequence_length": self.max_sequence_length}
-        return cache_config(model, **sizes, dtype=dtype, attention=self.attention)
+        return decoder_cache_config(model, **sizes, dtype=dtype, attention=self.attention)
 
     def check_kernels(self, model: ModelConfig) -> None:
         """Check that the attention kernels of this package support a model; nothing is checked for other variants of attention.

@@ -24,7 +24,7 @@ def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: 
     definition : DecoderDefinition
         The network to build.
     options : BuildOptions
-        Compute capabilities, optimisation level and timing cache are used.
+        Variant of attention, compute capabilities, optimisation level and timing cache are used.
     tensorrt : TensorRT
         The imported TensorRT.
     messages : Messages
@@ -49,9 +49,9 @@ def make_config(definition: DecoderDefinition, options: BuildOptions, tensorrt: 
         for index, name in enumerate(options.compute_capabilities):
             if not config.set_compute_capability(known[name], index):
                 messages.fail(BuildError, f"compute capability {name}: TensorRT refused it")
-    if definition.attention[0].variant == "plugin" and can_add_plugins(tensorrt):
+    if options.attention == "plugin" and can_add_plugins(tensorrt):
         allow_aliasing(tensorrt, config)
-    elif definition.attention[0].variant == "plugin":
+    elif options.attention == "plugin":
         flag = getattr(tensorrt.module.BuilderFlag, "REQUIRE_USER_ALLOCATION", None)
         if flag is not None:  # else TensorRT may allocate in an enqueue, which a capture refuses
             config.set_flag(flag)

@@ -13,7 +13,7 @@ from trt_kvcache._util.serialization import config_from_dict
 from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.errors import ConfigError
-from trt_kvcache.memory.shapes import MAX_DIMENSION, MAX_LAYERS
+from trt_kvcache.memory.shapes import MAX_LAYERS
 
 
 class LayerType(Enum):
@@ -41,7 +41,8 @@ class HybridCacheConfig:
     Raises
     ------
     ConfigError
-        A part is missing or superfluous, its number of layers does not fit ``layer_types``, or the batch sizes differ.
+        A part is missing or superfluous, its number of layers does not fit ``layer_types``, the batch sizes differ, or the states are
+        for fewer tokens than the attention layers.
 
     Notes
     -----
@@ -80,6 +81,12 @@ class HybridCacheConfig:
                 f"HybridCacheConfig: max_batch_size differs: kv has {self.kv.max_batch_size}, mamba has {self.mamba.max_batch_size}."
             )
 
+        if self.kv is not None and self.mamba is not None and self.mamba.max_sequence_length < self.kv.max_sequence_length:
+            raise ConfigError(
+                f"HybridCacheConfig.mamba: expected a max_sequence_length of at least {self.kv.max_sequence_length}, as kv has, "
+                f"got {self.mamba.max_sequence_length}."
+            )
+
     def _check_part(self, name: str, kind: type[KVCacheConfig] | type[MambaCacheConfig], layer_type: LayerType) -> None:
         part = getattr(self, name)
         if part is not None and not isinstance(part, kind):
@@ -102,8 +109,10 @@ class HybridCacheConfig:
 
     @property
     def max_sequence_length(self) -> int:
-        """Tokens a slot can hold, S. States have no limit of their own: without attention layers it is the largest int32."""
-        return MAX_DIMENSION if self.kv is None else self.kv.max_sequence_length
+        """Tokens a slot can hold, S: those of the attention layers if there are any."""
+        part = self.kv or self.mamba
+        assert part is not None
+        return part.max_sequence_length
 
     @property
     def dtype(self) -> str:
@@ -137,14 +146,16 @@ class HybridCacheConfig:
         return replace(self, kv=kv, mamba=mamba)
 
     def with_max_sequence_length(self, max_sequence_length: int) -> HybridCacheConfig:
-        """Return this configuration with slots of another number of tokens. States do not depend on it.
+        """Return this configuration with slots of another number of tokens. The bytes of states do not depend on it.
 
         Parameters
         ----------
         max_sequence_length : int
             Tokens that a slot can hold, S.
         """
-        return self if self.kv is None else replace(self, kv=self.kv.with_max_sequence_length(max_sequence_length))
+        kv = None if self.kv is None else self.kv.with_max_sequence_length(max_sequence_length)
+        mamba = None if self.mamba is None else self.mamba.with_max_sequence_length(max_sequence_length)
+        return replace(self, kv=kv, mamba=mamba)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values that :meth:`from_dict` reads back."""

@@ -5,7 +5,6 @@ from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.cache.recurrent_cache import RecurrentCache
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.base import Memory
-from trt_kvcache.memory.shapes import MAX_DIMENSION
 
 
 class MambaCacheManager(RecurrentCache):
@@ -20,8 +19,7 @@ class MambaCacheManager(RecurrentCache):
     memory : Memory
         Where it is allocated: ``HostMemory`` or ``CudaMemory``. The constructor waits for that.
     lengths : Lengths, optional
-        Lengths that are shared with another manager, of any ``max_sequence_length``. Without, it makes its own, which count to
-        the largest int32, because states have no limit of their own.
+        Lengths that are shared with another manager, of any ``max_sequence_length``. Without, it makes its own, with that of ``config``.
 
     Raises
     ------
@@ -47,7 +45,7 @@ class MambaCacheManager(RecurrentCache):
     def __init__(self, config: MambaCacheConfig, *, memory: Memory, lengths: Lengths | None = None) -> None:
         if not isinstance(config, MambaCacheConfig):
             raise ConfigError(f"MambaCacheManager: expected a MambaCacheConfig, got {type(config).__name__}.")
-        max_sequence_length = MAX_DIMENSION if lengths is None else lengths.max_sequence_length
+        max_sequence_length = config.max_sequence_length if lengths is None else lengths.max_sequence_length
         super().__init__(config.max_batch_size, max_sequence_length, memory=memory, lengths=lengths)
         self._config = config
         with self._allocating() as stream:

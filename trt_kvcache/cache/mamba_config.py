@@ -23,6 +23,7 @@ _SIZES = {
     "state_size": MAX_DIMENSION,
     "conv_dim": MAX_DIMENSION,
     "conv_kernel": MAX_DIMENSION,
+    "max_sequence_length": MAX_DIMENSION,
 }
 _DTYPES = ("recurrent_dtype", "conv_dtype")
 
@@ -50,6 +51,9 @@ class MambaCacheConfig:
     ping_pong : bool
         Two buffers, of which an enqueue reads one and writes the other: for engines that cannot update states in place, as
         native TensorRT layers cannot. Both count in ``nbytes``.
+    max_sequence_length : int
+        Tokens that a slot can take, S, of a cache without attention layers; at least as many as those take, if there are any. States do
+        not depend on it: by default it is the largest int32.
 
     Raises
     ------
@@ -81,6 +85,7 @@ class MambaCacheConfig:
     recurrent_dtype: str = "float32"
     conv_dtype: str = "float16"
     ping_pong: bool = False
+    max_sequence_length: int = MAX_DIMENSION
 
     def __post_init__(self) -> None:
         has_recurrent_state = any(getattr(self, name) != 0 for name in _RECURRENT_SIZES)
@@ -147,14 +152,14 @@ class MambaCacheConfig:
         return replace(self, max_batch_size=max_batch_size)
 
     def with_max_sequence_length(self, max_sequence_length: int) -> MambaCacheConfig:
-        """Return this configuration: states do not depend on the length of a sequence.
+        """Return this configuration with another limit of tokens. It takes as many bytes.
 
         Parameters
         ----------
         max_sequence_length : int
-            Tokens that a slot can hold, S.
+            Tokens that a slot can take, S.
         """
-        return self
+        return replace(self, max_sequence_length=max_sequence_length)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain JSON values that :meth:`from_dict` reads back."""

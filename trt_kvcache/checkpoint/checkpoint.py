@@ -22,10 +22,11 @@ from trt_kvcache.checkpoint.quantized.registry import quantized_format
 from trt_kvcache.checkpoint.quantized.stored_weight import StoredWeight, stored_weight
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.checkpoint.weight_file import WeightFile
-from trt_kvcache.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, open_weight_files
+from trt_kvcache.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, family_names, open_weight_files
 from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_name, itemsize, numpy_dtype
 from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
+from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
 
@@ -61,7 +62,7 @@ class Checkpoint:
     config : ModelConfig
         The model that ``config.json`` describes.
     files : mapping of str to WeightFile
-        The file that holds each tensor, by the tensor's name.
+        The file that holds each tensor, by the name that the family has for it.
     quantized : mapping of str to StoredWeight, optional
         The weights that are quantized, by name.
 
@@ -126,7 +127,7 @@ class Checkpoint:
             format_ = quantized_format(data, folder)
         except ConfigError as error:
             raise CheckpointError(f"{config_path}: {error}") from error
-        files = open_weight_files(folder)
+        files = family_names(open_weight_files(folder), FAMILIES[config.family], folder)
         if any(isinstance(file, GGUFFile) for file in files.values()):
             format_ = GGUF(files[name].tensors[name].dtype for name in files)
         if data.get("dtype") is None and data.get("torch_dtype") is None and embedding_name(config) in files:

@@ -155,7 +155,8 @@ def decoder_weights(config: ModelConfig, tensor: Callable[[str], ArrayT]) -> Dec
     Returns
     -------
     DecoderWeights
-        Of what ``tensor`` returned; a weight that shares a tensor with others is a view of its rows.
+        Of what ``tensor`` returned; a weight that shares a tensor with others is a view of its rows, or a copy where
+        they lie apart.
     """
     family = FAMILIES[config.family]
     embedding = tensor(family.embedding)
@@ -172,7 +173,7 @@ def layer_weights(config: ModelConfig, index: int, tensor: Callable[[str], Array
 
     def weight(part: WeightPart) -> ArrayT:
         whole = tensors[part.tensor]
-        return whole if part.is_whole else whole[part.rows]  # type: ignore[index]  # arrays can be sliced
+        return whole if part.is_whole else whole[part.index]  # type: ignore[index]  # arrays can be indexed
 
     return LayerWeights({role: weight(part) for role, part in parts.items()})
 

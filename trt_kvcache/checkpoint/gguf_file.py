@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,17 @@ class GGUFFile:
             array = array[_rows_of_halves(len(array), self._heads[module])]
             array.flags.writeable = False
         return array
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give tensors other names.
+
+        Parameters
+        ----------
+        names : mapping of str to str
+            The new name of each tensor that changes its name.
+        """
+        self.tensors = {names.get(name, name): stored for name, stored in self.tensors.items()}
+        self._data = {names.get(name, name): data for name, data in self._data.items()}
 
     def _number(self, key: str) -> int:
         field = self._fields.get(key)

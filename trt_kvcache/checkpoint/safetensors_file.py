@@ -2,6 +2,7 @@
 
 import json
 import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,16 @@ class SafetensorsFile:
         except (OSError, MemoryError, OverflowError) as error:  # a sparse file may be larger than memory and address space
             raise CheckpointError(f"{path}: cannot be read: {str(error) or 'there is not enough memory'}.") from error
         self.tensors = _stored_tensors(self._map)
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give tensors other names.
+
+        Parameters
+        ----------
+        names : mapping of str to str
+            For each of :attr:`tensors` the name that it has from now on; they differ from each other.
+        """
+        self.tensors = {names[name]: stored for name, stored in self.tensors.items()}
 
     def array(self, name: str) -> npt.NDArray[Any]:
         """Return a tensor as a read-only array.

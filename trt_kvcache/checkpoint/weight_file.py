@@ -30,3 +30,12 @@ class WeightFile(Protocol):
         name : str
             One of :attr:`tensors`.
         """
+
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Give tensors other names.
+
+        Parameters
+        ----------
+        names : mapping of str to str
+            The new name of each tensor that changes its name.
+        """

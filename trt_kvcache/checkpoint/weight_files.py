@@ -1,5 +1,6 @@
 """The weight files of a model folder: a safetensors file, shards with an index, or a GGUF file."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from trt_kvcache.checkpoint.gguf_file import GGUFFile
@@ -7,6 +8,7 @@ from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.checkpoint.weight_file import WeightFile
 from trt_kvcache.errors import CheckpointError
+from trt_kvcache.model.families.family import Family
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -50,6 +52,42 @@ def open_weight_files(folder: Path) -> dict[str, WeightFile]:
         "Weights in another format (pytorch_model.bin) must be converted to safetensors first. "
         "A GGUF file is read where it is the only one."
     )
+
+
+def family_names(files: Mapping[str, WeightFile], family: Family, folder: Path) -> dict[str, WeightFile]:
+    """Give the tensors of a model the names of its family, and leave out those that the family ignores.
+
+    Parameters
+    ----------
+    files : mapping of str to WeightFile
+        What :func:`open_weight_files` returned. The files are changed.
+    family : Family
+        It says how names may begin.
+    folder : Path
+        The model folder, for messages.
+
+    Returns
+    -------
+    dict of str to WeightFile
+        The file that holds each tensor, by the name that the family has for it.
+
+    Raises
+    ------
+    CheckpointError
+        Two tensors have the same name then.
+    """
+    names: dict[str, str] = {}
+    for stored in files:
+        prefix = next((prefix for prefix in family.renamed if stored.startswith(prefix)), "")
+        name = family.renamed.get(prefix, "") + stored.removeprefix(prefix)
+        if name in names:
+            raise CheckpointError(f"{folder}: expected one tensor {name} of a {family.name} model, got {names[name]} and {stored}.")
+        names[name] = stored
+    found = {name: files[stored] for name, stored in names.items()}
+    new_names = {stored: name for name, stored in names.items()}
+    for file in dict.fromkeys(files.values()):
+        file.rename(new_names)
+    return {name: file for name, file in found.items() if not name.startswith(family.ignored)}
 
 
 def _open_shards(index: Path) -> dict[str, WeightFile]:

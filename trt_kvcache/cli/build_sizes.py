@@ -12,7 +12,7 @@ def print_build_sizes(estimate: BuildEstimate) -> None:
         "weights": estimate.weights_nbytes,
         "plan: weights and kernels": estimate.plan_nbytes,
         **constants,
-        "K and V": estimate.cache_nbytes,
+        "cache": estimate.cache_nbytes,
         "activations and logits": estimate.activations_nbytes,
         "GPU, in all": estimate.device_nbytes,
         "disk": estimate.disk_nbytes,

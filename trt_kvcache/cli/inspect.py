@@ -81,7 +81,9 @@ def _print_head(found: EngineInspection) -> None:
     targets = ", ".join(found.compute_capabilities) if found.compute_capabilities else "not restricted"
     say(str(found.path), style="bold")
     say(f"model: {found.model.family}, {count(found.model.num_layers, 'layer')}, computed in {found.dtype}")
-    say(f"cache: {count(cache.max_batch_size, 'slot')} of {count(cache.max_sequence_length, 'token')}, {cache.dtype}, {cache.layout.value}")
+    length = f" of {count(cache.max_sequence_length, 'token')}" if cache.kv else ""
+    kinds = ([cache.kv.layout.value] if cache.kv else []) + (["states"] if cache.mamba else [])
+    say(f"cache: {count(cache.max_batch_size, 'slot')}{length}, {cache.dtype}, {', '.join(kinds)}")
     say(f"built by: {found.tensorrt_flavour} {found.tensorrt_version}; compute capabilities: {targets}")
     say(f"built from: {checkpoint.path}{' (embedded)' if checkpoint.embedded else ''}, fingerprint {checkpoint.fingerprint[:16]}")
     gone = "" if "torch" in found.engines else "; torch and reference need the checkpoint, which is gone"
@@ -107,14 +109,19 @@ def _print_profiles(found: EngineInspection) -> None:
 
 
 def _print_attention(found: EngineInspection) -> None:
-    """Print one row for each run of layers whose attention is the same."""
-    windows = [window_in_cache(layer.attention, found.cache.max_sequence_length) for layer in found.model.layers]
-    has_windows = any(window is not None for window in windows)
+    """Print one row for each run of layers with attention that follow each other and whose attention is the same."""
+    if not found.attention:
+        return
+    length = found.cache.max_sequence_length
+    windows = {choice.layer: window_in_cache(found.model.layers[choice.layer].attention, length) for choice in found.attention}
+    has_windows = any(window is not None for window in windows.values())
     rows = table("layers", "attention", *(["window"] if has_windows else []), "decomposable", title="Attention")
-    for (variant, window, decomposable, reason), run in groupby(
-        found.attention, lambda choice: (choice.variant, windows[choice.layer], choice.decomposable, choice.reason)
+    numbered = enumerate(found.attention)
+    for (variant, window, decomposable, reason, _), run in groupby(
+        numbered,
+        lambda pair: (pair[1].variant, windows[pair[1].layer], pair[1].decomposable, pair[1].reason, pair[1].layer - pair[0]),
     ):
-        layers = [choice.layer for choice in run]
+        layers = [choice.layer for _, choice in run]
         size = ["" if window is None else str(window)] if has_windows else []
         rows.add_row(span(layers[0], layers[-1]), variant, *size, f"yes: {reason}" if decomposable else "no")
     results().print(rows)
@@ -142,15 +149,15 @@ def _print_sizes(found: EngineInspection) -> None:
     memory, cache = found.memory, found.cache
     rows = table("what", "bytes", "size", numbers=("bytes", "size"), title="Sizes")
     constants = {} if found.segments is None else {"constants.safetensors": found.segments.constants.nbytes}
-    sizes = {
-        "engine.plan": found.plan_nbytes,
-        **constants,
-        "weights of the checkpoint": found.checkpoint.nbytes,
-        "K and V of one token": memory.bytes_per_token,
-        f"K and V of one sequence of {cache.max_sequence_length}": memory.bytes_per_sequence,
-        "K and V of one layer": memory.bytes_per_layer[0],
-        f"cache of {count(cache.max_batch_size, 'slot')}": memory.nbytes,
-    }
+    states = 0 if cache.mamba is None else cache.mamba.slot_nbytes
+    sizes = {"engine.plan": found.plan_nbytes, **constants, "weights of the checkpoint": found.checkpoint.nbytes}
+    if cache.kv is not None:
+        sizes["K and V of one token"] = memory.bytes_per_token
+        sizes[f"K and V of one sequence of {cache.max_sequence_length}"] = memory.bytes_per_sequence - states
+        sizes["K and V of one layer"] = memory.bytes_per_layer[0]
+    if states:
+        sizes["states of one sequence, both buffers"] = states
+    sizes[f"cache of {count(cache.max_batch_size, 'slot')}"] = memory.nbytes
     for what, nbytes in sizes.items():
         rows.add_row(what, str(nbytes), size(nbytes))
     results().print(rows)

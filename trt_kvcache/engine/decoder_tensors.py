@@ -1,7 +1,8 @@
 """Inputs, outputs and optimisation profiles of the engines that this package builds, for builder, engine folder and inspection."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import count
 from typing import Any, Literal
 
 from trt_kvcache._util.checks import int_in_range
@@ -9,13 +10,13 @@ from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
 from trt_kvcache.cache.hybrid_config import HybridCacheConfig, LayerType
 from trt_kvcache.cache.layout import KVLayout
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
-from trt_kvcache.cache.recurrent_states import state_storages
+from trt_kvcache.cache.recurrent_states import StateKind, state_storages
 from trt_kvcache.engine.attention_variants import cache_layout
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import AttentionConfig, ModelConfig
-from trt_kvcache.model.recurrent_config import RecurrentConfig, ShortConvConfig
+from trt_kvcache.model.recurrent_config import RecurrentConfig
 
 #: What an engine of a model runs on: K and V alone, or with the states of recurrent layers.
 DecoderCacheConfig = KVCacheConfig | HybridCacheConfig
@@ -98,7 +99,28 @@ def decoder_cache_config(
     mixers = [layer.mixer for layer in model.layers if layer.mixer is not None]
     kinds = [LayerType.ATTENTION if isinstance(mixer, AttentionConfig) else LayerType.MAMBA for mixer in mixers]
     kv = _kv_config(model, **sizes, dtype=dtype, layout=cache_layout(attention)) if model.attention_layers else None
-    return HybridCacheConfig(layer_types=tuple(kinds), kv=kv, mamba=_states_config(model, max_batch_size=max_batch_size, dtype=dtype))
+    return HybridCacheConfig(layer_types=tuple(kinds), kv=kv, mamba=_states_config(model, **sizes, dtype=dtype))
+
+
+def decoder_cache_from_dict(data: Mapping[str, Any]) -> DecoderCacheConfig:
+    """Return the configuration of a cache that its ``to_dict`` wrote.
+
+    Parameters
+    ----------
+    data : mapping
+        Field names and JSON values.
+
+    Returns
+    -------
+    KVCacheConfig or HybridCacheConfig
+        The latter if the layers have kinds.
+
+    Raises
+    ------
+    ConfigError
+        A field is missing, unknown or wrong.
+    """
+    return HybridCacheConfig.from_dict(data) if "layer_types" in data else KVCacheConfig.from_dict(data)
 
 
 def _kv_config(model: ModelConfig, *, max_batch_size: int, max_sequence_length: int, dtype: str, layout: KVLayout) -> KVCacheConfig:
@@ -111,11 +133,12 @@ def _kv_config(model: ModelConfig, *, max_batch_size: int, max_sequence_length: 
     )
 
 
-def _states_config(model: ModelConfig, *, max_batch_size: int, dtype: str) -> MambaCacheConfig:
+def _states_config(model: ModelConfig, *, max_batch_size: int, max_sequence_length: int, dtype: str) -> MambaCacheConfig:
     sizes = [state_sizes(mixer) for mixer in model.recurrent_layers]
     if any(other != sizes[0] for other in sizes):
         raise ConfigError(f"{model.family}: expected equal states in all layers, got {sizes}.")
-    fields: dict[str, Any] = {"num_layers": len(sizes), "max_batch_size": max_batch_size, **sizes[0]}
+    limits = {"max_batch_size": max_batch_size, "max_sequence_length": max_sequence_length}
+    fields: dict[str, Any] = {"num_layers": len(sizes), **limits, **sizes[0]}
     return MambaCacheConfig(**fields, conv_dtype=dtype, ping_pong=True)
 
 
@@ -124,7 +147,7 @@ def state_sizes(mixer: RecurrentConfig) -> dict[str, int]:
 
     Parameters
     ----------
-    mixer : ShortConvConfig or Mamba2Config
+    mixer : ShortConvConfig, Mamba2Config or GatedDeltaNetConfig
         Mixer of a layer.
 
     Returns
@@ -133,9 +156,9 @@ def state_sizes(mixer: RecurrentConfig) -> dict[str, int]:
         Fields of a :class:`~trt_kvcache.cache.mamba_config.MambaCacheConfig`.
     """
     convolution = {"conv_dim": mixer.channels, "conv_kernel": mixer.kernel}
-    if isinstance(mixer, ShortConvConfig):
+    if mixer.state_shape is None:
         return convolution
-    return {**convolution, "num_heads": mixer.num_heads, "head_dim": mixer.head_dim, "state_size": mixer.state_size}
+    return {**convolution, **dict(zip(("num_heads", "head_dim", "state_size"), mixer.state_shape, strict=True))}
 
 
 def cache_layer(mixer: AttentionConfig) -> KVLayerConfig:
@@ -194,13 +217,58 @@ def decoder_tensors(
                 inputs.append(TensorSpec.input(past, shape, cache.kv.dtype))
                 outputs.append(TensorSpec.output(present, shape, cache.kv.dtype, alias=past))
     if cache.mamba is not None:
-        for kind, storage in state_storages(cache.mamba).items():
-            shape = (-1, *storage.slot_shape)
-            for index in range(storage.num_layers):
-                past, present = names.state_pair(kind, index)
-                inputs.append(TensorSpec.input(past, shape, storage.dtype))
-                outputs.append(TensorSpec.output(present, shape, storage.dtype, alias=None if cache.mamba.ping_pong else past))
+        for kind in state_storages(cache.mamba):
+            for index in range(cache.mamba.num_layers):
+                past_state, present_state = state_tensors(cache.mamba, names, index)[kind]
+                inputs.append(past_state)
+                outputs.append(present_state)
     return (*inputs, *outputs, logits)
+
+
+def state_tensors(mamba: MambaCacheConfig, names: TensorNames, index: int) -> dict[StateKind, tuple[TensorSpec, TensorSpec]]:
+    """Return the tensors of the states of a layer.
+
+    Parameters
+    ----------
+    mamba : MambaCacheConfig
+        The states of the engine's cache.
+    names : TensorNames
+        Names of the engine's inputs and outputs.
+    index : int
+        Index of the layer among those with states.
+
+    Returns
+    -------
+    dict of StateKind to tuple of TensorSpec
+        The input before a step and the output after it, of each kind of state that the layers have: recurrent states first.
+    """
+    found = {}
+    for kind, storage in state_storages(mamba).items():
+        past, present = names.state_pair(kind, index)
+        shape = (-1, *storage.slot_shape)
+        output = TensorSpec.output(present, shape, storage.dtype, alias=None if mamba.ping_pong else past)
+        found[kind] = (TensorSpec.input(past, shape, storage.dtype), output)
+    return found
+
+
+def indices_in_kind(model: ModelConfig) -> tuple[int | None, ...]:
+    """Return which of the caches a layer has.
+
+    Parameters
+    ----------
+    model : ModelConfig
+        Configuration of the model.
+
+    Returns
+    -------
+    tuple of int or None
+        For each layer its index among the layers of attention, or among those with states; None without a mixer.
+    """
+    attention, recurrent = count(), count()
+    return tuple(
+        None if layer.mixer is None else next(attention if isinstance(layer.mixer, AttentionConfig) else recurrent)
+        for layer in model.layers
+    )
 
 
 def logits_tensors(model: ModelConfig, names: TensorNames, *, max_logits_per_slot: int) -> tuple[TensorSpec, TensorSpec]:

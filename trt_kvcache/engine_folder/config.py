@@ -9,8 +9,8 @@ from typing import Any, TypeVar, get_type_hints
 from trt_kvcache._util.checks import int_in_range
 from trt_kvcache._util.shown import shown
 from trt_kvcache._version import __version__
-from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
+from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_from_dict
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.consistency import check_consistency
@@ -21,7 +21,7 @@ from trt_kvcache.model import ModelConfig
 _Record = TypeVar("_Record")
 
 #: The format of ``config.json`` that this package writes and reads.
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,7 @@ class EngineConfig:
     ----------
     model : ModelConfig
         Of the checkpoint; its ``dtype`` is that of the stored weights.
-    cache : KVCacheConfig
+    cache : KVCacheConfig or HybridCacheConfig
         The cache that the engine runs on; its ``dtype`` is the one that the engine computes in.
     names : TensorNames
         Names of the inputs and outputs.
@@ -40,8 +40,10 @@ class EngineConfig:
         The inputs, then the outputs.
     profiles : tuple of EngineProfile
         For prefill, decode and perhaps verification of drafts: see :func:`trt_kvcache.engine.decoder_tensors.decoder_profiles`.
+    attention_variant : str
+        The variant of attention that it was built with: ``"native"``, ``"mask"`` or ``"plugin"``.
     attention : tuple of AttentionLayerConfig
-        How the attention of each layer was built.
+        How the attention of each layer that has one was built.
     tensorrt_flavour, tensorrt_version : str
         The TensorRT that built it.
     compute_capabilities : tuple of str or None
@@ -57,10 +59,11 @@ class EngineConfig:
     """
 
     model: ModelConfig
-    cache: KVCacheConfig
+    cache: DecoderCacheConfig
     names: TensorNames
     tensors: tuple[TensorSpec, ...]
     profiles: tuple[EngineProfile, ...]
+    attention_variant: str
     attention: tuple[AttentionLayerConfig, ...]
     tensorrt_flavour: str
     tensorrt_version: str
@@ -74,11 +77,6 @@ class EngineConfig:
     def dtype(self) -> str:
         """The dtype that the engine computes in."""
         return self.cache.dtype
-
-    @property
-    def attention_variant(self) -> str:
-        """The variant of attention: ``"native"``, ``"mask"`` or ``"plugin"``."""
-        return self.attention[0].variant
 
     @property
     def max_prefill_length(self) -> int:
@@ -103,6 +101,7 @@ class EngineConfig:
             "kv_cache": self.cache.to_dict(),
             "names": asdict(self.names),
             "profiles": [asdict(profile) for profile in self.profiles],
+            "attention_variant": self.attention_variant,
             "attention": [asdict(layer) for layer in self.attention],
             "model": self.model.to_description(),
             "tensors": [{**asdict(spec), "shape": list(spec.shape), "mode": spec.mode.value} for spec in self.tensors],
@@ -132,10 +131,11 @@ class EngineConfig:
             capabilities = data["compute_capabilities"]
             config = cls(
                 model=ModelConfig.from_description(data["model"]),
-                cache=KVCacheConfig.from_dict(data["kv_cache"]),
+                cache=decoder_cache_from_dict(data["kv_cache"]),
                 names=TensorNames(**data["names"]),
                 tensors=tuple(map(tensor_from_dict, data["tensors"])),
                 profiles=_records(EngineProfile, "profiles", data["profiles"]),
+                attention_variant=_typed("attention_variant", data["attention_variant"], str),
                 attention=_records(AttentionLayerConfig, "attention", data["attention"], low=0),
                 tensorrt_flavour=_typed("tensorrt.flavour", data["tensorrt"]["flavour"], str),
                 tensorrt_version=_typed("tensorrt.version", data["tensorrt"]["version"], str),

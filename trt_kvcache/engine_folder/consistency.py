@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trt_kvcache._util.checks import int_in_range, one_of
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, why_not_native
-from trt_kvcache.engine.decoder_tensors import cache_config, decoder_profiles, decoder_tensors
+from trt_kvcache.engine.decoder_tensors import decoder_cache_config, decoder_profiles, decoder_tensors
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.errors import EngineError
+from trt_kvcache.model import AttentionConfig
 from trt_kvcache.ops.segments import can_replace
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def check_consistency(config: EngineConfig) -> None:
     """
     cache, names = config.cache, config.names
     _check_attention(config)
-    expected = cache_config(
+    expected = decoder_cache_config(
         config.model,
         max_batch_size=cache.max_batch_size,
         max_sequence_length=cache.max_sequence_length,
@@ -40,9 +41,8 @@ def check_consistency(config: EngineConfig) -> None:
         attention=config.attention_variant,
     )
     if cache != expected:
-        wanted, got = expected.to_dict(), cache.to_dict()
-        field = next(name for name in wanted if wanted[name] != got[name])
-        raise EngineError(f"kv_cache.{field}: expected {wanted[field]!s:.300} for this model, got {got[field]!s:.300}.")
+        field, wanted, got = _difference(expected.to_dict(), cache.to_dict())
+        raise EngineError(f"kv_cache{field}: expected {wanted!s:.300} for this model, got {got!s:.300}.")
     one_of("tensorrt.flavour", config.tensorrt_flavour, FLAVOURS[1:], error=EngineError)
     _check_profiles(config)
     wanted_tensors = decoder_tensors(config.model, cache, names, max_logits_per_slot=config.max_logits_per_slot)
@@ -54,6 +54,16 @@ def check_consistency(config: EngineConfig) -> None:
                 f"tensor `{spec.name}`: expected {wanted_spec.describe()} for this model and kv_cache, got {spec.describe():.300}."
             )
     _check_segments(config)
+
+
+def _difference(expected: Any, got: Any) -> tuple[str, Any, Any]:
+    """Return where two JSON values differ first, such as ``".mamba.conv_dtype"``, and what they have there."""
+    if isinstance(expected, dict) and isinstance(got, dict) and expected.keys() == got.keys():
+        for name, value in expected.items():
+            if value != got[name]:
+                place, *values = _difference(value, got[name])
+                return f".{name}{place}", *values
+    return "", expected, got
 
 
 def _check_segments(config: EngineConfig) -> None:
@@ -78,12 +88,18 @@ def _check_segments(config: EngineConfig) -> None:
 
 
 def _check_attention(config: EngineConfig) -> None:
-    """Check that each layer has an attention, in order, that computes the model, and that plugin attention is not mixed with others."""
-    if len(config.attention) != config.model.num_layers:
-        raise EngineError(f"attention: expected {config.model.num_layers} layers for this model, got {len(config.attention)}.")
-    for index, layer in enumerate(config.attention):
-        if layer.layer != index:
-            raise EngineError(f"attention[{index}].layer: expected {index}, got {layer.layer}.")
+    """Check that each attention of the model is there, in order, and computed, and that plugin attention is not mixed with others."""
+    one_of("attention_variant", config.attention_variant, ATTENTION_VARIANTS, error=EngineError)
+    expected = [index for index, layer in enumerate(config.model.layers) if isinstance(layer.mixer, AttentionConfig)]
+    if len(config.attention) != len(expected):
+        raise EngineError(f"attention: expected {len(expected)} layers for this model, got {len(config.attention)}.")
+    if config.attention and config.attention_variant != config.attention[0].variant:
+        raise EngineError(
+            f"attention_variant: expected {config.attention[0].variant!s:.30} as in attention, got {config.attention_variant}."
+        )
+    for index, (layer, wanted) in enumerate(zip(config.attention, expected, strict=True)):
+        if layer.layer != wanted:
+            raise EngineError(f"attention[{index}].layer: expected {wanted}, got {layer.layer}.")
         one_of(f"attention[{index}].variant", layer.variant, ATTENTION_VARIANTS, error=EngineError)
         if (layer.variant == "plugin") is not (config.attention_variant == "plugin"):
             raise EngineError(

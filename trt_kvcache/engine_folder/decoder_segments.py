@@ -1,11 +1,10 @@
 """How a decoder is cut into segments and operations: defined once for builder, engine folder, runtime and inspection.
 
-Segment ``i`` ends where layer ``i`` needs its attention; the last one ends in the logits.
+A segment ends where a layer needs its attention; the last one ends in the logits. Layers with states are within segments.
 """
 
-from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.engine.attention_variants import window_in_cache
-from trt_kvcache.engine.decoder_tensors import logits_tensors
+from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, indices_in_kind, logits_tensors, state_tensors
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import TensorSpec
 from trt_kvcache.model import AttentionConfig, ModelConfig, RopeConfig
@@ -69,6 +68,22 @@ def attention_tensor_names(layer: int) -> tuple[str, str, str, str]:
     return f"q_{layer}", f"k_{layer}", f"v_{layer}", f"attended_{layer}"
 
 
+def output_gate_name(layer: int) -> str:
+    """Return the name of the gate ``[B, s, heads * D]`` of what the attention of a layer returns, before its sigmoid.
+
+    Parameters
+    ----------
+    layer : int
+        Index of the layer.
+
+    Returns
+    -------
+    str
+        ``"output_gate_0"`` for the first layer.
+    """
+    return f"output_gate_{layer}"
+
+
 def rope_kind(mixer: AttentionConfig) -> RopeKind | None:
     """Return what the angles of a layer depend on, or None if it has no RoPE.
 
@@ -93,7 +108,7 @@ def cos_sin_names(model: ModelConfig) -> dict[RopeKind, str]:
     dict of RopeKind to str
         One for each kind of RoPE, in the order in which the layers first have them.
     """
-    kinds = dict.fromkeys(rope_kind(layer.attention) for layer in model.layers)
+    kinds = dict.fromkeys(map(rope_kind, model.attention_layers))
     return {kind: f"{COS_SIN}_{index}" if index else COS_SIN for index, kind in enumerate(filter(None, kinds))}
 
 
@@ -126,14 +141,14 @@ def attention_op_attributes(mixer: AttentionConfig, *, max_sequence_length: int)
     return {**attributes, **{name: value for name, value in own.items() if value is not None}}
 
 
-def decoder_constants(model: ModelConfig, cache: KVCacheConfig) -> tuple[TensorSpec, ...]:
+def decoder_constants(model: ModelConfig, cache: DecoderCacheConfig) -> tuple[TensorSpec, ...]:
     """Return the constants that the stages of a decoder read.
 
     Parameters
     ----------
     model : ModelConfig
         Configuration of the model.
-    cache : KVCacheConfig
+    cache : KVCacheConfig or HybridCacheConfig
         The cache that the engine runs on.
 
     Returns
@@ -150,15 +165,15 @@ def decoder_constants(model: ModelConfig, cache: KVCacheConfig) -> tuple[TensorS
     return table, *angles
 
 
-def decoder_stages(model: ModelConfig, cache: KVCacheConfig, names: TensorNames, *, max_logits_per_slot: int = 1) -> tuple[Stage, ...]:
+def decoder_stages(model: ModelConfig, cache: DecoderCacheConfig, names: TensorNames, *, max_logits_per_slot: int = 1) -> tuple[Stage, ...]:
     """Return the stages of an engine of ``model`` over a combined cache.
 
     Parameters
     ----------
     model : ModelConfig
         Configuration of the model.
-    cache : KVCacheConfig
-        In the COMBINED layout.
+    cache : KVCacheConfig or HybridCacheConfig
+        K and V are in the COMBINED layout.
     names : TensorNames
         Names of the engine's inputs and outputs.
     max_logits_per_slot : int
@@ -167,39 +182,57 @@ def decoder_stages(model: ModelConfig, cache: KVCacheConfig, names: TensorNames,
     Returns
     -------
     tuple of Segment or CustomOpNode
-        In the order in which they run: the embedding, then for each layer a segment and an attention, then the last segment.
+        In the order in which they run: the embedding, then for each layer that is cut a segment and its operation, then the last segment.
     """
     table, *_ = decoder_constants(model, cache)
-    tables = cos_sin_names(model)
     embedded = embedding_output_name(model)
     stages: list[Stage] = [
         CustomOpNode(operation=EmbeddingOp.name, attributes={}, inputs=(EMBEDDING, names.input_ids), outputs=(embedded,))
     ]
     hidden = (-1, -1, model.hidden_size)
-    for layer in range(model.num_layers + 1):
-        entering = hidden_state_name(layer - 1) if layer else embedded
-        tensors = [TensorSpec.input(entering, hidden, cache.dtype)]
-        if layer:
-            mixer = model.layers[layer - 1].attention
-            attended = (-1, -1, mixer.num_heads, mixer.head_dim)
-            tensors.append(TensorSpec.input(attention_tensor_names(layer - 1)[-1], attended, cache.dtype))
-        if layer == model.num_layers:
-            last_token_ids, logits = logits_tensors(model, names, max_logits_per_slot=max_logits_per_slot)
-            tensors += [last_token_ids, table, logits] if model.tie_word_embeddings else [last_token_ids, logits]
-            stages.append(Segment(tensors=tuple(tensors)))
-            break
+    entering, tensors = embedded, [TensorSpec.input(embedded, hidden, cache.dtype)]
+    for layer, (config, index) in enumerate(zip(model.layers, indices_in_kind(model), strict=True)):
+        mixer = config.mixer
+        if mixer is None or index is None:
+            continue
+        if not isinstance(mixer, AttentionConfig):
+            tensors += [spec for spec in _states_in_segment(cache, names, index) if spec not in tensors]
+            continue
         *qkv, attended_name = attention_tensor_names(layer)
-        mixer = model.layers[layer].attention
         heads = (mixer.num_heads, mixer.num_kv_heads, mixer.num_kv_heads)
         tensors += [TensorSpec.output(name, (-1, -1, count, mixer.head_dim), cache.dtype) for name, count in zip(qkv, heads, strict=True)]
         if entering != hidden_state_name(layer):
             tensors.append(TensorSpec.output(hidden_state_name(layer), hidden, cache.dtype))
+        gates = [(output_gate_name(layer), (-1, -1, mixer.num_heads * mixer.head_dim))] if mixer.output_gate else []
+        tensors += [TensorSpec.output(name, shape, cache.dtype) for name, shape in gates]
         if mixer.query_scaling is not None:
             tensors.append(TensorSpec.input(names.kvcache_start_index, (-1,), "int32"))
-        stages.append(Segment(tensors=tuple(tensors)))
-        past, present = names.combined_pair(layer)
-        kind = rope_kind(mixer)
-        inputs = (*qkv, past, names.kvcache_start_index, *(() if kind is None else (tables[kind],)))
-        attributes = attention_op_attributes(mixer, max_sequence_length=cache.max_sequence_length)
-        stages.append(CustomOpNode(operation=AttentionOp.name, attributes=attributes, inputs=inputs, outputs=(attended_name, present)))
-    return tuple(stages)
+        stages += [Segment(tensors=tuple(tensors)), _attention_node(model, cache, names, layer, index)]
+        entering, attended = hidden_state_name(layer), (-1, -1, mixer.num_heads, mixer.head_dim)
+        tensors = [TensorSpec.input(entering, hidden, cache.dtype), TensorSpec.input(attended_name, attended, cache.dtype)]
+        tensors += [TensorSpec.input(name, shape, cache.dtype) for name, shape in gates]
+    last_token_ids, logits = logits_tensors(model, names, max_logits_per_slot=max_logits_per_slot)
+    tensors += [last_token_ids, table, logits] if model.tie_word_embeddings else [last_token_ids, logits]
+    return (*stages, Segment(tensors=tuple(tensors)))
+
+
+def _attention_node(model: ModelConfig, cache: DecoderCacheConfig, names: TensorNames, layer: int, index: int) -> CustomOpNode:
+    """Return the attention of a layer, which has the K and V of an index."""
+    *qkv, attended = attention_tensor_names(layer)
+    past, present = names.combined_pair(index)
+    mixer = model.layers[layer].attention
+    kind = rope_kind(mixer)
+    angles = () if kind is None else (cos_sin_names(model)[kind],)
+    return CustomOpNode(
+        operation=AttentionOp.name,
+        attributes=attention_op_attributes(mixer, max_sequence_length=cache.max_sequence_length),
+        inputs=(*qkv, past, names.kvcache_start_index, *angles),
+        outputs=(attended, present),
+    )
+
+
+def _states_in_segment(cache: DecoderCacheConfig, names: TensorNames, index: int) -> list[TensorSpec]:
+    """Return the tensors of a layer with states that TensorRT computes within a segment."""
+    assert cache.mamba is not None
+    states = state_tensors(cache.mamba, names, index).values()
+    return [TensorSpec.input(names.new_lengths, (-1,), "int32"), *(spec for pair in states for spec in pair)]

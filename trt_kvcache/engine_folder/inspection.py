@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory
 from trt_kvcache.cache.plot import LAYER_COLOUR, layer_runs, paint_layers
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
+from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import CheckpointRecord, SegmentsRecord
@@ -35,14 +35,14 @@ class EngineInspection:
         What it computes in.
     model : ModelConfig
         Of the checkpoint.
-    cache : KVCacheConfig
+    cache : KVCacheConfig or HybridCacheConfig
         The cache that it runs on.
     tensors : tuple of TensorSpec
         Inputs and outputs, with shapes, dtypes, modes and aliases.
     profiles : tuple of EngineProfile
         The optimisation profiles, by index.
     attention : tuple of AttentionLayerConfig
-        For each layer the variant, whether it is decomposable, and why.
+        For each layer that has attention the variant, whether it is decomposable, and why.
     plan_nbytes : int
         Size in bytes of the serialised engine, or of the plans of all segments.
     memory : MemoryEstimate
@@ -62,7 +62,7 @@ class EngineInspection:
     compute_capabilities: tuple[str, ...] | None
     dtype: str
     model: ModelConfig
-    cache: KVCacheConfig
+    cache: DecoderCacheConfig
     tensors: tuple[TensorSpec, ...]
     profiles: tuple[EngineProfile, ...]
     attention: tuple[AttentionLayerConfig, ...]
@@ -78,7 +78,7 @@ class EngineInspection:
         return tuple(layer for layer in self.attention if layer.decomposable)
 
     def plot(self) -> Plot:
-        """Draw what the engine takes in GPU memory as far as it is known before it runs: its plan, its constants, and K and V by layer.
+        """Draw what the engine takes in GPU memory as far as it is known before it runs: plan, constants, K and V by layer, and states.
 
         Returns
         -------
@@ -93,15 +93,20 @@ class EngineInspection:
         sizes = {"plan": self.plan_nbytes}
         if self.segments is not None:
             sizes["constants"] = self.segments.constants.nbytes
-        sizes["K and V"] = self.memory.nbytes
+        if self.cache.kv is not None:
+            sizes["K and V"] = self.memory.nbytes - self.memory.states_nbytes
+        if self.memory.states_nbytes:
+            sizes["states"] = self.memory.states_nbytes
+        num_caches = (self.cache.kv is not None) + (self.cache.mamba is not None)
         heights = (0.6 + 0.26 * len(sizes), 0.6 + 0.26 * len(layer_runs(self.cache)))
 
         def paint(figure: Any) -> None:
             figure.suptitle(str(self.path), x=0.01, ha="left", fontsize=12, fontweight="bold", color=INK)
             upper, lower = figure.subplots(2, 1, height_ratios=heights)
             cache = self.cache
-            slots = f"{cache.max_batch_size} {'slot' if cache.max_batch_size == 1 else 'slots'} of {cache.max_sequence_length:,} tokens"
-            paint_sizes(upper, list(sizes.items()), [PLAN_COLOUR] * (len(sizes) - 1) + [LAYER_COLOUR])
+            slots = f"{cache.max_batch_size} {'slot' if cache.max_batch_size == 1 else 'slots'}"
+            slots += "" if cache.kv is None else f" of {cache.max_sequence_length:,} tokens"
+            paint_sizes(upper, list(sizes.items()), [PLAN_COLOUR] * (len(sizes) - num_caches) + [LAYER_COLOUR] * num_caches)
             upper.set_title(f"{size_text(sum(sizes.values()))} for {slots}, without activations", fontsize=9, color=INK)
             paint_layers(lower, cache)
 
@@ -146,6 +151,7 @@ def inspect_engine(path: str | os.PathLike[str]) -> EngineInspection:
     ...         names=DEFAULT_NAMES,
     ...         tensors=decoder_tensors(model, cache, DEFAULT_NAMES),
     ...         profiles=decoder_profiles(max_batch_size=4, max_prefill_length=64),
+    ...         attention_variant="native",
     ...         attention=tuple(
     ...             AttentionLayerConfig(layer=layer, variant="native", decomposable=False) for layer in range(model.num_layers)
     ...         ),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -62,6 +62,8 @@ class PrefillForm(NamedTuple):
     shared_nbytes: int
     #: Parts of a row block, at most: a block has room for a strip of each, beside those that it merges.
     max_parts: int
+    #: Whether four warps multiply together.
+    warpgroups: bool
 
 
 @cache
@@ -138,8 +140,9 @@ def _decode_tiles(head_dim: int, arch: str, rows: int, new_tokens: int, buffers_
     }
 
 
-#: The prefill kernels: for few new tokens, which they append too, with so many rows in a row block; for more; one block for each row block.
-PREFILL_FORMS = ("16", "32", "64", "wide", "whole")
+#: The prefill kernels: for few new tokens, which they append too, with so many rows in a row block; for more, in few row blocks and in
+#: many; one block for each row block.
+PREFILL_FORMS = ("16", "32", "64", "short", "wide", "whole")
 
 #: New tokens of a slot that the first three of them append, at most.
 MAX_APPENDED_WIDTH = 32
@@ -147,7 +150,38 @@ MAX_APPENDED_WIDTH = 32
 #: Bytes of 16 columns of a partial result: ``kStripVectors`` of ``plugins/attention/split_kv_reduce.cuh``.
 _STRIP_NBYTES = 5 * 16
 
-_PREFILL_MACROS = ("ROW_WARPS", "KEY_WARPS", "ROW_TILES", "TILE_KEYS", "STAGES", "MIN_TILES", "BLOCKS_PER_SM")
+_PREFILL_MACROS = ("ROW_WARPS", "KEY_WARPS", "ROW_TILES", "TILE_KEYS", "STAGES", "MIN_TILES", "BLOCKS_PER_SM", "WARPGROUPS")
+
+#: The architectures whose warpgroups multiply together (``wgmma``), which others do not.
+_WARPGROUP_ARCHS = {"sm_90", "sm_990"}
+
+#: By head dim.
+_WARPGROUP_FORMS = {
+    64: [
+        (1, 8, 1, 128, 3, 1, 1, 0),
+        (2, 4, 1, 128, 3, 1, 1, 0),
+        (4, 2, 1, 128, 3, 1, 1, 1),
+        (4, 2, 1, 128, 3, 1, 1, 1),
+        (4, 1, 1, 64, 3, 4, 2, 1),
+        (8, 1, 1, 64, 2, 1, 2, 1),
+    ],
+    128: [
+        (1, 8, 1, 128, 3, 1, 1, 0),
+        (2, 4, 1, 128, 3, 1, 1, 0),
+        (4, 2, 1, 128, 3, 1, 1, 1),
+        (4, 2, 1, 128, 3, 1, 1, 1),
+        (4, 1, 1, 64, 3, 4, 2, 1),
+        (8, 1, 1, 64, 2, 1, 2, 1),
+    ],
+    256: [
+        (1, 4, 1, 64, 3, 1, 1, 0),
+        (2, 4, 1, 64, 3, 1, 1, 0),
+        (4, 2, 1, 64, 3, 1, 1, 1),
+        (4, 2, 1, 64, 3, 1, 1, 1),
+        (4, 1, 1, 64, 3, 2, 1, 1),
+        (8, 1, 1, 64, 2, 1, 1, 1),
+    ],
+}
 
 
 @cache
@@ -155,9 +189,12 @@ def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
     """Return the macros of the prefill kernels: their names end with a form of :data:`PREFILL_FORMS`.
 
     Warps for rows, times warps for keys; tiles of 16 rows of a warp; keys of a tile; stages; fewest tiles of a block; blocks of a
-    multiprocessor. ``benchmarks/attention_notes.md`` says what else was measured.
+    multiprocessor; whether four warps multiply together (``plugins/attention/warpgroup.cuh``).
+    ``benchmarks/attention_notes.md`` says what else was measured.
     """
     large = shared_limit(arch) >= 227 * _KIB
+    if arch in _WARPGROUP_ARCHS and large and head_dim % 64 == 0:
+        return _prefill_macros(_WARPGROUP_FORMS[head_dim])
     if head_dim <= 128:
         if large:
             forms = [
@@ -165,14 +202,22 @@ def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
                 (2, 4, 1, 128, 3, 1, 1),
                 (4, 2, 1, 128, 3, 1, 1),
                 (4, 1, 1, 64, 3, 4, 2),
+                (4, 1, 1, 64, 3, 4, 2),
                 (4, 1, 2, 64, 2, 1, 2),
             ]
         else:
-            forms = [(1, 4, 1, 64, 2, 1, 1), (2, 2, 1, 64, 2, 1, 1), (4, 1, 1, 64, 2, 1, 1), (4, 1, 1, 64, 2, 4, 1), (4, 1, 2, 32, 2, 1, 1)]
+            few = [(1, 4, 1, 64, 2, 1, 1), (2, 2, 1, 64, 2, 1, 1), (4, 1, 1, 64, 2, 1, 1)]
+            forms = [*few, (4, 1, 1, 64, 2, 4, 1), (4, 1, 1, 64, 2, 4, 1), (4, 1, 2, 32, 2, 1, 1)]
     elif large:
-        forms = [(1, 4, 1, 64, 3, 1, 1), (2, 4, 1, 64, 3, 1, 1), (4, 1, 1, 32, 3, 2, 1), (4, 1, 1, 32, 2, 6, 2), (8, 1, 1, 64, 2, 1, 1)]
+        few = [(1, 4, 1, 64, 3, 1, 1), (2, 4, 1, 64, 3, 1, 1), (4, 1, 1, 32, 3, 2, 1)]
+        forms = [*few, (4, 1, 1, 32, 2, 6, 2), (4, 1, 1, 32, 2, 6, 2), (8, 1, 1, 64, 2, 1, 1)]
     else:
-        forms = [(1, 2, 1, 32, 2, 2, 1), (2, 1, 1, 32, 2, 2, 1), (4, 1, 1, 32, 2, 2, 1), (4, 1, 1, 32, 2, 4, 1), (4, 1, 1, 32, 2, 1, 1)]
+        few = [(1, 2, 1, 32, 2, 2, 1), (2, 1, 1, 32, 2, 2, 1), (4, 1, 1, 32, 2, 2, 1)]
+        forms = [*few, (4, 1, 1, 32, 2, 4, 1), (4, 1, 1, 32, 2, 4, 1), (4, 1, 1, 32, 2, 1, 1)]
+    return _prefill_macros([(*form, 0) for form in forms])
+
+
+def _prefill_macros(forms: Sequence[tuple[int, ...]]) -> dict[str, int]:
     return {
         f"{macro}_{form.upper()}": value
         for form, values in zip(PREFILL_FORMS, forms, strict=True)
@@ -184,9 +229,11 @@ def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
 def prefill_form(head_dim: int, arch: str, form: str) -> PrefillForm:
     """Return what a launch of a form, one of :data:`PREFILL_FORMS`, needs to know."""
     tiles = prefill_tiles(head_dim, arch)
-    row_warps, key_warps, row_tiles, tile_keys, stages, min_tiles, per_sm = (tiles[f"{macro}_{form.upper()}"] for macro in _PREFILL_MACROS)
+    row_warps, key_warps, row_tiles, tile_keys, stages, min_tiles, per_sm, warpgroups = (
+        tiles[f"{macro}_{form.upper()}"] for macro in _PREFILL_MACROS
+    )
     rows = 16 * row_warps * row_tiles
     row, strips = row_nbytes(head_dim, "float16"), rows * -(-head_dim // 16)
     ring = 2 * stages * tile_keys * row
     max_parts = (ring - strips // 2 * _STRIP_NBYTES) // _STRIP_NBYTES
-    return PrefillForm(rows, row_warps * key_warps, tile_keys, min_tiles, per_sm, rows * row + ring, max_parts)
+    return PrefillForm(rows, row_warps * key_warps, tile_keys, min_tiles, per_sm, rows * row + ring, max_parts, bool(warpgroups))

@@ -24,6 +24,9 @@ ARCHITECTURES = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_100", "sm_110"
 #: Names a folder of cubins that were compiled ahead of time.
 CUBIN_DIR_VARIABLE = "TRT_KVCACHE_CUBIN_DIR"
 
+#: Architectures that have instructions which no other one has, and what they are called with these. Machine code runs on its own anyway.
+_OWN_INSTRUCTIONS = {"sm_90": "sm_90a"}
+
 
 def compile_cubin(name: str, arch: str) -> bytes:
     """Compile one source with NVRTC.
@@ -46,7 +49,7 @@ def compile_cubin(name: str, arch: str) -> bytes:
     source = source_path(name)
     options = ProgramOptions(
         name=source.name,
-        arch=arch,
+        arch=_OWN_INSTRUCTIONS.get(arch, arch),
         std=CXX_STANDARD,
         include_path=str(source_folder()),
         define_macro=list(variant_macros(name, arch).items()) or None,

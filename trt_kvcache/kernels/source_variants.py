@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, decode_tiles, few_tiles, prefill_tiles
+from trt_kvcache.kernels.recurrent_chunks import chunk_tokens
 
 #: How the macros of each attention source are chosen.
 TILES = {"attention_decode": decode_tiles, "attention_decode_few": few_tiles, "attention_prefill": prefill_tiles}
@@ -64,6 +65,6 @@ def variant_macros(name: str, arch: str) -> dict[str, str]:
         return {}
     dtype, second = variant.split("-")
     if source in RECURRENT_SOURCES:
-        return {"ELEMENT": _ELEMENT_TYPES[dtype], "STATE": _ELEMENT_TYPES[second]}
+        return {"ELEMENT": _ELEMENT_TYPES[dtype], "STATE": _ELEMENT_TYPES[second], "CHUNK_TOKENS": str(chunk_tokens(arch))}
     tiles = {macro: str(value) for macro, value in TILES[source](int(second), arch).items()}
     return {"ELEMENT": ELEMENT_TYPES[dtype], "HEAD_DIM": second, **tiles}

@@ -3,12 +3,13 @@
 from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, MlpConfig, QkNormConfig, QueryScaling
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.norm_config import NormConfig
-from trt_kvcache.model.recurrent_config import Mamba2Config, ShortConvConfig
+from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 from trt_kvcache.model.rope import RopeConfig
 from trt_kvcache.model.rope_table import rope_table
 
 __all__ = [
     "AttentionConfig",
+    "GatedDeltaNetConfig",
     "LayerConfig",
     "Mamba2Config",
     "MlpConfig",

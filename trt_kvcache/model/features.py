@@ -14,12 +14,14 @@ from trt_kvcache.model.weight_parts import has_fused_tensors
 FEATURES = {
     "short_conv": "short convolutions",
     "mamba2": "Mamba-2",
+    "gated_delta_net": "gated delta nets",
     "no_mlp": "layers without an MLP",
     "no_mixer": "layers with an MLP only",
     "window": "attention with a window",
     "softcap": "soft-capped scores of attention",
     "scale": "a scale of attention of its own",
     "query_scaling": "queries scaled by position",
+    "output_gate": "a gate of what attention returns",
     "no_rope": "layers without RoPE",
     "partial_rotary": "RoPE of a part of a head",
     "several_ropes": "layers with different RoPE",
@@ -28,13 +30,19 @@ FEATURES = {
     "norm_offset": "norms with 1 + weight",
     "norm_rounding": "norms that are rounded after the weight",
     "norm_places": "norms in other places than before attention and MLP",
-    "activation": "an activation other than SiLU",
+    "activation": "MLPs with GELU",
+    "relu2": "MLPs with squared ReLU",
+    "ungated_mlp": "MLPs without a gate",
     "residual_multiplier": "scaled residual connections",
     "embedding_multiplier": "a scaled embedding",
     "final_softcap": "soft-capped logits",
     "logits_divisor": "divided logits",
     "fused_tensors": "weights that share a stored tensor",
 }
+
+
+#: Activations of MLPs that are features.
+_ACTIVATIONS = {"gelu_tanh": "activation", "relu2": "relu2"}
 
 
 def features(model: ModelConfig) -> dict[str, str]:
@@ -88,12 +96,15 @@ def _places(model: ModelConfig) -> Iterator[tuple[str, str]]:
             yield layer.mixer.kind, f"layers[{index}].mixer = {layer.mixer}"
         if _sizes(layer) not in ((), first_sizes):
             yield "several_shapes", f"layers[{index}] = {_sizes(layer)}"
-        if layer.input_norm is None or layer.mlp_norm is None or layer.mixer_output_norm is not None or layer.mlp_output_norm is not None:
+        if _has_norms_elsewhere(layer):
             yield "norm_places", f"layers[{index}] norms"
         if layer.mlp is None:
             yield "no_mlp", f"layers[{index}].mlp = None"
-        elif layer.mlp.activation != "silu":
-            yield "activation", f"layers[{index}].mlp.activation = {layer.mlp.activation}"
+        else:
+            if layer.mlp.activation in _ACTIVATIONS:
+                yield _ACTIVATIONS[layer.mlp.activation], f"layers[{index}].mlp.activation = {layer.mlp.activation}"
+            if not layer.mlp.gated:
+                yield "ungated_mlp", f"layers[{index}].mlp.gated = False"
         if layer.residual_multiplier != 1:
             yield "residual_multiplier", f"layers[{index}].residual_multiplier = {layer.residual_multiplier}"
     for place, norm in _norms(model):
@@ -121,6 +132,8 @@ def _attention_places(model: ModelConfig) -> Iterator[tuple[str, str]]:
             value = getattr(mixer, name)
             if value is not None:
                 yield name, f"layers[{index}].mixer.{name} = {value}"
+        if mixer.output_gate:
+            yield "output_gate", f"layers[{index}].mixer.output_gate = True"
         if mixer.rope is None:
             yield "no_rope", f"layers[{index}].mixer.rope = None"
         elif mixer.rotary_dim != mixer.head_dim:
@@ -143,10 +156,17 @@ def _norms(model: ModelConfig) -> Iterator[tuple[str, NormConfig]]:
     yield "final_norm", model.final_norm
 
 
+def _has_norms_elsewhere(layer: LayerConfig) -> bool:
+    """Return whether norms stand anywhere but before the parts that the layer has."""
+    before_parts = [(layer.mixer, layer.input_norm), (layer.mlp, layer.mlp_norm)]
+    lacks_one = any(part is not None and norm is None for part, norm in before_parts)
+    return lacks_one or layer.mixer_output_norm is not None or layer.mlp_output_norm is not None
+
+
 def _sizes(layer: LayerConfig) -> tuple[int | bool, ...]:
     """Return what the shapes of the weights of a layer of attention and MLP follow from; of other parts nothing."""
     mixer, mlp = layer.mixer, layer.mlp
     if not isinstance(mixer, AttentionConfig) or mlp is None:
         return ()
-    biases = (mixer.qkv_bias, mixer.o_bias, mlp.bias, mixer.qk_norm is not None)
-    return (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mlp.intermediate_size, *biases)
+    presence = (mixer.qkv_bias, mixer.o_bias, mlp.bias, mixer.qk_norm is not None, mixer.output_gate, mlp.gated)
+    return (mixer.num_heads, mixer.num_kv_heads, mixer.head_dim, mlp.intermediate_size, *presence)

@@ -20,8 +20,8 @@ from trt_kvcache.model.norm_config import NormConfig
 from trt_kvcache.model.recurrent_config import RecurrentConfig
 from trt_kvcache.model.rope import RopeConfig
 
-#: What an MLP may apply to its gate: ``x * sigmoid(x)``, and GELU with its approximation by tanh.
-ACTIVATIONS = ("silu", "gelu_tanh")
+#: What an MLP may apply: ``x * sigmoid(x)``, GELU with its approximation by tanh, and ``max(x, 0) ** 2``.
+ACTIVATIONS = ("silu", "gelu_tanh", "relu2")
 
 #: What RMSNorm of q and k may run over: each head alone, or all heads of a token together.
 QK_NORM_SPANS = ("head", "full")
@@ -103,6 +103,9 @@ class AttentionConfig:
         Scores ``x`` become ``softcap * tanh(x / softcap)``.
     query_scaling : QueryScaling or None
         A factor of q that depends on its position.
+    output_gate : bool
+        Whether what comes out of attention is multiplied with the sigmoid of another projection of the hidden state, as wide as q and
+        with a bias where q has one, before it is projected back.
 
     Raises
     ------
@@ -123,6 +126,7 @@ class AttentionConfig:
     window: int | None = None
     softcap: float | None = None
     query_scaling: QueryScaling | None = None
+    output_gate: bool = False
 
     def __post_init__(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_dim"):
@@ -161,16 +165,18 @@ Mixer = AttentionConfig | RecurrentConfig
 
 @dataclass(frozen=True, kw_only=True)
 class MlpConfig:
-    """``down(activation(gate(x)) * up(x))``.
+    """``down(activation(gate(x)) * up(x))``, or without a gate ``down(activation(up(x)))``.
 
     Parameters
     ----------
     intermediate_size : int
         Width inside.
-    activation : {"silu", "gelu_tanh"}
-        What is applied to the gate.
+    activation : {"silu", "gelu_tanh", "relu2"}
+        What is applied to the gate, or where there is none to ``up(x)``.
     bias : bool
         Whether the projections have biases.
+    gated : bool
+        Whether there is a gate.
 
     Raises
     ------
@@ -181,6 +187,7 @@ class MlpConfig:
     intermediate_size: int
     activation: str = "silu"
     bias: bool = False
+    gated: bool = True
 
     def __post_init__(self) -> None:
         int_in_range("MlpConfig.intermediate_size", self.intermediate_size, 1, MAX_DIMENSION, error=ConfigError)
@@ -193,7 +200,7 @@ class LayerConfig:
 
     Parameters
     ----------
-    mixer : AttentionConfig, ShortConvConfig, Mamba2Config or None
+    mixer : AttentionConfig, ShortConvConfig, Mamba2Config, GatedDeltaNetConfig or None
         What mixes tokens.
     mlp : MlpConfig or None
         What follows it.

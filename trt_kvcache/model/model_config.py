@@ -36,7 +36,7 @@ class ModelConfig:
     final_norm : NormConfig
         Of what goes into the head.
     max_position_embeddings : int
-        Context length that the model was made for, in tokens.
+        Context length that the model was made for, in tokens; the largest int32 for a model that knows no positions.
     tie_word_embeddings : bool
         Whether the embedding is also the weight of the head; there is no ``lm_head.weight`` then.
     dtype : {"float16", "bfloat16", "float32"}

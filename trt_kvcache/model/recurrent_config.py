@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -41,6 +42,11 @@ class ShortConvConfig:
     def __post_init__(self) -> None:
         for name in ("channels", "kernel"):
             int_in_range(f"ShortConvConfig.{name}", getattr(self, name), 1, MAX_DIMENSION, error=ConfigError)
+
+    @property
+    def state_shape(self) -> None:
+        """Shape of the state beside that of the convolution: there is none."""
+        return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +100,8 @@ class Mamba2Config:
             int_in_range(f"Mamba2Config.{name}", getattr(self, name), 1, MAX_DIMENSION, error=ConfigError)
         if self.num_heads % self.num_groups:
             raise ConfigError(f"Mamba2Config.num_groups: expected a divisor of num_heads={self.num_heads}, got {self.num_groups}.")
+        if not 0 <= self.dt_min <= (sys.float_info.max if self.dt_max is None else self.dt_max) <= sys.float_info.max:
+            raise ConfigError(f"Mamba2Config.dt_min: expected finite numbers, 0 <= dt_min <= dt_max, got {self.dt_min} and {self.dt_max}.")
 
     @property
     def inner(self) -> int:
@@ -105,6 +113,80 @@ class Mamba2Config:
         """Channels of the convolution: ``x``, ``b`` and ``c``."""
         return self.inner + 2 * self.num_groups * self.state_size
 
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Shape of the state beside that of the convolution."""
+        return self.num_heads, self.head_dim, self.state_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNetConfig:
+    """The gated delta net of Qwen3-Next and Qwen3.5: ``out(norm(rule(q, k, v, a, b)) * silu(z))``.
+
+    ``(q, k, v), z, b, a`` are projections of the hidden state. ``q``, ``k`` and ``v`` go through a convolution with SiLU; ``q`` and ``k``
+    are divided by their L2 norms. The rule, for each head of ``v`` and token by token::
+
+        state = exp(-exp(a_log) * softplus(a + dt_bias)) * state
+        state = state + outer(k, sigmoid(b) * (v - k @ state))
+        out = q @ state / sqrt(key_head_dim)
+
+    It keeps the last ``kernel`` inputs of the convolution, and a state ``[num_value_heads, key_head_dim, value_head_dim]``.
+
+    Parameters
+    ----------
+    num_key_heads, key_head_dim : int
+        ``q`` and ``k`` are so many heads of so many elements.
+    num_value_heads, value_head_dim : int
+        ``v`` and ``z`` are so many heads of so many elements; a multiple of ``num_key_heads``: neighbouring ones share ``q`` and ``k``.
+    kernel : int
+        Inputs that an output of the convolution depends on.
+    norm : NormConfig
+        Of each head of what comes out of the rule. All heads share a weight.
+
+    Raises
+    ------
+    ConfigError
+        A number is out of range, or numbers contradict each other.
+    """
+
+    kind: ClassVar[str] = "gated_delta_net"
+
+    num_key_heads: int
+    key_head_dim: int
+    num_value_heads: int
+    value_head_dim: int
+    kernel: int
+    norm: NormConfig
+
+    def __post_init__(self) -> None:
+        for name in ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim", "kernel"):
+            int_in_range(f"GatedDeltaNetConfig.{name}", getattr(self, name), 1, MAX_DIMENSION, error=ConfigError)
+        if self.num_value_heads % self.num_key_heads:
+            raise ConfigError(
+                f"GatedDeltaNetConfig.num_value_heads: expected a multiple of num_key_heads={self.num_key_heads}, "
+                f"got {self.num_value_heads}."
+            )
+
+    @property
+    def key_width(self) -> int:
+        """Elements of ``q`` and of ``k``."""
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def value_width(self) -> int:
+        """Elements of ``v`` and of ``z``."""
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: ``q``, ``k`` and ``v``."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """Shape of the state beside that of the convolution."""
+        return self.num_value_heads, self.key_head_dim, self.value_head_dim
+
 
 #: Mixers with states.
-RecurrentConfig = ShortConvConfig | Mamba2Config
+RecurrentConfig = ShortConvConfig | Mamba2Config | GatedDeltaNetConfig

@@ -5,7 +5,7 @@ from trt_kvcache.model.families.registry import FAMILIES
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.weight_parts import layer_parts
 
-__all__ = ["EMBEDDING", "FINAL_NORM", "HEAD", "embedding_name", "tensor_shapes"]
+__all__ = ["EMBEDDING", "FINAL_NORM", "HEAD", "embedding_name", "final_norm_name", "tensor_shapes"]
 
 HEAD = "lm_head.weight"
 
@@ -13,6 +13,11 @@ HEAD = "lm_head.weight"
 def embedding_name(config: ModelConfig) -> str:
     """Return what the embedding of a model is called."""
     return FAMILIES[config.family].embedding
+
+
+def final_norm_name(config: ModelConfig) -> str:
+    """Return what the last norm of a model is called."""
+    return FAMILIES[config.family].final_norm
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -30,9 +35,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """
     shapes: dict[str, tuple[int, ...]] = {embedding_name(config): (config.vocab_size, config.hidden_size)}
     for index in range(config.num_layers):
-        for part in layer_parts(config, index).values():  # the last part of a tensor is its end
-            shapes[part.tensor] = (part.rows.stop, *part.shape[1:])
-    shapes[FAMILIES[config.family].final_norm] = (config.hidden_size,)
+        shapes |= {part.tensor: (part.tensor_rows, *part.shape[1:]) for part in layer_parts(config, index).values()}
+    shapes[final_norm_name(config)] = (config.hidden_size,)
     if not config.tie_word_embeddings:
         shapes[HEAD] = (config.vocab_size, config.hidden_size)
     return shapes

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.families.registry import FAMILIES
-from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig
+from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, Mixer
 from trt_kvcache.model.model_config import ModelConfig
-from trt_kvcache.model.recurrent_config import Mamba2Config, ShortConvConfig
+from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPart:
-    """A weight: so many rows of a stored tensor.
+    """A weight: some rows of a stored tensor.
 
     Parameters
     ----------
@@ -21,21 +21,28 @@ class WeightPart:
         Name of the tensor, as Hugging Face transformers has it.
     shape : tuple of int
         Of the weight; projections have the shape ``[out, in]``.
-    first_row : int
-        Where it begins in the tensor.
-    is_whole : bool
-        Whether the tensor holds nothing else.
+    rows : tuple of slice
+        Where its rows are, in their order. More than one where the tensor holds several weights head by head.
+    tensor_rows : int
+        Rows of the whole tensor.
     """
 
     tensor: str
     shape: tuple[int, ...]
-    first_row: int = 0
-    is_whole: bool = True
+    rows: tuple[slice, ...]
+    tensor_rows: int
 
     @property
-    def rows(self) -> slice:
-        """The rows of the tensor."""
-        return slice(self.first_row, self.first_row + self.shape[0])
+    def is_whole(self) -> bool:
+        """Whether the tensor holds nothing else."""
+        return self.rows == (slice(0, self.tensor_rows),)
+
+    @property
+    def index(self) -> slice | list[int]:
+        """What to index an array of the tensor with: rows in one piece are a view of it."""
+        if len(self.rows) == 1:
+            return self.rows[0]
+        return [row for rows in self.rows for row in range(rows.start, rows.stop)]
 
 
 def layer_parts(config: ModelConfig, index: int) -> dict[str, WeightPart]:
@@ -52,31 +59,71 @@ def layer_parts(config: ModelConfig, index: int) -> dict[str, WeightPart]:
     -------
     dict of str to WeightPart
         By what they are for: ``"q.weight"``, ``"q.bias"``, ``"input_norm.weight"``, ... with the names of
-        :data:`~trt_kvcache.model.families.family.LLAMA_NAMES`, ``mixer_output_norm`` and ``mlp_output_norm``; of layers with states
-        ``conv_in``, ``conv`` and ``conv_out``, or ``mamba_in``, ``conv``, ``a_log``, ``d``, ``dt_bias``, ``mamba_norm`` and ``mamba_out``.
+        :data:`~trt_kvcache.model.families.family.LLAMA_NAMES`, ``output_gate``, ``mixer_output_norm`` and ``mlp_output_norm``; of layers
+        with states ``conv_in``, ``conv`` and ``conv_out``; ``mamba_in``, ``conv``, ``a_log``, ``d``, ``dt_bias``, ``mamba_norm`` and
+        ``mamba_out``; or ``delta_qkv``, ``delta_z``, ``delta_b``, ``delta_a``, ``conv``, ``dt_bias``, ``a_log``, ``delta_norm`` and
+        ``delta_out``.
 
     Raises
     ------
     ConfigError
         The family has no name for a weight that the layer needs.
     """
-    family = FAMILIES[config.family]
-    names = family.names
+    family, mixer = FAMILIES[config.family], config.layers[index].mixer
     shapes = _layer_shapes(config.layers[index], config.hidden_size)
-    stored: dict[str, str] = {}
-    taken: dict[str, int] = {}
-    first_rows: dict[str, int] = {}
-    for role, shape in shapes.items():
+    stored: dict[tuple[str, str], list[str]] = {}
+    for role in shapes:
         weight, dot, kind = role.partition(".")
-        if weight not in names:
+        if weight not in family.names:
             raise ConfigError(f"layers[{index}]: a {config.family} model has no weight {weight}.")
-        stored[role] = f"{family.layers}.{index}.{names[weight]}{dot}{kind}"
-        first_rows[role] = taken.get(stored[role], 0)
-        taken[stored[role]] = first_rows[role] + shape[0]
-    return {
-        role: WeightPart(tensor=stored[role], shape=shape, first_row=first_rows[role], is_whole=taken[stored[role]] == shape[0])
-        for role, shape in shapes.items()
-    }
+        stored.setdefault((family.names[weight], dot + kind), []).append(role)
+    parts: dict[str, WeightPart] = {}
+    for (name, kind), roles in stored.items():
+        heads = _heads(mixer) if name in family.head_by_head else 1
+        sections = [_sections(mixer, role) or (shapes[role][0],) for role in roles]
+        tensor, total = f"{family.layers}.{index}.{name}{kind}", sum(shapes[role][0] for role in roles)
+        for role, rows in zip(roles, _rows(sections, heads), strict=True):
+            parts[role] = WeightPart(tensor=tensor, shape=shapes[role], rows=rows, tensor_rows=total)
+    return {role: parts[role] for role in shapes}
+
+
+def _rows(weights: list[tuple[int, ...]], heads: int) -> list[tuple[slice, ...]]:
+    """Return where the rows of weights are in a tensor that holds a part of every section of each for the first head, then for the next.
+
+    Parameters
+    ----------
+    weights : list of tuple of int
+        Rows of the sections of each weight; multiples of ``heads``.
+    heads : int
+        How often the tensor begins anew.
+    """
+    step, offset = sum(map(sum, weights)) // heads, 0
+    found = []
+    for sections in weights:
+        rows: list[slice] = []
+        for size in (section // heads for section in sections):
+            for first in range(offset, offset + heads * step, step):
+                if rows and rows[-1].stop == first:
+                    rows[-1] = slice(rows[-1].start, first + size)
+                else:
+                    rows.append(slice(first, first + size))
+            offset += size
+        found.append(tuple(rows))
+    return found
+
+
+def _heads(mixer: Mixer | None) -> int:
+    """Return how many heads there are to store weights by."""
+    if isinstance(mixer, GatedDeltaNetConfig):
+        return mixer.num_key_heads
+    return mixer.num_heads if isinstance(mixer, AttentionConfig) else 1
+
+
+def _sections(mixer: Mixer | None, role: str) -> tuple[int, ...] | None:
+    """Return the rows of the sections of a weight that each have heads; None for a weight of one section."""
+    if isinstance(mixer, GatedDeltaNetConfig) and role == "delta_qkv.weight":
+        return mixer.key_width, mixer.key_width, mixer.value_width
+    return None
 
 
 def has_fused_tensors(config: ModelConfig) -> bool:
@@ -108,10 +155,13 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
         shapes |= _short_conv_shapes(layer.mixer, hidden)
     elif isinstance(layer.mixer, Mamba2Config):
         shapes |= _mamba2_shapes(layer.mixer, hidden)
+    elif isinstance(layer.mixer, GatedDeltaNetConfig):
+        shapes |= _gated_delta_net_shapes(layer.mixer, hidden)
     if layer.mlp is not None:
         inner = layer.mlp.intermediate_size
-        for name, sizes in (("gate", (inner, hidden)), ("up", (inner, hidden)), ("down", (hidden, inner))):
-            shapes |= _projection(name, *sizes, bias=layer.mlp.bias)
+        for name in ("gate", "up") if layer.mlp.gated else ("up",):
+            shapes |= _projection(name, inner, hidden, bias=layer.mlp.bias)
+        shapes |= _projection("down", hidden, inner, bias=layer.mlp.bias)
     for name in ("mixer_output_norm", "mlp_norm", "mlp_output_norm"):
         if getattr(layer, name) is not None:
             shapes[f"{name}.weight"] = (hidden,)
@@ -121,6 +171,8 @@ def _layer_shapes(layer: LayerConfig, hidden: int) -> dict[str, tuple[int, ...]]
 def _attention_shapes(mixer: AttentionConfig, hidden: int) -> dict[str, tuple[int, ...]]:
     q_width, kv_width = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
     shapes = _projection("q", q_width, hidden, bias=mixer.qkv_bias)
+    if mixer.output_gate:
+        shapes |= _projection("output_gate", q_width, hidden, bias=mixer.qkv_bias)
     for name in ("k", "v"):
         shapes |= _projection(name, kv_width, hidden, bias=mixer.qkv_bias)
     shapes |= _projection("o", hidden, q_width, bias=mixer.o_bias)
@@ -143,6 +195,15 @@ def _mamba2_shapes(mixer: Mamba2Config, hidden: int) -> dict[str, tuple[int, ...
     shapes |= dict.fromkeys(("a_log", "d", "dt_bias"), (mixer.num_heads,))
     shapes["mamba_norm.weight"] = (mixer.inner,)
     return shapes | _projection("mamba_out", hidden, mixer.inner, bias=mixer.bias)
+
+
+def _gated_delta_net_shapes(mixer: GatedDeltaNetConfig, hidden: int) -> dict[str, tuple[int, ...]]:
+    widths = {"delta_qkv": mixer.channels, "delta_z": mixer.value_width, "delta_b": mixer.num_value_heads, "delta_a": mixer.num_value_heads}
+    shapes: dict[str, tuple[int, ...]] = {f"{name}.weight": (width, hidden) for name, width in widths.items()}
+    shapes |= _convolution(mixer.channels, mixer.kernel, bias=False)
+    shapes |= dict.fromkeys(("dt_bias", "a_log"), (mixer.num_value_heads,))
+    shapes["delta_norm.weight"] = (mixer.value_head_dim,)
+    return shapes | _projection("delta_out", hidden, mixer.value_width, bias=False)
 
 
 def _convolution(channels: int, kernel: int, *, bias: bool) -> dict[str, tuple[int, ...]]:

@@ -14,10 +14,9 @@ from trt_kvcache.kernels import AttentionWorkspace
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import AttentionConfig, ModelConfig, RopeConfig, rope_table
-from trt_kvcache.model.recurrent_config import ShortConvConfig
 from trt_kvcache.reference.attention import Attention, CombinedAttention, LayerAttention, ScaledQueries, SeparateAttention, angles_at
 from trt_kvcache.reference.model import LayerCache, LayerRecurrence, decoder_step
-from trt_kvcache.reference.recurrent import Mamba2, ShortConvolution
+from trt_kvcache.reference.recurrent import layer_recurrence
 from trt_kvcache.reference.weights import DecoderWeights, load_weights
 
 
@@ -196,9 +195,7 @@ def _recurrences(config: ModelConfig, step: StepTensors, stream: Any) -> list[La
     if step.new_lengths is None:
         return []
     return [
-        ShortConvolution(mixer, states, step.new_lengths, stream)
-        if isinstance(mixer, ShortConvConfig)
-        else Mamba2(mixer, states, step.new_lengths, stream)
+        layer_recurrence(mixer, states, step.new_lengths, stream)
         for mixer, states in zip(config.recurrent_layers, step.states, strict=True)
     ]
 

@@ -123,7 +123,10 @@ def self_attention(config: AttentionConfig, layer: LayerWeights, attention: Laye
     if over == "head":
         q, k = qk_norm(config, layer, q, k)
     attended = attention(q, k, v)
-    return project(layer.o, attended.reshape(*attended.shape[:2], -1))
+    attended = attended.reshape(*attended.shape[:2], -1)
+    if config.output_gate:
+        attended = attended * sigmoid(project(layer.projection("output_gate"), hidden))
+    return project(layer.o, attended)
 
 
 def qk_norm(config: AttentionConfig, layer: LayerWeights, q: Float32, k: Float32) -> tuple[Float32, Float32]:
@@ -134,10 +137,15 @@ def qk_norm(config: AttentionConfig, layer: LayerWeights, q: Float32, k: Float32
 
 
 def mlp(config: MlpConfig, layer: LayerWeights, hidden: Float32) -> Float32:
-    """Apply the gated MLP to ``hidden`` ``[..., hidden]``; the result has the same shape."""
-    gate = project(layer.gate, hidden)
-    activated = silu(gate) if config.activation == "silu" else gelu_tanh(gate)
-    return project(layer.down, activated * project(layer.up, hidden))
+    """Apply the MLP to ``hidden`` ``[..., hidden]``; the result has the same shape."""
+    activation, up = _ACTIVATIONS[config.activation], project(layer.up, hidden)
+    return project(layer.down, activation(project(layer.gate, hidden)) * up if config.gated else activation(up))
+
+
+def sigmoid(x: Float32) -> Float32:
+    """Return ``1 / (1 + exp(-x))``."""
+    activated: Float32 = np.float32(1) / (np.float32(1) + np.exp(-x))
+    return activated
 
 
 def silu(x: Float32) -> Float32:
@@ -146,11 +154,21 @@ def silu(x: Float32) -> Float32:
     return activated
 
 
+def relu2(x: Float32) -> Float32:
+    """Return the square of ``x`` where that is positive, else 0."""
+    activated: Float32 = np.square(np.maximum(x, 0))
+    return activated
+
+
 def gelu_tanh(x: Float32) -> Float32:
     """Return GELU in its approximation by tanh."""
     inner = np.float32(math.sqrt(2 / math.pi)) * (x + np.float32(0.044715) * x * x * x)
     activated: Float32 = np.float32(0.5) * x * (np.float32(1) + np.tanh(inner))
     return activated
+
+
+#: What configurations call the activations.
+_ACTIVATIONS: dict[str, Callable[[Float32], Float32]] = {"silu": silu, "gelu_tanh": gelu_tanh, "relu2": relu2}
 
 
 def scaled(x: Float32, factor: float) -> Float32:

@@ -6,32 +6,39 @@ slot, of which those behind the new tokens of a slot are padding and leave no tr
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.kernels.host.causal_conv1d import causal_conv1d
+from trt_kvcache.kernels.host.delta_rule import gated_delta_rule
 from trt_kvcache.kernels.host.gated_norm import gated_rms_norm
 from trt_kvcache.kernels.host.mamba2 import mamba2_scan
-from trt_kvcache.kernels.recurrent_params import CausalConv1dParams, GatedNormParams, Mamba2Params
+from trt_kvcache.kernels.recurrent_params import CausalConv1dParams, DeltaRuleParams, GatedNormParams, Mamba2Params
 from trt_kvcache.memory.host_memory import HostMemory
 from trt_kvcache.memory.tensor import DeviceTensor
-from trt_kvcache.model.recurrent_config import Mamba2Config, ShortConvConfig
+from trt_kvcache.model.norm_config import NormConfig
+from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig, ShortConvConfig
 from trt_kvcache.reference.model import project
 from trt_kvcache.reference.weights import Float32, LayerWeights
 
 #: States of a layer before and after a step, ``[A, ...]``.
 LayerStates = Mapping[StateKind, tuple[DeviceTensor, DeviceTensor]]
 
+MixerT = TypeVar("MixerT", bound=RecurrentConfig)
 
-class Recurrence:
-    """What the mixers with states share: arrays as tensors of host memory, and the convolution.
+
+class Recurrence(ABC, Generic[MixerT]):
+    """A mixer with states of one layer in one step, and what all kinds share: arrays as tensors of host memory, convolution, norm.
 
     Parameters
     ----------
+    mixer : ShortConvConfig, Mamba2Config or GatedDeltaNetConfig
+        The mixer of the layer.
     states : mapping
         Of the layer.
     new_lengths : DeviceTensor int32 ``[A]``
@@ -40,13 +47,18 @@ class Recurrence:
         A stream of host memory.
     """
 
-    def __init__(self, states: LayerStates, new_lengths: DeviceTensor, stream: Any) -> None:
+    def __init__(self, mixer: MixerT, states: LayerStates, new_lengths: DeviceTensor, stream: Any) -> None:
         memory = new_lengths.memory
         assert isinstance(memory, HostMemory)
         self._memory = memory
+        self._mixer = mixer
         self._states = states
         self._new_lengths = new_lengths
         self._stream = stream
+
+    @abstractmethod
+    def __call__(self, weights: LayerWeights, hidden: Float32) -> Float32:
+        """Return the output ``[A, s, hidden]`` for the normalised input of that shape, and write the states."""
 
     def _tensor(self, array: npt.NDArray[Any]) -> DeviceTensor:
         return self._memory.to_device(np.ascontiguousarray(array), stream=self._stream)
@@ -77,72 +89,47 @@ class Recurrence:
         convolved: Float32 = self._memory.array(out)
         return convolved
 
+    def _gated_norm(self, x: Float32, gate: Float32, weight: Float32, norm: NormConfig, *, group_size: int, gate_first: bool) -> Float32:
+        """Return the norm of groups of columns of ``x`` ``[A, s, columns]``, times the SiLU of the gate before or after it."""
+        out = self._tensor(x)
+        call = GatedNormParams(
+            x=self._tensor(x),
+            gate=self._tensor(gate),
+            weight=self._tensor(weight),
+            out=out,
+            group_size=group_size,
+            gate_first=gate_first,
+            eps=norm.epsilon,
+            new_lengths=self._new_lengths,
+        )
+        gated_rms_norm(call, self._stream)
+        normed: Float32 = self._memory.array(out)
+        return normed
 
-class ShortConvolution(Recurrence):
-    """The short convolution of one layer in one step.
 
-    Parameters
-    ----------
-    mixer : ShortConvConfig
-        The mixer of the layer.
-    states : mapping
-        Of the layer, as for :class:`Recurrence`.
-    new_lengths : DeviceTensor int32 ``[A]``
-        New tokens of each slot.
-    stream : HostStream
-        A stream of host memory.
-    """
-
-    def __init__(self, mixer: ShortConvConfig, states: LayerStates, new_lengths: DeviceTensor, stream: Any) -> None:
-        super().__init__(states, new_lengths, stream)
-        self._mixer = mixer
+class ShortConvolution(Recurrence[ShortConvConfig]):
+    """The short convolution of one layer in one step: a :class:`Recurrence`."""
 
     def __call__(self, weights: LayerWeights, hidden: Float32) -> Float32:
-        """Return ``out(c * conv(b * x))`` of the normalised input ``[A, s, hidden]``, and write the state."""
+        """Return ``out(c * conv(b * x))``, and write the state of the convolution."""
         b, c, x = np.split(project(weights.projection("conv_in"), hidden), 3, axis=-1)
         return project(weights.projection("conv_out"), self._convolved(weights, x, silu=False, gate_in=b, gate_out=c))
 
 
-class Mamba2(Recurrence):
-    """Mamba-2 of one layer in one step.
-
-    Parameters
-    ----------
-    mixer : Mamba2Config
-        The mixer of the layer.
-    states : mapping
-        Of the layer, as for :class:`Recurrence`.
-    new_lengths : DeviceTensor int32 ``[A]``
-        New tokens of each slot.
-    stream : HostStream
-        A stream of host memory.
-    """
-
-    def __init__(self, mixer: Mamba2Config, states: LayerStates, new_lengths: DeviceTensor, stream: Any) -> None:
-        super().__init__(states, new_lengths, stream)
-        self._mixer = mixer
+class Mamba2(Recurrence[Mamba2Config]):
+    """Mamba-2 of one layer in one step: a :class:`Recurrence`."""
 
     def __call__(self, weights: LayerWeights, hidden: Float32) -> Float32:
-        """Return the output ``[A, s, hidden]`` for the normalised input, and write both states."""
+        """Return ``out(norm(scan(x, b, c, dt) * silu(z)))``, and write both states."""
         mixer = self._mixer
         projected = project(weights.projection("mamba_in"), hidden)
         gate, mixed, dt = np.split(projected, [mixer.inner, mixer.inner + mixer.channels], axis=-1)
         mixed = self._convolved(weights, mixed, silu=True)
         x, b, c = np.split(mixed, [mixer.inner, mixer.inner + mixer.num_groups * mixer.state_size], axis=-1)
         scanned = self._scanned(weights, x, b, c, dt)
-        out = self._tensor(scanned)
-        call = GatedNormParams(
-            x=self._tensor(scanned),
-            gate=self._tensor(gate),
-            weight=self._tensor(weights["mamba_norm.weight"]),
-            out=out,
-            group_size=mixer.inner // mixer.num_groups,
-            gate_first=True,
-            eps=mixer.norm.epsilon,
-            new_lengths=self._new_lengths,
-        )
-        gated_rms_norm(call, self._stream)
-        return project(weights.projection("mamba_out"), self._memory.array(out))
+        size = mixer.inner // mixer.num_groups
+        normed = self._gated_norm(scanned, gate, weights["mamba_norm.weight"], mixer.norm, group_size=size, gate_first=True)
+        return project(weights.projection("mamba_out"), normed)
 
     def _scanned(self, weights: LayerWeights, x: Float32, b: Float32, c: Float32, dt: Float32) -> Float32:
         """Return what the scan makes of ``x``, of the same shape, and write the recurrent state."""
@@ -168,3 +155,53 @@ class Mamba2(Recurrence):
         mamba2_scan(call, self._stream)
         scanned: Float32 = self._memory.array(out).reshape(x.shape)
         return scanned
+
+
+class GatedDeltaNet(Recurrence[GatedDeltaNetConfig]):
+    """The gated delta net of one layer in one step: a :class:`Recurrence`."""
+
+    def __call__(self, weights: LayerWeights, hidden: Float32) -> Float32:
+        """Return ``out(norm(rule(q, k, v, a, b)) * silu(z))``, and write both states."""
+        mixer = self._mixer
+        qkv, gate, b, a = (project(weights.projection(f"delta_{name}"), hidden) for name in ("qkv", "z", "b", "a"))
+        q, k, v = np.split(self._convolved(weights, qkv, silu=True), [mixer.key_width, 2 * mixer.key_width], axis=-1)
+        ruled = self._ruled(weights, q, k, v, a, b)
+        size = mixer.value_head_dim
+        normed = self._gated_norm(ruled, gate, weights["delta_norm.weight"], mixer.norm, group_size=size, gate_first=False)
+        return project(weights.projection("delta_out"), normed)
+
+    def _ruled(self, weights: LayerWeights, q: Float32, k: Float32, v: Float32, a: Float32, b: Float32) -> Float32:
+        """Return what the delta rule makes of ``v``, of the same shape, and write the recurrent state."""
+        mixer, tokens = self._mixer, v.shape[:2]
+        past, present = self._states[StateKind.RECURRENT]
+        keys, values = (mixer.num_key_heads, mixer.key_head_dim), (mixer.num_value_heads, mixer.value_head_dim)
+        out = self._tensor(v.reshape(*tokens, *values))
+        call = DeltaRuleParams(
+            q=self._tensor(q.reshape(*tokens, *keys)),
+            k=self._tensor(k.reshape(*tokens, *keys)),
+            v=self._tensor(v.reshape(*tokens, *values)),
+            a=self._tensor(a),
+            b=self._tensor(b),
+            past=past,
+            decay=self._tensor(-np.exp(weights["a_log"])),
+            present=present,
+            out=out,
+            dt_bias=self._tensor(weights["dt_bias"]),
+            new_lengths=self._new_lengths,
+        )
+        gated_delta_rule(call, self._stream)
+        ruled: Float32 = self._memory.array(out).reshape(v.shape)
+        return ruled
+
+
+#: What computes the mixers of each kind.
+_RECURRENCES: dict[str, type[Recurrence[Any]]] = {
+    ShortConvConfig.kind: ShortConvolution,
+    Mamba2Config.kind: Mamba2,
+    GatedDeltaNetConfig.kind: GatedDeltaNet,
+}
+
+
+def layer_recurrence(mixer: RecurrentConfig, states: LayerStates, new_lengths: DeviceTensor, stream: Any) -> Recurrence[Any]:
+    """Return the :class:`Recurrence` of a mixer."""
+    return _RECURRENCES[mixer.kind](mixer, states, new_lengths, stream)

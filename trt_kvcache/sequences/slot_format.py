@@ -20,7 +20,7 @@ from trt_kvcache.memory.shapes import align_up, dense_nbytes
 AnyCache = KVCacheBase | HybridCacheManager
 
 # Fields of a MambaCacheConfig that say nothing about the states of one slot.
-_CACHE_SIZES = ("num_layers", "max_batch_size", "ping_pong")
+_CACHE_SIZES = ("num_layers", "max_batch_size", "max_sequence_length", "ping_pong")
 
 
 @dataclass(frozen=True, kw_only=True)

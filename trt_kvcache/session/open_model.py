@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from trt_kvcache._util.caller_warning import warn_caller
 from trt_kvcache.builder.build_engine import Progress, build_engine
-from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, DEFAULT_MAX_SEQUENCE_LENGTH
+from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, default_sequence_length
 from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
 from trt_kvcache.cache.hybrid_config import HybridCacheConfig
 from trt_kvcache.cache.kv_cache_manager import KVCacheManager
@@ -292,7 +292,7 @@ def _torch_memory(options: SessionOptions) -> Memory:
 
 def _cache_config(model: ModelConfig, options: SessionOptions, attention: Attention) -> DecoderCacheConfig:
     """Return the cache for a model: the one configuration from which engine and allocation are made."""
-    length = options.max_sequence_length or min(model.max_position_embeddings, DEFAULT_MAX_SEQUENCE_LENGTH)
+    length = options.max_sequence_length or default_sequence_length(model)
     if length > model.max_position_embeddings:
         raise ConfigError(
             f"max_sequence_length: expected at most {model.max_position_embeddings}, the positions that the model was made for "

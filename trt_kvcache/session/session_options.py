@@ -68,7 +68,7 @@ class SessionOptions:
         Slots of the cache, B; 1 if left out. This and the options below are for a Hugging Face folder only: an engine folder has them
         from its build.
     max_sequence_length : int, optional
-        Tokens that a slot can hold, S. If left out the model's ``max_position_embeddings``, at most 2048.
+        Tokens that a slot can hold, S. If left out the model's ``max_position_embeddings``, at most 2048 if it has attention.
     max_prefill_length : int, optional
         Most new tokens of a slot in one enqueue; longer prompts are run in chunks. If left out S, at most 512.
     max_logits_per_slot : int or "all", optional

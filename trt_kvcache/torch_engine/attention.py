@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from trt_kvcache.model import AttentionConfig
-from trt_kvcache.torch_engine.model import TorchAttention
+from trt_kvcache.torch_engine.operations import TorchAttention
 from trt_kvcache.torch_engine.positions import Angles, PositionFactors
 from trt_kvcache.torch_engine.step import TorchStep
 
@@ -86,7 +86,7 @@ class MaskedAttention:
 
     def __init__(self, step: TorchStep, mixers: Sequence[AttentionConfig], positions: PositionFactors) -> None:
         self._sides, self._mixers = step.sides, mixers
-        width, rows = step.input_ids.shape[1], step.sides[0][0].shape[2]
+        width, rows = step.input_ids.shape[1], step.sides[0][0].shape[2] if step.sides else 0
         self._angles = positions.angles(step.start, width)
         row = torch.arange(rows, device=step.start.device)
         token = (row - step.start[:, None])[:, None, :, None]  # [A, 1, S, 1]: which new token a row belongs to

@@ -9,11 +9,11 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
 from trt_kvcache.engine.attention_variants import AttentionName
 from trt_kvcache.engine.bound_tensors import BoundTensors
 from trt_kvcache.engine.decoder_engine import DecoderEngine
+from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.errors import CapacityError, EngineError, KVCacheError
 from trt_kvcache.memory.base import Memory
@@ -23,8 +23,11 @@ from trt_kvcache.model.features import check_features
 from trt_kvcache.torch_engine.attention import LiveRowsAttention, MaskedAttention, ScaledQueries
 from trt_kvcache.torch_engine.device import CudaDevice, HostDevice, TorchDevice
 from trt_kvcache.torch_engine.kernels import AttentionInputs, KernelAttention, KernelElementwise, are_known
-from trt_kvcache.torch_engine.model import Elementwise, TorchAttention, decoder_step
+from trt_kvcache.torch_engine.model import decoder_step
+from trt_kvcache.torch_engine.operations import Elementwise, Operations, TorchAttention
 from trt_kvcache.torch_engine.positions import PositionFactors
+from trt_kvcache.torch_engine.state_kernels import KernelStates, states_are_known
+from trt_kvcache.torch_engine.states import TorchStates
 from trt_kvcache.torch_engine.step import TorchStep
 from trt_kvcache.torch_engine.weights import LoadTensor, TorchWeights, checkpoint_loader, torch_weights
 
@@ -33,7 +36,8 @@ COMPUTED_FEATURES: frozenset[str] = frozenset(
     {
         *("window", "softcap", "scale", "query_scaling", "no_rope", "partial_rotary", "several_ropes", "full_qk_norm", "several_shapes"),
         *("norm_offset", "norm_rounding", "norm_places", "activation", "residual_multiplier", "embedding_multiplier"),
-        *("final_softcap", "logits_divisor", "fused_tensors"),
+        *("final_softcap", "logits_divisor", "fused_tensors", "no_mixer", "no_mlp", "short_conv", "mamba2"),
+        *("gated_delta_net", "output_gate", "relu2", "ungated_mlp"),
     }
 )
 
@@ -43,8 +47,8 @@ class TorchEngine(DecoderEngine):
 
     It reads and writes the *bound* cache memory: a step of width s writes rows ``start .. start + s - 1`` of every slot of the call and
     nothing else; rows past S are dropped, and rows past ``start + s`` are never used. Weights and activations have the dtype of
-    the cache. On a GPU attention is computed by the kernels of this package, where they know all layers, and decode steps run as
-    CUDA graphs.
+    the cache. On a GPU attention and states are computed by the kernels of this package, where they know
+    all layers, and decode steps run as CUDA graphs.
 
     Parameters
     ----------
@@ -53,7 +57,7 @@ class TorchEngine(DecoderEngine):
     load : callable
         Called once as ``load(name)`` for each name of Hugging Face transformers; returns the ``torch.Tensor``, on the device of
         ``memory`` and in the dtype of the cache.
-    kv : KVCacheConfig
+    kv : KVCacheConfig or HybridCacheConfig
         The cache that will be bound; its dtype is the engine's. The dtypes with scales are for storage only and refused.
     max_prefill_length : int
         The most new tokens per slot in one step, ``1 <= max_prefill_length <= S``.
@@ -108,7 +112,7 @@ class TorchEngine(DecoderEngine):
         model: ModelConfig,
         load: LoadTensor,
         *,
-        kv: KVCacheConfig,
+        kv: DecoderCacheConfig,
         max_prefill_length: int,
         attention: AttentionName = "native",
         max_logits_per_slot: int | Literal["all"] = 1,
@@ -127,10 +131,11 @@ class TorchEngine(DecoderEngine):
         )
         self._device = torch_device(memory)
         self._steps: dict[BoundTensors, TorchStep] = {}
-        self._mixers = tuple(layer.attention for layer in model.layers)
+        self._mixers = model.attention_layers
         self._positions = PositionFactors(self._mixers, kv.max_sequence_length, self._device.torch_device)
         known = are_known(self._mixers, kv.dtype, memory)
         self._kernel_inputs = AttentionInputs(self._mixers, kv.max_sequence_length, memory) if known else None
+        self._has_state_kernels = states_are_known(model.recurrent_layers, memory)
         try:
             with torch.inference_mode():
                 self._weights: TorchWeights | None = torch_weights(model, kv.dtype, load)
@@ -143,7 +148,7 @@ class TorchEngine(DecoderEngine):
         cls,
         checkpoint: Checkpoint,
         *,
-        kv: KVCacheConfig,
+        kv: DecoderCacheConfig,
         max_prefill_length: int,
         attention: AttentionName = "native",
         max_logits_per_slot: int | Literal["all"] = 1,
@@ -157,7 +162,7 @@ class TorchEngine(DecoderEngine):
         ----------
         checkpoint : Checkpoint
             Where the weights come from. It may be closed afterwards.
-        kv : KVCacheConfig
+        kv : KVCacheConfig or HybridCacheConfig
             As for the class, like all that follow but the last.
         max_prefill_length : int
             The most new tokens per slot in one step.
@@ -234,7 +239,8 @@ class TorchEngine(DecoderEngine):
             step = self._steps[self._current] = TorchStep.over(self._step_tensors(), self._device)
         step.check_open()
         if self.memory.is_host:
-            self._check_values(step.input_ids.numpy(), step.last.numpy(), step.start.numpy())
+            new_lengths = None if step.new_lengths is None else step.new_lengths.numpy()
+            self._check_values(step.input_ids.numpy(), step.last.numpy(), step.start.numpy(), new_lengths)
         key = step.key if step.input_ids.shape[1] == 1 else None
         try:
             self._device.run(key, stream, partial(self._run, step, stream))
@@ -259,10 +265,16 @@ class TorchEngine(DecoderEngine):
     def _run(self, step: TorchStep, stream: Any) -> None:
         assert self._weights is not None
         with torch.inference_mode():
-            elementwise = Elementwise() if self._kernel_inputs is None else KernelElementwise(self.memory, stream)
-            normed = decoder_step(self._config, self._weights, self._attention_of(step, stream), elementwise, step.input_ids)
+            normed = decoder_step(self._weights, self._operations(step, stream), step.input_ids)
             write_logits(normed, step.last, self._weights.head, step.logits)
             scale_logits(self._config, step.logits)
+
+    def _operations(self, step: TorchStep, stream: Any) -> Operations:
+        return Operations(
+            attention=self._attention_of(step, stream),
+            states=KernelStates(step, self.memory, stream) if self._has_state_kernels else TorchStates(step),
+            elementwise=Elementwise() if self._kernel_inputs is None else KernelElementwise(self.memory, stream),
+        )
 
     def _attention_of(self, step: TorchStep, stream: Any) -> TorchAttention:
         layers = (step, self._mixers, self._positions)

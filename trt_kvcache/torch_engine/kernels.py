@@ -27,8 +27,8 @@ from trt_kvcache.memory.base import Memory
 from trt_kvcache.memory.tensor import DeviceTensor
 from trt_kvcache.model import AttentionConfig
 from trt_kvcache.ops.unowned_workspace import UnownedAllocation
-from trt_kvcache.torch_engine.model import Elementwise
 from trt_kvcache.torch_engine.norm import TorchNorm
+from trt_kvcache.torch_engine.operations import Elementwise
 from trt_kvcache.torch_engine.positions import rope_key, rope_tables
 from trt_kvcache.torch_engine.step import TorchStep
 
@@ -48,8 +48,8 @@ class AttentionInputs(Uncopyable):
 
     def __init__(self, mixers: Sequence[AttentionConfig], length: int, memory: Memory) -> None:
         stream = memory.create_stream()
-        sizes = {"num_heads": max(mixer.group for mixer in mixers), "head_dim": max(mixer.head_dim for mixer in mixers)}
-        self._workspace = AttentionWorkspace(memory, **sizes, num_kv_heads=1, stream=stream)
+        group, head_dim = (max((getattr(mixer, size) for mixer in mixers), default=1) for size in ("group", "head_dim"))
+        self._workspace = AttentionWorkspace(memory, num_heads=group, num_kv_heads=1, head_dim=head_dim, stream=stream)
         tables = rope_tables(mixers, length)
         self._tables = {key: memory.to_device(np.stack(table, axis=1), stream=stream) for key, table in tables.items()}
         self.options: tuple[dict[str, Any], ...] = tuple(map(self._options, mixers))
@@ -111,6 +111,7 @@ class KernelAttention:
 
     def __call__(self, layer: int, qkv: torch.Tensor) -> torch.Tensor:
         """Write k and v of the new tokens into the cache and return the attention of q over it."""
+        qkv = qkv.contiguous()
         cache = self._caches[layer]
         kv_heads = cache.shape[2]
         heads = qkv.shape[2] - 2 * kv_heads
@@ -156,7 +157,7 @@ class KernelElementwise(Elementwise):
 
 
 def borrowed(tensor: torch.Tensor, memory: Memory) -> DeviceTensor:
-    """Return a view of a dense tensor of torch.
+    """Return a view of a tensor of torch.
 
     Parameters
     ----------
@@ -165,6 +166,8 @@ def borrowed(tensor: torch.Tensor, memory: Memory) -> DeviceTensor:
     memory : Memory
         Where it is.
     """
-    allocation = UnownedAllocation(memory, tensor.nbytes)
-    allocation.ptr = tensor.data_ptr()
-    return DeviceTensor(allocation, shape=tensor.shape, dtype=str(tensor.dtype).removeprefix("torch."))
+    storage = tensor.untyped_storage()
+    allocation = UnownedAllocation(memory, storage.nbytes())
+    allocation.ptr = storage.data_ptr()
+    offset, dtype = tensor.storage_offset() * tensor.itemsize, str(tensor.dtype).removeprefix("torch.")
+    return DeviceTensor(allocation, shape=tensor.shape, dtype=dtype, strides=tensor.stride(), offset=offset)

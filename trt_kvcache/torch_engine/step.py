@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine.decoder_engine import StepTensors
 from trt_kvcache.memory.base import Allocation
@@ -28,8 +29,12 @@ class TorchStep:
         K and V of each layer, of either layout.
     combined : tuple of DeviceTensor ``[A, 2, H, S, D]``, or None
         The cache of each layer as the attention kernels take it; None where K and V are not in one allocation.
+    new_lengths : torch.Tensor int32 ``[A]``, or None
+        New tokens of each slot; None for a model without states.
+    states : tuple of mapping
+        By layer with states: each kind before and after the step, ``[A, ...]``.
     key : hashable
-        Equal for steps of equal addresses and shapes.
+        Equal for steps of equal addresses and shapes: of two buffers of states, each order has a key of its own.
     allocations : frozenset of Allocation
         The owners of what is bound.
     """
@@ -41,6 +46,8 @@ class TorchStep:
     logits: torch.Tensor
     sides: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     combined: tuple[DeviceTensor, ...] | None
+    new_lengths: torch.Tensor | None
+    states: tuple[Mapping[StateKind, tuple[torch.Tensor, torch.Tensor]], ...]
     key: Hashable
     allocations: frozenset[Allocation]
 
@@ -48,7 +55,9 @@ class TorchStep:
     def over(cls, tensors: StepTensors, device: TorchDevice) -> TorchStep:
         """Return the step over what is bound."""
         inputs = (tensors.input_ids, tensors.start, tensors.last, tensors.logits)
-        bound = (*inputs, *(side for cache in tensors.caches for side in cache))
+        caches = [side for cache in tensors.caches for side in cache]
+        states = [state for layer in tensors.states for pair in layer.values() for state in pair]
+        bound = (*inputs, *caches, *states, *(() if tensors.new_lengths is None else (tensors.new_lengths,)))
         combined = [_combined(*cache) for cache in tensors.caches]
         return cls(
             tensors=tensors,
@@ -58,6 +67,10 @@ class TorchStep:
             logits=device.view(tensors.logits),
             sides=tuple(_sides([device.view(side) for side in cache]) for cache in tensors.caches),
             combined=None if None in combined else tuple(view for view in combined if view is not None),
+            new_lengths=None if tensors.new_lengths is None else device.view(tensors.new_lengths),
+            states=tuple(
+                {kind: (device.view(past), device.view(present)) for kind, (past, present) in layer.items()} for layer in tensors.states
+            ),
             key=(tensors.input_ids.shape, tensors.last.shape, *(tensor.ptr for tensor in bound)),
             allocations=frozenset(tensor.allocation for tensor in bound),
         )

@@ -1,40 +1,46 @@
-"""The weights of a decoder as torch tensors, with projections of the same input joined into one matrix."""
+"""The weights of a decoder as torch tensors, block by block of the residual stream."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
 import torch
 
 from trt_kvcache.checkpoint.checkpoint import Checkpoint
-from trt_kvcache.checkpoint.decoder_weights import LayerWeights, Projection, RoundedTensors, layer_weights
-from trt_kvcache.model import LayerConfig, ModelConfig, NormConfig
-from trt_kvcache.model.tensor_shapes import EMBEDDING, FINAL_NORM, HEAD
+from trt_kvcache.checkpoint.decoder_weights import LayerWeights, RoundedTensors, layer_weights
+from trt_kvcache.model import AttentionConfig, ModelConfig, NormConfig
+from trt_kvcache.model.families.registry import FAMILIES
+from trt_kvcache.model.layer_config import Mixer
+from trt_kvcache.model.recurrent_config import Mamba2Config, ShortConvConfig
+from trt_kvcache.model.tensor_shapes import HEAD, embedding_name
 from trt_kvcache.torch_engine.norm import TorchNorm
+from trt_kvcache.torch_engine.parts import GatedDeltaNet, Mamba2, Mlp, Part, SelfAttention, ShortConvolution, arranged
 
 #: Returns the tensor of a name of Hugging Face transformers: on the engine's device, in its dtype.
 LoadTensor = Callable[[str], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TorchLayer:
-    """One decoder layer. ``qkv`` has the heads of q, k and v one after another, ``gate_up`` the rows of gate, then those of up.
+class Block:
+    """A mixer or an MLP in the residual stream: ``x + factor * output_norm(part(norm(x)))``.
 
-    Norms that the layer does not have are None.
+    Parameters
+    ----------
+    norm, output_norm : TorchNorm or None
+        None where there is none.
+    part : Part
+        With its weights.
+    factor : float
+        What its output is multiplied with.
     """
 
-    input_norm: TorchNorm | None
-    qkv: Projection[torch.Tensor]
-    q_norm: TorchNorm | None
-    k_norm: TorchNorm | None
-    o: Projection[torch.Tensor]
-    mixer_output_norm: TorchNorm | None
-    mlp_norm: TorchNorm | None
-    gate_up: Projection[torch.Tensor]
-    down: Projection[torch.Tensor]
-    mlp_output_norm: TorchNorm | None
+    norm: TorchNorm | None
+    part: Part
+    output_norm: TorchNorm | None
+    factor: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +52,7 @@ class TorchWeights:
 
     embedding: torch.Tensor
     embedding_factor: float
-    layers: tuple[TorchLayer, ...]
+    blocks: tuple[Block, ...]
     final_norm: TorchNorm
     head: torch.Tensor
 
@@ -68,12 +74,12 @@ def torch_weights(config: ModelConfig, dtype: str, load: LoadTensor) -> TorchWei
     TorchWeights
         Where ``load`` put its tensors.
     """
-    embedding = _arranged(load(EMBEDDING))
-    layers = tuple(_joined(part, layer_weights(config, index, load)) for index, part in enumerate(config.layers))
-    final_norm = TorchNorm.of(config.final_norm, load(FINAL_NORM))
-    head = embedding if config.tie_word_embeddings else _arranged(load(HEAD))
+    embedding = arranged(load(embedding_name(config)))
+    blocks = tuple(_blocks(config, load))
+    final_norm = TorchNorm.of(config.final_norm, load(FAMILIES[config.family].final_norm))
+    head = embedding if config.tie_word_embeddings else arranged(load(HEAD))
     factor = config.embedding_factor(dtype)
-    return TorchWeights(embedding=embedding, embedding_factor=factor, layers=layers, final_norm=final_norm, head=head)
+    return TorchWeights(embedding=embedding, embedding_factor=factor, blocks=blocks, final_norm=final_norm, head=head)
 
 
 def checkpoint_loader(
@@ -104,37 +110,29 @@ def checkpoint_loader(
     return load
 
 
-def _joined(config: LayerConfig, layer: LayerWeights[torch.Tensor]) -> TorchLayer:
-    qk_norm = None if config.attention.qk_norm is None else config.attention.qk_norm.norm
-    return TorchLayer(
-        input_norm=_norm(config.input_norm, layer.input_norm),
-        qkv=_joined_projection(layer.q, layer.k, layer.v),
-        q_norm=_norm(qk_norm, layer.q_norm),
-        k_norm=_norm(qk_norm, layer.k_norm),
-        o=_joined_projection(layer.o),
-        mixer_output_norm=_norm(config.mixer_output_norm, layer.mixer_output_norm),
-        mlp_norm=_norm(config.mlp_norm, layer.mlp_norm),
-        gate_up=_joined_projection(layer.gate, layer.up),
-        down=_joined_projection(layer.down),
-        mlp_output_norm=_norm(config.mlp_output_norm, layer.mlp_output_norm),
-    )
+def _blocks(config: ModelConfig, load: LoadTensor) -> Iterator[Block]:
+    """Yield the mixer and the MLP of each layer, of those that it has."""
+    attention_layers, state_layers = count(), count()
+    for index, layer in enumerate(config.layers):
+        stored = layer_weights(config, index, load)
+        mixer = layer.mixer
+        if mixer is not None:
+            part = _mixer(next(attention_layers if isinstance(mixer, AttentionConfig) else state_layers), mixer, stored)
+            norms = (_norm(layer.input_norm, stored.input_norm), _norm(layer.mixer_output_norm, stored.mixer_output_norm))
+            yield Block(norm=norms[0], part=part, output_norm=norms[1], factor=layer.residual_multiplier)
+        if layer.mlp is not None:
+            norms = (_norm(layer.mlp_norm, stored.mlp_norm), _norm(layer.mlp_output_norm, stored.mlp_output_norm))
+            yield Block(norm=norms[0], part=Mlp.of(layer.mlp, stored), output_norm=norms[1], factor=layer.residual_multiplier)
+
+
+def _mixer(index: int, config: Mixer, stored: LayerWeights[torch.Tensor]) -> Part:
+    """Return a mixer, which is the one of this index among those with K and V, or among those with states."""
+    if isinstance(config, AttentionConfig):
+        return SelfAttention.of(index, config, stored)
+    if isinstance(config, ShortConvConfig):
+        return ShortConvolution.of(index, stored)
+    return Mamba2.of(index, config, stored) if isinstance(config, Mamba2Config) else GatedDeltaNet.of(index, config, stored)
 
 
 def _norm(config: NormConfig | None, weight: torch.Tensor | None) -> TorchNorm | None:
     return None if config is None or weight is None else TorchNorm.of(config, weight)
-
-
-def _joined_projection(*parts: Projection[torch.Tensor]) -> Projection[torch.Tensor]:
-    biases = [part.bias for part in parts if part.bias is not None]
-    weight = parts[0].weight if len(parts) == 1 else torch.cat([part.weight for part in parts])
-    return Projection(_arranged(weight), torch.cat(biases) if biases else None)
-
-
-def _arranged(weight: torch.Tensor) -> torch.Tensor:
-    """Return a matrix ``[out, in]`` in the order in memory in which the device multiplies it fastest with a single row.
-
-    For float32 on a CPU that is column by column: ``benchmarks/torch_engine.py`` measures both.
-    """
-    if weight.device.type == "cpu" and weight.dtype == torch.float32:
-        return weight.t().contiguous().t()
-    return weight

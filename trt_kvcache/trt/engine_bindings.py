@@ -1,4 +1,4 @@
-"""The bindings of an engine: the address of each tensor and the shape of each input, per optimisation profile.
+"""The bindings of an engine: the address of each tensor and the shape of each input, per optimisation profile and set.
 
 ``TensorRTEngine`` and ``SegmentedEngine`` use these: what can be bound and what is checked does not depend on how an engine runs.
 """
@@ -19,15 +19,18 @@ from trt_kvcache.trt.tensors import ProfileRanges
 
 
 class BindingTarget(Protocol):
-    """What receives addresses and shapes: the execution contexts of one plan, or those of all segments."""
+    """What receives addresses and shapes: the execution contexts of one plan, or those of all segments.
 
-    def set_tensor_address(self, profile: int, name: str, address: int) -> None:
-        """Set the device address of a tensor in one profile.
+    There is a context for each profile, and again for each in a second set: that of :attr:`ProfileBindings.context`.
+    """
+
+    def set_tensor_address(self, context: int, name: str, address: int) -> None:
+        """Set the device address of a tensor in one context.
 
         Parameters
         ----------
-        profile : int
-            Index of the optimisation profile.
+        context : int
+            Index of the execution context.
         name : str
             An input or output.
         address : int
@@ -39,13 +42,13 @@ class BindingTarget(Protocol):
             TensorRT refuses the address; the text is what it logged.
         """
 
-    def set_input_shape(self, profile: int, name: str, shape: tuple[int, ...]) -> None:
-        """Set the shape of an input in one profile.
+    def set_input_shape(self, context: int, name: str, shape: tuple[int, ...]) -> None:
+        """Set the shape of an input in one context.
 
         Parameters
         ----------
-        profile : int
-            Index of the optimisation profile.
+        context : int
+            Index of the execution context.
         name : str
             An input.
         shape : tuple of int
@@ -57,13 +60,13 @@ class BindingTarget(Protocol):
             TensorRT refuses the shape; the text is what it logged.
         """
 
-    def tensor_shape(self, profile: int, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor in one profile.
+    def tensor_shape(self, context: int, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor in one context.
 
         Parameters
         ----------
-        profile : int
-            Index of the optimisation profile.
+        context : int
+            Index of the execution context.
         name : str
             An input or output.
 
@@ -75,25 +78,30 @@ class BindingTarget(Protocol):
 
 
 class ProfileBindings:
-    """What is bound in one optimisation profile.
+    """What is bound in one optimisation profile, in one set of bindings.
 
     Parameters
     ----------
-    index : int
+    profile : int
         Index of the profile.
+    context : int
+        Index of the execution context, which has the addresses and shapes.
     ranges : ProfileRanges
-        Shapes that the inputs take in it.
+        Shapes that the inputs take in the profile.
 
     Attributes
     ----------
+    profile, context : int
+        As given.
     tensors : dict of str to DeviceTensor
         What is bound, by name; bound memory is kept alive here.
     is_checked : bool
         Whether the bindings were checked since an address or a shape changed. Set by the engine.
     """
 
-    def __init__(self, index: int, ranges: ProfileRanges) -> None:
-        self.index = index
+    def __init__(self, profile: int, context: int, ranges: ProfileRanges) -> None:
+        self.profile = profile
+        self.context = context
         self.ranges = ranges
         self.tensors: dict[str, DeviceTensor] = {}
         self.is_checked = False
@@ -144,7 +152,7 @@ class ProfileBindings:
 
 
 class EngineBindings:
-    """The bindings of all optimisation profiles of an engine, and which profile is in use.
+    """The bindings of all optimisation profiles of an engine, and which profile is in use, in which set.
 
     Parameters
     ----------
@@ -158,6 +166,8 @@ class EngineBindings:
         Where bound tensors must be.
     target : BindingTarget
         What addresses and shapes are passed on to.
+    num_sets : int
+        2 for an engine whose states have two buffers: see :func:`~trt_kvcache.trt.tensors.count_binding_sets`.
     """
 
     def __init__(
@@ -168,13 +178,18 @@ class EngineBindings:
         ranges: Sequence[ProfileRanges],
         memory: Memory,
         target: BindingTarget,
+        num_sets: int = 1,
     ) -> None:
         self._owner = owner
         self._tensors = tensors
         self._memory = memory
         self._target = target
-        self._profiles = [ProfileBindings(index, one) for index, one in enumerate(ranges)]
-        self._active: ProfileBindings | None = self._profiles[0]
+        self._sets = [
+            [ProfileBindings(profile, first * len(ranges) + profile, one) for profile, one in enumerate(ranges)]
+            for first in range(num_sets)
+        ]
+        self._set = 0
+        self._active: ProfileBindings | None = self._sets[0][0]
 
     @property
     def active(self) -> ProfileBindings:
@@ -191,10 +206,19 @@ class EngineBindings:
 
     def use_profile(self, index: int) -> None:
         """See :meth:`trt_kvcache.engine.protocol.Engine.use_profile`."""
-        if not 0 <= index < len(self._profiles):
-            _ = self.active  # raises ClosedError for a closed engine
-            raise BindingError(f"profile {index}: expected 0 <= index < {len(self._profiles)}.")
-        self._active = self._profiles[index]
+        _ = self.active  # raises ClosedError for a closed engine
+        profiles = self._sets[self._set]
+        if not 0 <= index < len(profiles):
+            raise BindingError(f"profile {index}: expected 0 <= index < {len(profiles)}.")
+        self._active = profiles[index]
+
+    def use_bindings(self, index: int) -> None:
+        """See :meth:`trt_kvcache.engine.protocol.StatefulEngine.use_bindings`."""
+        profile = self.active.profile
+        if not 0 <= index < len(self._sets):
+            raise BindingError(f"bindings {index}: expected 0 <= index < {len(self._sets)}.")
+        self._set = index
+        self._active = self._sets[index][profile]
 
     def bind(self, name: str, tensor: DeviceTensor) -> None:
         """See :meth:`trt_kvcache.engine.protocol.Engine.bind`. If TensorRT refuses the address, ``name`` is not bound any more."""
@@ -202,7 +226,7 @@ class EngineBindings:
         check_bindable(self._spec(name), tensor, self._memory)
         active.is_checked = False
         active.discard(name)
-        self._target.set_tensor_address(active.index, name, tensor.ptr)
+        self._target.set_tensor_address(active.context, name, tensor.ptr)
         active.set(name, tensor)
 
     def set_input_shape(self, name: str, shape: Sequence[int]) -> None:
@@ -212,7 +236,7 @@ class EngineBindings:
             raise BindingError(f"`{name}`: expected an input, it is an output; its shape follows from the inputs.")
         active.ranges.check(name, shape)
         active.is_checked = False
-        self._target.set_input_shape(active.index, name, tuple(shape))
+        self._target.set_input_shape(active.context, name, tuple(shape))
 
     def check(self) -> None:
         """Check what an enqueue of the profile in use would read and write.
@@ -228,7 +252,7 @@ class EngineBindings:
             tensor = active.tensors.get(name)
             if tensor is None:
                 raise BindingError(f"`{name}`: it is not bound in this profile.")
-            shape = self._target.tensor_shape(active.index, name)
+            shape = self._target.tensor_shape(active.context, name)
             if min(shape, default=0) < 0:
                 raise BindingError(f"`{name}`: its shape {shape} is not known. Set the shape of every input of this profile.")
             needed = math.prod(shape) * itemsize(spec.dtype)
@@ -239,7 +263,7 @@ class EngineBindings:
 
     def release(self) -> None:
         """Release what is bound; from now on every method raises ClosedError. Idempotent."""
-        self._profiles.clear()
+        self._sets.clear()
         self._active = None
 
     def _spec(self, name: str) -> TensorSpec:

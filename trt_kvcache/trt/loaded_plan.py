@@ -1,4 +1,4 @@
-"""``LoadedPlan``: a serialised engine ("plan") in TensorRT, with one execution context per optimisation profile."""
+"""``LoadedPlan``: a serialised engine ("plan") in TensorRT, with an execution context for each optimisation profile, or two."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,7 +43,8 @@ class LoadedPlan:
     Notes
     -----
     ``IRuntime.deserialize_cuda_engine``. There is one context for each profile because
-    ``IExecutionContext.set_optimization_profile_async`` forgets the shapes that were set for the profile before.
+    ``IExecutionContext.set_optimization_profile_async`` forgets the shapes that were set for the profile before. Where states have two
+    buffers there are as many again, for the other buffer: so that no step sets an address.
     """
 
     def __init__(self, tensorrt: TensorRT, plan: Any, *, resources: EngineResources, built_by: str = "") -> None:
@@ -77,8 +78,10 @@ class LoadedPlan:
         """Bytes of context memory (activations) that the profile with the largest need takes."""
         return max(int(self._engine.get_device_memory_size_for_profile_v2(index)) for index in range(len(self.ranges)))
 
-    def create_contexts(self, address: int, nbytes: int, *, plan_sha256: str, stream: Any, capturable: bool = False) -> None:
-        """Create an execution context for each optimisation profile.
+    def create_contexts(
+        self, address: int, nbytes: int, *, plan_sha256: str, stream: Any, capturable: bool = False, num_sets: int = 1
+    ) -> None:
+        """Create an execution context for each optimisation profile, in each set of bindings: those of the first set first.
 
         Parameters
         ----------
@@ -91,6 +94,8 @@ class LoadedPlan:
         capturable : bool
             Whether enqueues will be captured in CUDA graphs. TensorRT for RTX then makes no graphs itself, and compiles the kernels
             of a shape at its first enqueue instead of later.
+        num_sets : int
+            Sets of bindings: 2 for an engine whose states have two buffers.
 
         Raises
         ------
@@ -105,7 +110,7 @@ class LoadedPlan:
         self._resources.callback(self._contexts.clear)
         argument = self._context_argument(plan_sha256, capturable)
         _, handle = stream.__cuda_stream__()
-        for index in range(len(self.ranges)):
+        for index in [*range(len(self.ranges))] * num_sets:
             context = self._create("the execution context was refused", self._engine.create_execution_context, argument)
             self._contexts.append(context)
             self._call(f"profile {index} was refused", context.set_optimization_profile_async, index, int(handle))
@@ -133,13 +138,13 @@ class LoadedPlan:
         self._resources.callback(_save_runtime_cache, cache, file, saved)  # runs before the contexts are released
         return config
 
-    def set_tensor_address(self, profile: int, name: str, address: int) -> None:
+    def set_tensor_address(self, context: int, name: str, address: int) -> None:
         """Set the device address of a tensor.
 
         Parameters
         ----------
-        profile : int
-            Index of the optimisation profile.
+        context : int
+            Index of the execution context.
         name : str
             An input or output.
         address : int
@@ -154,15 +159,15 @@ class LoadedPlan:
         -----
         ``IExecutionContext.set_tensor_address``.
         """
-        self._call(f"the address of `{name}` was refused", self._contexts[profile].set_tensor_address, name, address)
+        self._call(f"the address of `{name}` was refused", self._contexts[context].set_tensor_address, name, address)
 
-    def set_input_shape(self, profile: int, name: str, shape: Sequence[int]) -> None:
+    def set_input_shape(self, context: int, name: str, shape: Sequence[int]) -> None:
         """Set the shape of an input.
 
         Parameters
         ----------
-        profile : int
-            Index of the optimisation profile.
+        context : int
+            Index of the execution context.
         name : str
             An input.
         shape : sequence of int
@@ -178,15 +183,15 @@ class LoadedPlan:
         ``IExecutionContext.set_input_shape``.
         """
         shape = tuple(shape)
-        self._call(f"the shape {shape} of `{name}` was refused", self._contexts[profile].set_input_shape, name, shape)
+        self._call(f"the shape {shape} of `{name}` was refused", self._contexts[context].set_input_shape, name, shape)
 
-    def tensor_shape(self, profile: int, name: str) -> tuple[int, ...]:
+    def tensor_shape(self, context: int, name: str) -> tuple[int, ...]:
         """Return the current shape of a tensor.
 
         Parameters
         ----------
-        profile : int
-            Index of the optimisation profile.
+        context : int
+            Index of the execution context.
         name : str
             An input or output.
 
@@ -199,15 +204,15 @@ class LoadedPlan:
         -----
         ``IExecutionContext.get_tensor_shape``.
         """
-        return tuple(self._contexts[profile].get_tensor_shape(name))
+        return tuple(self._contexts[context].get_tensor_shape(name))
 
-    def enqueue(self, profile: int, stream: int) -> None:
-        """Enqueue the plan in one profile; does not wait.
+    def enqueue(self, context: int, stream: int) -> None:
+        """Enqueue the plan in one context; does not wait.
 
         Parameters
         ----------
-        profile : int
-            Index of the profile.
+        context : int
+            Index of the execution context.
         stream : int
             The ``cudaStream_t``.
 
@@ -220,15 +225,15 @@ class LoadedPlan:
         -----
         ``IExecutionContext.execute_async_v3`` (``enqueueV3`` in C++).
         """
-        self._call("the step failed", self._contexts[profile].execute_async_v3, stream)
+        self._call("the step failed", self._contexts[context].execute_async_v3, stream)
 
-    def is_capturable(self, profile: int, stream: int) -> bool:
+    def is_capturable(self, context: int, stream: int) -> bool:
         """Return whether an enqueue can be captured in a CUDA graph with the current addresses and shapes.
 
         Parameters
         ----------
-        profile : int
-            Index of the optimisation profile.
+        context : int
+            Index of the execution context.
         stream : int
             The ``cudaStream_t``.
 
@@ -241,7 +246,7 @@ class LoadedPlan:
         -----
         ``IExecutionContext.is_stream_capturable``.
         """
-        return not self._tensorrt.is_rtx or bool(self._contexts[profile].is_stream_capturable(stream))
+        return not self._tensorrt.is_rtx or bool(self._contexts[context].is_stream_capturable(stream))
 
     def _call(self, failure: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call TensorRT; raise EngineError where it returns False, raises, or logs an error."""

@@ -40,15 +40,15 @@ class SegmentPlans:
             for name in plan.tensors:
                 self._plans_of.setdefault(name, []).append(plan)
         self._input_shapes: dict[int, dict[str, tuple[int, ...]]] = {}
-        self._warm_profiles: set[int] = set()
+        self._warm_contexts: set[int] = set()
 
-    def set_tensor_address(self, profile: int, name: str, address: int) -> None:
+    def set_tensor_address(self, context: int, name: str, address: int) -> None:
         """Set the address of a tensor in every segment that has it.
 
         Parameters
         ----------
-        profile : int
-            Index of the optimisation profile.
+        context : int
+            Index of the execution context.
         name : str
             An input or output.
         address : int
@@ -60,15 +60,15 @@ class SegmentPlans:
             TensorRT refuses the address; the text is what it logged.
         """
         for plan in self._plans_of.get(name, ()):
-            plan.set_tensor_address(profile, name, address)
+            plan.set_tensor_address(context, name, address)
 
-    def set_input_shape(self, profile: int, name: str, shape: tuple[int, ...]) -> None:
+    def set_input_shape(self, context: int, name: str, shape: tuple[int, ...]) -> None:
         """Set the shape of an input in every segment that has it; for the token ids, of all intermediate tensors too.
 
         Parameters
         ----------
-        profile : int
-            Index of the optimisation profile.
+        context : int
+            Index of the execution context.
         name : str
             An input.
         shape : tuple of int
@@ -77,26 +77,26 @@ class SegmentPlans:
         Raises
         ------
         EngineError
-            TensorRT refuses a shape. All shapes of the profile are forgotten, so that no mixture of old and new ones is enqueued.
+            TensorRT refuses a shape. All shapes of the context are forgotten, so that no mixture of old and new ones is enqueued.
         """
-        shapes = self._input_shapes.pop(profile, {})
-        self._warm_profiles.discard(profile)
+        shapes = self._input_shapes.pop(context, {})
+        self._warm_contexts.discard(context)
         for plan in self._plans_of.get(name, ()):
-            plan.set_input_shape(profile, name, shape)
+            plan.set_input_shape(context, name, shape)
         if name == self._names.input_ids:
             for other, spec in self._intermediates.items():
                 for plan in self._plans_of.get(other, ()):
                     if plan.tensors[other].mode is TensorMode.INPUT:
-                        plan.set_input_shape(profile, other, shape_at(spec.shape, *shape))
-        self._input_shapes[profile] = {**shapes, name: shape}
+                        plan.set_input_shape(context, other, shape_at(spec.shape, *shape))
+        self._input_shapes[context] = {**shapes, name: shape}
 
-    def tensor_shape(self, profile: int, name: str) -> tuple[int, ...]:
+    def tensor_shape(self, context: int, name: str) -> tuple[int, ...]:
         """Return the current shape of an input or output of the engine.
 
         Parameters
         ----------
-        profile : int
-            Index of the optimisation profile.
+        context : int
+            Index of the execution context.
         name : str
             An input or output.
 
@@ -105,7 +105,7 @@ class SegmentPlans:
         tuple of int
             ``-1`` for sizes that are not known yet.
         """
-        spec, shapes = self._tensors[name], self._input_shapes.get(profile, {})
+        spec, shapes = self._tensors[name], self._input_shapes.get(context, {})
         if spec.mode is TensorMode.INPUT:
             return shapes.get(name, spec.shape)
         ids, last = shapes.get(self._names.input_ids), shapes.get(self._names.last_token_ids)
@@ -113,23 +113,23 @@ class SegmentPlans:
             return spec.shape
         return step_shape(spec, self._names, batch=ids[0], width=ids[1], logits=last[1])
 
-    def note_eager_run(self, profile: int) -> None:
+    def note_eager_run(self, context: int) -> None:
         """Note that all segments ran eagerly with the current shapes: TensorRT has loaded or compiled what they need.
 
         Parameters
         ----------
-        profile : int
-            Index of the optimisation profile.
+        context : int
+            Index of the execution context.
         """
-        self._warm_profiles.add(profile)
+        self._warm_contexts.add(context)
 
-    def is_capturable(self, profile: int, stream: int) -> bool:
+    def is_capturable(self, context: int, stream: int) -> bool:
         """Return whether an enqueue of all segments can be captured now.
 
         Parameters
         ----------
-        profile : int
-            Index of the optimisation profile.
+        context : int
+            Index of the execution context.
         stream : int
             The ``cudaStream_t``.
 
@@ -138,4 +138,4 @@ class SegmentPlans:
         bool
             False before the first eager run of the current shapes, or where TensorRT reports that a segment cannot be captured.
         """
-        return profile in self._warm_profiles and all(plan.is_capturable(profile, stream) for plan in self.plans)
+        return context in self._warm_contexts and all(plan.is_capturable(context, stream) for plan in self.plans)

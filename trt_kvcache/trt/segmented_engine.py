@@ -38,7 +38,7 @@ from trt_kvcache.trt.module import TensorRT
 from trt_kvcache.trt.op_instances import OpInstances
 from trt_kvcache.trt.segment_plans import SegmentPlans
 from trt_kvcache.trt.shared_tensors import SharedTensors
-from trt_kvcache.trt.tensors import ProfileRanges, compare_tensors
+from trt_kvcache.trt.tensors import ProfileRanges, compare_tensors, count_binding_sets
 
 #: Enqueues one stage, given the stream and its ``cudaStream_t``.
 _Launch = Callable[[Any, int], None]
@@ -60,7 +60,7 @@ class _PreparedStep:
 
 
 class SegmentedEngine(Uncopyable):
-    """An engine in segments (implements :class:`trt_kvcache.engine.protocol.Engine`).
+    """An engine in segments (implements :class:`trt_kvcache.engine.protocol.StatefulEngine`).
 
     Its inputs, outputs and profiles are those of the same engine in one piece. Made by :meth:`open`; a context manager. Not thread-safe.
 
@@ -110,6 +110,7 @@ class SegmentedEngine(Uncopyable):
         self._prepared: dict[int, _PreparedStep] = {}
         self._graphs = CudaGraphCache(memory) if cuda_graphs else None
         self._resources = EngineResources(tensorrt, memory)
+        self._num_sets = count_binding_sets(self._tensors, config.names)
         try:
             stream = memory.create_stream()  # makes the device current, which TensorRT then uses
             plans = list(_load_plans(tensorrt, plan, config, config.segments, self._resources))
@@ -131,7 +132,14 @@ class SegmentedEngine(Uncopyable):
             memory.synchronize(stream)
             self._plans = SegmentPlans(plans, tensors=self._tensors, intermediates=intermediates, names=self.names)
             ranges = [_profile_ranges(config.tensors, profile, self.names) for profile in config.profiles]
-            self._bindings = EngineBindings(type(self).__name__, tensors=self._tensors, ranges=ranges, memory=memory, target=self._plans)
+            self._bindings = EngineBindings(
+                type(self).__name__,
+                tensors=self._tensors,
+                ranges=ranges,
+                memory=memory,
+                target=self._plans,
+                num_sets=self._num_sets,
+            )
         except BaseException:
             self._resources.close()
             raise
@@ -197,10 +205,11 @@ class SegmentedEngine(Uncopyable):
                 plan_sha256=f"{self.config.plan.sha256}-{index}",
                 stream=stream,
                 capturable=self._graphs is not None,
+                num_sets=self._num_sets,
             )
-            for profile in range(len(self.config.profiles)):
+            for context in range(self._num_sets * len(self.config.profiles)):
                 for name in plan.tensors.keys() - self._tensors.keys():
-                    plan.set_tensor_address(profile, name, self._shared.tensor(name, 1, 1).ptr)
+                    plan.set_tensor_address(context, name, self._shared.tensor(name, 1, 1).ptr)
 
     @property
     def tensors(self) -> Mapping[str, TensorSpec]:
@@ -232,8 +241,25 @@ class SegmentedEngine(Uncopyable):
         """
         self._bindings.use_profile(index)
 
+    def use_bindings(self, index: int) -> None:
+        """Choose the set of bindings that ``bind``, ``set_input_shape`` and ``enqueue`` act on, in every profile.
+
+        Parameters
+        ----------
+        index : int
+            0, or 1 for the other one of two buffers of states.
+
+        Raises
+        ------
+        BindingError
+            There is no such set. The one in use stays.
+        ClosedError
+            The engine is closed.
+        """
+        self._bindings.use_bindings(index)
+
     def bind(self, name: str, tensor: DeviceTensor) -> None:
-        """Bind the address of ``tensor`` in the profile in use, and keep ``tensor`` alive.
+        """Bind the address of ``tensor`` in the profile and set in use, and keep ``tensor`` alive.
 
         Parameters
         ----------
@@ -295,22 +321,22 @@ class SegmentedEngine(Uncopyable):
         active.require_open()
         if not active.is_checked:
             self._bindings.check()
-            self._prepared[active.index] = self._prepare(active)
+            self._prepared[active.context] = self._prepare(active)
             active.is_checked = True
         self._resources.note_enqueue(stream)
-        step = self._prepared[active.index]
+        step = self._prepared[active.context]
         if self._graphs is None or step.graph_key is None:
             step.run(stream)
         elif self._graphs.run(step.graph_key, stream, step.run, step.can_capture):
-            self._plans.note_eager_run(active.index)
+            self._plans.note_eager_run(active.context)
 
     def _prepare(self, active: ProfileBindings) -> _PreparedStep:
         """Check that the shapes fit each other, and make the launches of all stages."""
-        batch, width = self._plans.tensor_shape(active.index, self.names.input_ids)
-        _, logits = self._plans.tensor_shape(active.index, self.names.last_token_ids)
+        batch, width = self._plans.tensor_shape(active.context, self.names.input_ids)
+        _, logits = self._plans.tensor_shape(active.context, self.names.last_token_ids)
         for name, spec in self._tensors.items():
             expected = step_shape(spec, self.names, batch=batch, width=width, logits=logits)
-            got = self._plans.tensor_shape(active.index, name)
+            got = self._plans.tensor_shape(active.context, name)
             if got != expected:
                 raise BindingError(f"`{name}`: expected shape {expected} beside `{self.names.input_ids}` {(batch, width)}, got {got}.")
 
@@ -318,20 +344,20 @@ class SegmentedEngine(Uncopyable):
             bound = active.tensors.get(name)
             if bound is None:
                 return self._shared.tensor(name, batch, width)
-            shape = self._plans.tensor_shape(active.index, name)
+            shape = self._plans.tensor_shape(active.context, name)
             return DeviceTensor(bound.allocation, shape=shape, dtype=bound.dtype, offset=bound.offset)
 
         launches: list[_Launch] = []
         plans = iter(self._plans.plans)
         for stage in self._stages:
             if isinstance(stage, Segment):
-                launches.append(partial(_enqueue_segment, next(plans), active.index))
+                launches.append(partial(_enqueue_segment, next(plans), active.context))
             else:
                 launches.append(self._op_launch(stage, [tensor(name) for name in stage.inputs], [tensor(name) for name in stage.outputs]))
-        verifies = logits > 1 and self.profiles[active.index].name == "verify"
-        sizes = (active.index, batch, width, logits)
+        verifies = logits > 1 and self.profiles[active.profile].name == "verify"
+        sizes = (active.context, batch, width, logits)
         graph_key = (*sizes, *(active.tensors[name].ptr for name in self._tensors)) if width == 1 or verifies else None
-        return _PreparedStep(launches, graph_key, partial(self._can_capture, active.index))
+        return _PreparedStep(launches, graph_key, partial(self._can_capture, active.context))
 
     def _op_launch(self, node: CustomOpNode, inputs: Sequence[DeviceTensor], outputs: Sequence[DeviceTensor]) -> _Launch:
         """Check the inputs of an operation once, and return what launches it."""
@@ -339,8 +365,8 @@ class SegmentedEngine(Uncopyable):
         op.outputs([TensorType(one.shape, one.dtype) for one in inputs])
         return partial(_enqueue_op, op, inputs, outputs, self._ops.workspace(op))
 
-    def _can_capture(self, profile: int, stream: Any) -> bool:
-        return self._plans.is_capturable(profile, stream_handle(stream))
+    def _can_capture(self, context: int, stream: Any) -> bool:
+        return self._plans.is_capturable(context, stream_handle(stream))
 
     def close(self) -> None:
         """Wait for the last enqueue, save what TensorRT for RTX compiled, and release everything. Idempotent."""
@@ -357,8 +383,8 @@ class SegmentedEngine(Uncopyable):
         self.close()
 
 
-def _enqueue_segment(plan: LoadedPlan, profile: int, stream: Any, handle: int) -> None:
-    plan.enqueue(profile, handle)
+def _enqueue_segment(plan: LoadedPlan, context: int, stream: Any, handle: int) -> None:
+    plan.enqueue(context, handle)
 
 
 def _enqueue_op(

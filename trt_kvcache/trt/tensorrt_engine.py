@@ -27,11 +27,11 @@ from trt_kvcache.trt.engine_sources import load_tensorrt_for, map_plan_file, req
 from trt_kvcache.trt.loaded_plan import LoadedPlan
 from trt_kvcache.trt.module import TensorRT, load
 from trt_kvcache.trt.plugin import register
-from trt_kvcache.trt.tensors import add_plugin_aliases, compare_profiles, compare_tensors, read_profiles
+from trt_kvcache.trt.tensors import add_plugin_aliases, compare_profiles, compare_tensors, count_binding_sets, read_profiles
 
 
 class TensorRTEngine(Uncopyable):
-    """A TensorRT engine in one piece (implements :class:`trt_kvcache.engine.protocol.Engine`).
+    """A TensorRT engine in one piece (implements :class:`trt_kvcache.engine.protocol.StatefulEngine`).
 
     Made by :meth:`open`; a context manager. Not thread-safe.
 
@@ -59,7 +59,8 @@ class TensorRTEngine(Uncopyable):
 
     Notes
     -----
-    Each optimisation profile has a separate execution context, because switching the profile of a context discards its shapes.
+    Each optimisation profile has a separate execution context, because switching the profile of a context discards its shapes. An engine
+    with two buffers of states has two for each profile, with the addresses of either.
     The contexts share one context memory, so enqueue all of them on one stream, or wait in between.
     """
 
@@ -87,10 +88,16 @@ class TensorRTEngine(Uncopyable):
                 self._profiles = config.profiles  # with their names
             nbytes = self._plan.context_memory_nbytes
             context_memory = self._resources.allocate(nbytes, stream=stream)
-            self._plan.create_contexts(context_memory.ptr, nbytes, plan_sha256=plan_sha256, stream=stream)
+            num_sets = count_binding_sets(self._plan.tensors, names)
+            self._plan.create_contexts(context_memory.ptr, nbytes, plan_sha256=plan_sha256, stream=stream, num_sets=num_sets)
             memory.synchronize(stream)
             self._bindings = EngineBindings(
-                type(self).__name__, tensors=self._plan.tensors, ranges=self._plan.ranges, memory=memory, target=self._plan
+                type(self).__name__,
+                tensors=self._plan.tensors,
+                ranges=self._plan.ranges,
+                memory=memory,
+                target=self._plan,
+                num_sets=num_sets,
             )
         except BaseException:
             self._resources.close()
@@ -192,8 +199,25 @@ class TensorRTEngine(Uncopyable):
         """
         self._bindings.use_profile(index)
 
+    def use_bindings(self, index: int) -> None:
+        """Choose the set of bindings that ``bind``, ``set_input_shape`` and ``enqueue`` act on, in every profile.
+
+        Parameters
+        ----------
+        index : int
+            0, or 1 for the other one of two buffers of states.
+
+        Raises
+        ------
+        BindingError
+            There is no such set. The one in use stays.
+        ClosedError
+            The engine is closed.
+        """
+        self._bindings.use_bindings(index)
+
     def bind(self, name: str, tensor: DeviceTensor) -> None:
-        """Bind the address of ``tensor`` in the profile in use, and keep ``tensor`` alive.
+        """Bind the address of ``tensor`` in the profile and set in use, and keep ``tensor`` alive.
 
         Parameters
         ----------
@@ -264,7 +288,7 @@ class TensorRTEngine(Uncopyable):
             self._bindings.check()
             active.is_checked = True
         self._resources.note_enqueue(stream)
-        self._plan.enqueue(active.index, handle)
+        self._plan.enqueue(active.context, handle)
 
     def close(self) -> None:
         """Wait for the last enqueue, save what TensorRT for RTX compiled, and release everything. Idempotent."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorMode, TensorSpec
 from trt_kvcache.errors import BindingError, EngineError
@@ -128,6 +129,32 @@ def add_plugin_aliases(found: Mapping[str, TensorSpec], recorded: Sequence[Tenso
     """
     aliases = {spec.name: spec.alias for spec in recorded}
     return {name: spec if spec.alias else replace(spec, alias=aliases.get(name)) for name, spec in found.items()}
+
+
+def count_binding_sets(tensors: Mapping[str, TensorSpec], names: TensorNames) -> int:
+    """Return how many sets of addresses an engine needs.
+
+    Parameters
+    ----------
+    tensors : mapping of str to TensorSpec
+        Inputs and outputs of the engine.
+    names : TensorNames
+        What it calls them.
+
+    Returns
+    -------
+    int
+        2 where states have memory of their own after a step: they are read from one buffer and written to the other, in turns. Else 1.
+
+    Examples
+    --------
+    >>> from trt_kvcache.engine.names import DEFAULT_NAMES
+    >>> present = TensorSpec.output("present_conv_state_0", (-1, 64, 3), "float16")
+    >>> count_binding_sets({present.name: present}, DEFAULT_NAMES)
+    2
+    """
+    states = (tensors.get(names.state_pair(kind, 0)[1]) for kind in StateKind)
+    return 2 if any(spec is not None and spec.alias is None for spec in states) else 1
 
 
 def compare_tensors(found: Mapping[str, TensorSpec], recorded: Sequence[TensorSpec]) -> None:

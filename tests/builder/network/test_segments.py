@@ -30,7 +30,7 @@ from trt_kvcache.trt.plugin.versions import PLUGIN_VERSION
 
 from .conftest import MAX_BATCH_SIZE, MAX_SEQUENCE_LENGTH, SIZES, declared, recording
 from .interpreter import interpret
-from .test_network_values import GOLDEN_SLOT, GOLDEN_TOLERANCE, STEPS, assert_near, run, runners, tokens_of
+from .test_network_values import GOLDEN_SLOT, GOLDEN_TOLERANCE, STEPS, States, assert_near, run, runners, tokens_of
 
 pytestmark = pytest.mark.trt
 
@@ -47,13 +47,18 @@ class Segments:
         (folder / "constants").write_bytes(constants)
         file = SafetensorsFile(folder / "constants")
         self.values = {spec.name: file.array(spec.name) for spec in decoder_constants(self.model, self.cache)}
-        shapes = [(MAX_BATCH_SIZE, 2, layer.num_kv_heads, MAX_SEQUENCE_LENGTH, layer.head_dim) for layer in self.cache.layers]
+        layers = self.cache.kv.layers if self.cache.kv else ()
+        shapes = [(MAX_BATCH_SIZE, 2, layer.num_kv_heads, MAX_SEQUENCE_LENGTH, layer.head_dim) for layer in layers]
+        self._states = States(self.cache.mamba)
         self.combined = [np.zeros(shape, numpy_dtype(self.cache.dtype)) for shape in shapes]
 
     def caches(self):
         return [cache[:, side] for cache in self.combined for side in (0, 1)]
 
-    def step(self, ids, start, last):
+    def states(self):
+        return self._states.current
+
+    def step(self, ids, start, last, new=None):
         slots = len(ids)
         known = self.values | {
             "input_ids": ids.astype(np.int32),
@@ -62,6 +67,7 @@ class Segments:
         }
         pairs = [DEFAULT_NAMES.combined_pair(layer) for layer in range(len(self.combined))]
         known |= {before: cache[:slots] for (before, _), cache in zip(pairs, self.combined, strict=True)}
+        known |= self._states.feed(ids, new)
         networks = iter(self.definitions)
         for step in decoder_stages(self.model, self.cache, DEFAULT_NAMES, max_logits_per_slot=self.options.logits_per_slot):
             if isinstance(step, Segment):
@@ -71,6 +77,7 @@ class Segments:
                 known |= dict(zip(step.outputs, run_on_host(step.create_op(), *(known[name] for name in step.inputs)), strict=True))
         for (_, after), cache in zip(pairs, self.combined, strict=True):
             cache[:slots] = known[after]
+        self._states.take(known, slots)
         return known["logits"]
 
 
@@ -90,6 +97,8 @@ def test_segments_compute_the_logits_of_hugging_face_and_of_the_whole_network(rt
         live = np.isfinite(cache)
         assert live.sum() >= sum(new[GOLDEN_SLOT] for new in STEPS)
         assert_near(cache[live], expected[live], {"float32": 1e-5, "float16": 0.02}[dtype])
+    for state, expected in zip(segments.states(), whole.states(), strict=True):
+        assert_near(state, expected, {"float32": 1e-5, "float16": 0.02}[dtype])
 
 
 @pytest.mark.parametrize(
@@ -102,6 +111,8 @@ def test_segments_compute_the_logits_of_hugging_face_and_of_the_whole_network(rt
         ("gemma2", "float16"),
         ("gemma3", "bfloat16"),
         ("granite", "bfloat16"),
+        ("lfm2", "float16"),
+        ("bamba", "bfloat16"),
         ("ministral3", "float16"),
         ("mistral", "bfloat16"),
         ("olmo2", "float16"),
@@ -152,7 +163,7 @@ def define_with_plugin_layers(rtx, monkeypatch, folder):
     with Checkpoint.open(folder) as checkpoint, rtx.log.collect(ignore_missing_driver=True) as messages:
         definition = define_decoder(checkpoint, BuildOptions(**SIZES, dtype="float16", attention="plugin"), full, messages)
         monkeypatch.setattr(serialization, "allow_aliasing", lambda tensorrt, config: layers.append("aliasing is allowed"))
-        make_config(definition, BuildOptions(**SIZES), full, messages)
+        make_config(definition, BuildOptions(**SIZES, attention="plugin"), full, messages)
     assert layers.pop() == "aliasing is allowed"
     assert declared(rtx, definition.network).keys() == {spec.name for spec in definition.tensors}
     return definition, layers, fields

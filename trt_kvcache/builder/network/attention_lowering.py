@@ -8,12 +8,12 @@ import numpy as np
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.query_scaling import query_factors
 from trt_kvcache.builder.network.step_lengths import step_lengths
+from trt_kvcache.engine.decoder_tensors import indices_in_kind
 from trt_kvcache.engine.names import TensorNames
 from trt_kvcache.engine_folder.decoder_segments import (
     RopeKind,
     attention_op_attributes,
     attention_tensor_names,
-    hidden_state_name,
     rope_kind,
 )
 from trt_kvcache.model import ModelConfig, QueryScaling
@@ -44,7 +44,7 @@ class AttentionLowering(Protocol):
             In this network.
         """
 
-    def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], residual: Any) -> tuple[Any, Any]:
+    def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], kept: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         """Add the attention of one layer.
 
         Parameters
@@ -55,15 +55,15 @@ class AttentionLowering(Protocol):
             Index of the layer.
         qkv : sequence of ITensor [B, s, heads, D]
             q, k and v before RoPE, in the dtype of the model.
-        residual : ITensor [B, s, hidden]
-            The hidden state that is needed after the attention.
+        kept : mapping of str to ITensor [B, s, ...]
+            What is needed after the attention, by the names of tensors between segments.
 
         Returns
         -------
         attended : ITensor [B, s, heads, D]
             The result of the attention.
-        residual : ITensor [B, s, hidden]
-            ``residual`` in the network that ``graph`` now builds. No other tensor from before the call may be used.
+        kept : mapping of str to ITensor [B, s, ...]
+            ``kept`` in the network that ``graph`` now builds. No other tensor from before the call may be used.
         """
 
 
@@ -109,7 +109,7 @@ class PluginLayerLowering:
             self._query_factors[scaling] = query_factors(graph, scaling, self._positions, **sizes)
         return self._query_factors[scaling]
 
-    def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], residual: Any) -> tuple[Any, Any]:
+    def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], kept: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         """See :class:`AttentionLowering`."""
         trt = graph.trt
         register(graph.tensorrt)
@@ -121,14 +121,16 @@ class PluginLayerLowering:
         fields = [trt.PluginField(name, array, getattr(types, ATTRIBUTE_TYPES[name])) for name, array in arrays.items()]
         name = f"model.layers.{layer}.self_attn/attend"
         plugin = creator.create_plugin(name, trt.PluginFieldCollection(fields), trt.TensorRTPhase.BUILD)
-        past, present = self._names.combined_pair(layer)
+        index = indices_in_kind(self._model)[layer]
+        assert index is not None
+        past, present = self._names.combined_pair(index)
         cache = graph.input(past, graph.dtype, (-1, 2, mixer.num_kv_heads, self._max_sequence_length, mixer.head_dim))
         kind = rope_kind(mixer)
         angles = [] if kind is None else [self._cos_sin[kind]]
         plugin_layer = graph.layer(name, "plugin_v3", [*qkv, cache, self._start_index, *angles], [], plugin)
         attended = graph.result(plugin_layer)
         graph.output(plugin_layer.get_output(1), present)
-        return attended, residual
+        return attended, kept
 
 
 class SegmentCutLowering:
@@ -155,16 +157,17 @@ class SegmentCutLowering:
         positions = step_lengths(graph, tokens=hidden, start_index=start_index).position_ids
         return query_factors(graph, scaling, positions, length=self._max_sequence_length)
 
-    def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], residual: Any) -> tuple[Any, Any]:
+    def add_attention(self, graph: Graph, layer: int, qkv: Sequence[Any], kept: Mapping[str, Any]) -> tuple[Any, Mapping[str, Any]]:
         """See :class:`AttentionLowering`."""
         *qkv_names, attended_name = attention_tensor_names(layer)
-        residual_name = hidden_state_name(layer)
         for tensor, name in zip(qkv, qkv_names, strict=True):
             graph.output(tensor, name)
-        if residual.name != residual_name:  # in the first segment it is an input, so the next segment can read it anyway
-            graph.output(residual, residual_name)
-        residual_shape, attended_shape = tuple(residual.shape), tuple(qkv[0].shape)
+        shapes = {}
+        for name, tensor in kept.items():
+            shapes[name] = tuple(tensor.shape)
+            if tensor.name != name:  # in the first segment the hidden state is an input, so the next segment can read it anyway
+                graph.output(tensor, name)
+        attended_shape = tuple(qkv[0].shape)
         graph.network = self._create_network()
-        next_residual = graph.input(residual_name, graph.dtype, residual_shape)
-        attended = graph.input(attended_name, graph.dtype, attended_shape)
-        return attended, next_residual
+        next_kept = {name: graph.input(name, graph.dtype, shape) for name, shape in shapes.items()}
+        return graph.input(attended_name, graph.dtype, attended_shape), next_kept

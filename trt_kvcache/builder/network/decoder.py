@@ -1,6 +1,6 @@
 """The network of a whole decoder: inputs, layers, outputs."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,15 +11,17 @@ from trt_kvcache.builder.network.context import DecoderContext
 from trt_kvcache.builder.network.decoder_layer import decoder_layer
 from trt_kvcache.builder.network.decomposable import attention_layer_config
 from trt_kvcache.builder.network.graph import Graph
+from trt_kvcache.builder.network.new_tokens import NewTokens
 from trt_kvcache.builder.network.query_scaling import query_factors
 from trt_kvcache.builder.network.rope import cos_sin, rope_tables
 from trt_kvcache.builder.network.step_lengths import step_lengths
+from trt_kvcache.builder.network.unit_triangle import UnitTriangle
 from trt_kvcache.builder.network.weights import Weights
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig, window_in_cache
-from trt_kvcache.engine.decoder_tensors import logits_tensors
+from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, indices_in_kind, logits_tensors, state_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine_folder.decoder_segments import EMBEDDING, cos_sin_names, embedding_output_name
-from trt_kvcache.model import ModelConfig
+from trt_kvcache.model import AttentionConfig, ModelConfig
 
 
 def add_decoder(
@@ -27,7 +29,8 @@ def add_decoder(
     weights: Weights,
     model: ModelConfig,
     *,
-    max_sequence_length: int,
+    cache: DecoderCacheConfig,
+    max_prefill_length: int,
     attention: str = "native",
     min_batch_size: int = 1,
     max_logits_per_slot: int = 1,
@@ -43,8 +46,10 @@ def add_decoder(
         Weights of the model.
     model : ModelConfig
         Configuration of the model.
-    max_sequence_length : int
-        Tokens that a slot can hold, S: a static dimension of the caches, and the length of the RoPE tables.
+    cache : KVCacheConfig or HybridCacheConfig
+        What the engine runs on. Tokens that a slot can hold, S, are a static dimension of K and V, and the length of the RoPE tables.
+    max_prefill_length : int
+        Most new tokens per slot in one enqueue.
     attention : str
         One of :data:`~trt_kvcache.engine.attention_variants.ATTENTION_VARIANTS`.
     min_batch_size : int
@@ -57,18 +62,27 @@ def add_decoder(
     Returns
     -------
     tuple of AttentionLayerConfig
-        How the attention of each layer was built.
+        How the attention of each layer that has one was built.
 
     Raises
     ------
     BuildError
         TensorRT refused a layer, which is named.
     """
+    max_sequence_length = cache.max_sequence_length
     input_ids = graph.input(names.input_ids, "int32", (-1, -1))
     start_index = graph.input(names.kvcache_start_index, "int32", (-1,))
     last_token_ids = _last_token_ids(graph, model, names, max_logits_per_slot)
 
-    context = DecoderContext(model=model, names=names, max_sequence_length=max_sequence_length)
+    configs = attention_layer_configs(
+        model,
+        attention,
+        is_rtx=graph.tensorrt.is_rtx,
+        dtype=graph.dtype,
+        min_batch_size=min_batch_size,
+        max_sequence_length=max_sequence_length,
+    )
+    context = _context(model, names, cache, max_prefill_length, configs)
     if attention == "plugin":
         lowering = _plugin_layers(graph, model, names, max_sequence_length=max_sequence_length, start_index=start_index)
         context = replace(context, lowering=lowering)
@@ -85,23 +99,32 @@ def add_decoder(
             },
         )
         if attention == "mask":
-            windows = (window_in_cache(layer.attention, max_sequence_length) for layer in model.layers)
+            windows = (window_in_cache(mixer, max_sequence_length) for mixer in model.attention_layers)
             masks = causal_masks(graph, position_ids=lengths.position_ids, max_sequence_length=max_sequence_length, windows=windows)
             context = replace(context, masks=masks)
-    configs = attention_layer_configs(
-        model,
-        attention,
-        is_rtx=graph.tensorrt.is_rtx,
-        dtype=graph.dtype,
-        min_batch_size=min_batch_size,
-        max_sequence_length=max_sequence_length,
-    )
-    table = head.embedding_table(graph, weights)
+    table = head.embedding_table(graph, weights, model)
     x = head.embed(graph, table, input_ids, model)
-    for config in configs:
-        x = decoder_layer(graph, x, weights, context, config)
+    for layer in range(model.num_layers):
+        x = decoder_layer(graph, x, weights, context, layer)
     _add_head(graph, x, last_token_ids, weights, model, table, names)
     return configs
+
+
+def _context(
+    model: ModelConfig, names: TensorNames, cache: DecoderCacheConfig, max_width: int, configs: Sequence[AttentionLayerConfig]
+) -> DecoderContext:
+    """Return what all layers share, without what only some variants of attention have."""
+    mamba = cache.mamba
+    return DecoderContext(
+        model=model,
+        names=names,
+        max_sequence_length=cache.max_sequence_length,
+        attention={config.layer: config for config in configs},
+        indices=indices_in_kind(model),
+        states=() if mamba is None else tuple(state_tensors(mamba, names, index) for index in range(mamba.num_layers)),
+        new_tokens=NewTokens(names),
+        unit_triangle=UnitTriangle(max_width),
+    )
 
 
 def _last_token_ids(graph: Graph, model: ModelConfig, names: TensorNames, max_logits_per_slot: int) -> Any:
@@ -134,7 +157,8 @@ def add_segments(
     model: ModelConfig,
     create_network: Callable[[], Any],
     *,
-    max_sequence_length: int,
+    cache: DecoderCacheConfig,
+    max_prefill_length: int,
     max_logits_per_slot: int = 1,
     names: TensorNames = DEFAULT_NAMES,
 ) -> tuple[AttentionLayerConfig, ...]:
@@ -152,8 +176,10 @@ def add_segments(
         Configuration of the model.
     create_network : callable
         Returns the next, empty network.
-    max_sequence_length : int
-        Tokens that a slot can hold, S.
+    cache : KVCacheConfig or HybridCacheConfig
+        What the engine runs on.
+    max_prefill_length : int
+        Most new tokens per slot in one enqueue.
     max_logits_per_slot : int
         As for :func:`add_decoder`.
     names : TensorNames
@@ -162,20 +188,21 @@ def add_segments(
     Returns
     -------
     tuple of AttentionLayerConfig
-        How the attention of each layer is built.
+        How the attention of each layer that has one is built.
 
     Raises
     ------
     BuildError
         TensorRT refused a layer, which is named.
     """
-    lowering = SegmentCutLowering(create_network, names, max_sequence_length=max_sequence_length)
-    context = DecoderContext(model=model, names=names, max_sequence_length=max_sequence_length, lowering=lowering)
-    configs = attention_layer_configs(model, "plugin", dtype=graph.dtype, min_batch_size=1, max_sequence_length=max_sequence_length)
+    length = cache.max_sequence_length
+    configs = attention_layer_configs(model, "plugin", dtype=graph.dtype, min_batch_size=1, max_sequence_length=length)
+    lowering = SegmentCutLowering(create_network, names, max_sequence_length=length)
+    context = replace(_context(model, names, cache, max_prefill_length, configs), lowering=lowering)
     x = graph.input(embedding_output_name(model), graph.dtype, (-1, -1, model.hidden_size))
     x = head.scaled_embedding(graph, x, model)
-    for config in configs:
-        x = decoder_layer(graph, x, weights, context, config)
+    for layer in range(model.num_layers):
+        x = decoder_layer(graph, x, weights, context, layer)
     last_token_ids = _last_token_ids(graph, model, names, max_logits_per_slot)
     tied = model.tie_word_embeddings
     table = graph.input(EMBEDDING, graph.dtype, (model.vocab_size, model.hidden_size)) if tied else None
@@ -202,7 +229,7 @@ def attention_layer_configs(
     Returns
     -------
     tuple of AttentionLayerConfig
-        One for each layer.
+        One for each layer that has attention.
     """
     return tuple(
         attention_layer_config(
@@ -217,4 +244,5 @@ def attention_layer_configs(
             max_sequence_length=max_sequence_length,
         )
         for index, layer in enumerate(model.layers)
+        if isinstance(layer.mixer, AttentionConfig)
     )

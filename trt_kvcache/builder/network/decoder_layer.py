@@ -1,18 +1,22 @@
-"""One decoder layer: attention and MLP, each with norms around it and a residual connection around these."""
+"""One decoder layer: mixer and MLP, each with norms around it and a residual connection around these."""
 
 from typing import Any
 
 from trt_kvcache.builder.network.context import DecoderContext
+from trt_kvcache.builder.network.gated_delta_net import gated_delta_net
 from trt_kvcache.builder.network.graph import Graph
+from trt_kvcache.builder.network.mamba2 import mamba2
 from trt_kvcache.builder.network.mlp import mlp
 from trt_kvcache.builder.network.rms_norm import layer_norm
 from trt_kvcache.builder.network.scalar_multiply import multiplied
 from trt_kvcache.builder.network.self_attention import self_attention
+from trt_kvcache.builder.network.short_convolution import short_convolution
 from trt_kvcache.builder.network.weights import LayerWeights, Weights
-from trt_kvcache.engine.attention_variants import AttentionLayerConfig
+from trt_kvcache.model import AttentionConfig
+from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, ShortConvConfig
 
 
-def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContext, config: AttentionLayerConfig) -> Any:
+def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContext, index: int) -> Any:
     """Apply one decoder layer.
 
     Parameters
@@ -25,23 +29,38 @@ def decoder_layer(graph: Graph, x: Any, weights: Weights, context: DecoderContex
         Weights of the model.
     context : DecoderContext
         What all layers of the network share.
-    config : AttentionLayerConfig
-        Of this layer.
+    index : int
+        Index of the layer.
 
     Returns
     -------
     ITensor [B, s, hidden]
         The hidden state after the layer.
     """
-    module, layer = f"model.layers.{config.layer}", context.model.layers[config.layer]
-    assert layer.mlp is not None  # models without are refused before a network is made
-    own = LayerWeights(weights, context.model, config.layer)
-    normed = layer_norm(graph, x, own, "input_norm", layer.input_norm)
-    attended, x = self_attention(graph, normed, own, f"{module}.self_attn", context, config, residual=x)
-    attended = layer_norm(graph, attended, own, "mixer_output_norm", layer.mixer_output_norm)
-    attended = multiplied(graph, f"{module}/scale_attention", attended, layer.residual_multiplier)
-    x = graph.elementwise(f"{module}/add_attention", x, "SUM", attended)
-    normed = layer_norm(graph, x, own, "mlp_norm", layer.mlp_norm)
-    changed = layer_norm(graph, mlp(graph, normed, own, f"{module}.mlp", layer.mlp), own, "mlp_output_norm", layer.mlp_output_norm)
-    changed = multiplied(graph, f"{module}/scale_mlp", changed, layer.residual_multiplier)
-    return graph.elementwise(f"{module}/add_mlp", x, "SUM", changed)
+    module, layer = f"model.layers.{index}", context.model.layers[index]
+    own = LayerWeights(weights, context.model, index)
+    if layer.mixer is not None:
+        normed = layer_norm(graph, x, own, "input_norm", layer.input_norm)
+        mixed, x = _mix(graph, normed, own, context, index, residual=x)
+        mixed = layer_norm(graph, mixed, own, "mixer_output_norm", layer.mixer_output_norm)
+        mixed = multiplied(graph, f"{module}/scale_mixer", mixed, layer.residual_multiplier)
+        x = graph.elementwise(f"{module}/add_mixer", x, "SUM", mixed)
+    if layer.mlp is not None:
+        normed = layer_norm(graph, x, own, "mlp_norm", layer.mlp_norm)
+        changed = layer_norm(graph, mlp(graph, normed, own, f"{module}.mlp", layer.mlp), own, "mlp_output_norm", layer.mlp_output_norm)
+        changed = multiplied(graph, f"{module}/scale_mlp", changed, layer.residual_multiplier)
+        x = graph.elementwise(f"{module}/add_mlp", x, "SUM", changed)
+    return x
+
+
+def _mix(graph: Graph, x: Any, weights: LayerWeights, context: DecoderContext, index: int, *, residual: Any) -> tuple[Any, Any]:
+    """Apply the mixer to the normalised hidden state; return its result, and the residual in the network that is built from now on."""
+    mixer, module = context.model.layers[index].mixer, f"model.layers.{index}"
+    if isinstance(mixer, AttentionConfig):
+        return self_attention(graph, x, weights, f"{module}.self_attn", context, index, residual=residual)
+    if isinstance(mixer, ShortConvConfig):
+        return short_convolution(graph, x, weights, f"{module}.conv", context, index, mixer), residual
+    if isinstance(mixer, Mamba2Config):
+        return mamba2(graph, x, weights, f"{module}.mamba", context, index, mixer), residual
+    assert isinstance(mixer, GatedDeltaNetConfig)
+    return gated_delta_net(graph, x, weights, f"{module}.linear_attn", context, index, mixer), residual

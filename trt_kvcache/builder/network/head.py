@@ -10,10 +10,10 @@ from trt_kvcache.builder.network.rms_norm import rms_norm
 from trt_kvcache.builder.network.scalar_multiply import multiplied, softcapped
 from trt_kvcache.builder.network.weights import Weights
 from trt_kvcache.model import ModelConfig
-from trt_kvcache.model.tensor_shapes import EMBEDDING, FINAL_NORM, HEAD
+from trt_kvcache.model.tensor_shapes import EMBEDDING, HEAD, embedding_name, final_norm_name
 
 
-def embedding_table(graph: Graph, weights: Weights) -> Any:
+def embedding_table(graph: Graph, weights: Weights, model: ModelConfig) -> Any:
     """Add the embedding table as a constant.
 
     Parameters
@@ -22,13 +22,15 @@ def embedding_table(graph: Graph, weights: Weights) -> Any:
         The network under construction.
     weights : Weights
         Of the model.
+    model : ModelConfig
+        Configuration of the model.
 
     Returns
     -------
     ITensor [vocab, hidden]
         In the dtype that the model computes in. Where they are tied, the LM head reads it too.
     """
-    return graph.constant(EMBEDDING, weights(EMBEDDING))
+    return graph.constant(EMBEDDING, weights(embedding_name(model)))
 
 
 def embed(graph: Graph, table: Any, input_ids: Any, model: ModelConfig) -> Any:
@@ -179,7 +181,7 @@ def logits(graph: Graph, x: Any, weights: Weights, model: ModelConfig, table: An
         Logits of the token that follows each of them. The head computes in the dtype of the model; its result is cast, and divided and
         capped where the model does that.
     """
-    normed = rms_norm(graph, x, "model.norm", weights(FINAL_NORM), model.final_norm)
+    normed = rms_norm(graph, x, "model.norm", weights(final_norm_name(model)), model.final_norm)
     lm_head = table if model.tie_word_embeddings else graph.constant(HEAD, weights(HEAD))
     found = graph.cast("lm_head/to_float32", matmul_transposed(graph, "lm_head/matmul", normed, lm_head), "float32")
     return softcapped(graph, "logits", multiplied(graph, "logits/scale", found, 1 / model.logits_divisor), model.final_softcap)

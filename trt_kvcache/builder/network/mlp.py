@@ -1,15 +1,19 @@
-"""The gated MLP of a decoder layer: ``down(activation(gate(x)) * up(x))``."""
+"""The MLP of a decoder layer: ``down(activation(gate(x)) * up(x))``, or without a gate ``down(activation(up(x)))``."""
 
 from typing import Any
 
+from trt_kvcache.builder.network.activations import gelu_tanh, relu2, silu
 from trt_kvcache.builder.network.graph import Graph
 from trt_kvcache.builder.network.linear import linear
 from trt_kvcache.builder.network.weights import LayerWeights
 from trt_kvcache.model import MlpConfig
 
+#: What configurations call the activations.
+_ACTIVATIONS = {"silu": silu, "gelu_tanh": gelu_tanh, "relu2": relu2}
+
 
 def mlp(graph: Graph, x: Any, weights: LayerWeights, module: str, config: MlpConfig) -> Any:
-    """Apply a gated MLP.
+    """Apply an MLP.
 
     Parameters
     ----------
@@ -22,23 +26,17 @@ def mlp(graph: Graph, x: Any, weights: LayerWeights, module: str, config: MlpCon
     module : str
         What layers without weights are named after, such as ``model.layers.0.mlp``.
     config : MlpConfig
-        The activation, and whether there are biases.
+        The activation, and whether there are a gate and biases.
 
     Returns
     -------
     ITensor [B, s, hidden]
-        ``down(activation(gate(x)) * up(x))``, in the dtype of ``x``. The caller adds it to the residual.
+        In the dtype of ``x``. The caller adds it to the residual.
     """
-    gate = linear(graph, x, weights, "gate", bias=config.bias)
-    activated = _silu(graph, gate, module) if config.activation == "silu" else _gelu_tanh(graph, gate, module)
+    activation = _ACTIVATIONS[config.activation]
+    if not config.gated:
+        activated = activation(graph, module, linear(graph, x, weights, "up", bias=config.bias))
+        return linear(graph, activated, weights, "down", bias=config.bias)
+    activated = activation(graph, module, linear(graph, x, weights, "gate", bias=config.bias))
     up = linear(graph, x, weights, "up", bias=config.bias)
     return linear(graph, graph.elementwise(f"{module}/gated", activated, "PROD", up), weights, "down", bias=config.bias)
-
-
-def _silu(graph: Graph, x: Any, module: str) -> Any:
-    sigmoid = graph.op(f"{module}/sigmoid", "activation", x, graph.trt.ActivationType.SIGMOID)
-    return graph.elementwise(f"{module}/silu", x, "PROD", sigmoid)
-
-
-def _gelu_tanh(graph: Graph, x: Any, module: str) -> Any:
-    return graph.op(f"{module}/gelu", "activation", x, graph.trt.ActivationType.GELU_TANH)

@@ -13,12 +13,12 @@ from trt_kvcache.builder.network.rope import apply_rope
 from trt_kvcache.builder.network.softcapped_attention import softcapped_attention
 from trt_kvcache.builder.network.weights import LayerWeights
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig, attention_variant, window_in_cache
-from trt_kvcache.engine_folder.decoder_segments import rope_kind
+from trt_kvcache.engine_folder.decoder_segments import hidden_state_name, output_gate_name, rope_kind
 from trt_kvcache.model import AttentionConfig
 
 
 def self_attention(
-    graph: Graph, x: Any, weights: LayerWeights, module: str, context: DecoderContext, config: AttentionLayerConfig, *, residual: Any
+    graph: Graph, x: Any, weights: LayerWeights, module: str, context: DecoderContext, layer: int, *, residual: Any
 ) -> tuple[Any, Any]:
     """Apply the attention of one layer.
 
@@ -34,8 +34,8 @@ def self_attention(
         What layers without weights are named after, such as ``model.layers.0.self_attn``.
     context : DecoderContext
         What all layers of the network share.
-    config : AttentionLayerConfig
-        Of this layer.
+    layer : int
+        Index of the layer.
     residual : ITensor [B, s, hidden]
         The hidden state that is needed after the attention.
 
@@ -47,20 +47,27 @@ def self_attention(
         ``residual`` in the network that ``graph`` now builds: see
         :class:`~trt_kvcache.builder.network.attention_lowering.AttentionLowering`.
     """
-    mixer = context.model.layers[config.layer].attention
+    mixer = context.model.layers[layer].attention
     heads = {"q": mixer.num_heads, "k": mixer.num_kv_heads, "v": mixer.num_kv_heads}
     q, k, v = (_project(graph, x, weights, side, count, context, mixer) for side, count in heads.items())
+    kept = {hidden_state_name(layer): residual}
+    if mixer.output_gate:
+        kept[output_gate_name(layer)] = linear(graph, x, weights, "output_gate", bias=mixer.qkv_bias)
     if context.lowering is not None:
         if mixer.query_scaling is not None:
             factors = context.lowering.query_factors(graph, mixer.query_scaling, x)
             q = scale_queries(graph, f"{module}/q/by_position", q, factors, heads_first=False)
-        attended, residual = context.lowering.add_attention(graph, config.layer, (q, k, v), residual)
+        attended, next_kept = context.lowering.add_attention(graph, layer, (q, k, v), kept)
+        kept = dict(next_kept)
     else:
-        attended = _attend_with_tensorrt(graph, (q, k, v), module, context, config)
+        attended = _attend_with_tensorrt(graph, (q, k, v), module, context, context.attention[layer])
     width = mixer.num_heads * mixer.head_dim
     transpose = None if context.lowering else (0, 2, 1, 3)
     merged = graph.shuffle(f"{module}/merge_heads", attended, first_transpose=transpose, reshape=(0, 0, width))
-    return linear(graph, merged, weights, "o", bias=mixer.o_bias), residual
+    if mixer.output_gate:
+        sigmoid = graph.op(f"{module}/gate", "activation", kept[output_gate_name(layer)], graph.trt.ActivationType.SIGMOID)
+        merged = graph.elementwise(f"{module}/gated", merged, "PROD", sigmoid)
+    return linear(graph, merged, weights, "o", bias=mixer.o_bias), kept[hidden_state_name(layer)]
 
 
 def _project(graph: Graph, x: Any, weights: LayerWeights, side: str, heads: int, context: DecoderContext, mixer: AttentionConfig) -> Any:
@@ -92,11 +99,18 @@ def _attend_with_tensorrt(graph: Graph, qkv: Sequence[Any], module: str, context
     q = _scale(graph, f"{module}/q", q, mixer.score_scale)
     k = graph.cast(f"{module}/k/to_{graph.dtype}", k, graph.dtype)
 
-    k_cache, v_cache = context.names.cache_pairs(config.layer)
+    k_cache, v_cache = context.names.cache_pairs(_cache_index(context, config.layer))
     shape = (mixer.num_kv_heads, context.max_sequence_length, mixer.head_dim)
     keys = update_cache(graph, cache=k_cache, shape=shape, rows=k, start_index=lengths.start_index)
     values = update_cache(graph, cache=v_cache, shape=shape, rows=v, start_index=lengths.start_index)
     return _add_attention_layer(graph, f"{module}/attend", q, keys, values, context, config)
+
+
+def _cache_index(context: DecoderContext, layer: int) -> int:
+    """Return which of the caches of K and V a layer has."""
+    index = context.indices[layer]
+    assert index is not None
+    return index
 
 
 def _scale(graph: Graph, name: str, q: Any, scale: float) -> Any:

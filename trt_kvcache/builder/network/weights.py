@@ -51,14 +51,14 @@ class Weights:
         self._checkpoint = checkpoint
         self.dtype = dtype
 
-    def __call__(self, name: str, rows: slice = slice(None)) -> np.ndarray[Any, Any]:
+    def __call__(self, name: str, rows: slice | list[int] = slice(None)) -> np.ndarray[Any, Any]:
         """Return one weight.
 
         Parameters
         ----------
         name : str
             Its Hugging Face name.
-        rows : slice
+        rows : slice or list of int
             Rows of a tensor that holds other weights too. Only these are converted.
 
         Returns
@@ -132,7 +132,7 @@ class LayerWeights:
             A value is too large for the dtype.
         """
         part = self._parts[role]
-        return self._weights(part.tensor) if part.is_whole else self._weights(part.tensor, part.rows)
+        return self._weights(part.tensor) if part.is_whole else self._weights(part.tensor, part.index)
 
     def module(self, role: str) -> str:
         """Return what layers of a network that apply a weight are named after.
@@ -148,4 +148,4 @@ class LayerWeights:
             The module of the stored weight, or where it shares a tensor with others the module that Llama has.
         """
         part = self._parts[f"{role}.weight"]
-        return part.tensor.removesuffix(".weight") if part.is_whole else f"{self._prefix}.{LLAMA_NAMES[role]}"
+        return part.tensor.removesuffix(".weight") if part.is_whole else f"{self._prefix}.{LLAMA_NAMES.get(role, role)}"

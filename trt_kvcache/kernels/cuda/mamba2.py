@@ -5,20 +5,19 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from trt_kvcache.dtypes import itemsize
-from trt_kvcache.kernels.attention_tiles import shared_limit
 from trt_kvcache.kernels.cuda.arguments import address, token_rows
 from trt_kvcache.kernels.cuda.launch import launch, starts_early
+from trt_kvcache.kernels.recurrent_chunks import BLOCK_TOKENS, CHUNK_STAGES, MIN_CHUNK_TOKENS, block_pairs, chunk_tokens
 from trt_kvcache.kernels.recurrent_params import Mamba2Params
 from trt_kvcache.kernels.source_variants import variant_name
 
 #: Threads of a block; rows of a state that a thread has a share in, and elements of it; tokens of a tile. The source has them too.
 MAMBA_THREADS, MAMBA_ROWS, MAMBA_LANE_ELEMENTS, MAMBA_TILE_TOKENS = 128, 2, 16, 16
 
-#: With tensor cores: tokens of a chunk, rows of a state and threads of a block. The source has them too.
-CHUNK_TOKENS, CHUNK_ROWS, CHUNK_THREADS = 64, 64, 128
+#: In chunks: rows of a state that a block has, 16 for a warp, and the state sizes that there are. The source has them too.
+CHUNK_ROWS, CHUNK_STATE_SIZES = 64, (64, 128)
 
-#: The state sizes that chunks are compiled for, and the fewest new tokens that are worth one.
-_CHUNK_STATE_SIZES, _MIN_CHUNK_TOKENS = (64, 128), 17
+_WARP, _WARP_ROWS = 32, 16
 
 
 class Mamba2Plan(NamedTuple):
@@ -37,10 +36,10 @@ class Mamba2Plan(NamedTuple):
 def mamba2_plan(params: Mamba2Params, arch: str) -> Mamba2Plan:
     """Return which kernel a call takes on an architecture such as ``"sm_90"``: by shapes and dtypes alone."""
     width, state_size, size = params.x.shape[1], params.b.shape[3], itemsize(params.x.dtype)
-    chunk_nbytes = _chunk_nbytes(state_size)
-    is_half, fits = size == itemsize("float16"), chunk_nbytes <= shared_limit(arch)
-    if width >= _MIN_CHUNK_TOKENS and state_size in _CHUNK_STATE_SIZES and is_half and fits:
-        return Mamba2Plan(f"mamba2_chunks_{state_size}", CHUNK_ROWS, CHUNK_THREADS, chunk_nbytes)
+    if width >= MIN_CHUNK_TOKENS and state_size in CHUNK_STATE_SIZES and size == itemsize("float16"):
+        tokens = chunk_tokens(arch)
+        threads = _WARP * (CHUNK_ROWS // _WARP_ROWS + tokens // BLOCK_TOKENS)
+        return Mamba2Plan(f"mamba2_chunks_{state_size}", CHUNK_ROWS, threads, _chunk_nbytes(tokens, state_size))
     rows = MAMBA_ROWS * MAMBA_THREADS // _lanes(state_size)
     if width == 1:
         return Mamba2Plan("mamba2_update", rows, MAMBA_THREADS, 0)
@@ -86,8 +85,9 @@ def _scan_nbytes(state_size: int, rows: int, size: int) -> int:
     return two_stages + MAMBA_TILE_TOKENS * rows * itemsize("float32")
 
 
-def _chunk_nbytes(state_size: int) -> int:
-    """Return the bytes of shared memory of a scan in chunks: ``ChunkMemory`` of the source lays it out."""
-    size = itemsize("float16")
-    stage = CHUNK_TOKENS * (2 * state_size + CHUNK_ROWS) * size
-    return 2 * (stage + 2 * CHUNK_TOKENS * itemsize("float32")) + CHUNK_ROWS * state_size * size
+def _chunk_nbytes(tokens: int, state_size: int) -> int:
+    """Return the bytes of shared memory of a scan in chunks: ``MambaMemory`` of the source lays it out."""
+    half, single = itemsize("float16"), itemsize("float32")
+    stage = tokens * (2 * state_size + CHUNK_ROWS) * half
+    matrices = block_pairs(tokens) * BLOCK_TOKENS**2 * half + (2 * tokens + 4) * single
+    return CHUNK_STAGES * stage + 2 * matrices + tokens // BLOCK_TOKENS * 2 * tokens * single

@@ -12,6 +12,16 @@ from trt_kvcache.memory.cuda_memory import CudaMemory
 #: Measured on an H200.
 _WHOLE_BLOCKS_PER_SM = 3
 
+#: The same where smaller ones have less of an advantage: where one of a warpgroup has a multiprocessor for itself, or in a long cache.
+_FEWER_WHOLE_BLOCKS_PER_SM = 1.5
+
+#: A cache is long if it is so many times longer than the new tokens (their row blocks then probably see about as many keys each), and each
+#: multiprocessor has so many keys of it.
+_LONG_CACHE, _LONG_CACHE_KEYS_PER_SM = 32, 1536
+
+#: The head dim from which 64 rows of a warpgroup take less time than 32 of single warps.
+_MIN_WARPGROUP_HEAD_DIM = 128
+
 
 class PrefillPlan(NamedTuple):
     """A launch of a prefill kernel. It depends on shapes alone: lengths are on the device."""
@@ -30,7 +40,7 @@ class PrefillPlan(NamedTuple):
     @property
     def appends(self) -> bool:
         """Whether the launch appends the new tokens; else another one has to do so before."""
-        return self.name not in ("wide", "whole")
+        return self.name not in ("short", "wide", "whole")
 
 
 def prefill_plan(params: AttentionParams) -> PrefillPlan:
@@ -41,13 +51,24 @@ def prefill_plan(params: AttentionParams) -> PrefillPlan:
     The rows of a K/V head are its new tokens times its query heads. The fewer they are, the smaller a row block. Where all row blocks can
     be resident at once, K and V of each are split over the blocks that are left.
     """
-    width, rows = params.q.shape[1], params.q.shape[1] * params.group
+    width, rows, multiprocessors = params.q.shape[1], params.q.shape[1] * params.group, _memory(params).multiprocessor_count
+    few, wide = plan_of(params, "64"), plan_of(params, "wide")
     if width <= MAX_APPENDED_WIDTH:
-        few = plan_of(params, "16" if rows <= 16 else "32" if rows <= 32 else "64")
+        if rows <= 16:
+            few = plan_of(params, "16")
+        elif rows <= 32 and not (few.form.warpgroups and params.q.shape[3] >= _MIN_WARPGROUP_HEAD_DIM):
+            few = plan_of(params, "32")
         if width <= few.form.tile_keys and (few.row_blocks == 1 or few.splits):
             return few
-    wide, whole = plan_of(params, "wide"), plan_of(params, "whole")
-    return wide if wide.splits or whole.blocks <= _WHOLE_BLOCKS_PER_SM * _memory(params).multiprocessor_count else whole
+    tokens, row_blocks = params.cache.shape[3], params.q.shape[0] * params.cache.shape[2] * wide.row_blocks
+    is_long = tokens >= _LONG_CACHE * width and tokens * row_blocks >= _LONG_CACHE_KEYS_PER_SM * multiprocessors
+    if not is_long and row_blocks <= multiprocessors:
+        return plan_of(params, "short")
+    if wide.splits:
+        return wide
+    whole, alone = plan_of(params, "whole"), wide.form.warpgroups and (is_long or wide.form.blocks_per_sm == 1)
+    most = _FEWER_WHOLE_BLOCKS_PER_SM if alone else _WHOLE_BLOCKS_PER_SM
+    return wide if whole.blocks <= most * multiprocessors else whole
 
 
 def plan_of(params: AttentionParams, name: str) -> PrefillPlan:

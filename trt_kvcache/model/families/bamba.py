@@ -1,12 +1,10 @@
 """Bamba: Mamba-2 in most layers, attention with RoPE of half of each head in the others."""
 
-from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
-from trt_kvcache.model.families.family import LLAMA_NAMES, Family
-from trt_kvcache.model.families.fields import attention, dt_limits, layer_indices, mlp, model, norm, num_layers, pre_norm_layer, rope
+from trt_kvcache.model.families.family import LLAMA_NAMES, MAMBA_NAMES, Family
+from trt_kvcache.model.families.fields import attention, layer_indices, mamba2, mlp, model, num_layers, pre_norm_layer, rope
 from trt_kvcache.model.layer_config import Mixer
 from trt_kvcache.model.model_config import ModelConfig
-from trt_kvcache.model.recurrent_config import Mamba2Config
 
 
 def read(fields: ConfigFields) -> ModelConfig:
@@ -16,30 +14,12 @@ def read(fields: ConfigFields) -> ModelConfig:
     feed_forward = mlp(fields, bias=fields.flag("mlp_bias", False))
     mixers: dict[bool, Mixer] = {}
     if False in attends:
-        mixers[False] = _mamba(fields)
+        mixers[False] = mamba2(fields)
     if True in attends:
         bias = fields.flag("attention_bias", False)
         half = rope(ConfigFields({**fields.data, "partial_rotary_factor": 0.5}), may_be_partial=True)
         mixers[True] = attention(fields, rope=half, qkv_bias=bias, o_bias=bias)
     return model(fields, "bamba", [pre_norm_layer(fields, mixers[attends_here], feed_forward) for attends_here in attends])
-
-
-def _mamba(fields: ConfigFields) -> Mamba2Config:
-    """Return the Mamba-2 of all layers: ``mamba_d_head`` may be ``"auto"``."""
-    inner, heads = fields.integer("mamba_expand") * fields.integer("hidden_size"), fields.integer("mamba_n_heads")
-    if inner % heads or fields.get("mamba_d_head") not in ("auto", inner // heads):
-        raise ConfigError(f"mamba_d_head: expected {inner / heads:g}, mamba_expand * hidden_size / mamba_n_heads, or auto.")
-    return Mamba2Config(
-        num_heads=heads,
-        head_dim=inner // heads,
-        state_size=fields.integer("mamba_d_state"),
-        num_groups=fields.integer("mamba_n_groups"),
-        kernel=fields.integer("mamba_d_conv"),
-        norm=norm(fields),
-        conv_bias=fields.flag("mamba_conv_bias", True),
-        bias=fields.flag("mamba_proj_bias", False),
-        **dt_limits(fields),
-    )
 
 
 FAMILY = Family(
@@ -64,13 +44,7 @@ FAMILY = Family(
     final_norm="model.final_layernorm.weight",
     names={
         **LLAMA_NAMES,
-        "mamba_in": "mamba.in_proj",
-        "conv": "mamba.conv1d",
-        "a_log": "mamba.A_log",
-        "d": "mamba.D",
-        "dt_bias": "mamba.dt_bias",
-        "mamba_norm": "mamba.norm",
-        "mamba_out": "mamba.out_proj",
+        **MAMBA_NAMES,
         "mlp_norm": "pre_ff_layernorm",
         "gate": "feed_forward.gate_proj",
         "up": "feed_forward.up_proj",

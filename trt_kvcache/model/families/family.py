@@ -28,6 +28,21 @@ LLAMA_NAMES: Mapping[str, str] = {
 }
 
 
+#: Names of the weights of Mamba-2 in a layer that has them in ``mamba``.
+MAMBA_NAMES: Mapping[str, str] = {
+    "mamba_in": "mamba.in_proj",
+    "conv": "mamba.conv1d",
+    "a_log": "mamba.A_log",
+    "d": "mamba.D",
+    "dt_bias": "mamba.dt_bias",
+    "mamba_norm": "mamba.norm",
+    "mamba_out": "mamba.out_proj",
+}
+
+#: How the names of heads begin that draft tokens behind the next one.
+DRAFT_HEADS = "mtp."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One family of models.
@@ -49,7 +64,15 @@ class Family:
     layers : str
         What precedes the index of a layer in the names of its weights.
     names : mapping of str to str
-        Like :data:`LLAMA_NAMES`. Weights of one name are stored in one tensor, row under row, in the order of that table.
+        Like :data:`LLAMA_NAMES`. Weights of one name are stored in one tensor, row under row, in the order in which
+        :func:`~trt_kvcache.model.weight_parts.layer_parts` lists them.
+    head_by_head : frozenset of str
+        Those of these names whose tensors hold first all that belongs to the first head (of queries; in a gated delta net of keys), then
+        all that belongs to the next one.
+    renamed : mapping of str to str
+        How names of tensors may begin in files of older versions and of models that contain this one, and what that stands for.
+    ignored : tuple of str
+        How names of tensors begin that are no part of the decoder, after they are renamed: those that transformers leaves out too.
     uses : frozenset of str
         Fields that are refused where a family does not read them, and that this one reads.
     code : frozenset of str
@@ -65,5 +88,8 @@ class Family:
     final_norm: str = FINAL_NORM
     layers: str = "model.layers"
     names: Mapping[str, str] = field(default_factory=lambda: LLAMA_NAMES)
+    head_by_head: frozenset[str] = frozenset()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    ignored: tuple[str, ...] = ()
     uses: frozenset[str] = frozenset()
     code: frozenset[str] = frozenset()

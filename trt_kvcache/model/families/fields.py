@@ -14,10 +14,11 @@ from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.layer_config import AttentionConfig, LayerConfig, Mixer, MlpConfig
 from trt_kvcache.model.model_config import ModelConfig
 from trt_kvcache.model.norm_config import NormConfig
+from trt_kvcache.model.recurrent_config import Mamba2Config
 from trt_kvcache.model.rope import RopeConfig
 
 #: What configurations call the activations that are computed.
-_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "relu2": "relu2"}
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -52,12 +53,37 @@ def attention(fields: ConfigFields, **options: Any) -> AttentionConfig:
     )
 
 
-def mlp(fields: ConfigFields, *, activation_field: str = "hidden_act", bias: bool = False) -> MlpConfig:
-    """Return a gated MLP."""
+def mlp(fields: ConfigFields, *, activation_field: str = "hidden_act", size_field: str = "intermediate_size", **options: Any) -> MlpConfig:
+    """Return an MLP: a gated one without biases unless the options say otherwise."""
     activation = fields.get(activation_field)
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise ConfigError(f"{activation_field}: {shown(activation)} is not supported. Supported: {', '.join(_ACTIVATIONS)}.")
-    return MlpConfig(intermediate_size=fields.integer("intermediate_size"), activation=_ACTIVATIONS[activation], bias=bias)
+    return MlpConfig(intermediate_size=fields.integer(size_field), activation=_ACTIVATIONS[activation], **options)
+
+
+def silu_convolution(fields: ConfigFields, name: str = "hidden_act") -> None:
+    """Refuse a convolution of a layer with states that has another activation than SiLU."""
+    if fields.get(name) not in ("silu", "swish"):
+        raise fields.refusal(name, "silu, the activation of the convolutions of layers with states")
+
+
+def mamba2(fields: ConfigFields) -> Mamba2Config:
+    """Return the Mamba-2 of all layers, of fields whose names begin with ``mamba_``: ``mamba_d_head`` may be ``"auto"``."""
+    silu_convolution(fields)
+    inner, heads = fields.integer("mamba_expand") * fields.integer("hidden_size"), fields.integer("mamba_n_heads")
+    if inner % heads or fields.get("mamba_d_head") not in ("auto", inner // heads):
+        raise ConfigError(f"mamba_d_head: expected {inner / heads:g}, mamba_expand * hidden_size / mamba_n_heads, or auto.")
+    return Mamba2Config(
+        num_heads=heads,
+        head_dim=inner // heads,
+        state_size=fields.integer("mamba_d_state"),
+        num_groups=fields.integer("mamba_n_groups"),
+        kernel=fields.integer("mamba_d_conv"),
+        norm=norm(fields),
+        conv_bias=fields.flag("mamba_conv_bias", True),
+        bias=fields.flag("mamba_proj_bias", False),
+        **dt_limits(fields),
+    )
 
 
 def dt_limits(fields: ConfigFields) -> dict[str, Any]:
@@ -65,11 +91,18 @@ def dt_limits(fields: ConfigFields) -> dict[str, Any]:
     given = fields.get("time_step_limit")
     if given is None:
         return {"dt_min": 0.0, "dt_max": None}
-    low, high = given if isinstance(given, list) and len(given) == 2 else (None, None)
+    low, high = map(_float_of_transformers, given) if isinstance(given, list) and len(given) == 2 else (None, None)
     numbers = all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in (low, high))
     if low is None or high is None or not numbers or not 0 <= low <= high or not low <= sys.float_info.max:
         raise fields.refusal("time_step_limit", "two numbers, 0 <= smallest <= largest")
     return {"dt_min": float(low), "dt_max": float(high) if high <= sys.float_info.max else None}
+
+
+def _float_of_transformers(value: Any) -> Any:
+    """Return a number that JSON does not have, such as infinity, from what transformers 5 writes for it; any other value as it is."""
+    if isinstance(value, dict) and value.keys() == {"__float__"} and value["__float__"] in ("Infinity", "-Infinity", "NaN"):
+        return float(value["__float__"])
+    return value
 
 
 def softcap(fields: ConfigFields, name: str) -> float | None:

@@ -1,6 +1,5 @@
 """Ministral 3: Mistral with YaRN, and queries that are scaled by their position."""
 
-from trt_kvcache.errors import ConfigError
 from trt_kvcache.model.config_fields import ConfigFields
 from trt_kvcache.model.families.family import Family
 from trt_kvcache.model.families.fields import attention, mlp, model, num_layers, pre_norm_layer, rope, window_of_all
@@ -9,9 +8,24 @@ from trt_kvcache.model.model_config import ModelConfig
 
 _BETA = "llama_4_scaling_beta"
 
+#: What ``rope_parameters`` are in files that do not have them.
+_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e6,
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    _BETA: 0.1,
+}
+
 
 def read(fields: ConfigFields) -> ModelConfig:
     """Return the model of a ``config.json``."""
+    if not any(fields.get(name) for name in ("rope_parameters", "rope_scaling")):
+        fields = ConfigFields({**fields.data, "rope_parameters": _ROPE})
     layer = pre_norm_layer(
         fields,
         attention(
@@ -28,8 +42,7 @@ def read(fields: ConfigFields) -> ModelConfig:
 def _query_scaling(fields: ConfigFields) -> QueryScaling:
     """Return the scaling, whose numbers stand among those of RoPE."""
     scaling = fields.get("rope_scaling") or fields.get("rope_parameters")
-    if not isinstance(scaling, dict):
-        raise ConfigError("rope_parameters: expected an object, got none.")
+    assert isinstance(scaling, dict)  # RoPE has been read from it
     numbers = ConfigFields(scaling, "rope_parameters.")
     return QueryScaling(beta=numbers.number(_BETA), period=numbers.integer("original_max_position_embeddings"))
 

@@ -17,14 +17,19 @@ from trt_kvcache.model.families import (
     gemma2,
     gemma3_text,
     granite,
+    granitemoehybrid,
     lfm2,
     llama,
+    mamba2,
     ministral3,
     mistral,
+    nemotron_h,
     olmo2,
     phi3,
     qwen2,
     qwen3,
+    qwen3_5_text,
+    qwen3_next,
     smollm3,
 )
 from trt_kvcache.model.families.family import Family
@@ -33,7 +38,10 @@ from trt_kvcache.model.rope import ROPE_KINDS
 
 FAMILIES: Mapping[str, Family] = {
     module.FAMILY.name: module.FAMILY
-    for module in (llama, mistral, ministral3, qwen2, qwen3, phi3, gemma2, gemma3_text, smollm3, olmo2, granite, lfm2, bamba)
+    for module in (
+        *(llama, mistral, ministral3, qwen2, qwen3, phi3, gemma2, gemma3_text, smollm3, olmo2, granite),
+        *(qwen3_next, qwen3_5_text, lfm2, mamba2, bamba, granitemoehybrid, nemotron_h),
+    )
 }
 
 SUPPORTED = (

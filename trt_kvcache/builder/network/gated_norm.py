@@ -1,0 +1,53 @@
+"""RMSNorm with a gate, over groups of columns: what follows the scan of layers with states."""
+
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.builder.network.activations import silu
+from trt_kvcache.builder.network.graph import Graph
+
+
+def gated_norm(
+    graph: Graph, name: str, x: Any, gate: Any, weight: np.ndarray[Any, Any], *, group_size: int, gate_first: bool, epsilon: float
+) -> Any:
+    """Norm groups of columns, and multiply with the SiLU of a gate: before the norm, or after it.
+
+    Parameters
+    ----------
+    graph : Graph
+        The network under construction.
+    name : str
+        Prefix of the layers' names.
+    x, gate : ITensor [B, s, columns]
+        In the dtype of the model.
+    weight : ndarray [columns] or [group_size]
+        One for all columns, or one that all groups share.
+    group_size : int
+        Columns of a group.
+    gate_first : bool
+        Whether the gate comes before the norm.
+    epsilon : float
+        Added to the mean square.
+
+    Returns
+    -------
+    ITensor [B, s, columns]
+        In the dtype of the model; everything is float32 before.
+    """
+    columns = x.shape[2]
+    wide, opened = (graph.cast(f"{name}/{what}/to_float32", one, "float32") for what, one in (("x", x), ("gate", gate)))
+    factor = silu(graph, f"{name}/gate", opened)
+    if gate_first:
+        wide = graph.elementwise(f"{name}/gated", wide, "PROD", factor)
+    groups = graph.shuffle(f"{name}/groups", wide, reshape=(0, 0, -1, group_size))
+    square = graph.elementwise(f"{name}/square", groups, "PROD", groups)
+    mean = graph.op(f"{name}/mean", "reduce", square, graph.trt.ReduceOperation.AVG, 1 << 3, True)
+    shifted = graph.elementwise(f"{name}/add_epsilon", mean, "SUM", graph.scalar(f"{name}/epsilon", epsilon, "float32", 4))
+    root = graph.op(f"{name}/sqrt", "unary", shifted, graph.trt.UnaryOperation.SQRT)
+    normed = graph.elementwise(f"{name}/divide", groups, "DIV", root)
+    own = graph.constant(f"{name}/weight", weight.astype(np.float32).reshape(1, 1, -1, group_size))
+    scaled = graph.shuffle(f"{name}/columns", graph.elementwise(f"{name}/scale", normed, "PROD", own), reshape=(0, 0, columns))
+    if not gate_first:
+        scaled = graph.elementwise(f"{name}/gated", scaled, "PROD", factor)
+    return graph.cast(f"{name}/round", scaled, graph.dtype)

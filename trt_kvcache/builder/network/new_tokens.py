@@ -1,0 +1,65 @@
+"""How many of the new tokens of a step each slot has: what layers with states must know, since a step is padded."""
+
+from typing import Any
+
+from trt_kvcache.builder.network.graph import Graph
+from trt_kvcache.builder.network.sizes import arange, size
+from trt_kvcache.engine.names import TensorNames
+
+
+class NewTokens:
+    """The new tokens of each slot, without padding: an input of each network that has layers with states.
+
+    Parameters
+    ----------
+    names : TensorNames
+        Names of the engine's inputs and outputs.
+    """
+
+    def __init__(self, names: TensorNames) -> None:
+        self._names = names
+        self._network: Any = None
+        self._lengths: Any = None
+        self._is_new: Any = None
+
+    def lengths(self, graph: Graph) -> Any:
+        """Return the new tokens of each slot.
+
+        Parameters
+        ----------
+        graph : Graph
+            The network under construction. It gets the input when it is asked for it first.
+
+        Returns
+        -------
+        ITensor [B] int32
+            The input ``new_lengths``.
+        """
+        if self._network is not graph.network:
+            self._network = graph.network
+            self._lengths = graph.input(self._names.new_lengths, "int32", (-1,))
+            self._is_new = None
+        return self._lengths
+
+    def is_new(self, graph: Graph, tokens: Any) -> Any:
+        """Return which tokens are new, and not padding.
+
+        Parameters
+        ----------
+        graph : Graph
+            The network under construction.
+        tokens : ITensor [B, s, n]
+            A hidden state in this network: only its shape is read.
+
+        Returns
+        -------
+        ITensor [B, s, 1] bool
+            False behind the new tokens of a slot.
+        """
+        lengths = self.lengths(graph)
+        if self._is_new is None:
+            column = graph.shuffle("new_tokens/lengths", lengths, reshape=(-1, 1, 1))
+            positions = arange(graph, "new_tokens/arange", size(graph, "new_tokens/width", tokens, 1))
+            row = graph.shuffle("new_tokens/positions", positions, reshape=(1, -1, 1))
+            self._is_new = graph.elementwise("new_tokens/is_new", column, "GREATER", row)
+        return self._is_new

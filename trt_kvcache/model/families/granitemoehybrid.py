@@ -1,0 +1,76 @@
+"""Granite 4 with states: Granite with Mamba-2 in most layers, and an MLP that is shared beside experts. Experts are refused."""
+
+from trt_kvcache._util.shown import shown
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.model.config_fields import ConfigFields
+from trt_kvcache.model.families import granite
+from trt_kvcache.model.families.family import LLAMA_NAMES, MAMBA_NAMES, Family
+from trt_kvcache.model.families.fields import FULL, attention, layer_types, mamba2, mlp, model, num_layers, pre_norm_layer, rope
+from trt_kvcache.model.layer_config import AttentionConfig, Mixer
+from trt_kvcache.model.model_config import ModelConfig
+
+#: Names of the kinds of layers, and those that they had before.
+_MAMBA, _ATTENTION = ("linear_attention", "mamba"), (FULL, "attention")
+
+
+def read(fields: ConfigFields) -> ModelConfig:
+    """Return the model of a ``config.json``."""
+    if fields.count("num_local_experts", FAMILY.defaults["num_local_experts"]) > 0:
+        raise ConfigError(
+            f"num_local_experts: a model with mixture of experts is not supported, got {shown(fields.get('num_local_experts'))}."
+        )
+    kinds = layer_types(fields, _MAMBA[:1] * num_layers(fields), known=_MAMBA + _ATTENTION)
+    mixers: dict[bool, Mixer] = {}
+    if not set(kinds).isdisjoint(_MAMBA):
+        mixers[False] = mamba2(fields)
+    if not set(kinds).isdisjoint(_ATTENTION):
+        mixers[True] = _attention(fields)
+    feed_forward, multiplier = mlp(fields, size_field="shared_intermediate_size"), fields.number("residual_multiplier")
+    return model(
+        fields,
+        "granitemoehybrid",
+        [pre_norm_layer(fields, mixers[kind in _ATTENTION], feed_forward, residual_multiplier=multiplier) for kind in kinds],
+        embedding_multiplier=fields.number("embedding_multiplier"),
+        logits_divisor=fields.number("logits_scaling"),
+    )
+
+
+def _attention(fields: ConfigFields) -> AttentionConfig:
+    """Return the attention, which has no RoPE unless the file asks for it."""
+    kind, bias = fields.get("position_embedding_type"), fields.flag("attention_bias", False)
+    if kind not in (None, "nope", "rope"):
+        raise fields.refusal("position_embedding_type", "rope, nope or null")
+    return attention(
+        fields,
+        rope=rope(fields) if kind == "rope" else None,
+        qkv_bias=bias,
+        o_bias=bias,
+        scale=fields.number("attention_multiplier"),
+    )
+
+
+FAMILY = Family(
+    name="granitemoehybrid",
+    architecture="GraniteMoeHybridForCausalLM",
+    title="Granite 4 (hybrid)",
+    defaults={
+        **granite.FAMILY.defaults,
+        "num_local_experts": 8,
+        "shared_intermediate_size": 1024,
+        "mamba_n_heads": 128,
+        "mamba_d_head": "auto",
+        "mamba_n_groups": 1,
+        "mamba_d_state": 256,
+        "mamba_d_conv": 4,
+        "mamba_expand": 2,
+    },
+    read=read,
+    names={
+        **LLAMA_NAMES,
+        **MAMBA_NAMES,
+        "gate": "shared_mlp.input_linear",
+        "up": "shared_mlp.input_linear",
+        "down": "shared_mlp.output_linear",
+    },
+    uses=frozenset({"num_local_experts"}),
+)

@@ -1,0 +1,119 @@
+"""Nemotron-H: layers of one part each, which is Mamba-2, attention without RoPE, or an MLP with squared ReLU and no gate."""
+
+from trt_kvcache._util.shown import shown
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.memory.shapes import MAX_LAYERS
+from trt_kvcache.model.config_fields import ConfigFields
+from trt_kvcache.model.families.family import DRAFT_HEADS, Family
+from trt_kvcache.model.families.fields import attention, mlp, model, norm, silu_convolution
+from trt_kvcache.model.families.mamba2 import MIXER_NAMES
+from trt_kvcache.model.layer_config import LayerConfig
+from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model.recurrent_config import Mamba2Config
+
+_MAMBA, _ATTENTION, _MLP, _EXPERTS = "linear_attention", "full_attention", "mlp", "moe"
+
+#: Other names of the kinds of layers: letters of a pattern, and names of older files.
+_KINDS = {"M": _MAMBA, "*": _ATTENTION, "-": _MLP, "E": _EXPERTS, "mamba": _MAMBA, "attention": _ATTENTION}
+
+#: Fields that have another name in older files, where that name takes precedence.
+_OLDER_NAMES = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_min": "time_step_min",
+    "mamba_conv_bias": "use_conv_bias",
+}
+
+
+def read(fields: ConfigFields) -> ModelConfig:
+    """Return the model of a ``config.json``."""
+    older = {name: fields.get(old) for old, name in _OLDER_NAMES.items() if old in fields}
+    fields = ConfigFields({**fields.data, **older}, defaults=FAMILY.defaults)
+    if "sliding_window" in fields:
+        raise fields.refusal("sliding_window", "null")
+    norms = norm(fields, field="layer_norm_epsilon")
+    if "rms_norm_eps" in fields and fields.number("rms_norm_eps") != norms.epsilon:
+        raise fields.refusal("rms_norm_eps", f"layer_norm_epsilon={norms.epsilon}")
+    kinds, layers = _kinds(fields), {}
+    if _MAMBA in kinds:
+        layers[_MAMBA] = LayerConfig(mixer=_mamba(fields), mlp=None, input_norm=norms)
+    if _ATTENTION in kinds:
+        layers[_ATTENTION] = LayerConfig(mixer=attention(fields, rope=None), mlp=None, input_norm=norms)
+    if _MLP in kinds:
+        feed_forward = mlp(fields, activation_field="mlp_hidden_act", bias=fields.flag("mlp_bias", False), gated=False)
+        layers[_MLP] = LayerConfig(mixer=None, mlp=feed_forward, mlp_norm=norms)
+    return model(fields, "nemotron_h", [layers[kind] for kind in kinds], final_norm=norms)
+
+
+def _kinds(fields: ConfigFields) -> list[str]:
+    """Return the kind of each layer, from a list of names or, without one, from a pattern of letters."""
+    name = next((name for name in ("layers_block_type", "layer_types") if name in fields), "hybrid_override_pattern")
+    given = fields.get(name)
+    if not given or not isinstance(given, str if name == "hybrid_override_pattern" else list) or len(given) > MAX_LAYERS:
+        raise ConfigError(
+            f"{name}: expected from 1 to {MAX_LAYERS} kinds of layers, as a list layers_block_type or as a text hybrid_override_pattern, "
+            f"got {shown(given)}."
+        )
+    if fields.integer("num_hidden_layers", len(given)) != len(given):
+        raise fields.refusal("num_hidden_layers", f"{len(given)} as {name} says")
+    kinds = [_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in given]
+    for index, kind in enumerate(kinds):
+        if kind == _EXPERTS:
+            raise ConfigError(f"{name}: a model with mixture of experts is not supported, got {given[index]} in layer {index}.")
+        if kind not in (_MAMBA, _ATTENTION, _MLP):
+            raise ConfigError(f"{name}: {shown(given[index])} is not supported, got it in layer {index}.")
+    return kinds
+
+
+def _mamba(fields: ConfigFields) -> Mamba2Config:
+    """Return the Mamba-2 of all layers. Its time steps are at least ``time_step_min``, and nothing else limits them, as in transformers."""
+    silu_convolution(fields, "mamba_hidden_act")
+    return Mamba2Config(
+        num_heads=fields.integer("mamba_num_heads"),
+        head_dim=fields.integer("mamba_head_dim"),
+        state_size=fields.integer("ssm_state_size"),
+        num_groups=fields.integer("n_groups"),
+        kernel=fields.integer("conv_kernel"),
+        norm=norm(fields, field="layer_norm_epsilon"),
+        conv_bias=fields.flag("use_conv_bias", True),
+        bias=fields.flag("use_bias", False),
+        dt_min=fields.number("time_step_min"),
+    )
+
+
+FAMILY = Family(
+    name="nemotron_h",
+    architecture="NemotronHForCausalLM",
+    title="Nemotron-H",
+    defaults={
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 4096,
+        "intermediate_size": 21504,
+        "mlp_hidden_act": "relu2",
+        "ssm_state_size": 128,
+        "mamba_num_heads": 128,
+        "mamba_head_dim": 64,
+        "mamba_hidden_act": "silu",
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "time_step_min": 0.001,
+        "layer_norm_epsilon": 1e-5,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    },
+    read=read,
+    embedding="model.embeddings.weight",
+    final_norm="model.norm_f.weight",
+    names={
+        "input_norm": "norm",
+        "mlp_norm": "norm",
+        **{name: f"mixer.{name}_proj" for name in ("q", "k", "v", "o", "up", "down")},
+        **MIXER_NAMES,
+    },
+    renamed={"backbone.": "model."},
+    ignored=(DRAFT_HEADS,),
+    uses=frozenset({"n_routed_experts", "num_local_experts"}),
+    code=frozenset({"configuration_nemotron_h.NemotronHConfig", "modeling_nemotron_h.NemotronHForCausalLM"}),
+)

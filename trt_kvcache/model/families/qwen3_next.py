@@ -1,0 +1,107 @@
+"""Qwen3-Next: gated delta nets in most layers, attention with an output gate in the others. Layers with experts are refused."""
+
+from trt_kvcache._util.shown import shown
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.model.config_fields import ConfigFields
+from trt_kvcache.model.families.family import DRAFT_HEADS, LLAMA_NAMES, Family
+from trt_kvcache.model.families.fields import (
+    FULL,
+    attention,
+    layer_indices,
+    layer_types,
+    mlp,
+    model,
+    norm,
+    num_layers,
+    pre_norm_layer,
+    rope,
+    silu_convolution,
+)
+from trt_kvcache.model.layer_config import Mixer, QkNormConfig
+from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig
+
+LINEAR = "linear_attention"
+
+
+def read(fields: ConfigFields) -> ModelConfig:
+    """Return the model of a ``config.json``."""
+    dense = layer_indices(fields, "mlp_only_layers") or ()
+    step = fields.integer("decoder_sparse_step")
+    for index in range(num_layers(fields)):
+        if fields.count("num_experts", FAMILY.defaults["num_experts"]) > 0 and index not in dense and (index + 1) % step == 0:
+            raise ConfigError(
+                f"num_experts: a model with mixture of experts is not supported, got {shown(fields.get('num_experts'))} in layer {index}."
+            )
+    return read_hybrid(fields, "qwen3_next")
+
+
+def read_hybrid(fields: ConfigFields, family: str, *, rope_fields: tuple[str, ...] = ()) -> ModelConfig:
+    """Return a model whose layers are gated delta nets, or attention with an output gate; ``rope_fields`` of RoPE change nothing."""
+    norms = norm(fields, weight_offset=1.0, rounds_before_weight=False)
+    interval = fields.integer("full_attention_interval")
+    default = [LINEAR if (index + 1) % interval else FULL for index in range(num_layers(fields))]
+    kinds = layer_types(fields, default, known=(FULL, LINEAR))
+    mixers: dict[str, Mixer] = {}
+    if LINEAR in kinds:
+        mixers[LINEAR] = _delta_net(fields)
+    if FULL in kinds:
+        bias = fields.flag("attention_bias", False)
+        parts = {"qkv_bias": bias, "o_bias": bias, "qk_norm": QkNormConfig(norm=norms)}
+        rotation = rope(fields, may_be_partial=True, other_fields=rope_fields)
+        mixers[FULL] = attention(fields, rope=rotation, output_gate=True, **parts)
+    layers = [pre_norm_layer(fields, mixers[kind], mlp(fields), before=norms) for kind in kinds]
+    return model(fields, family, layers, final_norm=norms)
+
+
+def _delta_net(fields: ConfigFields) -> GatedDeltaNetConfig:
+    """Return the gated delta net of all layers."""
+    silu_convolution(fields)
+    return GatedDeltaNetConfig(
+        num_key_heads=fields.integer("linear_num_key_heads"),
+        key_head_dim=fields.integer("linear_key_head_dim"),
+        num_value_heads=fields.integer("linear_num_value_heads"),
+        value_head_dim=fields.integer("linear_value_head_dim"),
+        kernel=fields.integer("linear_conv_kernel_dim"),
+        norm=norm(fields),
+    )
+
+
+FAMILY = Family(
+    name="qwen3_next",
+    architecture="Qwen3NextForCausalLM",
+    title="Qwen3-Next",
+    defaults={
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": 1e-6,
+        "hidden_act": "silu",
+        "partial_rotary_factor": 0.25,
+        "full_attention_interval": 4,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "decoder_sparse_step": 1,
+        "num_experts": 512,
+    },
+    read=read,
+    names={
+        **LLAMA_NAMES,
+        "output_gate": "self_attn.q_proj",
+        "delta_qkv": "linear_attn.in_proj_qkvz",
+        "delta_z": "linear_attn.in_proj_qkvz",
+        "delta_b": "linear_attn.in_proj_ba",
+        "delta_a": "linear_attn.in_proj_ba",
+        "conv": "linear_attn.conv1d",
+        "dt_bias": "linear_attn.dt_bias",
+        "a_log": "linear_attn.A_log",
+        "delta_norm": "linear_attn.norm",
+        "delta_out": "linear_attn.out_proj",
+    },
+    head_by_head=frozenset({"self_attn.q_proj", "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba"}),
+    ignored=(DRAFT_HEADS,),
+    uses=frozenset({"num_experts"}),
+)

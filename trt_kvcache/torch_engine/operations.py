@@ -1,0 +1,175 @@
+"""What a decoder layer computes with in one step, and what differs between a CPU, a GPU and a GPU with kernels of this package.
+
+Shapes: A slots, s new tokens per slot, Hq query heads, H K/V heads, D head_dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+
+from trt_kvcache.checkpoint.decoder_weights import Projection
+from trt_kvcache.torch_engine.norm import TorchNorm
+
+#: A linear map, of tensors of torch.
+TorchProjection = Projection[torch.Tensor]
+
+#: Called with the index of the attention layer and q, k and v of the new tokens ``[A, s, Hq + 2 * H, D]``, before RoPE, which it may
+#: overwrite; returns ``[A, s, Hq, D]``.
+TorchAttention = Callable[[int, torch.Tensor], torch.Tensor]
+
+_ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Convolution:
+    """A short convolution of each channel alone.
+
+    Parameters
+    ----------
+    weight : torch.Tensor ``[channels, K]``
+        The last column is for the token itself.
+    bias : torch.Tensor ``[channels]``, or None
+        Added to every output.
+    """
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateSpace:
+    """The parameters of the state space of Mamba-2, float32 ``[heads]``.
+
+    Parameters
+    ----------
+    a : torch.Tensor
+        Negative: what time steps are multiplied with.
+    d : torch.Tensor
+        Of the skip connection.
+    dt_bias : torch.Tensor
+        Added to time steps before softplus.
+    dt_limits : tuple of float
+        Smallest and largest time step.
+    """
+
+    a: torch.Tensor
+    d: torch.Tensor
+    dt_bias: torch.Tensor
+    dt_limits: tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaGates:
+    """The parameters of the gates of the delta rule, float32 ``[heads]``.
+
+    Parameters
+    ----------
+    decay : torch.Tensor
+        Negative: what ``softplus(a + dt_bias)`` is multiplied with.
+    dt_bias : torch.Tensor
+        Added to ``a``.
+    """
+
+    decay: torch.Tensor
+    dt_bias: torch.Tensor
+
+
+class Elementwise:
+    """What is computed between matrix products, by operations of torch."""
+
+    def add_norm(self, hidden: torch.Tensor, change: torch.Tensor, norm: TorchNorm | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the sum of two tensors ``[A, s, hidden]``, of which the first one is no longer needed, and the norm of the sum."""
+        hidden = hidden + change
+        return hidden, normalised(hidden, norm)
+
+    def gated(self, gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+        """Return ``activation(gate) * up`` of ``[A, s, 2 * intermediate]``."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return _ACTIVATIONS[activation](gate) * up
+
+    def activated(self, x: torch.Tensor, activation: str) -> torch.Tensor:
+        """Return ``activation(x)``."""
+        return _ACTIVATIONS[activation](x)
+
+
+class StateOperations(Protocol):
+    """What the mixers with states compute over the bound states of a step: they read the past ones and write the present ones.
+
+    Tokens behind the new ones of a slot are padding, of any content, and leave no trace: they give zeros. A slot of none keeps its states
+    bit for bit. ``layer`` counts the layers with states.
+    """
+
+    def convolved(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        conv: Convolution,
+        *,
+        silu: bool = False,
+        gate_in: torch.Tensor | None = None,
+        gate_out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return ``gate_out * conv(gate_in * x)`` of ``x`` ``[A, s, channels]``."""
+
+    def scanned(self, layer: int, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, space: StateSpace) -> torch.Tensor:
+        """Return what the state space makes of ``x`` ``[A, s, heads, head_dim]``.
+
+        ``dt`` is ``[A, s, heads]``, ``b`` and ``c`` are ``[A, s, groups, state_size]``.
+        """
+
+    def ruled(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gates: DeltaGates
+    ) -> torch.Tensor:
+        """Return what the gated delta rule makes of ``v`` ``[A, s, heads, value_dim]``.
+
+        ``q`` and ``k`` are ``[A, s, key_heads, key_dim]``, ``a`` and ``b`` ``[A, s, heads]``.
+        """
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, group_size: int, gate_first: bool, eps: float
+    ) -> torch.Tensor:
+        """Return the norm of groups of the columns of ``x`` ``[A, s, columns]``, times the SiLU of a gate before or after it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operations:
+    """What the layers of a decoder compute with in one step.
+
+    Parameters
+    ----------
+    attention : callable
+        Attention over the cache of a layer.
+    states : StateOperations
+        Over the states of a layer.
+    elementwise : Elementwise
+        Sums, norms and gates.
+    """
+
+    attention: TorchAttention
+    states: StateOperations
+    elementwise: Elementwise
+
+
+def normalised(x: torch.Tensor, norm: TorchNorm | None) -> torch.Tensor:
+    """Return the norm of ``x``: ``x`` itself where there is none."""
+    return x if norm is None else norm(x)
+
+
+def scaled(x: torch.Tensor, factor: float) -> torch.Tensor:
+    """Return ``x * factor``: ``x`` itself for a factor of 1."""
+    return x if factor == 1 else x * factor
+
+
+def project(projection: TorchProjection, x: torch.Tensor) -> torch.Tensor:
+    """Apply a linear map to ``x`` ``[..., in]``."""
+    return F.linear(x, projection.weight, projection.bias)

@@ -1,0 +1,206 @@
+"""The mixers and the MLP of a decoder layer, with their weights. Projections of the same input are joined into one matrix.
+
+Each is called with its normalised input ``[A, s, hidden]`` and returns as much. Shapes: A slots, s new tokens per slot.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from trt_kvcache.checkpoint.decoder_weights import LayerWeights, Projection
+from trt_kvcache.model import AttentionConfig, MlpConfig
+from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config
+from trt_kvcache.torch_engine.norm import TorchNorm
+from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, Operations, StateSpace, TorchProjection, project
+
+StoredWeights = LayerWeights[torch.Tensor]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mlp:
+    """An MLP. ``inputs`` has the rows of gate, if there is one, then those of up."""
+
+    config: MlpConfig
+    inputs: TorchProjection
+    down: TorchProjection
+
+    @classmethod
+    def of(cls, config: MlpConfig, stored: StoredWeights) -> Mlp:
+        """Return it with stored weights."""
+        inputs = joined(stored.gate, stored.up) if config.gated else joined(stored.up)
+        return cls(config=config, inputs=inputs, down=joined(stored.down))
+
+    def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
+        """Return the output."""
+        elementwise, inner = operations.elementwise, project(self.inputs, normed)
+        activated = elementwise.gated if self.config.gated else elementwise.activated
+        return project(self.down, activated(inner, self.config.activation))
+
+
+@dataclass(frozen=True, kw_only=True)
+class SelfAttention:
+    """Attention. ``inputs`` has the heads of q, k and v one after another, then those of the gate of the output, if there is one.
+
+    Norms that the layer does not have are None.
+    """
+
+    index: int
+    config: AttentionConfig
+    inputs: TorchProjection
+    q_norm: TorchNorm | None
+    k_norm: TorchNorm | None
+    o: TorchProjection
+
+    @classmethod
+    def of(cls, index: int, config: AttentionConfig, stored: StoredWeights) -> SelfAttention:
+        """Return attention layer ``index`` with stored weights."""
+        q_norm, k_norm = (
+            None if config.qk_norm is None or weight is None else TorchNorm.of(config.qk_norm.norm, weight)
+            for weight in (stored.q_norm, stored.k_norm)
+        )
+        gates = [stored.projection("output_gate")] if config.output_gate else []
+        inputs = joined(stored.q, stored.k, stored.v, *gates)
+        return cls(index=index, config=config, inputs=inputs, q_norm=q_norm, k_norm=k_norm, o=joined(stored.o))
+
+    def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
+        """Write K and V of the new tokens into the cache and return the output."""
+        config, qkv = self.config, project(self.inputs, normed)
+        gate: torch.Tensor | None = None
+        if config.output_gate:
+            gate_width = config.num_heads * config.head_dim
+            qkv, gate = qkv[..., :-gate_width], qkv[..., -gate_width:]
+        attended = operations.attention(self.index, self._with_norms(qkv).unflatten(2, (-1, config.head_dim))).flatten(2)
+        return project(self.o, attended if gate is None else attended * gate.sigmoid())
+
+    def _with_norms(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Return q, k and v of the new tokens with the norms of q and k, where the layer has them."""
+        config = self.config
+        if self.q_norm is None or self.k_norm is None:
+            return qkv
+        heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+        q, k, v = qkv.split([count * config.head_dim for count in heads], dim=2)
+        return torch.cat((_norm_of_heads(q, self.q_norm), _norm_of_heads(k, self.k_norm), v), dim=2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConvolution:
+    """A gated short convolution."""
+
+    index: int
+    conv_in: TorchProjection
+    conv: Convolution
+    conv_out: TorchProjection
+
+    @classmethod
+    def of(cls, index: int, stored: StoredWeights) -> ShortConvolution:
+        """Return layer ``index`` among those with states, with stored weights."""
+        conv_in, conv_out = (joined(stored.projection(name)) for name in ("conv_in", "conv_out"))
+        return cls(index=index, conv_in=conv_in, conv=_convolution(stored), conv_out=conv_out)
+
+    def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
+        """Write the state and return the output."""
+        b, c, x = project(self.conv_in, normed).chunk(3, dim=2)
+        return project(self.conv_out, operations.states.convolved(self.index, x, self.conv, gate_in=b, gate_out=c))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2:
+    """Mamba-2. ``norm`` is the weight ``[inner]`` of the norm with a gate."""
+
+    index: int
+    config: Mamba2Config
+    mamba_in: TorchProjection
+    conv: Convolution
+    space: StateSpace
+    norm: torch.Tensor
+    mamba_out: TorchProjection
+
+    @classmethod
+    def of(cls, index: int, config: Mamba2Config, stored: StoredWeights) -> Mamba2:
+        """Return layer ``index`` among those with states, with stored weights."""
+        space = StateSpace(
+            a=-stored["a_log"].float().exp(),
+            d=stored["d"].float(),
+            dt_bias=stored["dt_bias"].float(),
+            dt_limits=(config.dt_min, math.inf if config.dt_max is None else config.dt_max),
+        )
+        mamba_in, mamba_out = (joined(stored.projection(name)) for name in ("mamba_in", "mamba_out"))
+        norm = stored["mamba_norm.weight"]
+        return cls(index=index, config=config, mamba_in=mamba_in, conv=_convolution(stored), space=space, norm=norm, mamba_out=mamba_out)
+
+    def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
+        """Write both states and return the output."""
+        config, states = self.config, operations.states
+        gate, mixed, dt = project(self.mamba_in, normed).split([config.inner, config.channels, config.num_heads], dim=2)
+        shared = config.num_groups * config.state_size
+        x, b, c = states.convolved(self.index, mixed, self.conv, silu=True).split([config.inner, shared, shared], dim=2)
+        b, c = (part.unflatten(2, (config.num_groups, -1)) for part in (b, c))
+        scanned = states.scanned(self.index, x.unflatten(2, (config.num_heads, -1)), dt, b, c, self.space).flatten(2)
+        group_size, eps = config.inner // config.num_groups, config.norm.epsilon
+        return project(self.mamba_out, states.gated_norm(scanned, gate, self.norm, group_size=group_size, gate_first=True, eps=eps))
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDeltaNet:
+    """A gated delta net. ``inputs`` has the rows of q, k and v, of the gate, of b and of a. ``norm`` is the weight ``[value_head_dim]``."""
+
+    index: int
+    config: GatedDeltaNetConfig
+    inputs: TorchProjection
+    conv: Convolution
+    gates: DeltaGates
+    norm: torch.Tensor
+    delta_out: TorchProjection
+
+    @classmethod
+    def of(cls, index: int, config: GatedDeltaNetConfig, stored: StoredWeights) -> GatedDeltaNet:
+        """Return layer ``index`` among those with states, with stored weights."""
+        inputs = joined(*(stored.projection(f"delta_{name}") for name in ("qkv", "z", "b", "a")))
+        gates = DeltaGates(decay=-stored["a_log"].float().exp(), dt_bias=stored["dt_bias"].float())
+        norm, delta_out = stored["delta_norm.weight"], joined(stored.projection("delta_out"))
+        return cls(index=index, config=config, inputs=inputs, conv=_convolution(stored), gates=gates, norm=norm, delta_out=delta_out)
+
+    def __call__(self, normed: torch.Tensor, operations: Operations) -> torch.Tensor:
+        """Write both states and return the output."""
+        config, states = self.config, operations.states
+        sizes = [config.channels, config.value_width, config.num_value_heads, config.num_value_heads]
+        qkv, gate, b, a = project(self.inputs, normed).split(sizes, dim=2)
+        widths = [config.key_width, config.key_width, config.value_width]
+        q, k, v = states.convolved(self.index, qkv, self.conv, silu=True).split(widths, dim=2)
+        q, k = (part.unflatten(2, (config.num_key_heads, -1)) for part in (q, k))
+        ruled = states.ruled(self.index, q, k, v.unflatten(2, (config.num_value_heads, -1)), a, b, self.gates).flatten(2)
+        group_size, eps = config.value_head_dim, config.norm.epsilon
+        return project(self.delta_out, states.gated_norm(ruled, gate, self.norm, group_size=group_size, gate_first=False, eps=eps))
+
+
+#: What is between two sums of the residual stream.
+Part = Mlp | SelfAttention | ShortConvolution | Mamba2 | GatedDeltaNet
+
+
+def joined(*parts: TorchProjection) -> TorchProjection:
+    """Return projections of the same input as one, whose output is theirs one after another."""
+    biases = [part.bias for part in parts if part.bias is not None]
+    weight = parts[0].weight if len(parts) == 1 else torch.cat([part.weight for part in parts])
+    return Projection(arranged(weight), torch.cat(biases) if biases else None)
+
+
+def arranged(weight: torch.Tensor) -> torch.Tensor:
+    """Return a matrix ``[out, in]`` in the order in memory in which the device multiplies it fastest with a single row.
+
+    For float32 on a CPU that is column by column: ``benchmarks/torch_engine.py`` measures both.
+    """
+    if weight.device.type == "cpu" and weight.dtype == torch.float32:
+        return weight.t().contiguous().t()
+    return weight
+
+
+def _convolution(stored: StoredWeights) -> Convolution:
+    return Convolution(weight=stored["conv.weight"].squeeze(1), bias=stored.get("conv.bias"))
+
+
+def _norm_of_heads(heads: torch.Tensor, norm: TorchNorm) -> torch.Tensor:
+    """Return the norm of ``[A, s, n * D]`` over as many elements as it has weights: a head, or all of them."""
+    return norm(heads.unflatten(2, (-1, len(norm.weight)))).flatten(2)

@@ -1,0 +1,106 @@
+"""The kernels of recurrent layers over tensors of torch, on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trt_kvcache.cache.recurrent_states import StateKind
+from trt_kvcache.kernels import causal_conv1d, gated_delta_rule, gated_rms_norm, mamba2_scan
+from trt_kvcache.kernels.attention_tiles import MIN_ARCH, arch_number
+from trt_kvcache.kernels.causal_conv1d import KERNEL_WIDTHS
+from trt_kvcache.kernels.delta_rule import MAX_KEY_DIM
+from trt_kvcache.kernels.mamba2 import MAX_STATE_SIZE, SIZE_GRANULE
+from trt_kvcache.memory.base import Memory
+from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig
+from trt_kvcache.torch_engine.kernels import borrowed
+from trt_kvcache.torch_engine.operations import Convolution, DeltaGates, StateSpace
+from trt_kvcache.torch_engine.step import TorchStep
+
+
+def states_are_known(mixers: Sequence[RecurrentConfig], memory: Memory) -> bool:
+    """Return whether the kernels of recurrent layers know all layers, and the GPU."""
+    return not memory.is_host and all(map(_is_known, mixers)) and arch_number(memory.arch) >= MIN_ARCH  # type: ignore[attr-defined]
+
+
+def _is_known(mixer: RecurrentConfig) -> bool:
+    if mixer.kernel not in KERNEL_WIDTHS:
+        return False
+    if isinstance(mixer, Mamba2Config):
+        sizes, is_small = (mixer.head_dim, mixer.state_size), mixer.state_size <= MAX_STATE_SIZE
+    elif isinstance(mixer, GatedDeltaNetConfig):
+        sizes, is_small = (mixer.key_head_dim, mixer.value_head_dim), mixer.key_head_dim <= MAX_KEY_DIM
+    else:
+        return True
+    return is_small and all(size % SIZE_GRANULE == 0 for size in sizes)
+
+
+class KernelStates:
+    """Implements :class:`~trt_kvcache.torch_engine.operations.StateOperations`.
+
+    Parameters
+    ----------
+    step : TorchStep
+        Of layers of which :func:`states_are_known` is true.
+    memory : Memory
+        The GPU.
+    stream : cuda.core.Stream
+        The launches are ordered on it.
+    """
+
+    def __init__(self, step: TorchStep, memory: Memory, stream: Any) -> None:
+        self._states, self._memory = step.tensors.states, memory
+        self._common: dict[str, Any] = {"new_lengths": step.tensors.new_lengths, "stream": stream}
+
+    def convolved(
+        self,
+        layer: int,
+        x: torch.Tensor,
+        conv: Convolution,
+        *,
+        silu: bool = False,
+        gate_in: torch.Tensor | None = None,
+        gate_out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.convolved`."""
+        past, present = self._states[layer][StateKind.CONV]
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        options = {"bias": conv.bias, "gate_in": gate_in, "gate_out": gate_out, "out": out}
+        views = {name: borrowed(tensor, self._memory) for name, tensor in options.items() if tensor is not None}
+        inputs, weight = borrowed(x, self._memory), borrowed(conv.weight, self._memory)
+        causal_conv1d(inputs, weight, past, present=present, silu=silu, **views, **self._common)
+        return out
+
+    def scanned(self, layer: int, x: torch.Tensor, dt: torch.Tensor, b: torch.Tensor, c: torch.Tensor, space: StateSpace) -> torch.Tensor:
+        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.scanned`."""
+        past, present = self._states[layer][StateKind.RECURRENT]
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        options = {"a": space.a, "d": space.d, "dt_bias": space.dt_bias, "out": out}
+        views = {name: borrowed(tensor, self._memory) for name, tensor in options.items()}
+        inputs, steps, keys, queries = (borrowed(tensor, self._memory) for tensor in (x, dt, b, c))
+        mamba2_scan(inputs, steps, keys, queries, past, present=present, dt_limits=space.dt_limits, **views, **self._common)
+        return out
+
+    def ruled(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, a: torch.Tensor, b: torch.Tensor, gates: DeltaGates
+    ) -> torch.Tensor:
+        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.ruled`."""
+        past, present = self._states[layer][StateKind.RECURRENT]
+        out = torch.empty_like(v, memory_format=torch.contiguous_format)
+        options = {"decay": gates.decay, "dt_bias": gates.dt_bias, "out": out}
+        views = {name: borrowed(tensor, self._memory) for name, tensor in options.items()}
+        queries, keys, values, a_rows, b_rows = (borrowed(tensor, self._memory) for tensor in (q, k, v, a, b))
+        gated_delta_rule(queries, keys, values, a_rows, b_rows, past, present=present, **views, **self._common)
+        return out
+
+    def gated_norm(
+        self, x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, *, group_size: int, gate_first: bool, eps: float
+    ) -> torch.Tensor:
+        """See :meth:`~trt_kvcache.torch_engine.operations.StateOperations.gated_norm`."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        inputs = [borrowed(tensor, self._memory) for tensor in (x, gate, weight)]
+        options = {"out": borrowed(out, self._memory), **self._common}
+        gated_rms_norm(*inputs, group_size=group_size, gate_first=gate_first, eps=eps, **options)
+        return out
