@@ -9,9 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
 from trt_kvcache.errors import CheckpointError
 
 CopyOf = Callable[[str], Path]
@@ -24,6 +25,12 @@ def edit_config(folder: Path, **changes: Any) -> None:
     path = folder / "config.json"
     data = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({name: value for name, value in data.items() if value is not ...}))
+
+
+def load_file(path: Path) -> Tensors:
+    """Read tensors of every dtype, which the NumPy interface of safetensors does not."""
+    file = SafetensorsFile(path)
+    return {name: file.array(name).copy() for name in file.tensors}
 
 
 def edit_tensors(folder: Path, edit: Callable[[Tensors], object], file: str = "model.safetensors") -> None:

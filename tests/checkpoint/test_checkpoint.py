@@ -181,7 +181,8 @@ def test_untied_without_a_head_gets_a_hint(copy_of: CopyOf) -> None:
         ),
         (
             lambda t: t.update({Q_PROJ: t[Q_PROJ].astype(np.int8)}),
-            f"expected every tensor in float16, bfloat16, float32, got {Q_PROJ} in I8. Quantised weights are not supported.",
+            f"expected every tensor in float16, bfloat16, float32, got {Q_PROJ} in I8. "
+            "Quantized weights are read where `quantization_config` says how.",
         ),
         (lambda t: t.update({Q_PROJ: t[Q_PROJ].astype(np.float64)}), f"got {Q_PROJ} in F64"),
         (
@@ -306,5 +307,5 @@ def test_weights_of_an_unsupported_dtype_are_refused_with_file_and_tensor_if_the
     edit_tensors(folder, in_float64)
     assert refused(folder) == (
         f"{folder / 'model.safetensors'}: expected weights in one of float16, bfloat16, float32, got model.embed_tokens.weight in F64. "
-        "Convert the checkpoint, or use an unquantised one."
+        "Convert the checkpoint, or use one that is not quantized."
     )

@@ -161,7 +161,6 @@ def test_a_window_that_llama_ignores_gets_a_warning() -> None:
         ({"architectures": ["LlamaForSequenceClassification"]}, "architectures: expected LlamaForCausalLM for model_type 'llama'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types: sliding_attention is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act: 'gelu' is not supported"),
-        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config: a model with quantised weights is not supported"),
         ({"auto_map": {"AutoModel": "x.Y"}}, "auto_map: a model with custom code \\(trust_remote_code\\) is not supported"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping: a model with soft-capped logits is not supported"),
         ({"dtype": "float64"}, r"dtype: 'float64' is not supported\. Supported: .*float16, bfloat16, float32"),

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 _EXTRA_OF = {
     "cuda": "cuda",
+    "gguf": "gguf",
     "huggingface_hub": "models",
     "jinja2": "models",
     "matplotlib": "plot",

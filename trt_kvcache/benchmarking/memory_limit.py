@@ -9,6 +9,7 @@ from trt_kvcache.benchmarking.cache_traffic import CacheTraffic
 from trt_kvcache.benchmarking.cases import BenchmarkCase
 from trt_kvcache.benchmarking.copy_speed import copy_bytes_per_second
 from trt_kvcache.benchmarking.measure import BenchmarkRow
+from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.memory.base import Memory
 from trt_kvcache.model import ModelConfig
@@ -44,7 +45,7 @@ class MemoryLimit:
     copy_bytes_per_second: float
 
     @classmethod
-    def measured(cls, model: ModelConfig, dtype: str, memory: Memory) -> MemoryLimit:
+    def measured(cls, model: ModelConfig, dtype: str, memory: Memory, weights: WeightsSummary | None = None) -> MemoryLimit:
         """Return the limit for a model, with the speed of a copy that is made here.
 
         Parameters
@@ -55,19 +56,23 @@ class MemoryLimit:
             Of the weights, as in :mod:`trt_kvcache.dtypes`.
         memory : Memory
             Where the model runs. A copy is measured in it, which takes memory of its own: make it after what is measured.
+        weights : WeightsSummary, optional
+            How the weights are stored. Quantized ones count with their packed bytes, also where an engine has dequantized them: what is
+            lost by that shows in the share.
 
         Returns
         -------
         MemoryLimit
             Bytes that are counted, and a speed that was measured.
         """
+        speed = copy_bytes_per_second(memory)
+        if weights is not None and weights.is_quantized:
+            return cls(weights_nbytes=weights.nbytes, step_weights_nbytes=weights.step_nbytes, copy_bytes_per_second=speed)
         elements = {name: math.prod(shape) for name, shape in tensor_shapes(model).items()}
         total = sum(elements.values())
         unread = 0 if model.tie_word_embeddings else elements[embedding_name(model)]
         size = itemsize(dtype)
-        return cls(
-            weights_nbytes=total * size, step_weights_nbytes=(total - unread) * size, copy_bytes_per_second=copy_bytes_per_second(memory)
-        )
+        return cls(weights_nbytes=total * size, step_weights_nbytes=(total - unread) * size, copy_bytes_per_second=speed)
 
     def generation_nbytes(self, case: BenchmarkCase, traffic: CacheTraffic) -> int:
         """Return what the decode steps of a case have to read and write.

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trt_kvcache.builder.definition import DecoderDefinition, define_constants, define_decoder, define_segments
+from trt_kvcache.builder.definition import DecoderDefinition, check_weights, define_constants, define_decoder, define_segments
 from trt_kvcache.builder.options import (
     DEFAULT_MAX_BATCH_SIZE,
     DEFAULT_MAX_PREFILL_LENGTH,
@@ -176,6 +176,7 @@ def build_engine(
     tensorrt = load(flavour, error=BuildError)
     options.check_tensorrt(tensorrt)
     with Checkpoint.open(Path(model_path)) as checkpoint, tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
+        check_weights(checkpoint)
         options.check_kernels(checkpoint.config)
         Tokenizer.open(checkpoint.path)  # a damaged tokenizer is reported before the work, not by the first prompt
         report(DEFINING, None)

@@ -9,9 +9,11 @@ from typing import Literal
 from trt_kvcache.builder.network.selective_scan import CHUNK_TOKENS
 from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, BuildOptions, default_sequence_length
 from trt_kvcache.checkpoint.json_file import read_json
+from trt_kvcache.checkpoint.quantized.registry import quantized_format
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
+from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.model import AttentionConfig, LayerConfig, ModelConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig
@@ -119,7 +121,7 @@ def estimate_build(
     Raises
     ------
     ConfigError
-        The model cannot be built with these options.
+        The model cannot be built with these options, or its weights are quantized.
     CheckpointError
         There is no ``config.json``, or it is damaged or not supported.
 
@@ -130,7 +132,12 @@ def estimate_build(
     >>> estimate.cache_nbytes, estimate.weights_nbytes
     (262144, 60736)
     """
-    model = ModelConfig.from_dict(read_json(Path(model_path) / "config.json"))
+    data = read_json(Path(model_path) / "config.json")
+    model, quantized = ModelConfig.from_dict(data), quantized_format(data, Path(model_path))
+    if quantized is not None:
+        raise ConfigError(
+            f"{model_path}: expected weights that are not quantized, got {quantized.title}. No engine is built with them yet."
+        )
     length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length
     options = BuildOptions(
         max_batch_size=max_batch_size,

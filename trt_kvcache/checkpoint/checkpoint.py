@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,9 +14,16 @@ import numpy as np
 import numpy.typing as npt
 
 from trt_kvcache._util.caller_warning import warn_caller
+from trt_kvcache.checkpoint.gguf_file import GGUFFile
 from trt_kvcache.checkpoint.json_file import read_json
-from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
+from trt_kvcache.checkpoint.quantized.format import QuantizedFormat
+from trt_kvcache.checkpoint.quantized.gguf import GGUF
+from trt_kvcache.checkpoint.quantized.registry import quantized_format
+from trt_kvcache.checkpoint.quantized.stored_weight import StoredWeight, stored_weight
+from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
+from trt_kvcache.checkpoint.weight_file import WeightFile
 from trt_kvcache.checkpoint.weight_files import INDEX_FILE, SINGLE_FILE, family_names, open_weight_files
+from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.dtypes import MODEL_DTYPES, dtype_name, itemsize, numpy_dtype
 from trt_kvcache.errors import CheckpointError, ClosedError, ConfigError
 from trt_kvcache.model.families.registry import FAMILIES
@@ -26,7 +33,14 @@ from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
 CONFIG_FILE = "config.json"
 
 # Optional files of a model folder that a copy of it includes.
-COMPANION_FILES = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+COMPANION_FILES = (
+    "generation_config.json",
+    "hf_quant_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+)
 
 # Older exports stored these buffers. They are computed from the configuration instead.
 _IGNORED_SUFFIX = ".rotary_emb.inv_freq"
@@ -39,7 +53,7 @@ class Checkpoint:
 
     Create one with :meth:`open`. It is a context manager. The arrays that it returns are read-only views of the memory-mapped files;
     they keep the mapping alive and stay valid after :meth:`close`. A tensor that is stored in another dtype than the model's is
-    converted when it is read.
+    converted when it is read, and a quantized weight is dequantized: both are new memory, of that tensor alone.
 
     Parameters
     ----------
@@ -47,8 +61,10 @@ class Checkpoint:
         The folder.
     config : ModelConfig
         The model that ``config.json`` describes.
-    files : mapping of str to SafetensorsFile
+    files : mapping of str to WeightFile
         The file that holds each tensor, by the name that the family has for it.
+    quantized : mapping of str to StoredWeight, optional
+        The weights that are quantized, by name.
 
     Attributes
     ----------
@@ -67,11 +83,14 @@ class Checkpoint:
     (32,)
     """
 
-    def __init__(self, path: Path, config: ModelConfig, files: Mapping[str, SafetensorsFile]) -> None:
+    def __init__(
+        self, path: Path, config: ModelConfig, files: Mapping[str, WeightFile], quantized: Mapping[str, StoredWeight] | None = None
+    ) -> None:
         self.path = path
         self.config = config
         self._shapes = tensor_shapes(config)
-        self._files: Mapping[str, SafetensorsFile] | None = files
+        self._quantized = quantized or {}
+        self._files: Mapping[str, WeightFile] | None = files
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -80,7 +99,7 @@ class Checkpoint:
         Parameters
         ----------
         path : path
-            A folder with ``config.json`` and ``model.safetensors`` (or shards and their index).
+            A folder with ``config.json`` and ``model.safetensors`` (or shards and their index), or one GGUF file in their place.
 
         Returns
         -------
@@ -96,7 +115,7 @@ class Checkpoint:
         -----
         UserWarning
             Weights are stored in another floating-point dtype than ``config.json`` says (float32 norms in a bfloat16 model, ...). They
-            are converted when they are read, as transformers does.
+            are converted when they are read, as transformers does. Or a quantized model quantizes activations too, which is left out.
         """
         folder = Path(path)
         if not folder.is_dir():
@@ -105,14 +124,20 @@ class Checkpoint:
         data = read_json(config_path)
         try:
             config = ModelConfig.from_dict(data, default_dtype="float32")
+            format_ = quantized_format(data, folder)
         except ConfigError as error:
             raise CheckpointError(f"{config_path}: {error}") from error
         files = family_names(open_weight_files(folder), FAMILIES[config.family], folder)
+        if any(isinstance(file, GGUFFile) for file in files.values()):
+            format_ = GGUF(files[name].tensors[name].dtype for name in files)
         if data.get("dtype") is None and data.get("torch_dtype") is None and embedding_name(config) in files:
             config = _with_stored_dtype(config, files[embedding_name(config)])
-        _check(config, files, folder)
-        checkpoint = cls(folder, config, files)
-        _warn_of_conversion(config, files, checkpoint.tensor_names, folder)
+        quantized = {} if format_ is None else _quantized_weights(config, format_, files)
+        _check(config, files, folder, format_, quantized)
+        checkpoint = cls(folder, config, files, quantized)
+        _warn_of_conversion(config, files, [name for name in checkpoint.tensor_names if name not in quantized], folder)
+        if format_ is not None and quantized and format_.notes:
+            warn_caller(f"{folder}: weights are {format_.title}: {'; '.join(format_.notes)}.", UserWarning)
         return checkpoint
 
     @property
@@ -131,7 +156,8 @@ class Checkpoint:
         Returns
         -------
         ndarray
-            Read-only, in host memory, in the dtype of the model (bfloat16 through ml_dtypes).
+            Read-only, in host memory, in the dtype of the model (bfloat16 through ml_dtypes); values of a quantized weight in float32,
+            so that an engine rounds them once.
 
         Raises
         ------
@@ -143,19 +169,70 @@ class Checkpoint:
         files = self._open_files()
         if name not in self._shapes:
             raise CheckpointError(f"{self.path}: expected the name of a tensor of the model, got {name!r}.")
-        return _array(files[name], name, self.config.dtype)
+        packed = self.quantized_weight(name)
+        if packed is None:
+            return _array(files[name], name, self.config.dtype)
+        values = packed.dequantized()
+        if not np.isfinite(values).all():
+            raise CheckpointError(f"{self.path}: expected finite values of {name}, got others. A scale may be damaged: fetch it again.")
+        values.flags.writeable = False
+        return values
+
+    def quantized_weight(self, name: str) -> QuantizedWeight | None:
+        """Return what is stored for a quantized weight, over the memory of the files.
+
+        Parameters
+        ----------
+        name : str
+            One of :attr:`tensor_names`.
+
+        Returns
+        -------
+        QuantizedWeight or None
+            None for a tensor that is stored as it is.
+
+        Raises
+        ------
+        CheckpointError
+            What is stored contradicts ``config.json``.
+        ClosedError
+            The checkpoint is closed.
+        """
+        files = self._open_files()
+        return self._quantized[name].read(files) if name in self._quantized else None
+
+    def nbytes_of(self, name: str) -> int:
+        """Return the size of one tensor in bytes: of a quantized weight those that are stored, else in the dtype of the model.
+
+        Parameters
+        ----------
+        name : str
+            One of :attr:`tensor_names`.
+        """
+        if name in self._quantized:
+            return self._quantized[name].nbytes(self._open_files())
+        return math.prod(self._shapes[name]) * itemsize(self.config.dtype)
 
     @property
     def nbytes(self) -> int:
-        """Size of the model's weights in bytes, in the dtype of the model."""
+        """Size of the model's weights in bytes: quantized ones as they are stored, others in the dtype of the model."""
         self._open_files()
-        return sum(math.prod(shape) for shape in self._shapes.values()) * itemsize(self.config.dtype)
+        return sum(self.nbytes_of(name) for name in self._shapes)
+
+    @property
+    def weights(self) -> WeightsSummary:
+        """How the weights are stored, and their size."""
+        formats = {weight.quantized.title for weight in self._quantized.values()}
+        unread = 0 if self.config.tie_word_embeddings else self.nbytes_of(embedding_name(self.config))
+        title = " and ".join(sorted(formats)) if formats else self.config.dtype
+        return WeightsSummary(format=title, is_quantized=bool(formats), nbytes=self.nbytes, step_nbytes=self.nbytes - unread)
 
     @property
     def files(self) -> tuple[Path, ...]:
         """All files that a copy of the model needs: configuration, weights, tokenizer and templates."""
         weights = {file.path for file in self._open_files().values()}
-        index = () if self.path / SINGLE_FILE in weights else (self.path / INDEX_FILE,)
+        has_index = self.path / SINGLE_FILE not in weights and any(file.suffix == ".safetensors" for file in weights)
+        index = (self.path / INDEX_FILE,) if has_index else ()
         companions = (self.path / name for name in COMPANION_FILES)
         return (self.path / CONFIG_FILE, *index, *sorted(weights), *(file for file in companions if file.is_file()))
 
@@ -170,7 +247,8 @@ class Checkpoint:
         Returns
         -------
         str
-            SHA-256 in hex over the configuration, the names, dtypes and shapes of the tensors, and their bytes.
+            SHA-256 in hex over the configuration, the names, dtypes and shapes of the tensors, and their bytes. Of a quantized weight it
+            covers the packed tensors, and how they are read.
 
         Raises
         ------
@@ -179,13 +257,12 @@ class Checkpoint:
         ClosedError
             The checkpoint is closed.
         """
-        self._open_files()
+        files = self._open_files()
         names = sorted(self._shapes)
-        index = [(name, self.config.dtype, self._shapes[name]) for name in names]
+        index = [(name, self._how_stored(name, files), self._shapes[name]) for name in names]
         digest = hashlib.sha256(json.dumps([self.config.to_description(), index], sort_keys=True).encode())
         done, total = 0, self.nbytes
-        for name in names:
-            content = _bytes(self.tensor(name))
+        for content in (content for name in names for content in self._contents(name, files)):
             for start in range(0, content.size, _HASH_CHUNK_BYTES):
                 chunk = content[start : start + _HASH_CHUNK_BYTES]
                 digest.update(chunk.data)
@@ -193,6 +270,21 @@ class Checkpoint:
                 if progress is not None:
                     progress(done, total)
         return digest.hexdigest()
+
+    def _how_stored(self, name: str, files: Mapping[str, WeightFile]) -> Any:
+        """Return what a fingerprint has to know to read the bytes of a tensor."""
+        if name not in self._quantized:
+            return self.config.dtype
+        weight = self._quantized[name]
+        tensors = [(part, files[part].tensors[part]) for part in weight.tensor_names]
+        return [weight.quantized.describe(), [(part, tensor.dtype, tensor.shape) for part, tensor in tensors]]
+
+    def _contents(self, name: str, files: Mapping[str, WeightFile]) -> Iterator[npt.NDArray[np.uint8]]:
+        """Return the bytes of a tensor, or of all that are stored for it."""
+        if name not in self._quantized:
+            yield _bytes(self.tensor(name))
+        else:
+            yield from (_bytes(files[part].array(part)) for part in self._quantized[name].tensor_names)
 
     def close(self) -> None:
         """Release the files. Arrays that were returned before stay valid. Closing twice is allowed."""
@@ -204,29 +296,43 @@ class Checkpoint:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open_files(self) -> Mapping[str, SafetensorsFile]:
+    def _open_files(self) -> Mapping[str, WeightFile]:
         if self._files is None:
             raise ClosedError(f"checkpoint {self.path} is closed.")
         return self._files
 
 
-def _with_stored_dtype(config: ModelConfig, file: SafetensorsFile) -> ModelConfig:
+def _with_stored_dtype(config: ModelConfig, file: WeightFile) -> ModelConfig:
     embedding = embedding_name(config)
     stored = file.tensors[embedding].dtype
     if stored not in MODEL_DTYPES:
         raise CheckpointError(
             f"{file.path}: expected weights in one of {', '.join(MODEL_DTYPES)}, got {embedding} in {stored}. "
-            "Convert the checkpoint, or use an unquantised one."
+            "Convert the checkpoint, or use one that is not quantized."
         )
     return replace(config, dtype=stored)
 
 
-def _check(config: ModelConfig, files: Mapping[str, SafetensorsFile], folder: Path) -> None:
+def _quantized_weights(config: ModelConfig, format_: QuantizedFormat, files: Mapping[str, WeightFile]) -> dict[str, StoredWeight]:
+    """Return the weights that are quantized, by name, after checking their tensors."""
+    found = {name: stored_weight(format_, name, shape, files) for name, shape in tensor_shapes(config).items()}
+    return {name: weight for name, weight in found.items() if weight is not None}
+
+
+def _check(
+    config: ModelConfig,
+    files: Mapping[str, WeightFile],
+    folder: Path,
+    format_: QuantizedFormat | None,
+    quantized: Mapping[str, StoredWeight],
+) -> None:
     """Compare the tensors that the configuration requires with those in the files, before anything uses either."""
-    shapes = tensor_shapes(config)
+    shapes = {name: shape for name, shape in tensor_shapes(config).items() if name not in quantized}
     missing = [name for name in shapes if name not in files]
     if missing:
         hint = " If the head is the embedding, config.json must say `tie_word_embeddings: true`." if missing == [HEAD] else ""
+        if format_ is not None and missing[0].endswith(".weight"):
+            hint += f" As {format_.title}, it would be there with .{format_.main_part(missing[0].removesuffix('.weight'))} in its place."
         raise CheckpointError(f"{folder}: {len(missing)} tensor(s) of a {config.family} model are missing: {_some(missing)}.{hint}")
     for name, shape in shapes.items():
         stored = files[name].tensors[name]
@@ -235,10 +341,12 @@ def _check(config: ModelConfig, files: Mapping[str, SafetensorsFile], folder: Pa
         if stored.dtype not in MODEL_DTYPES:
             raise CheckpointError(
                 f"{files[name].path}: expected every tensor in {', '.join(MODEL_DTYPES)}, got {name} in {stored.dtype}. "
-                "Quantised weights are not supported."
+                "Quantized weights are read where `quantization_config` says how."
             )
     tied_head = config.tie_word_embeddings and HEAD in files
-    extra = sorted(name for name in files if name not in shapes and not name.endswith(_IGNORED_SUFFIX) and not (tied_head and name == HEAD))
+    used = {*shapes, *(name for weight in quantized.values() for name in weight.tensor_names), *((HEAD,) if tied_head else ())}
+    ignored = (_IGNORED_SUFFIX, *(() if format_ is None else format_.ignored))
+    extra = sorted(name for name in files if name not in used and not name.endswith(ignored) and not _is_empty_bias(name, files, quantized))
     if extra:
         raise CheckpointError(
             f"{files[extra[0]].path}: {len(extra)} tensor(s) that a {config.family} model by {CONFIG_FILE} does not use: {_some(extra)}. "
@@ -248,7 +356,15 @@ def _check(config: ModelConfig, files: Mapping[str, SafetensorsFile], folder: Pa
         _check_tied_head(config, files)
 
 
-def _check_tied_head(config: ModelConfig, files: Mapping[str, SafetensorsFile]) -> None:
+def _is_empty_bias(name: str, files: Mapping[str, WeightFile], quantized: Mapping[str, StoredWeight]) -> bool:
+    """Return whether a tensor is the bias of zeros that AutoGPTQ stores for modules that have none."""
+    if not name.endswith(".bias") or f"{name.removesuffix('.bias')}.weight" not in quantized:
+        return False
+    file = files[name]
+    return file.tensors[name].dtype in MODEL_DTYPES and not file.array(name).astype(np.float32).any()
+
+
+def _check_tied_head(config: ModelConfig, files: Mapping[str, WeightFile]) -> None:
     name = embedding_name(config)
     head, embedding = files[HEAD].tensors[HEAD], files[name].tensors[name]
     same = head.shape == embedding.shape and head.dtype in MODEL_DTYPES
@@ -259,7 +375,7 @@ def _check_tied_head(config: ModelConfig, files: Mapping[str, SafetensorsFile]) 
         raise CheckpointError(f"{files[HEAD].path}: {CONFIG_FILE} says `tie_word_embeddings`, but {HEAD} differs from {name}.")
 
 
-def _warn_of_conversion(config: ModelConfig, files: Mapping[str, SafetensorsFile], names: Iterable[str], folder: Path) -> None:
+def _warn_of_conversion(config: ModelConfig, files: Mapping[str, WeightFile], names: Iterable[str], folder: Path) -> None:
     converted = [name for name in names if files[name].tensors[name].dtype != config.dtype]
     if converted:
         stored = sorted({files[name].tensors[name].dtype for name in converted})
@@ -270,7 +386,7 @@ def _warn_of_conversion(config: ModelConfig, files: Mapping[str, SafetensorsFile
         )
 
 
-def _array(file: SafetensorsFile, name: str, dtype: str) -> npt.NDArray[Any]:
+def _array(file: WeightFile, name: str, dtype: str) -> npt.NDArray[Any]:
     """Return a tensor in a dtype, as a view of the file if it is stored in it."""
     stored = file.array(name)
     if stored.dtype == numpy_dtype(dtype):

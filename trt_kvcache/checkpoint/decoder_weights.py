@@ -223,7 +223,7 @@ class RoundedTensors:
         """
         stored = self._checkpoint.tensor(name)
         values = self._rounded(name, stored)
-        self._done += stored.nbytes
+        self._done += self._checkpoint.nbytes_of(name)
         if self._progress is not None:
             self._progress(self._done, self._total)
         return values

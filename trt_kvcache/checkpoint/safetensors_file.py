@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
@@ -16,6 +17,16 @@ from trt_kvcache.dtypes import numpy_dtype
 from trt_kvcache.errors import CheckpointError
 
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
+
+#: Those of quantized weights, under their names in safetensors, as arrays have them.
+_PACKED_DTYPES = {
+    "I8": np.dtype(np.int8),
+    "U8": np.dtype(np.uint8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
+}
 
 # A file starts with the length of its JSON header, a little-endian uint64.
 _LENGTH_BYTES = 8
@@ -117,7 +128,7 @@ class SafetensorsFile:
             The file has no such tensor.
         """
         stored = self.tensors[name]
-        dtype = numpy_dtype(stored.dtype)
+        dtype = _PACKED_DTYPES.get(stored.dtype) or numpy_dtype(stored.dtype)
         count = stored.nbytes // dtype.itemsize
         array = np.frombuffer(self._map, dtype=dtype, count=count, offset=stored.offset).reshape(stored.shape)
         if not array.flags.aligned:

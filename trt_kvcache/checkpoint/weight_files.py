@@ -1,10 +1,12 @@
-"""The safetensors files of a model folder: a single file, or shards with an index."""
+"""The weight files of a model folder: a safetensors file, shards with an index, or a GGUF file."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
+from trt_kvcache.checkpoint.gguf_file import GGUFFile
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.safetensors_file import SafetensorsFile
+from trt_kvcache.checkpoint.weight_file import WeightFile
 from trt_kvcache.errors import CheckpointError
 from trt_kvcache.model.families.family import Family
 
@@ -12,7 +14,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
-def open_weight_files(folder: Path) -> dict[str, SafetensorsFile]:
+def open_weight_files(folder: Path) -> dict[str, WeightFile]:
     """Map all weight files of a model folder into memory.
 
     Parameters
@@ -22,33 +24,42 @@ def open_weight_files(folder: Path) -> dict[str, SafetensorsFile]:
 
     Returns
     -------
-    dict of str to SafetensorsFile
+    dict of str to WeightFile
         The file that holds each tensor, by the tensor's name.
 
     Raises
     ------
     CheckpointError
-        There are no safetensors weights, a shard is missing or damaged, or the index and the shards contradict each other.
+        There are no weights in safetensors or one GGUF file, a file is missing or damaged, or index and shards contradict each other.
     """
     single = folder / SINGLE_FILE
     if single.is_file():
         file = SafetensorsFile(single)
         return dict.fromkeys(file.tensors, file)
+    ggufs = sorted(folder.glob("*.gguf"))
     index = folder / INDEX_FILE
     if index.is_file():
         return _open_shards(index)
+    if len(ggufs) > 1:
+        raise CheckpointError(
+            f"{folder}: expected one GGUF file, got {', '.join(file.name for file in ggufs[:3])}. Keep one of them there."
+        )
+    if ggufs:
+        blocks = GGUFFile(ggufs[0])
+        return dict.fromkeys(blocks.tensors, blocks)
     raise CheckpointError(
         f"{folder}: expected {SINGLE_FILE}, or shards with {INDEX_FILE}, got neither. "
-        "Weights in another format (pytorch_model.bin, GGUF) must be converted to safetensors first."
+        "Weights in another format (pytorch_model.bin) must be converted to safetensors first. "
+        "A GGUF file is read where it is the only one."
     )
 
 
-def family_names(files: Mapping[str, SafetensorsFile], family: Family, folder: Path) -> dict[str, SafetensorsFile]:
+def family_names(files: Mapping[str, WeightFile], family: Family, folder: Path) -> dict[str, WeightFile]:
     """Give the tensors of a model the names of its family, and leave out those that the family ignores.
 
     Parameters
     ----------
-    files : mapping of str to SafetensorsFile
+    files : mapping of str to WeightFile
         What :func:`open_weight_files` returned. The files are changed.
     family : Family
         It says how names may begin.
@@ -57,7 +68,7 @@ def family_names(files: Mapping[str, SafetensorsFile], family: Family, folder: P
 
     Returns
     -------
-    dict of str to SafetensorsFile
+    dict of str to WeightFile
         The file that holds each tensor, by the name that the family has for it.
 
     Raises
@@ -79,7 +90,7 @@ def family_names(files: Mapping[str, SafetensorsFile], family: Family, folder: P
     return {name: file for name, file in found.items() if not name.startswith(family.ignored)}
 
 
-def _open_shards(index: Path) -> dict[str, SafetensorsFile]:
+def _open_shards(index: Path) -> dict[str, WeightFile]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise CheckpointError(f"{index}: expected an object `weight_map` from tensor names to file names, got {type(weight_map).__name__}.")

@@ -150,7 +150,8 @@ def bench(
             model=model,
             folder=folder,
             dtype=dtype,
-            limit=MemoryLimit.measured(model, dtype, session.cache.memory),  # after the rows, whose memory it would add to
+            limit=MemoryLimit.measured(model, dtype, session.cache.memory, session.weights),  # after the rows, whose memory it would add to
+            weights_format=dtype if session.weights is None or not session.weights.is_quantized else session.weights.format,
             environment=environment,
             params=params,
             seed=seed,

@@ -30,6 +30,8 @@ class BenchReport:
         Of the weights.
     limit : MemoryLimit
         What decode steps were compared with.
+    weights_format : str
+        How the weights are stored, if they are quantized; else ``dtype``.
     environment : dict
         Of :func:`~trt_kvcache.benchmarking.environment.describe_environment`.
     params : SamplingParams
@@ -44,6 +46,7 @@ class BenchReport:
     folder: Path
     dtype: str
     limit: MemoryLimit
+    weights_format: str
     environment: dict[str, Any]
     params: SamplingParams
     seed: int
@@ -78,7 +81,7 @@ class BenchReport:
         cache = self.environment["cache"]
         say(str(self.folder), style="bold")
         say(f"{self.environment['engine']} on {self.environment['device_name']} ({self.environment['device']}), {self.dtype}")
-        say(f"weights {size(self.limit.weights_nbytes)}; cache {size(cache['nbytes'])} in {cache['dtype']}")
+        say(f"weights {size(self.limit.weights_nbytes)} in {self.weights_format}; cache {size(cache['nbytes'])} in {cache['dtype']}")
         shown = table("test", *_NUMBERS, numbers=_NUMBERS)
         shown.pad_edge = False
         for column in shown.columns[1:]:
@@ -129,6 +132,7 @@ class BenchReport:
             "limit_share": self.limit.share(row),
             "copy_bytes_per_second": self.limit.copy_bytes_per_second,
             "weights_nbytes": self.limit.weights_nbytes,
+            "weights_format": self.weights_format,
             "cache_nbytes": self.environment["cache"]["nbytes"],
             "memory_nbytes": None if row.memory is None else row.memory.nbytes,
             "memory_of": None if row.memory is None else row.memory.of,

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 
 from trt_kvcache.cli import session_flags
-from trt_kvcache.cli.console import messages, put_json, say, warn
+from trt_kvcache.cli.console import messages, note, put_json, say, warn
 from trt_kvcache.cli.interrupt import held_interrupts
 from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice
 from trt_kvcache.cli.prompt_flags import PromptIds, Prompts, read_prompts
+from trt_kvcache.cli.quantized_weights import weights_format
 from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import BuildError, ConfigError, CudaError, EngineError
@@ -65,6 +66,9 @@ def compare(
         raise typer.BadParameter(f"expected 0 or more, got {tolerance}.", param_hint="--tolerance")
 
     folder = session_flags.located(folder)
+    packed = weights_format(folder)
+    if packed is not None:
+        note(f"weights: {packed}")
     flags = session_flags.SessionFlags(
         engine=reference,
         flavour=flavour,

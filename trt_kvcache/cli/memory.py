@@ -18,6 +18,7 @@ from trt_kvcache.cli.build_sizes import print_build_sizes
 from trt_kvcache.cli.console import count, put_json, results, say, size, span, table
 from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice, logits_per_slot
+from trt_kvcache.cli.quantized_weights import weights_format
 from trt_kvcache.cli.session_flags import located
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.attention_variants import window_in_cache
@@ -82,14 +83,18 @@ def memory(
         config = _with_dtype(config, dtype)
     estimate = estimate_memory(config)
     model = _model_of(folder)
+    packed = None if folder is None else weights_format(located(folder, ["config.json"]))
     positions = None if model is None else model.max_position_embeddings
     build = _build_estimate(folder, config, dtype, max_logits_per_slot) if engine else None
     if json:
         extra = {} if build is None else {"build": as_json(build)}
         fits = {} if gib is None else _what_fits(config, gib, positions)
-        put_json({"config": as_json(config), "estimate": as_json(estimate), **extra, **fits})
+        weights = {} if packed is None else {"weights_format": packed}
+        put_json({"config": as_json(config), "estimate": as_json(estimate), **weights, **extra, **fits})
         return
     _print_estimate(config, estimate, model)
+    if packed is not None:
+        say(f"weights:      {packed}")
     if build is not None:
         print_build_sizes(build)
     if gib is not None:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import typer
 
 from trt_kvcache.builder.options import DEFAULT_MAX_SEQUENCE_LENGTH
-from trt_kvcache.cli.console import progress_bar
+from trt_kvcache.cli.console import note, progress_bar
 from trt_kvcache.cli.options import choice
 from trt_kvcache.cli.verbosity import is_quiet
 from trt_kvcache.engine_folder.folder import is_engine_folder
@@ -145,6 +145,9 @@ def located(folder: Path, files: Sequence[str] = NEEDED_FILES) -> Path:
 
 
 def open_session(source: SessionSource) -> InferenceSession:
-    """Open a session, with a progress bar for long work."""
+    """Open a session, with a progress bar for long work. Of quantized weights the format is printed."""
     with progress_bar() as progress:
-        return source(progress)
+        session = source(progress)
+    if session.weights is not None and session.weights.is_quantized:
+        note(f"weights: {session.weights.format}")
+    return session

@@ -18,6 +18,7 @@ from trt_kvcache.cache.hybrid_config import HybridCacheConfig
 from trt_kvcache.cache.kv_cache_manager import KVCacheManager
 from trt_kvcache.checkpoint import Checkpoint, GenerationDefaults, Tokenizer
 from trt_kvcache.checkpoint.generation_config import GENERATION_FILE
+from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config, logits_per_slot
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
@@ -62,6 +63,7 @@ class SessionParts:
     prompt_cache: PromptCache
     identity: Callable[[], ModelIdentity]
     model: ModelConfig
+    weights: WeightsSummary | None = None
     on_close: Callable[[], object] | None = None
 
     def arguments(self) -> dict[str, Any]:
@@ -128,7 +130,8 @@ def open_engine_folder(path: str | PathLike[str], options: SessionOptions, *, pr
             names=config.names,
             progress=_bytes_progress(progress, LOADING),
         )
-    return _parts(running, config.cache, config.names, folder.path, config.model, lambda: config.checkpoint.fingerprint, options)
+        weights = checkpoint.weights
+    return _parts(running, config.cache, config.names, folder.path, config.model, lambda: config.checkpoint.fingerprint, options, weights)
 
 
 def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: Progress | None = None) -> SessionParts:
@@ -181,7 +184,8 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
             attention=attention,
             progress=_bytes_progress(progress, LOADING),
         )
-        return _parts(running, cache, DEFAULT_NAMES, checkpoint.path, model, partial(_fingerprint, checkpoint.path), options)
+        fingerprint = partial(_fingerprint, checkpoint.path)
+        return _parts(running, cache, DEFAULT_NAMES, checkpoint.path, model, fingerprint, options, checkpoint.weights)
 
 
 def why_no_tensorrt(flavour: str, device: int = 0) -> str | None:
@@ -352,6 +356,7 @@ def _parts(
     model: ModelConfig,
     fingerprint: Callable[[], str],
     options: SessionOptions,
+    weights: WeightsSummary | None = None,
 ) -> SessionParts:
     """Read the files beside the weights and allocate the cache in the engine's memory. If that fails, both are closed."""
     with ExitStack() as undo:
@@ -375,10 +380,11 @@ def _parts(
             prompt_cache=PromptCache(cache, max_bytes=options.prompt_cache_bytes),
             identity=cached(lambda: ModelIdentity(fingerprint=fingerprint(), rope=model.rope_at_length(config.max_sequence_length))),
             model=model,
+            weights=weights,
         )
         undo.pop_all()
     _LOGGER.info(
-        "opened %s: %s, %d slots of %d tokens in %s, %d MiB of K and V%s",
+        "opened %s: %s, %d slots of %d tokens in %s, %d MiB of K and V%s%s",
         folder,
         type(engine).__name__,
         config.max_batch_size,
@@ -386,6 +392,7 @@ def _parts(
         config.dtype,
         cache.nbytes >> 20,
         "" if config.mamba is None else " and states",
+        "" if weights is None else f", {weights.nbytes >> 20} MiB of weights in {weights.format}",
     )
     return parts
 

@@ -18,6 +18,7 @@ from trt_kvcache.cache.hybrid_cache_manager import HybridCacheManager
 from trt_kvcache.cache.hybrid_config import HybridCacheConfig
 from trt_kvcache.cache.plot import draw_cache
 from trt_kvcache.checkpoint import Tokenizer
+from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import Engine
 from trt_kvcache.errors import ClosedError, ConfigError, RangeError, ShapeError
@@ -85,6 +86,8 @@ class InferenceSession(Uncopyable):
         neither writes nor reads snapshots.
     model : ModelConfig, optional
         What the engine computes, layer by layer, for tools that name layers: :attr:`model`.
+    weights : WeightsSummary, optional
+        How the weights are stored, for tools that say so: :attr:`weights`.
     on_close : callable, optional
         Called once by ``close``, after engine and cache are closed.
 
@@ -127,6 +130,7 @@ class InferenceSession(Uncopyable):
         prompt_cache: PromptCache | None = None,
         identity: Callable[[], ModelIdentity] | None = None,
         model: ModelConfig | None = None,
+        weights: WeightsSummary | None = None,
         on_close: Callable[[], object] | None = None,
     ) -> None:
         self._user = SingleUser("this InferenceSession")
@@ -137,6 +141,7 @@ class InferenceSession(Uncopyable):
         self._eos_token_ids = tuple(eos_token_ids)
         self._defaults = SamplingParams() if defaults is None else defaults
         self._model = model
+        self._weights = weights
         self._on_close = on_close
         self._closed = False
         self._prompt_cache = PromptCache(cache) if prompt_cache is None else prompt_cache
@@ -273,6 +278,11 @@ class InferenceSession(Uncopyable):
     def model(self) -> ModelConfig | None:
         """What the engine computes, layer by layer, if the session was told."""
         return self._model
+
+    @property
+    def weights(self) -> WeightsSummary | None:
+        """How the weights are stored, if the session opened a checkpoint; None for an engine with weights of its own."""
+        return self._weights
 
     @property
     def tokenizer(self) -> Tokenizer | None:

@@ -50,8 +50,6 @@ SUPPORTED = (
 
 #: Fields that change what a model computes. A family that reads one of them says so.
 _REFUSED_FIELDS = {
-    "quantization_config": "quantised weights",
-    "compression_config": "quantised weights",
     "vision_config": "a vision tower",
     "audio_config": "an audio tower",
     "text_config": "more than a text decoder",

@@ -1,0 +1,120 @@
+"""``Codes``: the integers or small floats of a quantized tensor, packed as a library stores them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+#: What one code is, and its bits.
+CODE_BITS = {"int4": 4, "uint4": 4, "int8": 8, "uint8": 8, "e4m3": 8, "e2m1": 4}
+
+#: The 16 values of e2m1, by code.
+E2M1_VALUES = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+E2M1_VALUES = np.concatenate([E2M1_VALUES, -E2M1_VALUES])
+E2M1_VALUES.flags.writeable = False
+
+_UNSIGNED = {1: np.uint8, 4: np.uint32}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Codes:
+    """A matrix of codes ``[rows, columns]``, over the memory of a file.
+
+    Parameters
+    ----------
+    stored : ndarray
+        As the file has them, ``[rows, columns]`` or transposed, with one code or several in each element.
+    kind : {"int4", "uint4", "int8", "uint8", "e4m3", "e2m1"}
+        What one code is.
+    shape : tuple of int
+        Rows and columns of the matrix.
+    is_transposed : bool
+        Whether ``stored`` is ``[columns, rows]``.
+    packed_axis : {"rows", "columns"}
+        Neighbours along which share an element, if it holds more than one code.
+    order : tuple of int, optional
+        The place of each neighbour in its element, in codes from the lowest bits. In order, if left out.
+    added : int
+        Added to each stored integer, modulo what its bits can hold.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from trt_kvcache.checkpoint.quantized.codes import Codes
+    >>> Codes(stored=np.array([[0x21], [0xF3]], np.uint8), kind="int4", shape=(2, 2)).unpacked()
+    array([[ 1,  2],
+           [ 3, -1]], dtype=int8)
+    """
+
+    stored: npt.NDArray[Any]
+    kind: str
+    shape: tuple[int, int]
+    is_transposed: bool = False
+    packed_axis: str = "columns"
+    order: tuple[int, ...] | None = None
+    added: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are stored."""
+        return self.stored.nbytes
+
+    def unpacked(self, rows: slice = slice(None)) -> npt.NDArray[Any]:
+        """Return codes, one an element.
+
+        Parameters
+        ----------
+        rows : slice
+            Which rows of the matrix, without a step.
+
+        Returns
+        -------
+        ndarray ``[rows, columns]``
+            int8 or uint8; e4m3 of ml_dtypes; codes of e2m1 as uint8.
+        """
+        start, stop, _ = rows.indices(self.shape[0])
+        bits = CODE_BITS[self.kind]
+        together = self.stored.dtype.itemsize * 8 // bits
+        by_rows = together if self.packed_axis == "rows" else 1
+        words = slice(start // by_rows, -(-stop // by_rows))
+        stored = self.stored[:, words] if self.is_transposed else self.stored[words]
+        if self.kind == "e4m3":
+            return (stored.T if self.is_transposed else stored).view(ml_dtypes.float8_e4m3fn)
+        axis = 0 if (self.packed_axis == "rows") ^ self.is_transposed else 1
+        codes = self._separate(stored.view(_UNSIGNED[stored.dtype.itemsize]), bits, together, axis)
+        codes = codes.T if self.is_transposed else codes
+        first = start - words.start * by_rows
+        return codes[first : first + stop - start, : self.shape[1]]
+
+    def _separate(self, words: npt.NDArray[Any], bits: int, together: int, axis: int) -> npt.NDArray[Any]:
+        """Return the codes of each word beside each other along ``axis``, as integers of their sign."""
+        places = np.arange(together) if self.order is None else np.array(self.order)
+        shifts = (places * bits).astype(words.dtype)
+        spread = (words[:, None, :] >> shifts[:, None]) if axis == 0 else (words[:, :, None] >> shifts)
+        shape = (words.shape[0] * together, words.shape[1]) if axis == 0 else (words.shape[0], words.shape[1] * together)
+        mask = (1 << bits) - 1
+        codes: npt.NDArray[Any] = (spread.astype(np.uint8).reshape(shape) + np.uint8(self.added)) & np.uint8(mask)
+        if self.kind in ("int4", "int8"):
+            sign = np.uint8(1 << (bits - 1))
+            codes = ((codes ^ sign) - sign).view(np.int8)
+        return codes
+
+    def values(self, rows: slice = slice(None)) -> npt.NDArray[np.float32]:
+        """Return what the codes stand for, before they are scaled.
+
+        Parameters
+        ----------
+        rows : slice
+            As for :meth:`unpacked`.
+
+        Returns
+        -------
+        ndarray float32 ``[rows, columns]``
+            A copy.
+        """
+        codes = self.unpacked(rows)
+        return E2M1_VALUES[codes] if self.kind == "e2m1" else codes.astype(np.float32, order="C")

@@ -1,0 +1,70 @@
+"""GGUF: blocks of 32 inputs, each with its scale in front of its codes, as llama.cpp writes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.checkpoint.quantized.codes import Codes
+from trt_kvcache.checkpoint.quantized.format import Arrays, QuantizedFormat, StoredPart, groups_of
+from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
+
+BLOCK = 32
+
+#: The types that are read, and what one code is.
+TYPES = {"Q8_0": "int8", "Q4_0": "int4"}
+
+_SCALE_BYTES = 2
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BlockCodes(Codes):
+    """Codes behind the scales of their blocks: int8 one after another; of int4 the first 16 in low nibbles, the others in high ones."""
+
+    def unpacked(self, rows: slice = slice(None)) -> npt.NDArray[Any]:
+        """Return codes, one an element: see :class:`Codes`."""
+        stored = self.stored[rows]
+        blocks = stored.reshape(len(stored), self.shape[1] // BLOCK, -1)[:, :, _SCALE_BYTES:]
+        if self.kind == "int8":
+            whole: npt.NDArray[Any] = blocks.reshape(len(stored), self.shape[1]).view(np.int8)
+            return whole
+        codes: npt.NDArray[Any] = np.concatenate([blocks & 15, blocks >> 4], axis=2).view(np.int8) - np.int8(8)
+        return codes.reshape(len(stored), self.shape[1])
+
+
+class GGUF(QuantizedFormat):
+    """``weight`` as bytes ``[out, in / 32 * bytes of a block]``: a float16 scale, then 32 codes.
+
+    Parameters
+    ----------
+    dtypes : iterable of str
+        The types of the tensors of the file.
+    """
+
+    def __init__(self, dtypes: Iterable[str]) -> None:
+        self.title = " and ".join(f"GGUF {name}" for name in sorted(set(dtypes) & set(TYPES))) or "GGUF"
+        self._kinds: dict[int, str] = {_SCALE_BYTES + BLOCK: "int8", _SCALE_BYTES + BLOCK // 2: "int4"}
+
+    def main_part(self, module: str) -> str:
+        """Return ``"weight"``."""
+        return "weight"
+
+    def parts(self, module: str, shape: tuple[int, int]) -> Mapping[str, StoredPart]:
+        """Return the tensors of a weight: see :class:`QuantizedFormat`."""
+        return {"weight": StoredPart((shape,), tuple(TYPES))}
+
+    def weight(self, module: str, arrays: Arrays, shape: tuple[int, int]) -> QuantizedWeight:
+        """Return a weight over its tensor: see :class:`QuantizedFormat`."""
+        stored = arrays["weight"]
+        blocks = groups_of(module, shape[1], BLOCK)
+        kind = self._kinds[stored.shape[1] // blocks]
+        scales = np.ascontiguousarray(stored.reshape(shape[0], blocks, -1)[:, :, :_SCALE_BYTES]).view(np.float16)[..., 0]
+        return QuantizedWeight(codes=BlockCodes(stored=stored, kind=kind, shape=shape), scales=Scales(stored=scales, block=(1, BLOCK)))
+
+    def describe(self) -> dict[str, Any]:
+        """Return what decides how the tensors are read."""
+        return {"format": "gguf"}

@@ -1,0 +1,107 @@
+"""GPTQ: int4 or int8 with zero points, in groups of inputs, as AutoGPTQ and GPTQModel write them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache._util.shown import shown
+from trt_kvcache.checkpoint.quantized.codes import Codes
+from trt_kvcache.checkpoint.quantized.format import FLOATS, Arrays, QuantizedFormat, StoredPart, divided, groups_of, one_of_field
+from trt_kvcache.checkpoint.quantized.group_size import group_size_of
+from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight, Scales
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.model.config_fields import ConfigFields
+
+_WORD_BITS = 32
+
+
+class GPTQ(QuantizedFormat):
+    """``qweight`` int32 ``[in / n, out]``, ``qzeros`` int32 ``[groups, out / n]``, ``scales`` ``[groups, out]``, ``g_idx`` int32 ``[in]``.
+
+    Zero points are stored less one in the first version of the format (``checkpoint_format: gptq``), as they are in the second.
+
+    Parameters
+    ----------
+    config : mapping of str to object
+        ``quantization_config``.
+
+    Raises
+    ------
+    ConfigError
+        It describes what is not read. The message names the field.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        fields = ConfigFields(config, "quantization_config.")
+        self.bits: int = one_of_field("bits", config.get("bits"), (4, 8))
+        self.group_size = group_size_of(fields)
+        self.is_symmetric = fields.flag("sym", True)
+        self.has_order = fields.flag("desc_act", False)
+        version = config.get("checkpoint_format") or config.get("format") or "gptq"
+        self.version: str = one_of_field("checkpoint_format", version, ("gptq", "gptq_v2"))
+        if config.get("pack_dtype") is not None:
+            one_of_field("pack_dtype", config["pack_dtype"], ("int32",))
+        if config.get("dynamic"):
+            raise ConfigError(f"quantization_config.dynamic: expected the same bits for all modules, got {shown(config['dynamic'])}.")
+        groups = "one group" if self.group_size is None else f"groups of {self.group_size}"
+        self.title = f"GPTQ int{self.bits} in {groups}{', act-order' if self.has_order else ''}"
+
+    def main_part(self, module: str) -> str:
+        """Return ``"qweight"``."""
+        return "qweight"
+
+    def parts(self, module: str, shape: tuple[int, int]) -> Mapping[str, StoredPart]:
+        """Return the tensors of a weight: see :class:`QuantizedFormat`."""
+        (outputs, inputs), together = shape, _WORD_BITS // self.bits
+        groups = groups_of(module, inputs, self.group_size or inputs)
+        columns = divided(module, "outputs", outputs, together)
+        return {
+            "qweight": StoredPart(((divided(module, "inputs", inputs, together), outputs),), ("I32",)),
+            "qzeros": StoredPart(((groups, columns),), ("I32",)),
+            "scales": StoredPart(((groups, outputs),), FLOATS),
+            "g_idx": StoredPart(((inputs,),), ("I32",), is_required=self.has_order),
+        }
+
+    def weight(self, module: str, arrays: Arrays, shape: tuple[int, int]) -> QuantizedWeight:
+        """Return a weight over its tensors: see :class:`QuantizedFormat`."""
+        (outputs, inputs), kind = shape, f"uint{self.bits}"
+        group_size = self.group_size or inputs
+        added = 1 if self.version == "gptq" else 0
+        groups = inputs // group_size
+        zero_points = Codes(stored=arrays["qzeros"].T, kind=kind, shape=(outputs, groups), packed_axis="rows", added=added)
+        self._check_zero_points(module, zero_points)
+        return QuantizedWeight(
+            codes=Codes(stored=arrays["qweight"], kind=kind, shape=shape, is_transposed=True),
+            scales=Scales(stored=arrays["scales"].T, block=(1, group_size)),
+            zero_points=zero_points,
+            group_index=_group_index(module, arrays, inputs, group_size),
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """Return the fields that decide how the tensors are read."""
+        return {"format": "gptq", "bits": self.bits, "group_size": self.group_size, "version": self.version}
+
+    def _check_zero_points(self, module: str, zero_points: Codes) -> None:
+        """Refuse zero points of a symmetric checkpoint that are those of the other version of the format."""
+        middle = 1 << (self.bits - 1)
+        found = zero_points.unpacked()
+        others = {"gptq": ("gptq_v2", middle + 1), "gptq_v2": ("gptq", middle - 1)}
+        other, value = others[self.version]
+        if self.is_symmetric and bool((found == value).all()):
+            raise ConfigError(
+                f"quantization_config.checkpoint_format: expected {other!r} by the zero points of {module}, which are all {value} instead "
+                f"of {middle}, the only one of a symmetric checkpoint, got {self.version!r}. Correct the field, or `sym`."
+            )
+
+
+def _group_index(module: str, arrays: Arrays, inputs: int, group_size: int) -> Any:
+    """Return the group of each input, or None if groups lie one after another."""
+    if "g_idx" not in arrays:
+        return None
+    found = arrays["g_idx"]
+    if found.size and not 0 <= found.min() <= found.max() < inputs // group_size:
+        raise ConfigError(f"{module}.g_idx: expected groups from 0 to {inputs // group_size - 1}, got {found.min()} to {found.max()}.")
+    return None if np.array_equal(found, np.arange(inputs) // group_size) else found

@@ -1,0 +1,129 @@
+"""The tensors of a quantized weight in the files of a folder: found, checked, and read together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from trt_kvcache.checkpoint.quantized.format import QuantizedFormat, StoredPart
+from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
+from trt_kvcache.checkpoint.weight_file import WeightFile
+from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.errors import CheckpointError, ConfigError
+
+Files = Mapping[str, WeightFile]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredWeight:
+    """A quantized weight in files.
+
+    Parameters
+    ----------
+    quantized : QuantizedFormat
+        How it is stored.
+    module : str
+        Its name without ``.weight``.
+    shape : tuple of int
+        Of the weight, ``[out, in]``.
+    parts : tuple of str
+        The ends of the names of its tensors that are there.
+    """
+
+    quantized: QuantizedFormat
+    module: str
+    shape: tuple[int, int]
+    parts: tuple[str, ...]
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Names of its tensors."""
+        return tuple(f"{self.module}.{part}" for part in self.parts)
+
+    def nbytes(self, files: Files) -> int:
+        """Return the bytes that are stored.
+
+        Parameters
+        ----------
+        files : mapping of str to WeightFile
+            The file of each tensor.
+        """
+        return sum(files[name].tensors[name].nbytes for name in self.tensor_names)
+
+    def read(self, files: Files) -> QuantizedWeight:
+        """Return the weight over the memory of the files.
+
+        Parameters
+        ----------
+        files : mapping of str to WeightFile
+            The file of each tensor.
+
+        Raises
+        ------
+        CheckpointError
+            Values contradict ``config.json``.
+        """
+        arrays = {part: files[name].array(name) for part, name in zip(self.parts, self.tensor_names, strict=True)}
+        try:
+            return self.quantized.weight(self.module, arrays, self.shape)
+        except ConfigError as error:
+            raise CheckpointError(f"{files[self.tensor_names[0]].path}: {error}") from error
+
+
+def stored_weight(quantized: QuantizedFormat, name: str, shape: tuple[int, ...], files: Files) -> StoredWeight | None:
+    """Find a weight, and check its tensors.
+
+    Parameters
+    ----------
+    quantized : QuantizedFormat
+        How weights of the model are stored.
+    name : str
+        Of the weight, as Hugging Face transformers has it.
+    shape : tuple of int
+        Of the weight.
+    files : mapping of str to WeightFile
+        The file of each tensor.
+
+    Returns
+    -------
+    StoredWeight or None
+        None for a tensor that is not quantized.
+
+    Raises
+    ------
+    CheckpointError
+        A tensor is missing, or has another shape or dtype than the format stores.
+    """
+    module, _, kind = name.rpartition(".")
+    if kind != "weight" or len(shape) != 2:
+        return None
+    main = f"{module}.{quantized.main_part(module)}"
+    if main not in files or (main == name and files[main].tensors[main].dtype in MODEL_DTYPES):
+        return None
+    try:
+        parts = quantized.parts(module, (shape[0], shape[1]))
+    except ConfigError as error:
+        raise CheckpointError(f"{files[main].path}: {error}") from error
+    found = tuple(part for part in parts if f"{module}.{part}" in files)
+    for part, rule in parts.items():
+        if part in found:
+            _check_part(f"{module}.{part}", rule, quantized, files)
+        elif rule.is_required:
+            raise CheckpointError(
+                f"{files[main].path}: expected {module}.{part} beside {main}, got nothing there. "
+                f"Weights of {quantized.title} need it: fetch or convert the checkpoint again."
+            )
+    return StoredWeight(quantized=quantized, module=module, shape=(shape[0], shape[1]), parts=found)
+
+
+def _check_part(name: str, rule: StoredPart, quantized: QuantizedFormat, files: Files) -> None:
+    stored = files[name].tensors[name]
+    if stored.dtype not in rule.dtypes:
+        raise CheckpointError(
+            f"{files[name].path}: expected {name} in {' or '.join(rule.dtypes)}, as {quantized.title} stores it, got {stored.dtype}."
+        )
+    if stored.shape not in rule.shapes:
+        raise CheckpointError(
+            f"{files[name].path}: expected {name} of shape {' or '.join(map(str, rule.shapes))}, as {quantized.title} stores it by "
+            f"config.json, got {stored.shape}. Bits or group size of `quantization_config` may be those of another checkpoint."
+        )

@@ -1,0 +1,31 @@
+"""What commands say of quantized weights, of which they read ``config.json`` only."""
+
+from pathlib import Path
+
+from trt_kvcache.checkpoint.json_file import read_json
+from trt_kvcache.checkpoint.quantized.registry import quantized_format
+from trt_kvcache.engine_folder.folder import is_engine_folder
+from trt_kvcache.errors import CheckpointError, ConfigError
+
+
+def weights_format(folder: Path) -> str | None:
+    """Return how the weights of a model folder are quantized, or None if they are not, or if it is an engine folder.
+
+    Parameters
+    ----------
+    folder : Path
+        A folder that exists.
+
+    Raises
+    ------
+    CheckpointError
+        They are quantized in a way that is not read.
+    """
+    path = folder / "config.json"
+    if is_engine_folder(folder) or not path.is_file():
+        return None
+    try:
+        found = quantized_format(read_json(path), folder)
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+    return None if found is None else found.title
