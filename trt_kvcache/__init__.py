@@ -40,6 +40,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.engine.protocol import (
         Engine as Engine,
         EngineProfile as EngineProfile,
+        StatefulEngine as StatefulEngine,
         TensorMode as TensorMode,
         TensorSpec as TensorSpec,
     )
@@ -187,6 +188,7 @@ _MODULE_OF = {
     "SlotError": "errors",
     "Snapshot": "sequences.snapshot",
     "SnapshotError": "errors",
+    "StatefulEngine": "engine.protocol",
     "TensorMode": "engine.protocol",
     "TensorNames": "engine.names",
     "TensorRTEngine": "trt.tensorrt_engine",
