@@ -5,7 +5,7 @@ from matplotlib import colors as matplotlib_colors
 
 from tests.helpers.cache_cases import kv_config
 from tests.helpers.small_model import write_model
-from trt_kvcache import InferenceSession
+from trt_kvcache import HybridCacheConfig, InferenceSession, LayerType, MambaCacheConfig
 from trt_kvcache.cache.plot import COLOURS, LAYER_COLOUR, draw_cache
 from trt_kvcache.errors import RangeError, ShapeError
 
@@ -46,6 +46,13 @@ def test_a_slot_that_is_not_active_is_free_and_hatched():
     assert slots_of(plot)[2] == [("free", 0, 20)]
     hatched = [patch for patch in plot.figure.axes[0].patches if patch.get_hatch()]
     assert [round(patch.get_y() + patch.get_height() / 2) for patch in hatched] == [2]
+
+
+@pytest.mark.parametrize(("limit", "end"), [({"max_sequence_length": 20}, 20), ({}, 5)])
+def test_slots_of_states_alone_end_at_their_limit_or_at_the_longest_one(limit, end):
+    states = MambaCacheConfig(num_layers=1, max_batch_size=1, conv_dim=4, conv_kernel=2, num_heads=0, head_dim=0, state_size=0, **limit)
+    plot = draw_cache(HybridCacheConfig(layer_types=(LayerType.MAMBA,), mamba=states), [5])
+    assert slots_of(plot)[0][-1][2] == end
 
 
 def test_no_more_tokens_are_reused_than_there_are():

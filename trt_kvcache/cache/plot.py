@@ -9,6 +9,7 @@ from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.estimate import estimate_memory
 from trt_kvcache.cache.hybrid_config import HybridCacheConfig
 from trt_kvcache.errors import ShapeError
+from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.plot import GREY, INK, Plot, draw, paint_sizes, size_text
 
 #: The kinds of tokens of a slot and their colours, which differ in brightness too.
@@ -41,8 +42,8 @@ def draw_cache(
     -------
     Plot
         Two panels: a bar of S tokens per slot, with the reused, live and free ones; and the bytes of the layers, where neighbours of one
-        shape share a bar, and all layers with states. Without attention layers a slot can hold any number of tokens: the bars are as long
-        as the longest one.
+        shape share a bar, and all layers with states. Where nothing limits S, as in a cache of states alone, the bars are as long as the
+        longest one.
 
     Raises
     ------
@@ -77,7 +78,8 @@ def draw_cache(
 
 
 def _paint_slots(axes: Any, config: KVCacheConfig | HybridCacheConfig, lengths: Sequence[int], reused: Sequence[int]) -> None:
-    slots, longest = config.max_batch_size, config.max_sequence_length if config.kv else max(1, *lengths, 1)
+    slots = config.max_batch_size
+    longest = max(1, *lengths, 1) if config.max_sequence_length == MAX_DIMENSION else config.max_sequence_length
     held = [*lengths, *[0] * (slots - len(lengths))]
     kept = [min(length, count) for length, count in zip(held, [*reused, *[0] * (slots - len(reused))], strict=True)]
     rows = range(slots)
