@@ -9,7 +9,6 @@ from trt_kvcache.engine_folder.config import EngineConfig
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.engine_folder.folder import write_engine_folder
 from trt_kvcache.engine_folder.records import CheckpointRecord, FileRecord, SegmentsRecord, with_padding
-from trt_kvcache.model import AttentionConfig
 from trt_kvcache.ops.segments import Segment
 
 PLAN = b"these bytes stand for an engine"
@@ -21,7 +20,6 @@ def make_config(checkpoint, *, plan=PLAN, embedded=False, **changes):
     chosen = changes["attention"][0].variant if changes.get("attention") else "plugin" if segmented else "native"
     variant, dtype = changes.get("attention_variant", chosen), changes.pop("dtype", "float16")
     cache = decoder_cache_config(model, max_batch_size=3, max_sequence_length=38, dtype=dtype, attention=variant)
-    layers = [index for index, layer in enumerate(model.layers) if isinstance(layer.mixer, AttentionConfig)]
     values = {
         "model": model,
         "cache": cache,
@@ -29,7 +27,7 @@ def make_config(checkpoint, *, plan=PLAN, embedded=False, **changes):
         "tensors": decoder_tensors(model, cache, DEFAULT_NAMES, **logits),
         "profiles": decoder_profiles(max_batch_size=3, max_prefill_length=11, **logits),
         "attention_variant": variant,
-        "attention": tuple(AttentionLayerConfig(layer=layer, variant=variant, decomposable=False) for layer in layers),
+        "attention": tuple(AttentionLayerConfig(layer=layer, variant=variant, decomposable=False) for layer in model.attention_indices),
         "tensorrt_flavour": "tensorrt_rtx",
         "tensorrt_version": "1.7.1",
         "compute_capabilities": None,

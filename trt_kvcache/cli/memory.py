@@ -25,7 +25,7 @@ from trt_kvcache.engine.attention_variants import window_in_cache
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError, CheckpointError
-from trt_kvcache.model import AttentionConfig, ModelConfig
+from trt_kvcache.model import ModelConfig
 
 _GIB = 2**30
 _MAX_GIB = 1e9
@@ -183,7 +183,7 @@ def _attention_indices(kv: KVCacheConfig, model: ModelConfig | None) -> Sequence
     """Return the index of each attention layer among all layers of the model."""
     if model is None:
         return range(kv.num_layers)
-    return [index for index, layer in enumerate(model.layers) if isinstance(layer.mixer, AttentionConfig)]
+    return model.attention_indices
 
 
 def _what_fits(config: DecoderCacheConfig, gib: float, positions: int | None) -> dict[str, int]:

@@ -11,7 +11,6 @@ from trt_kvcache.engine.decoder_tensors import decoder_cache_config, decoder_pro
 from trt_kvcache.engine.flavours import FLAVOURS
 from trt_kvcache.engine_folder.decoder_segments import decoder_stages
 from trt_kvcache.errors import EngineError
-from trt_kvcache.model import AttentionConfig
 from trt_kvcache.ops.segments import can_replace
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def _check_segments(config: EngineConfig) -> None:
 def _check_attention(config: EngineConfig) -> None:
     """Check that each attention of the model is there, in order, and computed, and that plugin attention is not mixed with others."""
     one_of("attention_variant", config.attention_variant, ATTENTION_VARIANTS, error=EngineError)
-    expected = [index for index, layer in enumerate(config.model.layers) if isinstance(layer.mixer, AttentionConfig)]
+    expected = config.model.attention_indices
     if len(config.attention) != len(expected):
         raise EngineError(f"attention: expected {len(expected)} layers for this model, got {len(config.attention)}.")
     if config.attention and config.attention_variant != config.attention[0].variant:

@@ -106,6 +106,17 @@ class ModelConfig:
         return tuple(layer.mixer for layer in self.layers if isinstance(layer.mixer, AttentionConfig))
 
     @property
+    def attention_indices(self) -> tuple[int, ...]:
+        """Which layers have attention."""
+        return tuple(index for index, layer in enumerate(self.layers) if isinstance(layer.mixer, AttentionConfig))
+
+    @property
+    def recurrent_indices(self) -> tuple[int, ...]:
+        """Which layers have states."""
+        attention = self.attention_indices
+        return tuple(index for index, layer in enumerate(self.layers) if layer.mixer is not None and index not in attention)
+
+    @property
     def recurrent_layers(self) -> tuple[RecurrentConfig, ...]:
         """The mixers of all layers with states."""
         mixers = (layer.mixer for layer in self.layers)

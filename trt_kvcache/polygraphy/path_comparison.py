@@ -17,7 +17,6 @@ from trt_kvcache.cache.recurrent_states import state_storages
 from trt_kvcache.engine.names import DEFAULT_NAMES
 from trt_kvcache.errors import CapacityError, ConfigError, ShapeError
 from trt_kvcache.generation.prompts import Prompt
-from trt_kvcache.model.layer_config import AttentionConfig
 from trt_kvcache.polygraphy.comparison import Comparison, PairComparison, PathRun, TokenDifference
 from trt_kvcache.polygraphy.feeds import INPUT_IDS, NEW_LENGTHS, Feed, greedy_feeds
 from trt_kvcache.polygraphy.first_difference import Difference, Output, compare_arrays, first_difference, outputs_in_order
@@ -192,14 +191,10 @@ class _Run:
         model = self._paths[0].session.model
         if difference is None or output.layer is None or model is None:
             return difference
-        keeps_rows = output.kind in ("K", "V")
-        alike = [
-            (index, layer.mixer)
-            for index, layer in enumerate(model.layers)
-            if layer.mixer is not None and isinstance(layer.mixer, AttentionConfig) == keeps_rows
-        ]
-        index, mixer = alike[output.layer]
-        return replace(difference, decoder_layer=index, mixer=mixer.kind)
+        indices = model.attention_indices if output.kind in ("K", "V") else model.recurrent_indices
+        mixer = model.layers[indices[output.layer]].mixer
+        assert mixer is not None  # it keeps something
+        return replace(difference, decoder_layer=indices[output.layer], mixer=mixer.kind)
 
     def _count_tokens(self, pair: _Pair, first: np.ndarray[Any, Any], second: np.ndarray[Any, Any]) -> None:
         ours, theirs = np.argmax(first, axis=-1).tolist(), np.argmax(second, axis=-1).tolist()
