@@ -152,6 +152,7 @@ class TestEngineFolder:
         config = json.loads((path / "config.json").read_text())
         for choice in config["attention"]:
             choice["variant"] = "mask"
+        config["attention_variant"] = "mask"
         (path / "config.json").write_text(json.dumps(config))
         with InferenceSession.open(path, engine="reference") as session:
             session.prefill([[1, 2]])
@@ -255,6 +256,7 @@ class TestModel:
             "dtype": "float16",
             "attention": "native",
             "flavour": "auto",
+            "quantize": None,
             "progress": None,
         }
         ((place, _),) = gpu.opened
