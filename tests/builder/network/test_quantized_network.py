@@ -14,6 +14,7 @@ import pytest
 from tests.builder.network.conftest import MAX_BATCH_SIZE, MAX_PREFILL_LENGTH, MAX_SEQUENCE_LENGTH, SIZES, Defined, recording
 from tests.builder.network.interpreter import layer_kind
 from tests.builder.network.test_network_values import LOGITS_TOLERANCE, ROWS_TOLERANCE, STEPS, Network, assert_near, run, total
+from tests.checkpoint.quantized.test_gguf import write_gguf
 from tests.helpers.golden_models import attentions_of
 from tests.helpers.quantized_models import ALL_CASES, FP8_CONFIG, GPTQ_CONFIG, fp8_blocks, gptq, write_quantized
 from tests.helpers.small_model import write_model
@@ -110,6 +111,17 @@ def test_rounded_to_nearest(rtx: Any, opened: Any, tmp_path: Path, quantize: str
     opened(quantize)
     defined = assert_computes_what_the_reference_engine_does(rtx, model, dtype)
     assert [kind for kind, _ in layers_of(defined)].count("DEQUANTIZE") == 7 + ("embedding" in quantize)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_gguf(rtx: Any, tmp_path: Path, kind: str) -> None:
+    """Scales of Q4_0 have both signs, so that its embedding cannot be packed."""
+    pytest.importorskip("gguf")
+    write_gguf(tmp_path / "model", kind)
+    with pytest.warns(UserWarning, match="are converted"):
+        defined = assert_computes_what_the_reference_engine_does(rtx, tmp_path / "model", "float16")
+    assert ("model.embed_tokens.codes" in defined.constants) == (kind == "Q8_0")
+    assert defined.constants["lm_head.codes"].dtype.name == {"Q8_0": "int8", "Q4_0": "int4"}[kind]
 
 
 def test_a_head_of_its_own(rtx: Any, opened: Any, tmp_path: Path) -> None:

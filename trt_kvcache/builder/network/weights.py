@@ -64,6 +64,7 @@ class Weights:
 
     def __init__(self, checkpoint: TensorSource, dtype: str) -> None:
         self._checkpoint = checkpoint
+        self._last: tuple[str, QuantizedWeight | None] | None = None
         self.dtype = dtype
 
     def __call__(self, name: str, rows: slice | list[int] = slice(None)) -> np.ndarray[Any, Any]:
@@ -121,7 +122,7 @@ class Weights:
         BuildError
             A value is too large for the dtype, or TensorRT has no form for the quantized weight.
         """
-        stored = self._checkpoint.quantized_weight(name)
+        stored = self._quantized(name)
         if stored is None:
             one = rows[0] if len(rows) == 1 else [row for part in rows for row in range(part.start, part.stop)]
             return self(name, one)
@@ -130,6 +131,13 @@ class Weights:
         if self.dtype == "float16" and packed.scales.max() * _LARGEST_CODES[packed.codes.dtype.name] > largest:
             self(name)  # raises an error if there is such a value
         return packed
+
+    def _quantized(self, name: str) -> QuantizedWeight | None:
+        """Return a quantized weight, or None. The last one is kept: q, k and v may be rows of it, and rounding it takes time."""
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            self._last = (name, self._checkpoint.quantized_weight(name))
+        return self._last[1]
 
 
 class LayerWeights:
