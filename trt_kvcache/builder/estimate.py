@@ -39,6 +39,8 @@ _HOST, _HOST_PER_LAYER = 207_000_000, 12_000_000
 
 #: How often the host holds the weights at the peak: in pages of the checkpoint or converted, in TensorRT, and in the plan.
 _COPIES = 3.1
+#: Of packed weights, beside themselves and the files that are read: what TensorRT makes of them while it builds, in dense weights.
+_COPIES_OF_PACKED = 1.2
 #: The same of an engine in segments: of the embedding, which stands beside its plan, and of the rest.
 _COPIES_IN_SEGMENTS = (2.9, 2.07)
 
@@ -122,8 +124,8 @@ def estimate_build(
     -------
     BuildEstimate
         The weights, and K, V and states, are exact. Plan and peak were within 10 % of the builds of ``benchmarks/build_estimate.py``:
-        TensorRT for RTX 1.7, all its GPUs, Linux, models without states and without quantized weights. The plan of a small model is mostly
-        kernels, and less certain.
+        TensorRT for RTX 1.7, all its GPUs, Linux, models without states and without quantized weights, and the peak of packed weights in a
+        build of 0.4 billion. The plan of a small model is mostly kernels, and less certain.
         Activations are not measured.
 
     Raises
@@ -175,7 +177,11 @@ def estimate_build(
         constants_nbytes=sum(dense_nbytes(spec.shape, spec.dtype) for spec in decoder_constants(model, cache)) if segmented else 0,
         cache_nbytes=cache.nbytes,
         activations_nbytes=_activations_nbytes(model, cache.dtype, options),
-        host_peak_nbytes=_host_peak_nbytes(model, cache.dtype, weights, embedding, segmented=segmented),
+        host_peak_nbytes=(
+            _host_peak_nbytes(model, cache.dtype, weights, embedding, segmented=segmented)
+            if quantize is None and quantized is None
+            else _packed_host_peak_nbytes(model, cache.dtype, weights, is_rounded=quantized is None)
+        ),
     )
 
 
@@ -230,3 +236,10 @@ def _host_peak_nbytes(model: ModelConfig, dtype: str, weights: int, embedding: i
     copies = _COPIES_IN_SEGMENTS[0] * embedding + _COPIES_IN_SEGMENTS[1] * (weights - embedding) if segmented else _COPIES * weights
     stored = weights // itemsize(dtype) * itemsize(model.dtype) if dtype != model.dtype else 0  # pages beside the converted weights
     return round(_HOST + model.num_layers * _HOST_PER_LAYER + copies + stored)
+
+
+def _packed_host_peak_nbytes(model: ModelConfig, dtype: str, packed: int, *, is_rounded: bool) -> int:
+    """Return most memory of the host during the build of ``packed`` bytes, which are rounded from dense weights or stored like that."""
+    elements = sum(math.prod(shape) for shape in tensor_shapes(model).values())
+    pages = elements * itemsize(model.dtype) if is_rounded else packed
+    return round(_HOST + model.num_layers * _HOST_PER_LAYER + pages + packed + _COPIES_OF_PACKED * elements * itemsize(dtype))
