@@ -70,7 +70,7 @@ test-gpu: $(READY)  ## Run everything that runs on an NVIDIA GPU; a missing GPU 
 	TRT_KVCACHE_REQUIRE_GPU=1 TRT_KVCACHE_TEST_DEVICE=gpu $(BIN)/pytest -m "gpu or device"
 
 .PHONY: test-torch
-test-torch: $(TORCH_READY)  ## Run the tests of the PyTorch engine on the CPU; installs torch
+test-torch: $(TRANSFORMERS_READY)  ## Run the tests of the PyTorch engine on the CPU; installs torch and transformers
 	TRT_KVCACHE_REQUIRE_TORCH=1 $(BIN)/pytest -n $(JOBS) -m "$(FAST)" tests/torch_engine tests/project/test_docstrings.py
 	TRT_KVCACHE_REQUIRE_TORCH=1 $(BIN)/python tests/simt/run.py -m "device and $(FAST)" tests/torch_engine
 

@@ -37,7 +37,7 @@ FAMILIES = {"llama": "llama", "llama, biases, llama3 RoPE": "llama-llama3-bias",
 OTHER_FAMILIES = {
     "bamba": ("bamba", "native"),
     "gemma2": ("gemma2", "mask"),
-    "granitemoehybrid": ("granitemoehybrid", "native"),
+    "granitemoehybrid": ("granitemoehybrid-bias", "native"),
     "mamba2": ("mamba2", "native"),
     "nemotron_h": ("nemotron_h", "native"),
     "qwen3_5": ("qwen3_5", "native"),

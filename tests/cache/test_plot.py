@@ -5,7 +5,7 @@ from matplotlib import colors as matplotlib_colors
 
 from tests.helpers.cache_cases import kv_config
 from tests.helpers.small_model import write_model
-from trt_kvcache import InferenceSession
+from trt_kvcache import HybridCacheConfig, InferenceSession, LayerType, MambaCacheConfig
 from trt_kvcache.cache.plot import COLOURS, LAYER_COLOUR, draw_cache
 from trt_kvcache.errors import RangeError, ShapeError
 
@@ -46,6 +46,29 @@ def test_a_slot_that_is_not_active_is_free_and_hatched():
     assert slots_of(plot)[2] == [("free", 0, 20)]
     hatched = [patch for patch in plot.figure.axes[0].patches if patch.get_hatch()]
     assert [round(patch.get_y() + patch.get_height() / 2) for patch in hatched] == [2]
+
+
+STATES = MambaCacheConfig(num_layers=2, max_batch_size=2, conv_dim=4, conv_kernel=2, num_heads=0, head_dim=0, state_size=0)
+
+
+def test_slots_of_states_alone_have_no_limit():
+    plot = draw_cache(HybridCacheConfig(layer_types=(LayerType.MAMBA,) * 2, mamba=STATES), [5, 2])
+    assert slots_of(plot) == [[("live", 0, 5)], [("live", 0, 2)]]
+    assert {"5", "2", "7 tokens in 2 of 2 slots"} <= set(texts(plot.figure.axes[0]))
+
+
+def test_slots_of_states_alone_have_the_limit_that_is_given():
+    limited = STATES.with_max_sequence_length(20)
+    plot = draw_cache(HybridCacheConfig(layer_types=(LayerType.MAMBA,) * 2, mamba=limited), [5, 2])
+    assert slots_of(plot) == [[("live", 0, 5), ("free", 5, 20)], [("live", 0, 2), ("free", 2, 20)]]
+    assert "7 of 40 tokens (18%) in 2 of 2 slots" in texts(plot.figure.axes[0])
+
+
+def test_attention_layers_beside_others_are_named_so():
+    types = (LayerType.MAMBA, LayerType.ATTENTION, LayerType.MAMBA)
+    kv = kv_config([(2, 16)], max_batch_size=2, max_sequence_length=20)
+    plot = draw_cache(HybridCacheConfig(layer_types=types, kv=kv, mamba=STATES), [5])
+    assert {"attention layer 0: 2 x 16", "2 layers with states"} <= set(texts(plot.figure.axes[1]))
 
 
 def test_no_more_tokens_are_reused_than_there_are():

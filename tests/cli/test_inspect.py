@@ -35,6 +35,11 @@ def test_model_cache_and_origin(run: Run, engine: Path):
     assert run_by == "can be run by: tensorrt, torch, reference"
 
 
+def test_states_alone_have_the_limit_of_the_build(run: Run, tmp_path: Path):
+    engine = make_engine_folder(GOLDEN / "mamba2", tmp_path / "engine").path
+    assert run("inspect", engine).out.splitlines()[2] == "cache: 3 slots of 38 tokens, float16, states"
+
+
 def test_without_the_checkpoint_only_tensorrt_can_run_it(run: Run, engine: Path):
     (engine.parent / "model").rename(engine.parent / "elsewhere")
     assert "\ncan be run by: tensorrt; torch and reference need the checkpoint, which is gone\n" in run("inspect", engine).out

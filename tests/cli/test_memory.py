@@ -71,6 +71,18 @@ def test_states_are_listed_with_their_shapes(run: Run):
     assert "states:       11264 B (11.0 KiB) in 2 layers of (4, 16, 8) and (80, 4), two buffers" in done.out
 
 
+def test_attention_layers_are_counted_among_all_layers(run: Run):
+    lines = run("memory", GOLDEN / "lfm2-bias").out.splitlines()
+    assert [line.strip("│").split("│")[0].strip() for line in lines if line.startswith("│")] == ["0", "3"]  # 1 and 2 have states
+
+
+def test_states_alone_have_the_limit_that_is_given(run: Run):
+    lines = run("memory", GOLDEN / "mamba2", "--gib", 1).out.splitlines()
+    assert lines[0] == "1 slot of any number of tokens, float16"
+    assert lines[-2] == "  longest sequence with 1 slot: any number of tokens"
+    assert run("memory", GOLDEN / "mamba2", "--max-sequence-length", 4096).out.startswith("1 slot of 4096 tokens, float16\n")
+
+
 def test_a_model_folder_with_other_sizes(run: Run, tmp_path: Path):
     model = write_model(tmp_path / "model", head_dim=32)  # 1 layer, 2 KV heads
     done = run("memory", model, "--max-batch-size", 3, "--max-sequence-length", 40, "--dtype", "int8")

@@ -76,6 +76,10 @@ class RandomCheckpoint:
         self._shapes = tensor_shapes(config)
         self.nbytes = 4 * sum(map(math.prod, self._shapes.values()))
 
+    def nbytes_of(self, name: str) -> int:
+        """Return the bytes of a tensor."""
+        return 4 * math.prod(self._shapes[name])
+
     def tensor(self, name: str) -> np.ndarray:
         """Return a tensor: norms near what leaves a value as it is, others so that a product is as large as what goes in."""
         shape = self._shapes[name]

@@ -111,8 +111,14 @@ def test_the_report_of_a_model_with_states() -> None:
     assert second.startswith("  largest difference of logits 0.012, of live rows 0.004, of states 0.02, relative to ")
 
 
+def test_the_report_of_a_model_of_states_alone() -> None:
+    first, second, _ = comparison_lines(comparison(replace(PAIR, largest_rows_share=None, largest_states_share=0.02)))
+    assert first == "a and b agree: logits and states of a prefill and 6 decode steps"
+    assert second.startswith("  largest difference of logits 0.012, of states 0.02, relative to ")
+
+
 def test_the_report_without_live_rows() -> None:
-    first, second, _ = comparison_lines(comparison(PAIR, steps=1, live_rows=False))
+    first, second, _ = comparison_lines(comparison(replace(PAIR, largest_rows_share=None), steps=1, live_rows=False))
     assert first == "a and b agree: logits of a prefill and 1 decode step"
     assert second.startswith("  largest difference of logits 0.012, relative to ")
 

@@ -173,7 +173,7 @@ def test_one_wrong_element_of_a_state_is_named_with_its_layer(kind: str, place: 
     assert pair.largest_states_share > 0.01
 
 
-@pytest.mark.parametrize("model", ["bamba", "lfm2-bias"])
+@pytest.mark.parametrize("model", ["bamba", "lfm2-bias", "mamba2"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_a_model_with_states_agrees_with_recomputation(model: str, dtype: str) -> None:
     source = SessionSource(GOLDEN / model, engine="reference", dtype=dtype, **SIZES)  # type: ignore[arg-type]
@@ -181,6 +181,7 @@ def test_a_model_with_states_agrees_with_recomputation(model: str, dtype: str) -
     assert pair.agrees, pair.difference
     assert pair.largest_states_share is not None
     assert 0 < pair.largest_states_share < TOLERANCES[dtype]
+    assert (pair.largest_rows_share is None) == (model == "mamba2")  # no attention, no rows
 
 
 def test_a_nan_is_named() -> None:

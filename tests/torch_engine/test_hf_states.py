@@ -13,7 +13,8 @@ from tests.torch_engine.needs_torch import need_torch
 need_torch()
 
 import torch  # noqa: E402
-import transformers  # noqa: E402
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed: `make test-torch` installs it")
 
 from tests.helpers.hf_states import cache_over, config_for  # noqa: E402
 from trt_kvcache import CudaMemory, HostMemory, HybridCacheManager  # noqa: E402

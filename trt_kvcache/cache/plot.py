@@ -9,6 +9,7 @@ from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.estimate import estimate_memory
 from trt_kvcache.cache.hybrid_config import HybridCacheConfig
 from trt_kvcache.errors import ShapeError
+from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.plot import GREY, INK, Plot, draw, paint_sizes, size_text
 
 #: The kinds of tokens of a slot and their colours, which differ in brightness too.
@@ -41,8 +42,8 @@ def draw_cache(
     -------
     Plot
         Two panels: a bar of S tokens per slot, with the reused, live and free ones; and the bytes of the layers, where neighbours of one
-        shape share a bar, and all layers with states. Without attention layers a slot can hold any number of tokens: the bars are as long
-        as the longest one.
+        shape share a bar, and all layers with states. Where nothing limits S, as in a cache of states alone, the axis ends at the longest
+        one.
 
     Raises
     ------
@@ -77,13 +78,15 @@ def draw_cache(
 
 
 def _paint_slots(axes: Any, config: KVCacheConfig | HybridCacheConfig, lengths: Sequence[int], reused: Sequence[int]) -> None:
-    slots, longest = config.max_batch_size, config.max_sequence_length if config.kv else max(1, *lengths, 1)
+    slots = config.max_batch_size
+    is_limited = config.max_sequence_length < MAX_DIMENSION
+    longest = config.max_sequence_length if is_limited else max(1, *lengths, 1)
     held = [*lengths, *[0] * (slots - len(lengths))]
     kept = [min(length, count) for length, count in zip(held, [*reused, *[0] * (slots - len(reused))], strict=True)]
     rows = range(slots)
     is_named = slots <= _MAX_NAMED_SLOTS
     bar: dict[str, Any] = {"height": 0.78 if is_named else 1.0, "linewidth": 0}
-    starts = {"reused": ([0] * slots, kept), "live": (kept, held), "free": (held, [longest] * slots)}
+    starts = {"reused": ([0] * slots, kept), "live": (kept, held), "free": (held, [longest] * slots if is_limited else held)}
     for name, (first, end) in starts.items():
         widths = [after - before for before, after in zip(first, end, strict=True)]
         axes.barh(rows, widths, left=first, color=COLOURS[name], label=name, **bar)
@@ -97,12 +100,13 @@ def _paint_slots(axes: Any, config: KVCacheConfig | HybridCacheConfig, lengths: 
     if is_named:
         axes.set_yticks(rows, [f"slot {slot}" for slot in rows])
         for slot, length in enumerate(held):
-            text = f"{length:,} ({length / longest:.0%})" if slot < len(lengths) else "not active"
+            share = f" ({length / longest:.0%})" if is_limited else ""
+            text = f"{length:,}{share}" if slot < len(lengths) else "not active"
             axes.annotate(text, (1, slot), (6, 0), xycoords=("axes fraction", "data"), textcoords="offset points", va="center", color=INK)
     else:
         axes.set_ylabel("slot")
-    share = sum(held) / (slots * longest)
-    axes.set_title(f"{sum(held):,} of {slots * longest:,} tokens ({share:.0%}) in {len(lengths)} of {slots} slots", fontsize=9, color=INK)
+    tokens = f"{sum(held):,} of {slots * longest:,} tokens ({sum(held) / (slots * longest):.0%})" if is_limited else f"{sum(held):,} tokens"
+    axes.set_title(f"{tokens} in {len(lengths)} of {slots} slots", fontsize=9, color=INK)
     axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=4, frameon=False, borderaxespad=0.1, handlelength=1, handleheight=1)
     axes.tick_params(left=not is_named)
 
@@ -137,6 +141,8 @@ def _token_ticks(longest: int) -> list[int]:
 def layer_runs(config: KVCacheConfig | HybridCacheConfig) -> list[tuple[str, int, int]]:
     """Return the runs of neighbouring attention layers that have one shape, and all layers with states as one run.
 
+    Attention layers are counted among themselves.
+
     Parameters
     ----------
     config : KVCacheConfig or HybridCacheConfig
@@ -150,11 +156,12 @@ def layer_runs(config: KVCacheConfig | HybridCacheConfig) -> list[tuple[str, int
     sizes = estimate_memory(config).bytes_per_layer
     layers = () if config.kv is None else config.kv.layers
     shapes = [(layer.num_kv_heads, layer.head_dim, nbytes) for layer, nbytes in zip(layers, sizes, strict=True)]
+    kind = "layer" if config.mamba is None else "attention layer"
     runs = []
     first = 0
     for (heads, dim, nbytes), run in groupby(shapes):
         count = len(list(run))
-        name = f"layer {first}" if count == 1 else f"layers {first} to {first + count - 1}"
+        name = kind + (f" {first}" if count == 1 else f"s {first} to {first + count - 1}")
         runs.append((f"{name}: {heads} x {dim}", count, nbytes))
         first += count
     if config.mamba is not None:

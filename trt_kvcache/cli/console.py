@@ -13,6 +13,7 @@ from rich.text import Text
 from trt_kvcache.builder.build_engine import BUILDING, Progress as ProgressCallback
 from trt_kvcache.cli.interrupt import held_interrupts
 from trt_kvcache.cli.verbosity import is_quiet
+from trt_kvcache.memory.shapes import MAX_DIMENSION
 
 _WIDTH_OF_A_PIPE = 160
 
@@ -147,6 +148,11 @@ def size(nbytes: int) -> str:
 def count(number: int, what: str) -> str:
     """Return a number of things in words: ``1 slot``, ``2 slots``."""
     return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+def length_limit(tokens: int) -> str:
+    """Return how many tokens fit in words: ``96 tokens``, or that nothing limits them, as in a cache of states alone."""
+    return "any number of tokens" if tokens == MAX_DIMENSION else count(tokens, "token")
 
 
 def span(first: int, last: int) -> str:

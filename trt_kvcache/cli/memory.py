@@ -1,6 +1,6 @@
 """``trt-kvcache memory``: print how many bytes a cache takes, without allocating it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -15,7 +15,7 @@ from trt_kvcache.cache.hybrid_config import HybridCacheConfig
 from trt_kvcache.cache.recurrent_states import state_storages
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.cli.build_sizes import print_build_sizes
-from trt_kvcache.cli.console import count, put_json, results, say, size, span, table
+from trt_kvcache.cli.console import count, length_limit, put_json, results, say, size, span, table
 from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice, logits_per_slot
 from trt_kvcache.cli.quantized_weights import weights_format
@@ -25,7 +25,7 @@ from trt_kvcache.engine.attention_variants import window_in_cache
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError, CheckpointError
-from trt_kvcache.model import ModelConfig
+from trt_kvcache.model import AttentionConfig, ModelConfig
 
 _GIB = 2**30
 _MAX_GIB = 1e9
@@ -155,7 +155,7 @@ def _model_of(folder: Path | None) -> ModelConfig | None:
 def _print_estimate(config: DecoderCacheConfig, estimate: MemoryEstimate, model: ModelConfig | None) -> None:
     if config.kv is not None:
         _print_attention_layers(config.kv, estimate, model)
-    slots, length = count(config.max_batch_size, "slot"), count(config.max_sequence_length, "token")
+    slots, length = count(config.max_batch_size, "slot"), length_limit(config.max_sequence_length)
     say(f"{slots} of {length}, {config.dtype}" + (f", {config.kv.layout.value}" if config.kv else ""))
     if config.mamba is not None:
         shapes = " and ".join(str(storage.slot_shape) for storage in state_storages(config.mamba).values())
@@ -168,49 +168,49 @@ def _print_estimate(config: DecoderCacheConfig, estimate: MemoryEstimate, model:
 
 
 def _print_attention_layers(kv: KVCacheConfig, estimate: MemoryEstimate, model: ModelConfig | None) -> None:
-    """Print one row for each run of equal attention layers. A window saves no bytes: it lies over full rows."""
+    """Print one row for each run of equal attention layers that follow each other. A window saves no bytes: it lies over full rows."""
     mixers = [None] * kv.num_layers if model is None else model.attention_layers
     windows = [None if mixer is None else window_in_cache(mixer, kv.max_sequence_length) for mixer in mixers]
     window = ["window"] if any(windows) else []
     rows = table("layers", "KV heads", "head dim", *window, "bytes per layer", "size", numbers=("bytes per layer", "size"))
-    layers = enumerate(zip(kv.layers, windows, estimate.bytes_per_layer, strict=True))
-    for (layer, tokens, nbytes), run in groupby(layers, lambda item: item[1]):
-        indices = [index for index, _ in run]
+    layers = zip(_attention_indices(kv, model), kv.layers, windows, estimate.bytes_per_layer, strict=True)
+    for (layer, tokens, nbytes, _), run in groupby(enumerate(layers), lambda item: (*item[1][1:], item[1][0] - item[0])):
+        indices = [index for _, (index, *_) in run]
         shown = [str(tokens or "")] if window else []
         rows.add_row(span(indices[0], indices[-1]), str(layer.num_kv_heads), str(layer.head_dim), *shown, str(nbytes), size(nbytes))
     results().print(rows)
 
 
+def _attention_indices(kv: KVCacheConfig, model: ModelConfig | None) -> Sequence[int]:
+    """Return the index of each attention layer among all layers of the model."""
+    if model is None:
+        return range(kv.num_layers)
+    return [index for index, layer in enumerate(model.layers) if isinstance(layer.mixer, AttentionConfig)]
+
+
 def _what_fits(config: DecoderCacheConfig, gib: float, positions: int | None) -> dict[str, int]:
-    """Return what fits, for ``--json``; 0 where not even one slot or token does."""
-    found = {}
-    for name, search in (("longest_sequence", longest_sequence), ("largest_batch", largest_batch)):
-        try:
-            found[name] = search(config, int(gib * _GIB))
-        except CapacityError:
-            found[name] = 0
-    if positions is not None:
-        found["longest_sequence"] = min(found["longest_sequence"], positions)
-    return found
+    """Return what fits, for ``--json``."""
+    longest, batch = (_fitting(search, config, int(gib * _GIB)) for search in (longest_sequence, largest_batch))
+    return {"longest_sequence": longest if positions is None else min(longest, positions), "largest_batch": batch}
 
 
 def _print_what_fits(config: DecoderCacheConfig, gib: float, positions: int | None) -> None:
     budget = int(gib * _GIB)
     say(f"in {gib:g} GiB ({budget} B):")
-    slots, length = count(config.max_batch_size, "slot"), count(config.max_sequence_length, "token")
-    longest = _fitting(longest_sequence, config, budget, "token", positions)
-    say(f"  longest sequence with {slots}: {longest}")
-    say(f"  largest batch of {length}: {_fitting(largest_batch, config, budget, 'slot')}")
+    slots, length = count(config.max_batch_size, "slot"), length_limit(config.max_sequence_length)
+    longest, batch = (_fitting(search, config, budget) for search in (longest_sequence, largest_batch))
+    at_most = positions or longest
+    positions_end = ", all positions of the model" if longest > at_most else ""
+    say(f"  longest sequence with {slots}: {length_limit(min(longest, at_most)) + positions_end if longest else 'not even 1 token fits'}")
+    say(f"  largest batch of {length}: {count(batch, 'slot') if batch else 'not even 1 slot fits'}")
 
 
-def _fitting(
-    search: Callable[[DecoderCacheConfig, int], int], config: DecoderCacheConfig, budget: int, what: str, limit: int | None = None
-) -> str:
+def _fitting(search: Callable[[DecoderCacheConfig, int], int], config: DecoderCacheConfig, budget: int) -> int:
+    """Return what fits; 0 where not even one slot or token does."""
     try:
-        found = search(config, budget)
+        return search(config, budget)
     except CapacityError:
-        return f"not even 1 {what} fits"
-    return count(found, what) if limit is None or found <= limit else f"{count(limit, what)}, all positions of the model"
+        return 0
 
 
 def _bytes(nbytes: int) -> str:

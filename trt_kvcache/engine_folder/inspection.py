@@ -12,6 +12,7 @@ from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.folder import EngineFolder
 from trt_kvcache.engine_folder.records import CheckpointRecord, SegmentsRecord
+from trt_kvcache.memory.shapes import MAX_DIMENSION
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.plot import INK, Plot, draw, paint_sizes, size_text
 
@@ -105,7 +106,7 @@ class EngineInspection:
             upper, lower = figure.subplots(2, 1, height_ratios=heights)
             cache = self.cache
             slots = f"{cache.max_batch_size} {'slot' if cache.max_batch_size == 1 else 'slots'}"
-            slots += "" if cache.kv is None else f" of {cache.max_sequence_length:,} tokens"
+            slots += "" if cache.max_sequence_length == MAX_DIMENSION else f" of {cache.max_sequence_length:,} tokens"
             paint_sizes(upper, list(sizes.items()), [PLAN_COLOUR] * (len(sizes) - num_caches) + [LAYER_COLOUR] * num_caches)
             upper.set_title(f"{size_text(sum(sizes.values()))} for {slots}, without activations", fontsize=9, color=INK)
             paint_layers(lower, cache)

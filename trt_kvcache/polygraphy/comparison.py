@@ -67,11 +67,11 @@ class PairComparison:
         The largest accepted difference, relative to the largest value in the same slot (and head).
     difference : Difference or None
         The first difference that exceeds the tolerance; None if there is none.
-    largest_logits_share, largest_rows_share : float
-        The largest difference of the logits, and of the live cache rows, relative to the largest value in the same slot (and head); NaN
-        if a value is NaN.
-    largest_states_share : float or None
-        The same of the states; None for a model without them.
+    largest_logits_share : float
+        The largest difference of the logits, relative to the largest value in the same slot; NaN if a value is NaN.
+    largest_rows_share, largest_states_share : float or None
+        The same of the live cache rows, and of the states, relative to the largest value in the same slot and head; None where they were
+        not compared, or where the model has none.
     equal_tokens, tokens : int
         How many greedy choices are equal, and how many were compared.
     token_difference : TokenDifference or None
@@ -84,7 +84,7 @@ class PairComparison:
     tolerance: float
     difference: Difference | None
     largest_logits_share: float
-    largest_rows_share: float
+    largest_rows_share: float | None
     equal_tokens: int
     tokens: int
     token_difference: TokenDifference | None
@@ -146,14 +146,12 @@ def comparison_lines(comparison: Comparison) -> list[str]:
     for pair in comparison.pairs:
         verdict = "agree" if pair.agrees else "DIFFER"
         steps = f"a prefill and {_count(comparison.steps, 'decode step')}"
-        lines.append(f"{pair.first} and {pair.second} {verdict}: {_compared(comparison, pair)} of {steps}")
+        lines.append(f"{pair.first} and {pair.second} {verdict}: {_compared(pair)} of {steps}")
         if pair.difference is not None:
             lines += [f"  {line}" for line in difference_lines(pair.difference, pair.first, pair.second)]
-        rows = f", of live rows {pair.largest_rows_share:.2g}" if comparison.live_rows else ""
-        if pair.largest_states_share is not None:
-            rows += f", of states {pair.largest_states_share:.2g}"
+        kept = "".join(f", of {what.replace(' cache', '')} {share:.2g}" for what, share in _shares(pair).items())
         lines.append(
-            f"  largest difference of logits {pair.largest_logits_share:.2g}{rows}, relative to the largest value of the slot and head "
+            f"  largest difference of logits {pair.largest_logits_share:.2g}{kept}, relative to the largest value of the slot and head "
             f"({pair.dtype}: at most {pair.tolerance:.2g})"
         )
         lines.append(f"  greedy tokens: {pair.equal_tokens} of {pair.tokens} equal{_first_token(pair)}")
@@ -188,10 +186,15 @@ def difference_lines(difference: Difference, first: str, second: str) -> list[st
     ]
 
 
-def _compared(comparison: Comparison, pair: PairComparison) -> str:
-    if not comparison.live_rows:
-        return "logits"
-    return "logits and live cache rows" if pair.largest_states_share is None else "logits, live cache rows and states"
+def _compared(pair: PairComparison) -> str:
+    first, *others = "logits", *_shares(pair)
+    return f"{', '.join([first, *others[:-1]])} and {others[-1]}" if others else first
+
+
+def _shares(pair: PairComparison) -> dict[str, float]:
+    """Return the largest differences of what the layers keep, as far as it was compared."""
+    shares = {"live cache rows": pair.largest_rows_share, "states": pair.largest_states_share}
+    return {what: share for what, share in shares.items() if share is not None}
 
 
 def _layer(difference: Difference) -> str:

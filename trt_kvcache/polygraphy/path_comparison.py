@@ -114,7 +114,7 @@ class _Pair:
     tolerance: float
     difference: Difference | None = None
     logits_share: float = 0.0
-    rows_share: float = 0.0
+    rows_share: float | None = None
     states_share: float | None = None
     equal_tokens: int = 0
     tokens: int = 0
@@ -124,7 +124,7 @@ class _Pair:
         if kind == "logits":
             self.logits_share = float(np.maximum(self.logits_share, share))
         elif kind in ("K", "V"):
-            self.rows_share = float(np.maximum(self.rows_share, share))
+            self.rows_share = float(np.maximum(self.rows_share or 0.0, share))
         elif kind in ("conv state", "recurrent state"):
             self.states_share = float(np.maximum(self.states_share or 0.0, share))
 

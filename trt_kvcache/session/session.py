@@ -612,12 +612,14 @@ class InferenceSession(Uncopyable):
         slot : int
             An active slot.
         length : int
-            Tokens to keep, at most as many as the slot holds.
+            Tokens to keep, at most as many as the slot holds. A model with states keeps all of them or none.
 
         Raises
         ------
         SlotError, RangeError, ClosedError
             Nothing was changed.
+        ConfigError
+            The model has states, which cannot go back to an earlier token. Nothing was changed.
 
         Examples
         --------

@@ -14,6 +14,7 @@ import pytest
 
 from tests.helpers.small_model import SMALL
 from tests.reference import rig
+from trt_kvcache.checkpoint.weights_summary import WeightsSummary
 from trt_kvcache.model import LayerConfig, ModelConfig, NormConfig, QkNormConfig
 from trt_kvcache.model.features import features
 from trt_kvcache.model.tensor_shapes import tensor_shapes
@@ -57,6 +58,13 @@ class Stored:
         self.path = Path(NAME)
         self._arrays = {name: (random.normal(size=shape) * 0.3).astype(np.float32) for name, shape in tensor_shapes(model).items()}
         self.nbytes = sum(array.nbytes for array in self._arrays.values())
+        self.weights = WeightsSummary(format="float32", is_quantized=False, nbytes=self.nbytes, step_nbytes=self.nbytes)
+
+    def nbytes_of(self, name: str) -> int:
+        return self._arrays[name].nbytes
+
+    def quantized_weight(self, name: str) -> None:
+        return None
 
     def tensor(self, name: str) -> np.ndarray:
         return self._arrays[name]

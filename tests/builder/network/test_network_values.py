@@ -140,7 +140,8 @@ def total(slot):
 
 def assert_near(actual, expected, tolerance):
     assert np.isfinite(expected.astype(np.float32)).all()
-    np.testing.assert_allclose(actual.astype(np.float32), expected.astype(np.float32), rtol=0, atol=tolerance)
+    expected = expected.astype(np.float32)
+    np.testing.assert_allclose(actual.astype(np.float32), expected, rtol=0, atol=tolerance * max(1, np.abs(expected).max(initial=0)))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -71,8 +71,10 @@ def mamba2(fields: ConfigFields) -> Mamba2Config:
     """Return the Mamba-2 of all layers, of fields whose names begin with ``mamba_``: ``mamba_d_head`` may be ``"auto"``."""
     silu_convolution(fields)
     inner, heads = fields.integer("mamba_expand") * fields.integer("hidden_size"), fields.integer("mamba_n_heads")
-    if inner % heads or fields.get("mamba_d_head") not in ("auto", inner // heads):
-        raise ConfigError(f"mamba_d_head: expected {inner / heads:g}, mamba_expand * hidden_size / mamba_n_heads, or auto.")
+    if inner % heads:
+        raise ConfigError(f"mamba_n_heads: expected a divisor of mamba_expand * hidden_size = {inner}, got {heads}.")
+    if fields.get("mamba_d_head") not in ("auto", inner // heads):
+        raise fields.refusal("mamba_d_head", f"{inner // heads}, which is mamba_expand * hidden_size / mamba_n_heads, or auto")
     return Mamba2Config(
         num_heads=heads,
         head_dim=inner // heads,

@@ -28,8 +28,9 @@ def read(fields: ConfigFields) -> ModelConfig:
     """
     silu_convolution(fields)
     norms, heads, head_dim = norm(fields, field="layer_norm_epsilon"), fields.integer("num_heads"), fields.integer("head_dim")
-    if fields.integer("expand") * fields.integer("hidden_size") != heads * head_dim:
-        raise ConfigError(f"expand: expected expand * hidden_size = num_heads * head_dim = {heads * head_dim}, got another number.")
+    inner = fields.integer("expand") * fields.integer("hidden_size")
+    if inner != heads * head_dim:
+        raise ConfigError(f"expand: expected expand * hidden_size = num_heads * head_dim = {heads * head_dim}, got {inner}.")
     mixer = Mamba2Config(
         num_heads=heads,
         head_dim=head_dim,
