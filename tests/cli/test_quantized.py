@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.folders import edit_config
+from tests.helpers.engine_files import make_engine_folder
 from tests.helpers.quantized_models import CASES, write_quantized
+from tests.helpers.small_model import write_model
 from trt_kvcache.benchmarking import copy_speed
 from trt_kvcache.checkpoint import Checkpoint
 
@@ -62,7 +64,32 @@ def test_a_format_that_is_not_read_is_refused_by_name(run: Run, folder: Path):
         assert "got 'bitsandbytes'" in done.err
 
 
-def test_sizes_of_an_engine_are_refused(run: Run, folder: Path):
-    done = run("memory", folder, "--engine")
+def test_sizes_of_an_engine_count_packed_weights(run: Run, tmp_path: Path):
+    quantize, config = CASES["awq"]
+    plain = write_model(tmp_path / "plain", hidden_size=32, intermediate_size=64, head_dim=16)
+    write_quantized(tmp_path / "awq", str(plain), quantize, config)
+    found = [
+        json.loads(run("memory", folder, "--engine", "--json", *more).out)["build"]["weights_nbytes"]
+        for folder, more in (("plain", ()), ("awq", ()), ("plain", ("--quantize", "int8")))
+        for folder in [tmp_path / folder]
+    ]
+    assert found[1] < found[2] < found[0]
+
+
+def test_rounding_is_said_and_recorded(run: Run, tmp_path: Path):
+    model = write_model(tmp_path / "model", hidden_size=64, intermediate_size=96, head_dim=16)
+    done = run("generate", model, *PROMPT, "--max-new-tokens", 2, "--quantize", "int4,head=int8")
+    assert done.code == 0
+    assert "weights: int4 in groups of 32 (rounded to nearest) and int8 by output (rounded to nearest)" in done.err.splitlines()
+    done = run("compare", model, *PROMPT, "--steps", 2, "--quantize", "int8", "--json")
+    assert json.loads(done.out)["agrees"]
+    done = run("generate", model, *PROMPT, "--quantize", "int5")
     assert done.code == 1
-    assert f"expected weights that are not quantized, got {TITLE}" in done.err
+    assert "quantize: weights: expected one of int8, int4, int4:32, int4:128, got 'int5'" in done.err
+
+
+def test_inspect_says_the_rounding(run: Run, tmp_path: Path):
+    model = write_model(tmp_path / "model")
+    engine = make_engine_folder(model, tmp_path / "engine", quantize="int8").path
+    assert "computed in float16, weights in int8 by output (rounded to nearest)" in run("inspect", engine).out
+    assert json.loads(run("inspect", engine, "--json").out)["checkpoint"]["quantize"] == "int8"

@@ -19,7 +19,7 @@ from trt_kvcache.errors import EngineError
 
 #: What nothing else in a config.json depends on: any value of the right kind may stand there.
 FREE = {"tensorrt/version", "compute_capabilities", "plan/sha256", "profiles/0/max_width"}
-FREE |= {f"checkpoint/{name}" for name in ("path", "fingerprint", "nbytes", "embedded")}
+FREE |= {f"checkpoint/{name}" for name in ("path", "fingerprint", "nbytes", "embedded", "weights")}
 FREE |= {"names/new_lengths"}  # of engines with states
 FREE |= {f"attention/{layer}/{name}" for layer in (0, 1) for name in ("decomposable", "reason")}
 SEGMENTED = {"segments/constants/nbytes", "segments/constants/sha256"}
@@ -43,7 +43,7 @@ def test_config_is_plain_json(model: Path) -> None:
         config = make_config(checkpoint)
     data = json.loads(json.dumps(config.to_dict()))
     assert EngineConfig.from_dict(data) == config
-    assert data["format"] == 5
+    assert data["format"] == 6
     assert data["producer"]["name"] == "trt-kvcache"
     assert data["tensors"][3] == {"name": "k_cache_0", "shape": [-1, 2, 38, 24], "dtype": "float16", "mode": "input", "alias": None}
 
@@ -87,11 +87,11 @@ def test_tensors_without_more_logits_are_refused_where_the_profiles_have_them(mo
         EngineConfig.from_dict(data)
 
 
-@pytest.mark.parametrize("older", [1, 2, 3, 4])
+@pytest.mark.parametrize("older", [1, 2, 3, 4, 5])
 def test_an_older_format_is_refused(model: Path, older: int) -> None:
     with Checkpoint.open(model) as checkpoint:
         data = make_config(checkpoint).to_dict()
-    message = rf"^format: this package reads 5, got {older}\. An older trt-kvcache built the engine: build it again\.$"
+    message = rf"^format: this package reads 6, got {older}\. An older trt-kvcache built the engine: build it again\.$"
     with pytest.raises(EngineError, match=message):
         EngineConfig.from_dict({**data, "format": older})
 
@@ -125,6 +125,8 @@ def edit(folder: EngineFolder, change: Callable[[dict[str, Any]], object]) -> No
         ("checkpoint/path", None, r"checkpoint\.path: expected a str, got None"),
         ("checkpoint/fingerprint", 7, r"checkpoint\.fingerprint: expected a str, got 7"),
         ("checkpoint/nbytes", "x", r"checkpoint\.nbytes: expected an integer, got 'x'"),
+        ("checkpoint/weights", None, r"checkpoint\.weights: expected a str, got None"),
+        ("checkpoint/quantize", "int3", r"quantize: weights: expected one of int8, int4, int4:32, int4:128, got 'int3'"),
         ("checkpoint/embedded", "no", r"checkpoint\.embedded: expected a bool, got 'no'"),
         ("plan/sha256", 3, r"plan\.sha256: expected a str, got 3"),
         ("plan/nbytes", -1, r"plan\.nbytes: expected at least 1, got -1"),

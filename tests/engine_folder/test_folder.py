@@ -57,8 +57,8 @@ def with_config(change: Callable[[dict[str, Any]], object]) -> Callable[[EngineF
         (write_config("[1]"), r"config\.json: expected a JSON object, got list"),
         (write_config("{}"), r"config\.json: format: expected a number of 1 or more, got None"),
         (
-            with_config(lambda data: data.update(format=6)),
-            r"config\.json: format: this package reads 5, got 6\. A newer trt-kvcache built the engine: upgrade\.",
+            with_config(lambda data: data.update(format=7)),
+            r"config\.json: format: this package reads 6, got 7\. A newer trt-kvcache built the engine: upgrade\.",
         ),
         (with_config(lambda data: data.update(format="1")), r"format: expected a number of 1 or more, got '1'"),
         (with_config(lambda data: data.update(format=True)), r"format: expected a number of 1 or more, got True"),
@@ -177,7 +177,7 @@ def test_a_changed_checkpoint_is_refused(folder: EngineFolder, model: Path, chan
 def test_a_checkpoint_that_is_refused_is_closed(folder: EngineFolder, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = Checkpoint.open(model)
     monkeypatch.setattr(checkpoint, "fingerprint", lambda progress: "another")
-    monkeypatch.setattr(Checkpoint, "open", lambda path: checkpoint)
+    monkeypatch.setattr(Checkpoint, "open", lambda path, quantize: checkpoint)
     with pytest.raises(CheckpointError, match="this checkpoint was changed"):
         folder.open_checkpoint()
     with pytest.raises(ClosedError):

@@ -14,7 +14,7 @@ from trt_kvcache.ops.segments import Segment
 PLAN = b"these bytes stand for an engine"
 
 
-def make_config(checkpoint, *, plan=PLAN, embedded=False, **changes):
+def make_config(checkpoint, *, plan=PLAN, embedded=False, quantize="", **changes):
     model = checkpoint.config
     segmented, logits = changes.pop("segmented", False), {"max_logits_per_slot": changes.pop("max_logits_per_slot", 1)}
     chosen = changes["attention"][0].variant if changes.get("attention") else "plugin" if segmented else "native"
@@ -33,7 +33,12 @@ def make_config(checkpoint, *, plan=PLAN, embedded=False, **changes):
         "compute_capabilities": None,
         "plan": FileRecord.of([plan]),
         "checkpoint": CheckpointRecord(
-            path=str(checkpoint.path), fingerprint=checkpoint.fingerprint(), nbytes=checkpoint.nbytes, embedded=embedded
+            path=str(checkpoint.path),
+            fingerprint=checkpoint.fingerprint(),
+            nbytes=checkpoint.nbytes,
+            embedded=embedded,
+            weights=checkpoint.weights.format,
+            quantize=quantize,
         ),
     }
     if segmented and changes.get("segments", True):
@@ -55,9 +60,9 @@ def cuts_of(stages):
     return sum(isinstance(stage, Segment) for stage in stages) - 1
 
 
-def make_engine_folder(model, target, *, plan=PLAN, embedded=False, **changes):
-    with Checkpoint.open(model) as checkpoint:
-        config = make_config(checkpoint, plan=plan, embedded=embedded, **changes)
+def make_engine_folder(model, target, *, plan=PLAN, embedded=False, quantize="", **changes):
+    with Checkpoint.open(model, quantize=quantize or None) as checkpoint:
+        config = make_config(checkpoint, plan=plan, embedded=embedded, quantize=quantize, **changes)
         constants = define_constants(checkpoint, config.cache) if config.segments else None
         plans = with_padding(segment_plans(cuts_of(config.segments.stages))) if config.segments else [plan]
         return write_engine_folder(target, config=config, plans=plans, checkpoint=checkpoint, constants=constants)

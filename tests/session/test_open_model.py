@@ -251,6 +251,7 @@ class TestModel:
             "dtype": "float16",
             "attention": "native",
             "flavour": "auto",
+            "quantize": None,
             "progress": None,
         }
         ((place, _),) = gpu.opened

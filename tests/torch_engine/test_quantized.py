@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.quantized_models import ALL_CASES, write_quantized, write_values
+from tests.helpers.small_model import write_model
 from tests.helpers.tolerance import assert_close
 from tests.torch_engine.needs_torch import need_torch
 
@@ -36,6 +37,21 @@ def folders(request, tmp_path):
 def test_as_with_the_values_in_the_dtype_of_the_engine(folders, dtype):
     quantized, plain = folders
     np.testing.assert_array_equal(logits(quantized, dtype), logits(plain, dtype))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("quantize", ["int8", "int4,embedding=int8,head=int8"])
+def test_rounded_as_in_the_numpy_engine(tmp_path, quantize, dtype):
+    model = write_model(tmp_path / "model", hidden_size=64, intermediate_size=96, head_dim=16, torch_dtype="bfloat16", scale=0.1)
+    found, expected, plain = (
+        InferenceSession.from_model(model, engine=engine, dtype=dtype, max_sequence_length=16, quantize=rounding)
+        for engine, rounding in (("torch", quantize), ("reference", quantize), ("torch", None))
+    )
+    with found, expected, plain:
+        logits = [session.prefill([IDS])[0] for session in (found, expected, plain)]
+    tolerance = {"float32": 1e-5, "bfloat16": 0.03}[dtype]
+    assert_close(logits[0], logits[1], tolerance=tolerance)
+    assert np.abs(logits[2] - logits[1]).max() > 1e-3 * np.abs(logits[1]).max()
 
 
 @pytest.mark.parametrize("folders", ALL_CASES, indirect=True)

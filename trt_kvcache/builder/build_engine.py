@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trt_kvcache.builder.definition import DecoderDefinition, check_weights, define_constants, define_decoder, define_segments
+from trt_kvcache.builder.code_types import for_codes
+from trt_kvcache.builder.definition import DecoderDefinition, define_constants, define_decoder, define_segments
 from trt_kvcache.builder.options import (
     DEFAULT_MAX_BATCH_SIZE,
     DEFAULT_MAX_PREFILL_LENGTH,
@@ -18,6 +19,7 @@ from trt_kvcache.builder.options import (
 from trt_kvcache.builder.serialization import serialize
 from trt_kvcache.builder.timing_cache import check_timing_cache
 from trt_kvcache.checkpoint import Checkpoint, Tokenizer
+from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig, default_attention
 from trt_kvcache.engine.decoder_tensors import decoder_tensors
 from trt_kvcache.engine_folder.config import EngineConfig
@@ -82,6 +84,7 @@ def build_engine(
     compute_capabilities: Sequence[str] | None = None,
     builder_optimization_level: int | None = None,
     timing_cache: str | os.PathLike[str] | None = None,
+    quantize: str | None = None,
     progress: Progress | None = None,
 ) -> BuildReport:
     """Build a TensorRT engine from a Hugging Face folder.
@@ -113,13 +116,16 @@ def build_engine(
         Whether to copy the checkpoint into the engine folder, so that the reference engine and ``compare`` work where the checkpoint is
         not.
     compute_capabilities : sequence of str, optional
-        GPUs to build for, such as ``("8.6", "12.0")``; for TensorRT for RTX only. All that it knows if left out. Full TensorRT builds for
-        the GPU that it runs on.
+        GPUs to build for, such as ``("8.6", "12.0")``; for TensorRT for RTX only. If left out all that it knows, of those that have the
+        type of quantized weights. Full TensorRT builds for the GPU that it runs on.
     builder_optimization_level : int, optional
         How hard TensorRT searches for fast kernels, from 0 (shortest build) to 5; TensorRT's default, 3, if left out.
     timing_cache : path, optional
         For full TensorRT only: a file with measurements of kernels, from which a build starts and to which it adds, so that the next one
         is shorter. It need not exist.
+    quantize : str, optional
+        Round weights to the nearest integers of a scale, such as ``"int8"``, ``"int4"``, ``"int4:128"`` or ``"int4,head=int8"``: see
+        :class:`~trt_kvcache.checkpoint.quantized.quantization.Quantization`. For a checkpoint that is not quantized.
     progress : callable, optional
         Called as ``progress(stage, fraction)``; ``fraction`` is None while it is not known. An exception that it raises
         stops the build and is raised by this function.
@@ -153,6 +159,7 @@ def build_engine(
     'native'
     """
     started = time.perf_counter()
+    rounding = None if quantize is None else str(Quantization.parse(quantize))
     report = progress or (lambda stage, done: None)
     sequence_length = _default_sequence_length(Path(model_path)) if max_sequence_length is None else max_sequence_length
     options = BuildOptions(
@@ -175,8 +182,11 @@ def build_engine(
         check_timing_cache(options.timing_cache)
     tensorrt = load(flavour, error=BuildError)
     options.check_tensorrt(tensorrt)
-    with Checkpoint.open(Path(model_path)) as checkpoint, tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
-        check_weights(checkpoint)
+    with (
+        Checkpoint.open(Path(model_path), quantize=rounding) as checkpoint,
+        tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages,
+    ):
+        options = for_codes(options, checkpoint.code_kinds, tensorrt)
         options.check_kernels(checkpoint.config)
         Tokenizer.open(checkpoint.path)  # a damaged tokenizer is reported before the work, not by the first prompt
         report(DEFINING, None)
@@ -209,7 +219,12 @@ def build_engine(
             compute_capabilities=options.compute_capabilities,
             plan=FileRecord.of(chunks),
             checkpoint=CheckpointRecord(
-                path=os.path.abspath(model_path), fingerprint=fingerprint, nbytes=checkpoint.nbytes, embedded=embed_weights
+                path=os.path.abspath(model_path),
+                fingerprint=fingerprint,
+                nbytes=checkpoint.nbytes,
+                embedded=embed_weights,
+                weights=checkpoint.weights.format,
+                quantize=rounding or "",
             ),
             segments=None if constants is None else _segments_record(checkpoint, definition, options, plans, constants),
         )

@@ -10,13 +10,12 @@ from trt_kvcache.builder.network.rope import cos_sin
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.tensorrt_calls import require
 from trt_kvcache.checkpoint import Checkpoint
-from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.attention_variants import AttentionLayerConfig
 from trt_kvcache.engine.decoder_tensors import MIN_BATCH_SIZE, DecoderCacheConfig, decoder_tensors
 from trt_kvcache.engine.names import DEFAULT_NAMES, TensorNames
 from trt_kvcache.engine.protocol import EngineProfile, TensorSpec
 from trt_kvcache.engine_folder.decoder_segments import EMBEDDING, cos_sin_names, decoder_stages
-from trt_kvcache.errors import BuildError, ConfigError
+from trt_kvcache.errors import ConfigError
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.tensor_shapes import embedding_name
 from trt_kvcache.ops.segments import Segment
@@ -90,11 +89,10 @@ def define_decoder(
     ConfigError
         The options do not fit the model or this TensorRT, or they request plugin attention from a TensorRT without plugin layers.
     BuildError
-        TensorRT refused a layer, which is named.
+        TensorRT has no form for a quantized weight, or refused a layer, which is named.
     """
     options.check_tensorrt(tensorrt)
     model = checkpoint.config
-    check_weights(checkpoint)
     cache = options.cache_for(model)
     if options.attention == "plugin" and not can_add_plugins(tensorrt):
         raise ConfigError(
@@ -154,10 +152,9 @@ def define_segments(
     ConfigError
         The options do not fit the model.
     BuildError
-        The weights are quantized, or TensorRT refused a layer, which is named.
+        TensorRT has no form for a quantized weight, or refused a layer, which is named.
     """
     model = checkpoint.config
-    check_weights(checkpoint)
     cache = options.cache_for(model)
     builder, create_network = _network_factory(model, tensorrt, messages)
     networks = [create_network()]
@@ -183,27 +180,6 @@ def define_segments(
         DecoderDefinition, builder=builder, graph=graph, cache=cache, names=names, profiles=options.profiles, attention=attention
     )
     return tuple(make(network=network, tensors=segment.tensors) for network, segment in zip(networks, segments, strict=True))
-
-
-def check_weights(checkpoint: Checkpoint) -> None:
-    """Refuse weights that networks are not built with.
-
-    Parameters
-    ----------
-    checkpoint : Checkpoint
-        The open checkpoint.
-
-    Raises
-    ------
-    BuildError
-        Its weights are quantized.
-    """
-    weights = checkpoint.weights
-    if weights.is_quantized:
-        raise BuildError(
-            f"{checkpoint.path}: expected weights in {', '.join(MODEL_DTYPES)}, got {weights.format}. TensorRT engines with quantized "
-            'weights are not built yet. engine="torch" and engine="reference" compute with them.'
-        )
 
 
 def define_constants(checkpoint: Checkpoint, cache: DecoderCacheConfig) -> bytes:

@@ -8,12 +8,14 @@ from typing import Literal
 
 from trt_kvcache.builder.network.selective_scan import CHUNK_TOKENS
 from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, BuildOptions, default_sequence_length
+from trt_kvcache.checkpoint import Checkpoint
 from trt_kvcache.checkpoint.json_file import read_json
+from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.checkpoint.quantized.registry import quantized_format
+from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_nbytes, rounding_schemes
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine.attention_variants import default_attention
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
-from trt_kvcache.errors import ConfigError
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.model import AttentionConfig, LayerConfig, ModelConfig
 from trt_kvcache.model.recurrent_config import GatedDeltaNetConfig, Mamba2Config, RecurrentConfig
@@ -37,6 +39,8 @@ _HOST, _HOST_PER_LAYER = 207_000_000, 12_000_000
 
 #: How often the host holds the weights at the peak: in pages of the checkpoint or converted, in TensorRT, and in the plan.
 _COPIES = 3.1
+#: Of packed weights, beside themselves and the files that are read: what TensorRT makes of them while it builds, in dense weights.
+_COPIES_OF_PACKED = 1.2
 #: The same of an engine in segments: of the embedding, which stands beside its plan, and of the rest.
 _COPIES_IN_SEGMENTS = (2.9, 2.07)
 
@@ -93,8 +97,11 @@ def estimate_build(
     dtype: str | None = None,
     attention: str | None = None,
     flavour: str = "auto",
+    quantize: str | None = None,
 ) -> BuildEstimate:
-    """Estimate what ``build_engine`` would take and give. Only ``config.json`` is read; TensorRT is not needed.
+    """Estimate what ``build_engine`` would take and give. TensorRT is not needed.
+
+    Only ``config.json`` is read, and where weights are stored quantized the shapes of all tensors.
 
     Parameters
     ----------
@@ -110,20 +117,23 @@ def estimate_build(
         ``"native"``, ``"mask"`` or ``"plugin"``; chosen as by ``build_engine`` if left out.
     flavour : str
         ``"tensorrt"`` builds plugin attention into one network; otherwise it runs between the segments of the engine.
+    quantize : str, optional
+        As for ``build_engine``.
 
     Returns
     -------
     BuildEstimate
         The weights, and K, V and states, are exact. Plan and peak were within 10 % of the builds of ``benchmarks/build_estimate.py``:
-        TensorRT for RTX 1.7, all its GPUs, Linux, models without states. The plan of a small model is mostly kernels, and less certain.
+        TensorRT for RTX 1.7, all its GPUs, Linux, models without states and without quantized weights, and the peak of packed weights in a
+        build of 0.4 billion. The plan of a small model is mostly kernels, and less certain.
         Activations are not measured.
 
     Raises
     ------
     ConfigError
-        The model cannot be built with these options, or its weights are quantized.
+        The model cannot be built with these options.
     CheckpointError
-        There is no ``config.json``, or it is damaged or not supported.
+        There is no ``config.json``, or it is damaged or not supported; or weights are stored quantized, and are not there.
 
     Examples
     --------
@@ -134,10 +144,6 @@ def estimate_build(
     """
     data = read_json(Path(model_path) / "config.json")
     model, quantized = ModelConfig.from_dict(data), quantized_format(data, Path(model_path))
-    if quantized is not None:
-        raise ConfigError(
-            f"{model_path}: expected weights that are not quantized, got {quantized.title}. No engine is built with them yet."
-        )
     length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length
     options = BuildOptions(
         max_batch_size=max_batch_size,
@@ -153,9 +159,11 @@ def estimate_build(
     cache = options.cache_for(model)
     options.check_kernels(model)
     segmented = options.attention == "plugin" and flavour != "tensorrt"
-    size, shapes = itemsize(cache.dtype), tensor_shapes(model)
-    weights = sum(math.prod(shape) for shape in shapes.values()) * size
-    embedding = math.prod(shapes[embedding_name(model)]) * size if segmented else 0
+    sizes = _weight_sizes(Path(model_path), model, cache.dtype, quantize, is_quantized=quantized is not None)
+    embedding_nbytes = math.prod(tensor_shapes(model)[embedding_name(model)]) * itemsize(cache.dtype)
+    if segmented:
+        sizes[embedding_name(model)] = embedding_nbytes  # constants beside the plan are never packed
+    weights, embedding = sum(sizes.values()), embedding_nbytes if segmented else 0
     kernels = model.num_layers * _KERNELS_PER_SEGMENT if segmented else _KERNELS + model.num_layers * _KERNELS_PER_LAYER
     if options.attention == "mask":
         kernels += sum(mixer.softcap is not None for mixer in model.attention_layers) * _KERNELS_PER_CAPPED_LAYER
@@ -169,8 +177,26 @@ def estimate_build(
         constants_nbytes=sum(dense_nbytes(spec.shape, spec.dtype) for spec in decoder_constants(model, cache)) if segmented else 0,
         cache_nbytes=cache.nbytes,
         activations_nbytes=_activations_nbytes(model, cache.dtype, options),
-        host_peak_nbytes=_host_peak_nbytes(model, cache.dtype, weights, embedding, segmented=segmented),
+        host_peak_nbytes=(
+            _host_peak_nbytes(model, cache.dtype, weights, embedding, segmented=segmented)
+            if quantize is None and quantized is None
+            else _packed_host_peak_nbytes(model, cache.dtype, weights, is_rounded=quantized is None)
+        ),
     )
+
+
+def _weight_sizes(path: Path, model: ModelConfig, dtype: str, quantize: str | None, *, is_quantized: bool) -> dict[str, int]:
+    """Return the bytes of each weight in the engine, by name."""
+    shapes = tensor_shapes(model)
+    sizes = {name: math.prod(shape) * itemsize(dtype) for name, shape in shapes.items()}
+    if quantize is not None and not is_quantized:
+        schemes = rounding_schemes(model, Quantization.parse(quantize))
+        packed = {name: rounded_nbytes((shapes[name][0], shapes[name][1]), scheme, model.dtype) for name, scheme in schemes.items()}
+        return sizes | packed
+    if is_quantized:
+        with Checkpoint.open(path, quantize=quantize) as checkpoint:
+            return sizes | {name: checkpoint.nbytes_of(name) for name in checkpoint.quantized_names}
+    return sizes
 
 
 def _activations_nbytes(model: ModelConfig, dtype: str, options: BuildOptions) -> int:
@@ -210,3 +236,10 @@ def _host_peak_nbytes(model: ModelConfig, dtype: str, weights: int, embedding: i
     copies = _COPIES_IN_SEGMENTS[0] * embedding + _COPIES_IN_SEGMENTS[1] * (weights - embedding) if segmented else _COPIES * weights
     stored = weights // itemsize(dtype) * itemsize(model.dtype) if dtype != model.dtype else 0  # pages beside the converted weights
     return round(_HOST + model.num_layers * _HOST_PER_LAYER + copies + stored)
+
+
+def _packed_host_peak_nbytes(model: ModelConfig, dtype: str, packed: int, *, is_rounded: bool) -> int:
+    """Return most memory of the host during the build of ``packed`` bytes, which are rounded from dense weights or stored like that."""
+    elements = sum(math.prod(shape) for shape in tensor_shapes(model).values())
+    pages = elements * itemsize(model.dtype) if is_rounded else packed
+    return round(_HOST + model.num_layers * _HOST_PER_LAYER + pages + packed + _COPIES_OF_PACKED * elements * itemsize(dtype))

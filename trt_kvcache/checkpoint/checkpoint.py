@@ -18,7 +18,9 @@ from trt_kvcache.checkpoint.gguf_file import GGUFFile
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.checkpoint.quantized.format import QuantizedFormat
 from trt_kvcache.checkpoint.quantized.gguf import GGUF
+from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.checkpoint.quantized.registry import quantized_format
+from trt_kvcache.checkpoint.quantized.rounded_weight import RoundedWeight, rounded_weights
 from trt_kvcache.checkpoint.quantized.stored_weight import StoredWeight, stored_weight
 from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.checkpoint.weight_file import WeightFile
@@ -63,8 +65,8 @@ class Checkpoint:
         The model that ``config.json`` describes.
     files : mapping of str to WeightFile
         The file that holds each tensor, by the name that the family has for it.
-    quantized : mapping of str to StoredWeight, optional
-        The weights that are quantized, by name.
+    quantized : mapping of str to StoredWeight or RoundedWeight, optional
+        The weights that are quantized, or are rounded when they are read, by name.
 
     Attributes
     ----------
@@ -84,7 +86,11 @@ class Checkpoint:
     """
 
     def __init__(
-        self, path: Path, config: ModelConfig, files: Mapping[str, WeightFile], quantized: Mapping[str, StoredWeight] | None = None
+        self,
+        path: Path,
+        config: ModelConfig,
+        files: Mapping[str, WeightFile],
+        quantized: Mapping[str, StoredWeight | RoundedWeight] | None = None,
     ) -> None:
         self.path = path
         self.config = config
@@ -93,13 +99,16 @@ class Checkpoint:
         self._files: Mapping[str, WeightFile] | None = files
 
     @classmethod
-    def open(cls, path: str | Path) -> Checkpoint:
+    def open(cls, path: str | Path, *, quantize: str | Quantization | None = None) -> Checkpoint:
         """Open a model folder and check it.
 
         Parameters
         ----------
         path : path
             A folder with ``config.json`` and ``model.safetensors`` (or shards and their index), or one GGUF file in their place.
+        quantize : str or Quantization, optional
+            Round weights to the nearest integers of a scale when they are read, such as ``"int8"``, ``"int4"``, ``"int4:128"`` or
+            ``"int4,head=int8"``: see :class:`~trt_kvcache.checkpoint.quantized.quantization.Quantization`.
 
         Returns
         -------
@@ -109,7 +118,10 @@ class Checkpoint:
         Raises
         ------
         CheckpointError
-            The folder is incomplete, a file is damaged, or the model is not supported. The message names the file.
+            The folder is incomplete, a file is damaged, or the model is not supported. The message names the file. Or its weights are
+            quantized already, and ``quantize`` is given.
+        ConfigError
+            ``quantize`` says nothing that is known, or does not fit the model.
 
         Warns
         -----
@@ -117,6 +129,7 @@ class Checkpoint:
             Weights are stored in another floating-point dtype than ``config.json`` says (float32 norms in a bfloat16 model, ...). They
             are converted when they are read, as transformers does. Or a quantized model quantizes activations too, which is left out.
         """
+        rounding = None if quantize is None else Quantization.parse(quantize)
         folder = Path(path)
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: expected a model folder, got {'a file' if folder.exists() else 'nothing there'}.")
@@ -134,7 +147,8 @@ class Checkpoint:
             config = _with_stored_dtype(config, files[embedding_name(config)])
         quantized = {} if format_ is None else _quantized_weights(config, format_, files)
         _check(config, files, folder, format_, quantized)
-        checkpoint = cls(folder, config, files, quantized)
+        rounded = {} if rounding is None else rounded_weights(config, rounding, quantized)
+        checkpoint = cls(folder, config, files, {**quantized, **rounded})
         _warn_of_conversion(config, files, [name for name in checkpoint.tensor_names if name not in quantized], folder)
         if format_ is not None and quantized and format_.notes:
             warn_caller(f"{folder}: weights are {format_.title}: {'; '.join(format_.notes)}.", UserWarning)
@@ -214,6 +228,17 @@ class Checkpoint:
         return math.prod(self._shapes[name]) * itemsize(self.config.dtype)
 
     @property
+    def quantized_names(self) -> tuple[str, ...]:
+        """Names of the tensors that are quantized, of :attr:`tensor_names`."""
+        return tuple(name for name in self._shapes if name in self._quantized)
+
+    @property
+    def code_kinds(self) -> frozenset[str]:
+        """What codes of quantized weights are: see :data:`~trt_kvcache.checkpoint.quantized.codes.CODE_BITS`. Empty if there are none."""
+        files = self._open_files()
+        return frozenset(weight.code_kind(files) for weight in self._quantized.values())
+
+    @property
     def nbytes(self) -> int:
         """Size of the model's weights in bytes: quantized ones as they are stored, others in the dtype of the model."""
         self._open_files()
@@ -261,7 +286,7 @@ class Checkpoint:
         names = sorted(self._shapes)
         index = [(name, self._how_stored(name, files), self._shapes[name]) for name in names]
         digest = hashlib.sha256(json.dumps([self.config.to_description(), index], sort_keys=True).encode())
-        done, total = 0, self.nbytes
+        done, total = 0, sum(self._content_nbytes(name, files) for name in names)
         for content in (content for name in names for content in self._contents(name, files)):
             for start in range(0, content.size, _HASH_CHUNK_BYTES):
                 chunk = content[start : start + _HASH_CHUNK_BYTES]
@@ -285,6 +310,12 @@ class Checkpoint:
             yield _bytes(self.tensor(name))
         else:
             yield from (_bytes(files[part].array(part)) for part in self._quantized[name].tensor_names)
+
+    def _content_nbytes(self, name: str, files: Mapping[str, WeightFile]) -> int:
+        """Return how many bytes :meth:`_contents` returns."""
+        if name not in self._quantized:
+            return self.nbytes_of(name)
+        return sum(files[part].tensors[part].nbytes for part in self._quantized[name].tensor_names)
 
     def close(self) -> None:
         """Release the files. Arrays that were returned before stay valid. Closing twice is allowed."""

@@ -13,7 +13,15 @@ from trt_kvcache.cli.build_sizes import print_build_sizes
 from trt_kvcache.cli.console import count, note, progress_display, put_json, say, size
 from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice, logits_per_slot
-from trt_kvcache.cli.session_flags import ATTENTION_HELP, DTYPE_HELP, MAX_SEQUENCE_LENGTH_HELP, DTypeName, FlavourName, located
+from trt_kvcache.cli.session_flags import (
+    ATTENTION_HELP,
+    DTYPE_HELP,
+    MAX_SEQUENCE_LENGTH_HELP,
+    QUANTIZE_HELP,
+    DTypeName,
+    FlavourName,
+    located,
+)
 from trt_kvcache.engine_folder.folder import is_engine_folder
 from trt_kvcache.errors import CheckpointError
 from trt_kvcache.reference import Attention
@@ -72,6 +80,7 @@ def build(
             help="How hard TensorRT searches for fast kernels; 0 builds fastest. Default: 3.",
         ),
     ] = None,
+    quantize: Annotated[str | None, typer.Option(metavar="INT", help=QUANTIZE_HELP)] = None,
     timing_cache: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Start from the kernel timings in this file and add to them (full TensorRT). It need not exist."),
@@ -93,6 +102,7 @@ def build(
             dtype=dtype,
             attention=attention,
             flavour=flavour,
+            quantize=quantize,
         )
         if json:
             put_json(as_json(estimate))
@@ -114,6 +124,7 @@ def build(
             compute_capabilities=compute_capability or None,
             builder_optimization_level=builder_optimization_level,
             timing_cache=timing_cache,
+            quantize=quantize,
             progress=progress,
             on_interrupt=lambda: note(_STOPPING),
         )

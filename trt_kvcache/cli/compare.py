@@ -48,6 +48,7 @@ def compare(
     max_sequence_length: session_flags.MaxSequenceLength = None,
     dtype: session_flags.DTypeOption = None,
     attention: session_flags.AttentionOption = None,
+    quantize: session_flags.QuantizeOption = None,
     json: Json = False,
 ) -> None:
     """Check that several ways to run a model agree.
@@ -75,6 +76,7 @@ def compare(
         max_sequence_length=max_sequence_length,
         dtype=dtype,
         attention=attention,
+        quantize=quantize,
     )
     source = flags.source(folder, slots=len(prompts))
     sources = {"": source}
@@ -145,5 +147,6 @@ def _other_attention(folder: Path, reference: SessionSource) -> SessionSource:
         max_sequence_length=config.cache.max_sequence_length,
         max_prefill_length=config.max_prefill_length,
         dtype=cast(DTypeChoice, config.dtype),
+        quantize=config.checkpoint.quantize or None,
         attention=default_attention(config.model, config.cache.max_sequence_length) if config.attention_variant == "plugin" else "plugin",
     )

@@ -80,7 +80,8 @@ def _print_head(found: EngineInspection) -> None:
     cache, checkpoint = found.cache, found.checkpoint
     targets = ", ".join(found.compute_capabilities) if found.compute_capabilities else "not restricted"
     say(str(found.path), style="bold")
-    say(f"model: {found.model.family}, {count(found.model.num_layers, 'layer')}, computed in {found.dtype}")
+    weights = f", weights in {checkpoint.weights}" if checkpoint.weights not in ("", found.model.dtype) else ""
+    say(f"model: {found.model.family}, {count(found.model.num_layers, 'layer')}, computed in {found.dtype}{weights}")
     kinds = ([cache.kv.layout.value] if cache.kv else []) + (["states"] if cache.mamba else [])
     say(f"cache: {count(cache.max_batch_size, 'slot')} of {length_limit(cache.max_sequence_length)}, {cache.dtype}, {', '.join(kinds)}")
     say(f"built by: {found.tensorrt_flavour} {found.tensorrt_version}; compute capabilities: {targets}")

@@ -19,7 +19,7 @@ from trt_kvcache.cli.console import count, length_limit, put_json, results, say,
 from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice, logits_per_slot
 from trt_kvcache.cli.quantized_weights import weights_format
-from trt_kvcache.cli.session_flags import located
+from trt_kvcache.cli.session_flags import QUANTIZE_HELP, located
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.attention_variants import window_in_cache
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config
@@ -60,6 +60,7 @@ def memory(
     max_logits_per_slot: Annotated[
         Any, logits_per_slot(help="With --engine: most new tokens of a slot whose logits one enqueue returns.")
     ] = 1,
+    quantize: Annotated[str | None, typer.Option(metavar="INT", help=f"With --engine. {QUANTIZE_HELP}")] = None,
     json: Json = False,
 ) -> None:
     """Print the size of a cache in bytes.
@@ -85,7 +86,7 @@ def memory(
     model = _model_of(folder)
     packed = None if folder is None else weights_format(located(folder, ["config.json"]))
     positions = None if model is None else model.max_position_embeddings
-    build = _build_estimate(folder, config, dtype, max_logits_per_slot) if engine else None
+    build = _build_estimate(folder, config, dtype, max_logits_per_slot, quantize) if engine else None
     if json:
         extra = {} if build is None else {"build": as_json(build)}
         fits = {} if gib is None else _what_fits(config, gib, positions)
@@ -117,7 +118,7 @@ def _config_of_numbers(layers: int | None, kv_heads: int | None, head_dim: int |
     return KVCacheConfig(layers=(layer,) * layers, max_batch_size=1, max_sequence_length=max_sequence_length)
 
 
-def _build_estimate(folder: Path | None, config: DecoderCacheConfig, dtype: str | None, logits: Any) -> BuildEstimate:
+def _build_estimate(folder: Path | None, config: DecoderCacheConfig, dtype: str | None, logits: Any, quantize: str | None) -> BuildEstimate:
     if folder is None or is_engine_folder(folder):
         raise typer.BadParameter(
             "expected a model folder with it; `trt-kvcache inspect` has the sizes of an engine.", param_hint="--engine"
@@ -128,6 +129,7 @@ def _build_estimate(folder: Path | None, config: DecoderCacheConfig, dtype: str 
         max_sequence_length=config.max_sequence_length,
         max_logits_per_slot=logits,
         dtype=dtype,
+        quantize=quantize,
     )
 
 

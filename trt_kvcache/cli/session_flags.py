@@ -26,6 +26,11 @@ ATTENTION_HELP = (
     "Default: native, or mask for models with windows or soft-capped scores."
 )
 
+QUANTIZE_HELP = (
+    "Round the weights of linear layers: int8, int4 (in groups of 32) or int4:128; behind it ,embedding=... and ,head=... which "
+    "otherwise stay as stored. Without calibration."
+)
+
 _PANEL, MODEL_PANEL = "Engine", "For a model folder (an engine folder has them from its build)"
 
 
@@ -58,6 +63,7 @@ MaxBatchSize = Annotated[
 MaxSequenceLength = Annotated[int | None, typer.Option(min=1, metavar="TOKENS", help=MAX_SEQUENCE_LENGTH_HELP, rich_help_panel=MODEL_PANEL)]
 DTypeOption = Annotated[DTypeName | None, choice(DTypeName, "--dtype", help=DTYPE_HELP, rich_help_panel=MODEL_PANEL)]
 AttentionOption = Annotated[Attention | None, choice(Attention, "--attention", help=ATTENTION_HELP, rich_help_panel=MODEL_PANEL)]
+QuantizeOption = Annotated[str | None, typer.Option("--quantize", metavar="INT", help=QUANTIZE_HELP, rich_help_panel=MODEL_PANEL)]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +78,7 @@ class SessionFlags:
         True if not given.
     max_batch_size, max_sequence_length : int or None
         None if not given.
-    dtype, attention : str or None
+    dtype, attention, quantize : str or None
         None if not given.
     """
 
@@ -83,6 +89,7 @@ class SessionFlags:
     max_sequence_length: MaxSequenceLength = None
     dtype: DTypeOption = None
     attention: AttentionOption = None
+    quantize: QuantizeOption = None
 
     def source(self, folder: Path, *, slots: int, prompt_cache_bytes: int = 0) -> SessionSource:
         """Return where the session comes from.
@@ -112,6 +119,7 @@ class SessionFlags:
             max_sequence_length=self.max_sequence_length,
             dtype=self.dtype,
             attention=self.attention,
+            quantize=self.quantize,
         )
 
 

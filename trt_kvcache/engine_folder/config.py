@@ -21,7 +21,7 @@ from trt_kvcache.model import ModelConfig
 _Record = TypeVar("_Record")
 
 #: The format of ``config.json`` that this package writes and reads.
-FORMAT = 5
+FORMAT = 6
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from trt_kvcache._util.checks import int_in_range, one_of
+from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.engine.attention_variants import ATTENTION_VARIANTS, why_not_native
 from trt_kvcache.engine.decoder_tensors import decoder_cache_config, decoder_profiles, decoder_tensors
 from trt_kvcache.engine.flavours import FLAVOURS
@@ -32,6 +33,8 @@ def check_consistency(config: EngineConfig) -> None:
     """
     cache, names = config.cache, config.names
     _check_attention(config)
+    if config.checkpoint.quantize:
+        Quantization.parse(config.checkpoint.quantize)
     expected = decoder_cache_config(
         config.model,
         max_batch_size=cache.max_batch_size,

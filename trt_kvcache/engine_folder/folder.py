@@ -195,7 +195,7 @@ class EngineFolder:
                 f"{self.path}: the checkpoint of this engine is gone: it is neither at {record.path}, where it was at the build, "
                 f"nor at {self.checkpoint_path}. Put it back, or build with embedded weights."
             )
-        checkpoint = Checkpoint.open(found_at)
+        checkpoint = Checkpoint.open(found_at, quantize=record.quantize or None)
         try:
             found = checkpoint.fingerprint(progress)
             if found != record.fingerprint:

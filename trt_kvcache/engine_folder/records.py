@@ -70,12 +70,18 @@ class CheckpointRecord:
         Size of its weights in bytes.
     embedded : bool
         Whether the engine folder holds a copy.
+    weights : str
+        How the weights of the engine are stored: see :class:`~trt_kvcache.checkpoint.weights_summary.WeightsSummary`.
+    quantize : str
+        How weights were rounded at the build: see :class:`~trt_kvcache.checkpoint.quantized.quantization.Quantization`. Empty if none were.
     """
 
     path: str
     fingerprint: str
     nbytes: int
     embedded: bool
+    weights: str = ""
+    quantize: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

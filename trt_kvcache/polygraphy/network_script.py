@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from polygraphy import config as polygraphy_config
 
+from trt_kvcache.builder.code_types import for_codes
 from trt_kvcache.builder.definition import DecoderDefinition, define_decoder
 from trt_kvcache.builder.options import BuildOptions
 from trt_kvcache.builder.serialization import make_config
@@ -110,6 +111,7 @@ class NetworkScript:
         if self._chooses_attention:
             attention = default_attention(checkpoint.config, self.options.max_sequence_length)
             self.options = replace(self.options, attention=attention)
+        self.options = for_codes(self.options, checkpoint.code_kinds, tensorrt)
         self.options.check_tensorrt(tensorrt)
         with tensorrt.log.collect(ignore_missing_driver=tensorrt.is_rtx) as messages:
             definition = define_decoder(checkpoint, self.options, tensorrt, messages)

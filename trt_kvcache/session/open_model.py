@@ -161,7 +161,7 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
     place = expanded(path)
     if is_engine_folder(place):
         raise ConfigError(f"{path}: expected a model folder, got an engine folder. InferenceSession.open and trt_kvcache.load open it.")
-    with Checkpoint.open(place) as checkpoint:
+    with Checkpoint.open(place, quantize=options.quantize) as checkpoint:
         model = checkpoint.config
         attention = options.attention or DEFAULT_ATTENTION
         cache = _cache_config(model, options, attention)
@@ -184,7 +184,7 @@ def open_model(path: str | PathLike[str], options: SessionOptions, *, progress: 
             attention=attention,
             progress=_bytes_progress(progress, LOADING),
         )
-        fingerprint = partial(_fingerprint, checkpoint.path)
+        fingerprint = partial(_fingerprint, checkpoint.path, options.quantize)
         return _parts(running, cache, DEFAULT_NAMES, checkpoint.path, model, fingerprint, options, checkpoint.weights)
 
 
@@ -333,6 +333,7 @@ def _built_parts(path: Path, cache: DecoderCacheConfig, memory: CudaMemory, opti
             max_sequence_length=cache.max_sequence_length,
             dtype=cache.dtype,
             flavour=options.flavour,
+            quantize=options.quantize,
             **build_options,
         )
         parts = _tensorrt_parts(EngineFolder.open(report.path), memory, options)
@@ -342,9 +343,9 @@ def _built_parts(path: Path, cache: DecoderCacheConfig, memory: CudaMemory, opti
     return replace(parts, on_close=place.cleanup)
 
 
-def _fingerprint(path: Path) -> str:
+def _fingerprint(path: Path, quantize: str | None) -> str:
     """Read all weights, once: only snapshots need it."""
-    with Checkpoint.open(path) as checkpoint:
+    with Checkpoint.open(path, quantize=quantize) as checkpoint:
         return checkpoint.fingerprint()
 
 

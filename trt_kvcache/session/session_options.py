@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict, get_args
 
 from trt_kvcache._util.checks import int_in_range, one_of
+from trt_kvcache.checkpoint.quantized.quantization import Quantization
 from trt_kvcache.dtypes import MODEL_DTYPES
 from trt_kvcache.engine.decoder_tensors import check_logits_per_slot
 from trt_kvcache.engine.flavours import FLAVOURS
@@ -38,10 +39,11 @@ class ModelOptions(OpenOptions, total=False):
     max_logits_per_slot: int | Literal["all"] | None
     dtype: DTypeChoice | None
     attention: Attention | None
+    quantize: str | None
 
 
 #: Options that an engine folder has fixed at its build.
-BUILD_OPTIONS = ("max_batch_size", "max_sequence_length", "max_prefill_length", "max_logits_per_slot", "dtype", "attention")
+BUILD_OPTIONS = ("max_batch_size", "max_sequence_length", "max_prefill_length", "max_logits_per_slot", "dtype", "attention", "quantize")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,10 @@ class SessionOptions:
     attention : {"native", "mask", "plugin"}, optional
         TensorRT's causal attention with key lengths (the default), the same with an explicit mask (the default of TensorRT for a model
         with windows smaller than S or soft-capped scores), or this package's plugin.
+    quantize : str, optional
+        Round weights to the nearest integers of a scale: ``"int8"``, ``"int4"`` (groups of 32), ``"int4:128"``, and behind it
+        ``",embedding=..."`` and ``",head=..."``, which stay as they are stored if left out. See
+        :class:`~trt_kvcache.checkpoint.quantized.quantization.Quantization`.
 
     Raises
     ------
@@ -109,6 +115,7 @@ class SessionOptions:
     max_logits_per_slot: int | Literal["all"] | None = None
     dtype: DTypeChoice | None = None
     attention: Attention | None = None
+    quantize: str | None = None
 
     def __post_init__(self) -> None:
         one_of("engine", self.engine, get_args(EngineChoice))
@@ -124,6 +131,8 @@ class SessionOptions:
             one_of("dtype", self.dtype, MODEL_DTYPES)
         if self.attention is not None:
             one_of("attention", self.attention, get_args(Attention))
+        if self.quantize is not None:
+            object.__setattr__(self, "quantize", str(Quantization.parse(self.quantize)))
 
     @property
     def given_build_options(self) -> tuple[str, ...]:

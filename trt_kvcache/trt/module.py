@@ -27,6 +27,7 @@ _DATA_TYPES = {
     "bfloat16": "BF16",
     "float32": "FLOAT",
     "float8_e4m3fn": "FP8",
+    "int4": "INT4",
     "int8": "INT8",
     "uint8": "UINT8",
     "int32": "INT32",

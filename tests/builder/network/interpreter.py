@@ -1,5 +1,6 @@
 """Runs an ``INetworkDefinition`` in NumPy, layer by layer, as TensorRT documents each; results are rounded to their dtype."""
 
+import ml_dtypes
 import numpy as np
 
 from trt_kvcache.dtypes import numpy_dtype
@@ -45,6 +46,8 @@ def _typed(tensorrt, layer):
 
 def _rounded(tensorrt, tensor, result):
     name = tensorrt.dtype_name(tensor.dtype)
+    if name == "int4":
+        return result
     rounded = np.asarray(result, np.bool_ if name == "bool" else numpy_dtype(name))
     wanted = tuple(tensor.shape)
     assert len(wanted) == rounded.ndim, (tensor.name, wanted, rounded.shape)
@@ -192,12 +195,26 @@ def _select(layer, inputs):
     return np.where(*inputs)
 
 
+def _dequantize(layer, inputs):
+    codes, scales = (_wide(each.astype(np.float32)) for each in inputs)
+    assert (scales > 0).all(), layer.name
+    if scales.ndim == 1:
+        assert layer.axis == 0
+        return codes * scales[:, None]
+    if inputs[0].dtype == ml_dtypes.int4:
+        assert layer.axis == 1
+    else:
+        assert tuple(layer.block_shape) == (1, codes.shape[1] // scales.shape[1])
+    return codes * np.repeat(scales, codes.shape[1] // scales.shape[1], axis=1)
+
+
 _LAYERS = {
     "ACTIVATION": _activation,
     "ATTENTION_INPUT": _attention,
     "ATTENTION_OUTPUT": lambda layer, inputs: inputs[0],
     "CAST": lambda layer, inputs: inputs[0],
     "CONCATENATION": lambda layer, inputs: np.concatenate(inputs, axis=layer.axis),
+    "DEQUANTIZE": _dequantize,
     "ELEMENTWISE": _elementwise,
     "FILL": _fill,
     "GATHER": _gather,

@@ -48,6 +48,9 @@ class StoredWeights:
     def __call__(self, name: str) -> Array:
         return self._weights[name]
 
+    def matrix(self, name: str) -> Any:
+        return self._weights[name]
+
     def module(self, role: str) -> str:
         return f"layer.{role}"
 

@@ -63,6 +63,9 @@ class Stored:
     def nbytes_of(self, name: str) -> int:
         return self._arrays[name].nbytes
 
+    def quantized_weight(self, name: str) -> None:
+        return None
+
     def tensor(self, name: str) -> np.ndarray:
         return self._arrays[name]
 

@@ -20,6 +20,9 @@ class Stored:
         assert name == "w"
         return self.array
 
+    def quantized_weight(self, name: str) -> None:
+        return None
+
 
 def test_same_dtype_is_the_stored_array() -> None:
     stored = np.ones((2, 3), np.float16)

@@ -12,8 +12,7 @@ import pytest
 from tests.checkpoint.quantized.conftest import Folder
 from tests.helpers.quantized_models import ALL_CASES, write_values
 from trt_kvcache import InferenceSession, estimate_build
-from trt_kvcache.builder.definition import check_weights
-from trt_kvcache.errors import BuildError, ConfigError
+from trt_kvcache.builder import options as build_options
 
 Made = Callable[..., Folder]
 
@@ -40,9 +39,9 @@ def test_a_session_says_how_weights_are_stored(made: Made) -> None:
         assert session.weights.format == "GPTQ int4 in groups of 8"
 
 
-def test_tensorrt_refuses_by_the_name_of_the_format(made: Made) -> None:
+def test_the_estimate_counts_packed_bytes(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_options, "HEAD_DIM_MIN", 8)
     folder = made("gptq")
-    with folder.open() as checkpoint, pytest.raises(BuildError, match=r"got GPTQ int4 in groups of 8\. .* engine=\"torch\" and"):
-        check_weights(checkpoint)
-    with pytest.raises(ConfigError, match="expected weights that are not quantized, got GPTQ int4 in groups of 8"):
-        estimate_build(folder.path, max_batch_size=1)
+    with folder.open() as checkpoint:
+        assert estimate_build(folder.path).weights_nbytes == checkpoint.nbytes
+        assert checkpoint.nbytes < sum(values.nbytes for values in folder.values.values())

@@ -3,12 +3,36 @@
 from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 
 from trt_kvcache.dtypes import dtype_name, numpy_dtype
 from trt_kvcache.errors import BuildError
 from trt_kvcache.trt.log import Messages
 from trt_kvcache.trt.module import TensorRT
+
+
+def packed_nibbles(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return integers of 4 bits as TensorRT reads them.
+
+    Parameters
+    ----------
+    array : ndarray
+        int4 of ml_dtypes, one an element, of an even size.
+
+    Returns
+    -------
+    ndarray uint8 ``[size / 2]``
+        Two a byte, the first in the low bits.
+
+    Examples
+    --------
+    >>> packed_nibbles(np.array([[1, -1], [7, 0]], ml_dtypes.int4))
+    array([241,   7], dtype=uint8)
+    """
+    nibbles = array.astype(np.int8).view(np.uint8).reshape(-1) & np.uint8(15)
+    packed: np.ndarray[Any, Any] = nibbles[0::2] | nibbles[1::2] << np.uint8(4)
+    return packed
 
 
 class Graph:
@@ -201,7 +225,7 @@ class Graph:
         name : str
             Name of the layer.
         array : ndarray
-            Its memory is used if it is contiguous and aligned; else it is copied.
+            Its memory is used if it is contiguous and aligned; else it is copied. int4 of ml_dtypes is packed, two a byte.
 
         Returns
         -------
@@ -213,10 +237,11 @@ class Graph:
         BuildError
             TensorRT refused it; the text is what it logged.
         """
-        array = np.require(array, requirements=["C", "A"])
-        self._arrays.append(array)
-        data_type = self.tensorrt.data_type(dtype_name(array.dtype))
-        weights = self.trt.Weights(data_type, array.ctypes.data, array.size)
+        is_int4 = array.dtype == ml_dtypes.int4
+        stored = packed_nibbles(array) if is_int4 else np.require(array, requirements=["C", "A"])
+        self._arrays.append(stored)
+        data_type = self.tensorrt.data_type("int4" if is_int4 else dtype_name(array.dtype))
+        weights = self.trt.Weights(data_type, stored.ctypes.data, array.size)
         return self.op(name, "constant", array.shape, weights)
 
     def scalar(self, name: str, value: float, dtype: str, rank: int) -> Any:

@@ -5,7 +5,8 @@ from typing import Any
 import numpy as np
 
 from trt_kvcache.builder.network.graph import Graph
-from trt_kvcache.builder.network.linear import matmul_transposed
+from trt_kvcache.builder.network.packed_weight import PackedWeight
+from trt_kvcache.builder.network.projection import dequantized, matmul_transposed, projection
 from trt_kvcache.builder.network.rms_norm import rms_norm
 from trt_kvcache.builder.network.scalar_multiply import multiplied, softcapped
 from trt_kvcache.builder.network.weights import Weights
@@ -28,9 +29,14 @@ def embedding_table(graph: Graph, weights: Weights, model: ModelConfig) -> Any:
     Returns
     -------
     ITensor [vocab, hidden]
-        In the dtype that the model computes in. Where they are tied, the LM head reads it too.
+        In the dtype that the model computes in. Where they are tied, the LM head reads it too. A quantized table stays packed where it
+        is codes times scales; rows of one with offsets are gathered from its values.
     """
-    return graph.constant(EMBEDDING, weights(embedding_name(model)))
+    name = embedding_name(model)
+    table = weights.matrix(name)
+    if isinstance(table, PackedWeight) and table.is_plain:
+        return dequantized(graph, EMBEDDING.removesuffix(".weight"), table)
+    return graph.constant(EMBEDDING, weights(name))
 
 
 def embed(graph: Graph, table: Any, input_ids: Any, model: ModelConfig) -> Any:
@@ -182,6 +188,9 @@ def logits(graph: Graph, x: Any, weights: Weights, model: ModelConfig, table: An
         capped where the model does that.
     """
     normed = rms_norm(graph, x, "model.norm", weights(final_norm_name(model)), model.final_norm)
-    lm_head = table if model.tie_word_embeddings else graph.constant(HEAD, weights(HEAD))
-    found = graph.cast("lm_head/to_float32", matmul_transposed(graph, "lm_head/matmul", normed, lm_head), "float32")
+    if model.tie_word_embeddings:
+        product = matmul_transposed(graph, "lm_head/matmul", normed, table)
+    else:
+        product = projection(graph, HEAD.removesuffix(".weight"), normed, weights.matrix(HEAD))
+    found = graph.cast("lm_head/to_float32", product, "float32")
     return softcapped(graph, "logits", multiplied(graph, "logits/scale", found, 1 / model.logits_divisor), model.final_softcap)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from trt_kvcache.builder.network.graph import Graph
-from trt_kvcache.builder.network.linear import matmul_transposed
+from trt_kvcache.builder.network.projection import matmul_transposed
 from trt_kvcache.builder.network.scalar_multiply import softcapped
 from trt_kvcache.model import AttentionConfig
 

@@ -1,18 +1,24 @@
 """The weights of a checkpoint, in the dtype that the engine computes in."""
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from trt_kvcache.builder.network.packed_weight import PackedWeight
+from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
 from trt_kvcache.dtypes import dtype_name, numpy_dtype
 from trt_kvcache.errors import BuildError
 from trt_kvcache.model import ModelConfig
 from trt_kvcache.model.families.family import LLAMA_NAMES
 from trt_kvcache.model.weight_parts import layer_parts
 
+#: The largest distance of a code from an offset, by the dtype of codes.
+_LARGEST_CODES = {"int4": 15, "int8": 255, "float8_e4m3fn": 448}
+
 
 class TensorSource(Protocol):
-    """What weights are read from: a :class:`~trt_kvcache.checkpoint.Checkpoint`, or anything with this method."""
+    """What weights are read from: a :class:`~trt_kvcache.checkpoint.Checkpoint`, or anything with these methods."""
 
     def tensor(self, name: str) -> np.ndarray[Any, Any]:
         """Return a weight.
@@ -26,6 +32,15 @@ class TensorSource(Protocol):
         -------
         ndarray
             In its stored dtype.
+        """
+
+    def quantized_weight(self, name: str) -> QuantizedWeight | None:
+        """Return what is stored for a quantized weight, or None if it is not quantized.
+
+        Parameters
+        ----------
+        name : str
+            Its Hugging Face name.
         """
 
 
@@ -49,6 +64,7 @@ class Weights:
 
     def __init__(self, checkpoint: TensorSource, dtype: str) -> None:
         self._checkpoint = checkpoint
+        self._last: tuple[str, QuantizedWeight | None] | None = None
         self.dtype = dtype
 
     def __call__(self, name: str, rows: slice | list[int] = slice(None)) -> np.ndarray[Any, Any]:
@@ -85,6 +101,43 @@ class Weights:
                 "Build with dtype bfloat16 or float32."
             )
         return converted
+
+    def matrix(self, name: str, rows: Sequence[slice] = (slice(None),)) -> np.ndarray[Any, Any] | PackedWeight:
+        """Return one matrix, packed if it is quantized.
+
+        Parameters
+        ----------
+        name : str
+            Its Hugging Face name.
+        rows : sequence of slice
+            Rows of a tensor that holds other weights too.
+
+        Returns
+        -------
+        ndarray or PackedWeight
+            ``[out, in]``, as :meth:`__call__`; or codes and scales.
+
+        Raises
+        ------
+        BuildError
+            A value is too large for the dtype, or TensorRT has no form for the quantized weight.
+        """
+        stored = self._quantized(name)
+        if stored is None:
+            one = rows[0] if len(rows) == 1 else [row for part in rows for row in range(part.start, part.stop)]
+            return self(name, one)
+        packed = PackedWeight.of(name, [stored.rows(part) for part in rows])
+        largest = float(np.finfo(np.float16).max)
+        if self.dtype == "float16" and packed.scales.max() * _LARGEST_CODES[packed.codes.dtype.name] > largest:
+            self(name)  # raises an error if there is such a value
+        return packed
+
+    def _quantized(self, name: str) -> QuantizedWeight | None:
+        """Return a quantized weight, or None. The last one is kept: q, k and v may be rows of it, and rounding it takes time."""
+        if self._last is None or self._last[0] != name:
+            self._last = None
+            self._last = (name, self._checkpoint.quantized_weight(name))
+        return self._last[1]
 
 
 class LayerWeights:
@@ -133,6 +186,24 @@ class LayerWeights:
         """
         part = self._parts[role]
         return self._weights(part.tensor) if part.is_whole else self._weights(part.tensor, part.index)
+
+    def matrix(self, role: str) -> np.ndarray[Any, Any] | PackedWeight:
+        """Return one matrix, packed if it is quantized.
+
+        Parameters
+        ----------
+        role : str
+            As for :meth:`__call__`.
+
+        Returns
+        -------
+        ndarray or PackedWeight
+            As :meth:`Weights.matrix`.
+        """
+        part = self._parts[role]
+        if part.is_whole:
+            return self._weights.matrix(part.tensor)
+        return self._weights.matrix(part.tensor, part.rows)
 
     def module(self, role: str) -> str:
         """Return what layers of a network that apply a weight are named after.

@@ -143,27 +143,42 @@ class QuantizedWeight:
         ndarray ``[out, in]``
             New memory. In float32 it is exact, unless scales are float32 themselves or have a factor: then products are rounded.
         """
-        rows = self._rows
-        values = self.codes.values(rows)
-        blocks = self.scales.blocks(rows)
-        if self.zero_points is not None:
-            values -= self._spread(self.zero_points.values(blocks), rows, blocks)
-        values *= self._spread(self.scales.values(blocks), rows, blocks)
+        values = self.codes.values(self._rows)
+        zero_points = self.zero_points_of_rows()
+        if zero_points is not None:
+            values -= self._spread(zero_points)
+        values *= self._spread(self.scales_of_rows())
         if self.input_factor is not None:
             values *= self.input_factor
         with np.errstate(over="ignore"):
             return values.astype(numpy_dtype(dtype), copy=False)
 
+    def unpacked(self) -> npt.NDArray[Any]:
+        """Return the codes, one an element, ``[out, in]``: see :meth:`~trt_kvcache.checkpoint.quantized.codes.Codes.unpacked`."""
+        return self.codes.unpacked(self._rows)
+
+    def scales_of_rows(self) -> npt.NDArray[np.float32]:
+        """Return the scales of each row, ``[out, blocks of columns]``: see :meth:`Scales.values`."""
+        return self._by_row(self.scales.values(self.scales.blocks(self._rows)))
+
+    def zero_points_of_rows(self) -> npt.NDArray[np.float32] | None:
+        """Return the zero points of each row, ``[out, blocks of columns]``, or None if there are none."""
+        return None if self.zero_points is None else self._by_row(self.zero_points.values(self.scales.blocks(self._rows)))
+
     @property
     def _rows(self) -> slice:
         return slice(self.first_row, self.codes.shape[0] if self.num_rows is None else self.first_row + self.num_rows)
 
-    def _spread(self, of_blocks: npt.NDArray[np.float32], rows: slice, blocks: slice) -> npt.NDArray[np.float32]:
-        """Return the number of its block for each element of some rows."""
-        height, width = self.scales.block
-        if height > 1:
-            first = rows.start - blocks.start * height
-            of_blocks = np.repeat(of_blocks, height, axis=0)[first : first + rows.stop - rows.start]
+    def _by_row(self, of_blocks: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Return the numbers of its blocks for each row."""
+        height, rows = self.scales.block[0], self._rows
+        if height == 1:
+            return of_blocks
+        first = rows.start - self.scales.blocks(rows).start * height
+        return np.repeat(of_blocks, height, axis=0)[first : first + rows.stop - rows.start]
+
+    def _spread(self, of_rows: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Return the number of its block for each element."""
         if self.group_index is not None:
-            return of_blocks[:, self.group_index]
-        return np.repeat(of_blocks, width, axis=1)[:, : self.codes.shape[1]]
+            return of_rows[:, self.group_index]
+        return np.repeat(of_rows, self.scales.block[1], axis=1)[:, : self.codes.shape[1]]

@@ -1,0 +1,159 @@
+"""Networks with packed weights: what they compute, against the reference engine on the same checkpoint, in every format."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.builder.network.conftest import MAX_BATCH_SIZE, MAX_PREFILL_LENGTH, MAX_SEQUENCE_LENGTH, SIZES, Defined, recording
+from tests.builder.network.interpreter import layer_kind
+from tests.builder.network.test_network_values import LOGITS_TOLERANCE, ROWS_TOLERANCE, STEPS, Network, assert_near, run, total
+from tests.checkpoint.quantized.test_gguf import write_gguf
+from tests.helpers.golden_models import attentions_of
+from tests.helpers.quantized_models import ALL_CASES, FP8_CONFIG, GPTQ_CONFIG, fp8_blocks, gptq, write_quantized
+from tests.helpers.small_model import write_model
+from tests.paths import GOLDEN
+from tests.reference import rig
+from trt_kvcache.builder.definition import define_decoder
+from trt_kvcache.builder.network.packed_weight import CONSTANT_TYPES
+from trt_kvcache.builder.options import BuildOptions
+from trt_kvcache.checkpoint import Checkpoint
+from trt_kvcache.errors import BuildError, CheckpointError
+
+pytestmark = [pytest.mark.trt, pytest.mark.filterwarnings("ignore:(?s).*are not")]
+
+#: Blocks whose inputs are not whole.
+REFUSED = ("fp8-blocks", "compressed-fp8-blocks")
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function that makes every checkpoint of a test be opened with ``quantize``."""
+    original = Checkpoint.open
+
+    def use(quantize: str | None) -> None:
+        monkeypatch.setattr(Checkpoint, "open", partial(original, quantize=quantize))
+
+    return use
+
+
+def define(rtx: Any, folder: Path, dtype: str, attention: str = "native") -> Defined:
+    """Return the network of a model."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with recording(rtx, folder) as (checkpoint, constants, messages):
+            options = BuildOptions(**SIZES, dtype=dtype, attention=attention)
+            return Defined(rtx, define_decoder(checkpoint, options, rtx, messages), options, constants)
+
+
+def layers_of(defined: Defined) -> Iterator[tuple[str, Any]]:
+    network = defined.definition.network
+    for index in range(network.num_layers):
+        layer = network.get_layer(index)
+        yield layer_kind(defined.tensorrt, layer), layer
+
+
+def assert_computes_what_the_reference_engine_does(rtx: Any, folder: Path, dtype: str, attention: str = "native") -> Defined:
+    defined = define(rtx, folder, dtype, attention)
+    network = Network(defined)
+    sizes = {"batch": MAX_BATCH_SIZE, "length": MAX_SEQUENCE_LENGTH, "width": MAX_PREFILL_LENGTH}
+    reference = rig.Rig(folder, **sizes, dtype=dtype, attention=attention)
+    random = np.random.default_rng(1)
+    tokens, padding = (random.integers(0, reference.model.vocab_size, (MAX_BATCH_SIZE, n)) for n in (24, MAX_PREFILL_LENGTH))
+    for step, expected, new in zip(run(network, tokens, padding), run(reference, tokens, padding), STEPS, strict=True):
+        computed = [slot for slot, count in enumerate(new) if count]
+        assert_near(step[computed], expected[computed], LOGITS_TOLERANCE[dtype])
+    for cache, expected in zip(network.caches(), reference.caches(), strict=True):
+        for slot in range(MAX_BATCH_SIZE):
+            assert_near(cache[slot, :, : total(slot)], expected[slot, :, : total(slot)], ROWS_TOLERANCE[dtype])
+    return defined
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("case", [case for case in ALL_CASES if case not in REFUSED])
+def test_every_format(rtx: Any, tmp_path: Path, case: str, dtype: str) -> None:
+    quantize, config = ALL_CASES[case]
+    write_quantized(tmp_path / "model", "llama", quantize, config)
+    defined = assert_computes_what_the_reference_engine_does(rtx, tmp_path / "model", dtype)
+    kinds = [kind for kind, _ in layers_of(defined)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with Checkpoint.open(tmp_path / "model") as checkpoint:
+            packed = [name for name in checkpoint.tensor_names if checkpoint.quantized_weight(name) is not None]
+            types = {CONSTANT_TYPES[kind] for kind in checkpoint.code_kinds}
+    assert packed
+    assert kinds.count("DEQUANTIZE") == len(packed)
+    stored = [array for name, array in defined.constants.items() if name.endswith(".codes")]
+    assert {array.dtype.name for array in stored} == types
+    assert len(stored) == len(packed)
+
+
+def test_blocks_of_whole_rows_and_columns(rtx: Any, tmp_path: Path) -> None:
+    """The blocks of FP8 lie over 24 rows, more than a head has, and the last one is smaller."""
+    source = write_model(tmp_path / "small", hidden_size=32, intermediate_size=64, head_dim=16)
+    config = {**FP8_CONFIG, "weight_block_size": [24, 16]}
+    write_quantized(tmp_path / "model", str(source), fp8_blocks(block=(24, 16)), config)
+    assert_computes_what_the_reference_engine_does(rtx, tmp_path / "model", "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("quantize", ["int8", "int4", "int4:32,embedding=int8", "int8,embedding=int4"])
+def test_rounded_to_nearest(rtx: Any, opened: Any, tmp_path: Path, quantize: str, tied: bool, dtype: str) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "tie_word_embeddings": tied}
+    model = write_model(tmp_path / "model", **sizes, torch_dtype="bfloat16", scale=0.1)
+    opened(quantize)
+    defined = assert_computes_what_the_reference_engine_does(rtx, model, dtype)
+    assert [kind for kind, _ in layers_of(defined)].count("DEQUANTIZE") == 7 + ("embedding" in quantize)
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
+def test_gguf(rtx: Any, tmp_path: Path, kind: str) -> None:
+    """Scales of Q4_0 have both signs, so that its embedding cannot be packed."""
+    pytest.importorskip("gguf")
+    write_gguf(tmp_path / "model", kind)
+    with pytest.warns(UserWarning, match="are converted"):
+        defined = assert_computes_what_the_reference_engine_does(rtx, tmp_path / "model", "float16")
+    assert ("model.embed_tokens.codes" in defined.constants) == (kind == "Q8_0")
+    assert defined.constants["lm_head.codes"].dtype.name == {"Q8_0": "int8", "Q4_0": "int4"}[kind]
+
+
+def test_a_head_of_its_own(rtx: Any, opened: Any, tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", hidden_size=64, intermediate_size=96, head_dim=16)
+    opened("int4,head=int8")
+    defined = assert_computes_what_the_reference_engine_does(rtx, model, "float16")
+    assert {"lm_head.codes", "lm_head.scales"} <= set(defined.constants)
+    assert defined.constants["lm_head.codes"].dtype == np.int8
+    assert "lm_head.weight" not in defined.constants
+
+
+@pytest.mark.parametrize("model", ["phi3-long", "qwen3_next", "nemotron_h"])
+def test_weights_that_share_a_tensor(rtx: Any, opened: Any, model: str) -> None:
+    """q, k and v of Phi-3 are rows of one tensor, as gate and up are; those of Qwen3-Next lie head by head."""
+    opened("int8")
+    (attention, *_) = attentions_of(model, MAX_SEQUENCE_LENGTH)
+    assert_computes_what_the_reference_engine_does(rtx, GOLDEN / model, "float32", attention)
+
+
+def test_groups_of_several_sizes_are_refused(rtx: Any, tmp_path: Path) -> None:
+    quantize, config = ALL_CASES["fp8-blocks"]
+    write_quantized(tmp_path / "model", "llama", quantize, config)
+    with pytest.raises(BuildError, match=r"weight `model.*q_proj.weight`: expected 32 inputs in groups of 12, got groups of several"):
+        define(rtx, tmp_path / "model", "float32")
+
+
+def test_values_that_float16_cannot_hold(rtx: Any, tmp_path: Path) -> None:
+    def too_large(weight: Any, random: Any) -> Any:
+        stored, values = gptq()(weight, random)
+        stored["scales"][:] = 60000
+        return stored, values
+
+    write_quantized(tmp_path / "model", "llama", too_large, {**GPTQ_CONFIG, "checkpoint_format": "gptq"})
+    with pytest.raises((BuildError, CheckpointError), match=r"q_proj\.weight.*float16 cannot hold"):
+        define(rtx, tmp_path / "model", "float16")

@@ -1,0 +1,59 @@
+"""On which GPUs quantized weights exist: compute capabilities of a build, chosen or checked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from trt_kvcache.builder.network.packed_weight import CONSTANT_TYPES
+from trt_kvcache.builder.options import BuildOptions, known_compute_capabilities
+from trt_kvcache.errors import ConfigError
+from trt_kvcache.trt.module import TensorRT
+
+#: The first compute capability with each type of TensorRT. int8 is on all.
+FIRST_CAPABILITY = {"int4": "8.0", "float8_e4m3fn": "8.9"}
+
+
+def for_codes(options: BuildOptions, kinds: Iterable[str], tensorrt: TensorRT) -> BuildOptions:
+    """Return options that name GPUs which have the types of quantized weights.
+
+    TensorRT for RTX builds for GPUs without a type too if none are named, and such an engine fails where it is loaded.
+
+    Parameters
+    ----------
+    options : BuildOptions
+        Options of the build.
+    kinds : iterable of str
+        What codes of weights are: :attr:`trt_kvcache.checkpoint.Checkpoint.code_kinds`.
+    tensorrt : TensorRT
+        The imported TensorRT. Full TensorRT builds for the GPU that it runs on, and knows what that has.
+
+    Returns
+    -------
+    BuildOptions
+        As given where that needs nothing.
+
+    Raises
+    ------
+    ConfigError
+        A compute capability is named that does not have a type.
+    """
+    types = sorted({CONSTANT_TYPES[kind] for kind in kinds} & set(FIRST_CAPABILITY))
+    if not types or not tensorrt.is_rtx:
+        return options
+    needed = max(types, key=lambda name: _number(FIRST_CAPABILITY[name]))
+    first = FIRST_CAPABILITY[needed]
+    if options.compute_capabilities is None:
+        capable = (name for name in known_compute_capabilities(tensorrt) if _number(name) >= _number(first))
+        return replace(options, compute_capabilities=tuple(capable))
+    for name in options.compute_capabilities:
+        if _number(name) < _number(first):
+            raise ConfigError(
+                f"compute_capabilities: expected {first} or more for weights in {needed}, got {name}. "
+                "Leave it out, or build with int8 weights."
+            )
+    return options
+
+
+def _number(capability: str) -> tuple[int, ...]:
+    return tuple(map(int, capability.split(".")))

@@ -1,0 +1,145 @@
+"""``PackedWeight``: a quantized matrix in the form that TensorRT dequantizes, whatever format it was stored in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+
+from trt_kvcache.checkpoint.quantized.codes import E2M1_VALUES
+from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
+from trt_kvcache.errors import BuildError
+
+Array = npt.NDArray[Any]
+Float32 = npt.NDArray[np.float32]
+
+#: The dtype of TensorRT that holds codes of each kind. FP4 is needed for none: e2m1 doubled is an integer.
+CONSTANT_TYPES = {"int4": "int4", "uint4": "int4", "int8": "int8", "uint8": "int8", "e2m1": "int8", "e4m3": "float8_e4m3fn"}
+
+#: What is subtracted from unsigned codes.
+_MIDDLES = {"uint4": 8, "uint8": 128}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PackedWeight:
+    """A matrix ``[out, in]``: ``(code - offset) * scale``, with a positive scale for each row and block of columns.
+
+    TensorRT multiplies codes with positive scales, and knows neither offsets nor an order of inputs: those are computed with layers.
+
+    Parameters
+    ----------
+    codes : ndarray ``[out, in]``
+        int4 (one an element), int8 or e4m3.
+    scales : ndarray float32 ``[out, blocks]``
+        Positive.
+    offsets : ndarray float32 ``[out, blocks]``, or None
+        None where all are 0.
+    input_order : ndarray int32 ``[in]``, or None
+        The input that each column is for, where columns were put in another order (act-order).
+    input_factor : ndarray float32 ``[in]``, or None
+        What inputs are multiplied with first, in their own order.
+    """
+
+    codes: Array
+    scales: Float32
+    offsets: Float32 | None = None
+    input_order: npt.NDArray[np.int32] | None = None
+    input_factor: Float32 | None = None
+
+    @property
+    def block(self) -> int:
+        """Columns of a block."""
+        return int(self.codes.shape[1] // self.scales.shape[1])
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is codes times scales and nothing else."""
+        return self.offsets is None and self.input_order is None and self.input_factor is None
+
+    @classmethod
+    def of(cls, name: str, parts: Sequence[QuantizedWeight]) -> PackedWeight:
+        """Return the matrix that rows of a stored one make.
+
+        Parameters
+        ----------
+        name : str
+            What messages call it.
+        parts : sequence of QuantizedWeight
+            Its rows, from one stored matrix.
+
+        Returns
+        -------
+        PackedWeight
+            New memory, one byte a code.
+
+        Raises
+        ------
+        BuildError
+            Blocks of columns are not of one size, or a scale is not finite.
+        """
+        first = parts[0]
+        if first.codes.kind not in CONSTANT_TYPES:
+            raise BuildError(f"weight `{name}`: expected codes of kind {', '.join(CONSTANT_TYPES)}, got {first.codes.kind}.")
+        _check_blocks(name, first)
+        signed = [_signed(part) for part in parts]
+        codes = np.concatenate([one[0] for one in signed])
+        scales, offsets = (np.concatenate([one[index] for one in signed]) for index in (1, 2))
+        if not np.isfinite(scales).all():
+            raise BuildError(f"weight `{name}`: expected finite scales, got others. The checkpoint may be damaged: fetch it again.")
+        order = first.permutation
+        if order is not None:
+            codes = codes[:, order]
+        return cls(
+            codes=codes,
+            scales=scales,
+            offsets=offsets if offsets.any() else None,
+            input_order=None if order is None else order.astype(np.int32),
+            input_factor=first.input_factor,
+        )
+
+
+def _check_blocks(name: str, weight: QuantizedWeight) -> None:
+    """Refuse blocks of columns of several sizes."""
+    inputs = weight.shape[1]
+    width = min(weight.scales.block[1], inputs)
+    sizes = {width} if weight.group_index is None else set(np.bincount(weight.group_index, minlength=inputs // width).tolist())
+    if inputs % width or sizes != {width}:
+        raise BuildError(
+            f"weight `{name}`: expected {inputs} inputs in groups of {width}, got groups of several sizes. TensorRT has one size for all; "
+            'engine="torch" and engine="reference" compute with them.'
+        )
+
+
+def _signed(weight: QuantizedWeight) -> tuple[Array, Float32, Float32]:
+    """Return signed codes ``[out, in]``, positive scales and offsets ``[out, blocks]``."""
+    kind, codes, scales = weight.codes.kind, weight.unpacked(), weight.scales_of_rows()
+    zero_points = weight.zero_points_of_rows()
+    offsets = np.zeros_like(scales) if zero_points is None else zero_points
+    of_column = _blocks_of_columns(weight)
+    if kind == "e2m1":
+        codes, scales = (2 * E2M1_VALUES).astype(np.int8)[codes], scales * np.float32(0.5)
+    elif kind in _MIDDLES:
+        codes, offsets = (codes.astype(np.int16) - _MIDDLES[kind]).astype(np.int8), offsets - np.float32(_MIDDLES[kind])
+    negative = scales < 0
+    if negative.any():
+        if kind == "e4m3":
+            codes = np.where(negative[:, of_column], -codes, codes)
+        else:  # s (c - o) = |s| (~c - (-1 - o)), and ~c has as many bits as c
+            codes = np.where(negative[:, of_column], ~codes, codes)
+            offsets = np.where(negative, np.float32(-1) - offsets, offsets)
+        scales = np.abs(scales)
+    if (scales == 0).any():
+        codes = np.where((scales == 0)[:, of_column], codes.dtype.type(0), codes)
+        scales, offsets = np.where(scales == 0, np.float32(1), scales), np.where(scales == 0, np.float32(0), offsets)
+    return codes.astype(ml_dtypes.int4) if CONSTANT_TYPES[kind] == "int4" else codes, scales, offsets
+
+
+def _blocks_of_columns(weight: QuantizedWeight) -> npt.NDArray[Any]:
+    """Return the block of each column as it is stored."""
+    if weight.group_index is not None:
+        return weight.group_index
+    return np.arange(weight.shape[1]) // min(weight.scales.block[1], weight.shape[1])

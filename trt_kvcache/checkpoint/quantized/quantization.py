@@ -1,0 +1,86 @@
+"""``Quantization``: which weights of a model in 16 bits are rounded to integers when it is opened, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trt_kvcache._util.shown import shown
+from trt_kvcache.errors import ConfigError
+
+#: How a matrix can be rounded: the bits, and the inputs that share a scale (None for all).
+SCHEMES: dict[str, tuple[int, int | None]] = {"int8": (8, None), "int4": (4, 32), "int4:32": (4, 32), "int4:128": (4, 128)}
+
+_HINT = "Such as int8, int4, int4:128, or int4:32,head=int8."
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quantization:
+    """Which weights are rounded to the nearest integers of a scale.
+
+    Parameters
+    ----------
+    weights : str
+        How linear layers are rounded: ``"int8"`` with a scale for each output, or ``"int4:32"`` or ``"int4:128"`` with a scale for each
+        group of so many inputs.
+    embedding : str, optional
+        The same of the embedding, which stays as it is stored if left out. A head that is tied to it is the same matrix.
+    head : str, optional
+        The same of a head with a matrix of its own.
+
+    Examples
+    --------
+    >>> Quantization.parse("int4,head=int8")
+    Quantization(weights='int4:32', embedding=None, head='int8')
+    >>> str(Quantization(weights="int4:128"))
+    'int4:128'
+    """
+
+    weights: str
+    embedding: str | None = None
+    head: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "embedding", "head"):
+            scheme = getattr(self, name)
+            if scheme is None and name != "weights":
+                continue
+            if not isinstance(scheme, str) or scheme not in SCHEMES:
+                raise ConfigError(f"quantize: {name}: expected one of {', '.join(SCHEMES)}, got {shown(scheme)}. {_HINT}")
+            if scheme == "int4":
+                object.__setattr__(self, name, "int4:32")
+
+    @classmethod
+    def parse(cls, text: str | Quantization) -> Quantization:
+        """Read what a command line says.
+
+        Parameters
+        ----------
+        text : str
+            ``WEIGHTS[,embedding=...][,head=...]``, as :meth:`__str__` returns it.
+
+        Returns
+        -------
+        Quantization
+            Equal to any other that says the same.
+
+        Raises
+        ------
+        ConfigError
+            It says nothing that is known.
+        """
+        if isinstance(text, Quantization):
+            return text
+        if not isinstance(text, str):
+            raise ConfigError(f"quantize: expected a text, got {shown(text)}. {_HINT}")
+        weights, *others = (part.strip() for part in text.split(","))
+        fields: dict[str, str] = {}
+        for other in others:
+            name, equals, scheme = other.partition("=")
+            if name not in ("embedding", "head") or not equals or name in fields:
+                raise ConfigError(f"quantize: expected embedding=... and head=... behind the linear layers, got {shown(other)}. {_HINT}")
+            fields[name] = scheme
+        return cls(weights=weights, **fields)
+
+    def __str__(self) -> str:
+        others = [f",{name}={scheme}" for name, scheme in (("embedding", self.embedding), ("head", self.head)) if scheme]
+        return self.weights + "".join(others)

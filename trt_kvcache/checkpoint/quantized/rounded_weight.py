@@ -1,0 +1,173 @@
+"""Weights that are rounded when they are read: which ones, what they take, and what they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trt_kvcache.checkpoint.quantized.quantization import SCHEMES, Quantization
+from trt_kvcache.checkpoint.quantized.rounding import rounded_to_nearest
+from trt_kvcache.checkpoint.quantized.weight import QuantizedWeight
+from trt_kvcache.checkpoint.weight_file import WeightFile
+from trt_kvcache.dtypes import itemsize
+from trt_kvcache.errors import CheckpointError, ConfigError
+from trt_kvcache.model.model_config import ModelConfig
+from trt_kvcache.model.tensor_shapes import HEAD, embedding_name, tensor_shapes
+from trt_kvcache.model.weight_parts import layer_parts
+
+
+@dataclass(frozen=True)
+class RoundToNearest:
+    """How a weight is rounded, said as a :class:`~trt_kvcache.checkpoint.quantized.format.QuantizedFormat` says how it is stored.
+
+    Parameters
+    ----------
+    scheme : str
+        One of :data:`~trt_kvcache.checkpoint.quantized.quantization.SCHEMES`.
+    dtype : str
+        Of the scales.
+    """
+
+    scheme: str
+    dtype: str
+
+    @property
+    def title(self) -> str:
+        """What people call it."""
+        bits, group = SCHEMES[self.scheme]
+        return f"int{bits} {'by output' if group is None else f'in groups of {group}'} (rounded to nearest)"
+
+    def describe(self) -> dict[str, Any]:
+        """Return what decides the codes, as plain JSON values."""
+        return {"rounded": self.scheme, "scales": self.dtype}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundedWeight:
+    """A weight in files that is rounded when it is read; it has the members of a ``StoredWeight``.
+
+    Parameters
+    ----------
+    quantized : RoundToNearest
+        How it is rounded.
+    name : str
+        Of the weight.
+    shape : tuple of int
+        Of the weight, ``[out, in]``.
+    """
+
+    quantized: RoundToNearest
+    name: str
+    shape: tuple[int, int]
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """Names of the tensors that it is made of: its own."""
+        return (self.name,)
+
+    def code_kind(self, files: Mapping[str, WeightFile]) -> str:
+        """Return what one code is."""
+        return f"int{SCHEMES[self.quantized.scheme][0]}"
+
+    def nbytes(self, files: Mapping[str, WeightFile]) -> int:
+        """Return the bytes of codes and scales."""
+        return rounded_nbytes(self.shape, self.quantized.scheme, self.quantized.dtype)
+
+    def read(self, files: Mapping[str, WeightFile]) -> QuantizedWeight:
+        """Round the weight.
+
+        Parameters
+        ----------
+        files : mapping of str to WeightFile
+            The file of each tensor.
+
+        Returns
+        -------
+        QuantizedWeight
+            New memory, as large as :meth:`nbytes` says.
+
+        Raises
+        ------
+        CheckpointError
+            A value is not finite.
+        """
+        file = files[self.name]
+        weight = rounded_to_nearest(file.array(self.name), self.quantized.scheme, self.quantized.dtype)
+        if not np.isfinite(weight.scales.stored.astype(np.float32)).all():
+            raise CheckpointError(f"{file.path}: expected finite values of {self.name}, got others. They cannot be rounded.")
+        return weight
+
+
+def rounded_nbytes(shape: tuple[int, int], scheme: str, dtype: str) -> int:
+    """Return the bytes of codes and scales of a matrix ``[out, in]`` whose scales have a dtype."""
+    bits, group = SCHEMES[scheme]
+    return math.prod(shape) * bits // 8 + shape[0] * (shape[1] // (group or shape[1])) * itemsize(dtype)
+
+
+def rounding_schemes(config: ModelConfig, quantization: Quantization) -> dict[str, str]:
+    """Return how the weights of a model are rounded.
+
+    Parameters
+    ----------
+    config : ModelConfig
+        The model.
+    quantization : Quantization
+        What is asked for.
+
+    Returns
+    -------
+    dict of str to str
+        The scheme of each weight that is rounded, by name.
+
+    Raises
+    ------
+    ConfigError
+        The model has no head of its own, or inputs of a weight are not whole groups.
+    """
+    parts = (part for index in range(config.num_layers) for role, part in layer_parts(config, index).items() if role.endswith(".weight"))
+    schemes = {part.tensor: quantization.weights for part in parts if len(part.shape) == 2}
+    if quantization.embedding is not None:
+        schemes[embedding_name(config)] = quantization.embedding
+    if quantization.head is not None:
+        if config.tie_word_embeddings:
+            raise ConfigError("quantize: expected no head=..., as the head of this model is its embedding. embedding=... rounds both.")
+        schemes[HEAD] = quantization.head
+    shapes = tensor_shapes(config)
+    for name, scheme in schemes.items():
+        group, inputs = SCHEMES[scheme][1], shapes[name][-1]
+        if group is not None and inputs % group:
+            raise ConfigError(f"quantize: expected groups that divide the {inputs} inputs of {name}, got {group}. Choose int8.")
+    return schemes
+
+
+def rounded_weights(config: ModelConfig, quantization: Quantization, packed: Mapping[str, Any]) -> dict[str, RoundedWeight]:
+    """Return the weights of a checkpoint that are to be rounded, by name.
+
+    Parameters
+    ----------
+    config : ModelConfig
+        The model.
+    quantization : Quantization
+        What is asked for.
+    packed : mapping
+        The weights of the checkpoint that are quantized as they are stored.
+
+    Raises
+    ------
+    CheckpointError
+        There are such weights.
+    ConfigError
+        As :func:`rounding_schemes`.
+    """
+    if packed:
+        title = next(iter(packed.values())).quantized.title
+        raise CheckpointError(f"quantize: expected a checkpoint in 16 or 32 bits, got one in {title}. Leave the option out.")
+    shapes = tensor_shapes(config)
+    return {
+        name: RoundedWeight(quantized=RoundToNearest(scheme, config.dtype), name=name, shape=(shapes[name][0], shapes[name][1]))
+        for name, scheme in rounding_schemes(config, quantization).items()
+    }
