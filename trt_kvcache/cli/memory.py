@@ -21,12 +21,13 @@ from trt_kvcache.cli.json_document import as_json
 from trt_kvcache.cli.options import Json, choice, logits_per_slot
 from trt_kvcache.cli.quantized_weights import weights_format
 from trt_kvcache.cli.session_flags import QUANTIZE_HELP, located
-from trt_kvcache.dtypes import MODEL_DTYPES
+from trt_kvcache.dtypes import MODEL_DTYPES, SCALED_KV_DTYPES
 from trt_kvcache.engine.attention_variants import window_in_cache
 from trt_kvcache.engine.decoder_tensors import DecoderCacheConfig, decoder_cache_config
 from trt_kvcache.engine_folder.folder import EngineFolder, is_engine_folder
 from trt_kvcache.errors import CapacityError, CheckpointError
 from trt_kvcache.model import ModelConfig
+from trt_kvcache.session.session_options import KVScalesChoice
 
 _GIB = 2**30
 _MAX_GIB = 1e9
@@ -54,6 +55,10 @@ def memory(
         int | None, typer.Option(min=1, metavar="TOKENS", help="Tokens that a slot can hold. Default: the folder's.")
     ] = None,
     dtype: Annotated[KVDTypeName | None, choice(KVDTypeName, "--dtype", metavar="DTYPE", help=_DTYPE_HELP)] = None,
+    kv_scales: Annotated[
+        KVScalesChoice | None,
+        choice(KVScalesChoice, "--kv-scales", help="Scales of K and V in 8 bits: for each token and head (default), or static ones."),
+    ] = None,
     gib: Annotated[float | None, typer.Option(metavar="N", help="Also print what fits into N GiB (2^30 bytes).")] = None,
     engine: Annotated[
         bool, typer.Option("--engine", help="Also print what an engine of this model takes: plan, activations, peak memory of the build.")
@@ -81,8 +86,10 @@ def memory(
         config = config.with_max_batch_size(max_batch_size)
     if max_sequence_length:
         config = config.with_max_sequence_length(max_sequence_length)
+    if kv_scales and dtype not in SCALED_KV_DTYPES:
+        raise typer.BadParameter(f"expected --dtype {' or '.join(SCALED_KV_DTYPES)} with it, got {dtype}.", param_hint="--kv-scales")
     if dtype:
-        config = _with_dtype(config, dtype)
+        config = _with_dtype(config, dtype, (kv_scales or "token") if dtype in SCALED_KV_DTYPES else None)
     estimate = estimate_memory(config)
     model = _model_of(folder)
     packed = None if folder is None else weights_format(located(folder, ["config.json"]))
@@ -103,11 +110,11 @@ def memory(
         _print_what_fits(config, gib, positions)
 
 
-def _with_dtype(config: DecoderCacheConfig, dtype: str) -> DecoderCacheConfig:
+def _with_dtype(config: DecoderCacheConfig, dtype: str, scales: str | None) -> DecoderCacheConfig:
     """Return a configuration with another dtype of K and V, and of conv states if it is one that models are computed in."""
     if not isinstance(config, HybridCacheConfig):
-        return replace(config, dtype=dtype)
-    kv = None if config.kv is None else replace(config.kv, dtype=dtype)
+        return replace(config, dtype=dtype, scales=scales)
+    kv = None if config.kv is None else replace(config.kv, dtype=dtype, scales=scales)
     mamba = replace(config.mamba, conv_dtype=dtype) if config.mamba is not None and dtype in MODEL_DTYPES else config.mamba
     return replace(config, kv=kv, mamba=mamba)
 
