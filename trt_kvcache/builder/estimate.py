@@ -15,6 +15,7 @@ from trt_kvcache.checkpoint.quantized.registry import quantized_format
 from trt_kvcache.checkpoint.quantized.rounded_weight import rounded_nbytes, rounding_schemes
 from trt_kvcache.dtypes import itemsize
 from trt_kvcache.engine.attention_variants import default_attention
+from trt_kvcache.engine.quantized_kv import QuantizedKV
 from trt_kvcache.engine_folder.decoder_segments import decoder_constants
 from trt_kvcache.memory.shapes import dense_nbytes
 from trt_kvcache.model import AttentionConfig, LayerConfig, ModelConfig
@@ -98,6 +99,8 @@ def estimate_build(
     attention: str | None = None,
     flavour: str = "auto",
     quantize: str | None = None,
+    kv_dtype: str | None = None,
+    kv_scales: str | None = None,
 ) -> BuildEstimate:
     """Estimate what ``build_engine`` would take and give. TensorRT is not needed.
 
@@ -117,7 +120,7 @@ def estimate_build(
         ``"native"``, ``"mask"`` or ``"plugin"``; chosen as by ``build_engine`` if left out.
     flavour : str
         ``"tensorrt"`` builds plugin attention into one network; otherwise it runs between the segments of the engine.
-    quantize : str, optional
+    quantize, kv_dtype, kv_scales : str, optional
         As for ``build_engine``.
 
     Returns
@@ -151,16 +154,17 @@ def estimate_build(
         max_prefill_length=min(length, DEFAULT_MAX_PREFILL_LENGTH) if max_prefill_length is None else max_prefill_length,
         max_logits_per_slot=max_logits_per_slot,
         dtype=dtype,
-        attention=attention or "native",
+        attention=attention or ("plugin" if kv_dtype else "native"),
         flavour=flavour,
     )
-    if attention is None:
+    if attention is None and kv_dtype is None:
         options = replace(options, attention=default_attention(model, options.max_sequence_length))
-    cache = options.cache_for(model)
+    computed = dtype or model.dtype
+    cache = options.cache_for(model, _any_scales(model, kv_dtype, kv_scales))
     options.check_kernels(model)
     segmented = options.attention == "plugin" and flavour != "tensorrt"
-    sizes = _weight_sizes(Path(model_path), model, cache.dtype, quantize, is_quantized=quantized is not None)
-    embedding_nbytes = math.prod(tensor_shapes(model)[embedding_name(model)]) * itemsize(cache.dtype)
+    sizes = _weight_sizes(Path(model_path), model, computed, quantize, is_quantized=quantized is not None)
+    embedding_nbytes = math.prod(tensor_shapes(model)[embedding_name(model)]) * itemsize(computed)
     if segmented:
         sizes[embedding_name(model)] = embedding_nbytes  # constants beside the plan are never packed
     weights, embedding = sum(sizes.values()), embedding_nbytes if segmented else 0
@@ -171,18 +175,26 @@ def estimate_build(
     if len(options.profiles) > 2:
         once, per_layer = _VERIFY_KERNELS_IN_SEGMENTS if segmented else _VERIFY_KERNELS
         kernels += once + model.num_layers * per_layer
+    constants = decoder_constants(model, cache, dtype=computed)
     return BuildEstimate(
         weights_nbytes=weights,
         plan_nbytes=weights - embedding + kernels,
-        constants_nbytes=sum(dense_nbytes(spec.shape, spec.dtype) for spec in decoder_constants(model, cache)) if segmented else 0,
+        constants_nbytes=sum(dense_nbytes(spec.shape, spec.dtype) for spec in constants) if segmented else 0,
         cache_nbytes=cache.nbytes,
-        activations_nbytes=_activations_nbytes(model, cache.dtype, options),
+        activations_nbytes=_activations_nbytes(model, computed, options),
         host_peak_nbytes=(
-            _host_peak_nbytes(model, cache.dtype, weights, embedding, segmented=segmented)
+            _host_peak_nbytes(model, computed, weights, embedding, segmented=segmented)
             if quantize is None and quantized is None
-            else _packed_host_peak_nbytes(model, cache.dtype, weights, is_rounded=quantized is None)
+            else _packed_host_peak_nbytes(model, computed, weights, is_rounded=quantized is None)
         ),
     )
+
+
+def _any_scales(model: ModelConfig, kv_dtype: str | None, kv_scales: str | None) -> QuantizedKV | None:
+    """Return how K and V are quantized, as far as bytes go: the values of static scales are in the checkpoint."""
+    if kv_dtype is None:
+        return None
+    return QuantizedKV(kv_dtype, kv_scales or "token", () if kv_scales in (None, "token") else [(1.0, 1.0)] * len(model.attention_layers))
 
 
 def _weight_sizes(path: Path, model: ModelConfig, dtype: str, quantize: str | None, *, is_quantized: bool) -> dict[str, int]:
