@@ -11,6 +11,9 @@ from trt_kvcache.memory.shapes import row_nbytes
 #: The dtypes that the kernels are compiled for, with their names in the sources.
 ELEMENT_TYPES = {"float16": "Float16", "bfloat16": "BFloat16"}
 
+#: The dtypes of a cache with scales, with their names in the sources.
+STORED_TYPES = {"float8_e4m3fn": "Float8", "int8": "Int8"}
+
 #: The head dims that the kernels are compiled for.
 HEAD_DIMS = (64, 80, 96, 128, 256)
 
