@@ -121,6 +121,18 @@ inline unsigned pack(BFloat16, float2 values) { return simt::to_bfloat16(values.
 inline float2 unpack(Float16, unsigned word) { return {simt::of_float16(word & 0xFFFF), simt::of_float16(word >> 16)}; }
 inline float2 unpack(BFloat16, unsigned word) { return {simt::of_bfloat16(word & 0xFFFF), simt::of_bfloat16(word >> 16)}; }
 
+// A double holds the product of two elements and the sum with a third one of these exponents exactly, and so does a float what comes out here.
+template <class Type>
+unsigned multiply_add(Type, unsigned a, unsigned b, unsigned c) {
+    const float2 x = unpack(Type{}, a), y = unpack(Type{}, b), z = unpack(Type{}, c);
+    const auto sum = [](double left, double right, double added) { return static_cast<float>(left * right + added); };
+    return pack(Type{}, {sum(x.x, y.x, z.x), sum(x.y, y.y, z.y)});
+}
+
+#define FLOAT8_INSTRUCTIONS
+inline unsigned float16_of_float8(unsigned codes) { return pack(Float16{}, {simt::of_float8(codes & 0xFF), simt::of_float8(codes >> 8 & 0xFF)}); }
+inline unsigned float8_of_floats(float2 values) { return simt::to_float8(values.x) | static_cast<unsigned>(simt::to_float8(values.y)) << 8; }
+
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline float reciprocal_approx(float x) { return 1 / x; }
 
