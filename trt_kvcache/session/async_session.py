@@ -107,7 +107,14 @@ class AsyncSession:
             await self.close()
             raise
 
-    async def submit(self, prompt: AnyPrompt, params: SamplingParams | None = None, **options: Unpack[SamplingOptions]) -> AsyncRequest:
+    async def submit(
+        self,
+        prompt: AnyPrompt,
+        params: SamplingParams | None = None,
+        *,
+        prompt_logprobs: int | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> AsyncRequest:
         """Put a prompt in the queue. Waits while ``max_requests`` have not ended.
 
         Parameters
@@ -116,6 +123,8 @@ class AsyncSession:
             Token ids, text, or a :class:`ChatPrompt`.
         params : SamplingParams, optional
             Not together with ``options``.
+        prompt_logprobs : int, optional
+            As for ``InferenceSession.submit``.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -136,7 +145,7 @@ class AsyncSession:
         request = AsyncRequest(self._cancel, self._room.release)
 
         def begin(session: InferenceSession) -> None:
-            request.begin(session.submit(prompt, params, **options))
+            request.begin(session.submit(prompt, params, prompt_logprobs=prompt_logprobs, **options))
             self._running.append(request)
 
         try:

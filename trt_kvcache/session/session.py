@@ -832,7 +832,14 @@ class InferenceSession(Uncopyable):
     # --- serving a queue ---
 
     @exclusive
-    def submit(self, prompt: AnyPrompt, params: SamplingParams | None = None, **options: Unpack[SamplingOptions]) -> RequestHandle:
+    def submit(
+        self,
+        prompt: AnyPrompt,
+        params: SamplingParams | None = None,
+        *,
+        prompt_logprobs: int | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> RequestHandle:
         """Put a prompt in the queue, to be continued by :meth:`step` as soon as a slot is free.
 
         Parameters
@@ -841,6 +848,9 @@ class InferenceSession(Uncopyable):
             Token ids, text, or a :class:`ChatPrompt`.
         params : SamplingParams, optional
             Not together with ``options``.
+        prompt_logprobs : int, optional
+            Score the prompt too, as :meth:`score` does, with so many of the most likely tokens at each place: ``prompt_score`` of the
+            handle. The engine must have the logits of several tokens per slot, and the prompt cache is not read.
         **options
             Fields of :class:`SamplingParams`, instead of the model's defaults.
 
@@ -865,10 +875,13 @@ class InferenceSession(Uncopyable):
         [2, 2, 2]
         """
         self._check_open()
+        if prompt_logprobs is not None:
+            int_in_range("prompt_logprobs", prompt_logprobs, 0)
+            self._check_logits_per_slot("prompt_logprobs", 2)
         rows = self._prompts.rows([prompt])
         self._batch.check_prompts(rows)
         [request] = self._requests(rows, params_for(1, self._defaults, params, options))
-        return self._queue.submit(request)
+        return self._queue.submit(request, prompt_logprobs=prompt_logprobs)
 
     @exclusive
     def step(self) -> list[RequestHandle]:
