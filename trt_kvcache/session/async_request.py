@@ -49,6 +49,11 @@ class AsyncRequest:
         return self._handle
 
     @property
+    def ended(self) -> bool:
+        """Whether it has ended: with its last token, by ``cancel``, or because it failed."""
+        return self._ended
+
+    @property
     def events(self) -> tuple[GeneratedToken, ...]:
         """The tokens so far."""
         return tuple(self._events)

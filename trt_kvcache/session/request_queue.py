@@ -53,6 +53,16 @@ class RequestQueue:
         #: Records what the slots do, if it is there.
         self.timeline: Timeline | None = None
 
+    @property
+    def running(self) -> list[RequestHandle]:
+        """The requests that have a slot, by slot. Those that ended in the last step are still among them."""
+        return [queued.handle for queued in self._running]
+
+    @property
+    def num_waiting(self) -> int:
+        """How many requests wait for a slot."""
+        return sum(queued.state == "queued" for queued in self._waiting)
+
     def submit(self, request: Request, *, prompt_logprobs: int | None = None) -> RequestHandle:
         """Put a request at the end of the queue.
 
