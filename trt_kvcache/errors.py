@@ -79,7 +79,7 @@ class CapacityError(KVCacheError, RuntimeError):
     """The cache or the memory has no room for what was asked."""
 
 
-class QueueFullError(CapacityError):
+class QueueFullError(KVCacheError, RuntimeError):
     """As many requests wait as may wait.
 
     Attributes
