@@ -275,15 +275,17 @@ class AsyncSession:
     def _serve(self, session: InferenceSession) -> None:
         """Run commands and steps until it is closed."""
         assert self._loop is not None
+        slots_held = False
         while not self._loop.is_closed():
             with suppress(Empty):
                 while True:
-                    command = self._commands.get(block=not self._running, timeout=_PATIENCE)
+                    command = self._commands.get(block=not (self._running or slots_held), timeout=_PATIENCE)
                     if command is None:
                         return
                     command[0](session)
-            if self._running and (news := self._step(session)):
+            if (self._running or slots_held) and (news := self._step(session)):
                 self._tell(_deliver, news)
+            slots_held = bool(session.running_requests)  # those of the last requests are freed by a step that runs nothing
 
     def _step(self, session: InferenceSession) -> list[_News]:
         """Run one step, and return what came of it."""
