@@ -2,6 +2,7 @@
 
 import math
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -37,10 +38,8 @@ _VERIFY_KERNELS_IN_SEGMENTS = (520_000, 1_050_000)
 #: The peak of the host: Python with TensorRT loaded, and what TensorRT keeps for each layer.
 _HOST, _HOST_PER_LAYER = 207_000_000, 12_000_000
 
-#: How often the host holds the weights at the peak: in pages of the checkpoint or converted, in TensorRT, and in the plan.
+#: How often the host holds the weights at the peak: in pages of the checkpoint, converted or packed, in TensorRT, and in the plan.
 _COPIES = 3.1
-#: Of packed weights, beside themselves and the files that are read: what TensorRT makes of them while it builds, in dense weights.
-_COPIES_OF_PACKED = 1.2
 #: The same of an engine in segments: of the embedding, which stands beside its plan, and of the rest.
 _COPIES_IN_SEGMENTS = (2.9, 2.07)
 
@@ -124,8 +123,7 @@ def estimate_build(
     -------
     BuildEstimate
         The weights, and K, V and states, are exact. Plan and peak were within 10 % of the builds of ``benchmarks/build_estimate.py``:
-        TensorRT for RTX 1.7, all its GPUs, Linux, models without states and without quantized weights, and the peak of packed weights in a
-        build of 0.4 billion. The plan of a small model is mostly kernels, and less certain.
+        TensorRT for RTX 1.7, all its GPUs, Linux, models without states. The plan of a small model is mostly kernels, and less certain.
         Activations are not measured.
 
     Raises
@@ -159,11 +157,15 @@ def estimate_build(
     cache = options.cache_for(model)
     options.check_kernels(model)
     segmented = options.attention == "plugin" and flavour != "tensorrt"
-    sizes = _weight_sizes(Path(model_path), model, cache.dtype, quantize, is_quantized=quantized is not None)
+    packed = _packed_sizes(Path(model_path), model, quantize, is_quantized=quantized is not None)
+    sizes = {name: math.prod(shape) * itemsize(cache.dtype) for name, shape in tensor_shapes(model).items()} | packed
     embedding_nbytes = math.prod(tensor_shapes(model)[embedding_name(model)]) * itemsize(cache.dtype)
     if segmented:
         sizes[embedding_name(model)] = embedding_nbytes  # constants beside the plan are never packed
+        packed.pop(embedding_name(model), None)
     weights, embedding = sum(sizes.values()), embedding_nbytes if segmented else 0
+    dense = weights - sum(packed.values())
+    twice = packed.get(embedding_name(model), 0) if model.tie_word_embeddings else 0  # TensorRT packs rows and columns apart
     kernels = model.num_layers * _KERNELS_PER_SEGMENT if segmented else _KERNELS + model.num_layers * _KERNELS_PER_LAYER
     if options.attention == "mask":
         kernels += sum(mixer.softcap is not None for mixer in model.attention_layers) * _KERNELS_PER_CAPPED_LAYER
@@ -173,30 +175,27 @@ def estimate_build(
         kernels += once + model.num_layers * per_layer
     return BuildEstimate(
         weights_nbytes=weights,
-        plan_nbytes=weights - embedding + kernels,
+        plan_nbytes=weights + twice - embedding + kernels,
         constants_nbytes=sum(dense_nbytes(spec.shape, spec.dtype) for spec in decoder_constants(model, cache)) if segmented else 0,
         cache_nbytes=cache.nbytes,
         activations_nbytes=_activations_nbytes(model, cache.dtype, options),
         host_peak_nbytes=(
-            _host_peak_nbytes(model, cache.dtype, weights, embedding, segmented=segmented)
-            if quantize is None and quantized is None
-            else _packed_host_peak_nbytes(model, cache.dtype, weights, is_rounded=quantized is None)
+            _host_peak_nbytes(model, weights, embedding, segmented=segmented)
+            + twice
+            + (_converted_nbytes(model, cache.dtype, dense, packed) if cache.dtype != model.dtype else 0)
         ),
     )
 
 
-def _weight_sizes(path: Path, model: ModelConfig, dtype: str, quantize: str | None, *, is_quantized: bool) -> dict[str, int]:
-    """Return the bytes of each weight in the engine, by name."""
-    shapes = tensor_shapes(model)
-    sizes = {name: math.prod(shape) * itemsize(dtype) for name, shape in shapes.items()}
-    if quantize is not None and not is_quantized:
-        schemes = rounding_schemes(model, Quantization.parse(quantize))
-        packed = {name: rounded_nbytes((shapes[name][0], shapes[name][1]), scheme, model.dtype) for name, scheme in schemes.items()}
-        return sizes | packed
+def _packed_sizes(path: Path, model: ModelConfig, quantize: str | None, *, is_quantized: bool) -> dict[str, int]:
+    """Return the bytes of each weight that the engine has packed, by name."""
     if is_quantized:
         with Checkpoint.open(path, quantize=quantize) as checkpoint:
-            return sizes | {name: checkpoint.nbytes_of(name) for name in checkpoint.quantized_names}
-    return sizes
+            return {name: checkpoint.nbytes_of(name) for name in checkpoint.quantized_names}
+    if quantize is None:
+        return {}
+    shapes, schemes = tensor_shapes(model), rounding_schemes(model, Quantization.parse(quantize))
+    return {name: rounded_nbytes((shapes[name][0], shapes[name][1]), scheme, model.dtype) for name, scheme in schemes.items()}
 
 
 def _activations_nbytes(model: ModelConfig, dtype: str, options: BuildOptions) -> int:
@@ -231,15 +230,14 @@ def _scan_nbytes(mixer: RecurrentConfig, width: int) -> int:
     return 4 * mixer.num_value_heads * width * itemsize("float32") if isinstance(mixer, GatedDeltaNetConfig) else 0
 
 
-def _host_peak_nbytes(model: ModelConfig, dtype: str, weights: int, embedding: int, *, segmented: bool) -> int:
-    """Return most memory of the host during the build of ``weights`` bytes in ``dtype``."""
+def _host_peak_nbytes(model: ModelConfig, weights: int, embedding: int, *, segmented: bool) -> int:
+    """Return most memory of the host during the build of ``weights`` bytes, of which ``embedding`` are beside the plan."""
     copies = _COPIES_IN_SEGMENTS[0] * embedding + _COPIES_IN_SEGMENTS[1] * (weights - embedding) if segmented else _COPIES * weights
-    stored = weights // itemsize(dtype) * itemsize(model.dtype) if dtype != model.dtype else 0  # pages beside the converted weights
-    return round(_HOST + model.num_layers * _HOST_PER_LAYER + copies + stored)
+    return round(_HOST + model.num_layers * _HOST_PER_LAYER + copies)
 
 
-def _packed_host_peak_nbytes(model: ModelConfig, dtype: str, packed: int, *, is_rounded: bool) -> int:
-    """Return most memory of the host during the build of ``packed`` bytes, which are rounded from dense weights or stored like that."""
-    elements = sum(math.prod(shape) for shape in tensor_shapes(model).values())
-    pages = elements * itemsize(model.dtype) if is_rounded else packed
-    return round(_HOST + model.num_layers * _HOST_PER_LAYER + pages + packed + _COPIES_OF_PACKED * elements * itemsize(dtype))
+def _converted_nbytes(model: ModelConfig, dtype: str, dense: int, packed: Iterable[str]) -> int:
+    """Return what is held beside weights in another dtype: pages of dense ones, and float32 values of one that is packed."""
+    shapes = tensor_shapes(model)
+    largest = max((math.prod(shapes[name]) for name in packed), default=0)
+    return dense // itemsize(dtype) * itemsize(model.dtype) + largest * itemsize("float32")

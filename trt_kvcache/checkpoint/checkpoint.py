@@ -215,6 +215,23 @@ class Checkpoint:
         files = self._open_files()
         return self._quantized[name].read(files) if name in self._quantized else None
 
+    def release(self, name: str) -> None:
+        """Let the operating system take the memory of what is stored for a tensor. It is read from the file again where it is used.
+
+        Parameters
+        ----------
+        name : str
+            One of :attr:`tensor_names`.
+
+        Raises
+        ------
+        ClosedError
+            The checkpoint is closed.
+        """
+        files = self._open_files()
+        for part in self._quantized[name].tensor_names if name in self._quantized else (name,):
+            files[part].release(part)
+
     def nbytes_of(self, name: str) -> int:
         """Return the size of one tensor in bytes: of a quantized weight those that are stored, else in the dtype of the model.
 
@@ -310,6 +327,7 @@ class Checkpoint:
             yield _bytes(self.tensor(name))
         else:
             yield from (_bytes(files[part].array(part)) for part in self._quantized[name].tensor_names)
+            self.release(name)  # it is kept packed by whoever uses it
 
     def _content_nbytes(self, name: str, files: Mapping[str, WeightFile]) -> int:
         """Return how many bytes :meth:`_contents` returns."""

@@ -43,6 +43,15 @@ class TensorSource(Protocol):
             Its Hugging Face name.
         """
 
+    def release(self, name: str) -> None:
+        """Let the operating system take the memory of what is stored for a weight.
+
+        Parameters
+        ----------
+        name : str
+            Its Hugging Face name.
+        """
+
 
 class Weights:
     """Weights by their Hugging Face names.
@@ -127,6 +136,7 @@ class Weights:
             one = rows[0] if len(rows) == 1 else [row for part in rows for row in range(part.start, part.stop)]
             return self(name, one)
         packed = PackedWeight.of(name, [stored.rows(part) for part in rows])
+        self._checkpoint.release(name)
         largest = float(np.finfo(np.float16).max)
         if self.dtype == "float16" and packed.scales.max() * _LARGEST_CODES[packed.codes.dtype.name] > largest:
             self(name)  # raises an error if there is such a value
