@@ -2,11 +2,12 @@
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from trt_kvcache.builder.code_types import are_native
 from trt_kvcache.builder.network.selective_scan import CHUNK_TOKENS
 from trt_kvcache.builder.options import DEFAULT_MAX_BATCH_SIZE, DEFAULT_MAX_PREFILL_LENGTH, BuildOptions, default_sequence_length
 from trt_kvcache.checkpoint import Checkpoint
@@ -51,7 +52,7 @@ class BuildEstimate:
     Parameters
     ----------
     weights_nbytes : int
-        Weights of the model in the dtype of the engine.
+        Weights of the model in the dtype of the engine, or packed.
     plan_nbytes : int
         The serialised engine: weights and compiled kernels.
     constants_nbytes : int
@@ -97,6 +98,7 @@ def estimate_build(
     attention: str | None = None,
     flavour: str = "auto",
     quantize: str | None = None,
+    compute_capabilities: Sequence[str] | None = None,
 ) -> BuildEstimate:
     """Estimate what ``build_engine`` would take and give. TensorRT is not needed.
 
@@ -118,6 +120,8 @@ def estimate_build(
         ``"tensorrt"`` builds plugin attention into one network; otherwise it runs between the segments of the engine.
     quantize : str, optional
         As for ``build_engine``.
+    compute_capabilities : sequence of str, optional
+        As for ``build_engine``. They say whether FP4 is stored as it is.
 
     Returns
     -------
@@ -157,7 +161,8 @@ def estimate_build(
     cache = options.cache_for(model)
     options.check_kernels(model)
     segmented = options.attention == "plugin" and flavour != "tensorrt"
-    packed = _packed_sizes(Path(model_path), model, quantize, is_quantized=quantized is not None)
+    is_native = are_native(compute_capabilities, is_rtx=flavour != "tensorrt")
+    packed = _packed_sizes(Path(model_path), model, quantize, is_quantized=quantized is not None, is_native=is_native)
     sizes = {name: math.prod(shape) * itemsize(cache.dtype) for name, shape in tensor_shapes(model).items()} | packed
     embedding_nbytes = math.prod(tensor_shapes(model)[embedding_name(model)]) * itemsize(cache.dtype)
     if segmented:
@@ -187,11 +192,13 @@ def estimate_build(
     )
 
 
-def _packed_sizes(path: Path, model: ModelConfig, quantize: str | None, *, is_quantized: bool) -> dict[str, int]:
-    """Return the bytes of each weight that the engine has packed, by name."""
+def _packed_sizes(path: Path, model: ModelConfig, quantize: str | None, *, is_quantized: bool, is_native: bool) -> dict[str, int]:
+    """Return the bytes of each weight that the engine has packed, by name. FP4 takes the bytes of int8 where it is not native."""
     if is_quantized:
         with Checkpoint.open(path, quantize=quantize) as checkpoint:
-            return {name: checkpoint.nbytes_of(name) for name in checkpoint.quantized_names}
+            shapes = tensor_shapes(model)
+            codes = {name: 0 if is_native else math.prod(shapes[name]) // 2 for name in checkpoint.names_of_kind("e2m1")}
+            return {name: checkpoint.nbytes_of(name) + codes.get(name, 0) for name in checkpoint.quantized_names}
     if quantize is None:
         return {}
     shapes, schemes = tensor_shapes(model), rounding_schemes(model, Quantization.parse(quantize))

@@ -255,6 +255,17 @@ class Checkpoint:
         files = self._open_files()
         return frozenset(weight.code_kind(files) for weight in self._quantized.values())
 
+    def names_of_kind(self, kind: str) -> tuple[str, ...]:
+        """Return the names of tensors with codes of a kind: see :data:`~trt_kvcache.checkpoint.quantized.codes.CODE_BITS`.
+
+        Parameters
+        ----------
+        kind : str
+            Such as ``"e2m1"``.
+        """
+        files = self._open_files()
+        return tuple(name for name in self.quantized_names if self._quantized[name].code_kind(files) == kind)
+
     @property
     def nbytes(self) -> int:
         """Size of the model's weights in bytes: quantized ones as they are stored, others in the dtype of the model."""
