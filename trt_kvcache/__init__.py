@@ -106,6 +106,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.session.session_options import SessionOptions as SessionOptions
     from trt_kvcache.session.session_source import SessionSource as SessionSource
     from trt_kvcache.session.statistics import SessionStatistics as SessionStatistics
+    from trt_kvcache.session.text_perplexity import TextPerplexity as TextPerplexity, text_perplexity as text_perplexity
     from trt_kvcache.session.timeline import Timeline as Timeline
     from trt_kvcache.session.token_stream import TokenStream as TokenStream
     from trt_kvcache.trt.segmented_engine import SegmentedEngine as SegmentedEngine
@@ -182,6 +183,7 @@ _MODULE_OF = {
     "SessionOptions": "session.session_options",
     "SessionRunner": "polygraphy.runners",
     "SessionSource": "session.session_source",
+    "TextPerplexity": "session.text_perplexity",
     "Timeline": "session.timeline",
     "SessionStatistics": "session.statistics",
     "ShapeError": "errors",
@@ -214,6 +216,7 @@ _MODULE_OF = {
     "register_operation": "ops.registry",
     "run_on_host": "ops.custom_op",
     "save_snapshot": "sequences.snapshot",
+    "text_perplexity": "session.text_perplexity",
     "unregister_operation": "ops.registry",
 }
 
