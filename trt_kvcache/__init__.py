@@ -18,7 +18,7 @@ logging.getLogger("trt_kvcache").addHandler(logging.NullHandler())  # silent unl
 if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.builder.build_engine import BuildReport as BuildReport, build_engine as build_engine
     from trt_kvcache.builder.estimate import BuildEstimate as BuildEstimate, estimate_build as estimate_build
-    from trt_kvcache.cache.config import CacheConfig as CacheConfig, KVCacheConfig as KVCacheConfig, KVLayerConfig as KVLayerConfig
+    from trt_kvcache.cache.config import CacheConfig as CacheConfig, KVCacheConfig as KVCacheConfig
     from trt_kvcache.cache.estimate import (
         estimate_memory as estimate_memory,
         largest_batch as largest_batch,
@@ -28,6 +28,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.cache.hybrid_config import HybridCacheConfig as HybridCacheConfig, LayerType as LayerType
     from trt_kvcache.cache.kv_cache_manager import KVCacheManager as KVCacheManager
     from trt_kvcache.cache.kv_head_dim_group import KVHeadDimGroup as KVHeadDimGroup
+    from trt_kvcache.cache.kv_layer_config import KVLayerConfig as KVLayerConfig
     from trt_kvcache.cache.layout import KVLayout as KVLayout
     from trt_kvcache.cache.lengths import Lengths as Lengths
     from trt_kvcache.cache.linear_kv_cache import LinearKVCache as LinearKVCache
@@ -148,7 +149,7 @@ _MODULE_OF = {
     "KVCacheError": "errors",
     "KVCacheManager": "cache.kv_cache_manager",
     "KVHeadDimGroup": "cache.kv_head_dim_group",
-    "KVLayerConfig": "cache.config",
+    "KVLayerConfig": "cache.kv_layer_config",
     "KVLayout": "cache.layout",
     "LayerIndexError": "errors",
     "LayerType": "cache.hybrid_config",

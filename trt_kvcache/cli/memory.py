@@ -9,9 +9,10 @@ from typing import Annotated, Any, Literal
 import typer
 
 from trt_kvcache.builder.estimate import BuildEstimate, estimate_build
-from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
+from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.estimate import MemoryEstimate, estimate_memory, largest_batch, longest_sequence
 from trt_kvcache.cache.hybrid_config import HybridCacheConfig
+from trt_kvcache.cache.kv_layer_config import KVLayerConfig
 from trt_kvcache.cache.recurrent_states import state_storages
 from trt_kvcache.checkpoint.json_file import read_json
 from trt_kvcache.cli.build_sizes import print_build_sizes

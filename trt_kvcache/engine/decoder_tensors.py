@@ -6,8 +6,9 @@ from itertools import count
 from typing import Any, Literal
 
 from trt_kvcache._util.checks import int_in_range
-from trt_kvcache.cache.config import KVCacheConfig, KVLayerConfig
+from trt_kvcache.cache.config import KVCacheConfig
 from trt_kvcache.cache.hybrid_config import HybridCacheConfig, LayerType
+from trt_kvcache.cache.kv_layer_config import KVLayerConfig
 from trt_kvcache.cache.layout import KVLayout
 from trt_kvcache.cache.mamba_config import MambaCacheConfig
 from trt_kvcache.cache.recurrent_states import StateKind, state_storages

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from trt_kvcache.dtypes import itemsize
+from trt_kvcache.errors import DTypeError
 from trt_kvcache.kernels.attention_params import AttentionParams, score_factors
 from trt_kvcache.kernels.attention_workspace import MAX_BLOCKS_PER_SM, AttentionWorkspace, partials_shape
 from trt_kvcache.kernels.cuda.arguments import address
@@ -20,6 +21,8 @@ _WARP = 32
 
 
 def attend(params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
+    if params.kv_scales is not None:
+        raise DTypeError(f"cache: expected {params.q.dtype} on a device, got {params.cache.dtype}.")
     plan = _decode_plan(params)
     if plan is not None:
         _decode(plan, params, workspace, stream)
