@@ -18,6 +18,7 @@ logging.getLogger("trt_kvcache").addHandler(logging.NullHandler())  # silent unl
 if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.builder.build_engine import BuildReport as BuildReport, build_engine as build_engine
     from trt_kvcache.builder.estimate import BuildEstimate as BuildEstimate, estimate_build as estimate_build
+    from trt_kvcache.builder.what_fits import Fit as Fit, what_fits as what_fits
     from trt_kvcache.cache.config import CacheConfig as CacheConfig, KVCacheConfig as KVCacheConfig
     from trt_kvcache.cache.estimate import (
         estimate_memory as estimate_memory,
@@ -140,6 +141,7 @@ _MODULE_OF = {
     "EngineFallbackWarning": "session.open_model",
     "EngineInspection": "engine_folder.inspection",
     "EngineProfile": "engine.protocol",
+    "Fit": "builder.what_fits",
     "GeneratedToken": "generation.request",
     "HostMemory": "memory.host_memory",
     "HybridCacheConfig": "cache.hybrid_config",
@@ -219,6 +221,7 @@ _MODULE_OF = {
     "save_snapshot": "sequences.snapshot",
     "text_perplexity": "session.text_perplexity",
     "unregister_operation": "ops.registry",
+    "what_fits": "builder.what_fits",
 }
 
 __all__ = ["__version__", *_MODULE_OF]

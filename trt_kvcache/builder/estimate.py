@@ -1,8 +1,10 @@
 """``estimate_build``: what a build will need and what it will give, in bytes, before it is started."""
 
+from __future__ import annotations
+
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -144,52 +146,116 @@ def estimate_build(
     >>> estimate.cache_nbytes, estimate.weights_nbytes
     (262144, 60736)
     """
-    data = read_json(Path(model_path) / "config.json")
-    model, quantized = ModelConfig.from_dict(data), quantized_format(data, Path(model_path))
-    length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length
-    options = BuildOptions(
+    source = PackedModel.read(model_path, quantize=quantize, compute_capabilities=compute_capabilities, flavour=flavour)
+    return source.estimate(
         max_batch_size=max_batch_size,
-        max_sequence_length=length,
-        max_prefill_length=min(length, DEFAULT_MAX_PREFILL_LENGTH) if max_prefill_length is None else max_prefill_length,
+        max_sequence_length=max_sequence_length,
+        max_prefill_length=max_prefill_length,
         max_logits_per_slot=max_logits_per_slot,
         dtype=dtype,
-        attention=attention or "native",
+        attention=attention,
         flavour=flavour,
     )
-    if attention is None:
-        options = replace(options, attention=default_attention(model, options.max_sequence_length))
-    cache = options.cache_for(model)
-    options.check_kernels(model)
-    segmented = options.attention == "plugin" and flavour != "tensorrt"
-    is_native = are_native(compute_capabilities, is_rtx=flavour != "tensorrt")
-    packed = _packed_sizes(Path(model_path), model, quantize, is_quantized=quantized is not None, is_native=is_native)
-    sizes = {name: math.prod(shape) * itemsize(cache.dtype) for name, shape in tensor_shapes(model).items()} | packed
-    embedding_nbytes = math.prod(tensor_shapes(model)[embedding_name(model)]) * itemsize(cache.dtype)
-    if segmented:
-        sizes[embedding_name(model)] = embedding_nbytes  # constants beside the plan are never packed
-        packed.pop(embedding_name(model), None)
-    weights, embedding = sum(sizes.values()), embedding_nbytes if segmented else 0
-    dense = weights - sum(packed.values())
-    twice = packed.get(embedding_name(model), 0) if model.tie_word_embeddings else 0  # TensorRT packs rows and columns apart
-    kernels = model.num_layers * _KERNELS_PER_SEGMENT if segmented else _KERNELS + model.num_layers * _KERNELS_PER_LAYER
-    if options.attention == "mask":
-        kernels += sum(mixer.softcap is not None for mixer in model.attention_layers) * _KERNELS_PER_CAPPED_LAYER
-    kernels += sum(_KERNELS_PER_SCAN.get(mixer.kind, 0) for mixer in model.recurrent_layers)
-    if len(options.profiles) > 2:
-        once, per_layer = _VERIFY_KERNELS_IN_SEGMENTS if segmented else _VERIFY_KERNELS
-        kernels += once + model.num_layers * per_layer
-    return BuildEstimate(
-        weights_nbytes=weights,
-        plan_nbytes=weights + twice - embedding + kernels,
-        constants_nbytes=sum(dense_nbytes(spec.shape, spec.dtype) for spec in decoder_constants(model, cache)) if segmented else 0,
-        cache_nbytes=cache.nbytes,
-        activations_nbytes=_activations_nbytes(model, cache.dtype, options),
-        host_peak_nbytes=(
-            _host_peak_nbytes(model, weights, embedding, segmented=segmented)
-            + twice
-            + (_converted_nbytes(model, cache.dtype, dense, packed) if cache.dtype != model.dtype else 0)
-        ),
-    )
+
+
+@dataclass(frozen=True)
+class PackedModel:
+    """A model and the bytes of its packed weights: all that an estimate needs of a folder.
+
+    Parameters
+    ----------
+    model : ModelConfig
+        Of ``config.json``.
+    packed : mapping of str to int
+        Bytes of each weight that the engine has packed, by name.
+    """
+
+    model: ModelConfig
+    packed: Mapping[str, int]
+
+    @classmethod
+    def read(
+        cls,
+        model_path: str | os.PathLike[str],
+        *,
+        quantize: str | None = None,
+        compute_capabilities: Sequence[str] | None = None,
+        flavour: str = "auto",
+    ) -> PackedModel:
+        """Read a folder.
+
+        Parameters
+        ----------
+        model_path, quantize, compute_capabilities, flavour
+            As for :func:`estimate_build`, with its errors.
+        """
+        path = Path(model_path)
+        data = read_json(path / "config.json")
+        model, quantized = ModelConfig.from_dict(data), quantized_format(data, path)
+        is_native = are_native(compute_capabilities, is_rtx=flavour != "tensorrt")
+        return cls(model, _packed_sizes(path, model, quantize, is_quantized=quantized is not None, is_native=is_native))
+
+    def estimate(
+        self,
+        *,
+        max_batch_size: int,
+        max_sequence_length: int | None,
+        max_prefill_length: int | None = None,
+        max_logits_per_slot: int | Literal["all"] = 1,
+        dtype: str | None = None,
+        attention: str | None = None,
+        flavour: str = "auto",
+    ) -> BuildEstimate:
+        """Return the bytes of a build: see :func:`estimate_build`.
+
+        Parameters
+        ----------
+        max_batch_size, max_sequence_length, max_prefill_length, max_logits_per_slot, dtype, attention, flavour
+            As for :func:`estimate_build`, with its errors.
+        """
+        model, packed = self.model, dict(self.packed)
+        length = default_sequence_length(model) if max_sequence_length is None else max_sequence_length
+        options = BuildOptions(
+            max_batch_size=max_batch_size,
+            max_sequence_length=length,
+            max_prefill_length=min(length, DEFAULT_MAX_PREFILL_LENGTH) if max_prefill_length is None else max_prefill_length,
+            max_logits_per_slot=max_logits_per_slot,
+            dtype=dtype,
+            attention=attention or "native",
+            flavour=flavour,
+        )
+        if attention is None:
+            options = replace(options, attention=default_attention(model, options.max_sequence_length))
+        cache = options.cache_for(model)
+        options.check_kernels(model)
+        segmented = options.attention == "plugin" and flavour != "tensorrt"
+        sizes = {name: math.prod(shape) * itemsize(cache.dtype) for name, shape in tensor_shapes(model).items()} | packed
+        embedding_nbytes = math.prod(tensor_shapes(model)[embedding_name(model)]) * itemsize(cache.dtype)
+        if segmented:
+            sizes[embedding_name(model)] = embedding_nbytes  # constants beside the plan are never packed
+            packed.pop(embedding_name(model), None)
+        weights, embedding = sum(sizes.values()), embedding_nbytes if segmented else 0
+        dense = weights - sum(packed.values())
+        twice = packed.get(embedding_name(model), 0) if model.tie_word_embeddings else 0  # TensorRT packs rows and columns apart
+        kernels = model.num_layers * _KERNELS_PER_SEGMENT if segmented else _KERNELS + model.num_layers * _KERNELS_PER_LAYER
+        if options.attention == "mask":
+            kernels += sum(mixer.softcap is not None for mixer in model.attention_layers) * _KERNELS_PER_CAPPED_LAYER
+        kernels += sum(_KERNELS_PER_SCAN.get(mixer.kind, 0) for mixer in model.recurrent_layers)
+        if len(options.profiles) > 2:
+            once, per_layer = _VERIFY_KERNELS_IN_SEGMENTS if segmented else _VERIFY_KERNELS
+            kernels += once + model.num_layers * per_layer
+        return BuildEstimate(
+            weights_nbytes=weights,
+            plan_nbytes=weights + twice - embedding + kernels,
+            constants_nbytes=sum(dense_nbytes(spec.shape, spec.dtype) for spec in decoder_constants(model, cache)) if segmented else 0,
+            cache_nbytes=cache.nbytes,
+            activations_nbytes=_activations_nbytes(model, cache.dtype, options),
+            host_peak_nbytes=(
+                _host_peak_nbytes(model, weights, embedding, segmented=segmented)
+                + twice
+                + (_converted_nbytes(model, cache.dtype, dense, packed) if cache.dtype != model.dtype else 0)
+            ),
+        )
 
 
 def _packed_sizes(path: Path, model: ModelConfig, quantize: str | None, *, is_quantized: bool, is_native: bool) -> dict[str, int]:
