@@ -217,11 +217,16 @@ def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
 
 @cache
 def quantized_prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
-    """Return the macros of the prefill kernels over a quantized cache: the same, but fewer keys where tiles and codes do not fit."""
+    """Return the macros of the prefill kernels over a quantized cache: the same, but with fewer keys where tiles and codes do not fit.
+
+    With warpgroups, 128 rows of head dim 128 are one block's to a multiprocessor: two would leave too few registers for scores of two tiles.
+    """
     tiles = prefill_tiles(head_dim, arch)
-    if head_dim <= 128 or shared_limit(arch) >= 227 * _KIB:
-        return tiles
-    return {**tiles, **{f"TILE_KEYS_{form.upper()}": 16 for form in ("64", "short", "wide", "whole")}}
+    if head_dim > 128 and shared_limit(arch) < 227 * _KIB:
+        return {**tiles, **{f"TILE_KEYS_{form.upper()}": 16 for form in ("64", "short", "wide", "whole")}}
+    if head_dim == 128 and tiles["WARPGROUPS_WHOLE"]:
+        return {**tiles, "STAGES_WHOLE": 3, "BLOCKS_PER_SM_WHOLE": 1}
+    return tiles
 
 
 def _prefill_macros(forms: Sequence[tuple[int, ...]]) -> dict[str, int]:
