@@ -219,7 +219,7 @@ def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
 def quantized_prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
     """Return the macros of the prefill kernels over a quantized cache: the same, but with fewer keys where tiles and codes do not fit.
 
-    With warpgroups, 128 rows of head dim 128 are one block's to a multiprocessor: two would leave too few registers for scores of two tiles.
+    With warpgroups a multiprocessor has one block of 128 rows at head dim 128: two would leave too few registers for scores and codes.
     """
     tiles = prefill_tiles(head_dim, arch)
     if head_dim > 128 and shared_limit(arch) < 227 * _KIB:
