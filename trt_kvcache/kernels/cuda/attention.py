@@ -21,9 +21,9 @@ _WARP = 32
 
 
 def attend(params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
-    if params.kv_scales is not None:
-        raise DTypeError(f"cache: expected {params.q.dtype} on a device, got {params.cache.dtype}.")
     plan = _decode_plan(params)
+    if params.kv_scales is not None and plan is None:
+        raise DTypeError(f"cache: expected {params.q.dtype} on a device for so many new tokens, got {params.cache.dtype}.")
     if plan is not None:
         _decode(plan, params, workspace, stream)
     else:
@@ -54,7 +54,16 @@ def _strides(axis: int, *tensors: DeviceTensor) -> tuple[int, ...]:
 
 def _decode_plan(params: AttentionParams) -> DecodePlan | None:
     memory = _memory(params)
-    return decode_plan(params.cache.shape, params.q.shape[1], params.group, memory.arch, memory.multiprocessor_count)
+    quantized = params.kv_scales is not None
+    return decode_plan(params.cache.shape, params.q.shape[1], params.group, memory.arch, memory.multiprocessor_count, quantized)
+
+
+def _scale_arguments(params: AttentionParams) -> tuple[int, ...]:
+    """Return the address of the scales, and their strides in elements: of slots, of K and V, of heads, of tokens."""
+    scales = params.kv_scales
+    if scales is None:
+        return ()
+    return (scales.ptr, *(scales.strides if params.scales_per_token else (0, *scales.strides, 0)))
 
 
 def _decode(plan: DecodePlan, params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
@@ -68,10 +77,11 @@ def _decode(plan: DecodePlan, params: AttentionParams, workspace: AttentionWorks
         *(value for tensor in (q, k, v) for value in (tensor.ptr, *_strides(0, tensor), *(_strides(1, tensor) if several else ()))),
         *(address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap)),
         *(params.out.ptr, workspace.partials.ptr, workspace.partials.ptr + workspace.flagged_nbytes),
+        *_scale_arguments(params),
     )
     launch(
         memory,
-        variant_name(plan.source, cache.dtype, head_dim),
+        variant_name(plan.source, q.dtype, head_dim, cache.dtype),
         plan.name,
         (plan.blocks, 1, 1),
         arguments,
