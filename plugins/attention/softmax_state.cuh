@@ -20,6 +20,13 @@ struct ScoreTransform {
     __device__ __forceinline__ ScoreTransform(double factor, double inverse_softcap)
         : factor(static_cast<float>(factor)), inverse_softcap(static_cast<float>(inverse_softcap)) {}
 
+    // Of products of which one factor has yet to be multiplied with `scale`.
+    __device__ __forceinline__ ScoreTransform times(float scale) const {
+        ScoreTransform scaled = *this;
+        (has_softcap() ? scaled.inverse_softcap : scaled.factor) *= scale;
+        return scaled;
+    }
+
     __device__ __forceinline__ bool has_softcap() const { return inverse_softcap != 0; }
 
     // tanh(product * inverse_softcap), as 1 - 2 / (e^(2x) + 1). That cancels near 0, where the first terms of the series are taken.
@@ -73,10 +80,10 @@ struct SoftmaxState {
         }
     }
 
-    // Turns scores into probabilities relative to the maximum, and adds them to the sum.
+    // Turns scores into probabilities relative to the maximum, times 2 to the power of `exponent`, and adds them to the sum.
     template <int kFragments>
-    __device__ __forceinline__ void exponentiate(float (&scores)[kFragments][4], int i, float factor) {
-        const float shift = maxima[i] * factor;
+    __device__ __forceinline__ void exponentiate(float (&scores)[kFragments][4], int i, float factor, float exponent = 0) {
+        const float shift = maxima[i] * factor - exponent;
 #pragma unroll
         for (int j = 0; j < kFragments; j++) {
 #pragma unroll

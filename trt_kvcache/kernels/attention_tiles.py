@@ -221,6 +221,15 @@ def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
     return _prefill_macros([(*form, 0) for form in forms])
 
 
+@cache
+def quantized_prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
+    """Return the macros of the prefill kernels over a quantized cache: the same, but fewer keys where tiles and codes do not fit."""
+    tiles = prefill_tiles(head_dim, arch)
+    if head_dim <= 128 or shared_limit(arch) >= 227 * _KIB:
+        return tiles
+    return {**tiles, **{f"TILE_KEYS_{form.upper()}": 16 for form in ("64", "short", "wide", "whole")}}
+
+
 def _prefill_macros(forms: Sequence[tuple[int, ...]]) -> dict[str, int]:
     return {
         f"{macro}_{form.upper()}": value
@@ -230,14 +239,21 @@ def _prefill_macros(forms: Sequence[tuple[int, ...]]) -> dict[str, int]:
 
 
 @cache
-def prefill_form(head_dim: int, arch: str, form: str) -> PrefillForm:
-    """Return what a launch of a form, one of :data:`PREFILL_FORMS`, needs to know."""
-    tiles = prefill_tiles(head_dim, arch)
+def prefill_form(head_dim: int, arch: str, form: str, quantized: bool = False) -> PrefillForm:
+    """Return what a launch of a form, one of :data:`PREFILL_FORMS`, needs to know; over a quantized cache or over one of 16 bits.
+
+    Notes
+    -----
+    The ring is that of ``plugins/attention/prefill_ring.cuh``; or two tiles, codes for one stage less, and behind them the scales of the
+    two tiles (``prefill_stored_ring.cuh``).
+    """
+    tiles = quantized_prefill_tiles(head_dim, arch) if quantized else prefill_tiles(head_dim, arch)
     row_warps, key_warps, row_tiles, tile_keys, stages, min_tiles, per_sm, warpgroups = (
         tiles[f"{macro}_{form.upper()}"] for macro in _PREFILL_MACROS
     )
     rows = 16 * row_warps * row_tiles
     row, strips = row_nbytes(head_dim, "float16"), rows * -(-head_dim // 16)
-    ring = 2 * stages * tile_keys * row
+    tile = 2 * tile_keys * row
+    ring, scales = (2 * tile + (stages - 1) * tile // 2, 16 * tile_keys) if quantized else (stages * tile, 0)
     max_parts = (ring - strips // 2 * _STRIP_NBYTES) // _STRIP_NBYTES
-    return PrefillForm(rows, row_warps * key_warps, tile_keys, min_tiles, per_sm, rows * row + ring, max_parts, bool(warpgroups))
+    return PrefillForm(rows, row_warps * key_warps, tile_keys, min_tiles, per_sm, rows * row + ring + scales, max_parts, bool(warpgroups))

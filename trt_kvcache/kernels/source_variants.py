@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, STORED_TYPES, decode_tiles, few_tiles, prefill_tiles
+from trt_kvcache.kernels.attention_tiles import (
+    ELEMENT_TYPES,
+    HEAD_DIMS,
+    STORED_TYPES,
+    decode_tiles,
+    few_tiles,
+    prefill_tiles,
+    quantized_prefill_tiles,
+)
 from trt_kvcache.kernels.recurrent_chunks import chunk_tokens
 
 #: How the macros of each attention source are chosen.
@@ -15,6 +23,7 @@ TILES = {"attention_decode": decode_tiles, "attention_decode_few": few_tiles, "a
 QUANTIZED_TILES: dict[str, Callable[[int, str], dict[str, int]]] = {
     "attention_decode": partial(decode_tiles, quantized=True),
     "attention_decode_few": partial(few_tiles, quantized=True),
+    "attention_prefill": quantized_prefill_tiles,
 }
 
 #: The sources of recurrent layers.
