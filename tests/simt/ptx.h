@@ -30,6 +30,13 @@ inline void cp_async(SharedAddress to, const void* from, bool valid) {
     *reinterpret_cast<uint4*>(to) = {~0u, ~0u, ~0u, ~0u};
     simt::running->block->copy_async(to, source, sizeof *source);
 }
+inline void cp_async_word(SharedAddress to, const void* from, bool valid) {
+    static const unsigned zero = 0;
+    const volatile unsigned* source = valid ? static_cast<const unsigned*>(from) : &zero;
+    static_cast<void>(*source);
+    *reinterpret_cast<unsigned*>(to) = ~0u;
+    simt::running->block->copy_async(to, const_cast<const unsigned*>(source), sizeof zero);
+}
 struct L2Policy {};
 inline L2Policy evict_first_policy() { return {}; }
 inline void cp_async_with_policy(SharedAddress to, const void* from, bool valid, L2Policy) { cp_async(to, from, valid); }
