@@ -13,13 +13,23 @@
 #include "attention/stored_kv.cuh"
 
 // Four codes to elements, in their order.
-template <class Codes>
-__device__ __forceinline__ uint2 widen_in_order(Element, Codes, unsigned codes) {
-    return widen(Element{}, Codes{}, __byte_perm(codes, 0, 0x3120));
+template <class Type, class Codes>
+__device__ __forceinline__ uint2 widen_in_order(Type, Codes, unsigned codes) {
+    return widen(Type{}, Codes{}, __byte_perm(codes, 0, 0x3120));
+}
+#ifdef FLOAT8_INSTRUCTIONS
+__device__ __forceinline__ uint2 widen_in_order(Float16, Float8, unsigned codes) {
+    return {float16_of_float8(codes), float16_of_float8(codes >> 16)};
+}
+#endif
+__device__ __forceinline__ uint2 widen_in_order(Float16, Int8, unsigned codes) {
+    const unsigned positive = codes ^ 0x80808080, one = 0x3C003C00, minus = 0xE480E480;  // as in widen()
+    return {multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4140), one, minus),
+            multiply_add(Float16{}, __byte_perm(positive, 0x64646464, 0x4342), one, minus)};
 }
 
-template <class Tiles, class Work, int kThreads, int kTileKeys, int kStages>
-struct PrefillRing<true, Tiles, Work, kThreads, kTileKeys, kStages> {
+template <bool kKeysAhead, class Tiles, class Work, int kThreads, int kTileKeys, int kStages>
+struct PrefillRing<true, kKeysAhead, Tiles, Work, kThreads, kTileKeys, kStages> {
     static constexpr int kCodeStages = kStages - 1;
     static constexpr int kCodeChunks = kHeadDim / 16, kCodeTileBytes = kTileKeys * kHeadDim, kTilesBytes = 4 * Tiles::kTileBytes;
     static constexpr int kBytes = kTilesBytes + kCodeStages * 2 * kCodeTileBytes, kScaleBytes = 4 * kTileKeys * static_cast<int>(sizeof(float));
@@ -29,9 +39,8 @@ struct PrefillRing<true, Tiles, Work, kThreads, kTileKeys, kStages> {
     unsigned char* ring;
     const PrefillParams& params;
     const Work& work;
-    int place = 0;        // of the tile of this step
-    int stage = 0;        // of the codes of the next tile
-    float next_scale = 0;  // of the next tile: that of key threadIdx.x, or behind these of value threadIdx.x - kTileKeys
+    int stage = 0;         // of the codes that are converted next
+    float next_scale = 0;  // of the tile whose keys are: that of key threadIdx.x, or behind these of value threadIdx.x - kTileKeys
 
     __device__ __forceinline__ PrefillRing(unsigned char* ring, const PrefillParams& params, const Work& work)
         : ring(ring), params(params), work(work) {}
@@ -44,15 +53,13 @@ struct PrefillRing<true, Tiles, Work, kThreads, kTileKeys, kStages> {
     __device__ __forceinline__ void prepare_first() { convert(work.begin); }
     __device__ __forceinline__ void wait() {}
 
-    __device__ __forceinline__ unsigned char* tile() const { return ring + place * 2 * Tiles::kTileBytes; }
-    // Of the tile of this step: those of keys, and kTileKeys further those of values.
-    __device__ __forceinline__ const float* scales() const { return reinterpret_cast<const float*>(ring + kBytes) + place * 2 * kTileKeys; }
+    // Keys, then values, of the tile of a step. With kKeysAhead the keys of the next one are converted, too, and its scales.
+    __device__ __forceinline__ unsigned char* tile(int tile) const { return ring + place_of_tile(tile) * 2 * Tiles::kTileBytes; }
+    // Of its keys, and kTileKeys further of its values.
+    __device__ __forceinline__ float* scales(int tile) const { return reinterpret_cast<float*>(ring + kBytes) + place_of_tile(tile) * 2 * kTileKeys; }
 
-    // Behind the barrier of the step of `tile`: converts the next one. tile() is then that of the next step.
-    __device__ __forceinline__ void advance(int tile) {
-        place ^= 1;
-        convert(tile + 1);
-    }
+    // Behind the barrier of the step of `tile`, and with kKeysAhead when its scores are there: converts what the next step needs.
+    __device__ __forceinline__ void advance(int tile) { convert(tile + 1 + kKeysAhead); }
 
 private:
     struct ChunkPlace {
@@ -79,23 +86,26 @@ private:
 
     __device__ __forceinline__ unsigned char* codes_of(int stage) const { return ring + kTilesBytes + stage * 2 * kCodeTileBytes + threadIdx.x * 16; }
 
-    // A commit group; empty behind the last tile.
+    __device__ __forceinline__ int place_of_tile(int tile) const { return (tile - work.begin) & 1; }
+
+    // A commit group: keys of a tile, and values of the same one, or with kKeysAhead of the one before it. Empty behind the last tile.
     __device__ __forceinline__ void load_codes(int stage, int tile) const {
-        if (tile < work.end) {
-            const int first_key = (work.rows.first_tile + tile) * kTileKeys, live = work.rows.keys_end - first_key;
-            const long long row = static_cast<long long>(work.kv_head) * params.max_sequence_length + first_key;
-            const unsigned char* const keys = params.cache + work.rows.slot * params.slot_stride + row * kHeadDim;
-            const unsigned char* const values = keys + params.kv_stride;
-            const SharedAddress to = shared_address(codes_of(stage));
-#pragma unroll
-            for (int i = 0; i < kChunksOfThread; i++) {
-                const ChunkPlace at = chunk_of_thread(i);
-                if (!kAllHaveChunks && at.key >= kTileKeys) break;
-                cp_async(to + i * kThreads * 16, keys + at.key * kHeadDim + at.chunk * 16, at.key < live);
-                cp_async(to + kCodeTileBytes + i * kThreads * 16, values + at.key * kHeadDim + at.chunk * 16, at.key < live);
-            }
-        }
+        load_rows(stage, 0, tile);
+        load_rows(stage, 1, tile - kKeysAhead);
         cp_async_commit_group();
+    }
+    __device__ __forceinline__ void load_rows(int stage, int kv, int tile) const {
+        if (tile >= work.end || tile < work.begin) return;
+        const int first_key = (work.rows.first_tile + tile) * kTileKeys, live = work.rows.keys_end - first_key;
+        const long long row = static_cast<long long>(work.kv_head) * params.max_sequence_length + first_key;
+        const unsigned char* const rows = params.cache + work.rows.slot * params.slot_stride + kv * params.kv_stride + row * kHeadDim;
+        const SharedAddress to = shared_address(codes_of(stage) + kv * kCodeTileBytes);
+#pragma unroll
+        for (int i = 0; i < kChunksOfThread; i++) {
+            const ChunkPlace at = chunk_of_thread(i);
+            if (!kAllHaveChunks && at.key >= kTileKeys) break;
+            cp_async(to + i * kThreads * 16, rows + at.key * kHeadDim + at.chunk * 16, at.key < live);
+        }
     }
 
     __device__ __forceinline__ void load_scale(int tile) {
@@ -105,30 +115,34 @@ private:
         next_scale = key < work.rows.keys_end ? *params.scales.of(work.rows.slot, kv, work.kv_head, key) : 0;
     }
 
-    // To the place of this step.
+    // Converts the oldest codes: keys of `tile`, and values of the same one, or with kKeysAhead of the one before it. The scales of both go with keys.
     __device__ __forceinline__ void convert(int tile) {
-        if (tile >= work.end) return;
+        const int values_tile = tile - kKeysAhead;
+        if (values_tile >= work.end) return;
         cp_async_wait_group<kCodeStages - 1>();
-        const unsigned char* const from = codes_of(stage);
-        unsigned char* const to = this->tile();
-#pragma unroll
-        for (int kv = 0; kv < 2; kv++) {
-#pragma unroll
-            for (int i = 0; i < kChunksOfThread; i++) {
-                if (!kAllHaveChunks && chunk_of_thread(i).key >= kTileKeys) break;
-                const uint4 codes = *reinterpret_cast<const uint4*>(from + kv * kCodeTileBytes + i * kThreads * 16);
-                const uint2 a = widen_in_order(Element{}, Stored{}, codes.x), b = widen_in_order(Element{}, Stored{}, codes.y);
-                const uint2 c = widen_in_order(Element{}, Stored{}, codes.z), d = widen_in_order(Element{}, Stored{}, codes.w);
-                const unsigned place = place_of(i);
-                *reinterpret_cast<uint4*>(to + kv * Tiles::kTileBytes + place) = {a.x, a.y, b.x, b.y};
-                *reinterpret_cast<uint4*>(to + kv * Tiles::kTileBytes + (place ^ 16)) = {c.x, c.y, d.x, d.y};
+        if (!kKeysAhead || values_tile >= work.begin) widen_rows(1, values_tile);
+        if (!kKeysAhead || tile < work.end) {
+            widen_rows(0, tile);
+            if (params.scales.per_token) {
+                if (threadIdx.x < 2 * kTileKeys) scales(tile)[threadIdx.x] = next_scale;
+                load_scale(tile + 1);
             }
-        }
-        if (params.scales.per_token) {
-            if (threadIdx.x < 2 * kTileKeys) const_cast<float*>(scales())[threadIdx.x] = next_scale;
-            load_scale(tile + 1);
         }
         load_codes(stage, tile + kCodeStages);
         stage = stage + 1 == kCodeStages ? 0 : stage + 1;
+    }
+    __device__ __forceinline__ void widen_rows(int kv, int tile) const {
+        const unsigned char* const from = codes_of(stage) + kv * kCodeTileBytes;
+        unsigned char* const to = this->tile(tile) + kv * Tiles::kTileBytes;
+#pragma unroll
+        for (int i = 0; i < kChunksOfThread; i++) {
+            if (!kAllHaveChunks && chunk_of_thread(i).key >= kTileKeys) break;
+            const uint4 codes = *reinterpret_cast<const uint4*>(from + i * kThreads * 16);
+            const uint2 a = widen_in_order(Element{}, Stored{}, codes.x), b = widen_in_order(Element{}, Stored{}, codes.y);
+            const uint2 c = widen_in_order(Element{}, Stored{}, codes.z), d = widen_in_order(Element{}, Stored{}, codes.w);
+            const unsigned place = place_of(i);
+            *reinterpret_cast<uint4*>(to + place) = {a.x, a.y, b.x, b.y};
+            *reinterpret_cast<uint4*>(to + (place ^ 16)) = {c.x, c.y, d.x, d.y};
+        }
     }
 };

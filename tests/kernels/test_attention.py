@@ -73,8 +73,6 @@ def test_random_prefill(memory, stream, seed, multiprocessors, monkeypatch):
 @pytest.mark.parametrize(("kv_dtype", "scales"), QUANTIZED)
 @pytest.mark.parametrize("name", list(DECODE_CASES))
 def test_quantized_decode(memory, stream, name, kv_dtype, scales, monkeypatch):
-    if not memory.is_host:
-        pytest.skip("no kernel on a device computes over a quantized cache")
     if "parts" in name:
         monkeypatch.setattr(memory, "multiprocessor_count", 12, raising=False)
     check(quantized(DECODE_CASES[name], kv_dtype, scales), memory, stream)
@@ -83,8 +81,6 @@ def test_quantized_decode(memory, stream, name, kv_dtype, scales, monkeypatch):
 @pytest.mark.parametrize(("kv_dtype", "scales"), QUANTIZED)
 @pytest.mark.parametrize("name", list(FEW_CASES))
 def test_quantized_few(memory, stream, name, kv_dtype, scales, monkeypatch):
-    if not memory.is_host:
-        pytest.skip("no kernel on a device computes over a quantized cache")
     monkeypatch.setattr(memory, "multiprocessor_count", 12, raising=False)
     check(quantized(FEW_CASES[name], kv_dtype, scales), memory, stream)
 

@@ -87,7 +87,7 @@ def shared_limit(arch: str) -> int:
     return _SHARED_NBYTES.get(arch, _MIN_SHARED_NBYTES)
 
 
-def decode_block_nbytes(head_dim: int, rows: int, tiles: Mapping[str, int]) -> int:
+def decode_block_nbytes(head_dim: int, rows: int, tiles: Mapping[str, int], *, quantized: bool = False) -> int:
     """Return the bytes of shared memory of a decode block.
 
     Parameters
@@ -98,40 +98,46 @@ def decode_block_nbytes(head_dim: int, rows: int, tiles: Mapping[str, int]) -> i
         Of the matrix of q.
     tiles : mapping of str to int
         The macros ``WARPS``, ``STAGES``, ``HEAD_BUFFERS``, ``TILE_TOKENS`` and ``MAX_NEW_TOKENS``.
+    quantized : bool
+        Whether the cache has scales, and elements of one byte.
 
     Notes
     -----
     ``DecodeSharedMemory`` in ``plugins/attention/kv_pipeline.cuh`` lays it out: ring, head buffers, a single new token, totals of warps.
     """
     row, warps, new_tokens = row_nbytes(head_dim, "float16"), tiles["WARPS"], tiles["MAX_NEW_TOKENS"]
-    ring, head_rows = warps * (2 * tiles["STAGES"] - 1) * tiles["TILE_TOKENS"], tiles["HEAD_BUFFERS"] * (rows + 4 * new_tokens)
-    return (ring + head_rows + (2 if new_tokens == 1 else 0)) * row + 8 * warps * rows
+    stored = row // 2 if quantized else row
+    ring = warps * (2 * tiles["STAGES"] - 1) * tiles["TILE_TOKENS"] * (stored + (4 if quantized else 0))
+    new_scales = -(-8 * new_tokens // 16) * 16 if quantized else 0
+    heads = tiles["HEAD_BUFFERS"] * ((rows + 4 * new_tokens) * row + new_scales)
+    return ring + heads + (2 * stored if new_tokens == 1 else 0) + 8 * warps * rows
 
 
 @cache
-def decode_tiles(head_dim: int, arch: str) -> dict[str, int]:
+def decode_tiles(head_dim: int, arch: str, *, quantized: bool = False) -> dict[str, int]:
     """Return the macros of the decode kernels: as many warps, and then as many stages, as shared memory has room for.
 
     ``plugins/attention/decode_params.cuh`` says what each of them means.
     """
-    return _decode_tiles(head_dim, arch, DECODE_ROWS[-1], 1, 0)
+    return _decode_tiles(head_dim, arch, DECODE_ROWS[-1], 1, 0, quantized)
 
 
 @cache
-def few_tiles(head_dim: int, arch: str) -> dict[str, int]:
+def few_tiles(head_dim: int, arch: str, *, quantized: bool = False) -> dict[str, int]:
     """Return the macros of the decode kernels for a few new tokens: the same, with room for more rows and tokens.
 
     With a head dim of 256, the output of more than 16 rows would not fit into registers, nor a further buffer into shared memory.
     """
     rows, left_out = (32, 0) if head_dim <= 128 else (16, 1)
-    return {**_decode_tiles(head_dim, arch, rows, MAX_FEW_TOKENS, left_out), "MAX_ROWS": rows}
+    return {**_decode_tiles(head_dim, arch, rows, MAX_FEW_TOKENS, left_out, quantized), "MAX_ROWS": rows}
 
 
-def _decode_tiles(head_dim: int, arch: str, rows: int, new_tokens: int, buffers_left_out: int) -> dict[str, int]:
-    sizes = {"TILE_TOKENS": 32 if head_dim <= 64 else 16, "MAX_NEW_TOKENS": new_tokens}
+def _decode_tiles(head_dim: int, arch: str, rows: int, new_tokens: int, buffers_left_out: int, quantized: bool) -> dict[str, int]:
+    tile_tokens = (32 if head_dim <= 64 else 16) * (2 if quantized else 1)
+    sizes = {"TILE_TOKENS": tile_tokens, "MAX_NEW_TOKENS": new_tokens}
     for warps in (8, 4, 2):
         tried = [{"WARPS": warps, "STAGES": stages, "HEAD_BUFFERS": stages - buffers_left_out, **sizes} for stages in (4, 3, 2)]
-        fitting = [one for one in tried if decode_block_nbytes(head_dim, rows, one) <= shared_limit(arch)]
+        fitting = [one for one in tried if decode_block_nbytes(head_dim, rows, one, quantized=quantized) <= shared_limit(arch)]
         if fitting:
             break
     return {
@@ -139,7 +145,7 @@ def _decode_tiles(head_dim: int, arch: str, rows: int, new_tokens: int, buffers_
         "BLOCKS_PER_SM": 1,
         "MIN_TILES_PER_BLOCK": 8,
         "STREAMK_COST_TILES": _STREAMK_COST_TILES.get(arch, _STREAMK_COST_TILES["sm_90"]),
-        "QK_ACCUMULATORS": 2,
+        "QK_ACCUMULATORS": 2,  # with twice as many tokens in a tile, sums are many anyway
     }
 
 
@@ -217,11 +223,16 @@ def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
 
 @cache
 def quantized_prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
-    """Return the macros of the prefill kernels over a quantized cache: the same, but fewer keys where tiles and codes do not fit."""
+    """Return the macros of the prefill kernels over a quantized cache: the same, but with fewer keys where tiles and codes do not fit.
+
+    With warpgroups a multiprocessor has one block of 128 rows at head dim 128: two would leave too few registers for scores and codes.
+    """
     tiles = prefill_tiles(head_dim, arch)
-    if head_dim <= 128 or shared_limit(arch) >= 227 * _KIB:
-        return tiles
-    return {**tiles, **{f"TILE_KEYS_{form.upper()}": 16 for form in ("64", "short", "wide", "whole")}}
+    if head_dim > 128 and shared_limit(arch) < 227 * _KIB:
+        return {**tiles, **{f"TILE_KEYS_{form.upper()}": 16 for form in ("64", "short", "wide", "whole")}}
+    if head_dim == 128 and tiles["WARPGROUPS_WHOLE"]:
+        return {**tiles, "STAGES_WHOLE": 3, "BLOCKS_PER_SM_WHOLE": 1}
+    return tiles
 
 
 def _prefill_macros(forms: Sequence[tuple[int, ...]]) -> dict[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from trt_kvcache.kernels.attention_tiles import (
     ELEMENT_TYPES,
@@ -19,7 +20,11 @@ from trt_kvcache.kernels.recurrent_chunks import chunk_tokens
 TILES = {"attention_decode": decode_tiles, "attention_decode_few": few_tiles, "attention_prefill": prefill_tiles}
 
 #: The same where the cache holds K and V in 8 bits.
-QUANTIZED_TILES: dict[str, Callable[[int, str], dict[str, int]]] = {"attention_prefill": quantized_prefill_tiles}
+QUANTIZED_TILES: dict[str, Callable[[int, str], dict[str, int]]] = {
+    "attention_decode": partial(decode_tiles, quantized=True),
+    "attention_decode_few": partial(few_tiles, quantized=True),
+    "attention_prefill": quantized_prefill_tiles,
+}
 
 #: The sources of recurrent layers.
 RECURRENT_SOURCES = ("recurrent_causal_conv1d", "recurrent_delta_rule", "recurrent_mamba2")

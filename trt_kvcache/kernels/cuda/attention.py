@@ -50,10 +50,18 @@ def _strides(axis: int, *tensors: DeviceTensor) -> tuple[int, ...]:
 
 
 def _decode_plan(params: AttentionParams) -> DecodePlan | None:
-    if params.kv_scales is not None:
-        return None
     memory = _memory(params)
-    return decode_plan(params.cache.shape, params.q.shape[1], params.group, memory.arch, memory.multiprocessor_count)
+    quantized = params.kv_scales is not None
+    return decode_plan(params.cache.shape, params.q.shape[1], params.group, memory.arch, memory.multiprocessor_count, quantized)
+
+
+def _scales(params: AttentionParams) -> tuple[int, ...]:
+    """Return the address of the scales and their strides, which count floats, and whether each token has one; nothing without scales."""
+    scales = params.kv_scales
+    if scales is None:
+        return ()
+    slot_stride, kv_stride, head_stride = scales.strides[:3] if params.scales_per_token else (0, *scales.strides)
+    return (scales.ptr, slot_stride, kv_stride, head_stride, int(params.scales_per_token))
 
 
 def _decode(plan: DecodePlan, params: AttentionParams, workspace: AttentionWorkspace, stream: Any) -> None:
@@ -67,10 +75,11 @@ def _decode(plan: DecodePlan, params: AttentionParams, workspace: AttentionWorks
         *(value for tensor in (q, k, v) for value in (tensor.ptr, *_strides(0, tensor), *(_strides(1, tensor) if several else ()))),
         *(address(params.cos_sin), params.rotary_dim, *score_factors(params.scale, params.softcap)),
         *(params.out.ptr, workspace.partials.ptr, workspace.partials.ptr + workspace.flagged_nbytes),
+        *_scales(params),
     )
     launch(
         memory,
-        variant_name(plan.source, cache.dtype, head_dim),
+        variant_name(plan.source, q.dtype, head_dim, cache.dtype),
         plan.name,
         (plan.blocks, 1, 1),
         arguments,
@@ -80,15 +89,6 @@ def _decode(plan: DecodePlan, params: AttentionParams, workspace: AttentionWorks
         cooperative=plan.blocks > 1,
         programmatic_dependent_launch=starts_early(memory),
     )
-
-
-def _scales(params: AttentionParams) -> tuple[int, ...]:
-    """Return ``KVScales`` of ``plugins/attention/prefill_params.cuh``, whose strides count floats; nothing without a quantized cache."""
-    scales = params.kv_scales
-    if scales is None:
-        return ()
-    slot_stride, kv_stride, head_stride = scales.strides[:3] if params.scales_per_token else (0, *scales.strides)
-    return (scales.ptr, slot_stride, kv_stride, head_stride, int(params.scales_per_token))
 
 
 def _append(params: AttentionParams, stream: Any) -> None:
