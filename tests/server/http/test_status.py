@@ -10,7 +10,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.http.running import NAME, Running
 
-
 LONG = {"prompt": "A", "max_tokens": 120, "stream": True, "ignore_eos": True, "temperature": 1}
 
 
