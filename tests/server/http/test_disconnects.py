@@ -44,7 +44,8 @@ def test_an_answer_that_nobody_waits_for_frees_its_slot_at_once(one_slot: Runnin
 
 def test_one_that_waits_in_the_queue_leaves_it(one_slot: Running):
     with one_slot.client() as client, client.stream("POST", "/v1/completions", json={**LONG, "stream": True, "n": 16}) as stream:
-        next(stream.iter_lines())
+        lines = stream.iter_lines()  # while it lives, the stream is open
+        next(lines)
         for streamed in (True, False):
             with one_slot.client() as other, pytest.raises(httpx.ReadTimeout):
                 other.post("/v1/completions", json={**LONG, "stream": streamed, "n": 3}, timeout=0.05)
@@ -54,7 +55,8 @@ def test_one_that_waits_in_the_queue_leaves_it(one_slot: Running):
 def test_all_prompts_of_a_request_end_with_it(one_slot: Running):
     with one_slot.client() as client:
         with client.stream("POST", "/v1/completions", json={**LONG, "prompt": ["A", "B", "C"], "n": 2, "stream": True}) as stream:
-            next(stream.iter_lines())
+            lines = stream.iter_lines()  # while it lives, the stream is open
+            next(lines)
             assert one_slot.engine.num_live == 6
         one_slot.wait_until(lambda now: not now.slots and not now.waiting)
         assert one_slot.engine.num_live == 0

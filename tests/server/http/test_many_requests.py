@@ -117,6 +117,6 @@ def test_a_hundred_requests():
     check(100)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_two_thousand_requests_and_flat_memory():
     check(500, rounds=4, growth=400_000)

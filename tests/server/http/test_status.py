@@ -10,6 +10,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from tests.server.http.running import NAME, Running
 
+LONG = {"prompt": "A", "max_tokens": 120, "stream": True, "ignore_eos": True, "temperature": 1}
+
 
 def values(text: str) -> dict[str, float]:
     """Return the samples without labels, and those with, by ``name{label}``."""
@@ -53,14 +55,14 @@ def test_metrics_count_requests_tokens_and_times(chatting: Running):
 
 def test_used_slots_and_bytes_are_shown_while_a_request_runs(chatting: Running):
     with chatting.client() as client:
-        with client.stream(
-            "POST", "/v1/completions", json={"prompt": "A", "max_tokens": 120, "stream": True, "ignore_eos": True}
-        ) as stream:
-            next(stream.iter_lines())
+        with client.stream("POST", "/v1/completions", json={**LONG, "n": 16}) as stream:
+            lines = stream.iter_lines()  # while it lives, the stream is open
+            next(lines)
             stats = client.get("/stats").json()
         assert stats["config"]["max_num_seqs"] == 4
-        if stats["slots"]:
-            assert stats["session"]["cache_bytes_live"] > 0
+        assert {slot["state"] for slot in stats["slots"]} <= {"prefilling", "decoding", "finished"}
+        assert stats["slots"]
+        assert stats["session"]["cache_bytes_live"] > 0
         chatting.wait_until(lambda now: not now.slots)
         assert client.get("/stats").json()["session"]["cache_bytes_live"] == 0
 
