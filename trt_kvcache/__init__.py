@@ -18,6 +18,7 @@ logging.getLogger("trt_kvcache").addHandler(logging.NullHandler())  # silent unl
 if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.builder.build_engine import BuildReport as BuildReport, build_engine as build_engine
     from trt_kvcache.builder.estimate import BuildEstimate as BuildEstimate, estimate_build as estimate_build
+    from trt_kvcache.builder.what_fits import Fit as Fit, what_fits as what_fits
     from trt_kvcache.cache.config import CacheConfig as CacheConfig, KVCacheConfig as KVCacheConfig
     from trt_kvcache.cache.estimate import (
         estimate_memory as estimate_memory,
@@ -107,6 +108,7 @@ if TYPE_CHECKING:  # for type checkers and editors: the same names as below
     from trt_kvcache.session.session_options import SessionOptions as SessionOptions
     from trt_kvcache.session.session_source import SessionSource as SessionSource
     from trt_kvcache.session.statistics import SessionStatistics as SessionStatistics
+    from trt_kvcache.session.text_perplexity import TextPerplexity as TextPerplexity, text_perplexity as text_perplexity
     from trt_kvcache.session.timeline import Timeline as Timeline
     from trt_kvcache.session.token_stream import TokenStream as TokenStream
     from trt_kvcache.trt.segmented_engine import SegmentedEngine as SegmentedEngine
@@ -139,6 +141,7 @@ _MODULE_OF = {
     "EngineFallbackWarning": "session.open_model",
     "EngineInspection": "engine_folder.inspection",
     "EngineProfile": "engine.protocol",
+    "Fit": "builder.what_fits",
     "GeneratedToken": "generation.request",
     "HostMemory": "memory.host_memory",
     "HybridCacheConfig": "cache.hybrid_config",
@@ -183,6 +186,7 @@ _MODULE_OF = {
     "SessionOptions": "session.session_options",
     "SessionRunner": "polygraphy.runners",
     "SessionSource": "session.session_source",
+    "TextPerplexity": "session.text_perplexity",
     "Timeline": "session.timeline",
     "SessionStatistics": "session.statistics",
     "ShapeError": "errors",
@@ -215,7 +219,9 @@ _MODULE_OF = {
     "register_operation": "ops.registry",
     "run_on_host": "ops.custom_op",
     "save_snapshot": "sequences.snapshot",
+    "text_perplexity": "session.text_perplexity",
     "unregister_operation": "ops.registry",
+    "what_fits": "builder.what_fits",
 }
 
 __all__ = ["__version__", *_MODULE_OF]

@@ -109,7 +109,7 @@ def longest_sequence(config: AnyCacheConfig, nbytes: int) -> int:
     4096
     """
     budget = int_in_range("nbytes", nbytes, 0)
-    length = _largest(MAX_DIMENSION, lambda n: config.with_max_sequence_length(n).nbytes <= budget)
+    length = largest_number(MAX_DIMENSION, lambda n: config.with_max_sequence_length(n).nbytes <= budget)
     if not length:
         raise CapacityError(f"{budget} bytes do not hold one token for each of {config.max_batch_size} slots. Lower max_batch_size.")
     return length
@@ -145,7 +145,7 @@ def largest_batch(config: AnyCacheConfig, nbytes: int) -> int:
     8
     """
     budget = int_in_range("nbytes", nbytes, 0)
-    batch = _largest(MAX_BATCH_SIZE, lambda n: config.with_max_batch_size(n).nbytes <= budget)
+    batch = largest_number(MAX_BATCH_SIZE, lambda n: config.with_max_batch_size(n).nbytes <= budget)
     if not batch:
         kv = config.kv
         slot = "the states of one slot." if kv is None else f"one slot of {kv.max_sequence_length} tokens. Lower max_sequence_length."
@@ -153,8 +153,16 @@ def largest_batch(config: AnyCacheConfig, nbytes: int) -> int:
     return batch
 
 
-def _largest(limit: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest n from 0 to ``limit`` with ``fits(n)``, for a condition that holds up to some n and then no more."""
+def largest_number(limit: int, fits: Callable[[int], bool]) -> int:
+    """Return the largest n from 0 to ``limit`` with ``fits(n)``, for a condition that holds up to some n and then no more.
+
+    Parameters
+    ----------
+    limit : int
+        The largest number that is tried.
+    fits : callable
+        Called as ``fits(n)`` with about log2 of ``limit`` numbers, none of them 0.
+    """
     low, high = 0, limit + 1
     while low + 1 < high:
         middle = (low + high) // 2

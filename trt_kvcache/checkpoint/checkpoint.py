@@ -238,6 +238,23 @@ class Checkpoint:
         files = self._open_files()
         return () if self.kv_dtype is None else read_kv_scales(self.config, files, self.path)
 
+    def release(self, name: str) -> None:
+        """Let the operating system take the memory of what is stored for a tensor. It is read from the file again where it is used.
+
+        Parameters
+        ----------
+        name : str
+            One of :attr:`tensor_names`.
+
+        Raises
+        ------
+        ClosedError
+            The checkpoint is closed.
+        """
+        files = self._open_files()
+        for part in self._quantized[name].tensor_names if name in self._quantized else (name,):
+            files[part].release(part)
+
     def nbytes_of(self, name: str) -> int:
         """Return the size of one tensor in bytes: of a quantized weight those that are stored, else in the dtype of the model.
 
@@ -260,6 +277,17 @@ class Checkpoint:
         """What codes of quantized weights are: see :data:`~trt_kvcache.checkpoint.quantized.codes.CODE_BITS`. Empty if there are none."""
         files = self._open_files()
         return frozenset(weight.code_kind(files) for weight in self._quantized.values())
+
+    def names_of_kind(self, kind: str) -> tuple[str, ...]:
+        """Return the names of tensors with codes of a kind: see :data:`~trt_kvcache.checkpoint.quantized.codes.CODE_BITS`.
+
+        Parameters
+        ----------
+        kind : str
+            Such as ``"e2m1"``.
+        """
+        files = self._open_files()
+        return tuple(name for name in self.quantized_names if self._quantized[name].code_kind(files) == kind)
 
     @property
     def nbytes(self) -> int:
@@ -333,6 +361,7 @@ class Checkpoint:
             yield _bytes(self.tensor(name))
         else:
             yield from (_bytes(files[part].array(part)) for part in self._quantized[name].tensor_names)
+            self.release(name)  # it is kept packed by whoever uses it
 
     def _content_nbytes(self, name: str, files: Mapping[str, WeightFile]) -> int:
         """Return how many bytes :meth:`_contents` returns."""

@@ -110,6 +110,7 @@ def build(
             quantize=quantize,
             kv_dtype=kv_dtype,
             kv_scales=kv_scales,
+            compute_capabilities=compute_capability or None,
         )
         if json:
             put_json(as_json(estimate))

@@ -118,6 +118,7 @@ class BindingPlan:
         _check_batch(engine, cache)
         self._inputs = [(name, view) for name, _, view in self._pairs] + [(name, view) for name, _, view, _ in self._state_pairs]
         self._slot_nbytes = sorted({dense_nbytes(view.shape[1:], view.dtype) for _, view in self._inputs})
+        self._state_nbytes = {dense_nbytes(view.shape[1:], view.dtype) for _, _, view, _ in self._state_pairs}
         self._views: dict[tuple[int, int], list[tuple[str, DeviceTensor]]] = {}
         # Of each profile and parity of the states.
         self._first_slot: dict[tuple[int, int], int] = {}
@@ -238,10 +239,15 @@ class BindingPlan:
     def _bind(self, first_slot: int, buffers: StepBuffers) -> None:
         """Bind all tensors in the profile in use, the caches from ``first_slot`` on."""
         if first_slot and not self.can_start_at(first_slot):
+            hint = (
+                "States are as large as the model says: run the slots from 0 on."
+                if any(first_slot * nbytes % ALIGNMENT for nbytes in self._state_nbytes)
+                else "Choose max_sequence_length so that H * S * D * itemsize (for K and V in one, twice that) is a "
+                f"multiple of {ALIGNMENT}."
+            )
             raise LayoutError(
                 f"slot {first_slot}: cache tensors have {self._slot_nbytes} bytes per slot, so a view that starts there is not aligned to "
-                f"{ALIGNMENT} bytes. Choose max_sequence_length so that H * S * D * itemsize (for K and V in one, twice that) is a "
-                f"multiple of {ALIGNMENT}."
+                f"{ALIGNMENT} bytes. {hint}"
             )
         bind = self.engine.bind
         for name, view in self._views_from(first_slot):
