@@ -103,7 +103,9 @@ COMPACT, COUNT, ONE_MORE = "test_compaction.py", "(sizeof(Vector)), stride", "(s
 
 CONV, MAMBA2, DELTA = (f"recurrent/{name}.cu" for name in ("causal_conv1d", "mamba2", "delta_rule"))
 CHUNKS, CHUNK_PIPELINE = "recurrent/mamba2_chunks.cuh", "recurrent/chunks.cuh"
-DELTA_CHUNKS, DELTA_MATRICES = "recurrent/delta_rule_chunks.cuh", "recurrent/delta_rule_matrices.cuh"
+DELTA_CHUNKS, DELTA_MATRICES, DELTA_STEP, DELTA_UPDATE = (
+    f"recurrent/delta_rule_{name}.cuh" for name in ("chunks", "matrices", "step", "update")
+)
 CONV_TESTS, MAMBA2_TESTS, DELTA_TESTS = "test_causal_conv1d.py", "test_mamba2.py", "test_delta_rule.py"
 
 #: File, what is replaced by what (each time that it is there), sanitizer, tests, and what is said.
@@ -493,15 +495,15 @@ MISTAKES = {
     "changes as precise as their parts": (DELTA_CHUNKS, "low[i] = parts.low;", "low[i] = 0;", "none", DELTA_TESTS, "assert"),
     "a state that has not decayed over the chunk": (DELTA_CHUNKS, "[i] *= total;", "[i] *= 1.0f;", "none", DELTA_TESTS, "assert"),
     "a change of a state that has not decayed": (
-        DELTA,
-        "token.decay * token.inverse_k * key",
-        "token.inverse_k * key",
+        DELTA_STEP,
+        "(v - decay * inverse_k",
+        "(v - inverse_k",
         "none",
         DELTA_TESTS,
         "assert",
     ),
     "keys of another head": (
-        DELTA,
+        DELTA_STEP,
         "static_cast<int>(head) / (static_cast<int>(params.heads) / static_cast<int>(params.key_heads))",
         "head % params.key_heads",
         "none",
@@ -509,6 +511,24 @@ MISTAKES = {
         "assert",
     ),
     "columns of the next row": (DELTA, "is_live = column < params.value_dim", "is_live = true", "address", DELTA_TESTS, OVERRUN),
+    "columns of the next row in a step": (
+        DELTA_UPDATE,
+        "is_live = column < params.value_dim",
+        "is_live = true",
+        "address",
+        DELTA_TESTS,
+        OVERRUN,
+    ),
+    "rows of the next head in a step": (
+        DELTA_UPDATE,
+        "!is_live || row + eight >= params.key_dim",
+        "!is_live",
+        "address",
+        DELTA_TESTS,
+        OVERRUN,
+    ),
+    "sums of rows before they are there": (DELTA_UPDATE, "    __syncthreads();\n", "", "thread", DELTA_TESTS, RACE),
+    "a sum of some rows": (DELTA_UPDATE, "part < kUpdateParts", "part < kUpdateParts - 1", "none", DELTA_TESTS, "assert"),
     "steps of the tile before": (
         DELTA,
         "tiles.make_steps(params, stage, tokens);\n        __syncthreads();",
