@@ -27,9 +27,8 @@
 #include "dependent_launch.cuh"
 
 // The output stays relative to an older maximum until a score is so many powers of 2 above it: a probability of up to 256 is as exact as one
-// of 1, and most steps need no rescaling. A probability that is multiplied with the scale of its token, which may be small or as large as
-// 65504 / 127, is raised by so many powers of 2 instead: then a float16 holds the product in all of its bits.
-constexpr float kRescaleThreshold = kQuantized ? 2 : 8, kProbabilityExponent = kQuantized ? 4 : 0;
+// of 1, and most steps need no rescaling.
+constexpr float kRescaleThreshold = 8;
 constexpr int kPrefillPolledAtOnce = 16;  // vectors that a thread polls together
 
 // The sizes of a form of the kernel, and its steps. Warps are kRowWarps x kKeyWarps: each has kRowTiles times 16 rows and a part of the keys of
@@ -105,8 +104,8 @@ struct Prefill {
         warpgroup_commit();
     }
 
-    // Multiplies each column with the scale of its token.
-    static __device__ __forceinline__ void apply_token_scales(Scores& scores, const float* scales) {
+    // Multiplies each column with the scale of its key.
+    static __device__ __forceinline__ void apply_key_scales(Scores& scores, const float* scales) {
 #pragma unroll
         for (int j = 0; j < kWarpKeys / 8; j++) {
             const float2 both = *reinterpret_cast<const float2*>(scales + 8 * j + threadIdx.x % 4 * 2);
@@ -178,7 +177,7 @@ struct Prefill {
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++) {
 #pragma unroll
-            for (int i = 0; i < 2; i++) state[m].exponentiate(scores[m], i, factor, kProbabilityExponent);
+            for (int i = 0; i < 2; i++) state[m].exponentiate(scores[m], i, factor);
         }
         return is_far;
     }
@@ -265,15 +264,13 @@ struct Prefill {
 
         const SharedAddress group_queries = shared_address(queries) + group_row * 128;
         const auto part_of = [&](int tile) { return shared_address(ring.tile(tile)) + key_warp * kWarpKeys * (kWarpgroups ? 128 : kRowBytes); };
-        // scales: of the warp's keys; those of its values are kTileKeys further.
+        // scales: of the warp's keys.
         const auto to_probabilities = [&](Scores& scores, int first_key, int keys_end, const float* scales, RowScales& row_scales) {
-            if (has_token_scales) apply_token_scales(scores, scales);
+            if (has_token_scales) apply_key_scales(scores, scales);
             apply_softcap(scores, params.score);
             const bool needs_mask = first_key + kWarpKeys - 1 > group_first || first_key <= positions[kRowTiles - 1][1] - span;
             if (needs_mask || first_key + kWarpKeys > keys_end) apply_mask(scores, positions, first_key, keys_end, span);
-            const bool is_far = update_softmax(state, scores, params.score.factor, row_scales);
-            if (has_token_scales) apply_token_scales(scores, scales + kTileKeys);
-            return is_far;
+            return update_softmax(state, scores, params.score.factor, row_scales);
         };
         if constexpr (kScoresAhead) {
             Fragments a;

@@ -23,6 +23,7 @@ run.use_tiles()
 
 ATTENTION = "test_attention"
 _PREFILLS = (1 + len(PREFILL_FORMS)) * len(PREFILL_CASES)  # as it is planned, and in each form
+_OVER_CODES = len(PREFILL_FORMS) * len(PREFILL_CASES)  # in each form, over a quantized cache
 
 
 def run_tests(cubins: Path, sanitizer: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -65,7 +66,13 @@ def test_nothing_is_found(sanitizer, chosen, at_least):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("tests", "count"), [("test_decode", len(DECODE_CASES)), ("test_few and not 12", len(FEW_CASES)), ("test_prefill", _PREFILLS)]
+    ("tests", "count"),
+    [
+        ("test_decode", len(DECODE_CASES)),
+        ("test_few and not 12", len(FEW_CASES)),
+        ("test_prefill", _PREFILLS),
+        ("test_quantized_prefill_forms", _OVER_CODES),
+    ],
 )
 @pytest.mark.parametrize("sanitizer", ["address", "thread"])
 def test_nothing_is_found_in_attention(sanitizer, tests, count):
@@ -83,9 +90,9 @@ def test_grid_of_attention():
 @pytest.mark.parametrize("arch", ["sm_80", "sm_86"])
 def test_tiles_of_smaller_gpus(arch):
     command = [sys.executable, str(run.HERE / "run.py"), "-q", "-p", "no:cacheprovider", "-m", "device and not slow"]
-    command += [f"tests/kernels/{ATTENTION}.py", "-k", "test_decode or test_few or test_prefill"]
+    command += [f"tests/kernels/{ATTENTION}.py", "-k", "test_decode or test_few or test_prefill or test_quantized_prefill_forms"]
     result = subprocess.run(command, env={**os.environ, "SIMT_TILES": arch}, cwd=run.REPOSITORY, capture_output=True, text=True)
-    assert count_passed(result) == len(DECODE_CASES) + 2 * len(FEW_CASES) + _PREFILLS
+    assert count_passed(result) == len(DECODE_CASES) + 2 * len(FEW_CASES) + _PREFILLS + _OVER_CODES
 
 
 RACE, BYTES, MISALIGNED = "WARNING: ThreadSanitizer: data race", "bytes differ", "misaligned address"
