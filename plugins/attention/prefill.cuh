@@ -27,9 +27,8 @@
 #include "dependent_launch.cuh"
 
 // The output stays relative to an older maximum until a score is so many powers of 2 above it: a probability of up to 256 is as exact as one
-// of 1, and most steps need no rescaling. A probability that is multiplied with the scale of its token, which may be small or as large as
-// 65504 / 127, is raised by so many powers of 2 instead: then a float16 holds the product in all of its bits.
-constexpr float kRescaleThreshold = kQuantized ? 2 : 8, kProbabilityExponent = kQuantized ? 4 : 0;
+// of 1, and most steps need no rescaling.
+constexpr float kRescaleThreshold = 8;
 constexpr int kPrefillPolledAtOnce = 16;  // vectors that a thread polls together
 
 // The sizes of a form of the kernel, and its steps. Warps are kRowWarps x kKeyWarps: each has kRowTiles times 16 rows and a part of the keys of
@@ -38,10 +37,13 @@ template <bool kAppends, bool kWarpgroups, int kRowWarps, int kKeyWarps, int kRo
 struct Prefill {
     static constexpr int kThreads = 32 * kRowWarps * kKeyWarps, kWarpRows = 16 * kRowTiles, kBlockRows = kRowWarps * kWarpRows;
     static constexpr int kWarpKeys = kTileKeys / kKeyWarps, kTileBytes = kTileKeys * kRowBytes;
+    // Whether a warpgroup begins with the scores of the next tile before it makes probabilities of those of this one: where conversion makes steps
+    // long, and there are registers for two tiles of scores.
+    static constexpr bool kScoresAhead = kQuantized && kWarpgroups && kHeadDim <= 128;
     using Tiles = PrefillTiles<kAppends, kWarpgroups, kThreads, kBlockRows, kTileKeys>;
     using Rows = typename Tiles::Rows;
     using Work = PrefillWork<Rows>;
-    using Ring = PrefillRing<kQuantized, Tiles, Work, kThreads, kTileKeys, kStages>;
+    using Ring = PrefillRing<kQuantized, kScoresAhead, Tiles, Work, kThreads, kTileKeys, kStages>;
     static constexpr int kRingBytes = Ring::kBytes, kMaxStrips = kBlockRows * kStripsPerRow, kStripBytes = kStripVectors * 16;
     static constexpr int kOwnBytes = kMaxStrips / 2 * kStripBytes, kStagingBytes = kRingBytes - kOwnBytes;
     static constexpr int kGroupRows = kWarpgroups ? 64 : kWarpRows;  // of the warps that compute together
@@ -54,6 +56,17 @@ struct Prefill {
 
     using Scores = float[kRowTiles][kWarpKeys / 8][4];
     using State = SoftmaxState<16>[kRowTiles];
+
+    static __device__ __forceinline__ void clear(Scores& scores) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; m++) {
+#pragma unroll
+            for (int j = 0; j < kWarpKeys / 8; j++) {
+#pragma unroll
+                for (int e = 0; e < 4; e++) scores[m][j][e] = 0;
+            }
+        }
+    }
 
     static __device__ __forceinline__ void compute_scores(Scores& scores, const LdmatrixAddress& queries, const LdmatrixAddress& key_tile) {
 #pragma unroll
@@ -91,8 +104,8 @@ struct Prefill {
         warpgroup_commit();
     }
 
-    // Multiplies each column with the scale of its token.
-    static __device__ __forceinline__ void apply_token_scales(Scores& scores, const float* scales) {
+    // Multiplies each column with the scale of its key.
+    static __device__ __forceinline__ void apply_key_scales(Scores& scores, const float* scales) {
 #pragma unroll
         for (int j = 0; j < kWarpKeys / 8; j++) {
             const float2 both = *reinterpret_cast<const float2*>(scales + 8 * j + threadIdx.x % 4 * 2);
@@ -133,8 +146,10 @@ struct Prefill {
         }
     }
 
-    // Turns scores into probabilities. Maxima follow only when a row of the warp is kRescaleThreshold above its own.
-    static __device__ __forceinline__ void update_softmax(State& state, Scores& scores, float factor) {
+    // Turns scores into probabilities. Maxima follow only when a row of the warp is kRescaleThreshold above its own. Then, if kScoresAhead, true is
+    // returned, and the output, which is in the making, has yet to be multiplied with `output_scales` of its rows.
+    using RowScales = float[kRowTiles][2];
+    static __device__ __forceinline__ bool update_softmax(State& state, Scores& scores, float factor, RowScales& output_scales) {
         float highest[kRowTiles][2];
         bool is_far = false;
 #pragma unroll
@@ -145,17 +160,32 @@ struct Prefill {
                 is_far = is_far || (highest[m][i] - state[m].maxima[i]) * factor > kRescaleThreshold;
             }
         }
-        if (__any_sync(~0u, is_far)) {
+        is_far = __any_sync(~0u, is_far);
+        if (is_far) {
 #pragma unroll
             for (int m = 0; m < kRowTiles; m++) {
 #pragma unroll
-                for (int i = 0; i < 2; i++) state[m].rescale(i, highest[m][i], factor);
+                for (int i = 0; i < 2; i++) {
+                    if constexpr (kScoresAhead) {
+                        output_scales[m][i] = state[m].rescale_sum(i, highest[m][i], factor);
+                    } else {
+                        state[m].rescale(i, highest[m][i], factor);
+                    }
+                }
             }
         }
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++) {
 #pragma unroll
-            for (int i = 0; i < 2; i++) state[m].exponentiate(scores[m], i, factor, kProbabilityExponent);
+            for (int i = 0; i < 2; i++) state[m].exponentiate(scores[m], i, factor);
+        }
+        return is_far;
+    }
+    static __device__ __forceinline__ void scale_output(State& state, const RowScales& scales) {
+#pragma unroll
+        for (int m = 0; m < kRowTiles; m++) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) state[m].scale_output(i, scales[m][i]);
         }
     }
 
@@ -178,12 +208,14 @@ struct Prefill {
         }
     }
 
-    // The same by a warpgroup: values are those of its keys in their first panel.
-    static __device__ __forceinline__ void accumulate_output(State& state, const Scores& probabilities, SharedAddress values) {
-        using Panel = float[8][4];
-        unsigned a[kWarpKeys / 16][4];
+    // The same by a warpgroup: values are those of its keys in their first panel. The output is there behind warpgroup_wait.
+    using Fragments = unsigned[kWarpKeys / 16][4];
+    static __device__ __forceinline__ void pack_probabilities(Fragments& a, const Scores& probabilities) {
 #pragma unroll
         for (int j = 0; j < kWarpKeys / 16; j++) pack_a_fragment(Element{}, a[j], probabilities[0][2 * j], probabilities[0][2 * j + 1]);
+    }
+    static __device__ __forceinline__ void begin_output(State& state, const Fragments& a, SharedAddress values) {
+        using Panel = float[8][4];
         warpgroup_begin();
 #pragma unroll
         for (int j = 0; j < kWarpKeys / 16; j++) {
@@ -194,7 +226,6 @@ struct Prefill {
             }
         }
         warpgroup_commit();
-        warpgroup_wait(state[0].output);
     }
 
     // Computes what the tiles of a part contribute to its row block. Ends with all copies arrived, without a barrier.
@@ -231,13 +262,62 @@ struct Prefill {
             });
         ring.prepare_first();  // the barrier of the first step follows
 
+        const SharedAddress group_queries = shared_address(queries) + group_row * 128;
+        const auto part_of = [&](int tile) { return shared_address(ring.tile(tile)) + key_warp * kWarpKeys * (kWarpgroups ? 128 : kRowBytes); };
+        // scales: of the warp's keys.
+        const auto to_probabilities = [&](Scores& scores, int first_key, int keys_end, const float* scales, RowScales& row_scales) {
+            if (has_token_scales) apply_key_scales(scores, scales);
+            apply_softcap(scores, params.score);
+            const bool needs_mask = first_key + kWarpKeys - 1 > group_first || first_key <= positions[kRowTiles - 1][1] - span;
+            if (needs_mask || first_key + kWarpKeys > keys_end) apply_mask(scores, positions, first_key, keys_end, span);
+            return update_softmax(state, scores, params.score.factor, row_scales);
+        };
+        if constexpr (kScoresAhead) {
+            Fragments a;
+            Scores scores;
+            RowScales row_scales;
+            const auto first_key_of = [&](int tile) { return (rows.first_tile + tile) * kTileKeys + key_warp * kWarpKeys; };
+            const auto scales_of = [&](int tile) { return ring.scales(tile) + key_warp * kWarpKeys; };
+            const auto meet = [] {
+                shared_memory_fence();
+                __syncthreads();
+            };
+            meet();
+            clear(scores);
+            begin_scores(scores, group_queries, part_of(work.begin));
+            ring.advance(work.begin - 1);
+            warpgroup_wait(scores[0]);
+            to_probabilities(scores, first_key_of(work.begin), rows.keys_end, scales_of(work.begin), row_scales);  // there is no output yet
+            pack_probabilities(a, scores);
+#pragma unroll 1
+            for (int tile = work.begin; tile + 1 < work.end; tile++) {
+                meet();
+                clear(scores);
+                begin_scores(scores, group_queries, part_of(tile + 1));
+                begin_output(state, a, part_of(tile) + kTileBytes);
+                ring.advance(tile);
+                warpgroup_wait<1>(scores[0]);
+                const bool is_far = to_probabilities(scores, first_key_of(tile + 1), rows.keys_end, scales_of(tile + 1), row_scales);
+                warpgroup_wait(state[0].output);
+                hold_registers(a);
+                if (is_far) scale_output(state, row_scales);
+                pack_probabilities(a, scores);
+            }
+            meet();
+            begin_output(state, a, part_of(work.end - 1) + kTileBytes);
+            warpgroup_wait(state[0].output);
+            cp_async_wait_group<0>();
+            return;
+        }
+
         const LdmatrixAddress query_rows(shared_address(queries + row_warp * kWarpRows * kRowBytes), lane % 16, lane / 16);
         for (int tile = work.begin; tile < work.end; tile++) {
             ring.wait();  // for this tile
             if constexpr (kWarpgroups) shared_memory_fence();
             __syncthreads();
-            unsigned char* const tiles = ring.tile();
-            const float* const scales = ring.scales() + key_warp * kWarpKeys;  // of keys; those of values are kTileKeys further
+            unsigned char* const tiles = ring.tile(tile);
+            const SharedAddress part = part_of(tile);
+            const float* const scales = ring.scales(tile) + key_warp * kWarpKeys;
             if constexpr (!kFillsMeanwhile) ring.advance(tile);
             int first_key = (rows.first_tile + tile) * kTileKeys, keys_end = rows.keys_end;
             if (kAppends && tile == rows.num_tiles - 1) {
@@ -250,24 +330,23 @@ struct Prefill {
                 if constexpr (kFillsMeanwhile) ring.advance(tile);
                 continue;
             }
-            const SharedAddress part = shared_address(tiles) + key_warp * kWarpKeys * (kWarpgroups ? 128 : kRowBytes);
             const LdmatrixAddress key_tile(part, lane % 8 + lane / 16 * 8, lane / 8 % 2), value_tile(part + kTileBytes, lane % 16, lane / 16);
             Scores scores = {};
             if constexpr (kWarpgroups) {
-                begin_scores(scores, shared_address(queries) + group_row * 128, part);
+                begin_scores(scores, group_queries, part);
                 if constexpr (kFillsMeanwhile) ring.advance(tile);
                 warpgroup_wait(scores[0]);
             } else {
                 compute_scores(scores, query_rows, key_tile);
             }
-            if (has_token_scales) apply_token_scales(scores, scales);
-            apply_softcap(scores, params.score);
-            const bool needs_mask = first_key + kWarpKeys - 1 > group_first || first_key <= positions[kRowTiles - 1][1] - span;
-            if (needs_mask || first_key + kWarpKeys > keys_end) apply_mask(scores, positions, first_key, keys_end, span);
-            update_softmax(state, scores, params.score.factor);
-            if (has_token_scales) apply_token_scales(scores, scales + kTileKeys);
+            RowScales row_scales;
+            to_probabilities(scores, first_key, keys_end, scales, row_scales);
             if constexpr (kWarpgroups) {
-                accumulate_output(state, scores, part + kTileBytes);
+                Fragments a;
+                pack_probabilities(a, scores);
+                begin_output(state, a, part + kTileBytes);
+                warpgroup_wait(state[0].output);
+                hold_registers(a);
             } else {
                 accumulate_output(state, scores, value_tile);
             }

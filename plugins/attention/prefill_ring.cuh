@@ -8,7 +8,7 @@
 // A ring of kStages tiles. Commit group 0 of the block is q; group 1 + n is tile n with its keys and values. A step waits for its tile;
 // kStages - 2 younger groups may stay in flight. Behind the barrier that follows, all warps have left the tile before, and its place is filled
 // with tile n + kStages - 1.
-template <bool kCodes, class Tiles, class Work, int kThreads, int kTileKeys, int kStages>
+template <bool kCodes, bool kKeysAhead, class Tiles, class Work, int kThreads, int kTileKeys, int kStages>
 struct PrefillRing {
     static constexpr int kBytes = kStages * 2 * Tiles::kTileBytes, kScaleBytes = 0;
     static constexpr int kGroupsYoungerThanQueries = kStages - 1;
@@ -33,11 +33,11 @@ struct PrefillRing {
     __device__ __forceinline__ void prepare_first() {}
     __device__ __forceinline__ void wait() { cp_async_wait_group<kStages - 2>(); }
 
-    // Of this step: keys, then values.
-    __device__ __forceinline__ unsigned char* tile() const { return ring + place * 2 * Tiles::kTileBytes; }
-    __device__ __forceinline__ const float* scales() const { return nullptr; }
+    // Keys, then values, of the tile of this step.
+    __device__ __forceinline__ unsigned char* tile(int) const { return ring + place * 2 * Tiles::kTileBytes; }
+    __device__ __forceinline__ const float* scales(int) const { return nullptr; }
 
-    // Behind the barrier of the step of `tile`: begins to fill the place of the tile before; tile() is then that of the next step.
+    // Behind the barrier of the step of `tile`: begins to fill the place of the tile before. tile() is then that of the next step.
     __device__ __forceinline__ void advance(int tile) {
         const int next = tile + kStages - 1;
         if (next < work.end) {

@@ -69,10 +69,16 @@ struct SoftmaxState {
     }
 
     // Makes everything relative to another maximum, which is at least as high.
-    __device__ __forceinline__ void rescale(int i, float maximum, float factor) {
+    __device__ __forceinline__ void rescale(int i, float maximum, float factor) { scale_output(i, rescale_sum(i, maximum, factor)); }
+
+    // The same in two steps: returns what the output has yet to be multiplied with.
+    __device__ __forceinline__ float rescale_sum(int i, float maximum, float factor) {
         const float scale = exp2_approx((maxima[i] - maximum) * factor);
         maxima[i] = maximum;
         sums[i] *= scale;
+        return scale;
+    }
+    __device__ __forceinline__ void scale_output(int i, float scale) {
 #pragma unroll
         for (int d = 0; d < kHeadDim / 8; d++) {
             output[d][2 * i] *= scale;
@@ -80,10 +86,10 @@ struct SoftmaxState {
         }
     }
 
-    // Turns scores into probabilities relative to the maximum, times 2 to the power of `exponent`, and adds them to the sum.
+    // Turns scores into probabilities relative to the maximum, and adds them to the sum.
     template <int kFragments>
-    __device__ __forceinline__ void exponentiate(float (&scores)[kFragments][4], int i, float factor, float exponent = 0) {
-        const float shift = maxima[i] * factor - exponent;
+    __device__ __forceinline__ void exponentiate(float (&scores)[kFragments][4], int i, float factor) {
+        const float shift = maxima[i] * factor;
 #pragma unroll
         for (int j = 0; j < kFragments; j++) {
 #pragma unroll

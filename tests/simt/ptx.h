@@ -82,10 +82,12 @@ inline void mma_m16n8k16(BFloat16, float (&d)[4], const unsigned (&a)[4], unsign
 // its share of the rows of B. What is in shared memory is read at once, and the product is there when it is waited for, no sooner.
 inline void warpgroup_begin() {}
 inline void warpgroup_commit() { simt::running->block->commit_products(); }
-template <int kFragments>
+template <int kGroups = 0, int kFragments>
 void warpgroup_wait(float (&)[kFragments][4]) {
-    simt::running->block->wait_for_products();
+    simt::running->block->wait_for_products(kGroups);
 }
+template <int kParts>
+void hold_registers(unsigned (&)[kParts][4]) {}
 inline void shared_memory_fence() {}
 
 // 16 bytes of a row of a panel, from an address in its first row on: bits 4 to 6 of an address are swizzled with bits 7 to 9.

@@ -14,8 +14,8 @@ from trt_kvcache.kernels.attention_tiles import ELEMENT_TYPES, HEAD_DIMS, MAX_GR
 from trt_kvcache.kernels.attention_workspace import AttentionWorkspace
 from trt_kvcache.kernels.backend import backend_of
 from trt_kvcache.kernels.layer_views import CACHE_NDIM, check_layer, check_memory, check_open
-from trt_kvcache.kernels.scale_views import SCALES_GRANULE, scales_in_rows
-from trt_kvcache.memory.shapes import ROW_GRANULE, is_dense
+from trt_kvcache.kernels.scale_views import scales_in_rows
+from trt_kvcache.memory.shapes import ROW_GRANULE, SCALES_GRANULE, is_dense
 from trt_kvcache.memory.tensor import DeviceTensor
 
 _Q_NDIM = 4

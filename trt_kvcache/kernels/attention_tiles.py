@@ -223,11 +223,16 @@ def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
 
 @cache
 def quantized_prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
-    """Return the macros of the prefill kernels over a quantized cache: the same, but fewer keys where tiles and codes do not fit."""
+    """Return the macros of the prefill kernels over a quantized cache: the same, but with fewer keys where tiles and codes do not fit.
+
+    With warpgroups a multiprocessor has one block of 128 rows at head dim 128: two would leave too few registers for scores and codes.
+    """
     tiles = prefill_tiles(head_dim, arch)
-    if head_dim <= 128 or shared_limit(arch) >= 227 * _KIB:
-        return tiles
-    return {**tiles, **{f"TILE_KEYS_{form.upper()}": 16 for form in ("64", "short", "wide", "whole")}}
+    if head_dim > 128 and shared_limit(arch) < 227 * _KIB:
+        return {**tiles, **{f"TILE_KEYS_{form.upper()}": 16 for form in ("64", "short", "wide", "whole")}}
+    if head_dim == 128 and tiles["WARPGROUPS_WHOLE"]:
+        return {**tiles, "STAGES_WHOLE": 3, "BLOCKS_PER_SM_WHOLE": 1}
+    return tiles
 
 
 def _prefill_macros(forms: Sequence[tuple[int, ...]]) -> dict[str, int]:
@@ -244,8 +249,8 @@ def prefill_form(head_dim: int, arch: str, form: str, quantized: bool = False) -
 
     Notes
     -----
-    The ring is that of ``plugins/attention/prefill_ring.cuh``; or two tiles, codes for one stage less, and behind them the scales of the
-    two tiles (``prefill_stored_ring.cuh``).
+    The ring is that of ``plugins/attention/prefill_ring.cuh``; or two tiles, codes for one stage less, and behind them the scales of
+    their keys (``prefill_stored_ring.cuh``).
     """
     tiles = quantized_prefill_tiles(head_dim, arch) if quantized else prefill_tiles(head_dim, arch)
     row_warps, key_warps, row_tiles, tile_keys, stages, min_tiles, per_sm, warpgroups = (
@@ -254,6 +259,6 @@ def prefill_form(head_dim: int, arch: str, form: str, quantized: bool = False) -
     rows = 16 * row_warps * row_tiles
     row, strips = row_nbytes(head_dim, "float16"), rows * -(-head_dim // 16)
     tile = 2 * tile_keys * row
-    ring, scales = (2 * tile + (stages - 1) * tile // 2, 16 * tile_keys) if quantized else (stages * tile, 0)
+    ring, scales = (2 * tile + (stages - 1) * tile // 2, 8 * tile_keys) if quantized else (stages * tile, 0)
     max_parts = (ring - strips // 2 * _STRIP_NBYTES) // _STRIP_NBYTES
     return PrefillForm(rows, row_warps * key_warps, tile_keys, min_tiles, per_sm, rows * row + ring + scales, max_parts, bool(warpgroups))

@@ -50,8 +50,9 @@ def variant_names(source: str) -> list[str]:
         itself.
     """
     if source in TILES:
-        kv_dtypes = [None, *STORED_TYPES] if source in QUANTIZED_TILES else [None]
-        return [variant_name(source, dtype, dim, kv_dtype) for kv_dtype in kv_dtypes for dtype in ELEMENT_TYPES for dim in HEAD_DIMS]
+        return [
+            variant_name(source, dtype, dim, kv_dtype) for kv_dtype in (None, *STORED_TYPES) for dtype in ELEMENT_TYPES for dim in HEAD_DIMS
+        ]
     if source in RECURRENT_SOURCES:
         return [variant_name(source, dtype, state) for dtype, states in STATE_DTYPES.items() for state in states]
     return [source]
