@@ -70,9 +70,9 @@ __device__ __forceinline__ void start_with_new_token(RowStates<kRows>& states, c
     const int lane = threadIdx.x % 32;
     auto& state = states[0];
     const unsigned *key = reinterpret_cast<const unsigned*>(new_token) + lane % 4, *value = key + kStoredRowBytes / 4;
-    // Both words of K that a lane has of 16 columns, or both words of V.
-    const auto words_of = [](const auto* row, int d) {
-        if constexpr (kQuantized) return widen(Element{}, Stored{}, row[4 * d]);
+    // Both words that a lane has of 16 columns of K, or of V.
+    const auto words_of = [](const auto* row, int d, bool is_key) {
+        if constexpr (kQuantized) return is_key ? widen_in_order(Element{}, Stored{}, row[4 * d]) : widen(Element{}, Stored{}, row[4 * d]);
         return uint2{row[8 * d], row[8 * d + 4]};
     };
     float products[2][4] = {};  // two sums that do not wait for each other
@@ -80,7 +80,7 @@ __device__ __forceinline__ void start_with_new_token(RowStates<kRows>& states, c
     for (int d = 0; d < kHeadDim / 16; d++) {
         unsigned a[4];
         queries.a_fragment(a, 0, d);
-        const uint2 b = words_of(key, d);
+        const uint2 b = words_of(key, d, true);
         mma_m16n8k16(Element{}, products[d % 2], a, b.x, b.y);
     }
 #pragma unroll
@@ -91,7 +91,7 @@ __device__ __forceinline__ void start_with_new_token(RowStates<kRows>& states, c
     }
 #pragma unroll
     for (int d = 0; d < kHeadDim / 16; d++) {
-        const uint2 words = words_of(value, d);
+        const uint2 words = words_of(value, d, false);
         float2 low = unpack(Element{}, words.x), high = unpack(Element{}, words.y);
         low = {low.x * value_scale, low.y * value_scale};
         high = {high.x * value_scale, high.y * value_scale};

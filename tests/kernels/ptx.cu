@@ -64,9 +64,10 @@ extern "C" __global__ void convert(unsigned* packed, float2* unpacked, const flo
 
 template <class Type>
 __device__ uint2 widened(Type, unsigned codes, long long kind) {
+    if (kind == 3) return widen_in_order(Type{}, Float8{}, codes);
     return kind == 0 ? widen(Type{}, Int8{}, codes) : kind == 1 ? widen(Type{}, Float8{}, codes) : widen_by_bits(Type{}, codes);
 }
-// kind: 0 for Int8, 1 for Float8, 2 for Float8 by bits.
+// kind: 0 for Int8, 1 for Float8, 2 for Float8 by bits, 3 for Float8 in order.
 extern "C" __global__ void widen_codes(uint2* out, const unsigned* codes, long long kind, long long bfloat16) {
     const int x = blockIdx.x * 32 + threadIdx.x;
     out[x] = bfloat16 ? widened(BFloat16{}, codes[x], kind) : widened(Float16{}, codes[x], kind);
