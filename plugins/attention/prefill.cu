@@ -1,4 +1,4 @@
-// The prefill kernels: several new tokens per slot, over what the cache holds already. For few new tokens: attention_prefill_16 to _64, with
+// The prefill kernels: several new tokens per slot, over what the cache holds already. For few new tokens: attention_prefill_16 to _128, with
 // row blocks of so many rows; they append too. For more, attention_append first writes keys and values to the cache; then attention_prefill_short
 // attends if there are few row blocks, attention_prefill_wide, or, where there is enough to do without splitting K and V, attention_prefill_whole.
 // Launched by
@@ -49,6 +49,9 @@ extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_32 * KEY_WARPS_32, B
 }
 extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_64 * KEY_WARPS_64, BLOCKS_PER_SM_64) attention_prefill_64(PARAMETERS) {
     Prefill<true, WARPGROUPS_64, ROW_WARPS_64, KEY_WARPS_64, ROW_TILES_64, TILE_KEYS_64, STAGES_64, MIN_TILES_64>::run<true>(ARGUMENTS);
+}
+extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_128 * KEY_WARPS_128, BLOCKS_PER_SM_128) attention_prefill_128(PARAMETERS) {
+    Prefill<true, WARPGROUPS_128, ROW_WARPS_128, KEY_WARPS_128, ROW_TILES_128, TILE_KEYS_128, STAGES_128, MIN_TILES_128>::run<true>(ARGUMENTS);
 }
 extern "C" __global__ void __launch_bounds__(32 * ROW_WARPS_SHORT * KEY_WARPS_SHORT, BLOCKS_PER_SM_SHORT) attention_prefill_short(PARAMETERS) {
     Prefill<false, WARPGROUPS_SHORT, ROW_WARPS_SHORT, KEY_WARPS_SHORT, ROW_TILES_SHORT, TILE_KEYS_SHORT, STAGES_SHORT, MIN_TILES_SHORT>::run<true>(ARGUMENTS);

@@ -234,9 +234,14 @@ struct Largest {
     Number raw = 0, edited = 0;
 };
 
-__device__ __forceinline__ Largest find_largest(const RowChunk& chunk, Number* scratch) {
+// `kept`: where the logits shall stay for the passes that follow, or null.
+__device__ __forceinline__ Largest find_largest(const RowChunk& chunk, float* kept, Number* scratch) {
     Number best = 0;
-    chunk.for_each([&](int token, float logit) { best = max(best, ranked(logit, token)); });
+    const auto load = [&](int token, bool exists) { return exists ? chunk.logits[token] : __uint_as_float(0xFF800000u); };
+    chunk.for_each<kColdTokensAtOnce>(chunk.begin, chunk.end, load, [&](int token, float logit) {
+        best = max(best, ranked(logit, token));
+        if (kept && token < chunk.end) kept[token - chunk.begin] = logit;
+    });
     best = block_max(best, scratch);
     return {best, best};
 }
@@ -246,28 +251,30 @@ struct LogitWithEdits {
     unsigned uses;
 };
 
-// uses [vocab] and bias [vocab] of the row, or null; edited [vocab].
+// uses [vocab] and bias [vocab] of the row, or null; edited: of the tokens of this block.
 __device__ __forceinline__ Largest edit_and_find_largest(const RowChunk& chunk, const RowParams& params, const unsigned* uses, const float* bias,
                                                          float* edited, Number* scratch) {
     Largest best;
     const auto load = [&](int token, bool exists) -> LogitWithEdits {
         return {exists ? chunk.logits[token] : __uint_as_float(0xFF800000u), exists && bias ? bias[token] : 0, exists && uses ? uses[token] : 0};
     };
-    chunk.for_each(chunk.begin, chunk.end, load, [&](int token, const LogitWithEdits& one) {
+    chunk.for_each<kColdTokensAtOnce>(chunk.begin, chunk.end, load, [&](int token, const LogitWithEdits& one) {
         best.raw = max(best.raw, ranked(one.logit, token));
         if (token >= chunk.end) return;
         const float changed = edited_logit(one.logit, params, one.bias, one.uses);
         best.edited = max(best.edited, ranked(changed, token));
-        edited[token] = changed;
+        edited[token - chunk.begin] = changed;
     });
     return {block_max(best.raw, scratch), block_max(best.edited, scratch)};
 }
 
 // tokens[row] = the token that a row chooses; 0 if it cannot. Rows that are not active keep theirs.
-// counts [rows, vocab] and bias [rows, vocab] may be null where no row asks for them; edited [groups, vocab] with them.
+// counts [rows, vocab] and bias [rows, vocab] may be null where no row asks for them; edited [groups, vocab] with them, or where `keeps`: then
+// blocks have dynamic shared memory for the logits of all their tokens, so that only the first pass reads them from memory.
 extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
     choose_tokens(const float* logits, long long row_stride, long long vocab, long long rows, RowParams* all_params, unsigned* counts,
-                  const float* bias, float* edited, int* tokens, RowResult* results, RowWorkspace* workspaces, long long blocks_of_row) {
+                  const float* bias, float* edited, int* tokens, RowResult* results, RowWorkspace* workspaces, long long blocks_of_row, long long keeps) {
+    DYNAMIC_SHARED(float, kept);
     SHARED_ARRAY(unsigned, bins, kSharedBins);
     SHARED_ARRAY(Number, scratch, kWarpsOfBlock);
     SHARED_ARRAY(FoundBin, found, 1);
@@ -286,12 +293,13 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
         Largest best;
         const bool is_edited = params.flags & (kPenalised | kBiased);
         if (is_edited) {
-            float* const into = edited + group * vocab;
+            float* const into = keeps ? kept : edited + group * vocab + begin;
             best = edit_and_find_largest(chunk, params, params.flags & kPenalised ? counts + row * vocab : nullptr,
                                          params.flags & kBiased ? bias + row * vocab : nullptr, into, scratch);
-            chunk.logits = into;
+            chunk.logits = into - begin;
         } else {
-            best = find_largest(chunk, scratch);
+            best = find_largest(chunk, keeps ? kept : nullptr, scratch);
+            if (keeps) chunk.logits = kept - begin;
         }
         const Said heard = exchange.with_all({best.edited, static_cast<unsigned>(best.raw >> 32)});
         const Number largest = block_max(heard.number, scratch);
@@ -320,7 +328,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
             all_params[row].counter = params.counter + 1;
             if (params.flags & kPenalised) counts[row * vocab + chosen]++;
         }
-        __syncthreads();  // one warp reads `edited` longest
+        __syncthreads();  // one warp reads logits longest
     }
     exchange.finish();
 }

@@ -142,13 +142,16 @@ def _decode_tiles(head_dim: int, arch: str, rows: int, new_tokens: int, buffers_
 
 #: The prefill kernels: for few new tokens, which they append too, with so many rows in a row block; for more, in few row blocks and in
 #: many; one block for each row block.
-PREFILL_FORMS = ("16", "32", "64", "short", "wide", "whole")
+PREFILL_FORMS = ("16", "32", "64", "128", "short", "wide", "whole")
 
-#: New tokens of a slot that the first three of them append, at most.
+#: Those that append the new tokens.
+APPENDING_FORMS = PREFILL_FORMS[:4]
+
+#: New tokens of a slot that they append, at most.
 MAX_APPENDED_WIDTH = 32
 
-#: Bytes of 16 columns of a partial result: ``kStripVectors`` of ``plugins/attention/split_kv_reduce.cuh``.
-_STRIP_NBYTES = 5 * 16
+#: Columns of a strip of a prefill kernel's partial result, and its bytes: ``kStripVectors`` of ``plugins/attention/split_kv_reduce.cuh``.
+_STRIP_COLUMNS, _STRIP_NBYTES = 32, 5 * 16
 
 _PREFILL_MACROS = ("ROW_WARPS", "KEY_WARPS", "ROW_TILES", "TILE_KEYS", "STAGES", "MIN_TILES", "BLOCKS_PER_SM", "WARPGROUPS")
 
@@ -159,6 +162,7 @@ _UP_TO_128 = [
     (1, 8, 1, 128, 3, 1, 1, 0),
     (2, 4, 1, 128, 3, 1, 1, 0),
     (4, 2, 1, 128, 3, 1, 1, 1),
+    (8, 1, 1, 64, 6, 1, 1, 1),
     (4, 2, 1, 128, 3, 1, 1, 1),
     (4, 1, 1, 64, 3, 4, 2, 1),
     (8, 1, 1, 64, 2, 1, 2, 1),
@@ -172,6 +176,7 @@ _WARPGROUP_FORMS = {
         (1, 4, 1, 64, 3, 1, 1, 0),
         (2, 4, 1, 64, 3, 1, 1, 0),
         (4, 2, 1, 64, 3, 1, 1, 1),
+        (8, 1, 1, 32, 5, 1, 1, 1),
         (4, 2, 1, 64, 3, 1, 1, 1),
         (4, 1, 1, 64, 3, 2, 1, 1),
         (8, 1, 1, 64, 2, 1, 1, 1),
@@ -192,24 +197,19 @@ def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
         return _prefill_macros(_WARPGROUP_FORMS[head_dim])
     if head_dim <= 128:
         if large:
-            forms = [
-                (1, 8, 1, 128, 3, 1, 1),
-                (2, 4, 1, 128, 3, 1, 1),
-                (4, 2, 1, 128, 3, 1, 1),
-                (4, 1, 1, 64, 3, 4, 2),
-                (4, 1, 1, 64, 3, 4, 2),
-                (4, 1, 2, 64, 2, 1, 2),
-            ]
+            few = [(1, 8, 1, 128, 3, 1, 1), (2, 4, 1, 128, 3, 1, 1), (4, 2, 1, 128, 3, 1, 1)]
+            many = [(4, 1, 1, 64, 3, 4, 2), (4, 1, 1, 64, 3, 4, 2), (4, 1, 2, 64, 2, 1, 2)]
         else:
             few = [(1, 4, 1, 64, 2, 1, 1), (2, 2, 1, 64, 2, 1, 1), (4, 1, 1, 64, 2, 1, 1)]
-            forms = [*few, (4, 1, 1, 64, 2, 4, 1), (4, 1, 1, 64, 2, 4, 1), (4, 1, 2, 32, 2, 1, 1)]
+            many = [(4, 1, 1, 64, 2, 4, 1), (4, 1, 1, 64, 2, 4, 1), (4, 1, 2, 32, 2, 1, 1)]
     elif large:
         few = [(1, 4, 1, 64, 3, 1, 1), (2, 4, 1, 64, 3, 1, 1), (4, 1, 1, 32, 3, 2, 1)]
-        forms = [*few, (4, 1, 1, 32, 2, 6, 2), (4, 1, 1, 32, 2, 6, 2), (8, 1, 1, 64, 2, 1, 1)]
+        many = [(4, 1, 1, 32, 2, 6, 2), (4, 1, 1, 32, 2, 6, 2), (8, 1, 1, 64, 2, 1, 1)]
     else:
         few = [(1, 2, 1, 32, 2, 2, 1), (2, 1, 1, 32, 2, 2, 1), (4, 1, 1, 32, 2, 2, 1)]
-        forms = [*few, (4, 1, 1, 32, 2, 4, 1), (4, 1, 1, 32, 2, 4, 1), (4, 1, 1, 32, 2, 1, 1)]
-    return _prefill_macros([(*form, 0) for form in forms])
+        many = [(4, 1, 1, 32, 2, 4, 1), (4, 1, 1, 32, 2, 4, 1), (4, 1, 1, 32, 2, 1, 1)]
+    # Only warpgroups have a form of 128 rows that is of use: here it is that of 64.
+    return _prefill_macros([(*form, 0) for form in (*few, few[-1], *many)])
 
 
 def _prefill_macros(forms: Sequence[tuple[int, ...]]) -> dict[str, int]:
@@ -228,7 +228,7 @@ def prefill_form(head_dim: int, arch: str, form: str) -> PrefillForm:
         tiles[f"{macro}_{form.upper()}"] for macro in _PREFILL_MACROS
     )
     rows = 16 * row_warps * row_tiles
-    row, strips = row_nbytes(head_dim, "float16"), rows * -(-head_dim // 16)
+    row, strips = row_nbytes(head_dim, "float16"), rows * -(-head_dim // _STRIP_COLUMNS)
     ring = 2 * stages * tile_keys * row
     max_parts = (ring - strips // 2 * _STRIP_NBYTES) // _STRIP_NBYTES
     return PrefillForm(rows, row_warps * key_warps, tile_keys, min_tiles, per_sm, rows * row + ring, max_parts, bool(warpgroups))

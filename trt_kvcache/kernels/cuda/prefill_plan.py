@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from trt_kvcache.kernels.attention_params import AttentionParams
-from trt_kvcache.kernels.attention_tiles import MAX_APPENDED_WIDTH, PrefillForm, prefill_form
+from trt_kvcache.kernels.attention_tiles import APPENDING_FORMS, MAX_APPENDED_WIDTH, PrefillForm, prefill_form
 from trt_kvcache.memory.cuda_memory import CudaMemory
 
 #: Row blocks of the form ``"whole"`` for each multiprocessor, from which it is taken: up to there, smaller ones fill the GPU better.
@@ -21,6 +21,9 @@ _LONG_CACHE, _LONG_CACHE_KEYS_PER_SM = 32, 1536
 
 #: The head dim from which 64 rows of a warpgroup take less time than 32 of single warps.
 _MIN_WARPGROUP_HEAD_DIM = 128
+
+#: The head dim up to which few new tokens of more than 64 rows have row blocks of 128, which read K and V half as often.
+_MAX_LARGE_BLOCK_HEAD_DIM = 128
 
 
 class PrefillPlan(NamedTuple):
@@ -40,7 +43,7 @@ class PrefillPlan(NamedTuple):
     @property
     def appends(self) -> bool:
         """Whether the launch appends the new tokens; else another one has to do so before."""
-        return self.name not in ("short", "wide", "whole")
+        return self.name in APPENDING_FORMS
 
 
 def prefill_plan(params: AttentionParams) -> PrefillPlan:
@@ -58,6 +61,9 @@ def prefill_plan(params: AttentionParams) -> PrefillPlan:
             few = plan_of(params, "16")
         elif rows <= 32 and not (few.form.warpgroups and params.q.shape[3] >= _MIN_WARPGROUP_HEAD_DIM):
             few = plan_of(params, "32")
+        elif few.row_blocks > 1 and few.form.warpgroups and params.q.shape[3] <= _MAX_LARGE_BLOCK_HEAD_DIM:
+            large = plan_of(params, "128")
+            few = large if large.splits else few
         if width <= few.form.tile_keys and (few.row_blocks == 1 or few.splits):
             return few
     tokens, row_blocks = params.cache.shape[3], params.q.shape[0] * params.cache.shape[2] * wide.row_blocks
