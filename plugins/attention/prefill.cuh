@@ -41,7 +41,9 @@ struct Prefill {
     static constexpr int kGroupRows = kWarpgroups ? 64 : kWarpRows;  // of the warps that compute together
     static_assert(!kWarpgroups || (kRowWarps % 4 == 0 && kRowTiles == 1 && kHeadDim % 64 == 0), "whole warpgroups and panels");
     // Whether the next tile is filled while the tensor cores are busy: not where two blocks of eight warps leave too few registers for it.
-    static constexpr bool kFillsMeanwhile = kWarpgroups && (kRowWarps == 4 || kStages > 2);
+    static constexpr bool kFillsMeanwhile = kWarpgroups && kRowWarps == 4;
+    // Chunks of q that a thread applies RoPE to, if all have it.
+    static constexpr int kChunksByThread = (kBlockRows * (kHeadDim / 16) + kThreads - 1) / kThreads;
     // Vectors that a thread polls together: nearly all that it has.
     static constexpr int kPolledByThread = (kMaxStrips * kStripVectors + kThreads - 1) / kThreads < 16 ? (kMaxStrips * kStripVectors + kThreads - 1) / kThreads : 16;
     static_assert(kWarpKeys % 16 == 0, "a warp's part of a tile is whole fragments");
@@ -193,8 +195,8 @@ struct Prefill {
         Tiles::fill_queries(queries, params, rows, work.kv_head);
         cp_async_commit_group();
         // Angles, too, are asked for before keys and values: behind these they would come last.
-        Tiles::template apply_rope<typename Tiles::QueryLayout, 2, 8>(
-            queries, params, rows.rows, [&](int row) { return rows.past + divide(rows.first_row + row, params.group_size); },
+        Tiles::template apply_rope<typename Tiles::QueryLayout, kChunksByThread, 8>(
+            queries, params, rows.rows, [&](int row) { return rows.past + rows.token_of(params, row); },
             [&] {
 #pragma unroll 1
                 for (int stage = 0; stage < kStages - 1; stage++) {
@@ -209,14 +211,14 @@ struct Prefill {
         for (int m = 0; m < kRowTiles; m++) {
 #pragma unroll
             for (int i = 0; i < 2; i++) {
-                positions[m][i] = rows.past + divide(rows.first_row + row_warp * kWarpRows + 16 * m + 8 * i + lane / 4, params.group_size);
+                positions[m][i] = rows.past + rows.token_of(params, row_warp * kWarpRows + 16 * m + 8 * i + lane / 4);
             }
         }
         // Of the rows that are computed together: positions of the first and of the last one that is live; the last one is before the first if
         // none is.
         const int group_row = row_warp * kWarpRows / kGroupRows * kGroupRows, live = min(kGroupRows, rows.rows - group_row);
-        const int group_first = rows.past + divide(rows.first_row + group_row, params.group_size);
-        const int group_last = live > 0 ? rows.past + divide(rows.first_row + group_row + live - 1, params.group_size) : -1;
+        const int group_first = rows.past + rows.token_of(params, group_row);
+        const int group_last = live > 0 ? rows.past + rows.token_of(params, group_row + live - 1) : -1;
 #pragma unroll
         for (int m = 0; m < kRowTiles; m++) state[m].reset();
         const LdmatrixAddress query_rows(shared_address(queries + row_warp * kWarpRows * kRowBytes), lane % 16, lane / 16);
@@ -268,7 +270,7 @@ struct Prefill {
     }
 
     static __device__ __forceinline__ unsigned char* output_row(const PrefillParams& params, const Rows& rows, int kv_head, int row) {
-        const int at = rows.first_row + row, token = divide(at, params.group_size), head = at - token * params.group_size;
+        const int token = rows.token_of(params, row), head = rows.head_of(params, row, token);
         const long long first = (static_cast<long long>(rows.slot) * params.width + token) * params.num_kv_heads + kv_head;
         return params.out + (first * params.group_size + head) * kRowBytes;
     }
@@ -448,13 +450,13 @@ struct Prefill {
         }
     }
 
-    // Grid: x alone. kSplits: if params.splits, several blocks may share a row block, and the launch is cooperative. Else one block for each.
+    // Grid: x alone. kSplits: if params.order says so, several blocks may share a row block, and the launch is cooperative. Else one block for each.
     template <bool kSplits>
     static __device__ __forceinline__ void run(const PrefillParams& params) {
         DYNAMIC_SHARED(unsigned char, queries);
         unsigned char* const ring = queries + kBlockRows * kRowBytes;
         grid_dependency_wait();
-        const Work work = kSplits && params.splits ? part_of_row_block<Rows>(params, kMinTilesPerPart) : whole_row_block<Rows>(params);
+        const Work work = kSplits && params.order == kSplit ? part_of_row_block<Rows>(params, kMinTilesPerPart) : whole_row_block<Rows>(params);
         const Rows& rows = work.rows;
         const float factor = params.score.factor;
         if (work.begin < work.end) {

@@ -24,7 +24,7 @@ struct PrefillTiles {
         for (int i = 0; i < (kBlockRows * kRowChunks + kThreads - 1) / kThreads; i++) {
             const int x = i * kThreads + threadIdx.x, row = x / kRowChunks, chunk = x % kRowChunks;
             if (kBlockRows * kRowChunks % kThreads && row >= kBlockRows) break;
-            const int token = divide(rows.first_row + row, params.group_size), head = rows.first_row + row - token * params.group_size;
+            const int token = rows.token_of(params, row), head = rows.head_of(params, row, token);
             cp_async(to + QueryLayout::offset(row, chunk), source + token * params.q_token_stride + head * kRowBytes + chunk * 16, row < rows.rows);
         }
     }
@@ -77,7 +77,7 @@ struct PrefillTiles {
             for (int i = 0; i < kAtOnce; i++) {
                 const int x = first + i * kThreads + threadIdx.x;
                 if (x >= all) continue;
-                rows[i] = divide(x, of_row);
+                rows[i] = divide_small(x, of_row);
                 places[i] = x - rows[i] * of_row;
                 angles[i] = load_angles(rows[i], places[i]);
             }

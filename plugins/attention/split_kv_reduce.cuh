@@ -79,7 +79,15 @@ struct PartialState {
         }
     }
 
-    // The same for packed ones: vector `vector` of strips in shared memory, every step-th of `count` from `first` on; `stride` in vectors.
+    // That of a packed strip alone.
+    __device__ __forceinline__ void unpack(float4 total, float4 packed) {
+        maximum = total.x;
+        sum = total.y;
+        add_packed(values[0], packed.x, packed.y, total.z);
+        add_packed(values[kHalves - 1], packed.z, packed.w, total.z);
+    }
+
+    // Merges packed ones: vector `vector` of strips in shared memory, every step-th of `count` from `first` on; `stride` in vectors.
     __device__ __forceinline__ void merge_packed(const float4* strips, int vector, int stride, int first, int step, int count, float factor) {
         constexpr int kAtOnce = 4;
 #pragma unroll 1
@@ -152,7 +160,9 @@ struct SplitKVReduce {
                                              float4* own_partials)
         : num_strips(num_strips), place_strips(place_strips), first_block(first_block), rank(static_cast<int>(blockIdx.x) - first_block), num_blocks(num_blocks),
           all_merge(all_merge), partials(partials) {
-        const int strips_per_block = all_merge && num_blocks > 1 ? divide(num_strips + num_blocks - 1, num_blocks) : num_strips;
+        constexpr int kUnit = kPacked ? kStripsPerRow<kHalves> : 1;  // strips: packed ones go by rows, which is less work for who hands them on
+        const int units = num_strips / kUnit, units_per_block = all_merge && num_blocks > 1 ? divide_small(units + num_blocks - 1, num_blocks) : units;
+        const int strips_per_block = units_per_block * kUnit;
         begin = all_merge ? rank * strips_per_block : 0;
         end = min(num_strips, begin + strips_per_block);
         own = all_merge ? own_partials - begin * kStripVectors : own_partials + static_cast<long long>(blockIdx.x) * place_strips * kStripVectors;
@@ -208,15 +218,15 @@ private:
                 store(strip, x % 4, state);
             }
         } else {
-            int share_bits = 0;  // several lanes share a vector where threads are more than vectors: each has some of the partial results
-            while (share_bits < 3 && 1 << share_bits < others && all << (share_bits + 1) <= threads) share_bits++;
+            int share_bits = 0;  // several lanes share a vector, with 4 or more partial results each, where threads are more than vectors
+            while (share_bits < 3 && 8 << share_bits <= others && all << (share_bits + 1) <= threads) share_bits++;
             const int shares = 1 << share_bits, end_x = all << share_bits;
 #pragma unroll 1
             for (int x0 = threadIdx.x / 32 * 32; x0 < end_x; x0 += threads) {
                 const int x = x0 + threadIdx.x % 32, vector = x % 4, share = x / 4 % 8 & (shares - 1);
                 const int strip = min(first + (x >> (share_bits + 2)), last - 1);
                 PartialState<kHalves> state;
-                state.merge_packed(own + strip * kStripVectors, vector, 0, share, shares, 1, factor);
+                if (share == 0) state.unpack(own[strip * kStripVectors + 4], own[strip * kStripVectors + vector]);
                 state.merge_packed(staging + (strip - first) * kStripVectors, vector, vectors, share, shares, others, factor);
                 if (shares > 1) state.join_lanes(4, 4 * shares, factor);
                 if (share == 0 && x < end_x) store(strip, vector, state);

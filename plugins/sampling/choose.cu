@@ -37,7 +37,7 @@ struct RowSampler {
     unsigned* bins;    // shared memory
     Number* scratch;   // shared memory
     FoundBin* found;   // shared memory
-    int fine_bins[4]{-1, -1, -1, -1};  // the coarse bin that each of row.fine_count holds
+    int fine_bins[kFineSlots]{-1, -1, -1, -1, -1};  // the coarse bin that each of row.fine_count holds
     int num_fine = 0;
 
     __device__ __forceinline__ unsigned class_at(float logit) const { return class_of(largest, logit, params.scale); }
@@ -76,12 +76,13 @@ struct RowSampler {
         const Number all = kept.token_class == kClasses ? weights.total : kept.weight;
         const Number wanted = __umul64hi(shifted, all) + (shifted * all != 0), likely = params.min_weight ? row.likely_weight : all;
         const FoundBin last = weights.find(wanted - 1, found);
-        // Where the random number falls depends on where top_p ends; but nearly always the end of its bin says so too.
-        const FoundBin guessed = weights.find(__umul64hi(random << 11, min(last.before + last.value, likely)), found);
-        count_fine(last.bin, guessed.bin);
+        // Where the random number falls depends on where top_p ends; but nearly always the ends of its bin say so too.
+        const FoundBin least = weights.find(__umul64hi(random << 11, min(last.before, likely)), found);
+        const FoundBin most = weights.find(__umul64hi(random << 11, min(last.before + last.value, likely)), found);
+        count_fine(last.bin, most.bin, least.bin);
         const Number target = __umul64hi(random << 11, min(border_in(last, wanted - 1).weight, likely));
         const FoundBin chosen = weights.find(target, found);
-        count_fine(chosen.bin, chosen.bin);
+        count_fine(chosen.bin, chosen.bin, chosen.bin);
         return border_in(chosen, target);
     }
 
@@ -99,29 +100,37 @@ struct RowSampler {
     __device__ __forceinline__ const unsigned* fine_counts(int coarse_bin) const {
         const unsigned* counts = nullptr;
 #pragma unroll
-        for (int i = 0; i < 4; i++) counts = fine_bins[i] == coarse_bin ? row.fine_count[i] : counts;
+        for (int i = 0; i < kFineSlots; i++) counts = fine_bins[i] == coarse_bin ? row.fine_count[i] : counts;
         return counts;
     }
 
     __device__ __forceinline__ void add_fine_bin(int coarse_bin) {
         if (fine_counts(coarse_bin)) return;
 #pragma unroll
-        for (int i = 0; i < 4; i++) fine_bins[i] = i == num_fine ? coarse_bin : fine_bins[i];
+        for (int i = 0; i < kFineSlots; i++) fine_bins[i] = i == num_fine ? coarse_bin : fine_bins[i];
         num_fine++;
     }
 
-    // Counts the classes of two coarse bins, unless that was done before.
-    __device__ __forceinline__ void count_fine(int first, int second) {
+    __device__ __forceinline__ int bin_of_slot(int slot) const {
+        int bin = -2;  // which no token has
+#pragma unroll
+        for (int i = 0; i < kFineSlots; i++) bin = i == slot && i < num_fine ? fine_bins[i] : bin;
+        return bin;
+    }
+
+    // Counts the classes of three coarse bins, of each unless that was done before.
+    __device__ __forceinline__ void count_fine(int a, int b, int c) {
         const int before = num_fine;
-        add_fine_bin(first);
-        add_fine_bin(second);
+        add_fine_bin(a);
+        add_fine_bin(b);
+        add_fine_bin(c);
         if (num_fine == before) return;
-        const int other = num_fine - before > 1 ? second : -1, only = fine_counts(first) == row.fine_count[before] ? first : second;
+        const int first = bin_of_slot(before), second = bin_of_slot(before + 1), third = bin_of_slot(before + 2);
         add_counts(chunk, exchange.rank, (num_fine - before) * kFineBins, row.fine_count[before], bins, [&](int, float logit) {
             const unsigned token_class = class_at(logit);
-            const int coarse = token_class < kClasses ? static_cast<int>(token_class >> kFineBits) : -2;
+            const int coarse = token_class < kClasses ? static_cast<int>(token_class >> kFineBits) : -1;
             const int bin = static_cast<int>(token_class % kFineBins);
-            return coarse == only ? bin : coarse == other ? kFineBins + bin : -1;
+            return coarse == first ? bin : coarse == second ? kFineBins + bin : coarse == third ? 2 * kFineBins + bin : -1;
         });
         barrier.wait();
     }
@@ -143,7 +152,7 @@ struct RowSampler {
         const Number wanted = static_cast<Number>(params.top_k);
         const FoundBin coarse = BinSums<kCoarseBins>(scratch, [&](int bin) -> Number { return row.coarse_count[bin]; }).find(wanted - 1, found);
         if (coarse.bin < 0) return {kClasses, 0, 0};
-        count_fine(coarse.bin, coarse.bin);
+        count_fine(coarse.bin, coarse.bin, coarse.bin);
         const unsigned* const counts = fine_counts(coarse.bin);
         const FoundBin fine =
             BinSums<kFineBins>(scratch, [&](int bin) -> Number { return counts[bin]; }).find(wanted - 1 - coarse.before, found);
@@ -234,14 +243,9 @@ struct Largest {
     Number raw = 0, edited = 0;
 };
 
-// `kept`: where the logits shall stay for the passes that follow, or null.
-__device__ __forceinline__ Largest find_largest(const RowChunk& chunk, float* kept, Number* scratch) {
+__device__ __forceinline__ Largest find_largest(const RowChunk& chunk, Number* scratch) {
     Number best = 0;
-    const auto load = [&](int token, bool exists) { return exists ? chunk.logits[token] : __uint_as_float(0xFF800000u); };
-    chunk.for_each<kColdTokensAtOnce>(chunk.begin, chunk.end, load, [&](int token, float logit) {
-        best = max(best, ranked(logit, token));
-        if (kept && token < chunk.end) kept[token - chunk.begin] = logit;
-    });
+    chunk.for_each([&](int token, float logit) { best = max(best, ranked(logit, token)); });
     best = block_max(best, scratch);
     return {best, best};
 }
@@ -251,30 +255,28 @@ struct LogitWithEdits {
     unsigned uses;
 };
 
-// uses [vocab] and bias [vocab] of the row, or null; edited: of the tokens of this block.
+// uses [vocab] and bias [vocab] of the row, or null; edited [vocab].
 __device__ __forceinline__ Largest edit_and_find_largest(const RowChunk& chunk, const RowParams& params, const unsigned* uses, const float* bias,
                                                          float* edited, Number* scratch) {
     Largest best;
     const auto load = [&](int token, bool exists) -> LogitWithEdits {
         return {exists ? chunk.logits[token] : __uint_as_float(0xFF800000u), exists && bias ? bias[token] : 0, exists && uses ? uses[token] : 0};
     };
-    chunk.for_each<kColdTokensAtOnce>(chunk.begin, chunk.end, load, [&](int token, const LogitWithEdits& one) {
+    chunk.for_each(chunk.begin, chunk.end, load, [&](int token, const LogitWithEdits& one) {
         best.raw = max(best.raw, ranked(one.logit, token));
         if (token >= chunk.end) return;
         const float changed = edited_logit(one.logit, params, one.bias, one.uses);
         best.edited = max(best.edited, ranked(changed, token));
-        edited[token - chunk.begin] = changed;
+        edited[token] = changed;
     });
     return {block_max(best.raw, scratch), block_max(best.edited, scratch)};
 }
 
 // tokens[row] = the token that a row chooses; 0 if it cannot. Rows that are not active keep theirs.
-// counts [rows, vocab] and bias [rows, vocab] may be null where no row asks for them; edited [groups, vocab] with them, or where `keeps`: then
-// blocks have dynamic shared memory for the logits of all their tokens, so that only the first pass reads them from memory.
+// counts [rows, vocab] and bias [rows, vocab] may be null where no row asks for them; edited [groups, vocab] with them.
 extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
     choose_tokens(const float* logits, long long row_stride, long long vocab, long long rows, RowParams* all_params, unsigned* counts,
-                  const float* bias, float* edited, int* tokens, RowResult* results, RowWorkspace* workspaces, long long blocks_of_row, long long keeps) {
-    DYNAMIC_SHARED(float, kept);
+                  const float* bias, float* edited, int* tokens, RowResult* results, RowWorkspace* workspaces, long long blocks_of_row) {
     SHARED_ARRAY(unsigned, bins, kSharedBins);
     SHARED_ARRAY(Number, scratch, kWarpsOfBlock);
     SHARED_ARRAY(FoundBin, found, 1);
@@ -284,6 +286,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
     RowWorkspace& workspace = workspaces[group];
     clear_bins(bins);
     grid_dependency_wait();
+    grid_dependents_may_launch();
     RowBarrier barrier(&workspace.at_barriers, static_cast<unsigned>(blocks));
     RowExchange exchange(workspace, rank, blocks);
     for (long long row = group; row < rows; row += groups) {
@@ -293,13 +296,12 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
         Largest best;
         const bool is_edited = params.flags & (kPenalised | kBiased);
         if (is_edited) {
-            float* const into = keeps ? kept : edited + group * vocab + begin;
+            float* const into = edited + group * vocab;
             best = edit_and_find_largest(chunk, params, params.flags & kPenalised ? counts + row * vocab : nullptr,
                                          params.flags & kBiased ? bias + row * vocab : nullptr, into, scratch);
-            chunk.logits = into - begin;
+            chunk.logits = into;
         } else {
-            best = find_largest(chunk, keeps ? kept : nullptr, scratch);
-            if (keeps) chunk.logits = kept - begin;
+            best = find_largest(chunk, scratch);
         }
         const Said heard = exchange.with_all({best.edited, static_cast<unsigned>(best.raw >> 32)});
         const Number largest = block_max(heard.number, scratch);
@@ -328,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(kRowThreads, 2)
             all_params[row].counter = params.counter + 1;
             if (params.flags & kPenalised) counts[row * vocab + chosen]++;
         }
-        __syncthreads();  // one warp reads logits longest
+        __syncthreads();  // one warp reads `edited` longest
     }
     exchange.finish();
 }

@@ -7,9 +7,8 @@
 #include "shared_memory.cuh"
 
 constexpr int kTokensOfHistogram = 1 << 14;  // so that sums of 17 bits fit into 32
-constexpr int kCoarseCopies = 2;  // of the coarse bins: lanes that meet in a bin wait for each other, and where logits are alike bins are few
-constexpr int kSharedBins = 3 * kCoarseCopies * kCoarseBins;
-static_assert(kSharedBins >= 2 * kFineBins, "the same shared memory for both");
+constexpr int kSharedBins = kFineAtOnce * kFineBins;
+static_assert(kSharedBins >= 3 * kCoarseBins, "the same shared memory for both");
 
 // Shared memory, all 0 but within a function of this file.
 __device__ __forceinline__ void clear_bins(unsigned* bins) {
@@ -58,9 +57,7 @@ __device__ __forceinline__ void add_counts(const RowChunk& chunk, int rank, int 
 template <class ClassOf>
 __device__ __forceinline__ void add_weights(const RowChunk& chunk, int rank, RowWorkspace& row, unsigned* bins, bool with_counts,
                                             ClassOf class_of_logit) {
-    constexpr int kCopy = 3 * kCoarseBins;
     unsigned *const low = bins, *const high = bins + kCoarseBins, *const counts = bins + 2 * kCoarseBins;
-    const int own_copy = static_cast<int>(threadIdx.x) % kCoarseCopies * kCopy;
     for (int from = chunk.begin; from < chunk.end; from += kTokensOfHistogram) {
         chunk.for_each(from, min(chunk.end, from + kTokensOfHistogram), [&](int, float logit) {
             const unsigned token_class = class_of_logit(logit);
@@ -73,24 +70,17 @@ __device__ __forceinline__ void add_weights(const RowChunk& chunk, int rank, Row
                 atomicAdd(high + bin, static_cast<unsigned>(high_sum));
                 if (with_counts) atomicAdd(counts + bin, 32u);
             }, [&](int bin) {
-                const int at = own_copy + bin;
-                if (low_part) atomicAdd(low + at, low_part);
-                if (high_part) atomicAdd(high + at, high_part);
-                if (with_counts) atomicAdd(counts + at, 1u);
+                if (low_part) atomicAdd(low + bin, low_part);
+                if (high_part) atomicAdd(high + bin, high_part);
+                if (with_counts) atomicAdd(counts + bin, 1u);
             });
         });
         hand_in(kCoarseBins, rank, [&](int bin) {
-            Weight weight = 0;
-            unsigned count = 0;
-#pragma unroll
-            for (int at = bin; at < kCoarseCopies * kCopy; at += kCopy) {
-                weight += low[at] + (static_cast<Weight>(high[at]) << 16);
-                count += counts[at];
-                low[at] = high[at] = counts[at] = 0;
-            }
+            const Weight weight = low[bin] + (static_cast<Weight>(high[bin]) << 16);
             if (!weight) return;
             atomicAdd(row.coarse_weight + bin, weight);
-            if (with_counts) atomicAdd(row.coarse_count + bin, count);
+            if (with_counts) atomicAdd(row.coarse_count + bin, counts[bin]);
+            low[bin] = high[bin] = counts[bin] = 0;
         });
     }
 }

@@ -142,12 +142,9 @@ def _decode_tiles(head_dim: int, arch: str, rows: int, new_tokens: int, buffers_
 
 #: The prefill kernels: for few new tokens, which they append too, with so many rows in a row block; for more, in few row blocks and in
 #: many; one block for each row block.
-PREFILL_FORMS = ("16", "32", "64", "128", "short", "wide", "whole")
+PREFILL_FORMS = ("16", "32", "64", "short", "wide", "whole")
 
-#: Those that append the new tokens.
-APPENDING_FORMS = PREFILL_FORMS[:4]
-
-#: New tokens of a slot that they append, at most.
+#: New tokens of a slot that the first three of them append, at most.
 MAX_APPENDED_WIDTH = 32
 
 #: Columns of a strip of a prefill kernel's partial result, and its bytes: ``kStripVectors`` of ``plugins/attention/split_kv_reduce.cuh``.
@@ -162,7 +159,6 @@ _UP_TO_128 = [
     (1, 8, 1, 128, 3, 1, 1, 0),
     (2, 4, 1, 128, 3, 1, 1, 0),
     (4, 2, 1, 128, 3, 1, 1, 1),
-    (8, 1, 1, 64, 6, 1, 1, 1),
     (4, 2, 1, 128, 3, 1, 1, 1),
     (4, 1, 1, 64, 3, 4, 2, 1),
     (8, 1, 1, 64, 2, 1, 2, 1),
@@ -176,7 +172,6 @@ _WARPGROUP_FORMS = {
         (1, 4, 1, 64, 3, 1, 1, 0),
         (2, 4, 1, 64, 3, 1, 1, 0),
         (4, 2, 1, 64, 3, 1, 1, 1),
-        (8, 1, 1, 32, 5, 1, 1, 1),
         (4, 2, 1, 64, 3, 1, 1, 1),
         (4, 1, 1, 64, 3, 2, 1, 1),
         (8, 1, 1, 64, 2, 1, 1, 1),
@@ -197,19 +192,24 @@ def prefill_tiles(head_dim: int, arch: str) -> dict[str, int]:
         return _prefill_macros(_WARPGROUP_FORMS[head_dim])
     if head_dim <= 128:
         if large:
-            few = [(1, 8, 1, 128, 3, 1, 1), (2, 4, 1, 128, 3, 1, 1), (4, 2, 1, 128, 3, 1, 1)]
-            many = [(4, 1, 1, 64, 3, 4, 2), (4, 1, 1, 64, 3, 4, 2), (4, 1, 2, 64, 2, 1, 2)]
+            forms = [
+                (1, 8, 1, 128, 3, 1, 1),
+                (2, 4, 1, 128, 3, 1, 1),
+                (4, 2, 1, 128, 3, 1, 1),
+                (4, 1, 1, 64, 3, 4, 2),
+                (4, 1, 1, 64, 3, 4, 2),
+                (4, 1, 2, 64, 2, 1, 2),
+            ]
         else:
             few = [(1, 4, 1, 64, 2, 1, 1), (2, 2, 1, 64, 2, 1, 1), (4, 1, 1, 64, 2, 1, 1)]
-            many = [(4, 1, 1, 64, 2, 4, 1), (4, 1, 1, 64, 2, 4, 1), (4, 1, 2, 32, 2, 1, 1)]
+            forms = [*few, (4, 1, 1, 64, 2, 4, 1), (4, 1, 1, 64, 2, 4, 1), (4, 1, 2, 32, 2, 1, 1)]
     elif large:
         few = [(1, 4, 1, 64, 3, 1, 1), (2, 4, 1, 64, 3, 1, 1), (4, 1, 1, 32, 3, 2, 1)]
-        many = [(4, 1, 1, 32, 2, 6, 2), (4, 1, 1, 32, 2, 6, 2), (8, 1, 1, 64, 2, 1, 1)]
+        forms = [*few, (4, 1, 1, 32, 2, 6, 2), (4, 1, 1, 32, 2, 6, 2), (8, 1, 1, 64, 2, 1, 1)]
     else:
         few = [(1, 2, 1, 32, 2, 2, 1), (2, 1, 1, 32, 2, 2, 1), (4, 1, 1, 32, 2, 2, 1)]
-        many = [(4, 1, 1, 32, 2, 4, 1), (4, 1, 1, 32, 2, 4, 1), (4, 1, 1, 32, 2, 1, 1)]
-    # Only warpgroups have a form of 128 rows that is of use: here it is that of 64.
-    return _prefill_macros([(*form, 0) for form in (*few, few[-1], *many)])
+        forms = [*few, (4, 1, 1, 32, 2, 4, 1), (4, 1, 1, 32, 2, 4, 1), (4, 1, 1, 32, 2, 1, 1)]
+    return _prefill_macros([(*form, 0) for form in forms])
 
 
 def _prefill_macros(forms: Sequence[tuple[int, ...]]) -> dict[str, int]:

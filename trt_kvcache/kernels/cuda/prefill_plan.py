@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from trt_kvcache.kernels.attention_params import AttentionParams
-from trt_kvcache.kernels.attention_tiles import APPENDING_FORMS, MAX_APPENDED_WIDTH, PrefillForm, prefill_form
+from trt_kvcache.kernels.attention_tiles import MAX_APPENDED_WIDTH, PrefillForm, prefill_form
 from trt_kvcache.memory.cuda_memory import CudaMemory
 
 #: Row blocks of the form ``"whole"`` for each multiprocessor, from which it is taken: up to there, smaller ones fill the GPU better.
@@ -22,8 +22,12 @@ _LONG_CACHE, _LONG_CACHE_KEYS_PER_SM = 32, 1536
 #: The head dim from which 64 rows of a warpgroup take less time than 32 of single warps.
 _MIN_WARPGROUP_HEAD_DIM = 128
 
-#: The head dim up to which few new tokens of more than 64 rows have row blocks of 128, which read K and V half as often.
-_MAX_LARGE_BLOCK_HEAD_DIM = 128
+#: Orders of row blocks, as ``plugins/attention/prefill_params.cuh`` has them: one block for each, from the last tokens on; several blocks may
+#: share one; one block for each, two of a multiprocessor in a pair of a long and a short one.
+FROM_LAST, SPLIT, IN_PAIRS = 0, 1, 2
+
+#: Blocks beside one for each row block, as a part of these, from which splitting K and V brings more than pairs do.
+_MIN_REST = 0.25
 
 
 class PrefillPlan(NamedTuple):
@@ -37,13 +41,18 @@ class PrefillPlan(NamedTuple):
     row_blocks: int
     #: Blocks of the launch.
     blocks: int
-    #: Whether several blocks may share a row block. All of them are resident at once then.
-    splits: bool
+    #: How they take row blocks: one of the numbers above.
+    order: int
+
+    @property
+    def splits(self) -> bool:
+        """Whether several blocks may share a row block. All of them are resident at once then."""
+        return self.order == SPLIT
 
     @property
     def appends(self) -> bool:
         """Whether the launch appends the new tokens; else another one has to do so before."""
-        return self.name in APPENDING_FORMS
+        return self.name not in ("short", "wide", "whole")
 
 
 def prefill_plan(params: AttentionParams) -> PrefillPlan:
@@ -61,9 +70,6 @@ def prefill_plan(params: AttentionParams) -> PrefillPlan:
             few = plan_of(params, "16")
         elif rows <= 32 and not (few.form.warpgroups and params.q.shape[3] >= _MIN_WARPGROUP_HEAD_DIM):
             few = plan_of(params, "32")
-        elif few.row_blocks > 1 and few.form.warpgroups and params.q.shape[3] <= _MAX_LARGE_BLOCK_HEAD_DIM:
-            large = plan_of(params, "128")
-            few = large if large.splits else few
         if width <= few.form.tile_keys and (few.row_blocks == 1 or few.splits):
             return few
     tokens, row_blocks = params.cache.shape[3], params.q.shape[0] * params.cache.shape[2] * wide.row_blocks
@@ -84,10 +90,12 @@ def plan_of(params: AttentionParams, name: str) -> PrefillPlan:
     row_blocks = -(-params.q.shape[1] * params.group // form.rows)
     total, resident = slots * kv_heads * row_blocks, memory.multiprocessor_count * form.blocks_per_sm
     if name == "whole" or total > resident:
-        return PrefillPlan(name, form, row_blocks, total, False)
+        return PrefillPlan(name, form, row_blocks, total, FROM_LAST)
+    if form.blocks_per_sm == 2 and resident < (1 + _MIN_REST) * total:
+        return PrefillPlan(name, form, row_blocks, total, IN_PAIRS)
     useful = total * (-(-tokens // (form.tile_keys * form.min_tiles)) + 1)
     blocks = min(resident, useful, max(total, form.max_parts))
-    return PrefillPlan(name, form, row_blocks, blocks, blocks > total)
+    return PrefillPlan(name, form, row_blocks, blocks, SPLIT if blocks > total else FROM_LAST)
 
 
 def _memory(params: AttentionParams) -> CudaMemory:

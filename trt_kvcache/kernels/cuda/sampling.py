@@ -3,11 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from trt_kvcache.dtypes import itemsize
-from trt_kvcache.kernels.attention_tiles import shared_limit
 from trt_kvcache.kernels.cuda.launch import THREADS_PER_BLOCK, launch, starts_early
 from trt_kvcache.kernels.sampling_rows import SamplingRows
-from trt_kvcache.kernels.sampling_workspace import BLOCKS_PER_SM, LOGPROBS_BLOCKS, MAX_BLOCKS_OF_ROW, SamplingWorkspace
+from trt_kvcache.kernels.sampling_workspace import LOGPROBS_BLOCKS, MAX_BLOCKS_OF_ROW, SamplingWorkspace
 from trt_kvcache.memory.tensor import DeviceTensor
 
 #: Threads of a block.
@@ -16,20 +14,16 @@ ROW_THREADS = 512
 #: Tokens of a block at least: with fewer, the blocks of a row wait for each other longer than they work.
 _MIN_TOKENS_OF_BLOCK = 2048
 
-#: Shared memory that a block has anyway, at most: bins, and what the driver takes.
-_STATIC_SHARED_NBYTES = 28 << 10
-
 
 def choose_tokens(logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor, workspace: SamplingWorkspace, stream: Any) -> None:
     batch, vocab_size = logits.shape
     groups = min(batch, workspace.groups)
     useful = -(-vocab_size // _MIN_TOKENS_OF_BLOCK)
     blocks = max(1, min(workspace.blocks // groups, useful, MAX_BLOCKS_OF_ROW))
-    kept_nbytes = kept_logits_nbytes(vocab_size, blocks, logits.memory.arch)
     arguments = (
         *(logits.ptr, logits.strides[0], vocab_size, batch, rows.params.ptr),
         *(0 if tensor is None else tensor.ptr for tensor in (rows.uses, rows.bias, workspace.edited)),
-        *(tokens.ptr, rows.results.ptr, workspace.meeting.ptr, blocks, int(kept_nbytes > 0)),
+        *(tokens.ptr, rows.results.ptr, workspace.meeting.ptr, blocks),
     )
     launch(
         logits.memory,
@@ -39,17 +33,9 @@ def choose_tokens(logits: DeviceTensor, rows: SamplingRows, tokens: DeviceTensor
         arguments,
         stream,
         threads=ROW_THREADS,
-        shared_nbytes=kept_nbytes,
         cooperative=blocks > 1,
         programmatic_dependent_launch=starts_early(logits.memory),
     )
-
-
-def kept_logits_nbytes(vocab_size: int, blocks: int, arch: str) -> int:
-    """Return the bytes of shared memory for the logits of a block, of as many as share a row; 0 if they do not fit."""
-    of_thread = -(-vocab_size // (blocks * ROW_THREADS))
-    nbytes = of_thread * ROW_THREADS * itemsize("float32")
-    return nbytes if nbytes <= shared_limit(arch) // BLOCKS_PER_SM - _STATIC_SHARED_NBYTES else 0
 
 
 def token_logprobs(logits: DeviceTensor, rows: SamplingRows, out: DeviceTensor, workspace: SamplingWorkspace, stream: Any) -> None:
