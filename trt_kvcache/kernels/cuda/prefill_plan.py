@@ -22,8 +22,8 @@ _LONG_CACHE, _LONG_CACHE_KEYS_PER_SM = 32, 1536
 #: The head dim from which 64 rows of a warpgroup take less time than 32 of single warps.
 _MIN_WARPGROUP_HEAD_DIM = 128
 
-#: Orders of row blocks, as ``plugins/attention/prefill_params.cuh`` has them: one block for each, from the last tokens on; several blocks may
-#: share one; one block for each, two of a multiprocessor in a pair of a long and a short one.
+#: Orders of row blocks, as ``plugins/attention/prefill_params.cuh`` has them: one block for each, from the last tokens on; several blocks
+#: may share one; one block for each, two of a multiprocessor in a pair of a long and a short one.
 FROM_LAST, SPLIT, IN_PAIRS = 0, 1, 2
 
 #: Blocks beside one for each row block, as a part of these, from which splitting K and V brings more than pairs do.
