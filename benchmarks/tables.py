@@ -75,6 +75,16 @@ def _build(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield f"peak memory of it, {name}", f"{result['peak_nbytes'] / _MIB:.0f} MiB", ""
     beyond = content["peak_beyond_bare_in_weights"]
     yield "peak memory beyond the bare build, over the weights", f"{beyond:.2f}", f"{content['limit']:g}"
+    for name, found in content.get("packed", {}).items():
+        peaks = {which: result["peak_nbytes"] / _MIB for which, result in found["results"].items()}
+        weights = found["results"]["ours"]["weights_nbytes"] / _MIB
+        yield (
+            f"the same build with {weights:.0f} MiB of weights ({name}), peak memory, bare and ours",
+            f"{peaks['bare']:.0f} and {peaks['ours']:.0f} MiB",
+            "",
+        )
+        beyond = found["peak_beyond_bare_in_weights"]
+        yield "beyond the bare build, over the packed weights", f"{beyond:.2f}", f"{content['packed_limit']:g}"
 
 
 def _build_estimate(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -230,10 +240,22 @@ def _torch_engine_gpu(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]
         yield f"PyTorch engine, decode step of {row['model']}, batch {row['batch']}: share of the limit that reading sets", share, ""
 
 
+def _serving(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    for row in content["rows"]:
+        at_once = f"{row['at_once']} at once" if row["at_once"] > 1 else "one at a time"
+        limit = f"at least {content['limit']:g}" if row["at_once"] == content["slots"] else ""
+        what = f"tokens per second of the server over those of `submit` and `step`, {at_once}"
+        yield f"{what}, streams", f"{row['stream_over_session']:.2f} ({row['stream']['tokens_per_second']:.0f})", limit
+        yield "the same, whole answers", f"{row['whole_over_session']:.2f} ({row['whole']['tokens_per_second']:.0f})", limit
+        first = f"{row['stream']['first_token_ms']:.0f} ms, session {row['session']['first_token_ms']:.0f} ms"
+        yield f"first token at the client, {at_once}", first, ""
+
+
 _FILES = {
     "host_step": _host_step,
     "sampling": _sampling,
     "sampling_gpu": _sampling_gpu,
+    "serving": _serving,
     "build": _build,
     "build_estimate": _build_estimate,
     "import_time": _import_time,
