@@ -77,9 +77,10 @@ struct RowSampler {
         const Number wanted = __umul64hi(shifted, all) + (shifted * all != 0), likely = params.min_weight ? row.likely_weight : all;
         const FoundBin last = weights.find(wanted - 1, found);
         // Where the random number falls depends on where top_p ends; but nearly always the ends of its bin say so too.
-        const FoundBin least = weights.find(__umul64hi(random << 11, min(last.before, likely)), found);
         const FoundBin most = weights.find(__umul64hi(random << 11, min(last.before + last.value, likely)), found);
-        count_fine(last.bin, most.bin, least.bin);
+        int least = most.bin;  // the other end matters only where much of the weight is in that bin
+        if (last.value > last.before / 8) least = weights.find(__umul64hi(random << 11, min(last.before, likely)), found).bin;
+        count_fine(last.bin, most.bin, least);
         const Number target = __umul64hi(random << 11, min(border_in(last, wanted - 1).weight, likely));
         const FoundBin chosen = weights.find(target, found);
         count_fine(chosen.bin, chosen.bin, chosen.bin);
