@@ -75,6 +75,16 @@ def _build(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
         yield f"peak memory of it, {name}", f"{result['peak_nbytes'] / _MIB:.0f} MiB", ""
     beyond = content["peak_beyond_bare_in_weights"]
     yield "peak memory beyond the bare build, over the weights", f"{beyond:.2f}", f"{content['limit']:g}"
+    for name, found in content.get("packed", {}).items():
+        peaks = {which: result["peak_nbytes"] / _MIB for which, result in found["results"].items()}
+        weights = found["results"]["ours"]["weights_nbytes"] / _MIB
+        yield (
+            f"the same build with {weights:.0f} MiB of weights ({name}), peak memory, bare and ours",
+            f"{peaks['bare']:.0f} and {peaks['ours']:.0f} MiB",
+            "",
+        )
+        beyond = found["peak_beyond_bare_in_weights"]
+        yield "beyond the bare build, over the packed weights", f"{beyond:.2f}", f"{content['packed_limit']:g}"
 
 
 def _build_estimate(content: dict[str, Any]) -> Iterator[tuple[str, str, str]]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from trt_kvcache.builder.code_types import are_native
 from trt_kvcache.builder.network import Graph, Weights, add_decoder, add_segments
 from trt_kvcache.builder.network.rope import cos_sin
 from trt_kvcache.builder.options import BuildOptions
@@ -103,7 +104,7 @@ def define_decoder(
     graph = Graph(tensorrt, network, messages, dtype=cache.dtype)
     attention = add_decoder(
         graph,
-        Weights(checkpoint, cache.dtype),
+        Weights(checkpoint, cache.dtype, is_native=are_native(options.compute_capabilities, is_rtx=tensorrt.is_rtx)),
         model,
         cache=cache,
         max_prefill_length=options.max_prefill_length,
@@ -166,7 +167,7 @@ def define_segments(
     graph = Graph(tensorrt, networks[0], messages, dtype=cache.dtype)
     attention = add_segments(
         graph,
-        Weights(checkpoint, cache.dtype),
+        Weights(checkpoint, cache.dtype, is_native=are_native(options.compute_capabilities, is_rtx=tensorrt.is_rtx)),
         model,
         create_next,
         cache=cache,

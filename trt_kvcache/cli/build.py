@@ -103,6 +103,7 @@ def build(
             attention=attention,
             flavour=flavour,
             quantize=quantize,
+            compute_capabilities=compute_capability or None,
         )
         if json:
             put_json(as_json(estimate))
