@@ -77,7 +77,7 @@ test-torch: $(TRANSFORMERS_READY)  ## Run the tests of the PyTorch engine on the
 
 .PHONY: test-serve
 test-serve: $(SERVE_READY)  ## Run the tests of the server, with a browser and lm-eval; installs playwright and lm-eval
-	TRT_KVCACHE_REQUIRE_SERVE=1 $(BIN)/pytest -n $(JOBS) -m "$(FAST)" tests/server
+	TRT_KVCACHE_REQUIRE_SERVE=1 $(BIN)/pytest -n $(JOBS) -m "not slow" tests/server
 
 .PHONY: docs
 docs: $(READY)  ## Build the documentation into build/docs; a warning is a failure

@@ -61,10 +61,10 @@ CLIENT = """
 import asyncio, json, sys, time
 async def ask(host, port, body):
     content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Type: application/json\\r\\nContent-Length: {len(content)}\\r\\n"
+    head = "POST /v1/completions HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Type: application/json\\r\\nConnection: close\\r\\n"
     reader, writer = await asyncio.open_connection(host, port, limit=1 << 24)
     begin = time.perf_counter()
-    writer.write(head.encode() + b"Connection: close\\r\\n\\r\\n" + content)
+    writer.write(f"{head}Content-Length: {len(content)}\\r\\n\\r\\n".encode() + content)
     times, parts = [], []
     while part := await reader.read(1 << 20):
         parts.append(part)
