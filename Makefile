@@ -6,6 +6,7 @@ READY := .venv/.ready
 TORCH ?= torch==2.13.0
 TORCH_READY := .venv/.torch
 TRANSFORMERS_READY := .venv/.transformers
+SERVE_READY := .venv/.serve
 FAST := not trt and not gpu and not slow and not long
 JOBS ?= auto
 SUMS := tests/end_to_end tests/reference tests/session tests/kernels
@@ -74,6 +75,10 @@ test-torch: $(TRANSFORMERS_READY)  ## Run the tests of the PyTorch engine on the
 	TRT_KVCACHE_REQUIRE_TORCH=1 $(BIN)/pytest -n $(JOBS) -m "$(FAST)" tests/torch_engine tests/project/test_docstrings.py
 	TRT_KVCACHE_REQUIRE_TORCH=1 $(BIN)/python tests/simt/run.py -m "device and $(FAST)" tests/torch_engine
 
+.PHONY: test-serve
+test-serve: $(SERVE_READY)  ## Run the tests of the server, with a browser and lm-eval; installs playwright and lm-eval
+	TRT_KVCACHE_REQUIRE_SERVE=1 $(BIN)/pytest -n $(JOBS) -m "not slow" tests/server
+
 .PHONY: docs
 docs: $(READY)  ## Build the documentation into build/docs; a warning is a failure
 	@$(BIN)/python docs/images/draw.py --check
@@ -99,6 +104,7 @@ bench: $(TRANSFORMERS_READY)  ## Measure what needs no GPU: host time of a step,
 	$(BIN)/python benchmarks/build.py
 	$(BIN)/python benchmarks/build_estimate.py
 	$(BIN)/python benchmarks/segments.py
+	$(BIN)/python benchmarks/serving.py
 	$(BIN)/python benchmarks/torch_engine.py
 	$(BIN)/python benchmarks/tables.py
 
@@ -122,3 +128,8 @@ $(TORCH_READY): $(READY)
 $(TRANSFORMERS_READY): $(TORCH_READY)
 	@$(BIN)/python -c "import transformers" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check transformers
 	@touch $(TRANSFORMERS_READY)
+
+# The browser is one of the system (apt-get install chromium), because playwright's own comes from a site of its own.
+$(SERVE_READY): $(TRANSFORMERS_READY)
+	@$(BIN)/python -c "import lm_eval, playwright" 2>/dev/null || $(BIN)/python -m pip install --disable-pip-version-check playwright "lm-eval[api]"
+	@touch $(SERVE_READY)

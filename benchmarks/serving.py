@@ -2,9 +2,9 @@
 
     python benchmarks/serving.py [--quick] [--rounds 5] [--out FILE]
 
-Both answer the same prompts with the same greedy tokens, 32 at once and one at a time, in turns. The session runs the NumPy engine on a model
-with random weights and one BLAS thread, so that a core is left for the event loop, as the host has one beside a GPU. Clients are sockets of
-another process, which reads events and counts tokens. Texts are compared first.
+Both answer the same prompts with the same greedy tokens, 32 at once and one at a time, in turns. The session runs the NumPy engine on a
+model with random weights and one BLAS thread, so that a core is left for the event loop, as the host has one beside a GPU. Clients are
+sockets of another process, which reads events. Tokens are compared first.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ CLIENT = """
 import asyncio, json, sys, time
 async def ask(host, port, body):
     content = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Type: application/json\\r\\nContent-Length: {len(content)}\\r\\n"
+    head = "POST /v1/completions HTTP/1.1\\r\\nHost: localhost\\r\\nContent-Type: application/json\\r\\nConnection: close\\r\\n"
     reader, writer = await asyncio.open_connection(host, port, limit=1 << 24)
     begin = time.perf_counter()
-    writer.write(head.encode() + b"Connection: close\\r\\n\\r\\n" + content)
+    writer.write(f"{head}Content-Length: {len(content)}\\r\\n\\r\\n".encode() + content)
     times, parts = [], []
     while part := await reader.read(1 << 20):
         parts.append(part)
@@ -123,7 +123,8 @@ def direct(session: InferenceSession, count: int, tokens: int) -> dict[str, Any]
 
 def served(clients: Clients, count: int, tokens: int, *, stream: bool) -> dict[str, Any]:
     """Return the same of the server, as its clients see it."""
-    bodies = [{"prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": stream} for prompt in prompts(count)]
+    options = {"max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": stream}
+    bodies = [{"prompt": prompt, **options} for prompt in prompts(count)]
     found = clients.ask(bodies)
     return {"seconds": max(whole for _, whole, _ in found), "first": [times[0] if times else whole for times, whole, _ in found]}
 

@@ -22,6 +22,7 @@ TARGETS = (
     "test-bindings",
     "test-gpu",
     "test-torch",
+    "test-serve",
     "docs",
     "plugins",
     "engines",
@@ -35,6 +36,7 @@ CHOSEN = {
     "test-slow": '-m "slow and not trt and not gpu"',
     "test-gpu": "TRT_KVCACHE_REQUIRE_GPU=1",
     "test-torch": "TRT_KVCACHE_REQUIRE_TORCH=1",
+    "test-serve": "TRT_KVCACHE_REQUIRE_SERVE=1",
 }
 
 
@@ -49,7 +51,7 @@ def checkout(tmp_path):
 def ready(checkout):
     """A checkout whose environment, torch and transformers too, is newer than what it was made from."""
     (checkout / ".venv").mkdir()
-    for name in (".ready", ".torch", ".transformers"):
+    for name in (".ready", ".torch", ".transformers", ".serve"):
         (checkout / ".venv" / name).touch()
     os.utime(checkout / "pyproject.toml", (0, 0))
     return checkout

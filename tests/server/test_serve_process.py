@@ -94,6 +94,7 @@ def test_the_first_signal_lets_answers_end(sent: signal.Signals):
         assert one.wait() == 0
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_a_second_signal_ends_at_once():
     body = {"prompt": ["A"] * 20, "max_tokens": 500, "ignore_eos": True, "stream": True}
@@ -110,6 +111,7 @@ def test_a_second_signal_ends_at_once():
             assert "data: [DONE]" not in list(lines)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(os.name != "posix", reason="signals")
 def test_one_that_was_killed_starts_again_at_the_same_port():
     body = {"prompt": "A", "max_tokens": 500, "ignore_eos": True, "stream": True}
@@ -123,6 +125,7 @@ def test_one_that_was_killed_starts_again_at_the_same_port():
             assert text(again.url) == " beginning to get very"
 
 
+@pytest.mark.long
 def test_keys_from_the_environment_and_a_file(tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("first\n\nsecond\n")

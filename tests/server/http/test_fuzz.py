@@ -43,6 +43,12 @@ def answers(chatting: Running):
     return counts
 
 
+@pytest.fixture(scope="module")
+def client(chatting: Running):
+    with chatting.client() as one:
+        yield one
+
+
 def send(client: Any, path: str, content: bytes, answers: dict[int, int]) -> None:
     """Send a body, and check the answer."""
     answer = client.post(path, content=content, headers={"Content-Type": "application/json"})
@@ -55,18 +61,24 @@ def send(client: Any, path: str, content: bytes, answers: dict[int, int]) -> Non
     assert error["message"]
 
 
-@hypothesis.settings(max_examples=1000, deadline=None, derandomize=True, suppress_health_check=list(hypothesis.HealthCheck))
+FUZZED = {"deadline": None, "derandomize": True, "database": None, "suppress_health_check": list(hypothesis.HealthCheck)}
+
+
+@hypothesis.settings(max_examples=100, **FUZZED)
 @hypothesis.given(path=st.sampled_from(PATHS), content=BODIES | BYTES)
-def test_a_thousand_bodies(chatting: Running, answers: dict[int, int], path: str, content: bytes):
-    client = answers.setdefault("client", chatting.client())  # type: ignore[call-overload]
+def test_a_hundred_bodies(client: Any, answers: dict[int, int], path: str, content: bytes):
+    send(client, path, content, answers)
+
+
+@pytest.mark.long
+@hypothesis.settings(max_examples=1000, **FUZZED)
+@hypothesis.given(path=st.sampled_from(PATHS), content=BODIES | BYTES)
+def test_a_thousand_bodies(client: Any, answers: dict[int, int], path: str, content: bytes):
     send(client, path, content, answers)
 
 
 def test_nothing_has_changed_by_them(chatting: Running, answers: dict[int, int]):
-    client = answers.pop("client", None)  # type: ignore[call-overload]
-    if client is not None:
-        client.close()
-    assert answers.get(400, 0) > 500 or not answers
+    assert answers.get(400, 0) > sum(answers.values()) / 2 or not answers
     chatting.wait_until(lambda now: not now.slots and not now.waiting)
     with chatting.client() as fresh:
         body = {"prompt": "Alice was", "max_tokens": 8}
