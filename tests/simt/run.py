@@ -26,7 +26,7 @@ REPOSITORY = HERE.parents[1]
 #: The architecture that the stand-in driver reports: see driver/device.cpp.
 ARCH = "sm_990"
 
-COMPILER = ["g++", "-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fPIC"]
+COMPILER = ["g++", "-std=c++17", "-O1", "-g1", "-Wall", "-Wextra", "-Wno-unknown-pragmas", "-fPIC"]
 
 #: What kernels can be built with: options of g++, libraries that the process must load first, and its environment.
 SANITIZERS: dict[str, tuple[list[str], list[str], dict[str, str]]] = {
